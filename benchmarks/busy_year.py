@@ -1,6 +1,6 @@
 """A year of a busy site, and then every page and report of it, behind a real hub.
 
-1,000 members, 64 devices and 500,000 leases are written into an SQLite database as the broker
+1,000 members, 64 devices and 500,000 leases are written into an SQLite database as the services
 would have written them (``tests/support/years.py``); ``--charge-minutes`` is the time between two
 charges of a lease in it. Then a real hub with its proxy and its accounting service serves all
 pages to an admin, to the member with the longest past, and to scripts; each is asked for several

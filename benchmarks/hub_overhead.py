@@ -1,6 +1,6 @@
 """What leases add to a hub's own work, at 1,000 devices and 500 open leases.
 
-Real: one JupyterHub process, its REST API, the broker on SQLite. Nothing else is there to
+Real: one JupyterHub process, its REST API, the services on SQLite. Nothing else is there to
 be measured: the spawners start nothing, and the proxy is a dictionary. In turns, a member of
 the one spawner and a member of the other get a server and stop it again; the second spawner
 differs from the first by GPUSpawnerMixin alone, which leases one device to each server.

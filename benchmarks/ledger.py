@@ -1,7 +1,7 @@
 """What a debit costs: double entry and idempotency, against the bare inserts and updates.
 
-Ours posts charges as the broker does: the writers' lock, the idempotency key, a transfer, two
-postings, two balances, one commit; in a thread of the store's own, as everything of the broker
+Ours posts charges as the services do: the writers' lock, the idempotency key, a transfer, two
+postings, two balances, one commit; in a thread of the store's own, as everything of the services
 does. The baselines write the same rows into another database of the same schema with the same
 durability (SQLite: WAL and full sync; PostgreSQL: fsync on), and check nothing:
 
@@ -33,7 +33,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import psycopg2.extras
+import psycopg
 import sqlalchemy as sa
 from support.report import Report, Series, argument_parser, in_turns, pair
 
@@ -45,7 +45,7 @@ from gpuspawner.leases.models import Lease, LeaseState, ServerRef
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger import rules as ledger_rules
 from gpuspawner.ledger.models import SYSTEM_USAGE, Posting, Transfer, TransferKind
-from tests.support.brokers import T0, open_broker
+from tests.support.brokers import T0, open_services
 from tests.support.postgres import PrivatePostgres
 
 DEBITS = 50
@@ -231,7 +231,7 @@ def plain(url: str) -> Iterator[Debit]:
             yield bare_debit(connection.cursor(), "?", "BEGIN IMMEDIATE", connection.commit, naive)
     else:
         with closing(
-            psycopg2.connect(
+            psycopg.connect(
                 host=parsed.host, port=parsed.port, user=parsed.username, dbname=parsed.database
             )
         ) as connection:
@@ -256,9 +256,6 @@ def bare_debit(
     )
     move = f"UPDATE accounts SET balance = balance + {mark} WHERE name = {mark}"
 
-    # psycopg2's own executemany asks once for each row.
-    many = psycopg2.extras.execute_batch if not begin else type(cursor).executemany
-
     def debit(some: Sequence[Transfer]) -> None:
         if begin:
             cursor.execute(begin)
@@ -267,9 +264,9 @@ def bare_debit(
             for it in some
         ]
         lines = [(it.id, p.account, p.amount) for it in some for p in it.postings]
-        many(cursor, insert_transfer, rows)
-        many(cursor, insert_posting, lines)
-        many(cursor, move, [(amount, account) for _, account, amount in lines])
+        cursor.executemany(insert_transfer, rows)
+        cursor.executemany(insert_posting, lines)
+        cursor.executemany(move, [(amount, account) for _, account, amount in lines])
         commit()
 
     return debit
@@ -277,16 +274,16 @@ def bare_debit(
 
 def page(report: Report, name: str, url: str, entries: int) -> None:
     """A statement page, the newest and one in the middle, of a long account."""
-    broker = open_broker(url)
-    fill(broker.store, entries)
-    newest = broker.store.run(lambda c: c.execute(sa.select(sa.func.max(postings.c.id))).scalar())
+    services = open_services(url)
+    fill(services.store, entries)
+    newest = services.store.run(lambda c: c.execute(sa.select(sa.func.max(postings.c.id))).scalar())
     marks = (None, (newest or 0) - entries)  # an entry has two postings
     for before, what in zip(marks, ("newest page", "page in the middle"), strict=True):
         for folded in (False, True):
             times = []
             for _ in range(PAGES):
                 began = time.perf_counter()
-                found = broker.reports.statement_page("member:long", before, folded=folded)
+                found = services.reports.statement_page("member:long", before, folded=folded)
                 times.append(1000 * (time.perf_counter() - began))
             assert found.entries
             series = Series(tuple(times))
@@ -294,7 +291,7 @@ def page(report: Report, name: str, url: str, entries: int) -> None:
             report.row(name, label, str(PAGES), series.text(2), "", "")
             figure = f"{name}_{what.split()[-1]}_{'folded_' if folded else ''}page_ms"
             report.figure(figure, series.p90, MOST_PAGE_MS)
-    broker.store.close()
+    services.store.close()
 
 
 def fill(store: Store, entries: int) -> None:

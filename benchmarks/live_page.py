@@ -36,7 +36,7 @@ from support.report import Report, Series, argument_parser
 from support.viewers import Viewers
 
 from gpuspawner.leases.models import Request, ServerRef
-from tests.support.brokers import make_broker
+from tests.support.brokers import make_services
 from tests.support.hub import HubProcess
 from tests.support.processes import free_port, wait_for
 
@@ -106,12 +106,12 @@ class Site:
 
     def _lease(self) -> None:
         source = f"simulated:{GPUS}xA100-80GB"
-        broker = make_broker(database_url=self._database, device_source=source)
+        services = make_services(database_url=self._database, device_source=source)
         for number in range(LEASES):
             server = ServerRef(f"member{number}")
-            lease = broker.acquire(server, Request(devices=1), engine="none")
-            broker.confirm(lease.id, "none")
-        broker.store.close()
+            lease = services.leases.grant(server, Request(devices=1), engine="none")
+            services.leases.confirm(lease.id, "none")
+        services.store.close()
 
     def _change(self) -> None:
         shown = {

@@ -102,8 +102,8 @@ def fill(hub: PayingHub) -> None:
     for number in range(GPUS + WAITING):
         answer = hub.spawn(f"busy{number}", {"environment": "e2", "gpus": 1, "hours": 4})
         assert answer.ok, answer.text
-    wait_for(lambda: len(hub.broker.open_leases()) == GPUS, "the servers", timeout=120)
-    wait_for(lambda: len(hub.broker.waiting()) == WAITING, "the line", timeout=60)
+    wait_for(lambda: len(hub.services.leases.open_leases()) == GPUS, "the servers", timeout=120)
+    wait_for(lambda: len(hub.services.queue.waiting()) == WAITING, "the line", timeout=60)
 
 
 def timed(session: requests.Session, url: str) -> float:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from support.report import Report, argument_parser
 from support.telling import Telling, Told, narrowest
 
-from gpuspawner.queue.replay import ANY, read_trace, replay
+from gpuspawner.queue.replay import ANY, read_trace, replay_trace
 from gpuspawner.queue.scheduler import Scheduler
 
 HOUR = 3600.0
@@ -50,7 +50,7 @@ def main() -> None:
         scheduler = Scheduler()
         scheduler.set_capacity({ANY: devices})
         telling = Telling(scheduler)
-        replay(jobs, {ANY: devices}, telling)
+        replay_trace(jobs, {ANY: devices}, telling)
         fill(report, devices, telling, half)
     report.print(options.json)
 

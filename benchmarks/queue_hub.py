@@ -1,6 +1,6 @@
 """What happens in a hub when 2,000 members ask for a server at once and there are 16 devices.
 
-Real: JupyterHub, its REST API, the broker on SQLite. The spawners start nothing, and the proxy is
+Real: JupyterHub, its REST API, the services on SQLite. The spawners start nothing, and the proxy is
 a dictionary, so that the hub itself is measured; ours differs from the stock one by
 GPUSpawnerMixin alone. Each run has a hub of its own, in turns; the requests are on open
 connections and sent in one go. Both hubs have no ``concurrent_spawn_limit``, as

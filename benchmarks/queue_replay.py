@@ -23,8 +23,16 @@ import time
 
 from support.report import Report, argument_parser
 
-from gpuspawner.queue import replay_policies
-from gpuspawner.queue.replay import ANY, Figures, Player, TraceJob, figures, read_trace, replay
+from gpuspawner.queue import replay
+from gpuspawner.queue.replay import (
+    ANY,
+    Figures,
+    Player,
+    TraceJob,
+    figures,
+    read_trace,
+    replay_trace,
+)
 from gpuspawner.queue.scheduler import Scheduler
 
 OURS = "gpuspawner"
@@ -56,16 +64,16 @@ def main() -> None:
     report = Report("queue_replay", columns)
     report.figure("jobs", len(jobs))
     for gpus in args.gpus or [TARGET_GPUS]:
-        for name in args.policy or [OURS, *replay_policies.NAMES]:
+        for name in args.policy or [OURS, *replay.NAMES]:
             play(report, jobs, gpus, name)
     report.print(args.json)
 
 
 def play(report: Report, jobs: list[TraceJob], gpus: int, name: str) -> None:
     """One policy at one size: two rows, and the figures of the first."""
-    player = ours(gpus) if name == OURS else replay_policies.make(name, jobs)
+    player = ours(gpus) if name == OURS else replay.make(name, jobs)
     began = time.process_time()
-    played = replay(jobs, {ANY: gpus}, player, replay_policies.wakes(name))
+    played = replay_trace(jobs, {ANY: gpus}, player, replay.wakes(name))
     seconds = time.process_time() - began
     whole = figures(played)
     add_row(report, gpus, name, "both", whole, f"{seconds:.1f}")

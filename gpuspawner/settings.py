@@ -91,11 +91,11 @@ CLASSES = (
     GPUFolders,
     GPUSlurm,
 )
-"""What :class:`BrokerSettings` holds one of each."""
+"""What :class:`ServiceSettings` holds one of each."""
 
 
 @dataclass(frozen=True, slots=True)
-class BrokerSettings:
+class ServiceSettings:
     """What a configuration file says, by capability."""
 
     database: GPUDatabase
@@ -110,7 +110,7 @@ class BrokerSettings:
     slurm: GPUSlurm
 
     @classmethod
-    def read(cls, config: Config) -> BrokerSettings:
+    def read(cls, config: Config) -> ServiceSettings:
         """Read every section. Raises TraitError for a value of the wrong type."""
         return cls(
             database=GPUDatabase(config=config),

@@ -25,13 +25,13 @@ from demo_state import ADMIN, MEMBERS, SAMPLE, State, Stop, demo_catalog
 from traitlets.config import Config
 
 from gpuspawner.core.errors import GPUSpawnerError
+from gpuspawner.devices.discovery import open_source
 from gpuspawner.devices.models import Device, DeviceStatus
-from gpuspawner.devices.source import open_source
 from gpuspawner.engines.base import Engine
 from gpuspawner.engines.docker import DockerEngine
 from gpuspawner.engines.local import LocalEngine
 from gpuspawner.leases.reconciliation import Remove
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 
 REPO = Path(__file__).resolve().parents[1]
 SIMULATED = "simulated:2xA100-80GB,2xT4"
@@ -249,9 +249,9 @@ class Demo:
         """Settle leases that the hub had no time for, and end what still holds one."""
         config = Config()
         config.GPUDatabase.url, config.GPUDevices.source = self.state.database_url, self.gpus
-        broker = Broker(config)
+        services = Services(config)
         try:
-            if not broker.open_leases():
+            if not services.leases.open_leases():
                 return
             engines: dict[str, Engine] = {LocalEngine.name: LocalEngine()}
             if self.containers:
@@ -260,20 +260,20 @@ class Demo:
                 seen = {name: engine.sightings() for name, engine in engines.items()}
                 left_over = [
                     action
-                    for action in broker.reconcile(seen, {}, grace_seconds=0)
+                    for action in services.leases.reconcile(seen, {}, grace_seconds=0)
                     if isinstance(action, Remove)
                 ]
                 if not left_over:
                     break
                 for action in left_over:
                     engines[action.engine].end(action.sighting)
-            left = len(broker.open_leases())
+            left = len(services.leases.open_leases())
             if left:
                 say(f"{left} lease(s) are still open; the next demo settles them")
         except GPUSpawnerError as error:
             say(f"Leases are settled at the next start: {error.message}")
         finally:
-            broker.store.close()
+            services.store.close()
 
 
 def _port(text: str) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 PACKAGE = "gpuspawner"
 SERVICES = "Services"
-"""The dataclass that holds the services; while there is none, ``Broker`` is the one service."""
+"""The class that holds the services."""
 ROUTE = ("jupyterhub.spawners", "gpu-docker")
 """The entry point at which the walk of a lease begins."""
 LEASE_NAME = re.compile(r"(^|_)leases?(_|$)|Lease")
@@ -170,17 +170,13 @@ class Code:
         }
 
     def services(self) -> list[tuple[str, str]]:
-        """Return the service classes: the types of the fields of :data:`SERVICES`, or Broker."""
+        """Return the service classes: the types of the fields of :data:`SERVICES`."""
         for module in self.modules.values():
             if held := module.classes.get(SERVICES):
                 fields = [node for node in held.body if isinstance(node, ast.AnnAssign)]
                 found = [self._class_of(module.name, each.annotation) for each in fields]
                 return [cls for cls in found if cls]
-        return [
-            (module.name, "Broker")
-            for module in self.modules.values()
-            if "Broker" in module.classes
-        ]
+        return []
 
     def traits(self) -> list[str]:
         """Return every setting that our classes declare: an attribute with ``config=True``."""

@@ -188,8 +188,8 @@ def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 def each_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a migrated database; the test runs once on each kind.
 
-    For tests of what only a database decides: queries, constraints, locks, races. A file asks
-    for it by naming it in its own ``database_url``.
+    For tests of what only a database decides: queries, constraints, locks, races. The mark
+    ``each_database`` of tests/support/parts.py says the same of ``database_url``.
     """
     yield from migrated_url(request, tmp_path)
 

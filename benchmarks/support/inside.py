@@ -17,7 +17,7 @@ from typing import Any
 from tornado.web import RequestHandler
 
 from gpuspawner.leases.models import Request, ServerRef
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 from support.noop import GPUNoopSpawner
 
 TICK = 0.001
@@ -45,11 +45,11 @@ class Ticker(RequestHandler):
     ``grants=1`` leases are granted and released beside it without a pause."""
 
     async def get(self) -> None:
-        broker: Broker = self.settings["app"].users.settings["gpuspawner_broker"]
+        services: Services = self.settings["app"].users.settings["gpuspawner_services"]
         stop = asyncio.Event()
         if self.get_argument("grants") == "0":
             stop.set()
-        granting = asyncio.ensure_future(grant_and_release(broker, stop))
+        granting = asyncio.ensure_future(grant_and_release(services, stop))
         late = await ticker(float(self.get_argument("seconds")))
         stop.set()
         self.write(json.dumps({"late": late, "grants": await granting}))
@@ -65,14 +65,16 @@ async def ticker(seconds: float) -> list[float]:
     return late
 
 
-async def grant_and_release(broker: Broker, stop: asyncio.Event) -> int:
+async def grant_and_release(services: Services, stop: asyncio.Event) -> int:
     """Lease after lease, off the loop as a spawner does it. How many there were."""
     count = 0
     server, request = ServerRef("ours-ticker"), Request(devices=1)
     while not stop.is_set():
-        lease = await broker.run(broker.acquire, server, request, engine="noop")
-        await broker.run(broker.confirm, lease.id, "noop")
-        await broker.run(broker.release, lease.id, ended_at=broker.clock(), reason="stopped")
+        lease = await services.run(services.leases.grant, server, request, engine="noop")
+        await services.run(services.leases.confirm, lease.id, "noop")
+        await services.run(
+            services.leases.release, lease.id, ended_at=services.clock(), reason="stopped"
+        )
         count += 1
     return count
 

@@ -189,8 +189,8 @@ def _live(hub: SlurmHub, sessions: list[Session], counted: Counted, look: float,
     lasted = time.monotonic() - began
     called = counted.calls() - called
     wait_for(lambda: not hub.cluster.run("squeue", "-h"), "the last job to end")
-    left = len(hub.broker.open_leases()) + len(hub.broker.waiting())
-    leases = hub.broker.leases_of(None, limit=10 * len(sessions))
+    left = len(hub.services.leases.open_leases()) + len(hub.services.queue.waiting())
+    leases = hub.services.leases.of_account(None, limit=10 * len(sessions))
     difference = greatest_difference(hub, leases, first)
     inside = Members(hub).ask("steps")
     looks = inside["looks"]
@@ -246,7 +246,7 @@ def _live_one(hub: SlurmHub, session: Session, began: float, look: float) -> str
 
 def _runs(hub: SlurmHub, user: str) -> bool:
     """As the store says."""
-    lease = hub.broker.lease_of(ServerRef(user))
+    lease = hub.services.leases.of_server(ServerRef(user))
     return lease is not None and lease.state is LeaseState.RUNNING
 
 
@@ -268,7 +268,7 @@ def greatest_difference(hub: SlurmHub, leases: list[Lease], since: datetime) -> 
         until = datetime.now(timezone.utc) + timedelta(minutes=1)
         wanted = {lease.ticket_id for lease in leases if lease.ticket_id}
         runs = read_holders(
-            hub.broker.cluster_members.slurm(), wanted, since - timedelta(minutes=1), until
+            hub.services.cluster_members.slurm(), wanted, since - timedelta(minutes=1), until
         )
         found = {name: [run for run in some if run.uses_devices] for name, some in runs.items()}
         if any(not some or any(run.ended_at is None for run in some) for some in found.values()):

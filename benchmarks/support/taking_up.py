@@ -51,8 +51,8 @@ class Taken(RequestHandler):
 
     def get(self) -> None:
         told = {name: TOLD.get(id(said)) for name, said in SPOKEN.items()}
-        broker = self.settings["app"].users.settings.get("gpuspawner_broker")
-        waiting = len(broker.line.tickets) if broker else 0
+        services = self.settings["app"].users.settings.get("gpuspawner_services")
+        waiting = len(services.line.tickets) if services else 0
         found = {"taken": TAKEN, "told": told, "steps": sorted(STEPS)[-20:], "waiting": waiting}
         self.write(json.dumps(found))
 

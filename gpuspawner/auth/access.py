@@ -294,15 +294,15 @@ class Rules(Sentences):
         """,
     )
 
-    broker = AnyTrait(
-        help="The :class:`gpuspawner.services.Broker` that opens accounts, set up by `c.Broker`.",
+    services = AnyTrait(
+        help="The :class:`gpuspawner.services.Services` that open accounts.",
     )
 
-    @default("broker")
-    def _broker_default(self) -> Any:
-        from ..services import Broker
+    @default("services")
+    def _services_default(self) -> Any:
+        from ..services import Services
 
-        return Broker(self.config)
+        return Services(self.config)
 
     # What classes of certain providers know.
 

@@ -44,7 +44,7 @@ class MemberMixin(Rules):
 
     A member's account is opened, with its opening credits, when they first sign in. Who is
     not a member gets a page that says so in a sentence, and no account. Who is a member no
-    more starts nothing new, and the broker is told.
+    more starts nothing new, and the services are told.
     """
 
     @default("allow_all")
@@ -245,7 +245,7 @@ class MemberMixin(Rules):
         if not self.roster:
             return None
         try:
-            asked = self.broker.read(self.broker.roster.roster_member, username)
+            asked = self.services.read(self.services.roster.roster_member, username)
             said: OnRoster = await within(OPEN_ACCOUNT_SECONDS, asked)
         except (GPUSpawnerError, asyncio.TimeoutError) as failure:
             self.log.warning("The roster cannot be read: %s", failure or "it took too long")
@@ -278,26 +278,28 @@ class MemberMixin(Rules):
 
     async def _open_account(self, user: str, by_roster: bool) -> None:
         def opening() -> None:
-            self.broker.ledger.open_account(user)
-            self.broker.members.membership_returned(user, actor=ACTOR, by_roster=by_roster)
+            self.services.ledger.open_account(user)
+            self.services.members.membership_returned(user, actor=ACTOR, by_roster=by_roster)
 
         await self._tell(
-            lambda: self.broker.run(opening),
+            lambda: self.services.run(opening),
             f"The account of {user!r} could not be opened at sign-in: %s "
             "It will be opened when they first start a server.",
         )
 
     async def _tell_member(self, user: str, by_roster: bool) -> None:
         await self._tell(
-            lambda: self.broker.run(
-                self.broker.members.membership_returned, user, actor=ACTOR, by_roster=by_roster
+            lambda: self.services.run(
+                self.services.members.membership_returned, user, actor=ACTOR, by_roster=by_roster
             ),
             f"That {user!r} is a member could not be written: %s",
         )
 
     async def _tell_ended(self, user: str, why: str) -> None:
         await self._tell(
-            lambda: self.broker.run(self.broker.members.membership_ended, user, why, actor=ACTOR),
+            lambda: self.services.run(
+                self.services.members.membership_ended, user, why, actor=ACTOR
+            ),
             f"That {user!r} is no member could not be written: %s",
         )
 

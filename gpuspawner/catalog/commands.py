@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from datetime import date
 from typing import Any
 
 from ..cli.command import group
@@ -13,9 +11,9 @@ from ..cli.output import count, show, table
 from ..cli.parameters import argument, flag
 from ..devices.placement import format_memory
 from . import image_commands
-from .json_schema import schema
 from .loader import Catalog, load
-from .models import Environment
+from .models import Environment, ProfileChoice
+from .parser import schema
 
 file_argument = argument(
     "file", "[FILE]", "the catalog (default: the one of the hub's configuration)", required=False
@@ -100,13 +98,23 @@ def _gpus(environment: Environment) -> str:
 
 
 def _plain(environment: Environment) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, frozenset):
-            return sorted(value)
-        return value.isoformat() if isinstance(value, date) else value
-
-    found = {key: plain(value) for key, value in asdict(environment).items()}
+    found = environment.model_dump(mode="json", exclude={"first_page"})
+    if environment.allowed_groups is not None:
+        found["allowed_groups"] = sorted(environment.allowed_groups)
     named = {"frameworks": ("name", "version"), "links": ("title", "url")}
     for key, names in named.items():
-        found[key] = [dict(zip(names, pair, strict=True)) for pair in found[key]]
+        found[key] = [dict(zip(names, pair, strict=True)) for pair in found[key].items()]
+    found["profile_options"] = [
+        {
+            "name": name,
+            "display_name": option.display_name or name,
+            "choices": [_plain_choice(*each) for each in option.choices.items()],
+        }
+        for name, option in environment.profile_options.items()
+    ]
     return found
+
+
+def _plain_choice(name: str, choice: ProfileChoice) -> dict[str, Any]:
+    shown = {"display_name": choice.display_name or name, "default": choice.default}
+    return {"name": name, **shown, "changes": choice.changes}

@@ -20,31 +20,6 @@ MOST_BYTES = {
 }
 """How large a file may be, by the key that names it."""
 
-LOGO_TYPES = {
-    ".png": "image/png",
-    ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".webp": "image/webp",
-    ".svg": "image/svg+xml",
-}
-"""What a logo may be, by its file's ending. A vector image can hold scripts: whoever serves it
-forbids them (``Content-Security-Policy: default-src 'none'; sandbox``)."""
-
-ENDINGS = {
-    "logo": tuple(LOGO_TYPES),
-    "packages": (".txt", ".lock"),
-    "sample_notebook": (".ipynb",),
-    "changes": (".md", ".txt"),
-}
-
-
-def named_file(key: str, value: object) -> str:
-    """A file's name as the catalog may give it. Raises ValueError with the end of a sentence."""
-    name = plain_path(value)
-    if not name.lower().endswith(ENDINGS[key]):
-        raise ValueError(f"is {shown(name)}. Name a file that ends in {' or '.join(ENDINGS[key])}.")
-    return name
-
 
 def find(folder: Path, key: str, name: str) -> Path:
     """The file that a catalog in ``folder`` names. Raises ValueError with the end of a sentence."""

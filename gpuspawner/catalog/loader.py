@@ -63,7 +63,7 @@ class Catalog:
 
         Without an image, the spawner's own configuration decides it.
         """
-        only = Environment(
+        only = Environment.model_construct(  # no file's may be without an image
             slug="default",
             display_name=display_name,
             image=image,

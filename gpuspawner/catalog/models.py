@@ -1,139 +1,274 @@
-"""What the catalog speaks of, as frozen values: environments, and the mounts they get."""
+"""What the catalog speaks of, as frozen values: environments, and the mounts they get.
+
+The models are also what its file may hold: what they refuse is refused there, and the JSON Schema
+is theirs. What needs more than one environment to be judged is the parser's.
+
+Sizes are bytes. None leaves a setting to the spawner's configuration. Texts are as the admin wrote
+them: pages escape them, and show Markdown through :func:`gpuspawner.catalog.markdown.to_html`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import date
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from ..core.config_models import (
+    ConfigModel,
+    DeviceMemory,
+    Names,
+    Positive,
+    Size,
+    Whole,
+    mistake,
+)
 from ..core.errors import InvalidRequest
+from .overrides import OVERRIDE_SCHEMA, check_override
+from .value_kinds import (
+    Day,
+    DeviceModels,
+    FirstPage,
+    FrameworkVersion,
+    Groups,
+    Hours,
+    ImageName,
+    Line,
+    Logo,
+    LongText,
+    OptionName,
+    ServerPath,
+    Slug,
+    Source,
+    Target,
+    Url,
+    VariableName,
+    VariableValue,
+    Version,
+    beside,
+)
+
+MOST_NAMED = 50
+"""Frameworks, or links, of one environment."""
+MOST_OPTIONS = 10
+MOST_CHOICES = 50
+
+Variables = dict[VariableName, VariableValue]
+Override = Annotated[
+    dict[str, Any], AfterValidator(check_override), WithJsonSchema(OVERRIDE_SCHEMA)
+]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileChoice:
-    """One way to have an option."""
+def _first_page_of(fields: Mapping[str, Any]) -> str:
+    """Where servers open: what ``first_page`` means, as ``default_url`` is not there."""
+    return fields.get("first_page") or "/lab"
 
-    name: str
-    """What links and requests carry."""
-    display_name: str
+
+class _ServerSettings(ConfigModel):
+    """What is common to an environment and to what changes it."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"not": {"required": ["first_page", "default_url"]}}
+    )
+
+    @model_validator(mode="after")
+    def _check_pages(self) -> _ServerSettings:
+        if {"first_page", "default_url"} <= self.model_fields_set:
+            raise mistake("has both 'first_page' and 'default_url'. Keep one.", "first_page")
+        return self
+
+
+class ProfileChoice(_ServerSettings):
+    """One way to have an option: what the environment has in place of its own."""
+
+    display_name: Line = ""
+    """What members read. Without it: the name."""
     default: bool = False
-    changes: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Fields of the environment that it has in place of the environment's own; variables and
-    overrides are added to those."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileOption:
-    """Something to choose, such as how much memory."""
-
-    name: str
-    display_name: str
-    choices: tuple[ProfileChoice, ...]
+    """Taken unless a member chooses."""
+    image: ImageName = ""
+    mem_limit: Size | None = None
+    cpu_limit: Positive | None = None
+    shm_size: Size | None = None
+    first_page: FirstPage = ""
+    default_url: ServerPath = Field(default_factory=_first_page_of)
+    environment: Variables = {}
+    spawner_override: Override = {}
 
     @property
-    def usual(self) -> ProfileChoice:
-        """The one that is taken unless a member chooses: the default, else the first."""
-        return next((choice for choice in self.choices if choice.default), self.choices[0])
+    def changes(self) -> dict[str, Any]:
+        """Fields of the environment, as this choice has them."""
+        said = self.model_fields_set - {"display_name", "default", "first_page"}
+        said |= {"default_url"} if self.first_page else set()
+        found = {key: getattr(self, key) for key in type(self).model_fields if key in said}
+        return {key: value for key, value in found.items() if value}
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceLimits:
+def _check_defaults(choices: dict[str, ProfileChoice]) -> dict[str, ProfileChoice]:
+    defaults = [name for name, choice in choices.items() if choice.default]
+    if len(defaults) > 1:
+        raise mistake(
+            f"has {defaults[0]!r} and {defaults[1]!r}, which both say 'default: true'. Keep one of "
+            "them."
+        )
+    return choices
+
+
+class ProfileOption(ConfigModel):
+    """Something to choose, such as how much memory."""
+
+    display_name: Line = ""
+    """What members read. Without it: the name."""
+    choices: Annotated[
+        dict[OptionName, ProfileChoice],
+        Field(min_length=1, max_length=MOST_CHOICES),
+        AfterValidator(_check_defaults),
+    ]
+    """By the names that links and requests carry."""
+
+    @property
+    def usual(self) -> str:
+        """The choice that is taken unless a member chooses: the default, else the first."""
+        names = (name for name, choice in self.choices.items() if choice.default)
+        return next(names, next(iter(self.choices)))
+
+
+class DeviceLimits(ConfigModel):
     """How many devices a server of an environment gets."""
 
-    default: int = 1
+    default: Whole = 1
     """Chosen on the form unless the member chooses another number."""
-    max: int = 1
+    max: Whole = 1
     """The most that a member may ask for; 0 makes the environment CPU-only."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        """Either one follows from the other when it is absent."""
+        if isinstance(data, dict) and "max" not in data and isinstance(data.get("default"), int):
+            return {**data, "max": max(1, data["default"])}
+        if isinstance(data, dict) and "default" not in data and data.get("max") == 0:
+            return {**data, "default": 0}
+        return data
 
-@dataclass(frozen=True, slots=True)
-class SessionHours:
+    @model_validator(mode="after")
+    def _check_order(self) -> DeviceLimits:
+        return _ordered(self)
+
+
+class SessionHours(ConfigModel):
     """How long a server with a device may run, in hours."""
 
-    default: float | None = None
-    """Unless the member says how long; None leaves it to the spawner's configuration."""
-    max: float | None = None
-    """The most that a member may ask for; None leaves it to the spawner's configuration."""
+    default: Hours | None = None
+    """Unless the member says how long. Without it: as the spawner's configuration says."""
+    max: Hours | None = None
+    """The most that a member may ask for. Without it: as the spawner's configuration says."""
 
 
-class Framework(NamedTuple):
-    """Something that comes with an environment, such as PyTorch 2.5.1."""
-
-    name: str
-    version: str
-
-
-class Link(NamedTuple):
-    """Where to read more."""
-
-    title: str
-    url: str
-    """``https://``, ``http://`` or ``mailto:``, or a path on the hub's own host."""
+def _ordered(limits: Any) -> Any:
+    if limits.default is not None and limits.max is not None and limits.default > limits.max:
+        raise mistake(
+            f"says that 'default' is {limits.default:g}, but 'max' is {limits.max:g}. Lower the "
+            "one or raise the other.",
+            "default",
+        )
+    return limits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """An entry of the catalog: an image with a name, and who may use it with what.
+_OF_DEVICES = ("models", "min_memory", "min_driver", "min_cuda", "sharing", "hours")
+"""Keys that mean nothing where no server gets a device."""
 
-    All sizes are bytes. ``None`` leaves a setting to the spawner's configuration. Texts are
-    as the admin wrote them: pages escape them, and show Markdown through
-    :func:`gpuspawner.catalog.markdown.to_html`.
-    """
 
-    slug: str
-    """The name that requests, leases and labels carry: ``[a-z0-9-]``."""
-    display_name: str
-    summary: str = ""
-    """One line of plain text, for a card."""
-    description: str = ""
-    """Markdown."""
-    logo: str = ""
-    """The name of a file beside the catalog, or a path on the hub's own host (``/...``)."""
-    image: str = ""
-    """Empty only in the built-in catalog of a hub without one: the spawner's own image."""
+class Environment(_ServerSettings):
+    """An entry of the catalog: an image with a name, and who may use it with what."""
+
+    slug: Slug
+    """The name that requests, links, leases and labels carry."""
+    display_name: Line = Field(default_factory=lambda fields: fields.get("slug", ""))
+    """What members read. Without it: the slug."""
+    summary: Line = ""
+    """One line for the environment's card."""
+    description: LongText = ""
+    """What it is for and how to use it, in Markdown."""
+    logo: Logo = ""
+    """A picture beside the catalog, or a path on the hub's own host (/...)."""
+    image: ImageName
+    """The container image, by tag and, to pin it, by digest."""
     default: bool = False
-    """Whether the form chooses it unless the member chooses another."""
-    frameworks: tuple[Framework, ...] = ()
-    links: tuple[Link, ...] = ()
-    maintainer: str = ""
-    tested_on: date | None = None
-    packages: str = ""
-    """The name of a file beside the catalog: a list of packages, ``name==version`` a line."""
-    sample_notebook: str = ""
-    """The name of a notebook beside the catalog."""
-    changes: str = ""
-    """The name of a Markdown file beside the catalog: what is new."""
+    """Chosen on the form unless a member chooses another. One environment at most says so."""
+    frameworks: Annotated[dict[Line, FrameworkVersion], Field(max_length=MOST_NAMED)] = {}
+    """What comes with it and in which version, in quotes."""
+    links: Annotated[dict[Line, Url], Field(max_length=MOST_NAMED)] = {}
+    """Where to read more: a title, and an address or a path of the hub's host."""
+    maintainer: Line = ""
+    """Whom to ask about it."""
+    tested_on: Day | None = None
+    """The day it was last tried."""
+    packages: Annotated[str, beside(".txt", ".lock")] = ""
+    """A file beside the catalog: a list of packages, name==version a line."""
+    sample_notebook: Annotated[str, beside(".ipynb")] = ""
+    """A notebook beside the catalog."""
+    changes: Annotated[str, beside(".md", ".txt")] = ""
+    """A Markdown file beside the catalog: what is new."""
     devices: DeviceLimits = DeviceLimits()
-    hours: SessionHours = SessionHours()
-    models: tuple[str, ...] = ()
-    """Parts of device models' names, such as ``A100``; empty allows any model."""
-    min_memory: int = 0
-    """Least memory of each device."""
-    min_driver: str = ""
-    """The oldest NVIDIA driver that it runs on, such as ``550.54``; empty is any."""
-    min_cuda: str = ""
-    """The oldest CUDA version that the driver must offer, such as ``12.4``; empty is any."""
+    """GPUs: chosen unless a member says how many, and the most. max: 0 is CPU-only."""
+    hours: Annotated[SessionHours, AfterValidator(_ordered)] = Field(default_factory=SessionHours)
+    """Hours of a session: as usual, and the most."""
+    models: DeviceModels = ()
+    """Only these GPU models: parts of their names, such as A100. Without it: any."""
+    min_memory: DeviceMemory = 0
+    """Least memory of each GPU, as on its box."""
+    min_driver: Version = ""
+    """The oldest NVIDIA driver that it runs on, such as '550.54', in quotes."""
+    min_cuda: Version = ""
+    """The oldest CUDA version that the driver must offer, such as '12.4', in quotes."""
     cpu_variant: bool = True
-    """Whether it can be started without a device."""
-    sharing: str = "whole"
-    """How its servers hold devices; ``whole`` is the only way so far."""
-    allowed_groups: frozenset[str] | None = None
-    """Members of any of these groups may use it; None is everyone."""
-    mem_limit: int | None = None
-    cpu_limit: float | None = None
-    shm_size: int | None = None
-    default_url: str = "/lab"
-    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Environment variables on top of the spawner's."""
-    datasets: tuple[str, ...] | None = None
-    """Names of the datasets to mount; None mounts all, each for the groups it allows."""
-    shared_folders: tuple[str, ...] | None = None
-    """The same for the shared folders."""
-    spawner_override: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Traits of the spawner to set for this environment, as the admin wrote them."""
-    profile_options: tuple[ProfileOption, ...] = ()
-    """What a member may choose within it."""
+    """Whether it can be started without a GPU."""
+    sharing: Literal["whole"] = "whole"
+    """How its servers hold GPUs; whole is the only way so far."""
+    allowed_groups: Groups | None = None
+    """Members of any of these groups may use it. Without it: everyone."""
+    mem_limit: Size | None = None
+    """Memory of a server."""
+    cpu_limit: Positive | None = None
+    """CPU cores of a server."""
+    shm_size: Size | None = None
+    """/dev/shm of a server."""
+    first_page: FirstPage = ""
+    """What opens first: lab, notebook, vscode, or a file such as work/intro.ipynb."""
+    default_url: ServerPath = Field(default_factory=_first_page_of)
+    """Where a server opens, as its path."""
+    environment: Variables = {}
+    """Environment variables on top of the spawner's, each as text."""
+    datasets: Names | None = None
+    """Only these datasets. Without it: all, each for the groups it allows."""
+    shared_folders: Names | None = None
+    """Only these shared folders. Without it: all, each for the groups it allows."""
+    spawner_override: Override = {}
+    """Other traits of the spawner, as in KubeSpawner's profile_list."""
+    profile_options: Annotated[dict[OptionName, ProfileOption], Field(max_length=MOST_OPTIONS)] = {}
+    """Choices within it, as in KubeSpawner's profile_options."""
+
+    def __hash__(self) -> int:
+        return hash(self.slug)
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> Environment:
+        """What is said of devices goes together."""
+        said = next((key for key in _OF_DEVICES if key in self.model_fields_set), None)
+        if self.cpu_only and said:
+            raise mistake(
+                f"is CPU-only (devices: max: 0), so '{said}' means nothing. Leave it out, or raise "
+                "'max'.",
+                said,
+            )
+        if not self.cpu_variant and not self.devices.default:
+            raise mistake(
+                "says 'cpu_variant: false', but starts without a GPU unless a member asks for one. "
+                "Leave it out, or write 'devices: {default: 1}'.",
+                "cpu_variant",
+            )
+        return self
 
     @property
     def cpu_only(self) -> bool:
@@ -160,13 +295,9 @@ class Environment:
     @property
     def images(self) -> tuple[str, ...]:
         """Its image, and those of the choices within it."""
-        chosen = (
-            choice.changes["image"]
-            for option in self.profile_options
-            for choice in option.choices
-            if "image" in choice.changes
-        )
-        return tuple(dict.fromkeys((self.image, *chosen)))
+        options = self.profile_options.values()
+        chosen = (each.image for option in options for each in option.choices.values())
+        return tuple(dict.fromkeys((self.image, *filter(None, chosen))))
 
     def with_options(self, chosen: Mapping[str, str]) -> Environment:
         """The environment as these choices make it: names of choices by names of options.
@@ -175,24 +306,23 @@ class Environment:
         """
         self._check_options(chosen)
         made: dict[str, Any] = {}
-        for option in self.profile_options:
-            wanted = chosen.get(option.name, option.usual.name)
-            choice = next((each for each in option.choices if each.name == wanted), None)
+        for name, option in self.profile_options.items():
+            wanted = chosen.get(name, option.usual)
+            choice = option.choices.get(wanted)
             if choice is None:
-                names = ", ".join(each.name for each in option.choices)
                 raise InvalidRequest(
-                    f"{self.display_name} has no {wanted[:60]!r} for {option.name!r}. Choose one "
-                    f"of: {names}.",
+                    f"{self.display_name} has no {wanted[:60]!r} for {name!r}. Choose one of: "
+                    f"{', '.join(option.choices)}.",
                     field="options",
                 )
             for key, value in choice.changes.items():
                 if isinstance(value, Mapping):
                     value = {**made.get(key, getattr(self, key)), **value}
                 made[key] = value
-        return replace(self, **made) if made else self
+        return self.model_copy(update=made) if made else self
 
     def _check_options(self, chosen: Mapping[str, str]) -> None:
-        known = [option.name for option in self.profile_options]
+        known = list(self.profile_options)
         for name in chosen:
             if name not in known:
                 there = f"There are: {', '.join(known)}." if known else "It has none."
@@ -203,6 +333,26 @@ class Environment:
     def visible_to(self, groups: Collection[str]) -> bool:
         """Whether a member of ``groups`` may use this environment."""
         return _allowed(self.allowed_groups, groups)
+
+
+class Dataset(ConfigModel):
+    """Read-only data for servers."""
+
+    source: Source
+    """A folder on the host, or the name of a volume."""
+    target: Target = ""
+    """Where servers find it. Without it: /datasets/NAME."""
+    allowed_groups: Groups | None = None
+    """Only servers of members of these groups get it. Without it: everyone's."""
+
+
+class SharedFolder(Dataset):
+    """A folder that members share."""
+
+    target: Target = ""
+    """Where servers find it. Without it: /shared/NAME."""
+    mode: Literal["rw", "ro"] = "rw"
+    """rw may be written, ro not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,20 @@
-"""Kinds of values of a catalog, for ``Section.take``: each raises ValueError with the end of a
-sentence that begins with the key."""
+"""Kinds of values of a catalog: each says what may be written, and how the JSON Schema has it.
+
+A check raises ValueError with the end of a sentence that begins with the key.
+"""
 
 from __future__ import annotations
 
 import posixpath
 import re
 from datetime import date, datetime
-from typing import Any
+from typing import Annotated
 from urllib.parse import quote, urlsplit
 
-from ..core.config_files import positive, shown, text, texts
+from pydantic import Field
+
+from ..core.config_files import shown
+from ..core.config_models import Checked, Schema, list_schema, matching, text, text_schema, texts
 
 WORKSPACE = "/home/jovyan/work"
 """Where every server finds the member's workspace."""
@@ -21,29 +26,69 @@ MOST_LINE = 200
 """Characters of a text of one line."""
 MOST_TEXT = 20_000
 """Characters of a text of many lines."""
-MOST_NAMED = 50
-"""Frameworks, or links, of one environment."""
 
 FIRST_PAGES = {"lab": "/lab", "notebook": "/tree", "vscode": "/vscode/"}
 """Where a server opens, by what ``first_page`` calls it."""
 
+LOGO_TYPES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".webp": "image/webp",
+    ".svg": "image/svg+xml",
+}
+"""What a logo may be, by its file's ending. A vector image can hold scripts: whoever serves it
+forbids them (``Content-Security-Policy: default-src 'none'; sandbox``)."""
+
 _JOINERS = {0x200C: None, 0x200D: None}
 """Not printed, but part of how some scripts are written."""
+_CONTROL = r"\u0000-\u001f\u007f-\u009f\u2028-\u202e\u2066-\u2069"
+_PRINTABLE = rf"^(?=\s*\S)\s*[^{_CONTROL}]*\s*$"
+_NO_UP = r"^(?!\s*\.\.(?:/|\s*$))(?!.*/\.\.(?:/|\s*$))(?!.*\\)"
+"""The beginning of a pattern for paths without ``..``."""
+_SERVER_PATH = text_schema(_NO_UP + r"\s*/(?!/)", examples=["/lab/tree/work"])
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-SLUG = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
-IMAGE = (
-    r"[A-Za-z0-9](?:[A-Za-z0-9_./-]|:(?=[0-9]+/))*"  # a host with its port, and the name
-    r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@sha256:[0-9a-f]{64})?"
-)
-DAY = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
-VERSION = r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,3}"
-
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+_DAY = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
 _RESERVED_TARGETS = (WORKSPACE, "/proc", "/sys", "/dev")
+_RESERVED_VARIABLES = ("NVIDIA_", "CUDA_", "GPUSPAWNER_", "JUPYTERHUB_")
+
+Hours = Annotated[float, Field(gt=0, le=MOST_HOURS, allow_inf_nan=False)]
+
+Slug = Annotated[
+    str,
+    matching(
+        r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?",
+        "Use up to 63 lowercase letters, digits and '-', such as 'pytorch-2'.",
+    ),
+]
+OptionName = Annotated[
+    str,
+    matching(
+        r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,62}[A-Za-z0-9])?",
+        "Use up to 64 letters, digits, '-' and '_'.",
+        is_key=True,
+    ),
+]
+"""What names an option, and a choice."""
+MountName = Annotated[str, matching(_NAME, "Use letters, digits, '-', '_' and '.'.", is_key=True)]
+ImageName = Annotated[
+    str,
+    matching(
+        r"[A-Za-z0-9](?:[A-Za-z0-9_./-]|:(?=[0-9]+/))*"  # a host with its port, and the name
+        r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@sha256:[0-9a-f]{64})?",
+        "Write it as registry/name:tag, or with its digest as registry/name:tag@sha256:...",
+        "the name of an image",
+    ),
+]
+Version = Annotated[
+    str,
+    matching(r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,3}", "Write one such as '12.4'.", "a version"),
+]
+"""In numbers, such as ``550.54``; as text, for 12.10 is not 12.1."""
 
 
-def line(value: object) -> str:
-    """Text of one line, of at most MOST_LINE characters, that can be printed."""
+def _line(value: object) -> str:
     found = text(value)
     if not found.translate(_JOINERS).isprintable():
         raise ValueError(
@@ -54,28 +99,33 @@ def line(value: object) -> str:
     return found
 
 
-def long_text(value: object) -> str:
-    """Text of many lines, of at most MOST_TEXT characters."""
+def _framework_version(value: object) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise ValueError(f"is {shown(value)}, a number. Put it in quotes: 2.10 is not 2.1.")
+    return _line(value)
+
+
+_LINE = text_schema(_PRINTABLE, maxLength=MOST_LINE)
+Line = Annotated[str, Checked(_line, _LINE)]
+"""Text of one line that can be printed."""
+FrameworkVersion = Annotated[str, Checked(_framework_version, _LINE)]
+
+
+def _long_text(value: object) -> str:
     found = text(value)
     if len(found) > MOST_TEXT:
         raise ValueError(f"has {len(found)} characters; {MOST_TEXT} are the most. Shorten it.")
     return found
 
 
-def version(value: object) -> str:
-    """A version in numbers, such as ``550.54``; as text, for 12.10 is not 12.1."""
-    found = text(value)
-    if not re.fullmatch(VERSION, found):
-        raise ValueError(f"is {shown(found)}, not a version. Write one such as '12.4'.")
-    return found
+LongText = Annotated[str, Checked(_long_text, text_schema(r"\S", maxLength=MOST_TEXT))]
 
 
-def day(value: object) -> date:
-    """A date such as ``2026-05-31``."""
+def _day(value: object) -> date:
     found = value
     if isinstance(value, str):  # which newer Pythons would read in other forms too
         try:
-            found = date.fromisoformat(value) if re.fullmatch(DAY, value) else None
+            found = date.fromisoformat(value) if re.fullmatch(_DAY, value) else None
         except ValueError:
             found = None
     if not isinstance(found, date) or isinstance(found, datetime):
@@ -83,45 +133,12 @@ def day(value: object) -> date:
     return found
 
 
-def sharing(value: object) -> str:
-    """``whole``."""
-    if value == "shared":
-        raise ValueError(
-            "is 'shared', but GPUs are only given out whole so far. Write whole, or leave it out."
-        )
-    if value != "whole":
-        raise ValueError(f"is {shown(value)}. Write whole, or leave it out.")
-    return str(value)
+Day = Annotated[
+    date, Checked(_day, text_schema(f"^{_DAY}$", format="date", examples=["2026-05-31"]))
+]
 
 
-def hours(value: object) -> float:
-    found = positive(value)
-    if found > MOST_HOURS:
-        raise ValueError(f"is {shown(value)} hours; {MOST_HOURS}, a year, is the most.")
-    return found
-
-
-def slug(value: object) -> str:
-    found = text(value)
-    if not re.fullmatch(SLUG, found):
-        raise ValueError(
-            f"is {shown(found)}. Use up to 63 lowercase letters, digits and '-', such as "
-            "'pytorch-2'."
-        )
-    return found
-
-
-def image(value: object) -> str:
-    found = text(value)
-    if not re.fullmatch(IMAGE, found):
-        raise ValueError(
-            f"is {shown(found)}, not the name of an image. Write it as registry/name:tag, or with "
-            "its digest as registry/name:tag@sha256:..."
-        )
-    return found
-
-
-def models(value: object) -> tuple[str, ...]:
+def _device_models(value: object) -> tuple[str, ...]:
     found = texts(value)
     for model in found:
         if not re.search(r"[A-Za-z0-9]", model):
@@ -133,15 +150,26 @@ def models(value: object) -> tuple[str, ...]:
     return found
 
 
-def groups(value: object) -> frozenset[str]:
-    found = texts(value)
+DeviceModels = Annotated[
+    tuple[str, ...],
+    Checked(_device_models, list_schema(text_schema(r"[A-Za-z0-9]", examples=["A100"]), least=1)),
+]
+
+
+def _groups(value: object) -> frozenset[str]:
+    found = frozenset(value) if isinstance(value, frozenset) else frozenset(texts(value))
     if not found:
         raise ValueError("is empty, so nobody is allowed. Leave it out to allow everyone.")
-    return frozenset(found)
+    return found
 
 
-def server_path(value: object) -> str:
-    """A path of the server, such as ``/lab``."""
+Groups = Annotated[frozenset[str], Checked(_groups, list_schema(text_schema(r"\S"), least=1))]
+
+
+# Paths and addresses.
+
+
+def _server_path(value: object) -> str:
     found = text(value)
     parts = found.split("/")
     if not found.startswith("/") or found.startswith("//") or "\\" in found or ".." in parts:
@@ -149,9 +177,23 @@ def server_path(value: object) -> str:
     return found
 
 
-def first_page(value: object) -> str:
-    """The path of the page that ``lab``, ``notebook``, ``vscode`` or a file's name means."""
-    found = line(value)
+ServerPath = Annotated[str, Checked(_server_path, _SERVER_PATH)]
+
+
+def plain_path(value: object) -> str:
+    """A relative path without ``..``, in one way of writing it."""
+    found = _line(value)
+    parts = found.split("/")
+    if found.startswith("/") or "\\" in found or ".." in parts:
+        raise ValueError(f"is {shown(found)}. Write a file's name without '..' and a first '/'.")
+    path = posixpath.normpath(found)
+    if path == ".":
+        raise ValueError(f"is {shown(found)}, which names no file. Write the name of one.")
+    return path
+
+
+def _first_page(value: object) -> str:
+    found = _line(value)
     if found in FIRST_PAGES:
         return FIRST_PAGES[found]
     if "." not in found:  # a slip for one of the above, rather than a file
@@ -162,23 +204,54 @@ def first_page(value: object) -> str:
     return "/lab/tree/" + quote(plain_path(found))
 
 
-def plain_path(value: object) -> str:
-    """A relative path without ``..``, in one way of writing it."""
-    found = line(value)
-    parts = found.split("/")
-    if found.startswith("/") or "\\" in found or ".." in parts:
-        raise ValueError(f"is {shown(found)}. Write a file's name without '..' and a first '/'.")
-    path = posixpath.normpath(found)
-    if path == ".":
-        raise ValueError(f"is {shown(found)}, which names no file. Write the name of one.")
-    return path
+FirstPage = Annotated[
+    str,
+    Checked(
+        _first_page,
+        {
+            "anyOf": [
+                text_schema(rf"^\s*(?:{'|'.join(FIRST_PAGES)})\s*$", examples=[*FIRST_PAGES]),
+                text_schema(_NO_UP + r"(?=.*\.)\s*[^/\s]", maxLength=MOST_LINE),
+            ]
+        },
+    ),
+]
+"""The path of the page that ``lab``, ``notebook``, ``vscode`` or a file's name means."""
 
 
-def url(value: object) -> str:
-    """``https://``, ``http://`` or ``mailto:``, or a path on the hub's own host."""
-    found = line(value)
+def beside(*endings: str) -> Checked:
+    """Annotation of the name of a file beside the catalog."""
+
+    def check(value: object) -> str:
+        name = plain_path(value)
+        if not name.lower().endswith(endings):
+            raise ValueError(f"is {shown(name)}. Name a file that ends in {' or '.join(endings)}.")
+        return name
+
+    # Letter by letter: the dialect of patterns knows no flags.
+    anycase = (
+        "".join(f"[{letter}{letter.upper()}]" for letter in ending.removeprefix("."))
+        for ending in endings
+    )
+    pattern = _NO_UP + rf"\s*[^/\s].*\.(?:{'|'.join(anycase)})\s*$"
+    return Checked(check, text_schema(pattern, maxLength=MOST_LINE))
+
+
+_LOGO_FILE = beside(*LOGO_TYPES)
+
+
+def _logo(value: object) -> str:
+    """A path of the hub's own host, or a file beside the catalog: never another host's."""
+    return _server_path(value) if text(value)[:1] == "/" else str(_LOGO_FILE.check(value))
+
+
+Logo = Annotated[str, Checked(_logo, {"anyOf": [_LOGO_FILE.schema, _SERVER_PATH]})]
+
+
+def _url(value: object) -> str:
+    found = _line(value)
     if found.startswith("/"):
-        return server_path(found)
+        return _server_path(found)
     try:
         parts = urlsplit(found)
         good = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -193,14 +266,19 @@ def url(value: object) -> str:
     return found
 
 
-def mode(value: object) -> str:
-    if value not in ("rw", "ro"):
-        raise ValueError(f"is {shown(value)}. Write rw (may be written) or ro (read-only).")
-    return str(value)
+_URL: Schema = text_schema(
+    r"^(?!.*\\)(?!.*\S\s+\S)\s*(?:https?://[^\s/]|mailto:\S*@|(?!.*/\.\.(?:/|\s*$))/(?!/))",
+    maxLength=MOST_LINE,
+    examples=["https://example.org/guide"],
+)
+Url = Annotated[str, Checked(_url, _URL)]
+"""``https://``, ``http://`` or ``mailto:``, or a path on the hub's own host."""
 
 
-def source(value: object) -> str:
-    """A folder on the host, or the name of a volume."""
+# Mounts.
+
+
+def _source(value: object) -> str:
     found = text(value)
     if "{" in found or "}" in found:
         raise ValueError(
@@ -212,21 +290,25 @@ def source(value: object) -> str:
         if ":" in found or path == "/" or ".." in found.split("/"):
             raise ValueError(f"is {shown(found)}. Write the absolute path of one folder.")
         return path
-    if not NAME.fullmatch(found):
+    if not re.fullmatch(_NAME, found):
         raise ValueError(
             f"is {shown(found)}. Write an absolute path on the host, or the name of a volume."
         )
     return found
 
 
-def target(value: object) -> str:
-    """A path inside the server that hides nothing it needs."""
+_SOURCE = text_schema(_NO_UP + rf"\s*(?:/[^:{{}}]*[^:{{}}/\s.][^:{{}}]*|{_NAME})\s*$")
+Source = Annotated[str, Checked(_source, _SOURCE)]
+"""A folder on the host, or the name of a volume."""
+
+
+def _target(value: object) -> str:
     found = text(value)
     if not found.startswith("/") or ":" in found or ".." in found.split("/"):
         raise ValueError(f"is {shown(found)}. Write an absolute path such as /datasets/images.")
     found = "/" + posixpath.normpath(found).lstrip("/")
     for reserved in _RESERVED_TARGETS:
-        if inside(found, reserved) or inside(reserved, found):
+        if is_inside(found, reserved) or is_inside(reserved, found):
             raise ValueError(
                 f"is {shown(found)}, which would hide {reserved}. Choose a path such as "
                 "/datasets/images."
@@ -234,11 +316,40 @@ def target(value: object) -> str:
     return found
 
 
-def inside(path: str, folder: str) -> bool:
+Target = Annotated[str, Checked(_target, text_schema(_NO_UP + r"\s*/[^:]*$"))]
+"""A path inside the server that hides nothing it needs."""
+
+
+def is_inside(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def entries(value: object) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"is {shown(value)}, not a list of environments. Write at least one.")
+# Environment variables.
+
+
+def _variable_name(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        raise ValueError("is no name of an environment variable. Use letters, digits and '_'.")
+    if value.upper().startswith(_RESERVED_VARIABLES):
+        raise ValueError(
+            "is set by gpuspawner for every server, and cannot be set here. Leave it out."
+        )
     return value
+
+
+def _variable_value(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"is {shown(value)}, not text. Put it in quotes.")
+    if "\0" in value:
+        raise ValueError("holds a character that ends a text. Take it out.")
+    return value
+
+
+_reserved = "|".join(
+    "".join(f"[{letter}{letter.lower()}]" if letter != "_" else "_" for letter in prefix)
+    for prefix in _RESERVED_VARIABLES
+)
+VariableName = Annotated[
+    str, Checked(_variable_name, text_schema(rf"^(?!{_reserved})[A-Za-z_][A-Za-z0-9_]*$"))
+]
+VariableValue = Annotated[str, Checked(_variable_value)]

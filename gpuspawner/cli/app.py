@@ -1,4 +1,4 @@
-"""The ``gpuspawner`` command: its subcommands, and the one place where errors become exit codes."""
+"""The ``gpuspawner`` command: its subcommands, and the only conversion of errors to exit codes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .command import Invocation
 
 OK, INTERRUPTED = 0, 130
 
-# The module that has a command of this name, and its help. The sentences stand here, and not
-# beside the functions, so that the list of commands imports none of these modules.
+# The module that has a command of this name, and its help. The sentences are here instead of beside
+# the functions, so that the list of commands imports none of these modules.
 COMMANDS = {
     "check": ("cli.check", "Check everything that a hub needs, line by line."),
     "devices": ("devices.commands", "List the GPUs and what they are doing."),
@@ -94,11 +94,11 @@ class Application(click.Group):
         except KeyboardInterrupt:
             return INTERRUPTED
         except BrokenPipeError:
-            # Whoever read our output has enough of it; nothing more can be said there.
+            # The reader of our output has closed it; nothing more can be said there.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return OK
         except Exception as error:  # never a traceback
-            from .errors import report  # imports SQLAlchemy, to know its errors
+            from .errors import report  # imports SQLAlchemy, whose errors it handles
 
             return report(error, ctx.ensure_object(Invocation))
         return code or OK

@@ -1,4 +1,4 @@
-"""The command ``gpuspawner check``: whether everything that a hub needs is there."""
+"""The command ``gpuspawner check``: checks that a hub has everything it needs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BASES = {"GPUDockerSpawner": "docker", "GPUSlurmSpawner": "slurm", "GPULocalSpaw
 
 
 NO_LOSS = {*BASES, "DockerSpawner", "LocalProcessSpawner", "SimpleLocalProcessSpawner"}
-"""Classes that define nothing of the admin's own."""
+"""Classes without definitions of an admin's own."""
 
 
 def check_spawner_class(file: str | Path, hub: HubSettings) -> Iterator[CheckFinding]:
@@ -64,11 +64,11 @@ def check_spawner_class(file: str | Path, hub: HubSettings) -> Iterator[CheckFin
 
 
 def _replaced_classes(file: Path) -> list[str]:
-    """The names of the admin's own and DockerSpawner's classes that the file sets first."""
+    """Return the names of the admin's own and DockerSpawner's classes that the file sets first."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
-        return []  # the configuration's own finding says so
+        return []  # the finding about the configuration reports it
     assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     found = [
         _class_name(node.value)
@@ -79,19 +79,19 @@ def _replaced_classes(file: Path) -> list[str]:
 
 
 def _class_name(value: ast.expr) -> str:
-    """The class that a value of ``spawner_class`` names; empty for one without loss."""
+    """Return the class that a value of ``spawner_class`` names; empty for one without loss."""
     path = ast.unparse(value)
     if isinstance(value, ast.Constant):
         known = {e.name: e.value for e in entry_points(group="jupyterhub.spawners")}
         path = known.get(str(value.value), str(value.value)).replace(":", ".")
         if "." not in path:
-            return ""  # no class: JupyterHub says so
+            return ""  # no class: JupyterHub reports it
     name = path.rpartition(".")[2]
     return name if name.isidentifier() and name not in NO_LOSS else ""
 
 
 PRODUCTION = "gpuspawner.spawners.docker.GPUDockerSpawner"
-"""Whose needs are checked when there is no configuration."""
+"""The spawner that is checked without a configuration."""
 
 LEANING_ON_HUB = (
     "engine",
@@ -131,8 +131,8 @@ def check(settings: Settings, no_containers: bool) -> int:
 
 
 def findings(settings: Settings, *, containers: bool = True) -> Iterator[CheckFinding]:
-    """Every check in the order in which one leans on the other."""
-    # JupyterHub is imported here, after the first words of the other commands: it is slow.
+    """Yield every check, in the order of their dependencies."""
+    # JupyterHub is imported here, after the first output of the other commands: it is slow.
     from .check_hub import check_proxy, check_services
     from .check_servers import check_docker, check_local
     from .check_slurm import check_slurm
@@ -173,7 +173,7 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[CheckFi
 
 
 def _whatever_happens(name: str, steps: Iterator[CheckFinding]) -> Iterator[CheckFinding]:
-    """The findings of some steps; one that breaks is red and hides no other."""
+    """Yield the findings of some steps; one that breaks is red and hides no other."""
     try:
         yield from steps
     except Exception as error:
@@ -234,7 +234,7 @@ def _cluster(hub: HubSettings) -> tuple[CheckFinding, Cluster | None]:
 
 
 def _too_old(catalog: Catalog, inventory: Inventory) -> str:
-    """The first environment that this machine's driver is too old for, in words; else empty."""
+    """Describe the first environment that this machine's driver is too old for; "" if none."""
     for environment in catalog.environments:
         request = Request(
             devices=1,
@@ -255,8 +255,8 @@ def _too_old(catalog: Catalog, inventory: Inventory) -> str:
 def _devices(settings: Settings, readable: bool) -> tuple[CheckFinding, Inventory]:
     name = "devices"
     try:
-        broker = settings.open_broker() if readable else None
-        seen, health = look(settings, broker), broker.health.device_states() if broker else {}
+        services = settings.open_services() if readable else None
+        seen, health = look(settings, services), services.health.device_states() if services else {}
     except GPUSpawnerError as error:
         nothing = Inventory(devices=(), observed_at=utcnow())
         remedy = "Set c.GPUDevices.source." if isinstance(error, ConfigError) else ""
@@ -295,7 +295,7 @@ def _source(inventory: Inventory) -> str:
 
 
 def _states(views: Sequence[DeviceView]) -> str:
-    """``4 devices (2 free, 1 leased, 1 occupied: 3)``."""
+    """Format the states of devices: ``4 devices (2 free, 1 leased, 1 occupied: 3)``."""
     parts = []
     for state, group in Counter(view.state for view in views).items():
         part = f"{group} {state}"
@@ -306,11 +306,11 @@ def _states(views: Sequence[DeviceView]) -> str:
     return f"{total} ({', '.join(parts)})" if parts else "no devices"
 
 
-# What it looks like.
+# Output.
 
 
 def line_of(finding: CheckFinding) -> str:
-    """A finding for people, in colour where somebody looks."""
+    """Format a finding for people, in colour on a terminal."""
     word = f"{WORDS[finding.status]:<{WORD_WIDTH}}"
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         word = click.style(word, fg=COLOURS[finding.status])
@@ -329,7 +329,7 @@ def _summary(found: Sequence[CheckFinding]) -> str:
 
 @contextmanager
 def _ended_cleanly() -> Iterator[None]:
-    """Let SIGTERM unwind as Ctrl-C does, so that containers are removed."""
+    """Handle SIGTERM like Ctrl-C, so that containers are removed."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
-"""Is the database ready: reachable, writable, up to date, and does it forbid the impossible?
+"""Checks of the database: reachable, writable, up to date, and forbidding the impossible.
 
-Whatever is written to find out is rolled back.
+Everything written by the checks is rolled back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
 
 
 def check_database(url: str) -> tuple[CheckFinding, bool]:
-    """The finding, and whether the database can be read by the checks that follow."""
+    """Return the finding, and True if the checks that follow can read the database."""
     path = sqlite_path(url)
     try:
         if path is None:
@@ -45,7 +45,7 @@ def check_database(url: str) -> tuple[CheckFinding, bool]:
 
 
 def network_file_system(path: Path, mounts: str | None = None) -> str:
-    """The kind of the network file system that ``path`` lies on; empty for a local one.
+    """Return the kind of the network file system with ``path``; empty for a local one.
 
     ``mounts`` is the text of ``/proc/self/mounts``.
     """
@@ -68,7 +68,7 @@ def _on_network(path: Path, kind: str) -> CheckFinding:
 
 
 def _check_place(path: Path) -> CheckFinding:
-    """There is no file yet: make one beside its place, as the hub will, and remove it again."""
+    """Create a trial file beside the missing database, as the hub will, and remove it."""
     trial = path.with_name(f".gpuspawner-check-{secrets.token_hex(6)}.sqlite")
     try:
         trial.touch(mode=0o600, exist_ok=False)
@@ -124,7 +124,7 @@ def _check_schema(connection: sa.Connection, where: str) -> tuple[CheckFinding, 
 
 
 def _what_it_allows(connection: sa.Connection) -> list[str]:
-    """Try the impossible, rolled back each time. What succeeded is named."""
+    """Try the impossible, rolled back each time. Returns what succeeded."""
     mark = f"check-{secrets.token_hex(6)}"
     now = datetime.now(timezone.utc)
     account = f"member:{mark}"

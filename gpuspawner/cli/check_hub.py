@@ -1,4 +1,4 @@
-"""What the hub itself needs: its proxy, its services, and to be reached by servers."""
+"""Checks of what the hub needs: its proxy, its services, and servers that can reach it."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ SERVICES = {
         "Say after how many seconds: gpuspawner.add_services(c, cull_idle_after=3600)",
     ),
 }
-"""By name: how its command is recognised, the scopes it needs, what its absence means, and
-what to do."""
+"""By name: how its command is recognised, its scopes, what its absence means, and what to do."""
 
 
 # The way from servers to the Hub.
 
 
 def check_reachable(client: docker.APIClient, image: str, hub: HubSettings) -> CheckFinding:
-    """Whether a container on the servers' network reaches the Hub's API, also when the hub
-    does not run now: then this process listens in its place."""
+    """Check that a container on the servers' network reaches the Hub's API.
+
+    If the hub is not running, this process listens in its place.
+    """
     name, url = "hub API", hub.api_url
     network = hub.spawner.network_name
     hosts = dict((hub.spawner.extra_host_config or {}).get("extra_hosts") or {})
@@ -71,7 +72,7 @@ def check_reachable(client: docker.APIClient, image: str, hub: HubSettings) -> C
 
 
 def listens(ip: str, port: int) -> bool:
-    """Whether somebody listens at an address of this machine."""
+    """Return True if somebody listens at an address of this machine."""
     try:
         with socket.create_connection((_one_address(ip), port), timeout=2):
             return True
@@ -81,7 +82,7 @@ def listens(ip: str, port: int) -> bool:
 
 @contextmanager
 def in_place_of_hub(ip: str, port: int) -> Iterator[None]:
-    """Answer like the Hub's API as long as the block runs. Raises OSError."""
+    """Answer like the Hub's API while the block runs. Raises OSError."""
 
     class Server(socketserver.ThreadingTCPServer):
         allow_reuse_address = True
@@ -108,7 +109,7 @@ class _ReachableHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: who asks is the check itself."""
+        """Log nothing: the only client is the check itself."""
 
 
 def _one_address(ip: str) -> str:
@@ -125,7 +126,7 @@ def _address(ip: str, port: int) -> str:
 
 
 def check_proxy(hub: HubSettings) -> Iterator[CheckFinding]:
-    """Whether the proxy can be started, or answers when somebody else starts it."""
+    """Check that the proxy can be started, or answers if it is started elsewhere."""
     name, cls = "proxy", hub.app.proxy_class
     if "ConfigurableHTTPProxy" not in {c.__name__ for c in cls.__mro__}:
         text = f"{cls.__name__} is not configurable-http-proxy: this check does not know it."
@@ -175,7 +176,7 @@ def _check_running_proxy(api_url: str, token: str) -> CheckFinding:
     remedy = "Start the proxy, or let the hub start it (c.ConfigurableHTTPProxy.should_start)."
     try:
         with requests.Session() as session:
-            session.trust_env = False  # no HTTP proxy lies between a hub and its own
+            session.trust_env = False  # no HTTP proxy between a hub and its own proxy
             answer = session.get(url, headers={"Authorization": f"token {token}"}, timeout=5)
     except requests.RequestException:
         text = f"The proxy, which the hub does not start itself, does not answer at {api_url}."
@@ -195,7 +196,7 @@ def _check_running_proxy(api_url: str, token: str) -> CheckFinding:
 
 
 def check_services(hub: HubSettings) -> Iterator[CheckFinding]:
-    """Whether the services that keep leases honest are wired, with the scopes they need."""
+    """Check that the services that settle leases are configured, with the scopes they need."""
     for name, (commands, scopes, absence, remedy) in SERVICES.items():
         service = next((s for s in hub.app.services if _runs(s, commands)), None)
         if service is None:
@@ -213,7 +214,7 @@ def check_services(hub: HubSettings) -> Iterator[CheckFinding]:
 def _runs(service: dict[str, Any], commands: tuple[str, ...]) -> bool:
     words = service.get("command") or []
     text = words if isinstance(words, str) else " ".join(map(str, words))
-    # A service that is started elsewhere has no command here: its name has to do.
+    # A service that is started elsewhere has no command here: use its name.
     return any(command in (text or str(service.get("name", ""))) for command in commands)
 
 

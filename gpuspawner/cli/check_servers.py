@@ -1,7 +1,7 @@
 """Checks of what servers need: an engine, GPUs, a way to the Hub, and storage.
 
-munge, and with it Slurm, refuses what a machine with another time says, and does not say by how
-much it is another. A node's engine and its sampler tell the time without munge.
+munge, and with it Slurm, refuses messages from a machine with another time, without saying how much
+it differs. A node's engine and its sampler show their time without munge.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .hub import HubSettings
 
 
 def check_quotas(hub: HubSettings) -> Iterator[CheckFinding]:
-    """A finding for each kind of quota that is set; none when there is none."""
+    """Yield a finding for each kind of quota that is set."""
     settings = GPUFolders(config=hub.app.config)
     quotas = Quotas(settings.xfs_quota)
     if getattr(hub.spawner, "workspace_quota", 0):
@@ -66,14 +66,16 @@ def _check(name: str, template: str, setting: str, quotas: Quotas) -> CheckFindi
 
 
 REFUSED = 300.0
-"""Seconds apart from which munge believes nothing."""
+"""Seconds of difference from which munge refuses everything."""
 
 _FRACTION = re.compile(r"\.\d+")
 
 
 def check_clock(node: Node, client: docker.APIClient | None) -> CheckFinding | None:
-    """How far a node's clock is from this machine's; None when nobody there tells. ``client`` is
-    of the node's engine, if that answers."""
+    """Check how far a node's clock is from this machine's; None if nothing there shows it.
+
+    ``client`` is that of the node's engine, if it answers.
+    """
     name = f"clock {node.name}"
     told = [*_of_engine(client), *_of_sampler(node)]
     if not told:
@@ -94,7 +96,7 @@ def check_clock(node: Node, client: docker.APIClient | None) -> CheckFinding | N
 
 
 def _of_engine(client: docker.APIClient | None) -> Iterator[float]:
-    """Seconds ahead; nothing when it does not say."""
+    """Yield how many seconds the engine's clock is ahead, if it reports a time."""
     if client is None:
         return
     try:
@@ -104,7 +106,7 @@ def _of_engine(client: docker.APIClient | None) -> Iterator[float]:
         there = datetime.fromisoformat(said.replace("Z", "+00:00"))
         yield (there - here).total_seconds()
     except (DockerException, RequestException, KeyError, ValueError, TypeError):
-        return  # what is wrong with it is said elsewhere
+        return  # other findings report what is wrong with it
 
 
 def _of_sampler(node: Node) -> Iterator[float]:
@@ -118,7 +120,7 @@ NO_CONTAINERS = "No containers were started (--no-containers)."
 def check_docker(
     hub: HubSettings, catalog: Catalog | None, inventory: Inventory, containers: bool
 ) -> Iterator[CheckFinding]:
-    """Everything about servers that run in Docker."""
+    """Yield everything about servers that run in Docker."""
     finding, client = check_engine(hub.connect, hub.engine_address)
     yield finding
     if client is None:
@@ -148,7 +150,7 @@ def check_docker(
 
 
 def check_local(hub: HubSettings) -> Iterator[CheckFinding]:
-    """Everything about servers that run as processes beside the hub."""
+    """Yield everything about servers that run as processes beside the hub."""
     for name in ("engine", "image", "GPU injection", "hub API", "disk limit"):
         yield CheckFinding(
             name, Status.UNCHECKED, "Servers run as local processes, for trying out."
@@ -163,7 +165,7 @@ def check_local(hub: HubSettings) -> Iterator[CheckFinding]:
 
 
 def images_of(hub: HubSettings, catalog: Catalog | None) -> list[str]:
-    """The images that members can choose, each once; those for GPUs first."""
+    """Return the images that members can choose, each once; those for GPUs first."""
     if catalog is None:
         return [hub.spawner.image]
     ordered = sorted(catalog.environments, key=lambda e: e.cpu_only)
@@ -172,8 +174,10 @@ def images_of(hub: HubSettings, catalog: Catalog | None) -> list[str]:
 
 
 def root_of(template: str) -> str:
-    """The directory that all members' directories lie in: ``/srv/workspaces`` of
-    ``/srv/workspaces/{username}``."""
+    """Return the parent of all members' directories, such as ``/srv/workspaces``.
+
+    From a template such as ``/srv/workspaces/{username}``.
+    """
     return os.path.dirname(template.partition("{")[0]) if "{" in template else template
 
 
@@ -192,7 +196,7 @@ def first_present(client: docker.APIClient, images: Sequence[str]) -> str:
 def check_injection(
     client: docker.APIClient, image: str, hub: HubSettings, inventory: Inventory
 ) -> tuple[CheckFinding, str]:
-    """The finding, and the mode that works; nothing when none was proved to."""
+    """Return the finding, and the mode that was proven to work; empty if none."""
     name = "GPU injection"
     wanted = str(getattr(hub.spawner, "gpu_injection", "auto"))
     device = _device_to_try(inventory)
@@ -226,7 +230,7 @@ def _check_cgroups(client: docker.APIClient, mode: str) -> CheckFinding:
 
 
 def _device_to_try(inventory: Inventory) -> Device | None:
-    """A device that could be leased, idle if possible. Looking does not disturb its user."""
+    """Return a leasable device, idle if possible. The check does not disturb its user."""
     able = [device for device in inventory.devices if leasable(device) is None]
     return min(able, key=lambda d: len(d.compute_processes), default=None)
 
@@ -255,7 +259,7 @@ def _check_workspace(
 def _check_mounts(
     client: docker.APIClient, mounts: Sequence[Mount], hub: HubSettings
 ) -> CheckFinding:
-    """Whether datasets and shared folders are where the catalog says."""
+    """Check that datasets and shared folders are where the catalog says."""
     missing, unseen = [], []
     for mount in mounts:
         if mount.is_volume:

@@ -44,7 +44,7 @@ from .hub import HubSettings
 
 READY = frozenset(("idle", "mixed", "allocated", "completing", "planned", "reserved"))
 OFF = "~"
-"""Behind a state: the node is off, to save power."""
+"""Suffix of a state: the node is off, to save power."""
 
 _GPUS = re.compile(r"gpu(?::([^:,(]+))?:(\d+)")
 _NO_WORK = frozenset(("DRAIN", "NOT_RESPONDING", "FAIL", "MAINTENANCE", "INVALID_REG"))
@@ -53,7 +53,7 @@ _NO_WORK = frozenset(("DRAIN", "NOT_RESPONDING", "FAIL", "MAINTENANCE", "INVALID
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """A node as ``sinfo`` has it."""
+    """A node according to ``sinfo``."""
 
     state: str
     """With its flags: ``idle``, ``down*``, ``idle~``."""
@@ -64,11 +64,12 @@ class NodeState:
 
     @property
     def off(self) -> bool:
+        """True if it is off, to save power."""
         return self.state.endswith(OFF)
 
 
 def node_states(slurm: Slurm) -> dict[str, NodeState]:
-    """Every node by name. Raises SlurmUnavailable."""
+    """Return the state of every node by name. Raises SlurmUnavailable."""
     said = slurm.run("sinfo", "--Node", "--noheader", "--format=%N|%T|%v|%G|%E")
     found = {}
     for line in said.splitlines():
@@ -79,7 +80,7 @@ def node_states(slurm: Slurm) -> dict[str, NodeState]:
 
 
 def node_states_of(rest: Rest) -> dict[str, NodeState]:
-    """The same, by slurmrestd. Raises SlurmUnavailable."""
+    """Return the same from slurmrestd. Raises SlurmUnavailable."""
     found = {}
     try:
         for node in json.loads(rest.nodes())["nodes"]:
@@ -98,13 +99,13 @@ def node_states_of(rest: Rest) -> dict[str, NodeState]:
 
 
 SOON = timedelta(days=7)
-"""A token that ends within so long is worth a warning."""
+"""A token that expires within this time is worth a warning."""
 SOMEBODY = "nobody"
-"""A user for whom we try whether we may act; nothing is done for them."""
+"""A user for whom we try if we may act; nothing is done for them."""
 
 
 def check_rest(settings: Mapping[str, Any]) -> tuple[list[CheckFinding], Mapping[str, NodeState]]:
-    """Whether slurmrestd answers to the token of ``c.GPUSlurm``, and how the nodes are."""
+    """Check that slurmrestd accepts the token of ``c.GPUSlurm``, and return the nodes' states."""
     try:
         rest = Rest(
             str(settings["rest_url"]),
@@ -158,7 +159,7 @@ def _check_slurmrestd(rest: Rest) -> CheckFinding:
 
 
 def _check_members(rest: Rest) -> CheckFinding:
-    """Whether we may act for others than ourselves."""
+    """Check that we may act for others than ourselves."""
     name = "members' jobs"
     try:
         rest.ping(user=SOMEBODY)
@@ -184,7 +185,7 @@ SOCKET = "/run/munge/munge.socket.2"
 def check_slurm(
     hub: HubSettings, catalog: Catalog | None, cluster: Cluster, containers: bool
 ) -> Iterator[CheckFinding]:
-    """Everything about servers on the nodes of a cluster."""
+    """Yield everything about servers on the nodes of a cluster."""
     states: Mapping[str, NodeState] = {}
     if hub.app.config.GPUSlurm.get("rest_url"):
         findings, states = check_rest(hub.app.config.GPUSlurm)
@@ -200,7 +201,7 @@ def check_slurm(
                 states = node_states(slurm)
             except GPUSpawnerError as error:
                 yield CheckFinding("nodes", Status.FAIL, error.message)
-    if states:  # else nobody said how they are, and that was said
+    if states:  # else the failure was reported already
         yield from (_check_node(node, states.get(node.name)) for node in cluster.nodes)
     clients: dict[Node, docker.APIClient] = {}
     for node in cluster.nodes:
@@ -263,7 +264,7 @@ def _check_slurm_controller(slurm: Slurm) -> CheckFinding:
         version = slurm.run("sinfo", "--version").split()[-1]
         said = " ".join(slurm.run("scontrol", "ping").split())
         if "UP" in said.split():
-            slurm.run("sinfo", "--noheader")  # munge has its say here, and with it the clocks
+            slurm.run("sinfo", "--noheader")  # munge is used here, and with it the clocks
     except GPUSpawnerError as error:
         return CheckFinding(name, Status.FAIL, error.message, remedy)
     if not is_tested(version):
@@ -350,7 +351,7 @@ def _check_engine(node: Node, nested: bool) -> tuple[CheckFinding, docker.APICli
 
 
 def check_sampler(node: Node) -> CheckFinding:
-    """Whether the node tells what its devices do."""
+    """Check that the node's sampler reports what its devices do."""
     name = f"sampler {node.name}"
     if why := trouble_of(node, utcnow()):
         remedy = f"On {node.name}: systemctl status gpuspawner-sampler"
@@ -359,8 +360,10 @@ def check_sampler(node: Node) -> CheckFinding:
 
 
 def _unfit(info: Mapping[str, Any], nested: bool) -> tuple[str, str] | None:
-    """What is wrong with a node's engine, and the remedy. ``nested``: containers are to be in the
-    control groups of their jobs."""
+    """Return what is wrong with a node's engine, and the remedy, or None.
+
+    ``nested``: containers must be in the control groups of their jobs.
+    """
     if nested and str(info.get("CgroupVersion", "1")) != "1":
         return (
             "It has cgroup v2, and containers in their jobs' control groups were tried with v1.",
@@ -377,7 +380,7 @@ def _unfit(info: Mapping[str, Any], nested: bool) -> tuple[str, str] | None:
 
 
 def _check_image(image: str, clients: Mapping[Node, docker.APIClient]) -> CheckFinding:
-    """Whether every node has the very same image."""
+    """Check that every node has exactly the same image."""
     found: dict[str, list[str]] = {}
     for node, client in clients.items():
         try:
@@ -419,7 +422,7 @@ def _check_servers(
 
 
 def inventory_of(node: Node) -> Inventory:
-    """The node's devices as those of this machine would be listed."""
+    """Return the node's devices as those of this machine would be listed."""
     devices = tuple(
         Device(uuid=d.uuid, index=i, model=d.model, memory_bytes=d.memory_bytes)
         for i, d in enumerate(node.devices)
@@ -433,7 +436,7 @@ def _check_workspaces(
     images: Sequence[str],
     containers: bool,
 ) -> CheckFinding:
-    """Whether what the hub writes in the folder of workspaces is there on every node."""
+    """Check that every node sees what the hub writes into the folder of workspaces."""
     name, template = "workspaces", str(getattr(hub.spawner, "workspace", ""))
     if not template.startswith("/"):
         text = "Members' files would stay on the node where they were written."

@@ -19,7 +19,7 @@ _NEGATIVE = re.compile(r"-\d+(\.\d*)?|-\.\d+")
 
 @dataclass(slots=True)
 class Invocation:
-    """The common options, wherever on the command line they stand. The last of each counts."""
+    """The common options, from anywhere on the command line. The last of each counts."""
 
     config: str | None = None
     database: str | None = None
@@ -73,12 +73,12 @@ class Command(click.Command):
         super().__init__(name, params=[*_common_options(), *(params or ())], **attributes)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. A negative number is one of them, and no option."""
+        """Parse the arguments. A negative number is an argument, not an option."""
         ctx.ignore_unknown_options = any(_NEGATIVE.fullmatch(word) for word in args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, unless it is a group of which a subcommand runs."""
+        """Run the command, unless it is a group with a subcommand."""
         if ctx.invoked_subcommand is not None or self.callback is None:
             return None
         settings = ctx.ensure_object(Invocation).load()
@@ -86,7 +86,7 @@ class Command(click.Command):
 
 
 class CommandGroup(click.Group, Command):
-    """A command with subcommands. Its own function runs when none is named."""
+    """A command with subcommands. Its own function runs if none is given."""
 
     command_class = Command
 
@@ -98,7 +98,7 @@ class CommandGroup(click.Group, Command):
         return list(self.commands)
 
     def add_same(self, name: str, help: str) -> None:
-        """Add a subcommand that does what the group does alone, with the same options."""
+        """Add a subcommand that does the same as the group alone, with the same options."""
         own = [param for param in self.params if param.expose_value]
         self.add_command(Command(name, callback=self.callback, params=own, help=help))
 
@@ -106,12 +106,12 @@ class CommandGroup(click.Group, Command):
 def command(
     name: str | None = None, **attributes: Any
 ) -> Callable[[Callable[..., int | None]], Command]:
-    """Make a command of a function, which returns the exit code or None for 0."""
+    """Make a command of a function that returns the exit code, or None for 0."""
     return click.command(name, cls=Command, **attributes)
 
 
 def group(
     name: str | None = None, **attributes: Any
 ) -> Callable[[Callable[..., int | None]], CommandGroup]:
-    """Make a group of the function that runs when no subcommand is named."""
+    """Make a group of the function that runs without a subcommand."""
     return click.group(name, cls=CommandGroup, **attributes)

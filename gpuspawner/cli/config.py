@@ -1,4 +1,4 @@
-"""The hub's own configuration, read so that the command sees what the hub sees."""
+"""The hub's own configuration, so that the command sees what the hub sees."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 from ..config import require_new_names
 from ..core.errors import ConfigError, StoreUnavailable
 from ..queue.scheduler import Scheduler
-from ..services import Broker
-from ..settings import BrokerSettings
+from ..services import Services
+from ..settings import ServiceSettings
 from . import DEFAULT_FILE
 
 _PASSWORD = re.compile(r"://[^\s:/@]*:([^\s@]+)@")
@@ -25,34 +25,38 @@ _PASSWORD = re.compile(r"://[^\s:/@]*:([^\s@]+)@")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a configuration file and the command line say."""
+    """The settings from a configuration file and the command line."""
 
     config: Config
     file: Path | None
-    """The configuration file, None when there is none."""
-    broker: BrokerSettings
-    """What they say, by capability; no database is opened for it."""
+    """The configuration file, None if there is none."""
+    services: ServiceSettings
+    """The settings by capability; no database is opened for them."""
 
     @property
     def database_url(self) -> str:
-        return self.broker.database.url
+        """The URL of the hub's database."""
+        return self.services.database.url
 
-    def open_broker(self) -> Broker:
-        """The broker on the hub's database. Raises StoreUnavailable when there is none yet:
-        a mistyped name must not make an empty database."""
+    def open_services(self) -> Services:
+        """Open the services on the hub's database.
+
+        Raises StoreUnavailable if it does not exist: a mistyped name must not create an empty
+        database.
+        """
         if (missing := self.missing_database()) is not None:
             raise StoreUnavailable(
                 f"There is no database at {missing}. Run this in the hub's working directory, name "
                 "the database with --database, or start the hub once: it makes the database."
             )
-        return Broker(self.config)
+        return Services(self.config)
 
     def scheduler(self) -> Scheduler:
-        """The hub's scheduler, with nobody in line; no database is opened for it."""
-        return self.broker.queue.make_scheduler()
+        """Return the hub's scheduler, with an empty queue; no database is opened for it."""
+        return self.services.queue.make_scheduler()
 
     def missing_database(self) -> Path | None:
-        """The absolute path of the SQLite file when it is not there."""
+        """Return the absolute path of the SQLite file if it does not exist."""
         path = sqlite_path(self.database_url)
         return path if path is not None and not path.exists() else None
 
@@ -60,8 +64,8 @@ class Settings:
 def load(file: str | None, database: str | None) -> Settings:
     """Read the configuration. Raises ConfigError with a sentence.
 
-    Without ``file`` it is ``jupyterhub_config.py`` in this directory, if that is there.
-    ``database`` goes before what the file says.
+    The default is ``jupyterhub_config.py`` in this directory, if it exists. ``database`` overrides
+    the file.
     """
     path = Path(file) if file else Path(DEFAULT_FILE)
     found = bool(file) or path.is_file()
@@ -70,16 +74,18 @@ def load(file: str | None, database: str | None) -> Settings:
     if database:
         config.GPUDatabase.url = database
     try:
-        broker = BrokerSettings.read(config)
+        services = ServiceSettings.read(config)
     except TraitError as error:
         raise ConfigError(what=f"{error} ({path})") from None
-    _check_url(broker.database.url)
-    return Settings(config, path.resolve() if found else None, broker)
+    _check_url(services.database.url)
+    return Settings(config, path.resolve() if found else None, services)
 
 
 def read_file(path: Path) -> Config:
-    """Run a configuration file as JupyterHub does: with ``c``, ``get_config`` and
-    ``load_subconfig`` at hand. Raises ConfigError."""
+    """Run a configuration file as JupyterHub does, and return the configuration.
+
+    With ``c``, ``get_config`` and ``load_subconfig`` defined. Raises ConfigError.
+    """
     loader = PyFileConfigLoader(path.name, path=str(path.resolve().parent))
     try:
         return loader.load_config()
@@ -106,7 +112,7 @@ def _check_url(url: str) -> None:
 
 
 def sqlite_path(url: str) -> Path | None:
-    """The absolute path of the file that an SQLite URL names; None for anything else."""
+    """Return the absolute path of the file in an SQLite URL; None for other URLs."""
     parsed = sa.make_url(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database:
         return None
@@ -114,12 +120,12 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def shown_url(url: str) -> str:
-    """A database URL as it may be shown: without its password."""
+    """Return a database URL without its password, for output."""
     return redact(url, passwords(url))
 
 
 def passwords(*texts: str) -> tuple[str, ...]:
-    """The passwords in URLs, also in one that cannot be parsed."""
+    """Return the passwords in URLs, even if they cannot be parsed."""
     found = [match for text in texts for match in _PASSWORD.findall(text)]
     for text in texts:
         try:
@@ -130,7 +136,7 @@ def passwords(*texts: str) -> tuple[str, ...]:
 
 
 def redact(text: str, secrets: tuple[str, ...]) -> str:
-    """The text with every secret blotted out."""
+    """Return the text with every secret replaced."""
     for secret in secrets:
         text = text.replace(secret, "***")
     return text
@@ -142,7 +148,7 @@ def _line(trace: TracebackType | None, path: Path) -> str:
 
 
 def catalog_file(file: str | None, settings: Settings) -> Path:
-    """The catalog that the command or else the hub's configuration names. Raises ConfigError."""
+    """Return the catalog named by the command, or by the configuration. Raises ConfigError."""
     if file:
         return Path(file)
     from .hub import open_hub

@@ -1,4 +1,4 @@
-"""The hub's settings as JupyterHub itself understands them. Importing JupyterHub is slow."""
+"""The hub's settings as JupyterHub itself reads them. Importing JupyterHub is slow."""
 
 from __future__ import annotations
 
@@ -18,37 +18,39 @@ from ..core.errors import ConfigError
 
 DEFAULT_HOST = "unix:///var/run/docker.sock"
 ENGINE_SECONDS = 20
-"""How long the engine may take to answer one question."""
+"""Maximum seconds for one query of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
-    """A hub that is configured and not started, and one of its spawners."""
+    """A hub that is configured but not started, and one of its spawners."""
 
     app: Any
     spawner: Any
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The names of the classes that the spawner is made from."""
+        """The names of the spawner's classes."""
         return frozenset(cls.__name__ for cls in type(self.spawner).__mro__)
 
     @property
     def leases_gpus(self) -> bool:
+        """True if the spawner leases GPUs."""
         return "GPUSpawnerMixin" in self.kinds
 
     @property
     def uses_docker(self) -> bool:
+        """True if servers run in Docker."""
         return "DockerSpawner" in self.kinds
 
     @property
     def cluster_file(self) -> str:
-        """Where the nodes are written down that Slurm schedules; empty when servers are here."""
+        """The file with the nodes of a Slurm cluster; empty if servers run here."""
         return str(self.app.config.GPUSlurm.get("cluster_file", "") or "")
 
     @property
     def api_url(self) -> str:
-        """The Hub's API as servers are told."""
+        """The URL of the Hub's API for servers."""
         path = self.app.hub.base_url + "api/"
         own = getattr(self.spawner, "hub_connect_url", None)
         if own:
@@ -57,22 +59,22 @@ class HubSettings:
 
     @property
     def bind_address(self) -> tuple[str, int]:
-        """Where the Hub listens; an empty address is every one of this machine."""
+        """Where the Hub listens; an empty address means all of this machine."""
         return self.app.hub.ip, self.app.hub.port
 
     @property
     def engine_address(self) -> str:
-        """Where the Docker Engine is, for people."""
+        """The address of the Docker Engine, for people."""
         own = self.spawner.client_kwargs.get("base_url") if self.uses_docker else ""
         return str(own or os.environ.get("DOCKER_HOST") or DEFAULT_HOST)
 
     @property
     def engine_is_local(self) -> bool:
-        """Whether the engine runs on this machine, as far as its address tells."""
+        """True if the engine runs on this machine, judging by its address."""
         return self.engine_address.startswith(("unix:", "/", "http+unix:"))
 
     def connect(self, timeout: float = ENGINE_SECONDS) -> docker.APIClient:
-        """A client with the spawner's own settings; ``timeout`` is in seconds."""
+        """Return a client with the spawner's own settings; ``timeout`` is in seconds."""
         settings: dict[str, Any] = {"version": "auto", "timeout": timeout}
         if self.uses_docker and self.spawner.tls_config:
             settings["tls"] = docker.tls.TLSConfig(**self.spawner.tls_config)
@@ -83,7 +85,7 @@ class HubSettings:
 
 
 def open_hub(config: Config) -> HubSettings:
-    """Make the hub's objects without starting anything. Raises ConfigError."""
+    """Create the hub's objects without starting anything. Raises ConfigError."""
     try:
         app = JupyterHub(config=config, log_level="ERROR")
         app.init_hub()
@@ -93,10 +95,10 @@ def open_hub(config: Config) -> HubSettings:
 
 
 def _nobody() -> SimpleNamespace:
-    """A member for a spawner that never starts: some of its settings are made from a name."""
+    """Return a member for a spawner that never starts: some of its settings contain the name."""
     return SimpleNamespace(name="nobody", escaped_name="nobody", settings={}, groups=[], url="/")
 
 
 def engine_client(config: Config) -> Callable[[], docker.APIClient]:
-    """How to reach the Docker Engine of this configuration. Raises ConfigError."""
+    """Return how to reach the Docker Engine of this configuration. Raises ConfigError."""
     return open_hub(config).connect

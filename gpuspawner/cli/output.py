@@ -21,11 +21,11 @@ from .command import wants_json
 
 BAR = 24
 LINE_EVERY = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines without a terminal."""
 
 
 def follow(name: str, progress: Iterator[PullProgress]) -> None:
-    """Show a pull on stderr until it is done."""
+    """Show a pull's progress on stderr until it is done."""
     terminal = sys.stderr.isatty()
     said_at = time.monotonic()
     last = ""
@@ -45,7 +45,7 @@ def follow(name: str, progress: Iterator[PullProgress]) -> None:
 
 
 def bar(name: str, now: PullProgress) -> str:
-    """``name [######------]  50%  40 of 80 MB, 3 of 6 layers``."""
+    """Format a progress bar: ``name [######------]  50%  40 of 80 MB, 3 of 6 layers``."""
     part = now.got / now.size if now.size else now.done / now.layers if now.layers else 0.0
     filled = int(part * BAR)
     amount = f"{now.got / 1e6:.0f} of {now.size / 1e6:.0f} MB, " if now.size else ""
@@ -59,7 +59,7 @@ GAP = "  "
 def table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()
 ) -> str:
-    """Aligned columns; those in ``right`` to the right.
+    """Format aligned columns; those in ``right`` are right-aligned.
 
     On a terminal they fit its width. Elsewhere each is as wide as its longest cell.
     """
@@ -93,32 +93,32 @@ def _drawn(lines: Sequence[Sequence[str]], right: Collection[str]) -> str:
 
 
 def credits(micro: int) -> str:
-    """Microcredits for people: two decimals."""
+    """Format microcredits for people: two decimals."""
     return format_credits(micro)
 
 
 def exact(micro: int) -> str:
-    """Microcredits for scripts: a decimal string that loses nothing."""
+    """Format microcredits for scripts: an exact decimal string."""
     return format_credits(micro, 6)
 
 
 def local(moment: datetime | None) -> str:
-    """A time for people, in this machine's zone and with its name."""
+    """Format a time for people, in this machine's zone and with its name."""
     return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S %Z") if moment else "-"
 
 
 def utc(moment: datetime | None) -> str | None:
-    """A time for scripts: ISO 8601 in UTC."""
+    """Format a time for scripts: ISO 8601 in UTC."""
     return moment.astimezone(timezone.utc).isoformat() if moment else None
 
 
 def count(number: int, noun: str) -> str:
-    """``1 lease``, ``2 leases``."""
+    """Format a number with its noun: ``1 lease``, ``2 leases``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def printable(text: str) -> str:
-    """The text without control characters: nothing in a table moves the cursor."""
+    """Return the text without control characters, so that nothing in a table moves the cursor."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -128,12 +128,12 @@ def show(value: Any, text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Say something beside the result, so that scripts can read the result alone."""
+    """Print something besides the result to stderr, so that scripts read only the result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def confirmed(question: str) -> bool:
-    """Ask for a yes. No answer is a no."""
+    """Ask for a yes. No answer means no."""
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline() if sys.stdin else ""
     if not answer.endswith("\n"):
@@ -152,7 +152,7 @@ def _pad(text: str, width: int, right: bool) -> str:
 
 
 def default_actor() -> str:
-    """Who types this, also below sudo."""
+    """Return who runs the command, even with sudo."""
     return os.environ.get("SUDO_USER") or user_name()
 
 
@@ -165,7 +165,7 @@ def user_name() -> str:
 
 
 def actor() -> str:
-    """Who types this, as the audit trail names them: no member of the hub."""
+    """Return who runs the command, as named in the audit log; not a member of the hub."""
     return f"cli:{default_actor()}"
 
 

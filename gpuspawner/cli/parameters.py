@@ -1,6 +1,6 @@
-"""Arguments and options of commands: how they are declared, their types, and some that are shared.
+"""Arguments and options of commands: their declaration, their types, and some shared ones.
 
-A mistake in a value is a usage error, but for accounts and moments, which the ledger refuses.
+An invalid value is a usage error, except for accounts and times, which the ledger refuses.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def flag(name: str, help: str, parameter: str = "") -> Decorator:
 
 
 class Parsed(click.ParamType[Any, Any]):
-    """A value that a function reads from text. Its ValueError says what is wrong."""
+    """A value that a function parses from text. Its ValueError says what is wrong."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the value. A value that is a default stays as it is."""
+        """Return the value. A default value stays as it is."""
         if not isinstance(value, str):
             return value
         try:
@@ -71,7 +71,7 @@ def _words(text: str) -> str:
 
 
 def _number(most: int, sentence: str) -> Callable[[str], int]:
-    """Return how to read a whole number from 1 on. The sentence follows the text that is none."""
+    """Return a parser for a whole number from 1 on. The sentence follows the invalid text."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit() and 1 <= int(text[:20]) <= most):
@@ -100,7 +100,7 @@ _read_position = _number(
 )
 
 ACCOUNT = Parsed("account", _account)
-"""An account. A bare name is a member's. Raises LedgerError for what can be no account."""
+"""An account. A bare name is a member's. Raises LedgerError for an invalid account."""
 CREDITS = Parsed("credits", _credits)
 """An amount other than 0, in whole microcredits."""
 DAYS = Parsed("days", lambda text: timedelta(days=_read_days(text)))
@@ -108,13 +108,13 @@ DAYS = Parsed("days", lambda text: timedelta(days=_read_days(text)))
 LINES = Parsed("number", _number(2**31 - 1, "not a number of lines: write 1 or more"))
 """A number of lines, days or devices."""
 PATH = click.Path(path_type=Path, readable=False)
-"""A file. Whether it can be read is for the command to say."""
+"""A file. The command itself reports if it is unreadable."""
 POINTS = Parsed("points", _points)
 POSITION = Parsed("position", lambda text: 0 if text == "back" else _read_position(text))
-"""A position in the queue. 0 stands for ``back``: to the order again."""
+"""A position in the queue. 0 stands for ``back``: no position of its own."""
 RATE_ID = Parsed("id", _number(2**63 - 1, "no number of a rate; the list has it under ID"))
 WORDS = Parsed("text", _words)
-"""Text that says something."""
+"""Text that is not empty."""
 
 limit_option = option("--limit", "N", "the newest N (default: 50)", type=LINES, default=50)
 reason_option = option("--reason", "TEXT", "why", default="")
@@ -123,7 +123,7 @@ yes_option = flag("--yes", "do not ask")
 
 
 def moment(text: str | None, zone: str) -> datetime | None:
-    """Return a date on the command line, by the clock of a zone. Raises InvalidRequest."""
+    """Parse a date on the command line, in a time zone. Raises InvalidRequest."""
     if text is None:
         return None
     try:

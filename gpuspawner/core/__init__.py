@@ -1,1 +1,1 @@
-"""What every package may use: errors, units, scopes, the clock's rules, configuration files."""
+"""Shared basics: errors, units, scopes, the clock's rules, configuration files."""

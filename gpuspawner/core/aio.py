@@ -1,4 +1,4 @@
-"""Waiting no longer than so many seconds, and for all that was begun."""
+"""Waiting with a timeout, and for several tasks at once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ T = TypeVar("T")
 
 
 async def within(seconds: float, work: Awaitable[T]) -> T:
-    """What ``work`` comes to. Raises asyncio.TimeoutError, and cancels the work, if it takes
-    longer.
+    """Return the result of ``work``, or cancel it after a timeout.
 
-    ``asyncio.wait_for`` is the same from Python 3.12 on. Before, it lost a cancellation that came
-    at the moment at which the work was done, and whoever was cancelled went on.
+    Raises asyncio.TimeoutError. ``asyncio.wait_for`` does the same since Python 3.12; before, it
+    lost a cancellation that came just when the work was done, and the cancelled caller went on.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -31,10 +30,10 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
 
 
 async def side_by_side(*works: Awaitable[object]) -> None:
-    """Do them all at once, until each is done, one fails or this is cancelled. In the end all of
-    them have ended, and each has done what it does at its end.
+    """Run all at once until each is done, one fails or this is cancelled.
 
-    ``asyncio.gather`` that is cancelled waits only for the first of them to end.
+    Afterwards all of them have ended, including their cleanup. A cancelled ``asyncio.gather`` only
+    waits for the first one to end.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

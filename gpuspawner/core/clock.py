@@ -1,17 +1,17 @@
 """The rules of a clock that wall-clock steps cannot move. Pure.
 
 The steady time is the time since the machine's boot plus an offset that the store keeps. The
-kernel's clock since boot runs on, also while the machine sleeps, and nobody can set it; the
-frequency corrections of NTP act on it as on the wall clock. So the two differ by a constant until
-somebody sets the wall clock.
+kernel's clock since boot also runs while the machine sleeps, and nobody can set it; NTP adjusts its
+frequency like the wall clock's. So the two differ by a constant until somebody sets the wall clock.
 
 When the wall clock is set, the steady time follows by a new offset, and everything open in the
 store (see :func:`gpuspawner.db.clock.shift_open`) moves with it: no duration changes. A small
 correction is followed at once; a step only when it has lasted, because a wrong one would end
 memberships, credits and bookings.
 
-One duration only the wall clock can tell: how long the machine was off between two boots. When the
-wall clock is set soon after a boot, that duration was counted by a wrong clock and is counted anew.
+Only the wall clock shows one duration: how long the machine was off between two boots. When the
+wall clock is set soon after a boot, that duration was measured by a wrong clock and is measured
+again.
 
 All times are whole microseconds: of the wall clock and the steady clock since 1970 in UTC, of the
 boot clock since the boot.
@@ -28,17 +28,17 @@ MINUTE = 60 * SECOND
 DAY = 86_400 * SECOND
 
 TOLERATED = SECOND // 10
-"""Differences up to this are left alone."""
+"""Differences up to this are ignored."""
 STEP = MINUTE
-"""A larger difference is a step. A smaller one is a correction, and followed at once."""
+"""A larger difference is a step; a smaller one is a correction, and followed at once."""
 LASTS = 10 * MINUTE
-"""How long a step of up to a day must last until the steady time follows it."""
+"""How long a step of up to a day must last before the steady time follows it."""
 LASTS_LONG = DAY
 """How long a larger step must last."""
 LONGEST_OFF = 30 * DAY
-"""How long a machine may plausibly have been off; a wall clock further ahead is doubted."""
+"""How long a machine may plausibly be off; a wall clock further ahead is doubted."""
 SETTLES = 60 * MINUTE
-"""A wall clock that is set within this time after a boot was looked at first was wrong then."""
+"""A wall clock that is set within this time after the first reading of a boot was wrong then."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MICROSECOND = timedelta(microseconds=1)
@@ -61,63 +61,68 @@ class Offset:
     offset: int
     """Steady time less time since boot."""
     kept_at: int
-    """Time since boot when this was looked at last, to a few seconds."""
+    """Time since boot when this was last read, to a few seconds."""
     version: int = 1
-    """Grows with each new offset, so that other processes notice."""
+    """Increases with each new offset, so that other processes notice."""
     step: int = 0
-    """Wall clock less steady time, while a step is not followed; else 0."""
+    """Wall clock less steady time while a step is not followed; else 0."""
     stepped_at: int = 0
     """Time since boot when that was noticed."""
     stepped_after: int = 0
-    """Time since boot when it was not so yet."""
+    """Time since boot when there was no step yet."""
     before: int | None = None
     """The last steady time known of an earlier boot; None when there was none."""
     measured_at: int = 0
-    """Time since boot when the wall clock told how long the machine had been off."""
+    """Time since boot when the wall clock showed how long the machine had been off."""
     moved: int = 0
-    """By how much the steady time was moved last in this boot, after the wall clock."""
+    """By how much the steady time last followed the wall clock in this boot."""
     moved_at: int = 0
-    """Time since boot when it was noticed that the wall clock had been set by so much."""
+    """Time since boot when that setting of the wall clock was noticed."""
     moved_after: int = 0
-    """Time since boot when it had not been yet."""
+    """Time since boot when it was not set yet."""
     raised: int = 0
-    """By how much it was moved forward in this boot, in all."""
+    """By how much it was moved forward in this boot, in total."""
 
     def at(self, since_boot: int) -> int:
-        """The steady time at this time since boot."""
+        """Return the steady time at this time since boot."""
         return since_boot + self.offset
 
     @property
     def last(self) -> int:
-        """The last steady time that is known of this boot."""
+        """The last known steady time of this boot."""
         return self.at(self.kept_at)
 
     def follows_at(self) -> int:
-        """The steady time when the step will be followed, if it lasts."""
+        """Return the steady time when the step will be followed, if it lasts."""
         return self.at(self.stepped_at + patience(self.step))
 
 
 @dataclass(frozen=True, slots=True)
 class ClockVerdict:
-    """What to make of a reading."""
+    """The conclusion from a reading."""
 
     offset: Offset
     event: str = ""
-    """``corrected``: a small difference was followed. ``stepped``: a step was noticed.
-    ``followed``: it has lasted, and was followed. ``back``: the wall clock is right again."""
+    """What happened; empty if nothing did.
+
+    ``corrected``: a small difference was followed. ``stepped``: a step was noticed. ``followed``:
+    it lasted, and was followed. ``back``: the wall clock is right again.
+    """
     shift: int = 0
     """By how much the steady time was moved: everything open in the store moves with it."""
     recount: int = 0
-    """By how much longer the machine was off before this boot than was counted; below zero:
-    shorter. What began before the boot moves by ``shift - recount``."""
+    """How much longer the machine was off before this boot than measured; negative: shorter.
+
+    What began before the boot moves by ``shift - recount``.
+    """
 
 
 def begin(reading: Reading, last: int | None) -> Offset:
     """Return the offset for a boot that the store does not know yet.
 
-    ``last`` is the last steady time in the store. After a reboot only the wall clock can say how
-    long the machine was off. One that lies before ``last``, or too far after it, is doubted: then
-    the steady time goes on from ``last`` by the time since boot, which is the least that passed.
+    ``last`` is the last steady time in the store. After a reboot only the wall clock shows how long
+    the machine was off. If it is before ``last``, or too far after it, it is doubted: the steady
+    time then continues from ``last`` plus the time since boot, which is the least that passed.
     """
     since_boot = reading.since_boot
     new = Offset(
@@ -132,7 +137,7 @@ def begin(reading: Reading, last: int | None) -> Offset:
 
 
 def judge(offset: Offset, reading: Reading) -> ClockVerdict:
-    """Compare the clocks with the offset that the store has for this boot."""
+    """Compare the clocks with the stored offset of this boot."""
     skew = reading.wall - offset.at(reading.since_boot)
     if abs(skew) <= STEP:
         event = "back" if offset.step else ""
@@ -153,12 +158,12 @@ def judge(offset: Offset, reading: Reading) -> ClockVerdict:
 
 
 def kept(offset: Offset, reading: Reading) -> Offset:
-    """Return the offset as it is written at this moment."""
+    """Return the offset as it is stored at this moment."""
     return replace(offset, kept_at=reading.since_boot)
 
 
 def patience(step: int) -> int:
-    """Return how long a step must last until it is followed."""
+    """Return how long a step must last before it is followed."""
     return LASTS if abs(step) <= DAY else LASTS_LONG
 
 
@@ -169,15 +174,16 @@ def engine_time(
     *,
     costs_least: Callable[[Iterable[datetime]], datetime],
 ) -> datetime | None:
-    """Return the steady time of an event of which an engine told the time.
+    """Return the steady time of an event from the time that an engine reported.
 
-    Another machine's clock may be up to a minute apart from ours, and so may be what is returned
-    from ``low`` and ``high``. None when every time is impossible: then the engine said nothing.
+    Another machine's clock may differ from ours by up to a minute, so the result may also differ
+    from ``low`` and ``high`` by that. None if every time is impossible: the report is then useless.
 
     Args:
-        times: what the engine said may mean these; see :func:`possible_times`.
-        low, high: steady times between which the event certainly lies.
-        costs_least: which of several possible times costs the member least: ``max`` for a start,
+        times: Possible meanings of the engine's time; see :func:`possible_times`.
+        low: A steady time that is certainly before the event.
+        high: A steady time that is certainly after the event.
+        costs_least: Chooses the possible time that costs the member least: ``max`` for a start,
             ``min`` for an end.
     """
     for slack in (timedelta(), timedelta(microseconds=STEP)):
@@ -189,9 +195,9 @@ def engine_time(
 def possible_times(stamp: datetime, offset: Offset, reading: Reading) -> list[datetime]:
     """Return the steady times that a time of the wall clock may mean.
 
-    It is one, unless the wall clock was set close to it, or was set back and told the same time
-    twice; and never none. The wall clock may have been set and not be followed, or it was set
-    after the event and is followed.
+    It is one, unless the wall clock was set close to it, or was set back and showed the same time
+    twice; and never none. The wall clock may have been set and not followed yet, or set after the
+    event and followed.
     """
     at, now = from_datetime(stamp), offset.at(reading.since_boot)
     skew, first, last = reading.wall - now, offset.at(0), now
@@ -212,19 +218,21 @@ def possible_times(stamp: datetime, offset: Offset, reading: Reading) -> list[da
 
 
 def stamp_error(offset: Offset, reading: Reading) -> timedelta:
-    """Return by how much an engine's time of an event in this boot may lie before its steady time
-    at the most."""
+    """Return the most that an engine's time of an event may be before its steady time.
+
+    For events in this boot.
+    """
     skew = reading.wall - offset.at(reading.since_boot)
     return (offset.raised + max(0, -skew)) * _MICROSECOND
 
 
 def to_datetime(micros: int) -> datetime:
-    """Return a steady or wall time as an aware time in UTC."""
+    """Convert a steady or wall time to an aware time in UTC."""
     return _EPOCH + micros * _MICROSECOND
 
 
 def from_datetime(moment: datetime) -> int:
-    """Return the reverse of :func:`to_datetime`."""
+    """Convert back what :func:`to_datetime` returned."""
     return (moment - _EPOCH) // _MICROSECOND
 
 
@@ -247,7 +255,7 @@ def _follow(offset: Offset, skew: int, reading: Reading, event: str) -> ClockVer
 
 
 def _recount(offset: Offset, skew: int, reading: Reading) -> int:
-    """By how much longer the machine was off than was counted, if the wall clock is right now."""
+    """Return how much longer the machine was off than measured, if the wall clock is right now."""
     set_at = offset.stepped_at if offset.step else reading.since_boot
     if offset.before is None or set_at - offset.measured_at > SETTLES:
         return 0
@@ -258,5 +266,5 @@ def _recount(offset: Offset, skew: int, reading: Reading) -> int:
 
 
 def _right_until(offset: Offset) -> int:
-    """Time since boot up to which the wall clock was as it is known; 0 if it never was."""
+    """Return the time since boot until which the wall clock was as it is known; 0 if never."""
     return 0 if offset.kept_at == offset.measured_at else offset.kept_at

@@ -1,24 +1,23 @@
-"""Files that an admin wrote, read strictly: YAML with line numbers, and checked values.
+"""Files that an admin wrote, read strictly: YAML with line numbers.
 
-A key of the wrong type, and any key that nobody took, is a
-:class:`~gpuspawner.core.errors.ConfigError` that names the file and the line.
+What is wrong is a :class:`~gpuspawner.core.errors.ConfigError` that names the file and the line.
+What the values have to be is said by :mod:`~gpuspawner.core.config_models`.
 
-The text becomes nodes without recursion, and the nodes values. Merge keys (``<<``) are taken
-apart here and keep one value a key, and what stands behind aliases is counted as often as it is
-used: neither can make much out of little.
+The text becomes nodes without recursion, and the nodes values. Merge keys (``<<``) are resolved
+here and keep one value per key, and what aliases refer to counts each time it is used: neither can
+expand a small file into a huge one.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from pathlib import Path as Folder
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -26,7 +25,7 @@ from .errors import ConfigError
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:
-    """The first bytes of a file, or of what takes its place; waits for nobody. Raises OSError."""
+    """Return the first bytes of a file, or of a device or pipe, without waiting. Raises OSError."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK)
@@ -36,8 +35,10 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 
 
 def read_text(path: str | Path, most: int, what: str) -> str:
-    """The text of the admin's file, called ``what``, such as "catalog". Raises ConfigError for one
-    that cannot be read, is no UTF-8, or has more than ``most`` bytes."""
+    """Return the text of the admin's file, called ``what``, such as "catalog".
+
+    Raises ConfigError if it cannot be read, is not UTF-8, or has more than ``most`` bytes.
+    """
     name = os.fspath(path)
     try:
         data = read_bytes(name, most + 1)
@@ -65,10 +66,10 @@ class Origin:
     name: str
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     folder: Folder | None = None
-    """Where files that the values name are; None when nobody can say."""
+    """The directory of files that the values name; None if unknown."""
 
     def error(self, path: KeyPath, message: str) -> ConfigError:
-        """A ConfigError about the value at ``path``, or about what encloses it."""
+        """Return a ConfigError about the value at ``path``, or about what encloses it."""
         while path and path not in self.lines:
             path = path[:-1]
         line = self.lines.get(path)
@@ -77,7 +78,7 @@ class Origin:
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it: short, and never a whole tree."""
+    """Format a value for an error: short, and never a whole tree."""
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, (list, tuple)):
@@ -86,184 +87,23 @@ def shown(value: object) -> str:
         return "nothing"
     try:
         quoted = str(value).lower() if isinstance(value, bool) else repr(value)
-    except ValueError:  # Python writes no number of very many digits
+    except ValueError:  # Python does not format numbers with very many digits
         return "a number of very many digits"
     return quoted if len(quoted) <= 60 else f"{quoted[:57]}..."
 
 
-T = TypeVar("T")
-
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 MOST_COMPARED = 500
-"""Names that a misspelt word is held against; it is somebody who waits for the answer."""
+"""How many names are compared with a misspelt word, while a user waits."""
 MOST_NAMED = 30
 """Names in one sentence."""
-_LEAST_SIZE = 1_000_000
-_MOST_SIZE = 2**60
-MOST_WHOLE = 1_000_000
-MOST_NUMBER = 10**15
-_MISSING: Any = object()
-
-
-class Section:
-    """A mapping that is read key by key; what nobody asked for is an unknown key."""
-
-    def __init__(self, data: object, origin: Origin, path: KeyPath, label: str) -> None:
-        self.origin = origin
-        self.path = path
-        self.label = label
-        """What people call this section, such as ``environment 'base'``."""
-        if not isinstance(data, Mapping):
-            raise origin.error(
-                path, f"{label} is {shown(data)}, not a mapping. Write it as 'key: value' lines."
-            )
-        self.data = data
-        self.known: list[str] = []
-
-    def error(self, key: str, message: str) -> ConfigError:
-        """A ConfigError about ``key``, or about the section itself when it has no such key."""
-        return self.origin.error((*self.path, key), message)
-
-    def take(self, key: str, kind: Callable[[object], T], default: T = _MISSING) -> T:
-        """The value of ``key`` as ``kind`` makes it; ``default`` when the key is absent.
-
-        ``kind`` raises ValueError with the end of a sentence that begins with the key.
-        """
-        self.known.append(key)
-        if key not in self.data:
-            if default is _MISSING:
-                raise self.missing(key)
-            return default
-        value = self.data[key]
-        if value is None:
-            raise self.error(
-                key, f"'{key}' of {self.label} has no value. Write one, or leave the key out."
-            )
-        try:
-            return kind(value)
-        except ValueError as error:
-            raise self.error(key, f"'{key}' of {self.label} {error}") from None
-
-    def missing(self, key: str) -> ConfigError:
-        """A ConfigError for a required key, which may be there under a misspelt name."""
-        strings = [other for other in self.data if isinstance(other, str)]
-        for slip in difflib.get_close_matches(key, strings, n=1, cutoff=0.75):
-            return self.error(slip, f"{self.label} has no '{key}'. Did you misspell it {slip!r}?")
-        return self.error(key, f"{self.label} has no '{key}'. Add it.")
-
-    def sections(self, key: str, label: str) -> Iterator[tuple[str, Section]]:
-        """The named sections of an optional mapping of mappings."""
-        empty: dict[str, Any] = {}
-        names = self.take(key, mapping, empty)
-        for name, data in names.items():
-            yield name, Section(data, self.origin, (*self.path, key, name), f"{label} {name!r}")
-
-    def done(self) -> None:
-        """Raises ConfigError for the first key that nobody took."""
-        for key in self.data:
-            if key not in self.known:
-                raise self.error(
-                    str(key),
-                    f"{self.label} has an unknown key {key!r}. {suggest(str(key), self.known)}",
-                )
-
-
-# Kinds of values, for Section.take.
-
-
-def text(value: object) -> str:
-    """Text that is not empty, without the white space around it."""
-    if not isinstance(value, str):
-        raise ValueError(f"is {shown(value)}, not text. Put it in quotes.")
-    if not value.strip():
-        raise ValueError("is empty. Write something, or leave the key out.")
-    return value.strip()
-
-
-def whole(value: object) -> int:
-    """A whole number of at least zero."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"is {shown(value)}, not a whole number. Write one such as 1.")
-    if value > MOST_WHOLE:
-        raise ValueError(f"is {shown(value)}; {MOST_WHOLE} is the most. Write less.")
-    return value
-
-
-def positive(value: object) -> float:
-    """A number above zero."""
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
-    if not 0 < number < MOST_NUMBER:
-        raise ValueError(f"is {shown(value)}, not a number above zero. Write one such as 2.5.")
-    return float(number)
-
-
-def truth(value: object) -> bool:
-    """``true`` or ``false``."""
-    if not isinstance(value, bool):
-        raise ValueError(f"is {shown(value)}. Write true or false.")
-    return value
-
-
-def size(value: object) -> int:
-    """Bytes, or text with a unit in powers of 1024 as in JupyterHub: ``8G``."""
-    return _size(value, 1024)
-
-
-def device_memory(value: object) -> int:
-    """Bytes, or text with a unit as makers of GPUs count (``24G``: 24 x 1000^3).
-
-    A 24 GB card reports a little less than 24 x 1024^3 bytes, and ``24G`` has to mean it.
-    ``Gi`` counts in powers of 1024.
-    """
-    return _size(value, 1000)
-
-
-def _size(value: object, base: int) -> int:
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    count = value if type(value) is int else 0
-    if match and not (match[3] and not match[2]):
-        factor = (1024 if match[3] else base) ** _POWERS[match[2].upper()]
-        count = int(float(match[1]) * factor)
-    if count <= 0:
-        raise ValueError(f"is {shown(value)}, not a size. Write one such as 8G or 512M.")
-    if count < _LEAST_SIZE:
-        raise ValueError(f"is {shown(value)}: less than 1M. Write a unit, such as 8G or 512M.")
-    if count > _MOST_SIZE:
-        raise ValueError(f"is {shown(value)}: more than any machine has. Write less.")
-    return count
-
-
-def mapping(value: object) -> dict[str, Any]:
-    """A mapping whose keys are text."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"is {shown(value)}, not a mapping. Write it as 'key: value' lines.")
-    return dict(value)
-
-
-def texts(value: object) -> tuple[str, ...]:
-    """A list of different, non-empty texts."""
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"is {shown(value)}, not a list. Write it as [one, another].")
-    found: list[str] = []
-    for item in value:
-        if not isinstance(item, str) or not item.strip():
-            raise ValueError(f"holds {shown(item)}, which is no text. Put it in quotes.")
-        if item.strip() in found:
-            raise ValueError(f"names {item.strip()!r} twice. Keep one of them.")
-        found.append(item.strip())
-    return tuple(found)
-
-
-# Words for people.
 
 
 def suggest(word: str, known: Iterable[str], what: str = "Known") -> str:
-    """``Did you mean 'image'?``, or else what there is; of very many only some."""
+    """Suggest ``Did you mean 'image'?``, or else list what there is; of very many only some."""
     names = list(known)
     word = word.lower()[:100]
     alike = names
-    if len(names) > MOST_COMPARED:  # those that begin as it does
+    if len(names) > MOST_COMPARED:  # those with the same beginning
         alike = sorted(names, key=lambda name: -_alike(name, word))[:MOST_COMPARED]
     close = difflib.get_close_matches(word, alike, n=3, cutoff=0.6)
     if close:
@@ -275,14 +115,14 @@ def suggest(word: str, known: Iterable[str], what: str = "Known") -> str:
 
 
 def _alike(one: str, other: str) -> int:
-    """How many characters two words begin with alike."""
+    """Return the length of the common beginning of two words."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 MOST_DEPTH = 40
 MOST_REPEATED = 500_000
-"""Values that aliases may add to what is written."""
+"""How many values aliases may add to what is written."""
 TOO_DEEP = "this is nested too deeply. Write it flat."
 
 _STR = "tag:yaml.org,2002:str"
@@ -291,9 +131,9 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_yaml(text: str, name: str, folder: Folder | None = None) -> tuple[Any, Origin]:
-    """The values in ``text`` as plain Python values, and their origin.
+    """Return the values in ``text`` as plain Python values, and their origin.
 
-    Raises ConfigError for what is no YAML, a key written twice, or a key that is no text.
+    Raises ConfigError for invalid YAML, a repeated key, or a key that is not text.
     """
     try:
         nodes = _Nodes(name)
@@ -323,12 +163,12 @@ class _Node:
     mark: Any
     tag: str | None
     plain: tuple[bool, bool]
-    """As YAML asks for the meaning of a scalar without a tag."""
+    """What YAML needs to resolve a scalar without a tag."""
     text: str | None = None
     items: list[_Node] | None = None
     is_mapping: bool = False
     open: bool = False
-    """While values are made of it: meeting it again then is a ring."""
+    """True while its value is built: meeting it again then is a cycle."""
 
     @property
     def line(self) -> int:
@@ -345,6 +185,7 @@ class _Nodes:
         self.root: _Node | None = None
 
     def read(self, text: str) -> _Node | None:
+        """Return the root node of the text, or None if it is empty."""
         outer: list[_Node] = []
         documents = 0
         for event in yaml.parse(text, _Loader):
@@ -368,6 +209,7 @@ class _Nodes:
         return self.root
 
     def node(self, event: Any) -> _Node:
+        """Return the node that an event starts."""
         self.count += 1
         if isinstance(event, yaml.ScalarEvent):
             node = _Node(event.start_mark, event.tag, event.implicit, text=event.value)
@@ -379,6 +221,7 @@ class _Nodes:
         return node
 
     def put(self, node: _Node, outer: list[_Node]) -> None:
+        """Add a node to its parent."""
         if outer and (items := outer[-1].items) is not None:
             items.append(node)
         else:
@@ -395,9 +238,10 @@ class _Values:
         self.meaning = yaml.SafeLoader("")
         self.pairs: dict[_Node, dict[str, tuple[_Node, _Node]]] = {}
         self.tags: dict[str, str] = {}
-        """What plain scalars mean, by their text."""
+        """The tags of plain scalars, by their text."""
 
     def value(self, node: _Node, path: KeyPath) -> Any:
+        """Return the value of a node."""
         self.count(1, node)
         if node.items is None:
             return self.scalar(node)
@@ -410,11 +254,13 @@ class _Values:
             node.open = False
 
     def count(self, values: int, node: _Node) -> None:
+        """Count values. Raises ConfigError if aliases repeat too much."""
         self.left -= values
         if self.left < 0:
             raise _error(self.name, node, "aliases repeat too much of what is written. Write less.")
 
     def members(self, node: _Node, path: KeyPath) -> Iterator[tuple[str, Any]]:
+        """Yield the key and value of each pair of a mapping."""
         for key, (key_node, child) in self.resolved(node).items():
             if self.tag(key_node) != _STR:
                 word = key_node.text[:60] if key_node.text is not None else "here"
@@ -424,13 +270,14 @@ class _Values:
             yield key, self.value(child, spot)
 
     def elements(self, node: _Node, path: KeyPath) -> Iterator[tuple[_Node, KeyPath]]:
+        """Yield each node of a sequence and its path."""
         for index, child in enumerate(node.items or ()):
             spot: KeyPath = (*path, index)
             self.lines[spot] = child.line
             yield child, spot
 
     def resolved(self, node: _Node) -> dict[str, tuple[_Node, _Node]]:
-        """Key and value by key: those that are merged in first, then the mapping's own."""
+        """Return key and value nodes by key: merged ones first, then the mapping's own."""
         if (known := self.pairs.get(node)) is not None:
             return known
         own: dict[str, tuple[_Node, _Node]] = {}
@@ -453,7 +300,7 @@ class _Values:
         found: dict[str, tuple[_Node, _Node]] = {}
         for child in merged:
             sources = [child] if child.is_mapping or child.items is None else child.items
-            for source in reversed(sources):  # of several the first goes before the others
+            for source in reversed(sources):  # the first of several goes before the others
                 more = self.merge_of(source)
                 self.count(len(more), node)
                 found.update(more)
@@ -461,6 +308,7 @@ class _Values:
         return self.pairs[node]
 
     def merge_of(self, source: _Node) -> dict[str, tuple[_Node, _Node]]:
+        """Return the pairs of a merged mapping."""
         if not source.is_mapping:
             raise _error(self.name, source, "only mappings can be merged with '<<'. Name one.")
         if source in self.pairs:
@@ -472,12 +320,13 @@ class _Values:
             source.open = False
 
     def enter(self, node: _Node) -> None:
+        """Mark a node as being built. Raises ConfigError for a cycle."""
         if node.open:
             raise _error(self.name, node, "this value refers to itself. Write it out.")
         node.open = True
 
     def tag(self, node: _Node) -> str:
-        """What a node means, as YAML's own rules have it."""
+        """Return the tag of a node by YAML's own rules."""
         if node.text is None:
             return ""
         if node.tag and node.tag != "!":
@@ -490,6 +339,7 @@ class _Values:
         return self.tags[node.text]
 
     def scalar(self, node: _Node) -> Any:
+        """Return the value of a scalar."""
         tag = self.tag(node)
         if tag == _STR:
             return node.text

@@ -1,5 +1,7 @@
-"""What our services may do at the Hub, the least that they can work with, and what may be done
-with our own service: scopes that an admin gives to roles, and that a token can be narrowed to."""
+"""Scopes: the least that our services need at the Hub, and what may be done with our service.
+
+Admins give scopes to roles, and tokens can be narrowed to them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 ACCOUNTING_SCOPES = ("list:users", "read:groups", "servers")
-"""All that the accounting service may do: see which servers there are and who is in a group, stop
-a server, and start again one that waited in line when the hub went down."""
+"""All that the accounting service may do.
+
+See which servers there are and who is in a group, stop a server, and start one again that waited in
+the queue when the hub went down.
+"""
 
 CULLER_SCOPES = ("list:users", "read:users:activity", "read:servers", "delete:servers")
 """All that the idle culler may do."""
@@ -29,20 +34,25 @@ CUSTOM_SCOPES: dict[str, dict[str, object]] = {
     READ_METRICS: {"description": "Read the metrics of GPUs and credits"},
     SESSION: {"description": "See, extend and stop a server that holds GPUs"},
 }
-"""Admins of the Hub may do all of this. The first two can be narrowed, as the Hub's own scopes
-are: to a group and its members with ``!group=NAME``, to a member with ``!user=NAME``."""
+"""Admins of the Hub may do all of this.
+
+The first two can be narrowed like the Hub's own scopes: to a group and its members with
+``!group=NAME``, to a member with ``!user=NAME``.
+"""
 
 MEMBER_SCOPES = (f"{SESSION}!user",)
-"""What a member may hand on to their own servers: see :data:`SERVER_SCOPES`."""
+"""What members may pass on to their own servers: see :data:`SERVER_SCOPES`."""
 
 SERVER_SCOPES = (f"{SESSION}!server",)
-"""All that a server may do with our service by its token: ask about itself, and put off, extend
-and end its own session, for the item in its JupyterLab."""
+"""All that a server may do with our service by its token.
+
+Ask about itself, and snooze, extend and end its own session, for the item in its JupyterLab.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Whom a scope reaches, as somebody holds it."""
+    """Whom a scope covers, for its holder."""
 
     everybody: bool = False
     users: frozenset[str] = frozenset()
@@ -52,13 +62,13 @@ class Reach:
         return self.everybody or bool(self.users or self.groups)
 
     def accounts(self) -> tuple[str, ...]:
-        """The accounts that it names itself; the members of its groups come beside these."""
+        """Return the accounts that it names itself, without those of its groups' members."""
         members = (f"member:{user}" for user in sorted(self.users))
         return (*members, *(f"group:{group}" for group in sorted(self.groups)))
 
 
 def reach(held: Iterable[str], scope: str) -> Reach:
-    """Whom ``scope`` reaches among the scopes that somebody holds, as the Hub expanded them."""
+    """Return whom ``scope`` covers, among somebody's scopes as the Hub expanded them."""
     named: dict[str, set[str]] = {"user": set(), "group": set()}
     for text in held:
         name, narrowed, narrowing = text.partition("!")

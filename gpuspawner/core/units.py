@@ -1,4 +1,4 @@
-"""Sizes for people."""
+"""Credits and sizes in bytes, as people write them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 def format_bytes(size: int) -> str:
-    """Bytes as people write quotas, in units of 1024: ``12.3 GB``; rounded to the nearest."""
+    """Format bytes in units of 1024, as people write quotas: ``12.3 GB``; rounded."""
     value, unit = float(size), 0
     while value >= 1023.95 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -20,9 +20,9 @@ MICRO = 1_000_000
 
 
 def parse_credits(text: str | int | float) -> int:
-    """``"12.5"`` to whole microcredits.
+    """Convert ``"12.5"`` to whole microcredits.
 
-    Raises ValueError when the text is no decimal number or has more than six decimals.
+    Raises ValueError if the text is not a decimal number or has more than six decimals.
     """
     try:
         micro = Decimal(str(text).strip()) * MICRO
@@ -35,7 +35,7 @@ def parse_credits(text: str | int | float) -> int:
 
 
 def format_credits(micro: int, places: int = 2) -> str:
-    """Whole microcredits to a decimal string, rounded down to ``places`` decimals (0 to 6)."""
+    """Format microcredits as decimal credits, rounded down to ``places`` decimals (0 to 6)."""
     step = 10 ** (6 - places)
     units = micro // step
     sign, units = ("-", -units) if units < 0 else ("", units)

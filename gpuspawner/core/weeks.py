@@ -1,4 +1,4 @@
-"""Weeks of the hub's own zone, which begin on Monday. Pure: the time is always passed in."""
+"""Weeks of the hub's own zone, starting on Monday. Pure: the time is always passed in."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from datetime import date, datetime, timedelta, timezone
 from .errors import InvalidRequest
 
 LONGEST = timedelta(weeks=106)
-"""The most that one report is about: two years."""
+"""The longest period of one report: two years."""
 
 
 def midnight(day: date) -> datetime:
-    """When a day of the hub's own zone begins."""
+    """Return when a day of the hub's own zone begins."""
     return datetime(day.year, day.month, day.day).astimezone().astimezone(timezone.utc)
 
 
 def today(now: datetime) -> date:
-    """The day in the hub's own zone."""
+    """Return the day in the hub's own zone."""
     return now.astimezone().date()
 
 
 def monday(day: date) -> date:
-    """The first day of its week."""
+    """Return the first day of a day's week."""
     return day - timedelta(days=day.weekday())
 
 
 def last_weeks(now: datetime, count: int) -> list[datetime]:
-    """Where the last ``count`` weeks begin, this one last, and where this one ends."""
+    """Return the starts of the last ``count`` weeks including this one, and its end."""
     first = monday(today(now)) - timedelta(weeks=count - 1)
     return [midnight(first + timedelta(weeks=n)) for n in range(count + 1)]
 
 
 def split(first: date, last: date) -> Iterator[tuple[date, date]]:
-    """The weeks from the first to the last day, both with it; the outer ones may be cut off."""
+    """Yield the weeks from the first to the last day, inclusive; the outer ones may be cut off."""
     while first <= last:
         end = min(last, monday(first) + timedelta(days=6))
         yield first, end
@@ -41,7 +41,7 @@ def split(first: date, last: date) -> Iterator[tuple[date, date]]:
 
 
 def period(since: str, until: str, now: datetime) -> tuple[date, date]:
-    """The days that somebody asked for, both counted; by default this week and three before it.
+    """Return the requested days, inclusive; by default this week and three before it.
 
     Raises InvalidRequest naming the field.
     """
@@ -60,7 +60,7 @@ def period(since: str, until: str, now: datetime) -> tuple[date, date]:
 
 
 def day(text: str, field: str) -> date:
-    """A day such as 2026-03-01. Raises InvalidRequest naming the field."""
+    """Parse a day such as 2026-03-01. Raises InvalidRequest naming the field."""
     try:
         found = datetime.strptime(text, "%Y-%m-%d").date()
     except ValueError:

@@ -1,8 +1,8 @@
-"""Every invariant of a store, held against what lies in it: ``gpuspawner audit``.
+"""Checks of all invariants of a store: ``gpuspawner audit``.
 
-The laws themselves are the pure ones of :mod:`gpuspawner.ledger.checks`; here they are given
-the rows, a few hundred leases at a time, so that a year of a busy site needs no gigabytes. The
-first row that breaks a law is enough: whoever repairs it asks again.
+The rules themselves are the pure ones of :mod:`gpuspawner.ledger.checks`. Here they get the rows, a
+few hundred leases at a time, so that a year of a busy site needs no gigabytes. The first row that
+breaks a rule is enough: after a repair, the audit is run again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from ..db.audit_log import AuditEntry
 from ..leases import repository as leases_repository
 from ..leases.models import LeaseState
 from ..ledger import checks, totals
@@ -21,7 +22,8 @@ from ..ledger import repository as ledger_repository
 from ..ledger.checks import Books, PostingRow
 from ..ledger.models import Account, TransferKind, is_system
 from ..slurm import repository as slurm_repository
-from . import hash_chain
+from . import audit_log, hash_chain
+from .engine import Store
 from .schema import (
     OPEN_LEASE,
     accounts,
@@ -36,25 +38,48 @@ from .schema import (
 from .upgrades import revision
 
 AT_ONCE = 500
-"""Leases, and 20 times as many postings, that are held in memory at one time."""
+"""How many leases, and 20 times as many postings, are held in memory at a time."""
 
 Check = Callable[[sa.Connection], Iterator[str]]
-"""One sentence a problem, the first row first; lazily."""
+"""Yields one sentence per problem, lazily, starting with the first row."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """What one invariant's check said."""
+    """The result of one invariant's check."""
 
     name: str
     law: str
     """The invariant, as a sentence."""
     problem: str = ""
-    """The first row that breaks it; empty when it holds."""
+    """The first row that breaks it; empty if there is none."""
+
+
+class AuditService:
+    """Checks the store, and reads the audit log."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def check(self) -> tuple[list[AuditFinding], dict[str, int]]:
+        """Check every invariant against every row, and return findings and row counts by table."""
+        return self.store.run(lambda connection: (list(audit(connection)), sizes(connection)))
+
+    def trail(self, limit: int = 100) -> list[AuditEntry]:
+        """Return the newest entries of the audit log, newest first."""
+        return self.store.run(lambda connection: audit_log.trail(connection, limit))
+
+    def chain_head(self) -> str:
+        """Return the head of the audit chain, to be noted elsewhere."""
+        return self.store.run(hash_chain.head)
+
+    def knows_head(self, noted: str) -> bool:
+        """Return True if a head of the audit chain that was noted earlier is still in it."""
+        return self.store.run(lambda connection: hash_chain.knows(connection, noted))
 
 
 def audit(connection: sa.Connection) -> Iterator[AuditFinding]:
-    """Hold every invariant against the store, one after the other, in one consistent view."""
+    """Check every invariant against the store, one after the other, in one consistent view."""
     for name, check in CHECKS.items():
         law = " ".join((check.__doc__ or "").split())
         finding = AuditFinding(name, law, next(check(connection), ""))
@@ -64,7 +89,7 @@ def audit(connection: sa.Connection) -> Iterator[AuditFinding]:
 
 
 def sizes(connection: sa.Connection) -> dict[str, int]:
-    """How many rows were looked at, by table."""
+    """Return how many rows were checked, by table."""
     tables = (accounts, leases, transfers, postings)
     counts = (sa.select(sa.func.count()).select_from(table) for table in tables)
     return {
@@ -76,7 +101,7 @@ def sizes(connection: sa.Connection) -> dict[str, int]:
 def _file(connection: sa.Connection) -> Iterator[str]:
     """The database file is whole: every page, index and constraint."""
     if connection.dialect.name != "sqlite":
-        return  # PostgreSQL looks after its own pages
+        return  # PostgreSQL checks its own pages
     try:
         said = connection.exec_driver_sql("PRAGMA integrity_check(1)").scalar_one()
     except sa.exc.DatabaseError as error:
@@ -133,7 +158,7 @@ def _apart(connection: sa.Connection) -> Iterator[str]:
 def _zero_sum(connection: sa.Connection) -> Iterator[str]:
     """The postings of each transfer sum to zero."""
     query = sa.select(postings.c.transfer_id, postings.c.amount).order_by(postings.c.id)
-    # A transfer's postings lie side by side, so that few are unfinished at any moment.
+    # A transfer's postings lie side by side, so few are incomplete at any moment.
     unfinished: dict[str, int] = {}
     for name, amount in _stream(connection, query):
         total = unfinished.pop(name, 0) + amount
@@ -279,17 +304,17 @@ CHECKS: dict[str, Check] = {
     "totals of use": totals.check_use,
     "totals of credits": totals.check_credits,
 }
-"""By the name that people read, quick ones first."""
+"""The checks by name, fast ones first."""
 
 FIRST = ("schema", "file")
-"""Where these do not hold, nothing else can be asked."""
+"""If one of these fails, nothing else can be checked."""
 
 
-# Rows as the pure laws want them.
+# Rows as the pure rules take them.
 
 
 def _keyed(kind: TransferKind) -> sa.Select[Any]:
-    """Key, account and amount of what transfers of a kind moved on accounts of people."""
+    """Select key, account and amount of what transfers of a kind moved on people's accounts."""
     return (
         sa.select(transfers.c.key, postings.c.account, postings.c.amount)
         .join(postings, postings.c.transfer_id == transfers.c.id)
@@ -298,7 +323,7 @@ def _keyed(kind: TransferKind) -> sa.Select[Any]:
 
 
 def _stream(connection: sa.Connection, query: sa.Select[Any]) -> Iterator[Any]:
-    """The rows of a query, never all of them at once."""
+    """Yield the rows of a query without loading all of them at once."""
     yield from connection.execute(query, execution_options={"yield_per": 20 * AT_ONCE})
 
 
@@ -327,7 +352,7 @@ def _accounts(connection: sa.Connection) -> tuple[Account, ...]:
 
 
 def _books_of_leases(connection: sa.Connection, *, with_postings: bool) -> Iterator[Books]:
-    """All leases in the order of their ids, so many at a time, with what they moved."""
+    """Yield all leases in the order of their ids, some at a time, with what they moved."""
     last = ""
     while True:
         some = sa.select(leases.c.id).where(leases.c.id > last).order_by(leases.c.id)
@@ -342,7 +367,7 @@ def _books_of_leases(connection: sa.Connection, *, with_postings: bool) -> Itera
 
 
 def _moved_by(connection: sa.Connection, first: str, last: str) -> tuple[PostingRow, ...]:
-    """What the charges and refunds of these leases moved, one row a lease, account and kind."""
+    """Return what charges and refunds of these leases moved, a row per lease, account and kind."""
     columns = (transfers.c.lease_id, postings.c.account, transfers.c.kind)
     query = (
         sa.select(*columns, sa.func.sum(postings.c.amount))

@@ -1,8 +1,8 @@
-"""Copies of a store: made while others write to it, and put back once they are proved.
+"""Backups of a store: made while others write to it, and restored after they are checked.
 
-A copy is one SQLite file whatever the database is. Of SQLite it is made with SQLite's own
-backup, of PostgreSQL in one REPEATABLE READ transaction; so a site can move from one to the
-other with it. A file of the wanted name is whole at any moment, whoever is killed when.
+A backup is one SQLite file, whatever the database is. From SQLite it is made with SQLite's own
+backup, from PostgreSQL in one REPEATABLE READ transaction, so it can also move a site from one to
+the other. The file with the final name is complete at any moment, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .schema import metadata
 from .upgrades import VERSION_TABLE, upgrade
 
 ROWS = 5000
-"""Rows that are carried from one database to another at once."""
+"""How many rows are copied from one database to another at once."""
 
 _OTHERS = sa.text(
     "SELECT coalesce(nullif(application_name, ''), usename) FROM pg_stat_activity "
@@ -44,20 +44,20 @@ _FUNCTIONS = sa.text(
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What became of a copy that was put in place."""
+    """The result of a restore."""
 
     rows: dict[str, int]
     kept: str
-    """Where the database that was there before is now; empty when there was none."""
+    """Where the previous database is now; empty if there was none."""
 
 
-# Making a copy.
+# Making a backup.
 
 
 def back_up(store: Store, file: Path, *, overwrite: bool = False) -> int:
-    """Copy the store into ``file``, readable by its owner alone; its size in bytes.
+    """Copy the store into ``file``, readable by its owner only, and return its size in bytes.
 
-    Raises BackupRefused when there is such a file already, or it cannot be written.
+    Raises BackupRefused if the file exists already or cannot be written.
     """
     if file.exists() and not overwrite:
         what = f"{file} is there already; name another file, or say --overwrite"
@@ -77,9 +77,9 @@ def back_up(store: Store, file: Path, *, overwrite: bool = False) -> int:
 
 @contextmanager
 def _partial(file: Path) -> Iterator[Path]:
-    """An empty file of mode 600 beside ``file``, which is not there any more afterwards.
+    """Create an empty file of mode 600 beside ``file``; it is gone afterwards.
 
-    What a killed process left of one is used again.
+    A file that a killed process left is reused.
     """
     part = file.with_name(f".{file.name}.part")
     descriptor = os.open(part, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -100,14 +100,14 @@ def _partial(file: Path) -> Iterator[Path]:
 
 
 def _copy_file(store: Store, part: Path) -> None:
-    """One step of SQLite's backup: a reader of one moment, which no writer waits for."""
+    """Copy with one step of SQLite's backup, which reads one moment and blocks no writer."""
     source = sqlite3.connect(f"file:{_quoted(store)}?mode=rw", uri=True, timeout=BUSY_SECONDS)
     with closing(source), closing(sqlite3.connect(part)) as target:
         source.backup(target)
 
 
 def _copy_rows(store: Store, part: Path) -> None:
-    """Every row as it is at one moment, into an SQLite file of the same version."""
+    """Copy every row as of one moment into an SQLite file of the same version."""
     copy = Store(f"sqlite:///{part}")
     try:
         with store.read() as source, copy.write() as target:
@@ -117,7 +117,7 @@ def _copy_rows(store: Store, part: Path) -> None:
 
 
 def _carry(source: sa.Connection, target: sa.Connection) -> None:
-    """All rows of all tables, those first that others name."""
+    """Copy all rows of all tables, referenced tables first."""
     for table in metadata.sorted_tables:
         rows = source.execute(sa.select(table), execution_options={"yield_per": ROWS}).mappings()
         for some in rows.partitions(ROWS):
@@ -125,7 +125,7 @@ def _carry(source: sa.Connection, target: sa.Connection) -> None:
 
 
 def _close_up(part: Path) -> None:
-    """One file that needs no other, on the disk."""
+    """Turn the copy into one self-contained file, and flush it to disk."""
     with closing(sqlite3.connect(part)) as connection:
         connection.execute("PRAGMA journal_mode=DELETE")
     descriptor = os.open(part, os.O_RDONLY)
@@ -144,14 +144,14 @@ def _rename(part: Path, file: Path) -> None:
         os.close(folder)
 
 
-# Proving one, and putting it back.
+# Checking and restoring a backup.
 
 
 def prove(file: Path, copy: Path) -> dict[str, int]:
-    """Hold every invariant against ``copy``, a fresh copy of ``file``; the number of rows.
+    """Check every invariant on ``copy``, a fresh copy of ``file``, and return the row counts.
 
-    ``copy`` then has the schema of this gpuspawner. Raises BackupRefused, or ConfigError when
-    a newer gpuspawner made it.
+    ``copy`` is upgraded to the schema of this gpuspawner. Raises BackupRefused, or ConfigError if a
+    newer gpuspawner made it.
     """
     refused = f"{file} was not put in place"
     try:
@@ -185,23 +185,26 @@ def prove(file: Path, copy: Path) -> dict[str, int]:
 
 
 def head(file: Path) -> str:
-    """Return the head of a copy's audit chain; see :func:`chain.head`."""
+    """Return the head of a backup's audit chain; see :func:`gpuspawner.db.hash_chain.head`."""
     engine = sa.create_engine(f"sqlite:///{file}", poolclass=sa.NullPool)
     with engine.connect() as connection:
         return hash_chain.head(connection)
 
 
 def check(file: Path) -> dict[str, int]:
-    """Prove a copy and change nothing; the number of rows. Raises as :func:`prove`."""
+    """Check a backup without changing anything, and return the row counts.
+
+    Raises as :func:`prove`.
+    """
     with tempfile.TemporaryDirectory(prefix="gpuspawner-") as folder:
         return prove(file, Path(folder) / "copy.sqlite")
 
 
 def restore(url: str, file: Path, *, overwrite: bool = False) -> Restored:
-    """Put a copy in the place of the database at ``url``, once it is proved.
+    """Check a backup, then replace the database at ``url`` with it.
 
-    The database that is there is moved aside, and only with ``overwrite``. Raises
-    BackupRefused, also while anybody uses the database; then nothing was changed.
+    An existing database is moved aside, and only with ``overwrite``. Raises BackupRefused, also
+    while the database is in use; then nothing was changed.
     """
     store = Store(url)
     granter = Granter(store)
@@ -237,29 +240,29 @@ _USED = "The database is in use{whose}. Stop the hub and its services first; not
 
 
 def _nobody_grants(granter: Granter) -> None:
-    """Be the one who may grant, so that no hub begins to meanwhile."""
+    """Take the leader lock, so that no hub starts granting meanwhile."""
     if not granter.take():
         raise BackupRefused(_USED.format(whose=f" by the hub {granter.holder()}"))
 
 
 def _move_aside(place: Path) -> str:
-    """Give the old database another name too, once nobody else has it open; that name."""
+    """Rename the old database once nobody else has it open, and return its new name."""
     try:
         with closing(sqlite3.connect(place, timeout=0)) as connection:
-            # SQLite leaves the write-ahead log only for who is alone.
+            # SQLite gives up the write-ahead log only for its only user.
             connection.execute("PRAGMA journal_mode=DELETE")
     except sqlite3.OperationalError as error:
         if "locked" in str(error):
             raise BackupRefused(_USED.format(whose="")) from None
         raise BackupRefused(f"{place} cannot be replaced: {error}.") from error
     except sqlite3.DatabaseError:
-        pass  # it is damaged, which may be why there is a copy to restore
+        pass  # it is damaged, which may be why there is a backup to restore
     aside = place.with_name(f"{place.name}.before-{_stamp()}")
-    for name in _beside(place):  # of a damaged one: they must not be taken for the new one's
+    for name in _beside(place):  # of a damaged one: the new one must not use them
         with suppress(FileNotFoundError):
             name.rename(name.with_name(name.name.replace(place.name, aside.name, 1)))
     try:
-        os.link(place, aside)  # killed now, the old one is still in its place
+        os.link(place, aside)  # if killed now, the old one is still in place
     except OSError:
         shutil.copy2(place, aside)
     return str(aside)
@@ -291,7 +294,7 @@ def _restore_rows(store: Store, granter: Granter, file: Path, overwrite: bool) -
 
 
 def _tables_aside(connection: sa.Connection) -> str:
-    """Move our tables into a schema of their own, and make empty ones; the schema's name."""
+    """Move our tables into a schema of their own, create empty ones, and return its name."""
     schema = f"gpuspawner_before_{_stamp()}"
     connection.exec_driver_sql(f"CREATE SCHEMA {schema}")
     for name in (*metadata.tables, VERSION_TABLE):
@@ -303,7 +306,7 @@ def _tables_aside(connection: sa.Connection) -> str:
 
 
 def _count_on(connection: sa.Connection) -> None:
-    """PostgreSQL's own numbers go on after the greatest that was carried over."""
+    """Set PostgreSQL's sequences to continue after the largest copied number."""
     for table in metadata.sorted_tables:
         column = table.autoincrement_column
         if column is None:
@@ -314,11 +317,11 @@ def _count_on(connection: sa.Connection) -> None:
             connection.execute(sa.select(sa.func.setval(sequence, greatest)))
 
 
-# Steps of the above.
+# Helpers.
 
 
 def _beside(file: Path) -> list[Path]:
-    """The files that SQLite makes beside one."""
+    """Return the files that SQLite creates beside a database."""
     return [file.with_name(file.name + ending) for ending in ("-wal", "-shm", "-journal")]
 
 
@@ -331,7 +334,7 @@ def _stamp() -> str:
 
 
 def _said(error: BaseException) -> str:
-    """What went wrong, in the words of who said it."""
+    """Return what went wrong, in the error's own words."""
     if isinstance(error, GPUSpawnerError):
         return error.message
     return getattr(error, "strerror", None) or str(error)

@@ -1,4 +1,4 @@
-"""The clock of all processes on one store: it reads the machine's clocks, and keeps their offset.
+"""The clock of all processes on one store, from the machine's clocks and a stored offset.
 
 See :mod:`gpuspawner.core.clock` for the rules.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import sqlalchemy as sa
 
@@ -32,18 +33,14 @@ from .schema import (
     tickets,
 )
 
-if TYPE_CHECKING:
-    from .engine import Store
-
-
 KEPT_EVERY = 10 * clock.SECOND
-"""How often it is written that this boot still lasts."""
+"""How often it is recorded that this boot still lasts."""
 
 LOOK_AGAIN = 5.0
-"""Seconds between two looks in the store whether another process moved the clock."""
+"""Seconds between two checks of the store if another process moved the clock."""
 
 _STEADY = 2_000_000
-"""Nanoseconds within which clocks are read at the same moment."""
+"""Readings within this many nanoseconds count as the same moment."""
 
 _SHIFTED = (
     (leases, OPEN_LEASE, "granted_at started_at answered_at seen_at warned_at claimed_at"),
@@ -52,26 +49,39 @@ _SHIFTED = (
     (idle, sa.true(), "judged_until warned_at stops_at"),
     (closures, sa.true(), "at"),
 )
-"""What is open, and the times of it from which something is still counted."""
+"""What is open, and its times from which something is still counted."""
+
+
+class ClockStore(Protocol):
+    """What the clock needs of a :class:`gpuspawner.db.engine.Store`."""
+
+    executor: ThreadPoolExecutor
+
+    def read(self) -> AbstractContextManager[sa.Connection]:
+        """A transaction that reads."""
+
+    def write(self) -> AbstractContextManager[sa.Connection]:
+        """A transaction that writes."""
 
 
 class SteadyClock:
-    """Tells the time in UTC; see :mod:`gpuspawner.core.clock`. Thread-safe.
+    """The steady time in UTC; see :mod:`gpuspawner.core.clock`. Thread-safe.
 
-    ``read`` reads the machine's clocks; tests put their own in its place.
+    ``read`` reads the machine's clocks; tests replace it.
     """
 
-    def __init__(self, store: Store, read: Callable[[], Reading] | None = None) -> None:
+    def __init__(self, store: ClockStore, read: Callable[[], Reading] | None = None) -> None:
         self._store = store
         self._read = read or read_clocks
         self._offset: Offset | None = None
         self._told = threading.local()
-        """The version of the offset by which this thread was told the time last."""
+        """The version of the offset in the time that this thread last got."""
         self._looked_at = 0.0
         self._right_at = 0
-        """Time since boot when :meth:`keep` saw last what it had seen before."""
+        """Time since boot when :meth:`keep` last found nothing new."""
 
     def __call__(self) -> datetime:
+        """Return the steady time."""
         reading = self._read()
         offset = self._known(reading)
         if abs(reading.wall - offset.at(reading.since_boot)) > clock.TOLERATED:
@@ -81,7 +91,7 @@ class SteadyClock:
 
     @property
     def skew(self) -> timedelta:
-        """Wall clock less steady time now."""
+        """Wall clock less steady time, now."""
         reading = self._read()
         offset = self._known(reading)
         return timedelta(microseconds=reading.wall - offset.at(reading.since_boot))
@@ -103,10 +113,10 @@ class SteadyClock:
         return self._known(self._read())
 
     def keep(self, moving: Callable[[sa.Connection, Offset, ClockVerdict], None]) -> ClockVerdict:
-        """Compare the clocks, follow what is to be followed, and write that this boot lasts.
+        """Compare the clocks, follow steps if due, and record that this boot lasts.
 
-        For one process on a store, every few seconds. ``moving`` is called in the transaction that
-        moves the clock, with the offset before it. Raises StoreUnavailable.
+        For one process per store, every few seconds. ``moving`` is called in the transaction that
+        moves the clock, with the previous offset. Raises StoreUnavailable.
         """
         reading = self._read()
         known = self._known(reading)
@@ -129,8 +139,11 @@ class SteadyClock:
         return verdict
 
     def check(self, connection: sa.Connection) -> None:
-        """For the begin of a transaction that writes. Raises ClockWasSet when the clock was moved
-        since this thread was told the time: it does not fit what is in the store now."""
+        """Check the clock at the start of a write transaction.
+
+        Raises ClockWasSet if the clock was moved since this thread got the time, which then does
+        not fit the times in the store.
+        """
         reading = self._read()
         offset = self._unchanged(connection, reading)
         if offset is None:
@@ -140,7 +153,7 @@ class SteadyClock:
             raise ClockWasSet()
 
     def _unchanged(self, connection: sa.Connection, reading: Reading) -> Offset | None:
-        """The offset that this process knows, if it is what the store has for this boot."""
+        """Return the known offset if it equals the stored one of this boot, else None."""
         known = self._offset
         if known is None or not _is_of(known, reading):
             return None
@@ -148,19 +161,19 @@ class SteadyClock:
         return known if row == (known.version, known.kept_at, known.step) else None
 
     def _known(self, reading: Reading) -> Offset:
-        """The offset of this boot; from the store the first time."""
+        """Return the offset of this boot, from the store the first time."""
         if self._offset is not None and self._offset.boot_id == reading.boot_id:
             return self._offset
         try:
             with self._store.read() as connection:
                 found = _find(connection, reading)
                 self._offset = found or clock.begin(reading, _last(connection))
-        except GPUSpawnerError:  # the store is away: nothing is charged or ended meanwhile
+        except GPUSpawnerError:  # without the store, nothing is charged or ended meanwhile
             return clock.begin(reading, None)
         return self._offset
 
     def _load(self, connection: sa.Connection, reading: Reading) -> Offset:
-        """The offset of this boot, written now if it was not."""
+        """Return the offset of this boot, and store it if it is new."""
         if found := _find(connection, reading):
             return found
         new = self._offset
@@ -170,7 +183,7 @@ class SteadyClock:
         return new
 
     def _look_again(self) -> None:
-        """Learn in another thread whether another process moved the clock."""
+        """Check in another thread if another process moved the clock."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_AGAIN:
             return
@@ -181,15 +194,70 @@ class SteadyClock:
                 found = _find(connection, self._read())
             known = self._offset
             if found and known and found.version > known.version:
-                self._offset = found  # what was read meanwhile by others may be newer
+                self._offset = found  # what others read meanwhile may be newer
 
         with suppress(RuntimeError):  # the store was closed
             self._store.executor.submit(look)
 
 
+class Timekeeper:
+    """The time used by all services of a process. Call it for the time now, in UTC.
+
+    It is the store's steady clock; tests replace it.
+    """
+
+    def __init__(self, clock: Callable[[], datetime]) -> None:
+        self.clock = clock
+
+    def __call__(self) -> datetime:
+        """Return the time now, in UTC."""
+        return self.clock()
+
+    @property
+    def steady(self) -> SteadyClock | None:
+        """The store's clock; None if a test replaced it."""
+        return self.clock if isinstance(self.clock, SteadyClock) else None
+
+    @property
+    def skew(self) -> timedelta:
+        """Wall clock less this time now; not zero while a step of the wall clock is in doubt."""
+        return self.steady.skew if self.steady else timedelta()
+
+    @property
+    def stamp_error(self) -> timedelta:
+        """The most that an engine's time may be before this time."""
+        return self.steady.stamp_error if self.steady else timedelta()
+
+    @property
+    def version(self) -> int:
+        """Increases whenever times in the store were moved because the clock was set."""
+        return self.steady.offset.version if self.steady else 0
+
+    @property
+    def step(self) -> timedelta:
+        """By how much the wall clock was set, while that is in doubt; else zero."""
+        step = self.steady.offset.step if self.steady else 0
+        return timedelta(microseconds=step)
+
+    @property
+    def last_boot_end(self) -> datetime | None:
+        """When the machine was last known to be up before its boot; None if unknown."""
+        before = self.steady.offset.before if self.steady else None
+        return None if before is None else to_datetime(before)
+
+    def possible_times(self, stamp: datetime | None) -> list[datetime]:
+        """Return what an engine's time may be by this clock; empty if the engine gave none."""
+        if stamp is None or self.steady is None:
+            return [] if stamp is None else [stamp]
+        return self.steady.possible_times(stamp)
+
+
 def shift_open(connection: sa.Connection, offset: Offset, verdict: ClockVerdict) -> None:
-    """Move everything open to the new steady time, so that no duration changes but the one for
-    which the machine was off. ``offset`` is the one that the verdict was made of."""
+    """Move everything open to the new steady time, so that no duration changes.
+
+    Only the duration for which the machine was off may change. ``offset`` is the one that the
+    verdict is based on.
+    """
     shift, recount = (timedelta(microseconds=x) for x in (verdict.shift, verdict.recount))
     boot = None if offset.before is None else to_datetime(offset.before)
 
@@ -223,7 +291,7 @@ def read_clocks() -> Reading:
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # a sandbox without it: every boot is taken for the same one
+    except OSError:  # a sandbox without it: every boot counts as the same
         return "unknown"
 
 
@@ -234,14 +302,14 @@ _BY_BOOT = sa.select(*(clock_offsets.c[name] for name in _NAMES)).where(
 _MARKS = sa.select(clock_offsets.c.version, clock_offsets.c.kept_at, clock_offsets.c.step).where(
     clock_offsets.c.boot_id == sa.bindparam("boot")
 )
-"""What is another number whenever a row is written anew."""
+"""The columns that change whenever a row is written again."""
 _LAST = sa.select(sa.func.max(clock_offsets.c.offset + clock_offsets.c.kept_at))
 
 
 def _find(connection: sa.Connection, reading: Reading) -> Offset | None:
-    """The offset of this boot; None when the store does not know it.
+    """Return the offset of this boot; None if the store does not know it.
 
-    A time since boot that is less than it was is another boot, whatever its id says.
+    A time since boot that decreased is another boot, whatever its id says.
     """
     row = connection.execute(_BY_BOOT, {"boot": reading.boot_id}).first()
     found = Offset(*row) if row else None
@@ -255,7 +323,7 @@ def _is_of(offset: Offset, reading: Reading) -> bool:
 
 
 def _last(connection: sa.Connection) -> int | None:
-    """The last steady time that is known of any boot."""
+    """Return the last known steady time of any boot."""
     return connection.execute(_LAST).scalar_one()
 
 

@@ -25,11 +25,11 @@ def audit(settings: Settings, head: str) -> int:
 
     Also 1 when the chain does not have the head that was noted earlier.
     """
-    broker, noted = settings.open_broker(), head
-    with broker.store.view():
-        findings, rows = broker.audit()
-        head = broker.chain_head() if holds(findings) else ""
-        known = not (noted and head) or broker.knows_head(noted)
+    services, noted = settings.open_services(), head
+    with services.store.view():
+        findings, rows = services.audit.check()
+        head = services.audit.chain_head() if holds(findings) else ""
+        known = not (noted and head) or services.audit.knows_head(noted)
     value = plain(findings, rows) | {"head": head or None}
     said = text(findings, rows)
     if head:
@@ -43,12 +43,12 @@ def audit(settings: Settings, head: str) -> int:
 
 
 def holds(findings: Sequence[AuditFinding]) -> bool:
-    """Whether every invariant does."""
+    """Return True if every invariant holds."""
     return not any(finding.problem for finding in findings)
 
 
 def plain(findings: Sequence[AuditFinding], rows: Mapping[str, int]) -> dict[str, Any]:
-    """The findings for scripts."""
+    """Return the findings as plain values, for scripts."""
     return {
         "ok": holds(findings),
         "rows": dict(rows),
@@ -60,7 +60,7 @@ def plain(findings: Sequence[AuditFinding], rows: Mapping[str, int]) -> dict[str
 
 
 def text(findings: Sequence[AuditFinding], rows: Mapping[str, int]) -> str:
-    """The findings for people: each law, and under a broken one the first row that breaks it."""
+    """Format the findings for people: each rule, and the first row that breaks it."""
     lines = []
     for finding in findings:
         lines.append(f"{'BROKEN' if finding.problem else 'ok':6}  {finding.law}")
@@ -80,7 +80,7 @@ def text(findings: Sequence[AuditFinding], rows: Mapping[str, int]) -> str:
 @flag("--overwrite", "replace the file")
 def backup(settings: Settings, file: Path, overwrite: bool) -> None:
     """Copy the database into a file, while the hub goes on."""
-    store = settings.open_broker().store
+    store = settings.open_services().store
     size = db_backup.back_up(store, file, overwrite=overwrite)
     text = f"Copied the database to {file} ({size / 1_000_000:.1f} MB, for its owner only)."
     text += f" Prove it with: gpuspawner restore --check {file}"
@@ -117,22 +117,22 @@ def _looked_at(rows: Mapping[str, int]) -> str:
 @yes_option
 def takeover(settings: Settings, yes: bool) -> None:
     """Say whose the database is, ask, and make it this hub's."""
-    path = Path(settings.broker.database.hub_id_file or identity_file(settings.config))
+    path = Path(settings.services.database.hub_id_file or identity_file(settings.config))
     if not (identity := read_identity(path)):
         raise Refused(
             f"No hub has started here yet: there is no file {path}. Type this in the hub's working "
             "directory, with its configuration (-f)."
         )
-    broker = settings.open_broker()
-    granter = Granter(broker.store, identity)
+    services = settings.open_services()
+    granter = Granter(services.store, identity)
     found, has_something = granter.owner()
     if found is None or found.hub == identity:
         text = "Nothing to do: the database belongs to this hub, or to nobody yet."
         show({"changed": False, "hub": identity}, text)
         return
     if has_something:
-        what = f"{count(len(broker.open_leases()), 'open lease')} and "
-        what += f"{count(len(broker.waiting()), 'waiting ticket')}"
+        what = f"{count(len(services.leases.open_leases()), 'open lease')} and "
+        what += f"{count(len(services.queue.waiting()), 'waiting ticket')}"
     else:
         what = "no open lease and no waiting ticket"
     note(

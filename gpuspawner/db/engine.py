@@ -1,9 +1,9 @@
 """Connections and transactions: SQLite by default, PostgreSQL by URL.
 
-Every write is one transaction. On SQLite it begins with ``BEGIN IMMEDIATE`` (WAL, full
-sync), so two writers queue instead of failing half-way; on PostgreSQL writers take an
-advisory lock. Whatever the database says when it is locked, full or
-gone becomes :class:`~gpuspawner.core.errors.StoreUnavailable`.
+Every write is one transaction. On SQLite it starts with ``BEGIN IMMEDIATE`` (WAL, full sync), so
+two writers queue instead of failing half-way; on PostgreSQL writers take an advisory lock. Errors
+because the database is locked, full or gone become
+:class:`~gpuspawner.core.errors.StoreUnavailable`.
 """
 
 from __future__ import annotations
@@ -39,29 +39,32 @@ from .upgrades import newest, revision, upgrade
 T = TypeVar("T")
 
 BUSY_SECONDS = 10.0
-"""How long a writer waits for another before it gives up."""
+"""How long a writer waits for another one."""
 
 UPGRADE_SECONDS = 60.0
-"""How long a process that starts waits for another one that brings the schema up to date."""
+"""How long a process waits at its start for another one that upgrades the schema."""
 
 _BEGIN = {
     "sqlite": ("BEGIN", "BEGIN IMMEDIATE"),
     "postgresql": (
         # By default each statement of a transaction has a view of its own.
         "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY",
-        # The advisory lock of whoever writes, by the bytes of "gpus".
+        # The advisory lock of writers: the bytes of "gpus".
         f"SELECT pg_advisory_xact_lock({0x67707573})",
     ),
 }
-"""What comes first in a transaction that reads, and in one that writes."""
+"""The first statement of a transaction that reads, and of one that writes."""
+
+LOCK_NOT_AVAILABLE = "55P03"
+"""What PostgreSQL says, as an SQLSTATE, of a lock that was waited for in vain."""
 
 _OURS = (IntegrityError, ProgrammingError, DataError)
-"""A rule of ours or a mistake of ours: not the database's absence."""
+"""A violated rule or a programming error, not the database's absence."""
 _ABSENT = (DBAPIError, PoolTimeout, PendingRollbackError, OSError)
 
 
 class NestedWrite(RuntimeError):
-    """A write transaction was begun within another one of the same thread: a mistake of ours."""
+    """A write transaction was started within another of the same thread: a programming error."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -79,7 +82,7 @@ class _Current(threading.local):
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raise StoreUnavailable for whatever the database says when it is locked, full or gone."""
+    """Raise StoreUnavailable for errors because the database is locked, full or gone."""
     try:
         yield
     except _OURS:
@@ -89,7 +92,7 @@ def _own_errors() -> Iterator[None]:
 
 
 class Store:
-    """One database. Thread-safe; share one a process through :meth:`open`."""
+    """One database. Thread-safe; share one per process through :meth:`open`."""
 
     _open: dict[str, Store] = {}
     _opening = threading.Lock()
@@ -108,7 +111,7 @@ class Store:
         self.ask_executor = _threads(4, "ask")
         self.read_executor = _threads(4, "read")
         self.report_executor = _threads(2, "report")
-        # Who waits for SQLite's own lock looks again and again; who waits for this one sleeps.
+        # Waiting for SQLite's own lock is polling; waiting for this one is sleeping.
         self._turn = threading.Lock() if self.dialect == "sqlite" else None
         self._current = _Current()
         self._migrated = False
@@ -116,7 +119,7 @@ class Store:
 
     @classmethod
     def open(cls, url: str) -> Store:
-        """The store at ``url``, one a process: a connection pool is all that is shared."""
+        """Return the store at ``url``, one per process; only the connection pool is shared."""
         with cls._opening:
             if url not in cls._open:
                 cls._open[url] = Store(url)
@@ -148,7 +151,7 @@ class Store:
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """A read transaction: one consistent view."""
+        """Start a read transaction: one consistent view."""
         if (shared := self._current.view) is not None:
             with _own_errors():
                 yield shared
@@ -158,9 +161,9 @@ class Store:
 
     @contextmanager
     def view(self) -> Iterator[None]:
-        """Within this, all reads of the same thread are one transaction with one view.
+        """Make all reads of this thread within the block one transaction with one view.
 
-        Do not ask an engine, a driver or a file system meanwhile.
+        Do not query an engine, a driver or a file system meanwhile.
         """
         with self._transaction(self.read_engine) as connection:
             self._current.view = connection
@@ -171,16 +174,16 @@ class Store:
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """A write transaction; all of it happens or none. Writers come one at a time: no
-        deadlocks between accounts, no lost race.
+        """Start a write transaction: it commits on success and rolls back on any exception.
 
+        Writers come one at a time, so there are no deadlocks between accounts and no lost updates.
         Raises NestedWrite within another one of the same thread, which it would wait for in vain,
         and StoreUnavailable or ClockWasSet.
         """
         if self._current.writing:
             raise NestedWrite()
         with _own_errors():
-            self._migrate()  # before the turn, for which the others wait for a shorter time
+            self._migrate()  # before taking the turn, for which others wait less long
         if self._turn and not self._turn.acquire(timeout=BUSY_SECONDS):
             raise StoreUnavailable()
         self._current.writing = True
@@ -202,21 +205,21 @@ class Store:
                 yield connection
 
     def _migrate(self) -> None:
-        """Bring the schema up to date, once a process."""
+        """Upgrade the schema, once per process."""
         if self._migrated:
             return
         with self._migrating:
             if not self._migrated:
                 if self.dialect == "sqlite":
                     _create_private(self.engine.url.database)
-                # Only a database that is behind is locked: others write to it meanwhile.
+                # Only an outdated database is locked: others write to it meanwhile.
                 end = time.monotonic() + UPGRADE_SECONDS
                 while not self._is_current():
                     try:
                         with self.write_engine.begin() as connection:
                             upgrade(connection)
                     except OperationalError as error:
-                        # Another process is at it, which on a slow machine takes a while.
+                        # Another process is upgrading, which on a slow machine takes a while.
                         if not _is_locked(error) or time.monotonic() > end:
                             raise
                 self._migrated = True
@@ -228,8 +231,8 @@ class Store:
 
 def _is_locked(error: OperationalError) -> bool:
     """Return True if another connection held the database for longer than BUSY_SECONDS."""
-    said = str(error.orig)
-    return "database is locked" in said or "lock timeout" in said
+    state = getattr(error.orig, "sqlstate", None)
+    return state == LOCK_NOT_AVAILABLE or "database is locked" in str(error.orig)
 
 
 def _threads(count: int, name: str) -> ThreadPoolExecutor:
@@ -237,7 +240,7 @@ def _threads(count: int, name: str) -> ThreadPoolExecutor:
 
 
 def default_url() -> str:
-    """The database named by ``GPUSPAWNER_DATABASE_URL``, else a file in this directory."""
+    """Return the URL in ``GPUSPAWNER_DATABASE_URL``, else that of a file in this directory."""
     return os.environ.get("GPUSPAWNER_DATABASE_URL") or "sqlite:///gpuspawner.sqlite"
 
 
@@ -248,13 +251,12 @@ def _create_engine(url: str) -> sa.Engine:
             return _create_sqlite(parsed)
         if parsed.get_backend_name() == "postgresql":
             if parsed.drivername == "postgresql":  # whose driver differs between SQLAlchemys
-                parsed = parsed.set(drivername="postgresql+psycopg2")
+                parsed = parsed.set(drivername="postgresql+psycopg")
             return sa.create_engine(
                 parsed,
                 pool_size=8,  # as many as the executor for changes has threads
-                # For all others: the other executors, and asyncio's own threads, which are as many
-                # as cores and four more. A hub and its service may then take half of the hundred
-                # that PostgreSQL allows unless somebody says otherwise.
+                # For all others: the other executors, and asyncio's own threads (cores plus four).
+                # A hub and its service together may then use half of PostgreSQL's default hundred.
                 max_overflow=16,
                 pool_timeout=BUSY_SECONDS,
                 pool_pre_ping=True,
@@ -264,7 +266,7 @@ def _create_engine(url: str) -> sa.Engine:
                     "options": f"-c lock_timeout={int(BUSY_SECONDS * 1000)}",
                 },
             )
-    except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
+    except (ArgumentError, NoSuchModuleError, ImportError) as error:
         what = f"the database URL cannot be used ({error}); write it like sqlite:////srv/hub.sqlite"
         raise ConfigError(what=what) from None
     what = (
@@ -275,7 +277,7 @@ def _create_engine(url: str) -> sa.Engine:
 
 
 def _beginning_with(engine: sa.Engine, statement: str) -> sa.Engine:
-    """An engine with the same connections, whose transactions begin with this statement."""
+    """Return an engine with the same connections whose transactions start with a statement."""
     own = engine.execution_options()
 
     @sa.event.listens_for(own, "begin")
@@ -294,31 +296,31 @@ def _create_sqlite(url: sa.URL) -> sa.Engine:
         url.set(database=path),
         pool_size=8,
         max_overflow=16,
-        pool_use_lifo=True,  # the connection that was used last has its pages in memory
+        pool_use_lifo=True,  # the last used connection has its pages in memory
         connect_args={"timeout": BUSY_SECONDS},
     )
 
     @sa.event.listens_for(engine, "do_connect")
     def never_create(dialect: Any, record: Any, args: list[Any], options: dict[str, Any]) -> None:
-        # A database that went away must not come back as an empty one.
+        # A database that disappeared must not come back as an empty one.
         args[0] = f"file:{quote(path)}?mode=rw"
         options["uri"] = True
 
     @sa.event.listens_for(engine, "connect")
     def prepare(dbapi_connection: Any, record: Any) -> None:
         record.info["file"] = _file_at(path)
-        dbapi_connection.isolation_level = None  # we say BEGIN ourselves: _beginning_with
+        dbapi_connection.isolation_level = None  # BEGIN is sent by _beginning_with
         cursor = dbapi_connection.cursor()
         _use_wal(cursor)
         cursor.execute("PRAGMA synchronous=FULL")
         cursor.execute("PRAGMA foreign_keys=ON")
-        # Of 2 MB, the default, a tick over thousands of leases spills into the log as it goes.
+        # With the default of 2 MB, a tick over thousands of leases spills into the log.
         cursor.execute("PRAGMA cache_size=-32768")
         cursor.close()
 
     @sa.event.listens_for(engine, "checkout")
     def still_there(dbapi_connection: Any, record: Any, proxy: Any) -> None:
-        # SQLite goes on writing to a file that was deleted, and nobody would ever read it.
+        # SQLite keeps writing to a deleted file, which nobody would ever read.
         if not _is_there(record.info, path):
             raise sa.exc.DisconnectionError("the database file was moved, replaced or deleted")
 
@@ -326,7 +328,7 @@ def _create_sqlite(url: sa.URL) -> sa.Engine:
 
 
 def _use_wal(cursor: sqlite3.Cursor) -> None:
-    """Set the journal mode. SQLite's own timeout does not cover several that do so at once."""
+    """Set the journal mode. SQLite's own timeout does not cover concurrent changes of it."""
     end = time.monotonic() + BUSY_SECONDS
     while True:
         try:
@@ -339,13 +341,13 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
 
 
 def _is_there(info: Any, path: str) -> bool:
-    """Whether a connection, of which this was noted, is to the file that is there now."""
+    """Return True if a connection's file is the one that is there now."""
     there: bool = info["file"] == _file_at(path)
     return there
 
 
 def _file_at(path: str) -> tuple[int, int] | None:
-    """Which file is there now, whatever it is called; None when there is none."""
+    """Return the identity of the file that is there now; None if there is none."""
     try:
         found = os.stat(path)
     except OSError:
@@ -354,8 +356,8 @@ def _file_at(path: str) -> tuple[int, int] | None:
 
 
 def _create_private(path: str | None) -> None:
-    """Make the database file readable by the hub alone: it says who used what."""
-    # When it is there, another process may have been faster; whatever else is wrong will be said
-    # as StoreUnavailable when the first transaction begins.
+    """Create the database file readable by the hub only: it contains who used what."""
+    # If it exists, another process may have been faster; any other problem becomes StoreUnavailable
+    # in the first transaction.
     with suppress(OSError):
         os.close(os.open(path or "", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))

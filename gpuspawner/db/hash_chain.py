@@ -1,13 +1,13 @@
-"""Two hash chains, so that a row that is changed, deleted or put in by hand is found.
+"""Two hash chains that reveal rows changed, deleted or inserted by hand.
 
-Transfers that are posted together have one link, the SHA-256 of the facts of all of them and of
-the link before it, in the last of their postings. A renamed member's postings have the new
-name, but their link was made with the name of that time, which :mod:`gpuspawner.db.renames`
-knows. Lines of the audit trail, ended leases and renames are sealed in the same way in the
-table ``chain``, in the transaction that writes them. A seal also covers the link of the newest
-transfer at that time: whoever deletes transfers from the end of the ledger breaks it.
+Transfers that are posted together have one link in the last of their postings: the SHA-256 of the
+facts of all of them and of the previous link. A renamed member's postings have the new name, but
+their link was made with the old one, which :mod:`gpuspawner.db.renames` knows. Entries of the audit
+log, ended leases and renames are sealed in the same way in the table ``chain``, in the transaction
+that writes them. A seal also covers the link of the newest transfer at that time, so deleting
+transfers from the end of the ledger breaks it.
 
-Writers come one at a time (see :meth:`Store.write`), so the newest row is the one before.
+Writers come one at a time (see :meth:`Store.write`), so the newest row is the previous one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .renames import Rename
 from .schema import audit, chain, lease_places, leases, postings, transfers
 
 CHANGE = "change"
-"""The kind of a line of the audit trail."""
+"""The kind of an entry of the audit log."""
 
 LEASE = "lease"
-"""The kind of a lease that has ended."""
+"""The kind of an ended lease."""
 
 RENAME = "rename"
 """The kind of a member's rename."""
@@ -40,11 +40,11 @@ FIRST = "0" * 64
 """What the first link of a chain follows."""
 
 ROWS = 10_000
-"""Rows that are read at once."""
+"""How many rows are read at once."""
 AT_ONCE = 500
-"""Seals that are asked for at once."""
+"""How many seals are queried at once."""
 
-# As text: of a select SQLAlchemy makes a key for its cache each time, which takes longer than this.
+# As text: for a select SQLAlchemy makes a cache key each time, which takes longer than this.
 # PostgreSQL plans a statement each time that it comes, but a function's own statements only once.
 NEWEST_LINK: dict[str, sa.ColumnElement[str | None]] = {
     "sqlite": sa.literal_column("(SELECT link FROM postings ORDER BY id DESC LIMIT 1)", sa.Text),
@@ -58,11 +58,11 @@ _BEFORE = (
     _NEWEST_POSTING,
     sa.select(postings.c.link).where(postings.c.id == _NEWEST_POSTING).scalar_subquery(),
 )
-"""The newest seal's link, the newest posting and its link; NULL where there is none."""
+"""The newest seal's link, the newest posting and its link; NULL if there is none."""
 _BEFORE_SEAL = sa.select(*_BEFORE)
 
 _SEAL = sa.insert(chain)
-# Named one by one: the migration chains what older versions have, and a column that is added later
+# Listed one by one: the migration chains what older versions have, and a column that is added later
 # must change no hash.
 _CHANGES = sa.select(
     *(audit.c[name] for name in ("id", "at", "actor", "action", "subject", "detail"))
@@ -97,7 +97,7 @@ _LEASE_FIELDS = (
     "refunded",
     "engine_id",
 )
-"""What does not change any more once a lease has ended, unless it is refunded."""
+"""What no longer changes once a lease has ended, unless it is refunded."""
 _LEASE_COLUMNS = tuple(leases.c[name] for name in _LEASE_FIELDS)
 TO_SEAL = (*_LEASE_COLUMNS, *_BEFORE)
 """What :func:`seal_row` needs of a lease, for the statement that ends it."""
@@ -111,18 +111,17 @@ _ONE_LEASE = _LEASES.where(leases.c.id == sa.bindparam("lease"))
 
 
 def link_transfers(before: str | None, some: Iterable[Transfer]) -> str:
-    """Return the one link of transfers that are posted together; ``before`` is the newest in the
-    ledger."""
+    """Return the link of transfers posted together; ``before`` is the newest in the ledger."""
     return _link(before or FIRST, *map(_transfer_facts, some))
 
 
 def seal_change(connection: sa.Connection, line: int, row: Sequence[Any]) -> None:
-    """Seal a line of the audit trail: time, actor, action, subject and detail."""
+    """Seal an entry of the audit log: time, actor, action, subject and detail."""
     _seal(connection, CHANGE, str(line), _facts(row))
 
 
 def seal_lease(connection: sa.Connection, lease_id: str) -> None:
-    """Seal a lease that has ended, as it is now in the store: anew after a refund."""
+    """Seal an ended lease as it is now in the store; again after a refund."""
     for _, row in _leases(connection.execute(_ONE_LEASE, {"lease": lease_id})):
         _seal(connection, LEASE, lease_id, _facts(row))
 
@@ -149,7 +148,7 @@ def seal_row(
 
 
 def head(connection: sa.Connection) -> str:
-    """Return one word for both chains as they are now, to be kept elsewhere.
+    """Return one word for the present state of both chains, to be noted elsewhere.
 
     Such as ``4711.42.9f86d0…``: the newest posting, the newest seal, and the hash of both links.
     """
@@ -158,7 +157,7 @@ def head(connection: sa.Connection) -> str:
 
 
 def head_at(connection: sa.Connection, posting: int, seal: int) -> str:
-    """Return the head that there was when these were the newest rows; empty if one is missing."""
+    """Return the head as of these newest rows; empty if one is missing."""
     links = []
     for table, row in ((postings, posting), (chain, seal)):
         found = connection.execute(sa.select(table.c.link).where(table.c.id == row)).scalar()
@@ -169,7 +168,7 @@ def head_at(connection: sa.Connection, posting: int, seal: int) -> str:
 
 
 def knows(connection: sa.Connection, noted: str) -> bool:
-    """Return True if this head, noted earlier, is one of the chains as they are now."""
+    """Return True if this head, noted earlier, fits the chains as they are now."""
     posting, _, rest = noted.partition(".")
     seal = rest.partition(".")[0]
     if not (posting.isdecimal() and seal.isdecimal() and max(len(posting), len(seal)) < 19):
@@ -232,7 +231,7 @@ def check_leases(
 
 
 def _missing(connection: sa.Connection, done: Collection[str]) -> Iterator[str]:
-    """Say which line, lease or rename was sealed and is not there."""
+    """Report the first entry, lease or rename that was sealed and is missing."""
     lines = sa.exists().where(audit.c.id == sa.cast(chain.c.ref, audit.c.id.type))
     ended = sa.exists().where(leases.c.id == chain.c.ref, leases.c.ended_at.isnot(None))
     known = chain.c.ref.in_(done)
@@ -254,9 +253,9 @@ def chain_existing(connection: sa.Connection) -> None:
 
 @contextmanager
 def not_append_only(connection: sa.Connection) -> Iterator[None]:
-    """Let this transaction alone change postings; nothing is committed with the trigger off.
+    """Let only this transaction change postings, with their trigger disabled.
 
-    What fails meanwhile must roll the transaction back: both databases then have the trigger again.
+    A failure must roll the transaction back: both databases then have the trigger again.
     """
     off = "ALTER TABLE postings DISABLE TRIGGER postings_append_only"
     on = "ALTER TABLE postings ENABLE TRIGGER postings_append_only"
@@ -269,13 +268,13 @@ def not_append_only(connection: sa.Connection) -> Iterator[None]:
     connection.exec_driver_sql(on)
 
 
-# Steps of the above.
+# Helpers.
 
 
 def _chain_transfers(connection: sa.Connection) -> None:
     change = sa.update(postings).where(postings.c.id == sa.bindparam("last"))
     before, rows = FIRST, list[dict[str, Any]]()
-    for written in _written(connection):  # how they were posted is not known: each by itself
+    for written in _written(connection):  # how they were posted together is unknown: each by itself
         before = _link(before, written.facts)
         rows.append({"last": written.last_posting, "link": before})
         if len(rows) == ROWS:
@@ -292,7 +291,7 @@ def _seal(connection: sa.Connection, kind: str, ref: str, facts: str) -> None:
 def _write_seal(
     connection: sa.Connection, kind: str, ref: str, facts: str, newest_rows: Sequence[Any]
 ) -> None:
-    """Write a seal; ``newest_rows`` is what :data:`_BEFORE` said."""
+    """Write a seal; ``newest_rows`` is the result of :data:`_BEFORE`."""
     before, posting, newest = newest_rows
     facts = _hash(facts)
     link = _link(before or FIRST, kind, ref, facts, newest or FIRST)
@@ -310,9 +309,9 @@ def _hash(text: str) -> str:
 
 
 def _facts(values: Iterable[Any]) -> str:
-    """Return the canonical form: what ascii() says of the tuple, with times as ISO 8601 in UTC.
+    """Return the canonical form: ascii() of the tuple, with times as ISO 8601 in UTC.
 
-    JSON would take several times as long, which each debit pays.
+    JSON would take several times as long, in each charge.
     """
     return ascii(tuple(_plain(value) for value in values))
 
@@ -340,8 +339,10 @@ def _transfer_facts(transfer: Transfer) -> str:
 
 
 def _leases(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the id of each lease and what its seal covers, the places last; its places are in rows
-    beside one another."""
+    """Yield the id of each lease and what its seal covers, with its slots last.
+
+    The rows of a lease's slots must be adjacent.
+    """
     width = len(_LEASE_FIELDS)
     for lease_id, found in groupby(rows, key=lambda row: str(row[0])):
         some = list(found)
@@ -361,18 +362,18 @@ class _Written(NamedTuple):
     at: datetime
     facts: str
     link: str | None
-    """That of its last posting; None where another transfer was posted after it and with it."""
+    """The link of its last posting; None if another transfer was posted with it and after it."""
     has_more_links: bool
-    """Whether another posting of it has a link too, which none ever has."""
+    """True if another of its postings has a link too, which is never valid."""
     last_posting: int
 
 
 def _written(connection: sa.Connection, done: Sequence[Rename] = ()) -> Iterator[_Written]:
-    """Yield each transfer in the order of the ledger, with the names that accounts had then.
+    """Yield each transfer in the order of the ledger, with the account names of that time.
 
     Args:
-        connection: of the store.
-        done: all renames of members, the newest first.
+        connection: A connection to the store.
+        done: All renames of members, newest first.
     """
     lines = (postings.c.account, postings.c.amount, postings.c.link, postings.c.id)
     query = (
@@ -394,7 +395,7 @@ def _written(connection: sa.Connection, done: Sequence[Rename] = ()) -> Iterator
 
 
 def _posted_together(some: Iterable[_Written]) -> Iterator[list[_Written]]:
-    """Yield transfers by link: those without one belong to the next that has one, if any has."""
+    """Group transfers by link: those without one belong to the next that has one, if any."""
     together = list[_Written]()
     for written in some:
         together.append(written)
@@ -415,7 +416,7 @@ def _transfers_named(some: Sequence[_Written]) -> str:
 def _compared(
     connection: sa.Connection, kind: str, some: Iterable[tuple[str, str]]
 ) -> Iterator[str]:
-    """Hold the facts of each row against its newest seal of this kind."""
+    """Compare the facts of each row with its newest seal of this kind."""
     rows = iter(some)
     while portion := dict(islice(rows, AT_ONCE)):
         these = (chain.c.kind == kind) & chain.c.ref.in_(portion)

@@ -1,15 +1,14 @@
 """The leader lock: which hub owns the database, and which one may grant.
 
-A hub's identity is a random id in a file beside its cookie secret, and goes where the hub goes. A
-hub that crashed and starts again is the same hub; one that was installed anew beside the same
-database is another.
+A hub's identity is a random id in a file beside its cookie secret, and moves with the hub. A hub
+that crashed and starts again is the same hub; a new installation on the same database is another.
 
-A lock that the operating system (SQLite) or the server (PostgreSQL) holds for the hub's process
-and lets go of when the process dies, however it dies: there is no time to wait for and no clock.
-The lock carries the hub's name, so that the accounting services of others know to stand aside.
+The lock is held by the operating system (SQLite) or the server (PostgreSQL) for the hub's process
+and released when the process dies, however it dies: no timeouts, no clock. It carries the hub's
+name, so that the accounting services of other hubs know to stand aside.
 
-Whose leases and tickets a database holds is written in it too. While there are any, another hub
-may not grant, lock or no lock, until an admin says so (:meth:`Granter.take_over`).
+The database also records whose leases and tickets it contains. While there are any, another hub may
+not grant, even with the lock, until an admin says so (:meth:`Granter.take_over`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import sqlalchemy as sa
 from traitlets.config import Config
 
 from ..core.errors import AnotherHubGrants, ConfigError, NotTheOwner, StoreUnavailable
-from ..devices.closures import note
+from .audit_log import note
 from .engine import Store
 from .schema import OPEN_LEASE, OPEN_TICKET, leases, owner, tickets
 
@@ -40,13 +39,13 @@ _ID = re.compile(r"[0-9a-f]{16}")
 
 
 def identity_file(config: Config) -> Path:
-    """The absolute path of the file for a hub of this configuration, run in this directory."""
+    """Return the absolute path of a hub's identity file, for this configuration and directory."""
     secret = config.get("JupyterHub", {}).get("cookie_secret_file", "jupyterhub_cookie_secret")
     return Path(os.path.abspath(str(secret))).parent / NAME
 
 
 def read_identity(path: Path) -> str:
-    """The id in the file; empty when there is none yet. Raises ConfigError or OSError."""
+    """Return the id in the file; empty if there is none yet. Raises ConfigError or OSError."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
@@ -58,9 +57,9 @@ def read_identity(path: Path) -> str:
 
 
 def make_identity(path: Path) -> str:
-    """The id in the file, which is made if it is not there: for its owner only.
+    """Return the id in the file, which is created if missing, for its owner only.
 
-    Two processes that make it at once get the same. Raises ConfigError or OSError.
+    Two processes that create it at once get the same. Raises ConfigError or OSError.
     """
     if found := read_identity(path):
         return found
@@ -70,7 +69,7 @@ def make_identity(path: Path) -> str:
         os.write(descriptor, f"{secrets.token_hex(8)}\n".encode())
         os.fsync(descriptor)
         with suppress(FileExistsError):
-            os.link(part, path)  # whoever comes first wins, with a file that is whole
+            os.link(part, path)  # the first one wins, with a complete file
     finally:
         os.close(descriptor)
         part.unlink()
@@ -90,12 +89,12 @@ class DatabaseOwner:
     hub: str
     """Its identity; see :mod:`gpuspawner.db.leader`."""
     machine: str
-    """The host name it had, for people."""
+    """Its host name at that time, for people."""
     since: datetime
 
 
 def load_owner(connection: sa.Connection) -> DatabaseOwner | None:
-    """The owner; None of a database that had none yet."""
+    """Return the owner; None for a new database."""
     row = connection.execute(sa.select(owner.c.hub, owner.c.machine, owner.c.since)).first()
     return DatabaseOwner(*row) if row else None
 
@@ -112,7 +111,7 @@ def has_something(connection: sa.Connection) -> bool:
     return bool(connection.execute(_ANYTHING).scalar_one())
 
 
-_KEY = 0x67707567  # "gpug": the advisory lock of whoever grants
+_KEY = 0x67707567  # "gpug": the advisory lock of the granting hub
 _LOCK = sa.text(f"SELECT pg_try_advisory_lock({_KEY})")
 _NAME = sa.text("SELECT set_config('application_name', :name, false)")
 _HOLDER = sa.text(
@@ -123,10 +122,10 @@ _HOLDER = sa.text(
 )
 
 SURE = 1.0
-"""Seconds for which one look at a lock that a server holds is enough."""
+"""Seconds for which one check of a server's lock is enough."""
 
 _TRIES = 5
-"""Somebody may only be looking who holds the lock on a file: it is tried again."""
+"""Attempts: a process may hold the file's lock only for a moment, to read it."""
 
 
 TAKE_OVER = (
@@ -139,8 +138,8 @@ TAKE_OVER = (
 class Granter:
     """The right to grant in one store. Every method raises StoreUnavailable.
 
-    ``identity`` is the hub's own (:mod:`gpuspawner.db.leader`); without one, nobody is asked
-    whose the database is.
+    ``identity`` is the hub's own (:mod:`gpuspawner.db.leader`); without one, ownership is not
+    checked.
     """
 
     def __init__(self, store: Store, identity: str = "") -> None:
@@ -152,16 +151,16 @@ class Granter:
 
     @property
     def sure(self) -> bool:
-        """Whether this process may grant, without a look at anything."""
+        """True if this process certainly may grant, without a check."""
         if isinstance(self._held, int):
             return True
         return self._held is not None and time.monotonic() - self._seen_at < SURE
 
     def take(self) -> bool:
-        """Whether this process may grant; the first one that asks may, and goes on so.
+        """Return True if this process may grant: the first one that asks, from then on.
 
-        False while another hub runs on the database. Raises NotTheOwner when none runs, but the
-        leases or tickets of another one are open.
+        False while another hub runs on the database. Raises NotTheOwner if none runs, but leases or
+        tickets of another one are open.
         """
         with self._taking:
             if self.sure:
@@ -193,20 +192,20 @@ class Granter:
             self._held.close()
         self._held = None
 
-    # Whose the database is.
+    # Ownership of the database.
 
     def owner(self) -> tuple[DatabaseOwner | None, bool]:
-        """The owner, and whether it has open leases or waiting tickets."""
+        """Return the owner, and True if it has open leases or waiting tickets."""
         with self.store.read() as connection:
             return load_owner(connection), has_something(connection)
 
     def require_owner(self) -> None:
-        """Raises NotTheOwner while the leases or tickets of another hub are open."""
+        """Raise NotTheOwner while leases or tickets of another hub are open."""
         if self.identity:
             _require(self.identity, *self.owner())
 
     def _own(self) -> None:
-        """Write that the database is this hub's, which holds the lock by now."""
+        """Record that the database belongs to this hub, which holds the lock by now."""
         if not self.identity or self._held is None:
             return
         try:
@@ -221,7 +220,7 @@ class Granter:
             raise
 
     def take_over(self, actor: str) -> None:
-        """Make the database this hub's, whoever's its leases were; it stays written who did so.
+        """Make the database this hub's, whoever owned its leases, and record who did so.
 
         Raises AnotherHubGrants while a hub runs on it.
         """
@@ -249,7 +248,7 @@ class Granter:
                 self._let_go()
 
     def holder(self) -> str:
-        """Which hub may grant just now (see :func:`hub_name`); nothing when none does."""
+        """Return which hub may grant now (see :func:`hub_name`); empty if none does."""
         try:
             return self._holder_of_file() if self._is_file else self._holder_at_server()
         except (sa.exc.DBAPIError, sa.exc.TimeoutError, OSError) as error:
@@ -300,7 +299,7 @@ class Granter:
 
     def _try_server(self) -> sa.Connection | None:
         connection = self.store.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        connection.detach()  # it is not for anybody else, and does not go back to the pool
+        connection.detach()  # it must not go back to the pool for others
         connection.execute(_NAME, {"name": hub_name(os.getpid(), self.identity)})
         if connection.execute(_LOCK).scalar_one():
             return connection
@@ -323,7 +322,7 @@ class Granter:
 
 
 def hub_name(pid: int | str, identity: str = "") -> str:
-    """What a hub is called in its lock: its identity, its machine and its process."""
+    """Return a hub's name in its lock: its identity, its machine and its process."""
     process = f"{socket.gethostname()[:30]}:{pid}"  # PostgreSQL keeps 63 bytes
     return f"{identity}@{process}" if identity else process
 

@@ -1,8 +1,8 @@
-"""Rows of renames: members who got another name.
+"""Rows of renames of members.
 
-A renamed member has the new name in each of their rows, and in their account's postings too. The
-hashes of the chain are of what was written at that time. So whoever verifies them asks here what
-an account was called when something was posted. Each rename is sealed in the chain itself.
+A renamed member has the new name in each of their rows, including their account's postings. The
+hashes of the chain cover what was written at that time, so verification asks here what an account
+was called when something was posted. Each rename is sealed in the chain itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALL = sa.select(renames).order_by(renames.c.id.desc())
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """A member got another name."""
+    """A rename of a member."""
 
     id: int
     at: datetime
@@ -44,7 +44,7 @@ def insert_rename(
     posting: int,
     kept: Collection[int],
 ) -> Rename:
-    """Write that a member got another name; the caller seals it."""
+    """Record a rename; the caller seals it."""
     row = {"at": at, "actor": actor, "old": old, "new": new, "posting": posting}
     row["kept"] = " ".join(map(str, sorted(kept)))
     made = connection.execute(sa.insert(renames).values(row).returning(renames.c.id))
@@ -52,12 +52,12 @@ def insert_rename(
 
 
 def every(connection: sa.Connection) -> list[Rename]:
-    """All renames, the newest first."""
+    """Return all renames, newest first."""
     return [_rename(row) for row in connection.execute(_ALL).mappings()]
 
 
 def last_of(connection: sa.Connection, old: str) -> Rename | None:
-    """The newest rename of whoever had this name; None when nobody who had it was renamed."""
+    """Return the newest rename of a member with this old name, or None."""
     row = connection.execute(_ALL.where(renames.c.old == old).limit(1)).mappings().first()
     return _rename(row) if row else None
 
@@ -66,13 +66,13 @@ def account_then(done: Sequence[Rename], account: str, posting: int) -> str:
     """Return the name of an account when a posting of it was written.
 
     Args:
-        done: all renames, the newest first.
-        account: its name now.
-        posting: the posting's id.
+        done: All renames, newest first.
+        account: Its name now.
+        posting: The posting's id.
     """
     for each in done:
         if each.posting < posting:
-            break  # this one and all before it were done when it was posted
+            break  # this and all older ones were done when it was posted
         if account == member_account(each.new) and posting not in each.kept:
             account = member_account(each.old)
     return account

@@ -1,10 +1,10 @@
-"""The database schema: every table, its indexes, and the constraints that forbid the impossible.
+"""The database schema: tables, indexes, and constraints that forbid the impossible.
 
 * one open lease for each (device, slot) and one for each server: partial unique indexes;
-* one waiting ticket for each server: the same;
-* transfers, postings, the audit trail and its chain never change: triggers, in the migrations;
+* one waiting ticket for each server: likewise;
+* transfers, postings, the audit log and its chain never change: triggers, in the migrations;
 * a transfer's idempotency key is unique;
-* an occurrence of a refill is given once: a primary key.
+* an occurrence of a refill is granted once: a primary key.
 """
 
 from __future__ import annotations
@@ -36,23 +36,25 @@ from sqlalchemy import (
 
 
 class UTCDateTime(TypeDecorator[datetime]):
-    """An aware time in UTC, to the microsecond, on databases with and without zones."""
+    """A timezone-aware time in UTC, to the microsecond, on databases with and without zones."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def bind_processor(self, dialect: Dialect) -> Callable[[datetime | None], Any] | None:
-        """What SQLAlchemy writes into SQLite, in a quarter of the time: a lease writes ten."""
+        """Write what SQLAlchemy writes into SQLite, four times as fast: a lease writes ten."""
         return as_text if dialect.name == "sqlite" else super().bind_processor(dialect)
 
     def result_processor(self, dialect: Dialect, coltype: Any) -> Callable[[Any], Any] | None:
-        """And the same back: a page reads thousands."""
+        """Read it back the same way: a page reads thousands."""
         return from_text if dialect.name == "sqlite" else super().result_processor(dialect, coltype)
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Convert a time to UTC."""
         return None if value is None else _in_utc(value)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
+        """Return a time as aware, in UTC."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -61,7 +63,7 @@ class UTCDateTime(TypeDecorator[datetime]):
 
 
 def as_text(value: datetime | None) -> str | None:
-    """As SQLAlchemy's own type for SQLite writes it: ``2026-11-01 12:00:00.000000``."""
+    """Format as SQLAlchemy's own type for SQLite does: ``2026-11-01 12:00:00.000000``."""
     if value is None:
         return None
     if value.tzinfo is not timezone.utc:
@@ -70,7 +72,7 @@ def as_text(value: datetime | None) -> str | None:
 
 
 def from_text(value: str | None) -> datetime | None:
-    """What :func:`as_text` wrote."""
+    """Parse what :func:`as_text` wrote."""
     return None if value is None else datetime.fromisoformat(value + "+00:00")
 
 
@@ -83,9 +85,9 @@ def _in_utc(value: datetime) -> datetime:
 metadata = MetaData()
 
 MOST = 2**62
-"""The greatest balance of an account, in microcredits, either way."""
+"""The largest balance of an account, in microcredits, in either direction."""
 
-# SQLite gives ids by itself only to INTEGER primary keys.
+# SQLite generates ids only for INTEGER primary keys.
 _Id = BigInteger().with_variant(Integer, "sqlite")
 
 devices = Table(
@@ -114,7 +116,7 @@ accounts = Table(
     Column("name", Text, primary_key=True),
     Column("balance", BigInteger, nullable=False, default=0),
     Column("opened_at", UTCDateTime, nullable=False),
-    # Beyond 64 bits SQLite would go on with a float, and lose microcredits without a word.
+    # Beyond 64 bits SQLite would silently use a float, and lose microcredits.
     CheckConstraint(f"balance BETWEEN {-MOST} AND {MOST}", name="accounts_balance"),
 )
 
@@ -135,7 +137,7 @@ leases = Table(
     Column("engine_id", Text, nullable=False, default="", server_default=text("''")),
     Column("granted_at", UTCDateTime, nullable=False),
     Column("started_at", UTCDateTime),
-    # When the server answered, or was adopted; none where that is when it was started.
+    # When the server responded or was adopted; NULL if that is when it was started.
     Column("answered_at", UTCDateTime),
     Column("seen_at", UTCDateTime),
     Column("ended_at", UTCDateTime),
@@ -154,13 +156,13 @@ leases = Table(
     Column("waived", BigInteger, nullable=False, default=0, server_default=text("0")),
     Column("refunded", BigInteger, nullable=False, default=0, server_default=text("0")),
     Column("told_dry", Float),
-    # Over how many days of UTC its totals are spread; none until it has ended and was added up.
+    # Over how many days of UTC its totals are spread; NULL until it is ended and added up.
     Column("days", Integer),
     CheckConstraint("state IN ('granted', 'running', 'ended')", name="leases_state"),
     CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="leases_end"),
     CheckConstraint("rate >= 0 AND hold >= 0 AND charged >= 0", name="leases_amounts"),
 )
-# Literals, not parameters: so that a partial index fits whatever the values are.
+# Literals instead of parameters, so that a partial index matches whatever the values are.
 OPEN_LEASE = leases.c.state != literal_column("'ended'")
 Index(
     "one_open_lease_a_server",
@@ -197,7 +199,7 @@ lease_places = Table(
     Column("memory_bytes", BigInteger, nullable=False),
     Column("open", Boolean, nullable=False, default=True),
 )
-# Written out too: of the column itself SQLAlchemy makes "open = 1" for SQLite.
+# A literal too: from the column itself SQLAlchemy makes "open = 1" for SQLite.
 OPEN_PLACE: ColumnElement[bool] = literal_column("open")
 Index(
     "one_open_lease_a_slot",
@@ -267,9 +269,9 @@ postings = Table(
     Column("transfer_id", Text, ForeignKey("transfers.id"), nullable=False),
     Column("account", Text, ForeignKey("accounts.name"), nullable=False),
     Column("amount", BigInteger, nullable=False),
-    # Whether it is no charge of a lease and no settlement of one: what its times do not tell.
+    # True if it is neither a charge nor a settlement of a lease: its times do not tell it.
     Column("apart", Boolean, nullable=False, default=False, server_default=false()),
-    # In the last posting of a transfer: the hash of it and of the transfer before it. See
+    # In the last posting of a transfer: its hash together with the previous link. See
     # db/hash_chain.py.
     Column("link", Text),
 )
@@ -288,7 +290,7 @@ Index("postings_by_transfer", postings.c.transfer_id)
 closures = Table(
     "closures",
     metadata,
-    # "granting" (maintenance), or a device's UUID: nobody new on it.
+    # "granting" (maintenance), or a device's UUID: no new leases on it.
     Column("subject", Text, primary_key=True),
     Column("at", UTCDateTime, nullable=False),
     Column("actor", Text, nullable=False),
@@ -309,7 +311,7 @@ audit = Table(
 owner = Table(
     "owner",
     metadata,
-    # The one hub that may change what is here, by its identity.
+    # The one hub that may change this database, by its identity.
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("hub", Text, nullable=False),
     Column("machine", Text, nullable=False, default="", server_default=text("''")),
@@ -320,7 +322,7 @@ owner = Table(
 chain = Table(
     "chain",
     metadata,
-    # Seals of lines of the audit trail and of ended leases, each with that before it.
+    # Seals of audit log entries and of ended leases, each with the previous link.
     Column("id", _Id, primary_key=True, autoincrement=True),
     Column("kind", Text, nullable=False),
     Column("ref", Text, nullable=False),
@@ -361,7 +363,7 @@ notice_choices = Table(
 payers = Table(
     "payers",
     metadata,
-    # Who pays for a member who does not say it each time.
+    # The account that pays for a member who does not choose one.
     Column("user", Text, primary_key=True),
     Column("account", Text, ForeignKey("accounts.name"), nullable=False),
     Column("at", UTCDateTime, nullable=False),
@@ -370,7 +372,7 @@ payers = Table(
 lots = Table(
     "lots",
     metadata,
-    # Credits that end: the grant that gave them, and what was taken back at their end.
+    # Credits that expire: the grant that created them, and what was taken back at their end.
     Column("transfer_id", Text, ForeignKey("transfers.id"), primary_key=True),
     Column("account", Text, ForeignKey("accounts.name"), nullable=False),
     Column("amount", BigInteger, nullable=False),
@@ -402,7 +404,7 @@ refills = Table(
     Column("reason", Text, nullable=False),
     Column("made_at", UTCDateTime, nullable=False),
     Column("made_by", Text, nullable=False),
-    # The occurrence that is given next; none when there is no other.
+    # The occurrence that is granted next; NULL if there is no other.
     Column("next_at", UTCDateTime),
     Column("ended_at", UTCDateTime),
     CheckConstraint("mode IN ('add', 'top_up')", name="refills_mode"),
@@ -422,7 +424,7 @@ refill_runs = Table(
 rates = Table(
     "rates",
     metadata,
-    # An admin's own, before those of the configuration. One that was removed stays written.
+    # Rates set by admins, which go before the configuration's. Removed ones stay recorded.
     Column("id", _Id, primary_key=True, autoincrement=True),
     Column("amount", BigInteger, nullable=False),
     Column("model", Text, nullable=False),
@@ -444,23 +446,23 @@ rates = Table(
 batch_jobs = Table(
     "batch_jobs",
     metadata,
-    # Cluster, number and start: a number can come again after a reset.
+    # Cluster, number and start: numbers can repeat after a reset.
     Column("id", Text, primary_key=True),
     Column("cluster", Text, nullable=False),
     Column("label", Text, nullable=False),
     Column("name", Text, nullable=False),
-    # Whose it is on the nodes; the member and who pays only if that is a member of ours.
+    # The user on the nodes; member and account only if that is a member of ours.
     Column("user", Text, nullable=False),
     Column("member", Text),
     Column("account", Text, ForeignKey("accounts.name")),
-    # Microcredits an hour for all that it has, and what that is in words.
+    # Microcredits per hour for all its devices, and the devices in words.
     Column("rate", BigInteger, nullable=False),
     Column("devices", Text, nullable=False),
     Column("started_at", UTCDateTime, nullable=False),
     Column("ended_at", UTCDateTime),
     Column("seconds", BigInteger, nullable=False, server_default=text("0")),
     Column("charged", BigInteger, nullable=False, server_default=text("0")),
-    # How many transfers that took.
+    # How many transfers charged it.
     Column("entries", Integer, nullable=False, server_default=text("0")),
     CheckConstraint("(member IS NULL) = (account IS NULL)", name="batch_jobs_member"),
     CheckConstraint("account IS NOT NULL OR charged = 0", name="batch_jobs_account"),
@@ -480,7 +482,7 @@ Index("batch_jobs_by_end", batch_jobs.c.cluster, batch_jobs.c.ended_at)
 batch_marks = Table(
     "batch_marks",
     metadata,
-    # How far a cluster's jobs were read, and held against our sessions.
+    # How far a cluster's jobs were read, and compared with our sessions.
     Column("cluster", Text, primary_key=True),
     Column("since", UTCDateTime, nullable=False),
     Column("until", UTCDateTime, nullable=False),
@@ -491,7 +493,7 @@ batch_marks = Table(
 member_groups = Table(
     "member_groups",
     metadata,
-    # The groups of members as the hub said last, of those that have a say or an account.
+    # Members' groups as the hub last reported them; only those with a setting or an account.
     Column("user", Text, primary_key=True),
     Column("groups", Text, nullable=False),
     Column("at", UTCDateTime, nullable=False),
@@ -521,7 +523,7 @@ clock_offsets = Table(
 quota_projects = Table(
     "quota_projects",
     metadata,
-    # Never taken away: what lies on a disk under an id must not become somebody else's.
+    # Never deleted: files on a disk under an id must not become somebody else's.
     Column("id", Integer, primary_key=True, autoincrement=True),
     Column("source", Text, nullable=False, unique=True),
 )
@@ -580,9 +582,9 @@ device_health = Table(
     Column("falls", Integer, nullable=False, server_default=text("0")),
     Column("fell_at", UTCDateTime),
     Column("probed_at", UTCDateTime),
-    # What the last probe that failed said.
+    # What the last failed probe reported.
     _words("probe"),
-    # Causes with commas between them.
+    # Causes, separated by commas.
     _words("accepted"),
     CheckConstraint("verdict IN ('fine', 'watch', 'sick')", name="device_health_verdict"),
     CheckConstraint("(verdict = 'sick') = (fault_at IS NOT NULL)", name="device_health_fault"),
@@ -591,14 +593,14 @@ device_health = Table(
 sick_leases = Table(
     "sick_leases",
     metadata,
-    # What was on a device when it fell sick, the first time if there were several.
+    # What was on a device when it became sick, the first time if there were several.
     Column("lease_id", Text, ForeignKey("leases.id"), primary_key=True),
     Column("uuid", Text, nullable=False),
     _words("cause"),
     _words("reason"),
     Column("fault_at", UTCDateTime, nullable=False),
     Column("told_at", UTCDateTime, nullable=False),
-    # When what it cost since was given back, after its end; and how much, in microcredits.
+    # When its cost since then was refunded, after its end; and how much, in microcredits.
     Column("settled_at", UTCDateTime),
     Column("refunded", BigInteger, nullable=False, server_default=text("0")),
     CheckConstraint("refunded >= 0", name="sick_leases_refunded"),
@@ -616,7 +618,7 @@ Index(
 roster = Table(
     "roster",
     metadata,
-    # Names as the Hub has them, in small letters; one entry for each course of a member.
+    # Names as in the Hub, in lower case; one entry for each course of a member.
     Column("user", Text, primary_key=True),
     Column("course", Text, primary_key=True),
     Column("groups", Text, nullable=False, server_default=text("''")),
@@ -631,13 +633,13 @@ memberships = Table(
     metadata,
     # One row for everybody who ever signed in as a member.
     Column("user", Text, primary_key=True),
-    # Whether the roster is what lets them in: then its end is the end.
+    # True if the roster admits them: then they leave when its entry ends.
     Column("by_roster", Boolean, nullable=False, server_default=false()),
     Column("since", UTCDateTime, nullable=False),
     Column("ended_at", UTCDateTime),
     Column("reason", Text, nullable=False, server_default=text("''")),
     Column("actor", Text, nullable=False, server_default=text("''")),
-    # When they were shown the welcome page.
+    # When they saw the welcome page.
     Column("welcomed_at", UTCDateTime),
 )
 ENDED = memberships.c.ended_at.isnot(None)
@@ -646,14 +648,14 @@ Index("former_members", memberships.c.user, sqlite_where=ENDED, postgresql_where
 renames = Table(
     "renames",
     metadata,
-    # Members who got another name, here and in every row of theirs; see db/renames.py.
+    # Members who were renamed, here and in all their rows; see db/renames.py.
     Column("id", Integer, primary_key=True, autoincrement=True),
     Column("at", UTCDateTime, nullable=False),
     Column("actor", Text, nullable=False),
     Column("old", Text, nullable=False),
     Column("new", Text, nullable=False),
-    # The newest posting at that time; and those up to it, with spaces between them, that the
-    # account of the new name had before.
+    # The newest posting at that time; and those up to it, separated by spaces, that the account of
+    # the new name had before.
     Column("posting", BigInteger, nullable=False),
     Column("kept", Text, nullable=False, server_default=text("''")),
 )
@@ -662,7 +664,7 @@ renames = Table(
 totals = Table(
     "totals",
     metadata,
-    # What ended leases used and cost, by one of their names, in a day or a month of UTC.
+    # Use and cost of ended leases, by one of their names, in a day or a month of UTC.
     Column("by", Text, primary_key=True),
     Column("span", Text, primary_key=True),
     Column("since", UTCDateTime, primary_key=True),
@@ -676,7 +678,7 @@ totals = Table(
 moved = Table(
     "moved",
     metadata,
-    # Microcredits that came to and went from an account of the ledger's own, up to a posting.
+    # Microcredits that came to and went from one of the ledger's own accounts, up to a posting.
     Column("account", Text, ForeignKey("accounts.name"), primary_key=True),
     Column("came", BigInteger, nullable=False),
     Column("went", BigInteger, nullable=False),
@@ -708,12 +710,12 @@ device_use = Table(
     Column("sm_mhz_max", Integer),
     _sum("throttle"),
     _sum("ecc_errors"),
-    # Numbers with commas between them.
+    # Numbers, separated by commas.
     Column("xids", Text, nullable=False, server_default=text("''")),
     _sum("processes"),
     _sum("strangers"),
     Column("error", Text, nullable=False, server_default=text("''")),
-    # Whether a minute is in its hour.
+    # True if a minute is included in its hour.
     Column("summed", Boolean, nullable=False, server_default=false()),
     CheckConstraint("seconds IN (60, 3600)", name="device_use_seconds"),
     CheckConstraint("busy <= known AND known <= samples", name="device_use_samples"),
@@ -725,10 +727,10 @@ Index("device_use_to_sum", device_use.c.since, sqlite_where=TO_SUM, postgresql_w
 idle = Table(
     "idle",
     metadata,
-    # How long the GPUs of an open lease have rested, as credit that is left.
+    # How long the GPUs of an open lease were idle, as remaining idle credit.
     Column("lease_id", Text, ForeignKey("leases.id"), primary_key=True),
     Column("credit", Float, nullable=False),
-    # What began before this is judged.
+    # Everything before this time has been judged.
     Column("judged_until", UTCDateTime, nullable=False),
     Column("warned_at", UTCDateTime),
     Column("stops_at", UTCDateTime),

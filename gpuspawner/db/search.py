@@ -1,4 +1,4 @@
-"""Accounts, leases and the audit trail, found and told page by page."""
+"""Searches for accounts, leases and audit log entries, page by page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from ..devices.closures import AuditEntry
+from ..db.audit_log import AuditEntry
 from ..leases import repository as leases_repository
 from ..leases.models import Lease
 from ..ledger.models import Account
@@ -16,7 +16,7 @@ from .schema import accounts, audit, leases
 _HELD = leases_repository.HELD.where(leases.c.account == accounts.c.name).scalar_subquery()
 
 LONGEST = 200
-"""Characters of what is searched for; no name is longer."""
+"""Maximum characters of a search text; no name is longer."""
 
 
 class Accounts(NamedTuple):
@@ -24,23 +24,23 @@ class Accounts(NamedTuple):
 
     found: list[Account]
     following: str | None
-    """The name that the next page comes after; None on the last one."""
+    """The name after which the next page starts; None on the last one."""
 
 
 class Leases(NamedTuple):
-    """Some leases, the one that was granted last first."""
+    """Some leases, last granted first."""
 
     found: list[Lease]
     older: str | None
-    """The lease that the next page comes after; None on the last one."""
+    """The lease after which the next page starts; None on the last one."""
 
 
 class Trail(NamedTuple):
-    """Some of what admins changed, newest first."""
+    """Some of the admins' changes, newest first."""
 
     changes: list[AuditEntry]
     older: int | None
-    """What the next page comes before; None on the last one."""
+    """The id before which the next page starts; None on the last one."""
 
 
 def find_accounts(
@@ -50,9 +50,9 @@ def find_accounts(
     limit: int = 50,
     among: Collection[str] | None = None,
 ) -> Accounts:
-    """The accounts with this text in their names, compared without case; ``among`` these only.
+    """Find accounts with this text in their names, case-insensitively; ``among``: only these.
 
-    The ledger's own are not among them.
+    The ledger's own are left out.
     """
     query = (
         sa.select(accounts.c.name, accounts.c.balance, _HELD)
@@ -78,7 +78,7 @@ def find_leases(
     before: str | None = None,
     limit: int = 50,
 ) -> Leases:
-    """The newest leases, of a member's servers or paid by an account when these are named.
+    """Find the newest leases; ``user`` and ``account`` limit them.
 
     ``before``: those granted before this lease. Raises UnknownLease.
     """
@@ -103,7 +103,7 @@ def find_leases(
 def find_changes(
     connection: sa.Connection, text: str = "", before: int | None = None, limit: int = 50
 ) -> Trail:
-    """What admins changed, with this text in it, compared without case."""
+    """Find the admins' changes that contain this text, case-insensitively."""
     columns = (audit.c.at, audit.c.actor, audit.c.action, audit.c.subject, audit.c.detail)
     query = sa.select(*columns, audit.c.id).order_by(audit.c.id.desc()).limit(limit + 1)
     if before is not None:

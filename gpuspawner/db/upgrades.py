@@ -1,4 +1,4 @@
-"""Run the Alembic migrations that lie beside this file."""
+"""Runs the Alembic migrations beside this file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SCRIPTS = Path(__file__).parent / "migrations"
 
 VERSION_TABLE = "gpuspawner_version"
-"""Not Alembic's own name: JupyterHub's tables may lie in the same database."""
+"""Not Alembic's own name: JupyterHub's tables may be in the same database."""
 
 
 def config() -> Config:
@@ -38,7 +38,7 @@ def revision(connection: sa.Connection) -> str | None:
 
 @cache
 def versions() -> list[str]:
-    """Return the version that each migration leads to, oldest first: its file begins with it."""
+    """Return the version that each migration leads to, oldest first, from its file name."""
     return sorted(path.name.partition("_")[0] for path in SCRIPTS.glob("versions/[0-9]*.py"))
 
 
@@ -48,9 +48,9 @@ def newest() -> str:
 
 
 def upgrade(connection: sa.Connection) -> None:
-    """Bring the schema to the newest version, inside the connection's transaction.
+    """Upgrade the schema to the newest version, inside the connection's transaction.
 
-    Raises ConfigError for a database whose version is unknown, as after a newer gpuspawner.
+    Raises ConfigError for an unknown version, as after a newer gpuspawner.
     """
     current = revision(connection)
     if current == newest():
@@ -61,7 +61,7 @@ def upgrade(connection: sa.Connection) -> None:
             "install the newer gpuspawner again, or restore the database from before its upgrade"
         )
         raise ConfigError(what=what)
-    # Only now: a process that finds its database up to date starts a quarter of a second earlier.
+    # Only now: a process with an up-to-date database starts a quarter of a second earlier.
     from alembic import command
 
     settings = config()

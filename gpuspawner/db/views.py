@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from tornado import web
 
-from ..ledger.views import CSVHandler
-from ..queue.views import change_json
-from ..web.api import APIHandler, instant
+from ..ledger.views import CSVHandler, cells
+from ..web.answers import ChangeAnswer
+from ..web.api import APIHandler
 from ..web.base import ServiceHandler
-from ..web.fields import LAST, MOST_LINES, text_of, whole
+from ..web.fields import LAST, text_of, whole
+from ..web.operations import BEFORE, LIMIT, SEARCH, operation
 from ..web.pages import Page
+from ..web.schemas import Answer, DatedAnswer
 from .search import LONGEST, Trail
 
 ROWS = 50
@@ -19,6 +21,19 @@ ROWS = 50
 
 COLUMNS = ("at", "actor", "action", "subject", "detail")
 """Of the trail as CSV."""
+
+
+class NumberedAnswer(Answer):
+    id: int
+
+
+class TrailChangeAnswer(ChangeAnswer, NumberedAnswer):
+    """A line of the audit trail, by its number."""
+
+
+class TrailAnswer(DatedAnswer):
+    changes: tuple[TrailChangeAnswer, ...]
+    next: int | None
 
 
 class TrailHandler(ServiceHandler):
@@ -30,7 +45,7 @@ class TrailHandler(ServiceHandler):
         text = self.get_query_argument("before", "")
         before = whole(text, "before", 1, LAST) if text else None
         search = text_of(self.get_query_argument("search", ""), "search", LONGEST)
-        return await self.read(self.broker.reports.find_changes, search, before, limit)
+        return await self.read(self.services.reports.find_changes, search, before, limit)
 
 
 class TrailPage(TrailHandler, Page):
@@ -39,12 +54,10 @@ class TrailPage(TrailHandler, Page):
     @web.authenticated
     async def get(self) -> None:
         found = await self.found(ROWS)
-        overview = await self.read(self.broker.overview)
+        overview = await self.read(self.services.monitoring.overview)
         self.show(
             "trail.html",
-            user=self.user,
-            admin=True,
-            now=self.broker.clock(),
+            now=self.services.clock(),
             trail=found,
             devices=overview.devices,
             search=self.get_query_argument("search", ""),
@@ -65,29 +78,21 @@ class TrailCSV(CSVHandler):
     def _rows(self, search: str) -> Iterator[list[Sequence[str]]]:
         before: int | None = None
         while True:
-            found = self.broker.reports.find_changes(search, before, 1000)
-            yield [
-                (instant(c.at) or "", c.actor, c.action, c.subject, c.detail) for c in found.changes
-            ]
+            found = self.services.reports.find_changes(search, before, 1000)
+            yield [cells(ChangeAnswer.of(change), COLUMNS) for change in found.changes]
             before = found.older
             if before is None:
                 return
 
 
 class TrailAPI(TrailHandler, APIHandler):
-    """The trail as JSON."""
+    """Who changed what, newest first."""
 
+    @operation("trail", TrailAnswer, SEARCH, BEFORE, LIMIT)
     @web.authenticated
     async def get(self) -> None:
-        limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
-        found = await self.found(limit)
-        self.answer(
-            {
-                "as_of": instant(self.broker.clock()),
-                "changes": [{"id": change.id, **change_json(change)} for change in found.changes],
-                "next": found.older,
-            }
-        )
+        found = await self.found(self.limit)
+        self.answer(TrailAnswer, found, as_of=self.services.clock(), next=found.older)
 
 
 HANDLERS: list[tuple[str, type[ServiceHandler]]] = [

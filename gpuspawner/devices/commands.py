@@ -1,4 +1,4 @@
-"""``gpuspawner devices``: every device, what it is doing and for whom."""
+"""``gpuspawner devices``: lists the devices with their state, use and leases."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from ..leases.models import Lease
 from ..ledger.pricing import Rates
 from ..monitoring.health import SICK, WATCH
 from ..monitoring.models import DeviceUse
-from ..services import Broker, utcnow
+from ..services import Services, utcnow
 from . import closures, repository
+from .discovery import open_source
 from .models import Inventory
 from .placement import format_memory
 from .repository import StoredHealth
 from .snapshots import DeviceView, Overview, count_models, device_views
-from .source import open_source
 
 
 @command()
 def devices(settings: Settings) -> int:
     """List the devices."""
     if (missing := settings.missing_database()) is None:
-        broker = settings.open_broker()
+        services = settings.open_services()
         rates, leases, use = (
-            broker.prices.all_rates(),
-            broker.open_leases(),
-            broker.monitoring.use_now(),
+            services.prices.all_rates(),
+            services.leases.open_leases(),
+            services.monitoring.use_now(),
         )
-        overview, health = _overview(look(settings, broker), rates), broker.health.device_states()
+        overview, health = (
+            _overview(look(settings, services), rates),
+            services.health.device_states(),
+        )
     else:
         note(f"There is no database at {missing} yet: what is leased is not known.")
-        overview = _overview(look(settings, None), settings.broker.rates.read())
+        overview = _overview(look(settings, None), settings.services.rates.read())
         leases, use, health = [], {}, {}
     told = Told({lease.id: lease for lease in leases}, use, health)
     show(_plain(overview, told), _text(overview, told))
@@ -46,42 +49,42 @@ def devices(settings: Settings) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the store tells of devices."""
+    """What the store knows about the devices."""
 
     leases: dict[str, Lease]
-    """Those that are open, by id."""
+    """The open leases, by id."""
     use: dict[str, DeviceUse]
     health: dict[str, StoredHealth]
 
 
 @dataclass(frozen=True, slots=True)
 class DevicesReport:
-    """What this process sees of the devices, beside what the store knows."""
+    """What this process sees of the devices, combined with what the store knows."""
 
     inventory: Inventory
     views: tuple[DeviceView, ...]
 
 
-def look(settings: Settings, broker: Broker | None) -> DevicesReport:
-    """Look at the devices and write nothing: who types this may see less than the hub does.
+def look(settings: Settings, services: Services | None) -> DevicesReport:
+    """Observe the devices without writing: this process may see fewer devices than the hub.
 
-    Without a broker nothing is known of leases and of devices that are gone. Raises
-    ConfigError and StoreUnavailable.
+    Without services nothing is known of leases and missing devices. Raises ConfigError and
+    StoreUnavailable.
     """
-    elsewhere = broker is not None and broker.delegate
-    source = elsewhere or open_source(settings.broker.devices.source)
+    elsewhere = services is not None and services.delegation.delegate
+    source = elsewhere or open_source(settings.services.devices.source)
     inventory = source.observe(utcnow())
-    if broker is None:
+    if services is None:
         return DevicesReport(inventory, device_views(inventory.devices, {}))
 
     def read(connection: sa.Connection) -> DevicesReport:
         known = repository.load_devices(connection, inventory.source)
         seen = repository.as_seen(known, inventory)
         taken, closed = leases_repository.taken(connection), closures.load(connection)
-        views = broker.devices.on_machines(device_views(seen, taken, closed))
+        views = services.devices.on_machines(device_views(seen, taken, closed))
         return DevicesReport(inventory, views)
 
-    return broker.store.run(read)
+    return services.store.run(read)
 
 
 def _overview(seen: DevicesReport, rates: Rates) -> Overview:
@@ -122,8 +125,10 @@ def _text(overview: Overview, told: Told) -> str:
 
 
 def use_text(minute: DeviceUse | None) -> str:
-    """What a device did in the last minute: how much of it kernels ran, or, of one whose use NVML
-    cannot tell, whether processes hold it."""
+    """Format a device's use in the last minute.
+
+    The share of time that kernels ran or, where NVML cannot tell, if processes hold the device.
+    """
     if minute is None or not minute.known:
         return "?"
     if minute.use is not None:
@@ -139,7 +144,7 @@ def _detail(view: DeviceView, told: Told) -> str:
 
 
 def _health(known: StoredHealth) -> str:
-    """What the state of a device does not tell yet."""
+    """Describe the health that the device's state does not show."""
     if known.state.verdict == WATCH and known.state.reason:
         return f"on watch: {known.state.reason}"
     if known.state.verdict == SICK and known.probe:

@@ -1,8 +1,8 @@
 """The GPUs of this machine as NVML reports them: inventory, condition and samples.
 
-A look takes few calls for each device: its use and its memory every time; power, temperature,
-clocks and errors every :data:`SLOW_EVERY` seconds; the list of its processes, by far the slowest
-call, at most every ``processes_every`` seconds and never for all devices in one look.
+A sample takes few calls per device: use and memory every time; power, temperature, clocks and
+errors every :data:`SLOW_EVERY` seconds; the list of processes, by far the slowest call, at most
+every ``processes_every`` seconds and never for all devices at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pynvml
 from ..monitoring.models import Condition, Sample
 from . import topology
 from .models import Device, DeviceProcess, DeviceStatus, Inventory
-from .source import DeviceScan, LooksLost, Sampler, held_bytes, pair, unknown
+from .source import DeviceScan, LooksLost, Sampler, held_bytes, unknown
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ _ABOUT_THE_DRIVER = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
 }
-"""Errors that concern every device, whichever was asked about."""
+"""Errors that concern every device, whichever was queried."""
 
 _SENTENCES = {
     pynvml.NVML_ERROR_UNINITIALIZED: "NVML was shut down.",
@@ -58,11 +58,11 @@ _SENTENCES = {
 
 
 class DriverLost(Exception):
-    """NVML as a whole does not answer. The text is a sentence for the inventory."""
+    """NVML as a whole does not answer. The message is a sentence for the inventory."""
 
 
 class Unanswered(Exception):
-    """A question about one device failed. The text is a reason for the device."""
+    """A query of one device failed. The message is a reason for the device."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -70,14 +70,15 @@ class Unanswered(Exception):
 
 
 class Unsupported(Unanswered):
-    """The device has nothing to say to this question."""
+    """The device does not support this query."""
 
 
 class TooOld(Unanswered):
-    """The driver does not know the question."""
+    """The driver does not know this query."""
 
 
 def ask_driver(call: Callable[[], T]) -> T:
+    """Call NVML about the driver. Raises DriverLost."""
     try:
         return call()
     except pynvml.NVMLError as error:
@@ -85,6 +86,7 @@ def ask_driver(call: Callable[[], T]) -> T:
 
 
 def ask(what: str, call: Callable[..., T], *args: Any) -> T:
+    """Query a device. Raises Unanswered, or DriverLost if the driver does not answer."""
     try:
         return call(*args)
     except pynvml.NVMLError as error:
@@ -96,13 +98,13 @@ def ask(what: str, call: Callable[..., T], *args: Any) -> T:
             pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: TooOld,
         }.get(code, Unanswered)
         raise kind(f"Its {what} could not be read. {sentence_of(error)}", code) from error
-    except ValueError as error:  # what a sick device returns need not be text
+    except ValueError as error:  # a sick device may return something other than text
         text = f"Its {what} makes no sense: {error}."
         raise Unanswered(text, pynvml.NVML_ERROR_UNKNOWN) from error
 
 
 def ask_or(default: T, what: str, call: Callable[..., T], *args: Any) -> T:
-    """``default`` when the device or the driver does not know the question."""
+    """Query a device, with a default if the device or the driver does not support the query."""
     try:
         return ask(what, call, *args)
     except (Unsupported, TooOld):
@@ -110,20 +112,21 @@ def ask_or(default: T, what: str, call: Callable[..., T], *args: Any) -> T:
 
 
 def sentence_of(error: pynvml.NVMLError) -> str:
+    """Return a sentence for an NVML error."""
     return _SENTENCES.get(error.value) or f"NVML says: {error}."
 
 
 LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
-"""After these there is nothing more to ask."""
+"""After these errors, further queries are pointless."""
 
 _MOST_LANES = 64
 _CONDITION_MOST_MILLIWATTS = 10_000_000
 
 
 def condition_of(handle: Any) -> Condition:
-    """Each that the device tells; what fails, or makes no sense, is left out.
+    """Read the values that the device reports; failed or implausible ones are left out.
 
-    Raises Unanswered when the device is lost.
+    Raises Unanswered if the device is lost.
     """
     rows = _read("remapped rows", pynvml.nvmlDeviceGetRemappedRows, handle)
     pages = _read("retired pages", pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
@@ -167,12 +170,16 @@ def _read(what: str, call: Callable[[Any], Any], handle: Any) -> Any:
 log = logging.getLogger(__name__)
 
 REOPEN_AFTER = timedelta(seconds=60)
-"""While a device does not answer, NVML is opened anew this often: only then it learns of a GPU
-that was reset or given back."""
+"""How often NVML is reopened while a device does not answer.
+
+Only a new session learns of a GPU that was reset or returned.
+"""
 
 LOOK_SECONDS = 10.0
-"""How long one look may take. After that every GPU is unknown until the driver answers. Opening
-NVML takes seconds on a machine with many GPUs and no persistence daemon."""
+"""How long one snapshot may take; then every GPU is unknown until the driver answers.
+
+Opening NVML takes seconds on a machine with many GPUs and no persistence daemon.
+"""
 
 HANGING = (
     f"The NVIDIA driver has not answered for {LOOK_SECONDS:.0f} seconds: run nvidia-smi, and "
@@ -192,11 +199,11 @@ _COMPUTE_MODES = {
 class NVMLDevices:
     """The GPUs and MIG instances of this machine.
 
-    A device that fails to answer is unknown, with the reason, and hides no other. So is one
-    that answered before and cannot be found any more. A GPU that never gave its UUID cannot be
-    named: it is left out, and the log says so. An instance has the index of its GPU.
+    A device that fails to answer is unknown, with the reason, and does not hide others. So is one
+    that answered before and is missing now. A GPU that never reported its UUID cannot be named: it
+    is left out, with a log message. An instance has the index of its GPU.
 
-    Each look runs in a thread of its own, so that a driver call that hangs blocks nothing else.
+    Each snapshot runs in its own thread, so that a hanging driver call blocks nothing else.
     """
 
     name = "nvml"
@@ -216,15 +223,15 @@ class NVMLDevices:
         self._logged: dict[int, str] = {}
 
     def observe(self, now: datetime) -> Inventory:
-        """Look once; see :class:`gpuspawner.devices.source.DeviceSource`.
+        """Take a snapshot; see :class:`gpuspawner.devices.source.DeviceSource`.
 
-        Returns after at most :data:`LOOK_SECONDS`, and at once while an earlier look has hung for
-        longer than that.
+        Returns after at most :data:`LOOK_SECONDS`, and at once while an earlier snapshot has been
+        hanging for longer.
         """
         with self._pending_lock:
             if self._pending is None or self._pending.done():
                 self._pending, self._pending_since = Future(), time.monotonic()
-                # A daemon thread: a driver that hangs must not keep the process from ending.
+                # A daemon thread: a hanging driver must not keep the process from ending.
                 threading.Thread(
                     target=self._look_into,
                     args=(self._pending, now),
@@ -248,7 +255,7 @@ class NVMLDevices:
                 links = self._links_between(look.healthy)
             except DriverLost as lost:
                 return self._nothing(now, str(lost))
-            except Exception as error:  # whatever a driver does, the hub goes on
+            except Exception as error:  # whatever a driver does, the hub continues
                 log.exception("Looking at the GPUs failed")
                 return self._nothing(now, f"The GPUs cannot be seen: {error!r}.")
             if look.silent and not look.seen:
@@ -263,15 +270,14 @@ class NVMLDevices:
             )
 
     def sampler(self, processes_every: float = 60.0) -> Sampler:
-        """What tells their use from second to second; see :mod:`.nvml_samples`."""
-
+        """Return a sampler of the devices' use, an :class:`NVMLSampler`."""
         return NVMLSampler(self, processes_every)
 
     def openings(self, now: datetime, *, ailing: bool = False) -> int:
-        """Open NVML if it is not open, for who samples beside the looks. How often it was opened:
-        with another number, what was kept of it is worth nothing.
+        """Open NVML if necessary, for a sampler, and return how often it was opened.
 
-        ``ailing``: a device does not answer, which may take a new opening. Raises DriverLost.
+        If the number changed, all handles from before are invalid. ``ailing``: a device does not
+        answer, which may require reopening. Raises DriverLost.
         """
         with self._lock:
             self._ailing = self._ailing or ailing
@@ -279,7 +285,7 @@ class NVMLDevices:
             return self._openings
 
     def close(self) -> None:
-        """Let go of the driver, so that an admin can reset a GPU. The next look opens it again."""
+        """Close NVML, so that an admin can reset a GPU. The next snapshot opens it again."""
         with self._lock:
             self._close()
 
@@ -330,7 +336,7 @@ class NVMLDevices:
             look.listed.add(gpu.uuid)
 
     def _look_at_instances(self, gpu: Device, handle: Any, look: DeviceScan) -> None:
-        """A slot that cannot be read hides no other; what was in it is missing then."""
+        """Read the instances of a GPU; one that cannot be read does not hide the others."""
         slots = ask("number of instances", pynvml.nvmlDeviceGetMaxMigDeviceCount, handle)
         for slot in range(slots):
             try:
@@ -347,7 +353,7 @@ class NVMLDevices:
             look.listed.add(gpu.uuid)
 
     def _recall(self, handle: Any, index: int) -> Device:
-        """What is known of the device behind a handle, so that a failing one keeps its name."""
+        """Return what is known of a handle's device, so that a failing one keeps its name."""
         uuid = ask("UUID", pynvml.nvmlDeviceGetUUID, handle)
         known = self._known.get(uuid)
         if known is None:
@@ -363,14 +369,14 @@ class NVMLDevices:
         self._logged = silent
 
     def _links_between(self, gpus: Mapping[str, Any]) -> Mapping[tuple[str, str], int]:
-        """Read once for each set of GPUs: cables are not moved while the machine runs."""
+        """Read the links once for each set of GPUs: they do not change while the machine runs."""
         if self._linked != frozenset(gpus):
             self._links, complete = _read_links(gpus)
             self._linked = frozenset(gpus) if complete else None
         return self._links
 
 
-# Reading one device. What a device does not support stays empty; what fails makes it unknown.
+# Reading one device. Unsupported values stay empty; a failure makes the device unknown.
 
 
 def _read_gpu(base: Device, handle: Any) -> Device:
@@ -424,13 +430,13 @@ _RUNNING = {
         pynvml.nvmlDeviceGetComputeRunningProcesses_v2,
     ),
 }
-"""Each with the call that drivers before 510 have."""
+"""Each kind's calls: the current one, and the one of drivers before 510."""
 
 
 def running_processes(
     handle: Any, kinds: tuple[str, ...] = ("compute",)
 ) -> tuple[DeviceProcess, ...]:
-    """By process id. One that draws and computes is a compute process."""
+    """List processes by process id. One that draws and computes is a compute process."""
     found = {}
     for kind in kinds:
         for process in _running(kind, handle):
@@ -458,18 +464,18 @@ def _process_name(pid: int) -> str:
         return ""
 
 
-# Reading what connects them.
+# Reading the links.
 
 
 def _read_links(gpus: Mapping[str, Any]) -> tuple[dict[tuple[str, str], int], bool]:
-    """The links, and whether every question was answered. A failure costs closeness only."""
+    """Return the links, and True if all queries succeeded. A failure only costs closeness."""
     complete = True
     pcie: dict[tuple[str, str], int] = {}
     for (one, handle), (other, other_handle) in combinations(gpus.items(), 2):
         try:
             call = pynvml.nvmlDeviceGetTopologyCommonAncestor
             level = ask_or(None, "PCIe path", call, handle, other_handle)
-            pcie[pair(one, other)] = topology.PCIE_STEPS.get(level, 0)
+            pcie[topology.pair(one, other)] = topology.PCIE_STEPS.get(level, 0)
         except Unanswered:
             complete = False
     ends: dict[str, Counter[str]] = {}
@@ -483,7 +489,7 @@ def _read_links(gpus: Mapping[str, Any]) -> tuple[dict[tuple[str, str], int], bo
             try:
                 end = _end_of(handle, link, at)
             except Unanswered as failure:
-                # A link beyond the GPU's last one is an invalid argument.
+                # A link number beyond the GPU's last one is an invalid argument.
                 complete = complete and failure.code == pynvml.NVML_ERROR_INVALID_ARGUMENT
             else:
                 ends[uuid].update([end] if end else [])
@@ -491,7 +497,7 @@ def _read_links(gpus: Mapping[str, Any]) -> tuple[dict[tuple[str, str], int], bo
 
 
 def _end_of(handle: Any, link: int, at: Mapping[_Address, str]) -> str | None:
-    """What an NVLink leads to: a GPU's UUID, a switch, or nothing that is of interest."""
+    """Return the other end of an NVLink: a GPU's UUID, a switch, or None."""
     if not ask_or(0, "NVLink", pynvml.nvmlDeviceGetNvLinkState, handle, link):
         return None
     kind = ask_or(None, "NVLink", pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
@@ -505,12 +511,12 @@ _Address = tuple[int, int, int]
 
 
 def _address(pci: Any) -> _Address:
-    """NVML spells bus ids in several ways; the numbers are the same."""
+    """Return the address as numbers: NVML formats bus ids in several ways."""
     return pci.domain, pci.bus, pci.device
 
 
 def _read_versions() -> tuple[str, str]:
-    """Of the driver and of CUDA, such as ``550.54`` and ``12.4``; empty when not known."""
+    """Return the versions of driver and CUDA, such as ``550.54`` and ``12.4``; empty if unknown."""
     try:
         driver = ask("driver version", pynvml.nvmlSystemGetDriverVersion)
         cuda = ask("CUDA version", pynvml.nvmlSystemGetCudaDriverVersion_v2)
@@ -520,13 +526,13 @@ def _read_versions() -> tuple[str, str]:
 
 
 SLOW_EVERY = 10.0
-"""Seconds between two readings of what changes slowly."""
+"""Seconds between two readings of slowly changing values."""
 
 CONDITION_EVERY = 60.0
-"""Seconds between two readings of what changes seldom."""
+"""Seconds between two readings of rarely changing values."""
 
 MOST_EVENTS = 64
-"""How many events are taken at a time: a sick device reports without end."""
+"""How many events are read at once: a sick device reports them endlessly."""
 
 _MOST_BYTES = 2**50
 _SAMPLE_MOST_MILLIWATTS = 10_000_000
@@ -536,7 +542,7 @@ _MOST_MHZ = 100_000
 
 @dataclass(slots=True)
 class _KeptReadings:
-    """Of one device, what is not read at every look."""
+    """Values of one device that are not read every time."""
 
     slow_at: float = -math.inf
     condition_at: float = -math.inf
@@ -546,11 +552,11 @@ class _KeptReadings:
     condition: Condition | None = None
     mig: bool = False
     watched: bool = False
-    """Whether NVML was told to report its errors."""
+    """True if NVML was asked to report its errors."""
 
 
 class NVMLSampler:
-    """Samples through the opening of NVML that its devices have. For one thread."""
+    """Takes samples through the NVML session of its devices. For one thread."""
 
     def __init__(self, devices: NVMLDevices, processes_every: float = 60.0) -> None:
         self._devices = devices
@@ -564,10 +570,10 @@ class NVMLSampler:
         self._turn = ""
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
-        """One look at every device that is there, or was: one that does not answer, or is gone,
-        has an error. ``monotonic`` is in seconds and paces what is read seldom.
+        """Sample every device that is or was present.
 
-        Raises LooksLost with the reason when NVML as a whole does not answer.
+        A device that does not answer or is missing has an error. ``monotonic`` is in seconds and
+        paces slow readings. Raises LooksLost with the reason if NVML as a whole does not answer.
         """
         try:
             return self._sample(now, monotonic)
@@ -602,7 +608,7 @@ class NVMLSampler:
         return tuple(found.values())
 
     def _begin(self, opening: int) -> None:
-        """NVML was opened anew: whatever it gave before is worth nothing."""
+        """Start over after NVML was reopened: all handles from before are invalid."""
         self._opening, self._kept, self._events = opening, {}, None
         try:
             self._events = ask("events", pynvml.nvmlEventSetCreate)
@@ -634,14 +640,14 @@ class NVMLSampler:
     def _of_instances(
         self, handle: Any, index: int, now: datetime, gpu: _KeptReadings, xids: tuple[int, ...]
     ) -> Iterator[Sample]:
-        """An instance is as warm as its GPU, and what the GPU reports concerns each."""
+        """Sample the instances; temperature and errors of their GPU apply to each."""
         slots = ask("number of instances", pynvml.nvmlDeviceGetMaxMigDeviceCount, handle)
         for slot in range(slots):
             try:
                 part = ask("instance", pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
                 uuid = ask("UUID", pynvml.nvmlDeviceGetUUID, part)
             except Unanswered:
-                continue  # an empty slot; one that was there and is not is missed by its UUID
+                continue  # an empty slot; an instance that disappeared is missed by its UUID
             kept = self._kept_of(uuid)
             kept.slow, kept.condition = gpu.slow | {"milliwatts": None}, gpu.condition
             try:
@@ -661,7 +667,7 @@ class NVMLSampler:
         whole: bool = True,
     ) -> Sample:
         rates = None
-        if whole:  # of an instance NVML cannot tell
+        if whole:  # NVML cannot tell for an instance
             rates = ask_or(None, "use", pynvml.nvmlDeviceGetUtilizationRates, handle)
         memory = ask_or(None, "memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
         if self._turn == uuid:
@@ -687,12 +693,15 @@ class NVMLSampler:
         return self._kept[uuid]
 
     def _next_listed(self, monotonic: float) -> str:
-        """Whose processes are listed in this look: it was longest ago; empty when none is due."""
+        """Return the device whose processes are listed in this round; empty if none is due.
+
+        It is the one listed longest ago.
+        """
         waits = ((kept.listed_at, uuid) for uuid, kept in self._kept.items() if not kept.mig)
         at, uuid = min(waits, default=(monotonic, ""))
         if monotonic - at < self._processes_every:
             return ""
-        self._kept[uuid].listed_at = monotonic  # also when it does not answer: others wait
+        self._kept[uuid].listed_at = monotonic  # also if it does not answer, because others wait
         return uuid
 
     # Errors that the driver reports.
@@ -705,7 +714,7 @@ class NVMLSampler:
         ask_or(None, "events", pynvml.nvmlDeviceRegisterEvents, handle, kinds, self._events)
 
     def _reported(self) -> dict[str, tuple[int, ...]]:
-        """The errors since the last look, by the GPU that they came from."""
+        """Return the errors since the last round, by GPU."""
         found: dict[str, tuple[int, ...]] = {}
         for _ in range(MOST_EVENTS if self._events is not None else 0):
             try:
@@ -758,7 +767,10 @@ _SLOW: tuple[tuple[str, str, int, Callable[[Any], Any]], ...] = (
 
 
 def _slow(handle: Any) -> dict[str, Any]:
-    """Each that the device tells; that one of them fails, or makes no sense, costs no other."""
+    """Read the slow values that the device reports.
+
+    A value that fails or makes no sense does not affect the others.
+    """
     found: dict[str, Any] = {}
     for name, what, most, call in _SLOW:
         try:

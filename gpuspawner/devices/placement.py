@@ -1,15 +1,14 @@
-"""Which slots a request gets, and the sentences for refusals. Pure.
+"""Rules that choose slots for a request, and the sentences for refusals. Pure.
 
-The rules, in order:
+In this order:
 
-1. A device that does not answer, is in MIG mode, is set to ``prohibited``, is fully taken or is
-   occupied by a process that no lease explains, or whose memory is held, is never given.
-2. Devices of one lease are distinct and of one model, so that a job runs evenly on all of them.
-3. The tightest fit wins: the least memory that suffices, so that large devices stay free.
-4. Of several that fit equally: N devices are the best connected ones; a single device is the one
-   that the other free ones miss least.
-5. What is left equal is settled by the lowest index, so that the same question always has the
-   same answer.
+  1. Never granted: a device that does not answer, is in MIG mode, is set to ``prohibited``, is
+     fully taken, is occupied by a process without a lease, or has memory in use without a process.
+  2. Devices of one lease are distinct and of one model, so that a job runs evenly on all of them.
+  3. The tightest fit wins: the least memory that suffices, so that large devices stay free.
+  4. Of several equal fits: for N devices the best connected ones; for a single device the one that
+     the other free devices miss least.
+  5. Ties go to the lowest index, so that the same question always has the same answer.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from .topology import ALONE, Links, Near, best_connected, neighbours
 
 
 def must_run(request: Request, inventory: Inventory) -> None:
-    """Raises TooMuchAsked when the driver, or the CUDA version that it offers, is too old.
+    """Raise TooMuchAsked if the driver, or the CUDA version that it supports, is too old.
 
-    One that nobody can tell, as of simulated devices, is no reason to refuse.
+    An unknown version, as of simulated devices, is no reason to refuse.
     """
     if not request.devices:
         return
@@ -59,23 +58,23 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def suitable(request: Request, devices: Iterable[Device]) -> list[Device]:
-    """The devices that the request allows, free or not.
+    """Return the devices that the request allows, free or not.
 
-    A model that is written exactly as a device's own name means that model alone: a member who
-    picked ``NVIDIA A100-SXM4-40GB`` from a list does not get an instance of one.
+    A model that is written exactly like a device's name means that model alone: a member who picked
+    ``NVIDIA A100-SXM4-40GB`` from a list does not get an instance of one.
     """
     enough = [d for d in devices if d.memory_bytes >= request.memory_bytes]
     return of_model(request.model, of_environment(request, enough))
 
 
 def asks_for(request: Request, devices: Iterable[Device], uuids: AbstractSet[str]) -> bool:
-    """Whether a request is met by all of just these devices."""
+    """Return True if the request is satisfied by all of exactly these devices."""
     fitting = {device.uuid for device in suitable(request, devices)}
     return 0 < request.devices == len(uuids) and uuids <= fitting
 
 
 def of_environment(request: Request, devices: list[Device]) -> list[Device]:
-    """Those that the environment of the request runs on."""
+    """Return the devices that the request's environment supports."""
     if not request.models:
         return devices
     models = {d.model for d in devices}
@@ -84,7 +83,7 @@ def of_environment(request: Request, devices: list[Device]) -> list[Device]:
 
 
 def by_model(devices: Iterable[Device]) -> dict[str, list[Device]]:
-    """The devices in groups of one model, each in the order given."""
+    """Group devices by model, keeping their order."""
     groups: dict[str, list[Device]] = {}
     for device in devices:
         groups.setdefault(device.model, []).append(device)
@@ -92,12 +91,12 @@ def by_model(devices: Iterable[Device]) -> dict[str, list[Device]]:
 
 
 def most_of_one_model(devices: Iterable[Device]) -> int:
-    """How many devices the largest group of one model has."""
+    """Return the size of the largest group of one model."""
     return max(Counter(d.model for d in devices).values(), default=0)
 
 
 def of_model(wanted: str | None, devices: list[Device]) -> list[Device]:
-    """Those of the wanted model: of exactly that name, or else whose name has its words."""
+    """Return the devices of a model: with exactly that name, or else with all its words."""
     words = model_words(wanted or "")
     if not words:
         return devices
@@ -114,9 +113,12 @@ def no_device_free(
     candidates: list[Device],
     taken: Collection[Slot],
 ) -> NoDeviceFree:
-    """Waiting would help. ``matching`` are the devices that the request allows, ``candidates``
-    those of them that are free; each matching device counts once, as the first that is true of
-    free, in use, unknown, drained, occupied."""
+    """Return the refusal of a request that can be granted later.
+
+    ``matching`` are the devices that the request allows, ``candidates`` the free ones among them.
+    Each matching device counts once, as the first that applies of free, in use, unknown, drained,
+    occupied.
+    """
     free = {d.uuid for d in candidates}
     busy = {place.uuid for place in taken}
     counts: Counter[str] = Counter()
@@ -141,7 +143,10 @@ def no_device_free(
 def too_much_asked(
     request: Request, existing: list[Device], matching: list[Device]
 ) -> TooMuchAsked:
-    """Waiting would not help. ``existing`` are all devices that could ever be leased."""
+    """Return the refusal of a request that can never be granted.
+
+    ``existing`` are all devices that could ever be leased.
+    """
     most = most_of_one_model(matching)
     return TooMuchAsked(
         _what_would_fit(request, existing, matching, most),
@@ -152,7 +157,7 @@ def too_much_asked(
 
 
 def format_memory(memory_bytes: int) -> str:
-    """Bytes as people name a GPU's memory: ``80 GB`` for 80 GiB and for 80 x 10^9 bytes."""
+    """Format bytes as people name a GPU's memory: ``80 GB`` for 80 GiB and for 80 x 10^9 bytes."""
     gib, rest = divmod(memory_bytes, 2**30)
     return f"{memory_bytes // 10**9 if rest else gib} GB"
 
@@ -222,12 +227,12 @@ def _environment(request: Request) -> str:
 
 
 def _wanted_model(request: Request) -> str:
-    """What was asked for, or else what the environment runs on; empty is any."""
+    """Return the requested model, or else the environment's; empty means any."""
     return request.model or _choice(request.models)
 
 
 def _kind(count: int, request: Request) -> str:
-    """``GPU`` or ``GPUs`` with the model and the memory that were asked for."""
+    """Return ``GPU`` or ``GPUs`` with the requested model and memory."""
     noun = "GPU" if count == 1 else "GPUs"
     if model := _wanted_model(request):
         noun = f"{model} {noun}"
@@ -254,11 +259,11 @@ def _listing(parts: list[str]) -> str:
 
 
 FEW = 16
-"""So many places that changed since the last choice are looked at one by one."""
+"""Up to this many slots changed since the last choice are updated one by one."""
 
 
 def leasable(device: Device) -> str | None:
-    """None when the device could be leased if it were free, else why not, as a sentence."""
+    """Return None if the device could be leased when free, else the reason as a sentence."""
     if device.status is DeviceStatus.UNKNOWN:
         return device.reason or "It does not answer."
     if device.status is DeviceStatus.DRAINED:
@@ -271,12 +276,12 @@ def leasable(device: Device) -> str | None:
 
 
 def occupied(device: Device, taken: Collection[Slot]) -> bool:
-    """Whether something is on the device, or holds its memory, though no slot of it is taken."""
+    """Return True if the device or its memory is in use although none of its slots is taken."""
     return not device.empty and all(p.uuid != device.uuid for p in taken)
 
 
 def free_places(devices: Iterable[Device], taken: Collection[Slot]) -> list[Slot]:
-    """Every slot that could be given right now, in the order of ``devices``."""
+    """Return every slot that could be granted now, in the order of ``devices``."""
     fleet = Fleet(list(devices), {})
     held = texts(taken)
     free = fleet.free(held)
@@ -289,27 +294,27 @@ def choose(
     taken: Collection[Slot],
     links: Links,
 ) -> tuple[Slot, ...]:
-    """The places for a request, on distinct devices, in the order of their indices.
+    """Choose the slots for a request, on distinct devices, in the order of their indices.
 
-    ``taken`` are the places of open leases; ``links`` as in
-    :attr:`gpuspawner.devices.models.Inventory.links`. Raises NoDeviceFree when other devices would
-    have to become free first, TooMuchAsked when waiting would not help.
+    ``taken`` are the slots of open leases; ``links`` as in
+    :attr:`gpuspawner.devices.models.Inventory.links`. Raises NoDeviceFree if other devices would
+    have to become free first, TooMuchAsked if waiting would not help.
     """
     return Fleet(devices, links).choose(request, texts(taken))
 
 
 def texts(places: Iterable[Slot]) -> frozenset[str]:
-    """Places as :class:`Fleet` takes them: each as one text."""
+    """Convert slots to the texts that :class:`Fleet` uses."""
     return frozenset(place.text for place in places)
 
 
 class Fleet:
-    """What exists and how it is linked, prepared for many questions about what is taken.
+    """All devices and their links, prepared for many questions with changing taken slots.
 
-    Immutable but for what it remembers: what depends on devices and links alone is worked out once,
-    and from one choice to the next only what changed in between. Places that are taken are given
-    as texts (see :func:`texts`), so that of a thousand devices nearly all is done by Python's own
-    sets: a choice takes a twentieth of a millisecond. Thread-safe.
+    Immutable apart from its caches: what depends on devices and links alone is calculated once, and
+    between two choices only what changed. Taken slots are given as texts (see :func:`texts`), so
+    that Python's own sets do most of the work for a thousand devices: a choice takes a twentieth of
+    a millisecond. Thread-safe.
     """
 
     def __init__(self, devices: Sequence[Device], links: Links) -> None:
@@ -319,8 +324,8 @@ class Fleet:
         self._existing = sorted(filter(_could_ever_be_leased, devices), key=_by_index)
         self._near = neighbours(links)
         leasable_ones = [device for device in devices if leasable(device) is None]
-        # Nobody has a place on them and nothing is there: free unless a lease is added. A
-        # device is found by its first place, and one that is shared by any.
+        # Empty and without a lease: free unless a lease is added. An exclusive device is found by
+        # its first slot, a shared one by any.
         self._idle = {Slot(d.uuid).text: d.uuid for d in leasable_ones if d.empty}
         self._shared = {
             Slot(d.uuid, slot).text: d
@@ -334,7 +339,7 @@ class Fleet:
         self._last: _Free | None = None
 
     def choose(self, request: Request, taken: frozenset[str]) -> tuple[Slot, ...]:
-        """See :func:`choose`."""
+        """Choose slots; see :func:`choose`."""
         if request.devices <= 0:
             return ()
         known = self._suitable(request.model, request.models, request.memory_bytes)
@@ -352,11 +357,11 @@ class Fleet:
         return tuple(_left(device, taken)[0] for device in chosen)
 
     def free(self, taken: frozenset[str]) -> frozenset[str]:
-        """The UUIDs of the devices with a place that could be given right now."""
+        """Return the UUIDs of the devices with a slot that could be granted now."""
         return self._now(taken).free
 
     def _now(self, taken: frozenset[str]) -> _Free:
-        """What is free, worked out from the last answer when that is nearly the same."""
+        """Return what is free, derived from the last answer if that is nearly the same."""
         last = self._last
         changed = taken ^ last.taken if last else taken
         if last is None or len(changed) > FEW:
@@ -365,11 +370,11 @@ class Fleet:
             now = self._changed(last, taken, changed)
         else:
             return last
-        self._last = now  # of several threads one is the last, which is as good as another
+        self._last = now  # any thread's answer is as good as another's
         return now
 
     def _look(self, taken: frozenset[str]) -> _Free:
-        """What is free, from nothing."""
+        """Calculate what is free from scratch."""
         free = frozenset(map(self._idle.__getitem__, self._idle.keys() - taken))
         partly = {
             self._shared[text].uuid: self._shared[text] for text in self._shared.keys() & taken
@@ -378,7 +383,7 @@ class Fleet:
         return _Free(taken, free, Counter(map(self._group.get, free)))
 
     def _changed(self, last: _Free, taken: frozenset[str], changed: Collection[str]) -> _Free:
-        """The same, where only some places were taken or given back since the last answer."""
+        """Update the last answer where only some slots were taken or returned since."""
         shared = {device.uuid for text in changed if (device := self._shared.get(text))}
         uuids = shared.union(uuid for text in changed if (uuid := self._idle.get(text)))
         free = {uuid for uuid in uuids if self._gives(uuid, taken)}
@@ -388,7 +393,7 @@ class Fleet:
         return _Free(taken, last.free - uuids | free, left)
 
     def _gives(self, uuid: str, taken: frozenset[str]) -> bool:
-        """Whether a device that could be leased has a place that could be given right now."""
+        """Return True if a leasable device has a slot that could be granted now."""
         first = Slot(uuid).text
         if first in self._idle and first not in taken:
             return True
@@ -397,10 +402,10 @@ class Fleet:
         return 0 < len(left) < device.slots
 
     def _choose_one(self, known: _Suitable, now: _Free) -> Device | None:
-        """Of the free devices that fit tightest, the first that the other free ones miss least.
+        """Choose the tightest fit, and among equals the device that others miss least.
 
-        What a device is worth to others is known beforehand, unless one of its group is not
-        free: only in those groups is it counted anew.
+        A device's worth to others is precalculated; only in groups with a device that is not free
+        is it counted again.
         """
         free, left = now.free, now.left
         whole = (one for one in known.firsts if left[one.group] == self._members[one.group])
@@ -430,11 +435,11 @@ class Fleet:
 
 
 class _Rank(NamedTuple):
-    """A device among those that would do for one: the least is the best."""
+    """The rank of a device for a request of one: the smallest is the best."""
 
     memory_bytes: int
     missed: int
-    """What the other free ones miss when it is taken."""
+    """What the other free devices lose when it is taken."""
     order: tuple[int, str]
     uuid: str
     group: int | None
@@ -446,7 +451,7 @@ def _rank(device: Device, near: Near) -> _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Free:
-    """What is free while these places are taken."""
+    """What is free while these slots are taken."""
 
     taken: frozenset[str]
     free: frozenset[str]
@@ -464,14 +469,17 @@ class _Suitable:
     most: int
     """How many are of one model."""
     groups: Mapping[int | None, Sequence[_Rank]]
-    """The same by the number of their group, in each the best first if all were free."""
+    """The devices by group number, best first if all were free."""
     firsts: tuple[_Rank, ...]
-    """The first of each group, again the best first."""
+    """The first of each group, best first."""
 
 
 def _choose_several(candidates: list[Device], count: int, links: Links) -> list[Device]:
-    """The best ``count`` of one model. Whole GPUs go before MIG instances, which CUDA cannot
-    use several of at once; then the tightest fit, then the best connected."""
+    """Choose the best ``count`` devices of one model.
+
+    Whole GPUs go before MIG instances, because CUDA cannot use several of those at once; then the
+    tightest fit, then the best connected.
+    """
     options = []
     for group in by_model(candidates).values():
         if len(group) < count:
@@ -486,13 +494,16 @@ def _choose_several(candidates: list[Device], count: int, links: Links) -> list[
 
 
 def _left(device: Device, taken: frozenset[str]) -> list[Slot]:
-    """The places on a device that nobody has."""
+    """Return the untaken slots of a device."""
     places = (Slot(device.uuid, slot) for slot in range(device.slots))
     return [place for place in places if place.text not in taken]
 
 
 def _could_ever_be_leased(device: Device) -> bool:
-    """An unknown device may answer again; a parent or a prohibited one waits for an admin."""
+    """Return True unless only an admin can make the device leasable.
+
+    An unknown device may answer again; a MIG parent or a prohibited one waits for an admin.
+    """
     return device.status is not DeviceStatus.PARENT and device.compute_mode != "prohibited"
 
 

@@ -19,22 +19,22 @@ DEVICE_GONE = "not there any more"
 
 
 def load_devices(connection: sa.Connection, source: str) -> tuple[Device, ...]:
-    """Every device that a source has ever shown, by index."""
+    """Return every device that a source has ever shown, by index."""
     query = sa.select(devices).where(devices.c.source == source)
     rows = connection.execute(query.order_by(devices.c.index, devices.c.uuid))
     return tuple(_device(row) for row in rows.mappings())
 
 
 def source_of(connection: sa.Connection) -> str:
-    """The source whose devices are in the table; nothing when there are none."""
+    """Return the source whose devices are in the table; empty if there are none."""
     found: str | None = connection.execute(sa.select(devices.c.source).limit(1)).scalar()
     return found or ""
 
 
 def as_seen(known: tuple[Device, ...], inventory: Inventory) -> tuple[Device, ...]:
-    """The known devices brought up to date: one that was not seen is unknown, never free.
+    """Update the known devices from a snapshot: one that was not seen is unknown, never free.
 
-    Only a MIG instance may be gone for good: an admin takes them apart and makes new ones.
+    Only a MIG instance may disappear for good: admins remove them and create new ones.
     """
     seen = {device.uuid: device for device in inventory.devices}
     reason = inventory.error or DEVICE_GONE
@@ -50,7 +50,7 @@ def as_seen(known: tuple[Device, ...], inventory: Inventory) -> tuple[Device, ..
 def save_devices(
     connection: sa.Connection, known: tuple[Device, ...], inventory: Inventory
 ) -> None:
-    """Write what changed between ``known`` and ``inventory``; forget what can be forgotten."""
+    """Write what changed between ``known`` and ``inventory``; delete what disappeared for good."""
     kept = {device.uuid for device in as_seen(known, inventory)}
     gone = [device.uuid for device in known if device.uuid not in kept]
     other_source = devices.c.source != inventory.source
@@ -86,17 +86,17 @@ _STATE = tuple(each.name for each in fields(HealthState))
 
 @dataclass(frozen=True, slots=True)
 class StoredHealth:
-    """How a device is, as judged last."""
+    """The health of a device as last judged."""
 
     uuid: str
     state: HealthState
     probe: str = ""
-    """What the last probe that failed said."""
+    """What the last failed probe reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class SickLease:
-    """A lease that was on a device when it fell sick."""
+    """A lease that was on a device when it became sick."""
 
     lease_id: str
     uuid: str
@@ -106,24 +106,24 @@ class SickLease:
     told_at: datetime
     settled_at: datetime | None = None
     refunded: int = 0
-    """Microcredits that were given back for it."""
+    """Microcredits that were refunded for it."""
 
 
 def load_health(connection: sa.Connection) -> dict[str, StoredHealth]:
-    """All of them, by UUID."""
+    """Return the health of all devices, by UUID."""
     rows = connection.execute(sa.select(device_health)).mappings()
     return {row["uuid"]: _known(row) for row in rows}
 
 
 def get_health(connection: sa.Connection, uuid: str) -> StoredHealth | None:
-    """One, which nobody else changes until the transaction ends; None when it was never judged."""
+    """Lock and return the health of a device; None if it was never judged."""
     query = sa.select(device_health).where(device_health.c.uuid == uuid).with_for_update()
     row = connection.execute(query).mappings().first()
     return _known(row) if row else None
 
 
 def put_health(connection: sa.Connection, known: StoredHealth) -> None:
-    """Write one, in the place of what was there."""
+    """Replace the stored health of a device."""
     connection.execute(sa.delete(device_health).where(device_health.c.uuid == known.uuid))
     row = {name: getattr(known.state, name) for name in _STATE}
     row |= {"accepted": ",".join(sorted(known.state.accepted))}
@@ -132,8 +132,10 @@ def put_health(connection: sa.Connection, known: StoredHealth) -> None:
 
 
 def holders_of_device(connection: sa.Connection, uuid: str, at: datetime) -> list[Lease]:
-    """The leases that hold a device, or whose server did at a moment, and that are not known to
-    have been on a sick one."""
+    """Return the leases that held a device at a moment or hold it now.
+
+    Leases already noted as on a sick device are left out.
+    """
     then = (leases.c.started_at <= at) & (leases.c.ended_at >= at)
     told = sa.select(sick_leases.c.lease_id)
     found = leases_repository.where(connection, (then | OPEN_LEASE) & leases.c.id.notin_(told))
@@ -141,13 +143,13 @@ def holders_of_device(connection: sa.Connection, uuid: str, at: datetime) -> lis
 
 
 def note_sick_lease(connection: sa.Connection, sick: SickLease) -> None:
-    """Write down that a lease is on a device that fell sick."""
+    """Record that a lease is on a device that became sick."""
     row = {each.name: getattr(sick, each.name) for each in fields(SickLease)}
     connection.execute(sa.insert(sick_leases).values(row))
 
 
 def sick_leases_to_settle(connection: sa.Connection) -> list[str]:
-    """The ids of leases that have ended and whose time on a sick device is not given back."""
+    """Return the ids of ended leases whose time on a sick device is not refunded yet."""
     query = (
         sa.select(sick_leases.c.lease_id)
         .join(leases, leases.c.id == sick_leases.c.lease_id)
@@ -158,14 +160,14 @@ def sick_leases_to_settle(connection: sa.Connection) -> list[str]:
 
 
 def sick_lease(connection: sa.Connection, lease_id: str) -> SickLease | None:
-    """What is known of a lease's time on a sick device."""
+    """Return what is recorded about a lease's time on a sick device."""
     query = sa.select(sick_leases).where(sick_leases.c.lease_id == lease_id)
     row = connection.execute(query).mappings().first()
     return SickLease(**row) if row else None
 
 
 def open_sick_leases(connection: sa.Connection) -> dict[str, SickLease]:
-    """Of leases that go on, by the lease's id."""
+    """Return the records of open leases, by lease id."""
     query = (
         sa.select(sick_leases)
         .join(leases, leases.c.id == sick_leases.c.lease_id)
@@ -177,7 +179,7 @@ def open_sick_leases(connection: sa.Connection) -> dict[str, SickLease]:
 def settle_sick_lease(
     connection: sa.Connection, lease_id: str, at: datetime, refunded: int
 ) -> None:
-    """What its time cost is given back."""
+    """Record the refund for a lease's time on a sick device."""
     mine = sick_leases.c.lease_id == lease_id
     values = {"settled_at": at, "refunded": refunded}
     connection.execute(sa.update(sick_leases).where(mine).values(values))
@@ -190,7 +192,7 @@ def _known(row: Any) -> StoredHealth:
 
 
 def take_back_sick_lease(connection: sa.Connection, uuid: str, now: datetime) -> None:
-    """An admin gives a device out again as it is."""
+    """Record that an admin returns a sick device to service as it is."""
     known = get_health(connection, uuid)
     if known is not None and known.state.verdict == SICK:
         put_health(connection, StoredHealth(uuid, returned(known.state, now, by_hand=True)))

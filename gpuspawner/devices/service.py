@@ -1,22 +1,23 @@
-"""Devices taken out of service: drains, quarantine, closed nodes, and the queue's pause.
+"""Devices taken out of service: drains, quarantine, closed nodes, and the pause of all grants.
 
-What is closed, and why, is in the store. The scheduler beside ours is told after that, and again
-until it answers: whoever dies in between leaves nothing open that is closed here.
+The store records what is closed and why. An external scheduler is told afterwards, repeatedly until
+it answers: whichever process crashes in between, nothing closed here stays open there.
 
-A device with an unexplained process is never given out, whatever is written here: placement sees it
-as occupied in the very look by which it grants. The quarantine says so where it lasts, in the audit
-trail too, and keeps the device closed also for whoever sees less of the machine.
+A device with an unexplained process is never granted, whatever is recorded: placement sees it as
+occupied in the same snapshot that it grants from. A lasting problem becomes a quarantine, which
+also shows it in the audit log and closes the device for processes that see less of the machine.
 """
 
 from __future__ import annotations
 
 import logging
-import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
 from ..core.errors import GPUSpawnerError, InvalidRequest
+from ..core.text import checked_reason, short_text
+from ..db import audit_log
 from ..db.engine import Store
 from ..leases import repository as leases_repository
 from . import closures, repository
@@ -27,9 +28,9 @@ from .snapshots import DeviceView, InventoryCache, InventorySnapshot
 
 
 class MachineService:
-    """Has machines closed and opened with their devices, where another scheduler gives these out.
+    """Closes and opens whole machines where an external scheduler allocates their devices.
 
-    Without one, a device is its own machine.
+    Without one, each device is its own machine.
     """
 
     def __init__(
@@ -40,32 +41,35 @@ class MachineService:
         self.log = log
 
     def on_machine(self, uuid: str) -> tuple[str, ...]:
-        """The devices that are drained together with a device, itself among them."""
+        """Return the devices that are drained together with this one, including it."""
         return (uuid,) if self.delegate is None else self.delegate.on_machine(uuid)
 
     def machine_of(self, uuid: str) -> str:
-        """The name of the machine that a device is in; empty where there is only this one."""
+        """Return the name of the machine with this device; empty if there is only this machine."""
         return "" if self.delegate is None else self.delegate.machine_of(uuid)
 
     def keep_closed(self, known: Mapping[str, Closure] | None = None) -> None:
-        """Have nothing given out of the machines of devices that are closed; ``known`` is what
-        is, if somebody has just looked. What cannot be told now is told the next time."""
+        """Keep the machines of closed devices closed at the external scheduler.
+
+        ``known`` are the closures, if the caller has just read them. What fails now is retried next
+        time.
+        """
         if self.delegate is None:
             return
         closed = closed_devices(self.store.run(closures.load) if known is None else known)
         told = self.delegate.keep_closed({uuid: _why(each) for uuid, each in closed.items()})
-        # Somebody may have opened one between the question and the answer.
+        # Somebody may have reopened one meanwhile.
         still = closed_devices(self.store.run(closures.load)) if told else {}
         for uuid in told:
             if not self.closed_on(uuid, still):
                 self.open_there(uuid)
 
     def closed_on(self, uuid: str, closed: Collection[str]) -> list[str]:
-        """What is closed of the machine that a device is in."""
+        """Return the closed devices of the machine with this device."""
         return [each for each in self.on_machine(uuid) if each in closed]
 
     def open_there(self, uuid: str) -> None:
-        """Give the machine of a device out again, now that nothing of it is closed here."""
+        """Reopen the machine of a device after its last closure here was lifted."""
         if self.delegate is None:
             return
         try:
@@ -76,14 +80,14 @@ class MachineService:
 
 
 def _why(closure: Closure) -> str:
-    """Why the machine of a device is closed, for who looks there."""
+    """Return the reason shown at the external scheduler."""
     if closure.actor == HEALTH:
         return f"{closure.subject} is sick: {closure.reason}"
     return closure.reason or f"drained by {closure.actor}"
 
 
 def closed_devices(known: Mapping[str, Closure]) -> dict[str, Closure]:
-    """What is closed to everybody, without what is kept for somebody and the pause of it all."""
+    """Return the devices closed to everybody, without reserved ones and the general pause."""
     return {
         subject: closure
         for subject, closure in known.items()
@@ -92,11 +96,11 @@ def closed_devices(known: Mapping[str, Closure]) -> dict[str, Closure]:
 
 
 ENDING = timedelta(seconds=20)
-"""So long what ran may take to let go of a device after its server ended."""
+"""How long a process may take to release a device after its server ended."""
 
 
 class LeakService:
-    """Knows which free devices are not empty, and puts them in quarantine."""
+    """Finds devices that are occupied without a lease, and quarantines them."""
 
     def __init__(
         self,
@@ -112,8 +116,10 @@ class LeakService:
         self._leaked_since: dict[str, datetime] = {}
 
     def judge_leaks(self) -> list[Closure]:
-        """Put in quarantine what is not empty for a while though nobody has it, and lift it where
-        that is over; those that begin. A device that does not answer stays as it is."""
+        """Quarantine devices that stay occupied without a lease, and lift what is over.
+
+        Returns the newly quarantined devices. A device that does not answer stays as it is.
+        """
         now = self.clock()
         look = self.look()
         with self.store.read() as connection:
@@ -136,14 +142,14 @@ class LeakService:
         return begun
 
     def _quarantine(self, device: Device, now: datetime) -> Closure | None:
-        """None when somebody was quicker, or it was given to a server meanwhile."""
+        """Quarantine a device; None if it is already closed or was leased meanwhile."""
         closure = Closure(device.uuid, now, LEAK, who_holds(device))
         with self.store.write() as connection:
             if any(place.uuid == device.uuid for place in leases_repository.taken(connection)):
                 return None
             if not closures.close(connection, closure):
                 return None
-            closures.note(
+            audit_log.note(
                 connection,
                 at=now,
                 actor=LEAK,
@@ -159,7 +165,7 @@ class LeakService:
             closure = closures.load(connection).get(uuid)
             if closure is not None and closure.actor == LEAK:
                 closures.reopen(connection, uuid)
-                closures.note(
+                audit_log.note(
                     connection,
                     at=now,
                     actor=LEAK,
@@ -171,19 +177,15 @@ class LeakService:
 
 
 def who_holds(device: Device) -> str:
-    """What is on a device that nobody has, in words."""
+    """Describe what occupies a device that has no lease."""
     names = [f"{p.name or 'a process'} (pid {p.pid})" for p in device.compute_processes]
     if names:
         return f"{', '.join(names[:5])} of no server of this hub"
     return f"{device.held_bytes / 2**30:.1f} GB of its memory are held, and by no process in sight"
 
 
-LONGEST_REASON = 300
-"""Characters."""
-
-
 class DeviceService:
-    """Takes devices out of service and gives them back, for an admin."""
+    """Manages the devices: takes them out of service and returns them, for admins."""
 
     def __init__(
         self,
@@ -197,22 +199,30 @@ class DeviceService:
         self.inventory = inventory
         self.machines = machines
 
-    def pause(self, *, actor: str, reason: str = "") -> bool:
-        """Give out no devices until :meth:`resume`; what runs goes on, who waits waits on.
+    def look(self, *, fresh: bool = False) -> InventorySnapshot:
+        """Return the latest snapshot of the devices (at most ``refresh_seconds`` old)."""
+        return self.inventory.look(self.clock(), fresh=fresh)
 
-        False when granting was paused already: then nothing changes.
+    def closures(self) -> dict[str, Closure]:
+        """Return everything that is closed to new leases, by subject."""
+        return self.store.run(closures.load)
+
+    def pause(self, *, actor: str, reason: str = "") -> bool:
+        """Grant no devices until :meth:`resume`; running and waiting requests continue.
+
+        Returns False, and changes nothing, if granting was already paused.
         """
         return self._close(GRANTING, "pause", actor, reason)
 
     def resume(self, *, actor: str, reason: str = "") -> bool:
-        """Give out devices again. False when granting was not paused."""
+        """Grant devices again. Returns False if granting was not paused."""
         return self._reopen(GRANTING, "resume", actor, reason)
 
     def drain(self, device: str, *, actor: str, reason: str = "") -> bool:
-        """Give a device (UUID or index) to nobody new; the session on it ends normally.
+        """Grant a device (UUID or index) to nobody new; the session on it ends normally.
 
-        False when it was drained already. Raises InvalidRequest for an unknown device. Where
-        somebody else gives out the devices of several machines, a machine is drained whole; see
+        Returns False if it was already drained. Raises InvalidRequest for an unknown device. Where
+        an external scheduler allocates devices, the whole machine is drained; see
         :meth:`on_machine`.
         """
         uuid, reason = self.find_device(device).uuid, checked_reason(reason)
@@ -224,10 +234,10 @@ class DeviceService:
         return any(done)
 
     def undrain(self, device: str, *, actor: str, reason: str = "") -> bool:
-        """Give a device out again, one that is gone too, and a sick one as it is: only what is
-        new drains it. False when it was not drained.
+        """Return a device to service, even a missing or a sick one. False if it was not drained.
 
-        Raises Refused, and changes nothing, where somebody else closed its machine.
+        A sick device returns as it is: only new faults drain it again. Raises Refused, and changes
+        nothing, if somebody else closed its machine.
         """
         drained = self.store.run(closures.load).keys() - {GRANTING}
         uuid = device if device in drained else self.find_device(device).uuid
@@ -238,21 +248,19 @@ class DeviceService:
             self._reopen(each, "undrain", actor, reason) for each in self.machines.on_machine(uuid)
         ]
         if self.machines.delegate is not None and any(done):
-            self.machines.open_there(
-                uuid
-            )  # it may have been closed once more before this was written
+            self.machines.open_there(uuid)  # it may have been closed again before this was written
         return any(done)
 
     def on_machines(self, views: Sequence[DeviceView]) -> tuple[DeviceView, ...]:
-        """The same, each with the name of its machine."""
+        """Return the views with the names of their machines."""
         return tuple(
             replace(each, machine=self.machines.machine_of(each.device.uuid)) for each in views
         )
 
     def find_device(self, device: str) -> Device:
-        """A device by UUID or, as people read it, by index. Raises InvalidRequest.
+        """Return a device by UUID or index. Raises InvalidRequest.
 
-        The store's own: whoever asks may see less of the machine than the hub does.
+        From the store, because the caller may see less of the machine than the hub does.
         """
         source = self.inventory.source.name
         known = self.store.run(lambda connection: repository.load_devices(connection, source))
@@ -269,17 +277,17 @@ class DeviceService:
             field="device",
         )
 
-    # Steps of the above.
+    # Helpers.
 
     def _close(self, subject: str, action: str, actor: str, reason: str) -> bool:
         now, reason = self.clock(), checked_reason(reason)
         with self.store.write() as connection:
             before = closures.load(connection).get(subject)
             if before is not None and before.actor in (HEALTH, LEAK):
-                closures.reopen(connection, subject)  # what an admin drains, nobody else gives back
+                closures.reopen(connection, subject)  # an automatic one would end by itself
             done = closures.close(connection, Closure(subject, now, actor, reason))
             if done:
-                closures.note(
+                audit_log.note(
                     connection,
                     at=now,
                     actor=actor,
@@ -295,7 +303,7 @@ class DeviceService:
             done = closures.reopen(connection, subject)
             if done:
                 repository.take_back_sick_lease(connection, subject, now)
-                closures.note(
+                audit_log.note(
                     connection,
                     at=now,
                     actor=actor,
@@ -304,27 +312,3 @@ class DeviceService:
                     detail=reason,
                 )
         return done
-
-
-def checked_reason(reason: str, *, needed: bool = False) -> str:
-    """An admin's reason on one line. Raises InvalidRequest for what is not one."""
-    text = " ".join(reason.split())
-    if needed and not text:
-        raise InvalidRequest(
-            "The reason is missing: say in a few words why; the member reads it.", field="reason"
-        )
-    if len(text) > LONGEST_REASON:
-        raise InvalidRequest(
-            f"The reason has {len(text)} characters: {LONGEST_REASON} is the most.", field="reason"
-        )
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
-        raise InvalidRequest("The reason has characters that nobody can read.", field="reason")
-    return text
-
-
-def short_text(value: object) -> str:
-    """What somebody sent, as a sentence can name it."""
-    if isinstance(value, int) and abs(value) > 10**40:  # Python itself refuses to write some
-        return "That"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "..."

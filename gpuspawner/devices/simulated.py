@@ -1,11 +1,11 @@
 """Simulated GPUs: any fleet from a short text, with scripted faults and samples.
 
-The script is a JSON file, named by the environment variable ``GPUSPAWNER_SIMULATION`` and read
-anew when it changes. It says by UUID or index what a device shows instead, until it is gone from
-the script: ``{"0": {"use": 97, "celsius": 91}, "1": {"error": "It fell off the bus.", "xids":
-[79]}}``. Most names are of :class:`gpuspawner.monitoring.models.Sample`; ``processes`` are
-``[[PID, "name"], ...]``, ``held_bytes`` is memory that no process holds, and ``probe`` is why the
-device fails a probe.
+The script is a JSON file named by the environment variable ``GPUSPAWNER_SIMULATION``, read again
+whenever it changes. By UUID or index, it sets what a device shows, for as long as the entry exists:
+``{"0": {"use": 97, "celsius": 91}, "1": {"error": "It fell off the bus.", "xids": [79]}}``. Most
+names are those of :class:`gpuspawner.monitoring.models.Sample`; ``processes`` are ``[[PID, "name"],
+...]``, ``held_bytes`` is memory that no process holds, and ``probe`` is why the device fails a
+probe.
 
 ``4xA100-80GB,2xT4`` is four devices of model ``A100-80GB`` and two of model ``T4``.
 """
@@ -27,7 +27,8 @@ from typing import Any
 from ..core.errors import ConfigError
 from ..monitoring.models import Condition, Sample
 from .models import Device, DeviceProcess, DeviceStatus, Inventory
-from .source import NODE, PIX, LooksLost, Sampler, nvlinks, pair, unknown
+from .source import LooksLost, Sampler, unknown
+from .topology import NODE, PIX, nvlinks, pair
 
 log = logging.getLogger(__name__)
 
@@ -48,26 +49,26 @@ SCRIPTED = {
     "held_bytes": int,
     "probe": str,
 }
-"""What it may say, and of which type."""
+"""The names that a script may set, with their types."""
 CONDITIONS = tuple(each.name for each in fields(Condition))
 
 Shows = Mapping[str, Any]
-"""What a device shows instead."""
+"""What a device shows instead of its normal values."""
 
 
 class Script:
-    """The script, as it is now. A mistake in it changes nothing, and is said in the log."""
+    """The current script. A mistake in it changes nothing and is logged."""
 
     def __init__(self) -> None:
         self._read: tuple[Any, Mapping[str, Shows]] = (None, {})
 
     def of(self, uuid: str, index: int) -> Shows:
-        """What one device shows; nothing when it is as it would be."""
+        """Return what one device shows; empty if the script does not mention it."""
         told = self.told()
         return told.get(uuid) or told.get(str(index)) or {}
 
     def told(self) -> Mapping[str, Shows]:
-        """All of it; nothing when there is no script."""
+        """Return the whole script; empty if there is none."""
         path = os.environ.get(SCRIPT)
         if not path:
             return {}
@@ -84,12 +85,12 @@ class Script:
 
 
 def processes_of(shows: Shows) -> tuple[DeviceProcess, ...]:
-    """The compute processes that a device shows beside its own."""
+    """Return the compute processes that a device shows besides its own."""
     return tuple(DeviceProcess(pid, name=name) for pid, name in shows.get("processes", ()))
 
 
 def _checked(script: Any) -> dict[str, dict[str, Any]]:
-    """Raises ValueError with a sentence for what is no script."""
+    """Return a valid script. Raises ValueError with a sentence."""
     if not isinstance(script, dict) or not all(isinstance(v, dict) for v in script.values()):
         raise ValueError("write an object of objects, by UUID or index")
     for device, shows in script.items():
@@ -152,22 +153,22 @@ KNOWN_MEMORY_GB = {
     "T4": 16,
     "V100": 16,
 }
-"""Memory of usual models, so that a spec may leave it out."""
+"""Memory of common models, so that a spec may leave it out."""
 
 _CANONICAL = {name.lower(): name for name in KNOWN_MEMORY_GB}
 
 
 class SimulatedDevices:
-    """A fleet that exists only here. Thread-safe; the same spec gives the same UUIDs anywhere.
+    """A fleet of simulated devices. Thread-safe; the same spec always gives the same UUIDs.
 
-    Neighbours of one entry are linked as in a usual server: pairs by four NVLinks, fours
-    through one PCIe switch, eights through their NUMA node.
+    Neighbours of one entry are linked as in a typical server: pairs by four NVLinks, fours through
+    one PCIe switch, eights through their NUMA node.
     """
 
     name = "simulated"
 
     def __init__(self, spec: str) -> None:
-        """``spec`` as in ``4xA100-80GB,2xT4``. Raises ConfigError."""
+        """Create a fleet; ``spec`` as in ``4xA100-80GB,2xT4``. Raises ConfigError."""
         self.spec = spec
         entries = parse_fleet(spec)
         self._healthy = {device.uuid: device for device in _build_devices(entries)}
@@ -179,7 +180,7 @@ class SimulatedDevices:
         self.script = Script()
 
     def observe(self, now: datetime) -> Inventory:
-        """The fleet as it stands; see :class:`gpuspawner.devices.source.DeviceSource`."""
+        """Return the current fleet; see :class:`gpuspawner.devices.source.DeviceSource`."""
         with self._lock:
             if self._lost:
                 return Inventory(devices=(), observed_at=now, source=self.name, error=self._lost)
@@ -192,25 +193,24 @@ class SimulatedDevices:
             )
 
     def sampler(self, processes_every: float = 60.0) -> Sampler:
-        """What tells what they do; see :mod:`.simulated_samples`."""
-
+        """Return a sampler of the devices' use, a :class:`SimulatedSampler`."""
         return SimulatedSampler(self)
 
     def fail(self, uuid: str, reason: str = "It does not answer.") -> None:
-        """Make one device unknown. KeyError for a UUID that is not of this fleet."""
+        """Make one device unknown. KeyError for a UUID that is not in this fleet."""
         with self._lock:
             device = self._now_seen[uuid]
             self._put(replace(device, status=DeviceStatus.UNKNOWN, reason=reason))
 
     def occupy(self, uuid: str, pid: int, kind: str = "compute", name: str = "") -> None:
-        """Put a process on a device. KeyError for a UUID that is not of this fleet."""
+        """Put a process on a device. KeyError for a UUID that is not in this fleet."""
         process = DeviceProcess(pid=pid, kind=kind, name=name)
         with self._lock:
             device = self._now_seen[uuid]
             self._put(replace(device, processes=(*device.processes, process)))
 
     def lose(self, reason: str = "The simulated driver does not answer.") -> None:
-        """See nothing any more, as when the driver is gone."""
+        """Show nothing any more, as if the driver were gone."""
         with self._lock:
             self._lost = reason
 
@@ -242,7 +242,7 @@ def _as_it_shows(device: Device, shows: Shows) -> Device:
 
 
 def parse_fleet(spec: str) -> list[tuple[int, str, int]]:
-    """The entries of a spec as (count, model, memory in GiB). Raises ConfigError."""
+    """Parse a spec into (count, model, memory in GiB). Raises ConfigError."""
     entries = [_parse_entry(text.strip()) for text in spec.split(",") if text.strip()]
     if not entries:
         raise ConfigError(f"The simulated fleet is empty. {_EXAMPLE}")
@@ -270,8 +270,11 @@ def _parse_entry(text: str) -> tuple[int, str, int]:
 
 
 def _build_devices(entries: list[tuple[int, str, int]]) -> list[Device]:
-    """One device per place in the spec; a UUID depends on the model and its count so far,
-    so that a longer spec keeps the devices of a shorter one."""
+    """Create the devices of a spec.
+
+    A UUID depends on the model and its count so far, so that a longer spec keeps the devices of a
+    shorter one.
+    """
     devices: list[Device] = []
     seen: dict[tuple[str, int], int] = {}
     for count, model, memory in entries:
@@ -311,7 +314,7 @@ def _build_links(
 
 
 IDLE_SHARE = 0.05
-"""A process that takes less of a processor does not compute: servers and kernels that wait do."""
+"""A process using less of a processor does not compute: idle servers and kernels use less."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -319,7 +322,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class _SeenProcess:
-    """A process as it was at the last look."""
+    """A process as it was at the last sample."""
 
     cpu_seconds: float
     at: float
@@ -335,10 +338,10 @@ class SimulatedSampler:
         self._seen: dict[int, _SeenProcess] = {}
         self._reported: dict[str, tuple[int, ...]] = {}
         self.pids: Mapping[str, Sequence[int]] = {}
-        """Which processes each device is leased to, by its UUID. Set by who knows the leases."""
+        """The leased processes of each device, by UUID. Set by code that knows the leases."""
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
-        """One look at the fleet; see :class:`gpuspawner.devices.source.Sampler`."""
+        """Sample the fleet; see :class:`gpuspawner.devices.source.Sampler`."""
         inventory = self._devices.observe(now)
         if inventory.error:
             raise LooksLost(inventory.error)
@@ -393,7 +396,7 @@ class SimulatedSampler:
         )
 
     def _read(self, pid: int) -> tuple[float, int, str] | None:
-        """Seconds of processor, bytes resident and name; None when it is gone."""
+        """Return CPU seconds, resident bytes and name of a process; None if it is gone."""
         try:
             stat = (self._proc / str(pid) / "stat").read_text(errors="replace")
         except OSError:
@@ -408,7 +411,7 @@ class SimulatedSampler:
 
     def _as_scripted(self, sample: Sample, changed: Mapping[str, Any]) -> Sample:
         shows = dict(changed)
-        for name in ("probe", "processes", "held_bytes"):  # it is the device that shows these
+        for name in ("probe", "processes", "held_bytes"):  # the device itself shows these
             shows.pop(name, None)
         if "condition" in shows:
             shows["condition"] = Condition(**shows["condition"])
@@ -427,7 +430,7 @@ class SimulatedSampler:
         return replace(sample, **shows) if shows else sample
 
     def fails_probe(self, uuid: str) -> str:
-        """Why a device of this fleet fails a probe; empty when it passes. For any thread."""
+        """Return why a device of this fleet fails a probe; empty if it passes. For any thread."""
         for device in self._devices.observe(datetime.now(timezone.utc)).devices:
             if device.uuid == uuid:
                 shows = self._devices.script.of(uuid, device.index)

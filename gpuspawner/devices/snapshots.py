@@ -1,4 +1,4 @@
-"""The last snapshot of the devices, and the views of it that pages and commands show."""
+"""The latest snapshot of the devices, and the views of it that pages and commands show."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 
+from ..core.times import clock
 from ..db.engine import Store
 from ..leases.models import Lease, LeaseState, Slot
 from ..ledger import rules as ledger_rules
@@ -22,21 +23,21 @@ from .placement import Fleet, leasable
 from .source import DeviceSource
 
 SAVE_EVERY = timedelta(minutes=1)
-"""How often an unchanged look is compared with the store all the same."""
+"""How often even an unchanged snapshot is compared with the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class InventorySnapshot:
-    """Devices as last seen; those that were known and not seen are unknown."""
+    """The devices as last seen; known devices that were not seen are unknown."""
 
     devices: tuple[Device, ...]
     inventory: Inventory
     fleet: Fleet
-    """The same devices, prepared for choosing among them."""
+    """The same devices, prepared for placement."""
 
 
 class InventoryCache:
-    """Observes a source at most every ``refresh`` and keeps the store's device table true."""
+    """Observes a source at most every ``refresh`` and keeps the store's device table current."""
 
     def __init__(self, source: DeviceSource, store: Store, refresh: timedelta) -> None:
         self.source = source
@@ -49,10 +50,10 @@ class InventoryCache:
         self._saved_at: datetime | None = None
 
     def look(self, now: datetime, *, fresh: bool = False) -> InventorySnapshot:
-        """The newest look; a new one when the last is older than ``refresh`` or ``fresh``."""
+        """Return the latest snapshot; a new one if it is older than ``refresh``, or ``fresh``."""
         with self._lock:
             last = self._look
-            # A clock that was set back must not make the last look the newest for hours.
+            # After the clock is set back, an old snapshot must not stay the latest for hours.
             recent = last and abs(now - last.inventory.observed_at) < self.refresh
             if last and recent and not fresh and not self._stale:
                 return last
@@ -73,7 +74,7 @@ class InventoryCache:
             return self._look
 
     def forget(self) -> None:
-        """Look anew next time: a server is gone, and so are its processes."""
+        """Take a new snapshot next time: a server is gone, and so are its processes."""
         self._stale = True
 
     def _rows(self, connection: sa.Connection) -> tuple[Device, ...]:
@@ -100,26 +101,28 @@ def _nothing_new(before: Inventory, now: Inventory) -> bool:
 
 
 COUNTED = ("free", "leased", "occupied", "draining", "drained")
-"""The states of devices that can be leased by somebody, sooner or later."""
+"""States of devices that can be leased sooner or later."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """A device and what it is doing now."""
+    """A device with its current state."""
 
     device: Device
     state: str
-    """``free``, ``leased``, ``occupied``, ``unknown``, ``parent`` or ``prohibited``; of those
-    that an admin closed, what is free is ``drained`` and what is leased is ``draining``."""
+    """``free``, ``leased``, ``occupied``, ``unknown``, ``parent`` or ``prohibited``.
+
+    Of the devices that an admin closed, a free one is ``drained`` and a leased one is ``draining``.
+    """
     detail: str
-    """Why, in words; of a free device what else is to be known of it, which mostly is nothing."""
+    """Why, in words; for a free device other useful information, usually none."""
     lease_id: str | None = None
     machine: str = ""
-    """The name of the machine that it is in, where there are several."""
+    """The name of its machine, if there are several."""
 
     @property
     def name(self) -> str:
-        """For people: its index, and the machine where there are several."""
+        """The name for people: the index, and the machine if there are several."""
         return f"{self.device.index} on {self.machine}" if self.machine else str(self.device.index)
 
 
@@ -132,7 +135,7 @@ class ModelCount:
     total: int
     free: int
     rate: int
-    """Microcredits per GPU-hour now, where no environment has a rate of its own."""
+    """Current microcredits per GPU-hour, for environments without a rate of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,23 +146,24 @@ class Overview:
     models: tuple[ModelCount, ...]
     source: str
     error: str
-    """Why the devices cannot be seen; empty when they can."""
+    """Why the devices cannot be seen; empty if they can."""
     driver_version: str
     cuda_version: str
     waiting: int = 0
-    """Tickets in line."""
+    """Waiting tickets."""
     paused: Closure | None = None
-    """Why no device is given out, and by whom; None while they are."""
+    """Why granting is paused, and by whom; None if it is not."""
     rates: Rates = field(default_factory=Rates)
-    """All that hold or will."""
+    """All rates that apply now or later."""
 
     @property
     def total(self) -> int:
-        """Devices that can be leased by somebody, sooner or later."""
+        """The number of devices that can be leased sooner or later."""
         return sum(count.total for count in self.models)
 
     @property
     def free(self) -> int:
+        """The number of free devices."""
         return sum(count.free for count in self.models)
 
 
@@ -168,9 +172,9 @@ def device_views(
     taken: Mapping[Slot, str],
     closed: Mapping[str, Closure] | None = None,
 ) -> tuple[DeviceView, ...]:
-    """Each device with its state; a leased one stays leased whatever NVML says.
+    """Return each device with its state; a leased one stays leased whatever NVML reports.
 
-    ``closed`` are the closures by subject, of which those of devices count here.
+    ``closed`` are the closures by subject; only those of devices count here.
     """
     leases = {place.uuid: lease for place, lease in taken.items()}
     views = (_view(device, leases.get(device.uuid)) for device in devices)
@@ -203,12 +207,12 @@ def _view(device: Device, lease_id: str | None) -> DeviceView:
 
 
 def _closed(view: DeviceView, closure: Closure) -> DeviceView:
-    """A drained device: a device that nobody could have anyway keeps its state."""
+    """Return the view of a closed device; one that was not leasable anyway keeps its state."""
     state = {"free": "drained", "leased": "draining"}.get(view.state, view.state)
     drained = f"drained by {closure.actor}" + (f": {closure.reason}" if closure.reason else "")
     before = view.detail
     if view.device.status is DeviceStatus.DRAINED:
-        before = f"lease {view.lease_id}" if view.lease_id else ""  # else it is said twice
+        before = f"lease {view.lease_id}" if view.lease_id else ""  # not twice
     if server := kept_for(closure):
         drained = f"kept for {server}, which starts again"
     if closure.actor == LEAK:
@@ -220,7 +224,7 @@ def _closed(view: DeviceView, closure: Closure) -> DeviceView:
 
 
 def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCount, ...]:
-    """Totals by model and memory, greatest first; unknown devices are not counted."""
+    """Return totals by model and memory, largest first; unknown devices are not counted."""
     found: dict[tuple[str, int], list[DeviceView]] = {}
     for view in views:
         if view.state in COUNTED:
@@ -245,7 +249,7 @@ def latest_ends(
     grace: timedelta,
     now: datetime,
 ) -> dict[str, datetime]:
-    """When each lease ends at the latest, because its account runs dry; by lease id.
+    """Return the latest end of each lease, when its account runs dry, by lease id.
 
     Leases of one account draw on it together. A lease that costs nothing has no such end.
     """
@@ -271,7 +275,7 @@ def latest_ends(
 
 
 def free_by(ends: Sequence[datetime], wanted: int, now: datetime) -> str:
-    """``"2 will be free by 15:40 at the latest"``, or nothing when nobody can promise it."""
+    """Return ``"2 will be free by 15:40 at the latest"``, or "" if that is not certain."""
     soonest = sorted(ends)
     if len(soonest) < wanted or not wanted:
         return ""
@@ -280,11 +284,3 @@ def free_by(ends: Sequence[datetime], wanted: int, now: datetime) -> str:
         return ""
     count = sum(end <= moment for end in soonest)
     return f"{count} will be free by {clock(moment, now)} at the latest"
-
-
-def clock(moment: datetime, now: datetime) -> str:
-    """A time of day in the hub's own zone, rounded up to the minute, with the day if not today."""
-    local = (moment + timedelta(minutes=1) - timedelta.resolution).astimezone()
-    if local.date() == now.astimezone().date():
-        return local.strftime("%H:%M")
-    return local.strftime("%H:%M on %-d %B")

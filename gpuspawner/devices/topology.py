@@ -1,7 +1,26 @@
-"""Which GPUs of a machine are closely linked. Pure.
+"""The closeness of GPUs within a machine. Pure.
 
 Up to :data:`EXACT_UP_TO` candidates the best set is found; beyond, a good one by growing from
 the best linked devices and swapping, in time that hardly depends on the number of candidates.
+
+The scale, used in :attr:`gpuspawner.devices.models.Inventory.links`: whole numbers, greater is
+closer.
+
+=====================  =====================================================================
+value                  how data gets from one device to the other
+=====================  =====================================================================
+100 x n                n NVLinks, directly or through NVSwitch (see :func:`nvlinks`)
+:data:`SAME_BOARD`     two GPUs on one board
+:data:`PIX`            one PCIe switch
+:data:`PXB`            several PCIe switches, without crossing a host bridge
+:data:`PHB`            one PCIe host bridge
+:data:`NODE`           several host bridges of one NUMA node
+:data:`SYS`            across NUMA nodes
+0 (or absent)          not known, or no way but through the network
+=====================  =====================================================================
+
+The steps are even so that sums over a set of devices compare sensibly: one NVLink outweighs
+any PCIe path, and a set is not called close because of a single good pair.
 """
 
 from __future__ import annotations
@@ -12,7 +31,23 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from .source import NODE, PHB, PIX, PXB, SAME_BOARD, SYS, nvlinks, pair
+SYS = 10
+NODE = 20
+PHB = 30
+PXB = 40
+PIX = 50
+SAME_BOARD = 60
+
+
+def nvlinks(count: int) -> int:
+    """Closeness of two devices joined by ``count`` NVLinks."""
+    return 100 * count
+
+
+def pair(one: str, other: str) -> tuple[str, str]:
+    """The key of two UUIDs in :attr:`gpuspawner.devices.models.Inventory.links`."""
+    return (one, other) if one <= other else (other, one)
+
 
 PCIE_STEPS: Mapping[int | None, int] = {
     0: SAME_BOARD,
@@ -22,18 +57,18 @@ PCIE_STEPS: Mapping[int | None, int] = {
     40: NODE,
     50: SYS,
 }
-"""The closeness that NVML's nearest common ancestor (``nvmlGpuTopologyLevel_t``) stands for."""
+"""The closeness of each of NVML's nearest common ancestors (``nvmlGpuTopologyLevel_t``)."""
 
 SWITCH = "nvswitch"
-"""The other end of an NVLink that goes to an NVSwitch, where every GPU meets every other."""
+"""The other end of an NVLink to an NVSwitch, which connects every GPU with every other."""
 
 
 def closeness(
     pcie: Mapping[tuple[str, str], int], ends: Mapping[str, Counter[str]]
 ) -> dict[tuple[str, str], int]:
-    """Links on the scale of :mod:`.base`; pairs that would be 0 are left out.
+    """Links on the scale above; pairs that would be 0 are left out.
 
-    ``pcie`` is the PCIe step of each pair, keyed as by :func:`.base.pair`. ``ends`` counts, for
+    ``pcie`` is the PCIe step of each pair, keyed as by :func:`pair`. ``ends`` counts, for
     each GPU, what its active NVLinks lead to: the UUID of another GPU, or :data:`SWITCH`.
     """
     links = {}
@@ -60,7 +95,7 @@ _SWAPS = 32
 
 @dataclass(frozen=True, order=True)
 class Connected:
-    """A set of candidates and how close it is: the greater, the better."""
+    """A set of candidates and its closeness: greater is better."""
 
     total: int
     """Sum of the closeness of its pairs."""
@@ -71,7 +106,7 @@ class Connected:
 
 
 def best_connected(candidates: Sequence[str], count: int, links: Links) -> Connected:
-    """The ``count`` closest of the candidates (at least ``count``, and at least 2 of them).
+    """Return the ``count`` closest of the candidates (at least ``count``, and at least 2).
 
     Greatest sum over the pairs, then greatest worst pair, then the earliest candidates.
     """
@@ -82,25 +117,25 @@ def best_connected(candidates: Sequence[str], count: int, links: Links) -> Conne
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """The devices that one device has links to."""
+    """The devices that one device is linked to."""
 
     closeness: Mapping[str, int]
     worth: int
-    """Sum of all its closeness."""
+    """Sum of all its closeness values."""
     group: int | None
-    """Devices with links between them, over however many others, have the same number."""
+    """Devices connected by links, directly or through others, have the same number."""
 
     def worth_among(self, free: Collection[str]) -> int:
-        """Sum of its closeness to those that are free: what they miss when it is taken."""
+        """Return the sum of its closeness to free devices: what they lose when it is taken."""
         return sum(value for other, value in self.closeness.items() if other in free)
 
 
 ALONE = Near({}, 0, None)
-"""Of a device without links."""
+"""The value for a device without links."""
 
 
 def neighbours(links: Links) -> dict[str, Near]:
-    """What each linked device is linked to."""
+    """Return each linked device's links."""
     found: dict[str, dict[str, int]] = {}
     for (one, other), closeness in links.items():
         found.setdefault(one, {})[other] = closeness
@@ -117,7 +152,7 @@ def neighbours(links: Links) -> dict[str, Near]:
 
 
 Neighbours = list[dict[int, int]]
-"""For each candidate, the closeness of every other one that it has a link to."""
+"""For each candidate, its closeness to every other one that it is linked to."""
 
 
 def _neighbours(candidates: Sequence[str], links: Links) -> Neighbours:
@@ -140,7 +175,7 @@ def _measure(near: Neighbours, members: Collection[int]) -> Connected:
     return Connected(sum(scores), min(scores), ordered)
 
 
-# Beyond a few candidates: grow, then swap.
+# Many candidates: grow, then swap.
 
 
 def _greedy(near: Neighbours, count: int) -> Connected:
@@ -156,7 +191,7 @@ def _greedy(near: Neighbours, count: int) -> Connected:
 
 
 def _grow(near: Neighbours, seed: int, count: int, strongest: list[int]) -> set[int]:
-    """Add the candidate closest to the set so far, or the strongest one when none is close."""
+    """Add the candidate closest to the set so far, or the strongest one if none is close."""
     members = {seed}
     gain = dict(near[seed])
     spare = iter(strongest)
@@ -174,7 +209,7 @@ def _grow(near: Neighbours, seed: int, count: int, strongest: list[int]) -> set[
 
 
 def _swap(near: Neighbours, members: set[int]) -> set[int]:
-    """Exchange a member for an outsider while that makes the set closer."""
+    """Swap a member for an outsider while that makes the set closer."""
     for _ in range(_SWAPS):
         inside = {
             number: sum(c for other, c in near[number].items() if other in members)
@@ -199,26 +234,26 @@ def _swap(near: Neighbours, members: set[int]) -> set[int]:
     return members
 
 
-# Few candidates: all sets, leaving out those that cannot beat the best one so far.
+# Few candidates: all sets, except those that cannot beat the best one so far.
 
 
 def _exact(near: Neighbours, count: int, good: Connected) -> Connected:
-    """The best set; of equal ones the earliest. ``good`` is one that it must equal or beat."""
+    """Return the best set, the earliest of equals. ``good`` is one that it must equal or beat."""
     size = len(near)
     row = [[links.get(other, 0) for other in range(size)] for links in near]
     reach = [_reach(scores, count) for scores in row]
     best = Connected(good.total, good.least - 1, good.members)
 
     def extend(members: tuple[int, ...], total: int, least: int, gain: list[int]) -> None:
-        """``gain`` is, for each candidate, the sum of its closeness to the members."""
+        """Try all additions; ``gain`` is each candidate's summed closeness to the members."""
         nonlocal best
         missing = count - len(members)
         if not missing:
             best = max(best, Connected(total, least, members))
             return
         first = members[-1] + 1 if members else 0
-        # Each addition is worth at most its links to the members and half of its best links to
-        # the other additions (a link between two of them is counted at both ends).
+        # Each addition is worth at most its links to the members and half of its best links to the
+        # other additions (a link between two of them is counted at both ends).
         worth = sorted(
             (2 * gain[number] + reach[number][missing - 1] for number in range(first, size)),
             reverse=True,
@@ -240,7 +275,7 @@ def _exact(near: Neighbours, count: int, good: Connected) -> Connected:
 
 
 def _reach(scores: list[int], count: int) -> list[int]:
-    """Sums of the 0, 1, ..., ``count`` greatest scores."""
+    """Return the sums of the 0, 1, ..., ``count`` greatest scores."""
     sums = [0]
     for score in sorted(scores, reverse=True)[:count]:
         sums.append(sums[-1] + score)

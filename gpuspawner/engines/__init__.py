@@ -1,1 +1,1 @@
-"""What runs servers (Docker, local processes), without JupyterHub."""
+"""Engines that run servers (Docker, local processes), without JupyterHub."""

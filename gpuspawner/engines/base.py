@@ -1,4 +1,4 @@
-"""The interface of engines, the labels of containers, and who owns a process."""
+"""The interface of engines, the labels of containers, and the owners of processes."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ LABELS = (LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER, LABEL_ENVIRONMENT, LABEL_DISK
 
 @runtime_checkable
 class Remembers(Protocol):
-    """An engine that can say more of an open lease than what carries the lease's id."""
+    """An engine that knows more about open leases than what carries the lease's id."""
 
     def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
-        """What became of the servers of these open leases of which none was ``found`` alive.
+        """Return what happened to the servers of open leases without a living one in ``found``.
 
-        Read ``leases`` before you look. Blocks. Raises EngineUnavailable.
+        Read ``leases`` before the sightings. Blocks. Raises EngineUnavailable.
         """
 
 
 class Engine(Protocol):
-    """Something that runs servers and can prove that one is gone."""
+    """An engine that runs servers and can prove that one is gone."""
 
     @property
     def name(self) -> str:
-        """The name kept in a lease: ``docker`` or ``local``."""
+        """The name stored in a lease: ``docker`` or ``local``."""
 
     def sightings(self) -> list[Sighting]:
-        """Every server that carries a lease's id, alive or exited.
+        """Return every server that carries a lease's id, alive or exited.
 
-        Blocks. A server that is created and not yet started counts as alive: only an exit
-        is an end. Raises EngineUnavailable when the engine cannot say.
+        Blocks. A server that is created and not yet started counts as alive: only an exit is an
+        end. Raises EngineUnavailable if the engine does not answer.
         """
 
     def end(self, sighting: Sighting) -> None:
-        """End a server that nobody owns any more. Raises EngineUnavailable."""
+        """End a server without an owner. Raises EngineUnavailable."""
 
 
 _CONTAINER = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
@@ -54,16 +54,16 @@ _MARK = f"{LEASE_VARIABLE}=".encode()
 
 @dataclass(frozen=True, slots=True)
 class ProcessOwner:
-    """What the host tells of a process."""
+    """What the host shows of a process's owner."""
 
     container: str = ""
     """The id of the innermost container; empty outside of any."""
     lease_id: str = ""
-    """The lease in its environment, if that can be read."""
+    """The lease id in its environment, if that is readable."""
 
 
 def owner_of(pid: int, proc: Path = Path("/proc")) -> ProcessOwner | None:
-    """None when the process is gone."""
+    """Return the owner of a process; None if the process is gone."""
     try:
         groups = (proc / str(pid) / "cgroup").read_text(errors="replace")
     except OSError:
@@ -72,8 +72,10 @@ def owner_of(pid: int, proc: Path = Path("/proc")) -> ProcessOwner | None:
 
 
 def container_in(cgroup: str) -> str:
-    """The id of the innermost container in a process's ``cgroup`` file, whichever driver and
-    version of cgroups wrote it; empty for none."""
+    """Return the id of the innermost container in a process's ``cgroup`` file; empty if none.
+
+    For all drivers and versions of cgroups.
+    """
     found = [ids[-1] for line in cgroup.splitlines() if (ids := _CONTAINER.findall(line))]
     return found[0] if found else ""
 
@@ -89,7 +91,7 @@ def _lease_in(environ: Path) -> str:
 
 
 class ProcessOwners:
-    """Open leases by what can be seen of their processes."""
+    """Finds the open lease of a process."""
 
     def __init__(self, leases: Iterable[Lease] = (), proc: Path = Path("/proc")) -> None:
         leases = list(leases)
@@ -98,9 +100,9 @@ class ProcessOwners:
         self._proc = proc
 
     def lease_of(self, pid: int) -> Lease | None:
-        """The lease that a process belongs to; None for nobody's, and for one that is gone.
+        """Return the lease that a process belongs to; None if there is none or it is gone.
 
-        A container counts before what a process says of itself, which its member could change.
+        The container goes before the process's environment, which its member could change.
         """
         owner = owner_of(pid, self._proc)
         if owner is None:
@@ -110,8 +112,10 @@ class ProcessOwners:
         return self._by_id.get(owner.lease_id)
 
     def pids(self) -> dict[str, list[int]]:
-        """All processes of this host that belong to an open lease, by its id. Reads all of
-        ``/proc``: for simulated devices, whose driver cannot say."""
+        """Return all processes of this host that belong to an open lease, by lease id.
+
+        Reads all of ``/proc``: for simulated devices, which have no driver to ask.
+        """
         found: dict[str, list[int]] = {}
         for entry in self._proc.iterdir():
             if entry.name.isdigit() and (lease := self.lease_of(int(entry.name))):

@@ -1,5 +1,8 @@
-"""Whether one device does its work: tried in a container that gets it, as a server would, or by a
-process of this host where servers are processes."""
+"""The probe of a device: is it working?
+
+It runs in a container that gets the device like a server, or as a process of this host where
+servers are processes.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,21 @@ from .preflight import (
 )
 
 PATIENCE = 60.0
-"""Seconds that a process may take."""
+"""Maximum seconds of a probe process."""
 
 _WORDS = ("ok", "failed", "untried")
 
 
 class Untried(Exception):
-    """Whether the device is well cannot be tried just now. The text says why."""
+    """The device cannot be probed at the moment. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe found."""
+    """The result of a probe."""
 
     failure: str = ""
-    """Why the device is not well, in words; empty when it is."""
+    """Why the device is not healthy, in words; empty if it is."""
     text: str = ""
     """What was tried."""
 
@@ -51,11 +54,11 @@ class Probed:
 def probe_in_container(
     client: docker.APIClient, images: Sequence[str], mode: str, uuid: str
 ) -> Probed:
-    """Give a container the device. It must see exactly this one; and where the image has Python
-    and CUDA's library came with the device, its memory is tried.
+    """Probe a device in a container that gets it.
 
-    ``images``: the first that is on the engine serves. ``mode`` as in :mod:`.injection`, or
-    ``auto``. Raises Untried when that says nothing about the device.
+    The container must see exactly this device; if the image has Python and CUDA's library is
+    injected, its memory is tested. ``images``: the first one on the engine is used. ``mode`` as in
+    :mod:`.injection`, or ``auto``. Raises Untried if the result would say nothing about the device.
     """
     try:
         image = next((image for image in images if image and local_images(client, image)), "")
@@ -75,7 +78,7 @@ def probe_in_container(
 
 
 def probe_by_process(uuid: str) -> Probed:
-    """Try the device by a process of this host. Raises Untried."""
+    """Probe the device with a process of this host. Raises Untried."""
     environment = os.environ | gpu_environment("none", [uuid]) | {"CUDA_VISIBLE_DEVICES": uuid}
     try:
         done = subprocess.run(
@@ -110,7 +113,7 @@ def _try_in_container(client: docker.APIClient, image: str, mode: str, uuid: str
 
 
 def _told(output: str, errors: str = "") -> Probed:
-    """By the program's last word: one that dies on a device says none."""
+    """Parse the probe's last output line; one killed by the device prints none and failed."""
     lines = [line.partition(" ") for line in output.splitlines()]
     word, _, text = next((line for line in reversed(lines) if line[0] in _WORDS), ("", "", ""))
     if word == "ok":

@@ -1,8 +1,8 @@
-"""What a probe does beside a device: runs by itself in a container or as a process, with nothing of
-ours installed. ``python3 -c SOURCE UUID``, with Python 3.8 or later.
+"""The program of a device probe, which needs nothing installed.
 
-It opens the device with CUDA's own library, fills most of its free memory and reads it back.
-Prints one line: ``ok TEXT``, ``failed TEXT``, or ``untried TEXT`` where there is no CUDA.
+It runs in a container or as a process: ``python3 -c SOURCE UUID``, with Python 3.8 or later. It
+opens the device with CUDA's own library, fills most of its free memory and reads it back. Prints
+one line: ``ok TEXT``, ``failed TEXT``, or ``untried TEXT`` without CUDA.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import time
 from typing import Any
 
 PIECE = 64 * 2**20
-"""Bytes that are allocated at once."""
+"""Bytes per allocation."""
 PART = 0.9
-"""Of the memory that is free."""
+"""The share of the free memory that is tested."""
 SECONDS = 15.0
-"""After so long what was tried is enough."""
+"""Testing stops after this time."""
 
 
 class Failed(Exception):
-    """The device failed. The text says at what."""
+    """The device failed. The message says at what."""
 
 
 def main(uuid: str) -> str:
+    """Probe the device, and return the line to print."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -36,7 +37,7 @@ def main(uuid: str) -> str:
 
 
 def probe(cuda: Any, uuid: str) -> str:
-    """Raises Failed."""
+    """Probe the device, and return what was tried. Raises Failed."""
     ask(cuda, "start CUDA", "cuInit", 0)
     count, device = ctypes.c_int(), ctypes.c_int()
     ask(cuda, "count devices", "cuDeviceGetCount", ctypes.byref(count))
@@ -55,7 +56,7 @@ def probe(cuda: Any, uuid: str) -> str:
 
 
 def must_be(cuda: Any, device: Any, uuid: str) -> None:
-    """An instance has the name of its GPU for CUDA: only whole GPUs are compared."""
+    """Raise Failed for another device. CUDA reports instances by their GPU, so skip those."""
     if not uuid.startswith("GPU-"):
         return
     found = (ctypes.c_ubyte * 16)()
@@ -65,7 +66,7 @@ def must_be(cuda: Any, device: Any, uuid: str) -> None:
 
 
 def try_memory(cuda: Any) -> int:
-    """Fill and read back; how many bytes."""
+    """Fill memory and read it back; returns how many bytes."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     ask(cuda, "tell its memory", "cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
     size = min(PIECE, int(free.value * PART)) // 4 * 4
@@ -83,6 +84,7 @@ def try_memory(cuda: Any) -> int:
 
 
 def read_back(cuda: Any, pieces: Any, size: int) -> Any:
+    """Compare the memory with its pattern. Raises Failed."""
     buffer, end = ctypes.create_string_buffer(size), time.monotonic() + SECONDS / 2
     for number, piece in enumerate(pieces):
         ask(cuda, "read memory", "cuMemcpyDtoH_v2", buffer, piece, ctypes.c_size_t(size))
@@ -97,11 +99,12 @@ def read_back(cuda: Any, pieces: Any, size: int) -> Any:
 
 
 def pattern(number: int) -> int:
-    """Ones and zeros in turn, and another word in each piece."""
+    """Return alternating ones and zeros, different in each piece."""
     return 0xA5A50000 ^ (number * 0x10001 & 0xFFFFFFFF)
 
 
 def ask(cuda: Any, what: str, function: str, *arguments: Any) -> None:
+    """Call a CUDA function. Raises Failed, with what was attempted."""
     code = getattr(cuda, function)(*arguments)
     if code:
         name = ctypes.c_char_p()

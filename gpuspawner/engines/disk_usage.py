@@ -1,7 +1,7 @@
-"""What containers write into their own layer, and who keeps that within a limit.
+"""What containers write into their own layer, and limits for that.
 
-Some storage drivers of an engine limit the layer themselves (``storage_opt``). With all others
-only the accounting service watches how large it is.
+Some storage drivers limit the layer themselves (``storage_opt``). With all others, only the
+accounting service watches its size.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from .preflight import (
 )
 
 ABOVE_IMAGE = ("overlay2", "zfs")
-"""Drivers whose limit is for the container's own layer."""
+"""Drivers with a limit for the container's own layer."""
 WITH_IMAGE = ("btrfs", "devicemapper")
-"""Drivers whose limit is for the layer and the image below it."""
+"""Drivers with a limit for the layer and its image together."""
 MARGIN = 0.1
-"""The part of an image's size by which it may take more on the disk than the engine says, as it
-does with many small files. Nobody gets less than their limit for that."""
+"""How much more of the disk an image may take than the engine reports, as a share of its size.
+
+That happens with many small files; nobody gets less than their limit because of it.
+"""
 
 NEAR = 0.8
-"""The part of its limit at which a server's member is warned."""
+"""The share of its limit at which a server's member is warned."""
 SPARE = 0.05
-"""The part of the engine's disk that should stay free."""
+"""The share of the engine's disk that should stay free."""
 
 ENFORCED = "enforced"
 GB = 2**30
@@ -52,11 +54,11 @@ REMEDY = (
 )
 
 
-# What the engine can do.
+# Capabilities of the engine.
 
 
 def storage_of(info: Mapping[str, Any]) -> str:
-    """The storage driver and what it lies on, from the engine's own ``/info``, in words."""
+    """Describe the storage driver and its file system, from the engine's ``/info``."""
     below = _status(info).get("Backing Filesystem", "")
     return f"{info.get('Driver') or 'an unknown driver'}{f' on {below}' if below else ''}"
 
@@ -75,12 +77,12 @@ def may_enforce(info: Mapping[str, Any]) -> bool:
 
 
 def storage_bytes(driver: str, limit_bytes: int, image_bytes: int) -> int:
-    """The ``size`` of ``storage_opt`` that leaves a container ``limit_bytes`` of its own."""
+    """Return the ``size`` for ``storage_opt`` that leaves a container ``limit_bytes`` itself."""
     return limit_bytes + (math.ceil(image_bytes * (1 + MARGIN)) if driver in WITH_IMAGE else 0)
 
 
 def size_option(client: docker.APIClient, driver: str, image: str, limit_bytes: int) -> int:
-    """The ``size`` of ``storage_opt`` for a container of this image. Blocks.
+    """Return the ``size`` for ``storage_opt`` of a container with this image. Blocks.
 
     Raises ImageNotFound.
     """
@@ -90,10 +92,10 @@ def size_option(client: docker.APIClient, driver: str, image: str, limit_bytes: 
 
 
 def refusal(client: docker.APIClient, image: str, size_bytes: int) -> str:
-    """Why the engine takes no container of this size, in its own words; empty when it does.
+    """Return why the engine refuses a container of this size, in its own words, or "".
 
-    One is created, never started, and removed. Blocks. Raises ImageNotFound, and whatever is no
-    answer to this question.
+    A container is created, never started, and removed. Blocks. Raises ImageNotFound, and any error
+    that does not answer this question.
     """
     host = {"NetworkMode": "none", "StorageOpt": {"size": str(size_bytes)}}
     try:
@@ -113,35 +115,35 @@ def _status(info: Mapping[str, Any]) -> dict[str, str]:
     return {str(pair[0]): str(pair[1]) for pair in pairs if len(pair) == 2}
 
 
-# What containers hold.
+# Use of containers.
 
 
 @dataclass(frozen=True, slots=True)
 class Limited:
-    """A container that runs and has a limit."""
+    """A running container with a limit."""
 
     lease_id: str
     container_id: str
     limit_bytes: int
     is_enforced: bool
-    """Whether the engine itself keeps the limit."""
+    """True if the engine itself enforces the limit."""
     folders: tuple[str, ...] = ()
-    """Where in the container files are kept that are not in its own layer."""
+    """Folders in the container that are not in its own layer."""
 
     def judge(self, written_bytes: int) -> str:
-        """Return ``near``, ``over``, or nothing. What the engine limits is never over."""
+        """Return ``near``, ``over``, or "". What the engine limits is never over."""
         if written_bytes > self.limit_bytes and not self.is_enforced:
             return "over"
         return "near" if written_bytes >= NEAR * self.limit_bytes else ""
 
 
 def label_of(limit_bytes: int, is_enforced: bool) -> str:
-    """The value of the label with a container's limit."""
+    """Return the value of the label with a container's limit."""
     return f"{limit_bytes} {ENFORCED}" if is_enforced else str(limit_bytes)
 
 
 def limited(client: docker.APIClient) -> list[Limited]:
-    """The containers of leases that run and have a limit. Blocks."""
+    """Return the running containers of leases that have a limit. Blocks."""
     wanted = {"label": [LABEL_LEASE, LABEL_DISK]}
     found = (_limited(each) for each in client.containers(filters=wanted))
     return [each for each in found if each]
@@ -163,18 +165,18 @@ def _limited(listed: Mapping[str, Any]) -> Limited | None:
 
 
 def written_bytes(client: docker.APIClient, container_id: str) -> int | None:
-    """The size of a container's own layer; None when it does not run any more.
+    """Return the size of a container's own layer; None if it no longer runs.
 
-    The engine looks at every file in it. Blocks, maybe long.
+    The engine visits every file in it. Blocks, possibly for long.
     """
     listed = client.containers(filters={"id": container_id}, size=True)
     return int(listed[0].get("SizeRw") or 0) if listed else None
 
 
 def room(folder: str) -> tuple[int, int] | None:
-    """The free bytes of the disk that a folder of this machine is on, and all of its bytes.
+    """Return the free and total bytes of the disk with a folder of this machine.
 
-    None when there is no such folder here.
+    None if there is no such folder.
     """
     try:
         found = os.statvfs(folder)
@@ -189,7 +191,10 @@ def room(folder: str) -> tuple[int, int] | None:
 def check_disk(
     client: docker.APIClient, image: str, limit_bytes: int, *, is_local: bool, why: str = ""
 ) -> CheckFinding:
-    """Who keeps a server from filling the engine's disk. ``why``: why no container may be tried."""
+    """Check who keeps a server from filling the engine's disk.
+
+    ``why``: why no container may be tried.
+    """
     name = "disk limit"
     if not limit_bytes:
         text = "Nothing limits what a server writes into its own container (disk_limit is 0)."
@@ -221,7 +226,7 @@ def check_disk(
 def _problem(
     client: docker.APIClient, info: Mapping[str, Any], image: str, limit_bytes: int
 ) -> str | None:
-    """Why the engine does not keep the limit; empty when it does, None when nobody tried."""
+    """Return why the engine does not enforce the limit, "" if it does, or None if not tried."""
     if not may_enforce(info):
         return storage_of(info)
     if not image:
@@ -233,7 +238,7 @@ def _problem(
 
 
 def size(count: float) -> str:
-    """Bytes for people: ``10 GB``, ``9.5 GB``, ``200 MB``."""
+    """Format bytes for people: ``10 GB``, ``9.5 GB``, ``200 MB``."""
     if count >= GB:
         return f"{count / GB:.1f}".removesuffix(".0") + " GB"
     return f"{count / 2**20:.0f} MB"

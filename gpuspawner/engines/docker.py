@@ -1,4 +1,4 @@
-"""A Docker Engine from outside a spawn: its leased containers and when they ended."""
+"""A Docker Engine outside of spawns: its leased containers and when they ended."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _FRACTION = re.compile(r"\.(\d{1,6})\d*")
 
 
 class DockerEngine:
-    """The Docker Engine that the hub's servers run in.
+    """The Docker Engine that runs the hub's servers.
 
-    ``connect`` makes a client (the spawner's own settings); the default follows
-    ``DOCKER_HOST`` and its relatives, like the ``docker`` command. ``stamp_error`` tells by how
-    much the engine's times may lie before those of leases, because the wall clock was set.
+    ``connect`` creates a client with the spawner's settings; the default follows ``DOCKER_HOST``
+    and related variables, like the ``docker`` command. ``stamp_error`` returns how much earlier
+    than those of leases the engine's times may be, because the wall clock was set.
     """
 
     name = "docker"
@@ -49,8 +49,8 @@ class DockerEngine:
     def call(self, work: Callable[[docker.APIClient], T]) -> T:
         """Run ``work`` with a client.
 
-        NotFound passes through: it is an answer. Everything else that fails is no answer,
-        and raises EngineUnavailable.
+        NotFound passes through, because it is an answer. Any other failure is no answer, and raises
+        EngineUnavailable.
         """
         try:
             if self._client is None:
@@ -63,6 +63,7 @@ class DockerEngine:
             raise EngineUnavailable() from error
 
     def sightings(self) -> list[Sighting]:
+        """Return every container with a lease label; see :meth:`.base.Engine.sightings`."""
         containers = self.call(
             lambda client: client.containers(all=True, filters={"label": LABEL_LEASE})
         )
@@ -70,9 +71,9 @@ class DockerEngine:
         for listed in containers:
             state = self.inspect(listed["Id"])
             if state is None:
-                continue  # it has gone since the list was made
+                continue  # it disappeared after it was listed
             sighting = sighting_of(state)
-            if sighting.lease_id:  # one that waits for its next start has none
+            if sighting.lease_id:  # a container that waits for its next start has none
                 found.append(sighting)
         return found
 
@@ -81,26 +82,28 @@ class DockerEngine:
         return found
 
     def inspect(self, ref: str) -> dict[str, Any] | None:
-        """A container as the engine describes it; None when it is proved gone (404)."""
+        """Inspect a container; None if it is proven gone (404)."""
         try:
             return self.call(lambda client: client.inspect_container(ref))
         except NotFound:
             return None
 
     def end(self, sighting: Sighting) -> None:
+        """Stop and remove a server's container."""
+
         def stop_and_remove(client: docker.APIClient) -> None:
             client.stop(sighting.ref, timeout=10)
             try:
                 client.remove_container(sighting.ref, v=False, force=True)
             except APIError as error:
-                if error.status_code not in (404, 409):  # gone, or going by itself
+                if error.status_code not in (404, 409):  # gone, or being removed
                     raise
 
         with contextlib.suppress(NotFound):
             self.call(stop_and_remove)
 
     def identity(self) -> str:
-        """Which engine answers: its id, and the folder that holds its containers.
+        """Return which engine answers: its id, and the folder with its containers.
 
         A restart does not change it. Raises EngineUnavailable.
         """
@@ -110,14 +113,14 @@ class DockerEngine:
     def holders(
         self, lease: Lease, name: str = "", among: list[dict[str, Any]] | None = None
     ) -> list[dict[str, Any]]:
-        """Every container that may hold a lease's devices, as the engine describes it.
+        """Return every container that may hold a lease's devices, as inspected.
 
-        Those with the lease's label, those with the recorded id or with ``name``, whatever they
-        are called or labelled now, and those that run without any lease and were given one of
-        its devices since the grant. A list without one that lives proves the server gone, unless
-        another engine answers than the one it was started on: then only the lease's own container
-        proves anything, and without it this raises AnotherEngine. ``among`` is the engine's own
-        list, if it was asked for already. Raises EngineUnavailable.
+        These are containers with the lease's label, those with the recorded id or with ``name``,
+        whatever they are called or labelled now, and running ones without a lease that were given
+        one of its devices since the grant. A list without a living one proves the server gone,
+        unless another engine answers than the one that started it: then only the lease's own
+        container proves anything, and without it this raises AnotherEngine. ``among`` is the
+        engine's list of containers, if the caller has it. Raises EngineUnavailable.
         """
         found = {}
         for listed in self._list() if among is None else among:
@@ -127,7 +130,7 @@ class DockerEngine:
                 or listed["Id"] == lease.engine_ref
                 or (name and f"/{name}" in (listed.get("Names") or ()))
             )
-            # The engine's words for a container that runs; others hold no device.
+            # The engine's word for a running container; others hold no device.
             may_hold = bool(lease.devices) and not owner and listed.get("State") not in _AT_REST
             if not (is_its_own or may_hold) or (state := self.inspect(listed["Id"])) is None:
                 continue
@@ -139,11 +142,11 @@ class DockerEngine:
         return list(found.values())
 
     def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
-        """Servers whose container is removed by now, with their end if the events tell it; those
-        that live without the lease's label; and those of which nobody can say.
+        """Return what happened to the servers of ``leases`` that are not in ``found``.
 
-        Read ``leases`` before you look for ``found``: a running one that is not among them
-        has lost its container.
+        Servers whose container was removed, with their end if the events show it; those that live
+        without the lease's label; and those in an unknown state. Read ``leases`` before ``found``:
+        a running lease that is missing there has lost its container.
         """
         there = {sighting.lease_id for sighting in found if sighting.alive}
         ended = {sighting.lease_id for sighting in found if not sighting.alive}
@@ -168,10 +171,10 @@ class DockerEngine:
         return more
 
     def died_at(self, ref: str) -> datetime | None:
-        """When a container that is removed by now died, if the engine's events still say so."""
+        """Return when a removed container died, if the engine's events still show it."""
 
         def ask(client: docker.APIClient) -> list[dict[str, Any]]:
-            # docker-py would cut a datetime to the second, and with it what just happened.
+            # docker-py would truncate a datetime to the second, and with it what just happened.
             until = f"{datetime.now(timezone.utc).timestamp():.6f}"
             wanted = {"container": ref, "event": ["die"]}
             return list(client.events(since=0, until=until, filters=wanted, decode=True))
@@ -192,7 +195,7 @@ def is_alive(container: dict[str, Any]) -> bool:
 
 
 def _is_up(container: dict[str, Any]) -> bool:
-    """Return True for a container that was started and has not exited."""
+    """Return True if the container was started and has not exited."""
     return container["State"].get("Status") not in _AT_REST
 
 
@@ -202,12 +205,12 @@ def belongs_to(container: dict[str, Any], lease: Lease) -> bool:
 
 
 def lease_of(container: dict[str, Any]) -> str:
-    """Return the id in the container's lease label; empty when it has none."""
+    """Return the id in the container's lease label; empty if it has none."""
     return str((container["Config"].get("Labels") or {}).get(LABEL_LEASE, ""))
 
 
 def foreign_holder(container: dict[str, Any], lease: Lease) -> str:
-    """Say that a container which is not ours holds devices of a lease, and what to do."""
+    """Describe a foreign container that holds devices of a lease, and what to do."""
     name = str(container.get("Name", "")).lstrip("/") or container["Id"][:12]
     return (
         f"the container {name}, which belongs to no lease, was given a GPU of lease {lease.id}. "
@@ -223,7 +226,7 @@ def _elsewhere(lease: Lease) -> str:
 
 
 def _of_lease(container: dict[str, Any], lease: Lease) -> Sighting:
-    """A living container as a sighting of the lease's server."""
+    """Return a living container as a sighting of the lease's server."""
     seen = replace(sighting_of(container), lease_id=lease.id, server=lease.server)
     if belongs_to(container, lease):
         return seen
@@ -233,8 +236,10 @@ def _of_lease(container: dict[str, Any], lease: Lease) -> Sighting:
 def was_given(
     container: dict[str, Any], lease: Lease, stamp_error: timedelta = timedelta()
 ) -> bool:
-    """Return True if the container was started with one of the lease's devices after the grant, or
-    if it may have been: the engine's times may lie so much before those of the lease."""
+    """Return True if the container may have got a device of the lease after the grant.
+
+    From when it was started; the engine's times may be earlier by ``stamp_error``.
+    """
     started = parse_time(container["State"].get("StartedAt", ""))
     if started is None or started < lease.granted_at - stamp_error:
         return False
@@ -243,7 +248,7 @@ def was_given(
 
 
 def _named_devices(container: dict[str, Any]) -> frozenset[str]:
-    """The devices that a container was given by name: UUIDs, or indices."""
+    """Return the devices that a container was given by name: UUIDs or indices."""
     host = container["HostConfig"]
     named: list[str] = []
     for request in host.get("DeviceRequests") or ():
@@ -257,7 +262,7 @@ def _named_devices(container: dict[str, Any]) -> frozenset[str]:
 
 
 def sighting_of(container: dict[str, Any]) -> Sighting:
-    """A container's inspection as a sighting."""
+    """Convert a container's inspection to a sighting."""
     labels = container["Config"].get("Labels") or {}
     state = container["State"]
     alive = is_alive(container)
@@ -281,7 +286,7 @@ def sighting_of(container: dict[str, Any]) -> Sighting:
 
 
 def parse_time(text: str) -> datetime | None:
-    """Docker's RFC 3339 time with nanoseconds; None for its zero time."""
+    """Parse Docker's RFC 3339 time with nanoseconds; None for its zero time."""
     if not text or text.startswith(_NEVER):
         return None
     shortened = _FRACTION.sub(lambda match: "." + match[1].ljust(6, "0"), text)

@@ -1,14 +1,14 @@
-"""Whether running containers still reach the GPUs that they were given.
+"""Checks that running containers still reach their GPUs.
 
-NVIDIA's hook lets a container use its devices behind the engine's back. Whoever writes the rules
-of the container's cgroup anew later (systemd at a ``daemon-reload``, ``docker update``) does not
-know of them: the nodes in ``/dev`` stay, opening them fails with "Operation not permitted", and
-NVML says "Unknown Error" inside until the container is replaced.
+NVIDIA's hook gives a container its devices without the engine's knowledge. Whatever rewrites the
+rules of the container's cgroup later (systemd at a ``daemon-reload``, ``docker update``) does not
+know them: the nodes in ``/dev`` stay, opening them fails with "Operation not permitted", and NVML
+reports "Unknown Error" inside until the container is replaced.
 
-Only a process inside meets that rule, so one is started there: a shell that opens each node and
-ends. What it found is its exit status, so nothing that a container could print is read. It runs as
-the container's own user. One that hangs, in a driver or by its member's doing, is left alone, and
-no second one comes before it is gone.
+Only a process inside is subject to that rule, so one is started there: a shell that opens each node
+and exits. The result is its exit status, so nothing that a container could print is read. It runs
+as the container's own user. If it hangs, in a driver or because of its member, it is left alone,
+and no second one starts before it is gone.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .injection import CDI_KIND
 from .preflight import CheckFinding, Status
 
 AT_ONCE = 8
-"""Containers that are looked into at the same time."""
+"""How many containers are checked at the same time."""
 PATIENCE = 10.0
-"""Seconds after which one that has not answered is not waited for."""
+"""Seconds after which an unanswered check is no longer waited for."""
 
 MOST_KNOWN = 10_000
-"""Leases of which it is remembered how they got their devices."""
+"""For how many leases the injection mode is remembered."""
 
 FINE, LOST = 0, 77
-"""Exit statuses; any other one tells nothing."""
+"""Exit statuses; any other one means unknown."""
 
 _LOOK = f"""
 export LC_ALL=C
@@ -45,24 +45,27 @@ for node in /dev/nvidia[0-9]* /dev/nvidiactl; do
 done
 exit {FINE}
 """
-# Without a driver, as in our tests, a node that may be opened says "No such device": that is fine.
+# Without a driver, as in our tests, a node that may be opened reports "No such device": that is
+# fine.
 
 
 class LostDevices:
-    """Looks into containers. Blocks, a bounded time: for a thread."""
+    """Checks containers. Blocks, for a bounded time: use a thread."""
 
     def __init__(self, engine: DockerEngine, patience: float = PATIENCE) -> None:
         self._engine = engine
         self._patience = patience
         self._hanging: dict[str, str] = {}
-        """The look that has not ended, by the id of the lease."""
+        """The check that has not ended, by lease id."""
         self._cdi: dict[str, bool] = {}
-        """Whether the devices of a lease came by CDI: then its container keeps them."""
+        """True if the devices of a lease came by CDI: its container keeps them."""
 
     def look(self, leases: Iterable[Lease]) -> dict[str, bool]:
-        """Whether each container has lost its devices, by the id of its lease; one that did not
-        say is left out, and one that has them by CDI, which the engine itself knows of. Raises
-        EngineUnavailable."""
+        """Return True for each container that lost its devices, by lease id.
+
+        Containers without an answer are left out, and so are those that got devices by CDI, which
+        the engine itself knows. Raises EngineUnavailable.
+        """
         leases = list(leases)
         open_ids = {lease.id for lease in leases}
         self._hanging = {k: v for k, v in self._hanging.items() if k in open_ids}
@@ -73,8 +76,10 @@ class LostDevices:
         return found
 
     def surely(self, leases: Iterable[Lease]) -> dict[str, bool]:
-        """The same, and who lost them is asked again: rules that are being written are strict for
-        a moment. Raises EngineUnavailable."""
+        """Check like :meth:`look`, and check losses twice.
+
+        Rules that are being rewritten are stricter for a moment. Raises EngineUnavailable.
+        """
         leases = list(leases)
         found = self.look(leases)
         if doubted := [lease for lease in leases if found.get(lease.id)]:
@@ -113,7 +118,7 @@ class LostDevices:
         return self._cdi[lease.id]
 
     def _begin(self, lease: Lease) -> str:
-        """Start a look; its id, or nothing when there can be none."""
+        """Start a check; returns its id, or "" if there can be none."""
         if before := self._hanging.get(lease.id):
             if self._exit_of(before) is None:
                 return ""
@@ -128,7 +133,7 @@ class LostDevices:
         return self._answer(start) or ""
 
     def _exit_of(self, look: str) -> int | None:
-        """Its exit status, -1 when nobody knows it any more; None while it goes on."""
+        """Return a check's exit status, -1 if it is no longer known; None while it runs."""
 
         def inspect(client: docker.APIClient) -> int | None:
             told = client.exec_inspect(look)
@@ -140,7 +145,7 @@ class LostDevices:
             return -1
 
     def _answer(self, ask: Callable[[docker.APIClient], str]) -> str | None:
-        """What the engine says; None when the container is gone, paused or has no shell."""
+        """Return the engine's answer; None if the container is gone, paused or has no shell."""
 
         def asked(client: docker.APIClient) -> str | None:
             try:
@@ -151,7 +156,7 @@ class LostDevices:
         return self._engine.call(asked)
 
 
-# Why, and what to do about it.
+# The cause, and what to do about it.
 
 REMEDY = (
     "Use CDI, which the engine knows of (Engine 25 or later): sudo nvidia-ctk cdi generate "
@@ -162,9 +167,9 @@ REMEDY = (
 
 
 def cause_and_remedy(engine: DockerEngine, ref: str) -> str:
-    """How a container got its devices, who writes its rules, and what to do: for an admin.
+    """Explain how a container got its devices, who rewrites its rules, and what to do.
 
-    Raises EngineUnavailable.
+    For admins. Raises EngineUnavailable.
     """
     container = engine.inspect(ref) or {}
     info: dict[str, Any] = engine.call(lambda client: client.info())
@@ -176,7 +181,7 @@ def cause_and_remedy(engine: DockerEngine, ref: str) -> str:
 
 
 def injected_by(container: dict[str, Any]) -> str:
-    """How an inspected container got its devices, in words."""
+    """Describe how an inspected container got its devices."""
     host = container.get("HostConfig") or {}
     for request in host.get("DeviceRequests") or []:
         names = [str(name) for name in request.get("DeviceIDs") or []]
@@ -187,13 +192,13 @@ def injected_by(container: dict[str, Any]) -> str:
 
 
 def cgroups_of(info: dict[str, Any]) -> str:
-    """Who writes the rules of containers, from the engine's own ``/info``, in words."""
+    """Describe who manages the cgroups of containers, from the engine's ``/info``."""
     driver, version = info.get("CgroupDriver") or "unknown", info.get("CgroupVersion") or "1"
     return f"the engine's cgroup driver is {driver} (cgroup version {version})"
 
 
 def check_cgroups(info: dict[str, Any], mode: str) -> CheckFinding:
-    """Whether running containers keep the devices that they get by ``mode``."""
+    """Check if running containers keep the devices that they get by ``mode``."""
     name = "GPUs stay"
     if mode == "none":
         return CheckFinding(
@@ -211,7 +216,7 @@ def check_cgroups(info: dict[str, Any], mode: str) -> CheckFinding:
         "The next systemctl daemon-reload takes the GPUs from all running containers (“Failed to "
         f"initialize NVML: Unknown Error”): they come by {mode}, and {cgroups_of(info)}."
     )
-    if mode == "runtime":  # newer ones of NVIDIA's write CDI into the container's configuration
+    if mode == "runtime":  # newer runtimes of NVIDIA write CDI into the container's configuration
         text = f"It depends on NVIDIA's runtime. In its legacy mode: {text[0].lower()}{text[1:]}"
         return CheckFinding(name, Status.UNCHECKED, text, REMEDY)
     return CheckFinding(name, Status.FAIL, text, REMEDY)

@@ -26,7 +26,7 @@ for found in distributions():
 
 
 def packages_of_image(client: docker.APIClient, image: str) -> dict[str, str]:
-    """Version by name of a package, in the order of their names; none where nobody can say."""
+    """Return the versions of an image's Python packages by name, sorted; empty if unknown."""
     config = scratch_config(image, _LIST, {}, {"NetworkMode": "none"})
     try:
         with scratch_container(client, config) as container:
@@ -40,11 +40,13 @@ def packages_of_image(client: docker.APIClient, image: str) -> dict[str, str]:
 
 
 Connect = Callable[[float], docker.APIClient]
-"""Makes a client of the engine, with a timeout in seconds."""
+"""Creates a client of the engine, with a timeout in seconds."""
 
 SILENT_SECONDS = 300.0
-"""Seconds without a word of the engine after which a pull is given up. It tells of each piece
-that comes or is unpacked, so that even a slow registry is not silent."""
+"""Seconds without a message of the engine after which a pull is aborted.
+
+The engine reports each piece that is downloaded or unpacked, so even a slow registry is not silent.
+"""
 
 _LATER = "Try again; what came already is kept for a while."
 
@@ -88,20 +90,20 @@ _NO_ANSWER = (
 
 
 class PullProgress(NamedTuple):
-    """How far a pull is."""
+    """The progress of a pull."""
 
     done: int
-    """Layers that are here."""
+    """Completed layers."""
     layers: int
-    """Layers that are known of."""
+    """Known layers."""
     got: int
-    """Bytes that came, of ``size``."""
+    """Downloaded bytes, of ``size``."""
     size: int
     """Bytes of all layers whose download has begun."""
 
 
 def split_image(image: str) -> tuple[str, str]:
-    """Repository and tag, or the digest of a pinned one; a registry's port is no tag."""
+    """Return repository and tag, or the digest of a pinned image; a registry's port is no tag."""
     name, at, digest = image.partition("@")
     repository, tag = name, "latest"
     if ":" in name.rpartition("/")[2]:
@@ -112,11 +114,11 @@ def split_image(image: str) -> tuple[str, str]:
 def pull(
     connect: Connect, image: str, silent: float = SILENT_SECONDS
 ) -> Generator[PullProgress, None, None]:
-    """Pull ``image`` and say how far it is. Raises ImageUnavailable.
+    """Pull ``image`` and yield its progress. Raises ImageUnavailable.
 
-    ``connect`` makes a client with a timeout in seconds, for this pull alone. A digest is proved
-    by the engine: another image under its name is refused. To give up is to close the
-    generator: the engine then stops, unless somebody else pulls the same.
+    ``connect`` creates a client with a timeout in seconds, for this pull alone. The engine verifies
+    digests: another image under the same name is refused. To abort, close the generator: the engine
+    then stops, unless somebody else pulls the same image.
     """
     try:
         with closing(connect(silent)) as client:
@@ -132,7 +134,7 @@ def pull(
 
 
 def _limit(client: docker.APIClient, silent: float) -> None:
-    """Give up a silent pull: docker-py itself waits for one as long as it takes."""
+    """Set a timeout for a silent pull: docker-py itself waits forever."""
     post = client.post
 
     def patient(url: str, **kwargs: Any) -> Any:
@@ -153,7 +155,7 @@ def _pull(client: docker.APIClient, image: str) -> Generator[PullProgress, None,
 
 
 class _Layers:
-    """Docker's messages about each layer, added up."""
+    """Docker's messages about each layer, summed up."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -161,7 +163,7 @@ class _Layers:
         self._bytes: dict[str, tuple[int, int]] = {}
 
     def hear(self, event: dict[str, Any]) -> bool:
-        """Whether the message was about a layer."""
+        """Process a message; returns True if it was about a layer."""
         layer, status = str(event.get("id", "")), str(event.get("status", ""))
         if not layer or status.startswith("Pulling from"):
             return False
@@ -182,7 +184,7 @@ class _Layers:
 
 
 def unavailable(image: str, said: str) -> ImageUnavailable:
-    """The engine's words as a reason and what to do."""
+    """Convert the engine's message into a reason and a remedy."""
     for pattern, why, remedy in _WHY:
         if re.search(pattern, said, re.IGNORECASE):
             return ImageUnavailable(image=image, why=why, remedy=remedy)
@@ -191,22 +193,22 @@ def unavailable(image: str, said: str) -> ImageUnavailable:
 
 
 ENTRY = "gpuspawner.catalog."
-"""What the labels begin with by which an image says how its catalog entry looks."""
+"""Prefix of the labels by which an image describes its catalog entry."""
 
 KEPT = "gpuspawner-kept"
-"""The repository of the images that keep what members installed in their servers."""
+"""The repository of images that contain what members installed in their servers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalImage:
-    """An image that the engine has."""
+    """An image on the engine."""
 
     id: str
     tags: tuple[str, ...]
     digests: tuple[str, ...]
-    """``repository@sha256:...``, under which registries have it; none of one built here."""
+    """``repository@sha256:...``, its names in registries; empty for one built here."""
     size: int
-    """Bytes, with the layers that it shares with others."""
+    """Bytes, including layers shared with other images."""
     labels: Mapping[str, str]
     layers: tuple[str, ...]
 
@@ -217,17 +219,18 @@ class LocalImage:
 
     @property
     def repositories(self) -> frozenset[str]:
+        """The repositories of its tags and digests."""
         return frozenset(split_image(name)[0] for name in (*self.tags, *self.digests))
 
     def digest_in(self, reference: str) -> str:
-        """Its digest in the reference's repository; empty when it has none there."""
+        """Return its digest in the reference's repository; empty if it has none there."""
         repository = split_image(reference)[0]
         found = (name.partition("@") for name in self.digests)
         return next((digest for name, _, digest in found if name == repository), "")
 
 
 def local_images(client: docker.APIClient, reference: str) -> LocalImage | None:
-    """The image that the engine has under this reference. Raises EngineUnavailable."""
+    """Return the engine's image with this reference, or None. Raises EngineUnavailable."""
     try:
         return _image(client.inspect_image(reference))
     except (ImageNotFound, NotFound):
@@ -237,7 +240,7 @@ def local_images(client: docker.APIClient, reference: str) -> LocalImage | None:
 
 
 def offered_digest(client: docker.APIClient, reference: str) -> str:
-    """The digest that the reference's registry has now for its tag. Raises ImageUnavailable."""
+    """Return the digest that the registry has now for a tag. Raises ImageUnavailable."""
     repository, tag = split_image(reference.partition("@")[0])
     try:
         told = client.inspect_distribution(f"{repository}:{tag}")
@@ -247,35 +250,35 @@ def offered_digest(client: docker.APIClient, reference: str) -> str:
 
 
 def pinned_image(reference: str, digest: str) -> str:
-    """The reference with this digest in place of any other: ``name:tag@sha256:...``."""
+    """Return the reference with this digest in place of any other: ``name:tag@sha256:...``."""
     return f"{reference.partition('@')[0]}@{digest}"
 
 
 @dataclass(frozen=True, slots=True)
 class Removable:
-    """An image that nothing needs any more."""
+    """An image that is no longer needed."""
 
     image: LocalImage
     why: str
 
 
 def removable(client: docker.APIClient, named: Collection[str]) -> list[Removable]:
-    """Images that were environments and are no more. Raises EngineUnavailable.
+    """Return images that are no longer environments. Raises EngineUnavailable.
 
-    ``named`` are the references that must stay: those of the catalog, pinned ones among them.
-    Only images of their repositories, and nameless ones that builds of ours left, are looked at:
-    whatever else the engine has is somebody else's. One that any container has, running or
-    not, that keeps a member's own packages, or that others are built on, stays.
+    ``named`` are the references that must stay: those of the catalog, including pinned ones. Only
+    images of their repositories, and nameless ones left by our builds, are considered: everything
+    else on the engine belongs to somebody else. An image stays if any container has it, running or
+    not, if it contains a member's own packages, or if others are built on it.
     """
     wanted = [found for reference in set(named) if (found := local_images(client, reference))]
     repositories = {name for image in wanted for name in image.repositories}
     repositories |= {split_image(reference)[0] for reference in named}
     try:
-        # One that gets a container from here on is refused by the engine itself.
+        # The engine itself refuses to remove one that gets a container from here on.
         used = {str(listed["ImageID"]) for listed in client.containers(all=True)}
         used |= {image.id for image in wanted}
         seen = [local_images(client, str(listed["Id"])) for listed in client.images()]
-        images = [image for image in seen if image]  # without those that went meanwhile
+        images = [image for image in seen if image]  # without those removed meanwhile
     except (DockerException, requests.RequestException, OSError) as error:
         raise _no_answer(error) from error
     needed = [x for x in images if x.id in used or KEPT in x.repositories]
@@ -286,18 +289,18 @@ def removable(client: docker.APIClient, named: Collection[str]) -> list[Removabl
         if image in needed or not (nameless or image.repositories & repositories):
             continue
         if any(_is_part_of(image, other) for other in needed):
-            continue  # its layers are another's: nothing would be freed
+            continue  # another image has its layers: nothing would be freed
         result.append(Removable(image, "left by a build" if nameless else "an older version"))
     return sorted(result, key=lambda each: each.image.name)
 
 
 def remove(client: docker.APIClient, image: LocalImage) -> str:
-    """Remove it by all of its names; why not, when the engine says that it is needed."""
+    """Remove an image by all its names; returns why not, if the engine says that it is needed."""
     for name in (*image.tags, *image.digests) or (image.id,):
         try:
             client.remove_image(name)
         except NotFound:
-            continue  # it went with another name
+            continue  # it disappeared with another name
         except APIError as error:
             return words_of(error)
         except (DockerException, requests.RequestException, OSError) as error:
@@ -312,7 +315,7 @@ def _no_answer(error: Exception) -> EngineUnavailable:
 
 
 def _is_part_of(image: LocalImage, other: LocalImage) -> bool:
-    """Whether ``other`` is built on it; a kept one is, though its member changed nothing yet."""
+    """Return True if ``other`` is built on it; a kept one is, even without changes."""
     layers = len(image.layers)
     more = len(other.layers) > layers or KEPT in other.repositories
     return more and layers > 0 and other.layers[:layers] == image.layers

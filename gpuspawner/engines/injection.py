@@ -19,8 +19,11 @@ from typing import Any
 KEPT_CAPABILITIES = (
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"),
 )
-"""What start scripts need that begin as root and change to the member's user. Of Docker's own
-list go: device nodes, raw sockets, chroot, and giving capabilities to files and processes."""
+"""What start scripts need that begin as root and switch to the member's user.
+
+Of Docker's default list these are removed: device nodes, raw sockets, chroot, and giving
+capabilities to files and processes.
+"""
 
 HELPER = {
     "CapDrop": ["ALL"],
@@ -29,17 +32,17 @@ HELPER = {
     "PidsLimit": 64,
     "Memory": 256 * 2**20,
 }
-"""For throw-away containers of ours, which run a program of the image as root."""
+"""For our short-lived containers, which run a program of the image as root."""
 
 SOCKETS = ("docker.sock", "containerd.sock", "podman.sock")
 
 
 @dataclass(frozen=True, slots=True)
 class Hardening:
-    """What a container gets unless its host configuration says otherwise."""
+    """Restrictions of a container, unless its host configuration sets them."""
 
     capabilities: Sequence[str] | None = KEPT_CAPABILITIES
-    """None: the engine's own."""
+    """None: the engine's default."""
     no_new_privileges: bool = True
     pids: int = 4096
     """Processes and threads; 0 for no limit."""
@@ -49,9 +52,9 @@ class Hardening:
 
 
 def harden(host: Mapping[str, Any], hardening: Hardening) -> dict[str, Any]:
-    """The HostConfig (Engine API names) with what it does not say itself. Pure.
+    """Return the HostConfig (Engine API names) with restrictions that it does not set itself.
 
-    A privileged container is what its admin wants it to be: only its limits are added.
+    For a privileged container, which is the admin's decision, only limits are added. Pure.
     """
     hard = dict(host)
     if not host.get("Privileged"):
@@ -72,7 +75,7 @@ def harden(host: Mapping[str, Any], hardening: Hardening) -> dict[str, Any]:
 
 
 def dangers(host: Mapping[str, Any]) -> list[str]:
-    """What of a HostConfig makes its member as good as root on the machine, in words."""
+    """Describe what makes a HostConfig's member as powerful as root on the machine."""
     found = []
     if host.get("Privileged"):
         found.append("it is privileged")
@@ -96,15 +99,15 @@ VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 GPU_CAPABILITIES = frozenset(
     ("gpu", "nvidia", "compute", "utility", "graphics", "video", "display")
 )
-"""Any of these in a request for devices makes the engine hand it to NVIDIA's hook."""
+"""Any of these in a device request makes the engine hand it to NVIDIA's hook."""
 
 
 def candidates(info: dict[str, Any]) -> list[str]:
-    """The modes worth trying, best first, from the engine's own ``/info``.
+    """Return the modes worth trying, best first, from the engine's ``/info``.
 
-    CDI survives what breaks the hook (a ``systemctl daemon-reload``), so it comes first
-    where the engine has found NVIDIA's devices. Whether the hook is on the engine's PATH
-    ``/info`` does not say: only a container proves it.
+    CDI survives what breaks the hook (a ``systemctl daemon-reload``), so it comes first if the
+    engine has discovered NVIDIA's devices. ``/info`` does not show if the hook is on the engine's
+    PATH: only a container proves it.
     """
     found = []
     discovered = info.get("DiscoveredDevices") or []
@@ -119,12 +122,12 @@ def candidates(info: dict[str, Any]) -> list[str]:
 
 
 def detect_injection(info: dict[str, Any]) -> str:
-    """The first of :func:`candidates`."""
+    """Return the first of :func:`candidates`."""
     return candidates(info)[0]
 
 
 def gpu_host_config(mode: str, uuids: Sequence[str]) -> dict[str, Any]:
-    """The HostConfig entries (Engine API names) that give a container exactly these devices."""
+    """Return the HostConfig entries (Engine API names) that inject exactly these devices."""
     if not uuids or mode == "none":
         return {}
     if mode == "cdi":
@@ -139,7 +142,7 @@ def gpu_host_config(mode: str, uuids: Sequence[str]) -> dict[str, Any]:
 
 
 def gpu_environment(mode: str, uuids: Sequence[str]) -> dict[str, str]:
-    """The variables that go with it. Without devices, images that bake ``all`` get ``void``."""
+    """Return the variables for it. Without devices, images that preset ``all`` get ``void``."""
     return {
         VISIBLE: ",".join(uuids) if uuids else "void",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -147,7 +150,7 @@ def gpu_environment(mode: str, uuids: Sequence[str]) -> dict[str, str]:
 
 
 def without_gpus(host_config: dict[str, Any]) -> dict[str, Any]:
-    """The HostConfig less every request for GPUs, and every GPU, that somebody else put there."""
+    """Return the HostConfig without any GPU or GPU request that somebody else added."""
     cleaned = dict(host_config)
     for name, is_gpu in (("DeviceRequests", _asks_for_gpus), ("Devices", _is_gpu)):
         entries = cleaned.pop(name, None) or []

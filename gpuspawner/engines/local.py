@@ -21,7 +21,7 @@ class LocalEngine:
     name = "local"
 
     def sightings(self) -> list[Sighting]:
-        """The first process of every lease: a session leader, not a kernel below it."""
+        """Return the first process of every lease: a session leader, not a kernel below it."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and (sighting := _sighting(int(entry.name))):
@@ -29,7 +29,7 @@ class LocalEngine:
         return found
 
     def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
-        """Servers whose recorded process lives, though it does not show its lease any more."""
+        """Return servers whose recorded process lives, although it no longer shows its lease."""
         there = {sighting.lease_id for sighting in found}
         return [
             Sighting(lease_id=lease.id, ref=lease.engine_ref, server=lease.server, alive=True)
@@ -38,7 +38,7 @@ class LocalEngine:
         ]
 
     def end(self, sighting: Sighting) -> None:
-        """Ask the process group to end, and insist after ten seconds."""
+        """Terminate the process group, and kill it after ten seconds."""
         pid, _, started = sighting.ref.partition(":")
         for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 2.0)):
             try:
@@ -53,7 +53,7 @@ class LocalEngine:
 
 
 def process_ref(pid: int) -> str:
-    """``pid:start time``, which no later process can have; empty when the process is gone."""
+    """Return ``pid:start time``, unique over time; empty if the process is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -100,7 +100,7 @@ def _sighting(pid: int) -> Sighting | None:
 
 
 def started_at(ref: str) -> datetime | None:
-    """When a process was started, by the wall clock; ``ref`` as from :func:`process_ref`."""
+    """Return when a process was started, by the wall clock; ``ref`` as of :func:`process_ref`."""
     ticks = int(ref.partition(":")[2])
     passed = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return datetime.fromtimestamp(time.time() - passed, tz=timezone.utc)

@@ -1,12 +1,10 @@
-"""Checks of a Docker Engine and its surroundings, and the short-lived containers that they use.
+"""Checks of a Docker Engine and its surroundings, in short-lived containers.
 
-A check's container is removed again, whatever happens; one that a killed check left behind
-is removed by the next.
+A check's container is removed again, whatever happens; one that a killed check left behind is
+removed by the next check.
 
-Each question is answered from inside a container that ends at once.
-
-What it can prove about GPUs it proves by a real container that ends at once. The spawner's
-own self-test asks the same question in the same way.
+What it can prove about GPUs it proves by a real container. The spawner's self-test works in the
+same way.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from .injection import gpu_environment, gpu_host_config
 
 LABEL_CHECK = "gpuspawner.check"
-"""On containers and volumes of a check. Its value is when it was made, in seconds of Unix time."""
+"""Label of a check's containers and volumes: when it was created, in seconds of Unix time."""
 
 PATIENCE = 30
 """Seconds after which a check's container has failed."""
@@ -39,7 +37,7 @@ _SYSTEM_ERROR = re.compile(r"\b\w*Error\(\d+, ['\"]([^'\"]+)['\"]\)")
 
 
 class Status(str, Enum):
-    """What a check found. What was not checked is never counted as good."""
+    """The result of a check. What was not checked never counts as good."""
 
     OK = "ok"
     FAIL = "fail"
@@ -48,17 +46,17 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """One line of a check."""
+    """One finding of a check."""
 
     name: str
     status: Status
     text: str
     remedy: str = ""
-    """What to do, when something is to be done."""
+    """What to do, if anything."""
 
 
 def remove_leftovers(client: docker.APIClient) -> None:
-    """Remove what checks left that were killed. Says nothing: the check itself will."""
+    """Remove what killed checks left. Errors are ignored: the check itself reports them."""
     with suppress(DockerException, requests.RequestException):
         for listed in client.containers(all=True, filters={"label": LABEL_CHECK}):
             made = str((listed.get("Labels") or {}).get(LABEL_CHECK, ""))
@@ -70,7 +68,7 @@ def remove_leftovers(client: docker.APIClient) -> None:
 def scratch_config(
     image: str, script: str, environment: Mapping[str, str], host: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The Engine API's words for a container that runs a shell script; ``host`` is HostConfig."""
+    """Return the Engine API's configuration of a script's container; ``host`` is HostConfig."""
     return {
         "Image": image,
         "Entrypoint": ["sh", "-c"],
@@ -83,7 +81,7 @@ def scratch_config(
 
 @contextmanager
 def scratch_container(client: docker.APIClient, config: Mapping[str, Any]) -> Iterator[str]:
-    """A container that is there inside the block only, also when that is interrupted."""
+    """Create a container that exists inside the block only, even if that is interrupted."""
     name = f"gpuspawner-check-{secrets.token_hex(6)}"
     answered = False
     try:
@@ -95,7 +93,7 @@ def scratch_container(client: docker.APIClient, config: Mapping[str, Any]) -> It
             raise
         yield name
     finally:
-        # Interrupted before the engine answered, the container may appear a moment later.
+        # If interrupted before the engine answered, the container may appear a moment later.
         _remove(client, name, patience=0.0 if answered else 5.0)
 
 
@@ -109,14 +107,14 @@ def _remove(client: docker.APIClient, name: str, patience: float) -> None:
             if time.monotonic() >= deadline:
                 return
         except APIError as error:
-            if error.status_code == 409:  # it is going by itself
+            if error.status_code == 409:  # it is being removed
                 return
             raise
         time.sleep(0.1)
 
 
 def output_of(client: docker.APIClient, container: str) -> str:
-    """What the container printed, once it ended."""
+    """Return what the container printed after it ended."""
     try:
         client.wait(container, timeout=PATIENCE)
     except requests.RequestException:
@@ -126,7 +124,7 @@ def output_of(client: docker.APIClient, container: str) -> str:
 
 
 def words_of(error: Exception) -> str:
-    """The engine's own words, on one line and without the parts that tell nothing."""
+    """Return the engine's message on one line, without meaningless parts."""
     if isinstance(error, APIError) and error.explanation:
         text = str(error.explanation)
     else:
@@ -138,12 +136,12 @@ def words_of(error: Exception) -> str:
 
 
 def lacks_shell(text: str) -> bool:
-    """Whether a start failed because the image has no ``sh``."""
+    """Return True if a start failed because the image has no ``sh``."""
     return '"sh"' in text and "not found" in text
 
 
 def no_answer(name: str, error: Exception) -> CheckFinding:
-    """The finding of a check whose question the engine did not answer."""
+    """Return the finding of a check that the engine did not answer."""
     text = f"The Docker Engine did not answer: {words_of(error)}."
     return CheckFinding(name, Status.FAIL, text, "Try again; see: journalctl -u docker")
 
@@ -155,7 +153,7 @@ def check_hub_reachable(
     url: str,
     extra_hosts: Mapping[str, str] | None = None,
 ) -> CheckFinding:
-    """Whether a container on the servers' network reaches the Hub's API at ``url``."""
+    """Check that a container on the servers' network reaches the Hub's API at ``url``."""
     name = "hub API"
     remove_leftovers(client)
     found = re.fullmatch(r"https?://(\[[^]]+\]|[^:/]+):(\d+)(/.*)", url)
@@ -218,7 +216,7 @@ def _unreached(client: docker.APIClient, network: str, url: str, why: str) -> Ch
 
 
 def network_gateway(client: docker.APIClient, network: str) -> str:
-    """The engine's machine as containers of this network see it; empty when nobody can say."""
+    """Return the engine's machine as containers of this network see it; empty if unknown."""
     try:
         pools = client.inspect_network(network)["IPAM"].get("Config") or []
     except (DockerException, requests.RequestException, KeyError):
@@ -227,7 +225,7 @@ def network_gateway(client: docker.APIClient, network: str) -> str:
 
 
 def check_volume(client: docker.APIClient, driver: str = "local") -> CheckFinding:
-    """Whether a member's workspace volume could be created. The one created here goes again."""
+    """Check that a member's workspace volume can be created; the trial volume is removed."""
     name = f"gpuspawner-check-{secrets.token_hex(6)}"
     label = {LABEL_CHECK: str(int(time.time()))}
     try:
@@ -244,9 +242,9 @@ def check_volume(client: docker.APIClient, driver: str = "local") -> CheckFindin
 
 
 def check_directory(client: docker.APIClient, image: str, directory: str) -> CheckFinding:
-    """Whether a member's workspace could be made below a directory of the engine's machine.
+    """Check that a member's workspace can be created below a directory of the engine's machine.
 
-    A container makes a folder there as root, gives it away as a start does, and removes it.
+    A container creates a folder there as root, changes its owner as a start does, and removes it.
     """
     name = "workspace"
     trial = f".gpuspawner-check-{secrets.token_hex(6)}"
@@ -255,7 +253,7 @@ def check_directory(client: docker.APIClient, image: str, directory: str) -> Che
     config = scratch_config(
         image, f"{script} && [ $e = 0 ] && echo writable", {}, {"NetworkMode": "none"}
     )
-    config["HostConfig"]["Mounts"] = [mount]  # unlike Binds, it never makes the directory
+    config["HostConfig"]["Mounts"] = [mount]  # unlike Binds, it never creates the directory
     config["User"] = "0"
     try:
         with scratch_container(client, config) as container:
@@ -281,8 +279,10 @@ def check_directory(client: docker.APIClient, image: str, directory: str) -> Che
 def check_sees(
     client: docker.APIClient, image: str, directory: str, file: str, content: str
 ) -> str:
-    """Why a container does not read ``content`` in a file of a directory of the engine's machine;
-    empty when it does."""
+    """Return why a container does not read ``content`` in a file of a host directory, or "".
+
+    ``directory`` is on the engine's machine.
+    """
     mount = {"Type": "bind", "Source": directory, "Target": "/there", "ReadOnly": True}
     script = 'cat "/there/$FILE" 2>&1'
     config = scratch_config(image, script, {"FILE": file}, {"NetworkMode": "none"})
@@ -303,7 +303,7 @@ Connect = Callable[[], docker.APIClient]
 
 
 def check_engine(connect: Connect, where: str) -> tuple[CheckFinding, docker.APIClient | None]:
-    """Whether the engine answers, and a client for the checks that follow."""
+    """Check that the engine answers, and return a client for the checks that follow."""
     name = "engine"
     try:
         client = connect()
@@ -316,7 +316,7 @@ def check_engine(connect: Connect, where: str) -> tuple[CheckFinding, docker.API
 
 
 def check_image(client: docker.APIClient, image: str, name: str = "image") -> CheckFinding:
-    """Whether the engine has the image, so that nobody's first start waits for a pull."""
+    """Check that the engine has the image, so that nobody's first start waits for a pull."""
     try:
         found = client.inspect_image(image)
     except ImageNotFound:
@@ -328,9 +328,9 @@ def check_image(client: docker.APIClient, image: str, name: str = "image") -> Ch
 
 
 def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) -> CheckFinding:
-    """Whether ``mode`` gives a container exactly the device ``uuid``, and none when none is asked.
+    """Check that ``mode`` gives a container exactly the device ``uuid``, and none without it.
 
-    Two short containers of ``image`` run at once and say what they see.
+    Two short containers of ``image`` run at once and report what they see.
     """
     name = "GPU injection"
     if mode == "none":
@@ -379,7 +379,7 @@ _UUID = re.compile(r"UUID: ([^\s)]+)")
 
 @dataclass(frozen=True, slots=True)
 class _SeenDevices:
-    """What a container said it sees."""
+    """What a container reported to see."""
 
     nodes: tuple[str, ...]
     uuids: tuple[str, ...]
@@ -398,8 +398,8 @@ class _SeenDevices:
 
 
 def _judge(seen: _SeenDevices, uuid: str) -> str:
-    """What is wrong with a container that was given one device; nothing when all is well."""
-    # A MIG instance is listed below the GPU that it is part of.
+    """Return what is wrong with a container that was given one device, or ""."""
+    # A MIG instance is listed below its GPU.
     instance = uuid.startswith("MIG-")
     named = {u for u in seen.uuids if u.startswith("MIG-") or not instance}
     if not seen.complete:
@@ -417,7 +417,7 @@ def _judge(seen: _SeenDevices, uuid: str) -> str:
 
 
 def _judge_without(seen: _SeenDevices) -> str:
-    """What is wrong with a container that was given no device."""
+    """Return what is wrong with a container that was given no device, or ""."""
     if not seen.complete:
         return "the container without GPUs ended before it had looked around"
     if seen.nodes or seen.uuids:

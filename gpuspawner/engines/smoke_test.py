@@ -1,4 +1,4 @@
-"""The smoke test of an image: whether members can work in it, seen from inside a container."""
+"""The smoke test of an image: can members work in it? Seen from inside a container."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ from .preflight import (
 )
 
 SMOKE = "gpuspawner.smoke."
-"""What the labels begin with by which an image says what to try: ``imports``, ``gpu_imports``,
-``counts``, ``programs`` and ``pages``, each with words between spaces."""
+"""Prefix of the labels by which an image says what to try.
+
+``imports``, ``gpu_imports``, ``counts``, ``programs`` and ``pages``, each with words separated by
+spaces.
+"""
 
 WORKSPACE = "/home/jovyan/work"
 DATASET = "/datasets/smoke"
 PATIENCE = 120.0
-"""Seconds that a server, or one page of it, may take."""
+"""Maximum seconds for a server to start, or for one of its pages."""
 LONGEST = 900
 """Seconds after which the whole test has failed."""
 
@@ -49,11 +52,11 @@ def smoke(
     first_page: str = "",
     workspace: str = WORKSPACE,
 ) -> list[CheckFinding]:
-    """Start a container of ``image`` and try everything in it; one finding a step.
+    """Start a container of ``image`` and try everything in it; one finding per step.
 
-    ``uuids`` are given to it by ``mode``, as a server gets them. ``first_page`` is where the
-    environment opens, such as ``/lab``. The container, its volumes and what it wrote are gone
-    afterwards. A good image has no finding that failed.
+    It gets the devices ``uuids`` by ``mode``, like a server. ``first_page`` is where the
+    environment opens, such as ``/lab``. The container, its volumes and what it wrote are removed
+    afterwards. A good image has no failed finding.
     """
     remove_leftovers(client)
     try:
@@ -76,7 +79,7 @@ def smoke(
 
 
 class _Volume:
-    """A volume that is there inside the block only."""
+    """A volume that exists inside the block only."""
 
     def __init__(self, client: docker.APIClient) -> None:
         self._client = client
@@ -139,7 +142,7 @@ def _inside() -> str:
 
 
 def _output(client: docker.APIClient, container: str) -> str:
-    """What the container printed, once it ended."""
+    """Return what the container printed after it ended."""
     try:
         client.wait(container, timeout=LONGEST)
     except requests.RequestException:
@@ -164,5 +167,5 @@ def _findings(printed: str) -> list[CheckFinding]:
 
 
 def passed(findings: Sequence[CheckFinding]) -> bool:
-    """Whether members can be given the image."""
+    """Return True if members can be given the image."""
     return all(finding.status is Status.OK for finding in findings)

@@ -1,6 +1,6 @@
-"""What a smoke test does inside a container: runs by itself there, with nothing of ours installed.
+"""The program of a smoke test, which runs in a container and needs nothing installed.
 
-``python3 -c SOURCE JSON``, in any image with Python 3.8 or later. Prints a JSON object a line:
+``python3 -c SOURCE JSON``, in any image with Python 3.8 or later. Prints a JSON object per line:
 ``{"name", "ok", "text"}``.
 """
 
@@ -31,6 +31,7 @@ SCOPES = ["access:servers!server=smoke/", "access:servers"]
 
 
 def main(told: dict[str, Any]) -> None:
+    """Run all checks."""
     check("user", user)
     for module in told["imports"]:
         check(f"import {module}", partial(version_of, module))
@@ -43,7 +44,7 @@ def main(told: dict[str, Any]) -> None:
 
 
 def check(name: str, look: Callable[[], str]) -> None:
-    """One line: what ``look`` answers, or why it failed."""
+    """Print one line: the result of ``look``, or why it failed."""
     try:
         ok, text = True, look()
     except BaseException as error:  # a broken extension module may raise anything
@@ -54,12 +55,14 @@ def check(name: str, look: Callable[[], str]) -> None:
 
 
 def user() -> str:
+    """Check that the image does not run as root."""
     if os.getuid() == 0:
         raise RuntimeError("the image runs as root: say USER in its Dockerfile")
     return f"runs with the user id {os.getuid()}"
 
 
 def version_of(module: str) -> str:
+    """Import a module, and return its version and the time it took."""
     began = time.monotonic()
     found = importlib.import_module(module)
     took = time.monotonic() - began
@@ -67,6 +70,7 @@ def version_of(module: str) -> str:
 
 
 def program_of(name: str) -> str:
+    """Run a program with ``--version``, and return its answer."""
     path = shutil.which(name)
     if not path:
         raise RuntimeError(f"{name} is not on the PATH")
@@ -82,6 +86,7 @@ def program_of(name: str) -> str:
 
 
 def devices(expected: int, frameworks: list[str]) -> str:
+    """Check the number of devices, also as frameworks count them."""
     nodes = glob.glob("/dev/nvidia[0-9]*")
     if len(nodes) != expected:
         raise RuntimeError(f"{len(nodes)} device nodes where {expected} is right")
@@ -99,6 +104,7 @@ def devices(expected: int, frameworks: list[str]) -> str:
 
 
 def has_driver() -> bool:
+    """Return True if CUDA's driver library is installed."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -126,6 +132,7 @@ COUNTS: dict[str, Callable[[], int]] = {"torch": _torch, "jax": _jax, "tensorflo
 
 
 def writes(folder: str) -> str:
+    """Check that a folder can be written."""
     path = os.path.join(folder, f".smoke-{secrets.token_hex(4)}")
     with open(path, "w", encoding="utf-8") as file:
         file.write("written")
@@ -137,6 +144,7 @@ def writes(folder: str) -> str:
 
 
 def cannot_write(folder: str) -> str:
+    """Check that a folder cannot be written."""
     try:
         with open(os.path.join(folder, ".smoke"), "w", encoding="utf-8"):
             pass
@@ -145,19 +153,21 @@ def cannot_write(folder: str) -> str:
     raise RuntimeError(f"{folder} can be written, though it is mounted read-only")
 
 
-# A server, as the hub starts one.
+# A server, started like by the hub.
 
 
 class StandInHub(BaseHTTPRequestHandler):
-    """The answers of a hub that a server asks for."""
+    """The answers of a hub that a server requests."""
 
     version = ""
 
     def do_GET(self) -> None:
+        """Answer with a user, or with the hub's version."""
         model = {"name": "smoke", "kind": "user", "admin": False, "groups": [], "scopes": SCOPES}
         self._answer(model if self.path.startswith("/hub/api/user") else {"version": self.version})
 
     def do_POST(self) -> None:
+        """Accept anything."""
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self._answer({})
 
@@ -171,7 +181,7 @@ class StandInHub(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class Server:
@@ -184,6 +194,7 @@ class Server:
         self.port = free_port()
 
     def answers(self, pages: list[str]) -> str:
+        """Start the server, and wait until each page answers."""
         StandInHub.version = hub_version()
         hub = ThreadingHTTPServer(("127.0.0.1", 0), StandInHub)
         threading.Thread(target=hub.serve_forever, daemon=True).start()
@@ -207,7 +218,7 @@ class Server:
         return f"answers after {took:.1f} s{shown}"
 
     def _wait(self, server: subprocess.Popen[bytes], page: str) -> None:
-        """Until the page answers."""
+        """Wait until the page answers."""
         end = time.monotonic() + self.patience
         while True:
             if server.poll() is not None:
@@ -250,6 +261,7 @@ class Server:
 
 
 def free_port() -> int:
+    """Return a free port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
@@ -257,7 +269,7 @@ def free_port() -> int:
 
 
 def hub_version() -> str:
-    """JupyterHub's version in the image: the server says nothing about another one then."""
+    """Return JupyterHub's version in the image, so that the server does not warn of another one."""
     words = ["jupyterhub-singleuser", "--version"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)

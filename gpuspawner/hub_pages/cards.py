@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from ..catalog import files
 from ..catalog.loader import Catalog
 from ..catalog.markdown import first_words, to_html
 from ..catalog.models import Environment
+from ..catalog.value_kinds import LOGO_TYPES
 from ..devices.placement import format_memory
 from ..devices.snapshots import Overview
 from ..leases.models import Request
@@ -188,7 +189,7 @@ class CardFilter:
         """Whether an environment is what they look for, but for whether it starts now."""
         if self.gpu and environment.cpu_only != (self.gpu == "without"):
             return False
-        if self.framework and self.framework not in (f.name for f in environment.frameworks):
+        if self.framework and self.framework not in environment.frameworks:
             return False
         text = _haystack(environment)
         return all(word in text for word in self.words.casefold().split())
@@ -264,7 +265,7 @@ def waiting(outlook: Outlook) -> str:
 
 def frameworks_of(environments: Sequence[Environment]) -> list[str]:
     """The names of all that come with any of them."""
-    return sorted({f.name for e in environments for f in e.frameworks}, key=str.casefold)
+    return sorted({name for e in environments for name in e.frameworks}, key=str.casefold)
 
 
 def _round(wait: timedelta) -> str:
@@ -294,14 +295,15 @@ def _face(environment: Environment, pages_url: str) -> Markup:
 @lru_cache(maxsize=1024)
 def _badges(environment: Environment) -> Markup:
     of_one = Markup('<span class="badge text-bg-light border">{} {}</span>')
-    found = [of_one.format(f.name, f.version) for f in environment.frameworks[:MOST_BADGES]]
+    shown = islice(environment.frameworks.items(), MOST_BADGES)
+    found = [of_one.format(name, version) for name, version in shown]
     devices = Markup('<span class="badge text-bg-secondary">{}</span>')
     return Markup(" ").join([*found, devices.format(devices_of(environment))])
 
 
 def _haystack(environment: Environment) -> str:
     """All that a search looks at."""
-    names = (f"{f.name} {f.version}" for f in environment.frameworks)
+    names = (f"{name} {version}" for name, version in environment.frameworks.items())
     parts = (
         environment.slug,
         environment.display_name,
@@ -379,7 +381,7 @@ def logo_file(catalog: Catalog, environment: Environment) -> tuple[bytes, str]:
     if not environment.logo or environment.logo.startswith("/") or catalog.folder is None:
         raise ValueError("has no logo beside the catalog.")
     content = files.read(catalog.folder, "logo", environment.logo)
-    return content, files.LOGO_TYPES[Path(environment.logo).suffix.lower()]
+    return content, LOGO_TYPES[Path(environment.logo).suffix.lower()]
 
 
 def _limits(environment: Environment) -> list[tuple[str, str]]:
@@ -406,7 +408,8 @@ def wait_tables(
 ) -> Tables:
     """A sentence for each choice, by ``gpus|model`` as the form has them.
 
-    ``ask`` tells how requests would fare (:meth:`gpuspawner.services.Broker.outlooks`).
+    ``ask`` tells how requests would fare, as
+    :meth:`gpuspawner.queue.positions.PositionService.outlooks` does.
     """
     alike: dict[Hashable, list[Environment]] = {}
     for environment in environments:

@@ -33,7 +33,7 @@ from ..catalog.loader import Catalog, watched
 from ..catalog.models import DeviceLimits, Environment
 from ..core.errors import GPUSpawnerError
 from ..devices.snapshots import Overview
-from ..services import Broker, hub_broker
+from ..services import Services, hub_services
 from .cards import (
     LONGEST,
     PAGE,
@@ -118,9 +118,9 @@ class CatalogPages(Configurable):
         return found
 
     @property
-    def broker(self) -> Broker:
+    def services(self) -> Services:
         """The hub's, which its spawners use too."""
-        return hub_broker(self.settings, self.config, self.settings["log"])
+        return hub_services(self.settings, self.config, self.settings["log"])
 
     async def refresh_catalog(self) -> None:
         """Read a change of the catalog's file, if there is one, off the event loop."""
@@ -147,7 +147,7 @@ class CatalogPages(Configurable):
         everything = self.shown(catalog, groups)
         found = [e for e in everything if wanted.takes(e)] if wanted else everything
         if wanted.at_once:
-            outlooks = self.broker.outlooks({e.slug: usual_request(e) for e in found})
+            outlooks = self.services.positions.outlooks({e.slug: usual_request(e) for e in found})
             found = [e for e in found if outlooks[e.slug].at_once]
         pages = max(1, math.ceil(len(found) / PAGE))
         page = min(page, pages)
@@ -164,16 +164,16 @@ class CatalogPages(Configurable):
         """The cards of these environments for a reader in these groups. Asks the store."""
         some = list(environments)
         overview = self._overview()
-        outlooks = self.broker.outlooks({e.slug: usual_request(e) for e in some})
+        outlooks = self.services.positions.outlooks({e.slug: usual_request(e) for e in some})
         closed = [e.slug for e in some if not e.visible_to(groups)]
-        now, url = self.broker.clock(), f"{self.settings['hub'].base_url}environments"
+        now, url = self.services.clock(), f"{self.settings['hub'].base_url}environments"
         return State(overview, make_cards(some, overview, outlooks, now, url, closed))
 
     def _overview(self) -> Overview:
         """Of this second or the one before: whoever likes may ask, as often as they like."""
         since, known = self._seen
         if known is None or time.monotonic() - since > FRESH:
-            known = self.broker.overview()
+            known = self.services.monitoring.overview()
             self._seen = (time.monotonic(), known)
         return known
 
@@ -276,9 +276,9 @@ class HubPageHandler(DropsBody, BaseHandler):
         return self.site.shown(self.catalog(), self.groups)
 
     async def ask(self, work: Any, *args: Any) -> Any:
-        """Ask off the event loop; what the broker refuses becomes the page's sentence."""
+        """Ask off the event loop; what the services refuse becomes the page's sentence."""
         try:
-            return await self.site.broker.read(work, *args)
+            return await self.site.services.read(work, *args)
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code, "%s", error.message) from None
 
@@ -384,7 +384,7 @@ class Logo(HubPageHandler):
     async def get(self, slug: str) -> None:
         environment = self.environment(slug)
         try:
-            content, kind = await self.site.broker.read(logo_file, self.catalog(), environment)
+            content, kind = await self.site.services.read(logo_file, self.catalog(), environment)
         except ValueError:
             raise web.HTTPError(404, "This environment has no logo.") from None
         self.set_header("Content-Type", kind)

@@ -9,10 +9,11 @@ from itertools import product
 from typing import NamedTuple
 
 from ..catalog.models import Environment
+from ..core.times import deadline
 from ..core.units import format_credits
 from ..devices.models import model_matches
 from ..devices.placement import format_memory
-from ..devices.snapshots import ModelCount, Overview, clock
+from ..devices.snapshots import ModelCount, Overview
 from ..ledger.lots import lasts
 from ..ledger.models import Account
 from ..ledger.rules import format_time_left
@@ -111,9 +112,7 @@ class PriceList:
         change = self.overview.rates.next_change(self.now)
         if change is None:
             return ""
-        return (
-            f"{clock(change.replace(second=0, microsecond=0), self.now)} ({change.astimezone():%Z})"
-        )
+        return deadline(change, self.now)
 
     def of(self, environment: Environment) -> str:
         """What a device costs there now: ``1.00 to 4.00 credits a GPU-hour``, or ``free of

@@ -20,7 +20,7 @@ from ..core.errors import GPUSpawnerError
 from ..core.units import format_credits
 from ..devices.snapshots import ModelCount
 from ..ledger.models import Account
-from ..services import Broker
+from ..services import Services
 from .handlers import CatalogPages, HubPageHandler
 
 KEY = "gpuspawner_welcomed"
@@ -66,16 +66,16 @@ class Welcome(HubPageHandler):
         await self.show_it(self.current_user.name)
 
     async def show_it(self, user: str) -> None:
-        broker = self.site.broker
-        account, models = await self.ask(_known_of, broker, user)
+        services = self.site.services
+        account, models = await self.ask(_known_of, services, user)
         await self.show(
             "welcome.html",
             balance=format_credits(account.balance),
             prices=prices(account, models),
             more_prices=len(models) > MODELS,
-            claim_minutes=broker.settings.queue.claim_minutes,
+            claim_minutes=services.settings.queue.claim_minutes,
             place=_place(self.site, self.settings["spawner_class"]),
-            folders=bool(broker.settings.folders.source),
+            folders=bool(services.settings.folders.source),
         )
 
 
@@ -91,9 +91,9 @@ class FirstWelcome(Welcome):
             return
         await self.show_it(name)
         _known(self.settings).add(name)
-        broker = self.site.broker
+        services = self.site.services
         try:
-            await broker.run(broker.members.welcomed, name)
+            await services.run(services.members.welcomed, name)
         except GPUSpawnerError as error:  # then they see it again, after the hub's next start
             self.log.warning("That %r was welcomed could not be written: %s", name, error.message)
         await self._open_workspace(user)
@@ -109,9 +109,9 @@ class FirstWelcome(Welcome):
 
     async def _is_due(self, user: str) -> bool:
         """Whether somebody is still to be welcomed. Who cannot be told goes on."""
-        broker = self.site.broker
+        services = self.site.services
         try:
-            return await broker.read(broker.members.welcome_due, user)
+            return await services.read(services.members.welcome_due, user)
         except GPUSpawnerError as error:
             self.log.warning("Whether %r is new cannot be told: %s", user, error.message)
             return False
@@ -144,9 +144,9 @@ def _place(site: CatalogPages, spawner: type[Any]) -> str:
     return "work" if target.endswith("/work") else target
 
 
-def _known_of(broker: Broker, user: str) -> tuple[Account, list[ModelCount]]:
+def _known_of(services: Services, user: str) -> tuple[Account, list[ModelCount]]:
     """The member's account, which is opened now if sign-in could not, and the GPUs."""
-    return broker.ledger.open_account(user), list(broker.overview().models)
+    return services.ledger.open_account(user), list(services.monitoring.overview().models)
 
 
 def _known(settings: MutableMapping[str, Any]) -> set[str]:

@@ -1,8 +1,8 @@
-"""What a grant must know of the store, read in one statement.
+"""Everything a grant needs to know from the database, read in one statement.
 
-A hub that starts a server does so beside its event loop, and each statement is a hand-over of
-Python's lock. So what a grant nearly always finds absent (rates that an admin set, other servers
-on the same account) is only said to be there or not; who needs it reads it then.
+The hub starts servers in threads beside its event loop, and each statement hands over Python's
+lock. What a grant rarely needs (rates set by an admin, other servers on the same account) is
+therefore only reported as present or absent, and read separately when it is needed.
 """
 
 from __future__ import annotations
@@ -71,31 +71,33 @@ _ALL = sa.select(
 
 @dataclass(frozen=True, slots=True)
 class AllocationContext:
-    """What there is before a grant, at one moment."""
+    """The state before a grant, at one moment."""
 
     lease_id: str | None
-    """The open lease of the server, if it has one."""
+    """The server's open lease, if it has one."""
     taken: frozenset[str]
-    """As :func:`gpuspawner.leases.repository.places_taken` has it."""
+    """The occupied slots, as :func:`gpuspawner.leases.repository.places_taken` returns them."""
     has_rates: bool
-    """Whether an admin set any that hold or will."""
+    """True if an admin has set rates that apply now or later."""
     first_due: datetime | None
-    """When the first lot of the account ends whose end is not written down yet."""
+    """When the account's next lot expires whose expiry is not posted yet."""
     is_paying: bool
-    """Whether the account pays for a server that runs."""
+    """True if the account pays for a running server."""
     account: Account | None
-    """The account that is to pay, if it is open; less nothing that is owed and not charged."""
+    """The paying account, if it is open; amounts owed but not yet charged are not deducted."""
     is_former: bool
-    """Whether the server's member is none any more."""
+    """True if the server's member has lost their membership."""
     overdraft: int | None
-    """The overdraft of the account that servers which go on share, in microcredits; None where
-    none of them has one."""
+    """The overdraft shared by the account's servers that may go into one, in microcredits.
+
+    None if no server of the account has an overdraft.
+    """
     kept: frozenset[str]
-    """The UUIDs of the devices that are kept for the server, which starts again with them."""
+    """The UUIDs of the devices reserved for this server, which restarts with them."""
 
 
 def read(connection: sa.Connection, server: ServerRef, account: str) -> AllocationContext:
-    """What a grant to this server, paid by this account, must know."""
+    """Return what a grant to this server needs to know if ``account`` pays."""
     asked = {"member": server.user, "server": server.name, "keeper": keeper(server)}
     found = connection.execute(_ALL, {**asked, "account": account}).one()
     lease_id, places, closed, has_rates, due, is_paying, balance, held, former, shared, kept = found

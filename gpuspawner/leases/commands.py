@@ -1,7 +1,7 @@
 """The commands ``gpuspawner leases``, ``extend``, ``stop`` and ``release``.
 
-A device is free when its server is proved gone. So the engine is asked first, and what it
-cannot prove an admin has to insist on.
+A device is free only when its server is proven gone. ``release`` therefore asks the engine first,
+and the admin must insist (--force) where the engine has no proof.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from ..engines.base import Engine
 from ..engines.docker import DockerEngine, belongs_to, is_alive, sighting_of
 from ..engines.local import LocalEngine, process_ref
 from ..ledger import rules as ledger_rules
-from ..queue.commands import line_broker
-from ..services import Broker
+from ..queue.commands import queue_services
+from ..services import Services
 from .models import Lease, LeaseState, ServerRef, Sighting
 
 lease_argument = argument("lease_id", "LEASE", "the lease's id, or its first letters")
@@ -54,13 +54,13 @@ lease_argument = argument("lease_id", "LEASE", "the lease's id, or its first let
 @limit_option
 def leases(settings: Settings, with_ended: bool, member: str | None, limit: int) -> None:
     """List the open leases, or all of them."""
-    broker = settings.open_broker()
+    services = settings.open_services()
     if not with_ended:
-        found = broker.open_leases()
+        found = services.leases.open_leases()
     elif member is None:
-        found = broker.leases_of(None, limit)
+        found = services.leases.of_account(None, limit)
     else:
-        found = broker.leases_of(None, _EVERY)  # a group's account may have paid for some
+        found = services.leases.of_account(None, _EVERY)  # a group's account may have paid for some
     if member is not None:
         found = [lease for lease in found if lease.server.user == member]
     if with_ended:
@@ -72,7 +72,7 @@ _EVERY = 2**31 - 1
 
 
 def devices_of(lease: Lease) -> str:
-    """The devices of a lease for people: ``2x A100 (0, 1)``."""
+    """Format the devices of a lease for people: ``2x A100 (0, 1)``."""
     if not lease.devices:
         return "no GPU"
     models = sorted({device.model for device in lease.devices})
@@ -81,7 +81,7 @@ def devices_of(lease: Lease) -> str:
 
 
 def plain(lease: Lease) -> dict[str, Any]:
-    """A lease for scripts."""
+    """Return a lease as plain values, for scripts."""
     return {
         "id": lease.id,
         "member": lease.server.user,
@@ -146,7 +146,7 @@ def _row(lease: Lease, ended: bool) -> list[str]:
 
 
 class Fate(str, Enum):
-    """What the engine says of a lease's server."""
+    """The state of a lease's server according to its engine."""
 
     ALIVE = "alive"
     GONE = "gone"
@@ -155,7 +155,7 @@ class Fate(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseProof:
-    """What the engine says, in words too, and when the server ended if that is known."""
+    """The engine's answer, with an explanation and the end of the server if it is known."""
 
     fate: Fate
     text: str
@@ -168,32 +168,32 @@ class ReleaseProof:
 @flag("--force", "even when the server lives or nobody can say whether it does")
 def release(settings: Settings, lease_id: str, yes: bool, force: bool) -> None:
     """Say what will happen, ask, and free the lease."""
-    broker = settings.open_broker()
-    lease = find_lease(broker, lease_id)
+    services = settings.open_services()
+    lease = find_lease(services, lease_id)
     if lease.state is LeaseState.ENDED:
         raise Refused(f"Lease {lease.id} ended already, at {local(lease.ended_at)}: nothing to do.")
-    proof = ask_engine(lease, settings, broker)
-    note(_intent(lease, proof, broker.clock()))
+    proof = ask_engine(lease, settings, services)
+    note(_intent(lease, proof, services.clock()))
     if proof.fate is not Fate.GONE and not force:
         raise Refused(_refusal(lease, proof))
     if not yes and not confirmed("Free it?"):
         raise Refused("Nothing was changed.")
-    ended = broker.release(
+    ended = services.leases.release(
         lease.id,
         ended_at=proof.ended_at,
-        stopped_at=broker.clock() if proof.fate is Fate.ALIVE else None,
+        stopped_at=services.clock() if proof.fate is Fate.ALIVE else None,
         reason=f"released by hand by {default_actor()} ({proof.fate.value})",
     )
     text = f"Lease {ended.id} ended: {credits(ended.charged)} credits charged in all."
     show({**plain(ended), "server_was": proof.fate.value}, text)
 
 
-def find_lease(broker: Broker, text: str) -> Lease:
-    """The lease with this id, or the one open lease whose id begins so."""
+def find_lease(services: Services, text: str) -> Lease:
+    """Return the lease with this id, or the only open lease whose id starts with it."""
     try:
-        return broker.lease(text)
+        return services.leases.get(text)
     except UnknownLease:
-        begin_so = [x for x in broker.open_leases() if text and x.id.startswith(text)]
+        begin_so = [x for x in services.leases.open_leases() if text and x.id.startswith(text)]
     if len(begin_so) == 1:
         return begin_so[0]
     if begin_so:
@@ -204,16 +204,16 @@ def find_lease(broker: Broker, text: str) -> Lease:
     )
 
 
-def ask_engine(lease: Lease, settings: Settings, broker: Broker) -> ReleaseProof:
-    """Whether the lease's server is alive, gone or unknown."""
+def ask_engine(lease: Lease, settings: Settings, services: Services) -> ReleaseProof:
+    """Ask the engine if the lease's server is alive, gone or unknown."""
     if lease.engine == "docker":
-        return _ask_docker(lease, settings, broker)
+        return _ask_docker(lease, settings, services)
     if lease.engine == "local":
         return _ask_local(lease)
     return ReleaseProof(Fate.UNKNOWN, f"this command cannot ask the engine {lease.engine!r}.")
 
 
-def _ask_docker(lease: Lease, settings: Settings, broker: Broker) -> ReleaseProof:
+def _ask_docker(lease: Lease, settings: Settings, services: Services) -> ReleaseProof:
     from ..cli.hub import engine_client  # imports JupyterHub: slow, and needed here only
 
     try:
@@ -222,7 +222,7 @@ def _ask_docker(lease: Lease, settings: Settings, broker: Broker) -> ReleaseProo
         return ReleaseProof(
             Fate.UNKNOWN, f"the spawner's configuration does not load: {error.message}"
         )
-    engine = DockerEngine(connect, lambda: broker.stamp_error)
+    engine = DockerEngine(connect, lambda: services.time.stamp_error)
     try:
         holders = engine.holders(lease)
     except AnotherEngine:
@@ -254,12 +254,12 @@ def _ask_local(lease: Lease) -> ReleaseProof:
 
 
 def _mine(engine: Engine, lease: Lease) -> Sighting | None:
-    """What the engine knows of the lease's server: alive before exited."""
+    """Return the lease's server as the engine knows it; an alive one before an exited one."""
     return _first([s for s in engine.sightings() if s.lease_id == lease.id])
 
 
 def _first(mine: Sequence[Sighting]) -> Sighting | None:
-    """One that is alive before those that have ended."""
+    """Return the first sighting that is alive, else the first one."""
     return next((s for s in mine if s.alive), mine[0] if mine else None)
 
 
@@ -325,9 +325,9 @@ def _pid(ref: str) -> int:
 @lease_argument
 def extend(settings: Settings, lease_id: str) -> None:
     """Begin a session's whole length anew, unless somebody would wait longer for that."""
-    broker = line_broker(settings)
-    lease = find_lease(broker, lease_id)
-    extended = broker.extend(lease.id, actor=actor())
+    services = queue_services(settings)
+    lease = find_lease(services, lease_id)
+    extended = services.extensions.extend(lease.id, actor=actor())
     if extended.seconds is None:
         text = f"Lease {lease.id} of {lease.server} has no end: nothing changed."
     else:
@@ -342,9 +342,9 @@ def extend(settings: Settings, lease_id: str) -> None:
 @required_reason_option
 def stop(settings: Settings, server: str, reason: str) -> None:
     """Order the stop of a server, which the accounting service carries out."""
-    broker = settings.open_broker()
-    lease = _lease_of(broker, server)
-    ordered = broker.stop(lease.id, actor=actor(), reason=reason)
+    services = settings.open_services()
+    lease = _lease_of(services, server)
+    ordered = services.sessions.stop(lease.id, actor=actor(), reason=reason)
     text = (
         f"Lease {ordered.id} of {ordered.server} is to end: the accounting service asks the Hub "
         "to stop the server until it is gone. Its member is told why, and keeps the files."
@@ -352,15 +352,15 @@ def stop(settings: Settings, server: str, reason: str) -> None:
     show(plain(ordered), text)
 
 
-def _lease_of(broker: Broker, text: str) -> Lease:
-    """The open lease of a server, or the lease of an id. Raises UnknownLease."""
+def _lease_of(services: Services, text: str) -> Lease:
+    """Return the open lease of a server, or the lease with an id. Raises UnknownLease."""
     user, _, name = text.partition("/")
-    if lease := broker.lease_of(ServerRef(user, name)):
+    if lease := services.leases.of_server(ServerRef(user, name)):
         return lease
     try:
-        return find_lease(broker, text)
+        return find_lease(services, text)
     except UnknownLease as error:
-        others = [str(x.server) for x in broker.open_leases() if x.server.user == user]
+        others = [str(x.server) for x in services.leases.open_leases() if x.server.user == user]
         if not others:
             raise
         running = f"{user} has {', '.join(others)}"

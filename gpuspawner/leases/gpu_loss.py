@@ -1,8 +1,8 @@
-"""Servers that lost their devices inside their container, and start again with the same ones.
+"""Restarts of servers that lost their devices inside the container, with the same devices.
 
-A restart is an order to stop, as others are, and the devices closed to everybody else in the same
-transaction. The accounting service has the server stopped, and then started as it was; its grant
-opens the devices. What becomes of none of that within some minutes is opened to all.
+A restart is an ordinary stop order; the same transaction closes the devices to everybody else. The
+accounting service has the server stopped and started again with the same options, and its grant
+reopens the devices. If that fails, they are reopened for everybody after some minutes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..db.engine import Store
 from ..devices import closures
 from ..devices.closures import GRANTING, Closure
 from ..notifications import repository as notifications_repository
+from ..notifications.messages import compose
 from ..notifications.models import Notice, NoticeKind
 from ..queue.models import Delegate
 from . import repository
@@ -25,7 +26,7 @@ from .repository import LEAST_SECONDS, OUTCOME
 from .sessions import goes_on, note_lease, order_end
 
 KEPT = timedelta(minutes=5)
-"""How long devices are kept after the end of the server that they were leased to."""
+"""How long devices stay reserved after their last lease ended."""
 
 _REASON = "kept for a server that starts again"
 _WHY = "it starts again with the same GPUs"
@@ -33,19 +34,19 @@ _WHY = "it starts again with the same GPUs"
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A server that stops and starts again."""
+    """A server that is being stopped and started again."""
 
     server: ServerRef
     lease: Lease | None
-    """The one that ends for it."""
+    """The lease that ends for the restart."""
     since: datetime
-    """When it was ordered, or when its server was gone."""
+    """When the restart was ordered or, once the server is gone, when it stopped."""
     is_gone: bool
-    """Whether the server has stopped, so that it can be started."""
+    """True if the server has stopped, so that it can be started."""
 
 
 class RestartService:
-    """Knows servers that lost their devices, and those that start again."""
+    """Tracks servers that lost their devices and servers that restart."""
 
     def __init__(
         self,
@@ -60,8 +61,10 @@ class RestartService:
         self.log = log
 
     def tell_lost(self, lease_id: str) -> bool:
-        """Tell a member that their server does not reach its devices any more. False when they
-        were told before, or it has ended."""
+        """Tell a member that their server can no longer reach its devices.
+
+        Returns False if they were told before or the lease has ended.
+        """
         now = self.clock()
         with self.store.write() as connection:
             lease = repository.get(connection, lease_id, lock=True)
@@ -70,7 +73,7 @@ class RestartService:
             return notifications_repository.add(connection, _lost(lease, now))
 
     def lost_of(self, user: str) -> list[Lease]:
-        """A member's servers that run and do not reach their devices, as they were told."""
+        """Return a member's running servers that were reported to have lost their devices."""
         with self.store.read() as connection:
             held = [x for x in repository.open_leases(connection) if x.server.user == user]
             told = notifications_repository.told(
@@ -79,9 +82,9 @@ class RestartService:
         return [lease for lease in held if _key(lease.id) in told]
 
     def restart(self, lease_id: str, *, actor: str) -> Lease:
-        """Have a server stopped, and started again with the devices that it has now.
+        """Stop a server and start it again with the devices that it has now.
 
-        Nobody else gets them in between, and its session ends when it would have. Raises
+        Nobody else gets them in between, and the session ends at the same time as before. Raises
         UnknownLease, or CannotRestart with the reason.
         """
         now = self.clock()
@@ -105,7 +108,7 @@ class RestartService:
             return order_end(connection, lease, OUTCOME, _WHY, _restarts(lease, now), self.log)
 
     def all_restarts(self) -> list[Restart]:
-        """Every restart that goes on."""
+        """Return all restarts in progress."""
         with self.store.read() as connection:
             found = []
             for server, kept in repository.all_kept_devices(connection).items():
@@ -117,7 +120,10 @@ class RestartService:
             return found
 
     def end_restart(self, server: ServerRef, why: str = "") -> None:
-        """Keep nothing for a server any more. ``why``: its member is told, as it did not start."""
+        """Reopen the devices reserved for a server.
+
+        If ``why`` is given, the server did not start again and its member is told the reason.
+        """
         now = self.clock()
         with self.store.write() as connection:
             for closure in repository.kept_devices(connection, server):
@@ -129,12 +135,12 @@ class RestartService:
 
 
 def _key(lease_id: str) -> str:
-    """Of the notice that a server does not reach its devices any more."""
+    """Return the key of the notice that a server cannot reach its devices."""
     return f"lost:{lease_id}"
 
 
 def _must_be_restartable(lease: Lease, now: datetime) -> None:
-    """Raises CannotRestart."""
+    """Raise CannotRestart if the lease cannot be restarted."""
     if lease.state is not LeaseState.RUNNING:
         raise CannotRestart(why="it does not run")
     if lease.outcome:
@@ -147,47 +153,17 @@ def _must_be_restartable(lease: Lease, now: datetime) -> None:
 
 # What members are told.
 
-_KEPT = "Your files are where you left them."
-
 
 def _lost(lease: Lease, now: datetime) -> Notice:
-    gpus = "GPU" if len(lease.devices) == 1 else "GPUs"
-    return Notice(
-        key=_key(lease.id),
-        user=lease.server.user,
-        kind=NoticeKind.GPU_SICK,
-        title=f"{_named(lease)} cannot reach its {gpus} any more",
-        body=(
-            f"Something on the machine took the {gpus} from its container: programs in it say "
-            f"“Failed to initialize NVML: Unknown Error”. Save your work, then restart it on your "
-            f"page of GPUs and credits: it keeps the same {gpus}. {_KEPT}"
-        ),
-        at=now,
-    )
+    key, user = _key(lease.id), lease.server.user
+    return compose("gpu_lost", NoticeKind.GPU_SICK, key, user, now, lease=lease)
 
 
 def _restarts(lease: Lease, now: datetime) -> Notice:
-    gpus = "GPU" if len(lease.devices) == 1 else "GPUs"
-    return Notice(
-        key=f"stopped:{lease.id}",
-        user=lease.server.user,
-        kind=NoticeKind.STOPPED,
-        title=f"{_named(lease)} starts again with the same {gpus}",
-        body=f"It is stopped now, and starts by itself in a moment. {_KEPT}",
-        at=now,
-    )
+    key, user = f"stopped:{lease.id}", lease.server.user
+    return compose("restarts", NoticeKind.STOPPED, key, user, now, lease=lease)
 
 
 def _not_again(lease: Lease, why: str, now: datetime) -> Notice:
-    return Notice(
-        key=f"restart:{lease.id}",
-        user=lease.server.user,
-        kind=NoticeKind.STOPPED,
-        title=f"{_named(lease)} did not start again",
-        body=f"{why[0].upper()}{why[1:]}. Its GPUs are kept no longer: start it yourself. {_KEPT}",
-        at=now,
-    )
-
-
-def _named(lease: Lease) -> str:
-    return f"Your server {lease.server.name}".rstrip()
+    key, user = f"restart:{lease.id}", lease.server.user
+    return compose("not_restarted", NoticeKind.STOPPED, key, user, now, lease=lease, why=why)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +27,15 @@ class Request:
     devices: int = 0
     environment: str = ""
     model: str | None = None
-    """Part of a model's name, compared without case, such as ``A100``. None is any."""
+    """Part of a model's name, compared case-insensitively, such as ``A100``. None means any."""
     models: tuple[str, ...] = ()
-    """Models that the environment runs on, each as above; empty is any."""
+    """Models that the environment supports, each as above; empty means any."""
     memory_bytes: int = 0
-    """Least memory of each device."""
+    """Minimum memory of each device."""
     min_driver: str = ""
-    """The oldest driver that the environment runs on; empty is any."""
+    """The oldest driver that the environment supports; empty means any."""
     min_cuda: str = ""
-    """The oldest CUDA version that the driver must offer; empty is any."""
+    """The oldest CUDA version that the driver must support; empty means any."""
 
 
 class Slot(NamedTuple):
@@ -45,19 +46,19 @@ class Slot(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As one word, for whoever makes sets of very many: ``UUID:slot``."""
+        """The slot as one string, ``UUID:slot``, for code that builds very large sets."""
         return f"{self.uuid}:{self.slot}"
 
     @classmethod
     def from_text(cls, text: str) -> Slot:
-        """The place that :attr:`text` names."""
+        """Parse the slot from :attr:`text`."""
         uuid, _, slot = text.rpartition(":")
         return cls(uuid, int(slot))
 
 
 @dataclass(frozen=True, slots=True)
 class LeasedDevice:
-    """A place and what its device was when it was granted (kept for receipts)."""
+    """A leased slot and its device's properties at the time of the grant, kept for receipts."""
 
     uuid: str
     slot: int
@@ -67,12 +68,12 @@ class LeasedDevice:
 
 
 class LeaseState(str, Enum):
-    """From grant to the proven end of the server."""
+    """A lease's state, from the grant to the proven end of its server."""
 
     GRANTED = "granted"
-    """On disk; the server is not known to be up. Costs nothing."""
+    """Written to disk; the server is not known to be up. Costs nothing."""
     RUNNING = "running"
-    """The server answered or was adopted; it is charged from ``started_at``."""
+    """The server responded or was adopted; it is charged from ``started_at``."""
     ENDED = "ended"
 
 
@@ -93,69 +94,82 @@ class Lease:
     """Microcredits charged so far."""
     state: LeaseState = LeaseState.GRANTED
     engine: str = ""
-    """``docker`` or ``local``: who can prove that the server is gone."""
+    """``docker`` or ``local``: the engine that can prove that the server is gone."""
     engine_ref: str = ""
-    """The engine's own name for the server: container id, or ``pid:start time``."""
+    """The engine's identifier of the server: container id, or ``pid:start time``."""
     engine_id: str = ""
-    """Which engine runs the server (:meth:`DockerEngine.identity`); empty when not known. That
-    another engine has no such server proves nothing."""
+    """The engine instance that runs the server (:meth:`DockerEngine.identity`); empty if unknown.
+
+    That another engine does not know the server proves nothing.
+    """
     granted_at: datetime
     started_at: datetime | None = None
-    """When the engine started the server; None until it answered or was adopted."""
+    """When the engine started the server; None until the server responded or was adopted."""
     answered_at: datetime | None = None
-    """When it answered or was adopted: its session begins then."""
+    """When the server responded or was adopted: the session begins then."""
     seen_at: datetime | None = None
     """When the engine last proved the server alive."""
     ended_at: datetime | None = None
     end_reason: str = ""
     warned_at: datetime | None = None
-    """When the member was first warned that the credits ran out."""
+    """When the member was first warned that their credits had run out."""
     group: str = ""
-    """Whose share and limits it counts on beside the member's own."""
+    """The group whose share and limits the lease counts against, besides the member's own."""
     seconds: int | None = None
-    """Session length, from when the server answers; None when there is no end."""
+    """Session length, from when the server responds; None if it has no end."""
     extended: int = 0
-    """Seconds that were added to the session since."""
+    """Seconds by which the session was extended."""
     told_minutes: float | None = None
-    """The last warning of the session's end that was given, in minutes left."""
+    """The last warning given before the session's end, in minutes left."""
     ticket_id: str | None = None
-    """The ticket that waited for it, if it had to."""
+    """The ticket that the lease was granted for, if the member had to wait."""
     claim_seconds: int | None = None
-    """How long the server waits for its member to connect; None when it need not."""
+    """How long the server waits for its member to connect; None if they need not connect."""
     claimed_at: datetime | None = None
     """When the member connected."""
     outcome: str = ""
-    """Why it is to end or has ended, in a word: ``""`` for as the member asked, ``no_show``,
-    ``session_end``, ``admin``. One that is open still is stopped by the accounting service.
-    ``lost``: it went down with its hub before its member came, whose ticket waits again.
-    ``failed``: its start failed, and it cost nothing. ``credits``: its account ran dry.
-    ``member_gone``: its member is none any more. ``idle``: its GPUs rested. ``restart``: it
-    starts again with the same devices. ``disk``: it wrote too much into its own container."""
+    """Why the lease is to end or has ended, as one word; ``""`` if the member stopped the server.
+
+    The accounting service stops an open lease that has an outcome.
+
+    * ``no_show``: nobody connected.
+    * ``session_end``: its time was over.
+    * ``admin``: an admin stopped it.
+    * ``lost``: it went down with its hub before its member came, whose ticket waits again.
+    * ``failed``: its start failed, and it cost nothing.
+    * ``credits``: its account ran dry.
+    * ``member_gone``: its member lost their membership.
+    * ``idle``: its GPUs were idle.
+    * ``restart``: it restarts with the same devices.
+    * ``disk``: it wrote too much into its own container.
+    """
     when_dry: str = "stop"
-    """What becomes of it when its account runs dry, fixed at the grant: ``stop`` after a grace,
-    let its ``session`` end, or go on into an ``overdraft``."""
+    """What happens when the account runs dry, fixed at the grant.
+
+    ``stop`` after a grace period, let the ``session`` end, or continue into an ``overdraft``.
+    """
     overdraft: int = 0
-    """Microcredits by which it may take its account below zero."""
+    """Microcredits by which the lease may take its account below zero."""
     waived: int = 0
-    """Microcredits that it owed at its end and that were not charged: beyond the overdraft."""
+    """Microcredits owed at the end but never charged, because they exceeded the overdraft."""
     refunded: int = 0
-    """Microcredits of what was charged that an admin gave back; ``charged`` is less by them."""
+    """Microcredits that an admin refunded; ``charged`` is already reduced by them."""
     told_dry: float | None = None
-    """The last warning that the credits run low which was given, in minutes left."""
+    """The last warning of low credits that was given, in minutes left."""
 
     @property
     def up_since(self) -> datetime | None:
-        """When the member could use the server; None before that."""
+        """When the member could first use the server; None before that."""
         return self.answered_at or self.started_at
 
     @property
     def length(self) -> timedelta | None:
-        """The session length that was asked for; None when there is no end."""
+        """The requested session length; None if it has no end."""
         return None if self.seconds is None else timedelta(seconds=self.seconds)
 
     @property
     def ends_at(self) -> datetime | None:
-        """The end of the session; before the server answers, the earliest that it can be."""
+        """The end of the session, or the earliest possible end before the server responds."""
         if self.seconds is None:
             return None
         start = self.up_since or self.granted_at
@@ -163,36 +177,55 @@ class Lease:
 
     @property
     def claim_by(self) -> datetime | None:
-        """Until when the member must connect; None when they need not, or did."""
+        """The deadline for the member to connect; None if they need not or already did."""
         if self.claim_seconds is None or self.claimed_at or not self.up_since:
             return None
         return self.up_since + timedelta(seconds=self.claim_seconds)
 
     @property
     def uuids(self) -> tuple[str, ...]:
+        """The UUIDs of the leased devices."""
         return tuple(d.uuid for d in self.devices)
 
     @property
     def held(self) -> int:
-        """Microcredits still set aside: the hold less what was charged, none once ended."""
+        """Microcredits still set aside: the hold less what was charged; 0 once ended."""
         return 0 if self.state is LeaseState.ENDED else max(0, self.hold - self.charged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """A server that an engine knows of and that carries a lease's id."""
+    """A server found on an engine that carries a lease's id."""
 
     lease_id: str
     ref: str
-    """The engine's own name for it: container id, or ``pid:start time``."""
+    """The engine's identifier of the server: container id, or ``pid:start time``."""
     server: ServerRef
     alive: bool
     created_at: datetime | None = None
     started_at: datetime | None = None
-    """When it was started, if the engine knows. These times are of the engine's wall clock."""
+    """When it was started, if the engine knows. All times here are by the engine's wall clock."""
     ended_at: datetime | None = None
     """When it exited, if the engine knows."""
     detail: str = ""
-    """Exit code or the like, for the log."""
+    """Exit code or similar, for the log."""
     unknown: str = ""
-    """Why nobody can say whether the lease's server is gone, in words; then ``alive`` is True."""
+    """Why it is unknown if the lease's server is gone, in words; then ``alive`` is True."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The conditions of a request other than its devices."""
+
+    groups: frozenset[str] = frozenset()
+    """The member's groups; one of them may provide weight, priority and limits."""
+    seconds: int | None = None
+    """Session length; None if it has no end."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The member's choices, used to start the server after a restart of the hub."""
+    wait: bool = False
+    """True to wait in the queue if no device is free."""
+    account: str = ""
+    """The account that pays; empty for the member's usual one."""
+    shown_at: datetime | None = None
+    """When a form showed the price; an immediate start costs no more than that price."""

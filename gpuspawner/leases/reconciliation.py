@@ -1,8 +1,8 @@
-"""What to do when the store, the engines and the Hub do not say the same. Pure.
+"""Rules for when the store, the engines and the Hub disagree. Pure.
 
-Whoever died in between, the next look compares the open leases with what the engines
-run and what the Hub believes. Only an engine proves an end: an engine that did not
-answer leaves its leases as they are, because unknown is never free.
+Whatever crashed in between, each round compares the open leases with what the engines run and what
+the Hub reports. Only an engine proves an end: if an engine does not respond, its leases stay as
+they are, because unknown is never free.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .models import Lease, LeaseState, ServerRef, Sighting
 
 
 class HubState(str, Enum):
-    """What the Hub says of a server."""
+    """The state of a server according to the Hub."""
 
     READY = "ready"
     PENDING = "pending"
@@ -25,36 +25,36 @@ class HubState(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Confirm:
-    """The server is up, and nobody had written it down."""
+    """The server is up, but that was not recorded yet."""
 
     lease: Lease
     ref: str
     started_at: datetime | None = None
-    """When the engine started it, by the wall clock; None when nobody knows."""
+    """When the engine started it, by the wall clock; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The server was proved alive."""
+    """The server is proven alive."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The server is proved gone."""
+    """The server is proven gone."""
 
     lease: Lease
     ended_at: datetime | None
-    """None when nobody knows: charge up to when it was last seen alive."""
+    """None if unknown: charge up to when it was last seen alive."""
     reason: str
     lost: bool = False
-    """Nothing of it was ever there: the hub went down before its start."""
+    """True if nothing of it was ever created: the hub went down before its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """A server that nobody owns any more holds devices: end it."""
+    """A server without an owner occupies devices: end it."""
 
     engine: str
     sighting: Sighting
@@ -63,12 +63,12 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Nobody can say; the lease stays."""
+    """The server's state is unknown; the lease stays."""
 
     lease: Lease
     reason: str
     is_stuck: bool = False
-    """Whether it stays so until an admin does something."""
+    """True if that will not change until an admin acts."""
 
 
 Action = Confirm | Seen | Release | Remove | Unknown
@@ -82,13 +82,17 @@ def plan(
     grace: timedelta,
     skew: timedelta = timedelta(),
 ) -> list[Action]:
-    """What to do, lease by lease, then for servers without an open lease.
+    """Plan an action for each lease, then for servers without an open lease.
 
-    ``sightings`` maps an engine's name to what it runs, None when it did not answer.
-    ``servers`` holds the servers that the Hub has, None when the Hub did not answer.
-    Nothing younger than ``grace`` is ended only because the Hub does not name it: a
-    spawn may be on its way. ``skew``: wall clock less ``now``; an engine's times are of the wall
-    clock, before it was set or after.
+    Args:
+        leases: The open leases.
+        sightings: What each engine runs, by the engine's name; None if it did not respond.
+        servers: The Hub's servers; None if the Hub did not respond.
+        now: The current time.
+        grace: Nothing younger than this is ended only because the Hub does not list it: a spawn
+            may be in progress.
+        skew: Wall clock less ``now``. An engine's times are by the wall clock, from before or after
+            it was set.
     """
     latest = now + min(skew, timedelta())
     actions: list[Action] = []

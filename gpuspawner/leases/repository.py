@@ -1,8 +1,8 @@
-"""Rows of leases and slots, and of devices that are kept for a server that restarts.
+"""Rows of leases and slots, and of devices that are reserved for a server that restarts.
 
-A kept device is closed to new leases (see :mod:`gpuspawner.devices.closures`) by an actor that
-names the server. So nobody else is granted one, whoever is killed meanwhile, and an admin sees why
-and can end it; the grant to the server itself opens them, in its own transaction.
+A reserved device is closed to new leases (see :mod:`gpuspawner.devices.closures`) by an actor that
+names the server. Nobody else can get it, whichever process is killed meanwhile, and an admin can
+see why and end it. The grant to the server itself reopens the devices, in its own transaction.
 """
 
 from __future__ import annotations
@@ -17,26 +17,35 @@ from sqlalchemy.exc import IntegrityError
 
 from ..core.errors import NoDeviceFree, ServerHasLease, UnknownLease
 from ..db import hash_chain
-from ..db.schema import OPEN_LEASE, OPEN_PLACE, accounts, closures, lease_places, leases, lots
+from ..db.schema import (
+    OPEN_LEASE,
+    OPEN_PLACE,
+    OPEN_TICKET,
+    accounts,
+    closures,
+    lease_places,
+    leases,
+    lots,
+    tickets,
+)
 from ..devices import closures as devices_closures
 from ..devices.closures import Closure, keeper, kept_for
 from ..monitoring import repository as monitoring_repository
-from ..queue.models import Ticket
 from .models import Lease, LeasedDevice, LeaseState, ServerRef, Slot
 
 _LEASE_FIELDS = tuple(n for n in Lease.__dataclass_fields__ if n not in ("server", "devices"))
 _PLACE_FIELDS = tuple(LeasedDevice.__dataclass_fields__)
-# A row has the server's two columns, then the lease's, then those of one place.
+# A row has the server's two columns, then the lease's, then those of one slot.
 _AT_ID = 2 + _LEASE_FIELDS.index("id")
 _AT_PLACE = 2 + len(_LEASE_FIELDS)
 
 _left = leases.c.hold - leases.c.charged
-# As one text and not as rows: a grant reads it, and hundreds of new objects each time make
-# Python collect garbage more often, with the hub standing still meanwhile.
+# One text instead of rows: a grant reads this, and hundreds of new objects each time make Python
+# collect garbage more often, while the hub stands still.
 _place = lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text)
 PLACES = sa.select(sa.func.aggregate_strings(_place, " ")).where(OPEN_PLACE)
 CLOSED = sa.select(sa.func.aggregate_strings(closures.c.subject + ":0", " "))
-"""Together they are what :func:`places_taken` reads."""
+"""The two parts that :func:`places_taken` reads."""
 _PLACES = PLACES.add_columns(CLOSED.scalar_subquery())
 _TAKEN = sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(
     OPEN_PLACE
@@ -62,7 +71,7 @@ _OPEN_OF_SERVER = _LEASES.where(
 _OPEN = _LEASES.where(OPEN_LEASE)
 _WITH_AN_END = _LEASES.where(OPEN_LEASE, (leases.c.outcome != "") | leases.c.seconds.isnot(None))
 PAYS = sa.and_(OPEN_LEASE, leases.c.started_at.isnot(None), leases.c.rate > 0)
-"""True of the leases that cost something while they run."""
+"""Selects the leases that cost something while they run."""
 _PAYING = (
     sa.select(*_SELECTED[:_AT_PLACE], accounts.c.balance)
     .join(accounts, accounts.c.name == leases.c.account)
@@ -86,6 +95,13 @@ _PLACES_OF = (
     .where(lease_places.c.lease_id == sa.bindparam("lease"))
     .order_by(lease_places.c.index)
 )
+_OUTCOMES = (
+    sa.select(leases.c.outcome)
+    .where(leases.c.user == sa.bindparam("member"), leases.c.claim_seconds.isnot(None), ~OPEN_LEASE)
+    .order_by(leases.c.granted_at.desc())
+    .limit(10)
+)
+_TICKET = sa.select(tickets.c.user, tickets.c.server_name, tickets.c.outcome)
 _INSERT = sa.insert(leases)
 _INSERT_PLACES = sa.insert(lease_places)
 _this = leases.c.id == sa.bindparam("lease")
@@ -140,33 +156,64 @@ _HAD_ONE = (
 HELD = sa.select(sa.func.coalesce(sa.func.sum(sa.case((_left > 0, _left), else_=0)), 0)).where(
     OPEN_LEASE
 )
-"""Microcredits set aside by open leases; whose, the caller adds."""
+"""Microcredits set aside by open leases; the caller adds whose."""
 _HELD_BY = HELD.where(leases.c.account == sa.bindparam("account"))
 
 
 def taken(connection: sa.Connection) -> dict[Slot, str]:
-    """Every place under an open lease, with the lease's id."""
+    """Return every slot under an open lease, with the lease's id."""
     return {Slot(uuid, slot): lease for uuid, slot, lease in connection.execute(_TAKEN)}
 
 
 def places_taken(connection: sa.Connection) -> frozenset[str]:
-    """The places of all open leases as texts, and the first place of all that is closed (the one
-    on "granting" for all)."""
+    """Return the slots of all open leases and the first slot of each closed device, as texts.
+
+    A pause of all grants counts as the closed device "granting".
+    """
     found = connection.execute(_PLACES).one()
     return frozenset(" ".join(filter(None, found)).split())
 
 
-def had_one(connection: sa.Connection, ticket: Ticket) -> bool:
-    """Whether a ticket ever led to a lease."""
-    server = {"member": ticket.server.user, "server": ticket.server.name}
-    return connection.execute(_HAD_ONE, {"ticket": ticket.id, **server}).first() is not None
+def had_one(connection: sa.Connection, ticket_id: str, server: ServerRef) -> bool:
+    """Return True if a ticket of a server ever led to a lease."""
+    asked = {"ticket": ticket_id, "member": server.user, "server": server.name}
+    return connection.execute(_HAD_ONE, asked).first() is not None
+
+
+def no_shows_in_a_row(connection: sa.Connection, user: str) -> int:
+    """Return how many of a member's newest leases from the queue in a row were no-shows."""
+    count = 0
+    for outcome in connection.execute(_OUTCOMES, {"member": user}).scalars():
+        if outcome not in ("no_show", "lost"):
+            break
+        count += outcome == "no_show"
+    return count
+
+
+def reopen_ticket(connection: sa.Connection, ticket_id: str) -> bool:
+    """Put a ticket whose grant came to nothing back at its position in the queue.
+
+    Returns False if it was not granted, or if its server has another ticket by now.
+    """
+    this = tickets.c.id == ticket_id
+    ticket = connection.execute(_TICKET.where(this).with_for_update()).one_or_none()
+    if ticket is None or ticket.outcome != "granted":
+        return False
+    others = sa.select(tickets.c.id).where(
+        tickets.c.user == ticket.user, tickets.c.server_name == ticket.server_name, OPEN_TICKET
+    )
+    if connection.execute(others).first():
+        return False
+    back = {"state": "waiting", "ended_at": None, "outcome": "", "end_reason": "", "lease_id": None}
+    connection.execute(sa.update(tickets).where(this).values(version=tickets.c.version + 1, **back))
+    return True
 
 
 def insert(connection: sa.Connection, lease: Lease) -> None:
-    """Write a new lease with its places.
+    """Insert a lease with its slots.
 
-    Raises ServerHasLease or NoDeviceFree when the database's own constraints forbid it; the
-    transaction is then to be given up.
+    Raises ServerHasLease or NoDeviceFree if the database's constraints forbid it; the caller must
+    then roll the transaction back.
     """
     places = [
         {name: getattr(device, name) for name in _PLACE_FIELDS}
@@ -186,7 +233,7 @@ def insert(connection: sa.Connection, lease: Lease) -> None:
 
 
 def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Lease:
-    """One lease. ``lock`` keeps others from changing it until the transaction ends.
+    """Return a lease. ``lock`` locks the row until the transaction ends.
 
     Raises UnknownLease.
     """
@@ -197,8 +244,10 @@ def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Leas
 
 
 def get_to_end(connection: sa.Connection, lease_id: str) -> tuple[Lease, datetime | None]:
-    """One lease that is about to end, kept from others, and when the last lot of its account ends
-    (None when that never had one). Raises UnknownLease."""
+    """Lock and return a lease that is about to end, and when its account's last lot expires.
+
+    The time is None if the account never had a lot that expires. Raises UnknownLease.
+    """
     rows = connection.execute(_ONE_TO_END, {"lease": lease_id}).all()
     if not rows:
         raise UnknownLease(lease=lease_id)
@@ -206,25 +255,27 @@ def get_to_end(connection: sa.Connection, lease_id: str) -> tuple[Lease, datetim
 
 
 def open_of(connection: sa.Connection, server: ServerRef) -> Lease | None:
-    """The open lease of a server, if there is one."""
+    """Return the open lease of a server, if there is one."""
     named = {"member": server.user, "server": server.name}
     found = _leases(connection.execute(_OPEN_OF_SERVER, named))
     return found[0] if found else None
 
 
 def open_leases(connection: sa.Connection) -> list[Lease]:
-    """All open leases, oldest first."""
+    """Return all open leases, oldest first."""
     return _leases(connection.execute(_OPEN))
 
 
 def with_an_end(connection: sa.Connection) -> list[Lease]:
-    """Open leases whose session ends some time, or whose stop was ordered; oldest first."""
+    """Return open leases whose session has an end or whose stop was ordered, oldest first."""
     return _leases(connection.execute(_WITH_AN_END))
 
 
 def paying(connection: sa.Connection, account: str | None = None) -> list[tuple[Lease, int]]:
-    """The running leases that cost something, oldest first, each with the balance of the account
-    (None: of any) that pays for it. Their devices are left out."""
+    """Return the running leases that cost something, oldest first, with their accounts' balances.
+
+    Only leases paid by ``account``, or all if it is None. The devices are left out.
+    """
     if account is None:
         found = connection.execute(_PAYING)
     else:
@@ -233,13 +284,16 @@ def paying(connection: sa.Connection, account: str | None = None) -> list[tuple[
 
 
 def sums(connection: sa.Connection) -> list[tuple[str, int, int, int, datetime, bool]]:
-    """Of each running lease that costs something: account, its balance, rate, charged, start, and
-    whether anything was told about its credits. Rows and no leases: there may be thousands."""
+    """Return figures of each running lease that costs something.
+
+    Each row: account, its balance, rate, charged, start, and True if the member was warned about
+    credits. Rows instead of leases, because there may be thousands.
+    """
     return [(*row[:5], bool(row[5])) for row in connection.execute(_SUMS)]
 
 
 def of_account(connection: sa.Connection, account: str | None, limit: int = 50) -> list[Lease]:
-    """The newest leases of an account (None: of everybody), newest first."""
+    """Return the newest leases of an account (None: of all accounts), newest first."""
     newest = sa.select(leases.c.id).order_by(leases.c.granted_at.desc(), leases.c.id).limit(limit)
     if account is not None:
         newest = newest.where(leases.c.account == account)
@@ -248,17 +302,17 @@ def of_account(connection: sa.Connection, account: str | None, limit: int = 50) 
 
 
 def where(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[Lease]:
-    """The leases of which the condition is true, oldest first."""
+    """Return the leases that satisfy the condition, oldest first."""
     return _leases(connection.execute(_LEASES.where(condition)))
 
 
 def ended_across(connection: sa.Connection, at: datetime) -> list[Lease]:
-    """The ended leases whose servers started before this time and ended after it."""
+    """Return the ended leases whose servers started before this time and ended after it."""
     return where(connection, (leases.c.started_at <= at) & (leases.c.ended_at > at))
 
 
 def held(connection: sa.Connection, account: str) -> int:
-    """Microcredits set aside by the account's open leases."""
+    """Return the microcredits set aside by the account's open leases."""
     return int(connection.execute(_HELD_BY, {"account": account}).scalar_one())
 
 
@@ -272,19 +326,21 @@ def update(connection: sa.Connection, lease_id: str, **values: Any) -> None:
 def confirm(
     connection: sa.Connection, lease_id: str, at: datetime, engine_ref: str
 ) -> Sequence[Any] | None:
-    """Write that the server of a lease answered, and is charged: its row for :func:`from_row`,
-    and None when no lease of this id waits for that."""
+    """Record that a lease's server responded and is charged from now.
+
+    Returns the row for :func:`from_row`, or None if no lease with this id waits for that.
+    """
     asked = {"lease": lease_id, "at": at, "ref": engine_ref}
     return connection.execute(_CONFIRM, asked).one_or_none()
 
 
 def began(connection: sa.Connection, lease_id: str, at: datetime) -> Sequence[Any]:
-    """Write from when the server of a lease is charged; the row as from :func:`confirm`."""
+    """Record when the charges of a lease begin; returns the row as :func:`confirm` does."""
     return connection.execute(_BEGAN, {"lease": lease_id, "at": at}).one()
 
 
 def devices_of(connection: sa.Connection, lease_id: str) -> tuple[LeasedDevice, ...]:
-    """The devices of a lease, open or ended; they never change."""
+    """Return the devices of a lease, open or ended; they never change."""
     return tuple(LeasedDevice(*row) for row in connection.execute(_PLACES_OF, {"lease": lease_id}))
 
 
@@ -297,9 +353,9 @@ def end(
     waived: int = 0,
     devices: Iterable[LeasedDevice] | None = None,
 ) -> None:
-    """Close a lease, free its places and seal it.
+    """Close a lease, free its slots and seal it.
 
-    ``devices`` are those of the lease, where they are known: they never change.
+    ``devices`` are the lease's devices, if the caller has them: they never change.
     """
     if devices is None:
         devices = devices_of(connection, lease_id)
@@ -310,7 +366,7 @@ def end(
 
 
 def _leases(rows: Iterable[Sequence[Any]]) -> list[Lease]:
-    """Rows of leases, one for each place, put together again in the order in which they came."""
+    """Build leases from rows, one per slot, in the order of the rows."""
     found: dict[str, tuple[Sequence[Any], list[LeasedDevice]]] = {}
     for row in rows:
         _, places = found.setdefault(row[_AT_ID], (row, []))
@@ -327,7 +383,7 @@ def _row(lease: Lease) -> dict[str, Any]:
 
 
 def from_row(row: Sequence[Any], places: Sequence[LeasedDevice]) -> Lease:
-    """A lease of one row and its places."""
+    """Build a lease from a row and its slots."""
     user, server_name, *values = row[:_AT_PLACE]
     fields = dict(zip(_LEASE_FIELDS, values, strict=True))
     fields["state"] = LeaseState(fields["state"])
@@ -335,20 +391,20 @@ def from_row(row: Sequence[Any], places: Sequence[LeasedDevice]) -> Lease:
 
 
 OUTCOME = "restart"
-"""Of the lease that ends for it."""
+"""The outcome of a lease that ends for a restart."""
 
 LEAST_SECONDS = 60
-"""A session that goes on is this long at least."""
+"""The minimum length of a session that continues after a restart."""
 
 
 def kept_devices(connection: sa.Connection, server: ServerRef) -> list[Closure]:
-    """What is kept for a server."""
+    """Return the devices reserved for a server, as closures."""
     found = devices_closures.load(connection).values()
     return [closure for closure in found if closure.actor == keeper(server)]
 
 
 def all_kept_devices(connection: sa.Connection) -> dict[ServerRef, list[Closure]]:
-    """Everything that is kept, by server."""
+    """Return all reserved devices, by server."""
     found: dict[ServerRef, list[Closure]] = {}
     for closure in devices_closures.load(connection).values():
         if server := kept_for(closure):
@@ -357,7 +413,7 @@ def all_kept_devices(connection: sa.Connection) -> dict[ServerRef, list[Closure]
 
 
 def last_lease(connection: sa.Connection, server: ServerRef) -> Lease | None:
-    """The newest lease of a server that ended for a restart, or is about to."""
+    """Return the newest lease of a server that ended, or is about to end, for a restart."""
     newest = (
         sa.select(leases.c.id)
         .where(leases.c.user == server.user, leases.c.server_name == server.name)
@@ -370,13 +426,13 @@ def last_lease(connection: sa.Connection, server: ServerRef) -> Lease | None:
 
 
 def ending(connection: sa.Connection) -> list[Lease]:
-    """The leases, ended or not, of all servers that start again."""
+    """Return the leases, ended or not, of all servers that are restarting."""
     found = (last_lease(connection, server) for server in all_kept_devices(connection))
     return [lease for lease in found if lease]
 
 
 def go_on_resting(connection: sa.Connection, lease: Lease) -> None:
-    """A server that starts again is as idle as it was: nobody gains time by that."""
+    """Carry over how long a server was idle before its restart, so that nobody gains time by it."""
     before = last_lease(connection, lease.server)
     watched = monitoring_repository.get_watched(connection, before.id) if before else None
     if watched:
@@ -387,7 +443,7 @@ def go_on_resting(connection: sa.Connection, lease: Lease) -> None:
 
 
 def left_of(connection: sa.Connection, server: ServerRef, now: datetime) -> int | None:
-    """How many seconds are left of the session that goes on; None when it has no end."""
+    """Return the seconds left of a session that continues; None if it has no end."""
     before = last_lease(connection, server)
     if before is None or before.ends_at is None:
         return None

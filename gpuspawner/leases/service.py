@@ -1,162 +1,151 @@
-"""Grants and reads of leases."""
+"""Grant, confirm, follow and release leases, in one transaction each."""
 
 from __future__ import annotations
 
+import logging
 import secrets
-from datetime import datetime, timedelta
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
 
-from ..core.errors import (
-    GrantingPaused,
-    NoCredits,
-    NoDeviceFree,
-    ServerHasLease,
-    TicketEnded,
-)
-from ..core.units import format_credits
-from ..db import audit as db_audit
-from ..db import hash_chain
+from ..core.clock import engine_time
+from ..core.errors import GrantingPaused, NoDeviceFree, ServerHasLease, UnknownLease
+from ..db import audit_log
+from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices import closures as devices_closures
 from ..devices import snapshots
-from ..devices.closures import GRANTING, AuditEntry, Closure
+from ..devices.closures import GRANTING
 from ..devices.models import Device, model_matches
 from ..devices.placement import Fleet, asks_for, must_run, texts
+from ..devices.service import DeviceService
 from ..devices.snapshots import InventorySnapshot
+from ..ledger import charges
+from ..ledger import repository as ledger_repository
 from ..ledger import rules as ledger_rules
 from ..ledger.credit_policy import OVERDRAFT
-from ..ledger.models import Account
-from ..ledger.prices import priced_at
-from ..notifications import repository as notifications_repository
-from ..queue import repository as queue_repository
-from ..queue.models import Ticket
-from ..queue.service import Queue, Terms, must_be_member, your_turn
-from . import allocation, repository
-from .models import Lease, LeasedDevice, Request, ServerRef, Slot
-
-
-class Reads:
-    """Questions to the store; each one is answered from one consistent view."""
-
-    store: Store
-
-    def open_leases(self) -> list[Lease]:
-        """All open leases, oldest first."""
-        return self.store.run(repository.open_leases)
-
-    def lease_of(self, server: ServerRef) -> Lease | None:
-        """The open lease of a server, if it has one."""
-        return self.store.run(lambda connection: repository.open_of(connection, server))
-
-    def lease(self, lease_id: str) -> Lease:
-        """One lease, open or ended. Raises UnknownLease."""
-        return self.store.run(lambda connection: repository.get(connection, lease_id))
-
-    def leases_of(self, account: str | None, limit: int = 50) -> list[Lease]:
-        """The newest leases of an account (None: of everybody), newest first."""
-        return self.store.run(lambda connection: repository.of_account(connection, account, limit))
-
-    def ticket(self, ticket_id: str) -> Ticket:
-        """One ticket, waiting or ended. Raises UnknownTicket."""
-        return self.store.run(lambda connection: queue_repository.get_ticket(connection, ticket_id))
-
-    def tickets_of(self, user: str, limit: int = 20) -> list[Ticket]:
-        """A member's newest tickets, newest first."""
-        return self.store.run(
-            lambda connection: queue_repository.tickets_of_user(connection, user, limit)
-        )
-
-    def waiting(self) -> list[Ticket]:
-        """Every ticket that waits, oldest first."""
-        return self.store.run(queue_repository.waiting_tickets)
-
-    def closures(self) -> dict[str, Closure]:
-        """Everything that is closed to new leases, by subject."""
-        return self.store.run(devices_closures.load)
-
-    def asked_for(self, since: datetime) -> list[tuple[datetime, Lease]]:
-        """Leases with devices that ended since then, and when each was asked for, in order."""
-        return self.store.run(lambda connection: queue_repository.asked_for(connection, since))
-
-    def trail(self, limit: int = 100) -> list[AuditEntry]:
-        """The newest lines of the audit trail, newest first."""
-        return self.store.run(lambda connection: devices_closures.trail(connection, limit))
-
-    def audit(self) -> tuple[list[db_audit.AuditFinding], dict[str, int]]:
-        """Every invariant held against every row, and how many rows there are, by table."""
-        return self.store.run(lambda c: (list(db_audit.audit(c)), db_audit.sizes(c)))
-
-    def chain_head(self) -> str:
-        """Return the head of the audit chain, to be noted elsewhere."""
-        return self.store.run(hash_chain.head)
-
-    def knows_head(self, noted: str) -> bool:
-        """Return True if a head of the audit chain that was noted earlier is still in it."""
-        return self.store.run(lambda connection: hash_chain.knows(connection, noted))
-
+from ..ledger.prices import PriceService, priced_at
+from ..ledger.service import LedgerService
+from ..ledger.settings import GPUCredits
+from ..members.service import require_member
+from . import allocation, reconciliation, repository
+from .credit_checks import CreditChecks
+from .models import Lease, LeasedDevice, LeaseState, Request, ServerRef, Sighting, Slot, Terms
 
 PAUSED = Slot(GRANTING).text
-"""Taken while granting is paused."""
+"""The slot that is occupied while granting is paused."""
 
 STOPPING = timedelta(minutes=2)
-"""What it takes beyond the grace: a round of the accounting service to notice that an account
-is dry, and one to stop its servers."""
+"""How long a stop takes beyond the grace period.
 
-AT_ONCE = 15.0
-"""Seconds in which another scheduler gives devices at once, also to who is new to it: whoever asked
-is still there. Who waited longer stood in line."""
+One round of the accounting service notices that an account is dry, another stops its servers.
+"""
+
+ON_THIS_HOST = ("docker", "local")
+"""Engines whose servers end when this machine goes down."""
 
 
-class Grants(Queue, Reads):
-    """The part of the broker that gives devices out."""
+class LeaseService:
+    """The only code that grants and releases.
 
-    def acquire(
+    Methods are synchronous and thread-safe; code in an event loop calls them through
+    :meth:`gpuspawner.services.Services.run`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Timekeeper,
+        settings: GPUCredits,
+        *,
+        devices: DeviceService,
+        prices: PriceService,
+        ledger: LedgerService,
+        credit_checks: CreditChecks,
+        take_back: Callable[[str | None, str], None],
+        log: logging.Logger,
+    ) -> None:
+        """Create the service.
+
+        ``take_back`` tells the external scheduler that the server of a ticket is gone.
+        """
+        self.store = store
+        self.clock = clock
+        self.settings = settings
+        self.devices = devices
+        self.prices = prices
+        self.ledger = ledger
+        self.credit_checks = credit_checks
+        self.take_back = take_back
+        self.log = log
+        self.engine_ids: dict[str, str] = {}
+        """The last known identity of each engine, by the engine's name."""
+
+    def open_leases(self) -> list[Lease]:
+        """Return all open leases, oldest first."""
+        return self.store.run(repository.open_leases)
+
+    def of_server(self, server: ServerRef) -> Lease | None:
+        """Return the open lease of a server, if it has one."""
+        return self.store.run(lambda connection: repository.open_of(connection, server))
+
+    def get(self, lease_id: str) -> Lease:
+        """Return a lease, open or ended. Raises UnknownLease."""
+        return self.store.run(lambda connection: repository.get(connection, lease_id))
+
+    def of_account(self, account: str | None, limit: int = 50) -> list[Lease]:
+        """Return the newest leases of an account (None: of all accounts), newest first."""
+        return self.store.run(lambda connection: repository.of_account(connection, account, limit))
+
+    def grant(
         self,
         server: ServerRef,
         request: Request,
         *,
         engine: str,
         account: str = "",
+        group: str = "",
         terms: Terms | None = None,
     ) -> Lease:
-        """Grant devices to a server, hold credits, and write it all down. Then, not before,
-        may the engine create anything.
+        """Grant devices to a server and hold credits, on disk before the engine creates anything.
 
-        Now or never, whoever waits: :meth:`ask` is the way for members. ``account`` pays; the
-        default is the member's own. Raises NoDeviceFree, TooMuchAsked, NoCredits, MembershipEnded,
-        GrantingPaused, ServerHasLease or StoreUnavailable; then nothing was written.
+        This ignores the queue and never waits: members go through :meth:`QueueService.ask`.
+        ``account`` pays; the default is the member's own. Raises NoDeviceFree, TooMuchAsked,
+        NoCredits, MembershipEnded, GrantingPaused, ServerHasLease or StoreUnavailable; then nothing
+        was written.
         """
         terms = terms or Terms()
         free = not request.devices
         account = account or self.ledger.payer(server.user, terms.groups, terms.account, free=free)
-        policy = self.settings.credits.policy_for(account, terms.groups)
+        policy = self.settings.policy_for(account, terms.groups)
         grant = partial(
-            self._grant,
+            self._try_grant,
             server,
             request,
             engine=engine,
             account=account,
-            group=self.settings.queue.standing_of(terms.groups)[0] if terms.groups else "",
+            group=group,
             seconds=terms.seconds if request.devices else None,
             when_dry=policy.when_dry,
             overdraft=policy.overdraft,
             shown_at=terms.shown_at,
         )
         try:
-            return grant(self.look())
+            return grant(self.devices.look())
         except NoDeviceFree as error:
-            # A process of the last server may have ended since the last look.
+            # A process of the previous server may have ended since the last snapshot.
             if not error.fields.get("occupied"):
                 raise self._with_end(error, request) from None
         try:
-            return grant(self.look(fresh=True))
+            return grant(self.devices.look(fresh=True))
         except NoDeviceFree as error:
             raise self._with_end(error, request) from None
 
-    def _grant(
+    def _try_grant(
         self,
         server: ServerRef,
         request: Request,
@@ -166,60 +155,13 @@ class Grants(Queue, Reads):
         **terms: Any,
     ) -> Lease:
         now = self.clock()
-        _must_be_seen(look, request)
+        require_seen(look, request)
         with self.store.write() as connection:
-            lease = self._lease(connection, server, request, look, now, account=account, **terms)
+            lease = self.grant_in(connection, server, request, look, now, account=account, **terms)
         self.log.info("Lease %s: %s got %s", lease.id, server, lease.uuids or "no device")
         return lease
 
-    def _grant_ticket(
-        self,
-        ticket: Ticket,
-        look: InventorySnapshot,
-        kept: frozenset[str],
-        since: datetime | None = None,
-    ) -> Lease:
-        """A lease for a ticket that waits, and the ticket's end, in one transaction.
-
-        Nothing on the places ``kept`` for others. ``since``: when another scheduler gave it its
-        devices. Raises TicketEnded if it waits no more.
-        """
-        now = self.clock()
-        _must_be_seen(look, ticket.request)
-        waited = (now - ticket.created_at).total_seconds()
-        # Where another scheduler decides, everybody has a ticket, also who gets devices at once.
-        stood_in_line = since is None or waited > AT_ONCE
-        claim = round(60 * self.settings.queue.claim_minutes) or None if stood_in_line else None
-        with self.store.write() as connection:
-            row = queue_repository.get_ticket(connection, ticket.id, lock=True)
-            if row.outcome:
-                raise TicketEnded(why=row.end_reason.rstrip("."))
-            lease = self._lease(
-                connection,
-                ticket.server,
-                ticket.request,
-                look,
-                now,
-                kept=kept,
-                granted_at=self._held_since(connection, ticket, since, now),
-                account=ticket.account,
-                engine=ticket.engine,
-                group=ticket.group,
-                seconds=ticket.seconds,
-                ticket_id=ticket.id,
-                claim_seconds=claim,
-                when_dry=ticket.when_dry,
-                overdraft=ticket.overdraft,
-            )
-            queue_repository.end_ticket(
-                connection, ticket.id, now, "granted", "its turn came", lease.id
-            )
-            if stood_in_line:
-                notifications_repository.add(connection, your_turn(ticket, lease, now))
-        self.log.info("Lease %s: %s got %s after %d s", lease.id, lease.server, lease.uuids, waited)
-        return lease
-
-    def _lease(
+    def grant_in(
         self,
         connection: sa.Connection,
         server: ServerRef,
@@ -233,16 +175,16 @@ class Grants(Queue, Reads):
         granted_at: datetime | None = None,
         **terms: Any,
     ) -> Lease:
-        """Choose the places, hold the credits and write the lease, in the caller's transaction."""
+        """Choose slots, hold credits and insert the lease, in the caller's transaction."""
         known = allocation.read(connection, server, account)
         if known.is_former:
-            must_be_member(connection, server.user)
+            require_member(connection, server.user)
         if known.lease_id:
             raise ServerHasLease()
         places: tuple[Slot, ...] = ()
         taken = known.taken
         if known.kept:
-            for uuid in known.kept:  # closed to others no more, whatever is asked for
+            for uuid in known.kept:  # reopened, whatever is requested
                 devices_closures.reopen(connection, uuid)
             taken = repository.places_taken(connection)
             if asks_for(request, look.devices, known.kept):
@@ -263,12 +205,12 @@ class Grants(Queue, Reads):
         rate = min(card.price(priced) for card in cards)
         payer = known.account
         if payer is None or known.is_paying or (known.first_due and known.first_due <= now):
-            payer = self._payer_now(connection, account, now)
+            payer = self.credit_checks.payer_now(connection, account, now)
         if known.overdraft is not None and terms.get("when_dry") == OVERDRAFT:
-            terms["overdraft"] = known.overdraft  # of an account there is one at a time
-        lead = self.settings.credits.lead(terms.get("seconds"))
+            terms["overdraft"] = known.overdraft  # an account has one at a time
+        lead = self.settings.lead(terms.get("seconds"))
         hold = ledger_rules.hold_for(rate, lead)
-        self._check_credits(payer, hold, rate, lead)
+        self.credit_checks.require_credits(payer, hold, rate, lead)
         lease = Lease(
             id=secrets.token_hex(8),
             server=server,
@@ -286,46 +228,199 @@ class Grants(Queue, Reads):
             repository.go_on_resting(connection, lease)
         return lease
 
-    # Steps of the above.
+    # From confirmation to release.
 
-    def _held_since(
-        self, connection: sa.Connection, ticket: Ticket, since: datetime | None, now: datetime
-    ) -> datetime:
-        """Since when a ticket has its devices: they may be given to it a second time, when the
-        first server was lost with its hub."""
-        if since is None or repository.had_one(connection, ticket):
-            return now
-        return min(max(since, ticket.created_at), now)
+    def confirm(
+        self,
+        lease_id: str,
+        engine_ref: str = "",
+        *,
+        started_at: datetime | None = None,
+        devices: Sequence[LeasedDevice] | None = None,
+    ) -> Lease:
+        """Record that the server responded or was adopted. Calling it twice changes nothing.
 
-    def _check_credits(self, account: Account, hold: int, rate: int, lead: timedelta) -> None:
-        """Raises NoCredits; ``lead`` is the time that must be paid for at the start."""
-        if ledger_rules.can_afford(account.available, hold):
-            return
-        set_aside = ""
-        if account.held:
-            set_aside = f" ({format_credits(account.held)} more are set aside for running servers)"
-        kind, _, name = account.name.partition(":")
-        whose = f"The group {name}'s" if kind == "group" else "Your"
-        settings = self.settings.credits
-        first = f"the first {settings.hold_minutes:g} minutes"
-        if settings.hold_session and lead != settings.lead(None):
-            first = f"the whole session of {ledger_rules.format_time_left(lead)}"
-        raise NoCredits(
-            f"{whose} balance of {format_credits(account.available)} credits{set_aside} does not "
-            f"cover this: it costs {format_credits(rate)} credits an hour, and {first} "
-            f"({format_credits(-(-hold // 10_000) * 10_000)}) must "
-            f"be there at the start. {settings.help_text} You can start without a GPU: "
-            "that is free.",
-            balance=account.available,
-            hold=hold,
+        It is charged from ``started_at`` by the engine's wall clock, or from now if that is
+        unknown. ``devices`` are the lease's devices, if the caller has them: they never change.
+        """
+        now = self.clock().astimezone(timezone.utc)
+        times = self.clock.possible_times(started_at)
+        with self.store.write() as connection:
+            row = repository.confirm(connection, lease_id, now, engine_ref)
+            if row is None:
+                return repository.get(connection, lease_id)
+            lease = repository.from_row(row, ())
+            granted = lease.granted_at
+            if granted < now:
+                began = engine_time(times, granted, now, costs_least=max)
+                if began is not None:
+                    began = min(max(began, granted), now).astimezone(timezone.utc)
+                    row = repository.began(connection, lease_id, began)
+            if devices is None:
+                devices = repository.devices_of(connection, lease_id)
+        return repository.from_row(row, devices)
+
+    def note_engine(self, lease_id: str, engine_id: str) -> None:
+        """Record which engine runs a lease's server, before anything of it is created."""
+        with self.store.write() as connection:
+            repository.update(connection, lease_id, engine_id=engine_id)
+
+    def follow_rename(self, lease_id: str, server: ServerRef) -> Lease:
+        """Record that a running server has a new name because its member was renamed at the Hub.
+
+        The paying account stays, and so does everything else of the old name. Ended leases, and
+        those whose new name already has a lease, are left alone. Raises UnknownLease.
+        """
+        with self.store.write() as connection:
+            lease = repository.get(connection, lease_id, lock=True)
+            is_open = lease.state is not LeaseState.ENDED
+            if not is_open or lease.server == server or repository.open_of(connection, server):
+                return lease
+            repository.update(connection, lease_id, user=server.user, server_name=server.name)
+            audit_log.note(
+                connection,
+                at=self.clock(),
+                actor="hub",
+                action="renamed",
+                subject=lease.server.user,
+                detail=f"lease {lease.id}: {lease.server} is {server} at the Hub; {lease.account} "
+                "goes on paying",
+            )
+        self.log.warning(
+            "The member %s was renamed to %s at the Hub. The server goes on, and %s pays for it. "
+            "Credits, history and files are still those of %s: give them the new name with "
+            "`gpuspawner members rename %s %s`, or rename the member back.",
+            lease.server.user,
+            server.user,
+            lease.account,
+            lease.server.user,
+            lease.server.user,
+            server.user,
         )
+        return replace(lease, server=server)
+
+    def release(
+        self,
+        lease_id: str,
+        *,
+        ended_at: datetime | None = None,
+        stopped_at: datetime | None = None,
+        reason: str,
+        failed: bool = False,
+        lost: bool = False,
+        still: LeaseState | None = None,
+    ) -> Lease:
+        """Settle a lease and free its devices. Only for a server that is proven gone.
+
+        Calling it twice changes nothing.
+
+        Args:
+            lease_id: The lease.
+            ended_at: The server's proven end by the engine's wall clock.
+            stopped_at: Used if ``ended_at`` is unknown, by :attr:`clock`. Without either, the lease
+                is
+                charged up to when its server was last seen alive.
+            reason: Why it ended.
+            failed: The start failed; it costs nothing.
+            lost: It went down with the hub that started it. If its member had not connected yet, it
+                costs nothing, and its ticket returns to its position in the queue.
+            still: Release only if the lease is still in this state; it may have started since the
+                proof.
+        """
+        now, times = self.clock(), self.clock.possible_times(ended_at)
+        with self.store.write() as connection:
+            lease, newest = repository.get_to_end(connection, lease_id)
+            if lease.state is LeaseState.ENDED or still not in (None, lease.state):
+                return lease
+            end = self._end_of(lease, times, stopped_at, now)
+            # A server that nobody connected to costs nothing, like a failed start.
+            back = (
+                lost
+                and _awaited(lease)
+                and repository.reopen_ticket(connection, lease.ticket_id or "")
+            )
+            if back:
+                lease = replace(lease, outcome="lost")
+                repository.update(connection, lease.id, outcome=lease.outcome)
+            if failed and not lease.outcome:
+                lease = replace(lease, outcome="failed")  # for the settlement: it owes nothing
+                repository.update(connection, lease.id, outcome=lease.outcome)
+            failed = failed or lease.outcome in ("no_show", "lost")
+            owed = ledger_rules.settlement(lease, end, failed)
+            due = charges.payable(connection, lease, owed, end)
+            if transfer := ledger_rules.settle(lease, due, end):
+                ledger_repository.post(connection, transfer)
+            charged, waived = lease.charged + due, owed - due
+            reason = lease.end_reason or reason  # the reason of the stop order wins
+            repository.end(connection, lease.id, end, reason, charged, waived, lease.devices)
+            charges.settle_lots_since(connection, lease, now, newest)
+        lease = replace(
+            lease,
+            state=LeaseState.ENDED,
+            ended_at=end,
+            end_reason=reason,
+            charged=charged,
+            waived=waived,
+        )
+        self.devices.inventory.forget()
+        self.log.info("Lease %s of %s ended: %s", lease.id, lease.server, reason)
+        if not back:
+            self.take_back(lease.ticket_id, lease.engine)
+        if back:
+            self.log.info("Ticket %s of %s is back in line", lease.ticket_id, lease.server)
+        return lease
+
+    def give_up(self, lease_id: str, reason: str) -> None:
+        """Record that a start was aborted although its server is not proven gone yet.
+
+        When the lease is settled later, it is then not mistaken for one that was lost with its hub.
+        """
+        with self.store.write() as connection:
+            lease = repository.get(connection, lease_id, lock=True)
+            if lease.state is LeaseState.GRANTED and lease.ticket_id and not lease.end_reason:
+                repository.update(connection, lease_id, end_reason=reason)
+
+    def reconcile(
+        self,
+        sightings: Mapping[str, Sequence[Sighting] | None],
+        servers: Mapping[ServerRef, reconciliation.HubState] | None,
+        *,
+        grace_seconds: float = 60.0,
+    ) -> list[reconciliation.Action]:
+        """Adopt what lives and settle what does not; see :mod:`gpuspawner.leases.reconciliation`.
+
+        The caller must carry out the ``Remove`` actions in the result: ending a server is the
+        engine's work, and the next round then settles its lease. They never include servers of
+        another hub on the same engine, whose leases are not in this store.
+        """
+        now = self.clock()
+        grace = timedelta(seconds=grace_seconds)
+        opened = self.open_leases()
+        planned = reconciliation.plan(opened, sightings, servers, now, grace, self.clock.skew)
+        actions = [
+            action
+            for action in planned
+            if not isinstance(action, reconciliation.Remove) or self._is_ours(action.sighting)
+        ]
+        self._mark_seen([a.lease.id for a in actions if isinstance(a, reconciliation.Seen)], now)
+        for action in actions:
+            match action:
+                case reconciliation.Confirm(lease, ref, started_at):
+                    self.confirm(lease.id, ref, started_at=started_at)
+                case reconciliation.Release(lease, ended_at, reason, lost):
+                    self.release(
+                        lease.id, ended_at=ended_at, reason=reason, lost=lost, still=lease.state
+                    )
+        return actions
+
+    # Helpers.
 
     def _with_end(self, error: NoDeviceFree, request: Request) -> NoDeviceFree:
-        """The refusal with when devices come back at the latest, and what to do now."""
+        """Return the refusal with the time when devices are free at the latest, and advice."""
         now = self.clock()
         running = self.open_leases()
         accounts = {account.name: account for account in self.ledger.accounts()}
-        grace = timedelta(seconds=self.settings.credits.grace_seconds) + STOPPING
+        grace = timedelta(seconds=self.settings.grace_seconds) + STOPPING
         ends = snapshots.latest_ends(running, accounts, grace, now)
         fitting = [
             ends[lease.id]
@@ -338,16 +433,75 @@ class Grants(Queue, Reads):
         advice = "Start without a GPU, or try again."
         return NoDeviceFree(f"{sentence}. {advice}", **error.fields)
 
+    def _end_of(
+        self,
+        lease: Lease,
+        times: Sequence[datetime],
+        stopped_at: datetime | None,
+        now: datetime,
+    ) -> datetime:
+        """Return when a server ended that is proven gone; arguments as of :func:`end_of`."""
+        end = end_of(lease, times, stopped_at, now)
+        before = self.clock.last_boot_end
+        if lease.engine in ON_THIS_HOST and before and _last_proof(lease) < before:
+            end = min(end, before)  # Docker reports that such a server ended after the next boot
+        return end
+
+    def _is_ours(self, sighting: Sighting) -> bool:
+        try:
+            self.get(sighting.lease_id)
+        except UnknownLease:
+            return False
+        return True
+
+    def _mark_seen(self, lease_ids: list[str], now: datetime) -> None:
+        if lease_ids:
+            with self.store.write() as connection:
+                for lease_id in lease_ids:
+                    repository.update(connection, lease_id, seen_at=now)
+
+
+def end_of(
+    lease: Lease, times: Sequence[datetime], stopped_at: datetime | None, now: datetime
+) -> datetime:
+    """Return when a server ended that is proven gone.
+
+    ``times`` are the possible meanings of the engine's report; without any, ``stopped_at`` counts,
+    else the time when the server was last seen alive.
+    """
+    began, last_proof = lease.started_at or lease.granted_at, _last_proof(lease)
+    if now < last_proof:
+        return last_proof.astimezone(timezone.utc)
+    end = engine_time(times, last_proof, now, costs_least=min) or stopped_at or last_proof
+    return min(max(end, began), now).astimezone(timezone.utc)
+
+
+def _last_proof(lease: Lease) -> datetime:
+    """Return when the server was last known to be alive."""
+    began = lease.started_at or lease.granted_at
+    return max(lease.seen_at or began, began)
+
+
+def _awaited(lease: Lease) -> bool:
+    """Return True if a lease came from the queue, was not ended, and its member never connected."""
+    if not lease.ticket_id or lease.end_reason:
+        return False
+    unclaimed = lease.claim_seconds is not None and lease.claimed_at is None
+    return lease.state is LeaseState.GRANTED or unclaimed
+
 
 def _all_but(uuids: frozenset[str], fleet: Fleet) -> frozenset[str]:
-    """The places on all other devices."""
+    """Return the slots on all other devices."""
     others = [device for device in fleet.devices if device.uuid not in uuids]
     return texts(Slot(device.uuid, slot) for device in others for slot in range(device.slots))
 
 
-def _must_be_seen(look: InventorySnapshot, request: Request) -> None:
-    """Raises NoDeviceFree when nothing was ever seen: that is not to have no GPU; TooMuchAsked
-    when the driver that was seen is too old."""
+def require_seen(look: InventorySnapshot, request: Request) -> None:
+    """Raise if the snapshot cannot serve the request.
+
+    Raises NoDeviceFree if no device was ever seen, which does not mean that there are none, and
+    TooMuchAsked if the driver is too old.
+    """
     if request.devices and look.inventory.error and not look.devices:
         raise NoDeviceFree(
             f"The GPUs cannot be seen just now, so none is given out: {look.inventory.error}",

@@ -20,16 +20,18 @@ from ..core.errors import (
     InvalidRequest,
     UnknownLease,
 )
-from ..devices.service import checked_reason
-from ..ledger.correction_views import needed_reason
+from ..core.scopes import SESSION
 from ..monitoring.models import DeviceUse, Sample
 from ..monitoring.service import Resting
-from ..services import Broker
+from ..services import Services
 from ..web import view_models
-from ..web.api import APIHandler, ChangingAPI, funds, instant, lease, leased
+from ..web.answers import LeaseAnswer
+from ..web.api import APIHandler, ChangingAPI
 from ..web.base import ServiceHandler, may_see_balance
+from ..web.operations import operation
 from ..web.pages import FormPage, MemberPage, device_names
-from ..web.view_models import lease_figures
+from ..web.schemas import ReasonBody
+from . import schemas
 from .models import Lease, LeasedDevice, LeaseState
 
 
@@ -43,7 +45,7 @@ class ExtendForm(MemberPage):
     async def post(self, lease_id: str) -> None:
         await own_lease(self, lease_id)
         try:
-            await self.broker.run(self.broker.extend, lease_id, actor=self.user)
+            await self.services.run(self.services.extensions.extend, lease_id, actor=self.user)
         except CannotExtend as refusal:
             await self.show_mine(refusal)
             return
@@ -51,19 +53,19 @@ class ExtendForm(MemberPage):
 
 
 class ExtendAPI(APIHandler):
-    """The same for scripts; an admin may extend any session."""
+    """Begin a session's length anew; an admin may do it for anybody."""
 
     for_servers = True
 
+    @operation("leases/{lease}/extend", LeaseAnswer, scope=SESSION)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
         await own_lease(self, lease_id, or_admin=True)
         extended = await self.read(self._extend, lease_id)
-        (told,) = view_models.lease_figures(self.broker, [extended], self.broker.clock())
-        self.answer(lease(told))
+        self.answer_lease(extended)
 
     def _extend(self, lease_id: str) -> Lease:
-        return self.broker.extend(lease_id, actor=self.user)
+        return self.services.extensions.extend(lease_id, actor=self.user)
 
 
 class StopPage(FormPage):
@@ -106,8 +108,10 @@ class StopPage(FormPage):
             self._ask_why(lease, why)
             return
         try:
-            reason = checked_reason(why, needed=True)
-            await self.broker.run(self.broker.stop, lease.id, actor=self.actor, reason=reason)
+            reason = self.typed(ReasonBody).reason
+            await self.services.run(
+                self.services.sessions.stop, lease.id, actor=self.actor, reason=reason
+            )
         except InvalidRequest as refusal:
             self._ask_why(lease, why[:LONGEST_SHOWN], refusal)
             return
@@ -116,8 +120,6 @@ class StopPage(FormPage):
         self.go(f"admin?stopped={lease.id}")
 
     def _ask_why(self, lease: Lease, why: str, refusal: InvalidRequest | None = None) -> None:
-        if refusal:
-            self.set_status(refusal.status_code)
         self.ask(
             f"Stop the server of {lease.server.user}?",
             [
@@ -132,21 +134,21 @@ class StopPage(FormPage):
             "is told the reason.",
             danger=True,
             why=why,
-            error=refusal.message if refusal else "",
+            refusal=refusal,
             here="admin",
         )
 
 
 class StopAPI(ChangingAPI):
-    """Have any server stopped, for admins: ``{"reason": "the machine gets a new fan"}``."""
+    """Have a server stopped; its member is told why. For admins: ``{"reason": "a new fan"}``."""
 
+    @operation("leases/{lease}/stop", LeaseAnswer, body=ReasonBody)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
         self.need_admin()
-        reason = needed_reason(self.sent("reason"))
-        ordered = await self.do(self.broker.stop, lease_id, reason=reason)
-        (told,) = view_models.lease_figures(self.broker, [ordered], self.broker.clock())
-        self.answer(lease(told))
+        reason = self.sent(ReasonBody).reason
+        ordered = await self.do(self.services.sessions.stop, lease_id, reason=reason)
+        self.answer_lease(ordered)
 
 
 class EndAPI(APIHandler):
@@ -154,15 +156,15 @@ class EndAPI(APIHandler):
 
     for_servers = True
 
+    @operation("leases/{lease}/end", LeaseAnswer, scope=SESSION)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
         found = await own_lease(self, lease_id)
         if found.state is LeaseState.ENDED:
             raise web.HTTPError(409) from CannotStop(why="it has stopped already")
         await stop_own(self, found)
-        found = await self.read(self.broker.lease, lease_id)
-        (told,) = view_models.lease_figures(self.broker, [found], self.broker.clock())
-        self.answer(lease(told))
+        found = await self.read(self.services.leases.get, lease_id)
+        self.answer_lease(found)
 
 
 def goes_on(lease: Lease) -> bool:
@@ -172,7 +174,7 @@ def goes_on(lease: Lease) -> bool:
 
 async def own_lease(handler: ServiceHandler, lease_id: str, *, or_admin: bool = False) -> Lease:
     """A lease of the one who asks; of anybody else's, only an admin hears that it exists."""
-    found: Lease = await handler.read(handler.broker.lease, lease_id)
+    found: Lease = await handler.read(handler.services.leases.get, lease_id)
     own = found.server.user == handler.user and handler.concerns(found.server)
     if not own and not (or_admin and handler.admin):
         raise web.HTTPError(404) from UnknownLease(lease=lease_id)
@@ -215,7 +217,7 @@ class RestartPage(FormPage):
             self._ask(found)
             return
         try:
-            await self.broker.run(self.broker.restarts.restart, lease_id, actor=self.user)
+            await self.services.run(self.services.restarts.restart, lease_id, actor=self.user)
         except GPUSpawnerError as refusal:
             raise web.HTTPError(refusal.status_code) from refusal
         self.context.poke()
@@ -241,18 +243,18 @@ class RestartPage(FormPage):
 
 
 class RestartAPI(APIHandler):
-    """The same for scripts; an admin may do it for any server that lost its GPUs."""
+    """Restart a server that lost its GPUs; an admin may do it for anybody."""
 
+    @operation("leases/{lease}/restart", LeaseAnswer)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
         await own_lease(self, lease_id, or_admin=True)
         ordered = await self.read(self._restart, lease_id)
         self.context.poke()
-        (told,) = lease_figures(self.broker, [ordered], self.broker.clock())
-        self.answer(lease(told))
+        self.answer_lease(ordered)
 
     def _restart(self, lease_id: str) -> Lease:
-        return self.broker.restarts.restart(lease_id, actor=self.actor)
+        return self.services.restarts.restart(lease_id, actor=self.actor)
 
 
 GPU_LOSS_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
@@ -271,7 +273,7 @@ class SnoozeForm(MemberPage):
     async def post(self, lease_id: str) -> None:
         await own_lease(self, lease_id)
         try:
-            await self.broker.run(self.broker.idle.snooze, lease_id)
+            await self.services.run(self.services.idle.snooze, lease_id)
         except CannotSnooze as refusal:
             await self.show_mine(refusal)
             return
@@ -279,16 +281,16 @@ class SnoozeForm(MemberPage):
 
 
 class SnoozeAPI(APIHandler):
-    """The same for scripts; an admin may do it for any server."""
+    """Put off a stop for GPUs that rest; an admin may do it for anybody."""
 
     for_servers = True
 
+    @operation("leases/{lease}/snooze", LeaseAnswer, scope=SESSION)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
         await own_lease(self, lease_id, or_admin=True)
-        snoozed: Any = await self.read(self.broker.idle.snooze, lease_id)
-        (told,) = lease_figures(self.broker, [snoozed], self.broker.clock())
-        self.answer(lease(told))
+        snoozed: Any = await self.read(self.services.idle.snooze, lease_id)
+        self.answer_lease(snoozed)
 
 
 IDLE_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
@@ -327,19 +329,19 @@ class Now:
 
 
 def look(
-    broker: Broker,
+    services: Services,
     it: Lease,
     warn_minutes: Sequence[float],
     session_warn_minutes: Sequence[float],
 ) -> Now:
-    """All of it from the store. Blocks: use :meth:`Broker.run`."""
-    now = broker.clock()
+    """All of it from the store. Blocks: use :meth:`Services.run`."""
+    now = services.clock()
     since = max(now - CURVE, it.started_at or it.granted_at)
-    minutes = broker.monitoring.use_between(since, now, uuids=it.uuids) if it.devices else []
-    opened = broker.open_leases()
-    account = broker.ledger.account(it.account)
-    paying = view_models.ending_of(broker, account.name)
-    (told,) = view_models.lease_figures(broker, [it], now)
+    minutes = services.monitoring.use_between(since, now, uuids=it.uuids) if it.devices else []
+    opened = services.leases.open_leases()
+    account = services.ledger.account(it.account)
+    paying = view_models.ending_of(services, account.name)
+    (told,) = view_models.lease_figures(services, [it], now)
     user = it.server.user
     return Now(
         at=now,
@@ -347,70 +349,68 @@ def look(
         funds=view_models.funds(account, opened, now, warn_minutes, paying),
         minutes=tuple(minutes),
         ending=view_models.ends_soon(told, now, session_warn_minutes),
-        resting=next((r for r in broker.idle.resting(user) if r.lease.id == it.id), None),
-        lost=any(lease.id == it.id for lease in broker.restarts.lost_of(user)),
-        sick=any(found.lease.id == it.id for found in broker.health.sick_of(user)),
+        resting=next((r for r in services.idle.resting(user) if r.lease.id == it.id), None),
+        lost=any(lease.id == it.id for lease in services.restarts.lost_of(user)),
+        sick=any(found.lease.id == it.id for found in services.health.sick_of(user)),
     )
 
 
 class NowAPI(APIHandler):
-    """For the member, by whatever token, and for the server itself."""
+    """What a server's GPUs do, and what comes: for its member, and for the server itself."""
 
     for_servers = True
 
+    @operation("leases/{lease}/now", schemas.NowAnswer, scope=SESSION)
     @web.authenticated
     async def get(self, lease_id: str) -> None:
         it = await own_lease(self, lease_id)
         warn, session_warn = self.context.warn_minutes, self.context.session_warn_minutes
-        found: Now = await self.read(look, self.broker, it, warn, session_warn)
+        found: Now = await self.read(look, self.services, it, warn, session_warn)
         recent = self.context.recent()
         mine = may_see_balance(self, it.account)
         self.answer(
-            {
-                "as_of": instant(found.at),
-                "page": self.context.prefix,
-                "lease": lease(found.lease),
-                "account": funds(found.funds) if mine else None,
-                "devices": [device(each, found, recent) for each in it.devices],
-                "warnings": warnings(found, mine),
-            }
+            schemas.NowAnswer,
+            as_of=found.at,
+            page=self.context.prefix,
+            lease=found.lease,
+            account=found.funds if mine else None,
+            devices=[device(each, found, recent) for each in it.devices],
+            warnings=warnings(found, mine),
         )
 
 
-def device(it: LeasedDevice, found: Now, recent: Recent) -> dict[str, Any]:
+def device(it: LeasedDevice, found: Now, recent: Recent) -> schemas.DeviceNowAnswer:
     """A device now and in the last hour."""
-    minutes = [minute for minute in found.minutes if minute.uuid == it.uuid]
     since = max(found.lease.since, found.at - FRESH)
     samples = [some for some in recent.get(it.uuid, ()) if some.at >= since]
     uses = [some.use for some in samples[-SMOOTH:] if some.use is not None]
     newest = samples[-1] if samples else None
-    return {
-        **leased(it),
-        "use_percent": sum(uses) / len(uses) if uses else None,
-        "busy": newest.busy if newest else None,
-        "used_bytes": newest.used_bytes if newest else None,
-        "error": newest.error if newest else "",
-        "minutes": [
-            {
-                "at": instant(minute.since),
-                "use_percent": minute.use,
-                "used_bytes": minute.memory_max if minute.known else None,
-            }
-            for minute in minutes
+    return schemas.DeviceNowAnswer.of(
+        it,
+        use_percent=sum(uses) / len(uses) if uses else None,
+        busy=newest.busy if newest else None,
+        used_bytes=newest.used_bytes if newest else None,
+        error=newest.error if newest else "",
+        minutes=[
+            schemas.DeviceMinuteAnswer.of(
+                minute, used_bytes=minute.memory_max if minute.known else None
+            )
+            for minute in found.minutes
+            if minute.uuid == it.uuid
         ],
-    }
+    )
 
 
-def warnings(found: Now, may_see_funds: bool) -> list[dict[str, Any]]:
+def warnings(found: Now, may_see_funds: bool) -> list[schemas.WarningAnswer]:
     """What is to be told now, each under a key that stays while it is the same warning."""
-    told = []
+    told: list[schemas.WarningAnswer] = []
     it = found.lease.lease
     if it.outcome or it.ended_at:
         return []
     if found.lost:
-        told.append(_warning("lost", "lost", None))
+        told.append(_warning("lost", "lost"))
     if found.sick:
-        told.append(_warning("sick", "sick", None))
+        told.append(_warning("sick", "sick"))
     if (resting := found.resting) is not None:
         key = f"idle:{resting.stops_at.timestamp():.0f}" if resting.stops_at else "idle"
         told.append(_warning("idle", key, resting.stops_at, resting.snooze_minutes))
@@ -423,8 +423,10 @@ def warnings(found: Now, may_see_funds: bool) -> list[dict[str, Any]]:
     return told
 
 
-def _warning(kind: str, key: str, at: datetime | None, snooze: float = 0.0) -> dict[str, Any]:
-    return {"kind": kind, "key": key, "at": instant(at), "snooze_minutes": snooze}
+def _warning(
+    kind: schemas.WarningKind, key: str, at: datetime | None = None, snooze: float = 0.0
+) -> schemas.WarningAnswer:
+    return schemas.WarningAnswer(kind=kind, key=key, at=at, snooze_minutes=snooze)
 
 
 LEASE_NOW_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [

@@ -1,7 +1,7 @@
-"""What must always hold in the books, as a list of functions over plain data.
+"""Invariants of the ledger, as a list of functions over plain data.
 
-Each check yields one sentence a problem, and nothing when all is well. The accounting
-service runs them over the store; the tests run them after every step.
+Each check yields one sentence per problem, and nothing if all is well. The accounting service runs
+them over the store; the tests run them after every step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .rules import owed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostingRow:
-    """A posting with what its transfer says, as the store holds it.
+    """A posting with its transfer's fields, as stored.
 
-    Unlike :class:`~gpuspawner.ledger.models.Posting` it can be wrong: that is what the
-    checks are to find.
+    Unlike :class:`~gpuspawner.ledger.models.Posting` it can be invalid, which the checks are to
+    find.
     """
 
     transfer_id: str
@@ -33,7 +33,7 @@ class PostingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Books:
-    """All that the checks look at."""
+    """The data that the checks read."""
 
     postings: tuple[PostingRow, ...] = ()
     accounts: tuple[Account, ...] = ()
@@ -49,7 +49,7 @@ Check = Callable[[Books], Iterator[str]]
 
 
 def rows_of(transfers: Iterable[Transfer]) -> tuple[PostingRow, ...]:
-    """The posting rows of these transfers."""
+    """Return the posting rows of these transfers."""
     return tuple(
         PostingRow(
             transfer_id=transfer.id,
@@ -65,7 +65,7 @@ def rows_of(transfers: Iterable[Transfer]) -> tuple[PostingRow, ...]:
 
 
 def check_zero_sum(books: Books) -> Iterator[str]:
-    """The postings of each transfer sum to zero."""
+    """Check that the postings of each transfer sum to zero."""
     totals: dict[str, int] = defaultdict(int)
     for row in books.postings:
         totals[row.transfer_id] += row.amount
@@ -75,7 +75,7 @@ def check_zero_sum(books: Books) -> Iterator[str]:
 
 
 def check_keys(books: Books) -> Iterator[str]:
-    """No idempotency key belongs to two transfers."""
+    """Check that no idempotency key belongs to two transfers."""
     owners: dict[str, set[str]] = defaultdict(set)
     for row in books.postings:
         owners[row.key].add(row.transfer_id)
@@ -85,9 +85,9 @@ def check_keys(books: Books) -> Iterator[str]:
 
 
 def check_balances(books: Books) -> Iterator[str]:
-    """The balance of each account is the sum of its postings.
+    """Check that the balance of each account is the sum of its postings.
 
-    Every account with postings is there; the ledger's own may be left out of ``accounts``.
+    Every account with postings must exist; the ledger's own may be missing from ``accounts``.
     """
     sums: dict[str, int] = defaultdict(int)
     for row in books.postings:
@@ -106,7 +106,7 @@ def check_balances(books: Books) -> Iterator[str]:
 
 
 def check_holds(books: Books) -> Iterator[str]:
-    """An account holds what its open leases hold: an ended lease holds nothing."""
+    """Check that an account holds what its open leases hold: an ended lease holds nothing."""
     held: dict[str, int] = defaultdict(int)
     for lease in books.leases:
         held[lease.account] += lease.held
@@ -120,7 +120,7 @@ def check_holds(books: Books) -> Iterator[str]:
 
 
 def check_lease_postings(books: Books) -> Iterator[str]:
-    """What a lease says it was charged is what its charges and refunds moved."""
+    """Check that each lease's charged amount is what its charges and refunds moved."""
     moved: dict[tuple[str, str], int] = defaultdict(int)
     for row in books.postings:
         if row.lease_id and row.kind in (TransferKind.CHARGE, TransferKind.REFUND):
@@ -135,15 +135,17 @@ def check_lease_postings(books: Books) -> Iterator[str]:
 
 
 def check_settled(books: Books) -> Iterator[str]:
-    """An ended lease was charged what it owed at its end, less what was given back; a failed start
-    nothing, and so a server that nobody came to, or could come to."""
+    """Check that an ended lease was charged what it owed at its end, less refunds.
+
+    A failed start owes nothing, nor does a server that nobody connected to or could connect to.
+    """
     for lease in books.leases:
         if lease.state is not LeaseState.ENDED:
             continue
         if lease.ended_at is None:
             yield f"Lease {lease.id} has ended, but nobody wrote down when."
             continue
-        # What was refunded before parts could be is not written in the lease.
+        # Refunds from before partial refunds existed are not recorded in the lease.
         free = lease.id in books.failed or (lease.outcome in FREE and not lease.refunded)
         due = 0 if free else owed(lease.rate, lease.started_at, lease.ended_at)
         if lease.charged + lease.waived + lease.refunded != due:
@@ -172,5 +174,5 @@ BASIC_CHECKS: tuple[Check, ...] = (
 
 
 def check_all(books: Books, checks: Iterable[Check] = BASIC_CHECKS) -> list[str]:
-    """Every problem that the checks find, in their order; empty when all is well."""
+    """Return every problem that the checks find, in their order; empty if all is well."""
     return [problem for check in checks for problem in check(books)]

@@ -32,7 +32,7 @@ from ..cli.parameters import (
     required_reason_option,
 )
 from ..core.errors import ConfigError, UnknownAccount, UnknownLease
-from ..services import Broker
+from ..services import Services
 from .grant_files import MOST_BYTES
 from .grants import Bulk
 from .models import Account, member_account
@@ -79,15 +79,15 @@ def grant(
                 "With --file, accounts and amounts come from the file: leave out ACCOUNT, AMOUNT "
                 "and --key. Nothing was changed."
             )
-        broker = settings.open_broker()
-        done = broker.bulk_grants.grant_file(
+        services = settings.open_services()
+        done = services.bulk_grants.grant_file(
             read_input(file, MOST_BYTES),
             actor=giver,
             reason=reason or "",
             dry_run=dry_run,
             open_accounts=opens,
             again=again,
-            until=moment(until, broker.settings.rates.zone),
+            until=moment(until, services.settings.rates.zone),
         )
         return _show_file(done, dry_run)
     if dry_run or again:
@@ -98,19 +98,19 @@ def grant(
             f"{what} is missing: gpuspawner grant ACCOUNT AMOUNT --reason TEXT, or "
             "gpuspawner grant --file FILE. Nothing was changed."
         )
-    broker = settings.open_broker()
+    services = settings.open_services()
     if opens:
-        _open(broker, name, giver)
-    before = find_account(broker, name, "Open it now with --open.")
-    is_new = broker.ledger.grant(
+        _open(services, name, giver)
+    before = find_account(services, name, "Open it now with --open.")
+    is_new = services.ledger.grant(
         name,
         amount,
         actor=giver,
         reason=reason,
         key=f"grant:{key}" if key else "",
-        until=moment(until, broker.settings.rates.zone),
+        until=moment(until, services.settings.rates.zone),
     )
-    account = broker.ledger.account(name)
+    account = services.ledger.account(name)
     verb, way = ("Gave", "to") if amount > 0 else ("Took", "from")
     text = f"{verb} {credits(abs(amount))} credits {way} {name}"
     if not is_new:
@@ -126,9 +126,9 @@ def grant(
 @limit_option
 def statement(settings: Settings, name: str, limit: int) -> None:
     """Show the newest lines of an account, newest first."""
-    broker = settings.open_broker()
-    account = find_account(broker, name)
-    lines, ending = broker.ledger.statement(name, limit), broker.ledger.lots_of(name)
+    services = settings.open_services()
+    account = find_account(services, name)
+    lines, ending = services.ledger.statement(name, limit), services.ledger.lots_of(name)
     value = {
         **_plain_account(account),
         "ending": [{"at": utc(lot.ends_at), "amount": exact(left)} for lot, left in ending],
@@ -162,7 +162,7 @@ def statement(settings: Settings, name: str, limit: int) -> None:
 @command()
 def accounts(settings: Settings) -> None:
     """List every member's and group's account."""
-    found = settings.open_broker().ledger.accounts()
+    found = settings.open_services().ledger.accounts()
     headers = ("ACCOUNT", "BALANCE", "HELD", "AVAILABLE")
     rows = [(a.name, credits(a.balance), credits(a.held), credits(a.available)) for a in found]
     text = table(headers, rows, right=headers[1:])
@@ -172,12 +172,12 @@ def accounts(settings: Settings) -> None:
     show([_plain_account(account) for account in found], text)
 
 
-def find_account(broker: Broker, name: str, advice: str = "") -> Account:
-    """The account, else UnknownAccount with the likeliest names and what to do."""
+def find_account(services: Services, name: str, advice: str = "") -> Account:
+    """Return the account, or raise UnknownAccount with the closest names and advice."""
     try:
-        return broker.ledger.account(name)
+        return services.ledger.account(name)
     except UnknownAccount:
-        owners = {a.name.partition(":")[2]: a.name for a in broker.ledger.accounts()}
+        owners = {a.name.partition(":")[2]: a.name for a in services.ledger.accounts()}
         near = difflib.get_close_matches(name.partition(":")[2], list(owners), n=3)
         meant = f" Did you mean {' or '.join(owners[o] for o in near)}?" if near else ""
         opens = " A member's account opens at their first sign-in." if "member:" in name else ""
@@ -186,16 +186,16 @@ def find_account(broker: Broker, name: str, advice: str = "") -> Account:
         raise UnknownAccount(sentence, account=name) from None
 
 
-def _open(broker: Broker, name: str, actor: str) -> None:
+def _open(services: Services, name: str, actor: str) -> None:
     kind, _, owner = name.partition(":")
-    known = {account.name for account in broker.ledger.accounts()}
+    known = {account.name for account in services.ledger.accounts()}
     if name in known:
         return
     if kind == "member":
-        opened = broker.ledger.open_account(owner)
+        opened = services.ledger.open_account(owner)
         note(f"Opened {name} with its opening grant of {credits(opened.balance)} credits.")
         return
-    broker.ledger.open_group_account(owner, actor=actor)
+    services.ledger.open_group_account(owner, actor=actor)
     note(f"Opened {name}.")
 
 
@@ -235,15 +235,15 @@ def refund(
     settings: Settings, lease_id: str, amount: int | None, key: str | None, reason: str
 ) -> None:
     """Give back what a lease cost, or a part of it."""
-    broker = settings.open_broker()
+    services = settings.open_services()
     try:
-        lease = broker.lease(lease_id)
+        lease = services.leases.get(lease_id)
     except UnknownLease as error:
         raise UnknownLease(f"{error.message}: gpuspawner leases --all lists them.") from None
-    # Whose key it is: a page's or a script's own are others.
+    # The prefix separates it from the keys of pages and scripts.
     own_key = f"cli:{key}" if key else ""
-    after = broker.ledger.refund(lease.id, amount, actor=actor(), reason=reason, key=own_key)
-    account = broker.ledger.account(lease.account)
+    after = services.ledger.refund(lease.id, amount, actor=actor(), reason=reason, key=own_key)
+    account = services.ledger.account(lease.account)
     back = after.refunded - lease.refunded
     value = {
         "lease": lease.id,
@@ -267,12 +267,12 @@ def refund(
 @required_reason_option
 def reverse(settings: Settings, transfer: str, reason: str) -> None:
     """Undo a transfer."""
-    broker = settings.open_broker()
-    opposite = broker.ledger.reverse(transfer, actor=actor(), reason=reason)
+    services = settings.open_services()
+    opposite = services.ledger.reverse(transfer, actor=actor(), reason=reason)
     moved = {p.account: p.amount for p in opposite.postings if not p.account.startswith("system:")}
     words = [
         f"{credits(abs(amount))} credits {'to' if amount > 0 else 'from'} {name}, whose balance is "
-        f"{credits(broker.ledger.account(name).balance)} now"
+        f"{credits(services.ledger.account(name).balance)} now"
         for name, amount in moved.items()
     ]
     value = {
@@ -288,11 +288,11 @@ def reverse(settings: Settings, transfer: str, reason: str) -> None:
 @argument("name", "ACCOUNT", "group:NAME, or the member's own name", type=ACCOUNT)
 def payer(settings: Settings, member_name: str, name: str) -> None:
     """Say which account pays for a member."""
-    broker = settings.open_broker()
-    member = find_account(broker, member_account(member_name))
+    services = settings.open_services()
+    member = find_account(services, member_account(member_name))
     if name != member.name:
-        find_account(broker, name, "Open it with `gpuspawner grant ACCOUNT AMOUNT --open`.")
-    broker.ledger.keep_payer(member_name, name, actor=actor())
+        find_account(services, name, "Open it with `gpuspawner grant ACCOUNT AMOUNT --open`.")
+    services.ledger.keep_payer(member_name, name, actor=actor())
     text = f"{name} pays for {member_name} from now on, unless they choose another account."
     if name != member.name:
         text += " It does so as long as they are in the group."

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 from tornado import web
 
 from ..core.errors import GPUSpawnerError, InvalidRequest, LedgerError, UnknownTransfer
+from ..core.text import LONGEST_REASON
 from ..core.units import format_credits
-from ..devices.service import LONGEST_REASON, checked_reason
 from ..leases.models import Lease, LeaseState
-from ..queue.views import refusals
-from ..web import view_models
-from ..web.api import ChangingAPI, amount, instant, lease
+from ..web.answers import LeaseAnswer
+from ..web.api import ChangingAPI
 from ..web.base import ServiceHandler
-from ..web.fields import amount_of, exact_amount, instant_of, key_of, of_type
+from ..web.operations import Parameter, operation
 from ..web.pages import FormPage, credit
+from ..web.schemas import ReasonBody
 from .grant_files import Problem
 from .grants import Bulk
 from .models import Transfer
+from .schemas import GrantsAnswer, GrantsBody, ProblemAnswer, RefundBody, TransferAnswer
 
 DONE = {
     "reversed": "The transfer was undone by this one, its opposite.",
@@ -31,7 +31,7 @@ DONE = {
 async def find_transfer(handler: ServiceHandler, transfer_id: str) -> Transfer:
     """One transfer. Raises HTTPError 404."""
     try:
-        found: Transfer = await handler.broker.read(handler.broker.ledger.transfer, transfer_id)
+        found: Transfer = await handler.services.read(handler.services.ledger.transfer, transfer_id)
     except InvalidRequest:
         raise web.HTTPError(404) from UnknownTransfer(transfer=transfer_id)
     except GPUSpawnerError as error:
@@ -52,18 +52,13 @@ class TransferPage(FormPage):
     ) -> None:
         """Send the page; ``reason`` is what a refused form had in it."""
         found = await find_transfer(self, transfer_id)
-        if refusal:
-            self.set_status(refusal.status_code)
         self.show(
             "transfer.html",
-            user=self.user,
-            admin=True,
             transfer=found,
-            reversal=await self.read(self.broker.reports.reversal_of, found.id),
+            reversal=await self.read(self.services.reports.reversal_of, found.id),
             done=DONE.get(self.get_query_argument("done", ""), ""),
-            error=refusal.message if refusal else "",
+            refusal=refusal,
             reason=reason,
-            longest=LONGEST_REASON,
             xsrf=self.xsrf,
         )
 
@@ -73,12 +68,12 @@ class TransferPage(FormPage):
         found = await find_transfer(self, transfer_id)
         reason = self.field("reason")
         try:
-            checked = checked_reason(reason, needed=True)
+            sent = self.typed(ReasonBody)
             if not self.confirmed:
-                self._ask(found, checked)
+                self._ask(found, sent.reason)
                 return
-            done = await self.broker.run(
-                self.broker.ledger.reverse, found.id, actor=self.actor, reason=checked
+            done = await self.services.run(
+                self.services.ledger.reverse, found.id, actor=self.actor, reason=sent.reason
             )
         except GPUSpawnerError as refusal:
             await self.show_transfer(found.id, refusal, reason[: 2 * LONGEST_REASON])
@@ -114,21 +109,19 @@ class RefundPage(FormPage):
     @web.authenticated
     async def post(self, lease_id: str) -> None:
         self.need_admin()
-        found: Lease = await self.read(self.broker.lease, lease_id)
-        text = self.field("amount").strip()
+        found: Lease = await self.read(self.services.leases.get, lease_id)
         try:
-            reason = checked_reason(self.field("reason"), needed=True)
-            part = amount_of(text) if text else None
+            sent = self.typed(RefundBody)
             if not self.confirmed:
-                self._ask(found, part, reason)
+                self._ask(found, sent.amount, sent.reason)
                 return
             work = partial(
-                self.broker.ledger.refund,
+                self.services.ledger.refund,
                 actor=self.actor,
-                reason=reason,
+                reason=sent.reason,
                 key=self.key,
             )
-            await self.broker.run(work, lease_id, part)
+            await self.services.run(work, lease_id, sent.amount)
         except LedgerError as refusal:
             raise web.HTTPError(409) from refusal
         except GPUSpawnerError as refusal:
@@ -156,72 +149,54 @@ class RefundPage(FormPage):
         )
 
 
-class TransferAPI(ChangingAPI):
-    """One transfer, for admins."""
+TRANSFER = Parameter("transfer", {"type": "string", "pattern": "^[0-9a-f]{32}$"}, "Its id.")
 
+
+class TransferAPI(ChangingAPI):
+    """One event of the ledger, for admins."""
+
+    @operation("transfers/{transfer}", TransferAnswer)
     @web.authenticated
     async def get(self, transfer_id: str) -> None:
         self.need_admin()
         found = await find_transfer(self, transfer_id)
-        undone = await self.read(self.broker.reports.reversal_of, found.id)
-        self.answer(transfer_json(found, undone))
+        undone = await self.read(self.services.reports.reversal_of, found.id)
+        self.answer(TransferAnswer, found, reversed_by=undone.id if undone else None)
 
 
 class ReversalAPI(ChangingAPI):
-    """Undo a transfer by its opposite: ``{"reason": "the wrong Ada"}``."""
+    """Undo a transfer by its opposite, once: ``{"reason": "the wrong Ada"}``."""
 
+    @operation("transfers/{transfer}/reversal", TransferAnswer, name="reverse", body=ReasonBody)
     @web.authenticated
     async def post(self, transfer_id: str) -> None:
         self.need_admin()
-        reason = needed_reason(self.sent("reason"))
+        reason = self.sent(ReasonBody).reason
         found = await find_transfer(self, transfer_id)
-        done = await self.do(self.broker.ledger.reverse, found.id, reason=reason)
-        self.answer(transfer_json(done, None))
+        done = await self.do(self.services.ledger.reverse, found.id, reason=reason)
+        self.answer(TransferAnswer, done, reversed_by=None)
 
 
 class RefundAPI(ChangingAPI):
-    """Give back what a session cost: ``{"reason": "the GPU was sick"}``; a part of it with
-    ``"amount": "1.5"``. The same ``key`` is done once."""
+    """Give back what a session cost: all that is left of it, or a part.
 
+    ``{"amount": "1.5", "reason": "the GPU was sick"}``; the same ``key`` is done once.
+    """
+
+    @operation("leases/{lease}/refund", LeaseAnswer, body=RefundBody)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
         self.need_admin()
-        sent = self.sent("amount", "reason", "key")
-        reason = needed_reason(sent)
-        with refusals():
-            part = exact_amount(sent["amount"]) if sent.get("amount") is not None else None
-            key = f"api:{self.actor}:{key_of(sent['key'])}" if "key" in sent else ""
-        done = await self.do(self.broker.ledger.refund, lease_id, part, reason=reason, key=key)
-        (told,) = view_models.lease_figures(self.broker, [done], self.broker.clock())
-        self.answer(lease(told))
+        sent = self.sent(RefundBody)
+        key = f"api:{self.actor}:{sent.key}" if sent.key else ""
+        refund = self.services.ledger.refund
+        done = await self.do(refund, lease_id, sent.amount, reason=sent.reason, key=key)
+        self.answer_lease(done)
 
 
 def refundable(found: Lease) -> bool:
     """Whether there is something to give back."""
     return found.state is LeaseState.ENDED and found.charged > 0
-
-
-def transfer_json(found: Transfer, reversal: Transfer | None) -> dict[str, Any]:
-    """A transfer as JSON."""
-    return {
-        "id": found.id,
-        "at": instant(found.at),
-        "kind": found.kind.value,
-        "actor": found.actor,
-        "reason": found.reason,
-        "lease": found.lease_id,
-        "postings": [
-            {"account": posting.account, "amount": amount(posting.amount)}
-            for posting in found.postings
-        ],
-        "reversed_by": reversal.id if reversal else None,
-    }
-
-
-def needed_reason(sent: dict[str, Any]) -> str:
-    """The reason that was sent. Raises HTTPError 400."""
-    with refusals():
-        return checked_reason(sent["reason"], needed=True)
 
 
 _TRANSFER = "([0-9a-f]{32})"
@@ -263,12 +238,9 @@ class BulkPage(FormPage):
             self.set_status(400)
         self.show(
             "bulk.html",
-            user=self.user,
-            admin=True,
             found=found,
             error=refusal.message if refusal else "",
             typed={"lines": "", "reason": "", "open": "", "again": "", **typed},
-            longest=LONGEST_REASON,
             xsrf=self.xsrf,
         )
 
@@ -279,9 +251,9 @@ class BulkPage(FormPage):
         try:
             data = self._sent(typed["lines"])
             typed["lines"] = data.decode("utf-8-sig", errors="replace")
-            found = await self.broker.run(
+            found = await self.services.run(
                 partial(
-                    self.broker.bulk_grants.grant_file,
+                    self.services.bulk_grants.grant_file,
                     data,
                     actor=self.actor,
                     reason=typed["reason"],
@@ -307,55 +279,31 @@ class BulkPage(FormPage):
 
 
 class BulkAPI(ChangingAPI):
-    """The same for scripts: ``{"csv": "ada,25\\nbob,25", "reason": "week 3", "dry_run": true}``."""
+    """Give to many at once: all of it or nothing, and the same once; for admins.
+
+    ``{"csv": "ada,25\\nbob,25", "reason": "week 3", "dry_run": true}``
+    """
 
     takes_files = True
 
+    @operation("grants", GrantsAnswer, name="grantMany", body=GrantsBody)
     @web.authenticated
     async def post(self) -> None:
         self.need_admin()
-        sent = self.sent("csv", "reason", "dry_run", "open", "again", "until", longest=2 * MOST)
-        with refusals():
-            lines = of_type(sent.get("csv"), str, "csv")
-            dry_run, open_, again = (
-                of_type(sent.get(name, False), bool, name) for name in ("dry_run", "open", "again")
-            )
-            until = sent.get("until")
-            ends = None if until is None else instant_of(until, "until")
-            reason = checked_reason(sent["reason"])
+        sent = self.sent(GrantsBody, longest=2 * MOST)
         found: Bulk = await self.do(
-            self.broker.bulk_grants.grant_file,
-            lines.encode(),
-            reason=reason,
-            dry_run=dry_run,
-            open_accounts=open_,
-            again=again,
-            until=ends,
+            self.services.bulk_grants.grant_file,
+            sent.csv.encode(),
+            reason=sent.reason,
+            dry_run=sent.dry_run,
+            open_accounts=sent.open,
+            again=sent.again,
+            until=sent.until,
         )
-        if found.problems and not dry_run:
+        if found.problems and not sent.dry_run:
             raise web.HTTPError(409) from LedgerError(_told(found.problems))
-        self.answer(bulk_json(found))
-
-
-def bulk_json(found: Bulk) -> dict[str, Any]:
-    """What a file did, or would do, as JSON."""
-    return {
-        "done": found.done,
-        "total": amount(found.total),
-        "lines": [
-            {
-                "line": gift.row.number,
-                "account": gift.row.account,
-                "amount": amount(gift.row.amount),
-                "before": amount(gift.before),
-                "after": amount(gift.after),
-                "reason": gift.row.reason,
-                "opened": gift.opened,
-            }
-            for gift in found.gifts
-        ],
-        "problems": [{"line": p.number or None, "what": p.sentence} for p in found.problems],
-    }
+        problems = [ProblemAnswer.of(some, line=some.number or None) for some in found.problems]
+        self.answer(GrantsAnswer, found, problems=problems)
 
 
 def _told(problems: Sequence[Problem]) -> str:

@@ -1,9 +1,9 @@
-"""What becomes of servers whose account runs dry: warned of, then by policy. Pure.
+"""What happens to servers whose account runs dry: warnings first, then the policy. Pure.
 
-A policy is fixed in the lease at the grant, like its price: ``stop`` after a grace, let the
-planned ``session`` end, or go on into an ``overdraft``, whose bound no charge ever passes. What
-is due follows from the lease, from the account at that moment, and from what was told before;
-so nothing is lost or said twice when the service is killed anywhere.
+A policy is fixed in the lease at the grant, like its price: ``stop`` after a grace period, let the
+planned ``session`` end, or continue into an ``overdraft``, whose limit no charge ever passes. What
+is due follows from the lease, the account at that moment, and earlier warnings; so nothing is lost
+or repeated if the service is killed at any point.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .lots import lasts
 STOP, SESSION, OVERDRAFT = "stop", "session", "overdraft"
 
 DEFAULT = "*"
-"""The group of everybody whom no other policy is for."""
+"""The group of everybody for whom no other policy applies."""
 
 _MOMENT = timedelta(microseconds=1)
 
 _SKEW = timedelta(minutes=1)
-"""By which clocks may differ, or be set right, without a word."""
+"""How far clocks may differ, or be corrected, unnoticed."""
 
 MOST_OVERDRAFT = 1_000_000_000
-"""Credits; more is a slip of the pen."""
+"""Credits; anything larger is a typing mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditPolicy:
-    """What is to be done when an account runs dry."""
+    """What to do when an account runs dry."""
 
     when_dry: str = STOP
     overdraft: int = 0
@@ -49,16 +49,16 @@ class CreditPolicies:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> CreditPolicies:
-        """Of ``{"*": "stop", "course": "session", "lab": {"overdraft": 20}}``.
+        """Read ``{"*": "stop", "course": "session", "lab": {"overdraft": 20}}``.
 
         Raises ConfigError naming the group.
         """
         return cls({str(group): _policy(group, value) for group, value in config.items()})
 
     def of(self, account: str, groups: Collection[str]) -> CreditPolicy:
-        """What holds for a server of a member of these groups, when this account pays.
+        """Return the policy for a server of a member of these groups, if this account pays.
 
-        A group's own account goes by the group; a member's by the first group of the
+        A group's own account uses the group's policy; a member's uses the first group of the
         configuration that the member is in.
         """
         kind, _, name = account.partition(":")
@@ -72,11 +72,11 @@ class Purse:
     """An account and the running leases that it pays for, at one moment."""
 
     balance: int
-    """Microcredits, less all that is owed up to this moment; an overdraft bounds it not."""
+    """Microcredits, less all that is owed up to this moment, even beyond an overdraft."""
     rate: int
-    """Microcredits per hour of all of them together."""
+    """Microcredits per hour of all leases together."""
     ending: tuple[tuple[timedelta, int], ...] = ()
-    """In how long some of the balance ends, and how many microcredits."""
+    """In how long parts of the balance expire, and how many microcredits."""
 
     @classmethod
     def of(
@@ -86,7 +86,7 @@ class Purse:
         now: datetime,
         ending: Iterable[tuple[datetime, int]] = (),
     ) -> Purse:
-        """``balance`` is the account's in the books, ``leases`` those that it pays for."""
+        """Create it from the account's posted ``balance`` and the ``leases`` that it pays for."""
         due = rate = 0
         for lease in leases:
             if lease.state is LeaseState.RUNNING:
@@ -95,7 +95,7 @@ class Purse:
         return cls(balance - due, rate, tuple((end - now, left) for end, left in ending))
 
     def lasts(self, lease: Lease) -> timedelta | None:
-        """How long it pays for a lease, its overdraft included; None for ever."""
+        """Return how long it pays for a lease, including its overdraft; None for ever."""
         return lasts(self.ending, self.balance + lease.overdraft, self.rate)
 
 
@@ -105,18 +105,21 @@ class PolicyStep:
 
     event: str
     """``low``: a warning. ``dry``: nothing is left. ``back``: there are credits again.
-    ``stop``: it is to be stopped. ``quiet``: credits came or others ended, and nothing is said."""
+
+    ``stop``: the lease must be stopped. ``quiet``: credits were added or others expired, without a
+    message.
+    """
     minutes: float | None = None
-    """Of ``low`` and ``quiet``: the warning that counts as given."""
+    """For ``low`` and ``quiet``: the warning that now counts as given."""
 
 
 def shares(leases: Iterable[Lease], balance: int, until: datetime) -> dict[str, int]:
-    """What can be charged for each running lease with an overdraft up to a moment, by its id.
+    """Return what can be charged for each running lease with an overdraft, by lease id.
 
-    ``leases`` are all that an account pays for, ``balance`` is the account's in the books. What
-    all of them owe is paid in the order of time, whoever asks how often: they share what there is
-    up to the moment when it is used up, and what comes after is not charged. A lease with a
-    greater overdraft goes on alone from there.
+    ``leases`` are all that an account pays for, ``balance`` is the account's posted balance. What
+    all of them owe is paid in the order of time, regardless of how often this is called: they share
+    what there is until it is used up, and later use is not charged. A lease with a larger overdraft
+    continues alone from there.
     """
     running = [x for x in leases if x.state is LeaseState.RUNNING and x.started_at and x.rate > 0]
     bounded = [lease for lease in running if lease.when_dry == OVERDRAFT]
@@ -135,7 +138,7 @@ def shares(leases: Iterable[Lease], balance: int, until: datetime) -> dict[str, 
 def _paid_until(
     leases: Sequence[Lease], spendable: int, since: datetime, until: datetime
 ) -> datetime:
-    """Up to when so many microcredits pay for all of these."""
+    """Return up to when this many microcredits pay for all of these leases."""
     if _owed(leases, until) <= spendable:
         return until
     low, high = 0, (until - since) // _MOMENT
@@ -153,7 +156,7 @@ def _owed(leases: Iterable[Lease], at: datetime) -> int:
 def next_step(
     lease: Lease, purse: Purse, now: datetime, grace: timedelta, warn_minutes: Sequence[float]
 ) -> PolicyStep | None:
-    """What is due now about a running lease that costs something; None when nothing is."""
+    """Return what is due now about a running lease that costs something, or None."""
     if lease.state is not LeaseState.RUNNING or lease.rate <= 0 or lease.outcome:
         return None
     if purse.balance > 0 and lease.warned_at is not None:
@@ -166,7 +169,7 @@ def next_step(
 
 
 def stops_at(lease: Lease, purse: Purse, now: datetime, grace: timedelta) -> datetime | None:
-    """When a lease ends of which it was told that the account is dry; None when it was not."""
+    """Return when a lease ends whose member was told that the account is dry, else None."""
     if lease.warned_at is None or lease.state is LeaseState.ENDED:
         return None
     if lease.when_dry == OVERDRAFT:
@@ -177,15 +180,18 @@ def stops_at(lease: Lease, purse: Purse, now: datetime, grace: timedelta) -> dat
 
 
 def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | None:
-    """The smallest of ``minutes`` that covers the time left; None when none does."""
+    """Return the smallest of ``minutes`` that covers the time left, or None."""
     if left is None:
         return None
     return min((m for m in minutes if left <= timedelta(minutes=m)), default=None)
 
 
 def _was_told(lease: Lease, now: datetime) -> bool:
-    """Whether the member knows; who was told in a time to come, before the clock was set back,
-    is told anew: else the grace would last until then."""
+    """Return True if the member was told.
+
+    A warning dated in the future, from before the clock was set back, does not count: otherwise the
+    grace period would last until then.
+    """
     return lease.warned_at is not None and lease.warned_at <= now + _SKEW
 
 
@@ -193,14 +199,14 @@ def _must_stop(lease: Lease, purse: Purse, now: datetime, grace: timedelta) -> b
     if lease.when_dry == OVERDRAFT:
         return purse.balance <= -lease.overdraft
     if lease.when_dry == SESSION and lease.ends_at:
-        return False  # its end comes anyway
+        return False  # it ends anyway
     return purse.balance <= 0 and lease.warned_at is not None and now - lease.warned_at >= grace
 
 
 def _warning(lease: Lease, purse: Purse, warn_minutes: Sequence[float]) -> PolicyStep | None:
-    """Each warning once on the way down; one that was passed on the way up can come again."""
+    """Return the warning due: each once on the way down; a new top-up can bring it back."""
     if purse.balance <= 0 and lease.when_dry != OVERDRAFT:
-        return None  # what was told then is all that there is to tell
+        return None  # there is nothing to add to what was said then
     due = due_warning(warn_minutes, purse.lasts(lease))
     if due == lease.told_dry:
         return None
@@ -209,7 +215,7 @@ def _warning(lease: Lease, purse: Purse, warn_minutes: Sequence[float]) -> Polic
 
 
 def _policy(group: object, value: object) -> CreditPolicy:
-    """One policy of the configuration; ConfigError naming the group when it is none."""
+    """Parse one policy of the configuration. Raises ConfigError naming the group."""
     if value in (STOP, SESSION):
         return CreditPolicy(str(value))
     if not isinstance(value, Mapping) or list(value) != [OVERDRAFT]:

@@ -48,13 +48,13 @@ _DUE = sa.select(lots.c.account).where(OPEN_LOT, lots.c.ends_at <= sa.bindparam(
 
 
 def insert_lot(connection: sa.Connection, lot: Lot) -> None:
-    """Write a lot, in the transaction of its grant."""
+    """Insert a lot, in the transaction of its grant."""
     row = {name: getattr(lot, name) for name in _FIELDS[1:5]}
     connection.execute(sa.insert(lots), {"transfer_id": lot.id, **row})
 
 
 def lots_of_account(connection: sa.Connection, account: str) -> list[Lot]:
-    """Every lot that the account ever had, the one that ends first being first."""
+    """Return every lot that the account ever had, first to end first."""
     query = (
         sa.select(*(lots.c[name] for name in _FIELDS))
         .where(lots.c.account == account)
@@ -64,7 +64,7 @@ def lots_of_account(connection: sa.Connection, account: str) -> list[Lot]:
 
 
 def lots_of_transfer(connection: sa.Connection, transfer: str) -> Lot | None:
-    """The lot that a transfer gave, if it gave one."""
+    """Return the lot that a transfer created, if it did."""
     query = sa.select(*(lots.c[name] for name in _FIELDS)).where(lots.c.transfer_id == transfer)
     row = connection.execute(query).first()
     return _lot(row) if row else None
@@ -76,27 +76,27 @@ def update_lot(connection: sa.Connection, lot: str, **values: Any) -> None:
 
 
 def lots_due(connection: sa.Connection, now: datetime) -> list[str]:
-    """The accounts with a lot whose end has come and is not written down yet."""
+    """Return the accounts with a lot whose end has come and is not recorded yet."""
     return list(connection.execute(_DUE, {"now": now}).scalars())
 
 
 def first_lot_due(connection: sa.Connection, account: str) -> datetime | None:
-    """When the first lot of an account ends whose end is not written down yet."""
+    """Return the earliest end of an account's lots whose end is not recorded yet."""
     found: datetime | None = connection.execute(_FIRST_DUE, {"account": account}).scalar()
     return found
 
 
 def lots_closed_since(connection: sa.Connection, account: str, since: datetime) -> bool:
-    """Whether the account has a lot that ended after that and whose end is written down."""
+    """Return True if the account has a lot that ended after this and whose end is recorded."""
     newest = connection.execute(_NEWEST_CLOSED, {"account": account}).scalar()
     return newest is not None and newest > since
 
 
 def flow_of_account(connection: sa.Connection, account: str) -> LotFlow:
-    """What moved and moves on an account beside its lots.
+    """Return what moved on an account apart from its lots.
 
-    What a lease costs is told by its times, but for what an admin gave back: of its charges, one
-    a minute, none is read.
+    The cost of a lease follows from its times, except for refunds by admins: none of its charges,
+    one a minute, is read.
     """
     back = transfers.c.key.like("refund:%")
     query = (
@@ -121,7 +121,7 @@ def flow_of_account(connection: sa.Connection, account: str) -> LotFlow:
 
 
 def _reversals(connection: sa.Connection, account: str) -> list[str]:
-    """The keys of the reversals of lots: they are the lots' own end."""
+    """Return the keys of the reversals of lots: they are the lots' own end."""
     query = sa.select(lots.c.transfer_id).where(
         lots.c.account == account, lots.c.cancelled_at.isnot(None)
     )
@@ -155,19 +155,19 @@ def _lot(row: Any) -> Lot:
 
 @dataclass(frozen=True, slots=True)
 class RefillRun:
-    """An occurrence that was given."""
+    """An occurrence that was granted."""
 
     occurrence: datetime
     at: datetime
-    """When it was given: later than the occurrence when the service was down."""
+    """When it was granted: later than the occurrence if the service was down."""
     accounts: int
-    """How many got something."""
+    """How many accounts got something."""
     total: int
-    """Microcredits together."""
+    """Microcredits in total."""
 
 
 def insert_refill(connection: sa.Connection, refill: Refill) -> None:
-    """Write a new refill."""
+    """Insert a refill."""
     recurrence = refill.recurrence
     row = {
         "id": refill.id,
@@ -188,21 +188,21 @@ def insert_refill(connection: sa.Connection, refill: Refill) -> None:
 
 
 def find_refill(connection: sa.Connection, refill_id: str, *, lock: bool = False) -> Refill | None:
-    """One refill, if there is one of this id."""
+    """Return the refill with this id, if there is one."""
     query = sa.select(refills).where(refills.c.id == refill_id)
     row = connection.execute(query.with_for_update() if lock else query).mappings().first()
     return _refill(row) if row is not None else None
 
 
 def get_refill(connection: sa.Connection, refill_id: str, *, lock: bool = False) -> Refill:
-    """One refill. Raises UnknownRefill."""
+    """Return a refill. Raises UnknownRefill."""
     if found := find_refill(connection, refill_id, lock=lock):
         return found
     raise UnknownRefill(refill=refill_id)
 
 
 def all_refills(connection: sa.Connection, *, ended: bool = False) -> list[Refill]:
-    """Every refill, the oldest first; those that an admin ended only when asked for."""
+    """Return every refill, oldest first; those that an admin ended only on request."""
     query = sa.select(refills).order_by(refills.c.made_at, refills.c.id)
     if not ended:
         query = query.where(refills.c.ended_at.is_(None))
@@ -210,7 +210,7 @@ def all_refills(connection: sa.Connection, *, ended: bool = False) -> list[Refil
 
 
 def refills_due(connection: sa.Connection, now: datetime) -> list[Refill]:
-    """The refills of which an occurrence has come, the one that waits longest being first."""
+    """Return the refills with an occurrence that is due, longest overdue first."""
     query = (
         sa.select(refills)
         .where(refills.c.ended_at.is_(None), refills.c.next_at <= now)
@@ -220,21 +220,21 @@ def refills_due(connection: sa.Connection, now: datetime) -> list[Refill]:
 
 
 def end_refill(connection: sa.Connection, refill_id: str, at: datetime) -> None:
-    """Give no further occurrence."""
+    """End a refill: it has no further occurrences."""
     connection.execute(sa.update(refills).where(refills.c.id == refill_id).values(ended_at=at))
 
 
 def note_refill_run(
     connection: sa.Connection, refill_id: str, run: RefillRun, next_at: datetime | None
 ) -> None:
-    """Write that an occurrence was given, and which one is next."""
+    """Record that an occurrence was granted, and which one is next."""
     row = {name: getattr(run, name) for name in RefillRun.__dataclass_fields__}
     connection.execute(sa.insert(refill_runs).values(refill_id=refill_id, **row))
     connection.execute(sa.update(refills).where(refills.c.id == refill_id).values(next_at=next_at))
 
 
 def runs_of_refill(connection: sa.Connection, refill_id: str, limit: int = 20) -> list[RefillRun]:
-    """The newest occurrences that were given, newest first."""
+    """Return the latest granted occurrences, newest first."""
     query = (
         sa.select(*(refill_runs.c[name] for name in RefillRun.__dataclass_fields__))
         .where(refill_runs.c.refill_id == refill_id)
@@ -245,7 +245,7 @@ def runs_of_refill(connection: sa.Connection, refill_id: str, limit: int = 20) -
 
 
 def open_refill_run(connection: sa.Connection) -> Sequence[tuple[Account, datetime]]:
-    """Every account but the ledger's own, with when it was opened, by name; no holds are said."""
+    """Return every account but the ledger's own, with its opening time, by name; without holds."""
     query = sa.select(accounts).order_by(accounts.c.name)
     return [
         (Account(name=row["name"], balance=row["balance"]), row["opened_at"])

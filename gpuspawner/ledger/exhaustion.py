@@ -1,7 +1,7 @@
-"""Accounts that run out of credits: the warnings, and the stops that their policy asks for.
+"""Accounts that run out of credits: the warnings, and the stops that their policy requires.
 
-Each account is seen to in a transaction of its own, with what is told in it: whoever is killed
-here has told and ordered all of it, or nothing, and the next one goes on from there.
+Each account is handled in one transaction, including its notices: if the process is killed, all or
+nothing was done, and the next one continues from there.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ..core.units import format_credits
 from ..db.engine import Store
-from ..devices.snapshots import clock
 from ..leases import repository as leases_repository
 from ..leases.models import Lease
 from ..notifications import repository as notifications_repository
+from ..notifications.messages import compose
 from ..notifications.models import Notice, NoticeKind
-from . import credit_policy, credit_repository, lot_settlement, rules
-from .credit_policy import OVERDRAFT, SESSION, PolicyStep, Purse
+from . import charges, credit_policy, credit_repository, rules
+from .credit_policy import PolicyStep, Purse
 
 if TYPE_CHECKING:
     from .settings import GPUCredits
 
 
 def first_of_each(leases: Collection[Lease]) -> dict[str, Lease]:
-    """The oldest lease of each member whose servers an account pays for, by member."""
+    """Return the oldest lease of each member whose servers an account pays for, by member."""
     found: dict[str, Lease] = {}
     for lease in sorted(leases, key=lambda lease: (lease.granted_at, lease.id)):
         found.setdefault(lease.server.user, lease)
@@ -46,114 +45,64 @@ def credits_low(
     several: bool = False,
 ) -> Notice:
     """To a member: until when the credits last. ``several``: they pay for others of theirs too."""
-    lasts = purse.lasts(lease) or timedelta(0)
-    until = _at(now + lasts, now)
-    left = f"{format_credits(purse.balance + lease.overdraft)} credits are left"
-    if lease.when_dry == OVERDRAFT:
-        left += f" with the overdraft of {format_credits(lease.overdraft)}"
-    return Notice(
-        key=f"credits_low:{lease.id}:{minutes:g}:{now.timestamp():.6f}",
-        user=lease.server.user,
-        kind=NoticeKind.CREDITS_LOW,
-        title=f"{_whose(lease)} last until {until}",
-        body=(
-            f"{left}; the servers that they pay for cost {format_credits(purse.rate)} an hour. "
-            f"They last until {until}; {_then(lease, now, several)}. {credits_help}"
-        ),
-        at=now,
+    return compose(
+        "credits_low",
+        NoticeKind.CREDITS_LOW,
+        f"credits_low:{lease.id}:{minutes:g}:{now.timestamp():.6f}",
+        lease.server.user,
+        now,
+        lease=lease,
+        left=purse.balance + lease.overdraft,
+        rate=purse.rate,
+        lasts_until=now + (purse.lasts(lease) or timedelta(0)),
+        several=several,
+        credits_help=credits_help,
     )
 
 
-def ran_dry(
-    lease: Lease, purse: Purse, now: datetime, stops_at: datetime | None, credits_help: str
-) -> Notice:
+def ran_dry(lease: Lease, now: datetime, stops_at: datetime | None, credits_help: str) -> Notice:
     """To the member of a server that the account cannot pay for any more: save your work."""
-    if lease.when_dry == OVERDRAFT:
-        until = f"about {_at(stops_at, now)}" if stops_at else "then"
-        body = (
-            f"{_named(lease)} goes on until the overdraft of {format_credits(lease.overdraft)} "
-            f"credits is used up, {until}, and is stopped then. {_MEANWHILE} {credits_help}"
-        )
-    elif lease.when_dry == SESSION and lease.ends_at:
-        body = (
-            f"{_named(lease)} goes on until its session ends at {_at(lease.ends_at, now)}. "
-            f"{_MEANWHILE} {credits_help}"
-        )
-    else:
-        until = _at(stops_at or now, now)
-        body = f"{_named(lease)} will be stopped at {until}: save your work. {credits_help}"
-    return Notice(
-        key=f"credits_low:{lease.id}:0:{now.timestamp():.6f}",
-        user=lease.server.user,
-        kind=NoticeKind.CREDITS_LOW,
-        title=f"{_whose(lease)} have run out",
-        body=body,
-        at=now,
+    return compose(
+        "credits_gone",
+        NoticeKind.CREDITS_LOW,
+        f"credits_low:{lease.id}:0:{now.timestamp():.6f}",
+        lease.server.user,
+        now,
+        lease=lease,
+        stops_at=stops_at,
+        credits_help=credits_help,
     )
 
 
 def stopped(lease: Lease, now: datetime, credits_help: str) -> Notice:
     """To the member of a server that is being stopped, and why."""
-    why = "the time to give new ones is over"
-    if lease.when_dry == OVERDRAFT:
-        why = f"the overdraft of {format_credits(lease.overdraft)} credits is used up"
-    return Notice(
-        key=f"stopped:{lease.id}",
-        user=lease.server.user,
-        kind=NoticeKind.STOPPED,
-        title=f"{_named(lease)} is stopped: the credits have run out",
-        body=(
-            f"{_whose(lease)} have run out, and {why}. Your files are where you left them; a "
-            f"server without a GPU starts all the same. {credits_help}"
-        ),
-        at=now,
+    return compose(
+        "credits_gone_stopped",
+        NoticeKind.STOPPED,
+        f"stopped:{lease.id}",
+        lease.server.user,
+        now,
+        lease=lease,
+        credits_help=credits_help,
     )
-
-
-_MEANWHILE = "Other servers with a GPU do not start meanwhile."
-
-
-def _then(lease: Lease, now: datetime, several: bool) -> str:
-    """What happens when the credits have run out."""
-    servers = "your servers" if several else "your server"
-    if lease.when_dry == OVERDRAFT:
-        return f"then {servers} will be stopped"
-    if lease.when_dry == SESSION and lease.ends_at:
-        return f"your server goes on until its session ends at {_at(lease.ends_at, now)}"
-    return f"a while after that, {servers} will be stopped"
-
-
-def _whose(lease: Lease) -> str:
-    kind, _, name = lease.account.partition(":")
-    return "Your credits" if kind == "member" else f"The credits of the group {name}"
-
-
-def _named(lease: Lease) -> str:
-    return f"Your server {lease.server.name}" if lease.server.name else "Your server"
-
-
-def _at(moment: datetime, now: datetime) -> str:
-    """A time to hurry to, so rounded down, with its zone: who reads it may be elsewhere."""
-    minute = moment.replace(second=0, microsecond=0)
-    return f"{clock(minute, now)} ({minute.astimezone():%Z})"
 
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """What was told or ordered about a lease just now."""
+    """What was just reported or ordered about a lease."""
 
     event: str
     """As in :attr:`gpuspawner.ledger.credit_policy.PolicyStep.event`, but never ``quiet``."""
     lease: Lease
     purse: Purse
     minutes: float | None = None
-    """Of ``low``: which warning it was."""
+    """For ``low``: which warning it was."""
     stops_at: datetime | None = None
-    """When the server is stopped; None when it is not known or not going to be."""
+    """When the server is stopped; None if unknown, or if it will not be."""
 
 
 class ExhaustionService:
-    """Sees to accounts whose credits run out: warns, waits and orders the end of servers."""
+    """Handles accounts whose credits run out: warns, waits and orders the end of servers."""
 
     def __init__(self, store: Store, clock: Callable[[], datetime], settings: GPUCredits) -> None:
         self.store = store
@@ -162,11 +111,11 @@ class ExhaustionService:
 
     @property
     def grace(self) -> timedelta:
-        """How long a server goes on after its member was told that nothing is left."""
+        """How long a server continues after its member was told that nothing is left."""
         return timedelta(seconds=self.settings.grace_seconds)
 
     def accounts_to_see_to(self, warn_minutes: Sequence[float]) -> list[str]:
-        """The accounts about whose leases something is due; :meth:`see_to` does it."""
+        """Return the accounts with something due about their leases, for :meth:`see_to`."""
         now, found = self.clock(), []
         with self.store.read() as connection:
             most = max(warn_minutes, default=0)
@@ -174,7 +123,7 @@ class ExhaustionService:
             for name in _worth_a_look(leases_repository.sums(connection), now, most, soon):
                 balance, paid_for = _paying(connection, name)[name]
                 purse = Purse.of(
-                    balance, paid_for, now, lot_settlement.ending_credits(connection, name, now)
+                    balance, paid_for, now, charges.ending_credits(connection, name, now)
                 )
                 steps = (
                     credit_policy.next_step(x, purse, now, self.grace, warn_minutes)
@@ -185,13 +134,13 @@ class ExhaustionService:
         return found
 
     def see_to(self, account: str, warn_minutes: Sequence[float]) -> list[Happened]:
-        """Tell and order what is due about the leases of one account; each thing once."""
+        """Report and order what is due about the leases of one account, each thing once."""
         now = self.clock()
         with self.store.write() as connection:
-            lot_settlement.end_due_lots(connection, account, now)
+            charges.end_due_lots(connection, account, now)
             balance, paid_for = _paying(connection, account).get(account, (0, []))
             purse = Purse.of(
-                balance, paid_for, now, lot_settlement.ending_credits(connection, account, now)
+                balance, paid_for, now, charges.ending_credits(connection, account, now)
             )
             due = [
                 (x, credit_policy.next_step(x, purse, now, self.grace, warn_minutes))
@@ -214,7 +163,7 @@ class ExhaustionService:
         return happened
 
     def dry_stops(self, some: Collection[Lease]) -> dict[str, datetime]:
-        """When each of these leases is stopped of which it was told that nothing is left."""
+        """Return when each lease is stopped whose member was told that nothing is left."""
         if not any(lease.warned_at for lease in some):
             return {}
         now, found = self.clock(), {}
@@ -225,12 +174,12 @@ class ExhaustionService:
                     found[lease.id] = credit_policy.stops_at(lease, purse, now, self.grace)
         return {lease_id: moment for lease_id, moment in found.items() if moment}
 
-    # Steps of the above.
+    # Helpers.
 
     def _do(
         self, connection: sa.Connection, lease: Lease, step: PolicyStep, purse: Purse, now: datetime
     ) -> Happened | None:
-        """One step, written down; None when there is nobody to tell."""
+        """Carry out and record one step; None if there is nobody to tell."""
         changes: dict[str, Any] = {}
         match step.event:
             case "low" | "quiet":
@@ -247,7 +196,7 @@ class ExhaustionService:
             now if step.event == "stop" else credit_policy.stops_at(lease, purse, now, self.grace)
         )
         if step.event == "dry":
-            notice = ran_dry(lease, purse, now, stops_at, self.settings.help_text)
+            notice = ran_dry(lease, now, stops_at, self.settings.help_text)
             notifications_repository.add(connection, notice)
         elif step.event == "stop":
             notifications_repository.add(connection, stopped(lease, now, self.settings.help_text))
@@ -262,8 +211,10 @@ def _worth_a_look(
     minutes: float,
     ending: Collection[str],
 ) -> list[str]:
-    """The accounts that may last ``minutes`` at most, or about which something was told;
-    ``ending``: those of which some credits end by then."""
+    """Return the accounts that may last at most ``minutes``, or about which something was told.
+
+    ``ending``: accounts with credits that expire by then.
+    """
     left: dict[str, int] = {}
     rates: dict[str, int] = defaultdict(int)
     told = set()
@@ -286,7 +237,7 @@ def _worth_a_look(
 def _paying(
     connection: sa.Connection, account: str | None = None
 ) -> dict[str, tuple[int, list[Lease]]]:
-    """The running leases that cost something, and the balance that pays, by account."""
+    """Return the running leases that cost something, and the paying balance, by account."""
     found: dict[str, list[Lease]] = defaultdict(list)
     rows: Iterable[tuple[Lease, int]] = leases_repository.paying(connection, account)
     balances: dict[str, int] = {}

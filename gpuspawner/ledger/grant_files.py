@@ -1,7 +1,7 @@
-"""Many grants from one table, as spreadsheets write it. Pure: bytes in, lines and problems out.
+"""Many grants from one table, as spreadsheets write it. Pure: bytes in, rows and problems out.
 
-The columns are ``member`` (or ``account``), ``amount`` and, if one likes, ``reason``; they may be
-parted by commas, semicolons or tabs, and the first line may name them.
+The columns are ``member`` (or ``account``), ``amount`` and optionally ``reason``, separated by
+commas, semicolons or tabs. The first line may name them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..core.units import MICRO, format_credits, parse_credits
 from .models import check_account, member_account
 
 MOST = 1_000_000_000
-"""Credits that one grant may give or take: more is a slip of the finger."""
+"""Credits that one grant may add or remove: more is a typing mistake."""
 
 MOST_BYTES = 4_000_000
-"""Of a file."""
+"""The maximum size of a file."""
 
 LONGEST_REASON = 300
 """Characters."""
@@ -43,7 +43,7 @@ class GrantRow:
     """A line of the table."""
 
     number: int
-    """Of the line in the file, from 1."""
+    """The number of the line in the file, from 1."""
     account: str
     amount: int
     """Microcredits, above zero."""
@@ -62,7 +62,7 @@ class Problem:
 
 
 def parse(data: bytes, reason: str) -> tuple[list[GrantRow], list[Problem]]:
-    """The lines of a file, and what is wrong with it; ``reason`` is for lines without one."""
+    """Parse a file into its lines and problems; ``reason`` is for lines without one."""
     try:
         text = decoded(data)
         rows = list(cells_of(text))
@@ -82,13 +82,13 @@ def parse(data: bytes, reason: str) -> tuple[list[GrantRow], list[Problem]]:
 
 
 def digest(rows: Iterable[GrantRow]) -> str:
-    """The same for the same grants, however they are written and in whatever order."""
+    """Return a digest that is equal for the same grants, whatever their format and order."""
     lines = sorted(f"{row.account}\t{row.amount}\t{row.reason}" for row in rows)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
 def parse_amount(text: str) -> int:
-    """An amount that somebody wrote, in microcredits. Raises ValueError with a sentence."""
+    """Parse an amount as microcredits. Raises ValueError with a sentence."""
     short = repr(text if len(text) <= 40 else text[:40] + "...")
     if re.fullmatch(r"[+-]?[0-9]*,[0-9]+", text):
         raise ValueError(f"the amount {short} has a comma: write it with a point, like 1.5.")
@@ -105,7 +105,7 @@ def parse_amount(text: str) -> int:
 
 
 def decoded(data: bytes) -> str:
-    """The text of a file, as spreadsheets write it. Raises ValueError with a sentence."""
+    """Decode a file as spreadsheets write it. Raises ValueError with a sentence."""
     if len(data) > MOST_BYTES:
         raise ValueError(f"The file has more than {MOST_BYTES:,} bytes: send it in parts.")
     wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")
@@ -119,7 +119,7 @@ def decoded(data: bytes) -> str:
 
 
 def cells_of(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Each line that is not empty, with its number. Raises ValueError."""
+    """Yield each line that is not empty, with its number. Raises ValueError."""
     first = next((line for line in text.splitlines() if line.strip()), "")
     delimiter = max(";\t,", key=first.count)
     reader = csv.reader(text.splitlines(), delimiter=delimiter, strict=True)
@@ -132,18 +132,20 @@ def cells_of(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def by_column(cells: Sequence[str], columns: Sequence[str], hint: str) -> dict[str, str]:
-    """The cells of a line by their columns' names. Raises ValueError with a sentence, which ends
-    in ``hint``: what to write where there are too many cells."""
+    """Return a line's cells by column name.
+
+    Raises ValueError with a sentence that ends in ``hint``, the advice for too many cells.
+    """
     cells = list(cells)
     while len(cells) > len(columns) and not cells[-1]:
-        cells.pop()  # spreadsheets fill lines up
+        cells.pop()  # spreadsheets pad lines
     if len(cells) > len(columns):
         raise ValueError(f"it has {len(cells)} columns, and there are {len(columns)}: {hint}")
     return dict(zip(columns, cells, strict=False))
 
 
 def _columns(rows: list[tuple[int, list[str]]]) -> list[str]:
-    """What the columns are; a line that names them is taken away. Raises ValueError."""
+    """Return the columns, and remove a line that names them. Raises ValueError."""
     if not rows:
         return []
     _, first = rows[0]
@@ -160,7 +162,7 @@ def _columns(rows: list[tuple[int, list[str]]]) -> list[str]:
 
 
 def _row(number: int, cells: Sequence[str], columns: Sequence[str], reason: str) -> GrantRow:
-    """Raises ValueError or LedgerError with a sentence."""
+    """Parse a line. Raises ValueError or LedgerError with a sentence."""
     hint = "an amount is written with a point, like 1.5, and a text with commas in quotes."
     values = by_column(cells, columns, hint)
     if not values.get("account"):

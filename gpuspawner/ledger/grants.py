@@ -1,7 +1,7 @@
 """Grants to many accounts: recurring refills, and grants from a table.
 
-An occurrence is given once, whoever looks and however late: it is given to all of its accounts in
-one transaction, which writes it down under a key that the database takes once.
+An occurrence is granted once, however many processes try and however late. All of its accounts get
+it in one transaction, under a key that the database accepts only once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from ..core.errors import InvalidRequest, UnknownRefill
+from ..core.text import checked_reason
 from ..core.units import format_credits
 from ..db.engine import Store
-from ..devices.service import checked_reason
 from ..members import repository as members_repository
-from . import credit_repository, grant_files, lot_settlement, repository
+from . import charges, credit_repository, grant_files, repository
 from .credit_repository import RefillRun
 from .grant_files import GrantRow, Problem
 from .models import Account, member_account
@@ -33,7 +33,7 @@ from .service import LedgerService, give, note
 
 
 class RefillService:
-    """Credits that are given again and again."""
+    """Recurring grants of credits."""
 
     def __init__(self, store: Store, clock: Callable[[], datetime], log: logging.Logger) -> None:
         self.store = store
@@ -41,10 +41,10 @@ class RefillService:
         self.log = log
 
     def add_refill(self, plan: Refill) -> Refill:
-        """Make a refill that was planned; what is over when it is made is not given.
+        """Create a planned refill; occurrences before its creation are not granted.
 
-        One that was planned with the same key is made once. Raises InvalidRequest when the key
-        was used for another one.
+        A plan with the same key is created once. Raises InvalidRequest if the key was used for
+        another one.
         """
         try:
             with self.store.write() as connection:
@@ -53,7 +53,7 @@ class RefillService:
                 credit_repository.insert_refill(connection, plan)
                 subject, now = f"refill {plan.id}", self.clock()
                 note(connection, plan.made_by, "refill_add", subject, _told(plan), now)
-        except IntegrityError:  # somebody was quicker with the same key
+        except IntegrityError:  # another process was faster with the same key
             return _same(self.refill(plan.id), plan)
         return plan
 
@@ -72,13 +72,12 @@ class RefillService:
         keep: timedelta | None = None,
         key: str = "",
     ) -> Refill:
-        """A refill for :meth:`add_refill`; nothing is written.
+        """Plan a refill for :meth:`add_refill`, without writing anything.
 
-        ``starts_at`` is the rule's beginning and gives its occurrences their time of day; it is
-        the first one itself if the rule allows it. Without it, that is the next full minute.
-        ``key``: what the same actor plans with it is the same refill.
-        Raises InvalidRequest for a rule that never comes or comes too often, and for amounts and
-        names that make no sense.
+        ``starts_at`` is the start of the rule and sets the occurrences' time of day; it is the
+        first occurrence itself if the rule allows it. The default is the next full minute. ``key``:
+        plans of the same actor with the same key are the same refill. Raises InvalidRequest for a
+        rule that never occurs or too often, and for invalid amounts and names.
         """
         now = self.clock().astimezone(timezone.utc)
         try:
@@ -109,7 +108,7 @@ class RefillService:
         )
 
     def end_refill(self, refill_id: str, *, actor: str, reason: str = "") -> Refill:
-        """Give no further occurrence; what was given stays. Raises UnknownRefill."""
+        """End a refill; what was granted stays. Raises UnknownRefill."""
         now, reason = self.clock(), checked_reason(reason)
         with self.store.write() as connection:
             refill = credit_repository.get_refill(connection, refill_id, lock=True)
@@ -124,13 +123,13 @@ class RefillService:
             return credit_repository.get_refill(connection, refill_id)
 
     def all_refills(self, *, ended: bool = False) -> list[Refill]:
-        """Every refill, the oldest first; those that an admin ended only when asked for."""
+        """Return every refill, oldest first; those that an admin ended only on request."""
         return self.store.run(
             lambda connection: credit_repository.all_refills(connection, ended=ended)
         )
 
     def refill(self, refill_id: str) -> Refill:
-        """One refill; of its id the first letters are enough. Raises UnknownRefill."""
+        """Return a refill by its id or the first letters of it. Raises UnknownRefill."""
         named = [
             x for x in self.all_refills(ended=True) if refill_id and x.id.startswith(refill_id)
         ]
@@ -139,7 +138,7 @@ class RefillService:
         return named[0]
 
     def refill_runs(self, refill_id: str, limit: int = 20) -> list[RefillRun]:
-        """The newest occurrences of a refill that were given, newest first."""
+        """Return the latest granted occurrences of a refill, newest first."""
         return self.store.run(
             lambda connection: credit_repository.runs_of_refill(connection, refill_id, limit)
         )
@@ -147,8 +146,10 @@ class RefillService:
     def preview_refill(
         self, refill: Refill, members: Mapping[str, Collection[str]] | None = None, count: int = 5
     ) -> tuple[list[datetime], list[tuple[Account, int]]]:
-        """The next occurrences of a refill, and what the first of them would give to whom if it
-        came now. ``members`` are those of each of its groups."""
+        """Return the next occurrences, and what the first would grant to whom if it came now.
+
+        ``members`` are those of each of its groups.
+        """
         now = self.clock()
         if refill.next_at is None or refill.ended_at is not None:
             return [], []
@@ -160,16 +161,16 @@ class RefillService:
     # What the accounting service does.
 
     def due_refills(self) -> list[Refill]:
-        """The refills of which an occurrence has come and was not given."""
+        """Return the refills with an occurrence that is due and not granted."""
         now = self.clock()
         return self.store.run(lambda connection: credit_repository.refills_due(connection, now))
 
     def give_refill(
         self, refill_id: str, members: Mapping[str, Collection[str]] | None = None
     ) -> RefillRun | None:
-        """Give the next occurrence of a refill that is due; None when none is.
+        """Grant the next occurrence of a refill if it is due; None if it is not.
 
-        ``members`` are those of each of the refill's groups, as the Hub knows them now.
+        ``members`` are those of each of the refill's groups, as the Hub lists them now.
         """
         now = self.clock().astimezone(timezone.utc)
         with self.store.write() as connection:
@@ -191,7 +192,7 @@ class RefillService:
         self.log.info("Refill %s: %s", refill_id, detail)
         return run
 
-    # Steps of the above.
+    # Helpers.
 
     def _give_occurrence(
         self,
@@ -201,9 +202,9 @@ class RefillService:
         members: Mapping[str, Collection[str]],
         now: datetime,
     ) -> list[int]:
-        """The amounts that were given; who is full gets nothing."""
+        """Return the amounts granted; a full account gets nothing."""
         for name in credit_repository.lots_due(connection, now):
-            lot_settlement.settle_lots(connection, name, now)
+            charges.settle_lots(connection, name, now)
         gifts = []
         for account in refill.accounts(_of_members(connection), members, occurrence):
             amount = refill.gift(account.balance)
@@ -224,7 +225,7 @@ class RefillService:
         return gifts
 
     def _must_be_known(self, connection: sa.Connection, audience: Collection[str]) -> None:
-        """Raises InvalidRequest for an account that is not there: most likely a slip."""
+        """Raise InvalidRequest for an account that does not exist: most likely a mistake."""
         known = {account.name for account, _ in credit_repository.open_refill_run(connection)}
         for name in audience:
             if name.startswith(("member:", "group:")) and name not in known:
@@ -236,7 +237,7 @@ class RefillService:
 
 
 def _of_members(connection: sa.Connection) -> list[tuple[Account, datetime]]:
-    """Every account but those of former members, which stay as they are until they come back."""
+    """Return every account but those of former members, which stay unchanged until they return."""
     former = {member_account(known.user) for known in members_repository.former_members(connection)}
     return [
         each for each in credit_repository.open_refill_run(connection) if each[0].name not in former
@@ -248,7 +249,7 @@ def _id(actor: str, key: str) -> str:
 
 
 def _same(known: Refill, plan: Refill) -> Refill:
-    """The refill that was made, if it is as planned. Raises InvalidRequest."""
+    """Return the existing refill if it is as planned. Raises InvalidRequest."""
     its_own = {
         name: getattr(known, name) for name in ("recurrence", "made_at", "next_at", "ended_at")
     }
@@ -268,7 +269,7 @@ def _next_minute(now: datetime) -> datetime:
 
 
 def _told(refill: Refill) -> str:
-    """A refill in a line, for the trail."""
+    """Describe a refill in one line, for the audit log."""
     verb = "add" if refill.mode is Mode.ADD else "top up to"
     cap = "" if refill.cap is None else f", at most {format_credits(refill.cap)}"
     keep = "" if refill.keep is None else f", kept for {refill.keep.days} days"
@@ -288,7 +289,7 @@ class Gift:
     """The balance in microcredits."""
     after: int
     opened: bool = False
-    """Whether the account is opened by this."""
+    """True if this opens the account."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +298,9 @@ class Bulk:
 
     gifts: tuple[Gift, ...]
     problems: tuple[Problem, ...]
-    """With one of these nothing was granted to anybody."""
+    """If there are any, nothing was granted to anybody."""
     done: bool
-    """Whether it was granted now."""
+    """True if it was granted now."""
 
     @property
     def total(self) -> int:
@@ -326,11 +327,11 @@ class BulkGrantService:
         again: bool = False,
         until: datetime | None = None,
     ) -> Bulk:
-        """Grant what a CSV file says, or say what that would do.
+        """Grant what a CSV file says, or report what that would do.
 
-        The same grants are given once, ``again`` gives them once more. ``reason`` is for lines
-        without one. ``open_accounts``: members who never signed in get an account, and its
-        opening grant. Raises InvalidRequest for an end that cannot be.
+        The same grants are only made once, unless ``again``. ``reason`` is for lines without one.
+        ``open_accounts``: members who never signed in get an account and its opening grant. Raises
+        InvalidRequest for an invalid ``until``.
         """
         reason, now = checked_reason(reason), self.clock()
         rows, problems = grant_files.parse(data, reason)
@@ -363,12 +364,12 @@ class BulkGrantService:
             note(connection, actor, "grant_file", key, detail.rstrip(": "), now)
         return done
 
-    # Steps of the above.
+    # Helpers.
 
     def _foresee(
         self, connection: sa.Connection, rows: Sequence[GrantRow], open_accounts: bool
     ) -> tuple[list[Gift], list[Problem]]:
-        """What each line would do, and those whose accounts are not there."""
+        """Return what each line would do, and problems for accounts that do not exist."""
         gifts, problems = [], []
         known = {account.name: account.balance for account in repository.all_accounts(connection)}
         for row in rows:

@@ -1,11 +1,11 @@
-"""Credits that end: which are spent first, and what is left of them at their end. Pure.
+"""Credits that expire: which are spent first, and what is left of them at their end. Pure.
 
-A lot is a grant with an end. What an account spends comes out of the lot that ends first, then
-out of the credits that do not end; what an account owes when a lot comes is paid from the lot.
+A lot is a grant with an end. An account spends from the lot that ends first, then from credits that
+do not expire. What an account owes when it gets a lot is paid from the lot.
 
-What is left of a lot at its end follows from when GPU time passed, and not from when it was
-charged: from the rates and times of leases, and the moments of grants and corrections. So it
-does not depend on when a tick ran either, and can be computed late, or once more.
+What is left of a lot at its end follows from when GPU time passed, not from when it was charged:
+from the rates and times of leases, and the times of grants and corrections. So it does not depend
+on ticks, and can be computed late or repeatedly.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class Lot:
     """Credits with an end."""
 
     id: str
-    """The id of the transfer that gave them."""
+    """The id of the transfer that granted them."""
     account: str
     amount: int
     """Microcredits."""
     starts_at: datetime
     ends_at: datetime
     cancelled_at: datetime | None = None
-    """When the grant was reversed: nothing is spent from it any more, and what was is owed."""
+    """When the grant was reversed: from then on nothing is spent from it, and its use is owed."""
     closed_at: datetime | None = None
-    """When it was first written down what was left at the end."""
+    """When what was left at the end was first recorded."""
     taken: int = 0
-    """Microcredits that were taken back, as far as was known."""
+    """Microcredits taken back so far."""
     takes: int = 0
-    """How many transfers that took: late news of a server's end correct it."""
+    """How many transfers took something; late news of a server's end corrects it."""
 
     def __post_init__(self) -> None:
         if self.ends_at <= self.starts_at:
@@ -50,23 +50,23 @@ class Lot:
 
     @property
     def over_at(self) -> datetime:
-        """When nothing is spent from it any more."""
+        """When it stops being spent."""
         return self.ends_at if self.cancelled_at is None else min(self.ends_at, self.cancelled_at)
 
 
 @dataclass(frozen=True, slots=True)
 class LotUse:
-    """What a lease costs its account, as far as that is known."""
+    """A lease's cost to its account, as far as it is known."""
 
     rate: int
     started_at: datetime
     ended_at: datetime | None = None
     """Its proven end; None while it runs."""
     most: int | None = None
-    """What it cost in the end; None while that is open."""
+    """Its final cost; None while that is open."""
 
     def cost(self, at: datetime) -> int:
-        """Microcredits for the time up to ``at``."""
+        """Return the microcredits for the time up to ``at``."""
         until = at if self.ended_at is None else min(at, self.ended_at)
         cost = owed(self.rate, self.started_at, until)
         return cost if self.most is None else min(cost, self.most)
@@ -74,16 +74,17 @@ class LotUse:
 
 @dataclass(frozen=True, slots=True)
 class LotFlow:
-    """What moves on an account beside its lots."""
+    """What moves on an account apart from its lots."""
 
     uses: Sequence[LotUse] = ()
     moves: Sequence[tuple[datetime, int]] = ()
-    """Moments, and microcredits into (minus: out of) the account: no charges of leases, and no
-    reversals of lots."""
+    """Times, and microcredits into (minus: out of) the account.
+
+    Without charges of leases and reversals of lots.
+    """
 
     def along(self, moments: Iterable[datetime]) -> Iterator[tuple[datetime, int, int]]:
-        """Each of the moments, which come in order, with what came and what was spent up to and
-        with it, since the account is there."""
+        """Yield each of the ordered moments with what came in and was spent up to it."""
         uses = sorted(self.uses, key=lambda use: use.started_at, reverse=True)
         moves = sorted(self.moves, reverse=True)
         running: list[LotUse] = []
@@ -95,15 +96,15 @@ class LotFlow:
             while uses and uses[-1].started_at <= moment:
                 running.append(uses.pop())
             over = [use for use in running if use.ended_at and use.ended_at <= moment]
-            spent += sum(use.cost(moment) for use in over)  # which does not change any more
+            spent += sum(use.cost(moment) for use in over)  # which is final
             running = [use for use in running if not use.ended_at or use.ended_at > moment]
             yield moment, came, spent + sum(use.cost(moment) for use in running)
 
 
 def left_of(lots: Iterable[Lot], flow: LotFlow, now: datetime) -> dict[str, int]:
-    """Microcredits that are left of each lot: at its end, or now. By the lot's id.
+    """Return the microcredits left of each lot at its end, or now; by lot id.
 
-    Of a lot that was reversed it is what was left then; of one that begins later, all of it.
+    For a reversed lot what was left then; for a later one, all of it.
     """
     known = sorted(lots, key=lambda lot: (lot.ends_at, lot.starts_at, lot.id))
     left = {lot.id: lot.amount for lot in known}
@@ -118,7 +119,7 @@ def left_of(lots: Iterable[Lot], flow: LotFlow, now: datetime) -> dict[str, int]
         free -= _spend(usable, left, spent - spent_before)
         came_before, spent_before = came, spent
         free += sum(left[lot.id] - lot.amount for lot in known if lot.cancelled_at == moment)
-        # A debt is paid from what has come.
+        # A debt is paid from what came in.
         new = [lot for lot in known if lot.starts_at <= moment < lot.over_at]
         if free < 0:
             free = -_spend(new, left, -free)
@@ -126,7 +127,7 @@ def left_of(lots: Iterable[Lot], flow: LotFlow, now: datetime) -> dict[str, int]
 
 
 def _spend(lots: Iterable[Lot], left: dict[str, int], amount: int) -> int:
-    """Take an amount out of the lots, in their order; what they do not have is returned."""
+    """Take an amount from the lots, in their order; return what they do not cover."""
     for lot in lots:
         taken = min(left[lot.id], amount)
         left[lot.id] -= taken
@@ -135,10 +136,10 @@ def _spend(lots: Iterable[Lot], left: dict[str, int], amount: int) -> int:
 
 
 def lasts(ending: Sequence[tuple[timedelta, int]], available: int, rate: int) -> timedelta | None:
-    """How long so many microcredits last at a rate, when some of them end.
+    """Return how long microcredits last at a rate, when some of them expire.
 
-    ``ending``: in how long, and how many; those that end first are spent first, and what is left
-    of them then is lost. None when they last for ever.
+    ``ending``: in how long, and how many. Those that end first are spent first, and what is left of
+    them then is lost. None if they last for ever.
     """
     if rate <= 0:
         return None
@@ -162,7 +163,7 @@ def lasts(ending: Sequence[tuple[timedelta, int]], available: int, rate: int) ->
 
 
 def _without(amounts: Sequence[int], spent: int) -> list[int]:
-    """Amounts, the first of which are spent first."""
+    """Return what is left of the amounts, which are spent in order."""
     left = []
     for amount in amounts:
         taken = min(amount, max(0, spent))
@@ -172,10 +173,10 @@ def _without(amounts: Sequence[int], spent: int) -> list[int]:
 
 
 def expiry(lot: Lot, taken: int, at: datetime) -> Transfer | None:
-    """The transfer after which ``taken`` microcredits of a lot are taken back; None when it is so.
+    """Return the transfer after which ``taken`` microcredits of a lot are taken back, or None.
 
-    It takes what was left at the end or, when a lease turned out to have cost more before that,
-    gives back what was taken too much.
+    It takes what was left at the end. If a lease turned out to have cost more before that, it gives
+    back what was taken too much. None if nothing is to be moved.
     """
     amount = taken - lot.taken
     if amount == 0:

@@ -1,8 +1,8 @@
 """Postings and transfers: the only way credits move.
 
-A transfer is one event (a grant, a charge, a refund ...) made of at least two postings
-that sum to zero, so credits are moved and never made or lost. Both refuse to exist in
-any other shape, with a :class:`~gpuspawner.core.errors.LedgerError` that says what is wrong.
+A transfer is one event (a grant, a charge, a refund ...) with at least two postings that sum to
+zero, so credits are moved and never created or lost. Both raise a
+:class:`~gpuspawner.core.errors.LedgerError` that says what is wrong if they would be invalid.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from enum import Enum
 from ..core.errors import LedgerError
 
 SYSTEM_GRANTS = "system:grants"
-"""Where granted credits come from. Its balance is minus all that was ever granted."""
+"""The source of granted credits. Its balance is minus all grants ever."""
 
 SYSTEM_USAGE = "system:usage"
-"""Where charges go. Its balance is all that GPU time ever cost."""
+"""The target of charges. Its balance is the cost of all GPU time ever."""
 
 MAX_AMOUNT = 2**63 - 1
-"""Greatest amount of one posting in microcredits: what a database's BIGINT holds."""
+"""The largest amount of one posting in microcredits: what a database's BIGINT holds."""
 
 _PREFIXES = ("member", "group", "system")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class TransferKind(str, Enum):
-    """What kind of event a transfer records."""
+    """The kind of event that a transfer records."""
 
     GRANT = "grant"
-    """An admin, or the opening of an account, gives credits."""
+    """An admin, or the opening of an account, grants credits."""
     CHARGE = "charge"
     """A lease pays for time that has passed."""
     REFUND = "refund"
@@ -41,9 +41,9 @@ class TransferKind(str, Enum):
     REVERSAL = "reversal"
     """An earlier transfer is undone by its opposite."""
     EXPIRY = "expiry"
-    """What was left of credits that end is taken back at their end."""
+    """What is left of expiring credits is taken back at their end."""
     BATCH = "batch"
-    """A job that runs beside servers pays for its time, or gets back what was too much."""
+    """A batch job pays for its time, or gets back what was too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Posting:
 
     def __post_init__(self) -> None:
         check_account(self.account)
-        # bool is an int to Python, and a float would lose microcredits without a word.
+        # bool is an int to Python, and a float would silently lose microcredits.
         if type(self.amount) is not int:
             raise LedgerError(
                 f"The ledger refused an entry: {self.amount!r} for {self.account} is no whole "
@@ -77,14 +77,14 @@ class Posting:
 class Transfer:
     """One event in the ledger, with its zero-sum postings.
 
-    ``key`` is what makes posting safe to repeat: the store takes each key once.
+    ``key`` makes posting safe to repeat: the store accepts each key once.
     """
 
     id: str
     key: str
     kind: TransferKind
     at: datetime
-    """When it happened; aware, in UTC."""
+    """When it happened; timezone-aware, in UTC."""
     actor: str
     """Who caused it: a member, an admin, or a part of gpuspawner."""
     reason: str
@@ -118,18 +118,20 @@ class Transfer:
 
     @property
     def apart(self) -> bool:
-        """Whether it is neither a charge of a lease nor its settlement: what the times and the
-        rate of a lease do not tell."""
+        """True if it is neither a charge nor the settlement of a lease.
+
+        Such transfers do not follow from the times and the rate of a lease.
+        """
         told = self.kind in (TransferKind.CHARGE, TransferKind.REFUND)
         return not told or self.key.startswith("refund:")
 
     def amount_for(self, account: str) -> int:
-        """Microcredits that this transfer moves into ``account`` (negative: out of it)."""
+        """Return the microcredits that this moves into ``account`` (negative: out of it)."""
         return sum(p.amount for p in self.postings if p.account == account)
 
 
 def check_account(name: str) -> str:
-    """The account name itself when it is well formed, else LedgerError."""
+    """Return a well-formed account name, else raise LedgerError."""
     prefix, colon, rest = name.partition(":")
     if not colon or prefix not in _PREFIXES:
         raise LedgerError(
@@ -145,18 +147,18 @@ def check_account(name: str) -> str:
 
 
 def group_account(group: str) -> str:
-    """The account name of a group."""
+    """Return the account name of a group."""
     return f"group:{group}"
 
 
 def is_system(account: str) -> bool:
-    """Whether the account is the ledger's own, and nobody's to spend."""
+    """Return True if the account is the ledger's own, which nobody can spend."""
     return account.startswith("system:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Whose credits. ``balance`` is the sum of the account's postings."""
+    """An account of credits. ``balance`` is the sum of its postings."""
 
     name: str
     """``member:NAME``, ``group:NAME`` or ``system:NAME``."""
@@ -166,9 +168,10 @@ class Account:
 
     @property
     def available(self) -> int:
+        """The microcredits that are not set aside."""
         return self.balance - self.held
 
 
 def member_account(user: str) -> str:
-    """The account name of a member."""
+    """Return the account name of a member."""
     return f"member:{user}"

@@ -1,4 +1,4 @@
-"""What GPU time costs: the configuration's rates, and those that admins set meanwhile."""
+"""Prices of GPU time: the rates of the configuration, and those set by admins."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, InvalidRequest
 from ..core.units import format_credits
+from ..db import audit_log
 from ..db.engine import Store
-from ..devices import closures
 from . import pricing, repository
 from .pricing import ANY, Rate, RateCard, Rates, WeekHours, open_zone
 
 QUOTED = timedelta(minutes=10)
-"""How long the price that a form showed holds for whoever has it open."""
+"""How long the price that a form showed is guaranteed to whoever has it open."""
 
 
 class GPURates(LoggingConfigurable):
@@ -69,7 +69,7 @@ class GPURates(LoggingConfigurable):
     )
 
     def read(self) -> Rates:
-        """The rates of the configuration. Raises ConfigError naming a bad one."""
+        """Return the rates of the configuration. Raises ConfigError naming a bad one."""
         try:
             open_zone(self.zone)
         except ValueError as error:
@@ -79,7 +79,7 @@ class GPURates(LoggingConfigurable):
 
 
 class PriceService:
-    """Knows what GPU time costs, and changes it for an admin."""
+    """Knows the prices of GPU time, and changes them for admins."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class PriceService:
         settings: GPURates,
         log: logging.Logger,
     ) -> None:
-        """Raises ConfigError for rates of the configuration that cannot be."""
+        """Read the configured rates. Raises ConfigError for invalid ones."""
         self.store = store
         self.clock = clock
         self.settings = settings
@@ -97,15 +97,15 @@ class PriceService:
 
     @property
     def rates(self) -> RateCard:
-        """What holds now, where no environment has a rate of its own. Reads the store."""
+        """The current prices for environments without a rate of their own. Reads the store."""
         return self.all_rates().card(self.clock())
 
     def all_rates(self) -> Rates:
-        """Every rate that holds or will, of the store and of the configuration."""
+        """Return every rate that applies now or later, from the store and the configuration."""
         return self.store.run(self.rates_in)
 
     def rates_in(self, connection: sa.Connection) -> Rates:
-        """The same, in the caller's transaction."""
+        """Return the same as :meth:`all_rates`, in the caller's transaction."""
         found = repository.load_rates(connection)
         return Rates.of(found, self.configured.rates) if found else self.configured
 
@@ -122,11 +122,10 @@ class PriceService:
         actor: str,
         reason: str = "",
     ) -> Rate:
-        """Have servers that start from ``since`` on (nothing: from now) pay so many credits an
-        hour; those that run keep their price.
+        """Set a rate for servers that start from ``since`` on; running ones keep theirs.
 
-        All as an admin writes it: ``hours`` and ``since`` by the clock of ``zone`` (nothing:
-        the site's zone). Raises InvalidRequest naming the field of what cannot be.
+        All values as an admin writes them: ``hours`` and ``since`` by the clock of ``zone`` (empty:
+        the site's zone), ``since`` empty for now. Raises InvalidRequest naming the invalid field.
         """
         now = self.clock()
         zone = _checked("zone", _zone, zone or self.settings.zone)
@@ -163,10 +162,10 @@ class PriceService:
         return rate
 
     def remove_rate(self, rate_id: int, *, actor: str, reason: str = "") -> Rate:
-        """Have one of an admin's rates hold no more for new servers.
+        """Remove one of the admins' rates for new servers.
 
-        Those that it had taken the place of do not come back. Raises InvalidRequest when there
-        is none of this number.
+        Rates that it replaced do not come back. Raises InvalidRequest if there is none with this
+        number.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -194,7 +193,7 @@ class PriceService:
         now: datetime,
     ) -> None:
         detail = words(rate, rate.hours.zone if rate.hours else self.settings.zone)
-        closures.note(
+        audit_log.note(
             connection,
             at=now,
             actor=actor,
@@ -205,15 +204,17 @@ class PriceService:
 
 
 def priced_at(now: datetime, shown_at: datetime | None) -> tuple[datetime, ...]:
-    """The moments whose prices a start may go by, the lowest of which it pays: this one, and
-    that of the form, unless it is too old or has not come."""
+    """Return the times whose prices a start may use; it pays the lowest.
+
+    Now, and the time of the form unless that is too old or in the future.
+    """
     if shown_at is None or not now - QUOTED <= shown_at <= now:
         return (now,)
     return (now, shown_at)
 
 
 def words(rate: Rate, zone: str) -> str:
-    """A rate as people read it: ``4.00 credits an hour for A100 in pytorch from ...``."""
+    """Format a rate for people: ``4.00 credits an hour for A100 in pytorch from ...``."""
     parts = [f"{format_credits(rate.amount)} credits an hour for {_what(rate)}"]
     if rate.environment != ANY:
         parts.append(f"in {rate.environment}")
@@ -234,7 +235,7 @@ def _local(moment: datetime, zone: str) -> str:
 
 
 def _takes_the_place(rate: Rate, other: Rate, now: datetime) -> bool:
-    """Whether a rate is the other one, or began to hold after it for the same."""
+    """Return True if a rate is the other one, or replaced it for the same subject."""
     if rate.since is None or other.since is None:
         return rate.id == other.id
     same = replace(rate, since=None).subject == replace(other, since=None).subject
@@ -247,7 +248,7 @@ def _zone(name: str) -> str:
 
 
 def _checked(field: str, check: Callable[..., Any], *values: object) -> Any:
-    """What ``check`` makes of it. Raises InvalidRequest naming the field."""
+    """Return the checked value. Raises InvalidRequest naming the field."""
     try:
         return check(*values)
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""Rates: what a GPU-hour costs by model, environment and hour of the week. Pure.
+"""Rates: the price of a GPU-hour by model, environment and hour of the week. Pure.
 
-A rate names the device model, and if it must the environment, the share of a device, hours of
-the week and the moment from which it holds. Of all rates that fit, an admin's own from the store
-goes before the configuration's; then the more particular one, in this order: environment, model
-(the longest name), share, hours; then the one that holds since later; then, of those in the
-configuration, the first.
+A rate names the device model and, if needed, the environment, the share of a device, hours of the
+week and the time from which it applies. If several rates match, an admin's rate from the store wins
+over the configuration's; then the most specific wins, in this order: environment, model (the
+longest name), share, hours; then the one that applies since later; then, within the configuration,
+the first.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class WeekHours:
-    """Some hours of each week, by the clock on the wall of a zone.
+    """Some hours of each week, by the local time of a zone.
 
-    Where daylight saving leaves an hour out, it does not come that day; where an hour comes
-    twice, both count.
+    An hour that daylight saving skips does not occur that day; an hour that occurs twice counts
+    twice.
     """
 
     text: str
     """As an admin wrote it, such as ``Mon-Fri 20-8, Sat, Sun``."""
     hours: frozenset[int]
-    """Of :data:`HOURS`, which."""
+    """Hours of the week, see :data:`HOURS`."""
     zone: str
     """The zone's name, such as ``Europe/Vienna``."""
 
     @classmethod
     def parse(cls, text: object, zone: str) -> WeekHours:
-        """``Mon-Fri 20-8`` is each night from 20:00 to 8:00 that begins on one of these days.
+        """Parse hours: ``Mon-Fri 20-8`` is each night from 20:00 to 8:00 starting on these days.
 
-        Parts are parted by commas; one without days is of every day, one without hours of the
+        Parts are separated by commas; one without days applies every day, one without hours the
         whole day. Raises ValueError with a sentence.
         """
         open_zone(zone)
@@ -68,14 +68,14 @@ class WeekHours:
         return cls(" ".join(text.split()), frozenset(hours), zone)
 
     def holds(self, at: datetime) -> bool:
-        """Whether the moment (aware) is in these hours."""
+        """Return True if the time (aware) is in these hours."""
         local = at.astimezone(open_zone(self.zone))
         return local.weekday() * 24 + local.hour in self.hours
 
     def next_change(self, at: datetime) -> datetime | None:
-        """The first moment after ``at`` (aware, in UTC) at which :meth:`holds` answers otherwise.
+        """Return the first time after ``at`` (aware, in UTC) at which :meth:`holds` changes.
 
-        None when it never does.
+        None if it never does.
         """
         now, moment = self.holds(at), at
         for _ in range(HOURS + 2):
@@ -87,10 +87,10 @@ class WeekHours:
 
 @lru_cache(maxsize=256)
 def open_zone(name: str) -> ZoneInfo:
-    """The zone of this name. Raises ValueError with a sentence."""
+    """Return the time zone with this name. Raises ValueError with a sentence."""
     try:
         return ZoneInfo(name)
-    except Exception:  # it also says IsADirectoryError, for what is a folder of zones
+    except Exception:  # also IsADirectoryError, for a folder of zones
         raise ValueError(
             f"{name!r} is no time zone: write a name such as 'Europe/Vienna' or 'UTC'."
         ) from None
@@ -100,7 +100,7 @@ _REMEDY = "Write them like 'Mon-Fri 20-8, Sat, Sun': days, and hours from 0 to 2
 
 
 def _hours(part: str) -> set[int]:
-    """The hours of one part; ValueError with a sentence when it is none."""
+    """Return the hours of one part. Raises ValueError with a sentence."""
     found = _PART.fullmatch(part)
     if not part or not found:
         raise ValueError(f"{part!r} are no hours of the week. {_REMEDY}")
@@ -120,17 +120,17 @@ def _days(found: re.Match[str]) -> list[int]:
 
 
 def _next_hour(at: datetime, zone: str) -> datetime:
-    """The next moment, in UTC, at which a new hour may begin on that zone's wall."""
+    """Return the next time, in UTC, at which a new local hour may begin in that zone."""
     local = at.astimezone(open_zone(zone))
     gone = timedelta(minutes=local.minute, seconds=local.second, microseconds=local.microsecond)
     return at.astimezone(timezone.utc) + HOUR - gone
 
 
 ANY = "*"
-"""The pattern of every model, or of every environment."""
+"""The pattern for every model, or for every environment."""
 
 MAX_RATE = 1_000_000 * MICRO
-"""Greatest rate in microcredits per GPU-hour; anything above is a slip of the pen."""
+"""The largest rate in microcredits per GPU-hour; anything above is a typing mistake."""
 
 MOST_SLOTS = 64
 """The most parts of a device that a rate can name."""
@@ -139,17 +139,20 @@ _DECIMAL = re.compile(r"\d+(\.\d+)?", re.ASCII)
 
 
 class Priced(Protocol):
-    """What has a price: a device, as far as it counts."""
+    """Something with a price: the relevant properties of a device."""
 
     @property
-    def model(self) -> str: ...
+    def model(self) -> str:
+        """The name of the model."""
+
     @property
-    def slots(self) -> int: ...
+    def slots(self) -> int:
+        """Into how many slots the device is divided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Credits per GPU-hour, and of what."""
+    """Credits per GPU-hour, and what they apply to."""
 
     amount: int
     """Microcredits per hour of one device or, with ``slots``, of one of its slots."""
@@ -158,33 +161,35 @@ class Rate:
     environment: str = ANY
     """The entry of the catalog, or ``*``."""
     slots: int | None = None
-    """One of so many slots of a device; None is the device. A slot without a rate of its own
-    costs its part of the device, rounded up to the microcredit."""
+    """The price is for one of this many slots of a device; None means the whole device.
+
+    A slot without a rate of its own costs its share of the device, rounded up to the microcredit.
+    """
     hours: WeekHours | None = None
-    """Hours of the week at which a server starts; None is always."""
+    """Hours of the week at which a server starts; None means always."""
     since: datetime | None = None
-    """For servers that start from then on; None is from ever."""
+    """Applies to servers that start from then on; None means always."""
     id: int | None = None
-    """In the store; None for one of the configuration."""
+    """The id in the store; None for a rate of the configuration."""
     set_at: datetime | None = None
     actor: str = ""
     reason: str = ""
 
     def holds(self, at: datetime) -> bool:
-        """Whether it is for servers that start at that moment."""
+        """Return True if it applies to servers that start at that time."""
         return (self.since is None or self.since <= at) and (
             self.hours is None or self.hours.holds(at)
         )
 
     @property
     def subject(self) -> tuple[object, ...]:
-        """Equal for two rates of which only one can count: they differ in amount alone."""
+        """Equal for two rates that compete: they differ in the amount only."""
         hours = self.hours and (self.hours.hours, self.hours.zone)
         return normal_model(self.model), self.environment, self.slots, hours, self.since
 
     @property
     def particular(self) -> tuple[object, ...]:
-        """The greater, the sooner it counts before others that fit as well."""
+        """The sort key of specificity: the greater wins over others that match as well."""
         return (
             self.id is not None,
             self.environment != ANY,
@@ -199,22 +204,22 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class RateCard:
-    """What holds at one moment in one environment; the first rate that fits is the price."""
+    """The prices at one moment in one environment; the first rate that matches applies."""
 
     rates: tuple[Rate, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, int | float | str | Decimal]) -> RateCard:
-        """A card from ``{"*": 1, "A100": 4, "T4": "0.5"}``, in credits per GPU-hour.
+        """Create a card from ``{"*": 1, "A100": 4, "T4": "0.5"}``, in credits per GPU-hour.
 
-        Without ``*``, a model that no pattern names costs 1 credit an hour. To price the
-        MIG instances of a model apart, name both: ``A100 MIG 1g.5gb``. Raises ConfigError
-        naming the key.
+        Without ``*``, a model that no pattern names costs 1 credit an hour. To price MIG instances
+        separately from their model, name both: ``A100 MIG 1g.5gb``. Raises ConfigError naming the
+        key.
         """
         return cls(in_order(rates_by_model(config)))
 
     def rate_of(self, model: str, slots: int = 1) -> int:
-        """Microcredits per hour for one device of this model, or one of its ``slots``."""
+        """Return the microcredits per hour of a device of this model, or one of its ``slots``."""
         for rate in self.rates:
             fits = rate.model == ANY or model_matches(rate.model, model)
             if fits and rate.slots is None:
@@ -224,27 +229,27 @@ class RateCard:
         return -(-MICRO // slots)
 
     def lease_rate(self, models: Iterable[str]) -> int:
-        """Microcredits per hour for whole devices of these models together; 0 for none."""
+        """Return the microcredits per hour for whole devices of these models; 0 for none."""
         return sum(self.rate_of(model) for model in models)
 
     def price(self, devices: Iterable[Priced]) -> int:
-        """Microcredits per hour for a place on each of these devices together; 0 for none."""
+        """Return the microcredits per hour for a slot on each of these devices; 0 for none."""
         return sum(self.rate_of(device.model, device.slots) for device in devices)
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Every rate that there is, of the store and of the configuration, the first to count first."""
+    """All rates from the store and the configuration, the most specific first."""
 
     rates: tuple[Rate, ...] = ()
 
     @classmethod
     def of(cls, *some: Iterable[Rate]) -> Rates:
-        """All of these together."""
+        """Combine these rates."""
         return cls(in_order(rate for rates in some for rate in rates))
 
     def card(self, at: datetime, environment: str = "") -> RateCard:
-        """What holds for servers that start at that moment in that environment."""
+        """Return the prices for servers that start at that time in that environment."""
         return RateCard(
             tuple(
                 rate
@@ -254,8 +259,10 @@ class Rates:
         )
 
     def next_change(self, at: datetime) -> datetime | None:
-        """The first moment after ``at`` at which a rate begins or ends to hold; None if none
-        does within a week."""
+        """Return the first time after ``at`` at which a rate starts or stops applying.
+
+        None if none does within a week.
+        """
         moments = [rate.since for rate in self.rates if rate.since and rate.since > at]
         for hours in {rate.hours for rate in self.rates if rate.hours}:
             if moment := hours.next_change(at):
@@ -264,15 +271,15 @@ class Rates:
 
 
 def in_order(rates: Iterable[Rate]) -> tuple[Rate, ...]:
-    """The rates, the first to count first."""
+    """Sort the rates, the most specific first."""
     return tuple(sorted(rates, key=lambda rate: rate.particular, reverse=True))
 
 
-# What admins write.
+# Parsing what admins write.
 
 
 def rates_by_model(config: Mapping[str, int | float | str | Decimal]) -> list[Rate]:
-    """The rates of ``{"*": 1, "A100": 4}``. Raises ConfigError naming the key."""
+    """Parse ``{"*": 1, "A100": 4}``. Raises ConfigError naming the key."""
     if not isinstance(config, Mapping):
         raise ConfigError(
             f"The rates are not valid: {config!r} is no mapping of model to credits per "
@@ -301,8 +308,10 @@ _FIELDS = ("rate", "model", "environment", "slots", "hours", "from")
 
 
 def special_rates(config: Sequence[Mapping[str, object]], zone: str) -> list[Rate]:
-    """The rates of ``[{"model": "A100", "hours": "20-8", "rate": 2}]``, with hours and dates by
-    the clock of ``zone``. Raises ConfigError naming the entry."""
+    """Parse ``[{"model": "A100", "hours": "20-8", "rate": 2}]``.
+
+    Hours and dates are local times of ``zone``. Raises ConfigError naming the entry.
+    """
     rates: dict[object, int] = {}
     found = []
     for number, entry in enumerate(config, start=1):
@@ -332,7 +341,7 @@ def special_rates(config: Sequence[Mapping[str, object]], zone: str) -> list[Rat
 
 
 def parse_rate(value: object) -> int:
-    """Credits per hour as microcredits. Raises ValueError with a sentence."""
+    """Parse credits per hour as microcredits. Raises ValueError with a sentence."""
     remedy = "Write credits per GPU-hour as a decimal number of at least 0, such as 4 or '0.5'."
     fits = isinstance(value, (int, float, str, Decimal)) and not isinstance(value, bool)
     said = _short(value)
@@ -349,7 +358,7 @@ def parse_rate(value: object) -> int:
 
 
 def check_model(value: object) -> str:
-    """A model's pattern. Raises ValueError with a sentence."""
+    """Return a valid model pattern. Raises ValueError with a sentence."""
     short = isinstance(value, str) and len(value) <= 100 and value.isprintable()
     if isinstance(value, str) and short and (value.strip() == ANY or model_words(value)):
         return value.strip()
@@ -360,7 +369,7 @@ def check_model(value: object) -> str:
 
 
 def check_environment(value: object) -> str:
-    """An environment's name in the catalog. Raises ValueError with a sentence."""
+    """Return a valid environment name. Raises ValueError with a sentence."""
     if isinstance(value, str) and 0 < len(value.strip()) <= 100 and value.isprintable():
         return value.strip()
     raise ValueError(
@@ -370,7 +379,7 @@ def check_environment(value: object) -> str:
 
 
 def check_slots(value: object) -> int | None:
-    """Of how many slots of a device a rate is for one. Raises ValueError with a sentence."""
+    """Return a valid number of slots that a device has. Raises ValueError with a sentence."""
     if value is None:
         return None
     if type(value) is int and 1 <= value <= MOST_SLOTS:
@@ -382,8 +391,10 @@ def check_slots(value: object) -> int | None:
 
 
 def parse_moment(value: object, zone: str) -> datetime:
-    """``2026-10-01`` or ``2026-10-01 08:00`` on the clock of ``zone``, or with an offset of its
-    own. Raises ValueError with a sentence."""
+    """Parse ``2026-10-01`` or ``2026-10-01 08:00`` in ``zone``, or with an offset of its own.
+
+    Raises ValueError with a sentence.
+    """
     try:
         text = value.isoformat() if hasattr(value, "isoformat") else str(value).strip()
         moment = datetime.fromisoformat(text)
@@ -391,20 +402,20 @@ def parse_moment(value: object, zone: str) -> datetime:
             moment = moment.replace(tzinfo=open_zone(zone))
         return moment.astimezone(timezone.utc)
     except (ValueError, OverflowError):
-        open_zone(zone)  # which says what is wrong with that
+        open_zone(zone)  # which raises for an unknown zone
         raise ValueError(
             f"{_short(value)} is no date. Write it like 2026-10-01 or '2026-10-01 08:00'."
         ) from None
 
 
 def normal_model(pattern: str) -> str:
-    """The pattern's words as one text, in any order."""
+    """Return the pattern's words as one text, in a fixed order."""
     return ANY if pattern == ANY else " ".join(sorted(set(model_words(pattern))))
 
 
 def _short(value: object) -> str:
-    """What somebody wrote, as a sentence can name it."""
-    if isinstance(value, int) and abs(value) > 10**40:  # Python itself refuses to write some
+    """Shorten an input for use in a sentence."""
+    if isinstance(value, int) and abs(value) > 10**40:  # Python refuses to format some
         return "that number"
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "..."

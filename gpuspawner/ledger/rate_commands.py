@@ -1,4 +1,4 @@
-"""``gpuspawner rates``: what GPU time costs, and an admin's changes of it."""
+"""``gpuspawner rates``: prices of GPU time, and admins' changes to them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..cli.config import Settings
 from ..cli.output import actor, count, credits, exact, local, note, show, table, utc
 from ..cli.parameters import RATE_ID, argument, option, reason_option
 from ..devices.models import model_matches
-from ..queue.commands import line_broker
-from ..services import Broker
+from ..queue.commands import queue_services
+from ..services import Services
 from .prices import words
 from .pricing import ANY, Rate
 
@@ -18,13 +18,13 @@ from .pricing import ANY, Rate
 @group()
 def rates(settings: Settings) -> None:
     """List every rate that holds or will."""
-    broker = settings.open_broker()
-    found = broker.prices.all_rates()
+    services = settings.open_services()
+    found = services.prices.all_rates()
     headers = ("ID", "CREDITS/H", "MODEL", "ENVIRONMENT", "SLOTS", "HOURS", "FROM", "BY", "REASON")
     rows = [_row(rate) for rate in found.rates]
     text = table(headers, rows, right=("ID", "CREDITS/H", "SLOTS"))
     text += "\n\nThe first that fits is what a new server pays; those that run keep their rate."
-    if change := found.next_change(broker.clock()):
+    if change := found.next_change(services.clock()):
         text += f" The next change is at {local(change)}."
     show([plain(rate) for rate in found.rates], text)
 
@@ -53,8 +53,8 @@ def set_rate(
     reason: str,
 ) -> None:
     """Have new servers pay another rate; those that run keep theirs."""
-    broker = line_broker(settings)
-    new = broker.prices.set_rate(
+    services = queue_services(settings)
+    new = services.prices.set_rate(
         rate,
         model=model,
         environment=environment,
@@ -65,8 +65,8 @@ def set_rate(
         actor=actor(),
         reason=reason,
     )
-    show(plain(new), f"Rate {new.id} is set: {words(new, zone or broker.settings.rates.zone)}.")
-    _warn(broker, new)
+    show(plain(new), f"Rate {new.id} is set: {words(new, zone or services.settings.rates.zone)}.")
+    _warn(services, new)
 
 
 @rates.command("remove")
@@ -74,14 +74,14 @@ def set_rate(
 @reason_option
 def remove_rate(settings: Settings, rate_id: int, reason: str) -> None:
     """Have one of an admin's rates hold no more."""
-    broker = line_broker(settings)
-    rate = broker.prices.remove_rate(rate_id, actor=actor(), reason=reason)
-    text = f"Rate {rate.id} holds no more: {words(rate, broker.settings.rates.zone)}."
+    services = queue_services(settings)
+    rate = services.prices.remove_rate(rate_id, actor=actor(), reason=reason)
+    text = f"Rate {rate.id} holds no more: {words(rate, services.settings.rates.zone)}."
     show(plain(rate), text)
 
 
 def plain(rate: Rate) -> dict[str, Any]:
-    """A rate, for scripts."""
+    """Return a rate as plain values, for scripts."""
     return {
         "id": rate.id,
         "rate": exact(rate.amount),
@@ -113,13 +113,13 @@ def _row(rate: Rate) -> tuple[str, ...]:
     )
 
 
-def _warn(broker: Broker, rate: Rate) -> None:
-    """Say what has no effect now, though it may have some day."""
-    models = {device.model for device in broker.look().devices}
+def _warn(services: Services, rate: Rate) -> None:
+    """Print a note if the rate has no effect at present."""
+    models = {device.model for device in services.devices.look().devices}
     if rate.model != ANY and not any(model_matches(rate.model, model) for model in models):
         have = ", ".join(sorted(models)) or "none yet"
         note(f"No device of this hub is a {rate.model} (there are: {have}).")
-    rest = [each for each in broker.prices.all_rates().rates if each.id != rate.id]
+    rest = [each for each in services.prices.all_rates().rates if each.id != rate.id]
     held = [x for x in rest if x.particular > rate.particular and _covers(x, rate)]
     if held:
         more = f" and {count(len(held) - 1, 'other')}" if len(held) > 1 else ""
@@ -127,7 +127,7 @@ def _warn(broker: Broker, rate: Rate) -> None:
 
 
 def _covers(one: Rate, other: Rate) -> bool:
-    """Whether two rates can fit the same server."""
+    """Return True if both rates can match the same server."""
     environments = {one.environment, other.environment}
     same_place = len(environments) == 1 or ANY in environments
     one_model, other_model = one.model, other.model

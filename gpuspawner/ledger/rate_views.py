@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
-from typing import Any
 
 from tornado import web
 
 from ..core.errors import GPUSpawnerError, InvalidRequest, UnknownRate
-from ..devices.service import LONGEST_REASON, checked_reason
-from ..queue.views import refusals
-from ..web.api import ChangingAPI, amount, instant
+from ..core.text import checked_reason
+from ..web.api import ChangingAPI
 from ..web.base import ServiceHandler
-from ..web.fields import instant_of, of_type
+from ..web.operations import operation
 from ..web.pages import FormPage
+from ..web.schemas import WhyBody
 from .prices import words
-from .pricing import ANY, Rate
+from .pricing import ANY
+from .schemas import FullRateAnswer, RateAnswer, RateBody, RatesAnswer
 
 FIELDS = ("rate", "model", "environment", "hours", "since", "reason")
 
@@ -34,23 +34,18 @@ class RatesPage(FormPage):
 
     async def show_rates(self, refusal: GPUSpawnerError | None = None, **typed: str) -> None:
         """Send the page; ``typed`` is what a refused form had in it."""
-        if refusal:
-            self.set_status(refusal.status_code)
-        found = await self.read(self.broker.prices.all_rates)
-        now: datetime = self.broker.clock()
+        found = await self.read(self.services.prices.all_rates)
+        now: datetime = self.services.clock()
         self.show(
             "rates.html",
-            user=self.user,
-            admin=True,
             now=now,
             rates=found.rates,
             next_change=found.next_change(now),
-            zone_name=self.broker.settings.rates.zone,
+            zone_name=self.services.settings.rates.zone,
             any=ANY,
             done=DONE.get(self.get_query_argument("done", ""), ""),
-            error=refusal.message if refusal else "",
+            refusal=refusal,
             typed={**dict.fromkeys(FIELDS, ""), **typed},
-            longest=LONGEST_REASON,
             xsrf=self.xsrf,
         )
 
@@ -65,9 +60,9 @@ class RatesPage(FormPage):
                     raise InvalidRequest("The field 'rate' is empty: write credits an hour.")
                 self._ask(typed)
                 return
-            await self.broker.run(
+            await self.services.run(
                 partial(
-                    self.broker.prices.set_rate,
+                    self.services.prices.set_rate,
                     typed["rate"],
                     model=typed["model"] or ANY,
                     environment=typed["environment"] or ANY,
@@ -88,7 +83,7 @@ class RatesPage(FormPage):
             ("Model", typed["model"] or "any"),
             ("Environment", typed["environment"] or "any"),
             ("Hours", typed["hours"] or "always"),
-            ("From", f"{typed['since'] or 'now'} ({self.broker.settings.rates.zone})"),
+            ("From", f"{typed['since'] or 'now'} ({self.services.settings.rates.zone})"),
         ]
         self.ask(
             "Set this rate?",
@@ -115,8 +110,8 @@ class RemoveRatePage(RatesPage):
             if not self.confirmed:
                 await self._ask_first(int(rate_id))
                 return
-            await self.broker.run(
-                partial(self.broker.prices.remove_rate, int(rate_id), actor=self.actor)
+            await self.services.run(
+                partial(self.services.prices.remove_rate, int(rate_id), actor=self.actor)
             )
         except GPUSpawnerError as refusal:
             await self.show_rates(refusal)
@@ -124,13 +119,13 @@ class RemoveRatePage(RatesPage):
         self.go("rates?done=removed")
 
     async def _ask_first(self, rate_id: int) -> None:
-        rates = (await self.read(self.broker.prices.all_rates)).rates
+        rates = (await self.read(self.services.prices.all_rates)).rates
         rate = next((each for each in rates if each.id == rate_id), None)
         if rate is None:
             raise InvalidRequest("This rate holds no more: nothing was changed.", field="id")
         self.ask(
             "Remove this rate?",
-            [("Rate", words(rate, self.broker.settings.rates.zone))],
+            [("Rate", words(rate, self.services.settings.rates.zone))],
             action=f"rates/{rate_id}/remove",
             button="Remove it",
             back="rates",
@@ -141,72 +136,47 @@ class RemoveRatePage(RatesPage):
 
 
 class RatesAPI(ChangingAPI):
-    """The rates, the first that fits being what a new server pays; for everybody who signs in.
+    """The rates, and a new one."""
 
-    Admins set one: ``{"rate": "2.5", "model": "A100", "from": "2026-12-01T00:00:00Z"}``.
-    """
-
+    @operation("rates", RatesAnswer)
     @web.authenticated
     async def get(self) -> None:
-        found = await self.read(self.broker.prices.all_rates)
-        now = self.broker.clock()
-        self.answer(
-            {
-                "as_of": instant(now),
-                "next_change": instant(found.next_change(now)),
-                "rates": [rate_json(rate, self.admin) for rate in found.rates],
-            }
-        )
+        """What GPU time costs: of the rates, the first that fits is what a new server pays."""
+        found = await self.read(self.services.prices.all_rates)
+        now = self.services.clock()
+        model = FullRateAnswer if self.admin else RateAnswer
+        rates = [model.of(rate) for rate in found.rates]
+        self.answer(RatesAnswer, as_of=now, next_change=found.next_change(now), rates=rates)
 
+    @operation("rates", FullRateAnswer, name="setRate", body=RateBody)
     @web.authenticated
     async def post(self) -> None:
+        """Have new servers pay so much; for admins.
+
+        ``{"rate": "2.5", "model": "A100", "from": "2026-12-01T00:00:00Z"}``
+        """
         self.need_admin()
-        sent = self.sent("rate", "model", "environment", "slots", "hours", "zone", "from", "reason")
-        with refusals():
-            wanted: dict[str, Any] = {
-                name: of_type(sent[name], str, name)
-                for name in ("model", "environment", "hours", "zone")
-                if name in sent
-            }
-            if (slots := sent.get("slots")) is not None:
-                wanted["slots"] = of_type(slots, int, "slots")
-            if (since := sent.get("from")) is not None:
-                wanted["since"] = instant_of(since, "from").isoformat()
-            rate = of_type(sent.get("rate"), str, "rate")
-            reason = checked_reason(sent["reason"])
-        work = partial(self.broker.prices.set_rate, rate, **wanted)
-        set_ = await self.change(work, reason=reason)
-        self.answer(rate_json(set_, admin=True))
+        sent = self.sent(RateBody)
+        wanted = sent.model_dump(exclude={"rate", "from_", "reason"}, exclude_unset=True)
+        if sent.from_ is not None:
+            wanted["since"] = sent.from_.isoformat()
+        work = partial(self.services.prices.set_rate, sent.rate, **wanted)
+        self.answer(FullRateAnswer, await self.change(work, reason=sent.reason))
 
 
 class RemoveRateAPI(ChangingAPI):
     """Have one of an admin's rates hold no more: ``{"reason": "the contract is over"}``."""
 
+    @operation("rates/{rate}/remove", FullRateAnswer, name="removeRate", body=WhyBody)
     @web.authenticated
     async def post(self, rate_id: str) -> None:
         self.need_admin()
-        with refusals():
-            reason = checked_reason(self.sent("reason")["reason"])
-        rates = (await self.read(self.broker.prices.all_rates)).rates
+        reason = self.sent(WhyBody).reason
+        rates = (await self.read(self.services.prices.all_rates)).rates
         if not any(rate.id == int(rate_id) for rate in rates):
             raise web.HTTPError(404) from UnknownRate(rate=rate_id)
-        removed = await self.do(self.broker.prices.remove_rate, int(rate_id), reason=reason)
-        self.answer(rate_json(removed, admin=True))
-
-
-def rate_json(rate: Rate, admin: bool) -> dict[str, Any]:
-    """A rate as JSON; who set it, and why, only for admins."""
-    told = {
-        "id": rate.id,
-        "rate_per_hour": amount(rate.amount),
-        "model": rate.model,
-        "environment": rate.environment,
-        "slots": rate.slots,
-        "hours": rate.hours.text if rate.hours else None,
-        "zone": rate.hours.zone if rate.hours else None,
-        "from": instant(rate.since),
-    }
-    return {**told, "actor": rate.actor, "reason": rate.reason} if admin else told
+        removed = await self.do(self.services.prices.remove_rate, int(rate_id), reason=reason)
+        self.answer(FullRateAnswer, removed)
 
 
 RATE_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [

@@ -1,4 +1,4 @@
-"""``gpuspawner refills``: credits that are given again and again."""
+"""``gpuspawner refills``: recurring grants of credits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..cli.command import group
 from ..cli.config import Settings
 from ..cli.output import actor, count, credits, exact, local, note, show, table, utc
 from ..cli.parameters import CREDITS, DAYS, argument, flag, moment, option, reason_option
-from ..services import Broker
+from ..services import Services
 from .refills import EVERYBODY, Mode, Refill
 
 refill_argument = argument("refill_id", "ID", "the refill's, or its first letters")
@@ -19,7 +19,7 @@ refill_argument = argument("refill_id", "ID", "the refill's, or its first letter
 @group()
 def refills(settings: Settings) -> None:
     """List the refills."""
-    found = settings.open_broker().refills.all_refills()
+    found = settings.open_services().refills.all_refills()
     headers = ("ID", "NEXT", "WHAT", "AMOUNT", "CAP", "KEPT", "FOR", "RULE", "ZONE", "REASON")
     rows = [
         (
@@ -74,9 +74,9 @@ def add_refill(
     reason: str,
 ) -> None:
     """Give credits again and again, by a rule of RFC 5545."""
-    broker = settings.open_broker()
-    zone = zone or broker.settings.rates.zone
-    refill = broker.refills.plan_refill(
+    services = settings.open_services()
+    zone = zone or services.settings.rates.zone
+    refill = services.refills.plan_refill(
         rule,
         amount=amount,
         audience=audience or [EVERYBODY],
@@ -90,8 +90,8 @@ def add_refill(
     )
     first = "Nothing was made: this would be"
     if not dry_run:
-        refill, first = broker.refills.add_refill(refill), "There is a new refill,"
-    _show(broker, refill, f"{first} {refill.id}.")
+        refill, first = services.refills.add_refill(refill), "There is a new refill,"
+    _show(services, refill, f"{first} {refill.id}.")
 
 
 @refills.command("remove")
@@ -99,9 +99,9 @@ def add_refill(
 @reason_option
 def remove_refill(settings: Settings, refill_id: str, reason: str) -> None:
     """Give a refill no more; what was given stays."""
-    broker = settings.open_broker()
-    refill = broker.refills.refill(refill_id)
-    ended = broker.refills.end_refill(refill.id, actor=actor(), reason=reason)
+    services = settings.open_services()
+    refill = services.refills.refill(refill_id)
+    ended = services.refills.end_refill(refill.id, actor=actor(), reason=reason)
     text = f"Refill {ended.id} ({ended.reason}) is given no more. What it gave stays."
     show(plain(ended), text)
 
@@ -110,13 +110,13 @@ def remove_refill(settings: Settings, refill_id: str, reason: str) -> None:
 @refill_argument
 def preview(settings: Settings, refill_id: str) -> None:
     """Say when a refill comes, and what the next would give."""
-    broker = settings.open_broker()
-    refill = broker.refills.refill(refill_id)
-    _show(broker, refill, f"Refill {refill.id}: {refill.reason}")
+    services = settings.open_services()
+    refill = services.refills.refill(refill_id)
+    _show(services, refill, f"Refill {refill.id}: {refill.reason}")
 
 
 def plain(refill: Refill) -> dict[str, Any]:
-    """A refill, for scripts."""
+    """Return a refill as plain values, for scripts."""
     return {
         "id": refill.id,
         "rule": refill.recurrence.rule,
@@ -135,9 +135,9 @@ def plain(refill: Refill) -> dict[str, Any]:
     }
 
 
-def _show(broker: Broker, refill: Refill, first: str) -> None:
-    """A refill with what comes of it."""
-    moments, gifts = broker.refills.preview_refill(refill)
+def _show(services: Services, refill: Refill, first: str) -> None:
+    """Print a refill with its next occurrences."""
+    moments, gifts = services.refills.preview_refill(refill)
     lines = [first, "", "It comes at", *(f"  {local(at)}" for at in moments)]
     if refill.ended_at is not None or not moments:
         lines = [first, "", "It comes no more."]

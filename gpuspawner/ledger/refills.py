@@ -1,8 +1,7 @@
 """Recurring refills: how much, for whom, and when they recur. Pure.
 
-A rule speaks of the clock on the wall. What falls into an hour that daylight saving leaves out
-comes as late as if the clock had not been changed; what falls into an hour that comes twice, comes
-at the first.
+A rule uses local time. An occurrence in an hour that daylight saving skips comes as late as if the
+clock had not been changed; one in an hour that occurs twice comes at the first.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ LONGEST = 400
 FREQUENCIES = ("DAILY", "WEEKLY", "MONTHLY", "YEARLY")
 
 YEARS = 10
-"""A rule that does not come in so many years is taken for a slip of the pen."""
+"""A rule without an occurrence for this many years is taken for a mistake."""
 
 LEAST_GAP = timedelta(hours=1)
-"""Between two occurrences."""
+"""The minimum between two occurrences."""
 
 LOOKED_AT = 400
-"""Occurrences of a new rule whose distance is looked at."""
+"""How many occurrences of a new rule are checked for their distance."""
 
 _PARTS = frozenset(
     {"FREQ", "INTERVAL", "COUNT", "UNTIL", "WKST", "BYMONTH", "BYMONTHDAY", "BYYEARDAY"}
@@ -45,17 +44,20 @@ _MOST = {"INTERVAL": 1000, "COUNT": 100_000}
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """A rule with its zone and its beginning. Make it with :meth:`parse`."""
+    """A rule with its zone and its start. Create it with :meth:`parse`."""
 
     rule: str
-    """Such as ``FREQ=WEEKLY;BYDAY=MO``."""
+    """For example ``FREQ=WEEKLY;BYDAY=MO``."""
     zone: str
     starts_at: datetime
-    """Aware, in UTC: the first occurrence is not before it, and has its time of day."""
+    """Timezone-aware, in UTC: no occurrence is earlier, and all have its time of day."""
 
     @classmethod
     def parse(cls, text: str, zone: str, starts_at: datetime) -> Recurrence:
-        """Raises ValueError with a sentence for what is no rule, never comes or comes too often."""
+        """Parse a rule. Raises ValueError with a sentence.
+
+        Also for a rule that never occurs, or too often.
+        """
         made = cls(_normal(text), zone, starts_at.astimezone(timezone.utc))
         open_zone(zone)
         try:
@@ -71,9 +73,9 @@ class Recurrence:
         return made
 
     def after(self, moment: datetime, *, inclusive: bool = False) -> Iterator[datetime]:
-        """The occurrences after the moment, or from it on, in UTC and in order; lazily."""
+        """Yield the occurrences after the time, or from it on, in UTC and in order."""
         zone = open_zone(self.zone)
-        # A day before: on the wall, a moment may be earlier than one that came before it.
+        # A day earlier: local times are not always in order.
         wall = moment.astimezone(zone).replace(tzinfo=None) - timedelta(days=1)
         last = None
         for local in self._wall().xafter(wall, inc=True):
@@ -81,17 +83,17 @@ class Recurrence:
                 at = local.replace(tzinfo=zone).astimezone(timezone.utc)
             except OverflowError:  # past the year 9999
                 return
-            # Two times of day, one of which is left out, may be the same moment.
+            # Two local times, one of which is skipped, may be the same moment.
             if (at > moment or (inclusive and at == moment)) and at != last:
                 last = at
                 yield at
 
     def next(self, moment: datetime) -> datetime | None:
-        """The first occurrence after the moment; None when there is no other."""
+        """Return the first occurrence after the time; None if there is no other."""
         return next(self.after(moment), None)
 
     def _wall(self) -> rrule:
-        """The rule by the clock on the wall."""
+        """Return the rule in local time."""
         zone = open_zone(self.zone)
         start = self.starts_at.astimezone(zone).replace(tzinfo=None)
         rule = _UNTIL_PART.sub(lambda found: f"UNTIL={_until(found[1], self.zone)}", self.rule)
@@ -104,7 +106,7 @@ _UNTIL_PART = re.compile(r"UNTIL=([^;]*)")
 
 
 def _until(text: str, zone: str) -> str:
-    """The end as the clock on the wall shows it; a day lasts to its end."""
+    """Return the end of the rule in local time; a date includes the whole day."""
     found = _UNTIL.fullmatch(text)
     if not found:
         raise ValueError(f"UNTIL={text[:40]} is neither 20271231 nor 20271231T120000Z")
@@ -118,7 +120,7 @@ def _until(text: str, zone: str) -> str:
 
 
 def _normal(text: str) -> str:
-    """The rule in capitals and without its name. Raises ValueError for what cannot be one."""
+    """Return the rule in capitals and without its prefix. Raises ValueError if it is invalid."""
     rule = text.strip().upper().removeprefix("RRULE:")
     if len(rule) > LONGEST or not rule.isascii() or not rule.isprintable() or " " in rule:
         raise ValueError(f"{_short(text)} is no recurrence rule. {_REMEDY}")
@@ -154,16 +156,16 @@ EVERYBODY = "everybody"
 _MEMBERS_OF = "members:"
 
 LONGEST_KEPT = timedelta(days=3660)
-"""The longest that credits of a refill are kept."""
+"""The longest time that credits of a refill can be kept."""
 
 
 class Mode(str, Enum):
     """What an occurrence does to a balance."""
 
     ADD = "add"
-    """The amount comes to it."""
+    """The amount is added."""
     TOP_UP = "top_up"
-    """It is filled up to the amount."""
+    """The balance is filled up to the amount."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,17 +178,19 @@ class Refill:
     amount: int
     """Microcredits, for each account."""
     audience: tuple[str, ...]
-    """``everybody``, ``members:GROUP`` (each member of a group of the Hub), or accounts:
-    ``member:NAME``, ``group:NAME``."""
+    """Who gets it: ``everybody``, ``members:GROUP``, ``member:NAME`` or ``group:NAME``.
+
+    ``members:GROUP`` means each member of a group of the Hub, the last two are accounts.
+    """
     cap: int | None = None
-    """No balance is brought above so many microcredits."""
+    """No balance is raised above this many microcredits."""
     keep: timedelta | None = None
-    """After so long, what is left of an occurrence's credits is taken back."""
+    """How long until what is left of an occurrence's credits is taken back."""
     reason: str
     made_at: datetime
     made_by: str
     next_at: datetime | None = None
-    """The occurrence that is given next; None when there is no other."""
+    """The occurrence that is granted next; None if there is no other."""
     ended_at: datetime | None = None
     """When an admin ended it."""
 
@@ -198,7 +202,7 @@ class Refill:
         )
 
     def gift(self, balance: int) -> int:
-        """Microcredits that an account with this balance gets; never below zero."""
+        """Return the microcredits that an account with this balance gets; never below zero."""
         gift = self.amount if self.mode is Mode.ADD else self.amount - balance
         if self.cap is not None:
             gift = min(gift, self.cap - balance)
@@ -210,9 +214,10 @@ class Refill:
         members: Mapping[str, Collection[str]],
         occurrence: datetime,
     ) -> list[Account]:
-        """Who gets an occurrence: of the accounts that were open then, with when they were opened.
+        """Return who gets an occurrence, of the accounts that were open then.
 
-        ``members`` are those of each of :attr:`groups`.
+        ``known`` are the accounts with their opening times, ``members`` those of each of
+        :attr:`groups`.
         """
         named = set(self.audience)
         for group in self.groups:
@@ -226,13 +231,13 @@ class Refill:
         ]
 
     def key(self, occurrence: datetime, account: str) -> str:
-        """The idempotency key of what an account gets at an occurrence."""
+        """Return the idempotency key of what an account gets at an occurrence."""
         moment = occurrence.astimezone(timezone.utc)
         return f"refill:{self.id}:{moment:%Y%m%dT%H%M%S}:{account}"
 
 
 def check_audience(names: Iterable[str]) -> tuple[str, ...]:
-    """Who is to get a refill. Raises InvalidRequest for what names nobody, or nobody alone."""
+    """Return a valid audience. Raises InvalidRequest for an empty or ambiguous one."""
     found = tuple(dict.fromkeys(name.strip() for name in names))
     if not found:
         raise InvalidRequest(
@@ -253,7 +258,7 @@ def check_audience(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_amounts(mode: Mode, amount: int, cap: int | None, keep: timedelta | None) -> None:
-    """Raises InvalidRequest for amounts that can give nothing, or too much."""
+    """Raise InvalidRequest for amounts that can give nothing, or too much."""
     if amount <= 0:
         raise InvalidRequest(
             f"A refill of {format_credits(amount)} credits gives nothing: write more than 0.",

@@ -1,4 +1,4 @@
-"""What pages and reports tell of the past: statements, receipts, who used what."""
+"""Reports about the past for pages and exports: statements, receipts, usage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .totals import Moved, TotalUse
 from .usage import LeaseUse
 
 MOST_LEFT = 1000
-"""Leases that have ended and are read one by one, until somebody adds them up."""
+"""How many unsummed ended leases are read one by one before they are added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Receipt:
 
 
 class ReportService:
-    """Questions about the past; each one is answered from one consistent view."""
+    """Queries about the past; each one is answered from one consistent view."""
 
     def __init__(self, store: Store, clock: Callable[[], datetime]) -> None:
         self.store = store
@@ -42,7 +42,7 @@ class ReportService:
     def statement_page(
         self, account: str, before: int | None = None, limit: int = 50, *, folded: bool = False
     ) -> EntryPage:
-        """Lines of an account, newest first; ``folded``: a session's charges as one.
+        """Return lines of an account, newest first; ``folded``: a session's charges as one.
 
         Raises UnknownAccount.
         """
@@ -50,12 +50,12 @@ class ReportService:
         return self.store.run(lambda connection: read(connection, account, before, limit))
 
     def statement_pages(self, account: str) -> Iterator[EntryPage]:
-        """The whole statement in large pages, newest first, from one consistent view."""
+        """Yield the whole statement in large pages, newest first, from one consistent view."""
         with self.store.read() as connection:
             yield from statements.every_line(connection, account)
 
     def receipt(self, lease_id: str, after: int = 0, limit: int = 100) -> Receipt:
-        """What a session cost, item by item, oldest first. Raises UnknownLease."""
+        """Return what a session cost, item by item, oldest first. Raises UnknownLease."""
 
         def read(connection: sa.Connection) -> Receipt:
             lease = leases_repository.get(connection, lease_id)
@@ -67,7 +67,7 @@ class ReportService:
         return self.store.run(read)
 
     def reversal_of(self, transfer_id: str) -> Transfer | None:
-        """The transfer by which another one was undone, if it was."""
+        """Return the transfer that reversed another one, if any."""
         key = rules.reversal_key(transfer_id)
         return self.store.run(lambda connection: repository.of_key(connection, key))
 
@@ -78,7 +78,7 @@ class ReportService:
         limit: int = 50,
         among: Collection[str] | None = None,
     ) -> Accounts:
-        """Members' and groups' accounts with this text in their names, by name."""
+        """Return members' and groups' accounts with this text in their names, by name."""
         return self.store.run(
             lambda connection: search.find_accounts(connection, text, after, limit, among)
         )
@@ -91,7 +91,10 @@ class ReportService:
         before: str | None = None,
         limit: int = 50,
     ) -> Leases:
-        """The newest leases, of a member's servers or paid by an account. Raises UnknownLease."""
+        """Return the newest leases of a member's servers or paid by an account.
+
+        Raises UnknownLease.
+        """
         return self.store.run(
             lambda connection: search.find_leases(
                 connection, user=user, account=account, before=before, limit=limit
@@ -99,16 +102,15 @@ class ReportService:
         )
 
     def find_changes(self, text: str = "", before: int | None = None, limit: int = 50) -> Trail:
-        """What admins changed, with this text in it, newest first."""
+        """Return the admins' changes that contain this text, newest first."""
         return self.store.run(
             lambda connection: search.find_changes(connection, text, before, limit)
         )
 
-    # Who used what.
+    # Usage.
 
     def use_of_account(self, account: str, bounds: Sequence[datetime]) -> list[LeaseUse]:
-        """What an account paid for, between each two of the moments: sessions, and what jobs
-        beside servers used and cost."""
+        """Return what an account paid for between each two times: sessions and batch jobs."""
         found = [_sum(used.values()) for used in self.use_by(bounds, "account", account)]
         beside = self.store.run(
             lambda c: monitoring_repository.job_use_between(c, bounds, "account", account)
@@ -118,21 +120,25 @@ class ReportService:
         return found
 
     def use_of_jobs(self, bounds: Sequence[datetime], by: str) -> list[dict[str, LeaseUse]]:
-        """What jobs beside servers used between each two of the moments, by one of the names of a
-        kind; a job counts as a session."""
+        """Return what batch jobs used between each two of the times, by a field of Kind.
+
+        A job counts as a session.
+        """
         return self.store.run(
             lambda connection: monitoring_repository.job_use_between(connection, bounds, by)
         )
 
     def use_of_all_jobs(self) -> dict[str, monitoring_repository.JobUse]:
-        """What all jobs beside servers ever used, by model."""
+        """Return the use of all batch jobs ever, by model."""
         return self.store.run(monitoring_repository.all_job_use)
 
     def use_by(
         self, bounds: Sequence[datetime], by: str, name: str | None = None
     ) -> list[dict[str, LeaseUse]]:
-        """What was used between each two of the moments, by one of the names of a kind, such as
-        ``user``; with ``name`` only what has this one."""
+        """Return what was used between each two of the times, by a field of Kind such as ``user``.
+
+        With ``name``, only what has this value.
+        """
         self._catch_up()
         now = self.clock()
         return self.store.run(
@@ -140,7 +146,7 @@ class ReportService:
         )
 
     def until_now(self) -> tuple[Moved, TotalUse, list[Lease]]:
-        """All credits that ever moved, all use of leases that have ended, and the open ones."""
+        """Return all credits ever moved, all use of ended leases, and the open leases."""
         self._catch_up()
         now = self.clock()
         with self.store.read() as connection:
@@ -148,11 +154,11 @@ class ReportService:
             return totals.all_moved(connection), used, leases_repository.open_leases(connection)
 
     def add_up(self) -> int:
-        """Add some leases that have ended to the totals; how many there were."""
+        """Add some ended leases to the totals and return how many."""
         return self.store.run(totals.add_up, write=True)
 
     def _catch_up(self) -> None:
-        """Nobody reads leases by the thousand, not even after an upgrade of a site of years."""
+        """Add up leases if too many are pending, such as after an upgrade of an old site."""
         if self.store.run(lambda connection: totals.left(connection, MOST_LEFT)) < MOST_LEFT:
             return
         while self.add_up() == totals.LEASES_AT_ONCE:

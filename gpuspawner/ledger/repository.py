@@ -39,14 +39,14 @@ _ACCOUNT = sa.select(accounts.c.balance, _HOLD_OF_ACCOUNT).where(
     accounts.c.name == sa.bindparam("account")
 )
 _OPEN = sa.insert(accounts)
-# A key that is there already is found by its own index, and not by a question before.
+# An existing key is found by its own index, without a query beforehand.
 _NEW = {
     "sqlite": sqlite.insert(transfers).on_conflict_do_nothing(),
     "postgresql": postgresql.insert(transfers).on_conflict_do_nothing(),
 }
 _INSERT_MANY = _NEW["postgresql"].returning(transfers.c.id)
-# The newest link of the chain comes with the answer, which spares one transfer a question of its
-# own. With many it would be looked up for each.
+# The newest link of the chain comes with the answer, which saves a single transfer a query. For
+# many transfers it would be looked up for each.
 _INSERT_ONE = {
     name: insert.returning(transfers.c.id, hash_chain.NEWEST_LINK[name])
     for name, insert in _NEW.items()
@@ -58,7 +58,7 @@ _WITHOUT_POSTINGS = sa.select(transfers.c.id).where(
     ~sa.exists().where(postings.c.transfer_id == transfers.c.id),
 )
 AT_ONCE = 500
-"""SQLite takes so many parameters, and not many more."""
+"""SQLite limits the number of parameters."""
 _THERE = sa.select(accounts.c.name).where(
     accounts.c.name.in_(sa.bindparam("names", expanding=True))
 )
@@ -92,7 +92,7 @@ class StatementLine:
 
 
 def open_account(connection: sa.Connection, name: str, at: datetime) -> bool:
-    """Open the account unless it is there. True when it is new."""
+    """Open an account unless it exists. Returns True if it is new."""
     if find_account(connection, name):
         return False
     connection.execute(_OPEN, {"name": name, "balance": 0, "opened_at": at})
@@ -100,20 +100,20 @@ def open_account(connection: sa.Connection, name: str, at: datetime) -> bool:
 
 
 def find_account(connection: sa.Connection, name: str) -> Account | None:
-    """Balance and holds of one account, if there is one of that name."""
+    """Return the balance and holds of an account, if it exists."""
     row = connection.execute(_ACCOUNT, {"account": name}).one_or_none()
     return Account(name=name, balance=row[0], held=int(row[1])) if row else None
 
 
 def get_account(connection: sa.Connection, name: str) -> Account:
-    """Balance and holds of one account. Raises UnknownAccount."""
+    """Return the balance and holds of an account. Raises UnknownAccount."""
     if found := find_account(connection, name):
         return found
     raise UnknownAccount(account=name)
 
 
 def all_accounts(connection: sa.Connection) -> list[Account]:
-    """Every account but the ledger's own, by name."""
+    """Return every account but the ledger's own, by name."""
     held: dict[str, int] = {}
     for lease in leases_repository.open_leases(connection):
         held[lease.account] = held.get(lease.account, 0) + lease.held
@@ -126,7 +126,7 @@ def all_accounts(connection: sa.Connection) -> list[Account]:
 
 
 def post(connection: sa.Connection, transfer: Transfer) -> bool:
-    """Write a transfer and move the balances. False when its key was posted before.
+    """Insert a transfer and move the balances. Returns False if its key was posted before.
 
     The same key with other postings raises LedgerError: it names another event.
     """
@@ -137,16 +137,17 @@ def post(connection: sa.Connection, transfer: Transfer) -> bool:
 def post_many(
     connection: sa.Connection, some: Sequence[Transfer], too_much: str = _AMOUNT_TOO_LARGE
 ) -> list[bool]:
-    """Post transfers, in their order, with as many statements as one takes; which are new.
+    """Post transfers in their order with few statements. Returns which are new.
 
-    Raises what :func:`post` does; ``too_much`` says that an account would overflow.
+    Raises what :func:`post` does; ``too_much`` is the message if an account would overflow.
     """
     if not some:
         return []
     rows = [_row(transfer) for transfer in some]
     dialect = connection.dialect.name
     if len(rows) == 1:
-        # Of a list SQLAlchemy makes another statement each time, which takes longer than this one.
+        # For a list SQLAlchemy compiles another statement each time, which takes longer than this
+        # one.
         inserted = connection.execute(_INSERT_ONE[dialect], rows[0]).all()
         written, before = {row[0] for row in inserted}, inserted[0][1] if inserted else None
     else:
@@ -155,7 +156,7 @@ def post_many(
     are_new = []
     for transfer in some:
         are_new.append(transfer.id in written)
-        written.discard(transfer.id)  # the same one again is not new
+        written.discard(transfer.id)  # a repetition is not new
     new = [transfer for transfer, is_new in zip(some, are_new, strict=True) if is_new]
     if new:
         _move(connection, new, too_much)
@@ -167,7 +168,7 @@ def post_many(
 
 
 def statement(connection: sa.Connection, name: str, limit: int = 100) -> list[StatementLine]:
-    """The newest lines of an account, newest first. Raises UnknownAccount."""
+    """Return the newest lines of an account, newest first. Raises UnknownAccount."""
     balance = get_account(connection, name).balance
     query = (
         sa.select(transfers, postings.c.amount)
@@ -195,12 +196,12 @@ def statement(connection: sa.Connection, name: str, limit: int = 100) -> list[St
 
 
 def of_key(connection: sa.Connection, key: str) -> Transfer | None:
-    """The transfer with this idempotency key, if it was posted."""
+    """Return the transfer with this idempotency key, if it was posted."""
     return next(iter(_transfers(connection, transfers.c.key == key)), None)
 
 
 def transfers_like(connection: sa.Connection, beginning: str, most: int = 2) -> list[Transfer]:
-    """The transfers whose ids begin so; nothing begins with nothing."""
+    """Return the transfers whose ids start with this text; none for an empty text."""
     if not beginning:
         return []
     like = transfers.c.id.startswith(beginning, autoescape=True)
@@ -208,7 +209,10 @@ def transfers_like(connection: sa.Connection, beginning: str, most: int = 2) -> 
 
 
 def reversed_of_lease(connection: sa.Connection, lease_id: str, account: str) -> int:
-    """Microcredits that reversals of a lease's transfers moved into (minus: out of) an account."""
+    """Return what reversals of a lease's transfers moved into (minus: out of) an account.
+
+    In microcredits.
+    """
     query = (
         sa.select(sa.func.coalesce(sa.func.sum(postings.c.amount), 0))
         .join(transfers, transfers.c.id == postings.c.transfer_id)
@@ -238,7 +242,7 @@ def _transfers(
 
 
 def all_transfers(connection: sa.Connection) -> list[Transfer]:
-    """The whole ledger, oldest first: for checks and exports."""
+    """Return the whole ledger, oldest first, for checks and exports."""
     lines: dict[str, list[Posting]] = {}
     for row in connection.execute(sa.select(postings).order_by(postings.c.id)).mappings():
         posting = Posting(row["account"], row["amount"])
@@ -255,14 +259,14 @@ def all_transfers(connection: sa.Connection) -> list[Transfer]:
 
 
 def _insert_many(connection: sa.Connection, rows: Sequence[dict[str, Any]]) -> set[str]:
-    """Insert transfers whose keys are not there; the ids of those that were written."""
+    """Insert transfers with new keys, and return the ids of those that were inserted."""
     if connection.dialect.name != "sqlite":
         return set(connection.execute(_INSERT_MANY, rows).scalars())
-    # A batch of rows of which nothing is to be returned is one call of SQLite's driver.
+    # A batch of rows without a result is one call of SQLite's driver.
     ids = [row["id"] for row in rows]
     if connection.execute(_NEW["sqlite"], rows).rowcount == len(rows):
         return set(ids)
-    written = set[str]()  # what was there before has postings
+    written = set[str]()  # existing ones have postings
     for start in range(0, len(ids), AT_ONCE):
         part = {"ids": ids[start : start + AT_ONCE]}
         written.update(connection.execute(_WITHOUT_POSTINGS, part).scalars())
@@ -295,7 +299,7 @@ def _lines(new: Iterable[Transfer], link: str) -> list[dict[str, Any]]:
 
 
 def _move(connection: sa.Connection, new: Sequence[Transfer], too_much: str) -> None:
-    """Add postings to the balances; the ledger's own accounts open by themselves."""
+    """Add postings to the balances; the ledger's own accounts open automatically."""
     sums: dict[str, int] = {}
     for transfer in new:
         for posting in transfer.postings:
@@ -313,7 +317,7 @@ def _move(connection: sa.Connection, new: Sequence[Transfer], too_much: str) -> 
 
 
 def _add(connection: sa.Connection, sums: dict[str, int], too_much: str) -> int:
-    """Add these sums to balances; how many of the accounts are there."""
+    """Add these sums to balances, and return how many of the accounts exist."""
     moves = [{"account": name, "amount": amount} for name, amount in sums.items()]
     try:
         return connection.execute(_MOVE, moves).rowcount
@@ -322,7 +326,7 @@ def _add(connection: sa.Connection, sums: dict[str, int], too_much: str) -> int:
 
 
 def _missing(connection: sa.Connection, names: list[str]) -> list[str]:
-    """Those of the accounts that are not there."""
+    """Return those of the accounts that do not exist."""
     there: set[str] = set()
     for start in range(0, len(names), AT_ONCE):
         part = {"names": names[start : start + AT_ONCE]}
@@ -331,13 +335,13 @@ def _missing(connection: sa.Connection, names: list[str]) -> list[str]:
 
 
 def _overflow(sums: Iterable[str], too_much: str) -> LedgerError:
-    """An account of these cannot hold so much: most likely not the ledger's own."""
+    """Return the error for an overflow, naming a member's or group's account if possible."""
     names = sorted(sums, key=is_system)
     return LedgerError(what=too_much.format(name=names[0]))
 
 
 def _check_known(connection: sa.Connection, transfer: Transfer) -> None:
-    """Raises LedgerError unless what was posted with the transfer's key are its postings."""
+    """Raise LedgerError unless the transfer's key was posted with the same postings."""
     known = sorted(
         (name, amount) for name, amount in connection.execute(_OF_KEY, {"key": transfer.key})
     )
@@ -356,7 +360,7 @@ _SELECTED = (
     leases.c.started_at,
 )
 _bounded = leases.c.when_dry == OVERDRAFT
-"""Whose charges have a bound, one by one."""
+"""True for leases whose charges are limited one by one."""
 _costs = sa.and_(
     OPEN_LEASE,
     leases.c.state == LeaseState.RUNNING.value,
@@ -367,15 +371,15 @@ _MODELS = sa.select(lease_places.c.lease_id, lease_places.c.model).where(OPEN_PL
 _CHARGED = sa.update(leases).where(leases.c.id == sa.bindparam("lease"))
 _CHARGE_TOO_LARGE = "an account would have more than an account can hold; refund what was charged"
 
-# A portion: leases of which a period has begun that they were not charged in. Each counts its
-# periods from its own start, so that those of many leases begin at many moments. Only what is
-# looked at depends on this, to the millisecond; what is owed is worked out exactly, as ever.
+# A portion: leases in a new period that they were not charged in yet. Periods count from each
+# lease's own start, so that charges of many leases are spread out. This only selects leases, with
+# millisecond precision; what is owed is always calculated exactly.
 _until = sa.bindparam("until", type_=leases.c.started_at.type)
 _period = sa.bindparam("period", type_=sa.BigInteger)
 _RAN: dict[str, sa.ColumnElement[Any]] = {
     "sqlite": (sa.func.julianday(_until) - sa.func.julianday(leases.c.started_at))
     * sa.literal_column("86400000")
-    + sa.literal_column("0.5"),  # a cast cuts off there
+    + sa.literal_column("0.5"),  # a cast truncates there
     "postgresql": sa.extract("epoch", _until - leases.c.started_at) * sa.literal_column("1000"),
 }
 """Milliseconds since the start."""
@@ -413,7 +417,7 @@ class DueCharge(NamedTuple):
 
 
 def charges_due(connection: sa.Connection, until: datetime) -> list[DueCharge]:
-    """What every running lease without an overdraft owes, less what it was charged."""
+    """Return what every running lease without an overdraft owes and was not charged yet."""
     models: dict[str, list[str]] = {}
     for lease_id, model in connection.execute(_MODELS):
         models.setdefault(lease_id, []).append(model)
@@ -424,8 +428,10 @@ def charges_due(connection: sa.Connection, until: datetime) -> list[DueCharge]:
 def portion_of_charges(
     connection: sa.Connection, until: datetime, every: timedelta, most: int
 ) -> tuple[list[DueCharge], list[Lease]]:
-    """The same of the leases that were not charged in their period that goes on, ``most`` of
-    them; and, whole, those with an overdraft of the accounts of which one was not."""
+    """Return the charges due of at most ``most`` leases not charged in their current period.
+
+    Also returns all leases with an overdraft of the accounts where one of those was not charged.
+    """
     period = max(1, every // timedelta(milliseconds=1))
     asked = {"until": until, "period": period}
     name = connection.dialect.name
@@ -440,8 +446,10 @@ def portion_of_charges(
 
 
 def bounded(connection: sa.Connection, accounts: Sequence[str] | None = None) -> list[Lease]:
-    """The open leases with an overdraft (of these accounts; None: of all), whose charges depend
-    on what is left; oldest first."""
+    """Return the open leases with an overdraft, oldest first: their charges depend on what is left.
+
+    Of these accounts, or of all if None.
+    """
     some = OPEN_LEASE & _bounded
     if accounts is not None:
         some &= leases.c.account.in_(accounts)
@@ -449,7 +457,7 @@ def bounded(connection: sa.Connection, accounts: Sequence[str] | None = None) ->
 
 
 def _owing(some: Iterable[tuple[Sequence[Any], Sequence[str]]], until: datetime) -> list[DueCharge]:
-    """What rows of leases, each with the models of its devices, owe."""
+    """Return what leases owe, from rows with the models of their devices."""
     found = []
     for (lease_id, user, name, account, rate, charged, started), models in some:
         amount = rules.owed(rate, started, until) - charged
@@ -460,10 +468,10 @@ def _owing(some: Iterable[tuple[Sequence[Any], Sequence[str]]], until: datetime)
 
 
 def charge_leases(connection: sa.Connection, found: Sequence[DueCharge], until: datetime) -> None:
-    """Post these charges: a transfer and two postings each, and what they make of the sums.
+    """Post these charges, a transfer with two postings each, and update the sums.
 
-    One that was posted before is taken once. Raises LedgerError when it was of another amount, or
-    an account would have more than it can hold; then the transaction is to be given up.
+    One that was posted before is skipped. Raises LedgerError if that had another amount, or if an
+    account would overflow; the caller must then roll the transaction back.
     """
     if not found:
         return
@@ -480,19 +488,19 @@ _OF = sa.select(payers.c.account).where(payers.c.user == sa.bindparam("member"))
 
 
 def get_payer(connection: sa.Connection, user: str) -> str:
-    """The account that the member keeps as the usual one; nothing when they keep none."""
+    """Return the member's usual paying account; empty if they chose none."""
     return connection.execute(_OF, {"member": user}).scalar_one_or_none() or ""
 
 
 def all_payers(connection: sa.Connection) -> dict[str, str]:
-    """The usual account of everybody who keeps one."""
+    """Return the usual paying accounts of all members who chose one."""
     return {
         row[0]: row[1] for row in connection.execute(sa.select(payers.c.user, payers.c.account))
     }
 
 
 def put_payer(connection: sa.Connection, user: str, account: str, at: datetime) -> None:
-    """Keep an account as the usual one; nothing: none any more."""
+    """Set the usual paying account; an empty one removes it."""
     connection.execute(sa.delete(payers).where(payers.c.user == user))
     if account:
         connection.execute(sa.insert(payers).values(user=user, account=account, at=at))
@@ -503,17 +511,17 @@ _COLUMNS = (
     *(rates.c.zone, rates.c.since, rates.c.id, rates.c.set_at, rates.c.actor, rates.c.reason),
 )
 HOLDS = rates.c.removed_at.is_(None)
-"""True of the rates that were not removed."""
+"""Selects the rates that were not removed."""
 _RATES_IN_FORCE = sa.select(*_COLUMNS).where(HOLDS).order_by(rates.c.id)
 
 
 def load_rates(connection: sa.Connection) -> list[Rate]:
-    """The rates that hold or will, in the order in which they were set."""
+    """Return the rates that apply now or later, in the order in which they were set."""
     return [_rate(row) for row in connection.execute(_RATES_IN_FORCE)]
 
 
 def insert_rate(connection: sa.Connection, rate: Rate, zone: str) -> Rate:
-    """Write a new rate; the one that comes back has its id. ``zone`` is the admin's."""
+    """Insert a rate and return it with its id. ``zone`` is the admin's."""
     row = {
         "amount": rate.amount,
         "model": rate.model,
@@ -531,7 +539,7 @@ def insert_rate(connection: sa.Connection, rate: Rate, zone: str) -> Rate:
 
 
 def remove_rate(connection: sa.Connection, rate_id: int, at: datetime) -> None:
-    """Have a rate hold no more."""
+    """Mark a rate as removed."""
     changed = sa.update(rates).where(rates.c.id == rate_id).values(removed_at=at)
     connection.execute(changed)
 

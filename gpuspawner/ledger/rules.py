@@ -1,12 +1,12 @@
 """The ledger's rules: charges, holds, settlements, and who may pay for whom. Pure.
 
-The one law is that a charge does not depend on when the tick runs. What a lease owes is
-a function of its rate and its time alone; a tick charges what is owed less what was
-charged so far. Ticks can be late, doubled or lost: after the settlement the sum is the
-same. Amounts are whole microcredits, rates are microcredits per hour.
+A charge does not depend on when the tick runs. What a lease owes is a function of its rate and its
+time alone; a tick charges what is owed less what was charged so far. Ticks can be late, doubled or
+lost: after the settlement the sum is the same. Amounts are whole microcredits, rates are
+microcredits per hour.
 
-A builder's idempotency key follows from what it settles, so that of two ticks (or two
-releases) that saw the same lease, the store takes one.
+A transfer's idempotency key follows from what it settles, so that of two ticks (or two releases)
+that saw the same lease, the store accepts one.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _IDS = uuid.UUID("6d1f9c0e-5b0a-4c58-9f5e-1a7d3f0c2b44")
 
 
 def owed(rate: int, started_at: datetime | None, until: datetime) -> int:
-    """Microcredits owed for the time from ``started_at`` to ``until``, rounded down.
+    """Return the microcredits owed from ``started_at`` to ``until``, rounded down.
 
-    Nothing when the server never started or ``until`` is not after the start.
+    Zero if the server never started or ``until`` is not after the start.
     """
     if started_at is None or until <= started_at:
         return 0
@@ -57,7 +57,7 @@ def owed(rate: int, started_at: datetime | None, until: datetime) -> int:
 
 
 def charge_due(lease: Lease, until: datetime) -> int:
-    """What a tick at ``until`` has to charge: owed less charged so far, never negative.
+    """Return what a tick at ``until`` must charge: owed less charged so far, never negative.
 
     An ended lease is settled, and nothing is due on it.
     """
@@ -67,7 +67,7 @@ def charge_due(lease: Lease, until: datetime) -> int:
 
 
 def settlement(lease: Lease, ended_at: datetime, failed: bool) -> int:
-    """What is left to charge at the proven end; negative is a refund.
+    """Return what is left to charge at the proven end; negative is a refund.
 
     A failed start costs nothing: all that was charged comes back.
     """
@@ -79,10 +79,10 @@ def settlement(lease: Lease, ended_at: datetime, failed: bool) -> int:
 
 
 def hold_for(rate: int, lead: timedelta) -> int:
-    """Microcredits to set aside so that ``lead`` of time at ``rate`` is covered, rounded up.
+    """Return the microcredits to set aside so that ``lead`` of time is covered, rounded up.
 
-    Whatever the lead, a rate above zero holds at least one microcredit: an empty account
-    never gets a GPU that costs something.
+    Whatever the lead, a rate above zero holds at least one microcredit: an empty account never gets
+    a GPU that costs something.
     """
     if rate <= 0:
         return 0
@@ -91,12 +91,12 @@ def hold_for(rate: int, lead: timedelta) -> int:
 
 
 def can_afford(available: int, hold: int) -> bool:
-    """Whether the hold can be set aside. What holds nothing is open to everybody."""
+    """Return True if the hold can be set aside. A hold of zero always can."""
     return hold <= 0 or available >= hold
 
 
 def owing(leases: Iterable[Lease], account: Account, until: datetime) -> Account:
-    """The account less all that these of its leases owe up to then, as if they were charged."""
+    """Return the account as if all that these leases owe until then were already charged."""
     due = freed = 0
     for lease in leases:
         mine = charge_due(lease, until)
@@ -105,11 +105,11 @@ def owing(leases: Iterable[Lease], account: Account, until: datetime) -> Account
     return replace(account, balance=account.balance - due, held=account.held - freed)
 
 
-# How long it lasts.
+# How long credits last.
 
 
 def time_left(available: int, rate: int) -> timedelta | None:
-    """How long ``available`` microcredits last at ``rate``; None when they never run out."""
+    """Return how long ``available`` microcredits last at ``rate``; None if for ever."""
     if rate <= 0:
         return None
     micros = max(0, available) * HOUR // rate
@@ -120,12 +120,12 @@ def time_left(available: int, rate: int) -> timedelta | None:
 
 
 def runs_dry_at(available: int, rate: int, now: datetime) -> datetime | None:
-    """When ``available`` microcredits are used up at ``rate``; None when they never are."""
+    """Return when ``available`` microcredits are used up at ``rate``; None if never."""
     return after(now, time_left(available, rate))
 
 
 def after(now: datetime, left: timedelta | None) -> datetime | None:
-    """The moment in so long; None when that is never, or past the year 9999."""
+    """Return ``now`` plus ``left``; None if that is never, or past the year 9999."""
     try:
         return None if left is None else now + left
     except OverflowError:
@@ -133,7 +133,7 @@ def after(now: datetime, left: timedelta | None) -> datetime | None:
 
 
 def format_time_left(left: timedelta) -> str:
-    """``3 h 20 min``, ``5 min``, ``2 d 4 h`` or ``less than a minute``; rounded down."""
+    """Format as ``3 h 20 min``, ``5 min``, ``2 d 4 h`` or ``less than a minute``; rounded down."""
     minutes = left // timedelta(minutes=1)
     if minutes < 1:
         return "less than a minute"
@@ -151,7 +151,7 @@ def format_time_left(left: timedelta) -> str:
 def grant(
     account: str, amount: int, *, key: str, at: datetime, actor: str, reason: str
 ) -> Transfer:
-    """Credits from the system to an account. ``amount`` is above zero."""
+    """Grant credits from the system to an account. ``amount`` is above zero."""
     _check_receiver(account)
     if amount <= 0:
         raise LedgerError(
@@ -162,14 +162,14 @@ def grant(
 
 
 def opening_key(account: str) -> str:
-    """The key of an account's opening grant: an account opens once."""
+    """Return the key of an account's opening grant: an account opens once."""
     return f"opening:{account}"
 
 
 def opening_grant(
     account: str, amount: int, *, at: datetime, actor: str, key: str = ""
 ) -> Transfer | None:
-    """The grant that opens an account; None when new accounts get nothing."""
+    """Return the grant that opens an account; None if new accounts get nothing."""
     if amount == 0:
         return None
     key = key or opening_key(account)
@@ -179,15 +179,15 @@ def opening_grant(
 def adjustment(
     account: str, amount: int, *, key: str, at: datetime, actor: str, reason: str
 ) -> Transfer:
-    """An admin's correction of a balance: up when ``amount`` is above zero, else down."""
+    """Correct a balance for an admin: up if ``amount`` is above zero, else down."""
     _check_receiver(account)
     return _move(SYSTEM_GRANTS, account, amount, TransferKind.ADJUSTMENT, key, at, actor, reason)
 
 
 def charge(lease: Lease, amount: int, until: datetime) -> Transfer | None:
-    """The charge of a tick at ``until``; None when ``amount`` is zero.
+    """Return the charge of a tick at ``until``; None if ``amount`` is zero.
 
-    The key holds what was charged before, so two ticks that saw the same lease are one.
+    The key contains what was charged before, so that two ticks that saw the same lease are one.
     """
     if amount == 0:
         return None
@@ -203,8 +203,9 @@ def charge(lease: Lease, amount: int, until: datetime) -> Transfer | None:
 def charge_transfer(
     lease_id: str, account: str, charged: int, amount: int, until: datetime, reason: str
 ) -> Transfer:
-    """A charge for a lease, from the few columns that it needs. ``charged`` is what the lease was
-    charged before this, in microcredits: it makes the key.
+    """Return a charge for a lease, from the few columns that it needs.
+
+    ``charged`` is what the lease was charged before, in microcredits: it makes the key.
     """
     key = charge_key(lease_id, charged)
     kind = TransferKind.CHARGE
@@ -214,17 +215,17 @@ def charge_transfer(
 
 
 def charge_key(lease_id: str, charged: int) -> str:
-    """The key of the charge that comes after ``charged`` microcredits."""
+    """Return the key of the charge that comes after ``charged`` microcredits."""
     return f"charge:{lease_id}:{charged}"
 
 
 def charge_reason(models: Sequence[str], server: ServerRef) -> str:
-    """What a charge is for, in words for the statement."""
+    """Return what a charge is for, in words for the statement."""
     return f"{_what(models)} of {server}"
 
 
 def settle(lease: Lease, amount: int, ended_at: datetime) -> Transfer | None:
-    """The last charge of a lease, or a refund when ``amount`` is negative; None when zero."""
+    """Return the last charge of a lease, or a refund if ``amount`` is negative; None if zero."""
     if amount == 0:
         return None
     key = f"settle:{lease.id}"
@@ -241,23 +242,23 @@ def settle(lease: Lease, amount: int, ended_at: datetime) -> Transfer | None:
 def refund(
     lease: Lease, amount: int, *, key: str, at: datetime, actor: str, reason: str
 ) -> Transfer:
-    """So many microcredits of what a lease was charged come back, for an admin's reason."""
+    """Refund microcredits of what a lease was charged, for an admin's reason."""
     kind = TransferKind.REFUND
     return _move(SYSTEM_USAGE, lease.account, amount, kind, key, at, actor, reason, lease.id)
 
 
 def refund_key(lease_id: str, key: str) -> str:
-    """The key of a refund: what tells two refunds of one lease apart."""
+    """Return the key of a refund, which distinguishes the refunds of one lease."""
     return f"refund:{lease_id}:{key}"
 
 
 def reversal_key(transfer: str) -> str:
-    """The key of the reversal of the transfer with this id: it is undone once."""
+    """Return the key of the reversal of the transfer with this id: it is undone once."""
     return f"reversal:{transfer}"
 
 
 def reversal(transfer: Transfer, *, key: str, at: datetime, actor: str, reason: str) -> Transfer:
-    """The opposite of ``transfer``: together they move nothing."""
+    """Return the opposite of ``transfer``: together they move nothing."""
     return Transfer(
         id=transfer_id(key),
         key=key,
@@ -271,7 +272,7 @@ def reversal(transfer: Transfer, *, key: str, at: datetime, actor: str, reason: 
 
 
 def transfer_id(key: str) -> str:
-    """The id of the transfer with this key: the same key always gives the same id."""
+    """Return the id of the transfer with this key: the same key always gives the same id."""
     return uuid.uuid5(_IDS, key).hex
 
 
@@ -298,7 +299,7 @@ def _move(
     reason: str,
     lease_id: str | None = None,
 ) -> Transfer:
-    """A transfer of ``amount`` microcredits from ``source`` to ``target``."""
+    """Return a transfer of ``amount`` microcredits from ``source`` to ``target``."""
     return Transfer(
         id=transfer_id(key),
         key=key,
@@ -312,16 +313,16 @@ def _move(
 
 
 LONGEST = 300
-"""Characters of an account's name that somebody may send."""
+"""Maximum characters of an account's name in a request."""
 
 
 def accounts_of(user: str, groups: Collection[str]) -> tuple[str, ...]:
-    """The accounts that a member may draw on, their own first; not all of them need be open."""
+    """Return the accounts that a member may draw on, their own first; some may not be open."""
     return (member_account(user), *(group_account(group) for group in sorted(groups)))
 
 
 def check_payer(asked: str, user: str, groups: Collection[str]) -> str:
-    """The account that is to pay, if the member may draw on it. Raises NotAllowed."""
+    """Return the account that is to pay, if the member may draw on it. Raises NotAllowed."""
     mine = accounts_of(user, groups)
     if asked in mine:
         return asked
@@ -334,7 +335,7 @@ def check_payer(asked: str, user: str, groups: Collection[str]) -> str:
 
 
 def parse_account(value: object) -> str:
-    """The account that somebody named in a form. Raises InvalidRequest."""
+    """Parse the account named in a form. Raises InvalidRequest."""
     text = value.strip() if isinstance(value, str) and len(value) <= LONGEST else ""
     kind, _, name = text.partition(":")
     if kind not in ("member", "group") or not name.strip() or not text.isprintable():

@@ -1,7 +1,7 @@
-"""Credits that are granted, taken back, refunded and reversed, and who pays for a server.
+"""Grants, refunds and reversals of credits, and who pays for a server.
 
-Nothing in the ledger is ever changed: a correction is one transfer more, with its reason. What an
-admin does is in the audit trail too, in the same transaction.
+Nothing in the ledger is ever changed: a correction is another transfer, with its reason. What an
+admin does is also in the audit log, in the same transaction.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from ..core.errors import ConfigError, InvalidRequest, NotAllowed, UnknownAccount
+from ..core.text import checked_reason
 from ..core.units import format_credits, parse_credits
-from ..db import hash_chain
+from ..db import audit_log, hash_chain
 from ..db.engine import Store
-from ..devices import closures
-from ..devices.service import checked_reason
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState
-from . import charges, credit_repository, lot_settlement, repository, rules, totals
+from . import charges, credit_repository, repository, rules, totals
 from .lots import Lot
 from .models import Account, Transfer, TransferKind, check_account, group_account, member_account
 from .repository import StatementLine
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from .settings import GPUCredits
 
 REFUNDED = "refunded"
-"""The outcome of a lease whose charges an admin gave back."""
+"""The outcome of a lease whose charges an admin refunded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +39,13 @@ class Payers:
     """The accounts that a member may draw on."""
 
     accounts: tuple[Account, ...]
-    """Those that are open, the member's own first."""
+    """The open ones, the member's own first."""
     usual: str
-    """The name of the one that pays when the member does not say it."""
+    """The name of the one that pays if the member does not choose."""
 
 
 class LedgerService:
-    """Accounts and their credits: opened, given, charged, refunded, reversed, and who pays."""
+    """Accounts and their credits: opened, granted, charged, refunded, reversed, and who pays."""
 
     def __init__(self, store: Store, clock: Callable[[], datetime], settings: GPUCredits) -> None:
         self.store = store
@@ -56,39 +55,39 @@ class LedgerService:
     # Accounts.
 
     def account(self, name: str) -> Account:
-        """Balance and holds of an account. Raises UnknownAccount."""
+        """Return the balance and holds of an account. Raises UnknownAccount."""
         return self.store.run(lambda connection: repository.get_account(connection, name))
 
     def member(self, user: str) -> Account:
-        """The account of a member; one with nothing in it when it is not open yet."""
+        """Return the account of a member; an empty one if it is not open yet."""
         try:
             return self.account(member_account(user))
         except UnknownAccount:
             return Account(name=member_account(user))
 
     def accounts(self) -> list[Account]:
-        """Every member's and group's account, by name."""
+        """Return every member's and group's account, by name."""
         return self.store.run(repository.all_accounts)
 
     def statement(self, account: str, limit: int = 100) -> list[StatementLine]:
-        """The newest lines of an account, newest first. Raises UnknownAccount."""
+        """Return the newest lines of an account, newest first. Raises UnknownAccount."""
         return self.store.run(lambda connection: repository.statement(connection, account, limit))
 
     def open_account(self, user: str) -> Account:
-        """Open a member's account with the opening grant, unless it is there."""
+        """Open a member's account with the opening grant, unless it exists."""
         name = member_account(user)
         with self.store.write() as connection:
             return self.open_in(connection, name, self.clock())
 
     def open_in(self, connection: sa.Connection, name: str, now: datetime) -> Account:
-        """The account, opened with the opening grant if it is a member's and not there yet."""
-        lot_settlement.end_due_lots(connection, name, now)
+        """Return the account; a member's is opened with the opening grant if it does not exist."""
+        charges.end_due_lots(connection, name, now)
         if found := repository.find_account(connection, name):
             return found
         repository.open_account(connection, name, now)
         if name.startswith("member:"):
             amount, key = self.opening_amount(), rules.opening_key(name)
-            # Somebody who had this name and was renamed has that key.
+            # A former owner of this name, who was renamed, has that key.
             if repository.of_key(connection, key):
                 key += f":{secrets.token_hex(4)}"
             opening = rules.opening_grant(name, amount, at=now, actor="gpuspawner", key=key)
@@ -97,13 +96,13 @@ class LedgerService:
         return repository.get_account(connection, name)
 
     def opening_amount(self) -> int:
-        """Microcredits that a new member gets. Raises ConfigError."""
+        """Return the microcredits that a new member gets. Raises ConfigError."""
         try:
             return parse_credits(self.settings.opening_grant)
         except ValueError as error:
             raise ConfigError(what=f"c.GPUCredits.opening_grant: {error}") from None
 
-    # What an admin does.
+    # Actions of admins.
 
     def grant(
         self,
@@ -115,11 +114,10 @@ class LedgerService:
         key: str = "",
         until: datetime | None = None,
     ) -> bool:
-        """Give microcredits to an account, or take some with an amount below zero.
+        """Grant microcredits to an account, or take some with a negative amount.
 
-        ``until`` is when they end: what is left then is taken back. False when ``key`` was used
-        for it before. Raises UnknownAccount, LedgerError, or InvalidRequest for an end that
-        cannot be.
+        ``until`` is when they expire: what is left then is taken back. Returns False if ``key`` was
+        already used. Raises UnknownAccount, LedgerError, or InvalidRequest for an invalid end.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -140,7 +138,7 @@ class LedgerService:
         return done
 
     def open_group_account(self, group: str, *, actor: str) -> bool:
-        """Open a group's account, which is empty. False when it is there."""
+        """Open a group's account, which is empty. Returns False if it exists."""
         name, now = group_account(group), self.clock()
         with self.store.write() as connection:
             opened = repository.open_account(connection, name, now)
@@ -151,12 +149,12 @@ class LedgerService:
     def refund(
         self, lease_id: str, amount: int | None = None, *, actor: str, reason: str, key: str = ""
     ) -> Lease:
-        """Give back so many microcredits of what a lease was charged, or all that is left of it:
-        its device was sick, say.
+        """Refund microcredits of what a lease was charged, or all that is left of it.
 
-        Never more than was charged, whatever came back before. The same ``key`` is done once.
-        Raises UnknownLease, InvalidRequest for a lease that goes on, that nothing was charged
-        for, or of which less is left, and LedgerError for a key that was used for another amount.
+        For example because its device was sick. Never more than was charged, including earlier
+        refunds. The same ``key`` refunds once. Raises UnknownLease, InvalidRequest for an open
+        lease, one that was not charged or has less left, and LedgerError for a key that was used
+        for another amount.
         """
         reason, now = checked_reason(reason, needed=True), self.clock()
         with self.store.write() as connection:
@@ -170,15 +168,14 @@ class LedgerService:
             return leases_repository.get(connection, lease.id)
 
     def transfer(self, transfer_id: str) -> Transfer:
-        """One transfer of the ledger; of an id its first letters are enough when no other has
-        them. Raises InvalidRequest."""
+        """Return a transfer by its id or the unique first letters of it. Raises InvalidRequest."""
         return self.store.run(lambda connection: _transfer(connection, transfer_id))
 
     def reverse(self, transfer_id: str, *, actor: str, reason: str) -> Transfer:
-        """Undo a transfer by its opposite; the reversal is returned.
+        """Undo a transfer by its opposite, and return the reversal.
 
-        Once a transfer: a reversal can be reversed itself. Raises InvalidRequest for a transfer
-        that is not there or was reversed before.
+        Once per transfer; a reversal can be reversed itself. Raises InvalidRequest for a transfer
+        that does not exist or was reversed before.
         """
         reason, now = checked_reason(reason, needed=True), self.clock()
         with self.store.write() as connection:
@@ -195,7 +192,7 @@ class LedgerService:
             repository.post(connection, opposite)
             if lot := credit_repository.lots_of_transfer(connection, transfer.id):
                 credit_repository.update_lot(connection, lot.id, cancelled_at=now)
-                lot_settlement.settle_lots(connection, lot.account, now)
+                charges.settle_lots(connection, lot.account, now)
             moved = ", ".join(
                 f"{_signed(posting.amount)} to {posting.account}"
                 for posting in opposite.postings
@@ -205,42 +202,44 @@ class LedgerService:
             note(connection, actor, "reverse", subject, f"{moved}: {reason}", now)
         return opposite
 
-    # Credits that end.
+    # Expiring credits.
 
     def lots_of(self, account: str) -> list[tuple[Lot, int]]:
-        """The lots of an account that have not ended, the one that is spent first being first,
-        and the microcredits that are left of each. Raises UnknownAccount."""
+        """Return an account's lots that have not ended, first to be spent first, and what is left.
+
+        In microcredits. Raises UnknownAccount.
+        """
         now = self.clock()
         with self.store.read() as connection:
             repository.get_account(connection, account)
-            return lot_settlement.lots_left(connection, account, now)
+            return charges.lots_left(connection, account, now)
 
     def ending_of(self, accounts: Collection[str]) -> dict[str, tuple[tuple[datetime, int], ...]]:
-        """When credits of these accounts end, and how many microcredits are left of them; of
-        accounts that have none of these, nothing."""
+        """Return when credits of these accounts expire, and how many microcredits are left.
+
+        Accounts without such credits are left out.
+        """
         now = self.clock()
         with self.store.read() as connection:
-            found = {
-                name: lot_settlement.ending_credits(connection, name, now) for name in accounts
-            }
+            found = {name: charges.ending_credits(connection, name, now) for name in accounts}
         return {name: ending for name, ending in found.items() if ending}
 
     def end_lots(self) -> int:
-        """Take back what is left of credits that have ended; how many accounts had some.
+        """Take back what is left of expired credits, and return how many accounts had some.
 
-        It may come late, or twice: what is left follows from times that are in the store.
+        It may run late, or twice: what is left follows from times in the store.
         """
         now = self.clock()
         names = self.store.run(lambda connection: credit_repository.lots_due(connection, now))
         for name in names:
             with self.store.write() as connection:
-                lot_settlement.settle_lots(connection, name, now)
+                charges.settle_lots(connection, name, now)
         return len(names)
 
     # Charges.
 
     def charge_all(self) -> int:
-        """Charge every running lease up to now. The number of leases charged.
+        """Charge every running lease up to now, and return how many were charged.
 
         Late, doubled or killed runs change no sum: see :mod:`gpuspawner.ledger.rules`.
         """
@@ -253,9 +252,10 @@ class LedgerService:
             return charges.charge_due_leases(connection, *found, now)
 
     def charge_portion(self, every: timedelta, most: int = 200) -> int:
-        """Charge running leases up to now that were not charged yet in the period of ``every``
-        that goes on, counted from the start of each. How many; ``most`` of them in one
-        transaction, so that nobody waits long for it: at so many there may be more.
+        """Charge running leases up to now that were not charged in their current period.
+
+        Periods of ``every`` count from each lease's start. Returns how many were charged, at most
+        ``most`` in one transaction, so that nobody waits long for it; then there may be more.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -265,7 +265,7 @@ class LedgerService:
     # Who pays.
 
     def payers(self, user: str, groups: Collection[str]) -> Payers:
-        """Whom a member of these groups may let pay, and who does so usually."""
+        """Return the accounts that may pay for a member of these groups, and the usual one."""
         with self.store.read() as connection:
             found = [
                 repository.find_account(connection, name) for name in accounts_of(user, groups)
@@ -279,11 +279,11 @@ class LedgerService:
     def keep_payer(
         self, user: str, account: str, *, actor: str, groups: Collection[str] | None = None
     ) -> None:
-        """Let this account pay for the member from now on, unless they say another one.
+        """Let this account pay for the member from now on, unless they choose another one.
 
-        An account of a group pays only as long as the member is in that group; their own is
-        the default of whoever kept none. ``groups``: those of the member, None when nobody
-        can say (then it is asked at each start). Raises NotAllowed or UnknownAccount.
+        An account of a group pays only while the member is in that group; the default is the
+        member's own. ``groups``: those of the member, None if unknown (then checked at each start).
+        Raises NotAllowed or UnknownAccount.
         """
         now = self.clock()
         if groups is not None:
@@ -301,7 +301,7 @@ class LedgerService:
                 return
             repository.put_payer(connection, user, "" if own else account, now)
             if actor != user:
-                closures.note(
+                audit_log.note(
                     connection,
                     at=now,
                     actor=actor,
@@ -311,7 +311,7 @@ class LedgerService:
                 )
 
     def payer(self, user: str, groups: Collection[str], asked: str, *, free: bool) -> str:
-        """The account that pays for a server. Raises NotAllowed for one that may not.
+        """Return the account that pays for a server. Raises NotAllowed for one that may not.
 
         ``free``: the server costs nothing, and needs no budget of a group.
         """
@@ -342,7 +342,7 @@ def refund_lease(
     actor: str,
     reason: str,
 ) -> None:
-    """Give back so much of what a lease was charged, which has ended, once for the key."""
+    """Refund an amount of what an ended lease was charged, once per key."""
     transfer = rules.refund(lease, amount, key=key, at=now, actor=actor, reason=reason)
     if not repository.post(connection, transfer):
         return
@@ -369,7 +369,7 @@ def give(
     since: datetime | None = None,
     until: datetime | None = None,
 ) -> bool:
-    """Post a grant, with its lot when it ends. ``since``: from when a lot counts."""
+    """Post a grant, with its lot if it expires. ``since``: from when a lot counts."""
     make: Callable[..., Transfer] = rules.grant if amount > 0 else rules.adjustment
     transfer = make(account, amount, key=key, at=now, actor=actor, reason=reason)
     since = since or now
@@ -380,27 +380,27 @@ def give(
     if until is not None:
         lot = Lot(id=transfer.id, account=account, amount=amount, starts_at=since, ends_at=until)
         credit_repository.insert_lot(connection, lot)
-        # It may have been spent already, before others that were thought to be.
+        # It may already be spent, before lots that were thought to be spent first.
         if until <= now or credit_repository.lots_closed_since(connection, account, since):
-            lot_settlement.settle_lots(connection, account, now)
+            charges.settle_lots(connection, account, now)
     return True
 
 
 def note(
     connection: sa.Connection, actor: str, action: str, subject: str, detail: str, now: datetime
 ) -> None:
-    """Write a line of the audit trail."""
-    closures.note(connection, at=now, actor=actor, action=action, subject=subject, detail=detail)
+    """Write an entry of the audit log."""
+    audit_log.note(connection, at=now, actor=actor, action=action, subject=subject, detail=detail)
 
 
 def refundable(connection: sa.Connection, lease: Lease) -> int:
-    """Microcredits that are left of what a lease was charged."""
+    """Return the microcredits left of what a lease was charged."""
     reversed_ = repository.reversed_of_lease(connection, lease.id, lease.account)
     return max(0, min(lease.charged, lease.charged - reversed_))
 
 
 def _refundable(connection: sa.Connection, lease: Lease, amount: int | None) -> int:
-    """What is given back of what a lease was charged; None asks for all that is left of it.
+    """Return what can be refunded of what a lease was charged; None asks for all of it.
 
     Raises InvalidRequest.
     """
@@ -425,7 +425,7 @@ def _refundable(connection: sa.Connection, lease: Lease, amount: int | None) -> 
 
 
 def _must_be_refundable(lease: Lease) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest if the lease cannot be refunded."""
     if lease.outcome == REFUNDED:
         raise InvalidRequest(
             f"Lease {lease.id} was refunded already. Nothing was changed.", field="lease"
@@ -444,7 +444,7 @@ def _must_be_refundable(lease: Lease) -> None:
 
 
 def _must_be_reversible(connection: sa.Connection, transfer: Transfer) -> None:
-    """Raises InvalidRequest for what came back already."""
+    """Raise InvalidRequest for a charge that was already refunded."""
     if transfer.lease_id is None or transfer.kind is not TransferKind.CHARGE:
         return
     lease = leases_repository.get(connection, transfer.lease_id, lock=True)
@@ -464,7 +464,7 @@ def _must_be_reversible(connection: sa.Connection, transfer: Transfer) -> None:
 
 
 def _must_end_later(amount: int, since: datetime, until: datetime) -> None:
-    """Raises InvalidRequest for an end that credits cannot have."""
+    """Raise InvalidRequest for an invalid end of credits."""
     if amount <= 0:
         raise InvalidRequest("What is taken back has no end: leave the end out.", field="until")
     if until <= since:
@@ -495,6 +495,6 @@ def _signed(amount: int) -> str:
 
 
 def usual_payer(connection: sa.Connection, user: str, groups: Collection[str]) -> str:
-    """The account that pays for a member of these groups who does not say which."""
+    """Return the account that pays for a member of these groups who does not choose."""
     kept = repository.get_payer(connection, user)
     return kept if kept in accounts_of(user, groups) else member_account(user)

@@ -1,4 +1,4 @@
-"""What an admin can set of credits, as ``c.GPUCredits.NAME``."""
+"""The configuration of credits, ``c.GPUCredits.NAME``."""
 
 from __future__ import annotations
 
@@ -144,11 +144,13 @@ class GPUCredits(LoggingConfigurable):
         return CreditPolicies.from_config(self.when_exhausted)
 
     def policy_for(self, account: str, groups: Collection[str]) -> CreditPolicy:
-        """Return what holds for a new server of a member of these groups, if this account pays."""
+        """Return the policy for a new server of a member of these groups, if this account pays."""
         return self.policies.of(account, groups)
 
     def lead(self, seconds: int | None) -> timedelta:
-        """Return how much time an account must be able to pay for when a session of so many
-        seconds starts; None is one without an end."""
+        """Return how much time an account must be able to pay for when a session starts.
+
+        ``seconds`` is the session's length; None means one without an end.
+        """
         whole = self.hold_session and seconds is not None
         return timedelta(seconds=seconds or 0) if whole else timedelta(minutes=self.hold_minutes)

@@ -1,7 +1,7 @@
-"""What came and went on an account, page by page, however long it is.
+"""Statements of an account, page by page, however long they are.
 
-A page begins at a posting and goes back in time; the next one begins where it ended. So a page
-costs the same at the beginning and at the end, and what is posted meanwhile moves nothing.
+A page starts at a posting and goes back in time; the next one starts where it ended. So every page
+costs the same, and new postings do not shift pages.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ USE = (TransferKind.CHARGE.value, TransferKind.REFUND.value)
 """The kinds of lines that a lease makes, one a minute."""
 
 MOST_READ = 5000
-"""Postings that are put together to one page for people, at the most."""
+"""How many postings are combined into one page for people, at most."""
 
 AT_FIRST = 200
-"""Of these, those that are read before it is known how many are needed."""
+"""How many of these are read before it is known how many are needed."""
 
 _JOINED = postings.join(transfers, transfers.c.id == postings.c.transfer_id)
 _account = postings.c.account == sa.bindparam("account")
@@ -77,7 +77,7 @@ _SUMS_OF_LEASE = (
 )
 
 NEWEST = 2**62
-"""A posting that is after all others."""
+"""A posting id that is larger than all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ class StatementEntry:
     """One line of a statement; for people, all charges of a lease between two other events."""
 
     id: int
-    """Of its posting, the oldest one of those put together."""
+    """The id of its posting, the oldest one of those combined."""
     transfer: str
-    """The newest one of those put together."""
+    """The newest transfer of those combined."""
     at: datetime
     kind: str
     reason: str
@@ -98,7 +98,7 @@ class StatementEntry:
     """The balance after it."""
     lease_id: str | None
     count: int = 1
-    """How many lines it stands for."""
+    """How many lines are combined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +107,17 @@ class EntryPage:
 
     entries: tuple[StatementEntry, ...]
     older: int | None
-    """What the next page comes before; None on the last one."""
+    """The start of the next page; None on the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Some of what a lease paid, oldest first, and the sum of all."""
+    """Some of what a lease paid, oldest first, and the total."""
 
     entries: tuple[StatementEntry, ...]
-    """``balance`` is what the lease cost up to and with this one."""
+    """``balance`` is the cost of the lease up to and including this one."""
     newer: int | None
-    """What the next page comes after; None on the last one."""
+    """The start of the next page; None on the last one."""
     count: int
     total: int
     """Microcredits that the lease cost: its charges less its refunds."""
@@ -126,7 +126,7 @@ class Items:
 def page(
     connection: sa.Connection, account: str, before: int | None = None, limit: int = 50
 ) -> EntryPage:
-    """Each line of an account by itself. Raises UnknownAccount."""
+    """Return the lines of an account one by one. Raises UnknownAccount."""
     balance = _balance_before(connection, account, before)
     values = {"account": account, "before": before or NEWEST, "most": limit + 1}
     rows = connection.execute(_PAGE, values).all()
@@ -140,10 +140,10 @@ def page(
 def folded(
     connection: sa.Connection, account: str, before: int | None = None, limit: int = 50
 ) -> EntryPage:
-    """The lines as people read them: the charges of each minute, one line a lease.
+    """Return the lines for people: the charges of a lease combined into one.
 
-    Only charges with no other event between them are put together, and every balance is the
-    one below it plus the amount, as in the statement itself. Raises UnknownAccount.
+    Only charges with no other event between them are combined, and every balance is the one below
+    it plus the amount, as in the statement itself. Raises UnknownAccount.
     """
     balance = _balance_before(connection, account, before)
     groups, cut = _together(_marks(connection, account, before or NEWEST), limit)
@@ -155,7 +155,7 @@ def folded(
         entries.append(replace(line, id=group[-1][0], amount=amount, count=len(group)))
         balance -= amount
     oldest = min((entry.id for entry in entries), default=None)
-    if oldest is not None and not cut:  # there are no more of them, or too many were read
+    if oldest is not None and not cut:  # there are no more, or too many were read
         values = {"account": account, "before": oldest, "most": 1}
         cut = connection.execute(_MARKS, values).first() is not None
     return EntryPage(tuple(entries), oldest if cut else None)
@@ -164,7 +164,7 @@ def folded(
 def items_of_account(
     connection: sa.Connection, lease_id: str, account: str, after: int = 0, limit: int = 100
 ) -> Items:
-    """What a lease paid from its account, and got back."""
+    """Return what a lease paid from its account, and got back."""
     named = {"lease": lease_id, "account": account, "after": after}
     count, total, upto = connection.execute(_SUMS_OF_LEASE, named).one()
     rows = connection.execute(_OF_LEASE, {**named, "most": limit + 1}).all()
@@ -178,7 +178,7 @@ def items_of_account(
 
 
 def every_line(connection: sa.Connection, account: str, size: int = 2000) -> Iterator[EntryPage]:
-    """The whole statement, newest first, in pages that memory can hold."""
+    """Yield the whole statement, newest first, in pages that fit into memory."""
     before: int | None = None
     while True:
         found = page(connection, account, before, size)
@@ -189,7 +189,7 @@ def every_line(connection: sa.Connection, account: str, size: int = 2000) -> Ite
 
 
 def _balance_before(connection: sa.Connection, account: str, before: int | None) -> int:
-    """The balance after the newest line of the page."""
+    """Return the balance after the newest line of the page."""
     balance = repository.get_account(connection, account).balance
     if before is None:
         return balance
@@ -203,7 +203,7 @@ def _entry(row: Sequence[Any], balance: int) -> StatementEntry:
 
 
 def _marks(connection: sa.Connection, account: str, before: int) -> Iterator[Sequence[Any]]:
-    """What lines are put together from, newest first, as long as somebody asks for more."""
+    """Yield what lines are combined from, newest first, for as long as more is needed."""
     size, left = AT_FIRST, MOST_READ
     while left:
         most = min(size, left)
@@ -216,10 +216,10 @@ def _marks(connection: sa.Connection, account: str, before: int) -> Iterator[Seq
 
 
 def _together(marks: Iterable[Sequence[Any]], limit: int) -> tuple[list[list[Sequence[Any]]], bool]:
-    """The postings of each line, newest line first, and whether there are more lines.
+    """Return the postings of each line, newest line first, and True if there are more lines.
 
-    A stretch of nothing but use is one line for each of its leases, in the order of their
-    newest charges. It is cut off in the middle when there would be more lines than ``limit``.
+    A stretch of nothing but use is one line for each of its leases, in the order of their newest
+    charges. It is cut off in the middle if there would be more lines than ``limit``.
     """
     groups: list[list[Sequence[Any]]] = []
     stretch: dict[str | None, list[Sequence[Any]]] = {}

@@ -1,13 +1,13 @@
 """Totals of leases and postings by day and month, the usage read from them, and their check.
 
-They are no part of what ends a lease, which a hub waits for: :func:`add_up` does it some time
-later, so many leases at once, and marks those that it has added up. Whoever asks reads the totals,
-and each lease that is not marked. A lease that is changed after its end is taken out again first.
+Totals are not updated when a lease ends, which a hub waits for: :func:`add_up` does it later, a
+number of leases at a time, and marks them. Readers use the totals plus each unmarked lease. A lease
+that is changed after its end is first taken out again.
 
-Postings are append-only and writers come one at a time, so a posting's number says which are new.
+Postings are append-only and writers come one at a time, so a posting's number shows if it is new.
 
-Totals are of days of UTC, and people ask for days of their own zone: so what was used between the
-two midnights is added or taken away, lease by lease.
+Totals are per day of UTC, and people ask for days of their own zone: what was used between the two
+midnights is added or subtracted, lease by lease.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from .models import SYSTEM_USAGE
 from .usage import DAY, Kind, LeaseUse, days_of, kind_of, midnight, use_of_lease
 
 LEASES_AT_ONCE = 200
-"""Leases that are added up in one transaction."""
+"""How many leases are added up in one transaction."""
 
 POSTINGS_AT_ONCE = 50_000
-"""The same of postings."""
+"""How many postings are added up in one transaction."""
 
 RECENT = timedelta(days=1)
-"""The time of which the metrics tell how long people waited."""
+"""The period for which the metrics report waits."""
 
 PER_DAY, PER_MONTH, PER_EVER = "day", "month", "ever"
-"""The spans of time that totals are kept of."""
+"""The spans of time that have totals."""
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-"""When the span "ever" begins."""
+"""The start of the span "ever"."""
 
 OUTCOME, MODEL_AND_GROUP = "outcome", "model and group"
-"""What there are totals of "ever" by. A lease of two models is in both of them here."""
+"""What the totals of "ever" are grouped by. A lease of two models counts in both of them."""
 
 _IDS = (
     sa.select(leases.c.id)
@@ -62,7 +62,7 @@ _IDS = (
     .limit(sa.bindparam("most", type_=sa.Integer))
 )
 _MARK = sa.update(leases).where(leases.c.id == sa.bindparam("lease"))
-"""The columns that it sets are named by the values."""
+"""The values name the columns that it sets."""
 _DAYS = sa.select(leases.c.days).where(leases.c.id == sa.bindparam("lease"))
 _EVER = sa.select(totals.c.name, totals.c.micros, totals.c.sessions).where(
     totals.c.by == sa.bindparam("what"), totals.c.span == PER_EVER
@@ -85,7 +85,7 @@ _OWN = (
 
 
 class Key(NamedTuple):
-    """Of which total a lease is a part."""
+    """The key of a total that a lease is part of."""
 
     by: str
     span: str
@@ -97,7 +97,7 @@ class Key(NamedTuple):
 
 
 def parts(lease: Lease) -> Iterator[tuple[Key, LeaseUse]]:
-    """All of what a lease that has ended adds to the totals."""
+    """Yield all that an ended lease adds to the totals."""
     for day, use in days_of(lease):
         for by, name in zip(Kind._fields, kind_of(lease), strict=True) if any(use) else ():
             yield Key(by, PER_DAY, day, name), use
@@ -111,9 +111,9 @@ def parts(lease: Lease) -> Iterator[tuple[Key, LeaseUse]]:
 
 
 def add_up(connection: sa.Connection, most: int = LEASES_AT_ONCE) -> int:
-    """Add up so many leases that have ended, and what moved since.
+    """Add up ended leases, and what moved since, and return the number of leases.
 
-    The number of leases; when it is ``most``, there may be more to do.
+    If it is ``most``, there may be more to do.
     """
     ids = connection.execute(_IDS, {"most": most}).scalars().all()
     found = leases_repository.where(connection, leases.c.id.in_(ids)) if ids else []
@@ -125,7 +125,7 @@ def add_up(connection: sa.Connection, most: int = LEASES_AT_ONCE) -> int:
 
 
 def _add_up_moved(connection: sa.Connection) -> bool:
-    """Add up what so many postings moved; whether those were all."""
+    """Add up what some postings moved, and return True if those were all."""
     newest = connection.execute(_NEWEST).scalar_one()
     done = True
     for name, _, came, went, last in connection.execute(_OWN).all():
@@ -141,14 +141,14 @@ def _add_up_moved(connection: sa.Connection) -> bool:
 
 
 def take_out(connection: sa.Connection, lease: Lease) -> None:
-    """Before a lease is changed that has ended: it is added up anew. ``lease`` is as it was."""
+    """Take an ended lease out of the totals before it is changed. ``lease`` is as it was."""
     if connection.execute(_DAYS, {"lease": lease.id}).scalar_one() is not None:
         _add_to_totals(connection, ((key, LeaseUse().less(use)) for key, use in parts(lease)))
         connection.execute(_MARK, {"lease": lease.id, "days": None})
 
 
 def rename(connection: sa.Connection, by: str, old: str, new: str) -> None:
-    """Add the totals of one name to those of another that it has from now on."""
+    """Add the totals of one name to those of its new name."""
     named = (totals.c.by == by) & (totals.c.name == old)
     rows = connection.execute(sa.select(totals).where(named)).mappings().all()
     if rows:
@@ -158,7 +158,7 @@ def rename(connection: sa.Connection, by: str, old: str, new: str) -> None:
 
 
 def left(connection: sa.Connection, most: int) -> int:
-    """How many leases are still to be added up; counted up to ``most``."""
+    """Return how many leases are still to be added up, counting up to ``most``."""
     return len(connection.execute(_IDS, {"most": most}).all())
 
 
@@ -178,7 +178,7 @@ def _add_to_totals(connection: sa.Connection, some: Iterable[tuple[Key, LeaseUse
 def _upsert(
     connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]], add: Iterable[str] = ()
 ) -> None:
-    """Write these rows in the place of those with the same keys; numbers may be added to them."""
+    """Insert or replace these rows by their keys; the columns in ``add`` are added instead."""
     makers = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
     statement: Any = makers[connection.dialect.name](table)
     keys = {column.name for column in table.primary_key}
@@ -187,15 +187,15 @@ def _upsert(
     connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=new), rows)
 
 
-# What the metrics tell.
+# Reading for the metrics.
 
 
 class Moved(NamedTuple):
-    """Microcredits that went from and to the ledger's own accounts, ever."""
+    """Microcredits that ever went from and to the ledger's own accounts."""
 
     granted: int = 0
     taken: int = 0
-    """Taken back by admins, or when they expired."""
+    """Taken back by admins, or expired."""
     charged: int = 0
     refunded: int = 0
     left: int = 0
@@ -203,18 +203,18 @@ class Moved(NamedTuple):
 
 
 class TotalUse(NamedTuple):
-    """Leases that ended, and the GPU-seconds of those."""
+    """The use of leases that ended."""
 
     seconds: dict[tuple[str, str], float]
-    """Of leased devices, by model and group."""
+    """GPU-seconds of leased devices, by model and group."""
     ended: dict[str, int]
-    """How many, by outcome."""
+    """How many leases, by outcome."""
     waits: list[float]
-    """Seconds that each lease of the last day had been asked for before, in order."""
+    """How many seconds each lease of the last day was waited for, in order."""
 
 
 def all_moved(connection: sa.Connection) -> Moved:
-    """What moved until now."""
+    """Return what moved until now."""
     found = Moved()
     newest = connection.execute(_NEWEST).scalar_one()
     for name, balance, came, went, last in connection.execute(_OWN).all():
@@ -229,7 +229,7 @@ def all_moved(connection: sa.Connection) -> Moved:
 
 
 def all_used(connection: sa.Connection, now: datetime) -> TotalUse:
-    """What was used until now by leases that have ended."""
+    """Return the use of ended leases until now."""
     outcomes = connection.execute(_EVER, {"what": OUTCOME})
     ended = {name: int(count) for name, _, count in outcomes if count}
     models = connection.execute(_EVER, {"what": MODEL_AND_GROUP})
@@ -252,7 +252,7 @@ def _model_and_group(name: str) -> tuple[str, str]:
 
 
 Sums = dict[str, LeaseUse]
-"""What was used, by name."""
+"""Use by name."""
 
 _start, _end = (sa.bindparam(name, type_=UTCDateTime()) for name in ("start", "end"))
 _SUMS = (
@@ -278,9 +278,9 @@ def use_between(
     now: datetime,
     name: str | None = None,
 ) -> list[Sums]:
-    """What was used between each two of the moments, by one of the names of a kind.
+    """Return what was used between each two of the times, by a field of Kind.
 
-    What is still open counts up to ``now``. ``name``: only what has this one.
+    Open leases count up to ``now``. ``name``: only what has this value.
     """
     late = [
         *leases_repository.open_leases(connection),
@@ -301,7 +301,7 @@ def use_between(
 def _whole_days(
     connection: sa.Connection, start: datetime, end: datetime, by: str, name: str | None
 ) -> Sums:
-    """What was added up of the days from ``start`` up to ``end``; by months where that is less."""
+    """Return the totals of the days from ``start`` up to ``end``, by months if that is faster."""
     first, last = _month_from(start), end.replace(day=1)
     spans = [(PER_DAY, start, end)]
     if first < last:
@@ -320,7 +320,7 @@ def _whole_days(
 def _of_name(
     connection: sa.Connection, by: str, span: str, since: datetime, until: datetime, name: str
 ) -> list[tuple[str, int, int, int]]:
-    """The same of one name: each day is looked up, and nobody else's are read."""
+    """Return the same totals of one name: each day is looked up, and other names are not read."""
     moments = []
     while since < until:
         moments.append(since)
@@ -331,7 +331,7 @@ def _of_name(
 
 
 def _since_midnight(connection: sa.Connection, moment: datetime, by: str, name: str | None) -> Sums:
-    """What was added up of a day until ``moment``; of its shorter part the leases are read."""
+    """Return the totals of a day until ``moment``; for its shorter part, leases are read."""
     day = midnight(moment)
     if moment == day:
         return {}
@@ -348,7 +348,7 @@ def _since_midnight(connection: sa.Connection, moment: datetime, by: str, name: 
 
 
 def _added_up_between(day: datetime, start: datetime, end: datetime) -> sa.ColumnElement[bool]:
-    """True of the leases in the totals that ran between two moments of a day.
+    """Return the condition for leases in the totals that ran between two times of a day.
 
     Those that lasted no longer than two days ended soon after, which their index finds.
     """
@@ -364,7 +364,7 @@ def _added_up_between(day: datetime, start: datetime, end: datetime) -> sa.Colum
 def _where(
     connection: sa.Connection, condition: sa.ColumnElement[bool], by: str, name: str | None
 ) -> list[Lease]:
-    """The leases of which it is true, of this name only."""
+    """Return the leases that satisfy the condition, of this name only."""
     if name is not None and by in leases.c:
         condition = condition & (leases.c[by] == name)
     return leases_repository.where(connection, condition)
@@ -382,14 +382,14 @@ def _add_use(sums: Sums, some: Iterable[tuple[str, LeaseUse]]) -> None:
 
 
 def _month_from(moment: datetime) -> datetime:
-    """The first moment of a month that is not before ``moment``, which is a midnight."""
+    """Return the first start of a month that is not before ``moment``, which is a midnight."""
     if moment.day == 1:
         return moment
     return (moment.replace(day=1) + 32 * DAY).replace(day=1)
 
 
 CHECKED_AT_ONCE = 500
-"""Leases that are held in memory at one time."""
+"""How many leases are held in memory at a time."""
 
 _ADDED_UP = leases.c.days.isnot(None)
 
@@ -428,7 +428,7 @@ def check_credits(connection: sa.Connection) -> Iterator[str]:
 
 
 def _months(connection: sa.Connection) -> Iterator[tuple[datetime, datetime]]:
-    """Each month of UTC in which a lease ran or of which there are totals."""
+    """Yield each month of UTC in which a lease ran or which has totals."""
     of_leases = sa.select(
         sa.func.min(sa.func.coalesce(leases.c.started_at, leases.c.ended_at)),
         sa.func.max(leases.c.ended_at),
@@ -451,7 +451,7 @@ def _months(connection: sa.Connection) -> Iterator[tuple[datetime, datetime]]:
 def _checked_parts(
     connection: sa.Connection, query: sa.Select[tuple[str]]
 ) -> Iterator[tuple[datetime, Key, LeaseUse]]:
-    """All parts of these leases, each with the end of its lease."""
+    """Yield all parts of these leases, each with the end of its lease."""
     ids = connection.execute(query.order_by(leases.c.id)).scalars().all()
     for first in range(0, len(ids), CHECKED_AT_ONCE):
         some = leases.c.id.in_(ids[first : first + CHECKED_AT_ONCE])
@@ -464,7 +464,7 @@ def _checked_parts(
 def _compared(
     connection: sa.Connection, sums: dict[Key, LeaseUse], which: sa.ColumnElement[bool]
 ) -> Iterator[str]:
-    """A sentence for the first total that is another one than the sum."""
+    """Yield a sentence for the first total that differs from the sum."""
     key = (totals.c.by, totals.c.span, totals.c.since, totals.c.name)
     query = sa.select(*key, totals.c.micros, totals.c.cost, totals.c.sessions)
     for row in connection.execute(query.where(which).order_by(*key)):

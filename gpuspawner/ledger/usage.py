@@ -1,10 +1,10 @@
-"""What leases and jobs beside servers used and cost. Pure.
+"""Use and cost of leases and batch jobs. Pure.
 
-What a lease cost up to a moment follows from its rate, up to what it was charged in the end. So
-the parts of a lease in the weeks that it went through add up to the whole, to the microcredit.
+The cost of a lease up to a moment follows from its rate, limited by what it was charged in the end.
+So the parts of a lease in several weeks add up to the whole, to the microcredit.
 
 A job's time is counted by its cluster, in whole seconds. What it owes follows from its rate and
-that time alone, so it can be asked for often, late or twice.
+that time alone, so it can be calculated often, late or twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .models import SYSTEM_USAGE, Posting, Transfer, TransferKind
 from .rules import ACTOR_ACCOUNTING, owed, transfer_id
 
 SEVERAL = "several models"
-"""The model of a lease whose devices are not all alike."""
+"""The model of a lease with devices of different models."""
 
 DAY = timedelta(days=1)
 
@@ -28,7 +28,7 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 class Kind(NamedTuple):
-    """What use is added up by."""
+    """What use is grouped by."""
 
     user: str
     group: str
@@ -39,22 +39,22 @@ class Kind(NamedTuple):
 
 
 class LeaseUse(NamedTuple):
-    """What was used."""
+    """Use and cost."""
 
     micros: int = 0
-    """Microseconds of a GPU, for each one."""
+    """Microseconds of a GPU, summed over GPUs."""
     cost: int = 0
     """Microcredits."""
     sessions: int = 0
-    """Those that began between the two moments."""
+    """Sessions that started in the period."""
 
     def plus(self, other: LeaseUse) -> LeaseUse:
-        """Both together."""
+        """Return the sum of both."""
         micros, cost, sessions = other
         return LeaseUse(self.micros + micros, self.cost + cost, self.sessions + sessions)
 
     def less(self, other: LeaseUse) -> LeaseUse:
-        """What is left of it without the other."""
+        """Return the difference."""
         micros, cost, sessions = other
         return LeaseUse(self.micros - micros, self.cost - cost, self.sessions - sessions)
 
@@ -65,14 +65,14 @@ class LeaseUse(NamedTuple):
 
 
 def kind_of(lease: Lease) -> Kind:
-    """What the lease is added up by."""
+    """Return what the lease is grouped by."""
     models = {device.model for device in lease.devices}
     model = SEVERAL if len(models) > 1 else next(iter(models), "")
     return Kind(lease.server.user, lease.group, lease.account, lease.environment, model)
 
 
 def use_of_lease(lease: Lease, start: datetime, end: datetime, now: datetime) -> LeaseUse:
-    """What a lease used from ``start`` up to ``end``; one that is open, not beyond ``now``."""
+    """Return a lease's use from ``start`` to ``end``; for an open lease, not beyond ``now``."""
     began, ended = lease.started_at, lease.ended_at or now
     if began is None or began >= end or ended < start or began < start == ended:
         return LeaseUse()
@@ -83,12 +83,12 @@ def use_of_lease(lease: Lease, start: datetime, end: datetime, now: datetime) ->
 
 
 def midnight(moment: datetime) -> datetime:
-    """When its day of UTC began."""
+    """Return the start of a moment's day in UTC."""
     return moment.astimezone(timezone.utc).replace(hour=0, minute=0, second=0, microsecond=0)
 
 
 def days_of(lease: Lease) -> Iterator[tuple[datetime, LeaseUse]]:
-    """What a lease that has ended used on each day of UTC: together, all that it used."""
+    """Yield what an ended lease used on each day of UTC, which sums up to all its use."""
     if lease.started_at is None or lease.ended_at is None:
         return
     day = midnight(lease.started_at)
@@ -98,7 +98,7 @@ def days_of(lease: Lease) -> Iterator[tuple[datetime, LeaseUse]]:
 
 
 def together(parts: Iterable[tuple[Kind, LeaseUse]]) -> dict[Kind, LeaseUse]:
-    """Use of the same kind, added up."""
+    """Sum up the use of each kind."""
     found: dict[Kind, LeaseUse] = {}
     for kind, use in parts:
         found[kind] = found[kind].plus(use) if kind in found else use
@@ -106,7 +106,7 @@ def together(parts: Iterable[tuple[Kind, LeaseUse]]) -> dict[Kind, LeaseUse]:
 
 
 def _cost_up_to(lease: Lease, moment: datetime) -> int:
-    """What it had cost at a moment; at its end, all that it was charged."""
+    """Return a lease's cost at a moment; at its end, all that it was charged."""
     cost = owed(lease.rate, lease.started_at, moment)
     if lease.ended_at is None:
         return cost
@@ -114,22 +114,22 @@ def _cost_up_to(lease: Lease, moment: datetime) -> int:
 
 
 JOB_HOUR = 3600
-"""Seconds in an hour; one that runs is charged for each."""
+"""Seconds in an hour; a running job is charged by the hour."""
 
 _AND, _OR = " and ", " or "
 _PART = re.compile(r"(?P<count>\d+)(?P<shares>/\d+ of)? (?P<model>.+)")
 
 
 def cost_of_job(rate: int, seconds: int) -> int:
-    """Microcredits for so many seconds at a rate an hour, rounded down."""
+    """Return the microcredits for a number of seconds at an hourly rate, rounded down."""
     return rate * max(0, seconds) // JOB_HOUR
 
 
 def due_for_job(rate: int, seconds: int, charged: int, *, over: bool) -> int:
-    """Microcredits to charge now; below zero they come back.
+    """Return the microcredits to charge now; negative ones come back.
 
-    A job that goes on is charged for whole hours, and never given back what it paid: the last
-    word on its time comes at its end.
+    A running job is charged for whole hours and never refunded: its final time is known only at its
+    end.
     """
     if over:
         return cost_of_job(rate, seconds) - charged
@@ -139,7 +139,7 @@ def due_for_job(rate: int, seconds: int, charged: int, *, over: bool) -> int:
 def debit_for_job(
     account: str, amount: int, *, key: str, at: datetime, reason: str
 ) -> Transfer | None:
-    """The transfer of so many microcredits from an account, or to it below zero; None of none."""
+    """Return the transfer of microcredits from an account (negative: to it); None for zero."""
     if amount == 0:
         return None
     return Transfer(
@@ -153,12 +153,14 @@ def debit_for_job(
     )
 
 
-# What it had, in words that are kept.
+# A job's devices, in words that are stored.
 
 
 def job_in_words(parts: Iterable[tuple[int, int, Sequence[str]]]) -> str:
-    """``2 NVIDIA A100 and 3/4 of a Tesla T4``, of counts, the shares that a device has (1 for a
-    whole one), and the models that it may have been."""
+    """Format a job's devices: ``2 NVIDIA A100 and 3/4 of a Tesla T4``.
+
+    From counts, the number of shares per device (1 for a whole one), and the possible models.
+    """
     return _AND.join(
         f"{count} {_OR.join(models) or 'GPU'}"
         if slots == 1
@@ -169,8 +171,10 @@ def job_in_words(parts: Iterable[tuple[int, int, Sequence[str]]]) -> str:
 
 @lru_cache(maxsize=1000)
 def counted_jobs(words: str) -> tuple[int, str]:
-    """How many devices those words tell of, a share being one as it is in a session; and of which
-    model."""
+    """Return how many devices those words name, and of which model.
+
+    A share counts as one device, as in a session.
+    """
     count, models = 0, []
     for part in words.split(_AND):
         if match := _PART.fullmatch(part):
@@ -183,8 +187,10 @@ def counted_jobs(words: str) -> tuple[int, str]:
 def use_of_job(
     devices: int, rate: int, started_at: datetime, seconds: int, start: datetime, end: datetime
 ) -> LeaseUse:
-    """What a job used from ``start`` up to ``end``, as if it had run on from its start; its one
-    session is the job itself, when it began then."""
+    """Return a job's use from ``start`` to ``end``, as if it had run without interruption.
+
+    The job itself counts as one session, if it started in that period.
+    """
     until = started_at + timedelta(seconds=seconds)
     since, to = max(started_at, start), min(until, end)
     began = int(start <= started_at < end)

@@ -6,9 +6,7 @@ import csv
 import io
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
 from functools import partial
-from typing import Any
 
 from tornado import web
 
@@ -20,31 +18,30 @@ from ..core.errors import (
     UnknownAccount,
     UnknownLease,
 )
-from ..core.scopes import READ_ACCOUNTS
+from ..core.scopes import GRANT, READ_ACCOUNTS
+from ..core.text import LONGEST_REASON
 from ..core.units import format_credits
 from ..db.search import LONGEST, Accounts
-from ..devices.service import LONGEST_REASON, checked_reason
 from ..leases.models import Lease, LeaseState
 from ..leases.views import goes_on
 from ..monitoring.models import DeviceUse
-from ..queue.views import refusals
 from ..web import base as web_base
 from ..web import view_models
-from ..web.api import APIHandler, ChangingAPI, amount, entry, funds, instant, lease
+from ..web.answers import EntryAnswer
+from ..web.api import APIHandler, ChangingAPI
 from ..web.base import ServiceHandler
-from ..web.fields import (
-    LAST,
-    MOST_LINES,
-    account_of,
-    amount_of,
-    date_of,
-    exact_amount,
-    instant_of,
-    key_of,
-    text_of,
-    whole,
+from ..web.fields import LAST, account_of, key_of, text_of, whole
+from ..web.operations import (
+    AFTER,
+    AFTER_NAME,
+    BEFORE,
+    LIMIT,
+    SEARCH,
+    operation,
 )
 from ..web.pages import FormPage, MemberPage, Page, credit, exactly, part
+from ..web.schemas import Answer
+from . import schemas
 from .correction_views import refundable
 from .models import member_account
 from .statements import StatementEntry
@@ -80,17 +77,15 @@ class StatementPage(Page):
         text = self.get_query_argument("before", "")
         before = whole(text, "before", 1, LAST) if text else None
         if name:
-            await self.read(self.broker.ledger.account, account)  # which must be there
+            await self.read(self.services.ledger.account, account)  # which must be there
         own = account == member_account(self.user)
         self.show(
             "statement.html",
-            user=self.user,
-            admin=self.admin,
             account=account,
             own=own,
             base="statement" if own and not name else f"accounts/{part(account)}/statement",
-            now=self.broker.clock(),
-            page=await self.read(view_models.account_statement, self.broker, account, before),
+            now=self.services.clock(),
+            page=await self.read(view_models.account_statement, self.services, account, before),
             first=before is None,
         )
 
@@ -108,7 +103,7 @@ class CSVHandler(Page):
         """Send the table; the rows come in portions, each read off the event loop."""
         self.write(table([columns]))
         while True:
-            portion = await self.broker.report(next, rows, None)
+            portion = await self.services.report(next, rows, None)
             if portion is None:
                 return
             self.write(table(portion))
@@ -123,7 +118,7 @@ class StatementCSV(CSVHandler):
         account = account_of(name) if name else member_account(self.user)
         await web_base.must_read(self, account)
         if name:
-            await self.read(self.broker.ledger.account, account)
+            await self.read(self.services.ledger.account, account)
         self.begin(f"statement-{account}")
         await self.send(COLUMNS, self._rows(account))
 
@@ -131,10 +126,10 @@ class StatementCSV(CSVHandler):
         before: int | None = None
         while True:  # a transaction each: a slow reader keeps none open
             try:
-                page = self.broker.reports.statement_page(account, before, 2000)
+                page = self.services.reports.statement_page(account, before, 2000)
             except UnknownAccount:
                 return
-            yield [line(entry) for entry in page.entries]
+            yield [cells(EntryAnswer.of(entry), COLUMNS) for entry in page.entries]
             before = page.older
             if before is None:
                 return
@@ -148,14 +143,12 @@ class ReceiptPage(Page):
         await may_see(self, lease_id)
         text = self.get_query_argument("after", "0")
         after = whole(text, "after", 0, LAST)
-        receipt = await self.read(self.broker.reports.receipt, lease_id, after, ITEMS)
-        now = self.broker.clock()
-        (some,) = view_models.lease_figures(self.broker, [receipt.lease], now)
-        use = await self.read(self.broker.monitoring.session_use, receipt.lease)
+        receipt = await self.read(self.services.reports.receipt, lease_id, after, ITEMS)
+        now = self.services.clock()
+        (some,) = view_models.lease_figures(self.services, [receipt.lease], now)
+        use = await self.read(self.services.monitoring.session_use, receipt.lease)
         self.show(
             "receipt.html",
-            user=self.user,
-            admin=self.admin,
             now=now,
             some=some,
             items=receipt.items,
@@ -183,8 +176,8 @@ class ReceiptCSV(CSVHandler):
     def _rows(self, lease_id: str) -> Iterator[list[Sequence[str]]]:
         after: int | None = 0
         while after is not None:
-            items = self.broker.reports.receipt(lease_id, after, 2000).items
-            yield [item(entry) for entry in items.entries]
+            items = self.services.reports.receipt(lease_id, after, 2000).items
+            yield [cells(_item(entry), ITEM_COLUMNS) for entry in items.entries]
             after = items.newer
 
 
@@ -197,14 +190,14 @@ class PayerForm(MemberPage):
     @web.authenticated
     async def post(self) -> None:
         keep = partial(
-            self.broker.ledger.keep_payer,
+            self.services.ledger.keep_payer,
             self.user,
             str(self.get_body_argument("account", ""))[:300],
             actor=self.user,
             groups=self.groups,
         )
         try:
-            await self.broker.run(keep)
+            await self.services.run(keep)
         except LedgerError:  # not even the name of an account
             await self.show_mine(InvalidRequest("Choose one of the accounts.", field="account"))
             return
@@ -221,7 +214,7 @@ async def may_see(handler: ServiceHandler, lease_id: str) -> Lease:
     """
     lease: Lease | None = None
     try:
-        lease = await handler.broker.read(handler.broker.lease, lease_id)
+        lease = await handler.services.read(handler.services.leases.get, lease_id)
     except UnknownLease as error:
         if handler.reach(READ_ACCOUNTS).everybody:
             raise web.HTTPError(404) from error
@@ -243,34 +236,10 @@ def table(rows: Iterable[Sequence[str]]) -> str:
     return out.getvalue()
 
 
-def line(entry: StatementEntry) -> Sequence[str]:
-    """A line of a statement."""
-    return (
-        _time(entry.at),
-        entry.kind,
-        amount(entry.amount),
-        amount(entry.balance),
-        entry.reason,
-        entry.actor,
-        entry.lease_id or "",
-        entry.transfer,
-    )
-
-
-def item(entry: StatementEntry) -> Sequence[str]:
-    """A line of a receipt; what the session paid is above zero."""
-    return (
-        _time(entry.at),
-        entry.kind,
-        amount(-entry.amount),
-        amount(entry.balance),
-        entry.reason,
-        entry.transfer,
-    )
-
-
-def _time(at: datetime) -> str:
-    return instant(at) or ""
+def cells(answer: Answer, columns: Sequence[str]) -> Sequence[str]:
+    """What is answered as JSON, as a line of these columns."""
+    told = answer.as_json()
+    return ["" if told[name] is None else str(told[name]) for name in columns]
 
 
 def _harmless(cell: str) -> str:
@@ -317,18 +286,16 @@ class AccountsPage(Page):
         self.need_admin()
         text = text_of(self.get_query_argument("search", ""), "search", LONGEST)
         after = self.get_query_argument("after", "")[:300]
-        found = await self.read(self.broker.reports.find_accounts, text, after, ROWS)
-        opened = await self.read(self.broker.open_leases)
-        now = self.broker.clock()
+        found = await self.read(self.services.reports.find_accounts, text, after, ROWS)
+        opened = await self.read(self.services.leases.open_leases)
+        now = self.services.clock()
         minutes = self.context.warn_minutes
         self.show(
             "accounts.html",
-            user=self.user,
-            admin=True,
             now=now,
             search=text,
             accounts=await self.read(
-                view_models.all_funds, self.broker, found.found, opened, now, minutes
+                view_models.all_funds, self.services, found.found, opened, now, minutes
             ),
             following=found.following,
             first=not after,
@@ -354,30 +321,25 @@ class AccountPage(FormPage):
         self, account: str, refusal: GPUSpawnerError | None = None, **typed: str
     ) -> None:
         """Send the page; ``typed`` is what a refused form had in it."""
-        if refusal:
-            self.set_status(refusal.status_code)
         minutes = self.context.warn_minutes
-        funds = await self.read(view_models.funds_of, self.broker, account, minutes)
-        overview = await self.read(self.broker.overview)
+        funds = await self.read(view_models.funds_of, self.services, account, minutes)
+        overview = await self.read(self.services.monitoring.overview)
         kind, _, owner = account.partition(":")
         members = await web_base.members_of(self, owner) if kind == "group" else frozenset()
         self.show(
             "account.html",
-            user=self.user,
-            admin=self.admin,
-            now=self.broker.clock(),
+            now=self.services.clock(),
             account=account,
             path=f"accounts/{part(account)}",
             funds=funds,
             members=sorted(members) if kind == "group" else None,
-            lasting=view_models.lasting(funds, overview, self.broker.clock()),
-            running=await self.read(view_models.running_of, self.broker, account),
-            past=await self.read(view_models.credits_of_account, self.broker, account),
+            lasting=view_models.lasting(funds, overview, self.services.clock()),
+            running=await self.read(view_models.running_of, self.services, account),
+            past=await self.read(view_models.credits_of_account, self.services, account),
             done=DONE.get(self.get_query_argument("done", ""), ""),
-            error=refusal.message if refusal else "",
+            refusal=refusal,
             typed={"amount": "", "reason": "", "until": "", **typed},
-            zone_name=self.broker.settings.rates.zone,
-            longest=LONGEST_REASON,
+            zone_name=self.services.settings.rates.zone,
             xsrf=self.xsrf,
         )
 
@@ -395,43 +357,40 @@ class GrantForm(AccountPage):
         names = ("amount", "reason", "until")
         typed = {field: self.field(field)[: 2 * LONGEST_REASON] for field in names}
         try:
-            amount = amount_of(typed["amount"])
-            if amount < 0:
+            sent = self.typed(schemas.GrantBody)
+            if sent.amount < 0:
                 web_base.must_take(self, account)
-            reason = checked_reason(self.field("reason"), needed=True)
-            until = date_of(typed["until"], "until", self.broker.settings.rates.zone)
-            before = await self.broker.read(self.broker.ledger.account, account)
+            before = await self.services.read(self.services.ledger.account, account)
             if not self.confirmed:
-                self._ask(account, amount, reason, before.balance, until)
+                self._ask(account, sent, before.balance)
                 return
             key = key_of(self.field("key"))
-            done = await self.broker.run(
-                self.broker.ledger.grant,
+            done = await self.services.run(
+                self.services.ledger.grant,
                 account,
-                amount,
+                sent.amount,
                 actor=self.actor,
-                reason=reason,
+                reason=sent.reason,
                 key=f"page:{self.actor}:{key}",
-                until=until,
+                until=sent.until,
             )
         except UnknownAccount as error:
             raise web.HTTPError(404) from error
         except GPUSpawnerError as refusal:
             await self.show_account(account, refusal, **typed)
             return
-        became = ("granted" if amount > 0 else "taken") if done else "nothing"
+        became = ("granted" if sent.amount > 0 else "taken") if done else "nothing"
         self.go(f"accounts/{part(account)}?done={became}")
 
-    def _ask(
-        self, account: str, amount: int, reason: str, balance: int, until: datetime | None
-    ) -> None:
+    def _ask(self, account: str, sent: schemas.GrantBody, balance: int) -> None:
+        amount, until = sent.amount, sent.until
         giving = amount > 0
         end = f"{exactly(until).striptags()} ({until.astimezone():%Z})" if until else "never"
         self.ask(
             f"Give credits to {account}?" if giving else f"Take credits back from {account}?",
             [
                 ("Credits", credit(abs(amount))),
-                ("Reason", reason),
+                ("Reason", sent.reason),
                 ("Balance now", credit(balance)),
                 ("Balance then", credit(balance + amount)),
                 *([("They end", end)] if giving else []),
@@ -441,7 +400,7 @@ class GrantForm(AccountPage):
             back=f"accounts/{part(account)}",
             fields={
                 "amount": format_credits(amount, 6),
-                "reason": reason,
+                "reason": sent.reason,
                 "until": until.isoformat() if until else "",
             },
             note="It stays in the statement, with your name and the reason.",
@@ -468,32 +427,27 @@ class AccountsAPI(APIHandler):
 
     for_services = True
 
+    @operation("accounts", schemas.AccountsAnswer, SEARCH, AFTER_NAME, LIMIT, scope=READ_ACCOUNTS)
     @web.authenticated
     async def get(self) -> None:
         whom = self.reach(READ_ACCOUNTS)
         if not whom:
             raise web.HTTPError(403) from NotAllowed(NOT_ALL)
         among = None if whom.everybody else await web_base.accounts_of(self, whom)
-        limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
+        limit = self.limit
         text = text_of(self.get_query_argument("search", ""), "search", LONGEST)
         after = self.get_query_argument("after", "")
 
         def find() -> Accounts:
-            return self.broker.reports.find_accounts(text, after, limit, among)
+            return self.services.reports.find_accounts(text, after, limit, among)
 
         found = await self.read(find)
-        opened = await self.read(self.broker.open_leases)
-        now, minutes = self.broker.clock(), self.context.warn_minutes
+        opened = await self.read(self.services.leases.open_leases)
+        now, minutes = self.services.clock(), self.context.warn_minutes
         told = await self.read(
-            view_models.all_funds, self.broker, found.found, opened, now, minutes
+            view_models.all_funds, self.services, found.found, opened, now, minutes
         )
-        self.answer(
-            {
-                "as_of": instant(now),
-                "accounts": [funds(each) for each in told],
-                "next": found.following,
-            }
-        )
+        self.answer(schemas.AccountsAnswer, as_of=now, accounts=told, next=found.following)
 
 
 class AccountAPI(APIHandler):
@@ -501,14 +455,15 @@ class AccountAPI(APIHandler):
 
     for_services = True
 
+    @operation("accounts/{account}", schemas.AccountAnswer, scope=READ_ACCOUNTS)
     @web.authenticated
     async def get(self, name: str) -> None:
         account = account_of(name)
         if not web_base.may_see_balance(self, account):
             await web_base.must_read(self, account)
         minutes = self.context.warn_minutes
-        found = await self.read(view_models.funds_of, self.broker, account, minutes)
-        self.answer({"as_of": instant(self.broker.clock()), **funds(found)})
+        found = await self.read(view_models.funds_of, self.services, account, minutes)
+        self.answer(schemas.AccountAnswer, found, as_of=self.services.clock())
 
 
 class StatementAPI(APIHandler):
@@ -516,61 +471,62 @@ class StatementAPI(APIHandler):
 
     for_services = True
 
+    @operation(
+        "accounts/{account}/statement", schemas.StatementAnswer, BEFORE, LIMIT, scope=READ_ACCOUNTS
+    )
     @web.authenticated
     async def get(self, name: str) -> None:
         account = account_of(name)
         await web_base.must_read(self, account)
-        limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
-        text = self.get_query_argument("before", "")
-        before = whole(text, "before", 1, LAST) if text else None
-        page = await self.read(self.broker.reports.statement_page, account, before, limit)
-        self.answer(
-            {
-                "account": account,
-                "as_of": instant(self.broker.clock()),
-                "entries": [entry(some) for some in page.entries],
-                "next": page.older,
-            }
-        )
+        limit, before = self.limit, self.before
+        page = await self.read(self.services.reports.statement_page, account, before, limit)
+        now = self.services.clock()
+        self.answer(schemas.StatementAnswer, page, account=account, as_of=now, next=page.older)
 
 
 class GrantAPI(ChangingAPI):
-    """Give credits to an account: ``{"amount": "25", "reason": "week 3", "key": "week-3"}``.
+    """Give credits to an account, until a moment if you like.
 
-    The same key with the same amount is given once, however often it is sent. ``until`` is when
-    they end. An amount below zero takes back, which is for admins.
+    ``{"amount": "25", "reason": "week 3", "key": "week-3"}``: the same key with the same amount is
+    given once, however often it is sent. ``until`` is when they end. An amount below zero takes
+    back, which is for admins; for others that is 403.
     """
 
     for_services = True
 
+    @operation(
+        "accounts/{account}/grants",
+        schemas.GrantedAnswer,
+        name="grant",
+        body=schemas.GrantBody,
+        scope=GRANT,
+    )
     @web.authenticated
     async def post(self, name: str) -> None:
         account = account_of(name)
         await web_base.must_grant(self, account)
-        sent = self.sent("amount", "reason", "key", "until")
-        with refusals():
-            micro = exact_amount(sent.get("amount"))
-            until = sent.get("until")
-            ends = None if until is None else instant_of(until, "until")
-            reason = checked_reason(sent["reason"], needed=True)
-            key = key_of(sent["key"]) if "key" in sent else secrets.token_hex(8)
-        if micro < 0:
+        sent = self.sent(schemas.GrantBody)
+        if sent.amount < 0:
             web_base.must_take(self, account)
+        key = sent.key or secrets.token_hex(8)
         # Whose key it is: nobody uses up another's.
         its_key = f"api:{self.actor}:{account}:{key}"
         done = await self.do(
-            self.broker.ledger.grant, account, micro, reason=reason, key=its_key, until=ends
+            self.services.ledger.grant,
+            account,
+            sent.amount,
+            reason=sent.reason,
+            key=its_key,
+            until=sent.until,
         )
-        found = await self.read(self.broker.ledger.account, account)
+        found = await self.read(self.services.ledger.account, account)
         self.answer(
-            {
-                "granted": done,
-                "account": account,
-                "amount": amount(micro),
-                "key": key,
-                "until": instant(ends),
-                "balance": amount(found.balance),
-            }
+            schemas.GrantedAnswer,
+            sent,
+            granted=done,
+            account=account,
+            key=key,
+            balance=found.balance,
         )
 
 
@@ -579,49 +535,40 @@ class ReceiptAPI(APIHandler):
 
     for_services = True
 
+    @operation("leases/{lease}/receipt", schemas.ReceiptAnswer, AFTER, LIMIT, scope=READ_ACCOUNTS)
     @web.authenticated
     async def get(self, lease_id: str) -> None:
         await may_see(self, lease_id)
-        limit = whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
+        limit = self.limit
         after = whole(self.get_query_argument("after", "0"), "after", 0, LAST)
-        receipt = await self.read(self.broker.reports.receipt, lease_id, after, limit)
-        now = self.broker.clock()
-        (told,) = view_models.lease_figures(self.broker, [receipt.lease], now)
-        use = await self.read(self.broker.monitoring.session_use, receipt.lease)
+        receipt = await self.read(self.services.reports.receipt, lease_id, after, limit)
+        now = self.services.clock()
+        (told,) = view_models.lease_figures(self.services, [receipt.lease], now)
+        use = await self.read(self.services.monitoring.session_use, receipt.lease)
+        items = receipt.items
         self.answer(
-            {
-                "as_of": instant(now),
-                "lease": lease(told),
-                "use": [_use(use[uuid]) for uuid in receipt.lease.uuids if uuid in use],
-                "total": amount(receipt.items.total),
-                "count": receipt.items.count,
-                "items": [_item(some) for some in receipt.items.entries],
-                "next": receipt.items.newer,
-            }
+            schemas.ReceiptAnswer,
+            as_of=now,
+            lease=told,
+            use=[_use(use[uuid]) for uuid in receipt.lease.uuids if uuid in use],
+            total=items.total,
+            count=items.count,
+            items=[_item(some) for some in items.entries],
+            next=items.newer,
         )
 
 
-def _use(device: DeviceUse) -> dict[str, Any]:
-    """What a device did in a session; percents are null where nothing tells them, as of MIG."""
-    return {
-        "uuid": device.uuid,
-        "mean_percent": None if device.use is None else round(device.use, 1),
-        "peak_percent": device.use_max if device.measured else None,
-        "memory_peak_bytes": device.memory_max,
-    }
+def _item(some: StatementEntry) -> schemas.ItemAnswer:
+    """What the session paid is above zero."""
+    return schemas.ItemAnswer.of(some, amount=-some.amount)
 
 
-def _item(some: StatementEntry) -> dict[str, Any]:
-    """A charge is above zero, a refund below, and beside it stands the cost up to then."""
-    return {
-        "id": some.id,
-        "transfer": some.transfer,
-        "at": instant(some.at),
-        "kind": some.kind,
-        "reason": some.reason,
-        "amount": amount(-some.amount),
-        "cost": amount(some.balance),
-    }
+def _use(device: DeviceUse) -> schemas.SessionUseAnswer:
+    return schemas.SessionUseAnswer.of(
+        device,
+        mean_percent=None if device.use is None else round(device.use, 1),
+        peak_percent=device.use_max if device.measured else None,
+    )
 
 
 ACCOUNT_API_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [

@@ -16,7 +16,7 @@ from ..cli.parameters import argument, flag, option, reason_option, yes_option
 from ..core.errors import Refused
 from ..core.units import format_credits
 from ..ledger.grant_files import MOST_BYTES
-from ..services import Broker
+from ..services import Services
 from ..storage import directories as storage_directories
 from ..storage.commands import LABEL
 from .renames import Belongings
@@ -34,15 +34,15 @@ _SAID = {"same": "as before", "ended": "not in the file: ends now"}
 @flag("--former", "list who is no member any more, and why")
 def roster(settings: Settings, former: bool) -> None:
     """List the roster, or who is no member any more."""
-    broker = settings.open_broker()
+    services = settings.open_services()
     if former:
-        _show_former(broker)
+        _show_former(services)
         return
-    entries = broker.roster.entries()
+    entries = services.roster.entries()
     headers = ("NAME", "COURSE", "GROUPS", "STARTS", "ENDS", "MAIL", "NOW")
-    rows = [(*_cells(broker, entry), _now(broker, entry)) for entry in entries]
+    rows = [(*_cells(services, entry), _now(services, entry)) for entry in entries]
     text = table(headers, rows) if rows else "Nobody is on the roster."
-    show([plain_entry(broker, entry) for entry in entries], text)
+    show([plain_entry(services, entry) for entry in entries], text)
 
 
 roster.add_same("show", "List who is on the roster, and until when.")
@@ -60,8 +60,8 @@ roster.add_same("show", "List who is on the roster, and until when.")
 )
 def take(settings: Settings, file: str, dry_run: bool, whole: bool) -> int:
     """Write what a CSV says: all of it, or nothing."""
-    broker = settings.open_broker()
-    done = broker.roster.import_roster(
+    services = settings.open_services()
+    done = services.roster.import_roster(
         read_input(file, MOST_BYTES),
         actor=actor(),
         dry_run=dry_run,
@@ -69,10 +69,10 @@ def take(settings: Settings, file: str, dry_run: bool, whole: bool) -> int:
     )
     value = {
         "done": done.done,
-        "lines": [_plain_change(broker, change) for change in done.changes],
+        "lines": [_plain_change(services, change) for change in done.changes],
         "problems": [{"line": p.number or None, "what": p.sentence} for p in done.problems],
     }
-    show(value, _told(broker, done))
+    show(value, _told(services, done))
     for problem in done.problems:
         note(str(problem))
     if done.problems:
@@ -86,11 +86,11 @@ def take(settings: Settings, file: str, dry_run: bool, whole: bool) -> int:
 @reason_option
 def end(settings: Settings, member_name: str, course: str | None, reason: str) -> None:
     """End a member's time on the roster now; files and credits stay."""
-    broker = settings.open_broker()
-    ended = broker.roster.end_on_roster(member_name, actor=actor(), reason=reason, course=course)
+    services = settings.open_services()
+    ended = services.roster.end_on_roster(member_name, actor=actor(), reason=reason, course=course)
     name = ended[0].user
     where = f" for {course}" if course else ""
-    grace = f"{broker.settings.members.grace_minutes:g} min"
+    grace = f"{services.settings.members.grace_minutes:g} min"
     text = (
         f"The time of {name} on the roster{where} is over now. Who is a member by it alone "
         f"starts nothing more; what runs is warned, and stopped after {grace}. "
@@ -100,8 +100,8 @@ def end(settings: Settings, member_name: str, course: str | None, reason: str) -
     show({"name": name, "ended": len(ended), "courses": courses}, text)
 
 
-def plain_entry(broker: Broker, entry: RosterEntry) -> dict[str, Any]:
-    """An entry, for scripts."""
+def plain_entry(services: Services, entry: RosterEntry) -> dict[str, Any]:
+    """Return an entry as plain values, for scripts."""
     return {
         "name": entry.user,
         "course": entry.course,
@@ -109,12 +109,12 @@ def plain_entry(broker: Broker, entry: RosterEntry) -> dict[str, Any]:
         "mail": entry.mail,
         "starts_at": utc(entry.starts_at),
         "ends_at": utc(entry.ends_at),
-        "holds": entry.holds(broker.clock()),
+        "holds": entry.holds(services.clock()),
     }
 
 
-def _show_former(broker: Broker) -> None:
-    found = broker.members.former_members()
+def _show_former(services: Services) -> None:
+    found = services.members.former_members()
     headers = ("NAME", "SINCE", "WHY", "BY")
     rows = [(each.user, local(each.ended_at), each.reason, each.actor) for each in found]
     text = table(headers, rows) if rows else "Everybody who was a member still is."
@@ -130,28 +130,28 @@ def _plain_former(each: Membership) -> dict[str, Any]:
     }
 
 
-def _cells(broker: Broker, entry: RosterEntry) -> tuple[str, ...]:
+def _cells(services: Services, entry: RosterEntry) -> tuple[str, ...]:
     return (
         entry.user,
         entry.course or "-",
         ", ".join(entry.groups) or "-",
-        broker.roster.roster_day(entry.starts_at) or "-",
-        broker.roster.roster_day(entry.ends_at, end=True) or "-",
+        services.roster.roster_day(entry.starts_at) or "-",
+        services.roster.roster_day(entry.ends_at, end=True) or "-",
         entry.mail or "-",
     )
 
 
-def _now(broker: Broker, entry: RosterEntry) -> str:
-    now = broker.clock()
+def _now(services: Services, entry: RosterEntry) -> str:
+    now = services.clock()
     if entry.holds(now):
         return "holds"
     return "over" if entry.ends_at and entry.ends_at <= now else "to come"
 
 
-def _told(broker: Broker, done: Import) -> str:
+def _told(services: Services, done: Import) -> str:
     headers = ("LINE", "NAME", "COURSE", "GROUPS", "STARTS", "ENDS", "MAIL", "WHAT")
     rows = [
-        (str(change.number or "-"), *_cells(broker, change.after), _what(broker, change))
+        (str(change.number or "-"), *_cells(services, change.after), _what(services, change))
         for change in done.changes
     ]
     if not rows:
@@ -162,11 +162,11 @@ def _told(broker: Broker, done: Import) -> str:
     return f"{table(headers, rows, right=('LINE',))}\n\n{total}"
 
 
-def _what(broker: Broker, change: RosterChange) -> str:
+def _what(services: Services, change: RosterChange) -> str:
     if change.before is None or change.event != "changed":
         return _SAID.get(change.event, change.event)
     names = ("name", "course", "groups", "starts", "ends", "mail")
-    before, after = _cells(broker, change.before), _cells(broker, change.after)
+    before, after = _cells(services, change.before), _cells(services, change.after)
     differing = [
         f"{name} was {old}"
         for name, old, new in zip(names, before, after, strict=True)
@@ -175,17 +175,17 @@ def _what(broker: Broker, change: RosterChange) -> str:
     return "; ".join(differing) or "changed"
 
 
-def _plain_change(broker: Broker, change: RosterChange) -> dict[str, Any]:
+def _plain_change(services: Services, change: RosterChange) -> dict[str, Any]:
     return {
         "line": change.number or None,
         "what": change.event,
-        **plain_entry(broker, change.after),
+        **plain_entry(services, change.after),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class MemberFiles:
-    """What becomes of a member's workspaces."""
+    """What happens to a member's workspaces."""
 
     here: dict[str, str] = field(default_factory=dict)
     """Directories that are renamed, old path to new path."""
@@ -207,13 +207,13 @@ def members(settings: Settings) -> None:
 @yes_option
 def rename(settings: Settings, old: str, new: str, yes: bool) -> None:
     """Give a member another name, with all that is theirs."""
-    broker = settings.open_broker()
-    if done := broker.renames.last_rename(old, new):
+    services = settings.open_services()
+    if done := services.renames.last_rename(old, new):
         text = f"{old} was renamed to {new} at {local(done.at)} by {done.actor}. Nothing to do."
         value = {"old": old, "new": new, "changed": False, "at": utc(done.at)}
         show(value, text)
         return
-    found = broker.renames.belongings(old, new)
+    found = services.renames.belongings(old, new)
     files = _files(settings, found, old, new)
     if found.open_leases and files.here:
         server = found.open_leases[0].server
@@ -224,7 +224,7 @@ def rename(settings: Settings, old: str, new: str, yes: bool) -> None:
     note(_plan(found, files, old, new))
     if not yes and not confirmed(f"Rename {old} to {new}?"):
         raise Refused("Nothing was changed.")
-    broker.renames.rename_member(
+    services.renames.rename_member(
         old,
         new,
         actor=actor(),
@@ -270,7 +270,7 @@ def _files(settings: Settings, found: Belongings, old: str, new: str) -> MemberF
 
 
 def _workspace(hub: HubSettings, name: str) -> str:
-    """The workspace of a member of this name by the hub's configuration; empty without one."""
+    """Return a member's workspace by the hub's configuration; empty without one."""
     user = SimpleNamespace(
         name=name, escaped_name=quote(name, safe="@~"), settings={}, groups=[], url="/"
     )
@@ -281,7 +281,7 @@ def _workspace(hub: HubSettings, name: str) -> str:
 
 
 def _renamed(source: str, old: str, new: str) -> str:
-    """The source under the new name, of a workspace that an earlier configuration made."""
+    """Return the new name of a workspace that an earlier configuration created."""
     parts = source.split("/")
     return "/".join(new if part == old else part for part in parts)
 
@@ -306,7 +306,7 @@ def _plan(found: Belongings, files: MemberFiles, old: str, new: str) -> str:
 
 
 def _by_hand(files: MemberFiles, new: str) -> list[str]:
-    """Say what nobody but an admin can do."""
+    """Describe what only an admin can do."""
     lines = []
     for source, target in files.elsewhere.items():
         command = shlex.join(["mv", "-T", source, target])

@@ -1,8 +1,8 @@
-"""Members who get another name, with all that is theirs.
+"""Renames of members, with everything that is theirs.
 
-Everything in the database changes in one transaction. The directories are renamed last, just
-before it is committed. So a kill in the middle leaves the database as it was, perhaps with some
-directories renamed already; the same command, given again, finishes the work.
+Everything in the database changes in one transaction. Directories are renamed last, just before it
+is committed. So a kill in the middle leaves the database as it was, perhaps with some directories
+already renamed; running the same command again finishes the work.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import sqlalchemy as sa
 
 from ..core.errors import LedgerError, Refused
 from ..core.units import format_credits
-from ..db import hash_chain, renames
+from ..db import audit_log, hash_chain, renames
 from ..db.engine import Store
 from ..db.renames import Rename
-from ..devices import closures
 from ..leases import repository as leases_repository
 from ..leases.models import Lease
 from ..ledger import repository as ledger_repository
@@ -28,14 +27,14 @@ from ..ledger.models import check_account, member_account
 from ..queue import repository as queue_repository
 from ..storage import repository as storage_repository
 from ..storage.repository import Workspace
-from . import rename_repository
+from . import repository
 
 NOTHING = "Nothing was changed."
 
 
 @dataclass(frozen=True, slots=True)
 class Belongings:
-    """What a rename takes along."""
+    """What a rename covers."""
 
     balance: int
     """Microcredits of the old account; the new account's opening credits are taken back."""
@@ -44,11 +43,11 @@ class Belongings:
     folders: int
     workspaces: tuple[Workspace, ...]
     open_leases: tuple[Lease, ...]
-    """They have the new name already: the Hub gave it to their servers."""
+    """They already have the new name: the Hub gave it to their servers."""
 
 
 class RenameService:
-    """Gives members another name."""
+    """Renames members."""
 
     def __init__(self, store: Store, clock: Callable[[], datetime], log: logging.Logger) -> None:
         self.store = store
@@ -56,15 +55,17 @@ class RenameService:
         self.log = log
 
     def belongings(self, old: str, new: str) -> Belongings:
-        """What a rename would take along. Raises Refused if it cannot be done."""
+        """Return what a rename would cover. Raises Refused if it is not possible."""
         return self.store.run(lambda connection: self._may_rename(connection, old, new))
 
     def last_rename(self, old: str, new: str) -> Rename | None:
-        """The rename of the one name to the other, if that is the last of the old name and nobody
-        has the old name now."""
+        """Return a rename of one name to the other, if it is the latest of the old name.
+
+        None if anybody has the old name now.
+        """
         with self.store.read() as connection:
             done = renames.last_of(connection, old)
-            if done is None or done.new != new or rename_repository.is_known(connection, old):
+            if done is None or done.new != new or repository.is_known(connection, old):
                 return None
             return done
 
@@ -77,45 +78,50 @@ class RenameService:
         sources: Mapping[str, str] | None = None,
         move: Callable[[], None] = lambda: None,
     ) -> Belongings:
-        """Give a member another name in everything that is theirs.
+        """Rename a member in everything that is theirs.
 
         Args:
-            old: the name until now.
-            new: the name at the Hub; it has no history of its own.
-            actor: who does it.
-            sources: the workspaces whose directory gets another name, old path to new path.
-            move: renames the directories; called last, before the transaction ends.
+            old: The previous name.
+            new: The name at the Hub, which has no history of its own.
+            actor: Who does it.
+            sources: The workspaces whose directory is renamed, old path to new path.
+            move: Renames the directories; called last, before the transaction ends.
 
         Returns:
-            What had the old name. Raises Refused, and what ``move`` raises; then nothing changes.
+            What had the old name.
+
+        Raises:
+            Refused: The rename is not possible; then nothing changes. The same holds for what
+                ``move``
+                raises.
         """
         now = self.clock()
         with self.store.write() as connection:
             found = self._may_rename(connection, old, new)
             self._take_back_opening(connection, new, actor, now)
-            kept = rename_repository.postings_of(connection, member_account(new))
-            newest = rename_repository.newest_posting(connection)
-            rename_repository.give(connection, old, new, sources or {})
+            kept = repository.postings_of(connection, member_account(new))
+            newest = repository.newest_posting(connection)
+            repository.give(connection, old, new, sources or {})
             done = renames.insert_rename(
                 connection, at=now, actor=actor, old=old, new=new, posting=newest, kept=kept
             )
             hash_chain.seal_rename(connection, done)
-            hash_chain.seal_leases(connection, rename_repository.leases_of(new))
+            hash_chain.seal_leases(connection, repository.leases_of(new))
             self._note_rename(connection, found, old, new, actor, now)
             move()
         self.log.info("The member %s is called %s from now on", old, new)
         return found
 
-    # Steps of the above.
+    # Helpers.
 
     def _may_rename(self, connection: sa.Connection, old: str, new: str) -> Belongings:
         _must_be_names(old, new)
-        if not rename_repository.is_known(connection, old):
+        if not repository.is_known(connection, old):
             raise Refused(
                 f"Nothing is known of a member {old!r}: `gpuspawner accounts` lists the names. "
                 f"{NOTHING}"
             )
-        if own := rename_repository.own_history(connection, old, new):
+        if own := repository.own_history(connection, old, new):
             what = ", ".join(f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in own.items())
             raise Refused(
                 f"{new} has a history of their own ({what}), which would be mixed with that of "
@@ -135,8 +141,8 @@ class RenameService:
                 f"{old} waits in line (ticket {waiting[0].id}): wait until that is over, or say "
                 f"`gpuspawner queue cancel {waiting[0].id} --reason TEXT`. {NOTHING}"
             )
-        # The rename seals them again, which must not hide a change that somebody made by hand.
-        sealed = rename_repository.leases_of(old) | rename_repository.leases_of(new)
+        # The rename seals them again, which must not hide a change made by hand.
+        sealed = repository.leases_of(old) | repository.leases_of(new)
         if problem := next(hash_chain.check_leases(connection, sealed), ""):
             raise Refused(f"`gpuspawner audit` does not hold: {problem} {NOTHING}")
         theirs = storage_repository.workspaces_of_user(connection, old)
@@ -145,7 +151,7 @@ class RenameService:
                 f"{busy.source} is being worked on: {busy.busy}. Try again later. {NOTHING}"
             )
         account = ledger_repository.find_account(connection, member_account(old))
-        numbers = rename_repository.count(connection, old)
+        numbers = repository.count(connection, old)
         return Belongings(
             balance=account.balance if account else 0,
             leases=numbers["lease"],
@@ -158,8 +164,8 @@ class RenameService:
     def _take_back_opening(
         self, connection: sa.Connection, new: str, actor: str, now: datetime
     ) -> None:
-        """Take back what the account of the new name opened with: it is the same member."""
-        opening_key = rename_repository.opening_of(connection, member_account(new))
+        """Take back the opening grant of the new name's account: it is the same member."""
+        opening_key = repository.opening_of(connection, member_account(new))
         if opening := ledger_repository.of_key(connection, opening_key):
             key = ledger_rules.reversal_key(opening.id)
             reason = "the same member had an account under another name"
@@ -180,13 +186,13 @@ class RenameService:
             f"{found.leases} leases, {found.tickets} tickets, {found.folders} shared folders and "
             f"{len(found.workspaces)} workspaces"
         )
-        closures.note(
+        audit_log.note(
             connection, at=now, actor=actor, action="rename member", subject=new, detail=detail
         )
 
 
 def _must_be_names(old: str, new: str) -> None:
-    """Raises Refused for a name that no account can have, and for the same name twice."""
+    """Raise Refused for a name that no account can have, and for twice the same name."""
     if old == new:
         raise Refused(f"{old} is called that already. {NOTHING}")
     try:

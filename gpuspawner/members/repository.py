@@ -1,8 +1,13 @@
-"""Rows of memberships and of the roster."""
+"""Rows of memberships and of the roster, and every row that a member's rename changes.
+
+Each text column that may contain a name is in :data:`COLUMNS`, or in :data:`AS_WRITTEN` with the
+reason why it stays. A test compares both with the schema.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -10,7 +15,37 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from ..db.schema import ENDED, OPEN_LEASE, OPEN_TICKET, leases, memberships, roster, tickets
+from ..db import hash_chain
+from ..db import schema as db_schema
+from ..db.schema import (
+    ENDED,
+    OPEN_LEASE,
+    OPEN_TICKET,
+    accounts,
+    audit,
+    batch_jobs,
+    folder_members,
+    folders,
+    leases,
+    lots,
+    member_groups,
+    memberships,
+    notice_choices,
+    notices,
+    payers,
+    postings,
+    quota_projects,
+    refills,
+    roster,
+    tickets,
+    transfers,
+    workspaces,
+)
+from ..devices import closures
+from ..leases.models import ServerRef
+from ..ledger import totals
+from ..ledger.models import member_account
+from ..ledger.rules import opening_key
 
 _ONE = sa.select(memberships).where(memberships.c.user == sa.bindparam("member"))
 _LOCKED = _ONE.with_for_update()
@@ -26,48 +61,51 @@ class Membership:
 
     user: str
     by_roster: bool
-    """Whether it is the roster that lets them in."""
+    """True if they are a member because of the roster."""
     since: datetime
-    """When they signed in first."""
+    """When they first signed in."""
     ended_at: datetime | None
-    """Since when they are no member any more; None: they are one."""
+    """When their membership ended; None while they are a member."""
     reason: str
-    """Why they are none any more."""
+    """Why their membership ended."""
     actor: str
-    """Who found that out."""
+    """Who ended it."""
     welcomed_at: datetime | None
-    """When they were shown the welcome page."""
+    """When they saw the welcome page."""
 
 
 def find_membership(
     connection: sa.Connection, user: str, *, lock: bool = False
 ) -> Membership | None:
-    """What is known of somebody, if they ever were a member."""
+    """Return the membership of a user who was ever a member."""
     row = connection.execute(_LOCKED if lock else _ONE, {"member": user}).one_or_none()
     return Membership(*row) if row else None
 
 
 def begin_membership(connection: sa.Connection, user: str, now: datetime) -> bool:
-    """Write that somebody is a member, if nothing was known of them. True when it is new."""
+    """Record that somebody is a member, if unknown. Returns True if it is new."""
     insert = _INSERT[connection.dialect.name].values(user=user, since=now)
-    return connection.execute(insert).rowcount > 0
+    # Of an insert, SQLAlchemy keeps the count for who asks for it only.
+    return connection.execute(insert.execution_options(preserve_rowcount=True)).rowcount > 0
 
 
 def update_membership(connection: sa.Connection, user: str, **values: Any) -> None:
-    """Change some columns of one."""
+    """Change some columns of a membership."""
     where = memberships.c.user == user
     connection.execute(sa.update(memberships).where(where).values(values))
 
 
 def former_members(connection: sa.Connection) -> list[Membership]:
-    """Everybody who is no member any more, by name."""
+    """Return all former members, by name."""
     query = sa.select(memberships).where(ENDED).order_by(memberships.c.user)
     return [Membership(*row) for row in connection.execute(query)]
 
 
 def to_compare(connection: sa.Connection, now: datetime) -> list[Membership]:
-    """Of those whom the roster let in: members without an entry that holds, and former ones with
-    one. The names of others need no look."""
+    """Return memberships that the roster changes.
+
+    Members without a valid roster entry and former ones with one, of those who came by the roster.
+    """
     holds = sa.exists().where(
         roster.c.user == sa.func.lower(memberships.c.user),
         sa.or_(roster.c.starts_at.is_(None), roster.c.starts_at <= now),
@@ -80,7 +118,7 @@ def to_compare(connection: sa.Connection, now: datetime) -> list[Membership]:
 
 
 def members_with_leases(connection: sa.Connection) -> list[str]:
-    """Who is no member any more and has a lease or waits in line, by name."""
+    """Return former members who have a lease or a waiting ticket, by name."""
     held = sa.select(leases.c.user).where(OPEN_LEASE)
     waiting = sa.select(tickets.c.user).where(OPEN_TICKET)
     some = memberships.c.user.in_(sa.union_all(held, waiting))
@@ -96,39 +134,39 @@ _REMOVE = sa.delete(roster).where(
 
 @dataclass(frozen=True, slots=True)
 class RosterEntry:
-    """A line of the roster."""
+    """An entry of the roster."""
 
     user: str
-    """In small letters, as JupyterHub's authenticators write names."""
+    """In lower case, as JupyterHub's authenticators write names."""
     course: str = ""
-    """What they are a member for; nothing where a site has one roster."""
+    """The course of the membership; empty on a site with a single roster."""
     groups: tuple[str, ...] = ()
     mail: str = ""
     starts_at: datetime | None = None
-    """None: from ever."""
+    """None: without a start."""
     ends_at: datetime | None = None
-    """The first moment at which it holds no more; None: it has no end."""
+    """The first moment at which it no longer applies; None: without an end."""
 
     def holds(self, now: datetime) -> bool:
-        """Whether somebody is a member by this line."""
+        """Return True if somebody is a member by this entry."""
         began = self.starts_at is None or self.starts_at <= now
         return began and (self.ends_at is None or now < self.ends_at)
 
 
 def roster_of_user(connection: sa.Connection, user: str) -> list[RosterEntry]:
-    """Every entry of a name, however it is written."""
+    """Return every entry of a name, in any case."""
     query = sa.select(roster).where(roster.c.user == user.lower()).order_by(roster.c.course)
     return [_entry(row) for row in connection.execute(query).mappings()]
 
 
 def whole_roster(connection: sa.Connection) -> list[RosterEntry]:
-    """The whole roster, by name and course."""
+    """Return the whole roster, by name and course."""
     query = sa.select(roster).order_by(roster.c.user, roster.c.course)
     return [_entry(row) for row in connection.execute(query).mappings()]
 
 
 def put_roster(connection: sa.Connection, entries: Iterable[RosterEntry], now: datetime) -> None:
-    """Write entries, each in the place of the one that was there for its name and course."""
+    """Write entries, each replacing the previous one of its name and course."""
     rows = [
         {
             **{name: getattr(entry, name) for name in RosterEntry.__dataclass_fields__},
@@ -151,3 +189,257 @@ def _entry(row: sa.RowMapping) -> RosterEntry:
         starts_at=row["starts_at"],
         ends_at=row["ends_at"],
     )
+
+
+NAMES = (
+    leases.c.user,
+    tickets.c.user,
+    notices.c.user,
+    folders.c.owner,
+    folder_members.c.invited_by,
+    workspaces.c.user,
+    batch_jobs.c.member,
+)
+"""Columns with a member's name that many rows may have."""
+
+ACCOUNTS = (
+    leases.c.account,
+    tickets.c.account,
+    postings.c.account,
+    lots.c.account,
+    payers.c.account,
+    batch_jobs.c.account,
+)
+"""Columns with the name of an account; they refer to ``accounts.name``."""
+
+ONE_EACH = (
+    payers.c.user,
+    notice_choices.c.user,
+    member_groups.c.user,
+    folder_members.c.user,
+    roster.c.user,
+)
+"""Columns with a member's name that are part of a key: the row of the new name stays."""
+
+FOUND_IN = {
+    "accounts.name": "moved with its balance",
+    "memberships.user": "joined with the membership of the new name",
+    "totals.name": "added to those of the new name",
+    "refills.audience": "a list of accounts",
+    "closures.actor": "names the server that devices are kept for",
+    "workspaces.source": "a directory may be called after its member",
+    "quota_projects.source": "the same directory",
+}
+"""Columns that are changed in a special way."""
+
+COLUMNS = frozenset(
+    {*(f"{c.table.name}.{c.name}" for c in (*NAMES, *ACCOUNTS, *ONE_EACH)), *FOUND_IN}
+)
+"""All columns that have the new name afterwards."""
+
+AS_WRITTEN = {
+    "transfers.actor": "who did it, by the name of that time, and sealed",
+    "transfers.reason": "words that were shown, and sealed",
+    "transfers.key": "tells two transfers apart, and is sealed",
+    "audit.actor": "who did it, by the name of that time, and sealed",
+    "audit.subject": "what it was done to, by the name of that time, and sealed",
+    "audit.detail": "words, and sealed",
+    "renames.old": "what it says",
+    "renames.new": "what it says",
+    "renames.actor": "who did it, by the name of that time, and sealed",
+    "rates.actor": "who did it, by the name of that time",
+    "refills.made_by": "who did it, by the name of that time",
+    "memberships.actor": "who did it, by the name of that time",
+    "memberships.reason": "words that were shown",
+    "leases.end_reason": "words that were shown",
+    "tickets.end_reason": "words that were shown",
+    "tickets.options": "what the member sent with the request",
+    "notices.key": "tells two notices apart",
+    "notices.title": "words that were shown",
+    "notices.body": "words that were shown",
+    "notice_choices.address": "the member's own address",
+    "roster.mail": "the member's own address",
+    "batch_jobs.user": "the name on the nodes, which the cluster's admin gives",
+    "closures.reason": "words that were shown",
+    "folders.name": "the member's own words",
+    "workspaces.busy": "words; a workspace that is being worked on is refused",
+}
+"""Columns that may still have the old name afterwards, and why."""
+
+
+def is_known(connection: sa.Connection, user: str) -> bool:
+    """Return True if anything is known of a member with this name."""
+    account = accounts.c.name == member_account(user)
+    asked = [sa.exists().where(account), sa.exists().where(roster.c.user == user.lower())]
+    columns = (memberships.c.user, leases.c.user, tickets.c.user, folders.c.owner)
+    asked += [sa.exists().where(column == user) for column in (*columns, workspaces.c.user)]
+    return bool(connection.execute(sa.select(sa.or_(*asked))).scalar_one())
+
+
+def own_history(connection: sa.Connection, old: str, new: str) -> dict[str, int]:
+    """Count by kind what belongs to the new name itself, and so to another person.
+
+    A membership, opening credits, and servers of the old name that were found renamed at the Hub do
+    not count.
+    """
+    account = member_account(new)
+    followed = sa.exists().where(
+        audit.c.action == "renamed",
+        audit.c.subject == old,
+        audit.c.detail.startswith(sa.literal("lease ") + leases.c.id + ":"),
+    )
+    mine = (leases.c.user == new) & (leases.c.account != member_account(old)) & ~followed
+    posted = postings.join(transfers, transfers.c.id == postings.c.transfer_id)
+    queries = {
+        "lease": sa.select(leases.c.id).where(mine | (leases.c.account == account)),
+        "ticket": sa.select(tickets.c.id).where(tickets.c.user == new),
+        "job": sa.select(batch_jobs.c.id).where(batch_jobs.c.member == new),
+        "shared folder": sa.select(folders.c.id).where(folders.c.owner == new),
+        "entry in the ledger": sa.select(postings.c.id)
+        .select_from(posted)
+        .where(postings.c.account == account, ~_is_opening(account)),
+    }
+    found = {}
+    for kind, query in queries.items():
+        number = connection.execute(sa.select(sa.func.count()).select_from(query.subquery()))
+        if count := int(number.scalar_one()):
+            found[kind] = count
+    return found
+
+
+def count(connection: sa.Connection, user: str) -> dict[str, int]:
+    """Count the leases, tickets and shared folders of a member."""
+    conditions = {
+        "lease": (leases, leases_of(user)),
+        "ticket": (tickets, tickets.c.user == user),
+        "shared folder": (folders, folders.c.owner == user),
+    }
+    return {
+        kind: int(
+            connection.execute(
+                sa.select(sa.func.count()).select_from(table).where(condition)
+            ).scalar_one()
+        )
+        for kind, (table, condition) in conditions.items()
+    }
+
+
+def postings_of(connection: sa.Connection, account: str) -> tuple[int, ...]:
+    """Return the ids of an account's postings."""
+    query = sa.select(postings.c.id).where(postings.c.account == account).order_by(postings.c.id)
+    return tuple(connection.execute(query).scalars())
+
+
+def newest_posting(connection: sa.Connection) -> int:
+    """Return the id of the newest posting; 0 in an empty ledger."""
+    return connection.execute(sa.select(sa.func.max(postings.c.id))).scalar() or 0
+
+
+def opening_of(connection: sa.Connection, account: str) -> str:
+    """Return the key of an account's opening grant; empty if it had none."""
+    posted = postings.join(transfers, transfers.c.id == postings.c.transfer_id)
+    query = sa.select(transfers.c.key).select_from(posted)
+    query = query.where(postings.c.account == account, _is_opening(account))
+    return connection.execute(query).scalar() or ""
+
+
+def leases_of(user: str) -> sa.ColumnElement[bool]:
+    """Return the condition for leases that name a member or their account."""
+    return (leases.c.user == user) | (leases.c.account == member_account(user))
+
+
+def give(connection: sa.Connection, old: str, new: str, sources: Mapping[str, str]) -> None:
+    """Write the new name into every row of a member; the caller seals what is sealed.
+
+    Args:
+        connection: A connection in a write transaction.
+        old: The member's previous name.
+        new: The new name, which has no history of its own.
+        sources: Workspaces whose directory is renamed, old path to new path.
+    """
+    _give_account(connection, member_account(old), member_account(new))
+    for column in NAMES:
+        _replace(connection, column, old, new)
+    _join_memberships(connection, old, new)
+    for column in ONE_EACH:
+        in_small = column is roster.c.user
+        _replace_keys(connection, column, *((old.lower(), new.lower()) if in_small else (old, new)))
+    totals.rename(connection, "user", old, new)
+    totals.rename(connection, "account", member_account(old), member_account(new))
+    _rename_in_audiences(connection, member_account(old), member_account(new))
+    _rename_kept_devices(connection, old, new)
+    for before, after in sources.items():
+        for table in (workspaces, quota_projects):
+            connection.execute(sa.delete(table).where(table.c.source == after))
+            _replace(connection, table.c.source, before, after)
+
+
+def _is_opening(account: str) -> sa.ColumnElement[bool]:
+    return transfers.c.key.startswith(opening_key(account), autoescape=True)
+
+
+def _replace(connection: sa.Connection, column: sa.Column[Any], old: str, new: str) -> None:
+    change = sa.update(column.table).where(column == old).values({column.name: new})
+    connection.execute(change)
+
+
+def _give_account(connection: sa.Connection, old: str, new: str) -> None:
+    """Move everything of an account: its row is created with the new name, then deleted."""
+    row = connection.execute(sa.select(accounts).where(accounts.c.name == old)).mappings().first()
+    if row is None:
+        return
+    there = sa.select(accounts.c.opened_at).where(accounts.c.name == new)
+    opened_at = connection.execute(there).scalar()
+    if opened_at is None:
+        connection.execute(sa.insert(accounts), {**row, "name": new})
+    else:
+        changes = {"balance": accounts.c.balance + row["balance"]}
+        changes["opened_at"] = min(opened_at, row["opened_at"])
+        connection.execute(sa.update(accounts).where(accounts.c.name == new).values(changes))
+    with hash_chain.not_append_only(connection):
+        for column in ACCOUNTS:
+            _replace(connection, column, old, new)
+    connection.execute(sa.delete(accounts).where(accounts.c.name == old))
+
+
+def _replace_keys(connection: sa.Connection, column: sa.Column[Any], old: str, new: str) -> None:
+    """Replace part of a key; if the new name has that row already, the old row is deleted."""
+    table = column.table.alias("other")
+    others = [key for key in column.table.primary_key if key is not column]
+    same = sa.exists().where(
+        table.c[column.name] == new, *(table.c[key.name] == key for key in others)
+    )
+    connection.execute(sa.delete(column.table).where(column == old, same))
+    _replace(connection, column, old, new)
+
+
+def _join_memberships(connection: sa.Connection, old: str, new: str) -> None:
+    before = find_membership(connection, old, lock=True)
+    after = find_membership(connection, new, lock=True)
+    if before and after:
+        welcomed = after.welcomed_at or before.welcomed_at
+        since = min(before.since, after.since)
+        update_membership(connection, new, since=since, welcomed_at=welcomed)
+        connection.execute(sa.delete(memberships).where(memberships.c.user == old))
+    else:
+        _replace(connection, memberships.c.user, old, new)
+
+
+def _rename_in_audiences(connection: sa.Connection, old: str, new: str) -> None:
+    for name, text in connection.execute(sa.select(refills.c.id, refills.c.audience)).all():
+        audience: Sequence[str] = json.loads(text)
+        if old in audience:
+            changed = json.dumps(list(dict.fromkeys(new if x == old else x for x in audience)))
+            change = sa.update(refills).where(refills.c.id == name).values(audience=changed)
+            connection.execute(change)
+
+
+def _rename_kept_devices(connection: sa.Connection, old: str, new: str) -> None:
+    for closure in closures.load(connection).values():
+        server = closures.kept_for(closure)
+        if server is not None and server.user == old:
+            actor = closures.keeper(ServerRef(new, server.name))
+            change = sa.update(db_schema.closures).where(
+                db_schema.closures.c.subject == closure.subject
+            )
+            connection.execute(change.values(actor=actor))

@@ -10,9 +10,9 @@ from datetime import datetime, timedelta
 import sqlalchemy as sa
 
 from ..core.errors import InvalidRequest, LedgerError
+from ..core.text import checked_reason
+from ..db import audit_log
 from ..db.engine import Store
-from ..devices import closures
-from ..devices.service import checked_reason
 from ..ledger.grant_files import Problem, by_column, cells_of, decoded
 from ..ledger.models import check_account, group_account, member_account
 from ..ledger.prices import GPURates
@@ -23,7 +23,7 @@ from .repository import RosterEntry
 from .service import MemberService
 
 LONGEST = 200
-"""Characters of a name, a course, a group or an address."""
+"""Maximum characters of a name, a course, a group or an address."""
 
 _COLUMNS = {
     "name": "user",
@@ -54,12 +54,12 @@ class Listed:
     """A line of the table."""
 
     number: int
-    """Of the line in the file, from 1."""
+    """The number of the line in the file, from 1."""
     entry: RosterEntry
 
 
 def parse(data: bytes, zone: str) -> tuple[list[Listed], list[Problem]]:
-    """The entries of a file, and what is wrong with it. Days are those of ``zone``."""
+    """Parse a file into its entries and problems. Dates are in ``zone``."""
     try:
         rows = list(cells_of(decoded(data)))
         columns = _columns(rows)
@@ -78,7 +78,7 @@ def parse(data: bytes, zone: str) -> tuple[list[Listed], list[Problem]]:
 
 
 def _columns(rows: Sequence[tuple[int, list[str]]]) -> list[str]:
-    """What the columns are, by the first line. Raises ValueError."""
+    """Return the columns, named by the first line. Raises ValueError."""
     if not rows:
         return []
     number, first = rows[0]
@@ -99,7 +99,7 @@ def _columns(rows: Sequence[tuple[int, list[str]]]) -> list[str]:
 
 
 def _entry(cells: Sequence[str], columns: Sequence[str], zone: str) -> RosterEntry:
-    """Raises ValueError or LedgerError with a sentence."""
+    """Parse a line. Raises ValueError or LedgerError with a sentence."""
     values = by_column(cells, columns, "put a text with commas in quotes.")
     for name, text in values.items():
         if len(text) > (LONGEST * 10 if name == "groups" else LONGEST) or not text.isprintable():
@@ -120,7 +120,7 @@ def _entry(cells: Sequence[str], columns: Sequence[str], zone: str) -> RosterEnt
 
 
 def _times(values: Mapping[str, str], zone: str) -> tuple[datetime | None, datetime | None]:
-    """From when and until when: a day is meant from its beginning to its end."""
+    """Return start and end; a date includes the whole day."""
     starts, ends = values.get("starts_at", ""), values.get("ends_at", "")
     starts_at = parse_start(starts, zone) if starts else None
     ends_at = parse_end(ends, zone) if ends else None
@@ -130,7 +130,7 @@ def _times(values: Mapping[str, str], zone: str) -> tuple[datetime | None, datet
 
 
 def parse_start(text: str, zone: str) -> datetime:
-    """The first moment of a day, or a moment. Raises ValueError with a sentence."""
+    """Return the first moment of a date, or a time. Raises ValueError with a sentence."""
     try:
         return parse_moment(text, zone)
     except ValueError as error:
@@ -138,7 +138,7 @@ def parse_start(text: str, zone: str) -> datetime:
 
 
 def parse_end(text: str, zone: str) -> datetime:
-    """The first moment after a day, or a moment. Raises ValueError with a sentence."""
+    """Return the first moment after a date, or a time. Raises ValueError with a sentence."""
     try:
         if not _DAY.fullmatch(text):
             return parse_moment(text, zone)
@@ -179,15 +179,15 @@ def _twice(found: Sequence[Listed]) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class OnRoster:
-    """What the roster says of a name at one moment."""
+    """What the roster says about a name at one moment."""
 
     member: bool
     groups: frozenset[str] = frozenset()
-    """Of all entries that hold."""
+    """Of all valid entries."""
     until: datetime | None = None
-    """When the last of them ends; None: none of them, or never."""
+    """When the last of them ends; None if there are none, or without an end."""
     why: str = ""
-    """Why they are no member by it, to go on after "but" or "because"."""
+    """Why they are no member by the roster, to follow "but" or "because"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class RosterChange:
     """What an import did to an entry, or would do."""
 
     number: int
-    """Of the line in the file; 0 for an entry that is not in it."""
+    """The number of the line in the file; 0 for an entry that is not in it."""
     before: RosterEntry | None
     after: RosterEntry
 
@@ -215,17 +215,17 @@ class Import:
 
     changes: tuple[RosterChange, ...]
     problems: tuple[Problem, ...]
-    """With one of these nothing was changed."""
+    """If there are any, nothing was changed."""
     done: bool
-    """Whether it was written now."""
+    """True if it was written now."""
 
     def count(self, event: str) -> int:
-        """How many entries that happened to."""
+        """Return how many entries had this event."""
         return sum(change.event == event for change in self.changes)
 
 
 class RosterService:
-    """Keeps the roster."""
+    """Maintains the roster."""
 
     def __init__(
         self,
@@ -240,11 +240,11 @@ class RosterService:
         self.members = members
 
     def entries(self) -> list[RosterEntry]:
-        """The whole roster, by name and course, what is over included."""
+        """Return the whole roster, by name and course, including expired entries."""
         return self.store.run(repository.whole_roster)
 
     def roster_member(self, user: str, now: datetime | None = None) -> OnRoster:
-        """Whether a name is on the roster now, with which groups and until when, else why not."""
+        """Return if a name is on the roster now, with its groups and end, or why it is not."""
         now = now or self.clock()
         entries = self.store.run(lambda connection: repository.roster_of_user(connection, user))
         return self._verdict(entries, now)
@@ -252,10 +252,10 @@ class RosterService:
     def import_roster(
         self, data: bytes, *, actor: str, dry_run: bool = False, whole: bool = False
     ) -> Import:
-        """Write what a CSV file says, all of it or nothing, or say what that would do.
+        """Import a CSV file, all of it or nothing, or report what that would do.
 
-        ``whole``: the file is all there is of its courses, and entries of these that are not in
-        it end now. Others stay as they are, for the file may be one course of many.
+        ``whole``: the file is complete for its courses, and their entries that are not in it end
+        now. Otherwise they stay, because the file may be one course of many.
         """
         now = self.clock()
         listed, problems = parse(data, self.settings.zone)
@@ -278,10 +278,10 @@ class RosterService:
     def end_on_roster(
         self, user: str, *, actor: str, reason: str = "", course: str | None = None
     ) -> list[RosterEntry]:
-        """End every entry of a name now, or that of a course; those that were ended. Whoever is a
-        member by the roster alone is none any more when the accounting service sees it.
+        """End every entry of a name now, or those of a course, and return them.
 
-        Raises InvalidRequest for a name that has none which goes on.
+        The accounting service then ends the membership of somebody who has no other entry. Raises
+        InvalidRequest for a name without valid entries.
         """
         now, reason = self.clock(), checked_reason(reason)
         with self.store.write() as connection:
@@ -306,8 +306,11 @@ class RosterService:
         return ending
 
     def see_to_roster(self) -> int:
-        """End the memberships of those whose time on the roster is over, who are members by
-        nothing else; and let those back whose end the roster alone had brought. How many."""
+        """Apply the roster to memberships, and return how many changed.
+
+        Ends memberships that only the roster gave and that are over, and restores those that only
+        the roster had ended.
+        """
         now = self.clock()
         with self.store.read() as connection:
             found = [
@@ -327,7 +330,7 @@ class RosterService:
                 )
         return changed
 
-    # Steps of the above.
+    # Helpers.
 
     def _note_roster(
         self,
@@ -338,7 +341,7 @@ class RosterService:
         detail: str,
         now: datetime,
     ) -> None:
-        closures.note(
+        audit_log.note(
             connection, at=now, actor=actor, action=action, subject=subject, detail=detail
         )
 
@@ -366,8 +369,11 @@ class RosterService:
         return OnRoster(member=False, why=f"the time on the roster{_of(last)} ended on {ended}")
 
     def roster_day(self, moment: datetime | None, *, end: bool = False) -> str:
-        """A moment as admins write it, by the clock of ``c.GPURates.zone``: a day, with the
-        time of day unless that is midnight. An ``end`` at midnight is of the day before."""
+        """Format a time as admins write it, in the zone of ``c.GPURates.zone``.
+
+        A date, with the time of day unless that is midnight. An ``end`` at midnight is shown as the
+        day before.
+        """
         if moment is None:
             return ""
         local = moment.astimezone(open_zone(self.settings.zone))
@@ -392,7 +398,7 @@ def _changes(
 def _left_out(
     known: Collection[RosterEntry], listed: Sequence[RosterEntry], now: datetime
 ) -> Iterator[RosterChange]:
-    """The entries of the same courses that are not in a file that is all there is of them."""
+    """Yield the entries of the same courses that are missing in a complete file."""
     courses = {entry.course for entry in listed}
     there = {(entry.user, entry.course) for entry in listed}
     for entry in known:
@@ -402,7 +408,7 @@ def _left_out(
 
 
 def _ended(entry: RosterEntry, now: datetime) -> RosterEntry:
-    """An entry that holds no more; one that never held never will."""
+    """Return an ended entry; one that never applied never will."""
     began = entry.starts_at is None or entry.starts_at < now
     return replace(entry, ends_at=now, starts_at=entry.starts_at if began else None)
 

@@ -1,8 +1,8 @@
-"""Who is a member: it begins and ends at sign-in, or with an entry of the roster.
+"""Memberships: they begin and end at sign-in, or with an entry of the roster.
 
-Who is none any more starts nothing, waits for nothing and gets no refills. What runs goes on for
-a grace, so that work can be saved. Nothing of theirs is taken: files, folders and credits are
-there when they come back.
+Former members start nothing, lose their tickets and get no refills. Running servers continue for a
+grace period, so that work can be saved. Nothing is taken from them: files, folders and credits are
+there when they return.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import sqlalchemy as sa
 from traitlets import Float
 from traitlets.config import LoggingConfigurable
 
+from ..core.errors import MembershipEnded
+from ..core.text import LONGEST_REASON, checked_reason
+from ..db import audit_log
 from ..db.engine import Store
-from ..devices import closures
-from ..devices.service import LONGEST_REASON, checked_reason
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState
-from ..leases.sessions import end_clock, order_end
+from ..leases.sessions import order_end
 from ..ledger import repository as ledger_repository
 from ..ledger.models import member_account
 from ..notifications import repository as notifications_repository
+from ..notifications.messages import compose
 from ..notifications.models import Notice, NoticeKind
 from ..queue import repository as queue_repository
 from ..queue.models import Ticket
@@ -33,7 +35,7 @@ from . import repository
 from .repository import Membership
 
 GONE = "member_gone"
-"""The outcome of leases and tickets whose member is none any more."""
+"""The outcome of leases and tickets of former members."""
 
 
 class GPUMembers(LoggingConfigurable):
@@ -59,11 +61,18 @@ class EndedMembership:
 
     reason: str
     stops_at: datetime
-    """When what still runs is stopped."""
+    """When running servers are stopped."""
+
+
+def require_member(connection: sa.Connection, user: str) -> None:
+    """Raise MembershipEnded for a former member."""
+    known = repository.find_membership(connection, user)
+    if known and known.ended_at:
+        raise MembershipEnded(why=known.reason)
 
 
 class MemberService:
-    """Knows who is a member, and sees to what former members have."""
+    """Manages memberships, and what former members still have."""
 
     def __init__(
         self,
@@ -81,29 +90,29 @@ class MemberService:
 
     @property
     def membership_grace(self) -> timedelta:
-        """How long what runs goes on after its member is a member no more."""
+        """How long servers continue after the membership of their member ended."""
         return timedelta(minutes=self.settings.grace_minutes)
 
     def membership(self, user: str) -> Membership | None:
-        """What is known of somebody; None of who never signed in as a member."""
+        """Return a membership; None for somebody who never signed in as a member."""
         return self.store.run(lambda connection: repository.find_membership(connection, user))
 
     def membership_end(self, user: str) -> EndedMembership | None:
-        """How somebody's membership ended; None while they are a member, or never were one."""
+        """Return how a membership ended; None while somebody is a member, or never was."""
         known = self.membership(user)
         if known is None or known.ended_at is None:
             return None
         return EndedMembership(known.reason, known.ended_at + self.membership_grace)
 
     def former_members(self) -> list[Membership]:
-        """Everybody who is no member any more, by name."""
+        """Return all former members, by name."""
         return self.store.run(repository.former_members)
 
     def membership_returned(self, user: str, *, actor: str, by_roster: bool = False) -> bool:
-        """Somebody is a member, for the first time or again: all is as it was before.
+        """Record that somebody is a member, for the first time or again: everything is as before.
 
-        ``by_roster``: only because the roster has them, so that they are none any more when their
-        time on it is over. False when nothing changed; call it at each sign-in and refresh.
+        ``by_roster``: only because of the roster, so that the membership ends with the entry.
+        Returns False if nothing changed; call it at each sign-in and refresh.
         """
         now = self.clock()
         known = self.membership(user)
@@ -113,11 +122,11 @@ class MemberService:
             return self._return(connection, user, actor, by_roster, now)
 
     def membership_ended(self, user: str, reason: str, *, actor: str) -> bool:
-        """Somebody is a member no more, for a reason that they read.
+        """Record that a membership ended, for a reason that the person reads.
 
-        It ends their places in line and warns whose servers run; :meth:`see_to_former` stops
-        these after the grace. False when nothing changed: it was so before, or nobody of this
-        name was ever a member or has an account.
+        Ends their tickets and warns about their running servers, which :meth:`see_to_former` stops
+        after the grace period. Returns False if nothing changed: it had already ended, or nobody
+        with this name was ever a member or has an account.
         """
         reason = checked_reason(reason[:LONGEST_REASON], needed=True).rstrip(".")
         now = self.clock()
@@ -133,12 +142,12 @@ class MemberService:
     # The welcome page.
 
     def welcome_due(self, user: str) -> bool:
-        """Whether somebody was not shown the welcome page yet."""
+        """Return True if somebody has not seen the welcome page yet."""
         known = self.membership(user)
         return known is None or known.welcomed_at is None
 
     def welcomed(self, user: str) -> None:
-        """Somebody was shown the welcome page: once is enough."""
+        """Record that somebody saw the welcome page: once is enough."""
         now = self.clock()
         with self.store.write() as connection:
             repository.begin_membership(connection, user, now)
@@ -147,13 +156,13 @@ class MemberService:
     # What the accounting service asks.
 
     def former_holding(self) -> list[str]:
-        """Who is no member any more and has a server or a place in line; see to them."""
+        """Return former members with a server or a ticket, for :meth:`see_to_former`."""
         return self.store.run(repository.members_with_leases)
 
     def see_to_former(self, user: str) -> bool:
-        """End the places in line of a former member, and warn or stop their servers.
+        """End the tickets of a former member, and warn about or stop their servers.
 
-        What was told or ordered before is not done again. Whether there was anything to do.
+        Nothing is reported or ordered twice. Returns True if there was anything to do.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -161,7 +170,7 @@ class MemberService:
         self._drop(gone)
         return told
 
-    # Steps of the above.
+    # Helpers.
 
     def _return(
         self, connection: sa.Connection, user: str, actor: str, by_roster: bool, now: datetime
@@ -192,7 +201,7 @@ class MemberService:
     ) -> bool:
         known = repository.find_membership(connection, user, lock=True)
         if known is None:
-            # Whoever is refused at the door and was never let in leaves no trace here.
+            # Somebody who is refused at sign-in and was never a member leaves no trace here.
             if not ledger_repository.find_account(connection, member_account(user)):
                 return False
             repository.begin_membership(connection, user, now)
@@ -205,10 +214,10 @@ class MemberService:
     def _see_to(
         self, connection: sa.Connection, user: str, now: datetime
     ) -> tuple[list[str], bool]:
-        """The ids of the tickets that were ended, and whether the member was told anything."""
+        """Return the ids of the ended tickets, and True if the member was told anything."""
         known = repository.find_membership(connection, user, lock=True)
         if known is None or known.ended_at is None:
-            return [], False  # they came back meanwhile
+            return [], False  # they returned meanwhile
         waiting = self._waiting_of(connection, user)
         for ticket in waiting:
             reason = f"your membership has ended: {known.reason}"
@@ -257,7 +266,7 @@ class MemberService:
         now: datetime,
     ) -> None:
         subject = member_account(user)
-        closures.note(
+        audit_log.note(
             connection,
             at=now,
             actor=actor,
@@ -267,55 +276,42 @@ class MemberService:
         )
 
 
-# What members are told.
-
-_KEPT = "Your files and your credits are kept."
+# Notices to members.
 
 
 def _place_gone(ticket: Ticket, why: str, now: datetime) -> Notice:
-    return Notice(
-        key=f"ticket_ended:{ticket.id}",
-        user=ticket.server.user,
-        kind=NoticeKind.TICKET_ENDED,
-        title="Your place in line is gone: your membership has ended",
-        body=f"Why: {why}. {_KEPT}",
-        at=now,
-    )
+    key, kind = f"ticket_ended:{ticket.id}", NoticeKind.TICKET_ENDED
+    return compose("membership_ended_in_line", kind, key, ticket.server.user, now, reason=why)
 
 
 def _stops_soon(lease: Lease, known: Membership, stops_at: datetime, now: datetime) -> Notice:
-    until = f"{end_clock(stops_at, now)} ({stops_at.astimezone():%Z})"
-    return Notice(
+    return compose(
+        "membership_ended",
+        NoticeKind.SESSION_ENDS,
         # With the moment: who comes back and leaves again is told anew.
-        key=f"membership_ended:{lease.id}:{_since(known.ended_at)}",
-        user=lease.server.user,
-        kind=NoticeKind.SESSION_ENDS,
-        title=f"Your server {lease.server.name}".rstrip() + f" stops at {until}",
-        body=f"Your membership has ended: {known.reason}. Save your work until then. {_KEPT}",
-        at=now,
+        f"membership_ended:{lease.id}:{_since(known.ended_at)}",
+        lease.server.user,
+        now,
+        lease=lease,
+        reason=known.reason,
+        stops_at=stops_at,
     )
 
 
 def _goes_on_again(lease: Lease, ended_at: datetime, now: datetime) -> Notice:
-    return Notice(
-        key=f"membership_returned:{lease.id}:{_since(ended_at)}",
-        user=lease.server.user,
-        kind=NoticeKind.SESSION_ENDS,
-        title=f"Your server {lease.server.name}".rstrip() + " goes on",
-        body="You are a member again: it is not stopped, and all is as it was before.",
-        at=now,
-    )
+    key, user = f"membership_returned:{lease.id}:{_since(ended_at)}", lease.server.user
+    return compose("membership_returned", NoticeKind.SESSION_ENDS, key, user, now, lease=lease)
 
 
 def _stopped(lease: Lease, known: Membership, now: datetime) -> Notice:
-    return Notice(
-        key=f"stopped:{lease.id}",
-        user=lease.server.user,
-        kind=NoticeKind.STOPPED,
-        title=f"Your server {lease.server.name}".rstrip()
-        + " is stopped: your membership has ended",
-        body=f"Why: {known.reason}. {_KEPT}",
-        at=now,
+    return compose(
+        "membership_ended_stopped",
+        NoticeKind.STOPPED,
+        f"stopped:{lease.id}",
+        lease.server.user,
+        now,
+        lease=lease,
+        reason=known.reason,
     )
 
 

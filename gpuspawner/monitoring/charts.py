@@ -11,11 +11,11 @@ from typing import NamedTuple
 from ..core.units import MICRO, format_credits
 from ..leases.models import Lease, LeasedDevice
 from ..ledger.usage import LeaseUse
-from ..services import Broker
+from ..services import Services
 from .models import HOUR, MINUTE, DeviceUse, combine
 
 CHART_WIDTH, CHART_HEIGHT = 360, 150
-"""Of the drawing; it is stretched to the width of its place."""
+"""The size of the drawing; it is stretched to the available width."""
 
 _CHART_TOP, _CHART_BOTTOM, _GAP = 18, 20, 8
 
@@ -43,9 +43,9 @@ class Chart:
 
 
 def chart(uses: Sequence[LeaseUse], labels: Sequence[str]) -> Chart:
-    """A bar a week, as high as its cost; the highest fills the height.
+    """Draw one bar per week for its cost; the highest fills the height.
 
-    A week that cost anything has a bar that can be seen.
+    A week that cost anything has a visible bar.
     """
     step = CHART_WIDTH // max(1, len(uses))
     most = max((use.cost for use in uses), default=0)
@@ -69,7 +69,7 @@ def chart(uses: Sequence[LeaseUse], labels: Sequence[str]) -> Chart:
 
 
 def short(micro: int) -> str:
-    """Credits in five characters at the most: ``0``, ``0.25``, ``12.5``, ``3.4k``."""
+    """Format credits in at most five characters: ``0``, ``0.25``, ``12.5``, ``3.4k``."""
     if micro <= 0:
         return "0"
     if micro < MICRO // 100:
@@ -81,14 +81,14 @@ def short(micro: int) -> str:
 
 
 CURVE_WIDTH, CURVE_HEIGHT = 360, 96
-"""Of the drawing; it is stretched to the width of its place."""
+"""The size of the drawing; it is stretched to the available width."""
 _LEFT, _RIGHT, _CURVE_TOP, _CURVE_BOTTOM = 38, 4, 6, 16
 
 LAST = timedelta(hours=1)
 POINTS = 60
-"""At the most, in the curve of a session."""
+"""Maximum points in the curve of a session."""
 BY_MINUTES = timedelta(hours=12)
-"""A longer session is told by its hours."""
+"""Longer sessions are drawn by the hour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class DrawnCurve:
     use: str
     memory: str
     summary: str
-    """The same in words, for who does not see it."""
+    """The same in words, for people who cannot see it."""
     width: int = CURVE_WIDTH
     height: int = CURVE_HEIGHT
     left: int = _LEFT
@@ -112,31 +112,33 @@ class DrawnCurve:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCurves:
-    """A device of a lease."""
+    """The curves of one device of a lease."""
 
     device: LeasedDevice
     curves: tuple[DrawnCurve, ...]
-    """None where nothing was measured yet."""
+    """Empty if nothing was measured yet."""
 
 
-def of_leases(broker: Broker, leases: Collection[Lease]) -> dict[str, list[DeviceCurves]]:
-    """The curves of servers that are up, by the id of the lease. Blocks."""
-    now = broker.clock()
+def of_leases(services: Services, leases: Collection[Lease]) -> dict[str, list[DeviceCurves]]:
+    """Return the curves of running servers, by lease id. Blocks."""
+    now = services.clock()
     return {
-        lease.id: [_of_device(broker, lease, device, now) for device in lease.devices]
+        lease.id: [_of_device(services, lease, device, now) for device in lease.devices]
         for lease in leases
         if lease.started_at and lease.devices
     }
 
 
-def _of_device(broker: Broker, lease: Lease, device: LeasedDevice, now: datetime) -> DeviceCurves:
+def _of_device(
+    services: Services, lease: Lease, device: LeasedDevice, now: datetime
+) -> DeviceCurves:
     begun = lease.started_at or lease.granted_at
     found = []
     for title, start in (("Last hour", max(begun, now - LAST)), ("Whole session", begun)):
         if title != "Last hour" and now - start <= LAST:
             continue
         seconds = MINUTE if now - start <= BY_MINUTES else HOUR
-        parts = broker.monitoring.use_between(start, now, seconds=seconds, uuids=[device.uuid])
+        parts = services.monitoring.use_between(start, now, seconds=seconds, uuids=[device.uuid])
         if parts:
             found.append(curve(title, parts, start, now, device.memory_bytes))
     return DeviceCurves(device, tuple(found))
@@ -145,7 +147,7 @@ def _of_device(broker: Broker, lease: Lease, device: LeasedDevice, now: datetime
 def curve(
     title: str, parts: Sequence[DeviceUse], start: datetime, end: datetime, memory_bytes: int
 ) -> DrawnCurve:
-    """Draw what is known of the span. Of what is not known there is no line."""
+    """Draw what is known about the span. Where nothing is known, there is no line."""
     length = max((end - start).total_seconds(), 1.0)
     step = max(parts[0].seconds, -(-int(length) // POINTS // MINUTE) * MINUTE)
     points = list(_points(parts, start, step))
@@ -165,7 +167,7 @@ def curve(
 def _points(
     parts: Sequence[DeviceUse], start: datetime, step: int
 ) -> Iterator[tuple[float, DeviceUse]]:
-    """So many seconds after the start, and what was done then."""
+    """Yield seconds since the start, and the use at that time."""
 
     def number(part: DeviceUse) -> int:
         return int((part.since - start).total_seconds() // step)
@@ -175,7 +177,7 @@ def _points(
 
 
 def _use(some: DeviceUse) -> float | None:
-    """In percent; of a MIG instance, how much of the time it had processes."""
+    """Return the use in percent; for a MIG instance, the share of time with processes."""
     if some.measured:
         return some.use
     return 100 * some.busy / some.known if some.known else None
@@ -186,7 +188,7 @@ def _filled(some: DeviceUse, memory_bytes: int) -> float | None:
 
 
 def _path(points: Sequence[tuple[float, float | None]], length: float, step: int) -> str:
-    """An SVG path; it is broken where nothing is known. A point by itself is a dot."""
+    """Return an SVG path, broken where nothing is known. A single point is a dot."""
     drawn: list[str] = []
     before: float | None = None
     for at, value in points:
@@ -203,7 +205,7 @@ def _path(points: Sequence[tuple[float, float | None]], length: float, step: int
 
 
 def _summary(whole: DeviceUse, memory_bytes: int) -> str:
-    """One sentence."""
+    """Summarize the use in one sentence."""
     mean = _use(whole)
     if mean is None:
         return "It did not answer."

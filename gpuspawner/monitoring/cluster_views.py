@@ -29,12 +29,14 @@ from ..core.errors import GPUSpawnerError, TooManyViewers
 from ..devices.models import Device, DeviceStatus
 from ..devices.snapshots import DeviceView
 from ..leases.models import Lease, LeaseState
-from ..services import Broker
-from ..web.api import APIHandler, instant
+from ..services import Services
+from ..web.api import APIHandler
 from ..web.base import OTHERWISE, POLICY, ServiceHandler
 from ..web.fields import whole
+from ..web.operations import operation
 from ..web.pages import STATES, Page
 from .models import THROTTLE, DeviceUse, Sample
+from .schemas import ClusterAnswer, ClusterDeviceAnswer
 
 FRESH = timedelta(seconds=15)
 """How old a sample may be to say what a device does now."""
@@ -140,12 +142,12 @@ class Picture:
     """The names of a member's servers by the UUIDs of their devices, by member."""
 
 
-def look(broker: Broker, recent: Recent) -> Picture:
+def look(services: Services, recent: Recent) -> Picture:
     """The newest picture. Raises StoreUnavailable."""
-    now = broker.clock()
-    overview = broker.overview()
-    opened = {lease.id: lease for lease in broker.open_leases()}
-    minutes, samples = broker.monitoring.use_now(), recent()
+    now = services.clock()
+    overview = services.monitoring.overview()
+    opened = {lease.id: lease for lease in services.leases.open_leases()}
+    minutes, samples = services.monitoring.use_now(), recent()
     own: dict[str, dict[str, str]] = {}
     tiles = []
     for view in overview.devices:
@@ -355,8 +357,8 @@ class Viewer:
 class LiveCluster:
     """The newest picture, taken while anybody watches."""
 
-    def __init__(self, broker: Broker, recent: Recent) -> None:
-        self._broker = broker
+    def __init__(self, services: Services, recent: Recent) -> None:
+        self._services = services
         self._recent = recent
         self._viewers: list[Viewer] = []
         self._task: asyncio.Task[None] | None = None
@@ -401,19 +403,19 @@ class LiveCluster:
     async def _take(self) -> Frame:
         sights = {viewer.sight for viewer in self._viewers}
         try:
-            return await self._broker.read(take, self._broker, self._recent, sights)
+            return await self._services.read(take, self._services, self._recent, sights)
         except GPUSpawnerError as error:
             trouble = error.message
         except Exception:  # whatever goes wrong, the next picture is tried
             log.exception("The picture of the cluster could not be taken")
             trouble = OTHERWISE
-        at = self._broker.clock().astimezone().strftime("%H:%M:%S")
+        at = self._services.clock().astimezone().strftime("%H:%M:%S")
         return Frame(at, {}, trouble=trouble)
 
 
-def take(broker: Broker, recent: Recent, sights: Collection[Sight]) -> Frame:
+def take(services: Services, recent: Recent, sights: Collection[Sight]) -> Frame:
     """A picture as it is sent to these kinds of readers. Blocks."""
-    picture = look(broker, recent)
+    picture = look(services, recent)
     return Frame(
         at=picture.at.astimezone().strftime("%H:%M:%S"),
         texts={sight: as_text(picture, sight) for sight in sights},
@@ -456,7 +458,7 @@ class ClusterPage(Watching, Page):
 
     @web.authenticated
     async def get(self) -> None:
-        picture = await self.read(look, self.broker, self.context.recent)
+        picture = await self.read(look, self.services, self.context.recent)
         own = picture.own.get(self.user, {})
         tiles = []
         for tile in picture.tiles:
@@ -464,11 +466,9 @@ class ClusterPage(Watching, Page):
             uuid = tile.device.uuid
             if uuid in own:
                 told["who"] = mine(own[uuid])
-            tiles.append((tile.device, self.broker.machines.machine_of(uuid), told, uuid in own))
+            tiles.append((tile.device, self.services.machines.machine_of(uuid), told, uuid in own))
         self.show(
             "cluster.html",
-            user=self.user,
-            admin=self.admin,
             now=picture.at,
             summary=summary(picture),
             seen=not picture.error,
@@ -496,7 +496,7 @@ class ClusterStream(Watching, APIHandler):
             self.get_query_argument("pictures", str(MOST_PICTURES)), "pictures", 1, MOST_PICTURES
         )
         shared: LiveCluster = self.application.settings.setdefault(
-            "live", LiveCluster(self.broker, self.context.recent)
+            "live", LiveCluster(self.services, self.context.recent)
         )
         try:
             viewer = shared.join(self.user, self.sight)
@@ -537,47 +537,29 @@ class ClusterStream(Watching, APIHandler):
 
 
 class ClusterAPI(Watching, APIHandler):
-    """The same for scripts."""
+    """Every device, and what it does just now."""
 
+    @operation("cluster", ClusterAnswer)
     @web.authenticated
     async def get(self) -> None:
-        picture: Picture = await self.read(look, self.broker, self.context.recent)
-        self.answer(
-            {
-                "as_of": instant(picture.at),
-                "seen": not picture.error,
-                "total": picture.total,
-                "free": picture.free,
-                "waiting": picture.waiting,
-                "devices": [device(tile, self.user, self.sight) for tile in picture.tiles],
-            }
-        )
+        picture: Picture = await self.read(look, self.services, self.context.recent)
+        devices = [device(tile, self.user, self.sight) for tile in picture.tiles]
+        seen = not picture.error
+        self.answer(ClusterAnswer, picture, as_of=picture.at, seen=seen, devices=devices)
 
 
-def device(tile: Tile, user: str, sight: Sight) -> dict[str, Any]:
+def device(tile: Tile, user: str, sight: Sight) -> ClusterDeviceAnswer:
     """A device as JSON, with what this reader may know."""
     server = tile.lease.server if tile.lease else None
     mine = server is not None and server.user == user
     named = server is not None and (mine or sight is not Sight.PLAIN)
-    doing = tile.doing
-    return {
-        "uuid": tile.device.uuid,
-        "index": tile.device.index,
-        "model": tile.device.model,
-        "memory_bytes": tile.device.memory_bytes,
-        "state": tile.view.state,
-        "mine": mine,
-        "user": server.user if server and named else None,
-        "server": server.name if server and (mine or sight is Sight.ADMIN) else None,
-        "since": instant(tile.since),
-        "use_percent": doing.use,
-        "busy": doing.busy,
-        "memory_used_bytes": doing.used_bytes,
-        "temperature_celsius": doing.celsius,
-        "power_watts": doing.watts,
-        "health": tile.health(sight),
-        "note": tile.note,
-    }
+    return ClusterDeviceAnswer.of(
+        tile,
+        mine=mine,
+        user=server.user if server and named else None,
+        server=server.name if server and (mine or sight is Sight.ADMIN) else None,
+        health=tile.health(sight),
+    )
 
 
 HANDLERS: list[tuple[str, type[ServiceHandler]]] = [

@@ -1,12 +1,11 @@
-"""Whether a device is well: symptoms in samples, and the verdict that follows. Pure.
+"""Health of devices: symptoms in samples, and the verdict that follows. Pure.
 
-Each thing that can be wrong is a cause with a name, by which an admin says what it does:
-``ignore``, ``watch`` (it is shown) or ``drain`` (nobody new gets the device). ``README.md`` has
-both tables.
+Each possible fault is a named cause, for which an admin sets an action: ``ignore``, ``watch`` (it
+is shown) or ``drain`` (no new leases on the device). ``README.md`` has both tables.
 
-A device is ``fine``, on ``watch``, or ``sick``. A sick one is given to nobody new. It comes back
-when a while passed without any symptom and a probe then succeeded: a device that comes and goes is
-out for twice as long each time, and after a few times within a day until an admin takes it back.
+A device is ``fine``, on ``watch``, or ``sick``. A sick one gets no new leases. It returns after a
+time without any symptom and a successful probe. A device that relapses stays out twice as long each
+time, and after a few relapses within a day until an admin returns it.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ ACTIONS = ("ignore", "watch", "drain")
 
 @dataclass(frozen=True, slots=True)
 class XidClass:
-    """Errors that the driver reports (Xid) and that mean the same for who gives devices out."""
+    """Driver errors (Xid) with the same consequence for granting."""
 
     cause: str
     codes: tuple[int, ...]
-    """Empty: all others."""
+    """Empty means all others."""
     what: str
 
 
@@ -57,27 +56,27 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     "narrow": ("watch", "its PCIe link has had fewer lanes than it could have for a minute"),
     "weak": ("watch", "it may take less than nine tenths of the power that it is made for"),
 }
-"""What each cause does unless an admin says otherwise, and what it means."""
+"""The default action of each cause, and its meaning."""
 
 HOT, COOL = 95, 85
 """Degrees Celsius."""
 NONSENSE = 150
-"""No sensor that works says so."""
+"""No working sensor reports this."""
 SLOWED = 0x8 | 0x40 | 0x80
-"""The bits of :data:`gpuspawner.monitoring.models.THROTTLE` that are no choice of anybody's."""
+"""The bits of :data:`gpuspawner.monitoring.models.THROTTLE` that nobody chose."""
 WEAK = 0.9
 STEADY = timedelta(minutes=1)
-"""What must last counts after so long: a single reading proves nothing."""
+"""How long a lasting symptom must last to count: a single reading proves nothing."""
 SILENT = timedelta(seconds=30)
 LONGEST_STEP = timedelta(seconds=10)
-"""The most that lies between two samples: a clock that is set forward makes nothing last."""
+"""The most time counted between two samples: setting the clock forward makes nothing last."""
 OFTEN = timedelta(hours=1)
 TIMES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """Something that is wrong with a device."""
+    """A fault of a device."""
 
     cause: str
     """One of :data:`CAUSES`."""
@@ -85,16 +84,16 @@ class Symptom:
     """In words, without a full stop."""
     at: datetime
     lasting: bool = False
-    """Whether it goes on; else it happened then."""
+    """True if it continues; otherwise it happened at that time."""
 
 
 def xid_class(code: int) -> XidClass:
-    """Which class an error of the driver is of."""
+    """Return the class of a driver error."""
     return next(each for each in XIDS if code in each.codes or not each.codes)
 
 
 class Signs:
-    """What is found in the samples of one device, one after the other."""
+    """Symptoms found in consecutive samples of one device."""
 
     def __init__(self) -> None:
         self._at: datetime | None = None
@@ -106,27 +105,27 @@ class Signs:
         self._happened: dict[str, Symptom] = {}
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Take in some samples of the device, in the order in which they were taken."""
+        """Add samples of the device, in the order in which they were taken."""
         for sample in samples:
             self._add(sample)
 
     @property
     def going_on(self) -> frozenset[str]:
-        """The causes that go on, also those that have not lasted long enough to count."""
+        """The causes that continue, including those that have not lasted long enough to count."""
         return frozenset(self._lasted)
 
     def take(self) -> tuple[Symptom, ...]:
-        """What :meth:`look` says, once."""
+        """Return the result of :meth:`look`, once."""
         found = self.look()
         self.judged()
         return found
 
     def judged(self) -> None:
-        """What has happened is known now."""
+        """Mark everything that happened as judged."""
         self._happened.clear()
 
     def look(self) -> tuple[Symptom, ...]:
-        """What happened since :meth:`judged`, and what goes on."""
+        """Return what happened since :meth:`judged`, and what continues."""
         lasting = (
             Symptom(cause, self._said[cause], self._since[cause], lasting=True)
             for cause, lasted in self._lasted.items()
@@ -136,7 +135,7 @@ class Signs:
 
     def _add(self, it: Sample) -> None:
         if it.silent:
-            return  # nothing was found of it, well or sick
+            return  # nothing was found about it, healthy or sick
         step = timedelta(0)
         if self._at is not None:
             step = min(max(it.at - self._at, timedelta(0)), LONGEST_STEP)
@@ -145,7 +144,7 @@ class Signs:
             self._reported(code, it.at)
         self._lasts("lost", bool(it.error), it.error.rstrip("."), it.at, step)
         if it.error:
-            return  # what goes on with it otherwise is not known: it stays as it was
+            return  # the state of lasting causes is unknown, so it stays as it was
         self._warmth(it, step)
         if it.ecc_errors is not None:
             self._memory_errors(it.ecc_errors, it.at)
@@ -174,7 +173,7 @@ class Signs:
                 said = f"{_errors(count)} since the driver was loaded"
                 self._begin("ecc before", said, at)
             return
-        new = count - before if count >= before else count  # it begins anew with the driver
+        new = count - before if count >= before else count  # the counter restarts with the driver
         if new:
             said = f"{_errors(new)} that ECC could not correct"
             self._happens("ecc", Symptom("ecc", said, at))
@@ -207,13 +206,13 @@ class Signs:
             self._lasts("weak", limit < WEAK * usual, said, it.at, step)
 
     def _happens(self, key: str, symptom: Symptom) -> None:
-        """The same is kept once until it is judged, however long that takes: the first one."""
+        """Record a symptom, the first of its kind until it is judged, however long that takes."""
         self._happened.setdefault(key, symptom)
 
-    # What goes on.
+    # Lasting symptoms.
 
     def _lasts(self, cause: str, on: bool, said: str, at: datetime, step: timedelta) -> None:
-        """It goes on, for a time that is added up, or it is over."""
+        """Add up the time for which a cause lasts, or end it."""
         if not on:
             self._end(cause)
             return
@@ -224,7 +223,7 @@ class Signs:
         self._said[cause] = said
 
     def _begin(self, cause: str, said: str, at: datetime) -> None:
-        """It counts at once."""
+        """Start a lasting cause that counts at once."""
         if cause not in self._lasted:
             self._since[cause] = at
         self._lasted[cause], self._said[cause] = STEADY, said
@@ -238,8 +237,10 @@ def _errors(count: int) -> str:
 
 
 def checked_actions(config: Mapping[str, Any]) -> dict[str, str]:
-    """What causes do, as an admin set it: by the names of :data:`CAUSES`, or ``xid 79`` for one
-    code. Raises ValueError with a sentence about a mistake."""
+    """Return the actions of causes as an admin set them.
+
+    By the names of :data:`CAUSES`, or ``xid 79`` for one code. Raises ValueError with a sentence.
+    """
     for name, action in config.items():
         word, _, code = str(name).partition(" ")
         one_code = word == "xid" and code.isascii() and code.isdigit()
@@ -254,61 +255,61 @@ def checked_actions(config: Mapping[str, Any]) -> dict[str, str]:
 FINE, WATCH, SICK = "fine", "watch", "sick"
 
 CALM = timedelta(hours=1)
-"""A device on watch is fine again after so long without a symptom."""
+"""A device on watch is fine again after this long without a symptom."""
 DAY = timedelta(days=1)
-"""Falling sick again within so long counts as flapping."""
+"""A relapse within this time counts as flapping."""
 AGAIN = timedelta(seconds=30)
-"""What goes on is not written down sooner than after so long."""
+"""A lasting symptom is recorded at most this often."""
 LONGEST_QUIET = timedelta(hours=12)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthPolicy:
-    """What an admin decides."""
+    """The admin's decisions."""
 
     actions: Mapping[str, str] = field(default_factory=dict)
-    """What causes do, where it is not what :data:`gpuspawner.monitoring.health.CAUSES` says."""
+    """Actions that differ from the defaults in :data:`gpuspawner.monitoring.health.CAUSES`."""
     quiet: timedelta = timedelta(minutes=10)
     """How long a sick device must be without symptoms before it is probed, the first time."""
     most_falls: int = 3
-    """So often within a day, and it stays out until an admin takes it back."""
+    """After this many relapses within a day, it stays out until an admin returns it."""
 
     def action(self, symptom: Symptom) -> str:
-        """What it does: the one error counts before its class."""
+        """Return a symptom's action: that of the single error wins over that of its class."""
         one = symptom.said.partition(":")[0].lower()
         return self.actions.get(one) or self.actions.get(symptom.cause) or CAUSES[symptom.cause][0]
 
 
 @dataclass(frozen=True, slots=True)
 class HealthState:
-    """Where a device stands."""
+    """The health of a device."""
 
     since: datetime
     """When the verdict began."""
     verdict: str = FINE
     cause: str = ""
-    """What it was for, as in :data:`gpuspawner.monitoring.health.CAUSES`."""
+    """The cause of the verdict, as in :data:`gpuspawner.monitoring.health.CAUSES`."""
     reason: str = ""
     fault_at: datetime | None = None
-    """When the fault began for which it is sick."""
+    """When the fault began that made it sick."""
     last_at: datetime | None = None
-    """The last symptom, of those that count."""
+    """The last symptom that counted."""
     falls: int = 0
-    """How often it fell sick, each within a day of the one before."""
+    """How often it became sick, each time within a day of the last."""
     fell_at: datetime | None = None
     probed_at: datetime | None = None
-    """The last probe that failed."""
+    """The last failed probe."""
     accepted: frozenset[str] = frozenset()
-    """What went on when an admin took it back, and still does."""
+    """Causes that continued when an admin returned it, and still do."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthVerdict:
-    """What follows."""
+    """The new state, and what is due."""
 
     state: HealthState
     event: str = ""
-    """``sick``: it just fell sick; ``watch``; ``fine``: it is well again; ``probe``: one is due."""
+    """``sick``, ``watch`` or ``fine``: it just became so; ``probe``: one is due."""
 
 
 def judge(
@@ -318,7 +319,7 @@ def judge(
     now: datetime,
     going_on: Collection[str] = (),
 ) -> HealthVerdict:
-    """Go on by what was found up to ``now``. ``going_on``: the causes that do, counted or not."""
+    """Judge the symptoms found up to ``now``. ``going_on``: lasting causes, counted or not."""
     state = replace(state, accepted=state.accepted.intersection(going_on))
     found = [each for each in symptoms if not (each.lasting and each.cause in state.accepted)]
     drains = [each for each in found if policy.action(each) == "drain"]
@@ -342,7 +343,7 @@ def judge(
 
 
 def probe_is_due(policy: HealthPolicy, state: HealthState, now: datetime) -> bool:
-    """Whether a sick device may show that it is well."""
+    """Return True if a sick device may be probed."""
     if state.verdict != SICK or needs_admin(policy, state):
         return False
     last = max(filter(None, (state.last_at, state.probed_at)), default=state.since)
@@ -350,18 +351,21 @@ def probe_is_due(policy: HealthPolicy, state: HealthState, now: datetime) -> boo
 
 
 def quiet_of(policy: HealthPolicy, state: HealthState) -> timedelta:
-    """How long it must be without symptoms: twice as long with each fall."""
+    """Return how long it must be without symptoms: twice as long with each relapse."""
     return min(LONGEST_QUIET, policy.quiet * 2 ** min(max(0, state.falls - 1), 20))
 
 
 def needs_admin(policy: HealthPolicy, state: HealthState) -> bool:
-    """Whether it fell sick so often that it does not come back by itself."""
+    """Return True if it became sick so often that it does not return by itself."""
     return state.verdict == SICK and state.falls >= policy.most_falls
 
 
 def returned(state: HealthState, now: datetime, *, by_hand: bool = False) -> HealthState:
-    """In service again, and watched for a while. An admin takes it back as it is: what goes on
-    then is nothing new, and it begins to count anew how often it falls sick."""
+    """Return the state of a device that is back in service and watched for a while.
+
+    An admin returns it as it is: lasting causes are not new then, and relapses are counted from
+    zero.
+    """
     back = replace(state, verdict=WATCH, since=now, last_at=now, fault_at=None, probed_at=None)
     if not by_hand:
         return back
@@ -369,7 +373,7 @@ def returned(state: HealthState, now: datetime, *, by_hand: bool = False) -> Hea
 
 
 def probe_failed(state: HealthState, now: datetime) -> HealthState:
-    """It stays out, and is probed again after as long."""
+    """Return the state after a failed probe: it stays out, and is probed again after as long."""
     return replace(state, probed_at=now)
 
 
@@ -388,5 +392,5 @@ def _with(state: HealthState, verdict: str, symptom: Symptom, now: datetime) -> 
 
 
 def _passed(since: datetime, now: datetime) -> timedelta:
-    """A clock that was set back makes nothing longer."""
+    """Return the time passed; setting the clock back makes nothing longer."""
     return max(timedelta(0), now - since)

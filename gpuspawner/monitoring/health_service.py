@@ -1,8 +1,8 @@
-"""Sick devices: drained, their holders told, what they cost given back, and taken into service.
+"""Sick devices: drained, their users told and refunded, and returned to service.
 
-Whoever samples devices tells what was found; the verdicts are in the store, and every change of one
-is a single transaction with all that follows from it: whoever is killed has done all of it or
-nothing.
+The sampling process reports symptoms. The verdicts are in the store, and each change of one is a
+single transaction with all its consequences: if the process is killed, all of it or nothing was
+done.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from traitlets import Dict, Enum, Float, Integer, Unicode
 from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, Refused
+from ..core.times import deadline
 from ..db.engine import Store
 from ..devices import closures
 from ..devices import repository as devices_repository
@@ -28,11 +29,11 @@ from ..devices.snapshots import InventoryCache
 from ..engines.injection import MODES as INJECTION_MODES
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeasedDevice
-from ..leases.sessions import end_clock
 from ..ledger import repository as ledger_repository
 from ..ledger import rules as ledger_rules
 from ..ledger.service import note, refund_lease, refundable
 from ..notifications import repository as notifications_repository
+from ..notifications.messages import compose
 from ..notifications.models import Notice, NoticeKind
 from .health import (
     SICK,
@@ -48,12 +49,12 @@ from .health import (
 )
 
 REFUND_KEY = "sick"
-"""One refund of this kind a lease."""
+"""One refund of this kind per lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundSymptoms:
-    """What was found of a device since the last time."""
+    """Symptoms of a device since the last time."""
 
     symptoms: tuple[Symptom, ...] = ()
     going_on: frozenset[str] = frozenset()
@@ -62,7 +63,7 @@ class FoundSymptoms:
 
 @dataclass(frozen=True, slots=True)
 class HealthChange:
-    """What became of a device."""
+    """A change of a device's health."""
 
     uuid: str
     event: str
@@ -79,11 +80,11 @@ class OnSick:
     lease: Lease
     sick: SickLease
     promise: str
-    """What comes back to its member, as a sentence; empty when nothing does."""
+    """The refund that its member will get, as a sentence; empty if none."""
 
     @property
     def device(self) -> LeasedDevice:
-        """The one that is sick."""
+        """The sick device."""
         return next(each for each in self.lease.devices if each.uuid == self.sick.uuid)
 
 
@@ -181,7 +182,7 @@ class GPUHealth(LoggingConfigurable):
     )
 
     def read_policy(self) -> HealthPolicy:
-        """What the settings say. Raises ConfigError."""
+        """Return the policy from the settings. Raises ConfigError."""
         try:
             actions = checked_actions(self.actions)
         except (ValueError, AttributeError, TypeError) as error:
@@ -190,7 +191,7 @@ class GPUHealth(LoggingConfigurable):
 
 
 class HealthService:
-    """Knows which devices are sick: drains them, tells who has them, and gives back credits."""
+    """Tracks sick devices: drains them, tells their users, and refunds credits."""
 
     def __init__(
         self,
@@ -209,11 +210,11 @@ class HealthService:
         self.log = log
 
     def device_states(self) -> dict[str, StoredHealth]:
-        """How each device is that was ever judged, by UUID."""
+        """Return the health of every device that was ever judged, by UUID."""
         return self.store.run(devices_repository.load_health)
 
     def judge_health(self, found: Mapping[str, FoundSymptoms]) -> list[HealthChange]:
-        """Go on by what was found of devices; what changed, and which are to be probed now."""
+        """Judge symptoms, and return what changed and which devices need a probe now."""
         now, policy = self.clock(), self.settings.read_policy()
         with self.store.read() as connection:
             known = devices_repository.load_health(connection)
@@ -232,10 +233,10 @@ class HealthService:
         return [*changes, *probes]
 
     def probed(self, uuid: str, failure: str = "") -> bool:
-        """A sick device was probed: it is given out again, or stays out for the ``failure``.
+        """Record a probe: the sick device returns to service, or stays out for ``failure``.
 
-        False when it is not sick any more, or was given to somebody: then nothing changes. Raises
-        Unavailable when whoever gives its machine out does not answer: try it again then.
+        Returns False, and changes nothing, if it is no longer sick or was leased. Raises
+        Unavailable if the external scheduler of its machine does not answer: try again then.
         """
         now = self.clock()
         opened = not failure and self._opened_there(uuid)
@@ -258,13 +259,11 @@ class HealthService:
                 note(connection, HEALTH, "undrain", uuid, "the probe passed", now)
             left = self.machines.closed_on(uuid, closed_devices(closures.load(connection)))
         if opened and not left:
-            self.machines.open_there(
-                uuid
-            )  # it may have been closed once more before this was written
+            self.machines.open_there(uuid)  # it may have been closed again before this was written
         return True
 
     def sick_of(self, user: str) -> list[OnSick]:
-        """A member's servers that are on a device which fell sick since they had it."""
+        """Return a member's servers on devices that became sick during their leases."""
         now = self.clock()
         with self.store.read() as connection:
             known = devices_repository.open_sick_leases(connection)
@@ -280,18 +279,21 @@ class HealthService:
         ]
 
     def settle_sick(self) -> int:
-        """Give back what ended leases cost on sick devices, each once; how many there were."""
+        """Refund what ended leases cost on sick devices, each once, and return how many."""
         ids = self.store.run(devices_repository.sick_leases_to_settle)
         for lease_id in ids:
             with self.store.write() as connection:
                 self._settle_one(connection, lease_id)
         return len(ids)
 
-    # Steps of the above.
+    # Helpers.
 
     def _opened_there(self, uuid: str) -> bool:
-        """Before a device is open here: its machine is given out again, if nothing else of it is
-        closed. False when that was refused: whoever closed it opens it. Raises Unavailable."""
+        """Reopen a device's machine at the external scheduler, if nothing else of it is closed.
+
+        Before the device is reopened here. Returns False if it was refused: whoever closed the
+        machine must open it. Raises Unavailable.
+        """
         if self.machines.delegate is None:
             return False
         closed = closed_devices(self.store.run(closures.load))
@@ -309,7 +311,7 @@ class HealthService:
     def _judged(
         self, uuid: str, it: FoundSymptoms, policy: HealthPolicy, now: datetime
     ) -> list[HealthChange]:
-        """Judge one again, by what nobody else changes meanwhile, and write what follows."""
+        """Judge a device again within a transaction, and record the consequences."""
         told: list[Lease] = []
         with self.store.write() as connection:
             before = devices_repository.get_health(connection, uuid) or StoredHealth(
@@ -334,13 +336,13 @@ class HealthService:
         state: HealthState,
         now: datetime,
     ) -> list[Lease]:
-        """Drain it, and tell who has it."""
+        """Drain it, and tell its users."""
         reason = state.reason
         if needs_admin(policy, state):
             reason += f"; it fell sick {state.falls} times within a day"
         before = closures.load(connection).get(uuid)
         if before is not None and (before.actor == LEAK or before.actor.startswith(KEEPER)):
-            closures.reopen(connection, uuid)  # it was kept for somebody, or to be empty: no more
+            closures.reopen(connection, uuid)  # no longer reserved or quarantined
         if closures.close(connection, Closure(uuid, now, HEALTH, reason)):
             note(connection, HEALTH, "drain", uuid, reason, now)
         fault_at = state.fault_at or now
@@ -360,39 +362,32 @@ class HealthService:
     def _warning(
         self, lease: Lease, sick: SickLease, device: Device | None, now: datetime
     ) -> Notice:
-        name = f"your server {lease.server.name}".rstrip()
-        which = f"GPU {device.index} ({device.model})" if device else "Its GPU"
-        since = f"{end_clock(sick.fault_at, now)} ({sick.fault_at.astimezone():%Z})"
-        body = (
-            f"{which} is not well since {since}: {sick.reason}. What runs on it may fail or be "
-            "wrong. Save your work, stop the server and start it again: it gets another GPU as "
-            "soon as one is free."
-        )
-        if back := self.sick_promise(sick, now):
-            body += f" {back}"
-        return Notice(
-            key=f"gpu_sick:{lease.id}",
-            user=lease.server.user,
-            kind=NoticeKind.GPU_SICK,
-            title=f"A GPU of {name} is sick",
-            body=f"{body} Your files are where you left them.",
-            at=now,
+        return compose(
+            "gpu_sick",
+            NoticeKind.GPU_SICK,
+            f"gpu_sick:{lease.id}",
+            lease.server.user,
+            now,
+            lease=lease,
+            device=device,
+            sick=sick,
+            refund=self.sick_promise(sick, now),
         )
 
     def sick_promise(self, sick: SickLease, now: datetime) -> str:
-        """What comes back to the member, as a sentence; empty when nothing does."""
+        """Return the refund that the member will get, as a sentence; empty if none."""
         if self.settings.refund == "none" or not self.settings.refund_minutes:
             return ""
         until = sick.fault_at + timedelta(minutes=self.settings.refund_minutes)
-        upto = f"{end_clock(until, now)} ({until.astimezone():%Z})"
         what = "since then" if self.settings.refund == "since_fault" else "from its start"
+        upto = deadline(until, now)
         return f"What the server costs {what}, up to {upto}, comes back when it has stopped."
 
     def _settle_one(self, connection: sa.Connection, lease_id: str) -> None:
         lease = leases_repository.get(connection, lease_id, lock=True)
         sick = devices_repository.sick_lease(connection, lease_id)
         if sick is None or sick.settled_at is not None:
-            return  # somebody was quicker
+            return  # another process was faster
         now, key = self.clock(), ledger_rules.refund_key(lease.id, REFUND_KEY)
         amount = min(self._owed_back(lease, sick), refundable(connection, lease))
         if amount and ledger_repository.of_key(connection, key) is None:
@@ -402,7 +397,7 @@ class HealthService:
         devices_repository.settle_sick_lease(connection, lease_id, now, amount)
 
     def _owed_back(self, lease: Lease, sick: SickLease) -> int:
-        """Microcredits that the rule gives back, whatever was charged."""
+        """Return the microcredits that the settings refund, whatever was charged."""
         if self.settings.refund == "none" or lease.started_at is None or lease.ended_at is None:
             return 0
         until = min(lease.ended_at, sick.fault_at + timedelta(minutes=self.settings.refund_minutes))

@@ -1,15 +1,15 @@
-"""When a server that holds GPUs counts as idle. Pure.
+"""Rules that decide when a server with GPUs is idle. Pure.
 
-A server has credit, in seconds, and loses a second of it with every second in which its GPUs rest.
-Work earns credit: a second at full use :attr:`IdlePolicy.gain` seconds, up to
-:attr:`IdlePolicy.most_minutes`. So a long run keeps a server for as long as it lasts, whether or
-not anybody looks on; who worked much may take a longer break than who never worked; and a trickle
-of fake work, which earns in proportion to its share of a GPU, comes to nothing. While kernels have
-output credit goes more slowly, and does not stand still: a loop that prints is no work of a GPU.
+A server has idle credit, in seconds, and loses a second of it with every second in which its GPUs
+are idle. Work earns credit: a second at full use earns :attr:`IdlePolicy.gain` seconds, up to
+:attr:`IdlePolicy.most_minutes`. So a long run keeps its server for as long as it lasts, whether or
+not anybody watches; members who worked much may take longer breaks; and a trickle of fake work,
+which earns in proportion to its share of a GPU, has no effect. While kernels have output, credit
+decreases more slowly but does not stand still: a printing loop is no GPU work.
 
-At no credit the member is warned. Who works again keeps the server; who snoozes has more time, a
-few times; else it is stopped when the countdown ends. What is not known is not idleness: while a
-GPU does not answer, nothing is lost and nothing is stopped.
+At zero credit the member is warned. Working again keeps the server, snoozing gives more time, a few
+times; otherwise it is stopped when the countdown ends. Unknown is not idle: while a GPU does not
+answer, no credit is lost and nothing is stopped.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .models import DeviceUse
 MODES = ("off", "advise", "enforce")
 
 LONGEST_GAP = timedelta(minutes=2)
-"""A countdown stands still in a longer time of which nothing is known."""
+"""A countdown pauses during longer gaps in the samples."""
 
 BACK_SECONDS = 300.0
-"""So much credit must be earned during a countdown to end it."""
+"""How much credit must be earned during a countdown to end it."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdlePolicy:
-    """What an admin decides. Minutes, but for :attr:`gain` and :attr:`output`."""
+    """The admin's decisions. In minutes, except :attr:`gain` and :attr:`output`."""
 
     mode: str = "off"
-    """``off``; ``advise``: members are warned, and nothing is stopped; or ``enforce``."""
+    """``off``; ``advise``: members are warned but nothing is stopped; or ``enforce``."""
     mode_waiting: str = ""
-    """The mode while others wait for GPUs, if another one."""
+    """The mode while others wait for GPUs, if different."""
     first_minutes: float = 30.0
     """Credit of a server that has just started."""
     most_minutes: float = 260.0
@@ -48,37 +48,37 @@ class IdlePolicy:
     snooze_minutes: float = 30.0
     most_snoozes: int = 2
     gain: float = 40.0
-    """Seconds of credit for a second at full use: with 40, 2.5 % of a GPU keep it."""
+    """Seconds of credit for a second at full use: with 40, 2.5 % of a GPU keep the server."""
     output: float = 0.5
-    """How fast credit goes in a minute in which a kernel had output, beside 1."""
+    """The rate at which credit decreases in a minute with kernel output, relative to 1."""
 
     def mode_now(self, waiting: bool) -> str:
-        """The mode, when others wait or not."""
+        """Return the mode that applies, depending on whether others wait."""
         return self.mode_waiting or self.mode if waiting else self.mode
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a server did in a while."""
+    """What a server did in a period."""
 
     seconds: float
     use: float | None = None
-    """Percent of a GPU, the mean over the time; None where NVML cannot tell."""
+    """Mean use of a GPU in percent over the period; None if NVML cannot tell."""
     busy: float | None = None
-    """Seconds in which any of its GPUs worked; None when that is not known."""
+    """Seconds in which any of its GPUs worked; None if unknown."""
     output: bool = False
-    """Whether a kernel had output, or its member did anything."""
+    """True if a kernel had output, or its member did anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdleState:
-    """Where a server stands."""
+    """A server's idle credit and countdown."""
 
     credit: float
     """Seconds."""
     warned_at: datetime | None = None
     stops_at: datetime | None = None
-    """The end of the countdown; None when there is none, as where members are only advised."""
+    """The end of the countdown; None without one, such as if members are only advised."""
     snoozes: int = 0
 
 
@@ -92,14 +92,14 @@ class IdleVerdict:
 
 
 def begin(policy: IdlePolicy) -> IdleState:
-    """A server that has just started."""
+    """Return the state of a server that has just started."""
     return IdleState(credit=60 * policy.first_minutes)
 
 
 def judge(
     policy: IdlePolicy, state: IdleState, it: Activity, now: datetime, *, waiting: bool = False
 ) -> IdleVerdict:
-    """Go on by what a server did up to ``now``. ``waiting``: others wait for GPUs like its own."""
+    """Judge a server's activity up to ``now``. ``waiting``: others wait for GPUs like its own."""
     state = replace(state, credit=credit_after(policy, state.credit, it))
     mode = policy.mode_now(waiting)
     if mode == "off":
@@ -107,7 +107,7 @@ def judge(
     floor = 60 * policy.sooner_minutes if waiting else 0.0
     if state.warned_at is not None and state.credit >= floor + BACK_SECONDS:
         return IdleVerdict(replace(state, warned_at=None, stops_at=None), "back")
-    if mode == "advise":  # there is no countdown: it begins when others come to wait
+    if mode == "advise":  # no countdown: one begins when others come to wait
         state = replace(state, stops_at=None)
     if it.busy is None or (state.credit > floor and state.stops_at is None):
         return IdleVerdict(state)
@@ -121,11 +121,11 @@ def judge(
 
 
 def credit_after(policy: IdlePolicy, credit: float, it: Activity) -> float:
-    """The credit after a while, in seconds."""
+    """Return the credit after the activity, in seconds."""
     if it.busy is None:
         return credit
     most = 60 * policy.most_minutes
-    if it.use is None:  # of a MIG instance it is known only whether anybody holds memory on it
+    if it.use is None:  # for a MIG instance it is only known if anybody holds memory on it
         if it.busy > 0:
             return most
         worked = 0.0
@@ -136,15 +136,18 @@ def credit_after(policy: IdlePolicy, credit: float, it: Activity) -> float:
 
 
 def after_gap(state: IdleState, gap: timedelta) -> IdleState:
-    """The state after a time in which nobody sampled, as the service was away, or which only the
-    clock says has passed. Nobody could snooze then: the countdown is longer by it."""
+    """Return the state after a period without samples.
+
+    The service was down, or only the clock says that time has passed. Nobody could snooze then, so
+    the countdown is extended by it.
+    """
     if state.stops_at is None or gap <= LONGEST_GAP:
         return state
     return replace(state, stops_at=state.stops_at + gap)
 
 
 def snooze(policy: IdlePolicy, state: IdleState, now: datetime) -> IdleState | None:
-    """More time for who asks for it during a countdown; None when there is none, or no more."""
+    """Extend a countdown on request; None if there is none, or no snooze is left."""
     if state.stops_at is None or state.snoozes >= policy.most_snoozes:
         return None
     later = max(now, state.stops_at) + timedelta(minutes=policy.snooze_minutes)
@@ -152,10 +155,11 @@ def snooze(policy: IdlePolicy, state: IdleState, now: datetime) -> IdleState | N
 
 
 def activity_of(minutes: Iterable[DeviceUse], seconds: float, *, output: bool) -> Activity:
-    """What a server did that holds these devices, from what each did in the same while: the use is
-    that of the one that worked most, so that who holds two and works on one counts as working.
+    """Combine the use of a server's devices in the same period.
 
-    It is not known when one of the devices did not answer, unless another one worked.
+    The result is that of the busiest device, so that a server with two devices that works on one
+    counts as working. It is unknown if one of the devices did not answer, unless another one
+    worked.
     """
     uses: list[float] = []
     busy: list[float] = []
@@ -178,11 +182,11 @@ class IdlePolicies:
     """The policies of a site: ``"*"``, then ``"group:NAME"``, then ``"environment:NAME"``."""
 
     def __init__(self, config: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raises ValueError with a sentence about a mistake."""
+        """Check the configuration. Raises ValueError with a sentence."""
         self._config = {name: _checked(name, values) for name, values in config.items()}
 
     def of(self, group: str, environment: str) -> IdlePolicy:
-        """What holds for a server; each entry changes only what it names."""
+        """Return the policy of a server; each entry changes only what it names."""
         merged: dict[str, Any] = {}
         for name in ("*", f"group:{group}", f"environment:{environment}"):
             merged |= self._config.get(name, {})

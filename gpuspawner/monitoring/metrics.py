@@ -1,11 +1,11 @@
 """Metrics for Prometheus: devices, leases, credits and the queue.
 
 The labels ``gpu``, ``UUID`` and ``modelName`` are those of NVIDIA's dcgm-exporter, so that its
-series and ours can be joined; ``group`` is that of the lease.
+series and ours can be joined; ``group`` is the lease's group.
 
-``metrics`` is for who holds the scope ``custom:gpuspawner:read:metrics``, and for admins. All
-figures are the store's, so that they are right after a restart of whatever part. What grows for
-years is read from totals.
+``metrics`` is for holders of the scope ``custom:gpuspawner:read:metrics``, and for admins. All
+figures come from the store, so they are right after a restart of any part. What grows for years is
+read from totals.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..devices.repository import StoredHealth
 from ..leases.models import Lease, LeaseState
 from ..ledger import rules as ledger_rules
 from ..ledger.totals import Moved, TotalUse
-from ..services import Broker
+from ..services import Services
 from ..web.base import Duty, ServiceHandler
 from .health import FINE, SICK, WATCH
 from .models import DeviceUse
@@ -75,7 +75,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[DeviceUse], float | None]], ...] = (
 def of_devices(
     devices: Iterable[Device], minutes: Mapping[str, DeviceUse], leases: Collection[Lease]
 ) -> Iterator[Metric]:
-    """Every gauge of every device that is sampled."""
+    """Yield every gauge of every sampled device."""
     groups = {uuid: lease.group for lease in leases for uuid in lease.uuids}
     found = [(device, minutes[device.uuid]) for device in devices if device.uuid in minutes]
     for name, what, read in _GAUGES:
@@ -96,7 +96,7 @@ def of_devices(
 
 
 def of_health(devices: Iterable[Device], known: Mapping[str, StoredHealth]) -> Iterator[Metric]:
-    """How each device is that was ever judged, and what sick ones are sick with."""
+    """Yield the health of each device that was ever judged, and the causes of sick ones."""
     verdicts = GaugeMetricFamily(
         "gpuspawner_device_health",
         "0: fine, 1: on watch, 2: sick, and given to nobody new",
@@ -122,7 +122,7 @@ def of_health(devices: Iterable[Device], known: Mapping[str, StoredHealth]) -> I
 
 
 def of_drains(closed: Mapping[str, Closure]) -> Metric:
-    """How many devices are given to nobody new, by why."""
+    """Return how many devices get no new leases, by reason."""
     family = GaugeMetricFamily(
         "gpuspawner_devices_drained", "GPUs that are given to nobody new, by why", labels=["reason"]
     )
@@ -147,35 +147,35 @@ NO_SCOPE = (
 
 
 class HubCollector(Collector):
-    """Everything that is told of one site. Blocks: use :meth:`gpuspawner.services.Broker.run`."""
+    """All metrics of one site. Blocks: use :meth:`gpuspawner.services.Services.run`."""
 
     def __init__(
         self,
-        broker: Broker,
+        services: Services,
         rounds: Mapping[str, int] | None = None,
         duties: Mapping[str, Duty] | None = None,
     ) -> None:
-        self.broker = broker
+        self.services = services
         self.duties = {} if duties is None else duties
-        """The state of each of the service's duties, by its name."""
+        """The state of each of the service's duties, by name."""
         self.rounds = {} if rounds is None else rounds
-        """Finished rounds of each of the service's duties, by its name."""
+        """Finished rounds of each of the service's duties, by name."""
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' own format. Raises StoreUnavailable."""
+        """Return all metrics in Prometheus' format. Raises StoreUnavailable."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         text: bytes = generate_latest(registry)
         return text
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is asked when the collector is registered."""
+        """Return nothing, so that registering the collector queries nothing."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric, read now."""
-        now = self.broker.clock()
-        moved, used, opened = self.broker.reports.until_now()
+        """Yield every metric, read now."""
+        now = self.services.clock()
+        moved, used, opened = self.services.reports.until_now()
         yield from self._credits(moved, opened)
         yield from self._leases(used, opened)
         yield from self._use(used, opened, now)
@@ -190,7 +190,7 @@ class HubCollector(Collector):
         yield _gauge(
             "gpuspawner_clock_step_seconds",
             "By how much the wall clock was set, while times do not follow it",
-            self.broker.clock_step.total_seconds(),
+            self.services.time.step.total_seconds(),
         )
         family = CounterMetricFamily(
             "gpuspawner_duty_rounds",
@@ -261,8 +261,8 @@ class HubCollector(Collector):
         yield family
 
     def _jobs(self) -> Iterator[Metric]:
-        found = self.broker.reports.use_of_all_jobs()
-        if not found:  # as where there is no cluster
+        found = self.services.reports.use_of_all_jobs()
+        if not found:  # as without a cluster
             return
         seconds = CounterMetricFamily(
             "gpuspawner_batch_gpu_seconds",
@@ -282,7 +282,7 @@ class HubCollector(Collector):
         family = GaugeMetricFamily(
             "gpuspawner_devices", "GPUs by what they are doing", labels=["model", "state"]
         )
-        overview = self.broker.overview()
+        overview = self.services.monitoring.overview()
         for (model, state), count in sorted(
             Counter((view.device.model, view.state) for view in overview.devices).items()
         ):
@@ -290,12 +290,12 @@ class HubCollector(Collector):
         yield family
         yield _gauge("gpuspawner_devices_seen", "1 when the GPUs can be seen", not overview.error)
         devices = [view.device for view in overview.devices]
-        yield from of_devices(devices, self.broker.monitoring.use_now(), opened)
-        yield from of_health(devices, self.broker.health.device_states())
-        yield of_drains(self.broker.closures())
+        yield from of_devices(devices, self.services.monitoring.use_now(), opened)
+        yield from of_health(devices, self.services.health.device_states())
+        yield of_drains(self.services.devices.closures())
 
     def _line(self, used: TotalUse, now: datetime) -> Iterator[Metric]:
-        waiting = self.broker.waiting()
+        waiting = self.services.queue.waiting()
         yield _gauge("gpuspawner_queue_length", "Tickets that wait", len(waiting))
         oldest = max((now - ticket.created_at for ticket in waiting), default=timedelta())
         yield _gauge(
@@ -315,12 +315,12 @@ class HubCollector(Collector):
 
 
 def _label(duty: str) -> str:
-    """The name of a duty as a label: ``idle_gpus``."""
+    """Return a duty's name as a label: ``idle_gpus``."""
     return duty.lower().replace("'", "").replace(" ", "_")
 
 
 def _uncharged(lease: Lease, now: datetime) -> float:
-    """Seconds of a running lease that were not charged; none when its account is dry."""
+    """Return how many seconds of a running lease are not charged yet; 0 if its account is dry."""
     if lease.rate <= 0 or lease.warned_at is not None:
         return 0.0
     return ledger_rules.charge_due(lease, now) * 3600 / lease.rate
@@ -337,20 +337,23 @@ class MetricsHandler(ServiceHandler):
     for_services = True
 
     def get_login_url(self) -> str:
+        """Refuse with 403 instead of redirecting to a login page."""
         raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
 
     @web.authenticated
     async def get(self) -> None:
+        """Return all metrics of the site."""
         if not self.reach(READ_METRICS).everybody:
             raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
         site: HubCollector = self.application.settings.setdefault(
-            "metrics", HubCollector(self.broker, self.context.rounds, self.context.duties)
+            "metrics", HubCollector(self.services, self.context.rounds, self.context.duties)
         )
         text = await self.read(site.text)
         self.set_header("Content-Type", CONTENT_TYPE_LATEST)
         self.finish(text)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Answer an error as plain text."""
         _, sentence = self.sentence(status_code, **kwargs)
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.finish(f"{sentence}\n")

@@ -1,4 +1,4 @@
-"""Samples of devices, and the minutes and hours that are made of them. Pure."""
+"""Samples of devices, and the minutes and hours made from them. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..devices.models import DeviceProcess
 
 MINUTE = 60
 HOUR = 3600
-"""The lengths of what is kept, in seconds."""
+"""The lengths of stored periods, in seconds."""
 
 THROTTLE = {
     0x4: "power cap",
@@ -20,50 +20,51 @@ THROTTLE = {
     0x80: "power brake",
     0x400: "reliability",
 }
-"""Why clocks are lower than they could be, by NVML's bits. Idle clocks and clocks that an admin
-set are no fault, and have no entry."""
+"""Reasons for reduced clocks, by NVML's bits.
+
+Idle clocks and clocks set by an admin are no fault, and not listed.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """What of a device changes seldom, and tells whether it is well. None is what it does not
-    tell."""
+    """Rarely changing values that show a device's health; None if not reported."""
 
     remap_pending: bool | None = None
-    """Whether rows of its memory are to be replaced when it is reset."""
+    """True if memory rows will be replaced at the next reset."""
     remap_failed: bool | None = None
-    """Whether it has no spare rows left for that."""
+    """True if it has no spare rows left for that."""
     pages_pending: bool | None = None
-    """Whether pages of its memory are to be retired when it is reset (older models)."""
+    """True if memory pages will be retired at the next reset (older models)."""
     link_width: int | None = None
-    """Lanes of PCIe that are in use."""
+    """PCIe lanes in use."""
     link_most: int | None = None
-    """Lanes that it could have in this slot."""
+    """PCIe lanes possible in this slot."""
     limit_milliwatts: int | None = None
-    """The power that it may take now."""
+    """Its present power limit."""
     usual_milliwatts: int | None = None
-    """The power that it may take as it is sold."""
+    """Its default power limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class FarProcess(DeviceProcess):
-    """A process of another machine, whose id says nothing here."""
+    """A process on another machine, whose id is meaningless here."""
 
     strange: bool = False
-    """Whether it is of no container and of no job there."""
+    """True if it belongs to no container and no job there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A device at one moment. None is what the device or its driver does not tell."""
+    """A device at one moment. None if the device or its driver does not report a value."""
 
     uuid: str
     index: int
     at: datetime
     use: int | None = None
-    """Percent of the last sample period in which a kernel ran. A MIG instance has none."""
+    """Percent of the last sample period in which a kernel ran. None for a MIG instance."""
     memory_activity: int | None = None
-    """Percent of the same time in which memory was read or written."""
+    """Percent of the same period in which memory was read or written."""
     used_bytes: int | None = None
     total_bytes: int | None = None
     milliwatts: int | None = None
@@ -75,22 +76,27 @@ class Sample:
     ecc_errors: int | None = None
     """Uncorrected memory errors since the driver was loaded."""
     xids: tuple[int, ...] = ()
-    """Errors that the driver reported since the sample before."""
+    """Driver errors since the previous sample."""
     processes: tuple[DeviceProcess, ...] | None = None
-    """As listed last, some seconds ago."""
+    """As last listed, some seconds ago."""
     condition: Condition | None = None
-    """As read last, up to a minute ago."""
+    """As last read, up to a minute ago."""
     error: str = ""
-    """Why it does not answer; then there is nothing else."""
+    """Why it does not answer; then there are no other values."""
     silent: str = ""
-    """Why nobody could ask it, as a sentence; then there is nothing else. It may be quite well."""
+    """Why it could not be queried, as a sentence; then there are no other values.
+
+    The device itself may be healthy.
+    """
     resting: bool = False
-    """Whether it is silent because its machine is off until it is needed."""
+    """True if it is silent because its machine is off until needed."""
 
     @property
     def busy(self) -> bool | None:
-        """Whether it works; None when that cannot be told. Where use is not known, as of a MIG
-        instance, one with a compute process counts as busy."""
+        """Whether it works: True, False, or None if unknown.
+
+        If the use is unknown, as for a MIG instance, a compute process counts as work.
+        """
         if self.error or self.silent:
             return None
         if self.use is not None:
@@ -107,38 +113,38 @@ class DeviceUse:
     uuid: str
     since: datetime
     seconds: int
-    """How long the time is that it is about: :data:`MINUTE` or :data:`HOUR`."""
+    """The length of the period: :data:`MINUTE` or :data:`HOUR`."""
     samples: int = 0
-    """How many were taken, one a second."""
+    """How many samples were taken, one per second."""
     known: int = 0
-    """How many of them told whether the device works."""
+    """How many of them showed if the device works."""
     busy: int = 0
     """In how many it worked."""
     measured: int = 0
-    """How many told the use in percent; none of a MIG instance."""
+    """How many showed the use in percent; 0 for a MIG instance."""
     use_sum: int = 0
     use_max: int = 0
     memory_max: int = 0
-    """Bytes in use at most."""
+    """Maximum bytes in use."""
     powered: int = 0
-    """How many told the power."""
+    """How many showed the power."""
     milliwatts_sum: int = 0
     celsius_max: int | None = None
     sm_mhz_max: int | None = None
     throttle: int = 0
     ecc_errors: int = 0
-    """Uncorrected memory errors that came in this time."""
+    """New uncorrected memory errors in this period."""
     xids: tuple[int, ...] = ()
     processes: int = 0
-    """Compute processes at most."""
+    """Maximum number of compute processes."""
     strangers: int = 0
-    """Compute processes at most that belong to no lease."""
+    """Maximum number of compute processes without a lease."""
     error: str = ""
-    """Why the device did not answer, as said last."""
+    """Why the device did not answer, as last reported."""
 
     @property
     def use(self) -> float | None:
-        """Mean use in percent; None when it was never told."""
+        """Mean use in percent; None if never reported."""
         return self.use_sum / self.measured if self.measured else None
 
     @property
@@ -148,25 +154,25 @@ class DeviceUse:
 
     @property
     def judged_by(self) -> str:
-        """How it is known whether it worked: ``use``, ``processes``, or not at all (empty)."""
+        """How it is known if it worked: ``use``, ``processes``, or "" for unknown."""
         if self.measured:
             return "use"
         return "processes" if self.known else ""
 
 
 MOST_XIDS = 20
-"""How many different errors of a device are kept of one time: a sick one reports without end."""
+"""Maximum different errors of a device kept per period: a sick one reports endlessly."""
 
 
 def beginning(at: datetime, seconds: int) -> datetime:
-    """When the minute or the hour began that a time lies in."""
+    """Return the start of the minute or hour of a time."""
     if seconds == MINUTE:
         return at.replace(second=0, microsecond=0)
     return at.replace(minute=0, second=0, microsecond=0)
 
 
 def combine(some: Iterable[DeviceUse], since: datetime, seconds: int) -> DeviceUse:
-    """Several of one device as one, in whatever order they come. Raises ValueError for none."""
+    """Combine periods of one device, in any order. Raises ValueError for none."""
     parts = sorted(some, key=lambda part: part.since)
     if not parts:
         raise ValueError("there is nothing to combine")
@@ -204,8 +210,11 @@ def _different(xids: Iterable[int]) -> tuple[int, ...]:
 
 
 class Rollups:
-    """Gathers the samples of all devices. A minute is complete when a sample of another one comes,
-    also of an earlier one: the clock may be set back."""
+    """Collects the samples of all devices into minutes.
+
+    A minute is complete when a sample of another minute comes, even of an earlier one: the clock
+    may be set back.
+    """
 
     def __init__(self, is_strange: Callable[[DeviceProcess], bool] = lambda process: False) -> None:
         self.is_strange = is_strange
@@ -213,7 +222,7 @@ class Rollups:
         self._ecc: dict[str, int] = {}
 
     def add(self, samples: Iterable[Sample]) -> list[DeviceUse]:
-        """Take one look in; the minutes that are complete by now."""
+        """Add one round of samples, and return the minutes that are now complete."""
         done, latest = [], None
         for sample in samples:
             latest = beginning(sample.at, MINUTE)
@@ -226,13 +235,13 @@ class Rollups:
             if current is None:
                 current = DeviceUse(uuid=sample.uuid, since=latest, seconds=MINUTE)
             self._open[sample.uuid] = self._with(current, sample)
-        if latest is not None:  # of a device that is gone, nothing comes that would complete it
+        if latest is not None:  # a missing device has no more samples to complete its minute
             for uuid in [u for u, use in self._open.items() if use.since != latest]:
                 done.append(self._open.pop(uuid))
         return done
 
     def rest(self) -> list[DeviceUse]:
-        """The minutes that are not complete, at the end of all sampling."""
+        """Return the incomplete minutes, when sampling ends."""
         left = list(self._open.values())
         self._open.clear()
         return left
@@ -267,7 +276,7 @@ class Rollups:
         )
 
     def _new_ecc(self, it: Sample) -> int:
-        """Errors since the last count of this device. The count begins anew with the driver."""
+        """Return the errors since the last count of this device, which restarts with the driver."""
         if it.ecc_errors is None:
             return 0
         before = self._ecc.get(it.uuid, it.ecc_errors)

@@ -1,14 +1,14 @@
 """Rows of device use, of idle servers, and reports of utilization.
 
-A minute that comes twice, after the clock was set back or the service was started anew, is one
-minute with both in it. An hour is made of its minutes alone, so that to make it twice is nothing.
+A minute that comes twice, after the clock was set back or the service was restarted, is stored as
+one minute with both in it. An hour is made only of its minutes, so making it twice changes nothing.
 
-Minutes tell it exactly, and are added up by the database. Of the time whose minutes are gone there
-are hours, and an hour counts for the lease that held the GPU in its middle. A GPU that several
-share is told whole to each of them.
+Minutes are exact, and summed by the database. Where minutes were deleted there are hours, and an
+hour counts for the lease that held the GPU in its middle. A GPU that several share is fully
+attributed to each of them.
 
-There are no totals of jobs beside servers: the database adds up those that lie in the time that is
-asked for, and those that begin before or end after it are read one by one.
+There are no totals of batch jobs: the database sums those within the requested period, and those
+that start before or end after it are read one by one.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from .idle import IdleState
 from .models import HOUR, MINUTE, DeviceUse, beginning, combine
 
 NOW_IS = timedelta(minutes=3)
-"""How old the last minute may be to say what a device does now."""
+"""How old the last minute may be to show a device's present use."""
 
 _NAMES = tuple(each.name for each in fields(DeviceUse))
 _COLUMNS = tuple(device_use.c[name] for name in _NAMES)
 
 
 def remember_use(connection: sa.Connection, minutes: Iterable[DeviceUse]) -> None:
-    """Write complete minutes; what is there of one already is kept in it."""
+    """Store complete minutes; an already stored minute is combined with the new one."""
     added: dict[tuple[str, datetime], list[DeviceUse]] = {}
     for minute in minutes:
         added.setdefault((minute.uuid, minute.since), []).append(minute)
@@ -60,7 +60,7 @@ def remember_use(connection: sa.Connection, minutes: Iterable[DeviceUse]) -> Non
 
 
 def sum_up_use(connection: sa.Connection, now: datetime) -> int:
-    """Make the hours that are over of their minutes; of how many minutes that are new."""
+    """Create the hours that are over from their minutes, and return how many minutes were new."""
     over = TO_SUM & (device_use.c.since < beginning(now, HOUR))
     new = _select(connection, over)
     for uuid, since in {(minute.uuid, beginning(minute.since, HOUR)) for minute in new}:
@@ -76,7 +76,7 @@ def sum_up_use(connection: sa.Connection, now: datetime) -> int:
 
 
 def forget_use(connection: sa.Connection, minutes_before: datetime, hours_before: datetime) -> int:
-    """Delete what is older; a minute only when it is in its hour. How many rows."""
+    """Delete older rows, minutes only when included in their hour. Returns how many."""
     old = sa.or_(
         (device_use.c.seconds == MINUTE)
         & (device_use.c.since < minutes_before)
@@ -94,7 +94,10 @@ def device_use_between(
     seconds: int = MINUTE,
     uuids: Collection[str] | None = None,
 ) -> list[DeviceUse]:
-    """What began in ``[since, until)``, by time; of these devices only, if any are named."""
+    """Return the use in periods that began in ``[since, until)``, by time.
+
+    Only of these devices, if any are given.
+    """
     wanted = (
         (device_use.c.seconds == seconds)
         & (device_use.c.since >= since)
@@ -106,7 +109,7 @@ def device_use_between(
 
 
 def newest_use(connection: sa.Connection, now: datetime) -> dict[str, DeviceUse]:
-    """The last minute of each device that is not older than :data:`NOW_IS`, by its UUID."""
+    """Return the last minute of each device that is not older than :data:`NOW_IS`, by UUID."""
     found = device_use_between(connection, now - NOW_IS, now + timedelta(minutes=1))
     return {minute.uuid: minute for minute in found}
 
@@ -141,28 +144,28 @@ def _from_row(row: Sequence[Any]) -> DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class WatchedLease:
-    """A lease, as it was judged last."""
+    """A lease's idle state, as last judged."""
 
     state: IdleState
     judged_until: datetime
-    """What began before this is in it."""
+    """Everything before this time has been judged."""
 
 
 def load_watched(connection: sa.Connection) -> dict[str, WatchedLease]:
-    """All of them, by the id of the lease."""
+    """Return all watched leases, by lease id."""
     rows = connection.execute(sa.select(idle)).mappings()
     return {row["lease_id"]: _watched(row) for row in rows}
 
 
 def get_watched(connection: sa.Connection, lease_id: str) -> WatchedLease | None:
-    """One; None when its GPUs were not seen yet."""
+    """Return a watched lease; None if its GPUs were not sampled yet."""
     query = sa.select(idle).where(idle.c.lease_id == lease_id)
     row = connection.execute(query).mappings().first()
     return _watched(row) if row else None
 
 
 def put_watched(connection: sa.Connection, lease_id: str, watched: WatchedLease) -> None:
-    """Write one, in the place of what was there."""
+    """Replace the stored state of a watched lease."""
     connection.execute(sa.delete(idle).where(idle.c.lease_id == lease_id))
     state = watched.state
     row = {
@@ -177,7 +180,7 @@ def put_watched(connection: sa.Connection, lease_id: str, watched: WatchedLease)
 
 
 def keep_only_watched(connection: sa.Connection, lease_ids: Collection[str]) -> None:
-    """Forget all others: their leases have ended."""
+    """Delete all others: their leases have ended."""
     known = set(connection.execute(sa.select(idle.c.lease_id)).scalars())
     for lease_id in known - set(lease_ids):
         connection.execute(sa.delete(idle).where(idle.c.lease_id == lease_id))
@@ -193,7 +196,7 @@ _HALF = timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worked:
-    """A lease with GPUs, and what they did between two moments. All in seconds of one GPU."""
+    """What a lease's GPUs did between two times. All in seconds of one GPU."""
 
     lease_id: str
     server: ServerRef
@@ -205,18 +208,18 @@ class Worked:
     """None while it is open."""
     held: float
     measured: float = 0.0
-    """For how long of that it is known whether they worked."""
+    """For how much of that it is known if they worked."""
     busy: float = 0.0
     """For how long they worked."""
 
     @property
     def rested(self) -> float:
-        """For how long they are known not to have worked."""
+        """For how long they are known to have been idle."""
         return max(0.0, self.measured - self.busy)
 
 
 def worked_between(connection: sa.Connection, start: datetime, end: datetime) -> list[Worked]:
-    """Every lease with GPUs whose server was up between the two moments."""
+    """Return every lease with GPUs whose server was up between the two times."""
     found, places = _leases(connection, start, end)
     exact = _exact_from(connection, start, end)
     sums = _by_minutes(connection, exact, end)
@@ -233,7 +236,7 @@ def worked_between(connection: sa.Connection, start: datetime, end: datetime) ->
 def _leases(
     connection: sa.Connection, start: datetime, end: datetime
 ) -> tuple[dict[str, Worked], dict[str, list[str]]]:
-    """The leases by id, nothing of their GPUs' work yet; and which of them held each GPU."""
+    """Return the leases by id, without work yet, and which of them held each GPU."""
     query = (
         sa.select(
             leases.c.id,
@@ -275,7 +278,7 @@ def _leases(
 
 
 def _exact_from(connection: sa.Connection, start: datetime, end: datetime) -> datetime:
-    """From when on there is every minute that there was; what is before is told by hours."""
+    """Return the time from which all minutes still exist; before it there are hours."""
     query = sa.select(sa.func.min(device_use.c.since)).where(device_use.c.seconds == MINUTE)
     first = connection.execute(query).scalar()
     if first is None:
@@ -286,7 +289,7 @@ def _exact_from(connection: sa.Connection, start: datetime, end: datetime) -> da
 
 
 def _has_hours(connection: sa.Connection, before: datetime) -> bool:
-    """Whether anything is told by hours that began earlier."""
+    """Return True if there are hours that began earlier."""
     query = sa.select(sa.literal(1)).where(
         device_use.c.seconds == HOUR, device_use.c.since < before
     )
@@ -296,7 +299,7 @@ def _has_hours(connection: sa.Connection, before: datetime) -> bool:
 def _by_minutes(
     connection: sa.Connection, start: datetime, end: datetime
 ) -> dict[str, tuple[float, float]]:
-    """Seconds measured and at work, by lease, of the minutes that began while it was up."""
+    """Return seconds measured and worked, by lease, from minutes that began while it was up."""
     samples = sa.cast(device_use.c.samples, sa.Float)
     query = (
         sa.select(
@@ -328,7 +331,7 @@ def _by_hours(
     found: dict[str, Worked],
     places: dict[str, list[str]],
 ) -> Iterable[tuple[str, float, float]]:
-    """The same of hours, for the lease that held the GPU in the middle of each."""
+    """Yield the same from hours, for the lease that held the GPU in the middle of each."""
     query = sa.select(
         device_use.c.uuid,
         device_use.c.since,
@@ -356,7 +359,7 @@ def _by_hours(
 
 
 BATCH = "batch jobs"
-"""The name of them all where reports are by environment, of which they have none."""
+"""The name of all batch jobs in reports by environment, because they have none."""
 
 _GROUP = "group:"
 _c = batch_jobs.c
@@ -373,17 +376,19 @@ class JobUse(NamedTuple):
     """What all jobs of one kind used, ever."""
 
     seconds: int
-    """Of a GPU, for each one."""
+    """GPU-seconds."""
     jobs: int
 
 
 def job_use_between(
     connection: sa.Connection, bounds: Sequence[datetime], by: str, name: str | None = None
 ) -> list[dict[str, LeaseUse]]:
-    """What was used between each two of the moments, by one of the names of a kind; with ``name``
-    only what has this one. What goes on counts as far as it was charged."""
+    """Return what was used between each two of the times, by a field of Kind.
+
+    With ``name``, only what has this value. Running jobs count as far as they were charged.
+    """
     start, end = bounds[0], bounds[-1]
-    mine = _c.cluster.in_(sa.select(batch_marks.c.cluster))  # which an index begins with
+    mine = _c.cluster.in_(sa.select(batch_marks.c.cluster))  # which the index starts with
     within = (_c.started_at >= start) & (_c.ended_at >= start) & (_c.ended_at <= end)
     there = (_c.started_at < end) & (OPEN_JOB | (_c.ended_at >= start))
     found: list[dict[str, LeaseUse]] = [{} for _ in range(len(bounds) - 1)]
@@ -393,7 +398,7 @@ def job_use_between(
         if any(part) and name in (None, called):
             found[at][called] = found[at].get(called, LeaseUse()).plus(part)
 
-    if len(found) == 1:  # what lies in it as a whole is added up by the database
+    if len(found) == 1:  # the database sums what lies entirely within
         for member, account, devices, seconds, cost, jobs in connection.execute(
             _WHOLE.where(mine, within)
         ):
@@ -419,7 +424,7 @@ def job_use_between(
 
 
 def all_job_use(connection: sa.Connection) -> dict[str, JobUse]:
-    """What all jobs used, by model."""
+    """Return what all jobs used, by model."""
     sums = (_c.devices, sa.func.sum(_c.seconds), sa.func.count())
     found: dict[str, JobUse] = {}
     for devices, seconds, jobs in connection.execute(sa.select(*sums).group_by(_c.devices)):
@@ -430,7 +435,10 @@ def all_job_use(connection: sa.Connection) -> dict[str, JobUse]:
 
 
 def _name(by: str, member: str, account: str, model: str) -> str:
-    """Of one name of :class:`gpuspawner.ledger.usage.Kind`: a job's group is the one that pays."""
+    """Return a job's value for a field of :class:`gpuspawner.ledger.usage.Kind`.
+
+    A job's group is the one that pays.
+    """
     if by == "group":
         return account.removeprefix(_GROUP) if account.startswith(_GROUP) else ""
     return {"user": member, "account": account, "model": model}.get(by, BATCH)

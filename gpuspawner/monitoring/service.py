@@ -14,44 +14,75 @@ from traitlets.config import LoggingConfigurable
 
 from ..core.errors import CannotSnooze, ConfigError
 from ..db.engine import Store
+from ..devices import closures, snapshots
+from ..devices.service import DeviceService
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState, ServerRef
-from ..leases.service import AT_ONCE
-from ..leases.sessions import end_clock
+from ..ledger.prices import PriceService
 from ..notifications import repository as notifications_repository
+from ..notifications.messages import compose
 from ..notifications.models import Notice, NoticeKind
 from ..queue import repository as queue_repository
 from ..queue.models import Ticket
+from ..queue.service import AT_ONCE
 from . import repository
 from .idle import IdlePolicies, IdlePolicy, IdleState, activity_of, after_gap, begin, judge, snooze
 from .models import HOUR, MINUTE, DeviceUse, combine
 from .repository import WatchedLease, Worked
 
 BY_MINUTES = timedelta(hours=6)
-"""Sessions up to this length are told by their minutes, longer ones by their hours."""
+"""Sessions up to this length are summed from minutes, longer ones from hours."""
 
 
 class MonitoringService:
-    """How much devices are used: recorded, summed up and read."""
+    """Records, sums up and reads the use of devices."""
 
-    def __init__(self, store: Store, clock: Callable[[], datetime]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], datetime],
+        devices: DeviceService,
+        prices: PriceService,
+    ) -> None:
         self.store = store
         self.clock = clock
+        self.devices = devices
+        self.prices = prices
+
+    def overview(self) -> snapshots.Overview:
+        """Return all devices with their state, for pages and tables."""
+        look = self.devices.look()
+        with self.store.read() as connection:
+            taken, closed = leases_repository.taken(connection), closures.load(connection)
+            waiting = queue_repository.count_tickets(connection)
+            rates = self.prices.rates_in(connection)
+        views = self.devices.on_machines(snapshots.device_views(look.devices, taken, closed))
+        return snapshots.Overview(
+            devices=views,
+            models=snapshots.count_models(views, rates.card(self.clock())),
+            source=look.inventory.source,
+            error=look.inventory.error,
+            driver_version=look.inventory.driver_version,
+            cuda_version=look.inventory.cuda_version,
+            waiting=waiting,
+            paused=closed.get(closures.GRANTING),
+            rates=rates,
+        )
 
     def remember_use(self, minutes: Collection[DeviceUse]) -> None:
-        """Write complete minutes. Raises StoreUnavailable, and then none is written."""
+        """Store complete minutes. Raises StoreUnavailable, and then none is stored."""
         with self.store.write() as connection:
             repository.remember_use(connection, minutes)
 
     def tidy_use(self, keep_minutes: timedelta, keep_hours: timedelta) -> None:
-        """Sum up the hours that are over, and forget what is older than is kept."""
+        """Sum up the hours that are over, and delete what is no longer kept."""
         now = self.clock()
         with self.store.write() as connection:
             repository.sum_up_use(connection, now)
             repository.forget_use(connection, now - keep_minutes, now - keep_hours)
 
     def use_now(self) -> dict[str, DeviceUse]:
-        """The last minute of each device that is being sampled, by its UUID."""
+        """Return the last minute of each sampled device, by UUID."""
         now = self.clock()
         return self.store.run(lambda connection: repository.newest_use(connection, now))
 
@@ -63,7 +94,7 @@ class MonitoringService:
         seconds: int = MINUTE,
         uuids: Sequence[str] | None = None,
     ) -> list[DeviceUse]:
-        """Minutes, or hours (``seconds=3600``), that began in this time, by time."""
+        """Return minutes, or hours (``seconds=3600``), that began in this period, by time."""
         return self.store.run(
             lambda connection: repository.device_use_between(
                 connection, since, until, seconds=seconds, uuids=uuids
@@ -71,7 +102,7 @@ class MonitoringService:
         )
 
     def worked_between(self, since: datetime, until: datetime) -> list[Worked]:
-        """Every lease with GPUs in this time, with how much of it they worked; by its start."""
+        """Return every lease with GPUs in this period and how much they worked, by start."""
         until = min(until, self.clock())
         if until <= since:
             return []
@@ -80,10 +111,10 @@ class MonitoringService:
         )
 
     def session_use(self, lease: Lease) -> dict[str, DeviceUse]:
-        """What each device of a session did in it, by UUID; nothing for one that was not sampled.
+        """Return what each device of a session did, by UUID; devices without samples are absent.
 
-        Of whole minutes inside the session, or of whole hours where it was long or its minutes
-        are forgotten. Of a device that is shared, all who share it.
+        From whole minutes within the session, or from whole hours if it was long or its minutes are
+        deleted. For a shared device, the use of all who share it.
         """
         if lease.started_at is None or not lease.devices:
             return {}
@@ -101,15 +132,17 @@ class MonitoringService:
 
 
 LONGEST_LOOK_BACK = timedelta(hours=12)
-"""What is older and was not judged yet, is not: the service was away for that long."""
+"""Older unjudged minutes are ignored: the service was down for that long."""
 OUTPUT_COUNTS = timedelta(minutes=1)
-"""A minute counts as one with output when there was some this long after it, or later: the Hub
-hears of it with a delay."""
+"""Output counts for a minute if it came up to this long after it, or later.
+
+The Hub learns of it with a delay.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Idled:
-    """What was told or ordered about an idle server."""
+    """What was reported or ordered about an idle server."""
 
     lease: Lease
     event: str
@@ -119,17 +152,17 @@ class Idled:
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """A server whose member was told that its GPUs rest."""
+    """A server whose member was told that its GPUs are idle."""
 
     lease: Lease
     stops_at: datetime | None
-    """None where nothing is stopped for that."""
+    """None if nothing is stopped for that."""
     snooze_minutes: float
-    """By how much it can be put off; 0 when it cannot."""
+    """By how much it can be snoozed; 0 if it cannot."""
 
 
 class GPUIdle(LoggingConfigurable):
-    """What becomes of servers whose GPUs rest."""
+    """What happens to servers with idle GPUs."""
 
     policy = Dict(
         {},
@@ -152,7 +185,7 @@ class GPUIdle(LoggingConfigurable):
     )
 
     def read_policies(self) -> IdlePolicies:
-        """What ``policy`` says. Raises ConfigError."""
+        """Return the policies of ``policy``. Raises ConfigError."""
         try:
             return IdlePolicies(self.policy)
         except (ValueError, AttributeError, TypeError) as error:
@@ -225,7 +258,7 @@ class GPUMonitoring(LoggingConfigurable):
 
 
 class IdleService:
-    """Knows which servers are idle: warns their members, and orders their stop."""
+    """Tracks idle servers: warns their members, and orders their stop."""
 
     def __init__(
         self,
@@ -235,7 +268,7 @@ class IdleService:
         settings: GPUIdle,
         log: logging.Logger,
     ) -> None:
-        """``skew``: wall clock less ``clock`` now."""
+        """Create the service; ``skew`` returns the wall clock less ``clock``."""
         self.store = store
         self.clock = clock
         self.skew = skew
@@ -243,24 +276,24 @@ class IdleService:
         self.log = log
 
     def idle_policy(self, lease: Lease) -> IdlePolicy:
-        """What holds for a server."""
+        """Return the policy of a server."""
         return self.settings.read_policies().of(lease.group, lease.environment)
 
     def holding_gpus(self) -> list[Lease]:
-        """Every lease with GPUs whose server is up, and that nobody ended."""
+        """Return every lease with GPUs whose server is up and not being stopped."""
         return [
             lease for lease in self.store.run(leases_repository.open_leases) if _is_watched(lease)
         ]
 
     def judge_idle(self, last_output: Mapping[ServerRef, datetime | None]) -> list[Idled]:
-        """Judge the minutes that are complete by now; what was told or ordered because of it.
+        """Judge the minutes complete by now, and return what was reported or ordered.
 
-        ``last_output``: when each server had output last, or its member did anything. One that is
-        missing is not judged this time: what is not known is not idleness. All of it is one
-        transaction, so whoever is killed has told and ordered everything or nothing.
+        ``last_output``: when each server last had output or an action of its member. A missing
+        server is not judged this time: unknown is not idle. All of it is one transaction, so a
+        killed process has reported and ordered everything or nothing.
         """
         now = self.clock()
-        # The Hub writes down what it sees by the wall clock, before it was set or after.
+        # The Hub records what it sees by the wall clock, before or after it was set.
         ahead = max(-self.skew(), timedelta())
         policies = self.settings.read_policies()
         done: list[Idled] = []
@@ -285,7 +318,7 @@ class IdleService:
         return done
 
     def snooze(self, lease_id: str) -> Lease:
-        """More time for a server that is to be stopped because its GPUs rest.
+        """Give more time to a server that will be stopped because its GPUs are idle.
 
         Raises UnknownLease, or CannotSnooze with the reason.
         """
@@ -306,13 +339,13 @@ class IdleService:
         return lease
 
     def idle_state(self, server: ServerRef) -> tuple[Lease | None, WatchedLease | None]:
-        """The open lease of a server, and how long its GPUs have rested, as judged last."""
+        """Return the open lease of a server, and its idle state as last judged."""
         with self.store.read() as connection:
             lease = leases_repository.open_of(connection, server)
             return lease, repository.get_watched(connection, lease.id) if lease else None
 
     def resting(self, user: str) -> list[Resting]:
-        """A member's servers whose GPUs rest, of those about which they were told."""
+        """Return a member's servers that were reported to have idle GPUs."""
         waiting = _others_wait(self.store.run(queue_repository.waiting_tickets), self.clock())
         with self.store.read() as connection:
             known = repository.load_watched(connection)
@@ -330,7 +363,7 @@ class IdleService:
                 found.append(Resting(lease, stops_at, policy.snooze_minutes if more else 0.0))
         return found
 
-    # Steps of the above.
+    # Helpers.
 
     def _judge(
         self,
@@ -350,7 +383,7 @@ class IdleService:
             until = began + timedelta(minutes=1)
             output = last_output is not None and last_output + OUTPUT_COUNTS >= began
             done = activity_of(minutes, float(MINUTE), output=output)
-            # By the clock of now, also for what is judged late: a countdown is never over at once.
+            # By the present time, also for late judgements: a countdown is never over at once.
             verdict = judge(policy, state, done, now, waiting=waiting)
             state, stops = verdict.state, verdict.event == "stop"
             if stops:
@@ -369,8 +402,10 @@ class IdleService:
 
 
 def _others_wait(waiting: Iterable[Ticket], now: datetime) -> bool:
-    """Whether anybody stands in line for GPUs: who gets them at once has a ticket for a moment,
-    where another scheduler decides."""
+    """Return True if anybody waits for GPUs.
+
+    With an external scheduler, an immediate start has a ticket for a moment, too.
+    """
     since = now - timedelta(seconds=AT_ONCE)
     return any(ticket.request.devices and ticket.created_at <= since for ticket in waiting)
 
@@ -380,7 +415,7 @@ def _is_watched(lease: Lease) -> bool:
 
 
 def _changed(before: IdleState, after: IdleState) -> str:
-    """What is to be told; of several countdowns in what is judged at once, the last."""
+    """Return what is to be reported; of several countdowns judged at once, the last."""
     if after.stops_at is not None:
         return "warn" if after.stops_at != before.stops_at else ""
     if after.warned_at is not None:
@@ -389,15 +424,14 @@ def _changed(before: IdleState, after: IdleState) -> str:
 
 
 def _first_minute(lease: Lease) -> datetime:
-    """The first minute that is all its own."""
+    """Return the first minute that belongs entirely to the lease."""
     began = lease.up_since or lease.granted_at
     return began.replace(second=0, microsecond=0) + timedelta(minutes=1)
 
 
-# What members are told.
+# Notices to members.
 
 _WHY = "its GPUs were not used"
-_KEPT = "Your files are where you left them."
 
 
 def _told(
@@ -408,24 +442,14 @@ def _told(
     waiting: bool,
     now: datetime,
 ) -> Notice:
-    name = f"Your server {lease.server.name}".rstrip()
-    gpus, are = ("GPU", "is") if len(lease.devices) == 1 else ("GPUs", "are")
-    were = "was" if are == "is" else "were"
-    kind, moment = NoticeKind.SESSION_ENDS, stops_at or now
-    until = f"{end_clock(moment, now)} ({moment.astimezone():%Z})"
+    kind, key = NoticeKind.SESSION_ENDS, f"idle:{event}:{lease.id}:{now.timestamp()}"
     if event == "stop":
-        kind, title = NoticeKind.STOPPED, f"{name} is stopped: its {gpus} {were} not used"
-        body = f"What was held for it and not used is yours again. {_KEPT}"
+        template, kind, key = "not_used_stopped", NoticeKind.STOPPED, f"stopped:{lease.id}"
     elif event == "back":
-        title, body = f"{name} goes on", f"Its {gpus} {are} used again: it is not stopped."
+        template = "used_again"
     elif policy.mode_now(waiting) == "enforce":
-        title = f"{name} stops at {until}: its {gpus} {are} not used"
-        body = (
-            f"It goes on when there is work for its {gpus} until then. Save your work, or stop it "
-            f"now: a server without a GPU opens the same files. {_KEPT}"
-        )
+        template = "not_used_stops"
     else:
-        title = f"{name} does not use its {gpus}"
-        body = f"It costs credits all the same. Stop it when you do not need it. {_KEPT}"
-    key = f"stopped:{lease.id}" if event == "stop" else f"idle:{event}:{lease.id}:{now.timestamp()}"
-    return Notice(key=key, user=lease.server.user, kind=kind, title=title, body=body, at=now)
+        template = "not_used"
+    user, stops = lease.server.user, stops_at or now
+    return compose(template, kind, key, user, now, lease=lease, stops_at=stops)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
-from typing import Any
 from urllib.parse import urlencode
 
 from tornado import web
@@ -16,13 +15,15 @@ from ..core.errors import InvalidRequest, NotAllowed
 from ..core.scopes import READ_USAGE
 from ..ledger.totals import LEASES_AT_ONCE
 from ..ledger.usage import LeaseUse
-from ..ledger.views import CSVHandler, table
-from ..services import Broker
-from ..web.api import APIHandler, amount, instant
+from ..ledger.views import CSVHandler, cells, table
+from ..services import Services
+from ..web.api import APIHandler
 from ..web.base import ServiceHandler
 from ..web.fields import one_of
+from ..web.operations import DAY, FROM_DAY, Parameter, operation
 from ..web.pages import Page
 from .repository import Worked
+from .schemas import JobTimeAnswer, JobUseAnswer, NamedUseAnswer, UsageAnswer, UseAnswer, UsedAnswer
 
 USAGE_BY = {
     "member": "user",
@@ -43,8 +44,8 @@ NAMELESS = {
 }
 """What people read where a name is empty."""
 
-BATCH_COLUMNS = ("batch_gpu_hours", "batch_credits", "batch_jobs")
-USAGE_COLUMNS = ("gpu_seconds", "gpu_hours", "credits", "sessions", *BATCH_COLUMNS)
+USE_COLUMNS = ("gpu_seconds", "gpu_hours", "credits", "sessions")
+JOB_COLUMNS = ("gpu_hours", "credits", "jobs")
 """Of a report as CSV, after what it is by."""
 
 PAUSE = 0.1
@@ -79,13 +80,13 @@ class UsageReport:
     """What jobs beside servers used together."""
 
 
-def usage_report(broker: Broker, by: str, first: date, last: date) -> UsageReport:
+def usage_report(services: Services, by: str, first: date, last: date) -> UsageReport:
     """Add use up by one thing. Blocks."""
     starts = [start for start, _ in weeks.split(first, last)] if by == "week" else [first]
     bounds = [weeks.midnight(day) for day in (*starts, last + timedelta(days=1))]
     found, jobs = (
-        broker.reports.use_by(bounds, USAGE_BY[by]),
-        broker.reports.use_of_jobs(bounds, USAGE_BY[by]),
+        services.reports.use_by(bounds, USAGE_BY[by]),
+        services.reports.use_of_jobs(bounds, USAGE_BY[by]),
     )
     if by == "week":
         used = zip(starts, found, jobs, strict=True)
@@ -105,11 +106,11 @@ def usage_report(broker: Broker, by: str, first: date, last: date) -> UsageRepor
     return UsageReport(by, first, last, tuple(rows), total, batch)
 
 
-async def remember(broker: Broker) -> None:
+async def remember(services: Services) -> None:
     """Have at hand what pages tell of the past, before anybody asks: what the line learns from it,
     and totals of what has ended since the last time, a few leases at once: a hub waits for none."""
-    await broker.report(broker.standings)
-    while await broker.report(broker.reports.add_up) == LEASES_AT_ONCE:
+    await services.report(services.positions.standings)
+    while await services.report(services.reports.add_up) == LEASES_AT_ONCE:
         await asyncio.sleep(PAUSE)
 
 
@@ -126,10 +127,10 @@ class UsageHandler(ServiceHandler):
         by = one_of(self.get_query_argument("by", "member"), "by", tuple(USAGE_BY))
         since, until = (self.get_query_argument(name, "") for name in ("from", "to"))
         try:
-            first, last = weeks.period(since, until, self.broker.clock())
+            first, last = weeks.period(since, until, self.services.clock())
         except InvalidRequest as error:
             raise web.HTTPError(400) from error
-        return await self.report(usage_report, self.broker, by, first, last)
+        return await self.report(usage_report, self.services, by, first, last)
 
 
 class UsagePage(UsageHandler, Page):
@@ -141,9 +142,7 @@ class UsagePage(UsageHandler, Page):
         query = {"by": found.by, "from": found.first.isoformat(), "to": found.last.isoformat()}
         self.show(
             "usage.html",
-            user=self.user,
-            admin=self.admin,
-            now=self.broker.clock(),
+            now=self.services.clock(),
             report=found,
             choices=tuple(USAGE_BY),
             nameless=NAMELESS.get(found.by, ""),
@@ -159,45 +158,40 @@ class UsageCSV(UsageHandler, CSVHandler):
         found = await self.asked()
         self.begin(f"usage-by-{found.by}-{found.first}-{found.last}")
         lines = [
-            (
-                row.name,
-                str(row.use.gpu_seconds),
-                gpu_hours(row.use),
-                amount(row.use.cost),
-                str(row.use.sessions),
-                gpu_hours(row.batch),
-                amount(row.batch.cost),
-                str(row.batch.sessions),
-            )
+            [
+                *cells(NamedUseAnswer.of(row), ("name", *USE_COLUMNS)),
+                *cells(JobUseAnswer.of(row.batch), JOB_COLUMNS),
+            ]
             for row in found.rows
         ]
-        self.finish(table([(found.by, *USAGE_COLUMNS), *lines]))
+        beside = [f"batch_{name}" for name in JOB_COLUMNS]
+        self.finish(table([(found.by, *USE_COLUMNS, *beside), *lines]))
 
 
 class UsageAPI(UsageHandler, APIHandler):
-    """A report as JSON."""
+    """Who used what, added up."""
 
     for_services = True
 
+    @operation(
+        "usage",
+        UsageAnswer,
+        Parameter("by", {"enum": list(USAGE_BY)}, "What it is added up by."),
+        FROM_DAY,
+        Parameter("to", DAY, "The last day, which is counted."),
+        scope=READ_USAGE,
+    )
     @web.authenticated
     async def get(self) -> None:
         need_days(self)
         found = await self.asked()
-        end = found.last + timedelta(days=1)
         self.answer(
-            {
-                "by": found.by,
-                "first_day": found.first.isoformat(),
-                "last_day": found.last.isoformat(),
-                "from": instant(weeks.midnight(found.first)),
-                "to": instant(weeks.midnight(end)),
-                "as_of": instant(self.broker.clock()),
-                "rows": [
-                    {"name": row.name, **use_json(row.use), "batch": batch_json(row.batch)}
-                    for row in found.rows
-                ],
-                "total": {**use_json(found.total), "batch": batch_json(found.batch)},
-            }
+            UsageAnswer,
+            found,
+            start=weeks.midnight(found.first),
+            end=weeks.midnight(found.last + timedelta(days=1)),
+            as_of=self.services.clock(),
+            total=UseAnswer.of(use=found.total, batch=found.batch),
         )
 
 
@@ -207,29 +201,6 @@ def need_days(handler: ServiceHandler) -> None:
         if handler.get_query_argument(name, None) == "":
             sentence = f"The field {name!r} is empty: write a day, or leave the field out."
             raise web.HTTPError(400) from InvalidRequest(sentence, field=name)
-
-
-def use_json(use: LeaseUse) -> dict[str, Any]:
-    """What was used, as JSON."""
-    return {
-        "gpu_seconds": use.gpu_seconds,
-        "gpu_hours": gpu_hours(use),
-        "credits": amount(use.cost),
-        "sessions": use.sessions,
-    }
-
-
-def batch_json(use: LeaseUse) -> dict[str, Any]:
-    """The same of jobs beside servers."""
-    found = use_json(use)
-    found["jobs"] = found.pop("sessions")
-    return found
-
-
-def gpu_hours(use: LeaseUse) -> str:
-    """GPU time in hours with six decimals, rounded down."""
-    millionths = use.micros // 3600
-    return f"{millionths // 1_000_000}.{millionths % 1_000_000:06}"
 
 
 def together(uses: Iterable[LeaseUse]) -> LeaseUse:
@@ -309,11 +280,11 @@ class UtilizationReport:
     """Those that rested longest, first the longest."""
 
 
-def utilization_report(broker: Broker, by: str, first: date, last: date) -> UtilizationReport:
+def utilization_report(services: Services, by: str, first: date, last: date) -> UtilizationReport:
     """Add up who held and used what. Blocks."""
     start, end = weeks.midnight(first), weeks.midnight(last + timedelta(days=1))
-    found = broker.monitoring.worked_between(start, end)
-    (beside,) = broker.reports.use_of_jobs([start, end], "user")
+    found = services.monitoring.worked_between(start, end)
+    (beside,) = services.reports.use_of_jobs([start, end], "user")
     rows: dict[str, UtilizationRow] = {}
     total = UtilizationRow("")
     for some in found:
@@ -325,7 +296,7 @@ def utilization_report(broker: Broker, by: str, first: date, last: date) -> Util
         by=by,
         first=first,
         last=last,
-        until=min(end, broker.clock()),
+        until=min(end, services.clock()),
         rows=tuple(sorted(rows.values(), key=lambda row: (-row.rested, -row.held, row.name))),
         total=total,
         batch=together(beside.values()).gpu_seconds,
@@ -343,13 +314,13 @@ class WorkedHandler(ServiceHandler):
         by = one_of(self.get_query_argument("by", "member"), "by", UTILIZATION_BY)
         since, until = (self.get_query_argument(name, "") for name in ("from", "to"))
         try:
-            first, last = weeks.period(since, until, self.broker.clock())
+            first, last = weeks.period(since, until, self.services.clock())
             if last - first > LONGEST:
                 sentence = f"From {first} to {last} is too long: ask for three months at the most."
                 raise InvalidRequest(sentence, field="from")
         except InvalidRequest as error:
             raise web.HTTPError(400) from error
-        return await self.report(utilization_report, self.broker, by, first, last)
+        return await self.report(utilization_report, self.services, by, first, last)
 
 
 class WorkedPage(WorkedHandler, Page):
@@ -361,9 +332,7 @@ class WorkedPage(WorkedHandler, Page):
         query = {"by": found.by, "from": found.first.isoformat(), "to": found.last.isoformat()}
         self.show(
             "worked.html",
-            user=self.user,
-            admin=self.admin,
-            now=self.broker.clock(),
+            now=self.services.clock(),
             report=found,
             choices=UTILIZATION_BY,
             nameless=NAMELESS.get(found.by, ""),
@@ -390,59 +359,30 @@ class WorkedCSV(WorkedHandler, CSVHandler):
 
 
 class WorkedAPI(WorkedHandler, APIHandler):
-    """A report as JSON."""
+    """How much of what was held was used, and the sessions that rested most."""
 
     for_services = True
 
+    @operation(
+        "used",
+        UsedAnswer,
+        Parameter("by", {"enum": list(UTILIZATION_BY)}, "What it is added up by."),
+        FROM_DAY,
+        Parameter("to", DAY, "The last day, at most three months after it."),
+        scope=READ_USAGE,
+    )
     @web.authenticated
     async def get(self) -> None:
         need_days(self)
         found = await self.asked()
-        self.answer(
-            {
-                "by": found.by,
-                "first_day": found.first.isoformat(),
-                "last_day": found.last.isoformat(),
-                "as_of": instant(self.broker.clock()),
-                "rows": [{"name": row.name, **_seconds(row)} for row in found.rows],
-                "total": _seconds(found.total),
-                "batch": {"held_gpu_seconds": found.batch},
-                "most_rested": [_session(some) for some in found.sessions],
-            }
-        )
+        batch = JobTimeAnswer(held_gpu_seconds=found.batch)
+        self.answer(UsedAnswer, found, as_of=self.services.clock(), batch=batch)
 
 
 def hours(seconds: float) -> str:
     """Seconds as hours with three decimals, rounded down."""
     thousandths = int(seconds) * 1000 // 3600
     return f"{thousandths // 1000}.{thousandths % 1000:03}"
-
-
-def _seconds(row: UtilizationRow) -> dict[str, Any]:
-    return {
-        "sessions": row.sessions,
-        "held_gpu_seconds": int(row.held),
-        "measured_gpu_seconds": int(row.measured),
-        "used_gpu_seconds": int(row.busy),
-        "rested_gpu_seconds": int(row.rested),
-    }
-
-
-def _session(some: Worked) -> dict[str, Any]:
-    return {
-        "lease": some.lease_id,
-        "user": some.server.user,
-        "server": some.server.name,
-        "group": some.group,
-        "model": some.model,
-        "devices": some.devices,
-        "started_at": instant(some.since),
-        "ended_at": instant(some.until),
-        "held_gpu_seconds": int(some.held),
-        "measured_gpu_seconds": int(some.measured),
-        "used_gpu_seconds": int(some.busy),
-        "rested_gpu_seconds": int(some.rested),
-    }
 
 
 UTILIZATION_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [

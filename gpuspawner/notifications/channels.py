@@ -1,8 +1,8 @@
-"""Channels by which members can be told, as an admin set them, and who chose what. Pure.
+"""Notification channels as an admin configured them, and members' choices. Pure.
 
-A channel is a URL of Apprise's with places for what differs: ``{address}`` is what a member
-types, ``{env:NAME}`` and ``{file:/path}`` are secrets. A member fills in the address and nothing
-else: it is checked, quoted, and never part of the scheme or the host.
+A channel is an Apprise URL with placeholders: ``{address}`` is what a member types, ``{env:NAME}``
+and ``{file:/path}`` are secrets. A member fills in the address and nothing else: it is checked,
+quoted, and never part of the scheme or the host.
 """
 
 from __future__ import annotations
@@ -19,47 +19,49 @@ from .repository import ChannelChoice
 
 ADDRESS = "{address}"
 KINDS = tuple(kind for kind in NoticeKind if kind is not NoticeKind.TEST)
-"""What a member can choose to be told of."""
+"""What a member can choose to be notified of."""
 
 LONGEST = 200
-"""Characters of an address."""
+"""Maximum characters of an address."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 _PLACE = re.compile(r"\{([^{}]*)\}")
 _SECRET = re.compile(r"\{((?:env|file):[^{}]+)\}")
 _MAIL = re.compile(r"[A-Za-z0-9_+=][A-Za-z0-9._+=-]{0,63}@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*")
 _SHORT = re.compile(r"[A-Za-z0-9@#+_.:=-]{1,100}")
-# Whatever an admin's pattern lets through: some of these end a header or part addresses, and
-# a percent sign would be taken for a quoted character by whoever unquotes twice.
+# Not allowed, whatever an admin's pattern accepts: some of these end a header or separate
+# addresses, and double unquoting would take a percent sign for a quoted character.
 _NEVER = re.compile(r"[\x00-\x20\x7f-\xa0\u2028\u2029%,;<>\"\\]")
 _KEYS = {"url", "label", "pattern", "example"}
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One way to tell members something."""
+    """One way to notify members."""
 
     name: str
     label: str
     url: str
-    """With its places; the secrets are not in it."""
+    """With its placeholders; it does not contain the secrets."""
     pattern: re.Pattern[str]
-    """What the whole of an address must match."""
+    """What the whole address must match."""
     example: str = ""
-    """An address, to show members what one looks like."""
+    """An example of an address, for members."""
     default: str | None = None
-    """The address of who chose nothing, with ``{user}`` for the name; None: not told by this."""
+    """The address of members without a choice, with ``{user}`` for the name; None: not used."""
 
     @property
     def needs_address(self) -> bool:
+        """True if members type an address for it."""
         return ADDRESS in self.url
 
     @property
     def mail(self) -> bool:
+        """True if it sends mail."""
         return _is_mail(self.url)
 
     def check(self, address: str) -> str:
-        """The address without spaces around it. Raises InvalidRequest."""
+        """Return the address without surrounding spaces. Raises InvalidRequest."""
         address = address.strip()
         if not self.needs_address:
             if address:
@@ -76,13 +78,13 @@ class Channel:
         return address
 
     def _leaves_its_path(self, address: str) -> bool:
-        """Whether a segment of the URL's path would be ``.`` or ``..``, and so name another."""
+        """Return True if a segment of the URL's path would be ``.`` or ``..``."""
         path = re.split(r"[?#]", self.url.partition("://")[2], maxsplit=1)[0]
         filled = (s.replace(ADDRESS, address) for s in path.split("/") if ADDRESS in s)
         return any({".", ".."} & set(re.split(r"[/\\]", segment)) for segment in filled)
 
     def choice(self, address: Any, kinds: Any) -> ChannelChoice:
-        """A member's choice, checked. Raises InvalidRequest with the channel as ``field``."""
+        """Return a member's checked choice. Raises InvalidRequest with the channel as ``field``."""
         if not isinstance(address, str):
             raise InvalidRequest(f"The address for {self.label} must be a text.", field=self.name)
         if not isinstance(kinds, (list, tuple)):
@@ -97,7 +99,7 @@ class Channel:
         return ChannelChoice(self.name, self.check(address), chosen)
 
     def default_choice(self, user: str) -> ChannelChoice | None:
-        """What a member has who chose nothing; None when that is nothing, or no address."""
+        """Return the choice of a member without one; None if there is no default or address."""
         if self.default is None:
             return None
         try:
@@ -107,11 +109,11 @@ class Channel:
         return ChannelChoice(self.name, address, frozenset(KINDS))
 
     def secrets(self) -> list[str]:
-        """The secrets in the URL, such as ``env:SMTP_PASSWORD`` or ``file:/etc/token``."""
+        """Return the secrets in the URL, such as ``env:SMTP_PASSWORD`` or ``file:/etc/token``."""
         return _SECRET.findall(self.url)
 
     def fill(self, address: str, secrets: Mapping[str, str]) -> str:
-        """The URL to send to: everything quoted, but a secret that is the whole URL."""
+        """Return the URL to send to, all quoted, except a secret that is the whole URL."""
         whole = _SECRET.fullmatch(self.url)
         if whole:
             return secrets[whole[1]]
@@ -124,7 +126,7 @@ class Channel:
 
 
 def read(channels: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Channel]:
-    """The channels of ``c.GPUNotifications``, by name, in the admin's order. Raises ConfigError."""
+    """Return the channels of ``c.GPUNotifications``, by name, in order. Raises ConfigError."""
     found = {name: _channel(name, value) for name, value in channels.items()}
     for name, template in defaults.items():
         what = f"c.GPUNotifications.default_channels[{name!r}]"
@@ -143,13 +145,13 @@ def read(channels: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
 def chosen(
     channels: Mapping[str, Channel], own: Mapping[str, ChannelChoice], user: str
 ) -> dict[str, ChannelChoice]:
-    """What a member is told by each channel: what they chose, else the default."""
+    """Return a member's choice for each channel, or the default."""
     found = {name: own.get(name) or each.default_choice(user) for name, each in channels.items()}
     return {name: choice for name, choice in found.items() if choice is not None}
 
 
 def wanted(choices: Mapping[str, ChannelChoice], notice: Notice) -> list[ChannelChoice]:
-    """The choices that this notice goes by; a test goes by all that tell of anything."""
+    """Return the choices that this notice is sent by; a test uses all with any kind."""
     if notice.kind is NoticeKind.TEST:
         return [choice for choice in choices.values() if choice.kinds]
     return [choice for choice in choices.values() if notice.kind in choice.kinds]
@@ -219,6 +221,6 @@ def _is_mail(url: str) -> bool:
 
 
 def names(channels: Mapping[str, Channel], some: Iterable[str]) -> str:
-    """Labels of channels, for a sentence: ``Mail and Chat``."""
+    """Join labels of channels for a sentence: ``Mail and Chat``."""
     labels = [channels[name].label if name in channels else name for name in some]
     return " and ".join([", ".join(labels[:-1]), labels[-1]]) if labels[1:] else "".join(labels)

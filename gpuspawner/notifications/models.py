@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class NoticeKind(str, Enum):
-    """What a member can be told of."""
+    """What a member can be notified of."""
 
     TURN = "turn"
     """Your server starts: it was your turn."""
@@ -25,7 +25,7 @@ class NoticeKind(str, Enum):
     DISK_LOW = "disk_low"
     """Your server has little room left in its own container."""
     TEST = "test"
-    """A message that the member asked for, to try the channels; nothing to choose."""
+    """A message that the member requested, to try the channels; not a choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
-"""Rows of notices, which wait here until they are sent, and of what members chose.
+"""Rows of notices, which wait here until they are sent, and of members' choices.
 
-Whoever has something to tell adds a notice inside its own transaction: it is told exactly if
-what it tells of happened.
+A notice is added inside the transaction of what it reports, so it is sent exactly if that happened.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .models import Notice, NoticeKind
 
 LONGEST_ERROR = 2000
 PARAMETERS = 500
-"""Ids in one statement; SQLite takes not many more."""
+"""Ids in one statement; SQLite limits the number of parameters."""
 
 _KNOWN = sa.select(notices.c.id).where(notices.c.key == sa.bindparam("name"))
 _INSERT = sa.insert(notices)
@@ -38,27 +37,27 @@ _MARK = sa.update(notices).where(notices.c.id == sa.bindparam("notice"))
 
 @dataclass(frozen=True, slots=True)
 class ChannelChoice:
-    """What one member wants to be told by one channel."""
+    """A member's choice for one channel."""
 
     channel: str
     address: str = ""
-    """Where; empty for a channel that needs none."""
+    """The address; empty for a channel that needs none."""
     kinds: frozenset[NoticeKind] = frozenset()
-    """Of what; empty is nothing."""
+    """Of what to notify; empty means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a notice: sent, or tried in vain once more."""
+    """The result of sending a notice: sent, or another failed try."""
 
     sent_at: datetime | None
     tries: int
     error: str = ""
-    """The channels that still fail, as :func:`errors_text` writes them."""
+    """The channels that still fail, in the format of :func:`errors_text`."""
 
 
 def add(connection: sa.Connection, notice: Notice) -> bool:
-    """Write a notice. False when its key is known: whoever comes second tells nothing."""
+    """Insert a notice. Returns False if its key is known: nothing is reported twice."""
     if connection.execute(_KNOWN, {"name": notice.key}).first():
         return False
     row = {name: getattr(notice, name) for name in ("key", "user", "title", "body", "at")}
@@ -67,24 +66,24 @@ def add(connection: sa.Connection, notice: Notice) -> bool:
 
 
 def told(connection: sa.Connection, keys: Collection[str]) -> set[str]:
-    """Those of these keys that are known."""
+    """Return those of these keys that are known."""
     query = sa.select(notices.c.key).where(notices.c.key.in_(keys))
     return set(connection.execute(query).scalars())
 
 
 def of_user(connection: sa.Connection, user: str, limit: int = 20) -> list[Notice]:
-    """A member's newest notices, newest first."""
+    """Return a member's newest notices, newest first."""
     rows = connection.execute(_OF_USER, {"member": user, "most": limit}).mappings()
     return [_notice(row) for row in rows]
 
 
 def unsent(connection: sa.Connection, since: datetime, tries: int) -> list[int]:
-    """Ids of what was told after ``since``, is not sent and was tried less often; oldest first."""
+    """Return ids of unsent notices after ``since`` with fewer tries; oldest first."""
     return list(connection.execute(_UNSENT, {"since": since, "most": tries}).scalars())
 
 
 def some(connection: sa.Connection, ids: Iterable[int]) -> list[Notice]:
-    """Those of the notices that are there, oldest first."""
+    """Return those of the notices that exist, oldest first."""
     wanted = sorted(ids)
     found: list[Notice] = []
     for part in _parts(wanted):
@@ -94,7 +93,7 @@ def some(connection: sa.Connection, ids: Iterable[int]) -> list[Notice]:
 
 
 def mark(connection: sa.Connection, outcomes: Mapping[int, Outcome]) -> None:
-    """Write what became of notices, by id."""
+    """Record the results of notices, by id."""
     for notice, outcome in outcomes.items():
         values = {"sent_at": outcome.sent_at, "tries": outcome.tries, "error": outcome.error}
         connection.execute(_MARK, {"notice": notice, **values})
@@ -103,7 +102,7 @@ def mark(connection: sa.Connection, outcomes: Mapping[int, Outcome]) -> None:
 def choices(
     connection: sa.Connection, users: Collection[str]
 ) -> dict[str, dict[str, ChannelChoice]]:
-    """What each of these members chose, by member and channel."""
+    """Return the choices of these members, by member and channel."""
     found: dict[str, dict[str, ChannelChoice]] = {user: {} for user in users}
     for part in _parts(sorted(users)):
         query = sa.select(notice_choices).where(notice_choices.c.user.in_(part))
@@ -114,7 +113,7 @@ def choices(
 
 
 def choose(connection: sa.Connection, user: str, chosen: Iterable[ChannelChoice]) -> None:
-    """Keep a member's choices; those for other channels stay as they are."""
+    """Store a member's choices; those for other channels stay as they are."""
     for choice in chosen:
         mine = (notice_choices.c.user == user) & (notice_choices.c.channel == choice.channel)
         connection.execute(sa.delete(notice_choices).where(mine))
@@ -124,7 +123,7 @@ def choose(connection: sa.Connection, user: str, chosen: Iterable[ChannelChoice]
 
 
 def errors_text(errors: Mapping[str, str]) -> str:
-    """Channels and why each failed, a line for each, to keep with the notice."""
+    """Format why each channel failed, a line for each, to store with the notice."""
     if not errors:
         return ""
     room = LONGEST_ERROR // len(errors)
@@ -132,7 +131,7 @@ def errors_text(errors: Mapping[str, str]) -> str:
 
 
 def failing(error: str) -> dict[str, str]:
-    """The channels in such a text, with why each failed."""
+    """Parse such a text into the channels, with why each failed."""
     lines = (line.partition(":") for line in error.splitlines())
     return {channel: why.strip() for channel, _, why in lines if channel}
 
@@ -142,7 +141,7 @@ def _parts(values: list[Any]) -> Iterable[list[Any]]:
 
 
 def _kinds(text: str) -> frozenset[NoticeKind]:
-    """The kinds in a row; one that this version does not know is left out."""
+    """Return the kinds in a row, without those unknown to this version."""
     known = {kind.value: kind for kind in NoticeKind}
     return frozenset(known[word] for word in text.split() if word in known)
 

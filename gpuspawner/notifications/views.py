@@ -7,17 +7,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from tornado import web
 
 from ..core.errors import InvalidRequest
-from ..web.api import APIHandler, instant
+from ..web.api import APIHandler
 from ..web.base import ServiceHandler
+from ..web.operations import operation
 from ..web.pages import Page
 from .channels import KINDS, Channel, chosen, names
+from .messages import compose
 from .models import Notice, NoticeKind
 from .repository import ChannelChoice, failing
+from .schemas import ChannelAnswer, NoticeAnswer, NoticesAnswer, choices_body
 from .service import TOO_OLD
 
 SHOWN = 20
@@ -60,8 +62,8 @@ class NoticesHandler(ServiceHandler):
 
     async def shown(self) -> tuple[dict[str, ChannelChoice], list[Notice]]:
         """What the member has chosen, or has without choosing; and what they were told."""
-        own = await self.read(self.broker.notifications.choices, self.user)
-        told = await self.read(self.broker.notifications.notices_of, self.user, SHOWN)
+        own = await self.read(self.services.notifications.choices, self.user)
+        told = await self.read(self.services.notifications.notices_of, self.user, SHOWN)
         return chosen(self.context.channels, own, self.user), told
 
     async def test(self) -> Notice:
@@ -72,22 +74,16 @@ class NoticesHandler(ServiceHandler):
         choices, _ = await self.shown()
         if not any(choice.kinds for choice in choices.values()):
             raise InvalidRequest(NO_CHANNEL, field="test")
-        now = self.broker.clock()
-        notice = Notice(
-            key=f"test:{self.user}:{int(now.timestamp()) // TEST_EVERY}",
-            user=self.user,
-            kind=NoticeKind.TEST,
-            title="A test of your notices",
-            body="You asked for this message on your page of notices. All is well.",
-            at=now,
-        )
-        if not await self.read(self.broker.notifications.add_notice, notice):
+        now = self.services.clock()
+        key = f"test:{self.user}:{int(now.timestamp()) // TEST_EVERY}"
+        notice = compose("test", NoticeKind.TEST, key, self.user, now)
+        if not await self.read(self.services.notifications.add_notice, notice):
             raise InvalidRequest(TOO_MANY, field="test")
         self.context.poke()
         end = asyncio.get_running_loop().time() + TEST_WAIT
         while asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.1)
-            told = await self.read(self.broker.notifications.notices_of, self.user, SHOWN)
+            told = await self.read(self.services.notifications.notices_of, self.user, SHOWN)
             found = next((some for some in told if some.key == notice.key), notice)
             if found.sent_at or found.error:
                 return found
@@ -107,7 +103,7 @@ class NoticesPage(NoticesHandler, Page):
     async def post(self) -> None:
         forms, found = self._sent_forms()
         if len(found) == len(forms):
-            await self.read(self.broker.notifications.choose, self.user, found)
+            await self.read(self.services.notifications.choose, self.user, found)
             self.redirect(f"{self.context.prefix}notices?saved=1", status=303)
             return
         self.set_status(400)
@@ -118,13 +114,11 @@ class NoticesPage(NoticesHandler, Page):
         self, forms: Sequence[ChannelForm], told: Sequence[Notice], error: str = ""
     ) -> None:
         """Send the page."""
-        now = self.broker.clock()
+        now = self.services.clock()
         newest = next((some for some in told if some.kind is NoticeKind.TEST), None)
         tested = newest if self.get_query_argument("tested", "") else None
         self.show(
             "notices.html",
-            user=self.user,
-            admin=self.admin,
             now=now,
             forms=forms,
             kinds=[(kind.value, WORDS[kind]) for kind in KINDS],
@@ -177,26 +171,26 @@ class TestPage(NoticesPage):
 class AnyAPI(NoticesHandler, APIHandler):
     """What is told as JSON."""
 
-    def everything(
-        self, choices: Mapping[str, ChannelChoice], told: Sequence[Notice]
-    ) -> dict[str, Any]:
-        """All of it as JSON."""
-        now, channels = self.broker.clock(), self.context.channels
-        return {
-            "as_of": instant(now),
-            "channels": [channel_json(channel, choices) for channel in channels.values()],
-            "kinds": [kind.value for kind in KINDS],
-            "notices": [notice_json(some, channels, now) for some in told],
-        }
+    async def answer_all(self) -> None:
+        """Send all of it."""
+        choices, told = await self.shown()
+        now, channels = self.services.clock(), self.context.channels
+        self.answer(
+            NoticesAnswer,
+            as_of=now,
+            channels=[channel_answer(channel, choices) for channel in channels.values()],
+            kinds=[kind.value for kind in KINDS],
+            notices=[notice_answer(some, channels, now) for some in told],
+        )
 
 
 class NoticesAPI(AnyAPI):
-    """My newest notices, and what I chose for each channel."""
+    """What I was told, and what I chose for each channel."""
 
+    @operation("notices", NoticesAnswer)
     @web.authenticated
     async def get(self) -> None:
-        choices, told = await self.shown()
-        self.answer(self.everything(choices, told))
+        await self.answer_all()
 
 
 class ChoicesAPI(AnyAPI):
@@ -205,14 +199,15 @@ class ChoicesAPI(AnyAPI):
     Channels that are not named stay as they are.
     """
 
+    @operation("notices/choices", NoticesAnswer, name="choose", body=choices_body)
     @web.authenticated
     async def put(self) -> None:
         try:
             found = self._choices()
         except InvalidRequest as refusal:
             raise web.HTTPError(400) from refusal
-        await self.read(self.broker.notifications.choose, self.user, found)
-        self.answer(self.everything(*await self.shown()))
+        await self.read(self.services.notifications.choose, self.user, found)
+        await self.answer_all()
 
     def _choices(self) -> list[ChannelChoice]:
         channels = self.context.channels
@@ -240,6 +235,7 @@ class ChoicesAPI(AnyAPI):
 class TestAPI(AnyAPI):
     """Send me a test."""
 
+    @operation("notices/test", NoticeAnswer)
     @web.authenticated
     async def post(self) -> None:
         try:
@@ -247,7 +243,8 @@ class TestAPI(AnyAPI):
         except InvalidRequest as refusal:
             status = 429 if refusal.message == TOO_MANY else 409
             raise web.HTTPError(status) from refusal
-        self.answer(notice_json(notice, self.context.channels, self.broker.clock()))
+        told = notice_answer(notice, self.context.channels, self.services.clock())
+        self.finish(told.as_json())
 
 
 # Values to words and JSON.
@@ -268,30 +265,17 @@ def state(notice: Notice, channels: Mapping[str, Channel], now: datetime) -> tup
     return "waiting", "Not sent yet."
 
 
-def notice_json(notice: Notice, channels: Mapping[str, Channel], now: datetime) -> dict[str, Any]:
+def notice_answer(notice: Notice, channels: Mapping[str, Channel], now: datetime) -> NoticeAnswer:
     """A notice as JSON."""
     became, sentence = state(notice, channels, now)
-    return {
-        "kind": notice.kind.value,
-        "title": notice.title,
-        "body": notice.body,
-        "at": instant(notice.at),
-        "state": became,
-        "error": sentence,
-    }
+    return NoticeAnswer.of(notice, state=became, error=sentence)
 
 
-def channel_json(channel: Channel, choices: Mapping[str, ChannelChoice]) -> dict[str, Any]:
-    """A channel with what the member has there as JSON. Its URL is the admin's alone."""
+def channel_answer(channel: Channel, choices: Mapping[str, ChannelChoice]) -> ChannelAnswer:
+    """A channel with what the member has there as JSON."""
     choice = choices.get(channel.name, ChannelChoice(channel.name))
-    return {
-        "name": channel.name,
-        "label": channel.label,
-        "needs_address": channel.needs_address,
-        "example": channel.example,
-        "address": choice.address,
-        "kinds": [kind.value for kind in KINDS if kind in choice.kinds],
-    }
+    kinds = [kind.value for kind in KINDS if kind in choice.kinds]
+    return ChannelAnswer.of(channel, address=choice.address, kinds=kinds)
 
 
 def _form(channel: Channel, choices: Mapping[str, ChannelChoice]) -> ChannelForm:

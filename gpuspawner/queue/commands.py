@@ -23,29 +23,30 @@ from ..cli.parameters import (
     required_reason_option,
 )
 from ..core.errors import InvalidRequest, TicketEnded, UnknownTicket
+from ..db.audit_log import AuditEntry
 from ..db.engine import Store
 from ..devices import repository as devices_repository
-from ..devices.closures import GRANTING, AuditEntry, Closure
+from ..devices.closures import GRANTING, Closure
 from ..devices.models import Device, Inventory
 from ..devices.placement import leasable
 from ..devices.snapshots import InventoryCache
-from ..services import Broker
-from . import replay_policies
+from ..services import Services
+from . import replay
 from .models import Estimate, Priority, Ranked, ScorePart, Ticket
-from .replay import ANY, Figures, Player, TraceError, TraceJob, figures, read_trace, replay
+from .replay import ANY, Figures, Player, TraceError, TraceJob, figures, read_trace, replay_trace
 from .standing import Comparison, ScoreDifference, Standing, compare
 from .state import kind_of
 
 
 class KnownDevices:
-    """The devices as the store has them, whatever can be seen by whoever types this."""
+    """The devices as the store lists them, independent of what this process can see."""
 
     def __init__(self, store: Store) -> None:
         self.name = store.run(devices_repository.source_of)
         self._store = store
 
     def observe(self, now: datetime) -> Inventory:
-        """What the hub saw last; no links, which are for choosing devices only."""
+        """Return the devices as the hub last stored them, without links (only for placement)."""
         known = self._store.run(
             lambda connection: devices_repository.load_devices(connection, self.name)
         )
@@ -53,25 +54,25 @@ class KnownDevices:
 
 
 class Glance(InventoryCache):
-    """A watch that writes nothing: the device table is the hub's."""
+    """An inventory cache that writes nothing: the device table belongs to the hub."""
 
     def _save(self, inventory: Inventory) -> None:
         return
 
 
-def line_broker(settings: Settings) -> Broker:
-    """The broker on the hub's database, for reading and changing the line.
+def queue_services(settings: Settings) -> Services:
+    """Open the services on the hub's database, to read and change the queue.
 
-    Raises StoreUnavailable when there is no database yet.
+    Raises StoreUnavailable if there is no database yet.
     """
-    broker = settings.open_broker()
+    services = settings.open_services()
     glance = Glance(
-        KnownDevices(broker.store),
-        broker.store,
-        timedelta(seconds=broker.settings.devices.refresh_seconds),
+        KnownDevices(services.store),
+        services.store,
+        timedelta(seconds=services.settings.devices.refresh_seconds),
     )
-    broker.watch = broker.devices.inventory = broker.health.inventory = glance
-    return broker
+    services.watch = services.devices.inventory = services.health.inventory = glance
+    return services
 
 
 InLine = tuple[Ticket, Ranked, Standing]
@@ -88,23 +89,23 @@ ticket_argument = argument(
 @option("--why", "A B", "why one ticket goes before the other", nargs=2)
 def queue(settings: Settings, why: tuple[str, str] | None) -> None:
     """List the line, or say why one ticket goes before another."""
-    broker = line_broker(settings)
-    line = broker.order()
+    services = queue_services(settings)
+    line = services.positions.order()
     if why:
-        one, other = (_in_line(broker, line, name) for name in why)
+        one, other = (_in_line(services, line, name) for name in why)
         if one is other:
             raise InvalidRequest("Both are the same ticket: name two.", field="why")
         tickets = {ranked.id: ticket for ticket, ranked, _ in (one, other)}
         found = compare(one[1], other[1])
         show(_plain_comparison(found), _compared(found, tickets))
         return
-    paused = broker.closures().get(GRANTING)
+    paused = services.devices.closures().get(GRANTING)
     value = {
-        "as_of": utc(broker.clock()),
+        "as_of": utc(services.clock()),
         "paused": plain_closure(paused) if paused else None,
         "tickets": [plain(*entry) for entry in line],
     }
-    show(value, _text(line, paused, broker.clock()))
+    show(value, _text(line, paused, services.clock()))
 
 
 @queue.command()
@@ -113,11 +114,11 @@ def queue(settings: Settings, why: tuple[str, str] | None) -> None:
 @reason_option
 def move(settings: Settings, ticket_name: str, position: int, reason: str) -> None:
     """Put a ticket at a position of your own, before the order."""
-    broker = line_broker(settings)
-    ticket = _find(broker, ticket_name)
-    moved = broker.move(ticket.id, position or None, actor=actor(), reason=reason)
+    services = queue_services(settings)
+    ticket = _find(services, ticket_name)
+    moved = services.queue.move(ticket.id, position or None, actor=actor(), reason=reason)
     where = f"is moved to position {position}" if position else "is back in the order"
-    _show_change(broker, moved, where)
+    _show_change(services, moved, where)
 
 
 @queue.command()
@@ -126,11 +127,11 @@ def move(settings: Settings, ticket_name: str, position: int, reason: str) -> No
 @reason_option
 def boost(settings: Settings, ticket_name: str, points: float, reason: str) -> None:
     """Add points to a ticket's score (0 takes them away)."""
-    broker = line_broker(settings)
-    ticket = _find(broker, ticket_name)
-    boosted = broker.boost(ticket.id, points, actor=actor(), reason=reason)
+    services = queue_services(settings)
+    ticket = _find(services, ticket_name)
+    boosted = services.queue.boost(ticket.id, points, actor=actor(), reason=reason)
     what = f"has a boost of {boosted.boost:+g} points" if boosted.boost else "has no boost any more"
-    _show_change(broker, boosted, what)
+    _show_change(services, boosted, what)
 
 
 @queue.command()
@@ -138,15 +139,15 @@ def boost(settings: Settings, ticket_name: str, points: float, reason: str) -> N
 @required_reason_option
 def cancel(settings: Settings, ticket_name: str, reason: str) -> None:
     """Take a ticket out of the line; its member is told why."""
-    broker = line_broker(settings)
-    ticket = _find(broker, ticket_name)
-    ended = broker.cancel(ticket.id, actor=actor(), reason=reason)
+    services = queue_services(settings)
+    ticket = _find(services, ticket_name)
+    ended = services.queue.cancel(ticket.id, actor=actor(), reason=reason)
     value = {"id": ended.id, "outcome": ended.outcome, "end_reason": ended.end_reason}
     show(value, f"Ticket {ended.id} of {ended.server} is cancelled.")
 
 
 def plain(ticket: Ticket, ranked: Ranked, standing: Standing) -> dict[str, Any]:
-    """A ticket that waits, for scripts."""
+    """Return a waiting ticket as plain values, for scripts."""
     request = ticket.request
     return {
         "id": ticket.id,
@@ -173,19 +174,19 @@ def plain(ticket: Ticket, ranked: Ranked, standing: Standing) -> dict[str, Any]:
 
 
 def plain_closure(closure: Closure) -> dict[str, Any]:
-    """A pause or a drain, for scripts."""
+    """Return a pause or a drain as plain values, for scripts."""
     return {"since": utc(closure.at), "actor": closure.actor, "reason": closure.reason}
 
 
 # Finding tickets.
 
 
-def _find(broker: Broker, name: str) -> Ticket:
-    return _in_line(broker, broker.order(), name)[0]
+def _find(services: Services, name: str) -> Ticket:
+    return _in_line(services, services.positions.order(), name)[0]
 
 
-def _in_line(broker: Broker, line: list[InLine], name: str) -> InLine:
-    """The ticket with this id, or the one whose id or server begins or is called so."""
+def _in_line(services: Services, line: list[InLine], name: str) -> InLine:
+    """Return the ticket with this id or server, or the only one whose id starts with the name."""
     exact = [entry for entry in line if name in (entry[0].id, str(entry[0].server))]
     found = exact or [entry for entry in line if name and entry[0].id.startswith(name)]
     if len(found) == 1:
@@ -194,7 +195,7 @@ def _in_line(broker: Broker, line: list[InLine], name: str) -> InLine:
         some = ", ".join(entry[0].id for entry in found[:5])
         raise UnknownTicket(f"Several tickets begin with {name!r}: {some}.", ticket=name)
     try:
-        ended = broker.ticket(name)
+        ended = services.queue.ticket(name)
     except UnknownTicket:
         sentence = f"No ticket {name!r} waits in line. List those that do with: gpuspawner queue"
         raise UnknownTicket(sentence, ticket=name) from None
@@ -205,7 +206,7 @@ def _in_line(broker: Broker, line: list[InLine], name: str) -> InLine:
     )
 
 
-# What it looks like.
+# Output.
 
 
 def _text(line: list[InLine], paused: Closure | None, now: datetime) -> str:
@@ -267,7 +268,7 @@ def _difference(difference: ScoreDifference) -> tuple[str, ...]:
 
 
 def _points(points: float) -> str:
-    """Two decimals, and no minus before a zero."""
+    """Format with two decimals, and without a minus before a zero."""
     return f"{round(points, 2) + 0.0:.2f}"
 
 
@@ -301,10 +302,10 @@ def _plain_comparison(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _show_change(broker: Broker, ticket: Ticket, what: str) -> None:
-    """Say what was changed and where the ticket stands now."""
-    standing = broker.standings().get(ticket.id)
-    place = standing.place if standing else 0  # it may have got its turn just now
+def _show_change(services: Services, ticket: Ticket, what: str) -> None:
+    """Print what was changed and the ticket's position now."""
+    standing = services.positions.standings().get(ticket.id)
+    place = standing.place if standing else 0  # it may have got its turn meanwhile
     value = {"id": ticket.id, "place": place, "boost": ticket.boost, "position": ticket.position}
     where = f"it is number {place} in line now" if place else "it does not wait any more"
     text = f"Ticket {ticket.id} of {ticket.server} {what}: {where}."
@@ -315,9 +316,9 @@ def _show_change(broker: Broker, ticket: Ticket, what: str) -> None:
 @reason_option
 def pause(settings: Settings, reason: str) -> None:
     """Give out no devices until ``resume``."""
-    broker = line_broker(settings)
-    done = broker.devices.pause(actor=actor(), reason=reason)
-    closure = broker.closures().get(GRANTING)
+    services = queue_services(settings)
+    done = services.devices.pause(actor=actor(), reason=reason)
+    closure = services.devices.closures().get(GRANTING)
     text = "Granting is paused: what runs goes on, and who waits waits on."
     if not done and closure:
         why = f": {closure.reason}" if closure.reason else ""
@@ -330,9 +331,9 @@ def pause(settings: Settings, reason: str) -> None:
 @reason_option
 def resume(settings: Settings, reason: str) -> None:
     """Give out devices again."""
-    broker = line_broker(settings)
-    done = broker.devices.resume(actor=actor(), reason=reason)
-    waiting = len(broker.waiting())
+    services = queue_services(settings)
+    done = services.devices.resume(actor=actor(), reason=reason)
+    waiting = len(services.queue.waiting())
     text = f"Granting goes on: {count(waiting, 'ticket')} in line."
     if not done:
         text = "Nothing changed: granting was not paused."
@@ -344,16 +345,16 @@ def resume(settings: Settings, reason: str) -> None:
 @reason_option
 def drain(settings: Settings, device_name: str, reason: str) -> None:
     """Give a device to nobody new."""
-    broker = line_broker(settings)
-    device = broker.devices.find_device(device_name)
-    done = broker.devices.drain(device.uuid, actor=actor(), reason=reason)
-    closure = broker.closures().get(device.uuid)
+    services = queue_services(settings)
+    device = services.devices.find_device(device_name)
+    done = services.devices.drain(device.uuid, actor=actor(), reason=reason)
+    closure = services.devices.closures().get(device.uuid)
     text = f"{_named(device)} is drained: nobody new gets it."
     if not done and closure:
         text = f"Nothing changed: {closure.actor} drained {_named(device)} at {local(closure.at)}."
     if done:
-        text += _with_it(broker, device)
-    server = _server_on(broker, device)
+        text += _with_it(services, device)
+    server = _server_on(services, device)
     if server:
         text += f" The session of {server} on it goes on to its end."
     value = {"changed": done, "drained": plain_closure(closure) if closure else None}
@@ -365,10 +366,12 @@ def drain(settings: Settings, device_name: str, reason: str) -> None:
 @reason_option
 def undrain(settings: Settings, device_name: str, reason: str) -> None:
     """Give a device out again."""
-    broker = line_broker(settings)
-    done = broker.devices.undrain(device_name, actor=actor(), reason=reason)
+    services = queue_services(settings)
+    done = services.devices.undrain(device_name, actor=actor(), reason=reason)
     text = f"Device {device_name} is given out again."
-    if machine := done and broker.machines.machine_of(broker.devices.find_device(device_name).uuid):
+    if machine := done and services.machines.machine_of(
+        services.devices.find_device(device_name).uuid
+    ):
         text = f"The whole machine {machine} is given out again."
     if not done:
         text = f"Nothing changed: device {device_name} was not drained."
@@ -379,7 +382,7 @@ def undrain(settings: Settings, device_name: str, reason: str) -> None:
 @limit_option
 def trail(settings: Settings, limit: int) -> None:
     """Show who changed what, newest first."""
-    changes = settings.open_broker().trail(limit)
+    changes = settings.open_services().audit.trail(limit)
     headers = ("TIME", "WHO", "WHAT", "ON", "DETAIL")
     rows = [(local(c.at), c.actor, c.action, c.subject, c.detail) for c in changes]
     text = table(headers, rows) if changes else "Nobody has changed anything yet."
@@ -389,7 +392,7 @@ def trail(settings: Settings, limit: int) -> None:
 
 
 def plain_change(change: AuditEntry) -> dict[str, Any]:
-    """A line of the audit trail, for scripts."""
+    """Return an entry of the audit log as plain values, for scripts."""
     return {
         "at": utc(change.at),
         "actor": change.actor,
@@ -403,17 +406,17 @@ def _named(device: Device) -> str:
     return f"Device {device.index} ({device.model}, {device.uuid})"
 
 
-def _with_it(broker: Broker, device: Device) -> str:
-    """What was drained beside it; empty where a device is drained by itself."""
-    if not (machine := broker.machines.machine_of(device.uuid)):
+def _with_it(services: Services, device: Device) -> str:
+    """Describe what was drained with the device; empty if it was drained alone."""
+    if not (machine := services.machines.machine_of(device.uuid)):
         return ""
-    beside = len(broker.machines.on_machine(device.uuid)) - 1
+    beside = len(services.machines.on_machine(device.uuid)) - 1
     others = f" and {count(beside, 'other device')} with it" if beside else ""
     return f" The whole machine {machine} is drained{others}: a GPU of it cannot be by itself."
 
 
-def _server_on(broker: Broker, device: Device) -> str | None:
-    servers = (str(x.server) for x in broker.open_leases() if device.uuid in x.uuids)
+def _server_on(services: Services, device: Device) -> str | None:
+    servers = (str(x.server) for x in services.leases.open_leases() if device.uuid in x.uuids)
     return next(servers, None)
 
 
@@ -433,11 +436,11 @@ def simulate(
     if trace:
         jobs, devices = _of_trace(trace, gpus, settings)
     else:
-        jobs, devices = _of_store(settings.open_broker(), days, gpus)
+        jobs, devices = _of_store(settings.open_services(), days, gpus)
     found: dict[str, tuple[Figures, int]] = {}
     for name in names:
-        player = _ours(settings, devices) if name == OURS else replay_policies.make(name, jobs)
-        replayed = replay(jobs, devices, player, replay_policies.wakes(name))
+        player = _ours(settings, devices) if name == OURS else replay.make(name, jobs)
+        replayed = replay_trace(jobs, devices, player, replay.wakes(name))
         found[name] = figures(replayed), replayed.refused
     value = {
         "devices": dict(devices),
@@ -456,7 +459,7 @@ def simulate(
 
 
 OURS = "gpuspawner"
-"""The hub's own scheduler, with the settings of its configuration."""
+"""The hub's own scheduler, with its configured settings."""
 
 
 def _ours(settings: Settings, devices: Mapping[str, int]) -> Player:
@@ -466,7 +469,7 @@ def _ours(settings: Settings, devices: Mapping[str, int]) -> Player:
 
 
 def _names(chosen: Sequence[str]) -> list[str]:
-    names = [OURS, *replay_policies.NAMES]
+    names = [OURS, *replay.NAMES]
     if unknown := [name for name in chosen if name not in names]:
         sentence = f"There is no policy {unknown[0]!r}; there are {', '.join(names)}."
         raise InvalidRequest(sentence, field="policy")
@@ -476,26 +479,26 @@ def _names(chosen: Sequence[str]) -> list[str]:
 def _of_trace(
     path: str, gpus: int | None, settings: Settings
 ) -> tuple[Sequence[TraceJob], Mapping[str, int]]:
-    """The jobs of a CSV file, on GPUs that are all alike."""
+    """Return the jobs of a CSV file, and identical GPUs."""
     try:
         jobs = read_trace(Path(path))
     except TraceError as error:
         raise InvalidRequest(str(error), field="trace") from None
-    return jobs, {ANY: gpus or max(1, _devices(settings.open_broker()).total())}
+    return jobs, {ANY: gpus or max(1, _devices(settings.open_services()).total())}
 
 
 def _of_store(
-    broker: Broker, days: int, gpus: int | None
+    services: Services, days: int, gpus: int | None
 ) -> tuple[Sequence[TraceJob], Mapping[str, int]]:
-    """The site's own sessions, on its own devices or on so many that are all alike."""
-    devices: Mapping[str, int] = {ANY: gpus} if gpus else _devices(broker)
+    """Return the site's own sessions, and its own devices or ``gpus`` identical ones."""
+    devices: Mapping[str, int] = {ANY: gpus} if gpus else _devices(services)
     jobs = []
-    for asked_at, lease in broker.asked_for(broker.clock() - timedelta(days=days)):
+    for asked_at, lease in services.queue.asked_for(services.clock() - timedelta(days=days)):
         started, ended = lease.started_at or lease.granted_at, lease.ended_at or lease.granted_at
         held = {f"{device.model}/{device.memory_bytes}" for device in lease.devices}
         kinds = frozenset({ANY}) if gpus else frozenset(held & devices.keys())
         if not kinds:
-            continue  # devices that are not there any more
+            continue  # these devices do not exist any more
         jobs.append(
             TraceJob(
                 asked_at=asked_at.timestamp(),
@@ -517,8 +520,8 @@ def _of_store(
     return jobs, devices
 
 
-def _devices(broker: Broker) -> Counter[str]:
-    return Counter(kind_of(d) for d in broker.look().devices if leasable(d) is None)
+def _devices(services: Services) -> Counter[str]:
+    return Counter(kind_of(d) for d in services.devices.look().devices if leasable(d) is None)
 
 
 def _simulate_row(name: str, some: Figures) -> tuple[Any, ...]:

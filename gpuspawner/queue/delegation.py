@@ -1,26 +1,29 @@
-"""Tickets that an external scheduler decides: they are handed over, and its answers are granted.
+"""Tickets that an external scheduler decides: submits them and grants what it allocates.
 
-The ticket is in the store before it is handed over, and carries the only name by which it is
-known there. So whoever dies in between, the next round finds it on both sides, or hands it over
+A ticket is stored before it is submitted, and its id is its only name at the other scheduler.
+Whichever process crashes in between, the next round finds the ticket on both sides, or submits it
 again.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 
 import sqlalchemy as sa
 from traitlets import Bool, Float, Unicode
 from traitlets.config import LoggingConfigurable
 
-from ..base_service import Core
-from ..core.errors import GPUSpawnerError, GrantingPaused, NoDeviceFree, Refused, Unavailable
+from ..core.errors import GPUSpawnerError, GrantingPaused, NoDeviceFree, Unavailable
+from ..db.clock import Timekeeper
+from ..db.engine import Store
 from ..devices import closures
 from ..devices.placement import Fleet, texts
-from ..devices.service import closed_devices
+from ..devices.service import DeviceService, closed_devices
 from ..engines.base import Engine
 from ..engines.images import Connect
 from ..leases import repository as leases_repository
@@ -34,6 +37,7 @@ from ..slurm.scheduler import SlurmDelegate
 from . import repository
 from .models import Delegate, Ranked, ScorePart, Ticket, Turn
 from .standing import Standing, waits_for
+from .state import QueueState
 
 
 class GPUSlurm(LoggingConfigurable):
@@ -119,98 +123,132 @@ class GPUSlurm(LoggingConfigurable):
     )
 
     def controller_of(self, cluster: Cluster) -> Controller:
-        """What asks and tells the cluster's controller. Raises ConfigError."""
+        """Return the client of the cluster's controller. Raises ConfigError."""
         programs = Slurm(conf=cluster.slurm_conf)
         if not self.rest_url:
             return programs
         return Rest(self.rest_url, self.rest_token_file, self.rest_ca_file, programs=programs)
 
     def has_programs(self) -> bool:
-        """Whether Slurm's database can be asked, for which only its programs are used. Without
-        slurmrestd they have to be here."""
+        """Return True if Slurm's database can be queried, which needs Slurm's programs.
+
+        Without slurmrestd they must be installed here.
+        """
         return not self.rest_url or shutil.which("sacctmgr") is not None
 
 
 LEAST = 0.05
-"""Seconds between two looks at the line, however much happens."""
+"""Minimum seconds between two looks at the queue, however much happens."""
 
 ASKING = 8
-"""Who may ask another scheduler for devices at once."""
+"""How many threads may request devices from an external scheduler at once."""
 
 ROUND = 5.0
-"""Seconds that a comparison of store and engines may take: one look at the other side's jobs
-serves all of it."""
+"""Seconds that a reconciliation of store and engines may take.
+
+One query of the external scheduler's jobs serves all of it.
+"""
 
 
-class Delegating(Core):
-    """The part of the broker that knows a scheduler beside its own. ``delegate`` is None where
-    there is none, and nothing here is called then."""
+def make_delegate(
+    settings: GPUSlurm, admit: Callable[[Ticket], str], log: logging.Logger
+) -> SlurmDelegate | None:
+    """Create the client of the external scheduler, or return None if none is configured.
 
-    delegate: Delegate | None = None
-    _said: Mapping[str, Turn] = {}
-    _asking: ThreadPoolExecutor | None = None
-    _troubles: Mapping[str, str] = {}
-    """Why tickets were not handed over, by id: those of late."""
+    ``admit`` gives the ticket's member an account there before the ticket is submitted. Raises
+    ConfigError.
+    """
+    if not settings.cluster_file:
+        return None
+    cluster = read_cluster(settings.cluster_file)
+    slurm = settings.controller_of(cluster)
+    if not settings.jobs_of_members or not settings.has_programs():
+        return SlurmDelegate(cluster, slurm, as_member=settings.jobs_of_members, log=log)
+    return SlurmDelegate(cluster, slurm, before=admit, log=log)
 
-    def make_delegate(self) -> Delegate | None:
-        """The scheduler that decides in our place, if one does. Raises ConfigError."""
-        settings = self.settings.slurm
-        if not settings.cluster_file:
-            return None
-        cluster = read_cluster(settings.cluster_file)
-        slurm = settings.controller_of(cluster)
-        if not settings.jobs_of_members or not settings.has_programs():
-            return SlurmDelegate(cluster, slurm, as_member=settings.jobs_of_members, log=self.log)
-        return SlurmDelegate(
-            cluster, slurm, before=self.cluster_members.admit_to_cluster, log=self.log
-        )
+
+@dataclass(frozen=True, slots=True)
+class ExternalRound:
+    """What the external scheduler decided about the waiting tickets."""
+
+    granted: tuple[Turn, ...] = ()
+    """Tickets that got devices, earliest first."""
+    refused: tuple[Turn, ...] = ()
+    """Tickets that it gave up; ``over`` says why."""
+    missing: tuple[Ticket, ...] = ()
+    """Tickets that it does not know, or that may be submitted once more."""
+
+
+class DelegationService:
+    """Talks to the external scheduler, if there is one.
+
+    If ``delegate`` is None, only the methods that mention that case may be called.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Timekeeper,
+        delegate: Delegate | None,
+        *,
+        line: QueueState,
+        devices: DeviceService,
+        log: logging.Logger,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.delegate = delegate
+        self.line = line
+        self.devices = devices
+        self.log = log
+        self._said: Mapping[str, Turn] = {}
+        self._asking: ThreadPoolExecutor | None = None
+        self._troubles: Mapping[str, str] = {}
+        """Recent reasons why tickets could not be submitted, by ticket id."""
 
     @property
     def asking(self) -> ThreadPoolExecutor:
-        """The threads for who asks for devices. Another scheduler may take its time over each:
-        nobody who stops a server waits behind all who start one."""
+        """The threads that request devices.
+
+        Slow external submissions run in their own pool, so that they never delay the stop of a
+        server.
+        """
         if self.delegate is None:
             return self.store.ask_executor
         if self._asking is None:
             self._asking = ThreadPoolExecutor(ASKING, thread_name_prefix="gpuspawner-asking")
         return self._asking
 
-    def delegated_engine(self) -> Engine | None:
-        """What runs the servers whose devices come from there."""
+    def engine(self) -> Engine | None:
+        """Return the engine for servers whose devices the external scheduler allocates, if any."""
         if isinstance(self.delegate, SlurmDelegate):
             return SlurmEngine(self.delegate, self.log)
         return None
 
     def engines_elsewhere(self) -> dict[str, Connect]:
-        """The Docker Engines of the machines that servers run on beside this one, by name."""
+        """Return connections to the Docker Engines of the cluster's other machines, by name."""
         if not isinstance(self.delegate, SlurmDelegate):
             return {}
         return {node.name: reach(node) for node in self.delegate.cluster.nodes}
 
     def name_images(self, image_of: Callable[[Ticket], str]) -> None:
-        """From now on also tell who waits for an image, in a process that hands nothing over.
-        ``image_of`` says which one a ticket's server needs; empty where it is not known."""
+        """Let a process that submits nothing also name the image that a ticket waits for.
+
+        ``image_of`` returns the image that a ticket's server needs; empty if unknown.
+        """
         if isinstance(self.delegate, SlurmDelegate):
             images = self.delegate.images
             images.wanted = lambda ticket: WantedImage(name) if (name := image_of(ticket)) else None
 
-    def _ask_there(self, ticket: Ticket, *, wait: bool) -> Ticket:
-        """A place in the line of the scheduler that decides in our place."""
-        if not wait:
-            self._must_be_free(ticket)
-        with self.line.lock:
-            ticket = self._enqueue(ticket)
-        self._hand_over(ticket, tell=False)
-        return ticket
-
     def next_look(self, most: float) -> float:
-        """Seconds, at most so many, after which another look at the line may show something."""
+        """Return the seconds, at most ``most``, after which the queue may have changed."""
         return most if self.delegate is None else min(most, max(LEAST, self.delegate.soon()))
 
-    def _delegated_turns(self, present: frozenset[str]) -> list[str]:
-        """The tickets that got devices and that a spawn waits with, the first of them first.
-        Hands over those that were not; ends those that the other side gave up; gives back what
-        nobody may have."""
+    def next_round(self) -> ExternalRound:
+        """Fetch what the external scheduler decided, and return devices that are closed here.
+
+        Raises Unavailable.
+        """
         delegate = self._other()
         with self.line.lock:
             self._see_line()
@@ -219,61 +257,51 @@ class Delegating(Core):
             closed = self.line.closed
         paused = closures.GRANTING in closed
         self._said = said = delegate.turns()
-        self.machines.keep_closed(closed)
+        self.devices.machines.keep_closed(closed)
         delegate.tend(waiting, paused=paused)
         if paused:
-            return []
+            return ExternalRound()
         shut = delegate.drained().union(closed_devices(closed))
-        mine = []
+        granted, refused, missing = [], [], []
         for ticket in waiting:
             turn = said.get(ticket.id)
             if ticket.id in deserted:
-                if turn and not turn.over:  # it holds what others wait for
+                if turn and not turn.over:  # it occupies what others wait for
                     delegate.cancel(ticket.id)
             elif turn is None or turn.again:
                 if delegate.is_missing(ticket):
-                    with suppress(Refused):  # its member is told, and the others go on
-                        self._hand_over(ticket, tell=True)
+                    missing.append(ticket)
             elif turn.over:
-                self.end_ticket(ticket.id, "refused", turn.over)
+                refused.append(turn)
             elif shut.intersection(turn.uuids):
                 self._give_back(ticket, turn)
             elif turn.uuids:
-                mine.append(turn)
-        mine.sort(key=lambda turn: (turn.since or self.clock(), turn.ticket_id))
-        return [turn.ticket_id for turn in mine if turn.ticket_id in present]
+                granted.append(turn)
+        granted.sort(key=lambda turn: (turn.since or self.clock(), turn.ticket_id))
+        return ExternalRound(tuple(granted), tuple(refused), tuple(missing))
 
-    def _give_back(self, ticket: Ticket, turn: Turn) -> None:
-        """A ticket got what is closed meanwhile, and nobody may have: it waits for others, and
-        does not hold that. Raises Unavailable."""
-        with self.line.lock:
-            if ticket.id not in self.line.tickets:
-                return  # it was granted before that was closed
-        where = self.machines.machine_of(turn.uuids[0])
-        self.log.warning("Ticket %s got GPUs of %s, which is closed: it waits on", ticket.id, where)
-        self._other().decline(ticket.id)
+    def submit(self, ticket: Ticket) -> None:
+        """Submit a ticket. If nobody answers, the next round tries again.
 
-    def _hand_over(self, ticket: Ticket, *, tell: bool) -> None:
-        """Raises Refused, with the ticket ended, when it will never be served; what nobody
-        answers to is tried again in the next round."""
+        Raises Refused if it can never be served.
+        """
         if closures.GRANTING in self.line.closed:
-            return  # it would hold devices that nobody may have
+            return  # it would occupy devices that nobody may use
         try:
             self._other().submit(ticket)
         except Unavailable as error:
-            if self._troubles.get(ticket.id) != error.reason:  # said once, and not every second
+            if self._troubles.get(ticket.id) != error.reason:  # log it once, not every second
                 self.log.warning("Ticket %s is not handed over yet: %s", ticket.id, error.message)
             self._troubles = {ticket.id: error.reason, **dict(list(self._troubles.items())[:99])}
-        except Refused as error:
-            self.end_ticket(ticket.id, "refused", error.message, tell=tell)
-            raise
         else:
             self._troubles = {k: v for k, v in self._troubles.items() if k != ticket.id}
 
-    def _must_be_free(self, ticket: Ticket) -> None:
-        """Raises NoDeviceFree for who does not want to wait, when somebody does already or all
-        that suits is in use."""
-        look = self.look()
+    def require_free(self, ticket: Ticket) -> None:
+        """Raise NoDeviceFree for a request that must not wait.
+
+        That is if others wait already, or if everything suitable is in use.
+        """
+        look = self.devices.look()
         with self.line.lock:
             self._see_line()
             said = (self._said.get(ticket_id) for ticket_id in self.line.tickets)
@@ -286,9 +314,11 @@ class Delegating(Core):
             sentence = f"{who} for a GPU before you. Start without a GPU, or wait in line."
             raise NoDeviceFree(sentence, waiting=others)
 
-    def _allotted(self, ticket: Ticket, fleet: Fleet) -> tuple[Turn, frozenset[str]]:
-        """What a ticket got, and the places on all other devices. Raises NoDeviceFree when it
-        has none just now."""
+    def allotted(self, ticket: Ticket, fleet: Fleet) -> tuple[Turn, frozenset[str]]:
+        """Return the ticket's allocation and the slots on all other devices.
+
+        Raises NoDeviceFree if it has no allocation at the moment.
+        """
         turn = self._said.get(ticket.id)
         if turn is None or not turn.uuids or turn.over:
             raise NoDeviceFree()
@@ -296,12 +326,12 @@ class Delegating(Core):
         kept = texts(Slot(each.uuid, slot) for each in others for slot in range(each.slots))
         return turn, kept
 
-    def _delegated_standings(self) -> dict[str, Standing]:
-        """Where every ticket stands, as the other side says."""
+    def standings(self) -> dict[str, Standing]:
+        """Return the standing of every ticket according to the external scheduler."""
         with self.line.lock:
             self._see_line()
             waiting = list(self.line.tickets.values())
-        with suppress(Unavailable):  # then they stand as somebody last said
+        with suppress(Unavailable):  # else the last known standings stay
             self._said = self._other().turns()
         return {ticket.id: self._standing(ticket) for ticket in waiting}
 
@@ -327,15 +357,15 @@ class Delegating(Core):
         )
 
     def _trouble(self, ticket: Ticket) -> str:
-        """Why it was not handed over, for its member; nothing if nobody tried in vain."""
+        """Return why a ticket was not submitted, for its member; empty if no attempt failed."""
         if ticket.id not in self._troubles:
             return ""
         who = self._other().engine.capitalize()
         return f"{who} does not answer just now; it is asked again until it does"
 
-    def _delegated_order(self) -> list[tuple[Ticket, Ranked, Standing]]:
-        """The line as the other side orders it, first next."""
-        standings = self._delegated_standings()
+    def order(self) -> list[tuple[Ticket, Ranked, Standing]]:
+        """Return the queue in the order of the external scheduler, first to start first."""
+        standings = self.standings()
         found = []
         with self.line.lock:
             for ticket in self.line.tickets.values():
@@ -346,20 +376,22 @@ class Delegating(Core):
                 found.append((ticket, ranked, standings[ticket.id]))
         return sorted(found, key=lambda each: (each[1].place, each[0].created_at))
 
-    # What the other side holds for us, and whose server is gone.
+    # What the external scheduler holds for us, and whose server is gone.
 
     def end_deserted(self) -> list[str]:
-        """Take back what was handed over for tickets that wait no more and servers that are
-        gone; their ids. Raises Unavailable."""
+        """Cancel what was submitted for tickets that ended and servers that are gone.
+
+        Returns the ids of the tickets. Raises Unavailable.
+        """
         if self.delegate is None:
             return []
         said = {name for name, turn in self.delegate.turns(ROUND).items() if not turn.over}
 
         def find_lost(connection: sa.Connection) -> list[str]:
-            # In one transaction: between two, a ticket could become a lease, and be in neither.
+            # In one transaction: between two, a ticket could become a lease and be in neither.
             needed = {lease.ticket_id for lease in leases_repository.open_leases(connection)}
             needed |= {ticket.id for ticket in repository.waiting_tickets(connection)}
-            # What no ticket of ours ever was is another hub's on the same cluster.
+            # What was never a ticket of ours belongs to another hub on the same cluster.
             return sorted(
                 ticket.id for ticket in repository.some_tickets(connection, said - needed)
             )
@@ -370,9 +402,11 @@ class Delegating(Core):
             self.delegate.cancel(ticket_id)
         return lost
 
-    def _take_back(self, ticket_id: str | None, engine: str) -> None:
-        """A ticket waits no more, or its server is gone. What nobody answers to now is taken back
-        by :meth:`end_deserted`."""
+    def take_back(self, ticket_id: str | None, engine: str) -> None:
+        """Cancel a ticket whose wait ended or whose server is gone.
+
+        If nobody answers now, :meth:`end_deserted` cancels it later.
+        """
         if self.delegate is None or not ticket_id or engine != self.delegate.engine:
             return
         try:
@@ -380,15 +414,27 @@ class Delegating(Core):
         except GPUSpawnerError as error:
             self.log.warning("Ticket %s is taken back later: %s", ticket_id, error.message)
 
-    def _extend_there(self, lease: Lease) -> None:
-        """A session lasts longer: also for the other side. Raises Refused or Unavailable."""
+    def extend(self, lease: Lease) -> None:
+        """Extend a session at the external scheduler too. Raises Refused or Unavailable."""
         if self.delegate is None or lease.engine != self.delegate.engine or not lease.ticket_id:
             return
         if lease.seconds is not None and lease.state is not LeaseState.ENDED:
             self.delegate.extend(lease.ticket_id, lease.seconds + lease.extended)
 
+    def _give_back(self, ticket: Ticket, turn: Turn) -> None:
+        """Return an allocation of closed devices, so that the ticket waits for others.
+
+        Raises Unavailable.
+        """
+        with self.line.lock:
+            if ticket.id not in self.line.tickets:
+                return  # it was granted before the devices were closed
+        where = self.devices.machines.machine_of(turn.uuids[0])
+        self.log.warning("Ticket %s got GPUs of %s, which is closed: it waits on", ticket.id, where)
+        self._other().decline(ticket.id)
+
     def _see_line(self) -> None:
-        look, now = self.look(), self.clock()
+        look, now = self.devices.look(), self.clock()
         self.store.run(lambda connection: self.line.sync(connection, look, now))
 
     def _other(self) -> Delegate:

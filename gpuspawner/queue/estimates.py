@@ -1,10 +1,10 @@
-"""When a ticket will probably start, learned from the tickets before it.
+"""Estimates of when a ticket will start, learned from earlier tickets.
 
-What counts most is the work ahead: devices that go first, and how many a second have been given
-out of late on the same kinds. Their quotient is the *pace* of a ticket. Tickets of the past that
-were about as wide, had waited about as long and had about the same pace tell which multiples of it
-the wait came to; those that still wait tell that theirs is more. The narrowest interval that holds
-eight of ten is shown, stretched by as much as it has proved too narrow (or too wide) of late.
+What counts most is the work ahead: how many devices go first, and how many per second were recently
+granted on the same kinds. Their quotient is the *pace* of a ticket. Past tickets with about the
+same width, time waited and pace show which multiple of the pace their wait came to; tickets that
+still wait show that theirs is larger. The estimate is the narrowest interval that contains eight of
+ten waits, stretched by how much intervals have recently proved too narrow or too wide.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ from .models import Estimate, Running, Waiting
 from .rounds import GrantRate
 
 _LEAST_GAIN = 0.001
-"""How much one comparison changes a class that has seen many."""
+"""How much one comparison changes the factor of a class that has seen many."""
 
 _FIRST_GAIN = 1.0
 _FIRST_COUNT = 100
-"""A new class learns faster: the gain of its n-th comparison is the first over n and these."""
+"""A new class learns faster: its n-th comparison has the gain FIRST_GAIN / (FIRST_COUNT + n)."""
 
 _LOWEST, _HIGHEST = -3.0, 2.0
-"""Bounds of what one class adds, as a logarithm."""
+"""Bounds of a class's contribution, as a logarithm."""
 
 _MOST = 1.65
-"""The greatest factor: where an overload is unlike all that was seen before, an interval of weeks
-would be right and useless."""
+"""The largest factor: in an unprecedented overload, an interval of weeks would be useless."""
 
 Class = tuple[str | int, ...]
 
 
 class Calibration:
-    """A factor for each class of tickets, moved a little with every comparison.
+    """A factor for each class of tickets, adjusted a little with every comparison.
 
-    A miss moves it up and a hit down, in the proportion that leaves it at rest when as many
-    hold as should. So the promise is kept in the long run whatever changes. A ticket is in
-    several classes, and their factors are multiplied.
+    A miss raises it and a hit lowers it, in the proportion that keeps it stable when the intended
+    share of intervals holds. So the promised share is kept in the long run whatever changes. A
+    ticket is in several classes, whose factors are multiplied.
     """
 
     def __init__(self, inside: float) -> None:
@@ -52,11 +51,11 @@ class Calibration:
         self._counts: dict[Class, int] = {}
 
     def stretch(self, classes: tuple[Class, ...]) -> float:
-        """The factor for a ticket of these classes."""
+        """Return the factor for a ticket of these classes."""
         return min(_MOST, math.exp(sum(self._logs.get(of, 0.0) for of in classes)))
 
     def compare(self, classes: tuple[Class, ...], held: bool) -> None:
-        """An interval that was shown to a ticket of these classes held its start, or did not."""
+        """Record if an interval shown to a ticket of these classes contained its start."""
         for of in classes:
             count = self._counts[of] = self._counts.get(of, 0) + 1
             gain = max(_LEAST_GAIN, _FIRST_GAIN / (_FIRST_COUNT + count))
@@ -65,18 +64,20 @@ class Calibration:
 
 
 _REMEMBERED = 300
-"""Looks of a likeness that are kept."""
+"""How many recent observations are kept of each likeness."""
 
 _APART = 60.0
-"""Seconds between two that are kept: tickets that are asked for together share their fate, and
-must not make all others forgotten."""
+"""Seconds between two kept observations.
+
+Tickets requested together start together, and must not push out all other observations.
+"""
 
 _FRESH = 60.0
-"""Seconds for which a curve serves."""
+"""Seconds for which a curve is reused."""
 
 
 class WaitObservation:
-    """A ticket at one moment of its wait, what it was told, and what came of it."""
+    """A ticket at one moment of its wait: the estimate it was shown, and when it started."""
 
     __slots__ = ("at", "classes", "compared", "over_at", "pace", "started", "told")
 
@@ -85,41 +86,41 @@ class WaitObservation:
     ) -> None:
         self.at = at
         self.pace = pace
-        """Seconds that it was to wait by the work ahead of it."""
+        """Expected wait in seconds, by the work ahead of it."""
         self.classes = classes
         self.told = told
         self.compared = told is None
-        """Whether what it was told was compared with what came."""
+        """True if the shown estimate was compared with the outcome."""
         self.over_at: float | None = None
         """When it started or was withdrawn; None while it waits."""
         self.started = False
 
     def over(self, at: float, started: bool) -> None:
-        """The ticket waits no longer."""
+        """Record that the ticket started or was withdrawn."""
         self.over_at = at
         self.started = started
 
     def multiple(self, now: float) -> float:
-        """How many times its pace the ticket has waited since."""
+        """Return how many times its pace the ticket has waited since this observation."""
         until = now if self.over_at is None else self.over_at
         return max(0.0, until - self.at) / self.pace
 
 
 class WaitCurve(NamedTuple):
-    """Which part of the tickets has started within which multiple of their pace."""
+    """The share of tickets that started within each multiple of their pace."""
 
     multiples: list[float]
     parts: list[float]
 
     def at(self, part: float) -> float:
-        """The multiple within which this part has started; 0 for no part at all."""
+        """Return the multiple within which this share has started; 0 for no share."""
         if part <= 0.0:
             return 0.0
         return self.multiples[min(len(self.parts) - 1, bisect_left(self.parts, part - 1e-9))]
 
 
 class WaitObservations:
-    """The latest looks at tickets that are alike."""
+    """The latest observations of similar tickets."""
 
     def __init__(self) -> None:
         self._looks: deque[WaitObservation] = deque(maxlen=_REMEMBERED)
@@ -127,12 +128,12 @@ class WaitObservations:
         self._made_at = -math.inf
 
     def add(self, look: WaitObservation) -> None:
-        """Keep one more, unless it comes too soon after the last."""
+        """Keep an observation, unless it comes too soon after the last."""
         if not self._looks or not 0 <= look.at - self._looks[-1].at < _APART:
             self._looks.append(look)
 
     def curve(self, now: float) -> WaitCurve:
-        """Their waits as of a minute ago at most."""
+        """Return the curve of the waits, at most a minute old."""
         if not 0 <= now - self._made_at < _FRESH:
             self._curve = _curve(self._looks, now)
             self._made_at = now
@@ -140,7 +141,7 @@ class WaitObservations:
 
 
 def _curve(looks: deque[WaitObservation], now: float) -> WaitCurve:
-    """The product-limit estimate: who still waits, or gave up, counts for as long as that."""
+    """Return the product-limit estimate; a ticket that waits or was withdrawn is censored."""
     waits = sorted((look.multiple(now), look.started) for look in looks)
     multiples: list[float] = []
     parts: list[float] = []
@@ -157,30 +158,32 @@ def _curve(looks: deque[WaitObservation], now: float) -> WaitCurve:
 
 
 _AIM = 0.81
-"""The part of the tickets that is to start within the interval shown to them: a little more than
-the promised 0.8, so that errors of the calibration do not fall short of it."""
+"""The target share of starts within the shown interval.
+
+A little more than the promised 0.8, so that calibration errors do not fall short of it.
+"""
 
 _SPEAKS_FROM = 20
-"""Looks of the like that must have been compared with a start before anything is said."""
+"""How many similar observations must have a known start before an estimate is given."""
 
 _AGES = (300.0, 3600.0, 6 * 3600.0, 86400.0)
-"""Seconds of waiting at which a ticket begins to be compared with others."""
+"""Bounds in seconds of the age classes of waiting tickets."""
 
 _FIRST_AGE = 60.0
-"""A ticket is looked at when it is asked for, at this age, and whenever that has doubled."""
+"""A ticket is observed when it is requested, at this age, and each time that has doubled."""
 
 _LEFT_OUT = (0.0, 0.02, 0.05)
-"""Parts of the tickets that may start before the interval does."""
+"""Shares of the tickets that may start before the interval does."""
 
 _DUE = 1000
-"""Estimates that are kept to be compared before those that have been are sorted out."""
+"""How many pending estimates are kept before the compared ones are removed."""
 
 Key = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waited:
-    """A ticket of the past that got its devices: what estimates are learned from."""
+    """A past ticket that got its devices: estimates are learned from these."""
 
     asked_at: float
     started_at: float
@@ -200,9 +203,9 @@ class _Ticket:
 
 
 class Estimator:
-    """Estimates for tickets that wait. Incremental: it is told what :class:`Scheduler` is told.
+    """Estimates for waiting tickets. Incremental: it gets the same events as :class:`Scheduler`.
 
-    Pure, and quick: an estimate looks a curve up, which serves all tickets alike for a minute.
+    Pure and fast: an estimate is a lookup in a curve that serves all tickets alike for a minute.
     """
 
     def __init__(self) -> None:
@@ -211,14 +214,14 @@ class Estimator:
         self._looks: dict[Key, WaitObservations] = {}
         self._calibration = Calibration(_AIM)
         self._due: list[tuple[float, int, WaitObservation]] = []
-        """What was told, by when it is proved wrong."""
+        """Estimates that were shown, by the time at which they are proven wrong."""
         self._most_due = _DUE
         self._number = itertools.count()
 
-    # What happens.
+    # Events.
 
     def asked(self, ticket: Waiting) -> None:
-        """A ticket waits; one of the same id that was changed goes on waiting."""
+        """Record that a ticket waits; one with a known id was changed and keeps waiting."""
         known = self._tickets.get(ticket.id)
         if known is None:
             self._tickets[ticket.id] = _Ticket(ticket)
@@ -226,7 +229,7 @@ class Estimator:
             known.ticket = ticket
 
     def started(self, lease: Running) -> None:
-        """A lease began; its ticket, if it had one, tells how long it has waited."""
+        """Record that a lease began; its ticket, if it had one, shows how long it waited."""
         at = lease.started_at
         self._flow.give(lease.held, at)
         known = self._tickets.pop(lease.ticket_id or lease.id, None)
@@ -235,16 +238,16 @@ class Estimator:
             self._compare(look, at)
 
     def withdrawn(self, ticket_id: str, at: float) -> None:
-        """A ticket waits no longer and got nothing; an unknown one is no error."""
+        """Record that a ticket ended without devices; an unknown ticket is no error."""
         known = self._tickets.pop(ticket_id, None)
         for look in known.looks if known else ():
             look.over(at, started=False)
 
     def learn(self, history: Iterable[Waited]) -> None:
-        """Tickets that started before this estimator began, in any order.
+        """Learn from tickets that started before this estimator was created, in any order.
 
-        Nobody wrote down what was ahead of them; it is taken to be what had been asked for
-        earlier and went first in the end.
+        What was ahead of them was not recorded; it is assumed to be everything that was requested
+        earlier and started first.
         """
         past = sorted(history, key=lambda waited: waited.asked_at)
         events = [(waited.asked_at, 1, at) for at, waited in enumerate(past)]
@@ -272,17 +275,23 @@ class Estimator:
             held = dict.fromkeys(sorted(this.kinds)[:1], this.devices)
             self.started(Running(id=f"past {at}", member="", held=held, started_at=now))
 
-    # What follows.
+    # Results.
 
     def estimate(
         self, ticket_id: str, now: float, ahead: int, latest: float | None = None
     ) -> Estimate | None:
-        """When a ticket starts; None while too few like it have started to say, or for an
-        unknown one. Never in the past.
+        """Estimate when a ticket starts; never in the past.
 
-        ``ahead`` are the devices that tickets before it ask for on the kinds that fit it (see
-        :class:`Ahead`), ``latest`` is a time by which it starts for certain. The first estimate
-        of a ticket, and some later ones, are kept to learn from what comes of them.
+        Returns None for an unknown ticket, and while too few similar tickets have started.
+
+        Args:
+            ticket_id: The ticket.
+            now: The current time.
+            ahead: How many devices the tickets before it request on kinds that fit it (see
+                :class:`Ahead`).
+            latest: A time by which it certainly starts.
+
+        A ticket's first estimate, and some later ones, are kept to learn from their outcome.
         """
         known = self._tickets.get(ticket_id)
         if known is None:
@@ -304,16 +313,16 @@ class Estimator:
     def guess(
         self, newcomer: Waiting, now: float, ahead: int, latest: float | None = None
     ) -> Estimate | None:
-        """What :meth:`estimate` would say of a ticket that was asked for now; nothing is kept."""
+        """Return what :meth:`estimate` would for a ticket requested now; nothing is kept."""
         pace = self._flow.seconds_for(ahead + newcomer.devices, newcomer.kinds, now)
         keys, classes = _like(newcomer, 0.0, pace)
         curve = self._curve(keys, now)
         return None if curve is None else self._interval(curve, classes, pace, now, latest)
 
-    # Steps of the above.
+    # Helpers.
 
     def _curve(self, keys: tuple[Key, ...], now: float) -> WaitCurve | None:
-        """Of the nearest likeness of which enough is known."""
+        """Return the curve of the nearest likeness with enough observations."""
         for key in keys:
             looks = self._looks.get(key)
             if looks is not None:
@@ -356,27 +365,27 @@ class Estimator:
             heapq.heappush(self._due, (look.told.high, next(self._number), look))
 
     def _settle(self, now: float) -> None:
-        """Intervals that are over while their tickets wait were wrong: that is known at once."""
+        """Compare the intervals that ended while their tickets still wait: they were wrong."""
         while self._due and self._due[0][0] < now:
             look = heapq.heappop(self._due)[2]
             if look.over_at is None:
                 self._compare(look, now)
 
     def _compare(self, look: WaitObservation, at: float) -> None:
-        """What a ticket was told with its start, which was at ``at`` or will be later."""
+        """Compare a shown estimate with the ticket's start, at ``at`` or later."""
         if look.told is not None and not look.compared:
             look.compared = True
             self._calibration.compare(look.classes, look.told.low <= at <= look.told.high)
 
 
 class Ahead:
-    """Counts, on a walk down the line, the devices that go before each ticket."""
+    """Counts, while walking along the queue, the devices that go before each ticket."""
 
     def __init__(self) -> None:
         self._asked: dict[frozenset[str], int] = {}
 
     def of(self, ticket: Waiting) -> int:
-        """The devices asked for by those before it on kinds that fit it; then it counts too."""
+        """Return the devices requested before it on kinds that fit it, and add its own."""
         kinds = ticket.kinds
         ahead = sum(count for other, count in self._asked.items() if not kinds.isdisjoint(other))
         self._asked[kinds] = self._asked.get(kinds, 0) + ticket.devices
@@ -384,8 +393,7 @@ class Ahead:
 
 
 def _like(ticket: Waiting, waited: float, pace: float) -> tuple[tuple[Key, ...], tuple[Class, ...]]:
-    """Which tickets of the past are like this one, the nearest first, and the classes whose
-    intervals are stretched alike."""
+    """Return how to find similar past tickets, nearest likeness first, and the ticket's classes."""
     age = bisect_left(_AGES, waited + 1e-9)
     width = min(4, ticket.devices.bit_length())
     band = int(math.log2(pace))

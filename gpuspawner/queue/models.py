@@ -1,7 +1,7 @@
 """Tickets, the scheduler's values and policy, and the interface of an external scheduler.
 
-A *kind* names devices that are the same to a request: a model with its memory, as the pool
-puts them together. A request fits one kind or several; all its devices come from one of those.
+A *kind* names devices that are interchangeable for a request: model and memory. A request fits one
+or several kinds; all its devices come from one of them.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from ..leases.models import Request, ServerRef
 
 
 class Priority(IntEnum):
-    """Classes that are served one after the other; waiting wins over a class in the end."""
+    """Priority classes, served one after the other; a long enough wait outweighs a class."""
 
     LOW = -1
     NORMAL = 0
     COURSE = 1
-    """A course or event for which the admin gives way."""
+    """A course or event to which the admin gives precedence."""
     ADMIN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A ticket, as far as the order depends on it."""
+    """What the order depends on in a ticket."""
 
     id: str
     member: str
     group: str = ""
-    """Whose share and limits it counts on beside the member's own; "" is none."""
+    """The group whose share and limits it counts against besides the member's; "" is none."""
     devices: int
     """How many devices at once, at least 1."""
     kinds: frozenset[str]
     """Kinds that fit; never empty."""
     asked_at: float
-    """When the member asked: waiting counts from here, across restarts."""
+    """When the member asked: the wait counts from here, across restarts."""
     seconds: float | None = None
-    """The session length that was asked for; None when there is no end."""
+    """The requested session length; None if it has no end."""
     priority: Priority = Priority.NORMAL
     boost: float = 0.0
-    """Points that an admin added to (or took from) its score."""
+    """Points that an admin added to its score (or subtracted)."""
     position: int | None = None
-    """An admin's own place for it: such tickets go first, the least number first."""
+    """A position set by an admin: such tickets go first, the smallest number first."""
     last: bool = False
     """Behind everybody else, after a second no-show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A lease, as far as the order depends on it."""
+    """What the order depends on in a lease."""
 
     id: str
     member: str
@@ -64,18 +64,19 @@ class Running:
     """Devices by kind."""
     started_at: float
     ends_at: float | None = None
-    """When its session ends at the latest; None when there is no end."""
+    """The latest end of its session; None if it has no end."""
     ticket_id: str = ""
-    """The ticket that it came of; "" is one with the lease's own id, or none."""
+    """The ticket that it was granted for; "" if it has the lease's own id, or if none."""
 
     @property
     def devices(self) -> int:
+        """The number of devices."""
         return sum(self.held.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedSession:
-    """A lease of the past: what shares and estimates are learned from."""
+    """A past lease: shares and estimates are learned from these."""
 
     member: str
     group: str = ""
@@ -83,24 +84,24 @@ class EndedSession:
     started_at: float
     ended_at: float
     seconds: float | None = None
-    """The session length that was asked for, if there was one."""
+    """The requested session length, if there was one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """The most that one member or one group may have; None is no limit."""
+    """The most that one member or one group may have; None means no limit."""
 
     devices: int | None = None
     """GPUs at once."""
     tickets: int | None = None
-    """Tickets that wait."""
+    """Waiting tickets."""
     gpu_hours: float | None = None
     """GPU-hours held: devices times the rest of their sessions, over running leases."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScorePart:
-    """One line of the arithmetic of a score."""
+    """One item of a score."""
 
     name: str
     """``priority``, ``share of the member``, ``waiting``, ..."""
@@ -111,29 +112,31 @@ class ScorePart:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A ticket at its place in line."""
+    """A ticket at its position in the queue."""
 
     id: str
     place: int
     """1 is next."""
     score: float
-    """The sum of the parts; greater goes first."""
+    """The sum of the parts; higher goes first."""
     parts: tuple[ScorePart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What one look at the queue came to."""
+    """The result of one scheduling round."""
 
     starts: tuple[str, ...] = ()
     """Tickets that get their devices now, in this order."""
     planned: Mapping[str, float] = field(default_factory=dict)
-    """When tickets that the decision looked at start at the latest, as far as session ends
-    tell; those of which nothing can be said are absent."""
+    """The latest starts of the tickets considered, as far as session ends show.
+
+    Tickets whose start cannot be predicted are absent.
+    """
     held_back: Mapping[str, str] = field(default_factory=dict)
-    """Tickets that a limit keeps waiting, and which one, in words."""
+    """Tickets that a limit keeps waiting, with that limit in words."""
     on: Mapping[str, str] = field(default_factory=dict)
-    """For each start, the kind of devices that it is to get."""
+    """The kind of devices that each start gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,51 +155,59 @@ DAY = 24 * HOUR
 PRIORITY_POINTS: Mapping[Priority, float] = MappingProxyType(
     {Priority.LOW: -40.0, Priority.NORMAL: 0.0, Priority.COURSE: 40.0, Priority.ADMIN: 80.0}
 )
-"""Far apart: no size and no share makes up for a class, waiting does."""
+"""Far apart: no size and no share outweighs a class, but waiting does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuePolicy:
-    """Every parameter of the order.
+    """All parameters of the order.
 
-    One point is a request half as large: 1 GPU for an hour is one point before 2 GPUs for an
-    hour. The defaults were chosen on the first half of a real trace, for several sizes of the
-    cluster at once (``benchmarks/queue_replay.py``).
+    One point is a request half as large: 1 GPU for an hour is one point ahead of 2 GPUs for an
+    hour. The defaults were chosen on the first half of a real trace, for several cluster sizes at
+    once (``benchmarks/queue_replay.py``).
     """
 
     half_life_seconds: float = 7 * DAY
-    """After this long, past use counts half."""
+    """After this time, past use counts half."""
     member_share_points: float = 8.0
-    """Points that a member loses who had all devices of late; who had a tenth, a tenth of it."""
+    """Points lost by a member who recently used all devices; with a tenth of them, a tenth."""
     group_share_points: float = 2.0
     """The same for a group."""
     waiting_point_seconds: float = 18 * HOUR
-    """Waiting so long is worth one point."""
+    """How long a wait is worth one point."""
     level_gpu_hours: float = 4.0
-    """Requests that are expected to use less have points, larger ones lack some. Waiting makes up
-    for what is lacking, and no more: those that have waited enough go by age, behind the small
-    ones. So an overload of long sessions does not make short ones wait for days."""
+    """GPU-hours at which the size gives 0 points; smaller requests have points, larger ones lack.
+
+    Waiting only makes up for the points that are lacking: requests that have waited enough are
+    ordered by age, behind the small ones. So an overload of long sessions does not make short ones
+    wait for days.
+    """
     small_share: float = 0.01
-    """The part of the devices of each kind, in whole devices, that is kept free for requests
-    expected to use less than that: long sessions would take them for days. None where there are
-    fewer than 100 devices of a kind."""
+    """The share of each kind's devices, rounded down, that is reserved for small requests.
+
+    Small means expected to use less than ``level_gpu_hours``; long sessions would occupy these
+    devices for days. Nothing is reserved with fewer than 100 devices of a kind.
+    """
     overdue_seconds: float = 6 * DAY
-    """Who waited longer goes first of all, the oldest first, as far as the next one allows."""
+    """Tickets that waited longer go first of all, oldest first, limited by ``overdue_share``."""
     overdue_share: float = 0.1
-    """The part of the devices that may be in use by those who went first because of their age;
-    one ticket at least. It bounds every wait, and keeps an overload from becoming first come,
-    first served."""
+    """The share of the devices, at least one ticket, that overdue tickets may occupy.
+
+    It bounds every wait, and keeps an overload from turning into first come, first served.
+    """
     priority_points: Mapping[Priority, float] = field(default_factory=lambda: PRIORITY_POINTS)
     """Points of each class."""
     default_seconds: float = 1800.0
-    """How long a session is expected to last while nothing is known about its like."""
+    """The expected length of a session while nothing is known about similar ones."""
     samples: int = 9
-    """How many sessions of the same member, group and size, those asked for at about the same
-    time, tell how long one will last."""
+    """How many sessions of the same member, group and size are used to predict a length.
+
+    Those requested at about the same time count.
+    """
     batch_seconds: float = 300.0
-    """Requests of one member, alike and no further apart, are estimated together."""
+    """Similar requests of one member, at most this far apart, are estimated together."""
     batch_tickets: int = 20
-    """The most that are."""
+    """The most tickets that are estimated together."""
 
     def __post_init__(self) -> None:
         above_zero = {"half_life_seconds", "waiting_point_seconds", "level_gpu_hours"}
@@ -224,114 +235,127 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """A request that waits. It keeps its place across restarts of everything."""
+    """A waiting request. It keeps its position across restarts of everything."""
 
     id: str
     server: ServerRef
     request: Request
     options: Mapping[str, object] = field(default_factory=dict)
-    """The member's choices, to start the server with after a restart of the hub."""
+    """The member's choices, used to start the server after a restart of the hub."""
     engine: str = ""
     account: str = ""
     group: str = ""
     seconds: int | None = None
-    """Session length that was asked for; None when there is no end."""
+    """Requested session length; None if it has no end."""
     priority: int = 0
     boost: float = 0.0
     position: int | None = None
     last: bool = False
     """Behind everybody else, after a second no-show."""
     version: int = 1
-    """Grows with every change by whomever; so that a process sees what another one changed."""
+    """Increases with every change, so that a process sees what another one changed."""
     created_at: datetime
     ended_at: datetime | None = None
     outcome: str = ""
-    """Empty while it waits; then ``granted``, ``cancelled``, ``expired``, ``refused``,
-    ``replaced`` or ``member_gone``."""
+    """Empty while it waits; later the outcome.
+
+    ``granted``, ``cancelled``, ``expired``, ``refused``, ``replaced`` or ``member_gone``.
+    """
     end_reason: str = ""
     lease_id: str | None = None
     when_dry: str = "stop"
-    """As in :class:`Lease`, and so the next."""
+    """As in :class:`Lease`, like the next."""
     overdraft: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Where a ticket stands with the scheduler that it was handed to."""
+    """A ticket's state at the external scheduler that it was submitted to."""
 
     ticket_id: str
     uuids: tuple[str, ...] = ()
     """The devices that it got; none while it waits."""
     since: datetime | None = None
-    """Since when it has them."""
+    """When it got them."""
     over: str = ""
-    """Why it will never have any, or has none any more, as a sentence; empty while it waits or
-    has them."""
+    """Why it will never get devices, or lost them, as a sentence; else empty."""
     again: bool = False
-    """Whether it may be handed over once more: its end had nothing to do with it."""
+    """True if it may be submitted once more, because its end had nothing to do with it."""
     ended_at: datetime | None = None
-    """When it had them last."""
+    """When it last had devices."""
     place: int = 0
-    """1 is next; 0 for one that does not wait."""
+    """1 is next; 0 if it does not wait."""
     of: int = 0
-    """How many wait."""
+    """How many tickets wait."""
     score: float = 0.0
-    """What the order goes by; greater goes first."""
+    """The score that it is ordered by; higher goes first."""
     why: str = ""
-    """What it waits for beside devices, in words; empty when that is all."""
+    """What it waits for besides devices, in words; empty if nothing else."""
     start: datetime | None = None
     """When it is expected to start."""
 
 
 class Delegate(MachineScheduler, Protocol):
-    """A scheduler beside ours, to which requests for devices are handed. Its methods block."""
+    """An external scheduler to which requests for devices are submitted. Its methods block."""
 
     @property
     def engine(self) -> str:
-        """The engine whose servers get what it gives out."""
+        """The engine whose servers get the devices that it allocates."""
 
     @property
     def name(self) -> str:
-        """Of the devices that it gives out, in the store."""
+        """The name of its devices in the store."""
 
     def observe(self, now: datetime) -> Inventory:
-        """The devices that it gives out, as :class:`gpuspawner.devices.source.DeviceSource`."""
+        """Return its devices, as :class:`gpuspawner.devices.source.DeviceSource` does."""
 
     def submit(self, ticket: Ticket) -> None:
-        """Hand a ticket over; a second time changes nothing. Raises Refused for what it will
-        never have, and Unavailable when nobody answers: then it may have been handed over."""
+        """Submit a ticket; a second time changes nothing.
+
+        Raises Refused if it can never be served, and Unavailable if nobody answers: then it may or
+        may not have been submitted.
+        """
 
     def turns(self, age: float = 1.0) -> Mapping[str, Turn]:
-        """Every ticket that was handed over and not forgotten yet, by id; at most so many seconds
-        old, and in the long run asked for less than once a second. Raises Unavailable."""
+        """Return every submitted ticket that is not forgotten yet, by id.
+
+        At most ``age`` seconds old; in the long run it is queried less than once a second. Raises
+        Unavailable.
+        """
 
     def soon(self) -> float:
-        """Seconds until :meth:`turns` may say something new: less than a second when it was told
-        something of late."""
+        """Return the seconds until :meth:`turns` may report something new.
+
+        Less than a second if something was recently changed.
+        """
 
     def is_missing(self, ticket: Ticket) -> bool:
-        """Whether a ticket that :meth:`turns` did not name was lost, and not only handed over
-        since."""
+        """Return True if a ticket missing from :meth:`turns` was lost, not just submitted since."""
 
     def cancel(self, ticket_id: str) -> None:
-        """Take a ticket back, and what it got with it; the server on it is gone. From then on
-        :meth:`turns` names no devices of it. Doing it twice changes nothing. Raises
-        Unavailable."""
+        """Cancel a ticket and release its allocation; its server is gone.
+
+        From then on :meth:`turns` lists no devices for it. Doing it twice changes nothing. Raises
+        Unavailable.
+        """
 
     def decline(self, ticket_id: str) -> None:
-        """Give back what a ticket got, and let it be handed over once more. From then on
-        :meth:`turns` names no devices of it until it got others. Raises Unavailable."""
+        """Give back a ticket's allocation, so that it can be submitted once more.
+
+        From then on :meth:`turns` lists no devices for it until it gets others. Raises Unavailable.
+        """
 
     def extend(self, ticket_id: str, seconds: int) -> None:
-        """Let it have its devices for so many seconds in all. Raises Refused or Unavailable."""
+        """Let it keep its devices for ``seconds`` in total. Raises Refused or Unavailable."""
 
     def why_not_yet(self, ticket: Ticket) -> str:
-        """Why :meth:`submit` cannot hand a ticket over just now, in words; empty when nobody
-        knows of a reason."""
+        """Return why :meth:`submit` cannot submit a ticket at the moment, or "" if unknown."""
 
     def tend(self, waiting: Collection[Ticket], *, paused: bool) -> None:
-        """Bring the order in line with what admins decided of these tickets, and give out nothing
-        while granting is paused. Goes by the last :meth:`turns`. Raises Unavailable."""
+        """Apply the admins' decisions about these tickets, and start nothing while paused.
+
+        Based on the last :meth:`turns`. Raises Unavailable.
+        """
 
     def drained(self) -> frozenset[str]:
-        """The devices of all machines that are closed there, by whomever, as it said last."""
+        """Return the devices of all machines that are closed there, as last reported."""

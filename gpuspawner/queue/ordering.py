@@ -1,15 +1,15 @@
 """The order of waiting tickets: usage, points and batches.
 
-A score is a sum of points, of which only the waiting changes by itself, and equally for all. So
-the order of two tickets stays, and is looked up and not sorted, with one exception: the waiting
-of requests that lack points counts until it has made up for them. They are then *level*, and go
-by age. Hence five sections, each ordered by a key that does not depend on the time:
+A score is a sum of points. Only the points for waiting change by themselves, and equally for all.
+So the order of two tickets is stable and looked up instead of sorted, with one exception: for
+requests that lack points, waiting counts only until it has made up for them. They are then *level*
+and ordered by age. Hence five sections, each ordered by a key independent of the time:
 
-0. tickets that an admin gave a position
-1. tickets whose points are above zero before any waiting: small requests, little past use
-2. level ones, the oldest first
-3. those that still rise
-4. tickets that were put last
+  0. tickets that an admin gave a position
+  1. tickets with points above zero before any waiting: small requests, little past use
+  2. level tickets, oldest first
+  3. tickets whose score still rises
+  4. tickets that were put last
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import NamedTuple
 
-from .limits import Limiter, Party
+from .limits import LimitedRequests, Limiter, Party
 from .models import HOUR, Priority, QueuePolicy, ScorePart, Waiting
 from .session_lengths import Alike, Length, Lengths
 
 _FARTHEST = 256.0
-"""Half-lives from the reference time after which that is moved."""
+"""How many half-lives from the reference time until that is moved."""
 
 
 class FairShareUse:
-    """Decayed use of one sort of party (members, or groups), exact at every moment.
+    """Decayed use of members or of groups, exact at every moment.
 
     A device held since ``s`` has a use of ``c * (1 - 2**-((t - s) / half_life))`` at ``t``, with
-    ``c = half_life / ln 2``: the most that one device can come to. So a party is two numbers,
-    the devices it holds and one coefficient, and nothing is walked as time passes.
+    ``c = half_life / ln 2``: the most that one device can reach. A party is therefore two numbers,
+    the devices it holds and one coefficient, and nothing is updated as time passes.
     """
 
     def __init__(self, half_life: float) -> None:
         self.half_life = half_life
         self.full = half_life / math.log(2)
-        """GPU-seconds that a device held forever comes to."""
+        """The GPU-seconds that a device held forever converges to."""
         self._reference = 0.0
-        """The time at which the coefficients below are what they are."""
+        """The time for which the coefficients below are stated."""
         self._held: dict[str, int] = {}
         self._past: dict[str, float] = {}
 
     def of(self, party: str, now: float) -> float:
-        """GPU-seconds used of late, as of ``now``; never negative."""
+        """Return the recent use in GPU-seconds, as of ``now``; never negative."""
         past = self._past.get(party)
         if past is None:
             return 0.0
@@ -59,7 +59,7 @@ class FairShareUse:
         return used if used > 0.0 else 0.0
 
     def change(self, party: str, devices: int, at: float) -> None:
-        """``party`` holds so many devices more (or fewer) from ``at``."""
+        """Record that ``party`` holds this many devices more (or fewer) from ``at``."""
         age = (at - self._reference) / self.half_life
         if not -_FARTHEST < age < _FARTHEST:
             self._move_reference(at)
@@ -69,7 +69,7 @@ class FairShareUse:
         self._past[party] = self._past.get(party, 0.0) - change
 
     def _move_reference(self, to: float) -> None:
-        """Long before floats overflow. What is farther away than they reach has faded."""
+        """Move the reference time long before floats overflow; what they cannot reach has faded."""
         age = (self._reference - to) / self.half_life
         factor = math.pow(2.0, max(-2 * _FARTHEST, min(2 * _FARTHEST, age)))
         for party in self._past:
@@ -78,10 +78,10 @@ class FairShareUse:
 
 
 FIRST = 1e9
-"""Points of a ticket that an admin gave a position: before every score."""
+"""Points of a ticket with a position set by an admin: above every score."""
 
 BY_AGE = 1e6
-"""Points of a ticket that goes first because of its age."""
+"""Points of an overdue ticket."""
 
 
 class Reckoning(NamedTuple):
@@ -96,7 +96,7 @@ class Reckoning(NamedTuple):
 
 
 class Points:
-    """Works out points from policy, weights and past use."""
+    """Calculates points from policy, weights and past use."""
 
     def __init__(
         self,
@@ -110,25 +110,25 @@ class Points:
         self._members = FairShareUse(policy.half_life_seconds)
         self._groups = FairShareUse(policy.half_life_seconds)
         self._whole = self._members.full
-        """GPU-seconds that all devices can come to: past use is a part of them."""
+        """The most GPU-seconds that all devices can reach: past use is a fraction of it."""
 
     def set_capacity(self, devices: int) -> None:
-        """How many usable devices there are."""
+        """Set the number of usable devices."""
         self._whole = max(1, devices) * self._members.full
 
     def start(self, member: str, group: str, devices: int, at: float) -> None:
-        """So many devices more are in use by a member, for a group."""
+        """Record that a member uses this many more devices, for a group."""
         if member:
             self._members.change(member, devices, at)
         if group:
             self._groups.change(group, devices, at)
 
     def end(self, member: str, group: str, devices: int, at: float) -> None:
-        """So many were given back."""
+        """Record that this many devices were returned."""
         self.start(member, group, -devices, at)
 
     def reckon(self, member: str, group: str, devices: int, cost: float, now: float) -> Reckoning:
-        """The points of a request for so many devices that is expected to cost ``cost`` seconds."""
+        """Return the points of a request for devices that is expected to cost ``cost`` seconds."""
         policy = self._policy
         gpu_hours = devices * cost / HOUR
         size = math.log2(policy.level_gpu_hours / gpu_hours)
@@ -144,14 +144,14 @@ class Points:
         return Reckoning(size, gpu_hours, member_points, member_used, group_points, group_used)
 
     def sum(self, reckoning: Reckoning, priority: Priority, boost: float) -> float:
-        """All points but those for waiting."""
+        """Return all points except those for waiting."""
         own = reckoning.size + reckoning.member + reckoning.group
         return own + self._policy.priority_points.get(priority, 0.0) + boost
 
     def parts(
         self, reckoning: Reckoning, member: str, group: str, priority: Priority, boost: float
     ) -> list[ScorePart]:
-        """The same, line by line."""
+        """Return the same points as separate items."""
         level = self._policy.level_gpu_hours
         size = f"about {reckoning.gpu_hours:.1f} GPU-hours expected, {level:g} give 0 points"
         parts = [ScorePart("size", reckoning.size, size)]
@@ -176,26 +176,28 @@ def _used(seconds: float, weight: float) -> str:
 
 
 Key = tuple[int, float, float, str]
-"""Section, order in it, when it was asked for, id."""
+"""Section, order within it, request time, id."""
 
 Entry = tuple[int, float, float, str, "TicketBatch"]
 """The key of the first ticket of a batch, and the batch."""
 
 Terms = tuple[object, ...]
-"""What tickets of one batch have in common."""
+"""What the tickets of one batch have in common."""
 
 POSITION, ABOVE, LEVEL, RISING, LAST = range(5)
 
 Rooms = tuple[float, ...]
-"""How many seconds a ticket may last that starts now, -1 when it cannot: four figures, indexed by
-the sum of :data:`SMALL` and :data:`GUESS`."""
+"""How many seconds a ticket that starts now may last, -1 if it cannot start.
+
+Four figures, indexed by the sum of :data:`SMALL` and :data:`GUESS`.
+"""
 
 SMALL, GUESS = 1, 2
-"""It may use what is kept for small requests; nobody knows how long it will last."""
+"""It may use what is reserved for small requests; its length is only a guess."""
 
 
 class Shape:
-    """Requests for so many devices of the same kinds. A decision notes on it what fits."""
+    """Requests for the same number of devices of the same kinds. A round notes on it what fits."""
 
     __slots__ = ("considered", "devices", "entries", "head", "kinds", "passed", "rooms", "seen")
 
@@ -203,17 +205,17 @@ class Shape:
         self.devices = devices
         self.kinds = tuple(sorted(kinds))
         self.entries: list[Entry] = []
-        """Its part of the line."""
+        """Its part of the queue."""
         self.head: Entry | None = None
-        """Its next ticket, in a walk down the line."""
+        """Its next ticket during a walk along the queue."""
         self.passed = False
-        """Whether some of its tickets were passed over because they last too long."""
+        """True if some of its tickets were skipped because they last too long."""
         self.seen = -1
         self.considered = -1
         self.rooms: Rooms = (-1.0, -1.0, -1.0, -1.0)
 
 
-class TicketBatch:
+class TicketBatch(LimitedRequests):
     """Requests of one member that are alike and were made one after another."""
 
     __slots__ = (
@@ -221,8 +223,6 @@ class TicketBatch:
         "asked_seconds",
         "asked_until",
         "boost",
-        "checked",
-        "checked_at",
         "count",
         "ends_seen",
         "entry",
@@ -230,15 +230,11 @@ class TicketBatch:
         "length",
         "looked_at",
         "number",
-        "parties",
         "per_point",
         "points",
         "position",
         "priority",
         "reckoning",
-        "refusal",
-        "refused_for_a_while",
-        "seconds",
         "shape",
         "terms",
         "tickets",
@@ -254,10 +250,10 @@ class TicketBatch:
         parties: tuple[Party, ...],
         per_point: float,
     ) -> None:
+        super().__init__(parties, shape.devices)
         self.terms = terms
         self.shape = shape
         self.alike = alike
-        self.parties = parties
         self.asked_seconds = ticket.seconds
         self.position = ticket.position
         self.last = ticket.last
@@ -266,34 +262,26 @@ class TicketBatch:
         self.per_point = per_point
         """Seconds of waiting that are worth one point."""
         self.tickets: list[tuple[float, str]] = []
-        """When each was asked for, and its id, in order."""
+        """When each was requested, and its id, in order."""
         self.number = alike.asked
-        """Where its requests stand in the row of those alike."""
+        """Its position in the sequence of similar requests."""
         self.count = 0
-        """How many have ever been in it."""
+        """How many tickets were ever in it."""
         self.asked_until = ticket.asked_at
         self.length = Length(0.0, 0.0)
         self.reckoning = Reckoning()
         self.points = 0.0
         """All but the waiting."""
-        self.seconds = 0.0
-        """How long each of its tickets keeps its devices: as asked for, else as guessed."""
         self.which = 0
-        """Which of the :data:`Rooms` of its shape is its own."""
+        """Which of the :data:`Rooms` of its shape applies."""
         self.looked_at = float("-inf")
-        """When length and points were last worked out."""
+        """When length and points were last calculated."""
         self.ends_seen = -1
         self.entry: Entry | None = None
         """Its place in the line; None while it is out of it."""
-        self.checked = -1
-        self.checked_at = 0.0
-        self.refusal = ""
-        """The limit that keeps it waiting, as of the check."""
-        self.refused_for_a_while = False
-        """Whether the passing of time alone may change that."""
 
     def key(self, asked_at: float, ticket_id: str, now: float) -> Key:
-        """Where one of its tickets stands at ``now``."""
+        """Return the key of one of its tickets at ``now``."""
         if self.position is not None:
             return (POSITION, self.position, asked_at, ticket_id)
         due = asked_at / self.per_point - self.points
@@ -306,14 +294,14 @@ class TicketBatch:
         return (RISING, due, asked_at, ticket_id)
 
     def reckoned(self, length: Length, reckoning: Reckoning, points: float) -> None:
-        """Note what was worked out anew."""
+        """Store the results of a calculation."""
         self.length, self.reckoning, self.points = length, reckoning, points
         self.seconds = length.seconds if self.asked_seconds is None else self.asked_seconds
         small = SMALL if reckoning.size >= 0.0 else 0
         self.which = small + (GUESS if self.asked_seconds is None else 0)
 
     def behind(self, ticket_id: str, now: float) -> Entry | None:
-        """The entry of the ticket behind this one in the batch, if there is one."""
+        """Return the entry of the ticket behind this one in the batch, if there is one."""
         place = 1
         while self.tickets[place - 1][1] != ticket_id:
             place += 1
@@ -322,7 +310,7 @@ class TicketBatch:
         return (*self.key(*self.tickets[place], now), self)
 
     def waiting_points(self, asked_at: float, now: float) -> float:
-        """Points for waiting: as many as are lacking, where some are."""
+        """Return the points for waiting: at most what is lacking, if something is."""
         waited = max(0.0, now - asked_at) / self.per_point
         if self.points < 0.0 and not self.last:
             return min(waited, -self.points)
@@ -336,10 +324,10 @@ class OrderedBatches:
         self._per_point = per_point
         self.entries: list[Entry] = []
         self._several: dict[TicketBatch, None] = {}
-        """Those in which more than one waits."""
+        """Batches with more than one waiting ticket."""
 
     def put(self, batch: TicketBatch, now: float) -> Entry | None:
-        """Set a batch where it belongs now, or take it out when nobody waits in it."""
+        """Insert a batch at its present position, or remove it if nothing waits in it."""
         if len(batch.tickets) > 1:
             self._several[batch] = None
         else:
@@ -359,14 +347,14 @@ class OrderedBatches:
         return entry
 
     def remove(self, batch: TicketBatch) -> None:
-        """Take a batch out of the line."""
+        """Remove a batch from the queue."""
         if batch.entry is not None:
             for entries in (self.entries, batch.shape.entries):
                 del entries[bisect_left(entries, batch.entry)]
             batch.entry = None
 
     def settle(self, now: float) -> None:
-        """Those whose waiting has made up for what they lacked go by age from now on."""
+        """Order tickets by age whose waiting has made up for the points they lacked."""
         first = bisect_left(self.entries, (RISING,))
         while first < len(self.entries) and self.entries[first][0] == RISING:
             if self.entries[first][1] > now / self._per_point:
@@ -375,7 +363,7 @@ class OrderedBatches:
             first += 1
 
     def in_order(self, now: float) -> Iterator[Key]:
-        """The keys of all tickets, first next; nothing may change meanwhile."""
+        """Yield the keys of all tickets, first next; nothing may change meanwhile."""
         following: list[tuple[Key, int, TicketBatch]] = []
         for entry in self.entries:
             while following and following[0][0] < entry[:4]:
@@ -391,7 +379,7 @@ class OrderedBatches:
             _follow(following, batch, place, now)
 
     def before(self, key: Key, now: float) -> int:
-        """How many tickets stand before ``key``."""
+        """Return how many tickets are before ``key``."""
         count = bisect_left(self.entries, key)
         for batch in self._several:
             if batch.entry is not None and batch.entry[:4] < key:
@@ -403,24 +391,26 @@ class OrderedBatches:
 def _follow(
     following: list[tuple[Key, int, TicketBatch]], batch: TicketBatch, place: int, now: float
 ) -> None:
-    """Add what stands behind the ticket at ``place`` of a batch."""
+    """Add the ticket behind the one at ``place`` of a batch."""
     if place + 1 < len(batch.tickets):
         key = batch.key(*batch.tickets[place + 1], now)
         heappush(following, (key, place + 1, batch))
 
 
 LOOK_AGAIN = 1200.0
-"""Seconds after which points are worked out anew, at the soonest, if sessions of the like have
-ended; if not, three times as many: past use decays, running sessions grow older."""
+"""Minimum seconds until points are recalculated, if similar sessions have ended since.
+
+Otherwise three times as long: past use decays, and running sessions grow older.
+"""
 
 LOOK_PART = 0.1
-"""And that part of the time that a batch has waited: so long a wait needs no such care."""
+"""Also at least this share of the time a batch has waited: a long wait changes little."""
 
 FRESH = 60.0
-"""Seconds for which points serve for a ticket whose turn it would be."""
+"""Seconds for which points are valid for a ticket whose turn it would be."""
 
 _LOOKS = 50
-"""Points that are worked out anew in one decision, at most, for being old."""
+"""How many old batches are recalculated in one round, at most."""
 
 
 class Book:
@@ -439,26 +429,26 @@ class Book:
         self.limited: dict[TicketBatch, None] = {}
         """Batches that a limit may keep waiting."""
         self.by_age: dict[frozenset[str], list[tuple[float, str]]] = {}
-        """Tickets by the kinds that fit, the oldest first."""
+        """Tickets by the kinds that fit, oldest first."""
         self._batches: dict[str, TicketBatch] = {}
         self._open: dict[Terms, TicketBatch] = {}
         self._shapes: dict[tuple[int, frozenset[str]], Shape] = {}
         self._numbers = itertools.count()
         self._looks: list[tuple[float, int, TicketBatch]] = []
-        """When each batch is to be looked at again; a heap."""
+        """When each batch is recalculated; a heap."""
         self._stale: list[TicketBatch] = []
 
     @property
     def shapes(self) -> Iterable[Shape]:
-        """Every shape that was ever asked for."""
+        """Every shape that was ever requested."""
         return self._shapes.values()
 
     def batch(self, ticket_id: str) -> TicketBatch:
-        """The batch of a ticket that waits."""
+        """Return the batch of a waiting ticket."""
         return self._batches[ticket_id]
 
     def add(self, ticket: Waiting, now: float) -> None:
-        """A ticket begins to wait."""
+        """Add a ticket."""
         batch = self._batch_for(ticket)
         place = (ticket.asked_at, ticket.id)
         insort(batch.tickets, place)
@@ -476,7 +466,7 @@ class Book:
             self.limited[batch] = None
 
     def remove(self, ticket_id: str, now: float) -> TicketBatch:
-        """A ticket that waits does so no longer. Answers its batch."""
+        """Remove a waiting ticket and return its batch."""
         ticket = self.tickets.pop(ticket_id)
         batch = self._batches.pop(ticket_id)
         place = (ticket.asked_at, ticket_id)
@@ -491,7 +481,7 @@ class Book:
         return batch
 
     def look(self, batch: TicketBatch, now: float) -> None:
-        """Work out length and points of a batch as of now, and set it where they put it."""
+        """Recalculate length and points of a batch, and move it to its position."""
         alike = batch.alike
         batch.looked_at = now
         batch.ends_seen = alike.ends
@@ -502,12 +492,12 @@ class Book:
         self.line.put(batch, now)
 
     def ended_one_of(self, batch: TicketBatch) -> None:
-        """A session that was asked for with those of the batch is over: nothing tells more."""
+        """Record that a session requested with a batch ended: that is the best evidence."""
         if batch.tickets:
             self._stale.append(batch)
 
     def bring_up_to_date(self, now: float) -> None:
-        """Before a decision: points that may have changed, and who has waited enough."""
+        """Update what may have changed before a round: points, and who has waited enough."""
         for batch in self._stale:
             if batch.tickets and not 0 <= now - batch.looked_at < FRESH:
                 self.look(batch, now)
@@ -529,7 +519,7 @@ class Book:
         self.line.settle(now)
 
     def look_at_all(self, now: float) -> None:
-        """Before the whole line is shown."""
+        """Update all batches, before the whole queue is shown."""
         for entry in list(self.line.entries):
             if not 0 <= now - entry[4].looked_at < FRESH:
                 self.look(entry[4], now)

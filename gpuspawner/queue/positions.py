@@ -11,39 +11,80 @@ from datetime import datetime, timedelta, timezone
 from functools import cache
 
 from ..core.errors import NoDeviceFree
+from ..db.clock import Timekeeper
+from ..db.engine import Store
 from ..devices import closures
 from ..devices.placement import must_run
+from ..devices.service import DeviceService
 from ..devices.snapshots import InventorySnapshot
 from ..leases.models import Request
-from .delegation import Delegating
+from .delegation import DelegationService
 from .estimates import Ahead
 from .models import Decision, Estimate, Ranked, Ticket, Waiting
+from .settings import GPUQueue
 from .standing import Standing, waits_for
 from .state import QueueState
 
 PLANNED = 8
-"""Tickets, the first in line, that are told when they start at the latest."""
+"""How many tickets at the front are shown a latest start."""
 
 POSITIONS_FRESH_SECONDS = 1.0
-"""Seconds for which places and estimates serve everybody who asks, if nothing changes."""
+"""Seconds for which positions and estimates are reused, if nothing changes."""
 
+
+OUTLOOK_FRESH_SECONDS = 2.0
+"""Seconds for which an outlook is reused for everybody who reads a page."""
 
 AT_ONCE = 200
-"""Tickets that are estimated before others may have the line."""
+"""How many tickets are estimated before the lock of the queue is released."""
 
 
-class Places(Delegating):
-    """The part of the broker that knows the line."""
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """How a request made at this moment would fare."""
 
-    line: QueueState
-    _standings: tuple[tuple[int, float], dict[str, Standing]] = ((-1, 0.0), {})
+    free: int
+    """Suitable devices that could be granted now."""
+    total: int
+    """These and the ones in use."""
+    at_once: bool
+    """True if it would start at once: enough are free and nobody waits for them."""
+    ahead: int = 0
+    """Suitable devices that others wait for."""
+    likely: timedelta | None = None
+    """Its probable wait, if enough tickets have waited to learn from."""
+    most: timedelta | None = None
+    """Its maximum wait, if all sessions that it would wait for have an end."""
+
+
+class PositionService:
+    """Calculates the position of every ticket, and how a request would fare."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Timekeeper,
+        settings: GPUQueue,
+        *,
+        line: QueueState,
+        devices: DeviceService,
+        delegation: DelegationService,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.settings = settings
+        self.line = line
+        self.devices = devices
+        self.delegation = delegation
+        self._standings: tuple[tuple[int, float], dict[str, Standing]] = ((-1, 0.0), {})
+        self._outlooks: tuple[float, dict[Request, Outlook]] = (-math.inf, {})
 
     def standings(self) -> dict[str, Standing]:
-        """Where every ticket stands: place, reason and estimate, by ticket id."""
-        if self.delegate is not None:
-            return self._delegated_standings()
+        """Return every ticket's position, reason and estimate, by ticket id."""
+        if self.delegation.delegate is not None:
+            return self.delegation.standings()
         with self.line.lock:
-            decision = self._decide(PLANNED)
+            decision = self.decide(PLANNED)
             now = _seconds(self.clock())
             revision, since = self._standings[0]
             if revision == self.line.revision and 0 <= now - since < POSITIONS_FRESH_SECONDS:
@@ -55,11 +96,11 @@ class Places(Delegating):
         return found
 
     def order(self) -> list[tuple[Ticket, Ranked, Standing]]:
-        """The whole line with the arithmetic of every score, first next: for admins."""
-        if self.delegate is not None:
-            return self._delegated_order()
+        """Return the whole queue with all scores and their parts, first next, for admins."""
+        if self.delegation.delegate is not None:
+            return self.delegation.order()
         with self.line.lock:
-            decision = self._decide(PLANNED)
+            decision = self.decide(PLANNED)
             now = _seconds(self.clock())
             ranked = self.line.scheduler.order(now)
             waiting = self._tickets([each.id for each in ranked])
@@ -67,42 +108,69 @@ class Places(Delegating):
         return [(t, r, found[t.id]) for t, r in zip(waiting, ranked, strict=True)]
 
     def place_of(self, ticket_id: str) -> int:
-        """A ticket's place in line; 0 when it does not wait, or nobody has said yet."""
-        if self.delegate is not None:
+        """Return a ticket's position; 0 if it does not wait or has none yet."""
+        if self.delegation.delegate is not None:
             return 0
         with self.line.lock:
             return self.line.scheduler.place(ticket_id, _seconds(self.clock()))
 
     def in_line(self, ticket_id: str) -> bool:
-        """Whether a ticket waits, as of the last look at the store."""
+        """Return True if a ticket was waiting at the last look at the store."""
         return ticket_id in self.line.tickets
 
     def could_start(self, ticket: Ticket) -> bool:
-        """Whether devices that would do were free at the last look: maybe its turn is now."""
+        """Return True if suitable devices were free at the last look, so it may be its turn."""
         return self.line.free_for(ticket.request) > 0
 
-    # Steps of the above.
+    def outlooks(self, requests: Mapping[str, Request]) -> dict[str, Outlook]:
+        """Return how each request, under any key, would fare; at most some seconds old."""
+        now = self.clock().timestamp()
+        since, known = self._outlooks
+        if not 0 <= now - since < OUTLOOK_FRESH_SECONDS:
+            since, known = now, {}
+        # Environments with the same requirements share one answer.
+        wanted = {
+            name: replace(request, environment="") if request.environment else request
+            for name, request in requests.items()
+        }
+        missing = set(wanted.values()) - known.keys()
+        if missing:
+            known = known | self._look_ahead(missing, now)
+            self._outlooks = (since, known)
+        return {name: known[request] for name, request in wanted.items()}
 
-    def _sync(self) -> InventorySnapshot:
-        """Bring the line up to date with the store."""
-        look: InventorySnapshot = self.look()
+    def require_fit(self, request: Request) -> None:
+        """Raise TooMuchAsked if a request could never be granted, however long it waits."""
+        look = self.devices.look()
+        must_run(request, look.inventory)
+        with suppress(NoDeviceFree):  # it would fit, were it not for what runs there now
+            look.fleet.choose(request, frozenset())
+
+    def sync(self) -> InventorySnapshot:
+        """Update the queue from the store."""
+        look = self.devices.look()
         now = self.clock()
-        if self.clock_version != self.line.clock_version:
-            self.line.clock_version = self.clock_version
+        if self.clock.version != self.line.clock_version:
+            self.line.clock_version = self.clock.version
             if self.line.synced:
-                self.line.begin_anew(self.settings.queue.make_scheduler())
+                self.line.begin_anew(self.settings.make_scheduler())
         self.store.run(lambda connection: self.line.sync(connection, look, now))
         return look
 
-    def _decide(self, planned: int = 0) -> Decision:
-        """What the scheduler says now; nobody starts while granting is paused. ``planned``: of
-        how many in line the planned start is of interest, and then why others are held back."""
-        self._sync()
+    def decide(self, planned: int = 0) -> Decision:
+        """Return the scheduler's decision; nobody starts while granting is paused.
+
+        ``planned``: for how many tickets the planned start is wanted; if any, also why others are
+        held back.
+        """
+        self.sync()
         if closures.GRANTING in self.line.closed or self.line.empty:
             return Decision()
         now = _seconds(self.clock())
         free = self.line.supply.free
         return self.line.scheduler.decide(now, free, planned=planned, reasons=planned > 0)
+
+    # Helpers.
 
     def _tickets(self, ids: Sequence[str]) -> list[Ticket]:
         return [self.line.tickets[ticket_id] for ticket_id in ids]
@@ -110,7 +178,7 @@ class Places(Delegating):
     def _stand(
         self, waiting: Sequence[Ticket], decision: Decision, now: float
     ) -> dict[str, Standing]:
-        """The standings of all that wait, first next."""
+        """Return the standings of all waiting tickets, first next."""
         found = {}
         why_of = self._reasons()
         latest = self._latest(waiting, decision)
@@ -128,7 +196,7 @@ class Places(Delegating):
         return found
 
     def _latest(self, waiting: Sequence[Ticket], decision: Decision) -> dict[str, float]:
-        """The planned starts that no session without an end can put off."""
+        """Return the planned starts that no session without an end can delay."""
         running = self.line.scheduler.running
         found: dict[str, float] = {}
         with self.line.lock:
@@ -148,13 +216,13 @@ class Places(Delegating):
         latest: Mapping[str, float],
         now: float,
     ) -> dict[str, Estimate]:
-        """When they will probably start; of who is held back by a limit nobody can say."""
+        """Return when tickets will probably start; a ticket that a limit holds back has none."""
         found: dict[str, Estimate] = {}
         if closures.GRANTING in self.line.closed:
             return found
         ahead = Ahead()
         for some in _batches(waiting):
-            # Whoever asks for a GPU meanwhile need not wait for all of them.
+            # Release the lock in between: a new request need not wait for all of them.
             with self.line.lock:
                 there = self.line.scheduler.waiting
                 walk = [there[ticket.id] for ticket in some if ticket.id in there]
@@ -162,7 +230,7 @@ class Places(Delegating):
         return {name: found[name] for name in found if name not in decision.held_back}
 
     def _reasons(self) -> Callable[[Request, str], str]:
-        """What a request waits for, given the limit that holds it back, if one does."""
+        """Return a function that describes what a request waits for, given its limit if any."""
         if paused := self.line.closed.get(closures.GRANTING):
             text = f"the GPUs to be given out again ({paused.reason or 'maintenance'})"
             return lambda request, held_back: text
@@ -174,71 +242,9 @@ class Places(Delegating):
 
         return why
 
-
-def _seconds(at: datetime) -> float:
-    return at.timestamp()
-
-
-def _batches(waiting: Sequence[Ticket]) -> Iterator[Sequence[Ticket]]:
-    return (waiting[start : start + AT_ONCE] for start in range(0, len(waiting), AT_ONCE))
-
-
-OUTLOOK_FRESH_SECONDS = 2.0
-"""Seconds for which one look at the line serves everybody who reads a page."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """How a request would fare that was made at this moment."""
-
-    free: int
-    """Devices that suit it and could be given right now."""
-    total: int
-    """Those and the ones in use."""
-    at_once: bool
-    """Whether it would start at once: enough are free, and nobody waits for them."""
-    ahead: int = 0
-    """Devices that others wait for, of those that suit it."""
-    likely: timedelta | None = None
-    """How long it would probably wait, where enough others have waited to learn from."""
-    most: timedelta | None = None
-    """How long at most, where all sessions that it would wait for have an end."""
-
-
-class Outlooks(Places):
-    """The part of the broker that tells what a request would meet."""
-
-    _outlooks: tuple[float, dict[Request, Outlook]] = (-math.inf, {})
-
-    def outlooks(self, requests: Mapping[str, Request]) -> dict[str, Outlook]:
-        """How each request, by any name, would fare; at most some seconds old."""
-        now = self.clock().timestamp()
-        since, known = self._outlooks
-        if not 0 <= now - since < OUTLOOK_FRESH_SECONDS:
-            since, known = now, {}
-        # Environments that need the same share one answer.
-        wanted = {
-            name: replace(request, environment="") if request.environment else request
-            for name, request in requests.items()
-        }
-        missing = set(wanted.values()) - known.keys()
-        if missing:
-            known = known | self._look_ahead(missing, now)
-            self._outlooks = (since, known)
-        return {name: known[request] for name, request in wanted.items()}
-
-    def must_fit(self, request: Request) -> None:
-        """Raises TooMuchAsked when a request could never be granted, however long it waits."""
-        look = self.look()
-        must_run(request, look.inventory)
-        with suppress(NoDeviceFree):  # it would fit, were it not for what runs there now
-            look.fleet.choose(request, frozenset())
-
-    # Steps of the above.
-
     def _look_ahead(self, requests: set[Request], now: float) -> dict[Request, Outlook]:
         with self.line.lock:
-            self._sync()
+            self.sync()
             asked: Counter[frozenset[str]] = Counter()
             for ticket in self.line.scheduler.waiting.values():
                 asked[ticket.kinds] += ticket.devices
@@ -273,7 +279,7 @@ class Outlooks(Places):
         )
 
     def _ends(self, kinds: frozenset[str], wanted: int, now: float) -> float | None:
-        """By when so many devices of these kinds come back, if ends of sessions promise it."""
+        """Return when this many devices of these kinds are back, if session ends guarantee it."""
         back = sorted(
             (max(now, lease.ends_at), sum(lease.held.get(kind, 0) for kind in kinds))
             for lease in self.line.scheduler.running.values()
@@ -284,6 +290,14 @@ class Outlooks(Places):
             if wanted <= 0:
                 return at
         return None
+
+
+def _seconds(at: datetime) -> float:
+    return at.timestamp()
+
+
+def _batches(waiting: Sequence[Ticket]) -> Iterator[Sequence[Ticket]]:
+    return (waiting[start : start + AT_ONCE] for start in range(0, len(waiting), AT_ONCE))
 
 
 def _wait(estimate: Estimate | None, now: float) -> timedelta | None:

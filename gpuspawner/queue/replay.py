@@ -1,4 +1,8 @@
-"""Replays of past jobs under a policy: traces, a virtual clock, and figures. Pure."""
+"""Replays of past jobs under a policy: traces, a virtual clock, and figures. Pure.
+
+Besides our own scheduler there are policies to compare it with: what other systems do, and a bound
+that nobody can reach.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import csv
 import gzip
 import heapq
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import insort
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,12 +21,12 @@ from typing import Protocol
 from .models import Decision, Running, Waiting
 
 ANY = "any"
-"""The kind of all devices where kinds do not matter."""
+"""The kind of all devices if kinds do not matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJob:
-    """A session of the past: what was asked for, and how long it really lasted."""
+    """A past session: what was requested, and how long it really lasted."""
 
     asked_at: float
     """Seconds since 1970."""
@@ -32,51 +37,50 @@ class TraceJob:
     group: str = ""
     kinds: frozenset[str] = frozenset({ANY})
     seconds: float | None = None
-    """The session length that was asked for; None when there was none."""
+    """The requested session length; None if there was none."""
 
 
 class Player(Protocol):
-    """What a replay drives: :class:`gpuspawner.queue.scheduler.Scheduler`, or a policy beside
-    it."""
+    """What a replay drives: :class:`gpuspawner.queue.scheduler.Scheduler`, or another policy."""
 
     def submit(self, ticket: Waiting) -> None:
-        """A ticket waits."""
+        """Add a waiting ticket."""
 
     def started(self, lease: Running) -> None:
-        """A lease began; it has the id of its ticket."""
+        """Record that a lease began; it has the id of its ticket."""
 
     def ended(self, lease_id: str, at: float) -> None:
-        """A lease ended."""
+        """Record that a lease ended."""
 
     def decide(self, now: float, free: Mapping[str, int]) -> Decision:
-        """Who starts now."""
+        """Return who starts now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Who waited how long."""
+    """The start of each job."""
 
     jobs: Sequence[TraceJob]
     starts: Sequence[float]
-    """When each job started, in the order of the jobs; NaN when it was refused."""
+    """When each job started, in the order of the jobs; NaN if it was refused."""
     devices: Mapping[str, int]
 
     @property
     def refused(self) -> int:
-        """Jobs that want more devices than there are of any kind that fits."""
+        """How many jobs want more devices than exist of any kind that fits."""
         return sum(map(math.isnan, self.starts))
 
 
-def replay(
+def replay_trace(
     jobs: Sequence[TraceJob], devices: Mapping[str, int], player: Player, wake_seconds: float = 0.0
 ) -> Replayed:
-    """Play ``jobs`` (in the order in which they were asked for) on so many devices by kind.
+    """Replay ``jobs`` (in the order of their requests) on this many devices by kind.
 
-    At each moment ends come first, then what is asked for, then one decision. A job that does
-    not fit even on idle devices is refused, as the hub does. ``wake_seconds``: ask again so
-    long after a decision that left tickets waiting and devices free, for policies that look
-    at the whole line only now and then. Raises RuntimeError when the policy lets tickets wait
-    for ever, or gives out devices that are not free.
+    At each moment ends come first, then requests, then one decision. A job that does not fit even
+    on idle devices is refused, as the hub does. ``wake_seconds``: decide again this long after a
+    decision that left tickets waiting and devices free, for policies that look at the whole queue
+    only now and then. Raises RuntimeError if the policy lets tickets wait for ever, or grants
+    devices that are not free.
     """
     free = dict(devices)
     starts = [math.nan] * len(jobs)
@@ -152,20 +156,22 @@ def _lease(at: int, job: TraceJob, kind: str, now: float) -> Running:
 
 
 def _kind(job: TraceJob, free: Mapping[str, int]) -> str:
-    """For a policy that does not say: the kind with the most free devices."""
+    """Return the kind with the most free devices, for a policy that does not choose."""
     return Counter({kind: free.get(kind, 0) for kind in job.kinds}).most_common(1)[0][0]
 
 
 HOUR = 3600.0
 
 SHORTEST = 10.0
-"""Seconds: a job that was over sooner counts as if it had lasted this long, so that a few
-seconds of waiting are not a disaster for one that lasted none."""
+"""Seconds: a shorter job counts as if it had lasted this long.
+
+So a few seconds of waiting are no disaster for a job that lasted none.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Waits are in hours."""
+    """Figures of a replay. Waits are in hours."""
 
     jobs: int
     mean: float
@@ -175,17 +181,19 @@ class Figures:
     worst_group: float
     """The mean wait of the group that waited longest on average."""
     slowdown: float
-    """Bounded slowdown: the mean of (wait + duration) / max(duration, 10 s), 1 at least."""
+    """Bounded slowdown: the mean of (wait + duration) / max(duration, 10 s), at least 1."""
     utilisation: float
-    """Device-seconds in use, of all from the first job asked for to the last one over."""
+    """Device-seconds in use, as a share of all from the first request to the last end."""
     fairness: float
-    """Jain's index over groups of wait per device-second got, shifted so that no wait is 1:
-    (sum x)^2 / (n sum x^2) with x = used / (used + wait of its devices). 1 is the same for all,
-    1/n is all for one."""
+    """Jain's index over groups of wait per device-second used, shifted so that no wait is 1.
+
+    (sum x)^2 / (n sum x^2) with x = used / (used + wait of its devices). 1 is the same for all, 1/n
+    is all for one.
+    """
 
 
 def figures(replayed: Replayed, first: int = 0, last: int | None = None) -> Figures:
-    """Of the jobs from ``first`` up to ``last`` (not included) that were not refused."""
+    """Return the figures of the jobs from ``first`` up to ``last`` (exclusive), without refused."""
     chosen = [
         (job, start - job.asked_at)
         for job, start in zip(replayed.jobs[first:last], replayed.starts[first:last], strict=True)
@@ -221,7 +229,7 @@ def figures(replayed: Replayed, first: int = 0, last: int | None = None) -> Figu
 
 
 def jain(values: Sequence[float]) -> float:
-    """Jain's index of fairness: 1 when all are equal, 1/n when one has everything."""
+    """Return Jain's index of fairness: 1 if all are equal, 1/n if one has everything."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
@@ -235,23 +243,22 @@ def _mean(values: Sequence[float]) -> float:
 
 
 REQUIRED = ("timestamp", "duration", "num_gpus")
-"""Columns that a trace must have; ``cluster`` or ``group``, ``member`` and ``seconds`` may be."""
+"""Columns that a trace must have; ``cluster``, ``group``, ``member``, ``seconds`` are optional."""
 
 _MOST_DEVICES = 1_000_000
 _MOST_SECONDS = 100 * 365 * 86400.0
 
 
 class TraceError(ValueError):
-    """The trace cannot be read; the sentence says which line and what is wrong with it."""
+    """The trace cannot be read; the message has the line and what is wrong with it."""
 
 
 def read_trace(path: str | Path) -> list[TraceJob]:
-    """The jobs of a CSV file (``.gz`` is unpacked), in the order in which they were asked for.
+    """Read the jobs of a CSV file (``.gz`` is unpacked), in the order of their requests.
 
-    Columns: ``timestamp`` (``2017-10-09 07:01:55``, UTC where no zone is given, or seconds since
-    1970), ``duration`` in seconds, ``num_gpus``; ``cluster`` or ``group``, ``member`` and
-    ``seconds`` (the session length asked for) where there are such. Others are ignored. Raises
-    TraceError.
+    Columns: ``timestamp`` (``2017-10-09 07:01:55``, UTC if no zone is given, or seconds since
+    1970), ``duration`` in seconds, ``num_gpus``; optionally ``cluster`` or ``group``, ``member``
+    and ``seconds`` (the requested session length). Others are ignored. Raises TraceError.
     """
     path = Path(path)
     opener = gzip.open if path.suffix == ".gz" else open
@@ -263,7 +270,7 @@ def read_trace(path: str | Path) -> list[TraceJob]:
 
 
 def parse_trace(lines: Iterable[str], name: str = "the trace") -> list[TraceJob]:
-    """The same from lines of text."""
+    """Read the jobs from lines of text, as :func:`read_trace`."""
     jobs = sorted(_jobs(lines, name), key=lambda job: job.asked_at)
     if not jobs:
         raise TraceError(f"{name} has no jobs: there is nothing to replay.")
@@ -309,13 +316,13 @@ def _number(row: Mapping[str, str | None], column: str, least: float, most: floa
         value = float(text)
     except ValueError:
         value = math.nan
-    if not least <= value <= most:  # also when it is not a number
+    if not least <= value <= most:  # also if it is not a number
         raise ValueError(f"{column} is {text!r}; it is a number from {least:g} to {most:g}")
     return value
 
 
 def _moment(text: str) -> float:
-    """Seconds since 1970."""
+    """Parse a time as seconds since 1970."""
     try:
         value = float(text)
     except ValueError:
@@ -333,3 +340,227 @@ def _moment(text: str) -> float:
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=timezone.utc)
     return moment.timestamp()
+
+
+DEPTH, INTERVAL = 100, 30.0
+"""Slurm's ``bf_max_job_test`` (once ``default_queue_depth``) and ``bf_interval`` in seconds."""
+
+HALF_LIFE = 7 * 86400.0
+"""Slurm's ``PriorityDecayHalfLife`` in seconds."""
+
+NEWEST = 0.1
+"""The weight of the newest duration in the average that history ranking uses."""
+
+
+def make(name: str, jobs: Sequence[TraceJob]) -> Player:
+    """Create a policy of :data:`NAMES`; ``jobs`` is for those that know the future."""
+    return NAMES[name](jobs)
+
+
+def wakes(name: str) -> float:
+    """Return the seconds between the policy's looks at the whole queue; 0 if it always looks."""
+    return INTERVAL if name == "easy" else 0.0
+
+
+class _Fifo:
+    """First come, first served; a ticket that does not fit holds up everybody behind it."""
+
+    def __init__(self) -> None:
+        self.line: deque[Waiting] = deque()
+
+    def submit(self, ticket: Waiting) -> None:
+        self.line.append(ticket)
+
+    def started(self, lease: Running) -> None:
+        pass
+
+    def ended(self, lease_id: str, at: float) -> None:
+        pass
+
+    def decide(self, now: float, free: Mapping[str, int]) -> Decision:
+        left, on = dict(free), {}
+        while self.line and (kind := _fits(self.line[0], left)):
+            ticket = self.line.popleft()
+            left[kind] -= ticket.devices
+            on[ticket.id] = kind
+        return Decision(starts=tuple(on), on=on)
+
+
+class _Easy(_Fifo):
+    """First come, first served, with backfill.
+
+    The first :data:`DEPTH` tickets are tried each :data:`INTERVAL`, and may not delay the planned
+    start of the first that does not fit. Durations are known exactly, unlike to a real scheduler.
+    """
+
+    def __init__(self, jobs: Sequence[TraceJob]) -> None:
+        super().__init__()
+        self.jobs = jobs
+        self.ends: dict[str, list[tuple[float, str, int]]] = defaultdict(list)
+        self.looked_at = -math.inf
+
+    def started(self, lease: Running) -> None:
+        for kind, devices in lease.held.items():
+            end = lease.started_at + self.jobs[int(lease.id)].duration
+            insort(self.ends[kind], (end, lease.id, devices))
+
+    def ended(self, lease_id: str, at: float) -> None:
+        for running in self.ends.values():
+            running[:] = [entry for entry in running if entry[1] != lease_id]
+
+    def decide(self, now: float, free: Mapping[str, int]) -> Decision:
+        first = super().decide(now, free)
+        if not self.line or now - self.looked_at < INTERVAL:
+            return first
+        self.looked_at = now
+        left, on = dict(free), dict(first.on)
+        devices = {ticket: self.jobs[int(ticket)].devices for ticket in first.starts}
+        for ticket_id, kind in on.items():
+            left[kind] -= devices[ticket_id]
+        head = self.line[0]
+        kind, at, spare = min(
+            ((k, *self._planned(head.devices, k, left)) for k in head.kinds if k in free),
+            key=lambda plan: plan[1],
+        )
+        for ticket in [self.line[n] for n in range(1, min(DEPTH, len(self.line)))]:
+            other = _fits(ticket, left)
+            if not other:
+                continue
+            if other == kind and now + self.jobs[int(ticket.id)].duration > at:
+                if ticket.devices > spare:
+                    continue
+                spare -= ticket.devices
+            left[other] -= ticket.devices
+            on[ticket.id] = other
+        self.line = deque(ticket for ticket in self.line if ticket.id not in on)
+        return Decision(starts=tuple(on), on=on)
+
+    def _planned(self, devices: int, kind: str, left: Mapping[str, int]) -> tuple[float, int]:
+        """Return the earliest time when this many are free, and how many more are free then."""
+        free = left.get(kind, 0)
+        for end, _, back in self.ends[kind]:
+            free += back
+            if free >= devices:
+                return end, free - devices
+        return math.inf, 0
+
+
+class _Ranked:
+    """The smallest key goes first; a ticket that does not fit lets others pass."""
+
+    def __init__(self, key: Callable[[Waiting], float]) -> None:
+        self.key = key
+        self.lines: dict[tuple[frozenset[str], int], list[tuple[float, int, Waiting]]] = {}
+        self.count = 0
+
+    def submit(self, ticket: Waiting) -> None:
+        self.count += 1
+        line = self.lines.setdefault((ticket.kinds, ticket.devices), [])
+        heapq.heappush(line, (self.key(ticket), self.count, ticket))
+
+    def started(self, lease: Running) -> None:
+        pass
+
+    def ended(self, lease_id: str, at: float) -> None:
+        pass
+
+    def decide(self, now: float, free: Mapping[str, int]) -> Decision:
+        left, on = dict(free), {}
+        while heads := [line for line in self.lines.values() if line and _fits(line[0][2], left)]:
+            ticket = heapq.heappop(min(heads, key=lambda line: line[0][:2]))[2]
+            kind = _fits(ticket, left)
+            left[kind] -= ticket.devices
+            on[ticket.id] = kind
+        return Decision(starts=tuple(on), on=on)
+
+
+class _History(_Ranked):
+    """The least expected use first.
+
+    Expected from a moving average of the logarithm of durations of the same group and size.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda ticket: ticket.devices * math.exp(self._expected(ticket)))
+        self.known: dict[tuple[str, int], float] = {}
+        self.running: dict[str, Running] = {}
+
+    def started(self, lease: Running) -> None:
+        self.running[lease.id] = lease
+
+    def ended(self, lease_id: str, at: float) -> None:
+        lease = self.running.pop(lease_id)
+        seen = math.log(max(1.0, at - lease.started_at))
+        like = lease.group or lease.member, lease.devices
+        self.known[like] = seen * NEWEST + self.known.get(like, seen) * (1 - NEWEST)
+
+    def _expected(self, ticket: Waiting) -> float:
+        return self.known.get((ticket.group or ticket.member, ticket.devices), math.log(3600.0))
+
+
+class _FairShare:
+    """The group with the least decayed use first; first come, first served within a group.
+
+    A ticket that does not fit lets other groups pass.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[str, deque[Waiting]] = {}
+        self.running: dict[str, Running] = {}
+        self.used: dict[str, tuple[float, int, float]] = {}
+        """By group: device-seconds as of a moment, devices in use, the moment."""
+
+    def submit(self, ticket: Waiting) -> None:
+        self.lines.setdefault(ticket.group or ticket.member, deque()).append(ticket)
+
+    def started(self, lease: Running) -> None:
+        self.running[lease.id] = lease
+        self._change(lease.group or lease.member, lease.devices, lease.started_at)
+
+    def ended(self, lease_id: str, at: float) -> None:
+        lease = self.running.pop(lease_id)
+        self._change(lease.group or lease.member, -lease.devices, at)
+
+    def decide(self, now: float, free: Mapping[str, int]) -> Decision:
+        left, on = dict(free), {}
+        extra: dict[str, float] = defaultdict(float)
+        while heads := [name for name, line in self.lines.items() if line and _fits(line[0], left)]:
+            # What a group gets now counts as if it had lasted an hour.
+            name = min(heads, key=lambda group: self._use(group, now) + extra[group])
+            ticket = self.lines[name].popleft()
+            kind = _fits(ticket, left)
+            left[kind] -= ticket.devices
+            on[ticket.id] = kind
+            extra[name] += 3600.0 * ticket.devices
+        return Decision(starts=tuple(on), on=on)
+
+    def _use(self, group: str, now: float) -> float:
+        used, devices, at = self.used.get(group, (0.0, 0, now))
+        decay = 0.5 ** (max(0.0, now - at) / HALF_LIFE)
+        return used * decay + devices * (1 - decay) * HALF_LIFE / math.log(2)
+
+    def _change(self, group: str, devices: int, now: float) -> None:
+        before = self.used.get(group, (0.0, 0, now))[1]
+        self.used[group] = self._use(group, now), before + devices, now
+
+
+def _fits(ticket: Waiting, left: Mapping[str, int]) -> str:
+    """Return the fitting kind with the most free devices, or ``""`` if none has enough."""
+    best = max(ticket.kinds, key=lambda kind: left.get(kind, 0))
+    return best if left.get(best, 0) >= ticket.devices else ""
+
+
+NAMES: Mapping[str, Callable[[Sequence[TraceJob]], Player]] = {
+    "fifo": lambda jobs: _Fifo(),
+    "easy": _Easy,
+    "fair-share": lambda jobs: _FairShare(),
+    "history": lambda jobs: _History(),
+    "clairvoyant": lambda jobs: _Ranked(
+        lambda ticket: jobs[int(ticket.id)].duration * ticket.devices
+    ),
+}
+"""All policies by name.
+
+Strict order, Slurm's backfill, decayed shares, expected use, and as a bound the least use first by
+durations that nobody can know.
+"""

@@ -1,4 +1,4 @@
-"""Rows of tickets, and the leases that the queue learns from."""
+"""Rows of tickets, and of the leases that the queue learns from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OPEN_OF_MEMBER = _ALL.where(tickets.c.user == sa.bindparam("member"), OPEN_TICK
 _OPEN_OF_GROUP = sa.select(sa.func.count()).where(
     tickets.c.group == sa.bindparam("name"), OPEN_TICKET
 )
-# One text and not ten thousand rows: it is read every second while somebody waits.
+# One text instead of ten thousand rows: it is read every second while somebody waits.
 _VERSIONS = sa.select(
     sa.func.aggregate_strings(tickets.c.id + ":" + sa.cast(tickets.c.version, sa.Text), " ")
 ).where(OPEN_TICKET)
@@ -36,8 +36,10 @@ _COUNT = sa.select(sa.func.count()).select_from(tickets).where(OPEN_TICKET)
 
 
 def insert_ticket(connection: sa.Connection, ticket: Ticket) -> None:
-    """Write a new ticket. Raises ServerWaits when the server has one already; the transaction
-    is then to be given up."""
+    """Insert a ticket. Raises ServerWaits if the server has one already.
+
+    The caller must then roll the transaction back.
+    """
     row = {name: getattr(ticket, name) for name in _FIELDS}
     row |= {"user": ticket.server.user, "server_name": ticket.server.name, "state": "waiting"}
     row["request"] = json.dumps({n: getattr(ticket.request, n) for n in _REQUEST_FIELDS})
@@ -51,7 +53,7 @@ def insert_ticket(connection: sa.Connection, ticket: Ticket) -> None:
 
 
 def get_ticket(connection: sa.Connection, ticket_id: str, *, lock: bool = False) -> Ticket:
-    """One ticket, waiting or ended. Raises UnknownTicket."""
+    """Return a ticket, waiting or ended. Raises UnknownTicket."""
     statement = _ONE_LOCKED if lock else _ONE
     row = connection.execute(statement, {"ticket": ticket_id}).one_or_none()
     if row is None:
@@ -60,56 +62,56 @@ def get_ticket(connection: sa.Connection, ticket_id: str, *, lock: bool = False)
 
 
 def open_ticket_of(connection: sa.Connection, server: ServerRef) -> Ticket | None:
-    """The ticket with which a server waits, if it does."""
+    """Return a server's waiting ticket, if there is one."""
     mine = open_of_member(connection, server.user)
     return next((ticket for ticket in mine if ticket.server == server), None)
 
 
 def open_of_member(connection: sa.Connection, user: str) -> list[Ticket]:
-    """The tickets with which a member's servers wait, oldest first."""
+    """Return the waiting tickets of a member's servers, oldest first."""
     return [_ticket(row) for row in connection.execute(_OPEN_OF_MEMBER, {"member": user})]
 
 
 def count_of_group(connection: sa.Connection, group: str) -> int:
-    """How many tickets wait that count on a group."""
+    """Return how many waiting tickets count against a group."""
     return int(connection.execute(_OPEN_OF_GROUP, {"name": group}).scalar_one())
 
 
 def count_tickets(connection: sa.Connection) -> int:
-    """How many tickets wait."""
+    """Return how many tickets wait."""
     return int(connection.execute(_COUNT).scalar_one())
 
 
 def waiting_tickets(connection: sa.Connection) -> list[Ticket]:
-    """Every ticket that waits, oldest first."""
+    """Return all waiting tickets, oldest first."""
     return [_ticket(row) for row in connection.execute(_ALL.where(OPEN_TICKET))]
 
 
 def some_tickets(connection: sa.Connection, ids: Iterable[str]) -> list[Ticket]:
-    """Those of the tickets that are there, oldest first."""
+    """Return those of the tickets that exist, oldest first."""
     wanted = list(ids)
     found: list[Ticket] = []
-    for start in range(0, len(wanted), 500):  # SQLite takes so many parameters, and not many more
+    for start in range(0, len(wanted), 500):  # SQLite limits the number of parameters
         part = _ALL.where(tickets.c.id.in_(wanted[start : start + 500]))
         found += [_ticket(row) for row in connection.execute(part)]
     return found
 
 
 def ticket_versions(connection: sa.Connection) -> dict[str, str]:
-    """The version of every ticket that waits, by id: another process may have changed one."""
+    """Return the version of every waiting ticket by id; other processes may change them."""
     text = connection.execute(_VERSIONS).scalar_one()
     return dict(part.split(":", 1) for part in text.split(" ")) if text else {}
 
 
 def tickets_of_user(connection: sa.Connection, user: str, limit: int = 20) -> list[Ticket]:
-    """A member's newest tickets, newest first."""
+    """Return a member's newest tickets, newest first."""
     newest = _ALL.order_by(None).order_by(tickets.c.created_at.desc())
     rows = connection.execute(newest.where(tickets.c.user == user).limit(limit))
     return [_ticket(row) for row in rows]
 
 
 def update_ticket(connection: sa.Connection, ticket_id: str, **values: Any) -> None:
-    """Change fields of a ticket that waits; others see its new version."""
+    """Change fields of a waiting ticket and increase its version."""
     values["version"] = tickets.c.version + 1
     if "options" in values:
         values["options"] = json.dumps(dict(values["options"]))
@@ -125,22 +127,9 @@ def end_ticket(
     reason: str,
     lease_id: str | None = None,
 ) -> None:
-    """Take a ticket out of the line; what became of it stays written."""
+    """Take a ticket out of the queue; its outcome stays recorded."""
     changes = {"state": "ended", "ended_at": at, "outcome": outcome, "end_reason": reason}
     update_ticket(connection, ticket_id, **changes, lease_id=lease_id)
-
-
-def reopen_ticket(connection: sa.Connection, ticket_id: str) -> bool:
-    """Put a ticket whose grant came to nothing back at its place. False when it was not granted,
-    or its server has another ticket by now."""
-    ticket = get_ticket(connection, ticket_id, lock=True)
-    if ticket.outcome != "granted" or open_ticket_of(connection, ticket.server):
-        return False
-    back = {"state": "waiting", "ended_at": None, "outcome": "", "end_reason": "", "lease_id": None}
-    where = tickets.c.id == ticket_id
-    changed = sa.update(tickets).where(where).values(version=tickets.c.version + 1, **back)
-    connection.execute(changed)
-    return True
 
 
 def _ticket(row: Sequence[Any]) -> Ticket:
@@ -156,9 +145,9 @@ def _ticket(row: Sequence[Any]) -> Ticket:
 
 
 MOST = 5000
-"""Leases of the past that are read at once: the newest."""
+"""How many past leases are read at most: the newest."""
 
-# As one text and not as rows, like the places: it is read every second while somebody waits.
+# One text instead of rows, like the slots: it is read every second while somebody waits.
 _MARK = (
     leases.c.id
     + ":"
@@ -170,31 +159,25 @@ _MARKS = sa.select(sa.func.aggregate_strings(_MARK, " ")).where(
     OPEN_LEASE,
     sa.exists().where(lease_places.c.lease_id == leases.c.id, OPEN_PLACE),
 )
-_OUTCOMES = (
-    sa.select(leases.c.outcome)
-    .where(leases.c.user == sa.bindparam("member"), leases.c.claim_seconds.isnot(None), ~OPEN_LEASE)
-    .order_by(leases.c.granted_at.desc())
-    .limit(10)
-)
 
 
 def lease_marks(connection: sa.Connection) -> dict[str, str]:
-    """What can change of every open lease with devices (its state and end), by id."""
+    """Return what can change in every open lease with devices (its state and end), by id."""
     text = connection.execute(_MARKS).scalar_one()
     return dict(part.split(":", 1) for part in text.split(" ")) if text else {}
 
 
 def some_leases(connection: sa.Connection, ids: Iterable[str]) -> list[Lease]:
-    """Those of the leases that are there, oldest first."""
+    """Return those of the leases that exist, oldest first."""
     wanted = list(ids)
     found: list[Lease] = []
-    for start in range(0, len(wanted), 500):  # SQLite takes so many parameters, and not many more
+    for start in range(0, len(wanted), 500):  # SQLite limits the number of parameters
         found += leases_repository.where(connection, leases.c.id.in_(wanted[start : start + 500]))
     return found
 
 
 def ended_since(connection: sa.Connection, since: datetime) -> list[Lease]:
-    """The newest leases with devices that ran and ended since then, the oldest first."""
+    """Return the newest leases with devices that ran and ended since then, oldest first."""
     had_devices = sa.exists().where(lease_places.c.lease_id == leases.c.id)
     newest = (
         sa.select(leases.c.id)
@@ -207,7 +190,7 @@ def ended_since(connection: sa.Connection, since: datetime) -> list[Lease]:
 
 
 class Start(NamedTuple):
-    """Devices of one kind that were given out, and since when they had been asked for."""
+    """Granted devices of one kind, and when they were requested."""
 
     asked_at: datetime
     granted_at: datetime
@@ -218,7 +201,7 @@ class Start(NamedTuple):
 
 
 def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
-    """The newest leases with devices that were granted since then, the newest first."""
+    """Return the newest leases with devices that were granted since then, newest first."""
     query = (
         sa.select(
             sa.func.coalesce(tickets.c.created_at, leases.c.granted_at),
@@ -241,18 +224,8 @@ def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
     return [Start(*row) for row in connection.execute(query)]
 
 
-def no_shows_in_a_row(connection: sa.Connection, user: str) -> int:
-    """How many of a member's newest leases from the queue ended because nobody connected."""
-    count = 0
-    for outcome in connection.execute(_OUTCOMES, {"member": user}).scalars():
-        if outcome not in ("no_show", "lost"):
-            break
-        count += outcome == "no_show"
-    return count
-
-
 def asked_for(connection: sa.Connection, since: datetime) -> list[tuple[datetime, Lease]]:
-    """Leases with devices that ran and ended, with when they were asked for, in that order."""
+    """Return leases with devices that ran and ended, with and in order of their request time."""
     asked = sa.func.coalesce(tickets.c.created_at, leases.c.granted_at)
     had_devices = sa.exists().where(lease_places.c.lease_id == leases.c.id)
     query = (

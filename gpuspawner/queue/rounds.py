@@ -1,4 +1,4 @@
-"""One scheduling round: which tickets start now, and what is kept for planned starts."""
+"""One scheduling round: which tickets start now, and what is reserved for planned starts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ class Capacity:
 
     def __init__(self, devices: Mapping[str, int], small_share: float) -> None:
         self.devices = dict(devices)
-        """All usable ones by kind."""
+        """All usable devices by kind."""
         self._for_small = {kind: int(small_share * count) for kind, count in devices.items()}
 
     def for_small(self, kind: str, devices: int) -> int:
-        """How many devices must be left when a request for ``devices`` that is not small
-        starts; fewer than usual when it needs nearly all there are."""
+        """Return how many devices must be left when a request that is not small starts.
+
+        Fewer than usual if the request needs nearly all there are.
+        """
         kept = self._for_small.get(kind)
         if not kept:
             return 0
@@ -42,24 +44,24 @@ _LEAST = 60.0
 
 
 class GrantRate:
-    """Devices given out, by kind; old ones fade away."""
+    """The rate at which devices are granted, by kind; old grants fade."""
 
     def __init__(self) -> None:
         self._given: dict[str, float] = {}
         self._as_of = -math.inf
         self._past = 1.0
-        """The part of the memory that lies before the first event."""
+        """The share of the memory that lies before the first event."""
 
     def give(self, held: Mapping[str, int], at: float) -> None:
-        """So many devices of each kind were given out."""
+        """Record that these devices, by kind, were granted."""
         self._pass(at)
         for kind, devices in held.items():
             self._given[kind] = self._given.get(kind, 0.0) + devices
 
     def seconds_for(self, devices: int, kinds: Iterable[str], now: float) -> float:
-        """How long it takes to give out so many devices, of any of the kinds."""
+        """Return how long it takes to grant this many devices of any of the kinds."""
         fade = self._fade(now)
-        # One device more, so that nothing is divided by zero and a single start proves little.
+        # One more device, so that nothing is divided by zero and a single start proves little.
         given = 1.0 + fade * sum(self._given.get(kind, 0.0) for kind in kinds)
         return _LEAST + devices * (_MEMORY * (1.0 - fade * self._past) + 1.0) / given
 
@@ -80,7 +82,7 @@ _Release = tuple[float, str, int]
 
 
 class Planned(NamedTuple):
-    """When so many devices of a kind are free together."""
+    """When enough devices of a kind are free together."""
 
     at: float
     spare: int
@@ -96,7 +98,7 @@ class Releases:
         self._guesses: list[tuple[float, str]] = []
 
     def put(self, lease_id: str, held: Mapping[str, int], at: float, guess: bool) -> None:
-        """A lease holds these devices until ``at``; replaces what was said of it before."""
+        """Record that a lease holds these devices until ``at``, replacing what was known before."""
         self.remove(lease_id)
         self._ends[lease_id] = (at, held)
         for kind, devices in held.items():
@@ -105,32 +107,32 @@ class Releases:
             heapq.heappush(self._guesses, (at, lease_id))
 
     def remove(self, lease_id: str) -> None:
-        """The lease has ended; unknown is no error."""
+        """Record that the lease has ended; an unknown lease is no error."""
         at, held = self._ends.pop(lease_id, (0.0, {}))
         for kind, devices in held.items():
             releases = self._by_kind[kind]
             del releases[bisect_left(releases, (at, lease_id, devices))]
 
     def end_of(self, lease_id: str) -> float:
-        """When the lease ends, as far as is known."""
+        """Return when the lease ends, as far as is known."""
         return self._ends[lease_id][0]
 
     @property
     def next_guess(self) -> float:
-        """The first end that was guessed; infinity where there is none."""
+        """The earliest estimated end; infinity if there is none."""
         return self._guesses[0][0] if self._guesses else math.inf
 
     def guessed_wrong(self, now: float) -> Iterator[str]:
-        """Leases that should have ended by now and were only guessed: guess again."""
+        """Yield leases whose estimated end has passed: they need a new estimate."""
         while self._guesses and self._guesses[0][0] <= now:
             at, lease_id = heapq.heappop(self._guesses)
             if self._ends.get(lease_id, (None,))[0] == at:
                 yield lease_id
 
     def ahead(self, kind: str, now: float) -> Sequence[_Release]:
-        """What comes back of a kind after ``now``, in order.
+        """Return the releases of a kind after ``now``, in order.
 
-        A session that should be over is given as long again as it is late already: what does
+        A session that should be over is given as much time again as it is already late: what does
         not end must not look as if it would at any moment.
         """
         ends = self._by_kind.get(kind, ())
@@ -143,9 +145,9 @@ class Releases:
     def together(
         self, kind: str, devices: int, free: int, now: float, starts: Sequence[_Release]
     ) -> Planned | None:
-        """When ``devices`` are free at once, if ``free`` are now and nobody else gets any.
+        """Return when ``devices`` are free at once, with ``free`` now and no other grants.
 
-        ``starts`` are releases of what starts now. None when there will never be so many.
+        ``starts`` are releases of what starts now. Returns None if there will never be enough.
         """
         ahead = self.ahead(kind, now)
         reached: float | None = None
@@ -162,7 +164,7 @@ class ReleasePlan:
     """The free devices of one kind from now on, as steps in time."""
 
     def __init__(self, now: float, free: int, ends: Iterable[tuple[float, int]]) -> None:
-        """``ends`` are the times at which so many devices come back."""
+        """Create a plan; ``ends`` are the times at which devices return, and how many."""
         self._times = [now]
         self._free = [free]
         for at, devices in sorted(ends):
@@ -172,7 +174,7 @@ class ReleasePlan:
             self._free[-1] += devices
 
     def earliest(self, devices: int, seconds: float) -> float:
-        """The first time from which so many are free for so long; infinity if there is none."""
+        """Return the first time from which enough are free for long enough; infinity if never."""
         start: float | None = None
         for at, (time, free) in enumerate(zip(self._times, self._free, strict=True)):
             if free < devices:
@@ -186,7 +188,7 @@ class ReleasePlan:
         return math.inf
 
     def take(self, devices: int, start: float, seconds: float) -> None:
-        """Promise so many devices from ``start`` for ``seconds``."""
+        """Reserve devices from ``start`` for ``seconds``."""
         end = start + seconds
         self._cut(start)
         if math.isfinite(end):
@@ -220,11 +222,11 @@ class _KeptDevices:
 
 
 class Round:
-    """The free devices of a moment, given out one ticket after the other.
+    """The free devices of a moment, granted one ticket after the other.
 
-    The first ticket of each kind that does not fit gets a planned start: the moment at which
-    enough devices have come back. Those behind it may use what is free meanwhile, if they end
-    before, or do with what is left over then.
+    The first ticket of each kind that does not fit gets a planned start: when enough devices have
+    returned. Tickets behind it may use what is free meanwhile, if they end earlier or fit into what
+    is left over then.
     """
 
     def __init__(
@@ -235,14 +237,17 @@ class Round:
         releases: Releases,
         guess_again: Callable[[float], None],
     ) -> None:
-        """``guess_again`` sees to it that no release is guessed to be before the time given."""
+        """Start a round.
+
+        ``guess_again`` ensures that no estimated release is before the given time.
+        """
         self.now = now
         self.left = {kind: count for kind, count in free.items() if count > 0}
         self.version = self.number = next(_VERSIONS)
-        """The version grows when anything is given out or kept; the number is the first one."""
+        """The version increases with every grant or reservation; the number is the first one."""
         self.planned: dict[str, float] = {}
         self.on: dict[str, str] = {}
-        """For each start, the kind of its devices."""
+        """The kind of devices of each start."""
         self._capacity = capacity
         self._releases = releases
         self._guess_again = guess_again
@@ -250,7 +255,7 @@ class Round:
         self._starts: dict[str, list[tuple[float, str, int]]] = {}
 
     def measure(self, shape: Shape) -> None:
-        """Note on a shape how many seconds its tickets may last; see :attr:`Shape.rooms`."""
+        """Store on a shape how many seconds its tickets may last; see :attr:`Shape.rooms`."""
         rooms = _NO_ROOM
         for kind in shape.kinds:
             if self.left.get(kind, 0) >= shape.devices:
@@ -260,14 +265,14 @@ class Round:
         shape.seen = self.version
 
     def room(self, batch: TicketBatch) -> float:
-        """How many seconds the tickets of a batch may last; negative where none can start."""
+        """Return how many seconds the tickets of a batch may last; negative if none can start."""
         shape = batch.shape
         if shape.seen != self.version:
             self.measure(shape)
         return shape.rooms[batch.which]
 
     def start(self, ticket_id: str, shape: Shape, seconds: float, which: int) -> None:
-        """Give a ticket its devices; ``which`` of the rooms was seen to be enough."""
+        """Give a ticket its devices; ``which`` is the room that was found to be enough."""
         devices, kind = shape.devices, shape.kinds[0]
         if len(shape.kinds) > 1:
             kind = max(
@@ -291,9 +296,11 @@ class Round:
         self.version = next(_VERSIONS)
 
     def keep(self, ticket_id: str, shape: Shape, which: int, no_guess: bool) -> None:
-        """Plan the start of a ticket that does not fit, unless another one's is planned on all
-        kinds that it could use. ``no_guess``: nothing whose length is a guess may use its
-        devices meanwhile."""
+        """Plan the start of a ticket that does not fit.
+
+        Unless another ticket's start is planned on all kinds that it could use. ``no_guess``:
+        nothing with an estimated length may use its devices meanwhile.
+        """
         shape.considered = self.number
         kinds = [kind for kind in shape.kinds if kind not in self._kept]
         if not kinds:
@@ -315,7 +322,7 @@ class Round:
             self.version = next(_VERSIONS)
 
     def started(self, kind: str) -> list[tuple[float, str, int]]:
-        """What starts now of a kind, as releases."""
+        """Return what starts now of a kind, as releases."""
         return self._starts.get(kind, [])
 
     def _rooms(self, kind: str, devices: int) -> Rooms:
@@ -331,30 +338,30 @@ class Round:
 
 
 class Aged:
-    """Who goes first because of their age: served as devices allow, within a share of them."""
+    """Overdue tickets: served first as devices allow, within a share of them."""
 
     def __init__(self, policy: QueuePolicy) -> None:
         self._policy = policy
         self._in_use: dict[str, int] = {}
 
     def start(self, held: Mapping[str, int]) -> None:
-        """Devices (by kind) are in use by one that went first."""
+        """Record that an overdue ticket uses devices (by kind)."""
         for kind, devices in held.items():
             self._in_use[kind] = self._in_use.get(kind, 0) + devices
 
     def end(self, held: Mapping[str, int]) -> None:
-        """And are not any more."""
+        """Record that it no longer does."""
         for kind, devices in held.items():
             self._in_use[kind] -= devices
 
     def due(self, asked_at: float, now: float) -> bool:
-        """Whether a ticket has waited so long."""
+        """Return True if the ticket has waited longer than ``overdue_seconds``."""
         return now - asked_at >= self._policy.overdue_seconds
 
     def first(
         self, book: Book, limiter: Limiter, capacity: Mapping[str, int], now: float
     ) -> list[str]:
-        """The tickets that go first now, in order."""
+        """Return the overdue tickets that go first now, in order."""
         found: list[tuple[float, str]] = []
         for kinds, ages in book.by_age.items():
             if not self.due(ages[0][0], now):
@@ -376,12 +383,12 @@ class Aged:
 
 
 class Walk:
-    """One decision: the positioned, those who go first because of their age, the line.
+    """One decision: tickets with a position, then overdue ones, then the rest of the queue.
 
-    The line is walked shape by shape, with a finger on the first ticket of each that may get
-    something, so that nobody is looked at whose devices are all in use. What is left only
-    becomes less while a decision is made: who was passed over once need not be asked again,
-    but for the first of a shape that finds no devices left at all, which gets a planned start.
+    The queue is walked shape by shape, with a pointer to the first ticket of each that may get
+    something, so that no ticket is visited whose devices are all in use. The free devices only
+    decrease during a decision, so a skipped ticket need not be visited again. The exception is the
+    first of a shape that finds no devices left at all, which gets a planned start.
     """
 
     def __init__(self, book: Book, limiter: Limiter, round_: Round) -> None:
@@ -391,13 +398,13 @@ class Walk:
         self._now = round_.now
         self._shapes: list[Shape] = []
         self._heads: list[tuple[Entry, Shape | None]] = []
-        """The next ticket of each shape; and, without a shape, those that are out of its row."""
+        """The next ticket of each shape and, without a shape, tickets that are out of order."""
         self._section = LAST
-        """The last section to walk through."""
+        """The last section to walk."""
         self.starts: list[str] = []
 
     def run(self, aged: Iterable[str]) -> None:
-        """Fill :attr:`starts`, as far as devices go."""
+        """Fill :attr:`starts`, as far as devices allow."""
         first = POSITION
         if self._book.line.entries[0][0] == POSITION:
             self._line(POSITION, POSITION)
@@ -420,13 +427,13 @@ class Walk:
             if entry[0] < first:
                 self._point(each, (first,))
             elif entry[0] <= last:
-                each.head = entry  # whether it may get something is seen when it is its turn
+                each.head = entry  # checked when it is its turn
                 self._heads.append((entry, each))
         heapify(self._heads)
         while round_.left and self._heads:
             entry, shape = heappop(self._heads)
             if shape is not None and shape.head is not entry:
-                continue  # the finger has moved on
+                continue  # the pointer has moved on
             version = round_.version
             self._turn(entry)
             if shape is not None:
@@ -453,7 +460,7 @@ class Walk:
                 heappush(self._heads, (behind, None))
 
     def _point(self, shape: Shape, after: Entry | tuple[int]) -> None:
-        """Put the finger on the first ticket of a shape behind ``after`` that may get something."""
+        """Point to the first ticket of a shape behind ``after`` that may get something."""
         round_, now = self._round, self._now
         if shape.seen != round_.version:
             round_.measure(shape)
@@ -479,8 +486,7 @@ class Walk:
             return
 
     def _less_is_left(self, here: Entry, but: Shape | None) -> None:
-        """Those of a shape that were passed over because they last too long may be the first
-        to find no devices at all."""
+        """Re-check skipped tickets of each shape, which may now be the first to find no devices."""
         for shape in self._shapes:
             if not shape.passed or shape is but or shape.considered == self._round.number:
                 continue
@@ -490,14 +496,14 @@ class Walk:
                 self._point(shape, here)
 
     def _may_get(self, batch: TicketBatch) -> bool:
-        """Whether a ticket may start now, or is the first of its shape that cannot."""
+        """Return True if a ticket may start now, or is the first of its shape that cannot."""
         room = self._round.room(batch)
         if room < 0.0:
             return batch.shape.considered != self._round.number
         return room >= batch.seconds
 
     def _is_old(self, batch: TicketBatch) -> bool:
-        """Whether more is known by now of how long its like lasts."""
+        """Return True if similar sessions ended since the batch was last calculated."""
         if batch.ends_seen == batch.alike.ends:
             return False
         return not 0 <= self._now - batch.looked_at <= FRESH

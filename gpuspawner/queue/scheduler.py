@@ -1,4 +1,4 @@
-"""Whose turn it is, kept up to date event by event."""
+"""The scheduler: decides whose turn it is, updated event by event."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .session_lengths import Alike, Lengths
 
 @dataclass(slots=True)
 class _Lease:
-    """A running lease and what its end will tell."""
+    """A running lease and what its end will teach."""
 
     lease: Running
     devices: int
@@ -35,15 +35,15 @@ class _Lease:
     alike: Alike
     batch: TicketBatch | None
     aged: bool
-    """It went first because of its age."""
+    """It went first because it was overdue."""
 
 
 class Scheduler:
-    """Tickets that wait, leases that run, and the rules that choose between them.
+    """Waiting tickets, running leases, and the rules that choose between them.
 
-    Incremental and in memory: whoever owns it tells it what happens and asks it to decide. It
-    starts nothing itself; a ticket leaves the line with :meth:`started`. Times are seconds since
-    1970; a clock that is set back harms nothing. A ticket gets all its devices from one kind.
+    Incremental and in memory: the owner reports events and asks for decisions. It starts nothing
+    itself; a ticket leaves the queue with :meth:`started`. Times are seconds since 1970; setting
+    the clock back does no harm. A ticket gets all its devices from one kind.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Scheduler:
         self.running: Mapping[str, Running] = MappingProxyType(self._running)
 
     def set_capacity(self, devices: Mapping[str, int]) -> None:
-        """All devices that can be leased at all, by kind: shares are parts of them."""
+        """Set how many devices can be leased at all, by kind: shares are fractions of them."""
         self._capacity = Capacity(devices, self.policy.small_share)
         self._points.set_capacity(sum(devices.values()))
 
-    # What happens.
+    # Events.
 
     def submit(self, ticket: Waiting) -> None:
-        """A ticket waits; one of the same id is replaced."""
+        """Add a waiting ticket; one with the same id is replaced."""
         now = max(self._latest, ticket.asked_at)
         before = self.waiting.get(ticket.id)
         if before is not None:
@@ -87,12 +87,12 @@ class Scheduler:
         self._book.add(ticket, now)
 
     def withdraw(self, ticket_id: str) -> None:
-        """A ticket waits no longer; an unknown one is no error."""
+        """Remove a ticket; an unknown ticket is no error."""
         if ticket_id in self.waiting:
             self._book.remove(ticket_id, self._latest)
 
     def started(self, lease: Running) -> None:
-        """A lease began; its ticket, if it had one, leaves the line."""
+        """Record that a lease began; its ticket, if it had one, leaves the queue."""
         if lease.id in self._leases:
             self.ended(lease.id, lease.started_at)
         at, devices = lease.started_at, lease.devices
@@ -121,7 +121,7 @@ class Scheduler:
         self._ends(lease, ends_at)
 
     def extended(self, lease_id: str, ends_at: float | None) -> None:
-        """The session's end was moved; an unknown lease is no error."""
+        """Record that the session's end was moved; an unknown lease is no error."""
         known = self._leases.get(lease_id)
         if known is None:
             return
@@ -131,7 +131,7 @@ class Scheduler:
         self._ends(known.lease, ends_at)
 
     def ended(self, lease_id: str, at: float) -> None:
-        """A lease ended: its use counts, its length is learned. Unknown is no error."""
+        """Record that a lease ended: its use counts, its length is learned. Unknown is no error."""
         known = self._leases.pop(lease_id, None)
         if known is None:
             return
@@ -147,7 +147,7 @@ class Scheduler:
             self._book.ended_one_of(known.batch)
 
     def learn(self, history: Iterable[EndedSession]) -> None:
-        """What ended before this scheduler began, the oldest first."""
+        """Learn from sessions that ended before this scheduler was created, oldest first."""
         for ended in history:
             start, end = ended.started_at, max(ended.started_at, ended.ended_at)
             self._points.start(ended.member, ended.group, ended.devices, start)
@@ -156,15 +156,15 @@ class Scheduler:
             self._lengths.end(alike, alike.asked, start, end - start)
             alike.asked += 1
 
-    # What follows.
+    # Results.
 
     def decide(
         self, now: float, free: Mapping[str, int], *, planned: int = 0, reasons: bool = False
     ) -> Decision:
-        """Who starts now on the ``free`` devices (by kind). Changes nothing.
+        """Decide who starts now on the ``free`` devices (by kind). Changes nothing.
 
-        Planned are the starts that those of now depend on; and, for people to know, the starts
-        of the next ``planned`` tickets in line, and with ``reasons`` whom a limit keeps waiting.
+        Planned are the starts that those of now depend on, and, for people to know, the starts of
+        the next ``planned`` tickets; with ``reasons`` also which tickets a limit keeps waiting.
         """
         if not self.waiting:
             return Decision()
@@ -183,7 +183,7 @@ class Scheduler:
         return Decision(tuple(walk.starts), round_.planned, held_back, round_.on)
 
     def order(self, now: float) -> list[Ranked]:
-        """All that wait, first next, each with the arithmetic of its score."""
+        """Return all waiting tickets, first next, each with the parts of its score."""
         self._latest = now
         self._book.look_at_all(now)
         aged = self._first_by_age(now)
@@ -195,13 +195,13 @@ class Scheduler:
         return ranked
 
     def in_line(self, now: float) -> list[str]:
-        """The ids of all that wait, first next: :meth:`order` without the arithmetic."""
+        """Return the ids of all waiting tickets, first next: :meth:`order` without scores."""
         self._latest = now
         self._book.line.settle(now)
         return [key[3] for key in self._in_order(now, self._first_by_age(now))]
 
     def place(self, ticket_id: str, now: float) -> int:
-        """A ticket's place in line, 1 is next; 0 when it does not wait."""
+        """Return a ticket's position, 1 is next; 0 if it does not wait."""
         ticket = self.waiting.get(ticket_id)
         if ticket is None:
             return 0
@@ -213,10 +213,10 @@ class Scheduler:
         key = self._book.batch(ticket_id).key(ticket.asked_at, ticket_id, now)
         return 1 + self._book.line.before(key, now)
 
-    # Steps of the above.
+    # Helpers.
 
     def _guess_again(self, now: float) -> None:
-        """Guesses of ends that time has proved wrong are made anew."""
+        """Estimate again the ends of leases that time has proved wrong."""
         for lease_id in list(self._releases.guessed_wrong(now)):
             known = self._leases[lease_id]
             self._ends(known.lease, max(now + 60.0, self._guess(known, now)))
@@ -241,7 +241,7 @@ class Scheduler:
         return self._aged.first(self._book, self._limiter, self._capacity.devices, now)
 
     def _in_order(self, now: float, aged: list[str]) -> Iterator[Key]:
-        """The keys of all tickets, first next."""
+        """Yield the keys of all tickets, first next."""
         keys = self._book.line.in_order(now)
         if not aged:
             return keys
@@ -257,7 +257,7 @@ class Scheduler:
         return chain(before, map(by_id.__getitem__, aged), rest)
 
     def _plan(self, round_: Round, now: float, keys: Iterable[Key], most: int) -> None:
-        """Plan the starts of the next ones in line, each as if all before it start as planned."""
+        """Plan the next starts, each as if all before it start as planned."""
         kinds = {*self._capacity.devices, *round_.left}
         plans: dict[str, ReleasePlan] = {}
         for kind in kinds:

@@ -1,14 +1,16 @@
-"""Asking for devices when they may all be in use: tickets, turns and places in line.
+"""Requests for devices: granted now, or queued as tickets with turns and positions.
 
-One process a database grants (see :mod:`gpuspawner.db.leader`): the hub. Others may end,
-move or boost a ticket; the line of the hub sees it at its next look.
+One process per database grants (see :mod:`gpuspawner.db.leader`): the hub. Others may end, move or
+boost a ticket; the hub's queue sees it at its next look.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -18,7 +20,6 @@ import sqlalchemy as sa
 from ..core.errors import (
     GrantingPaused,
     InvalidRequest,
-    MembershipEnded,
     NoDeviceFree,
     Refused,
     ServerHasLease,
@@ -26,54 +27,89 @@ from ..core.errors import (
     TooManyTickets,
     TooMuchAsked,
 )
-from ..devices import closures
+from ..core.text import checked_reason, short_text
+from ..db import audit_log
+from ..db.clock import Timekeeper
+from ..db.engine import Store
 from ..devices.placement import asks_for, must_run, texts
-from ..devices.service import checked_reason, short_text
 from ..devices.snapshots import InventorySnapshot
 from ..leases import repository as leases_repository
-from ..leases.models import Lease, Request, ServerRef, Slot
+from ..leases.models import Lease, Request, ServerRef, Slot, Terms
+from ..leases.service import LeaseService, require_seen
 from ..ledger import rules as ledger_rules
-from ..ledger.models import Account
+from ..ledger.prices import PriceService
 from ..ledger.pricing import RateCard
-from ..members import repository as members_repository
+from ..ledger.settings import GPUCredits
+from ..members.service import require_member
 from ..notifications import repository as notifications_repository
+from ..notifications.messages import compose
 from ..notifications.models import Notice, NoticeKind
 from . import repository
+from .delegation import DelegationService
 from .models import QueueLimits, Ticket
-from .positions import Places
+from .positions import PositionService
+from .settings import GPUQueue
 from .state import kind_of, model_of
 
 CHANGEABLE = ("seconds", "account", "when_dry", "overdraft")
-"""What a member may ask for anew without losing the place in line."""
+"""What a member may change in a request without losing the position in the queue."""
 
 
 MOST_POINTS = 1_000_000
-"""The greatest boost either way."""
+"""The largest boost in either direction."""
 
 LAST_POSITION = 1_000_000
-"""The greatest place of an admin's own."""
+"""The largest position that an admin can set."""
+
+AT_ONCE = 15.0
+"""Seconds within which an allocation of an external scheduler counts as immediate.
+
+Also for members who are new to it: whoever asked is still there. Longer counts as queued.
+"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """On which terms a server is asked for, beside its devices."""
+class QueueService:
+    """Grants what is free, and queues requests for what is not."""
 
-    groups: frozenset[str] = frozenset()
-    """The member's groups; one of them may give weight, priority and limits."""
-    seconds: int | None = None
-    """Session length; None when there is no end."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """The member's choices, to start the server with after a restart of the hub."""
-    wait: bool = False
-    """Whether to wait in line when no device is free."""
-    account: str = ""
-    """Which account pays; nothing: the member's usual one."""
-    shown_at: datetime | None = None
-    """When a form showed the price: a start at once costs no more than it said."""
+    def __init__(
+        self,
+        store: Store,
+        clock: Timekeeper,
+        settings: GPUQueue,
+        credits: GPUCredits,
+        *,
+        leases: LeaseService,
+        positions: PositionService,
+        delegation: DelegationService,
+        prices: PriceService,
+        log: logging.Logger,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.settings = settings
+        self.credits = credits
+        self.leases = leases
+        self.positions = positions
+        self.line = positions.line
+        self.delegation = delegation
+        self.prices = prices
+        self.log = log
 
+    def ticket(self, ticket_id: str) -> Ticket:
+        """Return a ticket, waiting or ended. Raises UnknownTicket."""
+        return self.store.run(lambda connection: repository.get_ticket(connection, ticket_id))
 
-class Queue(Places):
-    """The part of the broker that lets requests wait."""
+    def tickets_of(self, user: str, limit: int = 20) -> list[Ticket]:
+        """Return a member's newest tickets, newest first."""
+        return self.store.run(lambda c: repository.tickets_of_user(c, user, limit))
+
+    def waiting(self) -> list[Ticket]:
+        """Return all waiting tickets, oldest first."""
+        return self.store.run(repository.waiting_tickets)
+
+    def asked_for(self, since: datetime) -> list[tuple[datetime, Lease]]:
+        """Return leases with devices that ended since then, in order of their request time."""
+        return self.store.run(lambda connection: repository.asked_for(connection, since))
 
     def ask(
         self,
@@ -84,63 +120,71 @@ class Queue(Places):
         account: str = "",
         terms: Terms | None = None,
     ) -> Lease | Ticket:
-        """A lease when devices are free and nobody waits for them, else a ticket.
+        """Return a lease if devices are free and nobody waits for them, else a ticket.
 
-        Who asked before and still waits for the same gets that ticket again. Raises what
-        ``acquire`` raises, NoDeviceFree only when ``terms`` say not to wait.
+        Asking again for the same while waiting returns the same ticket. Raises what
+        :meth:`LeaseService.grant` raises, NoDeviceFree only if ``terms`` say not to wait.
         """
         terms = terms or Terms()
         free = not request.devices
-        account = account or self.ledger.payer(server.user, terms.groups, terms.account, free=free)
-        acquire = partial(
-            self.acquire, server, request, engine=engine, account=account, terms=terms
+        ledger = self.leases.ledger
+        account = account or ledger.payer(server.user, terms.groups, terms.account, free=free)
+        group = self.settings.standing_of(terms.groups)[0]
+        grant = partial(
+            self.leases.grant,
+            server,
+            request,
+            engine=engine,
+            account=account,
+            group=group,
+            terms=terms,
         )
         if not request.devices:
-            return acquire()
-        if self.delegate is not None:
+            return grant()
+        if self.delegation.delegate is not None:
             ticket = self._ticket(server, request, engine, account, terms)
             return self._ask_there(ticket, wait=terms.wait)
         with self.line.lock:
             if self._nobody_is_before(server, terms) or self._has_kept(server, request):
                 try:
-                    return acquire()
+                    return grant()
                 except (NoDeviceFree, GrantingPaused):
                     if not terms.wait:
                         raise
             elif not terms.wait:
                 ticket = self._ticket(server, request, engine, account, terms)
-                return self._now_or_never(ticket, acquire)
+                return self._now_or_never(ticket, grant)
             return self._enqueue(self._ticket(server, request, engine, account, terms))
 
     def turns(self, present: frozenset[str]) -> list[str]:
-        """The tickets whose turn it is, in order; start them with :meth:`start_ticket`.
+        """Return the tickets whose turn it is, in order; start them with :meth:`start_ticket`.
 
         ``present`` are the tickets that a spawn of this hub waits with.
         """
         with self.line.lock:
             self.line.attend(present, self.clock())
-        if self.delegate is not None:
-            return self._delegated_turns(present)
+        if self.delegation.delegate is not None:
+            return self._external_turns(present)
         with self.line.lock:
-            decision = self._decide()
+            decision = self.positions.decide()
             return [ticket for ticket in decision.starts if ticket in present]
 
     def start_ticket(self, ticket_id: str) -> Lease:
-        """Grant what a ticket waits for. Then, not before, may the engine create anything.
+        """Grant what a ticket waits for, on disk before the engine creates anything.
 
-        Raises TicketEnded when it waits no more, and Refused when it was ended now because
-        its member can have no device any more; NoDeviceFree and GrantingPaused leave it waiting.
+        Raises TicketEnded if it waits no more, and Refused if it was ended now because its member
+        can no longer have devices; NoDeviceFree and GrantingPaused leave it waiting.
         """
         with self.line.lock:
             ticket = self.line.tickets.get(ticket_id)
             if ticket is None:
                 raise TicketEnded(why="it was ended")
-            look = self.look()
+            look = self.positions.devices.look()
             try:
-                if self.delegate is None:
+                if self.delegation.delegate is None:
                     lease = self._grant_ticket(ticket, look, self._kept_for_others(ticket))
                 else:
-                    turn, kept = self._allotted(ticket, look.fleet)
+                    turn, kept = self.delegation.allotted(ticket, look.fleet)
                     lease = self._grant_ticket(ticket, look, kept, turn.since)
             except (NoDeviceFree, GrantingPaused, ServerHasLease):
                 raise
@@ -153,10 +197,10 @@ class Queue(Places):
     def end_ticket(
         self, ticket_id: str, outcome: str, reason: str, *, actor: str = "", tell: bool = True
     ) -> Ticket:
-        """Take a ticket out of the line, for a reason that stays written.
+        """Take a ticket out of the queue and record the reason.
 
         ``outcome`` as in :attr:`gpuspawner.queue.models.Ticket.outcome`. ``actor`` is an admin, for
-        the audit trail. One that has ended already stays as it is. Raises UnknownTicket.
+        the audit log. A ticket that already ended stays as it is. Raises UnknownTicket.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -166,7 +210,7 @@ class Queue(Places):
             repository.end_ticket(connection, ticket_id, now, outcome, reason)
             if actor:
                 subject = f"ticket {ticket_id} of {ticket.server}"
-                closures.note(
+                audit_log.note(
                     connection, at=now, actor=actor, action=outcome, subject=subject, detail=reason
                 )
             if tell:
@@ -174,37 +218,37 @@ class Queue(Places):
             ended = repository.get_ticket(connection, ticket_id)
         with self.line.lock:
             self.line.drop(ticket_id)
-        self._take_back(ticket_id, ticket.engine)
+        self.delegation.take_back(ticket_id, ticket.engine)
         self.log.info("Ticket %s of %s ended (%s): %s", ticket_id, ticket.server, outcome, reason)
         return ended
 
     def regrouped(self, ticket: Ticket, groups: frozenset[str]) -> dict[str, Any]:
-        """What is another thing for a ticket when its member is in these groups; asks no store."""
-        group, priority = self.settings.queue.standing_of(groups)
-        policy = self.settings.credits.policy_for(ticket.account, groups)
+        """Return what changes for a ticket if its member is in these groups, without the store."""
+        group, priority = self.settings.standing_of(groups)
+        policy = self.credits.policy_for(ticket.account, groups)
         terms = {"group": group, "priority": priority}
         terms |= {"when_dry": policy.when_dry, "overdraft": policy.overdraft}
         return {name: value for name, value in terms.items() if getattr(ticket, name) != value}
 
     def regroup(self, ticket_id: str, changes: Mapping[str, Any]) -> Ticket:
-        """The member's groups changed while they wait: from now on another one has a say."""
+        """Apply a change of the member's groups to a waiting ticket."""
         with self.store.write() as connection:
             repository.update_ticket(connection, ticket_id, **changes)
             return repository.get_ticket(connection, ticket_id)
 
-    # What an admin changes.
+    # Changes by admins.
 
     @property
     def hours_a_point(self) -> float:
-        """How long a ticket waits for one point more."""
+        """How many hours of waiting are worth one point."""
         return self.line.scheduler.policy.waiting_point_seconds / 3600
 
     def boost(self, ticket_id: str, points: float, *, actor: str, reason: str = "") -> Ticket:
-        """Set the points that an admin adds to a ticket's score; 0 takes them away.
+        """Set the points that an admin adds to a ticket's score; 0 removes them.
 
-        Raises UnknownTicket, TicketEnded, or InvalidRequest for what is no number of points.
+        Raises UnknownTicket, TicketEnded, or InvalidRequest for an invalid number of points.
         """
-        if not _is_number(points) or not abs(points) <= MOST_POINTS:  # so, NaN is refused too
+        if not _is_number(points) or not abs(points) <= MOST_POINTS:  # NaN is refused too
             raise InvalidRequest(
                 f"{short_text(points)} is no number of points: write one from {-MOST_POINTS} "
                 f"to {MOST_POINTS}; one is worth {self.hours_a_point:g} hours of waiting.",
@@ -213,9 +257,9 @@ class Queue(Places):
         return self._change(ticket_id, "boost", f"{points:+g} points", actor, reason, boost=points)
 
     def move(self, ticket_id: str, position: int | None, *, actor: str, reason: str = "") -> Ticket:
-        """Put a ticket at a place of the admin's own: 1 goes before 2, both before all others.
+        """Put a ticket at a position: 1 goes before 2, both before all tickets without one.
 
-        None gives it back to the order. Raises UnknownTicket, TicketEnded or InvalidRequest.
+        None removes the position. Raises UnknownTicket, TicketEnded or InvalidRequest.
         """
         whole = _is_number(position) and isinstance(position, int)
         if position is not None and not (whole and 1 <= position <= LAST_POSITION):
@@ -228,7 +272,7 @@ class Queue(Places):
         return self._change(ticket_id, "move", detail, actor, reason, position=position)
 
     def cancel(self, ticket_id: str, *, actor: str, reason: str) -> Ticket:
-        """Take a ticket out of the line; its member is told the reason.
+        """Take a ticket out of the queue; its member is told the reason.
 
         Raises UnknownTicket, TicketEnded, or InvalidRequest without a reason.
         """
@@ -236,11 +280,11 @@ class Queue(Places):
         if (ticket := self.store.run(lambda c: repository.get_ticket(c, ticket_id))).outcome:
             raise TicketEnded(_has_ended(ticket))
         ended = self.end_ticket(ticket_id, "cancelled", why, actor=actor)
-        if ended.end_reason != why:  # its turn came, or somebody was quicker
+        if ended.end_reason != why:  # it got its turn, or another admin was faster
             raise TicketEnded(_has_ended(ended))
         return ended
 
-    # Steps of the above.
+    # Helpers.
 
     def _change(
         self, ticket_id: str, action: str, detail: str, actor: str, reason: str, **values: Any
@@ -251,7 +295,7 @@ class Queue(Places):
             if ticket.outcome:
                 raise TicketEnded(_has_ended(ticket))
             repository.update_ticket(connection, ticket_id, **values)
-            closures.note(
+            audit_log.note(
                 connection,
                 at=self.clock(),
                 actor=actor,
@@ -261,25 +305,116 @@ class Queue(Places):
             )
             return repository.get_ticket(connection, ticket_id)
 
+    def _ask_there(self, ticket: Ticket, *, wait: bool) -> Ticket:
+        """Queue a ticket with the external scheduler."""
+        if not wait:
+            self.delegation.require_free(ticket)
+        with self.line.lock:
+            ticket = self._enqueue(ticket)
+        self._hand_over(ticket, tell=False)
+        return ticket
+
+    def _external_turns(self, present: frozenset[str]) -> list[str]:
+        """Return the tickets that got devices and that a spawn waits with.
+
+        Submits those that were not submitted yet, and ends those that the external scheduler gave
+        up.
+        """
+        decided = self.delegation.next_round()
+        for ticket in decided.missing:
+            with suppress(Refused):  # its member is told, and the others continue
+                self._hand_over(ticket, tell=True)
+        for turn in decided.refused:
+            self.end_ticket(turn.ticket_id, "refused", turn.over)
+        return [turn.ticket_id for turn in decided.granted if turn.ticket_id in present]
+
+    def _hand_over(self, ticket: Ticket, *, tell: bool) -> None:
+        """Submit a ticket. If it can never be served, end it and raise Refused."""
+        try:
+            self.delegation.submit(ticket)
+        except Refused as error:
+            self.end_ticket(ticket.id, "refused", error.message, tell=tell)
+            raise
+
+    def _grant_ticket(
+        self,
+        ticket: Ticket,
+        look: InventorySnapshot,
+        kept: frozenset[str],
+        since: datetime | None = None,
+    ) -> Lease:
+        """Grant a lease for a waiting ticket and end the ticket, in one transaction.
+
+        Nothing on the slots ``kept`` for others. ``since``: when an external scheduler allocated
+        its devices. Raises TicketEnded if it waits no more.
+        """
+        now = self.clock()
+        require_seen(look, ticket.request)
+        waited = (now - ticket.created_at).total_seconds()
+        # With an external scheduler everybody has a ticket, also who gets devices at once.
+        stood_in_line = since is None or waited > AT_ONCE
+        claim = round(60 * self.settings.claim_minutes) or None if stood_in_line else None
+        with self.store.write() as connection:
+            row = repository.get_ticket(connection, ticket.id, lock=True)
+            if row.outcome:
+                raise TicketEnded(why=row.end_reason.rstrip("."))
+            lease = self.leases.grant_in(
+                connection,
+                ticket.server,
+                ticket.request,
+                look,
+                now,
+                kept=kept,
+                granted_at=self._held_since(connection, ticket, since, now),
+                account=ticket.account,
+                engine=ticket.engine,
+                group=ticket.group,
+                seconds=ticket.seconds,
+                ticket_id=ticket.id,
+                claim_seconds=claim,
+                when_dry=ticket.when_dry,
+                overdraft=ticket.overdraft,
+            )
+            repository.end_ticket(connection, ticket.id, now, "granted", "its turn came", lease.id)
+            if stood_in_line:
+                notifications_repository.add(connection, your_turn(ticket, lease, now))
+        self.log.info("Lease %s: %s got %s after %d s", lease.id, lease.server, lease.uuids, waited)
+        return lease
+
+    def _held_since(
+        self, connection: sa.Connection, ticket: Ticket, since: datetime | None, now: datetime
+    ) -> datetime:
+        """Return when the ticket first received its devices.
+
+        Now, if it was granted before: that server was lost with its hub.
+        """
+        if since is None or leases_repository.had_one(connection, ticket.id, ticket.server):
+            return now
+        return min(max(since, ticket.created_at), now)
+
     def _nobody_is_before(self, server: ServerRef, terms: Terms) -> bool:
-        """Whether a request may go straight to the devices: no line, and no limit to count."""
+        """Return True if a request may bypass the queue: it is empty, and no limits apply."""
         if not self.line.synced:
-            self._sync()
+            self.positions.sync()
         if not self.line.empty:
             return False
-        limits = self.settings.queue.limits_of(self.settings.queue.standing_of(terms.groups)[0])
+        limits = self.settings.limits_of(self.settings.standing_of(terms.groups)[0])
         limited = any(limit.devices is not None or limit.gpu_hours is not None for limit in limits)
         return not limited
 
     def _has_kept(self, server: ServerRef, request: Request) -> bool:
-        """Whether just these devices are kept for a server that starts again: it has been in line
-        before. Who asks for others waits like everybody."""
-        kept = self.store.run(lambda connection: leases_repository.kept_devices(connection, server))
-        return asks_for(request, self.look().devices, {closure.subject for closure in kept})
+        """Return True if exactly these devices are reserved for a server that restarts.
 
-    def _now_or_never(self, probe: Ticket, acquire: Callable[[], Lease]) -> Lease:
-        """A lease if the scheduler lets this request go before those who wait."""
-        self._sync()
+        It has already been in the queue. A request for other devices waits like everybody.
+        """
+        kept = self.store.run(lambda connection: leases_repository.kept_devices(connection, server))
+        return asks_for(
+            request, self.positions.devices.look().devices, {closure.subject for closure in kept}
+        )
+
+    def _now_or_never(self, probe: Ticket, grant: Callable[[], Lease]) -> Lease:
+        """Return a lease if the scheduler lets this request go before all waiting tickets."""
+        self.positions.sync()
         waiting = self.line.waiting(probe)
         self.line.scheduler.submit(waiting)
         try:
@@ -289,7 +424,7 @@ class Queue(Places):
         finally:
             self.line.scheduler.withdraw(probe.id)
         if probe.id in decision.starts:
-            return acquire()
+            return grant()
         why = decision.held_back.get(probe.id)
         others = len(self.line.tickets)
         ahead = f"{others} {'server waits' if others == 1 else 'servers wait'} for a GPU before you"
@@ -297,11 +432,11 @@ class Queue(Places):
         raise NoDeviceFree(sentence[0].upper() + sentence[1:], waiting=others)
 
     def _enqueue(self, ticket: Ticket) -> Ticket:
-        """A place in line. It needs no look at what others did: the next round has one."""
+        """Queue a ticket. No sync with the store is needed: the next round has one."""
         server, request = ticket.server, ticket.request
-        self._must_fit(self.look(), request)
+        self._must_fit(self.positions.devices.look(), request)
         with self.store.write() as connection:
-            must_be_member(connection, server.user)
+            require_member(connection, server.user)
             if leases_repository.open_of(connection, server):
                 raise ServerHasLease()
             mine = repository.open_of_member(connection, server.user)
@@ -321,10 +456,10 @@ class Queue(Places):
         return ticket
 
     def _asked_again(self, connection: sa.Connection, known: Ticket, ticket: Ticket) -> Ticket:
-        """The same devices, maybe for other hours or paid by others: the ticket keeps its place."""
+        """Update a repeated request: same devices, maybe other hours or payer; same position."""
         if any(getattr(known, name) != getattr(ticket, name) for name in CHANGEABLE):
             self._must_be_paid(connection, ticket)
-            for limit in self.settings.queue.limits_of(known.group):
+            for limit in self.settings.limits_of(known.group):
                 _must_be_within(limit, ticket)
             changes = {name: getattr(ticket, name) for name in (*CHANGEABLE, "options")}
             repository.update_ticket(connection, known.id, **changes)
@@ -337,8 +472,8 @@ class Queue(Places):
     def _ticket(
         self, server: ServerRef, request: Request, engine: str, account: str, terms: Terms
     ) -> Ticket:
-        group, priority = self.settings.queue.standing_of(terms.groups)
-        policy = self.settings.credits.policy_for(account, terms.groups)
+        group, priority = self.settings.standing_of(terms.groups)
+        policy = self.credits.policy_for(account, terms.groups)
         return Ticket(
             id=secrets.token_hex(8),
             server=server,
@@ -355,7 +490,7 @@ class Queue(Places):
         )
 
     def _must_fit(self, look: InventorySnapshot, request: Request) -> None:
-        """Raises TooMuchAsked when waiting would not help."""
+        """Raise TooMuchAsked if waiting would not help."""
         must_run(request, look.inventory)
         if self.line.kinds(request):
             return
@@ -367,12 +502,12 @@ class Queue(Places):
             pass  # it would fit, were it not for what runs there now
 
     def _must_be_allowed(self, connection: sa.Connection, ticket: Ticket, others: int) -> None:
-        """Raises NoCredits, TooManyTickets, or TooMuchAsked for what no turn would ever bring.
+        """Raise NoCredits, TooManyTickets, or TooMuchAsked if it could never get its turn.
 
-        ``others`` is how many servers of the member wait beside this one.
+        ``others`` is how many other servers of the member wait.
         """
         self._must_be_paid(connection, ticket)
-        of_member, of_group = self.settings.queue.limits_of(ticket.group)
+        of_member, of_group = self.settings.limits_of(ticket.group)
         in_group = 0
         if of_group.tickets is not None:
             in_group = repository.count_of_group(connection, ticket.group)
@@ -382,37 +517,31 @@ class Queue(Places):
             _must_be_within(limit, ticket)
 
     def _must_be_paid(self, connection: sa.Connection, ticket: Ticket) -> None:
-        """Raises NoCredits when there is not enough for the cheapest devices that fit."""
-        payer = self._payer_now(connection, ticket.account, ticket.created_at)
+        """Raise NoCredits if the account cannot pay for the cheapest devices that fit."""
+        payer = self.leases.credit_checks.payer_now(connection, ticket.account, ticket.created_at)
         card = self.prices.rates_in(connection).card(ticket.created_at, ticket.request.environment)
         rate, lead = (
             self._least_rate(card, ticket.request),
-            self.settings.credits.lead(ticket.seconds),
+            self.credits.lead(ticket.seconds),
         )
-        self._check_credits(payer, ledger_rules.hold_for(rate, lead), rate, lead)
-
-    def _payer_now(self, connection: sa.Connection, name: str, now: datetime) -> Account:
-        """The account less all that its servers owe, though it was not charged yet."""
-        account = self.ledger.open_in(connection, name, now)
-        return ledger_rules.owing(
-            [lease for lease, _ in leases_repository.paying(connection, name)], account, now
+        self.leases.credit_checks.require_credits(
+            payer, ledger_rules.hold_for(rate, lead), rate, lead
         )
 
     def _least_rate(self, card: RateCard, request: Request) -> int:
-        """What the request costs an hour on the cheapest devices that fit."""
+        """Return the request's hourly cost on the cheapest devices that fit."""
         models = {model_of(kind) for kind in self.line.kinds(request)}
         rates = (card.lease_rate([model] * request.devices) for model in models)
         return min(rates, default=0)
 
     def _at_the_end_if_twice(self, connection: sa.Connection, ticket: Ticket) -> Ticket:
-        if repository.no_shows_in_a_row(connection, ticket.server.user) < 2:
+        if leases_repository.no_shows_in_a_row(connection, ticket.server.user) < 2:
             return ticket
         return replace(ticket, last=True)
 
     def _kept_for_others(self, ticket: Ticket) -> frozenset[str]:
-        """Devices of other kinds than the one that the scheduler means for the ticket, as the
-        texts of their first places."""
-        decision = self._decide()
+        """Return the first slots, as texts, of devices of other kinds than the scheduler chose."""
+        decision = self.positions.decide()
         kind = decision.on.get(ticket.id)
         fleet = self.line.supply.fleet
         closed = {Slot(uuid) for uuid in self.line.closed if uuid in fleet.by_uuid}
@@ -421,15 +550,8 @@ class Queue(Places):
         return texts(closed | {Slot(d.uuid) for d in fleet.devices if kind_of(d) != kind})
 
 
-def must_be_member(connection: sa.Connection, user: str) -> None:
-    """Raises MembershipEnded for who is a member no more."""
-    known = members_repository.find_membership(connection, user)
-    if known and known.ended_at:
-        raise MembershipEnded(why=known.reason)
-
-
 def _must_be_within(limit: QueueLimits, ticket: Ticket) -> None:
-    """Raises TooMuchAsked when a ticket alone is more than a limit allows."""
+    """Raise TooMuchAsked if a ticket alone exceeds a limit."""
     asked = ticket.request.devices
     if limit.devices is not None and asked > limit.devices:
         raise TooMuchAsked(
@@ -459,29 +581,14 @@ def _is_number(value: object) -> bool:
 
 
 def _ticket_ended(ticket: Ticket, reason: str, now: datetime) -> Notice:
-    return Notice(
-        key=f"ticket_ended:{ticket.id}",
-        user=ticket.server.user,
-        kind=NoticeKind.TICKET_ENDED,
-        title="Your place in line is gone",
-        body=f"{reason.rstrip('.')}. Start the server again to get a new place.",
-        at=now,
-    )
+    key, kind = f"ticket_ended:{ticket.id}", NoticeKind.TICKET_ENDED
+    return compose("ticket_ended", kind, key, ticket.server.user, now, reason=reason)
 
 
 def your_turn(ticket: Ticket, lease: Lease, now: datetime) -> Notice:
     """What a member is told when the devices that they waited for are theirs."""
-    body = "The GPU that you waited for is yours, and your server starts."
-    if lease.claim_seconds:
-        minutes = lease.claim_seconds / 60
-        body += f" Connect to it within {minutes:g} minutes of its start, else it stops again."
-    return Notice(
-        key=f"turn:{lease.id}",
-        user=ticket.server.user,
-        kind=NoticeKind.TURN,
-        title="It is your turn",
-        body=body,
-        at=now,
+    return compose(
+        "turn", NoticeKind.TURN, f"turn:{lease.id}", ticket.server.user, now, lease=lease
     )
 
 

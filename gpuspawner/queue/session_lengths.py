@@ -1,8 +1,8 @@
-"""How long sessions last, learned from those that ended and from those that go on.
+"""Predictions of how long sessions last, from ended and running ones.
 
-Members ask for many of a kind at a time, and those last about equally long. So the best witnesses
-of a request are the sessions of the same member, group and size that were asked for at about the
-same time. One that still runs is a witness too: of its like, few end before it.
+Members request many similar sessions at a time, and those last about equally long. The best
+evidence for a request is therefore sessions of the same member, group and size requested at about
+the same time. One that still runs is evidence too: few similar sessions end sooner.
 """
 
 from __future__ import annotations
@@ -13,43 +13,45 @@ from collections import deque
 from typing import NamedTuple
 
 _REMEMBERED = 256
-"""Ended sessions that are kept of one member, group and size, at least."""
+"""Ended sessions kept of one member, group and size, at least."""
 
 _REACH = 60
-"""Requests further apart in their row are no witnesses of each other."""
+"""Requests further apart in their sequence are no evidence for each other."""
 
 _FEW = 3
-"""Witnesses that are needed; what is expected of fewer leaves everything open."""
+"""How much evidence is needed; with less, the prediction leaves everything open."""
 
 _LEAST = 10.0
-"""Seconds; shorter sessions are as short as this to an estimate."""
+"""Seconds; shorter sessions count as this long."""
 
 _SAME = 20
-"""Requests so near to each other in their row have the same witnesses, more or less."""
+"""Requests this close in their sequence have nearly the same evidence."""
 
 _FRESH = 60.0
-"""Seconds for which an estimate serves others, if no session of the like ends."""
+"""Seconds for which an estimate is reused, if no similar session ends."""
 
 _GO_ON = 2
-"""How much a session that runs counts beside one that ended: it has more to say than its age."""
+"""The weight of a running session against an ended one: it tells more than its age."""
 
 _MEDIAN = 0.6
-"""The part of sessions that end before the length that is expected: a little to the safe side."""
+"""The share of sessions that end before the expected length: a little on the safe side."""
 
 
 class Length(NamedTuple):
-    """What is expected of a session."""
+    """The expected length of a session."""
 
     seconds: float
-    """It is about as likely over sooner as later."""
+    """It is about as likely to end sooner as later."""
     cost: float
-    """Seconds that the order counts: less than the above when it may be over very soon. The
-    geometric mean of the above and the time spent per session that ends, if all are given up
-    at the age at which that is least."""
+    """Seconds used for ordering: less than ``seconds`` if the session may end very soon.
+
+    The geometric mean of ``seconds`` and the time spent per ended session, if all are given up at
+    the age at which that time is least.
+    """
 
 
 class _Estimated(NamedTuple):
-    """The latest estimate of some that are alike, and what it was made of."""
+    """The latest estimate for similar sessions, and what it was made of."""
 
     length: Length
     ends: int
@@ -59,7 +61,7 @@ class _Estimated(NamedTuple):
 
 
 class Alike:
-    """Sessions of one member, group and number of devices, numbered as they were asked for."""
+    """Sessions of one member, group and number of devices, numbered in order of request."""
 
     __slots__ = (
         "_ended",
@@ -79,27 +81,27 @@ class Alike:
         self.group = group
         self.devices = devices
         self.asked = 0
-        """How many were ever asked for: the number of the next one."""
+        """How many were ever requested: the number of the next one."""
         self.ends = 0
-        """How many have ended, ever."""
+        """How many ever ended."""
         self.estimated: _Estimated | None = None
         self._numbers: list[int] = []
-        """The numbers of those that ended, in order."""
+        """The numbers of the ended sessions, in order."""
         self._ended: list[float] = []
         """How many seconds each of them lasted."""
         self._running: list[int] = []
-        """The numbers of those that run, in order."""
+        """The numbers of the running sessions, in order."""
         self._since: list[float] = []
         """When each of them started."""
 
     def start(self, number: int, started_at: float) -> None:
-        """One that was asked for runs."""
+        """Record that a requested session runs."""
         place = bisect_right(self._running, number)
         self._running.insert(place, number)
         self._since.insert(place, started_at)
 
     def end(self, number: int, started_at: float, seconds: float) -> None:
-        """One is over after so many seconds, whether its start was told or not."""
+        """Record that a session ended after ``seconds``, even if its start was never recorded."""
         place = bisect_left(self._running, number)
         while place < len(self._running) and self._running[place] == number:
             if self._since[place] == started_at:
@@ -114,14 +116,17 @@ class Alike:
             del self._numbers[:_REMEMBERED], self._ended[:_REMEMBERED]
 
     def witnesses(self, number: int, most: int) -> tuple[list[float], list[float]]:
-        """How long those lasted that were asked for nearest to ``number``, and since when those
-        run that are as near."""
+        """Return the evidence nearest to ``number``.
+
+        Lengths of the ended sessions requested nearest to it, and start times of the running ones
+        that are as near.
+        """
         numbers = self._numbers
         high = len(numbers)
         if high and numbers[-1] > number:
             high = min(high, bisect_left(numbers, number) + most)
         low = high - most if high > most else 0
-        # What ended of the nearest before and behind: a window that narrows from the far side.
+        # The nearest ended sessions before and after: a window that narrows from the far side.
         if high and numbers[high - 1] > number:
             low = max(0, low - most)
             while high - low > most:
@@ -144,7 +149,7 @@ class Alike:
 
 
 class Lengths:
-    """All that is known about lengths."""
+    """Everything known about session lengths."""
 
     def __init__(self, default: float, samples: int) -> None:
         self._default = default
@@ -153,7 +158,7 @@ class Lengths:
         self._latest: dict[tuple[str, ...], deque[float]] = {}
 
     def alike(self, member: str, group: str, devices: int) -> Alike:
-        """Where sessions of these three are kept."""
+        """Return the record of sessions of these three."""
         key = (member, group, devices)
         found = self._alike.get(key)
         if found is None:
@@ -161,15 +166,15 @@ class Lengths:
         return found
 
     def end(self, alike: Alike, number: int, started_at: float, seconds: float) -> None:
-        """A session is over after so many seconds."""
+        """Record that a session ended after ``seconds``."""
         alike.end(number, started_at, seconds)
         if alike.ends > 2 * _FEW:
-            return  # it speaks for itself, and others have heard enough of it
+            return  # it has enough evidence of its own, and others have learned enough from it
         for key in _wider(alike):
             self._latest.setdefault(key, deque(maxlen=_FEW)).append(seconds)
 
     def estimate(self, alike: Alike, number: int, now: float, most: float | None) -> Length:
-        """What to expect of the one with this number, which lasts ``most`` seconds at most."""
+        """Return the expected length of the session with this number, at most ``most`` seconds."""
         last = alike.estimated
         if (
             last is not None
@@ -189,19 +194,22 @@ class Lengths:
         return length
 
     def end_of(self, alike: Alike, number: int, started_at: float, now: float) -> float:
-        """When one that runs is expected to end, in seconds since 1970."""
+        """Return when a running session is expected to end, in seconds since 1970."""
         age = now - started_at
         done, _ = alike.witnesses(number, self._samples)
         if len(done) < _FEW:
             done += self._otherwise(alike, None)
         longer = sorted(seconds for seconds in done if seconds > age)
-        # Longer than everything known: what has lasted long goes on for about as long again.
+        # Longer than everything known: a long session is expected to last about as long again.
         length = longer[len(longer) // 2] if longer else max(2 * age, age + 600.0)
         return started_at + length
 
     def _otherwise(self, alike: Alike, most: float | None) -> list[float]:
-        """Lengths to go by where there are no witnesses: of others, where its like was hardly
-        ever seen; else from very short to very long, so that a few are tried out soon."""
+        """Return lengths to use without evidence.
+
+        Lengths of others if similar sessions were hardly ever seen; else from very short to very
+        long, so that a few are tried soon.
+        """
         if alike.ends < _FEW:
             for key in _wider(alike):
                 latest = self._latest.get(key, ())
@@ -212,7 +220,7 @@ class Lengths:
 
 
 def _wider(alike: Alike) -> tuple[tuple[str, ...], ...]:
-    """From the nearest likeness to the farthest."""
+    """Return keys from the nearest likeness to the farthest."""
     size = str(alike.devices)
     keys: list[tuple[str, ...]] = [("size", size), ("all",)]
     if alike.member:
@@ -223,9 +231,9 @@ def _wider(alike: Alike) -> tuple[tuple[str, ...], ...]:
 
 
 def _weigh(done: list[float], ages: list[float]) -> Length:
-    """What lengths say, of which some are only known to be more than an age.
+    """Return the expected length, where some lengths are only known to exceed an age.
 
-    The curve of those that go on is the product-limit estimate of survival.
+    The curve for running sessions is the product-limit estimate of survival.
     """
     done.sort()
     ages.sort()

@@ -1,4 +1,4 @@
-"""What an admin can set of the queue, as ``c.GPUQueue.NAME``."""
+"""The queue's configuration, ``c.GPUQueue.NAME``."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class GPUQueue(LoggingConfigurable):
     )
 
     def make_scheduler(self) -> Scheduler:
-        """The scheduler that these settings describe. Raises ConfigError naming a bad one."""
+        """Create the scheduler from these settings. Raises ConfigError naming a bad setting."""
         return Scheduler(
             self.read_policy(),
             group_weights=_weights(self.group_weights),
@@ -100,7 +100,7 @@ class GPUQueue(LoggingConfigurable):
         )
 
     def standing_of(self, groups: Iterable[str]) -> tuple[str, int]:
-        """The group that a member counts on (``""`` if none has a say) and its priority."""
+        """Return the group that a member counts against (``""`` if none) and its priority."""
         named = {*self.group_weights, *self.group_priority, *self.group_limits}
         mine = sorted(named.intersection(groups))
         if not mine:
@@ -109,7 +109,7 @@ class GPUQueue(LoggingConfigurable):
         return best, int(self._priority(best))
 
     def limits_of(self, group: str) -> tuple[QueueLimits, QueueLimits]:
-        """The member's limits and the group's."""
+        """Return the member's limits and the group's."""
         group_limits = self.group_limits.get(group, {})
         return (
             _limits("member_limits", self.member_limits),
@@ -126,6 +126,7 @@ class GPUQueue(LoggingConfigurable):
             raise ConfigError(what=what) from None
 
     def read_policy(self) -> QueuePolicy:
+        """Return the queue policy from the settings. Raises ConfigError."""
         if unknown := sorted(set(self.policy) - set(POLICY)):
             what = f"c.GPUQueue.policy has {unknown[0]!r}; there are {', '.join(POLICY)}"
             raise ConfigError(what=what)

@@ -1,19 +1,19 @@
-"""What a member is told about a waiting ticket, and why another ticket goes first."""
+"""What a member sees about a waiting ticket, and why another ticket goes first."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
+from ..core.times import clock
 from ..devices.placement import format_memory
-from ..devices.snapshots import clock
 from ..leases.models import Request
 from .models import Estimate, Ranked, ScorePart
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreDifference:
-    """One part of two scores; ``None`` where a score has no such part."""
+    """One part of two scores; ``None`` if a score has no such part."""
 
     name: str
     first: ScorePart | None
@@ -21,23 +21,23 @@ class ScoreDifference:
 
     @property
     def points(self) -> float:
-        """What the part puts the first ticket ahead by; negative when behind."""
+        """How many points the part puts the first ticket ahead; negative if behind."""
         return _points(self.first) - _points(self.second)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two tickets at their places, and what makes the difference."""
+    """Two tickets at their positions, and the differences between their scores."""
 
     first: Ranked
-    """The one that goes first."""
+    """The ticket that goes first."""
     second: Ranked
     differences: tuple[ScoreDifference, ...]
-    """Of all parts that either has; the greatest difference first."""
+    """All parts that either has, the largest difference first."""
 
     @property
     def points(self) -> float:
-        """How much more the first has, the sum of the differences; never negative."""
+        """How many more points the first has, the sum of the differences; never negative."""
         return self.first.score - self.second.score
 
 
@@ -59,27 +59,27 @@ def _points(part: ScorePart | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a ticket stands at one moment."""
+    """A ticket's position and estimate at one moment."""
 
     place: int
     """1 is next."""
     of: int
-    """How many wait, this one included."""
+    """How many tickets wait, including this one."""
     why: str
     """What it waits for: ``2 GPUs with 40 GB; 1 is free``."""
     estimate: Estimate | None
-    """When it will probably start, as far as anybody can say."""
+    """When it will probably start, if known."""
     planned: datetime | None
-    """When it is planned to start, by the ends of sessions, known or guessed."""
+    """When its start is planned, by the ends of sessions, known or guessed."""
     certain: bool = False
-    """Whether all those ends are known: then it starts by then, unless somebody goes first."""
+    """True if all those ends are known: it starts by then, unless another ticket goes first."""
 
     def sentence(self, now: datetime) -> str:
-        """The line on the pending page."""
+        """Return the sentence for the pending page."""
         return f"{self.where()} {self.when(now)}".rstrip()
 
     def where(self) -> str:
-        """The place in line and what it waits for."""
+        """Return the position in the queue and what it waits for."""
         if self.of == 1:
             return f"You are the only one in line. Waiting for {self.why}."
         if self.place == 1:
@@ -87,12 +87,12 @@ class Standing:
         return f"You are number {self.place} of {self.of} in line. Waiting for {self.why}."
 
     def when(self, now: datetime) -> str:
-        """The estimate as a sentence; nothing when nobody can say."""
+        """Return the estimate as a sentence, or "" if there is none."""
         start = self.start(now)
         return f"Most likely start: {start}." if start else ""
 
     def start(self, now: datetime) -> str:
-        """``14:20 to 14:50``, or what is known before enough others have waited to learn from."""
+        """Format the start, ``14:20 to 14:50``; the planned one if there is no estimate yet."""
         if self.estimate is not None:
             low, high = (_at(self.estimate.low, now), _at(self.estimate.high, now))
             return low if low == high else f"{low} to {high}"
@@ -103,7 +103,7 @@ class Standing:
 
 
 def waits_for(request: Request, free: int) -> str:
-    """``2 GPUs with 40 GB; 1 is free``."""
+    """Describe what a request waits for: ``2 GPUs with 40 GB; 1 is free``."""
     count = request.devices
     text = f"{count} GPUs" if count > 1 else "a GPU"
     if request.model:

@@ -1,4 +1,4 @@
-"""The scheduler's state in this process: tickets, leases, free devices, what it learned."""
+"""The scheduler's state in this process: tickets, leases, free devices, and history."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from .scheduler import Scheduler
 
 
 def kind(model: str, memory_bytes: int) -> str:
-    """The devices that are the same to every request."""
+    """Return the kind: the name of devices that are interchangeable for every request."""
     return f"{model}/{memory_bytes}"
 
 
 class Expected:
-    """An :class:`Estimator` that hears of everything that its line hears of.
+    """An :class:`Estimator` that gets every event of its queue.
 
-    Whoever uses it holds the lock of the line.
+    Callers hold the lock of the queue.
     """
 
     def __init__(self) -> None:
         self._estimator = Estimator()
         self._known: set[str] = set()
-        """Tickets that wait, as far as the estimator was told."""
+        """The waiting tickets that the estimator knows."""
 
     def learn(self, starts: Iterable[Start]) -> None:
-        """What started before this process looked at the store for the first time."""
+        """Learn from starts before this process first read the store."""
         self._estimator.learn(
             Waited(
                 asked_at=start.asked_at.timestamp(),
@@ -54,12 +54,12 @@ class Expected:
         )
 
     def asked(self, ticket: Waiting) -> None:
-        """A ticket waits, or was changed."""
+        """Record that a ticket waits or was changed."""
         self._known.add(ticket.id)
         self._estimator.asked(ticket)
 
     def granted(self, lease: Lease, held: Mapping[str, int]) -> None:
-        """Devices were given out, with a ticket or without one."""
+        """Record that devices were granted, with or without a ticket."""
         self._known.discard(lease.ticket_id or "")
         self._estimator.started(
             Running(
@@ -73,7 +73,7 @@ class Expected:
         )
 
     def only(self, waiting: Iterable[str], now: datetime) -> None:
-        """All other tickets wait no longer, and got nothing."""
+        """Withdraw all other tickets: they ended without devices."""
         gone = self._known.difference(waiting)
         for ticket_id in gone:
             self._estimator.withdrawn(ticket_id, now.timestamp())
@@ -82,14 +82,16 @@ class Expected:
     def guess(
         self, newcomer: Waiting, ahead: int, now: float, most: float | None
     ) -> Estimate | None:
-        """The estimate of a ticket if it were asked for now, of which nothing is kept."""
+        """Return the estimate of a ticket if it were requested now; nothing is kept."""
         return self._estimator.guess(newcomer, now, ahead, most)
 
     def estimates(
         self, line: Sequence[Waiting], ahead: Ahead, latest: Mapping[str, float], now: float
     ) -> dict[str, Estimate]:
-        """The estimates of the next tickets on a walk down the line, of which something can be
-        said. ``latest``: by when some of them start for certain."""
+        """Return the estimates of the next tickets on a walk along the queue, where there are any.
+
+        ``latest``: the times by which some of them certainly start.
+        """
         found = {}
         for ticket in line:
             most = latest.get(ticket.id)
@@ -100,38 +102,38 @@ class Expected:
 
 
 PAST = timedelta(days=28)
-"""How far back a scheduler looks when it begins: four half-lives of the usual policy."""
+"""How far back a new scheduler looks: four half-lives of the default policy."""
 
 ALONE = timedelta(minutes=2)
-"""How long a ticket keeps its place in front while no spawn waits with it."""
+"""How long a ticket keeps its position in front while no spawn waits with it."""
 
 
 def kind_of(device: Device) -> str:
-    """The kind that a device is of."""
+    """Return the kind of a device."""
     return kind(device.model, device.memory_bytes)
 
 
 def model_of(kind: str) -> str:
-    """The model of a kind's devices."""
+    """Return the model of a kind's devices."""
     return kind.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """What a line is served from, at one moment."""
+    """What the queue is served from, at one moment."""
 
     fleet: Fleet
     free: Mapping[str, int]
-    """Devices that could be given right now, by kind."""
+    """Devices that could be granted now, by kind."""
     usable: Mapping[str, int]
-    """Those and the ones in use, by kind."""
+    """These and the ones in use, by kind."""
 
 
 class QueueState:
-    """Tickets and leases of a store, told to a :class:`Scheduler` as they change.
+    """Tickets and leases of a store, passed to a :class:`Scheduler` as they change.
 
-    Whoever uses it holds :attr:`lock`. Other processes change the store too: each
-    :meth:`sync` compares versions, and reads only what is new.
+    Callers hold :attr:`lock`. Other processes change the store too: each :meth:`sync` compares
+    versions, and reads only what is new.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -142,9 +144,9 @@ class QueueState:
         self.closed: dict[str, closures.Closure] = {}
         self.supply = Supply(Fleet((), {}), {}, {})
         self.revision = 0
-        """Grows with everything that may change an order, a place or an estimate."""
+        """Increases with everything that may change an order, a position or an estimate."""
         self.clock_version = 0
-        """That of the clock by which the scheduler knows all times."""
+        """The version of the clock that the scheduler's times are based on."""
         self._alone: dict[str, datetime] = {}
         self._versions: dict[str, str] = {}
         self._leases: dict[str, str] = {}
@@ -152,7 +154,7 @@ class QueueState:
         self._kinds = lru_cache(maxsize=4096)(self._find_kinds)
 
     def begin_anew(self, scheduler: Scheduler) -> None:
-        """Read everything again: all times in the store were moved, because the clock was set."""
+        """Read everything again, because the clock was set and all stored times were moved."""
         self.scheduler, self.tickets, self._synced_at = scheduler, {}, None
         self._alone, self._versions, self._leases = {}, {}, {}
         self.supply = Supply(Fleet((), {}), {}, {})
@@ -160,19 +162,19 @@ class QueueState:
 
     @property
     def empty(self) -> bool:
-        """Nobody waits, as far as this process knows."""
+        """True if no ticket waits, as far as this process knows."""
         return not self.tickets
 
     @property
     def synced(self) -> bool:
-        """Whether the store was ever read."""
+        """True if the store was ever read."""
         return self._synced_at is not None
 
     def attend(self, present: frozenset[str], now: datetime) -> None:
-        """Which tickets a spawn of this hub waits with; the others keep their place for a while.
+        """Record the tickets that a spawn of this hub waits with; others lose their turn in time.
 
-        After a restart of the hub its spawns come back one by one; a ticket that nobody comes
-        back for must not hold up those behind it for ever.
+        After a restart of the hub its spawns come back one by one; a ticket that nobody comes back
+        for must not hold up those behind it for ever.
         """
         for ticket_id, ticket in self.tickets.items():
             if ticket_id in present:
@@ -189,11 +191,11 @@ class QueueState:
             del self._alone[gone]
 
     def deserted(self) -> frozenset[str]:
-        """The tickets that no spawn has waited with for a while."""
+        """Return the tickets that no spawn has waited with for a while."""
         return frozenset(self.tickets.keys() - self.scheduler.waiting.keys())
 
     def sync(self, connection: sa.Connection, look: InventorySnapshot, now: datetime) -> None:
-        """Bring everything up to date, inside one read of the store."""
+        """Update everything, within one read of the store."""
         closed = closures.load(connection)
         changed = closed != self.closed
         self.closed = closed
@@ -206,25 +208,25 @@ class QueueState:
             self.revision += 1
 
     def add(self, ticket: Ticket) -> None:
-        """A ticket that this process has just written."""
+        """Add a ticket that this process has just written."""
         self.tickets[ticket.id] = ticket
         self._versions[ticket.id] = str(ticket.version)
         self._submit(ticket)
         self.revision += 1
 
     def drop(self, ticket_id: str) -> None:
-        """A ticket that this process has just ended."""
+        """Remove a ticket that this process has just ended."""
         self.tickets.pop(ticket_id, None)
         self._versions.pop(ticket_id, None)
         self.scheduler.withdraw(ticket_id)
         self.revision += 1
 
     def kinds(self, request: Request) -> frozenset[str]:
-        """The kinds that have enough devices for the request, in use or not."""
+        """Return the kinds that have enough devices for the request, in use or not."""
         return self._kinds(request.model, request.models, request.memory_bytes, request.devices)
 
     def free_for(self, request: Request) -> int:
-        """How many devices that suit the request could be given right now."""
+        """Return how many suitable devices could be granted now."""
         return sum(self.supply.free.get(kind, 0) for kind in self.kinds(request))
 
     # Parts of a sync.
@@ -243,7 +245,7 @@ class QueueState:
         )
         if fleet is not before.fleet:
             self._kinds.cache_clear()
-            self._versions.clear()  # what suits a ticket may have changed: read them all
+            self._versions.clear()  # the suitable kinds may have changed: read all tickets again
         if self.supply.usable != before.usable:
             self.scheduler.set_capacity(self.supply.usable)
         return fleet is not before.fleet or self.supply != before
@@ -272,7 +274,7 @@ class QueueState:
         return True
 
     def _tell_of(self, lease: Lease, fleet: Fleet) -> None:
-        """A lease that is new, or whose end has moved."""
+        """Tell the scheduler about a lease that is new or whose end moved."""
         ends_at = _seconds(lease.ends_at) if lease.ends_at else None
         if lease.id in self.scheduler.running:
             self.scheduler.extended(lease.id, ends_at)
@@ -314,7 +316,7 @@ class QueueState:
         self.expected.asked(waiting)
 
     def waiting(self, ticket: Ticket) -> Waiting:
-        """A ticket as the scheduler sees it."""
+        """Return a ticket as the scheduler sees it."""
         return Waiting(
             id=ticket.id,
             member=ticket.server.user,
@@ -343,7 +345,7 @@ def _kind_held(uuid: str, fleet: Fleet) -> str:
 
 
 def _used_until(lease: Lease) -> datetime | None:
-    """The end of what counts as use: a server that never was up used nothing."""
+    """Return the end of what counts as use: a server that never started used nothing."""
     return lease.ended_at if lease.started_at else lease.granted_at
 
 
@@ -360,5 +362,5 @@ def _past(lease: Lease) -> EndedSession:
 
 
 def _seconds(at: datetime) -> float:
-    """Seconds since 1970, as the scheduler counts."""
+    """Convert to seconds since 1970, as the scheduler counts."""
     return at.astimezone(timezone.utc).timestamp()

@@ -1,4 +1,4 @@
-"""``python -m gpuspawner.service``."""
+"""The entry point of ``python -m gpuspawner.service``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 from .app import main
 
 if __name__ == "__main__":
-    # What was imported stays for ever: to look through it again and again for garbage would hold
-    # up whoever watches a page.
+    # Imported modules stay for ever: repeated garbage collection of them would delay everybody who
+    # watches a page.
     gc.freeze()
     main()

@@ -30,7 +30,7 @@ from ..engines.docker import DockerEngine
 from ..engines.local import LocalEngine, process_ref
 from ..monitoring import views as monitoring_views
 from ..monitoring.service import GPUMonitoring
-from ..services import Broker
+from ..services import Services
 from ..settings import CLASSES
 from ..web import app as web_app
 from ..web import pages
@@ -49,29 +49,29 @@ PID = "GPUSPAWNER_HUB_PID"
 """The variable with the process id of the Hub that started the service."""
 
 CLOCK_EVERY = 2.0
-"""Seconds between two looks at whether the wall clock was set."""
+"""Seconds between two checks if the wall clock was set."""
 
 NOTICES_EVERY = 2.0
-"""Seconds between two looks for notices to send."""
+"""Seconds between two checks for notices to send."""
 
 TOTALS_EVERY = 60.0
-"""Seconds between two looks for leases that have ended and are in no total yet."""
+"""Seconds between two checks for ended leases that are not in the totals yet."""
 
 SESSIONS_EVERY = 2.0
-"""Seconds between two looks at the ends of sessions and at the stops that were ordered."""
+"""Seconds between two checks for session ends and ordered stops."""
 
 CREDITS_EVERY = 2.0
-"""Seconds between two looks at the accounts that pay for servers."""
+"""Seconds between two checks of the accounts that pay for servers."""
 
 REFILLS_EVERY = 5.0
-"""Seconds between two looks for refills and for credits that have ended."""
+"""Seconds between two checks for due refills and expired credits."""
 
 LEAVING_EVERY = 600.0
-"""Seconds between two looks for members with shared folders who have left the hub."""
+"""Seconds between two checks for members with shared folders who left the hub."""
 
-ENGINES: dict[str, Callable[[Broker], Engine]] = {
-    "docker": lambda broker: DockerEngine(stamp_error=lambda: broker.stamp_error),
-    "local": lambda broker: LocalEngine(),
+ENGINES: dict[str, Callable[[Services], Engine]] = {
+    "docker": lambda services: DockerEngine(stamp_error=lambda: services.time.stamp_error),
+    "local": lambda services: LocalEngine(),
 }
 
 
@@ -121,7 +121,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
         return "[%(levelname)1.1s %(asctime)s %(name)s] %(message)s"
 
     def initialize(self, argv: list[str] | None = None) -> None:
-        """Settings from the Hub's configuration, then from the command line."""
+        """Read the settings from the Hub's configuration, then from the command line."""
         self.update_config(config_from_environment())
         super().initialize(argv)
         self.monitoring = GPUMonitoring(parent=self)
@@ -129,13 +129,13 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
         for name in ("tornado.access", "tornado.application", "tornado.general"):
             logger = logging.getLogger(name)
             logger.parent = self.log
-            logger.setLevel(max(self.log.level, logging.WARNING))  # every sign-in is no news
+            logger.setLevel(max(self.log.level, logging.WARNING))  # do not log every request
         if unknown := set(self.engines) - set(ENGINES):
             what = f"c.Accounting.engines names {sorted(unknown)}; there are {sorted(ENGINES)}"
             raise ConfigError(what=what)
 
     def start(self) -> None:
-        """Serve until the Hub says stop, or is gone."""
+        """Serve until the Hub sends a signal, or is gone."""
         super().start()
         asyncio.run(self.serve())
 
@@ -145,7 +145,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         tick = self._tick()
-        notifier = Notifier(GPUNotifications(parent=self), tick.broker, self.log)
+        notifier = Notifier(GPUNotifications(parent=self), tick.services, self.log)
         sessions = self._session_duty(tick, notifier)
         credits = self._credits_duty(tick, notifier)
         supervisor = Supervisor(tick.log)
@@ -163,7 +163,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
         watchdog = Watchdog(asyncio.get_running_loop(), tick.log)
         watchdog.start()
         try:
-            self.pull_ahead(tick.broker)
+            self.pull_ahead(tick.services)
             await stop.wait()
         finally:
             watchdog.stop()
@@ -183,21 +183,23 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
                 "start the Hub"
             )
             raise ConfigError(what=what) from None
-        broker = Broker(self.config)
-        if broker.settings.database.hub_id_file:
-            with suppress(OSError):  # the hub says so
-                broker.granter.identity = make_identity(Path(broker.settings.database.hub_id_file))
-        identity = broker.granter.identity
-        engines = {name: make(broker) for name, make in ENGINES.items()}
-        if delegated := broker.delegated_engine():
+        services = Services(self.config)
+        if services.settings.database.hub_id_file:
+            with suppress(OSError):  # the hub reports that
+                services.granter.identity = make_identity(
+                    Path(services.settings.database.hub_id_file)
+                )
+        identity = services.granter.identity
+        engines = {name: make(services) for name, make in ENGINES.items()}
+        if delegated := services.delegation.engine():
             engines[delegated.name] = delegated
         return Tick(
-            broker=broker,
+            services=services,
             hub=HubClient(api_url, token, self._ssl(ssl.Purpose.SERVER_AUTH)),
             engines=engines,
             log=self.log,
             ask=self.engines,
-            charge_seconds=broker.settings.credits.charge_seconds,
+            charge_seconds=services.settings.credits.charge_seconds,
             hub_name=hub_name(pid, identity) if (pid := os.environ.get(PID)) else "",
         )
 
@@ -210,7 +212,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
         )
 
     def _credits_duty(self, tick: Tick, notifier: Notifier) -> CreditDuty:
-        settings = tick.broker.settings.credits
+        settings = tick.services.settings.credits
         return CreditDuty(
             tick,
             warn_minutes=settings.warn_minutes,
@@ -223,8 +225,8 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
     async def _rounds(
         self, tick: Tick, supervisor: Supervisor, sessions: SessionDuty, credits: CreditDuty
     ) -> None:
-        # What ended while the service was down is settled before anybody is charged, warned or
-        # told that a session ended.
+        # What ended while the service was down is settled before anybody is charged, warned or told
+        # that a session ended.
         await tick.round("Clock", tick.keep_clock)
         await tick.round("Reconciliation", tick.reconcile)
         await tick.round("Charges", tick.charge)
@@ -248,16 +250,16 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             await notifier.pause(NOTICES_EVERY)
 
     async def _pages(self, tick: Tick, supervisor: Supervisor, notifier: Notifier) -> None:
-        """Serve the pages; while the address is taken, everything else goes on."""
+        """Serve the pages; while the address is in use, everything else continues."""
         address = urlsplit(os.environ.get("JUPYTERHUB_SERVICE_URL", ""))
         if not address.hostname:
             self.log.warning("JUPYTERHUB_SERVICE_URL is not set: there are no pages")
             return
         port = address.port or (443 if address.scheme == "https" else 80)
         app = web_app.make_app(
-            tick.broker,
+            tick.services,
             hub_auth=HubOAuth.instance(parent=self, cache_max_age=web_app.BELIEVED),
-            warn_minutes=tick.broker.settings.credits.warn_minutes,
+            warn_minutes=tick.services.settings.credits.warn_minutes,
             session_warn_minutes=self.sessions.warn_minutes,
             channels=notifier.known,
             poke=notifier.poke,
@@ -267,11 +269,11 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             rounds=tick.rounds,
             duties=supervisor.states,
             cookie_secret=await asyncio.to_thread(
-                web_app.read_cookie_secret, tick.broker.settings.database.url, tick.log
+                web_app.read_cookie_secret, tick.services.settings.database.url, tick.log
             ),
         )
-        # JupyterHub gives certificates to every service with ``internal_ssl``, and waits over plain
-        # HTTP for one whose address says so.
+        # JupyterHub gives certificates to every service with ``internal_ssl``, but waits over plain
+        # HTTP for one with such an address.
         is_https = address.scheme == "https"
         server = web_app.make_server(app, self._ssl(ssl.Purpose.CLIENT_AUTH) if is_https else None)
         while True:
@@ -295,15 +297,15 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
 
     async def _totals(self, tick: Tick) -> None:
         while True:
-            await tick.round("Totals", partial(monitoring_views.remember, tick.broker))
+            await tick.round("Totals", partial(monitoring_views.remember, tick.services))
             await asyncio.sleep(TOTALS_EVERY)
 
     async def _hub_gone(self, stop: asyncio.Event) -> None:
-        """End when the Hub that started us was killed: the next Hub starts its own."""
+        """End when the Hub that started us was killed: the next Hub starts its own service."""
         hub = os.environ.get("GPUSPAWNER_HUB_PID", "")
         if not hub.isdigit():
-            return  # somebody else looks after this process
-        # It may have been killed before we came so far, or have started us by another process.
+            return  # somebody else manages this process
+        # It may have been killed earlier, or have started us through another process.
         known = process_ref(int(hub))
         while hub == str(os.getppid()) or (known and process_ref(int(hub)) == known):
             await asyncio.sleep(1)
@@ -311,14 +313,14 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
         stop.set()
 
     def _ssl(self, purpose: ssl.Purpose) -> ssl.SSLContext | None:
-        """The certificates of the Hub's ``internal_ssl``, when it is on."""
+        """Return the certificates of the Hub's ``internal_ssl``, if that is on."""
         names = ("JUPYTERHUB_SSL_KEYFILE", "JUPYTERHUB_SSL_CERTFILE", "JUPYTERHUB_SSL_CLIENT_CA")
         key, certificate, authority = (os.environ.get(name) for name in names)
         return make_ssl_context(key, certificate, cafile=authority, purpose=purpose)
 
 
 def config_from_environment() -> Config:
-    """The Hub's settings for this service, as :mod:`gpuspawner.config` hands them on."""
+    """Return the Hub's settings for this service, which :mod:`gpuspawner.config` passes on."""
     text = os.environ.get("GPUSPAWNER_CONFIG", "{}")
     try:
         settings: Any = json.loads(text)
@@ -328,7 +330,7 @@ def config_from_environment() -> Config:
 
 
 def main() -> None:
-    """Run the service; a mistake in the configuration is a sentence and exit status 1."""
+    """Run the service; a configuration error is printed as a sentence, with exit status 1."""
     try:
         Accounting.launch_instance()
     except GPUSpawnerError as error:

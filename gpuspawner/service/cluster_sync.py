@@ -1,7 +1,7 @@
-"""The service's part in a cluster: its scheduler knows the members, jobs beside servers are paid,
-and once a day Slurm's word on our sessions is held against ours.
+"""The service's duties for a Slurm cluster: its members, billing of batch jobs, and an audit.
 
-Everything is read anew each time: a round can be late, doubled or killed at any point.
+Once a day Slurm's records of our sessions are compared with ours. Everything is read again each
+time: a round can be late, doubled or killed at any point.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from traitlets.config import SingletonConfigurable
 from ..core.errors import ConfigError, SlurmRefused, SlurmUnavailable
 from ..core.units import format_credits
 from ..ledger.rules import ACTOR_ACCOUNTING
-from ..services import Broker
+from ..services import Services
 from ..slurm import account_sync
 from .worker import Round, Tick
 
 AUDIT_EVERY = timedelta(days=1)
 TELL_EVERY = timedelta(days=1)
 SETTLED = timedelta(minutes=10)
-"""After so long both sides know the end of a session."""
+"""After this time both sides know the end of a session."""
 
 
 class LooksAtCluster(SingletonConfigurable):
-    """A service that keeps a cluster's scheduler and the books in agreement."""
+    """A service that keeps a cluster's scheduler and the ledger in agreement."""
 
     def cluster_rounds(self, tick: Tick) -> list[Round]:
-        """The duties of this kind; none where there is no cluster."""
-        if not tick.broker.settings.slurm.cluster_file:
+        """Return these duties; none without a cluster."""
+        if not tick.services.settings.slurm.cluster_file:
             return []
-        if not tick.broker.settings.slurm.has_programs():
+        if not tick.services.settings.slurm.has_programs():
             tick.log.warning(
                 "Slurm's database is not asked: sacctmgr is not on this machine. Members' places "
                 "in Slurm stay as they are, and jobs beside servers cost nothing."
             )
             return []
-        duties, every = OnCluster(tick), tick.broker.settings.slurm.sync_seconds
+        duties, every = OnCluster(tick), tick.services.settings.slurm.sync_seconds
         return [
             (every, "Members in Slurm", duties.members),
             (every, "Jobs beside servers", duties.jobs),
@@ -50,7 +50,7 @@ class OnCluster:
 
     def __init__(self, tick: Tick) -> None:
         self.tick = tick
-        self.broker: Broker = tick.broker
+        self.services: Services = tick.services
         self._told_late: datetime | None = None
 
     async def members(self) -> None:
@@ -59,12 +59,14 @@ class OnCluster:
         Raises ConfigError for what only an admin can do.
         """
         found = {}
-        for group in sorted(await self.broker.run(self.broker.cluster_members.groups_with_a_say)):
+        for group in sorted(
+            await self.services.run(self.services.cluster_members.groups_with_a_say)
+        ):
             found[group] = await self.tick.hub.members_of(group) or frozenset()
-        await self.broker.run(self.broker.cluster_members.note_groups, found)
-        plan = await asyncio.to_thread(self.broker.cluster_members.plan_for_cluster)
+        await self.services.run(self.services.cluster_members.note_groups, found)
+        plan = await asyncio.to_thread(self.services.cluster_members.plan_for_cluster)
         await asyncio.to_thread(
-            account_sync.apply_plan, self.broker.cluster_members.slurm(), plan.steps
+            account_sync.apply_plan, self.services.cluster_members.slurm(), plan.steps
         )
         for step in plan.steps:
             self.tick.log.info("Slurm: %s", step.what)
@@ -72,12 +74,12 @@ class OnCluster:
             raise ConfigError(" ".join(plan.problems))
 
     async def jobs(self) -> None:
-        """Charge jobs beside servers for what they used.
+        """Charge batch jobs for their use.
 
         Raises SlurmUnavailable or SlurmRefused.
         """
         try:
-            done = await asyncio.to_thread(self.broker.job_billing.debit_cluster)
+            done = await asyncio.to_thread(self.services.job_billing.debit_cluster)
         except (SlurmUnavailable, SlurmRefused):
             await self._tell_late()
             raise
@@ -87,11 +89,10 @@ class OnCluster:
         await self._tell_late()
 
     async def _tell_late(self) -> None:
-        """Say once a day that Slurm's database stays behind: what is said when that begins is
-        easily missed."""
+        """Report once a day that Slurm's database lags behind: a single message is missed."""
         since, now = (
-            await self.broker.run(self.broker.job_billing.unread_since),
-            self.broker.clock(),
+            await self.services.run(self.services.job_billing.unread_since),
+            self.services.clock(),
         )
         if since and (self._told_late is None or now - self._told_late >= TELL_EVERY):
             self._told_late = now
@@ -103,13 +104,13 @@ class OnCluster:
             )
 
     async def audit(self) -> None:
-        """Once a day: do Slurm's seconds of each session that ended agree with ours?"""
-        broker = self.broker
-        since = await broker.run(broker.cluster_audit.audited_until)
-        until = broker.clock() - SETTLED
+        """Compare Slurm's seconds of each ended session with ours, once a day."""
+        services = self.services
+        since = await services.run(services.cluster_audit.audited_until)
+        until = services.clock() - SETTLED
         if until - since < AUDIT_EVERY:
             return
-        count, found = await asyncio.to_thread(broker.cluster_audit.audit_cluster, since, until)
-        await broker.run(broker.cluster_audit.note_audit, found, until, actor=ACTOR_ACCOUNTING)
+        count, found = await asyncio.to_thread(services.cluster_audit.audit_cluster, since, until)
+        await services.run(services.cluster_audit.note_audit, found, until, actor=ACTOR_ACCOUNTING)
         said = f"{len(found)} differ" if found else "all agree"
         self.tick.log.info("Sessions held against Slurm's jobs: %d, %s", count, said)

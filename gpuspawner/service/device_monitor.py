@@ -1,7 +1,6 @@
 """The duties for devices: samples, idle servers, and containers that lost their GPUs.
 
-A server whose stop is ordered here is stopped beside the ends of sessions, until the server is
-gone.
+Stops ordered here are carried out by the session duty, until the server is gone.
 """
 
 from __future__ import annotations
@@ -35,12 +34,14 @@ class IdleDuty:
 
     def __init__(self, tick: Tick) -> None:
         self.tick = tick
-        self.broker = tick.broker
+        self.services = tick.services
 
     async def round(self) -> None:
-        """Judge every server that holds GPUs. The Hub is asked about each when it had output; of
-        whom it does not tell, nothing is judged."""
-        held = await self.broker.run(self.broker.idle.holding_gpus)
+        """Judge every server that holds GPUs.
+
+        The Hub is asked when each had output; a server without an answer is not judged.
+        """
+        held = await self.services.run(self.services.idle.holding_gpus)
         if not held:
             return
         output: dict[ServerRef, datetime | None] = {}
@@ -52,7 +53,7 @@ class IdleDuty:
                 break
         else:
             self.tick.well("Idle GPUs")
-        for it in await self.broker.run(self.broker.idle.judge_idle, output):
+        for it in await self.services.run(self.services.idle.judge_idle, output):
             if it.event == "stop":
                 what = "%s is to be stopped: its GPUs were not used (lease %s)"
                 self.tick.log.warning(what, it.lease.server, it.lease.id)
@@ -62,15 +63,15 @@ class IdleDuty:
 
 
 WRITE_EVERY = 5.0
-"""Seconds between two looks for minutes that are complete."""
+"""Seconds between two checks for complete minutes."""
 TIDY_EVERY = 120
-"""After so many of them it looks for hours that are over and for what is older than is kept."""
+"""After this many of them, completed hours are summed up and old data is deleted."""
 JUDGE_EVERY = 12
-"""After so many of them it judges which GPUs rest."""
+"""After this many of them, idle GPUs are judged."""
 
 
 PROCESSES_EVERY = 60.0
-"""Seconds between two lists of the processes on a GPU: the slowest question to a driver."""
+"""Seconds between two lists of the processes on a GPU, the driver's slowest query."""
 
 
 class SamplesUse(ProbesDevices):
@@ -80,20 +81,20 @@ class SamplesUse(ProbesDevices):
 
     _leases: dict[str, str] | None = None
     samples: Sampling | None = None
-    """What samples the devices of this host, while something does."""
+    """The sampler of this host's devices, while it runs."""
 
     def recent_samples(self) -> dict[str, list[Sample]]:
-        """The newest samples of each device, the oldest first; none where nothing samples."""
+        """Return the newest samples of each device, oldest first; empty without a sampler."""
         return self.samples.recent() if self.samples else {}
 
     async def remember_use(self, tick: Tick) -> None:
-        """Sample, and write what is complete, until it is cancelled."""
-        broker = tick.broker
-        source = broker.watch.source
+        """Sample, and store complete minutes, until cancelled."""
+        services = tick.services
+        source = services.watch.source
         if not self.monitoring.sample_seconds or not isinstance(source, Sampled):
             return
         sampler = source.sampler(PROCESSES_EVERY)
-        sampling = Sampling(sampler, broker.clock, self.monitoring.sample_seconds, tick.log)
+        sampling = Sampling(sampler, services.clock, self.monitoring.sample_seconds, tick.log)
         self.samples = sampling
         idle, health = IdleDuty(tick), self.health_duty(tick, sampling, sampler)
         sampling.start()
@@ -111,9 +112,9 @@ class SamplesUse(ProbesDevices):
             await self._write(tick, sampling)
 
     async def _owners(self, tick: Tick, sampling: Sampling, sampler: Sampler) -> None:
-        """Tell whose processes are, to who asks NVML and to who simulates it."""
+        """Pass on the owners of processes, to the classifier and to the simulation."""
         try:
-            leases = await tick.broker.run(tick.broker.open_leases)
+            leases = await tick.services.run(tick.services.leases.open_leases)
         except GPUSpawnerError as error:
             tick.trouble("Use of GPUs", error)
             return
@@ -127,7 +128,7 @@ class SamplesUse(ProbesDevices):
             }
 
     async def _write(self, tick: Tick, sampling: Sampling, *, tidy: bool = False) -> None:
-        broker = tick.broker
+        services = tick.services
         if trouble := sampling.trouble():
             tick.trouble("Samples of GPUs", Unavailable(trouble))
         else:
@@ -135,14 +136,14 @@ class SamplesUse(ProbesDevices):
         minutes = sampling.complete()
         try:
             if minutes:
-                await broker.run(broker.monitoring.remember_use, minutes)
+                await services.run(services.monitoring.remember_use, minutes)
                 sampling.written(minutes)
             if tidy:
                 keep = (
                     days(self.monitoring.keep_minutes_days),
                     days(self.monitoring.keep_hours_days),
                 )
-                await broker.run(broker.monitoring.tidy_use, *keep)
+                await services.run(services.monitoring.tidy_use, *keep)
         except GPUSpawnerError as error:
             tick.trouble("Use of GPUs", error)
         except Exception as error:
@@ -152,22 +153,22 @@ class SamplesUse(ProbesDevices):
 
 
 RESTARTS_EVERY = 2.0
-"""Seconds between two looks for servers that are to start again."""
+"""Seconds between two checks for servers to restart."""
 
 AGAIN = 20.0
-"""Seconds between two tries to start one."""
+"""Seconds between two attempts to start a server."""
 
 TRIES = 3
-"""After so many its member is asked to do it."""
+"""After this many attempts, its member is asked to start it."""
 
 
 class WatchesContainers(SamplesUse):
-    """A service that looks into the containers that have devices."""
+    """A service that checks containers with devices."""
 
     async def watch_devices(
         self, tick: Tick, supervisor: Supervisor, poke: Callable[[], None]
     ) -> None:
-        """Sample devices, and look into containers, until it is cancelled."""
+        """Sample devices, and check containers, until cancelled."""
         rounds: list[Round] = [(RESTARTS_EVERY, "Restarts", Restarting(tick).round)]
         if seconds := self.monitoring.containers_seconds:
             rounds.append((seconds, "GPUs in containers", Lost(tick, poke).round))
@@ -178,19 +179,19 @@ class WatchesContainers(SamplesUse):
 
 
 class Lost:
-    """Rounds of looking, one after the other; none of it on the event loop."""
+    """Rounds of checks, one after the other; nothing blocks the event loop."""
 
     def __init__(self, tick: Tick, poke: Callable[[], None] = lambda: None) -> None:
         self.tick = tick
-        self.broker = tick.broker
+        self.services = tick.services
         self.poke = poke
-        self.engine = DockerEngine()  # a client of its own: a look may take long
+        self.engine = DockerEngine()  # a client of its own: a check may take long
         self.looks = LostDevices(self.engine)
         self._lost: set[str] = set()
 
     async def round(self) -> None:
-        """Look into every container that has devices. Raises EngineUnavailable."""
-        held = await self.broker.run(self.broker.idle.holding_gpus)
+        """Check every container that has devices. Raises EngineUnavailable."""
+        held = await self.services.run(self.services.idle.holding_gpus)
         held = [lease for lease in held if lease.engine == self.engine.name and lease.engine_ref]
         self._lost &= {lease.id for lease in held}
         if not held:
@@ -201,7 +202,7 @@ class Lost:
                 await self._tell(lease)
 
     async def _tell(self, lease: Lease) -> None:
-        if await self.broker.run(self.broker.restarts.tell_lost, lease.id):
+        if await self.services.run(self.services.restarts.tell_lost, lease.id):
             self.poke()
         try:
             why = await asyncio.to_thread(cause_and_remedy, self.engine, lease.engine_ref)
@@ -216,22 +217,22 @@ class Lost:
 
 
 class Restarting:
-    """Rounds in which servers that have stopped for it are started again."""
+    """Rounds that start servers again which have stopped for a restart."""
 
     def __init__(self, tick: Tick) -> None:
         self.tick = tick
-        self.broker = tick.broker
+        self.services = tick.services
         self._tries: dict[ServerRef, tuple[int, float]] = {}
-        """How often each was tried, and when it may be again, by the event loop's clock."""
+        """How often each was tried, and when it may be tried again, by the event loop's clock."""
 
     async def round(self) -> None:
-        """Start who has stopped; give up who did not come back. Raises Unavailable."""
-        going_on = await self.broker.run(self.broker.restarts.all_restarts)
+        """Start stopped servers, and give up those that do not return. Raises Unavailable."""
+        going_on = await self.services.run(self.services.restarts.all_restarts)
         self._forget_all_but({each.server for each in going_on})
         for each in going_on:
             if not each.is_gone:
                 continue
-            if self.broker.clock() - each.since > KEPT:
+            if self.services.clock() - each.since > KEPT:
                 await self._give_up(each, f"it did not start within {KEPT.seconds // 60} minutes")
             else:
                 await self._start(each)
@@ -240,7 +241,7 @@ class Restarting:
         tries, not_before = self._tries.get(restart.server, (0, 0.0))
         now = asyncio.get_running_loop().time()
         if now < not_before or await self.tick.hub.server(restart.server):
-            return  # it stops still, or starts already
+            return  # it is still stopping, or already starting
         if tries >= TRIES:
             await self._give_up(restart, f"its start failed {TRIES} times")
             return
@@ -252,7 +253,7 @@ class Restarting:
             await self._give_up(restart, "the Hub does not start it any more")
 
     async def _give_up(self, restart: Restart, why: str) -> None:
-        await self.broker.run(self.broker.restarts.end_restart, restart.server, why)
+        await self.services.run(self.services.restarts.end_restart, restart.server, why)
         self.tick.log.warning("%s does not start again: %s", restart.server, why)
 
     def _forget_all_but(self, servers: Collection[ServerRef]) -> None:

@@ -1,8 +1,8 @@
-"""The service's part in the engine's disk: it looks how much servers wrote into their containers,
-and has those stopped that wrote too much before the disk is full.
+"""The duty for the engine's disk: measures containers, and has oversized servers stopped.
 
-How large a container is, only its engine can say, which looks at every file in it. So that is asked
-seldom, unless the disk's free space falls: no server can have written more than that.
+Servers that wrote too much are stopped before the disk is full. Only the engine can tell a
+container's size, and visits every file in it. So that is rarely asked, unless the disk's free space
+decreases: no server can have written more than that.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from .worker import Round, Tick
 T = TypeVar("T")
 
 LOOK_SECONDS = 2.0
-"""Seconds between two looks at the free space of the disk."""
+"""Seconds between two checks of the disk's free space."""
 SELDOM_SECONDS = 60.0
-"""Seconds between two measurements while the free space does not fall."""
+"""Seconds between two measurements while the free space does not decrease."""
 BLIND_SECONDS = 15.0
-"""Seconds between two measurements where the free space cannot be seen."""
+"""Seconds between two measurements if the free space is unknown."""
 STEP = 0.05
-"""The part of the smallest limit by which free space may fall before all is measured again."""
+"""By which share of the smallest limit free space may decrease before all is measured again."""
 MOST_BUSY = 5.0
-"""How many times as long as a measurement took is waited before the next one."""
+"""The pause after a measurement, in multiples of its duration."""
 PATIENCE_SECONDS = 120.0
-"""Seconds that an engine may take to say how large one container is."""
+"""Seconds that an engine may take to measure one container."""
 ROUND_SECONDS = 5.0
-"""Seconds that a round waits for sizes; a container that takes longer holds up no other's."""
+"""Seconds that a round waits for sizes; a slow container does not delay others."""
 AT_ONCE = 8
-"""Containers of one engine that are measured at the same time."""
+"""How many containers of one engine are measured at the same time."""
 
 HERE = "this machine"
 
@@ -59,7 +59,7 @@ class Measured:
     seconds: float
     """How long it took."""
     free_bytes: int | None
-    """Free space before it; None if that cannot be seen."""
+    """Free space before it; None if unknown."""
     step_bytes: float
 
 
@@ -76,8 +76,10 @@ def is_due(last: Measured | None, now: float, free_bytes: int | None) -> bool:
 
 
 class DiskDuty:
-    """Rounds of looking at engines; none of it on the event loop, and one that does not answer
-    holds up no other's servers."""
+    """Rounds of checking engines, off the event loop.
+
+    An engine that does not answer does not delay another one's servers.
+    """
 
     def __init__(
         self,
@@ -86,18 +88,21 @@ class DiskDuty:
         machine_of: Callable[[Lease], str],
         poke: Callable[[], None] = lambda: None,
     ) -> None:
-        """``engines``: by the machine that each is on. ``machine_of``: where a lease's server is;
-        empty if it is on none of them."""
+        """Create the duty.
+
+        ``engines``: by the machine that each is on. ``machine_of`` returns where a lease's server
+        is; empty if on none of them.
+        """
         self.tick = tick
-        self.broker = tick.broker
+        self.services = tick.services
         self.poke = poke
         self._machine_of = machine_of
         self._disks = {name: Disk(self, name, engine) for name, engine in engines.items()}
 
     async def round(self) -> None:
-        """Look at every disk that is due. Raises StoreUnavailable."""
+        """Check every disk that is due. Raises StoreUnavailable."""
         leases: dict[str, dict[str, Lease]] = {name: {} for name in self._disks}
-        for lease in await self.broker.run(self.broker.open_leases):
+        for lease in await self.services.run(self.services.leases.open_leases):
             if (machine := self._machine_of(lease)) in leases:
                 leases[machine][lease.id] = lease
         rounds = (disk.round(leases[name]) for name, disk in self._disks.items())
@@ -107,11 +112,11 @@ class DiskDuty:
 
 
 class Disk:
-    """One engine's disk and the containers on it."""
+    """One engine's disk and its containers."""
 
     def __init__(self, duty: DiskDuty, machine: str, engine: DockerEngine) -> None:
         self.tick = duty.tick
-        self.broker = duty.broker
+        self.services = duty.services
         self.engine = engine
         self._poke = duty.poke
         self._part = f"Disk of {machine}"
@@ -120,12 +125,14 @@ class Disk:
         self._last: Measured | None = None
         self._warned: set[str] = set()
         self._measuring: dict[str, asyncio.Task[int | None]] = {}
-        """What is not done yet, by the id of the lease."""
+        """Unfinished measurements, by lease id."""
         self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def round(self, leases: Mapping[str, Lease]) -> None:
-        """Measure the containers of these leases if that is due. That the engine does not answer
-        is said in the log."""
+        """Measure the containers of these leases if that is due.
+
+        An engine that does not answer is logged.
+        """
         self._warned &= leases.keys()
         if not leases:
             self._last = None
@@ -142,7 +149,7 @@ class Disk:
         if not is_due(self._last, began, free):
             return
         limits = await _in_daemon_thread(lambda: self.engine.call(limited))
-        # What is being stopped is measured no more.
+        # Containers that are being stopped are no longer measured.
         here = [x for x in limits if x.lease_id in leases and not leases[x.lease_id].outcome]
         for each in here:
             if each.lease_id not in self._measuring:
@@ -155,20 +162,20 @@ class Disk:
             del self._measuring[name]
         sizes = {name: task.result() for name, task in done.items()}
         self._say(found, {leases[name]: sizes[name] for name in sizes if name in leases})
-        # Before there is any container, nobody knows how fast one may grow.
+        # Without any container, nobody knows how fast one may grow.
         step = STEP * min((x.limit_bytes for x in here), default=0)
         ended = time.monotonic()
         self._last = Measured(ended, ended - began, free, step) if here else None
 
     def _room(self) -> tuple[int, int] | None:
-        """Free and all bytes of the engine's disk; None if it cannot be seen from here."""
+        """Return free and total bytes of the engine's disk; None if unknown from here."""
         if self._root is None:
             info: dict[str, Any] = self.engine.call(lambda client: client.info())
             self._root = str(info.get("DockerRootDir", ""))
         return room(self._root)
 
     async def _see_to(self, container: Limited, lease: Lease) -> int | None:
-        """Measure one container, and do what its size asks for. None: its size is not known."""
+        """Measure one container, and act on its size; None if its size is unknown."""
         try:
             async with self._gate:
                 written = await _in_daemon_thread(lambda: self._written(container.container_id))
@@ -181,12 +188,12 @@ class Disk:
         told["folders"] = container.folders
         said = f"{size(written)} of {size(limit)} in its own container (lease {lease.id})"
         if verdict == "over":
-            if await self.broker.run(self.broker.disk_limits.stop_for_disk, lease.id, **told):
+            if await self.services.run(self.services.disk_limits.stop_for_disk, lease.id, **told):
                 self.tick.log.warning("%s is to be stopped: %s", lease.server, said)
                 self._poke()
         elif verdict == "near" and lease.id not in self._warned:
             told["is_enforced"] = container.is_enforced
-            if await self.broker.run(self.broker.disk_limits.warn_of_disk, lease.id, **told):
+            if await self.services.run(self.services.disk_limits.warn_of_disk, lease.id, **told):
                 self.tick.log.info("%s was warned: %s", lease.server, said)
                 self._poke()
             self._warned.add(lease.id)
@@ -199,7 +206,7 @@ class Disk:
             return None
 
     def _say(self, found: tuple[int, int] | None, sizes: Mapping[Lease, int | None]) -> None:
-        """Say once in the log what an admin has to see to."""
+        """Log once what an admin must act on."""
         if unknown := [str(lease.server) for lease, written in sizes.items() if written is None]:
             said = f"the engine does not say how large the containers of {', '.join(unknown)} are"
             self.tick.trouble(self._part, Unavailable(said))
@@ -214,7 +221,7 @@ class Disk:
 
 
 def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run what blocks in a thread that the service does not wait for when it ends."""
+    """Run blocking work in a thread that the service does not wait for at its end."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -226,7 +233,7 @@ def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         result: tuple[Callable[[Any], None], Any]
         try:
             result = done.set_result, work()
-        except Exception as error:  # whatever it is, who waits hears it
+        except Exception as error:  # whatever it is, the caller gets it
             result = done.set_exception, error
         with contextlib.suppress(RuntimeError):  # the service has ended meanwhile
             loop.call_soon_threadsafe(settle, *result)
@@ -236,12 +243,12 @@ def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def _patient_client() -> docker.APIClient:
-    """A client that waits until a large container was measured."""
+    """Return a client that waits until a large container is measured."""
     return docker.APIClient(version="auto", timeout=PATIENCE_SECONDS, **kwargs_from_env())
 
 
 def node_of(cluster: Cluster, engine: str, lease: Lease) -> str:
-    """The name of the machine that a lease's server is on; empty if it is not of the cluster."""
+    """Return the name of the machine with a lease's server; empty if not in the cluster."""
     if lease.engine != engine or not lease.devices:
         return ""
     found = cluster.device(lease.uuids[0])
@@ -249,11 +256,11 @@ def node_of(cluster: Cluster, engine: str, lease: Lease) -> str:
 
 
 def disk_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
-    """The duties of this kind: one for this machine's engine, one for those of a cluster."""
+    """Return these duties: one for this machine's engine, one for those of a cluster."""
     engine = DockerEngine(_patient_client)
     here = DiskDuty(tick, {HERE: engine}, lambda x: HERE if x.engine == engine.name else "", poke)
     rounds: list[Round] = [(LOOK_SECONDS, "Disk", here.round)]
-    delegate = tick.broker.delegate
+    delegate = tick.services.delegation.delegate
     if isinstance(delegate, SlurmDelegate):
         cluster = delegate.cluster
         nodes = {x.name: DockerEngine(connector(x, PATIENCE_SECONDS)) for x in cluster.nodes}

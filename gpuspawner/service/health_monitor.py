@@ -1,7 +1,7 @@
-"""The service's part in sick GPUs: what was sampled is judged, and sick ones are probed.
+"""The duty for sick GPUs: judges samples, and probes sick GPUs.
 
-Verdicts, drains, warnings and refunds are the broker's, and in the store; here is nothing that a
-restart would lose but what the driver said in the last seconds.
+Verdicts, drains, warnings and refunds are in the store and its services; a restart only loses what
+the driver reported in the last seconds.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from .sampler import Sampling
 from .worker import Tick
 
 ENGINE_SECONDS = 60.0
-"""Seconds that the engine may take to answer one question."""
+"""Seconds that the engine may take to answer a query."""
 
 LEAKS_EVERY = 6
-"""After so many rounds it looks for devices that are not empty: that lists processes."""
+"""After this many rounds, occupied devices without a lease are searched, which lists processes."""
 
 ONCE_MORE = 15.0
-"""Seconds until a device is probed again when what came of it could not be written or told."""
+"""Seconds until a new probe, if the result could not be stored or passed on."""
 
 Probe = Callable[[str], Probed]
-"""Tries the device with this UUID. Blocks. Raises Untried."""
+"""Probes the device with this UUID. Blocks. Raises Untried."""
 
 
 class ProbesDevices(SingletonConfigurable):
-    """A service that tries devices."""
+    """A service that probes devices."""
 
     def health_duty(self, tick: Tick, sampling: Sampling, sampler: Sampler) -> HealthDuty:
-        """What judges the samples of this host."""
-        injection = tick.broker.settings.health.probe_injection
+        """Return the judge of this host's samples."""
+        injection = tick.services.settings.health.probe_injection
 
         def probe(uuid: str) -> Probed:
             if isinstance(sampler, SimulatedSampler):
@@ -64,7 +64,7 @@ class ProbesDevices(SingletonConfigurable):
         return HealthDuty(tick, sampling, probe)
 
     def _in_container(self, tick: Tick, uuid: str) -> Probed:
-        settings = tick.broker.settings.health
+        settings = tick.services.settings.health
         try:
             images = [settings.probe_image, *self._images(tick)]
             client = _engine_of(tick, uuid)
@@ -76,7 +76,7 @@ class ProbesDevices(SingletonConfigurable):
             client.close()
 
     def _images(self, tick: Tick) -> Sequence[str]:
-        path = getattr(self, "catalog", "")  # whose images are pulled ahead, if any are
+        path = getattr(self, "catalog", "")  # the catalog whose images are prefetched, if any
         if not path:
             return ()
         known = WatchedCatalog(path, tick.log).current()
@@ -88,7 +88,7 @@ class HealthDuty:
 
     def __init__(self, tick: Tick, sampling: Sampling, probe: Probe) -> None:
         self.tick = tick
-        self.broker = tick.broker
+        self.services = tick.services
         self.sampling = sampling
         self._probe = probe
         self._signs: dict[str, Signs] = {}
@@ -97,14 +97,14 @@ class HealthDuty:
         self._probing: dict[str, asyncio.Task[None]] = {}
 
     async def round(self) -> None:
-        """Judge what is new, and give back what leases that have ended cost on sick devices.
+        """Judge new samples, and refund what ended leases cost on sick devices.
 
         Raises StoreUnavailable; what happened meanwhile is judged in the next round.
         """
         signs = self._new()
         found = {uuid: FoundSymptoms(its.look(), its.going_on) for uuid, its in signs.items()}
         if found:
-            for change in await self.broker.run(self.broker.health.judge_health, found):
+            for change in await self.services.run(self.services.health.judge_health, found):
                 if change.event == "sick":
                     what = "Device %s is sick: %s. Nobody new gets it; told: %s"
                     told = ", ".join(str(lease.server) for lease in change.told) or "nobody has it"
@@ -113,21 +113,21 @@ class HealthDuty:
                     self._begin_probe(change.uuid)
             for its in signs.values():
                 its.judged()
-        await self.broker.run(self.broker.health.settle_sick)
+        await self.services.run(self.services.health.settle_sick)
         if self._rounds % LEAKS_EVERY == 0:
-            await self.broker.run(self.broker.leaks.judge_leaks)
+            await self.services.run(self.services.leaks.judge_leaks)
         self._rounds += 1
         self.tick.well("Sick GPUs")
 
     async def close(self) -> None:
-        """Wait for no probe any more: the next service makes another one."""
+        """Abandon running probes: the next service makes new ones."""
         probing = list(self._probing.values())
         for task in probing:
             task.cancel()
         await asyncio.gather(*probing, return_exceptions=True)
 
     def _new(self) -> dict[str, Signs]:
-        """The devices with new samples, and all that was found of them."""
+        """Return the devices with new samples, and all symptoms found."""
         found = {}
         for uuid, samples in self.sampling.recent().items():
             fresh = _after(samples, self._last.get(uuid))
@@ -147,13 +147,13 @@ class HealthDuty:
         part = f"Probe of {uuid}"
         try:
             found = await asyncio.to_thread(self._probe, uuid)
-            done = await self.broker.run(self.broker.health.probed, uuid, found.failure)
+            done = await self.services.run(self.services.health.probed, uuid, found.failure)
         except Untried as reason:
             said = f"it stays out and is tried again, for it could not be tried: {reason}"
             self.tick.trouble(part, Unavailable(said))
         except Unavailable as error:
             self.tick.trouble(part, error)
-            await asyncio.sleep(ONCE_MORE)  # it passed, and who is to be told may be back by then
+            await asyncio.sleep(ONCE_MORE)  # it passed, and others may be back by then
         except GPUSpawnerError as error:
             self.tick.trouble(part, error)
         except Exception as error:
@@ -167,15 +167,17 @@ class HealthDuty:
 
 
 def _node_of(tick: Tick, uuid: str) -> Node | None:
-    """The machine of a cluster that the device is in; None for this host."""
-    delegate = tick.broker.delegate
+    """Return the cluster node with a device; None for this host."""
+    delegate = tick.services.delegation.delegate
     found = delegate.cluster.device(uuid) if isinstance(delegate, SlurmDelegate) else None
     return found[0] if found else None
 
 
 def _engine_of(tick: Tick, uuid: str) -> docker.APIClient:
-    """A client of the engine on the machine that the device is in. Raises DockerException or
-    OSError."""
+    """Return a client of the engine on the device's machine.
+
+    Raises DockerException or OSError.
+    """
     if node := _node_of(tick, uuid):
         return connector(node, ENGINE_SECONDS)()
     arguments = {"version": "auto", "timeout": ENGINE_SECONDS, **kwargs_from_env()}
@@ -183,7 +185,7 @@ def _engine_of(tick: Tick, uuid: str) -> docker.APIClient:
 
 
 def _after(samples: Sequence[Sample], last: Sample | None) -> Sequence[Sample]:
-    """Those that were taken after the last one that was seen, also when the clock was set."""
+    """Return the samples after the last one seen, even if the clock was set."""
     for number in range(len(samples) - 1, -1, -1):
         if samples[number] is last:
             return samples[number + 1 :]

@@ -1,8 +1,8 @@
-"""The Hub's REST API, as far as the accounting service may use it.
+"""The part of the Hub's REST API that the accounting service uses.
 
-Scopes: ``list:users`` to see whose servers there are, ``servers`` to see, start and stop them,
-``read:groups`` to see who is in a group.
-Nothing else: it starts only what a member asked for and waited for when the hub went down.
+Scopes: ``list:users`` to list servers, ``servers`` to see, start and stop them, ``read:groups`` to
+see who is in a group. Nothing else: it starts only what a member requested and waited for when the
+hub went down.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from ..leases.models import ServerRef
 from ..leases.reconciliation import HubState
 
 PAGE = 200
-"""Users asked for at once; the Hub's own limit is the same unless an admin changed it."""
+"""Users per request; the Hub's own limit is the same unless an admin changed it."""
 
 TIMEOUT = 30.0
 """Seconds. Stopping a server answers after the Hub's ``slow_stop_timeout``, which is 10."""
 
 TAKEN_UP = 3.0
-"""Seconds that a start is waited for: the Hub goes on with it after nobody listens any more."""
+"""Seconds to wait for a start: the Hub continues it even if nobody listens any more."""
 
 _PAGINATED = {"Accept": "application/jupyterhub-pagination+json"}
 
 
 class Started(Enum):
-    """What the Hub says of a start."""
+    """The Hub's answer to a start."""
 
     YES = "yes"
-    """It is on its way, or was already."""
+    """It is starting, or was already."""
     NO_MEMBER = "no member"
     REFUSED = "refused"
 
 
 class HubClient:
-    """The Hub, through a service's token.
+    """The Hub, accessed with a service's token.
 
-    Every method raises Unavailable when the Hub does not answer, or not as it should.
+    Every method raises Unavailable if the Hub does not answer, or not as expected.
     """
 
     def __init__(self, api_url: str, token: str, ssl_context: ssl.SSLContext | None = None) -> None:
@@ -55,10 +55,10 @@ class HubClient:
         self._ssl = ssl_context
 
     async def servers(self) -> dict[ServerRef, HubState]:
-        """Every server that runs, starts or stops.
+        """Return every server that runs, starts or stops.
 
-        The list is fetched in pages: a server may be missing from it when others stopped
-        meanwhile. Ask :meth:`server` before anything is done because of that.
+        The list is fetched in pages: a server may be missing if others stopped meanwhile. Ask
+        :meth:`server` before acting on that.
         """
         found: dict[ServerRef, HubState] = {}
         offset = 0
@@ -77,7 +77,7 @@ class HubClient:
                 raise _strange_answer() from error
 
     async def server(self, server: ServerRef) -> HubState | None:
-        """One server; None when the Hub is sure that it has no such server."""
+        """Return a server's state; None if the Hub is sure that it does not exist."""
         response = await self._ask("GET", f"/users/{_quote(server.user)}", missing_is_answer=True)
         if response.code == 404:
             return None
@@ -87,8 +87,10 @@ class HubClient:
             raise _strange_answer() from error
 
     async def last_activity(self, server: ServerRef) -> datetime | None:
-        """When a server's kernels had output last, or its member did anything in it, as far as the
-        Hub has heard; None when never, or when there is no such server."""
+        """Return when a server's kernels last had output, or its member did anything in it.
+
+        As far as the Hub knows; None if never, or without such a server.
+        """
         response = await self._ask("GET", f"/users/{_quote(server.user)}", missing_is_answer=True)
         if response.code == 404:
             return None
@@ -100,12 +102,12 @@ class HubClient:
         return moment if moment is None or moment.tzinfo else moment.replace(tzinfo=timezone.utc)
 
     async def has_member(self, user: str) -> bool:
-        """Whether the Hub has a user of this name."""
+        """Return True if the Hub has a user with this name."""
         response = await self._ask("GET", f"/users/{_quote(user)}", missing_is_answer=True)
         return response.code != 404
 
     async def members_of(self, group: str) -> frozenset[str] | None:
-        """The names of a group's members; None when the Hub has no such group."""
+        """Return the names of a group's members; None if the Hub has no such group."""
         response = await self._ask("GET", f"/groups/{_quote(group)}", missing_is_answer=True)
         if response.code == 404:
             return None
@@ -115,9 +117,9 @@ class HubClient:
             raise _strange_answer() from error
 
     async def stop_server(self, server: ServerRef) -> bool:
-        """Ask for a server's stop. False when the Hub has no such server.
+        """Request a server's stop. Returns False if the Hub has no such server.
 
-        A True promises no end: the stop may still be under way.
+        True does not mean that it has ended: the stop may still be in progress.
         """
         path = f"/users/{_quote(server.user)}/server"
         if server.name:
@@ -126,7 +128,7 @@ class HubClient:
         return response.code != 404
 
     async def start_server(self, server: ServerRef, options: Mapping[str, Any] | None) -> Started:
-        """Ask for a server's start, as its member did; None: with the options of its last one."""
+        """Request a server's start with these options; None: the options of its last start."""
         path = f"/users/{_quote(server.user)}/server"
         if server.name:
             path += f"s/{_quote(server.name)}"
@@ -142,7 +144,7 @@ class HubClient:
         try:
             await AsyncHTTPClient().fetch(request)
         except HTTPClientError as error:
-            if error.code == 599:  # our own patience ended
+            if error.code == 599:  # our own timeout
                 return Started.YES
             if error.code == 404:
                 return Started.NO_MEMBER

@@ -1,12 +1,12 @@
-"""What the idle culler asks before it stops a server: do its GPUs rest?
+"""The hook of the idle culler: are a server's GPUs idle before it is stopped?
 
-``add_services(c, cull_idle_after=...)`` starts jupyterhub-idle-culler with it. Who runs that culler
-by themselves writes into its configuration::
+``add_services(c, cull_idle_after=...)`` starts jupyterhub-idle-culler with it. If you run that
+culler yourself, write into its configuration::
 
     from gpuspawner.service.idle_culler import cull_arbiter
     c.IdleCuller.cull_arbiter_hook = cull_arbiter
 
-and lets it have ``GPUSPAWNER_DATABASE_URL``.
+and give it ``GPUSPAWNER_DATABASE_URL``.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from urllib.parse import quote, unquote
 from ..core.errors import GPUSpawnerError
 from ..leases.models import Lease, ServerRef
 from ..monitoring.repository import WatchedLease
-from ..services import Broker
+from ..services import Services
 
 log = logging.getLogger(__name__)
 
 STALE = timedelta(minutes=10)
-"""What was judged up to longer ago than this tells nothing of now."""
+"""A judgement of an earlier time than this does not count any more."""
 
 
 async def cull_arbiter(
     *, inactive: timedelta | None, inactive_limit: float, server: Mapping[str, Any], **_: Any
 ) -> bool:
-    """Whether to stop a server: after so much time without activity, as ever; but one that holds
-    GPUs only when these have rested as well.
+    """Return True to stop a server: it was inactive for too long, and its GPUs are idle as well.
 
-    So training goes on with the tab closed, whatever the culler sees of it. A store that does not
-    answer, or what is not known of a GPU, stops nothing.
+    So training continues with the tab closed, whatever the culler sees of it. If the store does not
+    answer, or a GPU's use is unknown, nothing is stopped.
     """
     if inactive is None or inactive.total_seconds() < inactive_limit:
         return False
@@ -46,11 +45,11 @@ async def cull_arbiter(
     if ref is None:
         return True
     try:
-        lease, watched = await asyncio.to_thread(_broker().idle.idle_state, ref)
+        lease, watched = await asyncio.to_thread(_services().idle.idle_state, ref)
     except GPUSpawnerError as error:
         log.warning("Whether the GPUs of %s rest is not known: %s", ref, error)
         return False
-    return lease is None or not lease.devices or _rest(lease, watched, _broker().clock())
+    return lease is None or not lease.devices or _rest(lease, watched, _services().clock())
 
 
 def _rest(lease: Lease, watched: WatchedLease | None, now: datetime) -> bool:
@@ -59,13 +58,12 @@ def _rest(lease: Lease, watched: WatchedLease | None, now: datetime) -> bool:
     if watched is None:
         return False
     if watched.state.stops_at is not None and now < watched.state.stops_at:
-        return False  # its member was told when, or put it off
+        return False  # its member was told when, or snoozed it
     return watched.state.credit <= 0 and watched.judged_until >= now - STALE
 
 
 def server_of(server: Mapping[str, Any]) -> ServerRef | None:
-    """Whose server the Hub speaks of: its model has the member in its URL only. None when that
-    makes no sense."""
+    """Return the server of a Hub model, whose member is only in its URL; None if invalid."""
     name = str(server.get("name") or "")
     ending = f"{re.escape(quote(name, safe=_SAFE))}/" if name else ""
     found = re.search(rf"/user/([^/]+)/{ending}$", str(server.get("url") or ""))
@@ -73,9 +71,9 @@ def server_of(server: Mapping[str, Any]) -> ServerRef | None:
 
 
 _SAFE = "@~"
-"""What JupyterHub does not escape in names, beside letters and digits."""
+"""What JupyterHub does not escape in names, besides letters and digits."""
 
 
 @lru_cache(maxsize=1)
-def _broker() -> Broker:
-    return Broker()
+def _services() -> Services:
+    return Services()

@@ -1,8 +1,8 @@
-"""The configuration that jupyterhub-idle-culler is started with."""
+"""The configuration file that jupyterhub-idle-culler is started with."""
 
 from __future__ import annotations
 
 from gpuspawner.service.idle_culler import cull_arbiter
 
-if read := globals().get("get_config"):  # which is there when it is read as a configuration
+if read := globals().get("get_config"):  # only defined when read as a configuration
     read().IdleCuller.cull_arbiter_hook = cull_arbiter

@@ -1,4 +1,4 @@
-"""The catalog's images, pulled before anybody waits for one, and never in a member's way."""
+"""Prefetch of the catalog's images, which never delays a member's own pull."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from ..core.errors import GPUSpawnerError, ImageUnavailable
 from ..engines.images import Connect, local_images, offered_digest, pull
 from ..leases.models import LeaseState
 from ..queue.models import Ticket
-from ..services import Broker
+from ..services import Services
 
 EVERY = 30.0
-"""Seconds between two looks at the catalog and at the engine's images."""
+"""Seconds between two checks of the catalog and the engine's images."""
 OFFERS_EVERY = 24 * 3600.0
-"""Seconds between two questions to a registry for a newer image."""
+"""Seconds between two queries of a registry for a newer image."""
 ENGINE_SECONDS = 60.0
-"""Seconds that the engine may take to answer one question."""
+"""Seconds that the engine may take to answer a query."""
 LOOK_AROUND = 1.0
-"""Seconds between two looks whether a member waits for an image."""
+"""Seconds between two checks if a member waits for an image."""
 AGAIN = (300.0, 1800.0, 7200.0)
-"""Seconds until an image that could not be pulled is tried again; the last one stays."""
+"""Seconds until a failed image is tried again; the last value repeats."""
 
 
 class PullsAhead(SingletonConfigurable):
-    """A service that pulls what its hub's members could choose."""
+    """A service that pulls the images that its hub's members can choose."""
 
     catalog = Unicode(
         "",
@@ -54,20 +54,19 @@ class PullsAhead(SingletonConfigurable):
         """,
     )
 
-    def pull_ahead(self, broker: Broker) -> None:
-        """Begin, here and on every machine that servers run on, and go on until the service
-        ends."""
+    def pull_ahead(self, services: Services) -> None:
+        """Start, here and on every machine that runs servers, until the service ends."""
         if not self.catalog:
             return
         catalog = WatchedCatalog(self.catalog, self.log)
-        broker.name_images(partial(image_of, catalog))
-        PullAhead(catalog, broker, self.log).start()
-        for name, connect in broker.engines_elsewhere().items():
-            PullAhead(catalog, broker, self.log, connect, where=name).start()
+        services.delegation.name_images(partial(image_of, catalog))
+        PullAhead(catalog, services, self.log).start()
+        for name, connect in services.delegation.engines_elsewhere().items():
+            PullAhead(catalog, services, self.log, connect, where=name).start()
 
 
 def image_of(catalog: WatchedCatalog, ticket: Ticket) -> str:
-    """The image that the server of a ticket needs; empty where it is one of several."""
+    """Return the image that a ticket's server needs; empty if it is one of several."""
     if own := ticket.options.get("own_image"):
         return str(own)
     try:
@@ -79,25 +78,27 @@ def image_of(catalog: WatchedCatalog, ticket: Ticket) -> str:
 
 
 class PullAhead:
-    """One pull at a time, in a thread that the service does not wait for when it ends.
+    """Pulls one image at a time, in a thread that the service does not wait for at its end.
 
-    The engine downloads a few layers at once, for everybody: as soon as a server is being
-    started whose image is not here, our own pull is given up. What is whole of it stays.
+    The engine downloads a few layers at a time, for everybody: when a server is starting whose
+    image is missing, our own pull is aborted. Its complete layers stay.
     """
 
     def __init__(
         self,
         catalog: WatchedCatalog,
-        broker: Broker,
+        services: Services,
         log: logging.Logger | Any,
         connect: Connect | None = None,
         *,
         where: str = "",
     ) -> None:
-        """``where`` names the machine of the engine; empty is this one, whose registry is asked
-        what is newer."""
+        """Create it; ``where`` names the engine's machine.
+
+        Empty means this machine, where registries are also queried for newer images.
+        """
         self._catalog = catalog
-        self._broker = broker
+        self._services = services
         self._log = log
         self._connect = connect or _client
         self._where = where
@@ -107,7 +108,7 @@ class PullAhead:
         self._problem = ""
 
     def start(self) -> None:
-        """Go on until the process ends."""
+        """Run until the process ends."""
         threading.Thread(target=self._run, name="gpuspawner-ahead", daemon=True).start()
 
     def _run(self) -> None:
@@ -116,7 +117,7 @@ class PullAhead:
                 self.look()
                 self._problem = ""
             except (GPUSpawnerError, DockerException, requests.RequestException, OSError) as error:
-                if str(error) != self._problem:  # said once, and not every half minute
+                if str(error) != self._problem:  # log it once, not every half minute
                     self._problem = str(error)
                     self._log.warning("No image is pulled ahead%s: %s", self._on, error)
             except Exception:
@@ -124,7 +125,7 @@ class PullAhead:
             time.sleep(EVERY)
 
     def look(self) -> None:
-        """Pull what is not here, one after the other; ask what is newer. Blocks, maybe long."""
+        """Pull missing images one by one, and check for newer ones. Blocks, possibly for long."""
         environments = self._catalog.current().environments
         client = self._connect(ENGINE_SECONDS)
         try:
@@ -140,7 +141,7 @@ class PullAhead:
             client.close()
 
     def _pull(self, client: docker.APIClient, image: str) -> bool:
-        """Whether the next one may follow: a member waits for none."""
+        """Pull an image; returns True if the next may follow, because no member waits for one."""
         looked_at = 0.0
         began = time.monotonic()
         with closing(pull(self._connect, image)) as progress:
@@ -170,16 +171,16 @@ class PullAhead:
         return time.monotonic() >= self._failed.get(image, (0, 0.0))[1]
 
     def _waited_for(self, client: docker.APIClient) -> str:
-        """An image that a server waits for which is being started; empty when there is none."""
+        """Return an image that a starting server waits for; empty if there is none."""
         starting = {
             lease.environment
-            for lease in self._broker.open_leases()
+            for lease in self._services.leases.open_leases()
             if lease.state is LeaseState.GRANTED
         }
         return _first_missing(client, self._catalog.current().environments, starting)
 
     def _ask(self, client: docker.APIClient, environment: Environment) -> None:
-        """Say once a day which environments could have a newer image; nothing is pulled."""
+        """Log once a day which environments have a newer image; nothing is pulled."""
         here = local_images(client, environment.image) if environment.image else None
         has = environment.image_digest or (here.digest_in(environment.image) if here else "")
         due = self._asked.get(environment.slug, float("-inf")) + OFFERS_EVERY
@@ -202,7 +203,7 @@ class PullAhead:
 
 
 def _pulls(environment: Environment) -> bool:
-    """Whether its servers pull their image at all."""
+    """Return True if its servers pull their image at all."""
     policy = str(environment.spawner_override.get("pull_policy", ""))
     return policy.lower() not in ("never", "skip")
 

@@ -1,11 +1,8 @@
 """The duties for members: low credits, ended memberships, removed members, refills.
 
-What is due is read from the store every time and written in one transaction with what is told,
-so a service that was killed goes on where it was. The stops that are ordered here are carried
-out beside those of sessions, until the servers are gone.
-
-Everything is read from the store every time, so a service that was down does what is due as soon
-as it is back. The stops that are ordered here are carried out beside those of sessions.
+What is due is read from the store every time and written in one transaction with its notices, so a
+service that was down or killed continues where it was. Stops ordered here are carried out by the
+session duty, until the servers are gone.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from ..core.units import format_credits
 from ..ledger.credit_policy import OVERDRAFT
 from ..ledger.exhaustion import Happened
 from ..ledger.refills import Refill
-from ..services import Broker
+from ..services import Services
 from .notifier import Hook
 from .session_duties import instant
 from .worker import Tick
@@ -40,35 +37,37 @@ class CreditDuty:
         poke: Callable[[], None] = lambda: None,
     ) -> None:
         self.tick = tick
-        self.broker = tick.broker
+        self.services = tick.services
         self.log = tick.log
         self.warn_minutes = tuple(warn_minutes)
         self.hook = Hook(command, command_seconds, tick.log, "c.GPUCredits.hook")
         self.poke = poke
 
     async def round(self) -> None:
-        """See to every account about whose servers something is due."""
-        for account in await self.broker.run(
-            self.broker.exhaustion.accounts_to_see_to, self.warn_minutes
+        """Handle every account with something due about its servers."""
+        for account in await self.services.run(
+            self.services.exhaustion.accounts_to_see_to, self.warn_minutes
         ):
             try:
                 await self._see_to(account)
-            except Exception as error:  # nobody else's credits are less looked after
+            except Exception as error:  # other accounts are handled all the same
                 foreseen = isinstance(error, GPUSpawnerError)
                 self.tick.trouble(f"Credits of {account}", error, trace=not foreseen)
             else:
                 self.tick.well(f"Credits of {account}")
 
     async def _see_to(self, account: str) -> None:
-        happened = await self.broker.run(self.broker.exhaustion.see_to, account, self.warn_minutes)
+        happened = await self.services.run(
+            self.services.exhaustion.see_to, account, self.warn_minutes
+        )
         for each in happened:
             self._log(each)
-            self.hook.start(told(each, self.broker.clock()))
+            self.hook.start(told(each, self.services.clock()))
         if happened:
             self.poke()
 
     async def close(self) -> None:
-        """Leave everything as it is: the next service goes on."""
+        """Leave everything as it is: the next service continues."""
         await self.hook.close()
 
     def _log(self, it: Happened) -> None:
@@ -90,7 +89,7 @@ class CreditDuty:
 
 
 def told(it: Happened, now: datetime) -> bytes:
-    """What the hook reads: one JSON object and a line end."""
+    """Return what the hook reads: one JSON object and a line end."""
     seen: dict[str, Any] = {
         "event": it.event,
         "account": it.lease.account,
@@ -109,7 +108,7 @@ def told(it: Happened, now: datetime) -> bytes:
 
 
 MEMBERS_EVERY = 5.0
-"""Seconds between two looks for memberships that are over and what former members still have."""
+"""Seconds between two checks for ended memberships, and for what former members still have."""
 
 
 class Members:
@@ -117,16 +116,16 @@ class Members:
 
     def __init__(self, tick: Tick, poke: Callable[[], None] = lambda: None) -> None:
         self.tick = tick
-        self.broker = tick.broker
+        self.services = tick.services
         self.poke = poke
 
     async def round(self) -> None:
-        """End memberships whose time is over, and see to the servers of who is none any more."""
-        told = await self.broker.run(self.broker.roster.see_to_roster)
-        for user in await self.broker.run(self.broker.members.former_holding):
+        """Expire memberships and stop the servers of former members."""
+        told = await self.services.run(self.services.roster.see_to_roster)
+        for user in await self.services.run(self.services.members.former_holding):
             part = f"Membership of {user}"
             try:
-                told += await self.broker.run(self.broker.members.see_to_former, user)
+                told += await self.services.run(self.services.members.see_to_former, user)
             except GPUSpawnerError as error:
                 self.tick.trouble(part, error)
             else:
@@ -137,20 +136,20 @@ class Members:
 
 @dataclass(slots=True)
 class Leaving:
-    """Asks the Hub whether everybody is still there who has a shared folder.
+    """Checks with the Hub that everybody with a shared folder still exists.
 
-    A hub that removes a member takes their folders from them at once; this is for who was
-    removed while no server of this hub had started, or behind its back.
+    A hub that removes a member takes their folders from them at once; this is for members removed
+    while no server of this hub had started, or directly in the Hub's database.
     """
 
     tick: Tick
 
     async def round(self) -> None:
-        """One look at all of them. Raises Unavailable when the Hub does not answer."""
-        broker = self.tick.broker
-        for user in await broker.run(broker.shared_folders.folder_people):
+        """Check all of them once. Raises Unavailable if the Hub does not answer."""
+        services = self.tick.services
+        for user in await services.run(services.shared_folders.folder_people):
             if not await self.tick.hub.has_member(user):
-                await broker.run(broker.shared_folders.member_left, user)
+                await services.run(services.shared_folders.member_left, user)
                 self.tick.log.info("%s left the hub, and has no shared folder any more", user)
 
 
@@ -159,16 +158,16 @@ class Refilling:
 
     def __init__(self, tick: Tick) -> None:
         self.tick = tick
-        self.broker: Broker = tick.broker
+        self.services: Services = tick.services
 
     async def round(self) -> None:
-        """Take back what is left of credits that have ended, and give every refill that is due.
+        """Take back what is left of expired credits, and grant every due refill.
 
-        After a day without the service there may be many occurrences: each is given, in its
-        order. A refill that cannot be given now keeps no other one waiting.
+        After a day without the service there may be many occurrences: each is granted, in order. A
+        refill that cannot be granted now does not delay others.
         """
-        await self.broker.run(self.broker.ledger.end_lots)
-        for refill in await self.broker.run(self.broker.refills.due_refills):
+        await self.services.run(self.services.ledger.end_lots)
+        for refill in await self.services.run(self.services.refills.due_refills):
             part = f"Refill {refill.id}"
             try:
                 await self._give(refill)
@@ -179,13 +178,13 @@ class Refilling:
 
     async def _give(self, refill: Refill) -> None:
         members = await self._members(refill)
-        while await self.broker.run(self.broker.refills.give_refill, refill.id, members):
+        while await self.services.run(self.services.refills.give_refill, refill.id, members):
             pass
 
     async def _members(self, refill: Refill) -> dict[str, frozenset[str]]:
-        """The members of the refill's groups, from the Hub. Raises Unavailable.
+        """Return the members of the refill's groups, from the Hub. Raises Unavailable.
 
-        Nothing is given while a group is not there: its members would miss it for good.
+        Nothing is granted while a group does not exist: its members would miss it for good.
         """
         found = {}
         for group in refill.groups:

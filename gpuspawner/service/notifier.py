@@ -1,8 +1,8 @@
-"""The notifier: sends notices by Apprise, and runs the admin's hooks.
+"""The notifier: sends notices through Apprise, and runs the admin's hooks.
 
-At least once: a notice stays unsent in the store until every channel has taken it, or it is
-given up. Who is killed between sending and noting it may send it again. A channel is one
-queue of its own with a few senders, so that one that hangs holds up no other.
+At least once: a notice stays unsent in the store until every channel has accepted it, or it is
+given up. A process killed between sending and recording may send it again. Each channel has its own
+queue with a few senders, so that a hanging one does not delay others.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ..core.errors import GPUSpawnerError, Unavailable
 from ..notifications.channels import Channel, chosen, read, wanted
 from ..notifications.models import Notice, NoticeKind
 from ..notifications.repository import ChannelChoice, Outcome, errors_text, failing
-from ..services import Broker
+from ..services import Services
 
 HOOK_SECONDS = 10.0
-"""Seconds that a command of the admin's may take before it is killed."""
+"""Seconds that an admin's command may take before it is killed."""
 
 SEND_SECONDS = 60.0
 """Seconds that one message may take before it counts as not sent."""
 
 TITLE, BODY = 200, 4000
-"""The most characters of a message's two parts."""
+"""Maximum characters of a message's two parts."""
 
 _TYPES = {
     NoticeKind.TURN: NotifyType.SUCCESS,
@@ -53,10 +53,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def send(channel: Channel, address: str, notice: Notice) -> None:
-    """Send a notice. Raises Unavailable with what Apprise said, and no secret in it.
+    """Send a notice. Raises Unavailable with Apprise's message, without secrets.
 
-    It may block for as long as the other side keeps the connection busy: use a thread that
-    can be left alone.
+    It may block for as long as the other side keeps the connection busy: use a thread that can be
+    abandoned.
     """
     secrets = {place: read_secret(place) for place in channel.secrets()}
     said: list[str] = []
@@ -82,9 +82,9 @@ def send(channel: Channel, address: str, notice: Notice) -> None:
 
 
 def read_secret(place: str) -> str:
-    """What ``env:NAME`` or ``file:/path`` holds, without space around it.
+    """Return the content of ``env:NAME`` or ``file:/path``, stripped.
 
-    Raises Unavailable: it is read anew for each message, so it may be there for the next one.
+    Raises Unavailable: it is read again for each message, so it may exist for the next one.
     """
     kind, _, name = place.partition(":")
     if kind == "env":
@@ -104,12 +104,12 @@ def read_secret(place: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """A title: no line ends and no control characters, whatever a name in it holds."""
+    """Return a title without line ends and control characters, whatever names it contains."""
     return " ".join(_readable(text).split())[:TITLE]
 
 
 def plain(text: str) -> str:
-    """A body: lines and tabs, and no other control characters."""
+    """Return a body with lines and tabs, and no other control characters."""
     return _readable(text.replace("\r\n", "\n")).strip()[:BODY]
 
 
@@ -117,7 +117,7 @@ def _readable(text: str) -> str:
     return _CONTROL.sub(" ", text).encode("utf-8", "replace").decode("utf-8")
 
 
-# What Apprise says goes to its logger. It is kept with the message that it is about.
+# Apprise logs its errors. They are stored with the message that they are about.
 
 _said: ContextVar[list[str] | None] = ContextVar("said", default=None)
 _CAUSE = "Socket Exception: "
@@ -136,7 +136,7 @@ def _listen() -> None:
     logger = logging.getLogger("apprise")
     logger.addHandler(_Listener())
     logger.propagate = False
-    logger.setLevel(logging.DEBUG)  # where Apprise 2 says why a mail server did not take it
+    logger.setLevel(logging.DEBUG)  # where Apprise 2 reports why a mail server refused it
 
 
 _listen()
@@ -144,15 +144,15 @@ _listen()
 
 def _asset() -> AppriseAsset:
     asset = AppriseAsset(async_mode=False, app_id="gpuspawner", app_desc="gpuspawner")
-    # Apprise 2 would send from a few threads that all channels share: a server that hangs would
-    # hold up the others. Our own limit is in the notifier.
+    # Apprise 2 would send from a few threads shared by all channels: a hanging server would delay
+    # the others. Our own limit is in the notifier.
     asset._service_timeout = 0
     return asset
 
 
 def _reason(channel: Channel, secrets: dict[str, str], said: list[str]) -> str:
-    """What was said, without the secrets in it."""
-    if not channel.mail:  # the cause may hold the address of a web hook, which is a secret
+    """Return Apprise's messages without the secrets in them."""
+    if not channel.mail:  # the cause may contain the address of a web hook, which is a secret
         said = [line for line in said if not line.startswith(_CAUSE)]
     text = " ".join(line.removeprefix(_CAUSE) for line in said)
     for secret in secrets.values():
@@ -162,23 +162,23 @@ def _reason(channel: Channel, secrets: dict[str, str], said: list[str]) -> str:
 
 
 AT_ONCE = 4
-"""Runs of one command that go on at the same time; others wait for one of them."""
+"""How many runs of one command are active at the same time; others wait."""
 
 SHOWN = 300
-"""Characters of what a failed command wrote that its error repeats."""
+"""How many characters of a failed command's output its error repeats."""
 
 READ = 64 * 1024
 _PRIVATE = ("JUPYTERHUB_", "GPUSPAWNER_")
-"""Variables of the service that are not the command's business: tokens and database URLs."""
+"""Variables of the service that are withheld from the command: tokens and database URLs."""
 
 
 class Hook:
-    """A command of the admin's, run beside everything else; what goes wrong is logged."""
+    """A command of the admin's, run beside everything else; errors are logged."""
 
     def __init__(
         self, command: Sequence[str], seconds: float, log: logging.Logger, setting: str
     ) -> None:
-        """``setting`` is what it is called in the configuration. No command: nothing is run."""
+        """Create a hook; ``setting`` is its name in the configuration. May have no command."""
         self.command = tuple(command)
         self.seconds = seconds
         self.log = log
@@ -187,14 +187,14 @@ class Hook:
         self._gate = asyncio.Semaphore(AT_ONCE)
 
     def start(self, text: bytes) -> None:
-        """Run it with the text on its standard input; do not wait for its end."""
+        """Run it with the text on its standard input, without waiting for its end."""
         if self.command:
             task = asyncio.ensure_future(self._run(text))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
     async def close(self) -> None:
-        """End what runs still."""
+        """Kill what still runs."""
         running = list(self._running)
         for task in running:
             task.cancel()
@@ -213,8 +213,8 @@ class Hook:
 async def run(command: Sequence[str], text: bytes, seconds: float) -> None:
     """Run the command with the text on its standard input.
 
-    Raises Unavailable when it cannot be started, fails, or is not done in time; then it and
-    whatever it started is killed.
+    Raises Unavailable if it cannot be started, fails, or is not done in time; then it and
+    everything that it started is killed.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_PRIVATE)}
     try:
@@ -242,7 +242,7 @@ async def run(command: Sequence[str], text: bytes, seconds: float) -> None:
 
 
 def as_json(notice: Notice) -> bytes:
-    """A notice as the command reads it: one JSON object and a line end."""
+    """Return a notice as the command reads it: one JSON object and a line end."""
     told = {
         "key": notice.key,
         "user": notice.user,
@@ -255,7 +255,7 @@ def as_json(notice: Notice) -> bytes:
 
 
 async def _talk(process: asyncio.subprocess.Process, text: bytes) -> str:
-    """Give it its input and wait for its end; what it wrote as an error, in short."""
+    """Pass the input and wait for the end; returns its error output, shortened."""
     assert process.stdin and process.stderr
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read
         process.stdin.write(text)
@@ -269,17 +269,17 @@ async def _talk(process: asyncio.subprocess.Process, text: bytes) -> str:
 
 
 SENDERS = 4
-"""Messages of one channel on their way at once."""
+"""How many messages of one channel are being sent at once."""
 
 MOST_HANGING = 16
-"""Senders of one channel that may hang; then it is not tried until one comes back."""
+"""How many senders of one channel may hang; then it is not tried until one comes back."""
 
 BATCH = 500
-"""Notices taken up in one round."""
+"""Notices handled in one round."""
 
 
 class GPUNotifications(LoggingConfigurable):
-    """How members are told what concerns them."""
+    """How members are notified."""
 
     channels = Dict(
         config=True,
@@ -333,11 +333,11 @@ class GPUNotifications(LoggingConfigurable):
 
 
 class Notifier:
-    """Sends notices by mail, chat and push (through Apprise), and to a command of the admin's."""
+    """Sends notices by mail, chat and push (through Apprise), and to an admin's command."""
 
-    def __init__(self, settings: GPUNotifications, broker: Broker, log: logging.Logger) -> None:
+    def __init__(self, settings: GPUNotifications, services: Services, log: logging.Logger) -> None:
         self.settings = settings
-        self.broker = broker
+        self.services = services
         self.log = log
         self.known: dict[str, Channel] = read(settings.channels, settings.default_channels)
         self._senders = {name: asyncio.Semaphore(SENDERS) for name in self.known}
@@ -345,33 +345,34 @@ class Notifier:
         self._hooks = asyncio.Semaphore(SENDERS)
         self._busy: dict[int, asyncio.Task[None]] = {}
         self._outcomes: dict[int, Outcome] = {}
-        """What came of notices and is not in the store yet: these are not sent again."""
+        """Results of notices that are not in the store yet: these are not sent again."""
         self._writing = asyncio.Lock()
         self._not_before: dict[int, float] = {}
-        """By id, when the event loop's clock says that the next try is due."""
+        """When the next try of each is due, by id, in the event loop's time."""
         self._trouble: dict[str, str] = {}
         self._poke = asyncio.Event()
 
     @property
     def most_tries(self) -> int:
+        """After how many tries a notice is given up."""
         return len(self.settings.retry_seconds) + 1
 
     # Rounds.
 
     def poke(self) -> None:
-        """There is something to send: do not wait for the next round. From the event loop."""
+        """Start the next round now: there is something to send. From the event loop."""
         self._poke.set()
 
     async def pause(self, seconds: float) -> None:
-        """Wait for the next round, or until somebody pokes."""
+        """Wait for the next round, or until it is poked."""
         with contextlib.suppress(asyncio.TimeoutError):
             await within(seconds, self._poke.wait())
         self._poke.clear()
 
     async def round(self) -> None:
-        """Take up all notices that are due. They are sent meanwhile; this does not wait for it."""
+        """Start sending all notices that are due, without waiting for it."""
         await self._write()
-        unsent = await self.broker.run(self.broker.notifications.unsent, self.most_tries)
+        unsent = await self.services.run(self.services.notifications.unsent, self.most_tries)
         now = asyncio.get_running_loop().time()
         self._not_before = {n: self._not_before[n] for n in unsent if n in self._not_before}
         due = [
@@ -382,24 +383,24 @@ class Notifier:
             and self._not_before.get(number, now) <= now
         ]
         found = (
-            await self.broker.run(self.broker.notifications.with_choices, due[:BATCH])
+            await self.services.run(self.services.notifications.with_choices, due[:BATCH])
             if due
             else []
         )
         for notice, own in found:
             if notice.sent_at or notice.tries >= self.most_tries:
-                continue  # it was on its way when the ids were read, and has arrived since
+                continue  # it was being sent when the ids were read, and has arrived since
             choices = self._choices(notice, own)
             if choices or (self.settings.hook and not notice.tries):
                 self._busy[notice.id] = asyncio.create_task(self._deliver(notice, choices))
             else:
-                self._outcomes[notice.id] = Outcome(self.broker.clock(), notice.tries)
+                self._outcomes[notice.id] = Outcome(self.services.clock(), notice.tries)
         await self._write()
         if len(due) > BATCH:
             self.poke()
 
     async def close(self, seconds: float = 3.0) -> None:
-        """Give what is on its way a moment to arrive; then stop."""
+        """Give what is being sent a moment to arrive; then stop."""
         if tasks := list(self._busy.values()):
             await asyncio.wait(tasks, timeout=seconds)
         for task in tasks:
@@ -407,7 +408,7 @@ class Notifier:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _choices(self, notice: Notice, own: Mapping[str, ChannelChoice]) -> list[ChannelChoice]:
-        """By what it is still to be sent: after a try, only where it failed."""
+        """Return the channels still to send by: after a try, only the failed ones."""
         choices = wanted(chosen(self.known, own, notice.user), notice)
         if not notice.tries:
             return choices
@@ -437,10 +438,10 @@ class Notifier:
 
     def _outcome(self, notice: Notice, errors: Mapping[str, str]) -> Outcome:
         if not errors:
-            return Outcome(self.broker.clock(), notice.tries)
+            return Outcome(self.services.clock(), notice.tries)
         tries, text = notice.tries + 1, errors_text(errors)
         if notice.kind is NoticeKind.TEST:
-            tries = self.most_tries  # who tries the channels waits for an answer
+            tries = self.most_tries  # whoever tries the channels waits for an answer
         if tries < self.most_tries:
             pause = self.settings.retry_seconds[tries - 1]
             self._not_before[notice.id] = asyncio.get_running_loop().time() + pause
@@ -450,7 +451,7 @@ class Notifier:
         return Outcome(None, tries, text)
 
     async def _send(self, channel: Channel, choice: ChannelChoice, notice: Notice) -> str:
-        """Send by one channel; why it failed, or nothing."""
+        """Send by one channel; returns why it failed, or ""."""
         name = channel.name
         async with self._senders[name]:
             try:
@@ -466,10 +467,10 @@ class Notifier:
         return ""
 
     async def _in_thread(self, name: str, work: Callable[[], None]) -> None:
-        """Run what blocks. A thread that hangs is left alone: it ends with the process.
+        """Run blocking work. A hanging thread is abandoned: it ends with the process.
 
-        Not in the event loop's own executor: at the end of the program, that is waited for.
-        Raises Unavailable when it is not done in time, and whatever the work raises.
+        Not in the event loop's own executor, which the program's end waits for. Raises Unavailable
+        if it is not done in time, and whatever the work raises.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -506,18 +507,18 @@ class Notifier:
                 self.log.exception("Hook for the notice %r: %r", notice.key, error)
         return ""
 
-    # What is noted.
+    # Recording results.
 
     async def _write(self) -> None:
-        """Bring the outcomes to the store. Raises StoreUnavailable; then they are kept."""
+        """Write the results to the store. Raises StoreUnavailable; then they are kept."""
         async with self._writing:
             if outcomes := dict(self._outcomes):
-                await self.broker.run(self.broker.notifications.mark, outcomes)
+                await self.services.run(self.services.notifications.mark, outcomes)
                 for number in outcomes:
                     del self._outcomes[number]
 
     def _note(self, part: str, sentence: str) -> str:
-        """Log a trouble when it begins or changes, and when it is over; the sentence itself."""
+        """Log a problem when it begins or changes, and its end; returns the sentence."""
         if sentence and self._trouble.get(part) != sentence:
             self._trouble[part] = sentence
             self.log.warning("%s: %s", part, sentence)

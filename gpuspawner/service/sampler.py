@@ -1,8 +1,8 @@
-"""What devices do, sampled once a second beside everything else, and remembered by the minute.
+"""Sampling of devices once a second in a thread, summed up by the minute.
 
-It runs in a thread of the accounting service, which serves the pages that show the newest seconds:
-there is nothing more to install, to start or to watch. A driver that hangs holds up this thread
-and no duty; a store that is slow or away holds up what is remembered, and no sample.
+It runs in the accounting service, which serves the pages that show the latest seconds: there is
+nothing else to install, start or watch. A hanging driver blocks this thread and no duty; a slow or
+missing store delays what is stored, and no sample.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 KEPT_SECONDS = 300
 """How many samples of each device are kept in memory."""
 MOST_MINUTES = 20_000
-"""How many complete minutes wait for a store that is away, of all devices together; the oldest
-are given up. A day and a half of eight devices."""
+"""How many complete minutes of all devices wait for a missing store; the oldest are dropped.
+
+A day and a half of eight devices.
+"""
 AGAIN_SECONDS = 60.0
-"""After nothing could be seen, it is tried again this often."""
+"""How often it is tried again after nothing could be seen."""
 
 Clock = Callable[[], datetime]
 
 
 class Sampling:
-    """The thread, and what it has gathered. All methods are for other threads."""
+    """The thread, and what it has collected. All methods are for other threads."""
 
     def __init__(
         self,
@@ -51,9 +53,9 @@ class Sampling:
         self._log = log
         self.seconds = seconds
         self.silent_after = 10 * max(1.0, seconds)
-        """Seconds without an answer after which it is said that there is none."""
+        """Seconds without an answer after which that is reported."""
         self.owners: ProcessOwners | None = None
-        """Of the processes on devices; set by whoever knows the open leases."""
+        """Owners of the processes on devices; set by code that knows the open leases."""
         self._strange: dict[int, tuple[ProcessOwners, bool]] = {}
         self._rollups = Rollups(self._is_strange)
         self._recent: dict[str, deque[Sample]] = {}
@@ -65,12 +67,12 @@ class Sampling:
         self._error = ""
 
     def start(self) -> None:
-        """Begin. The thread does not keep the process alive: it may hang in the driver."""
+        """Start the thread, which does not keep the process alive: it may hang in the driver."""
         self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
         self._thread.start()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """End after the sample that is being taken; what is not complete counts as complete."""
+        """Stop after the present sample; incomplete minutes count as complete."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout)
@@ -80,12 +82,12 @@ class Sampling:
             self._complete.extend(self._rollups.rest())
 
     def recent(self) -> dict[str, list[Sample]]:
-        """The newest samples of each device, the oldest first."""
+        """Return the newest samples of each device, oldest first."""
         with self._lock:
             return {uuid: list(samples) for uuid, samples in self._recent.items()}
 
     def trouble(self) -> str:
-        """Why there are no samples just now, as a sentence; empty when there are."""
+        """Return why there are no samples, as a sentence; empty if there are."""
         if self._error:
             return self._error
         silent = self._monotonic() - self._answered_at
@@ -94,12 +96,12 @@ class Sampling:
         return ""
 
     def complete(self) -> list[DeviceUse]:
-        """The minutes that are complete and were not written yet, the oldest first."""
+        """Return the complete minutes that were not stored yet, oldest first."""
         with self._lock:
             return list(self._complete)
 
     def written(self, minutes: list[DeviceUse]) -> None:
-        """These are in the store."""
+        """Record that these minutes are in the store."""
         done = {id(minute) for minute in minutes}
         with self._lock:
             left = [minute for minute in self._complete if id(minute) not in done]
@@ -113,7 +115,7 @@ class Sampling:
             pause = self.seconds if self._look() else max(self.seconds, AGAIN_SECONDS)
             due += pause
             now = self._monotonic()
-            if due < now:  # the driver was slow: what is missed is not made up for
+            if due < now:  # the driver was slow: missed samples are skipped
                 due += (now - due) // self.seconds * self.seconds + self.seconds
             self._stop.wait(due - now)
 
@@ -124,7 +126,7 @@ class Sampling:
             self._error = str(lost)
             self._answered_at = self._monotonic()
             return False
-        except Exception as error:  # whatever a driver does, the next look comes
+        except Exception as error:  # whatever a driver does, the next round follows
             if not self._error:
                 self._log.exception("Sampling the GPUs failed")
             self._error = f"What GPUs do cannot be seen: {error!r}"
@@ -141,11 +143,11 @@ class Sampling:
         return True
 
     def _is_strange(self, process: DeviceProcess) -> bool:
-        """Whether it belongs to no lease; asked of ``/proc`` once for each set of open leases."""
+        """Return True if it belongs to no lease; reads ``/proc`` once per set of open leases."""
         if isinstance(process, FarProcess):
             return process.strange
         if (owners := self.owners) is None:
-            return False  # whose they are is not known yet
+            return False  # the owners are not known yet
         asked = self._strange.get(process.pid)
         if asked is None or asked[0] is not owners:
             if len(self._strange) > 1000:
@@ -155,5 +157,5 @@ class Sampling:
 
 
 def days(number: float) -> timedelta:
-    """A trait in days as a length of time."""
+    """Convert a trait in days to a duration."""
     return timedelta(days=number)

@@ -1,7 +1,7 @@
-"""The service's part in sessions: warnings, ends, and the stops that somebody ordered.
+"""The duties for sessions: warnings, ends, and ordered stops.
 
-What is due is read from the store every time, so a service that was killed goes on where it
-was: a warning is given once, and an order is carried out until the server is gone.
+What is due is read from the store every time, so a service that was killed continues where it was:
+a warning is given once, and an order is carried out until the server is gone.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .notifier import Hook
 from .worker import Tick
 
 AT_ONCE = 10
-"""Stops that the Hub is asked for at the same time."""
+"""How many stops are requested from the Hub at the same time."""
 
 AGAIN = 10.0
-"""Seconds after which the Hub is asked again for a stop that it took up."""
+"""Seconds after which the Hub is asked again for a stop that it accepted."""
 
 LONGEST_PAUSE = 60.0
-"""Seconds between two tries, however often it failed."""
+"""Maximum seconds between two tries, however often it failed."""
 
 
 class GPUSessions(LoggingConfigurable):
-    """What is said of sessions that end."""
+    """Warnings before a session ends."""
 
     warn_minutes = List(
         Float(min=0.0),
@@ -68,10 +68,11 @@ class Stop:
     task: asyncio.Task[None] | None = None
     tries: int = 0
     not_before: float = 0.0
-    """When, by the event loop's clock, the Hub may be asked again."""
+    """When the Hub may be asked again, by the event loop's clock."""
 
     @property
     def under_way(self) -> bool:
+        """True while the Hub is being asked."""
         return self.task is not None and not self.task.done()
 
 
@@ -87,7 +88,7 @@ class SessionDuty:
         command_seconds: float = 10.0,
         poke: Callable[[], None] = lambda: None,
     ) -> None:
-        self.broker = tick.broker
+        self.services = tick.services
         self.tick = tick
         self.log = tick.log
         self.warn_minutes = tuple(warn_minutes)
@@ -97,15 +98,15 @@ class SessionDuty:
         self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def round(self) -> None:
-        """Warn whom it is time to warn, end what is over, and see to the stops."""
-        due = await self.broker.run(self.broker.due_sessions, self.warn_minutes)
+        """Give due warnings, end sessions that are over, and carry out the stops."""
+        due = await self.services.run(self.services.sessions.due_sessions, self.warn_minutes)
         for lease in due.warn:
             await self._warn(lease)
         ordered = [await self._end(lease) for lease in due.over]
         self._carry_out([*due.stop, *(lease for lease in ordered if lease)])
 
     async def close(self) -> None:
-        """Leave everything as it is: the next service goes on."""
+        """Leave everything as it is: the next service continues."""
         tasks = [stop.task for stop in self._stops.values() if stop.task]
         for task in tasks:
             task.cancel()
@@ -114,7 +115,9 @@ class SessionDuty:
     # Warnings and ends.
 
     async def _warn(self, lease: Lease) -> None:
-        warned = await self.broker.run(self.broker.warn_session, lease.id, self.warn_minutes)
+        warned = await self.services.run(
+            self.services.sessions.warn_session, lease.id, self.warn_minutes
+        )
         if warned is None:
             return
         self.poke()
@@ -122,7 +125,7 @@ class SessionDuty:
         self._run_hook("warning", warned)
 
     async def _end(self, lease: Lease) -> Lease | None:
-        ended: Lease | None = await self.broker.run(self.broker.end_session, lease.id)
+        ended: Lease | None = await self.services.run(self.services.sessions.end_session, lease.id)
         if ended is not None:
             self.poke()
             self._run_hook("end", ended)
@@ -160,9 +163,9 @@ class SessionDuty:
             stop.not_before = asyncio.get_running_loop().time() + pause
 
     async def _ask(self, lease: Lease) -> bool | None:
-        """Ask the Hub; whether it has the server. None when the server is gone meanwhile."""
-        # The member may have started another one under this name since the round began.
-        newest = await self.broker.run(self.broker.lease, lease.id)
+        """Ask the Hub; returns True if it has the server, None if that is gone meanwhile."""
+        # The member may have started another one with this name since the round began.
+        newest = await self.services.run(self.services.leases.get, lease.id)
         if newest.state is LeaseState.ENDED:
             return None
         known = await self.tick.hub.stop_server(lease.server)
@@ -171,11 +174,11 @@ class SessionDuty:
         return known
 
     def _run_hook(self, event: str, lease: Lease) -> None:
-        self.hook.start(told(event, lease, self.broker.clock()))
+        self.hook.start(told(event, lease, self.services.clock()))
 
 
 def told(event: str, lease: Lease, now: datetime) -> bytes:
-    """What the hook reads: one JSON object and a line end."""
+    """Return what the hook reads: one JSON object and a line end."""
     seen: dict[str, Any] = {
         "event": event,
         "lease": lease.id,
@@ -192,7 +195,7 @@ def told(event: str, lease: Lease, now: datetime) -> bytes:
 
 
 def instant(moment: datetime | None) -> str | None:
-    """A time as commands read it: ISO 8601 in UTC."""
+    """Format a time for commands: ISO 8601 in UTC."""
     if moment is None:
         return None
     return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")

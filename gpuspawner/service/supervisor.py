@@ -14,15 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 PAUSES = (1.0, 2.0, 5.0, 15.0, 60.0)
-"""Seconds before a duty is started again, after its first failure, its second and so on."""
+"""Seconds before a duty is restarted, after its first failure, its second and so on."""
 
 SETTLED_SECONDS = 600.0
-"""A duty that ran for so long before it failed is started again after the first pause."""
+"""A duty that ran this long before it failed is restarted after the first pause."""
 
 
 @dataclass(slots=True)
 class DutyState:
-    """What is known of one duty since the service started."""
+    """The state of one duty since the service started."""
 
     is_running: bool = False
     failures: int = 0
@@ -30,18 +30,18 @@ class DutyState:
 
 
 class Supervisor:
-    """Runs duties side by side. None of them ends another one, and none ends unnoticed."""
+    """Runs duties side by side. No duty ends another one, and none ends unnoticed."""
 
     def __init__(self, log: logging.Logger, pauses: Sequence[float] = PAUSES) -> None:
         self._log = log
         self._pauses = pauses
         self.states: dict[str, DutyState] = {}
-        """Every duty that was started and has more to do, by its name."""
+        """Every duty that was started and has more to do, by name."""
 
     async def keep(self, name: str, start: Callable[[], Awaitable[object]]) -> None:
-        """Run a duty until it returns or this is cancelled; start it again when it raises.
+        """Run a duty until it returns or this is cancelled; restart it when it raises.
 
-        ``start`` makes the duty, and is called again after each failure.
+        ``start`` creates the duty, and is called again after each failure.
         """
         state = self.states.setdefault(name, DutyState())
         now = asyncio.get_running_loop().time
@@ -65,20 +65,20 @@ class Supervisor:
 
 
 HANGS_SECONDS = 30.0
-"""An event loop that did not answer for so long does not answer any more."""
+"""An event loop that did not answer for this long is considered hung."""
 
 STEP_SECONDS = 1.0
-"""Seconds between two questions to the event loop."""
+"""Seconds between two checks of the event loop."""
 
 EXIT_STATUS = 70
-"""Of a service that ended itself: EX_SOFTWARE."""
+"""The exit status of a service that ended itself: EX_SOFTWARE."""
 
 
 class Watchdog:
-    """Asks the event loop, from a thread, whether it still answers."""
+    """Checks from a thread that the event loop still answers."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, log: logging.Logger) -> None:
-        """To be made in the thread of the event loop."""
+        """Create it in the thread of the event loop."""
         self._loop = loop
         self._log = log
         self._watched = threading.get_ident()
@@ -87,19 +87,19 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._stopped.set()
 
     def _watch(self) -> None:
-        # Steps are counted, not time: a machine that slept is no event loop that hangs.
+        # Steps are counted, not time: a machine that slept does not have a hung event loop.
         missed = 0
         self._ask()
         while not self._stopped.wait(STEP_SECONDS):
-            # For what never lets another thread run, as a long match of a regular expression.
+            # For code that never lets another thread run, such as a long regular expression match.
             with suppress(AttributeError, OSError, RuntimeError, ValueError):  # no file to print to
                 faulthandler.dump_traceback_later(4 * HANGS_SECONDS, exit=True)
             if self._answered.is_set():

@@ -1,9 +1,10 @@
 """The regular rounds of the accounting service: charge, reconcile, and resume waiting spawns.
 
-A spawn finds its ticket by its server, and so its place in line. Whoever is gone loses theirs.
+A spawn finds its ticket by its server, and so its position in the queue. Members who are gone lose
+theirs.
 
-Everything that must survive a restart is in the store: a round can be late, doubled or
-killed at any point, and the next one goes on from what is written there.
+Everything that must survive a restart is in the store: a round can be late, doubled or killed at
+any point, and the next one continues from there.
 """
 
 from __future__ import annotations
@@ -26,43 +27,46 @@ from ..core.errors import (
 )
 from ..db.leader import TAKE_OVER
 from ..engines.base import Engine, Remembers
+from ..leases.clock_corrections import clock_says
 from ..leases.models import Lease, LeaseState, ServerRef, Sighting
 from ..leases.reconciliation import Action, Confirm, HubState, Release, Remove, Unknown
 from ..queue.models import Ticket
-from ..services import Broker, clock_says
+from ..services import Services
 from .hub_client import HubClient, Started
 
 THE_HUB_FIRST = 3.0
-"""Seconds that the Hub has to write down itself what became of a ticket without a spawn: who
-stopped it while the database was away, who was renamed and who removed."""
+"""Seconds in which the Hub itself can end tickets without a spawn.
+
+It knows who stopped one while the database was away, who was renamed and who was removed.
+"""
 
 TICKET_DAYS = 14
-"""Days after which a ticket that still waits ends."""
+"""Days after which a waiting ticket expires."""
 
 AT_ONCE = 50
-"""Spawns asked for at once: the Hub takes each one up in some hundredths of a second."""
+"""Spawns requested at once: the Hub handles each in some hundredths of a second."""
 
 
 class Resuming:
-    """Sees to it that every ticket has a spawn that waits with it."""
+    """Ensures that every ticket has a spawn that waits with it."""
 
-    def __init__(self, broker: Broker, hub: HubClient, log: logging.Logger) -> None:
-        self.broker = broker
+    def __init__(self, services: Services, hub: HubClient, log: logging.Logger) -> None:
+        self.services = services
         self.hub = hub
         self.log = log
 
     async def resume(self, servers: Collection[ServerRef], pause: float = 0.0) -> int:
-        """Start the spawn of every ticket whose server the Hub does not have. How many.
+        """Start the spawn of every ticket whose server the Hub does not have, and return how many.
 
         Tickets that waited too long, or whose member is gone, end with their reason. ``pause``:
-        seconds to wait before, for the Hub to end them. Raises Unavailable when the Hub does
-        not answer; what was not reached is tried again.
+        seconds to wait first, for the Hub to end them. Raises Unavailable if the Hub does not
+        answer; what was not reached is tried again.
         """
-        waiting = await self._not_expired(await self.broker.run(self.broker.waiting))
+        waiting = await self._not_expired(await self.services.run(self.services.queue.waiting))
         missing = [ticket for ticket in waiting if ticket.server not in servers]
         if missing and pause:
             await asyncio.sleep(pause)
-            still = {ticket.id for ticket in await self.broker.run(self.broker.waiting)}
+            still = {ticket.id for ticket in await self.services.run(self.services.queue.waiting)}
             missing = [ticket for ticket in missing if ticket.id in still]
         gate = asyncio.Semaphore(AT_ONCE)
 
@@ -77,7 +81,7 @@ class Resuming:
         return len(missing)
 
     async def _not_expired(self, waiting: list[Ticket]) -> list[Ticket]:
-        now = self.broker.clock()
+        now = self.services.clock()
         kept = []
         for ticket in waiting:
             if now - ticket.created_at < timedelta(days=TICKET_DAYS):
@@ -97,30 +101,30 @@ class Resuming:
 
     async def _end(self, ticket: Ticket, outcome: str, reason: str) -> None:
         try:
-            await self.broker.run(self.broker.end_ticket, ticket.id, outcome, reason)
+            await self.services.run(self.services.queue.end_ticket, ticket.id, outcome, reason)
         except UnknownTicket as error:  # only if somebody cleaned the database meanwhile
             raise Unavailable(error.message) from error
         self.log.info("Ticket %s of %s ended: %s", ticket.id, ticket.server, reason)
 
 
 PORTION = 200
-"""Leases that are charged in one transaction, at the most."""
+"""Maximum leases charged in one transaction."""
 
 OWNED = 1.0
-"""Seconds for which one look at whose the database is serves every duty."""
+"""Seconds for which one check of the database's owner serves every duty."""
 
 BETWEEN_PORTIONS = 0.02
-"""Seconds in which somebody else can write."""
+"""Seconds in which others can write."""
 
 Round = tuple[float, str, Callable[[], Awaitable[object]]]
-"""Seconds between two rounds of a duty, its name, and what each does."""
+"""Seconds between two rounds of a duty, its name, and its work."""
 
 
 class Sightings(Mapping[str, Sequence[Sighting] | None]):
-    """What the engines run, looked at when first asked for, and then once.
+    """What the engines run, queried when first needed, and then once.
 
-    The broker reads its leases before it asks. So a lease that is running and has no server
-    in here has lost it: the server was there before the look, and was not found by it.
+    The leases are read before the engines are queried. So a running lease without a server in here
+    has lost it: the server existed before the query, which did not find it.
     """
 
     def __init__(self, engines: Mapping[str, Engine], leases: Collection[Lease]) -> None:
@@ -156,30 +160,30 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
 class Tick:
     """One round of each duty. Rounds of one duty never overlap: the caller awaits them."""
 
-    broker: Broker
+    services: Services
     hub: HubClient
     engines: Mapping[str, Engine]
-    """Every engine that can be asked, by name."""
+    """Every available engine, by name."""
     log: logging.Logger
     ask: Collection[str] = ()
-    """The engines to ask in every round; none named: those of open and recent leases."""
+    """The engines queried in every round; by default those of open and recent leases."""
     start_grace_seconds: float = 60.0
-    """Nothing younger than this is ended only because the Hub does not name it."""
+    """Nothing younger than this is ended only because the Hub does not list it."""
     charge_seconds: float = 60.0
     """How often each running lease is charged, at a moment of its own."""
     hub_name: str = ""
-    """What our Hub is called in the store's lock; not known when it did not start us."""
+    """Our Hub's name in the leader lock; empty if it did not start us."""
     rounds: Counter[str] = field(default_factory=Counter)
-    """How many rounds each duty has finished, failed ones included, since this process started."""
+    """How many rounds each duty has finished since the process started, including failed ones."""
     _owned_at: float = float("-inf")
     _resumed: bool = False
     _stuck: set[str] = field(default_factory=set)
-    """What the log says of the leases that wait for an admin."""
+    """Log messages about leases that wait for an admin."""
     _trouble: dict[str, str] = field(default_factory=dict)
 
     async def keep_clock(self) -> None:
-        """Notice when the wall clock is set. Raises Unavailable while a step of it is doubted."""
-        verdict = await self.broker.run(self.broker.keep_clock)
+        """Detect steps of the wall clock. Raises Unavailable while a step is in doubt."""
+        verdict = await self.services.run(self.services.clock_corrections.keep)
         if verdict is None:
             return
         if verdict.event in ("followed", "back"):
@@ -188,39 +192,43 @@ class Tick:
             raise Unavailable(clock_says(verdict))
 
     async def charge(self) -> None:
-        """Charge every running lease whose time has come; after a pause that is all of them, in
-        portions between which others write."""
+        """Charge every running lease that is due.
+
+        After a pause that is all of them, in portions between which others can write.
+        """
         every = timedelta(seconds=self.charge_seconds)
-        while await self.broker.run(self.broker.ledger.charge_portion, every, PORTION) >= PORTION:
+        while (
+            await self.services.run(self.services.ledger.charge_portion, every, PORTION) >= PORTION
+        ):
             await asyncio.sleep(BETWEEN_PORTIONS)
 
     @property
     def charge_pause(self) -> float:
-        """Seconds between two looks for leases to charge, which then are a few of them."""
+        """Seconds between two checks for leases to charge, so that each charges a few."""
         return min(self.charge_seconds, max(1.0, self.charge_seconds / 60))
 
-    # Store, engines and Hub: do they say the same?
+    # Comparing store, engines and Hub.
 
     async def reconcile(self) -> list[Action]:
-        """Adopt what lives, settle what is gone, end what nobody owns.
+        """Adopt what lives, settle what is gone, end what has no owner.
 
-        Raises AnotherHubGrants while another hub gives out the GPUs of this store: its servers
-        and its line are nothing that our Hub knows of, and none of ours.
+        Raises AnotherHubGrants while another hub grants from this store: our Hub knows nothing of
+        its servers and its queue, and they are not ours.
         """
         await self._require_owner()
-        # The Hub is asked first: whatever starts after its answer holds a lease too young
-        # to be touched, or was pending.
+        # The Hub is asked first: whatever starts after its answer has a lease too young to be
+        # touched, or was pending.
         servers = await self._servers()
         await self._resume(servers)
-        leases = await self.broker.run(self.broker.open_leases)
+        leases = await self.services.run(self.services.leases.open_leases)
         servers = await self._with_missing(servers, leases)
-        recent = await self.broker.run(self.broker.leases_of, None)
+        recent = await self.services.run(self.services.leases.of_account, None)
         names = self.ask or {lease.engine for lease in (*leases, *recent)}
         asked = {name: engine for name, engine in self.engines.items() if name in names}
         sightings = Sightings(asked, leases)
         grace = self.start_grace_seconds
         actions = await asyncio.to_thread(
-            self.broker.reconcile, sightings, servers, grace_seconds=grace
+            self.services.leases.reconcile, sightings, servers, grace_seconds=grace
         )
         for name in asked:
             self._note_engine(name, sightings.errors.get(name))
@@ -245,24 +253,23 @@ class Tick:
         return actions
 
     async def _require_owner(self) -> None:
-        """Raises AnotherHubGrants, or NotTheOwner: leases and tickets are not this hub's."""
-        holder = await self.broker.run(self.broker.granter.holder)
+        """Raise AnotherHubGrants or NotTheOwner if leases and tickets are not this hub's."""
+        holder = await self.services.run(self.services.granter.holder)
         if self.hub_name and holder not in ("", self.hub_name):
             raise AnotherHubGrants()
-        await self.broker.run(self.broker.granter.require_owner)
+        await self.services.run(self.services.granter.require_owner)
 
     async def _is_sure_to_own(self) -> None:
-        """The same for every duty; one answer serves for a second."""
+        """Check the same before every duty; one answer is valid for a second."""
         if time.monotonic() - self._owned_at >= OWNED:
             await self._require_owner()
             self._owned_at = time.monotonic()
 
     async def _end_deserted(self) -> None:
-        """Take back from a scheduler beside ours what nobody waits for or uses any more, and see
-        that it gives out nothing that is closed."""
+        """Cancel unused allocations at the external scheduler, and keep devices closed there."""
         try:
-            await self.broker.run(self.broker.end_deserted)
-            await self.broker.run(self.broker.machines.keep_closed)
+            await self.services.run(self.services.delegation.end_deserted)
+            await self.services.run(self.services.machines.keep_closed)
         except Unavailable as error:
             self.trouble("Scheduler", error)
         else:
@@ -278,12 +285,12 @@ class Tick:
         return servers
 
     async def _resume(self, servers: Collection[ServerRef] | None) -> None:
-        """Let every ticket have its spawn, if the Hub lost it."""
+        """Start the missing spawns of tickets, if the Hub lost them."""
         if servers is None:
             return
         pause = THE_HUB_FIRST if self._resumed else 0.0  # a Hub that has just started ends none
         try:
-            await Resuming(self.broker, self.hub, self.log).resume(servers, pause)
+            await Resuming(self.services, self.hub, self.log).resume(servers, pause)
         except Unavailable as error:
             self.trouble("Line", error)
         else:
@@ -293,13 +300,13 @@ class Tick:
     async def _with_missing(
         self, servers: dict[ServerRef, HubState] | None, leases: Collection[Lease]
     ) -> dict[ServerRef, HubState] | None:
-        """A list in pages can miss a server while others stop: those with a lease are asked for."""
+        """Add servers with a lease that the paged list missed while others stopped."""
         if servers is None:
             return None
         found = dict(servers)
         known = {lease.server for lease in leases}
-        # The Hub's servers all hold leases. One without is maybe that of a member who was renamed
-        # there, and then the Hub writes its new name into its lease.
+        # The Hub's servers all have leases. One without may belong to a member who was renamed
+        # there, and then the Hub writes the new name into its lease.
         is_renaming = any(
             state is HubState.READY for ref, state in servers.items() if ref not in known
         )
@@ -315,12 +322,12 @@ class Tick:
         return found
 
     async def _remove(self, action: Remove) -> None:
-        """End a server, unless the Hub knows it after all."""
+        """End a server, unless the Hub does know it."""
         sighting = action.sighting
         part = f"End of {sighting.ref}"
         try:
-            lease = await self.broker.run(self.broker.lease, sighting.lease_id)
-            # Its labels are not proof enough: the store's own word on the server counts.
+            lease = await self.services.run(self.services.leases.get, sighting.lease_id)
+            # Its labels are not enough proof: the store decides.
             if lease.state is not LeaseState.ENDED and await self.hub.server(lease.server):
                 return
             await asyncio.to_thread(self.engines[action.engine].end, sighting)
@@ -339,13 +346,13 @@ class Tick:
     # Rounds of any duty.
 
     async def every(self, seconds: float, part: str, work: Callable[[], Awaitable[object]]) -> None:
-        """One round after the other, for ever: they cannot overlap."""
+        """Run one round after the other, for ever, so that they never overlap."""
         while True:
             await asyncio.sleep(seconds)
             await self.round(part, work)
 
     async def round(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
-        """One round; whatever goes wrong, the next one comes."""
+        """Run one round; whatever goes wrong, the next one follows."""
         try:
             await self._is_sure_to_own()
             await work()
@@ -359,18 +366,18 @@ class Tick:
             self.well(part)
         self.rounds[part] += 1
 
-    # What the log says of parts that do not answer: a sentence when it begins, one when it ends.
+    # Log messages about parts that do not answer: one when it begins, one when it ends.
 
     def trouble(self, part: str, error: Exception, *, trace: bool = False) -> None:
-        """Say once that a part does not answer, with a traceback when nobody foresaw it."""
+        """Log once that a part does not answer, with a traceback if that is unexpected."""
         said = f"{type(error).__name__}: {error}" if trace else str(error)
         if self._trouble.get(part) != said:
             self._trouble[part] = said
-            line = " ".join(said.split())  # one record, one line, for whoever searches the log
+            line = " ".join(said.split())  # one record per line, for searching the log
             self.log.warning("%s: %s", part, line, exc_info=error if trace else None)
 
     def well(self, part: str) -> None:
-        """Say once that a part answers again."""
+        """Log once that a part answers again."""
         if self._trouble.pop(part, None) is not None:
             self.log.info("%s: all is well again", part)
 

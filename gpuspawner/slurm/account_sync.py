@@ -1,9 +1,8 @@
-"""From what Slurm knows to what is wanted of it: the steps, and doing them.
+"""Synchronizes Slurm's accounts: plans the steps to the wanted state, and carries them out.
 
-Whatever is not below ``gpuspawner`` is never touched. Nothing is deleted: an association that is
-over takes no jobs any more, and keeps what was used. Each step can be done by itself and only
-brings what is there closer to what is wanted, so whoever is killed in between goes on the next
-time.
+Nothing outside of ``gpuspawner`` is ever touched, and nothing is deleted: an obsolete association
+takes no more jobs, and keeps its use. Each step is independent and only brings the existing state
+closer to the wanted one, so a killed process continues next time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _DO = ("-i", "-Q")
 _NOTHING_NEW = "nothing new added"
 
 AT_ONCE = 100
-"""Users whom one step is about: the database takes as long for one of them."""
+"""How many users one step covers: the database takes as long for a single one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class SyncStep:
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """What brings Slurm to what is wanted."""
+    """The steps that bring Slurm to the wanted state."""
 
     steps: tuple[SyncStep, ...] = ()
     problems: tuple[str, ...] = ()
@@ -58,9 +57,9 @@ def plan_sync(
     cluster: str,
     is_system: Callable[[str], bool] = lambda user: False,
 ) -> SyncPlan:
-    """The steps from what is there to what is wanted; none when it is that already.
+    """Return the steps from the existing state to the wanted one.
 
-    ``is_system``: whether a user is the system's own, whatever a member is called.
+    ``is_system`` returns True for a system user, whatever a member is called.
     """
     steps = [*_qos_steps(asked, found)]
     problems = []
@@ -91,18 +90,20 @@ def plan_sync(
 
 
 def apply_plan(slurm: Slurm, steps: Iterable[SyncStep]) -> None:
-    """Do it, one step after the other. Raises SlurmUnavailable or SlurmRefused; what was done
-    before stays, and what is left is in the next plan."""
+    """Carry out the steps in order. Raises SlurmUnavailable or SlurmRefused.
+
+    Earlier steps stay done, and the rest is in the next plan.
+    """
     for step in steps:
         try:
             slurm.run("sacctmgr", *_DO, *step.words)
         except SlurmRefused as error:
             if _NOTHING_NEW not in error.message.lower():
-                raise  # else somebody else has just done the same
+                raise  # else another process has just done the same
 
 
 def check_version(slurm: Slurm) -> None:
-    """Raises SlurmRefused for a Slurm whose words may be others than those that were tried."""
+    """Raise SlurmRefused for an untested version of Slurm, whose syntax may differ."""
     said = slurm.run("sacctmgr", "--version").strip()
     if not is_tested(said):
         why = f"it is {said}, and gpuspawner was tried with {' and '.join(TESTED)}"
@@ -110,8 +111,10 @@ def check_version(slurm: Slurm) -> None:
 
 
 def is_there(slurm: Slurm, cluster: str, asked: WantedAssociations) -> bool:
-    """Whether the people who are asked for have their places already, by one question: before
-    every start of theirs but the first it is so."""
+    """Return True if these people already have their associations, with a single query.
+
+    That is so before every start of theirs except the first.
+    """
     found = read_places(slurm, cluster, asked.users)
     return not any(
         change
@@ -121,7 +124,7 @@ def is_there(slurm: Slurm, cluster: str, asked: WantedAssociations) -> bool:
 
 
 def bring(slurm: Slurm, cluster: str, asked: WantedAssociations) -> SyncPlan:
-    """Bring Slurm to what is wanted; what was done, and what could not be."""
+    """Bring Slurm to the wanted state, and return what was done and what could not be."""
     found = plan_sync(asked, read_associations(slurm, cluster), cluster, accounts.is_system_user)
     apply_plan(slurm, found.steps)
     return found
@@ -161,10 +164,10 @@ def _account_steps(
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What becomes of a user, alike for many."""
+    """A change of a user, the same for many."""
 
     stage: int
-    """Those of an earlier one are done first."""
+    """Changes of lower stages are done first."""
     user: str
     verb: str
     words: tuple[str, ...]
@@ -193,7 +196,7 @@ def _changes(
             yield _in_account(1, user, account, changes)
     default = found.defaults.get(user, account)
     if default != account and found.is_ours(default):
-        # By itself it is set when a user is new; one of the site's own stays.
+        # It is set automatically for a new user; one of the site's own stays.
         words = ("set", f"defaultaccount={account}")
         yield _Change(2, user, "modify", words, f"{account} by default (was {default})")
     for (other, name), place in found.places.items():
@@ -209,7 +212,7 @@ def _in_account(stage: int, user: str, account: str, changes: tuple[str, ...]) -
 
 
 def _together(changes: Iterable[_Change], cluster: str) -> Iterator[SyncStep]:
-    """The steps: what is the same for many users is one."""
+    """Yield the steps: the same change for many users is one step."""
     alike: dict[_Change, list[str]] = {}
     for change in sorted(changes, key=lambda change: change.stage):
         alike.setdefault(replace(change, user=""), []).append(change.user)
@@ -223,7 +226,7 @@ def _together(changes: Iterable[_Change], cluster: str) -> Iterator[SyncStep]:
 
 
 def _settings(row: AssociationRow, there: AssociationRow, submits: str) -> tuple[str, ...]:
-    """What differs, as sacctmgr takes it; -1 takes a limit away."""
+    """Return the differences as sacctmgr takes them; -1 removes a limit."""
     words = []
     differ = {
         one.name

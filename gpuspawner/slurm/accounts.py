@@ -1,23 +1,22 @@
 """Users and accounts in Slurm: their names, shares and limits.
 
-A name that Linux and Slurm take as it is stays as it is, so that ``ada`` signs in over SSH as
-``ada``. Every other one is written in letters that they take, behind ``u-``, and can be read back;
-one that is too long for that becomes a digest, behind ``h-``, and is found again among the names
-that are known. No two members get the same name: what stays as it is never begins with ``u-`` or
-``h-``, what is written behind ``u-`` can be read in one way only, and two digests of 150 bits do
-not meet by chance.
+A name that Linux and Slurm accept stays as it is, so that ``ada`` signs in over SSH as ``ada``. Any
+other name is encoded with accepted characters after ``u-``, and can be decoded; one that is too
+long for that becomes a digest after ``h-``, and is found again among the known names. No two
+members get the same name: unchanged names never begin with ``u-`` or ``h-``, an encoding after
+``u-`` is unique, and two digests of 150 bits do not collide by chance.
 
-A group's account always begins with ``g-`` (``gh-`` for a digest), so that it is no account that a
-site made by itself.
+A group's account always begins with ``g-`` (``gh-`` for a digest), so that it is never an account
+made by the site itself.
 
-What a site's configuration says of groups and members becomes accounts, associations and QOS:
+A site's configuration of groups and members becomes accounts, associations and QOS:
 
-- an account for each group that has a say, below ``gpuspawner``, with its weight as share;
-- for each member one association that is open, in the account of the group that they count on;
+- an account for each configured group, below ``gpuspawner``, with its weight as share;
+- for each member one open association, in the account of the group that they count against;
 - a QOS for each priority.
 
-Whatever is not below ``gpuspawner`` is the site's own. :mod:`~gpuspawner.slurm.account_sync` brings
-Slurm there.
+Everything outside of ``gpuspawner`` is the site's own. :mod:`~gpuspawner.slurm.account_sync`
+applies this to Slurm.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from dataclasses import dataclass, field, replace
 from .programs import Slurm
 
 LONGEST_NAME = 32
-"""Characters of a user's name, for ``useradd`` and Slurm alike."""
+"""Maximum characters of a user's name, for ``useradd`` and Slurm alike."""
 
 ROOT_ACCOUNT = "gpuspawner"
-"""The account above all of ours; what is not below it is the site's own."""
+"""The account above all of ours; everything outside of it is the site's own."""
 
 EVERYBODY = "gpuspawner-members"
-"""The account of members who are in no group that has a say."""
+"""The account of members without a configured group."""
 
 FIRST_UID = 1000
-"""Users below it are the system's, as ``login.defs`` has it everywhere."""
+"""Users below it are system users, as in ``login.defs`` everywhere."""
 
 _PLAIN = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _WRITTEN = re.compile(r"(?:[a-z0-9-]|_[0-9a-f]{2})*")
 _KEPT = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-")
 _BYTE = re.compile(rb"_([0-9a-f]{2})")
 
-# Of Debian, Ubuntu and Red Hat, and of what a cluster runs.
+# Of Debian, Ubuntu and Red Hat, and of common cluster software.
 _SYSTEM = """
     root toor bin daemon adm lp sync shutdown halt mail news uucp operator games gopher ftp man
     proxy www-data backup list irc gnats nobody nogroup sys sshd messagebus dbus polkitd avahi
@@ -58,11 +57,11 @@ _SYSTEM = """
     jupyter gpuspawner telegraf grafana prometheus admin sudo wheel staff users
 """
 SYSTEM_USERS = frozenset(_SYSTEM.split())
-"""Names that are no member's on a node, whoever signs in by them."""
+"""Names that are never a member's on a node, whoever signs in with them."""
 
 
 def user_of(member: str) -> str:
-    """The user on the nodes that a member is: at most 32 of ``a-z 0-9 _ -``, a letter first."""
+    """Return a member's user on the nodes: at most 32 of ``a-z 0-9 _ -``, a letter first."""
     plain = _PLAIN.fullmatch(member) and not member.startswith(("u-", "h-", "systemd-"))
     if plain and member not in SYSTEM_USERS:
         return member
@@ -70,19 +69,18 @@ def user_of(member: str) -> str:
 
 
 def member_of(user: str) -> str | None:
-    """The member who is this user; None for a digest, and for a user whom no member can be."""
+    """Return the member with this user; None for a digest, and if no member can have it."""
     found = _read("u-", user) if user.startswith("u-") else user
     return found if found is not None and user_of(found) == user else None
 
 
 def account_of(group: str) -> str:
-    """Slurm's account of a group; that of who is in none for an empty one."""
+    """Return a group's account in Slurm; for "" that of members without a group."""
     return _written("g-", "gh-", group) if group else EVERYBODY
 
 
 def group_of(account: str) -> str | None:
-    """The group of an account, empty for that of everybody; None when it is no group's that can
-    be read."""
+    """Return the group of an account, "" for everybody's; None if it cannot be decoded."""
     if account == EVERYBODY:
         return ""
     found = _read("g-", account) if account.startswith("g-") else None
@@ -90,12 +88,12 @@ def group_of(account: str) -> str | None:
 
 
 def by_user(members: Iterable[str]) -> dict[str, str]:
-    """These members by the users that they are; digests too."""
+    """Return these members by their users on the nodes, including digests."""
     return {user_of(member): member for member in members}
 
 
 def is_system_user(user: str) -> bool:
-    """Whether this machine has a user of this name who is no person."""
+    """Return True if this machine has a system user with this name."""
     try:
         return pwd.getpwnam(user).pw_uid < FIRST_UID
     except KeyError:
@@ -123,10 +121,10 @@ def _read(prefix: str, word: str) -> str | None:
 
 
 QOS = "gpuspawner-"
-"""How the names of our QOS begin; the priority follows."""
+"""Prefix of our QOS; the priority follows."""
 
 SHARES = 100
-"""Slurm's shares of a group of weight 1: Slurm knows no fractions of one."""
+"""Slurm's shares of a group with weight 1, because Slurm has no fractions."""
 
 _FORMAT = (
     "account,user,partition,parentname,share,grptres,grptresrunmins,grpsubmit,maxsubmit,qos,"
@@ -134,29 +132,29 @@ _FORMAT = (
 )
 _SHOW = ("-n", "-P", "show")
 GPU, SHARD = "gres/gpu", "gres/shard"
-"""What devices, and shares of one, are called in Slurm's limits."""
+"""The names of devices, and of shares of one, in Slurm's limits."""
 
 MOST_ASSOCIATIONS = 2**31 - 1
-"""The greatest number that Slurm keeps."""
+"""The largest number that Slurm stores."""
 
 
-# What is wanted.
+# The wanted state.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssociationLimits:
-    """The most that a member or a group may have; None is no limit."""
+    """The most that a member or a group may have; None means no limit."""
 
     devices: int | None = None
     tickets: int | None = None
-    """Requests that wait. Slurm counts those that run with them."""
+    """Waiting requests. Slurm counts running ones too."""
     gpu_hours: float | None = None
     """Devices times the rest of their sessions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A group that has a say."""
+    """A group with settings."""
 
     weight: float = 1.0
     limits: AssociationLimits = field(default_factory=AssociationLimits)
@@ -168,29 +166,29 @@ class Person:
 
     member: str
     group: str = ""
-    """The one that they count on; empty for none."""
+    """The group that they count against; empty for none."""
     priority: str = "normal"
     closed: bool = False
-    """Whether they are no member any more: no job of theirs is taken or begins."""
+    """True for a former member: none of their jobs is accepted or starts."""
     dry: bool = False
-    """Whether the account that pays for them is empty: no job of theirs gets a GPU."""
+    """True if their paying account is empty: none of their jobs gets a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssociationRow:
-    """What Slurm is to know of an account, or of somebody in it; None is no limit."""
+    """Slurm's settings of an account or association; None means no limit."""
 
     share: int = 1
     gpus: int | None = None
     shards: int | None = None
     gpu_minutes: int | None = None
     submits: int | None = None
-    """Jobs that wait and run."""
+    """Waiting and running jobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedAssociations:
-    """All that the configuration asks for."""
+    """Everything that the configuration requires."""
 
     qos: Mapping[str, int]
     """Priority by name."""
@@ -205,7 +203,7 @@ def wanted_associations(
     member_limits: AssociationLimits,
     priorities: Mapping[str, float],
 ) -> WantedAssociations:
-    """What these people and groups are to be in Slurm.
+    """Return what these people and groups should be in Slurm.
 
     ``priorities`` are points by the name of a priority; Slurm's begin at 0.
     """
@@ -249,12 +247,12 @@ def _row(limits: AssociationLimits) -> AssociationRow:
     )
 
 
-# What is there.
+# The existing state.
 
 
 @dataclass(frozen=True, slots=True)
 class UserAssociation:
-    """Somebody in one of our accounts."""
+    """A user in one of our accounts."""
 
     row: AssociationRow
     qos: tuple[str, ...]
@@ -263,11 +261,11 @@ class UserAssociation:
 
 @dataclass(frozen=True, slots=True)
 class FoundAssociations:
-    """What Slurm knows, as far as it concerns us."""
+    """What exists in Slurm, as far as it concerns us."""
 
     qos: Mapping[str, int]
     parents: Mapping[str, str]
-    """The account above each one."""
+    """The parent of each account."""
     accounts: Mapping[str, AssociationRow]
     places: Mapping[tuple[str, str], UserAssociation]
     """By account and user."""
@@ -275,7 +273,7 @@ class FoundAssociations:
     """Each user's default account."""
 
     def is_ours(self, account: str) -> bool:
-        """Whether an account is below ours, or is ours itself."""
+        """Return True if an account is ours or below ours."""
         seen: set[str] = set()
         while account and account not in seen:
             if account == ROOT_ACCOUNT:
@@ -286,7 +284,7 @@ class FoundAssociations:
 
 
 def read_associations(slurm: Slurm, cluster: str) -> FoundAssociations:
-    """What Slurm's database says. Raises SlurmUnavailable or SlurmRefused."""
+    """Read Slurm's database. Raises SlurmUnavailable or SlurmRefused."""
     return parse_associations(
         slurm.run("sacctmgr", *_SHOW, "assoc", f"cluster={cluster}", f"format={_FORMAT}"),
         slurm.run("sacctmgr", *_SHOW, "qos", "format=name,priority"),
@@ -295,7 +293,7 @@ def read_associations(slurm: Slurm, cluster: str) -> FoundAssociations:
 
 
 def read_places(slurm: Slurm, cluster: str, users: Collection[str]) -> FoundAssociations:
-    """The places of these users alone, of what there is."""
+    """Read only the associations of these users."""
     which = (f"cluster={cluster}", f"user={','.join(users)}")
     return parse_associations(
         slurm.run("sacctmgr", *_SHOW, "assoc", *which, f"format={_FORMAT}"), "", ""
@@ -303,7 +301,7 @@ def read_places(slurm: Slurm, cluster: str, users: Collection[str]) -> FoundAsso
 
 
 def parse_associations(associations: str, qos: str, users: str) -> FoundAssociations:
-    """What sacctmgr's three tables say."""
+    """Parse sacctmgr's three tables."""
     parents: dict[str, str] = {}
     accounts: dict[str, AssociationRow] = {}
     places: dict[tuple[str, str], UserAssociation] = {}
@@ -333,7 +331,7 @@ def _lines(text: str, width: int) -> list[list[str]]:
 def _read_row(cells: list[str], submits: str) -> AssociationRow:
     tres, minutes = _tres(cells[5]), _tres(cells[6])
     return AssociationRow(
-        share=_number(cells[4]) or 0,  # "parent", too, is none of ours
+        share=_number(cells[4]) or 0,  # "parent" is not one of ours either
         gpus=tres.get(GPU),
         shards=tres.get(SHARD),
         gpu_minutes=minutes.get(GPU),
@@ -342,7 +340,7 @@ def _read_row(cells: list[str], submits: str) -> AssociationRow:
 
 
 def _tres(text: str) -> dict[str, int]:
-    """``cpu=4,gres/gpu=2``."""
+    """Parse ``cpu=4,gres/gpu=2``."""
     pairs = (part.rpartition("=") for part in text.split(",") if part)
     return {name: int(amount) for name, _, amount in pairs if amount.isdecimal()}
 

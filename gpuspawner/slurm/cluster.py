@@ -1,4 +1,4 @@
-"""The cluster file: nodes, their engines, and what Slurm calls their GPUs."""
+"""The cluster file: nodes, their engines, and Slurm's names of their GPUs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from ..core.config_files import (
-    Section,
-    device_memory,
-    read_text,
-    read_yaml,
-    shown,
-    size,
+from pydantic import Field, model_validator
+
+from ..core.config_files import Origin, read_text, read_yaml, shown
+from ..core.config_models import (
+    MOST_WHOLE,
+    Checked,
+    ConfigModel,
+    DeviceMemory,
+    Size,
+    matching,
+    mistake,
+    read_model,
     text,
-    whole,
 )
 from ..core.errors import ConfigError
 
-GRES_TYPE = re.compile(r"[a-z0-9](?:[a-z0-9_-]{0,62})")
+GRES_TYPE = r"[a-z0-9](?:[a-z0-9_-]{0,62})"
 """What Slurm takes as the type of a device."""
 
 _MAKERS_WORDS = frozenset(
@@ -35,7 +39,7 @@ _MAKERS_WORDS = frozenset(
 
 
 def gres_type(model: str) -> str:
-    """Slurm's word for a model: ``a100`` for ``NVIDIA A100-SXM4-80GB``, ``rtx-4090``."""
+    """Return Slurm's type of a model: ``a100`` for ``NVIDIA A100-SXM4-80GB``, ``rtx-4090``."""
     kept: list[str] = []
     for word in _words(model):
         kept.append(word)
@@ -45,8 +49,10 @@ def gres_type(model: str) -> str:
 
 
 def gres_types(models: Iterable[str]) -> dict[str, str]:
-    """Slurm's word for each model, no two the same. Models that would share one get their whole
-    names."""
+    """Return a unique Slurm type for each model.
+
+    Models that would share one get their full names.
+    """
     short = {model: gres_type(model) for model in sorted(set(models))}
     often = Counter(short.values())
     found: dict[str, str] = {}
@@ -65,24 +71,41 @@ def _words(model: str) -> list[str]:
 
 
 MOST_BYTES = 4_000_000
-"""The largest file that is read."""
+"""The maximum size of the file."""
 MOST_SHARDS = 64
-"""Shares of one device."""
+"""Maximum shares of one device."""
 
-NODE_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
-CLUSTER_NAME = re.compile(r"[a-z][a-z0-9_]{0,38}")
-_PARTITION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
+_NODE_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
-_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{3,94}")
-_FILE = re.compile(r"(?:/[A-Za-z0-9._-]+)+")
-_LAYOUT = re.compile(
-    r"(?:(?:Boards|SocketsPerBoard|CoresPerSocket|ThreadsPerCore)=[1-9][0-9]{0,3}(?: |$))+"
+_FILE = r"(?!.*/\.\.(?:/|$))(?:/[A-Za-z0-9._-]+)+"
+
+NodeName = Annotated[str, matching(_NODE_NAME, "Use letters, digits and -.", is_key=True)]
+HostName = Annotated[
+    str, matching(_NODE_NAME, "Give the host a short name of letters, digits and -.")
+]
+ClusterName = Annotated[str, matching(r"[a-z][a-z0-9_]{0,38}", "Use small letters, digits and _.")]
+Partition = Annotated[
+    str, matching(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}", "Use letters, digits, _ and -.")
+]
+GresType = Annotated[str, matching(GRES_TYPE, "Use small letters, digits, _ and -.")]
+DeviceUUID = Annotated[
+    str,
+    matching(r"[A-Za-z0-9][A-Za-z0-9-]{3,94}", "Use letters, digits and -, such as GPU-0a1b2c3d."),
+]
+FilePath = Annotated[
+    str, matching(_FILE, "Write a whole path of letters, digits, '.', '_' and '-'.")
+]
+LAYOUT = matching(
+    r"(?:(?:Boards|SocketsPerBoard|CoresPerSocket|ThreadsPerCore)=[1-9][0-9]{0,3}(?: |$))+",
+    "Write it as slurmd -C does, such as 'SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=2'.",
 )
+"""What ``slurmd -C`` says of sockets, cores and threads."""
+Cpus = Annotated[int, Field(ge=1, le=MOST_WHOLE)]
 
 
 @dataclass(frozen=True, slots=True)
 class TLS:
-    """The files with which the hub and a node's engine prove to each other who they are."""
+    """The files for mutual TLS between the hub and a node's engine."""
 
     ca: str
     certificate: str
@@ -91,15 +114,15 @@ class TLS:
 
 @dataclass(frozen=True, slots=True)
 class NodeDevice:
-    """A device of a node, as Slurm and as the engine name it."""
+    """A device of a node, with its names in Slurm and in the engine."""
 
     uuid: str
     model: str
     memory_bytes: int
     file: str = "/dev/nvidia0"
-    """By which Slurm knows it; it gives no access here."""
+    """The file by which Slurm identifies it; it grants no access here."""
     gres: str = ""
-    """Slurm's word for the model, as in ``--gres=gpu:a100:1``."""
+    """Slurm's type of the model, as in ``--gres=gpu:a100:1``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +131,12 @@ class Node:
 
     name: str
     address: str
-    """The IP address on which containers publish their ports, where the hub reaches it."""
+    """The IP address on which containers publish their ports, reachable for the hub."""
     engine: str
     """``unix://``, ``ssh://`` or ``https://``."""
     tls: TLS | None = None
     sampler: str = ""
-    """Where ``gpuspawner slurm sampler`` tells what its devices do; empty where none runs."""
+    """The address of its ``gpuspawner slurm sampler``; empty if none runs."""
     devices: tuple[NodeDevice, ...] = ()
     """In the order of Slurm's indices."""
     cpus: int = 1
@@ -122,7 +145,7 @@ class Node:
     """Sockets, cores and threads in slurm.conf's words; empty leaves them to Slurm."""
 
     def device_at(self, index: int) -> NodeDevice:
-        """The device that Slurm counts by ``index``, from 0. Raises ConfigError."""
+        """Return the device with Slurm's ``index``, from 0. Raises ConfigError."""
         if not 0 <= index < len(self.devices):
             raise ConfigError(
                 f"Slurm gave the device {index} of the node {self.name}, and cluster.yaml knows "
@@ -131,7 +154,7 @@ class Node:
         return self.devices[index]
 
     def client_settings(self) -> dict[str, Any]:
-        """What ``docker.APIClient`` takes to reach this node's engine, and no other."""
+        """Return ``docker.APIClient``'s arguments to reach this node's engine, and no other."""
         settings: dict[str, Any] = {"base_url": self.engine}
         if self.engine.startswith("ssh://"):
             settings["use_ssh_client"] = True  # the machine's own ssh, with its keys and hosts
@@ -152,11 +175,11 @@ class Cluster:
     nodes: tuple[Node, ...]
     partition: str = "gpu"
     hub_address: str = ""
-    """Where the nodes reach the hub."""
+    """The hub's address for the nodes."""
     shards: int = 0
-    """Shares of each device that members can ask for; 0 when devices are not shared."""
+    """Shares of each device that members can request; 0 if devices are not shared."""
     slurm_conf: str = ""
-    """Path of slurm.conf; empty for Slurm's own default place."""
+    """Path of slurm.conf; empty for Slurm's default path."""
 
     @cached_property
     def _nodes(self) -> dict[str, Node]:
@@ -167,7 +190,7 @@ class Cluster:
         return {device.uuid: (node, device) for node in self.nodes for device in node.devices}
 
     def node(self, name: str) -> Node:
-        """The node of this name. Raises ConfigError for one that the file does not know."""
+        """Return the node with this name. Raises ConfigError for an unknown one."""
         if (found := self._nodes.get(name)) is None:
             raise ConfigError(
                 f"Slurm names the node {name}, which cluster.yaml does not know. Add it: "
@@ -176,139 +199,21 @@ class Cluster:
         return found
 
     def device(self, uuid: str) -> tuple[Node, NodeDevice] | None:
-        """The device of this UUID and its node; None when no node has it."""
+        """Return the device with this UUID and its node; None if no node has it."""
         return self._devices.get(uuid)
 
     def types_of(self, model: str) -> tuple[str, ...]:
-        """Slurm's words for the models whose name has ``model`` in it, compared without case."""
+        """Return Slurm's types of models with ``model`` in their name, case-insensitively."""
         wanted = model.lower()
         found = (d.gres for _, d in self._devices.values() if wanted in d.model.lower())
         return tuple(dict.fromkeys(found))
 
 
-# Reading.
-
-
-def read_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """The cluster in the file at ``path``. Raises ConfigError naming the line and the remedy."""
-    name = os.fspath(path)
-    return cluster_of(read_text(name, MOST_BYTES, "list of nodes"), name, Path(name).parent)
-
-
-def cluster_of(written: str, name: str = "cluster.yaml", folder: Path | None = None) -> Cluster:
-    """The cluster in a text. Files of TLS are looked for beside it, in ``folder``."""
-    data, origin = read_yaml(written, name, folder)
-    top = Section({} if data is None else data, origin, (), "the cluster")
-    cluster = Cluster(
-        name=top.take("name", _matching(CLUSTER_NAME, "small letters, digits and _"), "gpuspawner"),
-        partition=top.take("partition", _matching(_PARTITION, "letters, digits, _ and -"), "gpu"),
-        hub_address=top.take("hub_address", address, ""),
-        shards=top.take("shards", _shards, 0),
-        slurm_conf=top.take("slurm_conf", _path, ""),
-        nodes=tuple(_node(node, section) for node, section in top.sections("nodes", "node")),
-    )
-    top.done()
-    if not cluster.nodes:
-        raise top.error("nodes", "The cluster has no nodes. Write one below 'nodes'.")
-    seen: dict[str, str] = {}
-    for node in cluster.nodes:
-        for index, device in enumerate(node.devices):
-            if device.uuid in seen:
-                raise origin.error(
-                    ("nodes", node.name, "devices", index, "uuid"),
-                    f"the device {device.uuid} is on the node {seen[device.uuid]} already. A "
-                    "device is on one node.",
-                )
-            seen[device.uuid] = node.name
-    return cluster
-
-
-def _node(name: str, section: Section) -> Node:
-    if not NODE_NAME.fullmatch(name):
-        raise section.error(
-            "", f"the node's name {shown(name)} is not right. Use letters, digits and -."
-        )
-    engine = section.take("engine", engine_address)
-    tls = section.take("tls", lambda value: value, None)
-    sampler = section.take("sampler", sampler_address, "")
-    secure = [url for url in (engine, sampler) if url.startswith("https://")]
-    node = Node(
-        name=name,
-        address=section.take("address", ip_address),
-        engine=engine,
-        tls=None if tls is None else _tls(section, tls),
-        sampler=sampler,
-        cpus=section.take("cpus", _count),
-        memory_bytes=section.take("memory", size),
-        layout=section.take("layout", layout, ""),
-        devices=tuple(_devices(section)),
-    )
-    section.done()
-    if engine.startswith("https://") and tls is None:
-        raise section.error(
-            "engine",
-            f"the engine of {section.label} needs 'tls' with 'ca', 'certificate' and 'key': who "
-            "reaches an engine that asks for no certificate is root on the node.",
-        )
-    if secure and tls is None:
-        raise section.error("sampler", f"the https:// sampler of {section.label} needs 'tls', too.")
-    if tls is not None and not secure:
-        raise section.error("tls", f"'tls' of {section.label} belongs to an https:// engine.")
-    return node
-
-
-def _devices(section: Section) -> Iterable[NodeDevice]:
-    listed: list[Any] = section.take("devices", _listed, [])
-    for index, data in enumerate(listed):
-        path = (*section.path, "devices", index)
-        inner = Section(data, section.origin, path, f"device {index} of {section.label}")
-        model = inner.take("model", _model)
-        yield NodeDevice(
-            uuid=inner.take("uuid", _matching(_UUID, "letters, digits and -, such as GPU-...")),
-            model=model,
-            memory_bytes=inner.take("memory", device_memory),
-            file=inner.take("file", _path, f"/dev/nvidia{index}"),
-            gres=inner.take("gres", _matching(GRES_TYPE, "small letters, digits, _ and -"), "")
-            or gres_type(model),
-        )
-        inner.done()
-
-
-def _tls(section: Section, data: object) -> TLS:
-    inner = Section(data, section.origin, (*section.path, "tls"), f"'tls' of {section.label}")
-    found = {key: _tls_file(inner, key) for key in ("ca", "certificate", "key")}
-    inner.done()
-    return TLS(**found)
-
-
-def _tls_file(section: Section, key: str) -> str:
-    path = section.take(key, text)
-    if section.origin.folder is not None:
-        path = os.path.join(section.origin.folder, path)
-    try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISREG(mode):
-            with open(path, "rb"):
-                pass
-    except OSError as error:
-        raise section.error(
-            key, f"'{key}' of {section.label}: {path} cannot be read: {error.strerror}."
-        ) from None
-    if not stat.S_ISREG(mode):
-        raise section.error(key, f"'{key}' of {section.label}: {path} is no ordinary file.")
-    if key == "key" and mode & 0o077:
-        raise section.error(
-            key,
-            f"Others can read the key {path}, and with it be root on the node: chmod 600 {path}",
-        )
-    return path
-
-
-# Kinds of values, for Section.take: each raises ValueError with the end of a sentence.
+# Kinds of values: each raises ValueError with the end of a sentence that begins with the key.
 
 
 def engine_address(value: object) -> str:
-    """Where an engine is, if nobody else can come between or in."""
+    """Return an engine's address, if it is safe from interception and intruders."""
     found = text(value)
     parts = urlsplit(found)
     if parts.scheme in ("tcp", "http"):
@@ -317,7 +222,7 @@ def engine_address(value: object) -> str:
             "Use ssh://USER@NODE, or https://NODE:2376 with 'tls'."
         )
     good = (
-        bool(_FILE.fullmatch(parts.path)) and not parts.netloc
+        bool(re.fullmatch(_FILE, parts.path)) and not parts.netloc
         if parts.scheme == "unix"
         else parts.scheme in ("ssh", "https") and parts.path in ("", "/") and _is_netloc(parts)
     )
@@ -330,11 +235,11 @@ def engine_address(value: object) -> str:
 
 
 def sampler_address(value: object) -> str:
-    """Where a sampler is, if only the hub reaches it."""
+    """Return a sampler's address, if only the hub can reach it."""
     found = text(value)
     parts = urlsplit(found)
     good = (
-        bool(_FILE.fullmatch(parts.path)) and not parts.netloc
+        bool(re.fullmatch(_FILE, parts.path)) and not parts.netloc
         if parts.scheme == "unix"
         else parts.scheme in ("http", "https") and parts.path in ("", "/") and _is_netloc(parts)
     )
@@ -359,16 +264,14 @@ def _is_netloc(parts: Any) -> bool:
     return bool(host and _is_address(host) and port != 0 and named)
 
 
-def address(value: object) -> str:
-    """An IP address, or a host's name."""
+def _address(value: object) -> str:
     found = text(value)
     if not _is_address(found):
         raise ValueError(f"is {shown(found)}, neither an IP address nor a host's name.")
     return found
 
 
-def ip_address(value: object) -> str:
-    """An IP address: containers publish their ports on it."""
+def _ip_address(value: object) -> str:
     found = text(value)
     try:
         return str(ipaddress.ip_address(found))
@@ -384,36 +287,6 @@ def _is_address(word: str) -> bool:
     return True
 
 
-def layout(value: object) -> str:
-    """What ``slurmd -C`` says of sockets, cores and threads."""
-    found = text(value)
-    if not _LAYOUT.fullmatch(found):
-        raise ValueError(
-            f"is {shown(found)}. Write it as slurmd -C does, such as 'SocketsPerBoard=1 "
-            "CoresPerSocket=8 ThreadsPerCore=2'."
-        )
-    return found
-
-
-def _matching(pattern: re.Pattern[str], words: str) -> Any:
-    def kind(value: object) -> str:
-        found = text(value)
-        if not pattern.fullmatch(found):
-            raise ValueError(f"is {shown(found)}. Use {words}.")
-        return found
-
-    return kind
-
-
-def _path(value: object) -> str:
-    found = text(value)
-    if not _FILE.fullmatch(found) or ".." in found.split("/"):
-        raise ValueError(
-            f"is {shown(found)}. Write a whole path of letters, digits, '.', '_' and '-'."
-        )
-    return found
-
-
 def _model(value: object) -> str:
     found = text(value)
     if not found.isprintable() or len(found) > 100:
@@ -421,19 +294,152 @@ def _model(value: object) -> str:
     return found
 
 
-def _shards(value: object) -> int:
-    if (found := whole(value)) > MOST_SHARDS:
-        raise ValueError(f"is {found}; {MOST_SHARDS} is the most. Write less.")
-    return found
+# What the file may hold.
 
 
-def _count(value: object) -> int:
-    if (found := whole(value)) < 1:
-        raise ValueError("is 0. Write 1 or more.")
-    return found
+class DeviceEntry(ConfigModel):
+    """A device of a node."""
+
+    uuid: DeviceUUID
+    model: Annotated[str, Checked(_model)]
+    memory: DeviceMemory
+    file: FilePath = ""
+    gres: GresType = ""
 
 
-def _listed(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"is {shown(value)}, not a list. Begin each device with '- '.")
-    return value
+class TLSEntry(ConfigModel):
+    """Files, beside this one unless they have a whole path."""
+
+    ca: Annotated[str, Checked(text)]
+    certificate: Annotated[str, Checked(text)]
+    key: Annotated[str, Checked(text)]
+
+
+class NodeEntry(ConfigModel):
+    """A machine with a Docker Engine and devices."""
+
+    engine: Annotated[str, Checked(engine_address)]
+    tls: TLSEntry | None = None
+    sampler: Annotated[str, Checked(sampler_address)] = ""
+    address: Annotated[str, Checked(_ip_address)]
+    cpus: Cpus
+    memory: Size
+    layout: Annotated[str, LAYOUT] = ""
+    devices: list[DeviceEntry] = []
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> NodeEntry:
+        https = [key for key in ("engine", "sampler") if getattr(self, key)[:8] == "https://"]
+        if "engine" in https and self.tls is None:
+            raise mistake(
+                "has an engine that needs 'tls' with 'ca', 'certificate' and 'key': who reaches an "
+                "engine that asks for no certificate is root on the node.",
+                "engine",
+            )
+        if https and self.tls is None:
+            raise mistake("has an https:// sampler, which needs 'tls', too.", "sampler")
+        if self.tls is not None and not https:
+            raise mistake("has 'tls', which belongs to an https:// engine.", "tls")
+        return self
+
+
+class ClusterFile(ConfigModel):
+    """The nodes that Slurm schedules."""
+
+    name: ClusterName = "gpuspawner"
+    partition: Partition = "gpu"
+    hub_address: Annotated[str, Checked(_address)] = ""
+    shards: Annotated[int, Field(ge=0, le=MOST_SHARDS)] = 0
+    slurm_conf: FilePath = ""
+    nodes: Annotated[dict[NodeName, NodeEntry], Field(min_length=1)]
+
+
+# Reading.
+
+
+def read_cluster(path: str | os.PathLike[str]) -> Cluster:
+    """The cluster in the file at ``path``. Raises ConfigError naming the line and the remedy."""
+    name = os.fspath(path)
+    return cluster_of(read_text(name, MOST_BYTES, "list of nodes"), name, Path(name).parent)
+
+
+def cluster_of(written: str, name: str = "cluster.yaml", folder: Path | None = None) -> Cluster:
+    """The cluster in a text. Files of TLS are looked for beside it, in ``folder``."""
+    data, origin = read_yaml(written, name, folder)
+    nouns = {"nodes": "node", "devices": "device"}
+    read = read_model(ClusterFile, {} if data is None else data, origin, "the cluster", nouns)
+    _check_devices(origin, read)
+    return Cluster(
+        name=read.name,
+        partition=read.partition,
+        hub_address=read.hub_address,
+        shards=read.shards,
+        slurm_conf=read.slurm_conf,
+        nodes=tuple(_node(origin, node, entry) for node, entry in read.nodes.items()),
+    )
+
+
+def _check_devices(origin: Origin, read: ClusterFile) -> None:
+    seen: dict[str, str] = {}
+    for name, node in read.nodes.items():
+        for index, device in enumerate(node.devices):
+            if device.uuid in seen:
+                raise origin.error(
+                    ("nodes", name, "devices", index, "uuid"),
+                    f"the device {device.uuid} is on the node {seen[device.uuid]} already. A "
+                    "device is on one node.",
+                )
+            seen[device.uuid] = name
+
+
+def _node(origin: Origin, name: str, entry: NodeEntry) -> Node:
+    return Node(
+        name=name,
+        address=entry.address,
+        engine=entry.engine,
+        tls=None if entry.tls is None else _tls(origin, name, entry.tls),
+        sampler=entry.sampler,
+        cpus=entry.cpus,
+        memory_bytes=entry.memory,
+        layout=entry.layout,
+        devices=tuple(
+            NodeDevice(
+                uuid=device.uuid,
+                model=device.model,
+                memory_bytes=device.memory,
+                file=device.file or f"/dev/nvidia{index}",
+                gres=device.gres or gres_type(device.model),
+            )
+            for index, device in enumerate(entry.devices)
+        ),
+    )
+
+
+def _tls(origin: Origin, node: str, entry: TLSEntry) -> TLS:
+    """The paths of files that can be read, and of a key that nobody else can read."""
+    found: dict[str, str] = {}
+    for key, written in entry:
+        found[key] = os.path.join(origin.folder or "", written)
+        try:
+            _check_tls_file(key, found[key])
+        except ValueError as error:
+            raise origin.error(
+                ("nodes", node, "tls", key), f"'{key}' of 'tls' of node {node!r} {error}"
+            ) from None
+    return TLS(**found)
+
+
+def _check_tls_file(key: str, path: str) -> None:
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISREG(mode):
+            with open(path, "rb"):
+                pass
+    except OSError as error:
+        raise ValueError(f"is {path}, which cannot be read: {error.strerror}.") from None
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"is {path}, which is no ordinary file.")
+    if key == "key" and mode & 0o077:
+        raise ValueError(
+            f"is {path}, which others can read, and with it be root on the node: chmod 600 {path}"
+        )

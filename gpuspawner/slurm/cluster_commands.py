@@ -20,10 +20,10 @@ from ..cli.config import Settings
 from ..cli.output import count, exact, local, note, printable, show, table, utc
 from ..cli.parameters import flag, option
 from ..core.errors import ConfigError, GPUSpawnerError, InvalidRequest
+from ..devices.discovery import open_source
 from ..devices.models import Device, DeviceStatus, Inventory
-from ..devices.source import open_source
 from ..ledger.pricing import parse_moment
-from ..services import Broker, utcnow
+from ..services import Services, utcnow
 from . import account_sync
 from .cluster import NodeDevice
 from .inventory import HostInventory
@@ -44,8 +44,8 @@ def print_inventory(settings: Settings) -> None:
 
 
 def this_host(settings: Settings) -> HostInventory:
-    """What this machine has. Raises ConfigError when its GPUs cannot be seen."""
-    seen = open_source(settings.broker.devices.source).observe(utcnow())
+    """Return what this machine has. Raises ConfigError if its GPUs cannot be seen."""
+    seen = open_source(settings.services.devices.source).observe(utcnow())
     if seen.error:
         raise ConfigError(f"No GPU of this machine can be seen: {seen.error}")
     hardware = _hardware()
@@ -63,8 +63,11 @@ def this_host(settings: Settings) -> HostInventory:
 
 
 def node_devices(seen: Inventory, gpus: Path = DRIVER_GPUS) -> list[NodeDevice]:
-    """The devices in the order of their files. One that does not answer is an error: Slurm counts
-    by place, and those behind it would be taken for others."""
+    """Return the devices in the order of their files.
+
+    A device that does not answer is an error: Slurm counts by position, and would mistake those
+    behind it for others.
+    """
     silent = [d for d in seen.devices if d.status is DeviceStatus.UNKNOWN]
     if silent:
         raise ConfigError(
@@ -83,7 +86,7 @@ def node_devices(seen: Inventory, gpus: Path = DRIVER_GPUS) -> list[NodeDevice]:
 
 
 def _minor(device: Device, gpus: Path) -> int:
-    """N of the GPU's /dev/nvidiaN: the driver's own count, which need not be NVML's."""
+    """Return N of the GPU's /dev/nvidiaN: the driver's own number, not always NVML's."""
     domain, _, rest = device.pci_bus_id.lower().partition(":")
     try:
         told = (gpus / f"{domain[-4:]}:{rest}" / "information").read_text(encoding="utf-8")
@@ -94,7 +97,7 @@ def _minor(device: Device, gpus: Path) -> int:
 
 
 def _hardware() -> dict[str, str]:
-    """What slurmd finds on this machine, in slurm.conf's words; nothing where it is not there."""
+    """Return what slurmd detects on this machine, in slurm.conf's words; empty without slurmd."""
     first = _asked("slurmd", "-C").partition("\n")[0]
     return dict(word.split("=", 1) for word in first.split() if "=" in word)
 
@@ -107,7 +110,7 @@ def _asked(program: str, *words: str) -> str:
 
 
 def _folder(program: str) -> str:
-    """Where root finds it, and others often do not look."""
+    """Return the folder with a program that only root has on its PATH."""
     return next((f for f in ("/usr/sbin", "/usr/local/sbin") if os.access(f"{f}/{program}", 1)), "")
 
 
@@ -118,12 +121,14 @@ def _engine() -> str:
         return ""
 
 
-# Other hosts'.
+# Other hosts.
 
 
 def fetched(host: str) -> str:
-    """What ``gpuspawner slurm inventory`` prints on another host, asked by ssh. Raises
-    ConfigError."""
+    """Return the output of ``gpuspawner slurm inventory`` on another host, through ssh.
+
+    Raises ConfigError.
+    """
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "--", host]
     remedy = f"Run it there by hand, and give the file: {host}=FILE."
     try:
@@ -148,21 +153,21 @@ def fetched(host: str) -> str:
 
 
 TRIES = 3
-"""How often Slurm is told the same, when its database does not keep it."""
+"""How often a change is repeated that Slurm's database does not keep."""
 
 DAYS = 7
-"""How far back an audit looks unless somebody says it."""
+"""How far back an audit looks by default."""
 
 
 @command()
 @flag("--dry-run", "say what would be done")
 def sync(settings: Settings, dry_run: bool) -> int:
     """Make Slurm's accounts, shares and limits what the hub's are."""
-    broker = settings.open_broker()
-    plan = broker.cluster_members.plan_for_cluster()
+    services = settings.open_services()
+    plan = services.cluster_members.plan_for_cluster()
     problems = plan.problems
     if plan.steps and not dry_run:
-        problems = _done(broker, plan)
+        problems = _done(services, plan)
     value = {
         "done": not dry_run,
         "steps": [{"what": s.what, "sacctmgr": list(s.words)} for s in plan.steps],
@@ -180,12 +185,14 @@ def sync(settings: Settings, dry_run: bool) -> int:
     return 1 if problems else 0
 
 
-def _done(broker: Broker, plan: account_sync.SyncPlan) -> tuple[str, ...]:
-    """Do it, and see that it is so: Slurm's database may forget a part of what it is told while
-    others tell it something, too. What could not be done."""
+def _done(services: Services, plan: account_sync.SyncPlan) -> tuple[str, ...]:
+    """Carry out the plan, check the result, and return what could not be done.
+
+    Slurm's database may forget a part of a change that comes at the same time as others.
+    """
     for _ in range(TRIES):
-        account_sync.apply_plan(broker.cluster_members.slurm(), plan.steps)
-        plan = broker.cluster_members.plan_for_cluster()
+        account_sync.apply_plan(services.cluster_members.slurm(), plan.steps)
+        plan = services.cluster_members.plan_for_cluster()
         if not plan.steps:
             return plan.problems
     return (*plan.problems, "Slurm's database does not keep what it was told: run it again.")
@@ -201,11 +208,11 @@ def _done(broker: Broker, plan: account_sync.SyncPlan) -> tuple[str, ...]:
 )
 def audit(settings: Settings, since_text: str) -> int:
     """Hold sessions against Slurm's jobs, to the second."""
-    broker = settings.open_broker()
-    until = broker.clock()
-    since = _since(since_text, broker.settings.rates.zone, until)
-    sessions, found = broker.cluster_audit.audit_cluster(since, until)
-    jobs = broker.job_billing.jobs_since(broker.cluster_members.nodes().name, since)
+    services = settings.open_services()
+    until = services.clock()
+    since = _since(since_text, services.settings.rates.zone, until)
+    sessions, found = services.cluster_audit.audit_cluster(since, until)
+    jobs = services.job_billing.jobs_since(services.cluster_members.nodes().name, since)
     strangers = [job for job in jobs if job.member is None]
     value = {
         "ok": not found,
@@ -257,7 +264,7 @@ def _plain(job: BatchJob) -> dict[str, Any]:
 
 
 def _since(text: str, zone: str, now: datetime) -> datetime:
-    """Raises InvalidRequest."""
+    """Parse the start of an audit. Raises InvalidRequest."""
     if not text:
         return now - timedelta(days=DAYS)
     try:

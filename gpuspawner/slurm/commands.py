@@ -22,7 +22,8 @@ from ..cli.output import count, note, show
 from ..cli.parameters import PATH, argument, flag, option
 from ..core.config_files import read_text
 from ..core.errors import ConfigError
-from ..devices.source import Sampled, open_source
+from ..devices.discovery import open_source
+from ..devices.source import Sampled
 from . import cluster_commands
 from .cluster import TLS, Cluster, Node, cluster_of, sampler_address
 from .cluster_commands import fetched, this_host
@@ -45,29 +46,30 @@ _HEADER = (
 )
 _DIGEST = re.compile(r"\A#.*\n#.* ([0-9a-f]{64})\n")
 PRIVATE = ("slurmdbd.conf",)
-"""Files that nobody else may read: slurmdbd insists."""
+"""Files that nobody else may read: slurmdbd requires it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A file as it would be, beside what is there."""
+    """A planned file, and the existing one."""
 
     path: Path
     text: str
     before: str | None
-    """None when there is none."""
+    """None if there is none."""
 
     @property
     def changed(self) -> bool:
+        """True if the planned file differs from the existing one."""
         return self.text != self.before
 
     @property
     def edited(self) -> bool:
-        """Whether what is there was not left as a run of the command wrote it."""
+        """True if the existing file was changed since the command wrote it."""
         return self.before is not None and not _is_ours(self.before)
 
     def difference(self) -> str:
-        """What would change, as ``diff -u`` shows it."""
+        """Return what would change, as ``diff -u`` shows it."""
         lines = difflib.unified_diff(
             _body(self.before or "").splitlines(),
             _body(self.text).splitlines(),
@@ -79,7 +81,7 @@ class Draft:
 
 
 def drafts(folder: Path, bodies: Mapping[str, str]) -> list[Draft]:
-    """The files of these names, beside what is in the folder. Raises ConfigError."""
+    """Return the planned files, with those in the folder. Raises ConfigError."""
     found = []
     for name, body in bodies.items():
         path = folder / name
@@ -94,12 +96,12 @@ def drafts(folder: Path, bodies: Mapping[str, str]) -> list[Draft]:
 
 
 def stamped(body: str) -> str:
-    """The text below a header that tells whether somebody edited it since."""
+    """Return the text with a header that shows if somebody edits it."""
     return _HEADER.format(digest=_digest(body)) + "\n" + body
 
 
 def write(changed: Sequence[Draft]) -> None:
-    """Put the files in their places, each whole or not at all. Raises ConfigError."""
+    """Write the files, each completely or not at all. Raises ConfigError."""
     for draft in changed:
         folder = draft.path.parent
         try:
@@ -123,7 +125,7 @@ def write(changed: Sequence[Draft]) -> None:
 
 
 def _body(text: str) -> str:
-    """Without our header."""
+    """Return the text without our header."""
     found = _DIGEST.match(text)
     return text[found.end() + 1 :] if found else text
 
@@ -226,7 +228,7 @@ def config(
         shards=shards,
         nodes=with_gres_types(nodes),
     )
-    # Whatever cluster.yaml may not say is refused here, in the same words.
+    # What is invalid in cluster.yaml is refused here, in the same words.
     cluster = cluster_of(cluster_yaml(made), "cluster.yaml (not written)")
     bodies = {
         "slurm.conf": slurm_conf(cluster, options),
@@ -269,7 +271,7 @@ def _show_drafts(
         )
 
 
-# The cluster that the words and the inventories make.
+# The cluster from the command line and the inventories.
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +347,7 @@ def _check_versions(host: str, found: HostInventory) -> None:
 
 
 def _address(host: str, found: HostInventory, options: SlurmOptions) -> str:
-    """The IP address at which the other machines reach a host. Raises ConfigError."""
+    """Return the IP address at which other machines reach a host. Raises ConfigError."""
     own = found.hostname == options.controller
     name = options.address if own and options.address else host
     try:
@@ -360,7 +362,7 @@ def _address(host: str, found: HostInventory, options: SlurmOptions) -> str:
     return told
 
 
-# The words of the command.
+# The command's arguments.
 
 
 def _named(word: str) -> tuple[str, str]:
@@ -398,7 +400,7 @@ slurm.add_command(cluster_commands.sync)
 slurm.add_command(cluster_commands.audit)
 
 LEAST_SECONDS = 30.0
-"""Between two lists of the processes: the slowest question to a driver."""
+"""Minimum seconds between two process lists, the driver's slowest query."""
 
 
 @slurm.command()
@@ -432,7 +434,7 @@ def sampler(settings: Settings, listen: str, tls: Path, processes_seconds: float
         raise ConfigError(f"--listen {error}") from None
     if not LEAST_SECONDS <= processes_seconds <= 86_400:
         raise ConfigError(f"--processes {processes_seconds:g}: write {LEAST_SECONDS:.0f} to 86400.")
-    source = open_source(settings.broker.devices.source)
+    source = open_source(settings.services.devices.source)
     if not isinstance(source, Sampled):
         raise ConfigError(f"{source.name} does not tell what its devices do.")
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)

@@ -14,11 +14,13 @@ from .cluster import Cluster, Node
 TESTED = ("22.05.8",)
 """The versions of Slurm that the tests run."""
 TESTED_SERIES = ((22, 5),)
-"""Their series; others are refused: their words for what we read differ."""
+"""Their series; others are refused, because their output formats differ."""
 
 MEMORY_PART = 97
-"""Percent of a node's memory that Slurm gives out. The rest is for the system; a new kernel that
-leaves a little less does not put the node out of service."""
+"""Percent of a node's memory that Slurm allocates. The rest is for the system.
+
+So a new kernel that leaves a little less does not put the node out of service.
+"""
 
 MEGABYTE = 2**20
 
@@ -27,28 +29,28 @@ Settings = dict[str, object]
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """What a site may choose beside its nodes."""
+    """What a site can choose besides its nodes."""
 
     controller: str
-    """The host, as ``hostname -s`` says it, of slurmctld and slurmdbd."""
+    """The host of slurmctld and slurmdbd, as printed by ``hostname -s``."""
     address: str = ""
-    """Where the nodes reach it; empty when its name is enough."""
+    """Its address for the nodes; empty if its name is enough."""
     epilog: str = "/etc/slurm/gpuspawner-epilog"
     prolog: str = "/etc/slurm/gpuspawner-prolog"
     longest_hours: int = 168
-    """How long a job may be asked to run; half an hour is added, for servers that start slowly."""
+    """The longest time limit of a job; half an hour is added, for servers that start slowly."""
     more: Mapping[str, str] = field(default_factory=dict)
-    """Settings of slurm.conf to add, or to have in place of ours."""
+    """Settings of slurm.conf to add, or to replace ours."""
 
 
 def is_tested(version: str) -> bool:
-    """Whether a version of Slurm, such as ``22.05.8``, belongs to a series that was tried."""
+    """Return True if a version of Slurm, such as ``22.05.8``, is of a tested series."""
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     return numbers in TESTED_SERIES
 
 
 def slurm_conf(cluster: Cluster, options: SlurmOptions) -> str:
-    """``slurm.conf``, the same on every node."""
+    """Return ``slurm.conf``, the same for every node."""
     more = {key.lower(): (key, value) for key, value in options.more.items()}
     lines: list[str] = []
     for comment, settings in _sections(cluster, options):
@@ -71,7 +73,7 @@ def slurm_conf(cluster: Cluster, options: SlurmOptions) -> str:
 
 
 def _sections(cluster: Cluster, options: SlurmOptions) -> Iterator[tuple[str, Settings]]:
-    """Comments, and the settings below each."""
+    """Yield comments, and the settings below each."""
     address = f"({options.address})" if options.address else ""
     yield (
         "Who decides, and how the daemons know each other.",
@@ -171,7 +173,7 @@ def _node_line(cluster: Cluster, node: Node) -> str:
 
 
 def _counts(node: Node) -> dict[str, int]:
-    """How many devices a node has of each type, in the order of its devices."""
+    """Return how many devices a node has of each type, in the order of its devices."""
     found: dict[str, int] = {}
     for device in node.devices:
         found[device.gres] = found.get(device.gres, 0) + 1
@@ -179,7 +181,7 @@ def _counts(node: Node) -> dict[str, int]:
 
 
 def gres_conf(cluster: Cluster) -> str:
-    """``gres.conf``: the devices of every node, in the order of Slurm's indices."""
+    """Return ``gres.conf``: the devices of every node, in the order of Slurm's indices."""
     lines = ["AutoDetect=off"]
     for node in cluster.nodes:
         name = f"NodeName={node.name}"
@@ -192,7 +194,7 @@ def gres_conf(cluster: Cluster) -> str:
 
 
 def cgroup_conf() -> str:
-    """``cgroup.conf``."""
+    """Return ``cgroup.conf``."""
     return """\
 ConstrainCores=yes
 ConstrainRAMSpace=yes
@@ -203,9 +205,10 @@ ConstrainDevices=no
 
 
 def slurmdbd_conf(options: SlurmOptions) -> str:
-    """``slurmdbd.conf``, for the controller alone: the user slurm's, mode 600.
+    """Return ``slurmdbd.conf``, only for the controller: owned by slurm, mode 600.
 
-    It holds no password: the database is on the same host, and knows the user by the socket.
+    It contains no password: the database is on the same host, and identifies the user by the
+    socket.
     """
     settings = {
         "AuthType": "auth/munge",
@@ -223,7 +226,7 @@ def slurmdbd_conf(options: SlurmOptions) -> str:
 
 
 def cluster_yaml(cluster: Cluster) -> str:
-    """``cluster.yaml``, which :func:`~gpuspawner.slurm.cluster.read_cluster` reads."""
+    """Return ``cluster.yaml`` for :func:`~gpuspawner.slurm.cluster.read_cluster`."""
     top: dict[str, Any] = {"name": cluster.name, "partition": cluster.partition}
     if cluster.hub_address:
         top["hub_address"] = cluster.hub_address

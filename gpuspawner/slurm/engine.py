@@ -1,7 +1,7 @@
-"""The engines of a cluster's nodes, and a job's cgroup for the container beside it.
+"""The engines of a cluster's nodes, and a job's cgroup for its container.
 
-A server ends when its job does: then Slurm's epilog has removed the container, or Slurm holds
-back the node until it has. A container that ended before its job takes the job along.
+A server ends when its job does: then Slurm's epilog has removed the container, or Slurm keeps the
+node out of service until it has. A container that ends before its job ends the job.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .jobs import SlurmJob
 from .scheduler import SlurmDelegate
 
 LABEL_JOB = "gpuspawner.job"
-"""The label of a container with the number of its job: the epilog looks for it."""
+"""The label of a container with its job number: the epilog looks for it."""
 
 SOON = 1.0
-"""Seconds in which a node that is well answers, in a look at all of them."""
+"""Seconds in which a healthy node answers, when all are queried."""
 
 
 class SlurmEngine:
@@ -44,22 +44,24 @@ class SlurmEngine:
         }
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="gpuspawner-nodes")
         self._listed: dict[str, dict[str, str]] = {}
-        """Lease and job of each container that runs, by node."""
+        """Lease and job of each running container, by node."""
         self._listing: dict[str, Future[bool]] = {}
-        """The last question to each node: whether it was answered."""
+        """The last query of each node: True if it was answered."""
         self._silent: set[str] = set()
-        """The nodes that did not answer in time when they were last waited for."""
+        """The nodes that did not answer in time when last waited for."""
         self._away: set[str] = set()
         self._where: dict[str, tuple[str, str]] = {}
-        """Node and job of each container that was seen."""
+        """Node and job of each container seen."""
 
     def on(self, node: str) -> DockerEngine:
-        """The engine of a node."""
+        """Return the engine of a node."""
         return self._engines[node]
 
     def sightings(self) -> list[Sighting]:
-        """Every server on a node that answers. Raises EngineUnavailable when Slurm does not:
-        without it nobody can say what has ended."""
+        """Return every server on a node that answers.
+
+        Raises EngineUnavailable if Slurm does not answer: without it nobody knows what has ended.
+        """
         alive, ended = self._living(), self._ended()
         self._away.clear()
         found = []
@@ -71,8 +73,10 @@ class SlurmEngine:
         return found
 
     def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
-        """Servers that run by the store and were not found: ended with their job, or on a node
-        that did not answer."""
+        """Return what happened to running servers that were not found.
+
+        They ended with their job, or are on a node that did not answer.
+        """
         there = {sighting.lease_id for sighting in found}
         more = []
         for lease in leases:
@@ -84,7 +88,7 @@ class SlurmEngine:
             )
             if job is not None and not job.lives:
                 more.append(replace(gone, ended_at=job.ended_at, detail=job.end))
-            elif job is None:  # Slurm has forgotten it: only its node can say
+            elif job is None:  # Slurm has forgotten it: only its node knows
                 if lease.state is LeaseState.RUNNING:
                     more.append(replace(gone, alive=self._node_of(lease) in self._away))
             elif lease.state is LeaseState.RUNNING or job.node in self._away:
@@ -94,9 +98,11 @@ class SlurmEngine:
         return more
 
     def running(self) -> set[str]:
-        """The leases whose container runs, or ran when its node last answered, and whose job
-        lives. Quick, also where a node is lost: that it is lost, Slurm says. Raises
-        EngineUnavailable."""
+        """Return the leases with a running container and a living job.
+
+        Containers as of the last answer of their node. Fast, even if a node is lost, which Slurm
+        reports. Raises EngineUnavailable.
+        """
         alive = self._living()
         self._list_all()
         return {
@@ -105,14 +111,14 @@ class SlurmEngine:
         }  # fmt: skip
 
     def end(self, sighting: Sighting) -> None:
-        """End a server that nobody owns any more, and its job. Raises EngineUnavailable."""
+        """End a server without an owner, and its job. Raises EngineUnavailable."""
         node, job = self._where.get(sighting.ref, ("", ""))
         if node:
             self._engines[node].end(sighting)
         if job:
             self._cancel(job)
 
-    # Steps of the above.
+    # Helpers.
 
     def _on_node(
         self, name: str, engine: DockerEngine, alive: Collection[str], ended: Collection[str]
@@ -128,7 +134,7 @@ class SlurmEngine:
             sighting, job = sighting_of(state), str(each["Labels"][LABEL_JOB])
             self._where[sighting.ref] = name, job
             if sighting.alive and job in ended:  # one that Slurm did not name may just have begun
-                # Its devices may be somebody else's by now: the epilog missed it.
+                # Its devices may be leased to others by now: the epilog missed it.
                 self._log.warning("Ending %s on %s: its job has ended", sighting.server, name)
                 engine.end(sighting)
             elif not sighting.alive and job in alive:
@@ -138,8 +144,7 @@ class SlurmEngine:
         return found
 
     def _list_all(self) -> None:
-        """Ask every node. Nobody waits for one that was silent of late: its answer counts when it
-        comes."""
+        """Query every node, without waiting for recently silent ones; late answers count."""
         for name in self._quick:
             asked = self._listing.get(name)
             if asked is not None and not asked.done():
@@ -151,7 +156,7 @@ class SlurmEngine:
         self._silent |= {name for name, asked in self._listing.items() if asked in late}
 
     def _list(self, name: str) -> bool:
-        """Whether the node answered."""
+        """Query a node; returns True if it answered."""
         try:
             listed = self._quick[name].call(
                 lambda client: client.containers(filters={"label": [LABEL_LEASE, LABEL_JOB]})
@@ -163,7 +168,7 @@ class SlurmEngine:
         return True
 
     def _ended(self) -> set[str]:
-        """The numbers of the jobs of which Slurm says that they have ended."""
+        """Return the numbers of jobs that have ended according to Slurm."""
         return {str(job.id) for job in self._delegate.known() if not job.lives}
 
     def _node_of(self, lease: Lease) -> str:
@@ -171,7 +176,7 @@ class SlurmEngine:
         return found[0].name if found else ""
 
     def _living(self) -> set[str]:
-        """The numbers of the jobs that live."""
+        """Return the numbers of living jobs."""
         try:
             return {str(job.id) for job in self._delegate.living()}
         except SlurmUnavailable as error:
@@ -186,14 +191,14 @@ class SlurmEngine:
 
 
 CGROUP_V1 = "/slurm_{node}/uid_{uid}/job_{job}/step_batch"
-"""Where Debian's slurmd keeps a job's batch step, under each controller of cgroup v1."""
+"""The cgroup of a job's batch step with Debian's slurmd, in each controller of cgroup v1."""
 
 
 def nest(create: Mapping[str, Any], job: SlurmJob, node: Node, cgroup: str) -> dict[str, Any]:
-    """The keyword arguments of ``create_container`` for a container of this job on this node.
+    """Return ``create_container`` arguments for a container of this job on this node.
 
-    ``cgroup`` is the template of its parent, empty for the engine's own: inside of it the job's
-    limits hold for the container too. The port is published where the hub reaches the node.
+    ``cgroup`` is the template of its parent, empty for the engine's default: inside of it the job's
+    limits apply to the container too. The port is published where the hub reaches the node.
     """
     nested = dict(create)
     nested["labels"] = {**dict(create.get("labels") or {}), LABEL_JOB: str(job.id)}

@@ -1,7 +1,7 @@
-"""Images on the nodes of a cluster, and the engines that they are pulled with.
+"""Images on the nodes of a cluster, and the engines that pull them.
 
-A server is started where its image is. Pulling it only there, and only then, would let the GPU
-of whoever goes first stand idle for the length of a pull.
+A server is started where its image is. Pulling it only there and only then would leave the GPU of
+whoever goes first idle for the duration of a pull.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from ..queue.models import Ticket
 from .cluster import Node
 
 QUICK = 3.0
-"""Seconds that a node may take to answer, when it is asked all the time."""
+"""Seconds that a node may take to answer frequent queries."""
 
 MOST_AT_ONCE = 8
-"""Nodes that are asked at once."""
+"""How many nodes are queried at once."""
 
 
 class _Client(docker.APIClient):
-    """A client that trusts what ``cluster.yaml`` names. requests would put the certificates and
-    proxies in their place that the environment has for the internet."""
+    """A client that trusts what ``cluster.yaml`` names.
+
+    Otherwise requests would use the environment's certificates and proxies for the internet.
+    """
 
     trust_env = property(lambda self: False, lambda self, value: None)
 
 
 def connector(node: Node, timeout: float = 20) -> Callable[[], docker.APIClient]:
-    """What makes a client of a node's engine."""
+    """Return a function that creates a client of a node's engine."""
 
     def connect() -> docker.APIClient:
         return _Client(version="auto", timeout=timeout, **node.client_settings())
@@ -48,16 +50,16 @@ def connector(node: Node, timeout: float = 20) -> Callable[[], docker.APIClient]
 
 
 def reach(node: Node) -> Callable[[float], docker.APIClient]:
-    """What makes a client of a node's engine, given a timeout in seconds."""
+    """Return a function that creates a client of a node's engine with a timeout in seconds."""
     return lambda timeout: connector(node, timeout)()
 
 
 HERE = 60.0
-"""Seconds for which it is believed that a node has an image."""
+"""Seconds for which it is remembered that a node has an image."""
 LACKS = 2.0
-"""Seconds for which it is believed that it has not."""
+"""Seconds for which it is remembered that it does not."""
 AGAIN = 60.0
-"""Seconds until a pull that failed is tried again on that node."""
+"""Seconds until a failed pull is tried again on that node."""
 NEVER = None, float("-inf")
 
 
@@ -67,24 +69,28 @@ class WantedImage:
 
     name: str
     pulls: bool = True
-    """Whether it may be pulled at all."""
+    """True if it may be pulled at all."""
 
 
 def nobody_knows(ticket: Ticket) -> WantedImage | None:
-    """The answer of a process that has no catalog: see
-    :meth:`gpuspawner.services.Broker.name_images`."""
+    """Return no image, in a process without a catalog.
+
+    See :meth:`gpuspawner.queue.delegation.DelegationService.name_images`.
+    """
     return None
 
 
 class NodeImages:
-    """The images of all nodes, as far as somebody asked."""
+    """The images of all nodes, as far as they were queried."""
 
     def __init__(
         self, nodes: Iterable[Node], log: logging.Logger | Any = None,
         wanted: Callable[[Ticket], WantedImage | None] = nobody_knows,
     ) -> None:  # fmt: skip
-        """``wanted`` says which image a ticket's server needs; None: nobody knows, and every node
-        will do."""
+        """Create it; ``wanted`` returns the image that a ticket's server needs.
+
+        None means unknown: then every node is suitable.
+        """
         self.wanted = wanted
         self._log = log or logging.getLogger(__name__)
         self._nodes = {node.name: node for node in nodes}
@@ -98,10 +104,10 @@ class NodeImages:
         self._failed: dict[tuple[str, str], tuple[ImageUnavailable, float]] = {}
 
     def lacking(self, ticket: Ticket, able: Collection[str]) -> frozenset[str]:
-        """Which nodes, of those that could run the ticket's server, have not got its image or do
-        not say so; it is fetched to them. Blocks for a moment.
+        """Return the suitable nodes without the ticket's image, or without an answer.
 
-        Raises ImageAwaited while no node has it, and InvalidRequest when none can get it.
+        The image is pulled to them. Blocks for a moment. Raises ImageAwaited while no node has it,
+        and InvalidRequest if none can get it.
         """
         if (wanted := self.wanted(ticket)) is None:
             return frozenset()
@@ -114,14 +120,16 @@ class NodeImages:
         return lacking
 
     def why_not_yet(self, ticket: Ticket, able: Collection[str]) -> str:
-        """Why no node can run the ticket's server just now, where it is for want of its image;
-        else empty. Fetches nothing."""
+        """Return why no node has the ticket's image yet, if that is why it waits; else "".
+
+        Pulls nothing.
+        """
         wanted = self.wanted(ticket)
         if wanted is None or len(self._without(wanted.name, able)) < len(able):
             return ""
         return self._awaited(wanted.name, able)
 
-    # Steps of the above.
+    # Helpers.
 
     def _without(self, image: str, nodes: Collection[str]) -> frozenset[str]:
         now = time.monotonic()
@@ -136,7 +144,7 @@ class NodeImages:
         return now - at < (HERE if here else LACKS)
 
     def _ask(self, image: str, node: str) -> bool | None:
-        """Whether a node has it; None when it does not answer."""
+        """Return True if a node has an image; None if it does not answer."""
         try:
             self._engines[node].call(lambda client: client.inspect_image(image))
         except NotFound:
@@ -168,18 +176,18 @@ class NodeImages:
             failed = {name for name in able if self._failed.get((name, image), NEVER)[1] > since}
         if not now and all(self._seen[name, image][0] is None for name in able):
             return f"no machine answers that could have its image {image}"
-        if not now:  # then another process fetches it, if one can
+        if not now:  # then another process pulls it, if one can
             lack = {name for name in able if self._seen[name, image][0] is False}
             now = dict.fromkeys(lack - failed)
         if not now:
             return f"its image {image} is on no machine yet"
-        # The one that is furthest counts: then the server can start.
+        # The most advanced one counts: then the server can start.
         best = max((each for each in now.values() if each), key=_part, default=None)
         said = f"its image {image} is being fetched to {' and '.join(sorted(now))}"
         return f"{said}, {_said(best)}" if best and best.layers else said
 
     def _fetch(self, node: str, image: str) -> None:
-        """Begin to pull it there, unless that goes on already or failed a moment ago."""
+        """Start to pull an image there, unless that is running already or failed a moment ago."""
         key = node, image
         with self._lock:
             since = self._failed.get(key, NEVER)[1]
@@ -198,7 +206,7 @@ class NodeImages:
         except ImageUnavailable as raised:
             error = raised
             self._log.warning("%s: %s", node, raised.message)
-        except Exception as raised:  # a thread that dies unheard would be waited for
+        except Exception as raised:  # a thread that died unnoticed would be waited for
             error = ImageUnavailable(image=image, why=repr(raised), remedy="Tell your admin.")
             self._log.exception("Pulling %s to %s failed", image, node)
         with self._lock:

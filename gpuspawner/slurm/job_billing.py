@@ -1,4 +1,4 @@
-"""Jobs that run beside servers: charged once, and compared with Slurm's accounting."""
+"""Billing of batch jobs, each charged once, and the comparison of sessions with Slurm's records."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from datetime import datetime, timedelta
 import sqlalchemy as sa
 
 from ..core.errors import GPUSpawnerError, SlurmRefused, SlurmUnavailable, StoreUnavailable
+from ..db import audit_log
 from ..db.engine import Store
-from ..devices import closures
 from ..leases.models import Lease
-from ..ledger import credit_repository, lot_settlement, usage
+from ..ledger import charges, credit_repository, usage
 from ..ledger import repository as ledger_repository
 from ..ledger.prices import PriceService
 from ..ledger.pricing import RateCard
@@ -38,7 +38,7 @@ from .service import ClusterMemberService
 
 
 def price_of_job(card: RateCard, parts: Iterable[UsagePart]) -> int:
-    """Microcredits an hour; the lowest of what it may have been, where nobody can say what."""
+    """Return the microcredits per hour; the lowest possible price if the model is unknown."""
     total = 0
     for part in parts:
         rates = [card.rate_of(model, part.slots) for model in part.models or ("",)]
@@ -47,17 +47,17 @@ def price_of_job(card: RateCard, parts: Iterable[UsagePart]) -> int:
 
 
 def job_words(parts: Iterable[UsagePart]) -> str:
-    """``2 NVIDIA A100``, ``3/4 of a Tesla T4``."""
+    """Format devices: ``2 NVIDIA A100``, ``3/4 of a Tesla T4``."""
     return usage.job_in_words((part.count, part.slots, part.models) for part in parts)
 
 
 def shown(name: str) -> str:
-    """A job's name as it can stand on a statement."""
+    """Return a job's name in a form for statements."""
     return "".join(c if c.isprintable() else "?" for c in name)[:60]
 
 
 def job_reason(job: BatchJob, run: JobRun, amount: int) -> str:
-    """What a statement says of a debit, or of what comes back."""
+    """Return the statement's reason for a charge or a refund."""
     if amount < 0:
         said = f"Charged too much for batch job {job.label} ({job.name}): it ran"
         return f"{said} {_lasted(run.seconds)}"
@@ -68,7 +68,7 @@ def job_reason(job: BatchJob, run: JobRun, amount: int) -> str:
 
 
 def _lasted(seconds: int) -> str:
-    """``1 h 30 min``, ``2 h 5 s``: exact."""
+    """Format a duration exactly: ``1 h 30 min``, ``2 h 5 s``."""
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     parts = [(hours, "h"), (minutes, "min"), (seconds, "s")]
@@ -76,35 +76,35 @@ def _lasted(seconds: int) -> str:
 
 
 OVERLAP = timedelta(hours=1)
-"""What is read again each time: the end of a job can become known late, and clocks differ."""
+"""How much is read again each time: a job's end may be recorded late, and clocks differ."""
 
 LOOK_BACK = timedelta(days=7)
-"""What is read again on another day: whatever became known later than anybody thought of."""
+"""How much is read again on another day, for anything recorded later than expected."""
 
 SETTLED = timedelta(minutes=10)
-"""After so long Slurm's database says nothing more of what is known to its controller."""
+"""After this time Slurm's database adds nothing more to what its controller knows."""
 
 LATE = timedelta(hours=6)
-"""After so long somebody should see why Slurm's database does not get everything."""
+"""After this time somebody should check why Slurm's database does not get everything."""
 
 AT_ONCE = 200
-"""Jobs that are debited in one transaction, at the most."""
+"""Maximum jobs charged in one transaction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Debited:
-    """What a look at the jobs of a cluster did."""
+    """The result of a billing round."""
 
     jobs: int = 0
-    """Those that paid or got something back."""
+    """Jobs that paid or were refunded."""
     amount: int = 0
-    """Microcredits in all."""
+    """Microcredits in total."""
     unknown: tuple[str, ...] = ()
-    """Users of jobs that were new and that no member is."""
+    """Users of new jobs who are no members."""
 
 
 class JobBillingService:
-    """Charges for jobs beside servers."""
+    """Charges for batch jobs."""
 
     def __init__(
         self,
@@ -120,26 +120,28 @@ class JobBillingService:
         self.prices = prices
         self.log = log
         self._told: dict[str, str] = {}
-        """The jobs that could not be charged, and what was said of each."""
+        """The jobs that could not be charged, and the logged reasons."""
         self._unclear: dict[str, datetime] = {}
-        """The runs of which not everything is known that makes their price, and since when."""
+        """The runs with incomplete data for their price, and since when."""
         self._in_step: datetime | None = None
         """Since when Slurm's database has had everything that its controller knows."""
 
     def debit_cluster(self) -> Debited:
-        """Read what the cluster's jobs used and charge what is due. Blocks. Raises
-        SlurmUnavailable or SlurmRefused."""
+        """Read the use of the cluster's jobs and charge what is due. Blocks.
+
+        Raises SlurmUnavailable or SlurmRefused.
+        """
         cluster, slurm, now = self.members.nodes(), self.members.slurm(), self.clock()
         marks = self.marks(cluster.name, now)
         unended = self.store.run(lambda connection: repository.open_jobs(connection, cluster.name))
         try:
-            complete = self._is_complete(slurm, now)  # before the database is asked
+            complete = self._is_complete(slurm, now)  # before the database is queried
             alive = living(slurm)
-            read = min(marks.until, now)  # a clock may have been set back
+            read = min(marks.until, now)  # the clock may have been set back
             another_day = complete and read.date() != now.date()
             start = read - (LOOK_BACK if another_day else OVERLAP)
             runs = read_usage(slurm, max(marks.since, start), now)
-            # What ended long ago can become known only now: its end is in no recent hour.
+            # A job's end can be recorded long after it: then it is in no recent hour.
             seen = {job_id(cluster.name, run) for run in runs}
             if lost := [job for job in unended if job.id not in seen]:
                 numbers = {job.id.split(":")[1] for job in lost}
@@ -157,12 +159,17 @@ class JobBillingService:
         living: Collection[str] | None = None,
         until: datetime | None = None,
     ) -> Debited:
-        """Charge these runs what is due and not charged yet.
+        """Charge what is due for these runs and was not charged yet.
 
-        ``living``: the jobs that Slurm's controller knows, so that those which it lost are not
-        charged on and on. ``until``: everything up to then is among the runs. It may be done
-        twice, late, or be killed anywhere: what a run owes follows from its rate and its time.
-        One that cannot be charged keeps no other from it.
+        It may be done twice, late, or be killed anywhere: what a run owes follows from its rate and
+        its time. A run that cannot be charged does not affect others.
+
+        Args:
+            cluster: The cluster of the runs.
+            runs: Runs of jobs.
+            living: The jobs that Slurm's controller knows, so that lost ones are not charged for
+                ever.
+            until: Everything up to then is among the runs.
         """
         now = self.clock()
         marks = self.marks(cluster.name, now)
@@ -184,20 +191,23 @@ class JobBillingService:
         return Debited(len(done), sum(amount for _, amount in done), tuple(dict.fromkeys(unknown)))
 
     def unread_since(self) -> datetime | None:
-        """Up to when all that ended is paid for sure, where that is long ago and Slurm's database
-        did not answer, or lacked something that its controller knows, at the last look."""
+        """Return the time up to which all is paid, if that is long ago and unresolved.
+
+        Then Slurm's database did not answer at the last round, or lacked something that its
+        controller knows.
+        """
         now = self.clock()
         until = self.marks(self.members.nodes().name, now).until
         return until if self._in_step is None and now - until > LATE else None
 
     def jobs_since(self, cluster: str, moment: datetime) -> list[BatchJob]:
-        """The jobs of a cluster beside servers that go on or ended after a moment."""
+        """Return the batch jobs of a cluster that run or ended after a moment."""
         return self.store.run(lambda connection: repository.since(connection, cluster, moment))
 
-    # Steps of the above.
+    # Helpers.
 
     def marks(self, cluster: str, now: datetime) -> repository.Marks:
-        """How far this cluster's jobs were read; written where nobody has looked yet."""
+        """Return how far this cluster's jobs were read; initialized at the first call."""
         found = self.store.run(lambda connection: repository.find_marks(connection, cluster))
         if found is None:
             with self.store.write() as connection:
@@ -207,8 +217,10 @@ class JobBillingService:
     def _read_up_to(
         self, cluster: str, marks: repository.Marks, until: datetime, now: datetime
     ) -> None:
-        """Write down that everything up to then is read: now and then, since each time some more
-        is read than that. What is ahead of a clock that was set back is taken back."""
+        """Record that everything up to then was read, now and then, because reads overlap.
+
+        A mark ahead of a clock that was set back is reduced.
+        """
         until = max(marks.since, until)
         another_day = marks.until.date() < until.date()
         if marks.until > now or another_day or until - marks.until >= OVERLAP / 2:
@@ -216,8 +228,11 @@ class JobBillingService:
                 repository.mark(connection, cluster, until=until)
 
     def _is_complete(self, slurm: Slurm, now: datetime) -> bool:
-        """Whether Slurm's database has had everything for a while: while it was away, its
-        controller keeps what happened, and what a job had comes some seconds after its end."""
+        """Return True if Slurm's database has had everything for a while.
+
+        While it was away, its controller keeps the events, and a job's devices are recorded some
+        seconds after its end.
+        """
         if stays_behind(slurm):
             self._in_step = None
         elif self._in_step is None or self._in_step > now:
@@ -227,8 +242,10 @@ class JobBillingService:
     def _cleared(
         self, cluster: Cluster, runs: Iterable[JobRun], now: datetime
     ) -> tuple[list[JobRun], list[datetime]]:
-        """The runs of which is known whatever ever will be, and from when on the others are to be
-        read again. A price is for good: it waits for what comes late, but no longer than that."""
+        """Return the runs with final data, and from when on the others must be read again.
+
+        A price is final: it waits for data that comes late, but no longer than that.
+        """
         waiting: dict[str, datetime] = {}
         clear, again = [], []
         for run in runs:
@@ -247,7 +264,7 @@ class JobBillingService:
     def _with_news(
         self, cluster: Cluster, runs: Collection[JobRun], living: Collection[str] | None
     ) -> list[JobRun]:
-        """Those that are new, or of which something is to be written: mostly none."""
+        """Return the runs that are new or have something to record: mostly none."""
         with self.store.read() as connection:
             known = repository.some(connection, {job_id(cluster.name, run) for run in runs})
         return [
@@ -264,7 +281,7 @@ class JobBillingService:
         living: Collection[str] | None,
         now: datetime,
     ) -> tuple[list[tuple[str, int]], list[str]]:
-        """Charge these together, or each by itself when that fails because of one of them."""
+        """Charge these together, or one by one if that fails because of one of them."""
         try:
             return self._debit_together(cluster, runs, living, now) if runs else ([], [])
         except StoreUnavailable:
@@ -288,8 +305,10 @@ class JobBillingService:
         living: Collection[str] | None,
         now: datetime,
     ) -> tuple[list[tuple[str, int]], list[str]]:
-        """Charge some in one transaction: the jobs that paid and how much, and the users of new
-        ones that no member is."""
+        """Charge some in one transaction.
+
+        Returns the jobs that paid and how much, and the users of new ones who are no members.
+        """
         paid: list[tuple[str, int]] = []
         unknown: list[str] = []
         with self.store.write() as connection:
@@ -306,7 +325,7 @@ class JobBillingService:
         return paid, unknown
 
     def _complain(self, cluster: Cluster, run: JobRun, error: Exception) -> None:
-        """Say once what keeps a job from being charged."""
+        """Log once what keeps a job from being charged."""
         said = f"{type(error).__name__}: {error}"
         if self._told.get(run.key) == said:
             return
@@ -320,10 +339,13 @@ class JobBillingService:
         )
 
     def _not_holders(self, cluster: Cluster, runs: Collection[JobRun]) -> list[JobRun]:
-        """The runs with devices that are no server's: a name alone proves nothing, for everybody
-        can give any to a job. What a server runs on was submitted first by that name, while its
-        ticket waited, and began before ticket and session were over. What was no server's once
-        never becomes it, though all others of its name are forgotten."""
+        """Return the runs with devices that do not belong to servers.
+
+        A name alone proves nothing, because everybody can choose it. The job of a server was the
+        first with that name, submitted while its ticket waited, and began before ticket and session
+        were over. A batch job never becomes a server's, even if all others with its name are
+        forgotten.
+        """
         some = [run for run in runs if run.uses_devices]
         named = {run.ticket_id for run in some if run.ticket_id}
         keys = {job_id(cluster.name, run) for run in some if run.ticket_id}
@@ -360,7 +382,7 @@ class JobBillingService:
         users: Mapping[str, str],
         groups: Mapping[str, Collection[str]],
     ) -> BatchJob:
-        """Write a run down, with its price and who pays as of now: neither changes any more."""
+        """Record a run, with its price and payer as of now: neither changes later."""
         if run.started_at is None:
             raise ValueError(f"job {run.label} has not started: there is nothing to charge")
         member = users.get(run.user)
@@ -387,7 +409,7 @@ class JobBillingService:
         return job
 
     def _debit(self, connection: sa.Connection, job: BatchJob, run: JobRun, now: datetime) -> int:
-        """Charge one; the microcredits that moved."""
+        """Charge one run, and return the microcredits moved."""
         if run.started_at is None:
             raise ValueError(f"job {run.label} has not started: there is nothing to charge")
         if not _changes(job, run):
@@ -405,7 +427,7 @@ class JobBillingService:
             )
             posted = transfer is not None and ledger_repository.post(connection, transfer)
             if posted and credit_repository.lots_closed_since(connection, job.account, until):
-                lot_settlement.settle_lots(connection, job.account, now)
+                charges.settle_lots(connection, job.account, now)
         repository.update(
             connection,
             job.id,
@@ -418,38 +440,40 @@ class JobBillingService:
 
 
 def job_id(cluster: str, run: JobRun) -> str:
-    """What a run is called in the store."""
+    """Return the id of a run in the store."""
     return f"{cluster}:{run.key}"
 
 
 def _is_lost(run: JobRun, living: Collection[str] | None) -> bool:
-    """Whether the database has a run going on that the controller knows nothing of."""
+    """Return True if the database has a running job that the controller does not know."""
     return run.ended_at is None and living is not None and run.id not in living
 
 
 def _is_unclear(run: JobRun, cluster: Cluster) -> bool:
-    """Whether more may become known of what a run has: what it is at all, or of which model."""
+    """Return True if more may become known of a run's devices, or of their model."""
     if not run.told:
         return bool(run.started_at and (run.seconds or run.ended_at is None))
     return run.uses_devices and any(len(part.models) != 1 for part in parts_of(run, cluster))
 
 
 def _due(job: BatchJob, run: JobRun) -> int:
-    """Microcredits to charge now; below zero they come back."""
+    """Return the microcredits to charge now; negative ones come back."""
     if job.account is None:
         return 0
     return usage.due_for_job(job.rate, run.seconds, job.charged, over=run.ended_at is not None)
 
 
 def _changes(job: BatchJob, run: JobRun) -> bool:
-    """Whether something is to be written of a job that is known: at its end its last word, and
-    before that only what it pays."""
+    """Return True if something must be recorded of a known job.
+
+    That is its final data at its end, and before that only what it pays.
+    """
     same = (job.ended_at, job.seconds) == (run.ended_at, run.seconds)
     return bool(_due(job, run)) or (run.ended_at is not None and not same)
 
 
 ENGINE = "slurm"
-"""The engine of the leases that jobs hold devices for."""
+"""The engine of the leases whose devices jobs hold."""
 
 TOLERANCE = 1
 """Seconds by which a session and its job may differ."""
@@ -457,7 +481,7 @@ TOLERANCE = 1
 
 @dataclass(frozen=True, slots=True)
 class SessionDifference:
-    """A session of ours and a job of Slurm's that do not agree."""
+    """A session of ours and a job of Slurm's that disagree."""
 
     subject: str
     what: str
@@ -487,14 +511,17 @@ class ClusterAuditService:
         self.log = log
 
     def audited_until(self) -> datetime:
-        """Up to when the sessions on the cluster were compared."""
+        """Return up to when the sessions on the cluster were compared."""
         return self.billing.marks(self.members.nodes().name, self.clock()).audited_until
 
     def audit_cluster(
         self, since: datetime, until: datetime
     ) -> tuple[int, list[SessionDifference]]:
-        """Hold the sessions that ended between two moments against Slurm's jobs for them: how
-        many there were, and what differs. Blocks. Raises SlurmUnavailable or SlurmRefused."""
+        """Compare the sessions that ended between two moments with their jobs in Slurm.
+
+        Returns how many there were, and the differences. Blocks. Raises SlurmUnavailable or
+        SlurmRefused.
+        """
         slurm = self.members.slurm()
         sessions = self.store.run(lambda c: repository.sessions_ended(c, ENGINE, since, until))
         first = min((lease.granted_at for lease in sessions), default=since)
@@ -502,7 +529,7 @@ class ClusterAuditService:
         last = max(until, self.clock()) + OVERLAP
         holders = read_holders(slurm, ids, min(first, since) - OVERLAP, last)
         others = read_usage(slurm, since, until)
-        # Whoever calls a job as servers' jobs are called has paid for it.
+        # A batch job that is named like servers' jobs has paid for it.
         named = [run for run in others if run.ticket_id]
         named += (run for runs in holders.values() for run in runs)
         keys = {job_id(self.members.nodes().name, run): run.key for run in named}
@@ -519,10 +546,10 @@ class ClusterAuditService:
         holders: Mapping[str, Iterable[JobRun]],
         others: Iterable[JobRun] = (),
     ) -> list[SessionDifference]:
-        """Where our sessions and Slurm's jobs for them differ by more than a second.
+        """Return where our sessions and their jobs differ by more than a second.
 
-        ``holders``: the jobs of each session's ticket. ``others``: jobs of the same time, of
-        which none may hold devices for a ticket that got no session.
+        ``holders``: the jobs of each session's ticket. ``others``: jobs of the same time, none of
+        which may hold devices for a ticket without a session.
         """
         by_ticket: dict[str, list[Lease]] = {}
         for lease in sessions:
@@ -546,13 +573,13 @@ class ClusterAuditService:
     def note_audit(
         self, differences: Collection[SessionDifference], until: datetime, *, actor: str
     ) -> None:
-        """Write down how far sessions were compared, and each difference in the trail."""
+        """Record how far sessions were compared, and each difference in the audit log."""
         now, cluster = self.clock(), self.members.nodes().name
         with self.store.write() as connection:
             if until > repository.marks(connection, cluster, now).audited_until:
                 repository.mark(connection, cluster, audited_until=until)
             for each in differences:
-                closures.note(
+                audit_log.note(
                     connection,
                     at=now,
                     actor=actor,
@@ -565,8 +592,10 @@ class ClusterAuditService:
 
 
 def _compared(mine: list[Lease], runs: list[JobRun]) -> list[SessionDifference]:
-    """What does not agree about the sessions of one ticket: more than one when the first was lost
-    with its hub and its job went on."""
+    """Return the differences of one ticket's sessions.
+
+    There are several if the first was lost with its hub while its job continued.
+    """
     last = mine[-1]
     subject = f"lease {last.id} of {last.server}"
     ends = [lease.ended_at for lease in mine if lease.ended_at]
@@ -583,7 +612,7 @@ def _compared(mine: list[Lease], runs: list[JobRun]) -> list[SessionDifference]:
     if abs(ours - theirs) > TOLERANCE:
         what = f"{ours} s here, and {theirs} s in Slurm (job {labels})"
         found.append(SessionDifference(subject, what, ours, theirs))
-    # What a job had is written down some seconds after the rest of it.
+    # A job's devices are recorded some seconds after the rest of it.
     counts = {run.devices or sum(run.shards.values()) for run in runs if run.uses_devices}
     if counts - {len(last.devices)}:
         said = " and ".join(str(count) for count in sorted(counts))

@@ -1,4 +1,4 @@
-"""The job that holds devices for a ticket. Pure."""
+"""The specification of the job that holds devices for a ticket. Pure."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from .jobs import HOLDER
 from .programs import Holder
 
 STARTING = 20
-"""Minutes that a job gets beyond the session: a session begins when its server answers."""
+"""Minutes that a job gets beyond the session, which begins when its server responds."""
 
 PRIORITY_A_POINT = 1000
-"""What a point of an admin's is worth in Slurm's priorities: a hundredth of the fair share's
-weight in the files that ``gpuspawner slurm config`` writes."""
+"""The value of an admin's point in Slurm's priorities.
+
+A hundredth of the fair share's weight in the files that ``gpuspawner slurm config`` writes.
+"""
 
 BEHIND_ALL = 2_000_000_000
-"""Nearly the most by which Slurm lets a job stand back."""
+"""Nearly the largest nice value that Slurm accepts."""
 
 
 def devices_of(cluster: Cluster) -> tuple[Device, ...]:
-    """The devices of all nodes, as the pool knows them."""
+    """Return the devices of all nodes."""
     found: list[Device] = []
     for node in cluster.nodes:
         for device in node.devices:
@@ -45,7 +47,7 @@ def devices_of(cluster: Cluster) -> tuple[Device, ...]:
 
 
 def able(request: Request, cluster: Cluster) -> frozenset[str]:
-    """The nodes whose devices would do. Raises TooMuchAsked when there are none."""
+    """Return the nodes with suitable devices. Raises TooMuchAsked if there are none."""
     _, types, without = _wanted(request, cluster)
     fitting = {device.uuid for device in suitable(request, devices_of(cluster))}
     found = set()
@@ -65,9 +67,11 @@ def of(
     account: str = "",
     lacking: Collection[str] = (),
 ) -> Holder:
-    """The job of a ticket. Nothing in it is a member's own word but the comment, which is JSON.
-    ``lacking``: nodes that would do and must not be chosen. Raises TooMuchAsked for what no node
-    has."""
+    """Return the job of a ticket.
+
+    The only free text in it is the comment, which is JSON. ``lacking``: suitable nodes that must
+    not be chosen. Raises TooMuchAsked for what no node has.
+    """
     request = ticket.request
     kind, types, without = _wanted(request, cluster)
     some = [node for node in cluster.nodes if node.name not in without and node.devices]
@@ -88,27 +92,27 @@ def of(
 
 
 def excluded(request: Request, cluster: Cluster, lacking: Collection[str]) -> list[str]:
-    """The nodes that Slurm must not choose, in their order. Raises TooMuchAsked."""
+    """Return the sorted nodes that Slurm must not choose. Raises TooMuchAsked."""
     return sorted({*_wanted(request, cluster)[2], *lacking})
 
 
 def nice_of(ticket: Ticket) -> int:
-    """What a ticket's job has in Slurm's order beside what everybody has there."""
+    """Return the nice value of a ticket's job, relative to everybody's."""
     return niceness(ticket.boost) + (BEHIND_ALL if ticket.last else 0)
 
 
 def niceness(points: float) -> int:
-    """An admin's points in Slurm's order."""
+    """Return an admin's points as a nice value."""
     return -round(points * PRIORITY_A_POINT)
 
 
 def minutes(seconds: int) -> int:
-    """The time limit of a job for a session of so many seconds."""
+    """Return the time limit of a job for a session of this many seconds."""
     return math.ceil(seconds / 60) + STARTING
 
 
 def _wanted(request: Request, cluster: Cluster) -> tuple[str, list[str], Collection[str]]:
-    """The kind of gres, its type if it must be one, and the nodes that would not do."""
+    """Return the kind of gres, its type if it must be one, and the unsuitable nodes."""
     fitting = {device.uuid for device in suitable(request, devices_of(cluster))}
     if cluster.shards and request.devices > 1:
         raise TooMuchAsked(
@@ -123,7 +127,7 @@ def _wanted(request: Request, cluster: Cluster) -> tuple[str, list[str], Collect
     if most < request.devices:
         raise _too_many(request, most)
     types = {each for count in counts.values() for each in count}
-    # Those of one server are of one model, and Slurm may give what it likes of the others.
+    # Devices of one server are of one model, and Slurm may choose among the others.
     good = {
         node.name
         for node in nodes
@@ -136,7 +140,7 @@ def _wanted(request: Request, cluster: Cluster) -> tuple[str, list[str], Collect
         return kind, sorted(types), ()
     if any(sum(counts[name].values()) >= request.devices for name in good):
         return kind, [], [node.name for node in nodes if node.name not in good]
-    # Nodes of several models: the one that there is most of.
+    # For nodes of several models: the most frequent one.
     best = max(sorted(types), key=lambda each: max(count[each] for count in counts.values()))
     return kind, [best], ()
 
@@ -166,10 +170,10 @@ def _cpus(node: Node) -> float:
 
 
 def _megabytes(node: Node) -> float:
-    """Of each device's share, what Slurm gives out at the most."""
+    """Return what Slurm allocates at most for one device's share of memory."""
     return node.memory_bytes / 2**20 * 0.9 / len(node.devices)
 
 
 def indices_to_uuids(node: Node, indices: Sequence[int]) -> tuple[str, ...]:
-    """The devices that Slurm names by number. Raises ConfigError for one the file lacks."""
+    """Return the devices with Slurm's numbers. Raises ConfigError for an unknown one."""
     return tuple(node.device_at(index).uuid for index in indices)

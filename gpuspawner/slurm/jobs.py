@@ -1,4 +1,4 @@
-"""Slurm's jobs: those in the queue, and what ended ones used."""
+"""Slurm's jobs: those in the queue, and the use of ended ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .config import TESTED, is_tested
 from .programs import Controller, Slurm
 
 HOLDER = "gpuspawner-"
-"""What the name of a job begins with that holds devices for a ticket; its id follows."""
+"""Prefix of the name of a job that holds devices for a ticket; the ticket's id follows."""
 
 WAITS = "PENDING"
 _LIVES = frozenset({WAITS, "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED",
@@ -25,16 +25,16 @@ _LIVES = frozenset({WAITS, "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", 
                     "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})  # fmt: skip
 """States in which a job has, or may get, devices; every other one is an end."""
 _AGAIN = frozenset({"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "REVOKED"})
-"""Ends that the job had no part in: it may be handed in once more."""
+"""Ends that the job did not cause: it may be submitted once more."""
 
 GIVEN_BACK = "[gpuspawner: given back]"
-"""Of the admin's comment of a job that was ended so that its ticket gets other devices."""
+"""Part of the admin's comment of a job that was ended so that its ticket gets other devices."""
 
 _JOBS = re.compile(r'"jobs"\s*:\s*\[\s*')
 _BETWEEN = re.compile(r"\s*,\s*|\s+")
 _DECODER = json.JSONDecoder()
 AT_A_TIME = 32
-"""Jobs that are read before another thread gets its turn: less than a millisecond."""
+"""How many jobs are parsed before another thread gets its turn: less than a millisecond."""
 
 _GIVEN = re.compile(r"(gpu|shard)(?::[^,()]*)?\(IDX:([0-9,-]+)\)")
 
@@ -61,7 +61,7 @@ _REASONS = {
     "InvalidAccount": "your account in Slurm is closed",
     "InvalidQOS": "your account in Slurm may not use this QOS",
 }
-"""What Slurm's reasons for waiting mean to who waits; the others are said as they are."""
+"""Slurm's reasons for waiting, in words for members; others are shown as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,45 +76,46 @@ class SlurmJob:
     reason: str = ""
     """Slurm's word for why it waits, or why it ended."""
     node: str = ""
-    """Where it runs or ran; several as Slurm writes them."""
+    """Where it runs or ran; several in Slurm's notation."""
     kind: str = ""
-    """``gpu`` or ``shard``: what it got; empty while it waits and once it has ended."""
+    """``gpu`` or ``shard``: what it got; empty while it waits and after its end."""
     indices: tuple[int, ...] = ()
     """Slurm's numbers of its devices on that node."""
     priority: int = 0
     excluded: str = ""
-    """The nodes that it must not run on, as Slurm writes them."""
+    """The nodes that it must not run on, in Slurm's notation."""
     account: str = ""
     note: str = ""
     """An admin's comment: no member can write it."""
     submitted_at: datetime | None = None
     started_at: datetime | None = None
-    """For a job that waits, when Slurm expects it to start."""
+    """For a waiting job, when Slurm expects it to start."""
     ended_at: datetime | None = None
-    """Only of a job that has ended."""
+    """Only for an ended job."""
 
     @property
     def ticket_id(self) -> str:
-        """The ticket that it holds devices for; empty for a job of others."""
+        """The ticket that it holds devices for; empty for other jobs."""
         return self.name[len(HOLDER) :] if self.name.startswith(HOLDER) else ""
 
     @property
     def waits(self) -> bool:
+        """True if it waits."""
         return self.state == WAITS
 
     @property
     def lives(self) -> bool:
-        """Whether it waits, runs, or is still being cleared away: its devices are not free."""
+        """True if it waits, runs, or is being cleaned up: its devices are not free."""
         return self.state in _LIVES
 
     @property
     def may_come_again(self) -> bool:
-        """Whether it ended for a reason that would not stop it a second time."""
+        """True if it ended for a reason that would not stop it a second time."""
         return self.state in _AGAIN or GIVEN_BACK in self.note
 
     @property
     def why(self) -> str:
-        """What it waits for beside devices, in words."""
+        """What it waits for besides devices, in words."""
         return _REASONS.get(self.reason, f"Slurm says {self.reason}")
 
     @property
@@ -132,13 +133,15 @@ _ENDS = {
 
 
 def read_jobs(slurm: Controller) -> list[SlurmJob]:
-    """Every job that Slurm knows of. Blocks. Raises SlurmUnavailable."""
+    """Return every job that Slurm knows. Blocks. Raises SlurmUnavailable."""
     return jobs_of(slurm.jobs(), slurm.notes)
 
 
 def jobs_of(text: str, notes: str = "admin_comment") -> list[SlurmJob]:
-    """The jobs in what ``squeue --json`` printed. Raises SlurmUnavailable for what is none of it:
-    half an answer is no answer."""
+    """Parse the output of ``squeue --json``.
+
+    Raises SlurmUnavailable if the output is truncated or malformed.
+    """
     try:
         rows, rest = _taken_apart(text)
         found = json.loads(rest)
@@ -152,7 +155,7 @@ def jobs_of(text: str, notes: str = "admin_comment") -> list[SlurmJob]:
 
 
 def _must_be_tested(meta: Mapping[str, Any]) -> None:
-    """Raises SlurmUnavailable for a Slurm whose words may mean something else."""
+    """Raise SlurmUnavailable for an untested Slurm, whose output may mean something else."""
     release = str(meta.get("Slurm", {}).get("release", ""))
     if release and not is_tested(release):
         why = f"it is Slurm {release}, and gpuspawner was tried with {' and '.join(TESTED)}"
@@ -160,8 +163,11 @@ def _must_be_tested(meta: Mapping[str, Any]) -> None:
 
 
 def _taken_apart(text: str) -> tuple[list[Any], str]:
-    """The jobs, and the text without them. Read at once, some thousand jobs would hold up every
-    other thread for a tenth of a second: the event loop, too."""
+    """Return the jobs, and the text without them.
+
+    Parsed at once, some thousand jobs would block every other thread for a tenth of a second,
+    including the event loop.
+    """
     rows: list[Any] = []
     if (first := _JOBS.search(text)) is None:
         return rows, text
@@ -172,7 +178,7 @@ def _taken_apart(text: str) -> tuple[list[Any], str]:
         gap = _BETWEEN.match(text, at)
         at = gap.end() if gap else at
         if not len(rows) % AT_A_TIME:
-            time.sleep(0)  # others first
+            time.sleep(0)  # let others run
     return rows, text[: first.end()] + text[at:]
 
 
@@ -201,7 +207,7 @@ def _job(row: Mapping[str, Any], notes: str) -> SlurmJob:
 
 
 def given(details: list[str]) -> tuple[str, tuple[int, ...]]:
-    """What a job got, from entries such as ``gpu:a100:2(IDX:0-1)``: its kind and the indices."""
+    """Parse a job's devices from entries such as ``gpu:a100:2(IDX:0-1)``: kind and indices."""
     found = [match for detail in details for match in _GIVEN.findall(detail)]
     kinds = {kind for kind, _ in found}
     if not found or len(kinds) > 1:
@@ -221,7 +227,7 @@ def _time_of_job(seconds: object) -> datetime | None:
 
 
 AT_ONCE = timedelta(days=7)
-"""The longest stretch of time of which all jobs are asked for at once."""
+"""The longest period for which all jobs are queried at once."""
 
 NAMES_AT_ONCE = 200
 
@@ -242,11 +248,11 @@ class JobRun:
     """A job from its start to its end; one that is queued again has another run later."""
 
     id: str
-    """Slurm's number of it, of an array's element too."""
+    """Slurm's number of it, also for an array's element."""
     label: str
-    """The same as people see it: ``12_3``."""
+    """The same number as people see it: ``12_3``."""
     name: str
-    """Whatever its owner wrote."""
+    """The name, chosen by its owner."""
     user: str
     account: str
     state: str
@@ -255,55 +261,57 @@ class JobRun:
     ended_at: datetime | None
     """None while it runs."""
     seconds: int
-    """It ran so long, as far as is known; without the time for which it was suspended."""
+    """How long it ran, as far as known; without the time for which it was suspended."""
     gpus: Mapping[str, int]
-    """Whole devices by Slurm's word for the model; under an empty one, those of no known model."""
+    """Whole devices by Slurm's type; with an empty type, those of unknown models."""
     shards: Mapping[str, int]
-    """Shares of devices, the same way."""
+    """Shares of devices, in the same way."""
     nodes: tuple[str, ...]
     exit: str
     """Exit status and signal: ``0:0``."""
     told: bool = True
-    """Whether the database says already what it had."""
+    """True if the database already shows what it had."""
 
     @property
     def key(self) -> str:
-        """What tells it from every other run: a number can come again, a start cannot."""
+        """A key that is unique among all runs: numbers can repeat, starts cannot."""
         return f"{self.id}:{_epoch(self.started_at)}"
 
     @property
     def ticket_id(self) -> str:
-        """The ticket that it holds devices for, if it says the truth; empty when it says none."""
+        """The ticket that it claims to hold devices for; empty if none."""
         return self.name.removeprefix(HOLDER) if self.name.startswith(HOLDER) else ""
 
     @property
     def devices(self) -> int:
-        """How many whole devices it has."""
+        """The number of whole devices it has."""
         return sum(self.gpus.values())
 
     @property
     def uses_devices(self) -> bool:
-        """Whether it has any device, or a share of one, and ran."""
+        """True if it ran and has any device or a share of one."""
         return bool(self.started_at and (self.devices or sum(self.shards.values())))
 
 
 @dataclass(frozen=True, slots=True)
 class UsagePart:
-    """Devices that are alike."""
+    """Devices of the same kind."""
 
     count: int
     models: tuple[str, ...]
-    """The one that they are of; several when nobody can say which."""
+    """Their model; several if it is unknown which."""
     slots: int = 1
-    """Each is one of so many shares of a device."""
+    """Each is one of this many shares of a device."""
 
 
 # Reading.
 
 
 def read_usage(slurm: Slurm, since: datetime, until: datetime) -> list[JobRun]:
-    """Every run of which a part lies between the two moments, those that go on included, a
-    week at a time. Raises SlurmUnavailable or SlurmRefused."""
+    """Return every run that overlaps the period, including running ones, a week at a time.
+
+    Raises SlurmUnavailable or SlurmRefused.
+    """
     runs: list[JobRun] = []
     start = since
     while start < until:
@@ -316,7 +324,7 @@ def read_usage(slurm: Slurm, since: datetime, until: datetime) -> list[JobRun]:
 def read_holders(
     slurm: Slurm, tickets: Collection[str], since: datetime, until: datetime
 ) -> dict[str, list[JobRun]]:
-    """The same of the holders of these tickets, the first submitted first, by ticket."""
+    """Return the runs of these tickets' jobs by ticket, first submitted first."""
     names = sorted(tickets)
     runs: list[JobRun] = []
     for first in range(0, len(names), NAMES_AT_ONCE):
@@ -329,20 +337,24 @@ def read_holders(
 
 
 def read_runs(slurm: Slurm, numbers: Collection[str], since: datetime) -> list[JobRun]:
-    """Every run of these jobs since a moment, however long ago."""
+    """Return every run of these jobs since a moment, however long ago."""
     words = ("-j", ",".join(sorted(numbers)))
     return _newest(_ask(slurm, since, datetime.now(timezone.utc), *words)) if numbers else []
 
 
 def living(slurm: Slurm) -> frozenset[str]:
-    """The numbers of the jobs that the controller knows. What the database believes to run and
-    the controller does not know was lost in a crash: it used nothing more."""
+    """Return the numbers of the jobs that the controller knows.
+
+    A job that runs according to the database only was lost in a crash, and uses nothing more.
+    """
     return frozenset(slurm.run("squeue", "-h", "-a", "-r", "-o", "%A").split())
 
 
 def behind(slurm: Slurm) -> int:
-    """How many messages of the controller the accounting database has not taken yet: with none,
-    it knows of all that happened. Raises SlurmUnavailable or SlurmRefused."""
+    """Return how many of the controller's messages the accounting database has not processed.
+
+    With none, it knows everything that happened. Raises SlurmUnavailable or SlurmRefused.
+    """
     found = _BEHIND.search(slurm.run("sdiag"))
     if found is None:
         why = "sdiag does not say how far the accounting database is behind, as Slurm 22.05 does"
@@ -351,8 +363,10 @@ def behind(slurm: Slurm) -> int:
 
 
 def stays_behind(slurm: Slurm) -> bool:
-    """Whether the database lacks something for more than a moment, as it always may on a cluster
-    where a lot happens. Raises as :func:`behind`."""
+    """Return True if the database lags behind for more than a moment.
+
+    On a busy cluster it always may for a moment. Raises as :func:`behind`.
+    """
     for _ in range(2):
         if not behind(slurm):
             return False
@@ -361,7 +375,7 @@ def stays_behind(slurm: Slurm) -> bool:
 
 
 def _ask(slurm: Slurm, since: datetime, until: datetime, *more: str) -> list[JobRun]:
-    # A job's name can hold anything but what nobody can guess.
+    # A job's name can contain anything except what nobody can guess.
     delimiter = secrets.token_hex(8)
     said = slurm.run(
         "sacct",
@@ -374,14 +388,16 @@ def _ask(slurm: Slurm, since: datetime, until: datetime, *more: str) -> list[Job
 
 
 def _newest(runs: Iterable[JobRun]) -> list[JobRun]:
-    """Each run once, as it was read last, in the order of their submission."""
+    """Return each run once, as last read, in the order of their submission."""
     found = {run.key: run for run in runs}
     return sorted(found.values(), key=lambda run: (run.submitted_at, len(run.id), run.id))
 
 
 def parse_runs(said: str, delimiter: str) -> list[JobRun]:
-    """The runs in what sacct printed. Raises SlurmUnavailable for what is none of it: half an
-    answer is no answer."""
+    """Parse the output of sacct.
+
+    Raises SlurmUnavailable if the output is truncated or malformed.
+    """
     if not said.strip():
         return []
     cells, width = said.split(delimiter), len(_COLUMNS) - 1
@@ -390,7 +406,7 @@ def parse_runs(said: str, delimiter: str) -> list[JobRun]:
     runs = []
     first = cells[0]
     for at in range(0, len(cells) - 1, width):
-        # The name, which comes last, and the next row's number are parted by a new line.
+        # The name is last, and a new line separates it from the next row's number.
         last = at + width == len(cells) - 1
         name, _, following = (
             (cells[at + width].removesuffix("\n"), "", "")
@@ -434,14 +450,14 @@ def _run(*cells: str) -> JobRun:
 
 
 def _gres(tres: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Devices and shares by type, of ``gres/gpu=2,gres/gpu:a100=2``."""
+    """Parse devices and shares by type: ``gres/gpu=2,gres/gpu:a100=2``."""
     found: dict[str, dict[str, int]] = {"gpu": {}, "shard": {}}
     for part in tres.split(","):
         name, _, amount = part.partition("=")
         if (match := _GRES.fullmatch(name)) and amount.isdecimal():
             found[match[1]][match[2] or ""] = int(amount)
     for kind in found.values():
-        # All of them are counted without a type, and some of them by type once more.
+        # All of them are counted without a type, and some again by type.
         if "" in kind:
             rest = kind.pop("") - sum(kind.values())
             if rest > 0:
@@ -450,7 +466,7 @@ def _gres(tres: str) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def hosts(text: str) -> tuple[str, ...]:
-    """The nodes of ``gpu[1-3,07],box``. Raises ValueError for what is no such list."""
+    """Parse nodes such as ``gpu[1-3,07],box``. Raises ValueError if the list is invalid."""
     if text and not _HOSTS.fullmatch(text):
         raise ValueError(text)
     found: list[str] = []
@@ -482,11 +498,11 @@ def _strange(row: str) -> SlurmUnavailable:
     return SlurmUnavailable(why=f"sacct did not answer as Slurm 22.05 does ({row[:80]!r})")
 
 
-# What it was that a run had.
+# The devices of a run.
 
 
 def parts_of(run: JobRun, cluster: Cluster) -> tuple[UsagePart, ...]:
-    """The devices of a run by their models, as far as anybody can say."""
+    """Return the number of devices per model for a run, as far as known."""
     slots = max(1, cluster.shards)
     return tuple(
         UsagePart(count, _models(run, kind, cluster), each)
@@ -498,7 +514,7 @@ def parts_of(run: JobRun, cluster: Cluster) -> tuple[UsagePart, ...]:
 
 def _models(run: JobRun, kind: str, cluster: Cluster) -> tuple[str, ...]:
     here = [node for node in cluster.nodes if node.name in run.nodes]
-    # Where the file knows neither the type nor the node, it may be any device.
+    # If the file knows neither the type nor the node, it may be any device.
     for nodes, type_ in ((here, kind), (cluster.nodes, kind), (here, ""), (cluster.nodes, "")):
         found = (d.model for node in nodes for d in node.devices if type_ in ("", d.gres))
         if models := tuple(dict.fromkeys(found)):

@@ -1,7 +1,7 @@
-"""An admin's hand on what Slurm orders: places, points and pauses.
+"""Admins' control of Slurm's order: positions, points and pauses.
 
-What admins decided is in the store. Slurm is brought in line with it again and again, so that
-nothing is lost whoever dies in between, and whoever made the change.
+The admins' decisions are in the store. Slurm is adjusted to it again and again, so that nothing is
+lost, whichever process crashes in between, and whoever made the change.
 """
 
 from __future__ import annotations
@@ -22,29 +22,33 @@ from .jobs import GIVEN_BACK, SlurmJob
 from .programs import Controller
 
 FIRST = 4_000_000_000
-"""The priority of the first place of an admin's own. Slurm keeps to a priority that it is told,
-whatever becomes of the fair share, until the job is released to the order again."""
+"""The priority of the first position set by an admin.
+
+Slurm keeps a priority that was set, however the fair share changes, until the job is released.
+"""
 
 PLACES = 2_000_000
-"""Priorities below :data:`FIRST` that are places. No job comes near them by itself."""
+"""How many priorities below :data:`FIRST` are positions; no job reaches them by itself."""
 
 
 MARK = "[gpuspawner: held for a pause]"
-"""Of the admin's comment of a job while we hold it back. It stays with the job whoever is started
-anew, and no member can write it: what an admin holds is not released by us."""
+"""Part of the admin's comment of a job while we hold it.
+
+It stays with the job when a process restarts, and no member can write it: we do not release what an
+admin holds.
+"""
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
-"""Seconds until Slurm is told again what it refused, or took and did not do: twice as many each
-time."""
+"""Seconds until Slurm is told again what it refused or did not do, doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What Slurm was told of a ticket's job."""
+    """A change that Slurm was told for a ticket's job."""
 
     what: str
     again_at: float
-    """When it is told once more, if it is not so by then."""
+    """When it is told again, if it is not done by then."""
     pause: float
 
 
@@ -58,28 +62,28 @@ class Hand:
         clock: Callable[[], float] = time.monotonic,
         user: int | None = None,
     ) -> None:
-        """``user``: who we are to Slurm, if it is not the user that runs us."""
+        """Create it; ``user`` is our user in Slurm, if it is not the process's own."""
         self._slurm = slurm
         self._log = log
         self._clock = clock
         self._user = os.geteuid() if user is None else user
         self._nice: dict[str, int] = {}
-        """What Slurm took last of each ticket."""
+        """The last value that Slurm accepted for each ticket."""
         self._told: dict[str, _Told] = {}
-        """What it was told last and is not so yet, by ticket."""
+        """The last change that is not done yet, by ticket."""
         self._refused: set[str] = set()
 
     def submitted(self, ticket: Ticket) -> None:
-        """A job was handed in with its ticket's points."""
+        """Record that a job was submitted with its ticket's points."""
         self._nice[ticket.id] = job_spec.nice_of(ticket)
 
     def pause(self, jobs: Iterable[SlurmJob]) -> None:
-        """Hold each of these jobs that waits. Raises SlurmUnavailable."""
+        """Hold each waiting job. Raises SlurmUnavailable."""
         found = [job for job in jobs if job.waits and job.priority]
         held = 0
         for note, some in _by_note(found, MARK).items():
             said = f"hold {_listed(some)}"
-            # Without the rights of an admin we hold what is our own, as its owner.
+            # Without admin rights we hold our own jobs, as their owner.
             if self._tell(partial(self._slurm.hold, some, note), said) or self._tell(
                 partial(self._slurm.hold, some), said
             ):
@@ -88,15 +92,17 @@ class Hand:
             self._log.info("Held %d jobs: no GPUs are given out just now", held)
 
     def go_on(self, jobs: Iterable[SlurmJob], places: Mapping[int, int]) -> None:
-        """Release what we held for a pause: first the jobs with places of an admin's, so that
-        nobody goes before them. Raises SlurmUnavailable."""
+        """Release what we held for a pause, jobs with an admin's position first.
+
+        So nobody goes before them. Raises SlurmUnavailable.
+        """
         ours = [job for job in jobs if job.waits and self._is_ours(job)]
         held = {job.id for job in ours if not job.priority}
         for job in ours:
             if self._nice.get(job.ticket_id):
-                del self._nice[job.ticket_id]  # it is lost where a job is released twice
+                del self._nice[job.ticket_id]  # it is lost if a job is released twice
         for number in sorted(held & places.keys(), key=lambda each: places[each]):
-            # Slurm gives no priority to a job that is held; the others are held until it has it.
+            # Slurm gives no priority to a held job; the others stay held until it has its own.
             self._release([number])
             self._change(number, priority=FIRST - places[number])
             held.remove(number)
@@ -107,11 +113,13 @@ class Hand:
             self._tell(partial(self._slurm.note, some, note), f"comment of {_listed(some)}")
 
     def order(self, waiting: Collection[tuple[Ticket, SlurmJob]]) -> None:
-        """Each job at its admin's place, or in the order with its points. Raises
-        SlurmUnavailable."""
+        """Put each job at its admin's position, or in the order with its points.
+
+        Raises SlurmUnavailable.
+        """
         for ticket, job in waiting:
             if job.priority == 0:
-                continue  # somebody holds it back
+                continue  # somebody holds it
             if ticket.position is not None:
                 place = FIRST - ticket.position
                 if job.priority != place:
@@ -132,7 +140,7 @@ class Hand:
                 known.pop(gone)
 
     def exclude(self, job: SlurmJob, nodes: Collection[str]) -> None:
-        """Let a job that waits run on all nodes but these. Raises SlurmUnavailable."""
+        """Let a waiting job run on all nodes but these. Raises SlurmUnavailable."""
         self._change(job.id, excluded=nodes)
 
     def give_back(self, job: SlurmJob) -> None:
@@ -142,7 +150,7 @@ class Hand:
         self._tell(partial(self._slurm.cancel, job.id), f"end {job.id}")
 
     def _insist(self, ticket: Ticket, job: SlurmJob, **what: int) -> bool:
-        """Tell it, and the same again only after a pause that grows; whether Slurm took it now."""
+        """Make a change, repeated only after growing pauses; True if Slurm accepted it now."""
         said, now = f"{job.id} {what}", self._clock()
         before, pause = self._told.get(ticket.id), FIRST_PAUSE
         if before is not None and before.what == said:
@@ -153,10 +161,9 @@ class Hand:
         return self._change(job.id, **what)
 
     def _is_ours(self, job: SlurmJob) -> bool:
-        """Whether we hold a job for a pause, if it is held: not one that an admin held, in one
-        way or the other, before it or since."""
+        """Return True if we hold a held job for a pause, and no admin held it before or since."""
         if job.reason == "JobHeldUser" and not self._slurm.owner_writes_notes:
-            # An owner who is no admin can hold in this way only.
+            # An owner who is no admin can hold only in this way.
             return MARK not in job.note and job.uid == self._user != 0
         return MARK in job.note
 
@@ -168,7 +175,7 @@ class Hand:
         return self._tell(partial(self._slurm.change, job, **what), f"job {job}: {said}")
 
     def _tell(self, tell: Callable[[], None], what: str) -> bool:
-        """Whether Slurm did it; a no is said once."""
+        """Make a change; returns True if Slurm did it. A refusal is logged once."""
         try:
             tell()
         except SlurmRefused as error:
@@ -180,7 +187,7 @@ class Hand:
 
 
 def _by_note(jobs: Iterable[SlurmJob], mark: str) -> dict[str, list[int]]:
-    """The jobs by the comment that they are to have; what else an admin wrote there stays."""
+    """Group the jobs by the comment that they will have; an admin's own text stays."""
     found = defaultdict(list)
     for job in jobs:
         found[_noted(job, mark)].append(job.id)

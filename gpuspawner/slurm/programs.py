@@ -1,4 +1,4 @@
-"""Calls of Slurm: its programs, the interface of a controller, and many questions as one call."""
+"""Calls of Slurm: its programs, the interface of a controller, and combined calls."""
 
 from __future__ import annotations
 
@@ -18,36 +18,41 @@ from ..core.errors import SlurmRefused, SlurmUnavailable
 LOG = logging.getLogger(__name__)
 
 PATIENCE, AWAY_PATIENCE = 5.0, 1.0
-"""Seconds that somebody waits for an answer of Slurm; and who can do without one, or when it gave
-none the last time: a hub has few threads for all that its members want."""
+"""Seconds to wait for Slurm's answer; and if it is optional, or the last one was missing.
+
+A hub has few threads for everything that its members want.
+"""
 
 
 class Asker:
-    """Asks, and lets as many wait for the end of it as like, none of them for long.
+    """Queries in one thread, while any number of callers wait for it, none of them for long.
 
-    Whoever asks in a thread of their own would hold it as long as nobody answers; a hub has few.
+    A caller that queried in its own thread would block it for as long as nobody answers, and a hub
+    has few threads.
     """
 
     def __init__(self, ask: Callable[[], None]) -> None:
-        """``ask`` keeps the answer itself, and also that there was none."""
+        """Create it; ``ask`` stores the answer itself, and also that there was none."""
         self._ask = ask
         self._news = threading.Condition()
         self._since: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Since when it is being asked; 0 when it is not."""
+        """For how long the query has been running; 0 if it is not."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
     def wait(self, is_due: Callable[[], bool], patience: float) -> bool:
-        """Have it asked when it is due, unless that goes on; False when it is still going on so
-        many seconds after it began."""
+        """Start the query if it is due, and wait for it.
+
+        Returns False if it is still running this many seconds after its start.
+        """
         with self._news:
             if not is_due():
                 return True
             if self._since is None:
-                # First: where no thread can be started just now, the next one tries again.
+                # First: if no thread can be started now, the next call tries again.
                 threading.Thread(target=self._run, name="gpuspawner-asker", daemon=True).start()
                 self._since = time.monotonic()
             began = self._since
@@ -61,7 +66,7 @@ class Asker:
     def _run(self) -> None:
         try:
             self._ask()
-        except Exception:  # a mistake of ours: the next one asks again
+        except Exception:  # a bug of ours: the next call queries again
             LOG.exception("A question to Slurm failed")
         finally:
             with self._news:
@@ -74,7 +79,7 @@ R = TypeVar("R")
 
 
 class _Call(Generic[T, R]):
-    """What one call is about, and what came of it."""
+    """What one call is about, and its result."""
 
     def __init__(self) -> None:
         self.wanted: list[T] = []
@@ -84,7 +89,7 @@ class _Call(Generic[T, R]):
 
 
 class Together(Generic[T, R]):
-    """Calls a function with what several threads want of it, never twice at once."""
+    """Combines what several threads want into one call at a time."""
 
     def __init__(self, tell: Callable[[list[T]], R]) -> None:
         self._tell = tell
@@ -93,12 +98,12 @@ class Together(Generic[T, R]):
         self._next: _Call[T, R] = _Call()
 
     def tell(self, *wanted: T) -> R:
-        """What came of it for all who shared the call, or its error. Blocks."""
+        """Return the result of the shared call, or raise its error. Blocks."""
         with self._lock:
             call = self._next
             call.wanted += wanted
         with self._one_at_a_time:
-            if not call.begun:  # nobody of those who share it came first
+            if not call.begun:  # none of the callers that share it came first
                 self._do(call)
         if call.error is not None:
             raise call.error
@@ -110,13 +115,13 @@ class Together(Generic[T, R]):
             self._next = _Call()
         try:
             call.result.append(self._tell(call.wanted))
-        except Exception as error:  # everybody's who waits for it
+        except Exception as error:  # for everybody who waits for it
             call.error = error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A job to hand in that only holds what Slurm gives."""
+    """A job to submit that only holds what Slurm allocates."""
 
     name: str
     comment: str
@@ -127,14 +132,14 @@ class Holder:
     gres: str
     """Kind, type if it must be one, and number: ``gpu:a100:2``."""
     minutes: int | None = None
-    """How long it may run; None leaves it to the partition."""
+    """Its time limit; None leaves it to the partition."""
     excluded: tuple[str, ...] = ()
     """Nodes that it must not run on."""
     nice: int = 0
     user: str = ""
-    """Whose job it is; empty for whoever hands it in."""
+    """The job's user; empty for the submitting one."""
     account: str = ""
-    """Which account of theirs it counts on; empty for their default."""
+    """The account that it counts against; empty for the user's default."""
 
 
 SCRIPT = "#!/bin/sh\nexec sleep infinity\n"
@@ -142,33 +147,40 @@ SCRIPT = "#!/bin/sh\nexec sleep infinity\n"
 
 
 class Controller(Protocol):
-    """Every call blocks, and raises SlurmUnavailable when nobody answers, and SlurmRefused with
-    Slurm's own words when the answer is no."""
+    """The interface to Slurm's controller. Every call blocks.
+
+    Calls raise SlurmUnavailable if nobody answers, and SlurmRefused with Slurm's own words if the
+    answer is no.
+    """
 
     notes: ClassVar[str]
-    """What the JSON of jobs calls the comments that :meth:`note` writes."""
+    """The name, in the JSON of jobs, of the comments that :meth:`note` writes."""
     owner_writes_notes: ClassVar[bool]
-    """Whether who owns a job can write them, and not an admin alone."""
+    """True if a job's owner can write them, False if only an admin can."""
 
     def jobs(self) -> str:
-        """Everybody's jobs, and those that ended of late, in the JSON of ``squeue``."""
+        """Return everybody's jobs, including recently ended ones, as the JSON of ``squeue``."""
 
     def nodes(self) -> str:
-        """All nodes, in the JSON of ``sinfo``."""
+        """Return all nodes, as the JSON of ``sinfo``."""
 
     def longest(self, partition: str) -> float:
-        """Minutes that a job may run there; infinite where there is no limit."""
+        """Return the longest time limit of a job there in minutes; infinite if there is none."""
 
     def submit(self, holder: Holder) -> None:
-        """Hand a job in. After SlurmUnavailable it may be there all the same: look for its
-        name."""
+        """Submit a job.
+
+        After SlurmUnavailable it may exist all the same: look for its name.
+        """
 
     def cancel(self, *jobs: int) -> None:
-        """End jobs, waiting or not. Those that are over already are refused after the others
-        were ended."""
+        """End jobs, waiting or not.
+
+        Jobs that are already over are refused after the others were ended.
+        """
 
     def cancel_named(self, name: str) -> None:
-        """End every job of this name, waiting or not."""
+        """End every job with this name, waiting or not."""
 
     def change(
         self,
@@ -179,28 +191,26 @@ class Controller(Protocol):
         nice: int | None = None,
         excluded: Collection[str] | None = None,
     ) -> None:
-        """Change what is named of a job: its time limit, its priority, its nice value, or the
-        nodes that it must not run on."""
+        """Change a job's time limit, priority, nice value, or excluded nodes."""
 
     def hold(self, jobs: Collection[int], note: str | None = None) -> None:
-        """Let none of these jobs begin until they are released; with an admin's comment, if there
-        is one to write."""
+        """Let none of these jobs start until released; optionally write an admin's comment."""
 
     def note(self, jobs: Collection[int], note: str) -> None:
-        """Write an admin's comment beside these jobs, in place of what was there."""
+        """Write an admin's comment for these jobs, replacing the previous one."""
 
     def release(self, jobs: Collection[int]) -> None:
-        """Let them begin, and give them back to the order."""
+        """Let them start, in the normal order."""
 
     def close(self, node: str, reason: str) -> None:
-        """No job starts on a node any more; what runs goes on."""
+        """Start no more jobs on a node; running ones continue."""
 
     def reopen(self, node: str) -> None:
-        """Give a closed node to jobs again."""
+        """Resume a drained node."""
 
 
 def minutes_of(limit: str) -> float:
-    """A time limit as Slurm writes it, such as ``1-02:30:00``; infinite where there is none."""
+    """Parse Slurm's time limit, such as ``1-02:30:00``; infinite if there is none."""
     days, _, rest = limit.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdigit() for part in (*parts, days or "0")):
@@ -222,34 +232,35 @@ _AWAY = (
     "authentication",
     "resource temporarily unavailable",
 )
-"""Parts of what the programs say when nobody can answer, in lower case. None of it is an answer:
-a job that could not be asked for may live."""
+"""Parts of the programs' messages when nobody can answer, in lower case.
+
+None of it is an answer: a job that could not be queried may be alive.
+"""
 
 _PREFIX = re.compile(r"^(?:\w+: )?(?:(?:fatal|error): )?(?:Batch job submission failed: )?")
 
 
 @dataclass(frozen=True, slots=True)
 class Slurm:
-    """Slurm as its programs reach it: controller and database. Every call blocks: use a
-    thread."""
+    """Slurm through its programs: controller and database. Every call blocks: use a thread."""
 
     notes: ClassVar[str] = "admin_comment"
     owner_writes_notes: ClassVar[bool] = False
 
     conf: str = ""
-    """Path of slurm.conf; empty for Slurm's own default place."""
+    """Path of slurm.conf; empty for Slurm's default path."""
     seconds: float = 20.0
-    """How long a program may take; Slurm's own patience for a lost controller is a part of it."""
+    """Timeout of a program, including Slurm's own wait for a lost controller."""
     folder: str = ""
-    """Where the programs are, if they are not on PATH."""
+    """The folder of the programs, if they are not on PATH."""
     environment: dict[str, str] = field(default_factory=dict)
-    """More variables for the programs."""
+    """Additional variables for the programs."""
 
     def run(self, program: str, *words: str, script: str = "") -> str:
-        """What a program such as ``squeue`` prints, given ``script`` on its standard input.
+        """Return the output of a program such as ``squeue``, given ``script`` on standard input.
 
-        Raises SlurmUnavailable when nobody answers, and SlurmRefused with Slurm's own words when
-        the answer is no.
+        Raises SlurmUnavailable if nobody answers, and SlurmRefused with Slurm's own words if the
+        answer is no.
         """
         path = os.path.join(self.folder, program) if self.folder else program
         try:
@@ -330,8 +341,7 @@ class Slurm:
         self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def _environment(self) -> dict[str, str]:
-        """No setting of whoever started us reaches the programs: SBATCH_* and the like are
-        options too."""
+        """Return the environment without Slurm's own variables: SBATCH_* etc. are options."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -344,7 +354,7 @@ class Slurm:
 
 
 def words(holder: Holder) -> list[str]:
-    """What ``sbatch`` is told of a job."""
+    """Return the arguments of ``sbatch`` for a job."""
     told = [
         "--parsable",
         "--no-requeue",
@@ -379,7 +389,7 @@ def _listed(jobs: Collection[int]) -> str:
 
 
 def is_away(said: str) -> bool:
-    """Whether these words of Slurm's are no answer of it."""
+    """Return True if this message of Slurm is not an answer."""
     return any(part in said.lower() for part in _AWAY)
 
 

@@ -1,4 +1,4 @@
-"""Rows of jobs that run beside servers, of how far they were read, and of members' groups."""
+"""Rows of batch jobs, of how far they were read, and of members' groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..leases.models import Lease
 from ..ledger.usage import cost_of_job
 
 KEY = "slurm:"
-"""How the keys of the transfers of these jobs begin; the job's id follows."""
+"""Prefix of the keys of these jobs' transfers; the job's id follows."""
 
 _SEPARATOR = "\n"
 
@@ -39,21 +39,21 @@ class BatchJob:
     """Its number as people see it."""
     name: str
     user: str
-    """Whose it is on the nodes."""
+    """Its user on the nodes."""
     member: str | None
-    """None for somebody who is no member of ours: nobody is charged then."""
+    """None for somebody who is no member of ours: then nobody is charged."""
     account: str | None
     rate: int
-    """Microcredits an hour for all that it has, as it was when the run was first seen."""
+    """Microcredits per hour for all its devices, as of when the run was first seen."""
     devices: str
     started_at: datetime
     ended_at: datetime | None = None
     seconds: int = 0
-    """It ran so long, as far as is known."""
+    """How long it ran, as far as known."""
     charged: int = 0
     """Microcredits."""
     entries: int = 0
-    """How many transfers that took."""
+    """How many transfers charged it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Marks:
     """How far the jobs of a cluster were read."""
 
     since: datetime
-    """What began before is not ours to charge."""
+    """Earlier jobs are not ours to charge."""
     until: datetime
     audited_until: datetime
 
@@ -70,14 +70,14 @@ _NAMES = tuple(each.name for each in fields(BatchJob))
 
 
 def find(connection: sa.Connection, job_id: str) -> BatchJob | None:
-    """One, which nobody else changes until the transaction ends."""
+    """Lock and return a job."""
     query = sa.select(batch_jobs).where(batch_jobs.c.id == job_id).with_for_update()
     row = connection.execute(query).mappings().first()
     return _job(row) if row else None
 
 
 def some(connection: sa.Connection, job_ids: Collection[str]) -> dict[str, BatchJob]:
-    """Those of these that there are, by their ids."""
+    """Return those of the jobs that exist, by id."""
     found: dict[str, BatchJob] = {}
     listed = sorted(job_ids)
     for first in range(0, len(listed), 500):
@@ -87,18 +87,18 @@ def some(connection: sa.Connection, job_ids: Collection[str]) -> dict[str, Batch
 
 
 def insert(connection: sa.Connection, job: BatchJob) -> None:
-    """Write a new one."""
+    """Insert a job."""
     row = {name: getattr(job, name) for name in _NAMES}
     connection.execute(sa.insert(batch_jobs).values(row))
 
 
 def update(connection: sa.Connection, job_id: str, **values: Any) -> None:
-    """Change some columns of one."""
+    """Change some columns of a job."""
     connection.execute(sa.update(batch_jobs).where(batch_jobs.c.id == job_id).values(values))
 
 
 def since(connection: sa.Connection, cluster: str, moment: datetime) -> list[BatchJob]:
-    """Those of a cluster that go on or ended after a moment, by their start."""
+    """Return the jobs of a cluster that run or ended after a moment, by start."""
     mine = batch_jobs.c.cluster == cluster
     query = sa.select(batch_jobs).where(mine, OPEN_JOB | (batch_jobs.c.ended_at >= moment))
     ordered = query.order_by(batch_jobs.c.started_at, batch_jobs.c.id)
@@ -106,7 +106,7 @@ def since(connection: sa.Connection, cluster: str, moment: datetime) -> list[Bat
 
 
 def open_jobs(connection: sa.Connection, cluster: str) -> list[BatchJob]:
-    """Those of a cluster whose end is not known yet, by their start."""
+    """Return the jobs of a cluster without a known end, by start."""
     query = sa.select(batch_jobs).where(batch_jobs.c.cluster == cluster, OPEN_JOB)
     ordered = query.order_by(batch_jobs.c.started_at, batch_jobs.c.id)
     return [_job(row) for row in connection.execute(ordered).mappings()]
@@ -118,14 +118,14 @@ def open_jobs(connection: sa.Connection, cluster: str) -> list[BatchJob]:
 def sessions_ended(
     connection: sa.Connection, engine: str, since: datetime, until: datetime
 ) -> list[Lease]:
-    """The leases with devices of an engine that ended after one moment and up to another."""
+    """Return an engine's leases with devices that ended after one moment and up to another."""
     ended = (leases.c.ended_at > since) & (leases.c.ended_at <= until)
     found = leases_repository.where(connection, (leases.c.engine == engine) & ended)
     return [lease for lease in found if lease.devices]
 
 
 def served(connection: sa.Connection, ticket_ids: Collection[str]) -> set[str]:
-    """Which of these tickets got a lease."""
+    """Return those of the tickets that got a lease."""
     found: set[str] = set()
     listed = sorted(ticket_ids)
     for first in range(0, len(listed), 500):
@@ -134,17 +134,17 @@ def served(connection: sa.Connection, ticket_ids: Collection[str]) -> set[str]:
     return found
 
 
-# How far.
+# Marks.
 
 
 def find_marks(connection: sa.Connection, cluster: str) -> Marks | None:
-    """The marks of a cluster; None where there are none yet."""
+    """Return the marks of a cluster; None if there are none yet."""
     row = connection.execute(sa.select(batch_marks).where(batch_marks.c.cluster == cluster)).first()
     return Marks(*row[1:]) if row else None
 
 
 def marks(connection: sa.Connection, cluster: str, now: datetime) -> Marks:
-    """The marks of a cluster; where there are none, they are set to now. Writers only."""
+    """Return the marks of a cluster, set to now if there are none. Writers only."""
     if known := find_marks(connection, cluster):
         return known
     found = Marks(now, now, now)
@@ -154,7 +154,7 @@ def marks(connection: sa.Connection, cluster: str, now: datetime) -> Marks:
 
 
 def mark(connection: sa.Connection, cluster: str, **values: datetime) -> None:
-    """Move some of them."""
+    """Move some of the marks."""
     mine = batch_marks.c.cluster == cluster
     connection.execute(sa.update(batch_marks).where(mine).values(values))
 
@@ -163,7 +163,7 @@ def mark(connection: sa.Connection, cluster: str, **values: datetime) -> None:
 
 
 def groups(connection: sa.Connection) -> dict[str, frozenset[str]]:
-    """The groups of every member of whom some are known."""
+    """Return the known groups of members."""
     rows = connection.execute(sa.select(member_groups.c.user, member_groups.c.groups))
     return {user: frozenset(found.split(_SEPARATOR)) - {""} for user, found in rows}
 
@@ -171,7 +171,7 @@ def groups(connection: sa.Connection) -> dict[str, frozenset[str]]:
 def put_groups(
     connection: sa.Connection, found: Mapping[str, Collection[str]], now: datetime
 ) -> None:
-    """Write the groups of these members, in the place of what was there."""
+    """Write the groups of these members, replacing the previous ones."""
     for user, mine in found.items():
         connection.execute(sa.delete(member_groups).where(member_groups.c.user == user))
         row = {"user": user, "groups": _SEPARATOR.join(sorted(mine)), "at": now}
@@ -179,12 +179,12 @@ def put_groups(
 
 
 def members(connection: sa.Connection) -> list[str]:
-    """Everybody with an account of their own, by name."""
+    """Return everybody with an account of their own, by name."""
     query = sa.select(accounts.c.name).where(accounts.c.name.startswith("member:"))
     return sorted(name.removeprefix("member:") for name in connection.execute(query).scalars())
 
 
-# What must hold.
+# Checks.
 
 
 def check(connection: sa.Connection) -> Iterator[str]:

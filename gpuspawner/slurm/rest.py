@@ -1,8 +1,7 @@
 """Slurm through slurmrestd, for a hub on a machine without Slurm.
 
-The same questions and answers as by the programs (:mod:`gpuspawner.slurm.programs`), in the words
-of OpenAPI v0.0.38, which Slurm 22.05 speaks. A token of Slurm's says who asks; that of SlurmUser
-may also act for members.
+The same calls as through the programs (:mod:`gpuspawner.slurm.programs`), with OpenAPI v0.0.38 of
+Slurm 22.05. A token of Slurm's identifies the caller; that of SlurmUser may also act for members.
 """
 
 from __future__ import annotations
@@ -30,25 +29,27 @@ from .programs import SCRIPT, Holder, Slurm, is_away
 
 PORT = 6820
 MOST_BYTES = 10_000
-"""The largest file that is read as a token."""
+"""The maximum size of a token file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What proves to Slurm who we are. Only Slurm can tell whether it is true."""
+    """A token that identifies us to Slurm. Only Slurm can verify it."""
 
     text: str
     user: str
     ends_at: datetime | None
 
     def has_ended(self) -> bool:
-        """Whether its time is over."""
+        """Return True if it has expired."""
         return self.ends_at is not None and self.ends_at <= datetime.now(timezone.utc)
 
 
 def read_token(path: str) -> Token:
-    """The token in the file at ``path``. Raises ConfigError for a file that holds none, or that
-    others can read."""
+    """Read the token in the file at ``path``.
+
+    Raises ConfigError for a file without a token, or that others can read.
+    """
     if not path:
         raise ConfigError(
             "c.GPUSlurm.rest_url needs a token: write c.GPUSlurm.rest_token_file, the file with "
@@ -69,7 +70,7 @@ def read_token(path: str) -> Token:
 
 
 def token_of(text: str) -> Token:
-    """What a token says of itself. Raises ValueError and the like for what is none."""
+    """Parse a token. Raises ValueError and similar errors if it is invalid."""
     _, claims, _ = text.split(".")
     found = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
     user, ends = str(found["sun"]), found.get("exp")
@@ -80,7 +81,7 @@ def token_of(text: str) -> Token:
 
 
 def must_be_safe(url: str) -> None:
-    """Raises ConfigError for an address on which others could read along, or that is none."""
+    """Raise ConfigError for an invalid address, or one that others could listen on."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -105,7 +106,7 @@ def must_be_safe(url: str) -> None:
 
 
 def connection_to(url: str, ca: str, seconds: float) -> http.client.HTTPConnection:
-    """A connection that is not open yet. Proxies of the environment are for the internet."""
+    """Return a connection that is not open yet, without the environment's proxies."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or PORT
     if parts.scheme == "unix":
@@ -117,7 +118,7 @@ def connection_to(url: str, ca: str, seconds: float) -> http.client.HTTPConnecti
 
 
 def in_words(error: Exception) -> str:
-    """What went wrong on the way."""
+    """Describe what went wrong on the way."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not to be trusted ({error.verify_message})"
     if isinstance(error, TimeoutError):
@@ -141,17 +142,19 @@ class _RestConnection(http.client.HTTPConnection):
 PREFIX = "/slurm/v0.0.38/"
 
 _ANSWERS = range(2000, 3000)
-"""The numbers of what the controller itself says no with; every other error is no answer."""
+"""The error numbers of the controller's own refusals; any other error is no answer."""
 _UNLIMITED = 2**32 - 2
-"""Minutes from which on there is no limit."""
+"""From this many minutes on there is no limit."""
 _ENVIRONMENT = {"LC_ALL": "C", "PATH": "/usr/local/bin:/usr/bin:/bin"}
-"""slurmrestd takes no job without one; no variable of ours reaches it."""
+"""slurmrestd requires an environment; none of our variables is passed on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """A :class:`gpuspawner.slurm.programs.Controller` behind slurmrestd. Every call blocks: use
-    a thread."""
+    """A :class:`gpuspawner.slurm.programs.Controller` behind slurmrestd.
+
+    Every call blocks: use a thread.
+    """
 
     notes: ClassVar[str] = "comment"
     """v0.0.38 writes no other."""
@@ -166,11 +169,14 @@ class Rest:
     seconds: float = 20.0
     """How long slurmrestd may be silent."""
     programs: Slurm = field(default_factory=Slurm)
-    """For what slurmrestd cannot do, where they are."""
+    """For what slurmrestd cannot do, if they are installed."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for an address on which others could listen, and for a token that
-        others can read."""
+        """Check the settings.
+
+        Raises ConfigError for an address on which others could listen, and for a token that others
+        can read.
+        """
         must_be_safe(self.url)
         if self.ca and not os.path.isfile(self.ca):
             raise ConfigError(f"c.GPUSlurm.rest_ca_file: there is no file {self.ca}.")
@@ -215,7 +221,7 @@ class Rest:
         excluded: Collection[str] | None = None,
     ) -> None:
         nodes = None if excluded is None else ",".join(excluded)
-        # v0.0.38 wants priorities as text.
+        # v0.0.38 requires priorities as text.
         rank = None if priority is None else str(priority)
         told = {"time_limit": minutes, "priority": rank, "nice": nice, "exclude_nodes": nodes}
         self._change(job, {key: value for key, value in told.items() if value is not None})
@@ -238,11 +244,13 @@ class Rest:
     def reopen(self, node: str) -> None:
         self._program(f"NodeName={node} State=RESUME").reopen(node)
 
-    # Beside that.
+    # Other calls.
 
     def ping(self, user: str = "") -> tuple[str, bool]:
-        """Which Slurm it is, and whether a controller answers somebody: a user for whom we act,
-        else us. Raises SlurmUnavailable."""
+        """Return Slurm's version, and True if a controller answers.
+
+        For a user for whom we act, or for us. Raises SlurmUnavailable.
+        """
         found = json.loads(self._read("ping", user=user))
         try:
             up = any(each["ping"] == "UP" for each in found["pings"])
@@ -251,14 +259,16 @@ class Rest:
             raise _strange(error) from None
 
     def token(self) -> Token:
-        """Who we are to Slurm. Raises ConfigError for a file that holds no token, or that others
-        can read."""
+        """Return our token.
+
+        Raises ConfigError for a file without a token, or that others can read.
+        """
         return read_token(self.token_file)
 
-    # Below here: how.
+    # Helpers.
 
     def _program(self, words: str) -> Slurm:
-        """Slurm's programs, if they are here."""
+        """Return Slurm's programs, if they are installed. Raises SlurmRefused."""
         if shutil.which("scontrol", path=self.programs.folder or None) is None:
             raise SlurmRefused(
                 why="slurmrestd of Slurm 22.05 cannot close or open a machine. On the controller: "
@@ -270,7 +280,7 @@ class Rest:
         self._tell("POST", f"job/{job}", what)
 
     def _read(self, path: str, user: str = "") -> str:
-        """What slurmrestd answers to a question. Half an answer is no answer."""
+        """Return slurmrestd's complete answer to a query. Raises SlurmUnavailable."""
         status, text = self._ask("GET", path, None, user)
         _, errors = self._parsed(status, text)
         if errors or status != http.client.OK:
@@ -290,7 +300,7 @@ class Rest:
         raise SlurmUnavailable(why=self._unanswered(errors))
 
     def _parsed(self, status: int, text: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """An answer and the errors in it."""
+        """Return an answer and the errors in it."""
         if status == http.client.UNAUTHORIZED:
             raise SlurmUnavailable(
                 why="slurmrestd takes no tokens: start it with SLURM_JWT=daemon in its environment"
@@ -333,14 +343,14 @@ class Rest:
             raise SlurmUnavailable(why=f"slurmrestd at {self.url}: {in_words(error)}") from None
 
     def _unanswered(self, errors: Iterable[Mapping[str, Any]]) -> str:
-        """slurmrestd says the same of a controller that is away and of a token that it refuses."""
+        """Explain a missing answer: the controller is away, or it refuses the token."""
         said = "; ".join(dict.fromkeys(_said(each) for each in errors))
         why = f"the controller does not answer slurmrestd, or not to the token in {self.token_file}"
         return f"{why} ({said[:200].rstrip('.')})" if said else why
 
 
 def job_submission(holder: Holder) -> dict[str, Any]:
-    """What slurmrestd is told of a job. Pure."""
+    """Return slurmrestd's description of a job. Pure."""
     job: dict[str, Any] = {
         "name": holder.name,
         "comment": holder.comment,
@@ -369,7 +379,7 @@ def job_submission(holder: Holder) -> dict[str, Any]:
 
 
 def _each(jobs: Iterable[int], tell: Callable[[int], object]) -> None:
-    """Tell Slurm of each job; a no to one is said when the others were told."""
+    """Tell Slurm about each job; a refusal is raised after the others were told."""
     refused: SlurmRefused | None = None
     for job in jobs:
         try:
@@ -388,7 +398,7 @@ def _number(found: Mapping[str, Any]) -> int:
 
 
 def _code(error: Mapping[str, Any]) -> int:
-    """The number of an error, which v0.0.38 calls by three names."""
+    """Return the number of an error, which has three names in v0.0.38."""
     found = (error.get(key) for key in ("error_code", "error_number", "errno"))
     return next((number for number in found if isinstance(number, int)), 0)
 

@@ -1,11 +1,11 @@
 """The sampler of a node, and the JSON of its samples.
 
-A look is what was seen at one moment. Looks have numbers that grow by one, so that nobody is told
-one twice; and an age in place of a time, because the clocks of nodes differ.
+A look is what was seen at one moment. Looks have consecutive numbers, so that each is sent once,
+and an age instead of a time, because the clocks of nodes differ.
 
-The sampler asks the driver as the hub does on one machine, has no store, and needs nothing of
-Slurm. Over TLS it answers who shows a certificate of the same authority as the hub's; without TLS
-it listens where no other machine reaches it.
+The sampler queries the driver as the hub does on a single machine, has no store, and needs nothing
+of Slurm. Over TLS it answers clients with a certificate of the hub's authority; without TLS it
+listens where no other machine reaches it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from ..engines.base import container_in
 from ..monitoring.models import Condition, FarProcess, Sample
 
 VERSION = 1
-"""Of what is said: a sampler and a hub that differ in it do not believe each other."""
+"""The version of the format: a sampler and a hub with different ones refuse each other."""
 
 MOST_BYTES = 2_000_000
-"""The longest answer that is read."""
+"""The maximum size of an answer."""
 MOST_LOOKS = 60
-"""In one answer: a minute that the network was away is made up for."""
+"""Maximum looks in one answer: a minute without network is made up for."""
 OLDEST = 600.0
-"""Seconds that a look may be old for the hub to believe it."""
+"""Maximum age of a look in seconds for the hub to accept it."""
 TOLD = OLDEST - 60.0
-"""Seconds after which a look is told no more: an answer may be on its way for a while."""
+"""Seconds after which a look is not sent any more, because an answer may take a while."""
 _MOST_PROCESSES = 200
 _MOST_XIDS = 64
 _MOST_XID = 100_000
@@ -66,47 +66,49 @@ _NUMBERS: Mapping[str, int] = {
     "throttle": 2**32,
     "ecc_errors": 2**63 - 1,
 }
-"""Of a sample, with the most that makes sense."""
+"""The numbers of a sample, with the largest plausible value."""
 _FLAGS = ("remap_pending", "remap_failed", "pages_pending")
 _SIZES = ("link_width", "link_most", "limit_milliwatts", "usual_milliwatts")
 
 
 def port_of(parts: SplitResult) -> int:
-    """Where a sampler listens and the hub asks, which the address need not say."""
+    """Return the port where a sampler listens, which the address need not contain."""
     return parts.port or (80 if parts.scheme == "http" else 443)
 
 
 class Nonsense(Exception):
-    """What was said makes no sense. The text is the end of a sentence that says why."""
+    """A nonsensical answer. The message is the end of a sentence that says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a sampler said."""
+    """An answer of a sampler."""
 
     of: str
-    """Which run of it: its numbers begin anew with each."""
+    """The run of the sampler: its numbers restart with each."""
     last: int
     """The number of its newest look; 0 before there is one."""
     samples: tuple[Sample, ...]
-    """The oldest first."""
+    """Oldest first."""
     newest: frozenset[str] | None
-    """The devices of the newest look that was told; None when there was no new one."""
+    """The devices of the newest look in the answer; None if there was no new one."""
     trouble: str
-    """Why it sees nothing just now; empty when it does."""
+    """Why it currently sees nothing; empty if it does."""
 
 
-# What a node says.
+# What a node sends.
 
 
 def packed(samples: Iterable[Sample], strange: Callable[[DeviceProcess], bool]) -> str:
-    """One look as JSON, without what is not known. ``strange`` says of a process whether it is
-    nobody's."""
+    """Return one look as JSON, without unknown values.
+
+    ``strange`` returns True for a process without an owner.
+    """
     return json.dumps([_packed(sample, strange) for sample in samples], separators=(",", ":"))
 
 
 def _packed(sample: Sample, strange: Callable[[DeviceProcess], bool]) -> dict[str, Any]:
-    # What a hub would not believe is left out: one wrong value costs a whole answer.
+    # Values that a hub would refuse are left out: one wrong value costs a whole answer.
     xids = [xid for xid in sample.xids if 0 <= xid <= _MOST_XID][-_MOST_XIDS:]
     said: dict[str, Any] = {"uuid": sample.uuid, "error": sample.error, "xids": xids}
     said |= {name: getattr(sample, name) for name in _NUMBERS}
@@ -125,13 +127,13 @@ def _known(said: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value not in (None, "", [])}
 
 
-# What the hub believes.
+# What the hub accepts.
 
 
 def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> Said:
-    """What a sampler said; devices that ``indices`` does not name are left out.
+    """Parse a sampler's answer, without devices that ``indices`` does not name.
 
-    ``now`` is the hub's, from which ages are counted. Raises Nonsense.
+    ``now`` is the hub's time, from which ages are counted. Raises Nonsense.
     """
     try:
         told: Any = json.loads(body)
@@ -245,13 +247,13 @@ KEPT = 300
 AGAIN = 60.0
 """Seconds until it is tried again after nothing could be seen."""
 SILENT = 10.0
-"""Seconds without an answer of the driver after which it is said that there is none."""
+"""Seconds without an answer of the driver after which that is reported."""
 
 _JOB = re.compile(r"/job_\d+(?:/|$)", re.MULTILINE)
 
 
 class Recorder:
-    """Looks at the devices in a thread, and keeps what it saw. For other threads."""
+    """Samples the devices in a thread, and keeps the looks. For other threads."""
 
     def __init__(
         self,
@@ -271,12 +273,14 @@ class Recorder:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin. The thread does not keep the process alive: it may hang in the driver."""
+        """Start the thread, which does not keep the process alive: it may hang in the driver."""
         threading.Thread(target=self._run, name="sampling", daemon=True).start()
 
     def since(self, of: str = "", number: int = 0) -> str:
-        """The looks after the one of this number, as JSON; to who knows another run of this
-        program, or none, the newest alone."""
+        """Return the looks after this number as JSON.
+
+        A caller that knows another run of this program, or none, gets only the newest.
+        """
         now = self._monotonic()
         with self._lock:
             after = number if of == self._of else self._last - 1
@@ -287,7 +291,7 @@ class Recorder:
         if not trouble and silent > SILENT:
             trouble = f"the driver has not answered for {silent:.0f} s"
         told = {"version": VERSION, "of": self._of, "last": last, "trouble": trouble}
-        # What was packed once, when it was seen, is not packed again for who asks.
+        # Each look was serialized once, and is not serialized again per request.
         parts = [
             f'{{"age":{now - at:.3f},"devices":{devices}}}'
             for _, at, devices in looks[-MOST_LOOKS:]
@@ -295,7 +299,7 @@ class Recorder:
         return f'{json.dumps(told)[:-1]}, "looks": [{", ".join(parts)}]}}'
 
     def look(self) -> bool:
-        """Look once; whether anything could be seen."""
+        """Take one look; returns True if anything could be seen."""
         at = self._monotonic()
         try:
             samples = self._sampler.sample(datetime.now(timezone.utc), at)
@@ -303,7 +307,7 @@ class Recorder:
         except LooksLost as lost:
             self._failed(str(lost))
             return False
-        except Exception as error:  # whatever a driver does, the next look comes
+        except Exception as error:  # whatever a driver does, the next look follows
             LOG.exception("Sampling the GPUs failed")
             self._failed(f"what GPUs do cannot be seen: {error!r:.200}")
             return False
@@ -325,7 +329,7 @@ class Recorder:
 
 
 def is_strange(process: DeviceProcess, proc: Path = Path("/proc")) -> bool:
-    """Whether a process is of no container and of no job; not one that is gone meanwhile."""
+    """Return True if a process belongs to no container and no job; False if it is gone."""
     try:
         groups = (proc / str(process.pid) / "cgroup").read_text(errors="replace")
     except OSError:
@@ -333,7 +337,7 @@ def is_strange(process: DeviceProcess, proc: Path = Path("/proc")) -> bool:
     return not container_in(groups) and not _JOB.search(groups)
 
 
-# Telling it.
+# Serving.
 
 
 class _Looks(web.RequestHandler):
@@ -350,14 +354,17 @@ class _Looks(web.RequestHandler):
 
 
 def application(recorder: Recorder) -> web.Application:
-    """What answers the hub."""
+    """Return the application that answers the hub."""
     routes = [("/samples", _Looks, {"recorder": recorder})]
     return web.Application(routes, log_function=lambda handler: None)
 
 
 def tls_context(folder: Path) -> ssl.SSLContext:
-    """Of ``ca.pem``, ``server-cert.pem`` and ``server-key.pem``, which the node's engine has, too.
-    Who shows no certificate of this authority is not answered. Raises ConfigError."""
+    """Return the TLS context from ``ca.pem``, ``server-cert.pem`` and ``server-key.pem``.
+
+    The node's engine uses the same files. Clients without a certificate of this authority get no
+    answer. Raises ConfigError.
+    """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -375,7 +382,7 @@ def tls_context(folder: Path) -> ssl.SSLContext:
 
 @contextmanager
 def listening(recorder: Recorder, url: str, tls: Path) -> Iterator[HTTPServer]:
-    """A server at ``url``, which is as ``sampler`` in cluster.yaml. Raises ConfigError."""
+    """Serve at ``url``, the node's ``sampler`` in cluster.yaml. Raises ConfigError."""
     parts = urlsplit(url)
     context = tls_context(tls) if parts.scheme == "https" else None
     server = HTTPServer(

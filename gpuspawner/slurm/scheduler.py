@@ -34,24 +34,27 @@ from .programs import AWAY_PATIENCE, PATIENCE, Asker, Controller, Holder, Togeth
 from .telemetry import SamplesNodes
 
 NODES_EVERY = 15.0
-"""Seconds between two looks at the nodes."""
+"""Seconds between two queries of the nodes."""
 
 OURS = "gpuspawner: "
-"""How the reason of a node begins that we closed. Every other one stays closed until whoever closed
-it opens it: an admin, or an admin for Slurm, which closes a node whose epilog failed."""
+"""Prefix of the reason of a node that we closed.
+
+Every other node stays closed until whoever closed it opens it: an admin, or an admin for Slurm,
+which closes a node whose epilog failed.
+"""
 
 _GONE = frozenset({"DOWN", "NOT_RESPONDING", "FAIL"})
-"""What Slurm calls nodes that get no jobs now."""
+"""Slurm's states of nodes that get no jobs now."""
 _OFF = {
     "POWERED_DOWN": "off (power saving)",
     "POWERING_DOWN": "being switched off (power saving)",
     "POWERING_UP": "being switched on",
 }
-"""What Slurm calls nodes that it switches on for a job, and what people are told."""
+"""Slurm's states of nodes that it switches on for a job, in words for people."""
 
 
 class Nodes:
-    """Looks at the nodes, closes them, and opens what it closed."""
+    """Queries the nodes, closes them, and reopens what it closed."""
 
     name: str
 
@@ -66,19 +69,21 @@ class Nodes:
         self._nodes_at = self._nodes_told_at = float("-inf")
         self._nodes_asker = Asker(self._look_at_nodes)
         self._untold: Mapping[str, str] = {}
-        """The nodes that are closed here and open in Slurm, and why they are."""
+        """The nodes that are closed here and open in Slurm, with the reasons."""
         self._refused_at: dict[str, float] = {}
         """When Slurm refused to close a node."""
 
     def observe(self, now: datetime) -> Inventory:
-        """The devices of all nodes, as of the last answer; those of a node that gets no jobs are
-        unknown or drained."""
+        """Return the devices of all nodes, as of the last answer.
+
+        Devices of a node that gets no jobs are unknown or drained.
+        """
 
         def is_due() -> bool:
             old = time.monotonic() - self._nodes_at >= NODES_EVERY
             return old or self._nodes_at <= self._nodes_told_at
 
-        # Who looks may hold up others: an older answer will do.
+        # The caller may delay others: an older answer is good enough.
         known = self._nodes is not None
         self._nodes_asker.wait(is_due, AWAY_PATIENCE if known else PATIENCE)
         nodes = self._nodes
@@ -88,23 +93,27 @@ class Nodes:
         return replace(nodes, observed_at=now)
 
     def resting(self, machine: str) -> str:
-        """Why nobody is to expect an answer of a machine; empty when somebody is. Blocks."""
+        """Return why no answer of a machine is expected; empty if one is. Blocks."""
         self.observe(datetime.now(timezone.utc))
         return self._resting.get(machine, "")
 
     def machine_of(self, uuid: str) -> str:
+        """Return the node of a device; empty if unknown."""
         found = self.cluster.device(uuid)
         return found[0].name if found else ""
 
     def on_machine(self, uuid: str) -> tuple[str, ...]:
+        """Return all devices of a device's node."""
         found = self.cluster.device(uuid)
         return tuple(device.uuid for device in found[0].devices) if found else (uuid,)
 
     def drained(self) -> frozenset[str]:
+        """Return the devices of all nodes that are closed in Slurm."""
         nodes = [node for node in self.cluster.nodes if node.name in self._drained]
         return frozenset(device.uuid for node in nodes for device in node.devices)
 
     def close(self, uuid: str, reason: str) -> None:
+        """Close a device's node. Raises SlurmRefused or SlurmUnavailable."""
         if not (machine := self.machine_of(uuid)):
             return
         found, words = self._state_of(machine), OURS + reason
@@ -113,8 +122,9 @@ class Nodes:
             self._nodes_told_at = time.monotonic()
 
     def keep_closed(self, closed: Mapping[str, str]) -> list[str]:
+        """Keep the nodes of these devices closed; returns the devices of those closed now."""
         wanted = {self.machine_of(uuid): (uuid, reason) for uuid, reason in closed.items()}
-        wanted.pop("", None)  # of no machine of the cluster: this one's own, from before
+        wanted.pop("", None)  # of no machine of the cluster: local devices, from before
         if wanted:
             self.observe(datetime.now(timezone.utc))
         told, untold = [], {}
@@ -136,6 +146,7 @@ class Nodes:
         return told
 
     def reopen(self, uuid: str) -> None:
+        """Reopen a node that we closed. Raises Refused for another one, or SlurmUnavailable."""
         if not (machine := self.machine_of(uuid)):
             return
         found = self._state_of(machine)
@@ -152,17 +163,19 @@ class Nodes:
         self._nodes_told_at = time.monotonic()
 
     def must_be_open(self, ticket: Ticket) -> frozenset[str]:
-        """The nodes that a job must not run on: they are closed, and Slurm does not know it.
-        Raises SlurmUnavailable where no other one would do."""
+        """Return the nodes that are closed here but not yet in Slurm: jobs must not run there.
+
+        Raises SlurmUnavailable if no other one is suitable.
+        """
         untold = frozenset(self._untold)
         if untold and job_spec.able(ticket.request, self.cluster) <= untold:
             raise SlurmUnavailable(why="the machines that would do are closed")
         return untold
 
-    # Steps of the above.
+    # Helpers.
 
     def _is_asked_often(self, machine: str) -> bool:
-        """Whether Slurm refused a moment ago to close it: it would say so each second."""
+        """Return True if Slurm refused to close it a moment ago: it would log that each second."""
         at = self._refused_at.get(machine, float("-inf"))
         return time.monotonic() - at < NODES_EVERY
 
@@ -179,7 +192,7 @@ class Nodes:
             self._nodes_at = began
 
     def _observed(self, now: datetime) -> Inventory:
-        """Raises SlurmUnavailable or SlurmRefused."""
+        """Query the nodes. Raises SlurmUnavailable or SlurmRefused."""
         states = _states(self.slurm.nodes())
         self._resting = {name: state.resting for name, state in states.items()}
         self._drained = frozenset(name for name, state in states.items() if state.drained)
@@ -191,7 +204,7 @@ class Nodes:
         return Inventory(devices=devices, observed_at=now, source=self.name)
 
     def _state_of(self, machine: str) -> _State:
-        """How a node is now. Raises SlurmRefused or SlurmUnavailable."""
+        """Return the present state of a node. Raises SlurmRefused or SlurmUnavailable."""
         states = _states(self.slurm.nodes())
         if machine not in states:
             raise SlurmUnavailable(why=f"it says nothing of the machine {machine}")
@@ -200,20 +213,20 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """How a node is, as far as it matters to who waits for its devices."""
+    """The state of a node, as far as waiting tickets are concerned."""
 
     status: DeviceStatus
     why: str = ""
     resting: str = ""
-    """Why nobody is to expect an answer of it."""
+    """Why no answer of it is expected."""
     drained: bool = False
     reason: str = ""
-    """Slurm's own, and who gave it."""
+    """Slurm's own reason, and who gave it."""
     by: str = ""
 
     @property
     def is_ours(self) -> bool:
-        """Whether we closed it, if it is closed."""
+        """True if we closed it, if it is closed."""
         return self.reason.startswith(OURS)
 
 
@@ -229,7 +242,7 @@ def _seen(device: Device, node: Node, states: Mapping[str, _State]) -> Device:
 
 
 def _states(text: str) -> dict[str, _State]:
-    """How each node is, by its name. Raises SlurmUnavailable."""
+    """Parse the state of each node, by name. Raises SlurmUnavailable."""
     try:
         found = json.loads(text)
         if errors := found.get("errors"):
@@ -253,7 +266,7 @@ def _state(node: Mapping[str, Any]) -> _State:
         reason=reason,
         by=by,
     )
-    # One that is off does not respond, and gets jobs all the same.
+    # A node that is off does not respond, and gets jobs all the same.
     if gone := words & (_GONE - {"NOT_RESPONDING"} if off else _GONE):
         said = " and ".join(sorted(word.lower().replace("_", " ") for word in gone))
         why = f"{said} ({reason})" if reason else said
@@ -267,7 +280,7 @@ def _state(node: Mapping[str, Any]) -> _State:
 
 
 class Tending(Nodes):
-    """What the jobs that wait are told beside submits and cancels."""
+    """Adjustments of waiting jobs, besides submits and cancels."""
 
     _jobs: Mapping[str, SlurmJob]
     _began: float
@@ -277,30 +290,34 @@ class Tending(Nodes):
         self.images = NodeImages(cluster.nodes, log)
         self._hand = Hand(slurm, log)
         self._tended = float("-inf"), False
-        """When jobs were told something last, and whether that was in a pause."""
+        """When jobs were last told something, and True if that was in a pause."""
 
-    # Jobs that wait.
+    # Waiting jobs.
 
     def lacking(self, ticket: Ticket) -> Collection[str]:
-        """The nodes that would do and lack the ticket's image. Raises TooMuchAsked, and what
-        :meth:`gpuspawner.slurm.images.NodeImages.lacking` does."""
+        """Return the suitable nodes without the ticket's image.
+
+        Raises TooMuchAsked, and what :meth:`gpuspawner.slurm.images.NodeImages.lacking` does.
+        """
         return self.images.lacking(ticket, job_spec.able(ticket.request, self.cluster))
 
     def why_not_yet(self, ticket: Ticket) -> str:
-        with suppress(GPUSpawnerError):  # what no node has is said at the next try
+        """Return why a ticket cannot be submitted at the moment, or ""."""
+        with suppress(GPUSpawnerError):  # the next try reports what no node has
             return self.images.why_not_yet(ticket, job_spec.able(ticket.request, self.cluster))
         return ""
 
     def tend(self, waiting: Collection[Ticket], *, paused: bool) -> None:
+        """Adjust waiting jobs to the admins' decisions. Raises SlurmUnavailable."""
         tended_at, was_paused = self._tended
         if self._began <= tended_at and paused == was_paused:
-            return  # what came of that is not known yet
+            return  # the effect of the last change is not known yet
         self._tend(waiting, paused)
         self._tended = time.monotonic(), paused
 
     def _tend(self, waiting: Collection[Ticket], paused: bool) -> None:
         jobs = self._jobs
-        # Jobs of no ticket that waits here may be another hub's.
+        # Jobs without a ticket that waits here may be another hub's.
         found = [(t, jobs[t.id]) for t in waiting if t.id in jobs and jobs[t.id].waits]
         if paused:
             self._hand.pause(job for _, job in found)
@@ -313,7 +330,7 @@ class Tending(Nodes):
                 self._let_in(ticket, job)
 
     def _let_in(self, ticket: Ticket, job: SlurmJob) -> None:
-        """Let a job that waits run also where its image has come meanwhile."""
+        """Let a waiting job also run where its image has arrived meanwhile."""
         with suppress(ImageAwaited, Refused):
             lacking = {*self.lacking(ticket), *self._untold}
             nodes = job_spec.excluded(ticket.request, self.cluster, lacking)
@@ -321,8 +338,10 @@ class Tending(Nodes):
                 self._hand.exclude(job, nodes)
 
     def must_allow(self, minutes: int) -> None:
-        """Raises SlurmRefused for a job that is longer than the partition allows, which Slurm
-        itself would let root have, and SlurmUnavailable."""
+        """Raise SlurmRefused for a job that is longer than the partition allows.
+
+        Slurm itself would allow it for root. Also raises SlurmUnavailable.
+        """
         partition = self.cluster.partition
         most = self.slurm.longest(partition)
         if minutes > most:
@@ -333,30 +352,34 @@ class Tending(Nodes):
 LOG = logging.getLogger(__name__)
 
 EVERY = 1.35
-"""Seconds that one answer of Slurm serves everybody who asks: it is asked once in them. With what
-the accounting service asks, the two ask less than once a second."""
+"""For how many seconds one answer of Slurm serves everybody: it is queried once in them.
+
+Together with the accounting service's queries, that is less than once a second.
+"""
 
 SOON, EAGER = 0.3, 3.0
-"""Who hands in a job while Slurm is hardly asked hears of it sooner: for so long it may be asked
-again so many seconds after an answer."""
+"""After a submit, how soon and for how long Slurm may be queried more often.
+
+Seconds after an answer, and for how long; only while it is hardly queried otherwise.
+"""
 
 SAVED = 2
-"""Looks that may come before their time, at most; they are saved up by not asking."""
+"""How many queries may come early, at most; they are saved up by not querying."""
 
 AT_ONCE = 16
-"""Tickets that are submitted at once."""
+"""How many tickets are submitted at once."""
 
 OLD = timedelta(seconds=5)
-"""Of this age, a ticket may have a job that we did not submit."""
+"""A ticket of this age may have a job that we did not submit."""
 
 SETTLING = 0.3
-"""Seconds that Slurm gets to act on what it was told, before it is asked what came of it."""
+"""Seconds that Slurm gets to act before the result is queried."""
 
 ENDING = 10.0
-"""Seconds after which a job that was told to end and runs on was not told: Slurm refused it."""
+"""Seconds after which a cancelled job that still runs was not cancelled: Slurm refused it."""
 
 FRESH = 2.0
-"""Seconds for which a look says what jobs a ticket has."""
+"""For how many seconds a query shows which jobs a ticket has."""
 
 SWITCHED_ON = "its machine is being switched on"
 
@@ -376,9 +399,12 @@ class SlurmDelegate(Tending, SamplesNodes):
         before: Callable[[Ticket], str] = lambda ticket: "",
         log: logging.Logger | Any = LOG,
     ) -> None:
-        """``as_member``: jobs belong to the members' own users on the nodes, else to ours.
-        ``before`` is called with each ticket before its job is submitted; it says which account
-        of its member the job counts on, and nothing for their default."""
+        """Create it.
+
+        ``as_member``: jobs belong to the members' own users on the nodes, else to ours. ``before``
+        is called with each ticket before its job is submitted; it returns the account that the job
+        counts against, or "" for the user's default.
+        """
         super().__init__(cluster, slurm, log)
         self._ending = Together(self._end)
         self._as_member = as_member
@@ -388,23 +414,23 @@ class SlurmDelegate(Tending, SamplesNodes):
         self._jobs: dict[str, SlurmJob] = {}
         self._turns: dict[str, Turn] = {}
         self._told_to_end: dict[str, float] = {}
-        """When the jobs of tickets were told to end, by ticket, until a look has shown the end."""
+        """When the jobs of tickets were cancelled, by ticket, until a query has shown the end."""
         self._telling = threading.Lock()
         self._ended_by_us: set[int] = set()
-        """Jobs that have ended since they were told to: their tickets may get others."""
+        """Jobs that have ended after they were cancelled: their tickets may get others."""
         self._began = self._answered = self._paid = float("-inf")
         self._handed_in = self._nobody_waited = float("-inf")
         self._trouble: SlurmUnavailable | None = None
         self._told: float | None = None
-        """When Slurm was first told something since the last look."""
+        """When Slurm was first told something since the last query."""
         self._submitted: dict[str, float] = {}
         self._submitting = [threading.Lock() for _ in range(AT_ONCE)]
 
     # Tickets.
 
     def submit(self, ticket: Ticket) -> None:
-        """Raises TooMuchAsked, SlurmRefused or SlurmUnavailable."""
-        # Who asks and the round may both find that it has no job.
+        """Submit a ticket's job. Raises TooMuchAsked, SlurmRefused or SlurmUnavailable."""
+        # A request and the round may both find that it has no job.
         with self._submitting[hash(ticket.id) % len(self._submitting)]:
             self._must_answer()
             if ticket.id not in self._submitted and _is_old(ticket):
@@ -418,13 +444,13 @@ class SlurmDelegate(Tending, SamplesNodes):
         lacking = {*self.must_be_open(ticket), *self.lacking(ticket)}
         account = self._before(ticket)
         job = job_spec.of(ticket, self.cluster, user=user, account=account, lacking=lacking)
-        # Before and after: a look that begins in between proves nothing.
+        # Before and after: a query that begins in between proves nothing.
         self._submitted[ticket.id] = float("inf")
         try:
             self._hand_in(job)
         except SlurmRefused as error:
             if job.minutes is not None and "time limit" in error.message:
-                self.must_allow(job.minutes)  # which says how long it may be
+                self.must_allow(job.minutes)  # reports how long it may be
             raise _explained(error, user) from None
         finally:
             self._submitted[ticket.id] = self._handed_in = time.monotonic()
@@ -433,22 +459,23 @@ class SlurmDelegate(Tending, SamplesNodes):
         self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
 
     def _hand_in(self, job: Holder) -> None:
-        """Raises SlurmRefused or SlurmUnavailable."""
+        """Submit a job to Slurm. Raises SlurmRefused or SlurmUnavailable."""
         try:
             self.slurm.submit(job)
         except SlurmRefused as error:
             if not job.account or "Invalid account" not in error.message:
                 raise
-            # The controller may hear of it later than its database, or it is gone since.
+            # The controller may learn of it later than its database, or it has disappeared since.
             self._log.warning("Slurm does not know %s in the account %s", job.user, job.account)
             self.slurm.submit(replace(job, account=""))
 
     def is_missing(self, ticket: Ticket) -> bool:
+        """Return True if a ticket has no job of ours in the last query."""
         submitted = self._submitted.get(ticket.id)
         return submitted is None or submitted < self._began
 
     def cancel(self, ticket_id: str) -> None:
-        """Every job of this ticket, waiting or not. Raises SlurmUnavailable."""
+        """Cancel every job of this ticket, waiting or not. Raises SlurmUnavailable."""
         self._must_answer()
         job = self._surely(ticket_id)
         if job is None:
@@ -457,14 +484,16 @@ class SlurmDelegate(Tending, SamplesNodes):
             self._tell_end(ticket_id, partial(self._ending.tell, job.id))
 
     def cancel_job(self, number: int) -> None:
-        """One that lived a moment ago. Raises SlurmUnavailable."""
+        """Cancel a job that was alive a moment ago. Raises SlurmUnavailable."""
         jobs = self._jobs
         ticket_id = next((name for name, job in jobs.items() if job.id == number), "")
         self._tell_end(ticket_id, partial(self._ending.tell, number))
 
     def _tell_end(self, ticket_id: str, tell: Callable[[], object]) -> None:
-        """Have the job of a ticket ended. From now on :meth:`turns` names no devices of it, though
-        it runs in the last look. Raises SlurmUnavailable; then it may have been told."""
+        """Cancel the job of a ticket; from now on :meth:`turns` lists no devices for it.
+
+        Although it runs in the last query. Raises SlurmUnavailable; then it may have been told.
+        """
         with self._telling:
             self._told_to_end[ticket_id] = float("inf")
         try:
@@ -479,29 +508,31 @@ class SlurmDelegate(Tending, SamplesNodes):
             self.slurm.cancel_named(f"{HOLDER}{ticket_id}")
 
     def _end(self, numbers: list[int]) -> None:
-        with suppress(SlurmRefused):  # some are over already
+        with suppress(SlurmRefused):  # some are already over
             self.slurm.cancel(*sorted(set(numbers)))
 
     def _surely(self, ticket_id: str) -> SlurmJob | None:
-        """The one job of a ticket, when a look of just now has shown it; None when there may be
-        another one. To find it by its name, Slurm is asked for everybody's jobs; and a number that
-        is not of just now may be somebody else's, once a controller has lost what it knew."""
+        """Return the only job of a ticket, if a very recent query has shown it.
+
+        None if there may be another one. To find it by its name, Slurm is queried for everybody's
+        jobs; and an older number may belong to somebody else, once a controller has lost its state.
+        """
         with suppress(SlurmUnavailable):
             self.turns(FRESH)
-        began = self._began  # first: another look may come in between
+        began = self._began  # first: another query may come in between
         job, submitted = self._jobs.get(ticket_id), self._submitted.get(ticket_id)
         if job is None or time.monotonic() - began > 2 * FRESH:
             return None
-        if submitted is None:  # by another process, which may have done it again
+        if submitted is None:  # by another process, which may have submitted it again
             return job if job.lives else None
         return job if submitted < began else None
 
     def extend(self, ticket_id: str, seconds: int) -> None:
-        """Raises SlurmRefused or SlurmUnavailable."""
+        """Extend a job's time limit. Raises SlurmRefused or SlurmUnavailable."""
         asked_at = time.monotonic()
         self.turns()
         if ticket_id not in self._jobs:
-            self._look_since(asked_at)  # the last look may be older than the job
+            self._look_since(asked_at)  # the last query may be older than the job
         if (job := self._jobs.get(ticket_id)) is None or not job.lives:
             raise SlurmRefused(why="its job has ended")
         minutes = job_spec.minutes(seconds)
@@ -509,11 +540,14 @@ class SlurmDelegate(Tending, SamplesNodes):
         self.slurm.change(job.id, minutes=minutes)
 
     def decline(self, ticket_id: str) -> None:
+        """End a ticket's job so that it gets other devices. Raises SlurmUnavailable."""
         job = self._jobs.get(ticket_id)
         if job is not None and job.lives:
             self._tell_end(ticket_id, partial(self._hand.give_back, job))
 
     def turns(self, age: float = EVERY) -> Mapping[str, Turn]:
+        """Return the state of each ticket, at most ``age`` seconds old. Raises SlurmUnavailable."""
+
         def is_due() -> bool:
             return time.monotonic() >= self._due(age)
 
@@ -526,8 +560,8 @@ class SlurmDelegate(Tending, SamplesNodes):
         return self._without_ending()
 
     def _without_ending(self) -> Mapping[str, Turn]:
-        """The turns of the last look, and no devices of jobs that were told to end."""
-        with self._telling:  # first: what is taken out here was shown to have ended before that
+        """Return the turns of the last query, without devices of cancelled jobs."""
+        with self._telling:  # first: what is removed here was shown to have ended before that
             ending = set(self._told_to_end)
         turns = self._turns
         hidden = [name for name in ending if name in turns and turns[name].uuids]
@@ -536,25 +570,28 @@ class SlurmDelegate(Tending, SamplesNodes):
         return {**turns, **{name: replace(turns[name], uuids=(), since=None) for name in hidden}}
 
     def _look_since(self, moment: float) -> None:
-        """Wait for a look that began after this moment. Raises SlurmUnavailable."""
+        """Wait for a query that began after this moment. Raises SlurmUnavailable."""
         while self._began < moment:
             time.sleep(max(0.0, self._due(0) - time.monotonic()))
             self.turns(0)
 
     def _must_answer(self) -> None:
-        """Before it is told something: nobody waits long where it does not answer already. Raises
-        SlurmUnavailable."""
+        """Check that Slurm answers before it is told something, so that nobody waits long.
+
+        Raises SlurmUnavailable.
+        """
         if self._trouble is not None or self._asker.seconds > PATIENCE:
             self.turns()
 
     def soon(self) -> float:
+        """Return the seconds until a query may show something new."""
         now = time.monotonic()
         if self._settled() < now - EVERY and not self._is_eager():
-            return EVERY  # nobody was told anything, or nobody wants to know
+            return EVERY  # nothing was changed, or nobody wants to know
         return max(0.0, self._due(EVERY) - now)
 
     def _due(self, age: float) -> float:
-        """When Slurm is asked next, by who does with an answer of that age."""
+        """Return when Slurm is queried next for an answer of at most this age."""
         due = self._answered + max(age, EVERY)
         if age <= EVERY and self._is_eager():
             due = min(due, max(self._answered + SOON, self._paid - SAVED * EVERY))
@@ -562,8 +599,7 @@ class SlurmDelegate(Tending, SamplesNodes):
         return due if never else max(due, self._settled())
 
     def _is_eager(self) -> bool:
-        """Whether somebody handed in a job a moment ago, and waits to hear more of a Slurm that
-        answers."""
+        """Return True if a job was submitted a moment ago, and Slurm answers."""
         handed_in = self._handed_in
         recent = time.monotonic() < handed_in + EAGER
         return recent and self._trouble is None and self._nobody_waited <= handed_in
@@ -573,22 +609,24 @@ class SlurmDelegate(Tending, SamplesNodes):
             self._told = time.monotonic()
 
     def _settled(self) -> float:
-        """When a look shows what came of what Slurm was told."""
+        """Return when a query shows the effect of what Slurm was told."""
         told = self._told
         return float("-inf") if told is None else told + SETTLING
 
     def living(self) -> list[SlurmJob]:
-        """The jobs with which tickets wait and servers run. Raises SlurmUnavailable."""
+        """Return the jobs of waiting tickets and running servers. Raises SlurmUnavailable."""
         self.turns()
         return [job for job in self._jobs.values() if job.lives]
 
     def known(self) -> list[SlurmJob]:
-        """The jobs of tickets in the last look, those that have ended among them."""
+        """Return the tickets' jobs in the last query, including ended ones."""
         return list(self._jobs.values())
 
     def job(self, ticket_id: str) -> SlurmJob | None:
-        """The job of a ticket, as of the last look that named it; with the devices that it had,
-        which Slurm forgets at its end."""
+        """Return a ticket's job as of the last query that had it.
+
+        With its devices, which Slurm forgets at its end.
+        """
         return self._jobs.get(ticket_id)
 
     def _look(self) -> None:
@@ -601,13 +639,13 @@ class SlurmDelegate(Tending, SamplesNodes):
             self._trouble = error
         except SlurmRefused as error:
             self._trouble = SlurmUnavailable(why=error.message)
-        except Exception as error:  # what it says is nothing that we can go by
+        except Exception as error:  # a malformed answer
             self._log.exception("Slurm's answer could not be read")
             self._trouble = SlurmUnavailable(why=f"its answer could not be read ({error!r:.80})")
         else:
             self._trouble = None
         finally:
-            self._answered = time.monotonic()  # also no answer costs Slurm time
+            self._answered = time.monotonic()  # also a missing answer costs Slurm time
 
     def _read(self, jobs: list[SlurmJob], began: float) -> None:
         line = sorted((job for job in jobs if job.waits), key=lambda job: (-job.priority, job.id))
@@ -632,14 +670,14 @@ class SlurmDelegate(Tending, SamplesNodes):
                 del self._submitted[name]
 
     def _note_ends(self, known: Collection[int]) -> None:
-        """Keep which jobs have ended since they were told to, as long as Slurm knows them."""
+        """Remember which jobs have ended after they were cancelled, while Slurm knows them."""
         with self._telling:
             told = [job for name in self._told_to_end if (job := self._jobs.get(name))]
         self._ended_by_us |= {job.id for job in told if not job.lives}
         self._ended_by_us.intersection_update(known)
 
     def _forget_ends(self, began: float) -> None:
-        """Forget who was told to end before this look, and has ended or was not told after all."""
+        """Forget cancelled jobs that ended before this query, or were not cancelled after all."""
         with self._telling:
             for name, told_at in list(self._told_to_end.items()):
                 job = self._jobs.get(name)
@@ -648,9 +686,11 @@ class SlurmDelegate(Tending, SamplesNodes):
                     del self._told_to_end[name]
 
     def _better(self, one: SlurmJob | None, other: SlurmJob) -> SlurmJob:
-        """Which of two jobs of one ticket counts: the first, or one that was submitted after its
-        end. Any other that lives is one too many: a submit that was cut off came through after
-        all, or somebody took the name for a job of their own."""
+        """Return which of two jobs of one ticket counts.
+
+        The first, or one that was submitted after its end. Any other living job is one too many: an
+        interrupted submit came through after all, or somebody used the name for their own job.
+        """
         if one is None:
             return other
         first, second = sorted((one, other), key=lambda job: job.id)
@@ -684,7 +724,7 @@ class SlurmDelegate(Tending, SamplesNodes):
         return Turn(ticket_id=job.ticket_id, uuids=self._uuids(job), since=job.started_at, why=why)
 
     def _uuids(self, job: SlurmJob) -> tuple[str, ...]:
-        """The devices of a job that runs; none while it is being cleared away."""
+        """Return the devices of a running job; none while it is being cleaned up."""
         if job.state != "RUNNING" or not job.indices:
             return ()
         try:
@@ -695,12 +735,12 @@ class SlurmDelegate(Tending, SamplesNodes):
 
 
 def _is_old(ticket: Ticket) -> bool:
-    # Either way: the wall clock may have been set since.
+    # In either direction: the wall clock may have been set since.
     return abs(datetime.now(timezone.utc) - ticket.created_at) > OLD
 
 
 def _with_devices(job: SlurmJob, before: SlurmJob | None) -> SlurmJob:
-    """With what it had while it ran: Slurm does not say it of one that has ended."""
+    """Return the job with the devices that it had while it ran, which Slurm then forgets."""
     if job.indices or before is None or before.id != job.id:
         return job
     return replace(job, kind=before.kind, indices=before.indices)

@@ -1,5 +1,7 @@
-"""Who may use the cluster beside the hub: members and their groups, as its scheduler has to know
-them. The store and the configuration decide; Slurm is told."""
+"""Members of a cluster: who may use it, and with which groups.
+
+The store and the configuration decide; Slurm is adjusted to them.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,14 @@ PATIENCE = 5.0
 """Seconds that the start of a server waits for Slurm's database."""
 
 KNOWN = 300.0
-"""Seconds for which a member who is known to Slurm is believed to be: it is asked as seldom."""
+"""Seconds for which Slurm's knowledge of a member is trusted without another query."""
 
 TRIES = 3
-"""How often Slurm's database is told the same, when others tell it something meanwhile."""
+"""How often a change is repeated if Slurm's database gets others meanwhile."""
 
 
 class ClusterMemberService:
-    """Knows who may use the cluster, and tells Slurm."""
+    """Determines who may use the cluster, and tells Slurm."""
 
     def __init__(
         self,
@@ -64,10 +66,10 @@ class ClusterMemberService:
         self.log = log
         self._nodes: Cluster | None = None
         self._admitted: Mapping[str, tuple[object, float]] = {}
-        """What Slurm knows of members, and when that was so."""
+        """What Slurm knows of members, and since when."""
 
     def nodes(self) -> Cluster:
-        """The cluster of the configuration, read once. Raises ConfigError."""
+        """Return the configured cluster, read once. Raises ConfigError."""
         if not self.cluster_file:
             raise ConfigError(
                 "There is no cluster: write c.GPUSlurm.cluster_file, the cluster.yaml that "
@@ -78,14 +80,13 @@ class ClusterMemberService:
         return self._nodes
 
     def slurm(self) -> Slurm:
-        """Slurm's programs, as they reach the cluster. Raises ConfigError."""
+        """Return Slurm's programs, configured for the cluster. Raises ConfigError."""
         return Slurm(conf=self.nodes().slurm_conf)
 
-    # Groups, as the hub says them.
+    # Groups, as the hub reports them.
 
     def groups_with_a_say(self) -> frozenset[str]:
-        """The groups of which the members are asked for: those that the configuration names, and
-        those with an account."""
+        """Return the groups whose members matter: those with settings and those with an account."""
         with self.store.read() as connection:
             found = {account.name for account in ledger_repository.all_accounts(connection)}
         paying = {name.removeprefix("group:") for name in found if name.startswith("group:")}
@@ -98,7 +99,7 @@ class ClusterMemberService:
         )
 
     def note_groups(self, members: Mapping[str, Collection[str]]) -> None:
-        """Write down the members of groups; whoever is in none of them is in none at all."""
+        """Record the members of groups; everybody else is in none of them."""
         now = self.clock()
         mine: dict[str, set[str]] = {}
         for group, users in members.items():
@@ -113,10 +114,10 @@ class ClusterMemberService:
             with self.store.write() as connection:
                 repository.put_groups(connection, changed, now)
 
-    # What Slurm is to know.
+    # What Slurm should know.
 
     def people(self) -> list[Person]:
-        """Everybody with an account, as the cluster's scheduler has to know them."""
+        """Return everybody with an account, as the cluster's scheduler should know them."""
         with self.store.read() as connection:
             names = repository.members(connection)
             groups = self.groups_of_members(connection)
@@ -137,7 +138,7 @@ class ClusterMemberService:
         return found
 
     def wanted_of(self, people: Collection[Person]) -> WantedAssociations:
-        """What Slurm is to know of them, and of every group that the configuration names."""
+        """Return what Slurm should know of them, and of every group with settings."""
         named = {
             *self.settings.group_weights,
             *self.settings.group_priority,
@@ -159,8 +160,10 @@ class ClusterMemberService:
         )
 
     def plan_for_cluster(self) -> account_sync.SyncPlan:
-        """What is to be done so that Slurm knows everybody and every group. Raises ConfigError,
-        SlurmUnavailable, or SlurmRefused for a Slurm that was not tried."""
+        """Return the steps after which Slurm knows everybody and every group.
+
+        Raises ConfigError, SlurmUnavailable, or SlurmRefused for an untested Slurm.
+        """
         slurm, cluster = self.slurm(), self.nodes()
         account_sync.check_version(slurm)
         asked = self.wanted_of(self.people())
@@ -168,12 +171,11 @@ class ClusterMemberService:
         return account_sync.plan_sync(asked, found, cluster.name, is_system_user)
 
     def admit_to_cluster(self, ticket: Ticket) -> str:
-        """See to it that Slurm takes jobs of whoever waits with this ticket, on the group that it
-        counts on: the account of that group, whatever their default is.
+        """Ensure that Slurm accepts the jobs of a ticket's member, and return the account to use.
 
-        What cannot be done is only noted, and who was never known there has their default:
-        Slurm's database may be away while its controller knows the member, who says no itself if
-        it does not.
+        That is the account of the ticket's group, whatever the member's default is. Problems are
+        only logged, and a member who was never known there gets their default: Slurm's database may
+        be away while its controller knows the member, and otherwise it refuses by itself.
         """
         person = Person(
             member=ticket.server.user, group=ticket.group, priority=_word(ticket.priority)
@@ -191,15 +193,17 @@ class ClusterMemberService:
             self.log.warning("Slurm is not told of %s: %s", person.member, problem)
         return "" if problems and known != person else account_of(person.group)
 
-    # Steps of the above.
+    # Helpers.
 
     @cached_property
     def _newcomers(self) -> Together[Person, dict[Person, tuple[str, ...]]]:
         return Together(self._admit)
 
     def _admit(self, people: list[Person]) -> dict[Person, tuple[str, ...]]:
-        """What could not be done for each. Where a whole course comes at once, it is told of as
-        one. Raises SlurmUnavailable."""
+        """Return what could not be done for each. Raises SlurmUnavailable.
+
+        Members who come at once, such as a whole course, are handled together.
+        """
         one_place_each = {person.member: person for person in people}
         found = self._admit_all([*one_place_each.values()])
         for person in set(people) - found.keys():
@@ -221,7 +225,7 @@ class ClusterMemberService:
         return {each: said for one in people for each, said in self._admit_all([one]).items()}
 
     def groups_of_members(self, connection: sa.Connection) -> dict[str, frozenset[str]]:
-        """The groups of each member: as the hub said last, else as the roster says."""
+        """Return the groups of each member, as the hub last reported, else from the roster."""
         now = self.clock()
         found: dict[str, frozenset[str]] = {}
         for entry in members_repository.whole_roster(connection):
@@ -235,8 +239,10 @@ class ClusterMemberService:
         names: Collection[str],
         groups: Mapping[str, Collection[str]],
     ) -> frozenset[str]:
-        """Those whose usual account is empty where GPUs cost something; but nobody who waits for
-        a server: who pays for that was looked at, and it may be another account."""
+        """Return members whose usual account is empty although GPUs cost something.
+
+        Without members who wait for a server: its payer was checked, and may be another account.
+        """
         card = self.prices.rates_in(connection).card(self.clock())
         if not any(card.rate_of(d.model) for node in self.nodes().nodes for d in node.devices):
             return frozenset()
@@ -258,8 +264,11 @@ class ClusterMemberService:
 
 
 def _bring(slurm: Slurm, cluster: str, asked: WantedAssociations) -> tuple[str, ...]:
-    """Bring Slurm to it, and see that it is so; what could not be done. Of two who add something
-    at once, its database may tell the second that there is nothing new, and forget the rest."""
+    """Bring Slurm to the wanted state, check it, and return what could not be done.
+
+    For one of two simultaneous changes, its database may report that nothing is new, and forget the
+    rest.
+    """
     for _ in range(TRIES):
         if problems := account_sync.bring(slurm, cluster, asked).problems:
             return problems

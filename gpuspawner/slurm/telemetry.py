@@ -1,7 +1,7 @@
-"""What the devices of all nodes do, asked of the sampler of each.
+"""Samples of the devices of all nodes, from the sampler of each.
 
-All are asked at once, each by a thread of its own. Nobody waits for a node that does not answer:
-its devices are silent, which says nothing of how they are, and those of the others are as ever.
+All are queried at once, each by its own thread. A node that does not answer is not waited for: its
+devices are silent, which says nothing about them, and those of the others are not affected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .sampler import MOST_BYTES, Nonsense, Said, port_of, read
 LOG = logging.getLogger(__name__)
 
 WAIT = 0.5
-"""Seconds that a look waits, for all nodes together that answered before."""
+"""Seconds that a round waits, for all nodes together that answered before."""
 SILENT_AFTER = 5.0
 """Seconds without an answer after which a node is silent."""
 SECONDS = 2.0
@@ -36,13 +36,17 @@ SECONDS = 2.0
 LONGEST = 10.0
 """Seconds that it may take for all of it."""
 MOST_APART = 30.0
-"""Seconds that a node's clock may be from ours. What it tells is dated by ours; but Slurm gives up
-a node that is further apart."""
+"""Maximum seconds by which a node's clock may differ from ours.
+
+Its samples are dated by our clock, but Slurm gives up a node that differs more.
+"""
 
 
 class NodesSampler:
-    """Samples of all nodes' devices; see :class:`gpuspawner.devices.source.Sampler`. For one
-    thread."""
+    """Samples of all nodes' devices; see :class:`gpuspawner.devices.source.Sampler`.
+
+    For one thread.
+    """
 
     def __init__(
         self,
@@ -50,15 +54,20 @@ class NodesSampler:
         log: logging.Logger | Any = LOG,
         resting: Callable[[str], str] = lambda name: "",
     ) -> None:
-        """``resting`` says of a node why nobody is to expect an answer of it, such as ``off``;
-        it may block."""
+        """Create it; ``resting`` returns why no answer of a node is expected, such as ``off``.
+
+        It may block.
+        """
         self._log = log
         indices = {device.uuid: device.index for device in devices_of(cluster)}
         self._sources = [_Source(node, indices, resting) for node in cluster.nodes if node.sampler]
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
-        """What came since the last look, in the order in which it was seen, and a silent sample of
-        each device that nobody could ask. ``monotonic`` is not needed."""
+        """Return the samples since the last round, in order, and silent ones.
+
+        There is a silent sample of each device that could not be queried. ``monotonic`` is not
+        needed.
+        """
         for source in self._sources:
             source.ask()
         until = time.monotonic() + WAIT
@@ -88,12 +97,12 @@ class NodesSampler:
 
 @dataclass(frozen=True, slots=True)
 class _SamplerAnswer:
-    """What became of a question: the text of the answer, or why there is none."""
+    """The result of a query: the text of the answer, or why there is none."""
 
     body: bytes = b""
     why: str = ""
     resting: str = ""
-    """Why nobody was to expect one."""
+    """Why none was expected."""
 
 
 class _Source:
@@ -105,9 +114,9 @@ class _Source:
         self.node = node
         self.indices = {device.uuid: indices[device.uuid] for device in node.devices}
         self.said = ""
-        """What was said of its silence last; empty when nothing."""
+        """The last logged reason of its silence; empty if none."""
         self.ahead: float | None = None
-        """Seconds that its clock is ahead of ours; None when it has not told."""
+        """Seconds by which its clock is ahead of ours; None if unknown."""
         self.clock_said = False
         self.of, self.last = "", 0
         self.resting = ""
@@ -134,27 +143,27 @@ class _Source:
         return f"the machine {name} does not tell what its GPUs do: {why}"
 
     def ask(self) -> None:
-        """Ask, unless an answer is still to come or to be taken."""
+        """Query, unless an answer is still to come or to be taken."""
         if self._done.is_set() and self._answer is None:
             self._done.clear()
             threading.Thread(target=self._fetch, name="node-sampler", daemon=True).start()
 
     def take(self, until: float) -> _SamplerAnswer | None:
-        """The answer, if there is one; waited for only where the last one came."""
+        """Return the answer, if there is one; waits only if the last one came."""
         return self.answer(0.0 if self._why else max(0.0, until - time.monotonic()))
 
     def answer(self, seconds: float) -> _SamplerAnswer | None:
-        """The answer, if it comes in so many seconds."""
+        """Return the answer, if it comes within this many seconds."""
         if not self._done.wait(seconds):
             return None
         answer, self._answer = self._answer, None
         return answer
 
     def heard(self, said: Said | None, why: str, resting: str = "") -> None:
-        """It told ``said``; or there is a reason why it tells nothing."""
+        """Process an answer ``said``, or the reason why there is none."""
         self._why, self.resting = why, resting
         if resting:
-            self._heard_at = time.monotonic()  # once it is up it has a moment to begin
+            self._heard_at = time.monotonic()  # once it is up, it has a moment to start
         if said is None:
             return
         self.of, self.last = said.of, said.last
@@ -165,7 +174,7 @@ class _Source:
             self._missing = frozenset(self.indices) - said.newest
 
     def silent(self, now: datetime) -> list[Sample]:
-        """A sample of each device of which it does not tell."""
+        """Return a sample of each device that it does not report."""
         why, missing = self.sentence, frozenset(self.indices)
         if not self.why and not self.resting:
             why, missing = f"the machine {self.node.name} does not list it", self._missing
@@ -175,7 +184,7 @@ class _Source:
             for uuid in sorted(missing)
         ]
 
-    # In the thread of a question.
+    # In the thread of a query.
 
     def _fetch(self) -> None:
         try:
@@ -185,7 +194,7 @@ class _Source:
             self._answer = _SamplerAnswer(
                 why=_in_words(error), resting=self._is_resting(self.node.name)
             )
-        except Exception as error:  # whatever a node says, it costs its own devices only
+        except Exception as error:  # whatever a node answers, only its own devices are affected
             LOG.exception("Asking the sampler of %s failed", self.node.name)
             self._answer = _SamplerAnswer(why=f"{error!r:.200}")
             self._close()
@@ -225,7 +234,7 @@ def _told(source: _Source, answer: _SamplerAnswer, now: datetime) -> tuple[Sampl
         said = read(answer.body, now, source.indices)
     except Nonsense as error:
         source.heard(None, str(error))
-        source.of = ""  # from the newest on: what made no sense once never will
+        source.of = ""  # from the newest on: a nonsensical answer never becomes valid
         return ()
     source.heard(said, "")
     return said.samples
@@ -246,8 +255,10 @@ def _in_words(error: Exception) -> str:
 
 
 def trouble_of(node: Node, now: datetime) -> str:
-    """Ask a node's sampler once: why it tells nothing of a device, as the end of a sentence; empty
-    when it tells of all. Blocks for seconds."""
+    """Query a node's sampler once, and return why it does not report all devices, or "".
+
+    The reason is the end of a sentence. Blocks for seconds.
+    """
     indices = {device.uuid: n for n, device in enumerate(node.devices)}
     source = _Source(node, indices, lambda name: "")
     source.ask()
@@ -265,8 +276,10 @@ def trouble_of(node: Node, now: datetime) -> str:
 
 
 def seconds_ahead(node: Node) -> float | None:
-    """Ask a node's sampler how far its clock is ahead of ours; None when it does not tell. Blocks
-    for seconds."""
+    """Query how far a node's clock is ahead of ours; None if unknown.
+
+    Blocks for seconds.
+    """
     source = _Source(node, {device.uuid: 0 for device in node.devices}, lambda name: "")
     source.ask()
     source.answer(LONGEST)
@@ -277,14 +290,14 @@ def _ahead(date: str) -> float | None:
     try:
         return (parsedate_to_datetime(date) - datetime.now(timezone.utc)).total_seconds()
     except (ValueError, TypeError, OverflowError):
-        return None  # it says none, or one that is none
+        return None  # it has no date, or an invalid one
 
 
 # How a node is reached.
 
 
 def _connection(node: Node) -> http.client.HTTPConnection:
-    """A connection that is not open yet. Proxies of the environment are for the internet."""
+    """Return a connection that is not open yet, without the environment's proxies."""
     parts = urlsplit(node.sampler)
     if parts.scheme == "unix":
         return _SamplerConnection(parts.path)
@@ -310,8 +323,10 @@ class _SamplerConnection(http.client.HTTPConnection):
 
 
 class SamplesNodes:
-    """A source of the devices of a cluster that also tells what they do; see
-    :class:`gpuspawner.devices.source.Sampled`."""
+    """A source of the devices of a cluster that can also sample them.
+
+    See :class:`gpuspawner.devices.source.Sampled`.
+    """
 
     cluster: Cluster
     _log: logging.Logger | Any
@@ -321,5 +336,5 @@ class SamplesNodes:
         def resting(self, machine: str) -> str: ...
 
     def sampler(self, processes_every: float = 60.0) -> NodesSampler:
-        """What tells it. How often processes are listed, each node's own sampler knows."""
+        """Return a sampler; each node's own one decides how often processes are listed."""
         return NodesSampler(self.cluster, self._log, self.resting)

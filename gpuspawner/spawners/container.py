@@ -7,9 +7,10 @@ written.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import requests
 from docker.errors import APIError, DockerException, ImageNotFound
@@ -27,51 +28,7 @@ from ..engines.injection import (
 )
 from ..engines.preflight import prove_injection
 from ..leases.models import Lease
-
-if TYPE_CHECKING:
-    from .docker import GPUDockerSpawner
-
-
-INJECTION_KEY = "gpuspawner_injection"
-
-
-async def injection_mode(spawner: GPUDockerSpawner, uuids: Sequence[str]) -> str:
-    """The mode for this start. Raises StartFailed when no way works.
-
-    ``auto`` tries what the engine offers, best first, with a container of the image that
-    is about to start and one of the leased devices; what works serves the hub's life.
-    """
-    if spawner.gpu_injection != "auto":
-        return str(spawner.gpu_injection)
-    if not uuids:
-        return "none"
-    look = await spawner.broker.read(spawner.broker.look)
-    if look.inventory.source == "simulated":
-        return "none"
-    lock = spawner.of_engine(f"{INJECTION_KEY}_lock", asyncio.Lock)
-    async with lock:
-        if INJECTION_KEY not in spawner.engine_settings:
-            spawner.engine_settings[INJECTION_KEY] = await _prove(spawner, uuids[0])
-    mode: str = spawner.engine_settings[INJECTION_KEY]
-    return mode
-
-
-async def _prove(spawner: GPUDockerSpawner, uuid: str) -> str:
-    spawner.said.say("Finding out how GPUs get into containers here", 40)
-    info = await spawner.docker("info")
-    said = []
-    for mode in candidates(info):
-        finding = await asyncio.to_thread(
-            prove_injection, spawner.client, spawner.image, mode, uuid
-        )
-        if finding.status == "ok":
-            spawner.log.info("GPUs get into containers by %s", mode)
-            return mode
-        said.append(f"{mode}: {finding.text}")
-    spawner.log.error("No way to inject a GPU works: %s", "; ".join(said))
-    cause = "this machine's container engine cannot hand GPUs to containers (tell your admin: "
-    raise StartFailed(cause=cause + "gpuspawner check says what to do)")
-
+from .engine_calls import EngineCalls
 
 ULIMITS = [
     {"Name": "memlock", "Soft": -1, "Hard": -1},
@@ -193,77 +150,149 @@ def _target(bind: str) -> str:
     return bind.split(":")[1]
 
 
-LIMITS_KEY = "gpuspawner_ulimits"
-DISK_DRIVER = "gpuspawner_disk_driver"
+ZEROS = {"mem_limit": "Memory", "pids_limit": "PidsLimit", "oom_score_adj": "OomScoreAdj"}
+"""Settings of ``extra_host_config`` whose 0 means something, and their names in the Engine API."""
 
 
-async def allowed_ulimits(spawner: GPUDockerSpawner) -> list[dict[str, Any]]:
-    """The default ulimits that containers can have here, maybe none.
+def with_zeros(host: dict[str, Any], said: Mapping[str, Any], *, memory: bool) -> dict[str, Any]:
+    """The HostConfig with each 0 that the admin wrote, and without the default's.
 
-    A rootless engine, or one inside another container, may not raise limits, and a
-    container that asks for it does not start. One throw-away container tells.
+    docker-py leaves a 0 out, and DockerSpawner sends Memory 0 where nothing is configured.
+
+    Args:
+        said: The admin's ``extra_host_config``.
+        memory: Whether a limit of the memory was configured elsewhere, so that its 0 counts.
     """
-    lock = spawner.of_engine(f"{LIMITS_KEY}_lock", asyncio.Lock)
-    async with lock:
-        if LIMITS_KEY not in spawner.engine_settings:
-            spawner.engine_settings[LIMITS_KEY] = [
-                limit for limit in ULIMITS if await _can_have(spawner, limit)
-            ]
-    found: list[dict[str, Any]] = spawner.engine_settings[LIMITS_KEY]
-    return found
+    zeros = {name for name, value in said.items() if value == 0 and value is not False}
+    if not host.get("Memory") and memory:
+        zeros.add("mem_limit")
+    mended = {key: value for key, value in host.items() if key != "Memory" or value}
+    return mended | {key: 0 for name, key in ZEROS.items() if name in zeros}
 
 
-async def _can_have(spawner: GPUDockerSpawner, limit: dict[str, Any]) -> bool:
-    try:
-        code, words = await spawner.run_helper(["true"], Ulimits=[limit])
-    except APIError as error:
-        if "rlimit" not in str(error):
-            raise
-        code, words = 1, str(error)
-    if code:
-        spawner.log.warning("This engine cannot set the ulimit %s: %s", limit["Name"], words)
-    return not code
+def is_unstarted(container: Mapping[str, Any]) -> bool:
+    """Return True for a container that was created and never started."""
+    return bool(container["State"].get("Status") == "created")
 
 
-async def disk_limit(spawner: GPUDockerSpawner, image: str) -> DiskLimit | None:
-    """How much a server of this image may write into its own container; None: no limit.
-
-    Whether the engine keeps it is proved once, by a container that is created and never started:
-    one that the engine refuses must not keep servers from starting.
-    """
-    limit = int(spawner.disk_limit)
-    if not limit:
-        return None
-    lock = spawner.of_engine(f"{DISK_DRIVER}_lock", asyncio.Lock)
-    async with lock:
-        try:
-            driver = spawner.engine_settings.get(DISK_DRIVER)
-            if driver is None:
-                driver = await _enforcing_driver(spawner, image, limit)
-                spawner.engine_settings[DISK_DRIVER] = driver
-        except ImageNotFound:
-            raise
-        except (DockerException, requests.RequestException, OSError) as error:
-            # The next start asks again; meanwhile the accounting service watches this one.
-            spawner.log.warning("Whether the engine limits containers is not known: %s", error)
-            return DiskLimit(limit)
-    if not driver:
-        return DiskLimit(limit)
-    return DiskLimit(limit, await spawner._ask_engine(_size, spawner, driver, image, limit))
-
-
-async def _enforcing_driver(spawner: GPUDockerSpawner, image: str, limit: int) -> str:
-    """The storage driver that keeps the limit; empty when none does."""
-    info = await spawner._call("info")
-    if not may_enforce(info):
+def ending(container: Mapping[str, Any]) -> str:
+    """How a container ended, in words; empty for one that runs."""
+    state = container["State"]
+    if state["Running"]:
         return ""
-    driver = str(info["Driver"])
-    size = await spawner._ask_engine(_size, spawner, driver, image, limit)
-    said = await spawner._ask_engine(refusal, spawner.client, image, size)
-    if said:
-        spawner.log.warning("The engine (%s) limits no container: %s", storage_of(info), said)
-    return "" if said else driver
+    if state.get("OOMKilled"):
+        return "it ran out of memory"
+    return f"it exited at once with code {state['ExitCode']}"
 
 
-def _size(spawner: GPUDockerSpawner, driver: str, image: str, limit: int) -> int:
-    return size_option(spawner.client, driver, image, limit)
+class EngineAbilities:
+    """What one engine can do, found out once for all servers on it."""
+
+    def __init__(self, log: logging.Logger | Any) -> None:
+        self.log = log
+        self._injection = ""
+        self._ulimits: list[dict[str, Any]] | None = None
+        self._disk_driver: str | None = None
+        self._memory: int | None = None
+        self._proving_injection = asyncio.Lock()
+        self._proving_ulimits = asyncio.Lock()
+        self._proving_disk = asyncio.Lock()
+
+    async def injection(
+        self, calls: EngineCalls, image: str, uuid: str, say: Callable[[str, int], None]
+    ) -> str:
+        """The best way to get a GPU into a container. Raises StartFailed when no way works.
+
+        What the engine offers is tried, best first, with a container of the image that is about
+        to start and one of the leased devices; what works serves the hub's life.
+        """
+        async with self._proving_injection:
+            if not self._injection:
+                say("Finding out how GPUs get into containers here", 40)
+                self._injection = await self._prove_injection(calls, image, uuid)
+        return self._injection
+
+    async def _prove_injection(self, calls: EngineCalls, image: str, uuid: str) -> str:
+        said = []
+        for mode in candidates(await calls.call("info")):
+            finding = await asyncio.to_thread(prove_injection, calls.client, image, mode, uuid)
+            if finding.status == "ok":
+                self.log.info("GPUs get into containers by %s", mode)
+                return mode
+            said.append(f"{mode}: {finding.text}")
+        self.log.error("No way to inject a GPU works: %s", "; ".join(said))
+        cause = "this machine's container engine cannot hand GPUs to containers (tell your admin: "
+        raise StartFailed(cause=cause + "gpuspawner check says what to do)")
+
+    async def ulimits(self, calls: EngineCalls, image: str) -> list[dict[str, Any]]:
+        """The default ulimits that containers can have here, maybe none.
+
+        A rootless engine, or one inside another container, may not raise limits, and a
+        container that asks for it does not start. One throw-away container tells.
+        """
+        async with self._proving_ulimits:
+            if self._ulimits is None:
+                self._ulimits = [
+                    limit for limit in ULIMITS if await self._can_have(calls, image, limit)
+                ]
+        return self._ulimits
+
+    async def _can_have(self, calls: EngineCalls, image: str, limit: dict[str, Any]) -> bool:
+        try:
+            code, words = await calls.run_helper(["true"], image=image, Ulimits=[limit])
+        except APIError as error:
+            if "rlimit" not in str(error):
+                raise
+            code, words = 1, str(error)
+        if code:
+            self.log.warning("This engine cannot set the ulimit %s: %s", limit["Name"], words)
+        return not code
+
+    async def disk_limit(self, calls: EngineCalls, image: str, limit: int) -> DiskLimit | None:
+        """How much a server of this image may write into its own container; None: no limit.
+
+        Whether the engine keeps it is proved once, by a container that is created and never
+        started: one that the engine refuses must not keep servers from starting.
+
+        Args:
+            limit: Bytes; 0 for no limit.
+        """
+        if not limit:
+            return None
+        async with self._proving_disk:
+            try:
+                if self._disk_driver is None:
+                    self._disk_driver = await self._enforcing_driver(calls, image, limit)
+            except ImageNotFound:
+                raise
+            except (DockerException, requests.RequestException, OSError) as error:
+                # The next start asks again; meanwhile the accounting service watches this one.
+                self.log.warning("Whether the engine limits containers is not known: %s", error)
+                return DiskLimit(limit)
+        if not self._disk_driver:
+            return DiskLimit(limit)
+        size = await calls.ask(_size, calls, self._disk_driver, image, limit)
+        return DiskLimit(limit, size)
+
+    async def _enforcing_driver(self, calls: EngineCalls, image: str, limit: int) -> str:
+        """The storage driver that keeps the limit; empty when none does."""
+        info = await calls.call("info")
+        if not may_enforce(info):
+            return ""
+        driver = str(info["Driver"])
+        size = await calls.ask(_size, calls, driver, image, limit)
+        said = await calls.ask(refusal, calls.client, image, size)
+        if said:
+            self.log.warning("The engine (%s) limits no container: %s", storage_of(info), said)
+        return "" if said else driver
+
+    async def memory(self, calls: EngineCalls) -> int:
+        """Bytes of the engine's machine; 0 when it does not say."""
+        if self._memory is None:
+            self._memory = int((await calls.call("info")).get("MemTotal") or 0)
+        return self._memory
+
+
+def _size(calls: EngineCalls, driver: str, image: str, limit: int) -> int:
+    """Blocks."""
+    return size_option(calls.client, driver, image, limit)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import docker
 import requests
@@ -18,9 +18,12 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.utils import kwargs_from_env
 from dockerspawner import DockerSpawner
 from jupyterhub.traitlets import ByteSpecification
-from traitlets import CaselessStrEnum
+from jupyterhub.traitlets import Callable as CallableTrait
+from traitlets import Bool, CaselessStrEnum, Dict, Float, Integer, List, Unicode, Union
 
-from ..core.errors import EngineUnavailable, StartFailed
+from ..catalog.member_images import OwnImages, check_own_image, own_images
+from ..catalog.models import Environment, Mount
+from ..core.errors import EngineUnavailable, GPUSpawnerError, StartFailed
 from ..engines.base import LABEL_LEASE
 from ..engines.docker import (
     DockerEngine,
@@ -30,33 +33,34 @@ from ..engines.docker import (
     lease_of,
     sighting_of,
 )
-from ..engines.injection import HELPER, MODES
-from ..leases.models import Lease
-from .base import spawn_exception
-from .container import ContainerSettings, allowed_ulimits, build, disk_limit, injection_mode
-from .docker_base import GPUDockerHardening
-from .docker_commit import Kept, Plain, keep, leave_plain
-from .mixin import ExitStatus
-from .progress import Pulls
-
-T = TypeVar("T")
-
-THREADS = 16
-"""Docker calls that may run at once; the stock spawner has one thread for all members."""
-
-FRESH_SECONDS = 2.0
-"""For so long an answer of the engine is used that was asked for ahead of its use."""
-
-ZEROS = {"mem_limit": "Memory", "pids_limit": "PidsLimit", "oom_score_adj": "OomScoreAdj"}
-"""Settings of ``extra_host_config`` whose 0 means something, and their names in the Engine API."""
+from ..engines.injection import KEPT_CAPABILITIES, MODES, Hardening, dangers
+from ..leases.models import Lease, Request
+from ..storage.service import FolderMount
+from .container import (
+    ContainerSettings,
+    EngineAbilities,
+    build,
+    ending,
+    is_unstarted,
+    with_zeros,
+)
+from .engine_calls import FRESH_SECONDS, AskedAhead, EngineCalls, explanation, make_threads
+from .member_images import Kept, KeptImages, Plain, judge_here, look_for, own_image_field
+from .mixin import ExitStatus, GPUSpawnerMixin
+from .progress import Pulls, spawn_exception
+from .recovery import forget_folders
+from .workspaces import MountedWorkspace, Prepared, Storage
 
 
-class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
+class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     """Leases GPUs to containers on this machine's Docker Engine."""
 
     engine_name = "docker"
     if TYPE_CHECKING:
         extra_host_config: Any
+        object_name: str
+        remove: bool
+        template_namespace: Any
 
     gpu_injection = CaselessStrEnum(
         ["auto", *MODES],
@@ -86,9 +90,165 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         """,
     )
 
+    workspace = Unicode(
+        "",
+        config=True,
+        help="""
+        Where a member's own files are kept: a named volume, or a directory of the host when
+        it starts with "/". It is created with the right owner and mounted at
+        ``workspace_target``. Empty: only what ``volumes`` says.
+
+        ``{username}`` is the name made safe for Docker, as in ``volumes``. Example::
+
+            c.GPUDockerSpawner.workspace = "gpuspawner-work-{username}"
+            c.GPUDockerSpawner.workspace = "/srv/workspaces/{username}"
+        """,
+    )
+
+    workspace_target = Unicode(
+        "/home/jovyan/work",
+        config=True,
+        help="""
+        Where the workspace is in the container.
+
+        Example::
+
+            c.GPUDockerSpawner.workspace_target = "/home/jovyan/work"
+        """,
+    )
+
+    workspace_quota = Union(
+        [CallableTrait(), ByteSpecification()],  # which fails for what has no last character
+        default_value=0,
+        config=True,
+        help="""
+        How much a member's workspace may hold; 0: no limit.
+
+        A size, or a callable that takes the spawner; ``group_overrides`` can set it for a group.
+        The file system keeps it (XFS project quotas), so ``workspace`` has to be a directory of
+        the host. Example::
+
+            c.GPUDockerSpawner.workspace_quota = "50G"
+        """,
+    )
+
+    folders_target = Unicode(
+        "/home/jovyan/shared",
+        config=True,
+        help="""
+        Where the folders are in the container that members share with one another.
+
+        Example::
+
+            c.GPUDockerSpawner.folders_target = "/home/jovyan/shared"
+        """,
+    )
+
+    own_images = Dict(
+        config=True,
+        help="""
+        Which groups may bring an image of their own, and which images; ``"*"`` is everybody.
+
+        ``images`` are patterns (``*`` is anything but a slash, ``**`` slashes too), ``most`` is
+        the size on the disk, ``labels`` are those that a scanner of yours gives. Containers have
+        to go when they stop (``c.DockerSpawner.remove = True``). Example::
+
+            c.GPUDockerSpawner.own_images = {
+                "research": {"images": ["lab/**"], "most": "20G", "labels": {"scanned": "yes"}},
+            }
+        """,
+    )
+
+    capabilities = List(
+        Unicode(),
+        default_value=list(KEPT_CAPABILITIES),
+        allow_none=True,
+        config=True,
+        help="""
+        Linux capabilities that root has in a container; a user who is not root has none.
+
+        The default has what start scripts need that begin as root. ``[]`` is for images that
+        do not, ``None`` leaves it to the engine. Where ``extra_host_config`` has ``cap_drop``,
+        that counts; its ``cap_add`` is added. Example::
+
+            c.GPUDockerSpawner.capabilities = []
+        """,
+    )
+
+    no_new_privileges = Bool(
+        True,
+        config=True,
+        help="""
+        Whether programs in a container can gain nothing by setuid bits: ``sudo`` does not work.
+
+        Where members may use ``sudo`` (``GRANT_SUDO`` of the docker-stacks images), turn it off.
+        Example::
+
+            c.GPUDockerSpawner.no_new_privileges = False
+        """,
+    )
+
+    pids_limit = Integer(
+        4096,
+        min=0,
+        config=True,
+        help="""
+        Processes and threads that a container may have at once; 0 for no limit.
+
+        Example::
+
+            c.GPUDockerSpawner.pids_limit = 16384
+        """,
+    )
+
+    memory_share = Float(
+        0.9,
+        min=0.0,
+        max=1.0,
+        config=True,
+        help="""
+        Part of the machine's memory that a server may have where neither ``mem_limit`` nor its
+        environment says how much; 0 for no limit.
+
+        Example::
+
+            c.GPUDockerSpawner.memory_share = 0.5
+        """,
+    )
+
+    disk_limit = ByteSpecification(
+        "10G",
+        config=True,
+        help="""
+        What a server may write into its own container, outside of its workspace and of all other
+        mounts; 0 for no limit.
+
+        Where the engine's storage driver can keep it (overlay2 on XFS with ``pquota``, btrfs, zfs)
+        the server finds no space left beyond it. Elsewhere the accounting service stops a server
+        that wrote more, and tells its member; ``gpuspawner check`` says which. Where containers
+        are kept (``remove = False``) each start counts anew. ``storage_opt`` in
+        ``extra_host_config`` wins. Example::
+
+            c.GPUDockerSpawner.disk_limit = "50G"
+        """,
+    )
+
+    oom_score_adj = Integer(
+        500,
+        min=0,
+        max=1000,
+        config=True,
+        help="""
+        How much sooner the kernel ends a member's program than the hub's, the database's or the
+        engine's when the whole machine is out of memory; 0 makes no difference.
+
+        Example::
+
+            c.GPUDockerSpawner.oom_score_adj = 800
+        """,
+    )
+
     _changing: asyncio.Future[Any] | None = None
-    _identity: tuple[float, asyncio.Future[str]] | None = None
-    """Which engine answers, asked for ahead of the container's creation, and when."""
     _last_alone: tuple[float, str, str] | None = None
     """When the engine had this container, which had ended, and nothing else that may hold the
     devices of this lease: the ids of container and lease."""
@@ -96,6 +256,14 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     """The id of the container that the engine removed last at our word."""
     _kept = Kept()
     _plain: Plain | None = None
+    _folders: tuple[FolderMount, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # DockerSpawner's own way to call, whatever ours adds to it.
+        self.calls = EngineCalls(super().docker, lambda: self.client, lambda: self.executor)
+        # Asked beside what else is asked before the container is created.
+        self._identity = AskedAhead(lambda: self.calls.ask(self.server_engine().identity))
+        super().__init__(*args, **kwargs)
 
     @property
     def own_form_traits(self) -> tuple[str, ...]:
@@ -109,10 +277,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     @property
     def executor(self) -> ThreadPoolExecutor:
         """The threads for Docker calls of this hub."""
-        pool: ThreadPoolExecutor = self.shared(
-            "gpuspawner_docker_threads",
-            lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="gpuspawner-docker"),
-        )
+        pool: ThreadPoolExecutor = self.shared("gpuspawner_docker_threads", make_threads)
         return pool
 
     @property
@@ -125,6 +290,14 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         if key not in self.engine_settings:
             self.engine_settings[key] = make()
         return self.engine_settings[key]
+
+    @property
+    def abilities(self) -> EngineAbilities:
+        """What the engine can do that this server is on."""
+        found: EngineAbilities = self.of_engine(
+            "gpuspawner_abilities", lambda: EngineAbilities(self.log)
+        )
+        return found
 
     @property
     def client(self) -> docker.APIClient:
@@ -149,17 +322,13 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     def engine(self) -> DockerEngine:
         found: DockerEngine = self.of_engine(
             "gpuspawner_docker_engine",
-            lambda: DockerEngine(self.connect, lambda: self.broker.stamp_error),
+            lambda: DockerEngine(self.connect, lambda: self.services.time.stamp_error),
         )
         return found
 
     def server_engine(self) -> DockerEngine:
         """The engine that this server is on."""
         return self.engine()
-
-    async def _ask_engine(self, ask: Callable[..., T], *args: Any) -> T:
-        """Run a blocking question to the engine in one of the threads for it."""
-        return await asyncio.get_running_loop().run_in_executor(self.executor, ask, *args)
 
     def docker(self, method: str, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
         """Make a Docker call in a thread; the server's container gets the lease applied.
@@ -170,18 +339,24 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
 
     async def _docker_call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if method == "create_container" and self._plain:
-            return await self._call(method, *args, **self._plain.applied(kwargs))
+            return await self.calls.call(method, *args, **self._plain.applied(kwargs))
         if method == "create_container" and not args:
             # DockerSpawner names the image of the server, and passes that of its helper for
             # certificates by position: the helper gets neither lease nor workspace.
             kwargs, _ = await asyncio.gather(self._built(kwargs), self._note_engine())
+            self.touched = True
+            kwargs = self.placed(kwargs)
         elif method != "start":
-            return await self._call(method, *args, **kwargs)
+            return await self.calls.call(method, *args, **kwargs)
         # The call outlives a cancelled spawn: keep hold of it, so that the release waits
         # for it and sees what there is.
         self.touched = True
-        self._changing = asyncio.ensure_future(self._call(method, *args, **kwargs))
+        self._changing = asyncio.ensure_future(self.calls.call(method, *args, **kwargs))
         return await asyncio.shield(self._changing)
+
+    def placed(self, create: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of ``create_container``, as they are where the server goes."""
+        return create
 
     async def _built(self, create: dict[str, Any]) -> dict[str, Any]:
         """The arguments of ``create_container`` with the lease applied."""
@@ -195,49 +370,11 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     async def _note_engine(self) -> None:
         """Write which engine gets the container, where the lease does not say so already."""
         lease = self._held()
-        asked, self._identity = self._identity, None
-        if asked is None or time.monotonic() - asked[0] > FRESH_SECONDS:
-            identity = await self._ask_engine(self.server_engine().identity)
-        else:
-            identity = await asked[1]
+        identity = await self._identity.take()
         if identity != lease.engine_id:
-            self.broker.engine_ids[lease.engine] = identity
-            await self.broker.run(self.broker.note_engine, lease.id, identity)
+            self.services.leases.engine_ids[lease.engine] = identity
+            await self.services.run(self.services.leases.note_engine, lease.id, identity)
             self.lease = replace(lease, engine_id=identity)
-
-    def _ask_identity(self) -> None:
-        """Ask which engine it is, beside what else is asked before the container is created."""
-        asked = asyncio.ensure_future(self._ask_engine(self.server_engine().identity))
-        asked.add_done_callback(_ignore_failure)
-        self._identity = time.monotonic(), asked
-
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await super().docker(method, *args, **kwargs)
-
-    async def run_helper(
-        self, command: list[str], *, image: str = "", **host_config: Any
-    ) -> tuple[int, str]:
-        """Run a command as root in a throw-away container, without network.
-
-        Its exit code and what it printed. Without ``image`` it is of this start's image;
-        ``host_config`` takes the Engine API's names.
-        """
-        created = await self._call(
-            "create_container",
-            image=image or self.image,
-            entrypoint=command,
-            command=[],
-            user="0",
-            environment={"NVIDIA_VISIBLE_DEVICES": "void"},
-            host_config={"NetworkMode": "none", **HELPER, **host_config},
-        )
-        try:
-            await self._call("start", created["Id"])
-            code = (await self._call("wait", created["Id"]))["StatusCode"]
-            words = await self._call("logs", created["Id"], tail=20)
-            return int(code), words.decode(errors="replace").strip()
-        finally:
-            await self._call("remove_container", created["Id"], force=True)
 
     def _held(self) -> Any:
         if self.lease is None:
@@ -248,33 +385,203 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         lease = self._held()
         chosen = self.chosen.shm_size if self.chosen else None
         return ContainerSettings(
-            injection=await injection_mode(self, lease.uuids),
+            injection=await self._injection_mode(lease.uuids),
             shm_size=chosen or self.shm_size,
-            ulimits=await allowed_ulimits(self),
+            ulimits=await self.abilities.ulimits(self.calls, self.image),
             binds=[*self.storage().binds(), *self._kept.binds],
             image=self._kept.image,
             environment=self.with_lease_environment({}),
             hardening=await self.hardening(),
-            disk=await disk_limit(self, self._kept.image or self.image),
+            disk=await self.abilities.disk_limit(
+                self.calls, self._kept.image or self.image, int(self.disk_limit)
+            ),
         )
+
+    async def _injection_mode(self, uuids: Sequence[str]) -> str:
+        """How the GPUs of this start get into its container."""
+        if self.gpu_injection != "auto":
+            return str(self.gpu_injection)
+        if not uuids:
+            return "none"
+        look = await self.services.read(self.services.devices.look)
+        if look.inventory.source == "simulated":
+            return "none"
+        return await self.abilities.injection(self.calls, self.image, uuids[0], self.said.say)
+
+    async def hardening(self) -> Hardening:
+        """What this start adds to its container."""
+        memory = 0
+        if self.memory_share:
+            memory = int(await self.abilities.memory(self.calls) * self.memory_share)
+        return Hardening(
+            capabilities=self.capabilities,
+            no_new_privileges=self.no_new_privileges,
+            pids=self.pids_limit,
+            memory=memory,
+            oom_score_adj=self.oom_score_adj,
+        )
+
+    def warn_of(self, host: Mapping[str, Any]) -> None:
+        """Say in the hub's log what the admin's own settings open."""
+        for danger in dangers(host):
+            self.log.warning(
+                "%s is as good as root on this machine: %s (extra_host_config, volumes)",
+                self.object_name,
+                danger,
+            )
+
+    # The member's files.
+
+    @property
+    def workspace_source(self) -> str:
+        """This member's workspace: a directory of the host, a volume, or nothing."""
+        try:
+            return self.workspace.format(**self.template_namespace())
+        except (ValueError, KeyError):
+            return self.workspace  # as DockerSpawner does with volumes
+
+    @property
+    def quota_bytes(self) -> int:
+        """``workspace_quota`` for this member; 0: no limit."""
+        return int(self._value_of("workspace_quota"))
+
+    @property
+    def _workspace(self) -> MountedWorkspace:
+        return MountedWorkspace(self.workspace_source, self.workspace_target, self.quota_bytes)
+
+    def looks_first(self, request: Request) -> bool:
+        """Only a start with a GPU needs room to work in; and an image of the member's own is
+        looked for before anything is leased for it."""
+        return bool(self.own_image or (request.devices and self._workspace.is_limited))
+
+    async def look_at_files(self, request: Request) -> None:
+        """Refuse a start with a GPU when the workspace is full, and an own image that is none.
+
+        Without a GPU it starts all the same: so that its member can make room. Raises
+        WorkspaceFull or ImageUnavailable.
+        """
+        if request.devices:
+            await self._workspace.require_room(self.services)
+        if own := self.own_image:
+            await self.services.run_outside(look_for, self.connect, own, self._own_rules())
+
+    async def get_options_form(self) -> str:
+        """The form between a line about the member's files, when they have a limit, and a field
+        for an own image, where the member's groups have one."""
+        form = await super().get_options_form()
+        return await self._files_line() + form + self._own_image_field()
+
+    async def _files_line(self) -> str:
+        workspace = await self.spawn_form.within_group_limits(lambda: self._workspace)
+        if not workspace.is_limited:
+            return ""
+        try:
+            return await workspace.line(self.services)
+        except GPUSpawnerError:
+            return ""  # the form itself says what does not answer
+
+    def storage(self) -> Storage:
+        """What this start mounts."""
+        mounts = self.load_catalog().mounts_for(self.chosen, self.group_names)
+        return self._make_storage(self._workspace, mounts, self._folders)
+
+    def _make_storage(
+        self,
+        workspace: MountedWorkspace,
+        mounts: Sequence[Mount] = (),
+        folders: Sequence[FolderMount] = (),
+    ) -> Storage:
+        return Storage(
+            self.services,
+            self.docker,
+            self.calls,
+            self.shared("gpuspawner_workspaces", Prepared),
+            self.log,
+            user=self.user.name,
+            workspace=workspace,
+            mounts=mounts,
+            folders=folders,
+            folders_target=self.folders_target,
+        )
+
+    async def open_workspace(self) -> None:
+        """Make the workspace, and give it to the user of the default environment's image.
+
+        Whose image is not here yet cannot be asked for its user: then the first start does it.
+        """
+        if not self.workspace_source:
+            return
+        environment = self.load_catalog().default_for(self.group_names)
+        image = environment.image or self.image
+        workspace = await self.spawn_form.within_group_limits(lambda: self._workspace)
+        storage = self._make_storage(workspace)
+        with suppress(ImageNotFound):
+            await self.calls.call("inspect_image", image)
+            await storage.prepare(image)
+
+    async def find_folders(self) -> None:
+        """Find out which shared folders this start gets, as things are now."""
+        if not self.services.settings.folders.source:
+            return
+        forget_folders(self.authenticator, self.services)
+        found = await self.services.run(self.services.shared_folders.folder_mounts, self.user.name)
+        self._folders = tuple(found)
+
+    # An image of the member's own.
+
+    @property
+    def own_image(self) -> str:
+        """The image of the member's own that this start asks for; empty for none."""
+        return self.parse_options(self.user_options or {}).own_image or ""
+
+    def resolve_options(self) -> tuple[Environment, Request]:
+        """Also whether the member may bring the image. Raises NotAllowed."""
+        resolved = super().resolve_options()
+        if own := self.own_image:
+            check_own_image(own, self._own_rules())
+        return resolved
+
+    def _own_rules(self) -> list[OwnImages]:
+        """None where containers are kept: what is kept belongs to the environment's image."""
+        return own_images(self.own_images, self.group_names) if self.remove else []
+
+    def _own_image_field(self) -> str:
+        try:
+            return own_image_field(self._own_rules(), self.last_choice().own_image or "")
+        except GPUSpawnerError as error:
+            self.log.error("%s", error.message)
+            return ""
 
     # Start.
 
     async def start(self) -> Any:
         """Start as DockerSpawner does; whatever fails is said in words."""
         try:
-            self._kept = Kept() if self.remove else await keep(self)
-            self._ask_identity()
+            self._kept = Kept() if self.remove else await self._keep()
+            self._identity.ask()
             return await super().start()
         except ImageNotFound as error:
             cause = f"the image {self.image} is not on this machine"
             raise self._did_not_start(cause, error) from error
         except (APIError, DockerException) as error:
-            cause = _explanation(error)
+            cause = explanation(error)
             raise self._did_not_start(cause, error) from error
         except (requests.RequestException, OSError) as error:
             self.log.error("The Docker Engine does not answer: %s", error)
             raise spawn_exception(EngineUnavailable()) from error
+
+    async def _keep(self) -> Kept:
+        """Turn the server's old container into an image, and say what to start from."""
+        old = await self.get_object()
+        if old is not None:
+            self.said.say("Keeping what you installed last time", 12)
+            if old["State"]["Running"]:
+                await self.stop_object()
+        return await self._kept_images.keep(old, self.lease.environment if self.lease else "")
+
+    @property
+    def _kept_images(self) -> KeptImages:
+        return KeptImages(self.docker, self.connect, self.object_name)
 
     def _did_not_start(self, cause: str, error: Exception) -> Exception:
         self.log.error("%s did not start: %s", self.server_ref, error)
@@ -290,7 +597,8 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     async def pull_image(self, image: str) -> None:
         """As DockerSpawner, away from everybody else's calls and with progress."""
         await self._pull(image)
-        await self.check_own_image_here()
+        if own := self.own_image:  # size and labels; what may not be used does not stay
+            await self.services.run_outside(judge_here, self.connect, own, self._own_rules())
 
     async def _pull(self, image: str) -> None:
         policy = self.pull_policy.lower()
@@ -322,18 +630,11 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
             self.extra_host_config = configured
 
     def _with_own_zeros(self, host: dict[str, Any]) -> dict[str, Any]:
-        """The HostConfig with each 0 that the admin wrote, and without the default's.
-
-        docker-py leaves a 0 out, and DockerSpawner sends Memory 0 where nothing is configured.
-        """
+        """The HostConfig with each 0 that the admin wrote, and without the default's."""
         configured = self.extra_host_config
         said = {} if callable(configured) else configured  # only a hook's own call finds one
-        zeros = {name for name, value in said.items() if value == 0 and value is not False}
         in_catalog = self.chosen is not None and self.chosen.mem_limit is not None
-        if not host.get("Memory") and (self.is_configured("mem_limit") or in_catalog):
-            zeros.add("mem_limit")
-        mended = {key: value for key, value in host.items() if key != "Memory" or value}
-        return mended | {key: 0 for name, key in ZEROS.items() if name in zeros}
+        return with_zeros(host, said, memory=self.is_configured("mem_limit") or in_catalog)
 
     async def start_object(self) -> None:
         self.said.say("Starting the container", 60)
@@ -346,7 +647,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         other engine has one of this id. After the removal it would have to say which engine it is.
         """
         await super().stop_object()
-        self.stopped_at = self.broker.clock()
+        self.stopped_at = self.services.clock()
         container_id, lease, asked_at = self.container_id, self.lease, time.monotonic()
         self._last_alone, self._removed = None, ""
         if lease is None or self._is_changing():
@@ -372,7 +673,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     async def _inspected(self) -> dict[str, Any] | None:
         """The container as the engine describes it; None when it is gone, or nobody can say."""
         try:
-            found: dict[str, Any] = await self._call("inspect_container", self.container_id)
+            found: dict[str, Any] = await self.calls.call("inspect_container", self.container_id)
         except (DockerException, requests.RequestException, OSError):
             return None
         return found
@@ -393,7 +694,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         released = await super()._release(reason)
         if released and not self.remove:
             try:
-                await leave_plain(self)
+                await self._kept_images.leave_plain(await self.get_object(), self.create_plain)
             except (DockerException, requests.RequestException, OSError) as error:
                 self.log.warning("%s is kept as it ended: %s", self.object_name, error)
         return released
@@ -440,7 +741,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     async def _find_own(self) -> dict[str, Any] | None:
         """The container of this server's lease, whatever its name is; one that lives first."""
         wanted = {"label": f"{LABEL_LEASE}={self.lease_id}"}
-        listed = await self._call("containers", all=True, filters=wanted)
+        listed = await self.calls.call("containers", all=True, filters=wanted)
         ids = dict.fromkeys([*(each["Id"] for each in listed), self._known_id])
         found = [state for ref in ids if ref and (state := await self._inspect(ref))]
         return next((each for each in found if is_alive(each)), found[0] if found else None)
@@ -448,7 +749,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
     async def _inspect(self, ref: str) -> dict[str, Any] | None:
         """A container by its name or id; None when the engine has none (404)."""
         try:
-            container: dict[str, Any] = await self._call("inspect_" + self.object_type, ref)
+            container: dict[str, Any] = await self.calls.call("inspect_" + self.object_type, ref)
         except NotFound:
             return None
         return container
@@ -464,7 +765,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
             self.log.warning("Cannot see whether %s lives: %s", self.server_ref, error)
             return None
         if status is None:
-            self.seen_alive_at = self.broker.clock()
+            self.seen_alive_at = self.services.clock()
         return status
 
     async def prove_gone(self) -> ExitStatus:
@@ -479,12 +780,12 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
             return ExitStatus(gone=True)
         try:
             found = await self._holders(lease)
-            living = [each for each in found if is_alive(each) and not _is_unstarted(each)]
+            living = [each for each in found if is_alive(each) and not is_unstarted(each)]
             if living:
                 return ExitStatus(gone=False, detail=self._why_not_gone(living, lease))
             own = [each for each in found if belongs_to(each, lease)]
             for each in own:
-                if self.remove or _is_unstarted(each):
+                if self.remove or is_unstarted(each):
                     await self._remove(each["Id"])
             if not own:  # removed, or never created: an older one may be there under the name
                 return ExitStatus(gone=True, ended_at=await self._died_at())
@@ -513,7 +814,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
 
     async def _holders(self, lease: Lease) -> list[dict[str, Any]]:
         """Every container that may hold the lease's devices."""
-        return await self._ask_engine(self.server_engine().holders, lease, self.object_name)
+        return await self.calls.ask(self.server_engine().holders, lease, self.object_name)
 
     def _is_ours(self, container: dict[str, Any], lease: Lease) -> bool:
         """Return True for the lease's own container, and for what has this server's name."""
@@ -527,7 +828,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         """Remove a container that has ended; it may be going by itself."""
         self.log.info("Removing the container %s of %s", container_id[:12], self.server_ref)
         try:
-            await self._call("remove_container", container_id, v=True)
+            await self.calls.call("remove_container", container_id, v=True)
             self._removed = container_id
         except APIError as error:
             if error.status_code not in (404, 409):
@@ -537,7 +838,7 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
         lease = self.lease
         if lease is None or not lease.engine_ref or self.stopped_at:
             return None
-        return await self._ask_engine(self.server_engine().died_at, lease.engine_ref)
+        return await self.calls.ask(self.server_engine().died_at, lease.engine_ref)
 
     async def end_leftover(self) -> None:
         """End every container of this server that lives, by its id; what only shares a device with
@@ -558,33 +859,10 @@ class GPUDockerSpawner(GPUDockerHardening, DockerSpawner):
             container = await self.get_object()
             if container is None:
                 return "its container was removed"
-            words = await self._call("logs", self.container_id, tail=20)
+            words = await self.calls.call("logs", self.container_id, tail=20)
         except (DockerException, requests.RequestException, OSError):
             return ""
         self.log.error(
             "The last words of %s:\n%s", self.object_name, words.decode(errors="replace").strip()
         )
-        state = container["State"]
-        if state["Running"]:
-            return ""
-        if state.get("OOMKilled"):
-            return "it ran out of memory"
-        return f"it exited at once with code {state['ExitCode']}"
-
-
-def _ignore_failure(asked: asyncio.Future[str]) -> None:
-    """Take the failure of a question whose answer nobody may come for."""
-    if not asked.cancelled():
-        asked.exception()
-
-
-def _is_unstarted(container: dict[str, Any]) -> bool:
-    """Return True for a container that was created and never started."""
-    return bool(container["State"].get("Status") == "created")
-
-
-def _explanation(error: Exception) -> str:
-    text = getattr(error, "explanation", None) or str(error)
-    if isinstance(text, bytes):
-        text = text.decode(errors="replace")
-    return "the container engine refused it: " + " ".join(str(text).split())[:300]
+        return ending(container)

@@ -1,4 +1,4 @@
-"""The spawn form, links that fill it in, and the choice of who pays.
+"""The spawn form: its lists, an admin's own form above it, and links that fill it in.
 
 JupyterHub itself starts a server for whoever follows such a link. Here a link starts nothing: it
 may stand in a course page, or come from somebody who likes others to spend their credits.
@@ -6,20 +6,20 @@ may stand in a course page, or come from somebody who likes others to spend thei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
+from functools import cache
 from html.parser import HTMLParser
-from typing import Any
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from jinja2 import ChoiceLoader, PackageLoader
 from jinja2 import Environment as Templates
 from jupyterhub.handlers.pages import SpawnHandler
 from jupyterhub.spawner import SpawnException
 from jupyterhub.utils import maybe_future
-from traitlets import Any as AnyTrait
-from traitlets import Dict
+from traitlets import DefaultHandler
 
 from ..catalog.loader import Catalog
 from ..catalog.models import Environment, SessionHours
@@ -29,12 +29,18 @@ from ..devices.models import DeviceStatus
 from ..devices.snapshots import Overview
 from ..hub_pages.cards import PAGE, make_cards, usual_request, wait_tables
 from ..hub_pages.prices import PriceList, model_label
+from ..leases.models import Request
 from ..ledger.models import Account, member_account
-from ..ledger.rules import check_payer
+from ..ledger.rules import check_payer, format_time_left
 from ..ledger.service import Payers
+from ..services import Services
 from . import options
-from .base import GPUSpawnerBase, hour_choices, length, spawn_exception, usual_label
 from .options import DataChoice, data_choices, with_data
+from .progress import spawn_exception
+
+T = TypeVar("T")
+
+# The lists of accounts and of hours.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,143 +59,130 @@ def payer_choices(payers: Payers, last: str | None) -> list[PayerChoice]:
         return []
     chosen = last if last in names else payers.usual
     return [
-        PayerChoice(account.name, _label(account.name, account.available), account.name == chosen)
+        PayerChoice(
+            account.name, _payer_label(account.name, account.available), account.name == chosen
+        )
         for account in payers.accounts
     ]
 
 
-def _label(account: str, available: int) -> str:
+def _payer_label(account: str, available: int) -> str:
     kind, _, name = account.partition(":")
     whose = f"group {name}" if kind == "group" else "my own credits"
     return f"{whose} ({format_credits(available)} credits)"
 
+
+STEPS = (1.0, 2.0, 4.0, 8.0, 12.0, 24.0, 48.0, 72.0, 168.0)
+"""Hours that the form offers, as far as they are allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class HourChoice:
+    """One line of the form's list of hours."""
+
+    hours: float
+    value: str
+    label: str
+
+
+def hour_choices(
+    limits: Sequence[SessionHours], last: float | None, rates: Iterable[int]
+) -> list[HourChoice]:
+    """The hours that a form offers, shortest first, with what they cost.
+
+    ``limits`` are those of the environments that the member may choose, ``last`` what was
+    chosen last time, ``rates`` microcredits per GPU-hour of the models there are.
+    """
+    most = max((_most(limit) for limit in limits), default=0.0)
+    offered = {hours for hours in STEPS if hours <= most}
+    if most < math.inf:
+        offered.add(most)
+    if last is not None and last <= most:
+        offered.add(last)
+    found = sorted(rates)
+    return [
+        HourChoice(hours, repr(hours).removesuffix(".0"), _hours_label(hours, found))
+        for hours in sorted(offered)
+        if hours >= options.LEAST_HOURS
+    ]
+
+
+def usual_label(limits: Sequence[SessionHours]) -> str:
+    """What happens when the member says nothing, in words."""
+    defaults = {limit.default for limit in limits}
+    if len(defaults) > 1:
+        return "usual for the environment"
+    (usual,) = defaults or {None}
+    return f"as usual: {length(usual)}" if usual is not None else "until I stop it"
+
+
+def length(hours: float) -> str:
+    """``1 h 30 min``, ``3 d``, or ``less than a minute``."""
+    return format_time_left(timedelta(hours=hours))
+
+
+def _most(limit: SessionHours) -> float:
+    return math.inf if limit.max is None else limit.max
+
+
+def _hours_label(hours: float, rates: Sequence[int]) -> str:
+    """``4 h, 2 to 16 credits a GPU``; the price is left out where everything is free."""
+    costs = sorted({format_credits(math.ceil(rate * hours)) for rate in rates}, key=float)
+    if not rates or not rates[-1]:
+        return length(hours)
+    price = costs[0] if len(costs) == 1 else f"{costs[0]} to {costs[-1]}"
+    return f"{length(hours)}, {price} credits a GPU"
+
+
+# An admin's own form.
+
+KNOWN_PACKAGES = ("gpuspawner", "jupyterhub", "dockerspawner", "traitlets")
+"""Packages whose classes define only what JupyterHub and this package ship."""
+
+FORM = frozenset({"options_form", "get_options_form"})
+OPTIONS = frozenset({"options_from_form", "run_options_from_form", "apply_user_options"})
+
+
+@cache
+def defines_form(spawner_class: type) -> bool:
+    """Return True if a class of the admin's, above or below ours, has a spawn form."""
+    return not _defined_by_admin(spawner_class).isdisjoint(FORM)
+
+
+@cache
+def defines_options(spawner_class: type) -> bool:
+    """Return True if a class of the admin's has a form or reads what a form sends."""
+    return not _defined_by_admin(spawner_class).isdisjoint(FORM | OPTIONS)
+
+
+def _defined_by_admin(spawner_class: type) -> frozenset[str]:
+    """The names of FORM and OPTIONS that classes outside of the known packages define."""
+    return frozenset(
+        name
+        for cls in spawner_class.__mro__
+        if cls.__module__.partition(".")[0] not in KNOWN_PACKAGES and cls is not object
+        for attribute, value in vars(cls).items()
+        for name in _names_of(attribute, value)
+    )
+
+
+def _names_of(attribute: str, value: Any) -> tuple[str, ...]:
+    """What an attribute of a class defines: itself, or the default of a trait."""
+    if isinstance(value, DefaultHandler):
+        return (str(value.trait_name),)
+    name = attribute.removeprefix("_").removesuffix("_default")
+    return (name,) if attribute == f"_{name}_default" else (attribute,)
+
+
+# Links.
 
 PREFIX = "opt-"
 
 _NOT_SET_BY_LINKS = ("hidden", "file", "password", "submit", "button", "image", "reset")
 """Types of fields that no link fills in."""
 
-_LIMITS = ("gpu_limit", "default_hours", "most_hours", "workspace_quota")
-"""Traits that decide what the form offers."""
 
-
-class GPUSpawnerLinks(GPUSpawnerBase):
-    """The part of the mixin that reads links. Use :class:`GPUSpawnerMixin`, not this."""
-
-    asked = AnyTrait(None, allow_none=True, help="What the link chose by which the form is open.")
-
-    asked_beside = Dict(
-        help="What the link says beside that: texts by name, of the admin's fields."
-    )
-
-    async def run_auth_state_hook(self, auth_state: Any) -> None:
-        """The admin's hook; when the form is asked for, the link's choice is taken then.
-
-        It is the last thing of a spawner's that JupyterHub calls before it would start a server
-        with what the link says. A choice that cannot be had is left for
-        :meth:`options_from_query`, whose refusal JupyterHub shows above the form.
-        """
-        await super().run_auth_state_hook(auth_state)
-        handler = getattr(self, "handler", None)
-        if not isinstance(handler, SpawnHandler) or handler.request.method != "GET":
-            return
-        query = handler.request.query_arguments
-        self.asked = None
-        fields = _fields(query)
-        self.asked_beside = _fields_beside(query)
-        try:
-            if fields:
-                choice = self._choice_of(fields)
-                await self._check_choice(choice)
-                self.asked = choice
-        except GPUSpawnerError:
-            return
-        for name in [name for name in query if name not in ("next", "display_name")]:
-            del query[name]
-
-    def asked_of(self, names: Collection[str]) -> dict[str, list[str]]:
-        """Return what the link says of these fields of the admin's."""
-        return {name: texts for name, texts in self.asked_beside.items() if name in names}
-
-    async def options_from_query(self, query_data: Mapping[str, list[Any]]) -> dict[str, Any]:
-        """Never options: why what a link chose cannot be had."""
-        try:
-            choice = self._choice_of(query_data)
-            await self._check_choice(choice)
-        except GPUSpawnerError as error:
-            raise spawn_exception(error) from None
-        self.asked = choice
-        sentence = "Look at what the link chose, and press Start."
-        raise SpawnException(sentence, reason="link", status_code=400)
-
-    def run_options_from_form(self, form_data: Mapping[str, list[Any]]) -> Any:
-        """What the member chose now counts, and no link any more."""
-        self.asked, self.asked_beside = None, {}
-        return super().run_options_from_form(form_data)
-
-    def last_choice(self) -> options.FormChoice:
-        """What this server was started with last time, and what a link says over it."""
-        try:
-            stored = self.orm_spawner.user_options or {}
-            last = options.parse(stored, foreign=True)
-        except GPUSpawnerError:  # written by an older version, or by somebody else
-            last = options.FormChoice()
-        if self.asked is None:
-            return last
-        if self.asked.environment not in (None, last.environment):
-            last = options.FormChoice(account=last.account, wait=last.wait)
-        return replace(last, **self.asked.as_user_options())
-
-    def _choice_of(self, fields: Mapping[str, list[Any]]) -> options.FormChoice:
-        """What a link chose of ours; what else it says, an admin's own form may read."""
-        return self.parse_options(fields)
-
-    async def _check_choice(self, choice: options.FormChoice) -> None:
-        """Whether this member may have it here, at all and not now. Raises Refused."""
-        await self.refresh_catalog()
-        catalog, groups = self.load_catalog(), self.group_names
-        if choice.environment:
-            environment = catalog.get_for(choice.environment, groups)
-        else:
-            environment = catalog.default_for(groups)
-        environment.with_options(choice.options_in(environment))
-        with_data(catalog, environment, choice.data, groups)
-        if choice.account:
-            check_payer(choice.account, self.user.name, groups)
-        with self._set_for_now(await self._limits_of_groups()):
-            request = options.resolve(choice, environment, self.most_gpus())
-            if request.devices:
-                options.session_seconds(choice, self.session_hours(environment), environment)
-        if choice.gpus:
-            await self.broker.read(self.broker.must_fit, request)
-
-    # What group_overrides will set.
-
-    async def _limits_of_groups(self) -> dict[str, Any]:
-        """What ``group_overrides`` will set at the start, of what the form shows."""
-        overrides = self.group_overrides
-        if callable(overrides):
-            overrides = await maybe_future(overrides(self))
-        found = {}
-        for name in sorted(overrides):
-            if self.group_names & set(overrides[name]["groups"]):
-                settings = overrides[name]["spawner_override"]
-                found.update({trait: settings[trait] for trait in _LIMITS if trait in settings})
-        return {trait: value(self) if callable(value) else value for trait, value in found.items()}
-
-    @contextmanager
-    def _set_for_now(self, values: Mapping[str, Any]) -> Iterator[None]:
-        before = {trait: getattr(self, trait) for trait in values}
-        try:
-            for trait, value in values.items():
-                self.set_trait(trait, value)
-            yield
-        finally:
-            for trait, value in before.items():
-                self.set_trait(trait, value)
-
-
-def _fields(query: MutableMapping[str, list[bytes]]) -> dict[str, list[str]]:
+def link_fields(query: MutableMapping[str, list[bytes]]) -> dict[str, list[str]]:
     """The options of an address, as JupyterHub would read them, but for strangers' additions.
 
     Values are mended in place where they are no UTF-8: JupyterHub reads them after us.
@@ -202,7 +195,7 @@ def _fields(query: MutableMapping[str, list[bytes]]) -> dict[str, list[str]]:
     return ours or {name: said[name] for name in said if name in options.FIELDS}
 
 
-def _fields_beside(query: Mapping[str, list[bytes]]) -> dict[str, list[str]]:
+def fields_beside(query: Mapping[str, list[bytes]]) -> dict[str, list[str]]:
     """The fields of an address that are not ours, with or without the prefix."""
     said = {
         name.removeprefix(PREFIX): [value.decode("utf-8", "replace") for value in values]
@@ -231,7 +224,9 @@ class _FieldNames(HTMLParser):
             self.names.add(given.get("name") or "")
 
 
-_templates = Templates(
+# The form.
+
+templates = Templates(
     loader=ChoiceLoader(
         [
             PackageLoader("gpuspawner.spawners"),
@@ -276,82 +271,37 @@ class FormContext:
     """When credits of these accounts end, and how many microcredits, by account."""
 
 
-class GPUSpawnerForm(GPUSpawnerLinks):
-    """The part of the mixin that makes the form. Use :class:`GPUSpawnerMixin`, not this."""
+class FormRenderer:
+    """One member's form, as HTML."""
 
-    async def get_options_form(self) -> str:
-        """The admin's own form, if there is one, then environments, GPUs and the balance."""
-        own = (await super().get_options_form() if self.shows_own_form() else "") or ""
-        own += self._note_of_link(own)
-        await self.refresh_catalog()
-        try:
-            catalog = self.load_catalog()
-            usual = catalog.default_for(self.group_names)
-            with self._set_for_now(await self._limits_of_groups()):
-                limits = self._limits(catalog, usual)
-            user, groups = self.user.name, self.group_names
-            return own + await self.broker.read(self._make_form, limits, user, groups)
-        except GPUSpawnerError as error:
-            return own + _templates.get_template("unavailable.html").render(message=error.message)
+    def __init__(self, services: Services, limits: FormLimits) -> None:
+        self.services = services
+        self.limits = limits
 
-    # Steps of the above.
-
-    def _note_of_link(self, own: str) -> str:
-        """What a link says of the admin's own fields; empty for none.
-
-        Those that have no place in the admin's form go along with ours.
-        """
-        shown = self.asked_of(names_in(own))
-        hidden = self.asked_of(set(self.extra_options) - shown.keys())
-        if not shown and not hidden:
-            return ""
-        return _templates.get_template("own_fields.html").render(shown=shown, hidden=hidden)
-
-    def _make_form(self, limits: FormLimits, user: str, groups: frozenset[str]) -> str:
-        # Off the event loop: nothing below asks the Hub's own database.
-        return self._render(limits, self._know(user, groups))
+    def render(self, user: str, groups: frozenset[str]) -> str:
+        """The form as HTML. Blocks on the store, and asks nothing of the Hub's own database."""
+        return self._html(self._know(user, groups))
 
     def _know(self, user: str, groups: frozenset[str]) -> FormContext:
         """Asks the store; who comes for the first time gets the opening grant now."""
         try:
-            account = self.broker.ledger.account(member_account(user))
+            account = self.services.ledger.account(member_account(user))
         except UnknownAccount:
-            account = self.broker.ledger.open_account(user)
-        payers = self.broker.ledger.payers(user, groups)
-        ending = self.broker.ledger.ending_of([each.name for each in payers.accounts])
-        return FormContext(self.broker.overview(), account, payers, ending)
+            account = self.services.ledger.open_account(user)
+        payers = self.services.ledger.payers(user, groups)
+        ending = self.services.ledger.ending_of([each.name for each in payers.accounts])
+        return FormContext(self.services.monitoring.overview(), account, payers, ending)
 
-    def _limits(self, catalog: Catalog, usual: Environment) -> FormLimits:
-        """What this member may choose from, and what is chosen already."""
-        environments = catalog.visible_to(self.group_names)
-        last = self.last_choice()
-        chosen = next((e for e in environments if e.slug == last.environment), usual)
-        shown = environments[:PAGE]
-        if chosen not in shown:
-            shown = (chosen, *shown)
-        return FormLimits(
-            environments=shown,
-            left_out=len(environments) - len(shown),
-            chosen=chosen,
-            last=last,
-            by_link=self.asked is not None,
-            most_gpus=self.most_gpus(),
-            data=data_choices(catalog, shown, self.group_names, last.data),
-            hours={e.slug: self.session_hours(e) for e in shown if not e.cpu_only},
-            show_environments=bool(self.catalog),
-            catalog_problem=self.catalog_problem(),
-            pages_url=f"{self.hub.base_url}environments",
-        )
-
-    def _render(self, limits: FormLimits, known: FormContext) -> str:
+    def _html(self, known: FormContext) -> str:
         """The form as HTML. Values that a member could have written are escaped."""
+        limits = self.limits
         overview, account, payers = known.overview, known.account, known.payers
         shown, last, chosen = limits.environments, limits.last, limits.chosen
         most = min(limits.most_gpus, max(e.devices.max for e in shown), overview.total)
         counts = range(most + 1)
         count = chosen.devices.default if last.gpus is None else last.gpus
-        now = self.broker.clock()
-        outlooks = self.broker.outlooks({e.slug: usual_request(e) for e in shown})
+        now = self.services.clock()
+        outlooks = self.services.positions.outlooks({e.slug: usual_request(e) for e in shown})
         cards = make_cards(shown, overview, outlooks, now, limits.pages_url)
         prices = PriceList(overview, shown, now, known.ending)
         lines = prices.lines(account)
@@ -360,9 +310,9 @@ class GPUSpawnerForm(GPUSpawnerLinks):
         who = [(choice.value, paying[choice.value]) for choice in offered] or [("", account)]
         models = [count.model for count in overview.models]
         costs = prices.tables(counts, who)
-        waits = wait_tables(shown, counts, models, self.broker.outlooks)
+        waits = wait_tables(shown, counts, models, self.services.positions.outlooks)
         hours = list(limits.hours.values())
-        return _templates.get_template("form.html").render(
+        return templates.get_template("form.html").render(
             cards=cards,
             left_out=limits.left_out,
             pages_url=limits.pages_url,
@@ -394,3 +344,191 @@ class GPUSpawnerForm(GPUSpawnerLinks):
             },
             show_environments=limits.show_environments,
         )
+
+
+def note_of_link(own: str, beside: Mapping[str, list[str]], hidden: Collection[str]) -> str:
+    """What a link says of the admin's own fields; empty for none.
+
+    ``own`` is the admin's form, ``beside`` what the link says of fields that are not ours. Those
+    of ``hidden`` that have no place in the admin's form go along with ours.
+    """
+    shown = names_in(own)
+    in_form = {name: texts for name, texts in beside.items() if name in shown}
+    in_ours = {n: texts for n, texts in beside.items() if n in hidden and n not in in_form}
+    if not in_form and not in_ours:
+        return ""
+    return templates.get_template("own_fields.html").render(shown=in_form, hidden=in_ours)
+
+
+class FormOwner(Protocol):
+    """What the form has to know of its spawner."""
+
+    asked: Any
+    asked_beside: Any
+    services: Any
+    catalog: Any
+    group_overrides: Any
+    hub: Any
+    orm_spawner: Any
+    user: Any
+
+    @property
+    def group_names(self) -> frozenset[str]: ...
+    def load_catalog(self) -> Catalog: ...
+    async def refresh_catalog(self) -> None: ...
+    def catalog_problem(self) -> str: ...
+    def most_gpus(self) -> int: ...
+    def session_hours(self, environment: Environment) -> SessionHours: ...
+    def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice: ...
+    def set_trait(self, name: str, value: Any) -> None: ...
+
+
+_LIMITS = ("gpu_limit", "default_hours", "most_hours", "workspace_quota")
+"""Traits that decide what the form offers."""
+
+
+class SpawnForm:
+    """What the member of one server may choose from, chose last time, and chose by a link."""
+
+    def __init__(self, spawner: FormOwner) -> None:
+        self._spawner = spawner
+
+    @property
+    def services(self) -> Services:
+        """The hub's; made when somebody asks for it, since its database may be away."""
+        services: Services = self._spawner.services
+        return services
+
+    async def render(self) -> str:
+        """The form as HTML, or why there is none."""
+        spawner = self._spawner
+        await spawner.refresh_catalog()
+        try:
+            catalog = spawner.load_catalog()
+            usual = catalog.default_for(spawner.group_names)
+            limits = await self.within_group_limits(lambda: self._limits(catalog, usual))
+            page = FormRenderer(self.services, limits)
+            return await self.services.read(page.render, spawner.user.name, spawner.group_names)
+        except GPUSpawnerError as error:
+            return templates.get_template("unavailable.html").render(message=error.message)
+
+    def _limits(self, catalog: Catalog, usual: Environment) -> FormLimits:
+        """What this member may choose from, and what is chosen already."""
+        spawner = self._spawner
+        environments = catalog.visible_to(spawner.group_names)
+        last = self.last_choice()
+        chosen = next((e for e in environments if e.slug == last.environment), usual)
+        shown = environments[:PAGE]
+        if chosen not in shown:
+            shown = (chosen, *shown)
+        return FormLimits(
+            environments=shown,
+            left_out=len(environments) - len(shown),
+            chosen=chosen,
+            last=last,
+            by_link=spawner.asked is not None,
+            most_gpus=spawner.most_gpus(),
+            data=data_choices(catalog, shown, spawner.group_names, last.data),
+            hours={e.slug: spawner.session_hours(e) for e in shown if not e.cpu_only},
+            show_environments=bool(spawner.catalog),
+            catalog_problem=spawner.catalog_problem(),
+            pages_url=f"{spawner.hub.base_url}environments",
+        )
+
+    def last_choice(self) -> options.FormChoice:
+        """What this server was started with last time, and what a link says over it."""
+        try:
+            stored = self._spawner.orm_spawner.user_options or {}
+            last = options.parse(stored, foreign=True)
+        except GPUSpawnerError:  # written by an older version, or by somebody else
+            last = options.FormChoice()
+        asked = self._spawner.asked
+        if asked is None:
+            return last
+        if asked.environment not in (None, last.environment):
+            last = options.FormChoice(account=last.account, wait=last.wait)
+        return replace(last, **asked.as_user_options())
+
+    async def take_link(self, handler: Any) -> None:
+        """Take what the link says by which a form is opened.
+
+        A choice that cannot be had is left for :meth:`refuse_link`, whose refusal JupyterHub shows
+        above the form.
+        """
+        if not isinstance(handler, SpawnHandler) or handler.request.method != "GET":
+            return
+        query = handler.request.query_arguments
+        self._spawner.asked = None
+        fields = link_fields(query)
+        self._spawner.asked_beside = fields_beside(query)
+        try:
+            if fields:
+                choice = self._spawner.parse_options(fields)
+                await self._check_choice(choice)
+                self._spawner.asked = choice
+        except GPUSpawnerError:
+            return
+        for name in [name for name in query if name not in ("next", "display_name")]:
+            del query[name]
+
+    async def refuse_link(self, query: Mapping[str, list[Any]]) -> NoReturn:
+        """Raises SpawnException: why what a link chose cannot be had, or that it starts nothing."""
+        try:
+            choice = self._spawner.parse_options(query)
+            await self._check_choice(choice)
+        except GPUSpawnerError as error:
+            raise spawn_exception(error) from None
+        self._spawner.asked = choice
+        sentence = "Look at what the link chose, and press Start."
+        raise SpawnException(sentence, reason="link", status_code=400)
+
+    async def _check_choice(self, choice: options.FormChoice) -> None:
+        """Whether this member may have it here, at all and not now. Raises Refused."""
+        spawner = self._spawner
+        await spawner.refresh_catalog()
+        catalog, groups = spawner.load_catalog(), spawner.group_names
+        if choice.environment:
+            environment = catalog.get_for(choice.environment, groups)
+        else:
+            environment = catalog.default_for(groups)
+        environment.with_options(choice.options_in(environment))
+        with_data(catalog, environment, choice.data, groups)
+        if choice.account:
+            check_payer(choice.account, spawner.user.name, groups)
+
+        def resolve() -> Request:
+            request = options.resolve(choice, environment, spawner.most_gpus())
+            if request.devices:
+                options.session_seconds(choice, spawner.session_hours(environment), environment)
+            return request
+
+        request = await self.within_group_limits(resolve)
+        if choice.gpus:
+            await self.services.read(self.services.positions.require_fit, request)
+
+    async def within_group_limits(self, look: Callable[[], T]) -> T:
+        """Look at the spawner's traits as ``group_overrides`` will set them at the start."""
+        limits = await self._limits_of_groups()
+        before = {trait: getattr(self._spawner, trait) for trait in limits}
+        try:
+            for trait, value in limits.items():
+                self._spawner.set_trait(trait, value)
+            return look()
+        finally:
+            for trait, value in before.items():
+                self._spawner.set_trait(trait, value)
+
+    async def _limits_of_groups(self) -> dict[str, Any]:
+        """What ``group_overrides`` will set at the start, of what the form shows."""
+        overrides = self._spawner.group_overrides
+        if callable(overrides):
+            overrides = await maybe_future(overrides(self._spawner))
+        found = {}
+        for name in sorted(overrides):
+            if self._spawner.group_names & set(overrides[name]["groups"]):
+                settings = overrides[name]["spawner_override"]
+                found.update({trait: settings[trait] for trait in _LIMITS if trait in settings})
+        return {
+            trait: value(self._spawner) if callable(value) else value
+            for trait, value in found.items()
+        }

@@ -113,7 +113,7 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
 
     async def _mine(self) -> list[Sighting]:
         """The processes that carry the lease in their environment."""
-        found = await self.broker.run_outside(LocalEngine().sightings)
+        found = await self.services.run_outside(LocalEngine().sightings)
         return [sighting for sighting in found if sighting.lease_id == self.lease_id]
 
     async def end_leftover(self) -> None:
@@ -122,7 +122,7 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
         if not mine and self.lease is not None:
             mine = engine.removed([self.lease], [])
         for sighting in mine:
-            await self.broker.run_outside(engine.end, sighting)
+            await self.services.run_outside(engine.end, sighting)
 
     async def failure_detail(self) -> str:
         return "the process ended at once; the hub's log has its last words"

@@ -14,36 +14,48 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
-from collections.abc import AsyncIterator, Coroutine, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from datetime import datetime, timedelta
+from functools import cached_property
+from typing import Any, cast
 from urllib.parse import urlparse
 
 import sqlalchemy as sa
-from jupyterhub.utils import AnyTimeoutError, exponential_backoff, make_ssl_context, maybe_future
+from jupyterhub.spawner import Spawner
+from jupyterhub.traitlets import Callable
+from jupyterhub.utils import AnyTimeoutError, make_ssl_context, maybe_future
 from traitlets import Any as AnyTrait
-from traitlets import default
+from traitlets import Dict, Float, Integer, List, Unicode, Union, default
 
-from ..catalog.models import Environment
-from ..core.errors import GPUSpawnerError, MemberGone, ServerHasLease, StartFailed, TicketEnded
+from ..catalog.loader import Catalog, watched
+from ..catalog.models import DeviceLimits, Environment, SessionHours
+from ..core.errors import (
+    GPUSpawnerError,
+    InvalidRequest,
+    MemberGone,
+    ServerHasLease,
+    StartFailed,
+    TicketEnded,
+)
 from ..core.units import format_credits
 from ..engines.base import Engine
-from ..leases.models import Lease, LeaseState, Request, ServerRef
+from ..leases.models import Lease, LeaseState, Request, ServerRef, Terms
 from ..ledger.rules import check_payer
 from ..queue.models import Ticket
-from ..queue.service import Terms
-from ..services import Broker, hub_broker
-from . import no_shows
-from .base import spawn_exception
-from .form import GPUSpawnerForm
-from .progress import SpawnProgress
-from .readiness import answers
-from .recovery import end_waits_first, is_recovered, recovered
-from .turns import Queueing, what_you_got
+from ..services import Services, hub_services
+from . import options
+from .form import SpawnForm, defines_form, defines_options, note_of_link
+from .no_shows import HubRecords
+from .options import with_data
+from .progress import SpawnProgress, spawn_exception
+from .readiness import StartTime, wait_for_answer
+from .recovery import Recovery, end_waits_first
+from .turns import Acquisition, Queueing, what_you_got
+
+CLEARING = 60.0
+"""Seconds for which the Hub waits for what a failed start left to be cleared away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +71,107 @@ class ExitStatus:
     """Who knew of it has forgotten it, which alone proves nothing."""
 
 
-class Acquiring(GPUSpawnerForm):
-    """The part of the mixin that asks the broker. Use :class:`GPUSpawnerMixin`, not this."""
+class GPUSpawnerMixin(Spawner):
+    """Put before a Spawner class: its servers then hold leases.
 
-    broker = AnyTrait(help="The broker; shared by all spawners of a hub through its settings.")
+    An engine adds :meth:`engine`, :meth:`prove_gone` and how a lease reaches a server.
+    """
 
-    @default("broker")
-    def _default_broker(self) -> Broker:
-        return hub_broker(self.hub_settings, self.config, self.log)
+    engine_name = ""
+    """The name kept in leases, of the engine that proves an end."""
+
+    catalog = Unicode(
+        config=True,
+        help="""
+        The YAML file with the environments that members choose from.
+
+        Without one there is a single environment: the spawner's own image. An edit counts from
+        the next form or start on; one that is not right changes nothing, and is said in the log
+        and to admins on the form. Example::
+
+            c.GPUSpawnerMixin.catalog = "/etc/gpuspawner/catalog.yaml"
+        """,
+    )
+
+    gpu_limit = Union(
+        [Integer(), Callable()],
+        default_value=8,
+        config=True,
+        help="""
+        The most GPUs of one server; the environment may allow fewer.
+
+        A number, or a callable that takes the spawner. ``group_overrides`` can set it for
+        a group. Example::
+
+            c.GPUSpawnerMixin.gpu_limit = 2
+            c.GPUSpawnerMixin.gpu_limit = lambda spawner: 4 if spawner.user.admin else 1
+        """,
+    )
+
+    extra_options = List(
+        Unicode(),
+        config=True,
+        help="""
+        Fields of ``user_options`` that only your own hooks and callables read, such as
+        ``pre_spawn_hook`` or a callable in ``environment``.
+
+        They come by REST or by a form and are handed on as they are, unchecked. Others are
+        refused, unless you have a form of your own. Example::
+
+            c.GPUSpawnerMixin.extra_options = ["course"]
+        """,
+    )
+
+    default_hours = Union(
+        [Float(), Callable()],
+        default_value=None,
+        allow_none=True,
+        config=True,
+        help="""
+        Hours that a server with a GPU may run when its member does not say how long.
+
+        A number, or a callable that takes the spawner. None: as many as ``most_hours``; an
+        environment of the catalog may say otherwise. Example::
+
+            c.GPUSpawnerMixin.default_hours = 8
+        """,
+    )
+
+    most_hours = Union(
+        [Float(), Callable()],
+        default_value=None,
+        allow_none=True,
+        config=True,
+        help="""
+        The most hours of one session with a GPU; an environment may allow fewer.
+
+        A number, or a callable that takes the spawner. ``group_overrides`` can set it for
+        a group. None: no limit, and no end unless the member asks for one. Servers without
+        a GPU have no end. Example::
+
+            c.GPUSpawnerMixin.most_hours = 24
+            c.GPUSpawnerMixin.most_hours = lambda spawner: 72 if spawner.user.admin else 12
+        """,
+    )
+
+    services = AnyTrait(help="The services; shared by all spawners of a hub through its settings.")
+
+    chosen = AnyTrait(None, allow_none=True, help="The environment of this start.")
+
+    asked = AnyTrait(None, allow_none=True, help="What the link chose by which the form is open.")
+
+    asked_beside = Dict(
+        help="What the link says beside that: texts by name, of the admin's fields."
+    )
+
+    @default("services")
+    def _default_services(self) -> Services:
+        return hub_services(self.hub_settings, self.config, self.log)
+
+    @default("apply_user_options")
+    def _default_apply_user_options(self) -> Any:
+        # Ours are applied in the pre-spawn stage, after groups and the admin's own hook.
+        return lambda spawner, user_options: None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,165 +180,6 @@ class Acquiring(GPUSpawnerForm):
         self.touched = True
         """Whether the engine was asked to create anything since the last acquire."""
         self.said = SpawnProgress()
-        self._acquiring: asyncio.Future[Lease | Ticket] | None = None
-        self._asked: asyncio.Future[Lease | Ticket] | None = None
-        """The same as long as nobody has come for the answer."""
-        self._left_ticket = ""
-        """The ticket of a wait that was cancelled; whoever stops the server ends it."""
-
-    if TYPE_CHECKING:  # what the mixin has, which builds on this
-
-        async def _release(self, reason: str) -> bool:
-            """Release the lease once the server is proved gone. Whether it was."""
-
-    def engine_for(self, request: Request) -> str:
-        """The name of the engine that a server of this request is to run on."""
-        return self.engine_name
-
-    # Shared by all spawners of this hub.
-
-    @property
-    def hub_settings(self) -> MutableMapping[str, Any]:
-        settings: MutableMapping[str, Any] = self.user.settings
-        return settings
-
-    def shared(self, key: str, make: Any) -> Any:
-        """One object a hub, made by whoever needs it first."""
-        if key not in self.hub_settings:
-            self.hub_settings[key] = make()
-        return self.hub_settings[key]
-
-    @property
-    def queueing(self) -> Queueing:
-        """Where the spawns of this hub wait."""
-        found: Queueing = self.shared(
-            "gpuspawner_queueing", lambda: Queueing(self.broker, self.log)
-        )
-        return found
-
-    @property
-    def server_ref(self) -> ServerRef:
-        """This server, as the store names it."""
-        return ServerRef(self.user.name, self.name or "")
-
-    async def _acquire(self, request: Request, terms: Terms) -> Lease:
-        try:
-            return await self._grant(request, terms)
-        except ServerHasLease:
-            await self._settle_previous()
-        return await self._grant(request, terms)
-
-    def _ask(self, request: Request, terms: Terms) -> asyncio.Future[Lease | Ticket]:
-        """Begin to ask the broker; :meth:`_grant` takes the answer."""
-        self._left_ticket = ""
-        self._asked = self._acquiring = self.queueing.ask(
-            self.server_ref, request, engine=self.engine_for(request), terms=terms, said=self.said
-        )
-        return self._asked
-
-    async def _grant(self, request: Request, terms: Terms) -> Lease:
-        """The lease, at once or when the turn has come."""
-        asked = self._asked or self._ask(request, terms)
-        self._asked = None
-        # The transaction ends even if this spawn is cancelled: what it granted is then
-        # released by whoever comes first, the hook after the stop or this callback.
-        try:
-            got = await asyncio.shield(asked)
-        except asyncio.CancelledError:
-            asked.add_done_callback(self._give_back)
-            raise
-        lease = await self._wait_in_line(got) if isinstance(got, Ticket) else got
-        self.touched = False
-        return lease
-
-    def _give_back(self, acquired: asyncio.Future[Lease | Ticket]) -> None:
-        if acquired.cancelled() or acquired.exception():
-            return
-        got = acquired.result()
-        if isinstance(got, Ticket):
-            self._left_ticket = got.id
-            return
-        give_back = partial(self.broker.release, got.id, reason="the start was cancelled")
-        self.broker.store.executor.submit(give_back)
-
-    async def _wait_in_line(self, ticket: Ticket) -> Lease:
-        """Wait for the turn, with place and estimate on the pending page."""
-        chosen: Environment | None = None
-
-        def still_allowed() -> Terms:
-            nonlocal chosen
-            self._must_be_there(ticket.server)
-            chosen, request = self.resolve_options()
-            # What the environment needs of the driver may be edited meanwhile: nobody asked for it.
-            asked = ticket.request
-            if request != replace(asked, min_driver=request.min_driver, min_cuda=request.min_cuda):
-                raise TicketEnded(why="what you asked for is not what you may have any more")
-            terms = self.terms(chosen, request)
-            check_payer(ticket.account, ticket.server.user, terms.groups)
-            return terms
-
-        end_waits_first(self.authenticator, self.queueing)
-        try:
-            lease = await self.queueing.wait(ticket, still_allowed, self.said)
-        except asyncio.CancelledError:
-            # By the member's stop, which ends the ticket, or by a hub that shuts down, which
-            # does not: the next one goes on with it.
-            self._left_ticket = ticket.id
-            raise
-        if chosen is not None:
-            self.apply_environment(chosen)  # the catalog may have changed since they asked
-        return lease
-
-    def _must_be_there(self, server: ServerRef) -> None:
-        """Raises MemberGone when the server's member was renamed or removed at the Hub."""
-        if self.server_ref != server:
-            raise MemberGone(why="the member was renamed")
-        if not sa.inspect(self.orm_spawner).persistent:
-            raise MemberGone(why="the member was removed")
-
-    async def _leave_line(self) -> None:
-        """The member stopped a start that waited in line: the place is given up."""
-        if self._acquiring is not None and not self._acquiring.done():
-            await asyncio.wait([self._acquiring])
-        if self._asked is not None:  # stopped before it came for the answer
-            self._give_back(self._asked)
-            self._asked = None
-        ticket, self._left_ticket = self._left_ticket, ""
-        if ticket:
-            await self.queueing.end(ticket, "cancelled", "the start was stopped", tell=False)
-
-    async def _settle_previous(self) -> None:
-        """End what an earlier start of this very server left behind."""
-        self.lease = await self.broker.run(self.broker.lease_of, self.server_ref)
-        if self.lease is None:
-            return
-        self.log.warning("%s still has lease %s: settling it", self.server_ref, self.lease.id)
-        await self._release("left over from an earlier start")
-        if self.lease is not None:
-            raise ServerHasLease()
-
-
-ASK_AGAIN = 0.05
-"""Seconds after which a server that did not answer is asked again; later, more seldom."""
-
-ASK_SELDOM = 0.2
-"""Seconds between two such questions at most: half of it, on average, is a member's wait."""
-
-LOOK_AFTER = 0.25
-"""Seconds after which the engine is asked again whether a server that does not answer lives."""
-
-CLEARING = 60.0
-"""Seconds for which the Hub waits for what a failed start left to be cleared away."""
-
-
-class GPUSpawnerMixin(Acquiring):
-    """Put before a Spawner class: its servers then hold leases.
-
-    An engine adds :meth:`engine`, :meth:`prove_gone` and how a lease reaches a server.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
         self.seen_alive_at: datetime | None = None
         self.stopped_at: datetime | None = None
         self.finished_at: datetime | None = None
@@ -271,6 +217,261 @@ class GPUSpawnerMixin(Acquiring):
     async def open_workspace(self) -> None:
         """Make the member's workspace ahead of their first start, where that can be done."""
 
+    async def end_leftover(self) -> None:
+        """End a server that the Hub believes stopped. The engine overrides it."""
+
+    def engine_for(self, request: Request) -> str:
+        """The name of the engine that a server of this request is to run on."""
+        return self.engine_name
+
+    def engine_ref(self) -> str:
+        """The engine's own name of this server."""
+        return ""
+
+    async def engine_started_at(self) -> datetime | None:
+        """When the engine started this server, by its wall clock; None when nobody knows."""
+        return None
+
+    # Shared by all spawners of this hub.
+
+    @property
+    def hub_settings(self) -> MutableMapping[str, Any]:
+        settings: MutableMapping[str, Any] = self.user.settings
+        return settings
+
+    def shared(self, key: str, make: Any) -> Any:
+        """One object a hub, made by whoever needs it first."""
+        if key not in self.hub_settings:
+            self.hub_settings[key] = make()
+        return self.hub_settings[key]
+
+    @property
+    def queueing(self) -> Queueing:
+        """Where the spawns of this hub wait."""
+        found: Queueing = self.shared(
+            "gpuspawner_queueing", lambda: Queueing(self.services, self.log)
+        )
+        return found
+
+    @property
+    def recovery(self) -> Recovery:
+        """The comparison that comes before the first grant of this hub."""
+        found: Recovery = self.shared(
+            "gpuspawner_recovery", lambda: Recovery(self.services, self.log)
+        )
+        return found
+
+    # What this server is, and how it asks for its lease.
+
+    @property
+    def server_ref(self) -> ServerRef:
+        """This server, as the store names it."""
+        return ServerRef(self.user.name, self.name or "")
+
+    @cached_property
+    def acquisition(self) -> Acquisition:
+        """How this server comes to its leases."""
+        return Acquisition(self.queueing)
+
+    # The catalog.
+
+    def load_catalog(self) -> Catalog:
+        """The catalog as the file is now, or as it last was right. Raises ConfigError."""
+        if not self.catalog:
+            return Catalog.single(devices=DeviceLimits(default=1, max=options.MOST_GPUS))
+        return watched(self.user.settings, self.catalog, self.log).current()
+
+    def catalog_is_due(self) -> bool:
+        """Return True if the catalog's file changed and was not read since."""
+        path = self.catalog
+        return bool(path) and watched(self.user.settings, path, self.log).is_due()
+
+    async def refresh_catalog(self) -> None:
+        """Read a change of the catalog's file, if there is one, off the event loop."""
+        if self.catalog:
+            await watched(self.user.settings, self.catalog, self.log).refresh()
+
+    def catalog_problem(self) -> str:
+        """For an admin: why the newest edit of the catalog does not hold; else empty."""
+        if not self.catalog or not self.user.admin:
+            return ""
+        return watched(self.user.settings, self.catalog, self.log).problem
+
+    @property
+    def group_names(self) -> frozenset[str]:
+        """The member's groups, as the Hub knows them."""
+        return frozenset(group.name for group in self.user.groups)
+
+    def most_gpus(self) -> int:
+        """``gpu_limit`` for this member."""
+        return int(self._value_of("gpu_limit"))
+
+    def _value_of(self, trait: str) -> Any:
+        """What a trait says for this member that may be a callable."""
+        value = getattr(self, trait)
+        return value(self) if callable(value) else value
+
+    # The admin's own form and options.
+
+    @property
+    def own_form_traits(self) -> tuple[str, ...]:
+        """Traits that, once configured, put the spawner's own form above ours."""
+        return ("options_form",)
+
+    def shows_own_form(self) -> bool:
+        """Return True if the form of the admin's configuration or class goes above ours."""
+        cls: Any = type(self)
+        return not self._configured.isdisjoint(self.own_form_traits) or defines_form(cls)
+
+    def takes_foreign_options(self) -> bool:
+        """Return True if the admin's configuration or class reads options of its own."""
+        names = (*self.own_form_traits, "options_from_form", "apply_user_options")
+        cls: Any = type(self)
+        return not self._configured.isdisjoint(names) or defines_options(cls)
+
+    def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice:
+        """Our part of ``user_options``. Raises InvalidRequest for fields that nobody reads."""
+        foreign = self.takes_foreign_options()
+        try:
+            return options.parse(fields, foreign=foreign, extra=self.extra_options)
+        except InvalidRequest as error:
+            self.log.info(
+                "%s (If a hook of yours reads it, name it in c.GPUSpawnerMixin.extra_options.)",
+                error.message,
+            )
+            raise
+
+    def is_configured(self, trait: str) -> bool:
+        """Whether the admin set a trait, on this class or one that it is made from."""
+        return trait in self._configured
+
+    @property
+    def _configured(self) -> frozenset[str]:
+        """The names of all those traits; worked out once for each class of a hub."""
+        kept: dict[Any, frozenset[str]]
+        kept = self.user.settings.setdefault("gpuspawner_configured", {})
+        of_class = (type(self), id(self.config))  # one of each while a hub runs
+        if of_class not in kept:
+            kept[of_class] = frozenset(
+                name
+                for cls in type(self).__mro__
+                if cls.__name__ in self.config
+                for name in self.config[cls.__name__]
+            )
+        return kept[of_class]
+
+    # Options.
+
+    def run_options_from_form(self, form_data: Mapping[str, list[Any]]) -> Any:
+        """``user_options`` from the form: our fields checked, others as the admin says.
+
+        Returns a dictionary, or an awaitable of one where ``options_from_form`` gives that.
+        """
+        self.asked, self.asked_beside = None, {}  # what the member chose now counts, and no link
+        ours = {name: form_data[name] for name in options.FIELDS if name in form_data}
+        rest = {
+            name: value
+            for name, value in form_data.items()
+            if name not in options.FIELDS + options.IGNORED
+        }
+        try:
+            choice = options.parse(ours)
+            self.parse_options(rest)
+        except GPUSpawnerError as error:
+            raise spawn_exception(error) from None
+        extra = {
+            name: rest[name][0] if len(rest[name]) == 1 else rest[name]
+            for name in self.extra_options
+            if name in rest
+        }
+        ours = choice.as_user_options()
+        if not self.takes_foreign_options():
+            return {**extra, **ours}
+        own = super().run_options_from_form(rest)
+        return _joined(extra, own, ours) if inspect.isawaitable(own) else {**extra, **own, **ours}
+
+    def resolve_options(self) -> tuple[Environment, Request]:
+        """The environment and the request of this start, from ``user_options``.
+
+        They may come from the form, from REST, or from the last start: none is trusted.
+        """
+        catalog = self.load_catalog()
+        choice = self.parse_options(self.user_options or {})
+        groups = self.group_names
+        if choice.environment:
+            environment = catalog.get_for(choice.environment, groups)
+        else:
+            environment = catalog.default_for(groups)
+        if self.catalog and "image" in (self.user_options or {}):
+            raise InvalidRequest(
+                "The image comes with the environment: choose that instead.", field="image"
+            )
+        environment = environment.with_options(choice.options_in(environment))
+        environment = with_data(catalog, environment, choice.data, groups)
+        return environment, options.resolve(choice, environment, self.most_gpus())
+
+    def terms(self, environment: Environment, request: Request) -> Terms:
+        """On which terms this start asks for its devices. Raises TooMuchAsked, or NotAllowed for
+        an account that the member may not draw on."""
+        choice = self.parse_options(self.user_options or {})
+        seconds = None
+        if request.devices:
+            hours = self.session_hours(environment)
+            seconds = options.session_seconds(choice, hours, environment)
+        groups = self.group_names
+        if choice.account:
+            check_payer(choice.account, self.user.name, groups)
+        return Terms(
+            groups=groups,
+            account=choice.account or "",
+            seconds=seconds,
+            options=dict(self.user_options or {}),
+            wait=choice.wait is not False,
+            shown_at=datetime.fromisoformat(choice.shown_at) if choice.shown_at else None,
+        )
+
+    def session_hours(self, environment: Environment) -> SessionHours:
+        """The usual and the greatest length for this member in this environment.
+
+        Raises ConfigError when a setting makes no sense.
+        """
+        usual = options.hours_setting("default_hours", self._value_of("default_hours"))
+        most = options.hours_setting("most_hours", self._value_of("most_hours"))
+        return options.combine(environment.hours, SessionHours(default=usual, max=most))
+
+    # The form, and links that fill it in.
+
+    @cached_property
+    def spawn_form(self) -> SpawnForm:
+        """What this member may choose from, and chose."""
+        return SpawnForm(self)
+
+    async def run_auth_state_hook(self, auth_state: Any) -> None:
+        """The admin's hook; when the form is asked for, the link's choice is taken then.
+
+        It is the last thing of a spawner's that JupyterHub calls before it would start a server
+        with what the link says.
+        """
+        await super().run_auth_state_hook(auth_state)
+        await self.spawn_form.take_link(getattr(self, "handler", None))
+
+    async def options_from_query(self, query_data: Mapping[str, list[Any]]) -> dict[str, Any]:
+        """Never options: why what a link chose cannot be had."""
+        await self.spawn_form.refuse_link(query_data)
+
+    def last_choice(self) -> options.FormChoice:
+        """What this server was started with last time, and what a link says over it."""
+        return self.spawn_form.last_choice()
+
+    async def get_options_form(self) -> str:
+        """The admin's own form, if there is one, then environments, GPUs and the balance."""
+        own = (await super().get_options_form() if self.shows_own_form() else "") or ""
+        own += self._note_of_link(own)
+        return own + await self.spawn_form.render()
+
+    def _note_of_link(self, own: str) -> str:
+        return note_of_link(own, self.asked_beside, self.extra_options)
+
     # 1. Acquire.
 
     def run_pre_spawn_hook(self) -> Any:
@@ -285,13 +486,13 @@ class GPUSpawnerMixin(Acquiring):
             environment, request = self.resolve_options()
             terms = self.terms(environment, request)
             self.apply_environment(environment)
+            if self.recovery.is_done and not self.looks_first(request):
+                # Not only when the event loop comes back to this spawn: where very many are asked
+                # for at once, it first takes up all the others.
+                self._ask(request, terms)
         except GPUSpawnerError as error:
             self._is_starting = False
             raise spawn_exception(error) from error
-        if is_recovered(self) and not self.looks_first(request):
-            # Not only when the event loop comes back to this spawn: where very many are asked
-            # for at once, it first takes up all the others.
-            self._ask(request, terms)
         return self._acquire_then_hook(request, terms)
 
     async def _refresh_then_hook(self) -> None:
@@ -300,7 +501,7 @@ class GPUSpawnerMixin(Acquiring):
 
     async def _acquire_then_hook(self, request: Request, terms: Terms) -> None:
         try:
-            await recovered(self)
+            await self.recovery.wait(self.engine_name, self.engine, self.user.db)
             if self.looks_first(request):
                 await self.look_at_files(request)
             self.lease = await self._acquire(request, terms)
@@ -315,8 +516,66 @@ class GPUSpawnerMixin(Acquiring):
             self._is_starting = False
             raise
 
-    async def end_leftover(self) -> None:
-        """End a server that the Hub believes stopped. The engine overrides it."""
+    async def _acquire(self, request: Request, terms: Terms) -> Lease:
+        try:
+            return await self._grant(request, terms)
+        except ServerHasLease:
+            await self._settle_previous()
+        return await self._grant(request, terms)
+
+    def _ask(self, request: Request, terms: Terms) -> None:
+        """Begin to ask the services; :meth:`_grant` takes the answer."""
+        self.acquisition.ask(
+            self.server_ref, request, engine=self.engine_for(request), terms=terms, said=self.said
+        )
+
+    async def _grant(self, request: Request, terms: Terms) -> Lease:
+        """The lease, at once or when the turn has come."""
+        if not self.acquisition.is_asked:
+            self._ask(request, terms)
+        got = await self.acquisition.answer()
+        lease = await self._wait_in_line(got) if isinstance(got, Ticket) else got
+        self.touched = False
+        return lease
+
+    async def _wait_in_line(self, ticket: Ticket) -> Lease:
+        """Wait for the turn, with place and estimate on the pending page."""
+        chosen: Environment | None = None
+
+        def still_allowed() -> Terms:
+            nonlocal chosen
+            self._must_be_there(ticket.server)
+            chosen, request = self.resolve_options()
+            # What the environment needs of the driver may be edited meanwhile: nobody asked for it.
+            asked = ticket.request
+            if request != replace(asked, min_driver=request.min_driver, min_cuda=request.min_cuda):
+                raise TicketEnded(why="what you asked for is not what you may have any more")
+            terms = self.terms(chosen, request)
+            check_payer(ticket.account, ticket.server.user, terms.groups)
+            return terms
+
+        end_waits_first(self.authenticator, self.queueing)
+        lease = await self.acquisition.wait(ticket, still_allowed, self.said)
+        if chosen is not None:
+            self.apply_environment(chosen)  # the catalog may have changed since they asked
+        return lease
+
+    def _must_be_there(self, server: ServerRef) -> None:
+        """Raises MemberGone when the server's member was renamed or removed at the Hub."""
+        if self.server_ref != server:
+            raise MemberGone(why="the member was renamed")
+        if not sa.inspect(self.orm_spawner).persistent:
+            raise MemberGone(why="the member was removed")
+
+    async def _settle_previous(self) -> None:
+        """End what an earlier start of this very server left behind."""
+        self.lease = await self.services.run(self.services.leases.of_server, self.server_ref)
+        if self.lease is None:
+            return
+        self.log.warning("%s still has lease %s: settling it", self.server_ref, self.lease.id)
+        await self._release("left over from an earlier start")
+        if self.lease is not None:
+            raise ServerHasLease()
 
     # 2. Start.
 
@@ -329,51 +588,23 @@ class GPUSpawnerMixin(Acquiring):
         """
         if self.lease is None:
             raise spawn_exception(StartFailed(cause="it holds no lease"))
-        began = time.monotonic()
+        taken = StartTime(self.start_timeout, self._spawn)
         try:
             url = await super().start()
             self.said.say("Waiting for the server to answer", 80)
-            await self._outlast_start_timeout(self._confirm_ready(url), began)
+            await taken.outlast(self._confirm_ready(url))
         except GPUSpawnerError as error:
             raise spawn_exception(error) from error
         except asyncio.CancelledError:
-            if not self._is_start_timeout(began):
+            if not taken.is_up():
                 raise
             raise spawn_exception(await self._too_slow()) from None
         finally:
             self._is_starting = False
-        self.seen_alive_at = self.broker.clock()
+        self.seen_alive_at = self.services.clock()
         self.said.say("The server answers", 95)
         self.watch_claim()
         return url
-
-    def _is_start_timeout(self, began: float) -> bool:
-        """Return True if a cancellation now is the Hub's, of a start that takes too long.
-
-        It also cancels one that its member stops.
-        """
-        return time.monotonic() - began >= self.start_timeout - 1
-
-    async def _outlast_start_timeout(self, steps: Coroutine[Any, Any, None], began: float) -> None:
-        """Run the steps to their end, also after ``start_timeout``.
-
-        The Hub then cancels the start once and, as ``asyncio.wait_for`` does, takes what still
-        comes of it. Any other cancellation, and the end of the Hub's own task, ends the steps.
-        """
-        task = asyncio.ensure_future(steps)
-        try:
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError:
-                if not self._is_start_timeout(began):
-                    raise
-                spawn = {self._spawn} if self._spawn is not None else set()
-                await asyncio.wait({task, *spawn}, return_when=asyncio.FIRST_COMPLETED)
-                if not task.done():
-                    raise  # Python before 3.12 does not pass on that the member stopped it
-                task.result()
-        finally:
-            task.cancel()
 
     async def _confirm_ready(self, url: Any) -> None:
         """Wait until the server answers at ``url``, and confirm its lease."""
@@ -384,8 +615,8 @@ class GPUSpawnerMixin(Acquiring):
         finally:
             asked.cancel()
         lease = cast("Lease", self.lease)
-        self.lease = await self.broker.run(
-            self.broker.confirm,
+        self.lease = await self.services.run(
+            self.services.leases.confirm,
             lease.id,
             self.engine_ref(),
             started_at=started_at,
@@ -419,14 +650,14 @@ class GPUSpawnerMixin(Acquiring):
         give the lease the name that its member has by now."""
         with suppress(GPUSpawnerError):  # the next poll asks again
             if self.lease is None and self._spawn is None and not self._looked_up:
-                leases = await self.broker.run(self.broker.open_leases)
+                leases = await self.services.run(self.services.leases.open_leases)
                 self.lease = next((each for each in leases if self._is_mine(each)), None)
                 self._looked_up = True
                 if self.lease is not None:
                     self.lease_id = self.lease.id
             if self.lease is not None and self.lease.server != self.server_ref:
-                follow = self.broker.follow_rename
-                self.lease = await self.broker.run(follow, self.lease.id, self.server_ref)
+                follow = self.services.leases.follow_rename
+                self.lease = await self.services.run(follow, self.lease.id, self.server_ref)
         lease, is_earlier = self.lease, self._spawn is None
         if lease is None or lease.state is not LeaseState.GRANTED or not is_earlier:
             return
@@ -447,8 +678,8 @@ class GPUSpawnerMixin(Acquiring):
         try:
             await self._wait_ready(await self.get_url())
             started_at = await self.engine_started_at()
-            confirm = self.broker.confirm
-            confirmed = await self.broker.run(
+            confirm = self.services.leases.confirm
+            confirmed = await self.services.run(
                 confirm, lease.id, self.engine_ref(), started_at=started_at
             )
         except (GPUSpawnerError, OSError) as error:
@@ -461,7 +692,25 @@ class GPUSpawnerMixin(Acquiring):
         """See to it that the member of a server from the queue comes in time."""
         waits = self.lease is not None and self.lease.claim_by is not None
         if waits and (self._claim is None or self._claim.done()):
-            self._claim = asyncio.ensure_future(no_shows.watch(self))
+            self._claim = asyncio.ensure_future(self.await_claim())
+
+    async def await_claim(self) -> None:
+        """Write down that the member connected, or order the stop when the time for it is over."""
+        services = self.services
+        records: HubRecords = self.shared("gpuspawner_activity", HubRecords)
+        while (lease := self.lease) is not None and lease.claim_by is not None:
+            try:
+                # The Hub writes down what it sees by the wall clock.
+                since = (lease.up_since or lease.granted_at) + min(services.time.skew, timedelta())
+                if await records.has_connected(self, since):
+                    self.lease = await services.run(services.sessions.claim, lease.id)
+                    return
+                if services.clock() >= lease.claim_by:
+                    await services.run(services.sessions.no_show, lease.id)
+                    self.log.warning("%s: nobody connected in time", self.server_ref)
+                    return
+            except GPUSpawnerError as error:
+                self.log.warning("%s: %s", self.server_ref, error.message)
 
     async def _too_slow(self) -> StartFailed:
         """What to say of a start that ``start_timeout`` ended; JupyterHub would say nothing."""
@@ -469,54 +718,25 @@ class GPUSpawnerMixin(Acquiring):
         took = f"it was not up within {self.start_timeout} seconds"
         return StartFailed(cause=f"{took} (it got as far as: {self.said.last})")
 
-    def engine_ref(self) -> str:
-        """The engine's own name of this server."""
-        return ""
-
-    async def engine_started_at(self) -> datetime | None:
-        """When the engine started this server, by its wall clock; None when nobody knows."""
-        return None
-
     async def _wait_ready(self, url: Any) -> None:
         """Wait until the server answers or has provably ended: one that ends early fails at once,
-        with its reason.
-
-        An open port proves nothing (Docker's proxy accepts for a container that does not
-        listen yet), so this asks over HTTP, as the Hub would after us.
-        """
+        with its reason."""
         address = self._server_url(url)
-        ssl_context = self._hub_ssl_context()
-
-        looked_at = 0.0
-
-        async def answered_or_gone() -> bool:
-            nonlocal looked_at
-            if await answers(address, ssl_context):
-                return True
-            if time.monotonic() - looked_at < LOOK_AFTER:
-                return False
-            looked_at = time.monotonic()
-            if (await self.poll()) is not None:
-                detail = await self.failure_detail()
-                raise StartFailed(cause=detail or "it exited at once")
-            return False
-
-        if await answers(address, ssl_context):
-            return
-        await asyncio.sleep(ASK_AGAIN)
-        message = f"{self.server_ref} did not answer at {address}"
         try:
-            await exponential_backoff(
-                answered_or_gone,
-                message,
-                start_wait=ASK_AGAIN,
-                max_wait=ASK_SELDOM,
-                timeout=self.http_timeout,
+            await wait_for_answer(
+                address, self._hub_ssl_context(), self._require_alive, self.http_timeout
             )
         except AnyTimeoutError:
+            message = f"{self.server_ref} did not answer at {address}"
             self.log.error("%s. %s", message, await self.failure_detail())
             cause = f"it did not answer within {self.http_timeout} seconds"
             raise StartFailed(cause=cause) from None
+
+    async def _require_alive(self) -> None:
+        """Raises StartFailed when the server has provably ended."""
+        if (await self.poll()) is not None:
+            detail = await self.failure_detail()
+            raise StartFailed(cause=detail or "it exited at once")
 
     def _server_url(self, started: Any) -> str:
         """The API of the server, from what ``start`` returned: an URL or (ip, port)."""
@@ -542,7 +762,7 @@ class GPUSpawnerMixin(Acquiring):
     async def stop(self, now: bool = False) -> None:
         """Stop the server; the lease is settled up to this moment."""
         await super().stop(now=now)
-        self.stopped_at = self.stopped_at or self.broker.clock()
+        self.stopped_at = self.stopped_at or self.services.clock()
 
     def run_post_stop_hook(self) -> Any:
         """Release, then the admin's own ``post_stop_hook``."""
@@ -551,7 +771,7 @@ class GPUSpawnerMixin(Acquiring):
     async def _release_then_hook(self) -> None:
         released = False
         try:
-            await self._leave_line()
+            await self.acquisition.leave_line()
             released = await self._release("stopped")
         except GPUSpawnerError as error:
             self.log.error(
@@ -569,16 +789,15 @@ class GPUSpawnerMixin(Acquiring):
 
     async def _give_up(self) -> None:
         """Note on a lease that stays that its start was ended, and not lost with its hub."""
-        if self.lease is not None and self._acquiring is not None:
+        if self.lease is not None and self.acquisition.was_begun:
             with suppress(GPUSpawnerError):
-                await self.broker.run(self.broker.give_up, self.lease.id, "stopped")
+                await self.services.run(self.services.leases.give_up, self.lease.id, "stopped")
 
     async def _release(self, reason: str) -> bool:
         """Release the lease once the server is proved gone. Whether it was."""
-        if self._acquiring is not None and not self._acquiring.done():
-            await asyncio.wait([self._acquiring])
+        await self.acquisition.written()
         if self.lease is None:
-            self.lease = await self.broker.run(self.broker.lease_of, self.server_ref)
+            self.lease = await self.services.run(self.services.leases.of_server, self.server_ref)
         if self.lease is None:
             return False
         self.lease_id = self.lease.id
@@ -591,15 +810,15 @@ class GPUSpawnerMixin(Acquiring):
             why = f" ({proof.detail})" if proof.detail else ""
             self.log.warning("%s is not proved gone: its lease stays%s", self.server_ref, why)
             return False
-        await self.broker.run(
-            self.broker.release,
+        await self.services.run(
+            self.services.leases.release,
             self.lease_id,
             # A busy engine answers long after the end, and knows when that was.
             ended_at=proof.ended_at or self.finished_at,
             stopped_at=self.stopped_at or self.seen_alive_at,
             reason=proof.detail or reason,
             # An earlier hub's process started it, and nobody stopped it.
-            lost=self._acquiring is None and self.stopped_at is None,
+            lost=not self.acquisition.was_begun and self.stopped_at is None,
         )
         self.lease, self.lease_id, self.seen_alive_at = None, "", None
         self.finished_at = None
@@ -658,6 +877,12 @@ class GPUSpawnerMixin(Acquiring):
         self.chosen = environment
         if environment.spawner_override:
             self._apply_overrides(dict(environment.spawner_override))
+
+
+async def _joined(
+    extra: dict[str, Any], own: Awaitable[dict[str, Any]], ours: dict[str, Any]
+) -> dict[str, Any]:
+    return {**extra, **await own, **ours}
 
 
 def _no_engine(spawner: GPUSpawnerMixin, method: str) -> str:

@@ -1,20 +1,15 @@
-"""Whether the member of a server that came from the queue has connected to it."""
+"""The Hub's records of who connected to a server: whose member never comes is a no-show."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 from jupyterhub import orm
-
-from ..core.errors import GPUSpawnerError
-
-if TYPE_CHECKING:
-    from .mixin import GPUSpawnerMixin
-
+from jupyterhub.spawner import Spawner
 
 LOOK = 2.0
 """Seconds between two looks at the Hub's records."""
@@ -22,36 +17,15 @@ LOOK = 2.0
 AT_ONCE = 500
 """Servers in one query."""
 
-KEY = "gpuspawner_activity"
-
-
-async def watch(spawner: GPUSpawnerMixin) -> None:
-    """Write down that the member connected, or order the stop when the time for it is over."""
-    broker = spawner.broker
-    records: HubRecords = spawner.shared(KEY, HubRecords)
-    while (lease := spawner.lease) is not None and lease.claim_by is not None:
-        try:
-            # The Hub writes down what it sees by the wall clock.
-            since = (lease.up_since or lease.granted_at) + min(broker.skew, timedelta())
-            if await records.has_connected(spawner, since):
-                spawner.lease = await broker.run(broker.claim, lease.id)
-                return
-            if broker.clock() >= lease.claim_by:
-                await broker.run(broker.no_show, lease.id)
-                spawner.log.warning("%s: nobody connected in time", spawner.server_ref)
-                return
-        except GPUSpawnerError as error:
-            spawner.log.warning("%s: %s", spawner.server_ref, error.message)
-
 
 class HubRecords:
     """The Hub's records of who used which server, read for all who ask together."""
 
     def __init__(self) -> None:
-        self._asking: dict[GPUSpawnerMixin, asyncio.Future[Sequence[datetime]]] = {}
+        self._asking: dict[Spawner, asyncio.Future[Sequence[datetime]]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def has_connected(self, spawner: GPUSpawnerMixin, since: datetime) -> bool:
+    async def has_connected(self, spawner: Spawner, since: datetime) -> bool:
         """Return True if the Hub has seen the member at this server since then, at the next look.
 
         A browser or a program that comes to a server is checked by it at the Hub, with a token of
@@ -78,9 +52,7 @@ class HubRecords:
             future.set_result(found[spawner])
 
 
-def _times(
-    spawners: Sequence[GPUSpawnerMixin],
-) -> Iterator[tuple[GPUSpawnerMixin, Sequence[datetime]]]:
+def _times(spawners: Sequence[Spawner]) -> Iterator[tuple[Spawner, Sequence[datetime]]]:
     """Yield each server's last activity, then those times at which its tokens were made or used."""
     for first in range(0, len(spawners), AT_ONCE):
         some = spawners[first : first + AT_ONCE]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
 from ..catalog.loader import Catalog
 from ..catalog.models import Environment, SessionHours
 from ..catalog.value_kinds import MOST_HOURS
-from ..core.errors import InvalidRequest, TooMuchAsked
+from ..core.errors import ConfigError, InvalidRequest, TooMuchAsked
 from ..leases.models import Request
 from ..ledger.rules import parse_account
 
@@ -70,10 +70,11 @@ def with_data(
                 f"There is no dataset and no folder {name[:60]!r} for you. {there}", field="data"
             )
     here = {mount.name for mount in catalog.mounts_for(environment, groups)} & set(chosen)
-    return replace(
-        environment,
-        datasets=tuple(m.name for m in catalog.datasets if m.name in here),
-        shared_folders=tuple(m.name for m in catalog.shared_folders if m.name in here),
+    return environment.model_copy(
+        update={
+            "datasets": tuple(m.name for m in catalog.datasets if m.name in here),
+            "shared_folders": tuple(m.name for m in catalog.shared_folders if m.name in here),
+        }
     )
 
 
@@ -232,8 +233,22 @@ def combine(own: SessionHours, general: SessionHours) -> SessionHours:
     most = min(limits, default=None)
     usual = own.default if own.default is not None else general.default
     if most is None or usual is None:
-        return SessionHours(most if usual is None else usual, most)
-    return SessionHours(min(usual, most), most)
+        return SessionHours(default=most if usual is None else usual, max=most)
+    return SessionHours(default=min(usual, most), max=most)
+
+
+def hours_setting(name: str, hours: Any) -> float | None:
+    """The number of hours that a setting says; None for no limit. Raises ConfigError."""
+    if hours is None:
+        return None
+    number = isinstance(hours, (int, float)) and not isinstance(hours, bool)
+    if not number or not 0 < hours <= MOST_HOURS:
+        what = (
+            f"c.GPUSpawnerMixin.{name} is {hours!r}; it is a number of hours, or None. "
+            f"{MOST_HOURS} is the most"
+        )
+        raise ConfigError(what=what)
+    return float(hours)
 
 
 def session_seconds(

@@ -1,4 +1,4 @@
-"""The progress of a pending spawn, and of the pulls that it waits for."""
+"""What the member of a pending spawn is told: its progress, that of pulls, and refusals."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from jupyterhub.spawner import SpawnException
+
 from ..core.aio import within
-from ..core.errors import ImageUnavailable, StartFailed
+from ..core.errors import GPUSpawnerError, ImageUnavailable, StartFailed
 from ..engines.images import Connect, PullProgress, pull
 
 SIGN = 10.0
@@ -189,3 +191,10 @@ def sentence(image: str, now: PullProgress) -> str:
     """How far a pull is, for people."""
     amount = f", {now.got / 1e6:.0f} of {now.size / 1e6:.0f} MB" if now.size else ""
     return f"Pulling {image}: {now.done} of {now.layers} layers{amount}"
+
+
+def spawn_exception(error: GPUSpawnerError) -> SpawnException:
+    """A domain error as JupyterHub shows it: a sentence, never a traceback."""
+    refusal = SpawnException(error.message, reason=error.reason, status_code=error.status_code)
+    refusal.jupyterhub_message = error.message  # else pages show the exception's own text
+    return refusal

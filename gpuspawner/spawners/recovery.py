@@ -8,9 +8,10 @@ what the authenticator is told ends the wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from jupyterhub import orm
@@ -30,80 +31,115 @@ from ..engines.docker import DockerEngine
 from ..engines.local import LocalEngine
 from ..leases.models import Lease, ServerRef, Sighting
 from ..leases.reconciliation import HubState, Remove
-from ..services import Broker
+from ..services import Services
 from .turns import Queueing
 
-if TYPE_CHECKING:
-    from .mixin import GPUSpawnerMixin
 
+class Recovery:
+    """The comparison of leases, containers and the Hub's servers; one a hub.
 
-KEY = "gpuspawner_recovery"
-
-
-def is_recovered(spawner: GPUSpawnerMixin) -> bool:
-    """Whether that was done, and granting may go on without a look at anything."""
-    task = spawner.hub_settings.get(KEY)
-    done = task is not None and task.done() and not (task.cancelled() or task.exception())
-    return done and spawner.broker.granter.sure
-
-
-async def recovered(spawner: GPUSpawnerMixin) -> None:
-    """Wait until leases, containers and the Hub's servers were compared, once a hub start.
-
-    Raises NotReconciled, AnotherHubGrants or StoreUnavailable when that could not be done; the
-    next spawn tries again.
+    Nothing is granted before it has been done.
     """
-    shared = spawner.hub_settings
-    task = shared.get(KEY)
-    if not spawner.broker.granter.sure:
-        await _must_grant(spawner)
-    if task is None or (task.done() and (task.cancelled() or task.exception())):
-        task = shared[KEY] = asyncio.ensure_future(_recover(spawner))
-    await asyncio.shield(task)
+
+    def __init__(self, services: Services, log: logging.Logger | Any) -> None:
+        self.services = services
+        self.log = log
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Return True if granting may go on without a look at anything."""
+        task = self._task
+        return task is not None and _succeeded(task) and self.services.granter.sure
+
+    async def wait(self, engine_name: str, make_engine: Callable[[], Engine], hub_db: Any) -> None:
+        """Wait until it is done, once a hub start.
+
+        Raises NotReconciled, AnotherHubGrants or StoreUnavailable when that could not be done; the
+        next spawn tries again.
+
+        Args:
+            engine_name: The engine of this hub's spawners, as leases name it.
+            make_engine: Gives that engine.
+            hub_db: A session of the Hub's own database.
+        """
+        if not self.services.granter.sure:
+            await self._must_grant()
+        if self._task is None or (self._task.done() and not _succeeded(self._task)):
+            compared = self._compare(engine_name, make_engine, hub_db)
+            self._task = asyncio.ensure_future(compared)
+        await asyncio.shield(self._task)
+
+    async def _compare(
+        self, engine_name: str, make_engine: Callable[[], Engine], hub_db: Any
+    ) -> None:
+        await self._must_grant()
+        engines = self._engines(engine_name, make_engine())
+        # Twice at most: what the first look removes, the second one settles.
+        for _ in range(2):
+            servers = hub_servers(hub_db)
+            await self._follow_renames(hub_db)
+            leases = await self.services.run(self.services.leases.open_leases)
+            sightings = await asyncio.to_thread(_look, engines, leases)
+            reconcile = self.services.leases.reconcile
+            actions = await self.services.run(reconcile, sightings, servers, grace_seconds=0)
+            if away := [name for name, found in sightings.items() if found is None]:
+                self.log.error("Granting nothing yet: %s does not answer", " and ".join(away))
+                raise NotReconciled()
+            self.services.leases.engine_ids.update(await asyncio.to_thread(_identities, engines))
+            orphans = [action for action in actions if isinstance(action, Remove)]
+            for orphan in orphans:
+                named = f"{orphan.sighting.server} ({orphan.engine} {orphan.sighting.ref[:12]})"
+                self.log.warning("Ending the server %s: %s", named, orphan.reason)
+                await asyncio.to_thread(engines[orphan.engine].end, orphan.sighting)
+            if not orphans:
+                break
+        self.log.info("Leases compared with what runs: granting may begin")
+
+    async def _must_grant(self) -> None:
+        """Raises AnotherHubGrants, unless this hub is the one that gives out the GPUs."""
+        try:
+            may_grant = await self.services.run(self.services.granter.take)
+        except NotTheOwner as error:
+            self.log.error("%s %s", error.message, TAKE_OVER)
+            raise
+        if not may_grant:
+            raise AnotherHubGrants()
+
+    def _engines(self, name: str, engine: Engine) -> dict[str, Engine]:
+        """Our own engines, and local processes that an earlier configuration may have left."""
+        found = {"local": LocalEngine(), name: engine}
+        if delegated := self.services.delegation.engine():
+            found[delegated.name] = delegated
+        return found
+
+    async def _follow_renames(self, hub_db: Any) -> None:
+        """Find the leases of members who were renamed at the Hub, by what it keeps of their
+        servers."""
+        known = {
+            lease.id: lease for lease in await self.services.run(self.services.leases.open_leases)
+        }
+        columns = orm.User.name, orm.Spawner.name, orm.Spawner.state
+        for user, name, state in _active(hub_db, *columns):
+            lease = known.get((state or {}).get("lease_id", ""))
+            server = ServerRef(user, name or "")
+            if lease is not None and lease.server != server:
+                await self.services.run(self.services.leases.follow_rename, lease.id, server)
 
 
-async def _recover(spawner: GPUSpawnerMixin) -> None:
-    broker = spawner.broker
-    await _must_grant(spawner)
-    engines = _engines(spawner)
-    # Twice at most: what the first look removes, the second one settles.
-    for _ in range(2):
-        servers = hub_servers(spawner)
-        await _follow_renames(spawner)
-        leases = await broker.run(broker.open_leases)
-        sightings = await asyncio.to_thread(_look, engines, leases)
-        actions = await broker.run(broker.reconcile, sightings, servers, grace_seconds=0)
-        if away := [name for name, found in sightings.items() if found is None]:
-            spawner.log.error("Granting nothing yet: %s does not answer", " and ".join(away))
-            raise NotReconciled()
-        broker.engine_ids.update(await asyncio.to_thread(_identities, engines))
-        orphans = [action for action in actions if isinstance(action, Remove)]
-        for orphan in orphans:
-            named = f"{orphan.sighting.server} ({orphan.engine} {orphan.sighting.ref[:12]})"
-            spawner.log.warning("Ending the server %s: %s", named, orphan.reason)
-            await asyncio.to_thread(engines[orphan.engine].end, orphan.sighting)
-        if not orphans:
-            break
-    spawner.log.info("Leases compared with what runs: granting may begin")
+def hub_servers(hub_db: Any) -> dict[ServerRef, HubState]:
+    """The servers that the Hub has on record, from its own database."""
+    rows = _active(hub_db, orm.User.name, orm.Spawner.name)
+    return {ServerRef(user, name or ""): HubState.PENDING for user, name in rows}
 
 
-async def _must_grant(spawner: GPUSpawnerMixin) -> None:
-    """Raises AnotherHubGrants, unless this hub is the one that gives out the GPUs."""
-    try:
-        may_grant = await spawner.broker.run(spawner.broker.granter.take)
-    except NotTheOwner as error:
-        spawner.log.error("%s %s", error.message, TAKE_OVER)
-        raise
-    if not may_grant:
-        raise AnotherHubGrants()
+def _active(hub_db: Any, *columns: Any) -> Any:
+    rows = hub_db.query(*columns).join(orm.Spawner, orm.Spawner.user_id == orm.User.id)
+    return rows.filter(orm.Spawner.server_id.isnot(None))
 
 
-def _engines(spawner: GPUSpawnerMixin) -> dict[str, Engine]:
-    """Our own engines, and local processes that an earlier configuration may have left."""
-    found = {"local": LocalEngine(), spawner.engine_name: spawner.engine()}
-    if delegated := spawner.broker.delegated_engine():
-        found[delegated.name] = delegated
-    return found
+def _succeeded(task: asyncio.Task[None]) -> bool:
+    return task.done() and not (task.cancelled() or task.exception())
 
 
 def _look(
@@ -134,27 +170,6 @@ def _identities(engines: Mapping[str, Engine]) -> dict[str, str]:
     return found
 
 
-async def _follow_renames(spawner: GPUSpawnerMixin) -> None:
-    """Find the leases of members who were renamed at the Hub, by what it keeps of their servers."""
-    broker = spawner.broker
-    known = {lease.id: lease for lease in await broker.run(broker.open_leases)}
-    rows = spawner.user.db.query(orm.User.name, orm.Spawner.name, orm.Spawner.state)
-    rows = rows.join(orm.Spawner, orm.Spawner.user_id == orm.User.id)
-    rows = rows.filter(orm.Spawner.server_id.isnot(None))
-    for user, name, state in rows:
-        lease, server = known.get((state or {}).get("lease_id", "")), ServerRef(user, name or "")
-        if lease is not None and lease.server != server:
-            await broker.run(broker.follow_rename, lease.id, server)
-
-
-def hub_servers(spawner: GPUSpawnerMixin) -> dict[ServerRef, HubState]:
-    """The servers that the Hub has on record, from its own database."""
-    rows = spawner.user.db.query(orm.User.name, orm.Spawner.name)
-    rows = rows.join(orm.Spawner, orm.Spawner.user_id == orm.User.id)
-    rows = rows.filter(orm.Spawner.server_id.isnot(None))
-    return {ServerRef(user, name or ""): HubState.PENDING for user, name in rows}
-
-
 _DOES: WeakKeyDictionary[Authenticator, set[str]] = WeakKeyDictionary()
 """What we made an authenticator do, so that the next spawner does not make it do so again."""
 
@@ -177,22 +192,22 @@ def end_waits_first(authenticator: Authenticator, queueing: Queueing) -> None:
     _note(authenticator, "ends_waits")
 
 
-def forget_folders(authenticator: Authenticator, broker: Broker) -> None:
+def forget_folders(authenticator: Authenticator, services: Services) -> None:
     """Have the authenticator's ``delete_user`` take from the member what was shared with them.
 
     At once, and not only when the accounting service looks: the next who gets that name is
     somebody else.
     """
     stock = authenticator.delete_user
-    if not broker.settings.folders.source or "forgets_folders" in _DOES.get(authenticator, ()):
+    if not services.settings.folders.source or "forgets_folders" in _DOES.get(authenticator, ()):
         return
 
     async def delete_user(user: Any) -> None:
         await maybe_future(stock(user))
         try:
-            await broker.run(broker.shared_folders.member_left, user.name)
+            await services.run(services.shared_folders.member_left, user.name)
         except GPUSpawnerError as error:
-            broker.log.error("What was shared with %s is theirs still: %s", user.name, error)
+            services.log.error("What was shared with %s is theirs still: %s", user.name, error)
 
     authenticator.delete_user = delete_user
     _note(authenticator, "forgets_folders")

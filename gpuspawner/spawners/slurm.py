@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import docker
@@ -17,8 +17,7 @@ from traitlets import Bool, TraitError, Unicode, validate
 
 from ..core.errors import ConfigError, EngineUnavailable, GPUSpawnerError, StartFailed, Unavailable
 from ..engines.docker import DockerEngine
-from ..leases.models import Lease, LeaseState, Request, ServerRef
-from ..queue.models import Ticket
+from ..leases.models import LeaseState, Request, ServerRef, Terms
 from ..slurm.cluster import Node
 from ..slurm.engine import CGROUP_V1, nest
 from ..slurm.images import QUICK, WantedImage, connector
@@ -26,10 +25,6 @@ from ..slurm.jobs import SlurmJob
 from ..slurm.scheduler import SlurmDelegate
 from .docker import GPUDockerSpawner
 from .mixin import ExitStatus
-
-if TYPE_CHECKING:
-    from ..queue.service import Terms
-
 
 EVERY = 1.5
 """Seconds between two looks while any server runs on a node."""
@@ -62,8 +57,8 @@ class NodeWatch:
         if not by_lease:
             return
         spawner = next(iter(by_lease.values()))
-        engine = spawner.shared("gpuspawner_nodes", spawner.broker.delegated_engine)
-        running = await spawner.broker.run_outside(engine.running)
+        engine = spawner.shared("gpuspawner_nodes", spawner.services.delegation.engine)
+        running = await spawner.services.run_outside(engine.running)
         for lease_id, each in by_lease.items():
             if lease_id not in running and each.active and not each.pending:
                 each.log.info("%s is not there any more: asking after it", each.server_ref)
@@ -128,8 +123,8 @@ class GPUSlurmSpawner(GPUDockerSpawner):
 
     @property
     def delegate(self) -> SlurmDelegate:
-        """Slurm, as the broker asks it. Raises ConfigError when the broker does not."""
-        found = self.broker.delegate
+        """Slurm, as the services ask it. Raises ConfigError when the services do not."""
+        found = self.services.delegation.delegate
         if not isinstance(found, SlurmDelegate):
             raise ConfigError(
                 'GPUSlurmSpawner needs c.GPUSlurm.cluster_file = "/etc/gpuspawner/cluster.yaml", '
@@ -137,13 +132,13 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             )
         return found
 
-    def _ask(self, request: Request, terms: Terms) -> asyncio.Future[Lease | Ticket]:
+    def _ask(self, request: Request, terms: Terms) -> None:
         """Also which image the server needs: nodes that lack it are not chosen."""
         images: dict[ServerRef, WantedImage] = self.shared("gpuspawner_wanted_images", dict)
         pulls = self.pull_policy.lower() not in ("never", "skip")
         images[self.server_ref] = WantedImage(str(self.image), pulls)
         self.delegate.images.wanted = lambda ticket: images.get(ticket.server)
-        return super()._ask(request, terms)
+        super()._ask(request, terms)
 
     def engine_for(self, request: Request) -> str:
         return self.delegate.engine if request.devices else self.engine_name
@@ -220,14 +215,14 @@ class GPUSlurmSpawner(GPUDockerSpawner):
 
     # The container, beside its job.
 
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def placed(self, create: dict[str, Any]) -> dict[str, Any]:
+        """Into the cgroup of its job, on a node. Raises StartFailed when the job has ended."""
         node = self.node
-        # Not the throw-away containers that only look at something.
-        if method == "create_container" and node is not None and "labels" in kwargs:
-            if (job := self.job()) is None or not job.lives:
-                raise StartFailed(cause="its job in Slurm has ended")
-            kwargs = nest(kwargs, job, node, self.job_cgroup)
-        return await super()._call(method, *args, **kwargs)
+        if node is None:
+            return create
+        if (job := self.job()) is None or not job.lives:
+            raise StartFailed(cause="its job in Slurm has ended")
+        return nest(create, job, node, self.job_cgroup)
 
     async def start(self) -> Any:
         if (node := self.node) is not None:
@@ -257,7 +252,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         if self.lease is None or not self.lease.ticket_id:
             return None
         try:
-            turns = await self.broker.run_outside(self.delegate.turns, NOW)
+            turns = await self.services.run_outside(self.delegate.turns, NOW)
         except Unavailable:
             return None
         turn = turns.get(self.lease.ticket_id)
@@ -292,7 +287,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
     async def _over(self, ticket_id: str, age: float = NOW) -> ExitStatus | None:
         """How the job of a ticket ended; None while it lives. Raises EngineUnavailable."""
         try:
-            turns = await self.broker.run_outside(self.delegate.turns, age)
+            turns = await self.services.run_outside(self.delegate.turns, age)
         except Unavailable as error:
             raise EngineUnavailable() from error
         turn = turns.get(ticket_id)
@@ -305,7 +300,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
     async def _end_job(self, ticket_id: str) -> ExitStatus:
         """Cancel the job and wait until Slurm has cleared away behind it."""
         try:
-            await self.broker.run_outside(self.delegate.cancel, ticket_id)
+            await self.services.run_outside(self.delegate.cancel, ticket_id)
         except Unavailable as error:
             raise EngineUnavailable() from error
         deadline = asyncio.get_running_loop().time() + ENDING

@@ -27,10 +27,9 @@ from ..core.errors import (
     UnknownTicket,
 )
 from ..core.units import format_credits
-from ..leases.models import Lease, LeaseState, Request, ServerRef
+from ..leases.models import Lease, LeaseState, Request, ServerRef, Terms
 from ..queue.models import Ticket
-from ..queue.service import Terms
-from ..services import Broker
+from ..services import Services
 from .progress import SpawnProgress
 
 ROUND = 1.0
@@ -63,8 +62,8 @@ class Waiter:
 class Queueing:
     """All spawns of this hub that wait."""
 
-    def __init__(self, broker: Broker, log: logging.Logger | Any) -> None:
-        self.broker = broker
+    def __init__(self, services: Services, log: logging.Logger | Any) -> None:
+        self.services = services
         self.log = log
         self.looks = 0
         """How often the line was looked at from end to end, or in vain."""
@@ -86,15 +85,15 @@ class Queueing:
         """
 
         def ask() -> Lease | Ticket:
-            got = self.broker.ask(server, request, engine=engine, terms=terms)
+            got = self.services.queue.ask(server, request, engine=engine, terms=terms)
             if isinstance(got, Lease):
                 said.say(what_you_got(got), 10)
-            elif place := self.broker.place_of(got.id):
+            elif place := self.services.positions.place_of(got.id):
                 _tell(said, f"You are number {place} in line.")
             return got
 
         loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self.broker.asking, ask)
+        return loop.run_in_executor(self.services.delegation.asking, ask)
 
     async def wait(self, ticket: Ticket, check: Callable[[], Terms], said: SpawnProgress) -> Lease:
         """The lease, when the turn has come. Raises Refused when the ticket ends otherwise.
@@ -105,7 +104,7 @@ class Queueing:
         turn: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         waiter = self._waiters[ticket.id] = Waiter(ticket, turn, check, said)
         self._ending.pop(ticket.id, None)  # its member is back before the end was written
-        if self.broker.could_start(ticket):
+        if self.services.positions.could_start(ticket):
             self._wake.set()
         self._go_on()
         try:
@@ -116,7 +115,7 @@ class Queueing:
 
     async def end(self, ticket_id: str, outcome: str, reason: str, *, tell: bool = True) -> None:
         """Take a ticket out of the line: now, or when the database answers again."""
-        end = self.broker.end_ticket
+        end = self.services.queue.end_ticket
         self._ending[ticket_id] = partial(end, ticket_id, outcome, reason, tell=tell)
         try:
             await self._end_tickets()
@@ -161,19 +160,21 @@ class Queueing:
             rest = min(ROUND, REST * (time.monotonic() - began))
             await asyncio.sleep(rest)
             with suppress(asyncio.TimeoutError):
-                await within(max(0.0, self.broker.next_look(ROUND) - rest), self._wake.wait())
+                await within(
+                    max(0.0, self.services.delegation.next_look(ROUND) - rest), self._wake.wait()
+                )
 
     async def _round(self) -> None:
         await self._end_tickets()
-        if not await self.broker.run(self.broker.granter.take):
+        if not await self.services.run(self.services.granter.take):
             raise AnotherHubGrants()
         await self._look_at_members()
         present = frozenset(i for i, waiter in self._waiters.items() if not waiter.unsure)
-        for ticket_id in await self.broker.run(self.broker.turns, present):
+        for ticket_id in await self.services.run(self.services.queue.turns, present):
             if waiter := self._waiters.get(ticket_id):
                 await self._start(waiter)
         for ticket_id, waiter in list(self._waiters.items()):
-            if not waiter.turn.done() and not self.broker.in_line(ticket_id):
+            if not waiter.turn.done() and not self.services.positions.in_line(ticket_id):
                 await self._ended(waiter)
         await self._tell_readers()
 
@@ -182,7 +183,7 @@ class Queueing:
         watched = {i: waiter.said for i, waiter in self._waiters.items() if waiter.said.followed}
         if not watched:
             return
-        sentences = await self.broker.read(self._sentences, list(watched))
+        sentences = await self.services.read(self._sentences, list(watched))
         for number, (ticket_id, sentence) in enumerate(sentences.items(), start=1):
             waiter = self._waiters.get(ticket_id)
             if waiter and not waiter.turn.done():
@@ -191,13 +192,13 @@ class Queueing:
                 await asyncio.sleep(0)  # the hub has more to do than this
 
     def _sentences(self, ticket_ids: list[str]) -> dict[str, str]:
-        standings, now = self.broker.standings(), self.broker.clock()
+        standings, now = self.services.positions.standings(), self.services.clock()
         return {i: standings[i].sentence(now) for i in ticket_ids if i in standings}
 
     async def _end_tickets(self) -> None:
         for ticket_id, end in list(self._ending.items()):
             with suppress(UnknownTicket):
-                await self.broker.run(end)
+                await self.services.run(end)
             if self._ending.get(ticket_id) is end:
                 del self._ending[ticket_id]
 
@@ -231,9 +232,9 @@ class Queueing:
             waiter.unsure = True
             return False
         waiter.unsure = False
-        if changes := self.broker.regrouped(waiter.ticket, terms.groups):
-            regroup = self.broker.regroup
-            waiter.ticket = await self.broker.run(regroup, waiter.ticket.id, changes)
+        if changes := self.services.queue.regrouped(waiter.ticket, terms.groups):
+            regroup = self.services.queue.regroup
+            waiter.ticket = await self.services.run(regroup, waiter.ticket.id, changes)
         return True
 
     async def _refuse(self, waiter: Waiter, error: GPUSpawnerError) -> None:
@@ -252,7 +253,7 @@ class Queueing:
         if not await self._may_still(waiter):
             return
         try:
-            lease = await self.broker.run(self.broker.start_ticket, waiter.ticket.id)
+            lease = await self.services.run(self.services.queue.start_ticket, waiter.ticket.id)
         except (NoDeviceFree, GrantingPaused):
             return  # the database knew better; it waits on
         except TicketEnded:
@@ -268,12 +269,14 @@ class Queueing:
         A database that was cut off may have written a grant without our hearing of it.
         """
         try:
-            ticket = await self.broker.run(self.broker.ticket, waiter.ticket.id)
+            ticket = await self.services.run(self.services.queue.ticket, waiter.ticket.id)
         except UnknownTicket as error:
             _fail(waiter, error)
             return
         if ticket.outcome == "granted" and ticket.lease_id:
-            await self._hand_over(waiter, await self.broker.run(self.broker.lease, ticket.lease_id))
+            await self._hand_over(
+                waiter, await self.services.run(self.services.leases.get, ticket.lease_id)
+            )
         elif ticket.outcome:
             _fail(waiter, TicketEnded(why=ticket.end_reason.rstrip(".")))
 
@@ -283,7 +286,7 @@ class Queueing:
         elif waiter.turn.done():
             # It was stopped meanwhile: nobody is there to start anything on these devices.
             gone = "the start was cancelled"
-            await self.broker.run(self.broker.release, lease.id, reason=gone)
+            await self.services.run(self.services.leases.release, lease.id, reason=gone)
         else:
             waiter.turn.set_result(lease)
 
@@ -291,6 +294,86 @@ class Queueing:
         if error.message != self._trouble:
             self._trouble = error.message
             self.log.warning("The line waits: %s", error.message)
+
+
+class Acquisition:
+    """One server's way to its leases: it asks, waits in line, and can be called off at any time."""
+
+    def __init__(self, queueing: Queueing) -> None:
+        self.queueing = queueing
+        self._acquiring: asyncio.Future[Lease | Ticket] | None = None
+        self._asked: asyncio.Future[Lease | Ticket] | None = None
+        """The same as long as nobody has come for the answer."""
+        self._left_ticket = ""
+        """The ticket of a wait that was cancelled; whoever stops the server ends it."""
+
+    @property
+    def was_begun(self) -> bool:
+        """Return True if this hub's process has asked for the server, and not one before it."""
+        return self._acquiring is not None
+
+    @property
+    def is_asked(self) -> bool:
+        """Return True while an answer waits for whoever comes for it."""
+        return self._asked is not None
+
+    def ask(
+        self, server: ServerRef, request: Request, *, engine: str, terms: Terms, said: SpawnProgress
+    ) -> None:
+        """Begin to ask; :meth:`answer` brings what comes of it."""
+        self._left_ticket = ""
+        self._asked = self._acquiring = self.queueing.ask(
+            server, request, engine=engine, terms=terms, said=said
+        )
+
+    async def answer(self) -> Lease | Ticket:
+        """What was asked for, or the ticket to :meth:`wait` with."""
+        if self._asked is None:
+            raise RuntimeError("nobody has asked for a lease")
+        asked, self._asked = self._asked, None
+        # The transaction ends even if this spawn is cancelled: what it granted is then
+        # released by whoever comes first, the hook after the stop or this callback.
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            asked.add_done_callback(self._give_back)
+            raise
+
+    async def wait(self, ticket: Ticket, check: Callable[[], Terms], said: SpawnProgress) -> Lease:
+        """The lease, when the turn has come; see :meth:`Queueing.wait`."""
+        try:
+            return await self.queueing.wait(ticket, check, said)
+        except asyncio.CancelledError:
+            # By the member's stop, which ends the ticket, or by a hub that shuts down, which
+            # does not: the next one goes on with it.
+            self._left_ticket = ticket.id
+            raise
+
+    async def written(self) -> None:
+        """Wait until the transaction of the last question has ended, one way or the other."""
+        if self._acquiring is not None and not self._acquiring.done():
+            await asyncio.wait([self._acquiring])
+
+    async def leave_line(self) -> None:
+        """The member stopped a start that waited in line: the place is given up."""
+        await self.written()
+        if self._asked is not None:  # stopped before it came for the answer
+            self._give_back(self._asked)
+            self._asked = None
+        ticket, self._left_ticket = self._left_ticket, ""
+        if ticket:
+            await self.queueing.end(ticket, "cancelled", "the start was stopped", tell=False)
+
+    def _give_back(self, acquired: asyncio.Future[Lease | Ticket]) -> None:
+        if acquired.cancelled() or acquired.exception():
+            return
+        got = acquired.result()
+        if isinstance(got, Ticket):
+            self._left_ticket = got.id
+            return
+        services = self.queueing.services
+        give_back = partial(services.leases.release, got.id, reason="the start was cancelled")
+        services.store.executor.submit(give_back)
 
 
 def what_you_got(lease: Lease) -> str:

@@ -26,7 +26,7 @@ from ..core.errors import (
     UnknownWorkspace,
 )
 from ..core.units import format_bytes
-from ..services import Broker
+from ..services import Services
 from .directories import (
     ENDINGS,
     DirectoryTree,
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 
 
 LABEL = "gpuspawner.workspace"
-"""On volumes that a spawner made; its value is the member."""
+"""On volumes that a spawner created; its value is the member."""
 
 PATIENCE = 10.0
-"""Seconds to count what one directory holds, for the list."""
+"""Seconds to measure one directory for the list."""
 
 NOBODY = "-"
-"""The owner of what no server ever got, and no label names."""
+"""The owner of a workspace that no server ever got and no label names."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownWorkspace:
-    """A workspace, whoever knows of it: the database, the disk, the engine."""
+    """A workspace as known by the database, the disk or the engine."""
 
     workspace: Workspace
     there: bool
@@ -77,7 +77,7 @@ def workspaces(settings: Settings) -> None:
     """List them."""
     site = WorkspaceSite(settings)
     found = site.all(sizes=True)
-    running = {lease.server.user for lease in site.broker.open_leases()}
+    running = {lease.server.user for lease in site.services.leases.open_leases()}
     headers = ("WORKSPACE", "OWNER", "SIZE", "QUOTA", "LAST USED", "NOW")
     rows = [
         (
@@ -113,7 +113,9 @@ def archive_workspace(settings: Settings, workspace: str, to: str | None) -> Non
         if not tree.exists():
             raise UnknownWorkspace(name=source)
         contents = write_archive(tree.read(), file)
-    site.broker.storage.note_workspace(source, "archive workspace", actor=actor(), detail=str(file))
+    site.services.storage.note_workspace(
+        source, "archive workspace", actor=actor(), detail=str(file)
+    )
     text = (
         f"{source} of {known.workspace.user}: {contents.entries} entries, "
         f"{format_bytes(contents.size)} in {file} ({format_bytes(file.stat().st_size)}). "
@@ -140,10 +142,12 @@ def restore_workspace(settings: Settings, file: Path, workspace: str, member: st
         tree.write(read_archive(file), contents.top)
     if known.workspace.quota:
         try:
-            site.broker.storage.keep_quota(source, known.workspace.quota)
+            site.services.storage.keep_quota(source, known.workspace.quota)
         except QuotaUnavailable as error:
             note(error.message)
-    site.broker.storage.note_workspace(source, "restore workspace", actor=actor(), detail=str(file))
+    site.services.storage.note_workspace(
+        source, "restore workspace", actor=actor(), detail=str(file)
+    )
     text = f"{source}: {contents.entries} entries, {format_bytes(contents.size)} are back."
     show({"workspace": source, "bytes": contents.size}, text)
 
@@ -166,7 +170,7 @@ def delete_workspace(settings: Settings, workspace: str, yes_delete: str) -> Non
     with site.claimed(known, "an admin deletes them") as tree:
         if tree.exists():
             tree.delete()
-        site.broker.storage.note_workspace(source, "delete workspace", actor=actor(), detail=what)
+        site.services.storage.note_workspace(source, "delete workspace", actor=actor(), detail=what)
     show({"deleted": source, "owner": owner}, f"Deleted: {what}.")
 
 
@@ -176,18 +180,18 @@ def free_workspace(settings: Settings, workspace: str) -> None:
     """Let servers have a workspace again after a killed archive."""
     site = WorkspaceSite(settings)
     source = site.find(workspace).workspace.source
-    done = site.broker.storage.free_workspace(source)
+    done = site.services.storage.free_workspace(source)
     text = f"{source} can be used again." if done else f"Nobody had {source} in hand."
     show({"workspace": source, "changed": done}, text)
 
 
 class WorkspaceSite:
-    """The workspaces of a hub, and what they lie on."""
+    """The workspaces of a hub, and where they are stored."""
 
     def __init__(self, settings: Settings) -> None:
         from ..cli.hub import open_hub  # imports JupyterHub: slow, and needed here only
 
-        self.broker: Broker = settings.open_broker()
+        self.services: Services = settings.open_services()
         self.hub: HubSettings = open_hub(settings.config)
         self.template = str(getattr(self.hub.spawner, "workspace", ""))
         self.troubles: list[str] = []
@@ -195,7 +199,7 @@ class WorkspaceSite:
 
     @property
     def client(self) -> docker.APIClient:
-        """The engine's. Raises EngineUnavailable."""
+        """The engine's client. Raises EngineUnavailable."""
         if self._client is None:
             try:
                 self._client = self.hub.connect()
@@ -204,13 +208,13 @@ class WorkspaceSite:
         return self._client
 
     def all(self, *, sizes: bool = False) -> list[KnownWorkspace]:
-        """Every workspace that anybody knows of, by its name."""
+        """Return every known workspace, by name."""
         found = {
             some.source: KnownWorkspace(some, True, some.seen_at)
-            for some in self.broker.storage.workspaces()
+            for some in self.services.storage.workspaces()
         }
         for source, user in (*self._directories(), *self._volumes()):
-            new = Workspace(source=source, user=user, seen_at=self.broker.clock())
+            new = Workspace(source=source, user=user, seen_at=self.services.clock())
             found.setdefault(source, KnownWorkspace(new, True, None))
         if not sizes:
             return sorted(found.values(), key=lambda some: some.workspace.source)
@@ -229,7 +233,7 @@ class WorkspaceSite:
         ]
 
     def find(self, name: str) -> KnownWorkspace:
-        """One of them, by its own name or its member's. Raises UnknownWorkspace."""
+        """Return a workspace by its own name or its member's. Raises UnknownWorkspace."""
         every = self.all()
         path = os.path.abspath(name) if "/" in name else name
         exact = [some for some in every if some.workspace.source in (name, path)]
@@ -242,7 +246,7 @@ class WorkspaceSite:
         raise UnknownWorkspace(name=name[:300])
 
     def find_or_new(self, name: str, member: str) -> KnownWorkspace:
-        """The same, or one that will be. Raises UnknownWorkspace without a member."""
+        """Return a workspace, maybe a future one. Raises UnknownWorkspace without a member."""
         try:
             return self.find(name)
         except UnknownWorkspace:
@@ -251,27 +255,27 @@ class WorkspaceSite:
                     f"There is no workspace {name[:300]!r} yet: say whose it will be with --member."
                 ) from None
         source = os.path.abspath(name) if "/" in name else name
-        new = Workspace(source=source, user=member, seen_at=self.broker.clock())
+        new = Workspace(source=source, user=member, seen_at=self.services.clock())
         return KnownWorkspace(new, False, None)
 
     def size_of(self, workspace: Workspace) -> int | None:
-        """What one holds, in bytes, if anybody can say soon."""
+        """Return the size of a workspace in bytes, if it is known quickly."""
         if workspace.is_volume:
             return self._volume_sizes().get(workspace.source)
-        use = self.broker.storage.use_of(workspace.source, workspace.quota, PATIENCE)
+        use = self.services.storage.use_of(workspace.source, workspace.quota, PATIENCE)
         return use.used if use else None
 
     @contextmanager
     def claimed(self, known: KnownWorkspace, what: str) -> Iterator[Tree]:
-        """Its files, while no server can get it."""
+        """Yield a workspace's files while no server can get it."""
         source = known.workspace.source
-        self.broker.storage.claim_workspace(source, what, user=known.workspace.user)
+        self.services.storage.claim_workspace(source, what, user=known.workspace.user)
         try:
             if self.hub.uses_docker:
                 must_be_unused(self.client, source)
             yield self._tree(known.workspace)
         finally:
-            self.broker.storage.free_workspace(source)
+            self.services.storage.free_workspace(source)
 
     def _tree(self, workspace: Workspace) -> Tree:
         if not workspace.is_volume:
@@ -282,7 +286,7 @@ class WorkspaceSite:
         return VolumeTree(self.client, workspace.source, str(images[0]["Id"]))
 
     def _directories(self) -> list[tuple[str, str]]:
-        """Those that lie where the hub makes them, by their names."""
+        """Return directories where the hub creates workspaces, by name."""
         before, brace, after = self.template.partition("{username}")
         looks_simple = brace and before.endswith("/") and not after and "{" not in before
         root = os.path.abspath(before) if looks_simple else ""
@@ -296,7 +300,7 @@ class WorkspaceSite:
         return [(f"{root}/{name}", NOBODY) for name in names if not name.startswith(".")]
 
     def _volumes(self) -> list[tuple[str, str]]:
-        """The engine's, with the members on their labels."""
+        """Return the engine's volumes, with the members on their labels."""
         if not self.hub.uses_docker:
             return []
         try:
@@ -323,7 +327,7 @@ def _workspace_now(some: KnownWorkspace, running: set[str]) -> str:
 
 
 def _plain(some: KnownWorkspace, running: set[str]) -> dict[str, Any]:
-    """A workspace, for scripts."""
+    """Return a workspace as plain values, for scripts."""
     return {
         "workspace": some.workspace.source,
         "owner": some.workspace.user,
@@ -347,7 +351,7 @@ folder_argument = argument("folder_id", "FOLDER", "the folder's id, or its first
 @group()
 def folders(settings: Settings) -> None:
     """List them."""
-    found = settings.open_broker().shared_folders.all_folders()
+    found = settings.open_services().shared_folders.all_folders()
     headers = ("ID", "NAME", "OWNER", "MEMBERS", "MADE", "NOW")
     rows = [
         (
@@ -372,9 +376,9 @@ folders.add_same("list", "List the folders that members share.")
 @argument("member", "MEMBER", "the new owner")
 def give_folder(settings: Settings, folder_id: str, member: str) -> None:
     """Make a member the owner of a folder."""
-    broker = settings.open_broker()
-    folder = find_folder(broker, folder_id)
-    done = broker.shared_folders.hand_on(folder.id, member, actor=actor(), admin=True)
+    services = settings.open_services()
+    folder = find_folder(services, folder_id)
+    done = services.shared_folders.hand_on(folder.id, member, actor=actor(), admin=True)
     show(plain_folder(done), f"{done.name} ({done.id}) belongs to {done.owner}.")
 
 
@@ -383,11 +387,11 @@ def give_folder(settings: Settings, folder_id: str, member: str) -> None:
 @option("--name", "NAME", "the folder's name once more", default="")
 def delete_folder(settings: Settings, folder_id: str, name: str) -> None:
     """Take a folder from everybody; its files stay."""
-    broker = settings.open_broker()
-    folder = find_folder(broker, folder_id)
-    done = broker.shared_folders.delete_folder(folder.id, name, actor=actor(), admin=True)
+    services = settings.open_services()
+    folder = find_folder(services, folder_id)
+    done = services.shared_folders.delete_folder(folder.id, name, actor=actor(), admin=True)
     text = f"{done.name} ({done.id}) is nobody's from their next server on. Its files are still at "
-    text += f"{broker.shared_folders.folder_place(done.id)}; "
+    text += f"{services.shared_folders.folder_place(done.id)}; "
     text += f"`gpuspawner folders restore {done.id}` undoes it."
     show(plain_folder(done), text)
 
@@ -396,8 +400,8 @@ def delete_folder(settings: Settings, folder_id: str, name: str) -> None:
 @folder_argument
 def restore_folder(settings: Settings, folder_id: str) -> None:
     """Bring a deleted folder back."""
-    broker = settings.open_broker()
-    done = broker.shared_folders.bring_back(find_folder(broker, folder_id).id, actor=actor())
+    services = settings.open_services()
+    done = services.shared_folders.bring_back(find_folder(services, folder_id).id, actor=actor())
     show(plain_folder(done), f"{done.name} ({done.id}) is back.")
 
 
@@ -406,9 +410,9 @@ def restore_folder(settings: Settings, folder_id: str) -> None:
 @option("--yes-delete", "NAME", "the folder's name once more", default="")
 def remove_folder(settings: Settings, folder_id: str, yes_delete: str) -> None:
     """Remove a deleted folder's files, for good."""
-    broker = settings.open_broker()
-    folder = find_folder(broker, folder_id)
-    place = broker.shared_folders.folder_place(folder.id)
+    services = settings.open_services()
+    folder = find_folder(services, folder_id)
+    place = services.shared_folders.folder_place(folder.id)
     if folder.deleted_at is None:
         raise Refused(
             f"{folder.name} is in use. Delete it first: gpuspawner folders delete {folder.id}"
@@ -416,7 +420,7 @@ def remove_folder(settings: Settings, folder_id: str, yes_delete: str) -> None:
     if not place:
         raise Refused("Where folders lie is not said: set c.GPUFolders.source.")
     if yes_delete != folder.name:
-        use = broker.storage.use_of(place, None, 10.0)
+        use = services.storage.use_of(place, None, 10.0)
         size = format_bytes(use.used) if use else "of unknown size"
         raise Refused(
             f"This would remove {place}, {size}, with every file of the folder {folder.name}, for "
@@ -426,14 +430,14 @@ def remove_folder(settings: Settings, folder_id: str, yes_delete: str) -> None:
     tree = _tree(place, settings)
     if tree.exists():
         tree.delete()
-    broker.shared_folders.forget_folder(folder.id, actor=actor())
+    services.shared_folders.forget_folder(folder.id, actor=actor())
     show({"removed": folder.id}, f"{folder.name} ({folder.id}) is removed.")
 
 
-def find_folder(broker: Broker, text: str) -> Folder:
-    """The folder whose id begins so. Raises UnknownFolder."""
+def find_folder(services: Services, text: str) -> Folder:
+    """Return the folder whose id starts with this text. Raises UnknownFolder."""
     found = [
-        some for some in broker.shared_folders.all_folders() if text and some.id.startswith(text)
+        some for some in services.shared_folders.all_folders() if text and some.id.startswith(text)
     ]
     if len(found) == 1:
         return found[0]
@@ -444,7 +448,7 @@ def find_folder(broker: Broker, text: str) -> Folder:
 
 
 def plain_folder(some: Folder) -> dict[str, Any]:
-    """A folder, for scripts."""
+    """Return a folder as plain values, for scripts."""
     return {
         "id": some.id,
         "name": some.name,
@@ -465,7 +469,7 @@ def plain_folder(some: Folder) -> dict[str, Any]:
 
 
 def _tree(place: str, settings: Settings) -> Tree:
-    """The files of a folder, which no container has."""
+    """Return the files of a folder that no container has."""
     from ..cli.hub import open_hub  # imports JupyterHub: slow, and needed here only
 
     hub = open_hub(settings.config)

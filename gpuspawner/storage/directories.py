@@ -1,7 +1,7 @@
-"""Directories of members: archives, trees of files, and moves to another name.
+"""Directories of members: archives, trees of files, and renames.
 
-A directory of this machine goes through GNU tar, a volume of the engine through a container
-that is created and never started. Neither follows a symlink of a member's.
+A directory of this machine is read with GNU tar, a volume of the engine through a container that is
+created and never started. Neither follows a member's symlinks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ..core.errors import ArchiveRefused, EngineUnavailable, Refused, WorkspaceB
 
 ARCHIVE_CHUNK = 1 << 20
 ENDINGS = (".tar.zst", ".tar.gz", ".tar")
-"""What an archive's name may end with. Of .tar.zst the command zstd makes and reads the rest."""
+"""Possible endings of an archive. For .tar.zst the command zstd is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What is in an archive."""
+    """The contents of an archive."""
 
     entries: int
     size: int
@@ -45,7 +45,7 @@ class Contents:
 
 
 def ending(file: Path) -> str:
-    """How an archive is compressed, by its name. Raises ArchiveRefused."""
+    """Return an archive's compression, by its name. Raises ArchiveRefused."""
     for known in ENDINGS:
         if file.name.endswith(known):
             return known
@@ -53,7 +53,7 @@ def ending(file: Path) -> str:
 
 
 def write_archive(tar: Iterable[bytes], file: Path) -> Contents:
-    """Write a tar into a new file of mode 600, prove it, and give it its name.
+    """Write a tar into a new file of mode 600, check it, then rename it to its final name.
 
     Raises ArchiveRefused; then there is no such file.
     """
@@ -77,8 +77,11 @@ def write_archive(tar: Iterable[bytes], file: Path) -> Contents:
 
 
 def check_archive(file: Path) -> Contents:
-    """Read an archive to its end. Raises ArchiveRefused for one that is damaged, cut short, or
-    holds anything that could leave the workspace that it is put into."""
+    """Read an archive to its end, and return what it contains.
+
+    Raises ArchiveRefused if it is damaged or truncated, or contains anything that could leave the
+    workspace that it is restored into.
+    """
     entries = size = 0
     top: tarfile.TarInfo | None = None
     try:
@@ -100,8 +103,10 @@ def check_archive(file: Path) -> Contents:
 
 
 def read_archive(file: Path) -> Iterator[bytes]:
-    """The tar in an archive, chunk by chunk. Raises OSError, EOFError and zlib.error for what
-    cannot be read, and ArchiveRefused."""
+    """Yield the tar in an archive, chunk by chunk.
+
+    Raises OSError, EOFError and zlib.error if it cannot be read, and ArchiveRefused.
+    """
     kind = ending(file)
     if kind == ".tar.zst":
         yield from _read_zstd(file)
@@ -179,7 +184,7 @@ def _read_zstd(file: Path) -> Iterator[bytes]:
 
 
 class _Readable:
-    """Chunks as something that tarfile can read."""
+    """Chunks as a file object for tarfile."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
@@ -194,7 +199,7 @@ class _Readable:
             close()
 
     def read(self, size: int = -1) -> bytes:
-        """At most so many bytes; none at the end."""
+        """Return at most ``size`` bytes; none at the end."""
         while size < 0 or len(self._left) < size:
             chunk = next(self._chunks, b"")
             if not chunk:
@@ -211,21 +216,21 @@ _TAR = ("tar", "--numeric-owner", "--xattrs", "--acls")
 
 
 class Tree(Protocol):
-    """Where a workspace's files are."""
+    """The files of a workspace."""
 
     name: str
 
     def exists(self) -> bool:
-        """Whether it is there."""
+        """Return True if it exists."""
 
     def is_empty(self) -> bool:
-        """Whether nothing is in it; what is not there is empty too."""
+        """Return True if it has no files; also if it does not exist."""
 
     def read(self) -> Iterator[bytes]:
-        """Everything in it, as a tar. Raises ArchiveRefused."""
+        """Yield everything in it, as a tar. Raises ArchiveRefused."""
 
     def write(self, tar: Iterable[bytes], top: tarfile.TarInfo | None) -> None:
-        """Put a tar in place of nothing; a directory gets all of it or none.
+        """Fill an empty workspace from a tar; a directory gets all of it or nothing.
 
         ``top``: the tar's entry of the workspace itself. Raises ArchiveRefused.
         """
@@ -242,29 +247,33 @@ class DirectoryTree:
         self.path = Path(path)
 
     def exists(self) -> bool:
+        """Return True if it is a directory."""
         try:
             return stat.S_ISDIR(os.stat(self.path, follow_symlinks=False).st_mode)
         except OSError:
             return False
 
     def is_empty(self) -> bool:
+        """Return True if it has no files; also if it does not exist."""
         return not os.path.lexists(self.path) or (self.exists() and not any(self.path.iterdir()))
 
     def read(self) -> Iterator[bytes]:
+        """Yield everything in it, as a tar. Raises ArchiveRefused."""
         words = [*_TAR, "--one-file-system", "--sparse", "-C", str(self.path), "-cf", "-", "."]
         with _running(words, stdout=subprocess.PIPE) as process:
             while chunk := process.stdout.read(TREE_CHUNK):
                 yield chunk
 
     def write(self, tar: Iterable[bytes], top: tarfile.TarInfo | None) -> None:
+        """Fill it from a tar, all of it or nothing. Raises ArchiveRefused."""
         if not self.is_empty():
             raise ArchiveRefused(what=f"{self.path} is not empty")
-        # Beside it, then renamed: a member never finds the half of it.
+        # Written beside it, then renamed: a member never finds half of it.
         beside = self._beside("restoring")
         try:
             beside.mkdir(mode=0o700)
             words = [*_TAR, "--same-owner", "-p", "-C", str(beside), "-xf", "-"]
-            # A broken pipe: it says why when it ends.
+            # A broken pipe: the program reports why when it ends.
             with (
                 _running(words, stdin=subprocess.PIPE) as process,
                 contextlib.suppress(BrokenPipeError),
@@ -278,6 +287,7 @@ class DirectoryTree:
             shutil.rmtree(beside, ignore_errors=True)
 
     def delete(self) -> None:
+        """Delete it with everything in it. Raises ArchiveRefused."""
         beside = self._beside("deleting")
         try:
             os.rename(self.path, beside)
@@ -295,12 +305,13 @@ class VolumeTree:
     """A volume of a Docker Engine, wherever that runs."""
 
     def __init__(self, client: docker.APIClient, name: str, image: str) -> None:
-        """``image`` is any that the engine has: nothing in it is run."""
+        """Create a tree; ``image`` is any image of the engine: nothing in it is run."""
         self.client = client
         self.name = name
         self.image = image
 
     def exists(self) -> bool:
+        """Return True if it exists."""
         try:
             _answered(lambda: self.client.inspect_volume(self.name))
         except NotFound:
@@ -308,11 +319,12 @@ class VolumeTree:
         return True
 
     def is_empty(self) -> bool:
+        """Return True if it has no files; also if it does not exist."""
         if not self.exists():
             return True
         with self._holder() as holder:
             stream, _ = _answered(lambda: self.client.get_archive(holder, f"{_PLACE}/."))
-            # Of an empty one there is the entry of the folder itself, and the end: two blocks.
+            # An empty one has the entry of the folder itself, and the end: two blocks.
             size = 0
             for chunk in stream:
                 size += len(chunk)
@@ -321,6 +333,7 @@ class VolumeTree:
         return size <= 2048
 
     def read(self) -> Iterator[bytes]:
+        """Yield everything in it, as a tar. Raises ArchiveRefused."""
         with self._holder() as holder:
             try:
                 stream, _ = self.client.get_archive(holder, f"{_PLACE}/.", chunk_size=TREE_CHUNK)
@@ -329,17 +342,19 @@ class VolumeTree:
                 raise ArchiveRefused(what=f"the engine stopped in the middle ({error})") from error
 
     def write(self, tar: Iterable[bytes], top: tarfile.TarInfo | None) -> None:
+        """Fill it from a tar. Raises ArchiveRefused."""
         if not self.is_empty():
             raise ArchiveRefused(what=f"the volume {self.name} is not empty")
         with self._holder() as holder:
             try:
                 self.client.put_archive(holder, _PLACE, tar)
-                if top is not None:  # the engine leaves the entry "." out
+                if top is not None:  # the engine omits the entry "."
                     self.client.put_archive(holder, "/", _folder(_PLACE[1:], top))
             except (DockerException, requests.RequestException) as error:
                 raise ArchiveRefused(what=f"the engine did not take it ({error})") from error
 
     def delete(self) -> None:
+        """Delete it with everything in it. Raises ArchiveRefused."""
         try:
             _answered(lambda: self.client.remove_volume(self.name))
         except APIError as error:
@@ -348,7 +363,7 @@ class VolumeTree:
 
     @contextlib.contextmanager
     def _holder(self) -> Iterator[str]:
-        """A container that has the volume and is never started."""
+        """Create a container with the volume that is never started."""
         host = {"NetworkMode": "none", "Binds": [f"{self.name}:{_PLACE}:rw"]}
         config = {"Image": self.image, "Entrypoint": ["true"], "Cmd": [], "HostConfig": host}
         name = f"gpuspawner-archive-{secrets.token_hex(6)}"
@@ -360,7 +375,7 @@ class VolumeTree:
 
 
 def _folder(name: str, like: tarfile.TarInfo) -> bytes:
-    """A tar of nothing but a folder, with the owner and the mode of another one."""
+    """Return a tar of only a folder, with the owner and mode of another one."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         entry = tarfile.TarInfo(name)
@@ -371,7 +386,7 @@ def _folder(name: str, like: tarfile.TarInfo) -> bytes:
 
 
 def must_be_unused(client: docker.APIClient, source: str) -> None:
-    """Raises WorkspaceBusy when a container that runs has it, whoever started that."""
+    """Raise WorkspaceBusy if a running container has it, whoever started that."""
     for listed in _answered(lambda: client.containers()):
         for mount in listed.get("Mounts") or []:
             if source in (mount.get("Source"), mount.get("Name")):
@@ -383,14 +398,14 @@ def must_be_unused(client: docker.APIClient, source: str) -> None:
 
 
 def volume_sizes(client: docker.APIClient) -> dict[str, int]:
-    """The bytes of every volume that the engine has counted, by name."""
+    """Return the bytes of every volume that the engine has measured, by name."""
     told = _answered(lambda: client.df())["Volumes"] or []
     sizes = {v["Name"]: int((v.get("UsageData") or {}).get("Size", -1)) for v in told}
     return {name: size for name, size in sizes.items() if size >= 0}
 
 
 def _answered(call: Callable[[], Any]) -> Any:
-    """An engine's answer. Raises EngineUnavailable for none; NotFound and refusals pass."""
+    """Return an engine's answer. Raises EngineUnavailable; NotFound and refusals pass through."""
     try:
         return call()
     except APIError:
@@ -401,7 +416,7 @@ def _answered(call: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _running(words: list[str], **pipes: Any) -> Iterator[Any]:
-    """A program with a pipe to it; raises ArchiveRefused with its words when it fails."""
+    """Run a program with a pipe to it. Raises ArchiveRefused with its message if it fails."""
     with tempfile.TemporaryFile() as said:
         try:
             process = subprocess.Popen(
@@ -445,7 +460,7 @@ def movable(directories: Mapping[str, str]) -> dict[str, str]:
 
 
 def move(directories: Mapping[str, str]) -> None:
-    """Rename directories, old path to new path; what was renamed before is left alone.
+    """Rename directories, old path to new path; already renamed ones are left alone.
 
     Raises Refused if one of them cannot be renamed; then none is.
     """
@@ -454,7 +469,7 @@ def move(directories: Mapping[str, str]) -> None:
         for old, new in movable(directories).items():
             if os.path.exists(old):
                 os.makedirs(os.path.dirname(new), exist_ok=True)
-                os.rename(old, new)  # onto an empty directory too
+                os.rename(old, new)  # also onto an empty directory
                 done.append((old, new))
                 _keep(old, new)
     except OSError as error:
@@ -465,7 +480,7 @@ def move(directories: Mapping[str, str]) -> None:
 
 
 def _keep(*paths: str) -> None:
-    """Have it on the disk: what the database says next must be true after a loss of power."""
+    """Flush the renames to disk: the database's next commit must be true after a power failure."""
     for folder in {os.path.dirname(path) for path in paths}:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

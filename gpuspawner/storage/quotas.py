@@ -1,4 +1,4 @@
-"""Project quotas of XFS, and measured sizes where a file system keeps none.
+"""Project quotas of XFS, and measured sizes on other file systems.
 
 Each directory is a project of its own. ``xfs_quota`` sets and reads them, called with a list of
 arguments; it has to run as root, or through ``sudo``.
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from ..core.errors import QuotaUnavailable
 
 MEASURE_SECONDS = 2.0
-"""Seconds for one look before a start; a tree that takes longer is not known."""
+"""Seconds for measuring before a start; a tree that takes longer counts as unknown."""
 
 
 def measure(directory: str, patience: float | None = MEASURE_SECONDS) -> int | None:
-    """The bytes on disk of everything below a directory; None when nobody can say in time.
+    """Return the bytes on disk below a directory; None if unknown or not measured in time.
 
-    Symlinks count as what they are and are never followed, other file systems are left out,
-    a file with several names counts once. Blocks.
+    Symlinks count themselves and are never followed, other file systems are left out, and a file
+    with several names counts once. Blocks.
     """
     end = None if patience is None else time.monotonic() + patience
     try:
@@ -74,16 +74,16 @@ def _give_up(error: OSError) -> None:
 
 
 SPARE = 64 * 2**20
-"""Bytes, or a hundredth of the limit if that is less: who has no more left is full."""
+"""Bytes, or a hundredth of the limit if that is less: with no more left, it counts as full."""
 
 QUOTA_SECONDS = 60.0
 """Seconds for one call; the first for a directory visits every file in it."""
 
 _GET_ATTRIBUTES = 0x801C581F
-"""FS_IOC_FSGETXATTR of linux/fs.h, which answers in five numbers and eight bytes."""
+"""FS_IOC_FSGETXATTR of linux/fs.h, whose answer is five numbers and eight bytes."""
 _ATTRIBUTES = struct.Struct("=IIIII8x")
 _INHERIT = 0x200
-"""FS_XFLAG_PROJINHERIT: what is made in the directory is of its project."""
+"""FS_XFLAG_PROJINHERIT: new files in the directory belong to its project."""
 
 _SAFE = re.compile(r"/[^\s\"'\\]*")
 _LEFT_ALONE = "skipping special file"
@@ -92,7 +92,7 @@ _TOLD = re.compile(r"^\S+\s+(\d+)\s+\d+\s+(\d+)\s", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class QuotaUse:
-    """How much of a member's or a folder's room is taken."""
+    """How much of a member's or a folder's quota is used."""
 
     used: int
     """Bytes."""
@@ -101,7 +101,7 @@ class QuotaUse:
 
     @property
     def full(self) -> bool:
-        """Whether nothing worth speaking of is left."""
+        """True if almost nothing is left."""
         if not self.limit:
             return False
         return self.used > self.limit - min(SPARE, self.limit // 100)
@@ -111,11 +111,11 @@ class Quotas:
     """Sets and reads the quotas of directories on this machine. Blocks."""
 
     def __init__(self, command: Sequence[str] = ("xfs_quota",)) -> None:
-        """``command`` is xfs_quota, or what runs it as root: ``["sudo", "-n", "xfs_quota"]``."""
+        """Use ``command``: xfs_quota, or what runs it as root: ``["sudo", "-n", "xfs_quota"]``."""
         self.command = tuple(command)
 
     def set(self, directory: str, project: int, limit: int) -> None:
-        """Let a directory hold ``limit`` bytes and no more. Doing it twice changes nothing.
+        """Limit a directory to ``limit`` bytes. Doing it twice changes nothing.
 
         Raises QuotaUnavailable.
         """
@@ -130,19 +130,19 @@ class Quotas:
             raise QuotaUnavailable(path=path, why=self._nothing_told())
 
     def clear(self, directory: str, project: int) -> None:
-        """Take the limit of a project away; ``directory`` may be gone. Raises QuotaUnavailable."""
+        """Remove the limit of a project; ``directory`` may be gone. Raises QuotaUnavailable."""
         _, mount = self._place(directory)
         self._run(mount, f"limit -p bhard=0 {project}")
 
     def use(self, directory: str, project: int) -> QuotaUse:
-        """What a directory holds, and its limit. Raises QuotaUnavailable."""
+        """Return a directory's use and limit. Raises QuotaUnavailable."""
         path, mount = self._place(directory)
         if (found := self._read(mount, project)) is None:
             raise QuotaUnavailable(path=path, why=self._nothing_told())
         return found
 
     def problem(self, directory: str) -> str:
-        """Why quotas cannot be kept below a directory, in words; nothing when they can."""
+        """Return why quotas are not possible below a directory, in words, or ""."""
         try:
             _, mount = self._place(directory)
             told = self._run(mount, "state -p")
@@ -153,7 +153,7 @@ class Quotas:
         return ""
 
     def _read(self, mount: str, project: int) -> QuotaUse | None:
-        """None when no quota of this project is kept there."""
+        """Return a project's use; None if it has no quota there."""
         told = _TOLD.search(self._run(mount, f"quota -p -N -v -b -n {project}"))
         if told is None:
             return None
@@ -161,13 +161,13 @@ class Quotas:
         return QuotaUse(used, limit or None)
 
     def _nothing_told(self) -> str:
-        """xfs_quota says nothing at all to who may not ask."""
+        """Return why there was no output: xfs_quota prints nothing without permission."""
         return NOT_ROOT if os.geteuid() and self.command == ("xfs_quota",) else NOT_KEPT
 
     def _place(self, directory: str) -> tuple[str, str]:
-        """The directory as it really is, and where its file system is mounted."""
+        """Return the real path of a directory, and the mount point of its file system."""
         path = os.path.realpath(directory)
-        if not _SAFE.fullmatch(path):  # xfs_quota takes a command apart at spaces
+        if not _SAFE.fullmatch(path):  # xfs_quota splits commands at spaces
             raise QuotaUnavailable(path=directory, why="its path has a space or a quote in it")
         mount = path
         while not os.path.ismount(mount):
@@ -193,8 +193,8 @@ class Quotas:
             raise QuotaUnavailable(path=mount, why=why) from None
         except (OSError, subprocess.TimeoutExpired) as error:
             raise QuotaUnavailable(path=mount, why=f"xfs_quota did not answer ({error})") from error
-        # It exits with 0 when it could not do what it was told: its words decide. Of symlinks,
-        # sockets and devices, which it rightly leaves alone, it says that it did.
+        # It exits with 0 even on failure, so its output decides. For symlinks, sockets and devices,
+        # which it rightly leaves alone, it prints that it did.
         wrong = [x for x in done.stderr.splitlines() if x.strip() and _LEFT_ALONE not in x]
         if done.returncode or wrong:
             raise QuotaUnavailable(path=mount, why=_why(wrong or done.stdout.splitlines()))
@@ -206,9 +206,9 @@ NOT_KEPT = "its file system keeps no project quotas (XFS, mounted with prjquota)
 
 
 def project_of(directory: str) -> int | None:
-    """The project that a directory hands on to what is made in it; 0 is none.
+    """Return the project that a directory passes on to new files; 0 if none.
 
-    None: it is not for us to look at.
+    None: we are not permitted to read it.
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -225,7 +225,7 @@ def project_of(directory: str) -> int | None:
 
 
 def _path() -> str:
-    """Where a hub's PATH often does not look: xfs_quota lies in sbin."""
+    """Return a PATH with sbin, where xfs_quota is and a hub's PATH often does not look."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 

@@ -13,7 +13,7 @@ from ..core.errors import UnknownFolder
 from ..db.schema import folder_members, folders, quota_projects, workspaces
 
 FIRST_PROJECT = 700_000_000
-"""Ids from here on are ours: an admin's own projects and Docker's begin far below."""
+"""Our ids start here: an admin's own projects and Docker's are far below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,57 +28,57 @@ class Workspace:
     quota: int | None = None
     """Bytes; None: no limit."""
     busy: str = ""
-    """What an admin does with it just now; no server gets it meanwhile."""
+    """What an admin is doing with it; no server gets it meanwhile."""
 
     @property
     def is_volume(self) -> bool:
-        """Whether it is a volume, and not a directory."""
+        """True for a volume, False for a directory."""
         return not self.source.startswith("/")
 
 
 def find_workspace(
     connection: sa.Connection, source: str, *, lock: bool = False
 ) -> Workspace | None:
-    """One workspace; None when no server ever got it."""
+    """Return a workspace; None if no server ever got it."""
     query = sa.select(*_COLUMNS).where(workspaces.c.source == source)
     row = connection.execute(query.with_for_update() if lock else query).first()
     return Workspace(*row) if row else None
 
 
 def workspaces_of_user(connection: sa.Connection, user: str) -> Sequence[Workspace]:
-    """A member's workspaces, the newest first."""
+    """Return a member's workspaces, newest first."""
     query = sa.select(*_COLUMNS).where(workspaces.c.user == user)
     query = query.order_by(workspaces.c.seen_at.desc(), workspaces.c.source)
     return [Workspace(*row) for row in connection.execute(query)]
 
 
 def all_workspaces(connection: sa.Connection) -> Sequence[Workspace]:
-    """All of them, by their names."""
+    """Return all workspaces, by name."""
     query = sa.select(*_COLUMNS).order_by(workspaces.c.source)
     return [Workspace(*row) for row in connection.execute(query)]
 
 
 def put_workspace(connection: sa.Connection, workspace: Workspace) -> None:
-    """Write one, in the place of what was known of it."""
+    """Write a workspace, replacing what was known of it."""
     remove_workspace(connection, workspace.source)
     row = {name: getattr(workspace, name) for name in Workspace.__dataclass_fields__}
     connection.execute(sa.insert(workspaces).values(row))
 
 
 def remove_workspace(connection: sa.Connection, source: str) -> None:
-    """Forget one."""
+    """Delete a workspace's row."""
     connection.execute(sa.delete(workspaces).where(workspaces.c.source == source))
 
 
 def project_of(connection: sa.Connection, source: str) -> int | None:
-    """The quota project of a directory; None when it has none yet."""
+    """Return the quota project of a directory; None if it has none yet."""
     query = sa.select(quota_projects.c.id).where(quota_projects.c.source == source)
     found = connection.execute(query).scalar()
     return None if found is None else FIRST_PROJECT + int(found)
 
 
 def give_project(connection: sa.Connection, source: str) -> int:
-    """The quota project of a directory, made when there is none. An id is never given twice."""
+    """Return the quota project of a directory, created if needed. Ids are never reused."""
     found = project_of(connection, source)
     if found is not None:
         return found
@@ -93,14 +93,14 @@ _COLUMNS = tuple(workspaces.c[name] for name in Workspace.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True)
 class Invited:
-    """Somebody whom a folder is shared with."""
+    """A member whom a folder is shared with."""
 
     user: str
     write: bool
     invited_by: str
     invited_at: datetime
     accepted_at: datetime | None = None
-    """None: they have not said yes yet, and their servers do not get it."""
+    """None: they have not accepted yet, and their servers do not get it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,34 +109,34 @@ class Folder:
 
     id: str
     name: str
-    """For people: where the files lie is made from the id alone."""
+    """For people: the path of the files is made from the id alone."""
     owner: str
     made_at: datetime
     left_at: datetime | None = None
-    """When its owner left the hub: an admin can hand it on."""
+    """When its owner left the hub: an admin can give it to somebody else."""
     deleted_at: datetime | None = None
-    """When its owner deleted it: no server gets it, and an admin can bring it back."""
+    """When its owner deleted it: no server gets it, and an admin can restore it."""
     members: tuple[Invited, ...] = ()
 
     def invited(self, user: str) -> Invited | None:
-        """How it is shared with somebody; None for its owner, and for who was not invited."""
+        """Return how it is shared with a user; None for its owner, and without an invitation."""
         return next((some for some in self.members if some.user == user), None)
 
     def since(self, user: str) -> datetime | None:
-        """Since when somebody's servers get it; None when they do not."""
+        """Return since when a user's servers get it; None if they do not."""
         if user == self.owner:
             return self.made_at if self.left_at is None else None
         found = self.invited(user)
         return found.accepted_at if found else None
 
     def writes(self, user: str) -> bool:
-        """Whether somebody who has it may change what is in it."""
+        """Return True if a user who has it may change its contents."""
         found = self.invited(user)
         return user == self.owner or (found is not None and found.write)
 
 
 def get_folder(connection: sa.Connection, folder_id: str, *, lock: bool = False) -> Folder:
-    """One folder, a deleted one too. Raises UnknownFolder."""
+    """Return a folder, even a deleted one. Raises UnknownFolder."""
     query = sa.select(folders).where(folders.c.id == folder_id)
     row = connection.execute(query.with_for_update() if lock else query).mappings().first()
     if row is None:
@@ -145,7 +145,7 @@ def get_folder(connection: sa.Connection, folder_id: str, *, lock: bool = False)
 
 
 def folders_of_user(connection: sa.Connection, user: str) -> Sequence[Folder]:
-    """The folders that somebody owns or was invited to, the oldest first; no deleted ones."""
+    """Return the folders that a user owns or was invited to, oldest first; no deleted ones."""
     invited = sa.select(folder_members.c.folder_id).where(folder_members.c.user == user)
     mine = sa.or_(folders.c.owner == user, folders.c.id.in_(invited))
     query = sa.select(folders).where(folders.c.deleted_at.is_(None), mine).order_by(*_ORDER)
@@ -153,44 +153,44 @@ def folders_of_user(connection: sa.Connection, user: str) -> Sequence[Folder]:
 
 
 def all_folders(connection: sa.Connection) -> Sequence[Folder]:
-    """All of them, the deleted ones too, the oldest first."""
+    """Return all folders, including deleted ones, oldest first."""
     query = sa.select(folders).order_by(*_ORDER)
     return _with_members(connection, connection.execute(query).mappings().all())
 
 
 def owned_folders(connection: sa.Connection, user: str) -> int:
-    """How many folders somebody has that are not deleted."""
+    """Return how many folders a user owns that are not deleted."""
     query = sa.select(sa.func.count()).select_from(folders)
     query = query.where(folders.c.owner == user, folders.c.deleted_at.is_(None))
     return int(connection.execute(query).scalar_one())
 
 
 def insert_folder(connection: sa.Connection, folder: Folder) -> None:
-    """Write a new one."""
+    """Insert a folder."""
     row = {column.name: getattr(folder, column.name) for column in folders.c}
     connection.execute(sa.insert(folders).values(row))
 
 
 def update_folder(connection: sa.Connection, folder_id: str, **values: Any) -> None:
-    """Change some columns of one."""
+    """Change some columns of a folder."""
     connection.execute(sa.update(folders).where(folders.c.id == folder_id).values(values))
 
 
 def remove_folder(connection: sa.Connection, folder_id: str) -> None:
-    """Forget one, and who was invited."""
+    """Delete a folder's row and its invitations."""
     connection.execute(sa.delete(folder_members).where(folder_members.c.folder_id == folder_id))
     connection.execute(sa.delete(folders).where(folders.c.id == folder_id))
 
 
 def invite_to_folder(connection: sa.Connection, folder_id: str, invited: Invited) -> None:
-    """Write how a folder is shared with somebody, in the place of what was before."""
+    """Write how a folder is shared with somebody, replacing what was before."""
     uninvite_from_folder(connection, folder_id, invited.user)
     row = {name: getattr(invited, name) for name in Invited.__dataclass_fields__}
     connection.execute(sa.insert(folder_members).values(folder_id=folder_id, **row))
 
 
 def uninvite_from_folder(connection: sa.Connection, folder_id: str, user: str) -> bool:
-    """Share a folder with somebody no more. False when it was not."""
+    """Stop sharing a folder with somebody. Returns False if it was not shared."""
     mine = (folder_members.c.folder_id == folder_id, folder_members.c.user == user)
     return connection.execute(sa.delete(folder_members).where(*mine)).rowcount > 0
 
@@ -205,7 +205,7 @@ def _with_members(connection: sa.Connection, rows: Sequence[Any]) -> list[Folder
 def _members(connection: sa.Connection, ids: Iterable[str]) -> Iterable[tuple[str, Invited]]:
     wanted = list(ids)
     columns = [folder_members.c[name] for name in Invited.__dataclass_fields__]
-    for start in range(0, len(wanted), 500):  # SQLite takes so many parameters, and not many more
+    for start in range(0, len(wanted), 500):  # SQLite limits the number of parameters
         query = sa.select(folder_members.c.folder_id, *columns)
         query = query.where(folder_members.c.folder_id.in_(wanted[start : start + 500]))
         for row in connection.execute(query.order_by(folder_members.c.user)):

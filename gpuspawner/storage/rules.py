@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from ..core.errors import InvalidRequest
 
 LONGEST = 60
-"""Characters: in UTF-8 that, with what tells two of one name apart, still names a file."""
+"""Characters: encoded as UTF-8 with a suffix for equal names, it is still a valid file name."""
 
 _SIGNS = " _-.,()+&'"
 _JOINERS = "\u200c\u200d"
-"""What Persian and the scripts of India write words with."""
+"""Joiners that Persian and the scripts of India need."""
 
 
 def check_name(text: object, field: str = "name") -> str:
-    """A folder's name as it is kept. Raises InvalidRequest saying what is wrong with it."""
+    """Return a valid folder name. Raises InvalidRequest saying what is wrong with it."""
     if not isinstance(text, str):
         raise InvalidRequest(f"The field {field!r} is text.", field=field)
     name = unicodedata.normalize("NFC", text).strip(" ")
@@ -39,7 +39,10 @@ def check_name(text: object, field: str = "name") -> str:
 
 
 def told_apart(folders: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """What each folder (id, name) is called inside a server, by id; the first keeps its name."""
+    """Return each folder's name inside a server, by id; the first of equal names keeps its name.
+
+    The folders are pairs of id and name.
+    """
     taken: set[str] = set()
     called = {}
     for folder_id, name in folders:
@@ -51,7 +54,7 @@ def told_apart(folders: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def is_same(one: str, other: str) -> bool:
-    """Whether people would take two names for one."""
+    """Return True if people would mistake two names for the same."""
     return _same(one) == _same(other)
 
 

@@ -1,4 +1,4 @@
-"""Members' workspaces and the folders that they share."""
+"""Members' workspaces, and the folders that they share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..core.errors import (
     UnknownWorkspace,
     WorkspaceBusy,
 )
+from ..db import audit_log
 from ..db.engine import Store
-from ..devices import closures
 from ..leases import repository as leases_repository
 from ..ledger import repository as ledger_repository
 from ..ledger.models import member_account
@@ -32,14 +32,14 @@ from .repository import Folder, Invited, Workspace
 from .rules import check_name, is_same, told_apart
 
 SEEN_EVERY = timedelta(hours=1)
-"""How exactly it is known when a workspace was last used."""
+"""How exactly the last use of a workspace is recorded."""
 
 GLANCE = 0.1
-"""Seconds that a page gives to counting what a directory holds."""
+"""Seconds that a page spends on measuring a directory."""
 
 
 class GPUFolders(LoggingConfigurable):
-    """The folders that members share, and what keeps quotas."""
+    """Shared folders, and the command for quotas."""
 
     xfs_quota = List(
         Unicode(),
@@ -95,15 +95,15 @@ class GPUFolders(LoggingConfigurable):
 
 
 class Held(NamedTuple):
-    """A workspace and what it holds."""
+    """A workspace and its use."""
 
     workspace: Workspace
     use: QuotaUse | None
-    """None: nobody can say, or not soon enough."""
+    """None: unknown, or not measured in time."""
 
 
 class StorageService:
-    """Members' workspaces: who has which, what they hold, and who works on them."""
+    """Members' workspaces: owners, use, and claims by admins."""
 
     def __init__(
         self,
@@ -119,15 +119,14 @@ class StorageService:
 
     @property
     def quotas(self) -> Quotas:
-        """What sets and reads quotas."""
+        """The interface to the file system's quotas."""
         return Quotas(self.settings.xfs_quota)
 
     def use_workspace(self, source: str, user: str, quota: int | None) -> bool:
-        """A member's server is about to get it; whether it is new to us.
+        """Record that a member's server is about to get a workspace. Returns True if it is new.
 
+        The server already has its lease, which anybody who claims the workspace meanwhile sees.
         Raises WorkspaceBusy while an admin has it.
-
-        The server has its lease by now: whoever claims the workspace meanwhile sees that.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -142,7 +141,7 @@ class StorageService:
             return known is None
 
     def keep_quota(self, source: str, quota: int | None) -> None:
-        """Have the file system keep a directory's quota in bytes; None takes it away.
+        """Set a directory's quota in bytes at the file system; None removes it.
 
         Raises QuotaUnavailable.
         """
@@ -158,14 +157,14 @@ class StorageService:
         self.quotas.set(source, project, quota)
 
     def use_of(self, source: str, quota: int | None, patience: float = GLANCE) -> QuotaUse | None:
-        """What a directory holds: as the file system counts, else as a quick look does."""
+        """Return a directory's use from the file system's quota, else from a quick measurement."""
         if not source.startswith("/"):
             return None
         project = self.store.run(lambda c: repository.project_of(c, source))
         return self._use_of(source, quota, project, patience)
 
     def files_of(self, user: str) -> list[Held]:
-        """A member's workspaces with what they hold."""
+        """Return a member's workspaces with their use."""
         return self.held_in(self.workspaces_of(user))
 
     def workspaces_of(self, user: str) -> list[tuple[Workspace, int | None]]:
@@ -175,7 +174,7 @@ class StorageService:
             return [(each, repository.project_of(connection, each.source)) for each in found]
 
     def held_in(self, some: Iterable[tuple[Workspace, int | None]]) -> list[Held]:
-        """Return what workspaces hold. Asks the file system, so call it outside transactions."""
+        """Return the use of workspaces. Queries the file system: call it outside transactions."""
         return [
             Held(each, self._use_of(each.source, each.quota, project, GLANCE))
             for each, project in some
@@ -196,15 +195,15 @@ class StorageService:
         return None if used is None else QuotaUse(used, quota or None)
 
     def workspaces(self) -> list[Workspace]:
-        """Every workspace that a server ever got."""
+        """Return every workspace that a server ever got."""
         return list(self.store.run(repository.all_workspaces))
 
     def claim_workspace(self, source: str, what: str, *, user: str = "") -> Workspace:
         """Keep servers away from a workspace while something is done with it.
 
-        ``what`` is said to a member who starts meanwhile; ``user``: whose it will be when it is
-        not known yet. Raises WorkspaceBusy when a server of theirs runs, or somebody else
-        claimed it, and UnknownWorkspace.
+        ``what`` is shown to a member who starts meanwhile; ``user`` is the owner of a new
+        workspace. Raises WorkspaceBusy if a server of theirs runs or somebody else claimed it, and
+        UnknownWorkspace.
         """
         with self.store.write() as connection:
             known = repository.find_workspace(connection, source, lock=True)
@@ -226,7 +225,7 @@ class StorageService:
             return claimed
 
     def free_workspace(self, source: str) -> bool:
-        """Let servers have it again. False when nobody had claimed it."""
+        """Let servers have a workspace again. Returns False if nobody had claimed it."""
         with self.store.write() as connection:
             known = repository.find_workspace(connection, source, lock=True)
             if known is None or not known.busy:
@@ -235,12 +234,11 @@ class StorageService:
             return True
 
     def note_workspace(self, source: str, action: str, *, actor: str, detail: str = "") -> None:
-        """Write in the audit trail what was done with a workspace; one that is deleted is
-        forgotten."""
+        """Record in the audit log what was done with a workspace, and forget a deleted one."""
         with self.store.write() as connection:
             if action == "delete workspace":
                 repository.remove_workspace(connection, source)
-            closures.note(
+            audit_log.note(
                 connection,
                 at=self.clock(),
                 actor=actor,
@@ -258,20 +256,20 @@ def _in_hand(some: Workspace) -> str:
 
 
 LONGEST_USER = 255
-"""Characters of a member's name at the Hub."""
+"""Maximum characters of a member's name at the Hub."""
 
 MOST_MEMBERS = 500
-"""Whom one folder can be shared with."""
+"""How many members one folder can be shared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderMount:
-    """A shared folder as a server of somebody gets it."""
+    """A shared folder as a member's server gets it."""
 
     source: str
-    """A directory of the engine's machine, or a volume: made from the folder's id."""
+    """A directory of the engine's machine, or a volume, made from the folder's id."""
     name: str
-    """What it is called below ``~/shared``."""
+    """Its name below ``~/shared``."""
     write: bool
     folder_id: str
 
@@ -285,15 +283,15 @@ class SharedFolderService:
         self.settings = settings
 
     def folders(self, user: str) -> Sequence[Folder]:
-        """Those that a member owns or was invited to, the oldest first."""
+        """Return the folders that a member owns or was invited to, oldest first."""
         return self.store.run(lambda connection: repository.folders_of_user(connection, user))
 
     def all_folders(self) -> Sequence[Folder]:
-        """Everybody's, the deleted ones too."""
+        """Return everybody's folders, including deleted ones."""
         return self.store.run(repository.all_folders)
 
     def folder_people(self) -> list[str]:
-        """Everybody who owns a folder or was invited to one, but for owners who left."""
+        """Return everybody who owns a folder or was invited to one, except owners who left."""
         people = set[str]()
         for folder in self.all_folders():
             people.update(some.user for some in folder.members)
@@ -302,15 +300,15 @@ class SharedFolderService:
         return sorted(people)
 
     def folder(self, folder_id: str) -> Folder:
-        """One of them, whosever it is. Raises UnknownFolder."""
+        """Return a folder, whoever owns it. Raises UnknownFolder."""
         return self.store.run(lambda connection: repository.get_folder(connection, folder_id))
 
     def folder_place(self, folder_id: str) -> str:
-        """Where the files of a folder lie."""
+        """Return where the files of a folder are."""
         return self.settings.source.replace("{id}", folder_id)
 
     def folder_mounts(self, user: str) -> list[FolderMount]:
-        """What the next server of a member gets, those first that they have had longest."""
+        """Return what a member's next server gets, longest held first."""
         if not self.settings.source:
             return []
         had: list[tuple[datetime, Folder]] = []
@@ -326,7 +324,7 @@ class SharedFolderService:
     # What members do.
 
     def make_folder(self, name: str, *, actor: str) -> Folder:
-        """Make an empty folder. Raises InvalidRequest, or FolderRefused when they have too many."""
+        """Create an empty folder. Raises InvalidRequest, or FolderRefused if they have too many."""
         name = check_name(name)
         if not self.settings.source or "{id}" not in self.settings.source:
             raise FolderRefused(
@@ -341,10 +339,10 @@ class SharedFolderService:
         return made
 
     def invite(self, folder_id: str, user: str, *, write: bool, actor: str) -> Folder:
-        """Offer a folder of one's own to another member, to read or to write too.
+        """Offer one's own folder to another member, to read or also to write.
 
-        Who has accepted keeps it, with what they may do now. Raises UnknownFolder, NotAllowed
-        for who does not own it, and FolderRefused.
+        A member who has accepted keeps it, with the new permission. Raises UnknownFolder,
+        NotAllowed if the actor does not own it, and FolderRefused.
         """
         user, now = user.strip(), self.clock()
         with self.store.write() as connection:
@@ -366,12 +364,12 @@ class SharedFolderService:
             return repository.get_folder(connection, folder_id)
 
     def accept(self, folder_id: str, *, actor: str) -> Folder:
-        """Take what was offered: the next server gets it. Raises UnknownFolder."""
+        """Accept an offer: the next server gets the folder. Raises UnknownFolder."""
         with self.store.write() as connection:
             folder = self._seen_folder(connection, folder_id, actor)
             mine = folder.invited(actor)
             if mine is None or mine.accepted_at is not None:
-                return folder  # it is theirs already
+                return folder  # they already have it
             repository.invite_to_folder(
                 connection, folder_id, replace(mine, accepted_at=self.clock())
             )
@@ -379,8 +377,10 @@ class SharedFolderService:
             return repository.get_folder(connection, folder_id)
 
     def leave(self, folder_id: str, *, actor: str) -> None:
-        """Give a folder of somebody else's back, or say no to it. Raises UnknownFolder, and
-        FolderRefused for the owner."""
+        """Give up or decline a folder of somebody else.
+
+        Raises UnknownFolder, and FolderRefused for the owner.
+        """
         with self.store.write() as connection:
             folder = self._seen_folder(connection, folder_id, actor)
             if folder.owner == actor:
@@ -391,7 +391,7 @@ class SharedFolderService:
             self._note_folder(connection, folder, "leave folder", actor)
 
     def uninvite(self, folder_id: str, user: str, *, actor: str) -> Folder:
-        """Share a folder of one's own with somebody no more: their next server has it not.
+        """Stop sharing one's own folder with somebody, from their next server on.
 
         Raises UnknownFolder, NotAllowed and FolderRefused.
         """
@@ -403,9 +403,9 @@ class SharedFolderService:
             return repository.get_folder(connection, folder_id)
 
     def hand_on(self, folder_id: str, user: str, *, actor: str, admin: bool = False) -> Folder:
-        """Make somebody else the owner: a member who has accepted it, or whom an admin says.
+        """Make somebody else the owner: a member who accepted it or, for an admin, anybody.
 
-        Who owned it keeps it as a member, unless they left the hub. Raises UnknownFolder,
+        The previous owner keeps it as a member, unless they left the hub. Raises UnknownFolder,
         NotAllowed and FolderRefused.
         """
         user = user.strip()
@@ -434,10 +434,10 @@ class SharedFolderService:
     def delete_folder(
         self, folder_id: str, name: str, *, actor: str, admin: bool = False
     ) -> Folder:
-        """Take a folder away from everybody; ``name`` is its own, written out once more.
+        """Take a folder away from everybody; ``name`` repeats its name as a confirmation.
 
-        The files stay until an admin removes them for good, and an admin can bring it back.
-        Raises UnknownFolder, NotAllowed and FolderRefused.
+        The files stay until an admin removes them for good, and an admin can restore it. Raises
+        UnknownFolder, NotAllowed and FolderRefused.
         """
         with self.store.write() as connection:
             folder = self._own_folder(connection, folder_id, actor, admin=admin)
@@ -449,10 +449,10 @@ class SharedFolderService:
             self._note_folder(connection, folder, "delete folder", actor)
             return repository.get_folder(connection, folder_id)
 
-    # What admins do, and what the Hub says.
+    # What admins do, and what the Hub reports.
 
     def bring_back(self, folder_id: str, *, actor: str) -> Folder:
-        """Undo a deletion. Raises UnknownFolder, and FolderRefused when it is not deleted."""
+        """Undo a deletion. Raises UnknownFolder, and FolderRefused if it is not deleted."""
         with self.store.write() as connection:
             folder = repository.get_folder(connection, folder_id, lock=True)
             if folder.deleted_at is None:
@@ -462,7 +462,7 @@ class SharedFolderService:
             return repository.get_folder(connection, folder_id)
 
     def forget_folder(self, folder_id: str, *, actor: str) -> None:
-        """Forget a deleted folder, whose files are gone for good. Raises FolderRefused."""
+        """Forget a deleted folder whose files are gone for good. Raises FolderRefused."""
         with self.store.write() as connection:
             folder = repository.get_folder(connection, folder_id, lock=True)
             if folder.deleted_at is None:
@@ -471,10 +471,10 @@ class SharedFolderService:
             self._note_folder(connection, folder, "remove folder", actor)
 
     def member_left(self, user: str, *, actor: str = "gpuspawner") -> int:
-        """A member was removed at the Hub: what was shared with them is theirs no more.
+        """Record that a member was removed at the Hub, and end what was shared with them.
 
-        Folders that they own wait for an admin who hands them on; whoever gets the same name
-        later has none of it. How many folders that concerns.
+        Folders that they own wait for an admin to give them to somebody else; a later member with
+        the same name gets none of it. Returns how many folders were affected.
         """
         now, touched = self.clock(), 0
         with self.store.write() as connection:
@@ -488,10 +488,10 @@ class SharedFolderService:
                     touched += 1
         return touched
 
-    # Steps of the above.
+    # Helpers.
 
     def _seen_folder(self, connection: sa.Connection, folder_id: str, user: str) -> Folder:
-        """A folder that this member may know of. Raises UnknownFolder for any other."""
+        """Return a folder that this member may know of. Raises UnknownFolder for any other."""
         folder = repository.get_folder(connection, folder_id, lock=True)
         mine = folder.owner == user and folder.left_at is None
         if folder.deleted_at is not None or not (mine or folder.invited(user)):
@@ -501,7 +501,7 @@ class SharedFolderService:
     def _own_folder(
         self, connection: sa.Connection, folder_id: str, user: str, *, admin: bool = False
     ) -> Folder:
-        """A folder that this member may change. Raises UnknownFolder or NotAllowed."""
+        """Return a folder that this member may change. Raises UnknownFolder or NotAllowed."""
         if admin:
             folder = repository.get_folder(connection, folder_id, lock=True)
             if folder.deleted_at is not None:
@@ -527,7 +527,7 @@ class SharedFolderService:
         self, connection: sa.Connection, folder: Folder, action: str, actor: str, detail: str = ""
     ) -> None:
         subject = f"folder {folder.id} ({folder.name})"
-        closures.note(
+        audit_log.note(
             connection,
             at=self.clock(),
             actor=actor,

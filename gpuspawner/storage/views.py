@@ -8,12 +8,14 @@ from typing import Any
 
 from tornado import web
 
-from ..core.errors import FolderRefused, GPUSpawnerError, InvalidRequest, UnknownFolder
+from ..core.errors import FolderRefused, GPUSpawnerError, UnknownFolder
 from ..web import view_models
-from ..web.api import APIHandler, ChangingAPI, instant
+from ..web.api import APIHandler, ChangingAPI
 from ..web.base import ServiceHandler
 from ..web.fields import one_of
+from ..web.operations import ALL, Action, each_action, operation
 from ..web.pages import FormPage
+from . import schemas
 from .repository import Folder
 from .rules import LONGEST
 
@@ -38,20 +40,16 @@ class FoldersPage(FormPage):
 
     async def show_folders(self, refusal: GPUSpawnerError | None = None, typed: str = "") -> None:
         """Send the page; ``typed`` is the name that was refused."""
-        if refusal:
-            self.set_status(refusal.status_code)
-        had, offered = await self.read(view_models.folders_of, self.broker, self.user)
-        everybody = await self.read(self.broker.shared_folders.all_folders) if self.admin else ()
+        had, offered = await self.read(view_models.folders_of, self.services, self.user)
+        everybody = await self.read(self.services.shared_folders.all_folders) if self.admin else ()
         self.show(
             "folders.html",
-            user=self.user,
-            admin=self.admin,
-            now=self.broker.clock(),
+            now=self.services.clock(),
             had=had,
             offered=offered,
             others=[f for f in everybody if f.owner != self.user or f.deleted_at or f.left_at],
             done=DONE.get(self.get_query_argument("done", ""), ""),
-            error=refusal.message if refusal else "",
+            refusal=refusal,
             typed=typed,
             longest=LONGEST,
             xsrf=self.xsrf,
@@ -61,8 +59,8 @@ class FoldersPage(FormPage):
     async def post(self) -> None:
         name = self.field("name")[:200]
         try:
-            await self.broker.run(
-                partial(self.broker.shared_folders.make_folder, name, actor=self.user)
+            await self.services.run(
+                partial(self.services.shared_folders.make_folder, name, actor=self.user)
             )
         except GPUSpawnerError as refusal:
             await self.show_folders(refusal, name)
@@ -79,11 +77,11 @@ class FolderPage(FoldersPage):
     @web.authenticated
     async def post(self, folder_id: str, action: str) -> None:
         try:
-            folder = await self.broker.read(self._visible, folder_id)
+            folder = await self.services.read(self._visible, folder_id)
             if action in ("leave", "hand-on", "delete", "uninvite") and not self.confirmed:
                 self._ask(folder, action)
                 return
-            await self.broker.run(self._work(folder, action))
+            await self.services.run(self._work(folder, action))
         except GPUSpawnerError as refusal:
             await self.show_folders(refusal)
             return
@@ -91,7 +89,7 @@ class FolderPage(FoldersPage):
 
     def _visible(self, folder_id: str) -> Folder:
         """A folder that this member may know of. Raises UnknownFolder."""
-        folder = self.broker.shared_folders.folder(folder_id)
+        folder = self.services.shared_folders.folder(folder_id)
         mine = folder.owner == self.user or folder.invited(self.user)
         if not self.admin and (not mine or folder.deleted_at):
             raise UnknownFolder(folder=folder_id)
@@ -138,28 +136,34 @@ def work_of(
     handler: ServiceHandler, folder: Folder, action: str, field: Callable[[str], Any]
 ) -> Callable[[], object]:
     """What an action does, ready to be called; ``field`` has what was sent with it."""
-    broker, actor = handler.broker, handler.user
+    services, actor = handler.services, handler.user
     # Their own is theirs; of others' folders an admin does what an owner would.
     admin = handler.admin and (folder.owner != actor or folder.left_at is not None)
     match action:
         case "invite":
             write = field("write") in ("yes", True)
             return partial(
-                broker.shared_folders.invite, folder.id, field("member"), write=write, actor=actor
+                services.shared_folders.invite, folder.id, field("member"), write=write, actor=actor
             )
         case "accept":
-            return partial(broker.shared_folders.accept, folder.id, actor=actor)
+            return partial(services.shared_folders.accept, folder.id, actor=actor)
         case "leave":
-            return partial(broker.shared_folders.leave, folder.id, actor=actor)
+            return partial(services.shared_folders.leave, folder.id, actor=actor)
         case "uninvite":
-            return partial(broker.shared_folders.uninvite, folder.id, field("member"), actor=actor)
+            return partial(
+                services.shared_folders.uninvite, folder.id, field("member"), actor=actor
+            )
         case "hand-on":
             return partial(
-                broker.shared_folders.hand_on, folder.id, field("member"), actor=actor, admin=admin
+                services.shared_folders.hand_on,
+                folder.id,
+                field("member"),
+                actor=actor,
+                admin=admin,
             )
         case "delete":
             return partial(
-                broker.shared_folders.delete_folder,
+                services.shared_folders.delete_folder,
                 folder.id,
                 field("name"),
                 actor=actor,
@@ -167,7 +171,7 @@ def work_of(
             )
         case _:
             handler.need_admin()
-            return partial(broker.shared_folders.bring_back, folder.id, actor=actor)
+            return partial(services.shared_folders.bring_back, folder.id, actor=actor)
 
 
 def _count(folder: Folder) -> str:
@@ -184,40 +188,44 @@ FOLDER_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
 ]
 
 
-TAKES: dict[str, tuple[str, ...]] = {
-    "invite": ("member", "write"),
-    "uninvite": ("member",),
-    "hand-on": ("member",),
-    "delete": ("name",),
+FOLDER_ACTIONS = {
+    "invite": Action("Share it with a member, to read or to write too.", schemas.InvitationBody),
+    "accept": Action("Take what was offered: my next server has it."),
+    "leave": Action("Give it back, or say no to it."),
+    "uninvite": Action("Share it with a member no more.", schemas.FolderMemberBody),
+    "hand-on": Action("Make another member its owner.", schemas.FolderMemberBody),
+    "delete": Action(
+        "Take it from everybody; its name is written once more.", schemas.FolderNameBody
+    ),
+    "restore": Action("Bring a deleted one back, for admins."),
 }
-"""The fields that an action needs."""
 
 
 class FoldersAPI(ChangingAPI):
-    """My folders and invitations; with ``all=1`` everybody's, for admins."""
+    """Shared folders, and a new one."""
 
+    @operation("folders", schemas.FoldersAnswer, ALL)
     @web.authenticated
     async def get(self) -> None:
-        everybody = one_of(self.get_query_argument("all", "0"), "all", ("0", "1")) == "1"
-        if everybody:
+        """My folders and invitations; with ``all=1`` everybody's, for admins."""
+        of_all = one_of(self.get_query_argument("all", "0"), "all", ("0", "1")) == "1"
+        if of_all:
             self.need_admin()
-        had, offered = await self.read(view_models.folders_of, self.broker, self.user)
+        had, offered = await self.read(view_models.folders_of, self.services, self.user)
         called = {some.folder.id: some.called for some in had}
         found = [some.folder for some in (*had, *offered)]
-        if everybody:
-            found = list(await self.read(self.broker.shared_folders.all_folders))
-        self.answer(
-            {
-                "as_of": instant(self.broker.clock()),
-                "folders": [folder_json(f, self.user, called.get(f.id, "")) for f in found],
-            }
-        )
+        if of_all:
+            found = list(await self.read(self.services.shared_folders.all_folders))
+        told = [folder_answer(f, self.user, called.get(f.id, "")) for f in found]
+        self.answer(schemas.FoldersAnswer, as_of=self.services.clock(), folders=told)
 
+    @operation("folders", schemas.FolderAnswer, name="makeFolder", body=schemas.NewFolderBody)
     @web.authenticated
     async def post(self) -> None:
-        name = _text(self.sent("name"), "name", 1000)
+        """Make a shared folder."""
+        name = self.sent(schemas.NewFolderBody).name
         made = await self.read(
-            partial(self.broker.shared_folders.make_folder, name, actor=self.user)
+            partial(self.services.shared_folders.make_folder, name, actor=self.user)
         )
         await answer_with(self, made.id)
 
@@ -225,27 +233,22 @@ class FoldersAPI(ChangingAPI):
 class FolderAPI(ChangingAPI):
     """One change of one folder."""
 
+    @each_action("folders/{folder}", FOLDER_ACTIONS, schemas.FolderAnswer, "{}Folder")
     @web.authenticated
     async def post(self, folder_id: str, action: str) -> None:
         if action == "restore":
             self.need_admin()
-        wanted = TAKES.get(action, ())
-        sent = self.sent(*wanted) if wanted else {}
-        for name in wanted:
-            if name == "write":
-                if not isinstance(sent.get(name), bool):
-                    raise _refused("The field 'write' is true or false.", name)
-            else:
-                _text(sent, name, 1000)
+        model = FOLDER_ACTIONS[action].body
+        sent = self.sent(model).model_dump() if model else {}
         try:
-            folder = await self.broker.read(self._visible, folder_id)
-            await self.broker.run(work_of(self, folder, action, sent.get))
+            folder = await self.services.read(self._visible, folder_id)
+            await self.services.run(work_of(self, folder, action, sent.get))
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code) from error
         await answer_with(self, folder_id)
 
     def _visible(self, folder_id: str) -> Folder:
-        folder = self.broker.shared_folders.folder(folder_id)
+        folder = self.services.shared_folders.folder(folder_id)
         if not self.admin and folder.owner != self.user and not folder.invited(self.user):
             raise UnknownFolder(folder=folder_id)
         return folder
@@ -253,51 +256,18 @@ class FolderAPI(ChangingAPI):
 
 async def answer_with(handler: APIHandler, folder_id: str) -> None:
     """Answer with a folder as it is now."""
-    mounts = await handler.read(handler.broker.shared_folders.folder_mounts, handler.user)
+    mounts = await handler.read(handler.services.shared_folders.folder_mounts, handler.user)
     called = {mount.folder_id: mount.name for mount in mounts}
-    folder = await handler.read(handler.broker.shared_folders.folder, folder_id)
-    handler.answer(folder_json(folder, handler.user, called.get(folder_id, "")))
+    folder = await handler.read(handler.services.shared_folders.folder, folder_id)
+    handler.finish(folder_answer(folder, handler.user, called.get(folder_id, "")).as_json())
 
 
-def folder_json(folder: Folder, user: str, called: str) -> dict[str, Any]:
+def folder_answer(folder: Folder, user: str, called: str) -> schemas.FolderAnswer:
     """A folder as somebody sees it."""
     mine = folder.owner == user and folder.left_at is None
     knows = mine or folder.invited(user) is not None
-    return {
-        "id": folder.id,
-        "name": folder.name,
-        "owner": folder.owner,
-        "owner_left_at": instant(folder.left_at),
-        "made_at": instant(folder.made_at),
-        "deleted_at": instant(folder.deleted_at),
-        "mine": mine,
-        "mounted_as": called or None,
-        "write": knows and folder.writes(user),
-        "members": [
-            {
-                "member": some.user,
-                "write": some.write,
-                "invited_by": some.invited_by,
-                "invited_at": instant(some.invited_at),
-                "accepted_at": instant(some.accepted_at),
-            }
-            for some in folder.members
-        ],
-    }
-
-
-def _text(sent: dict[str, Any], name: str, most: int) -> str:
-    """A text that has to be there. Raises HTTPError 400."""
-    found = sent.get(name)
-    if not isinstance(found, str) or not 0 < len(found) <= most:
-        raise _refused(f"The field {name!r} is text, and is not empty.", name)
-    return found
-
-
-def _refused(sentence: str, field: str) -> web.HTTPError:
-    error = web.HTTPError(400)
-    error.__cause__ = InvalidRequest(sentence, field=field)
-    return error
+    write = knows and folder.writes(user)
+    return schemas.FolderAnswer.of(folder, mine=mine, mounted_as=called or None, write=write)
 
 
 FOLDER_API_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [

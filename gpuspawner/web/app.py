@@ -36,7 +36,7 @@ from ..monitoring.models import Sample
 from ..notifications import views as notifications_views
 from ..notifications.channels import Channel
 from ..queue import views as queue_views
-from ..services import Broker
+from ..services import Services
 from ..storage import views as storage_views
 from . import api, openapi, pages
 from .base import Context, Duty, HubCalls, ServiceHandler
@@ -220,8 +220,38 @@ and who is no admin any more is none here."""
 STATIC = Path(__file__).parent / "static"
 
 
+ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
+    *pages.HANDLERS,
+    *api.HANDLERS,
+    *notifications_views.HANDLERS,
+    *queue_views.QUEUE_HANDLERS,
+    *queue_views.QUEUE_API_HANDLERS,
+    *leases_views.SESSION_HANDLERS,
+    *leases_views.IDLE_HANDLERS,
+    *leases_views.GPU_LOSS_HANDLERS,
+    *leases_views.LEASE_NOW_HANDLERS,
+    *ledger_views.STATEMENT_HANDLERS,
+    *metrics.HANDLERS,
+    *ledger_views.ACCOUNT_HANDLERS,
+    *correction_views.CORRECTION_HANDLERS,
+    *correction_views.BULK_GRANT_HANDLERS,
+    *rate_views.RATE_HANDLERS,
+    *refill_views.REFILL_HANDLERS,
+    *ledger_views.ACCOUNT_API_HANDLERS,
+    *db_views.HANDLERS,
+    *storage_views.FOLDER_HANDLERS,
+    *storage_views.FOLDER_API_HANDLERS,
+    *openapi.OPENAPI_HANDLERS,
+    *openapi.CATALOG_SCHEMA_HANDLERS,
+    *monitoring_views.USAGE_HANDLERS,
+    *monitoring_views.UTILIZATION_HANDLERS,
+    *cluster_views.HANDLERS,
+)
+"""Patterns of paths below the prefix, and what answers there."""
+
+
 def make_app(
-    broker: Broker,
+    services: Services,
     *,
     hub_auth: HubOAuth,
     warn_minutes: Sequence[float] = (),
@@ -245,7 +275,7 @@ def make_app(
     """
     prefix = hub_auth.base_url
     context = Context(
-        broker=broker,
+        services=services,
         hub_auth=hub_auth,
         warn_minutes=tuple(warn_minutes),
         session_warn_minutes=tuple(session_warn_minutes),
@@ -258,40 +288,14 @@ def make_app(
         duties={} if duties is None else duties,
     )
     handlers: list[tuple[Any, ...]] = [
-        (prefix + path, handler, {"context": context})
-        for path, handler in (
-            *pages.HANDLERS,
-            *api.HANDLERS,
-            *notifications_views.HANDLERS,
-            *queue_views.QUEUE_HANDLERS,
-            *queue_views.QUEUE_API_HANDLERS,
-            *leases_views.SESSION_HANDLERS,
-            *leases_views.IDLE_HANDLERS,
-            *leases_views.GPU_LOSS_HANDLERS,
-            *leases_views.LEASE_NOW_HANDLERS,
-            *ledger_views.STATEMENT_HANDLERS,
-            *metrics.HANDLERS,
-            *ledger_views.ACCOUNT_HANDLERS,
-            *correction_views.CORRECTION_HANDLERS,
-            *correction_views.BULK_GRANT_HANDLERS,
-            *rate_views.RATE_HANDLERS,
-            *refill_views.REFILL_HANDLERS,
-            *ledger_views.ACCOUNT_API_HANDLERS,
-            *db_views.HANDLERS,
-            *storage_views.FOLDER_HANDLERS,
-            *storage_views.FOLDER_API_HANDLERS,
-            *openapi.OPENAPI_HANDLERS,
-            *openapi.CATALOG_SCHEMA_HANDLERS,
-            *monitoring_views.USAGE_HANDLERS,
-            *monitoring_views.UTILIZATION_HANDLERS,
-            *cluster_views.HANDLERS,
-        )
+        (prefix + path, handler, {"context": context}) for path, handler in ROUTES
     ]
     handlers.append((prefix + "static/(.*)", web.StaticFileHandler, {"path": str(STATIC)}))
     handlers.append((prefix.rstrip("/"), web.RedirectHandler, {"url": prefix}))
     return LimitedApplication(
         handlers,
         context=context,
+        routed=[handler for _, handler in ROUTES],
         default_handler_class=pages.NotFound,
         default_handler_args={"context": context},
         cookie_secret=cookie_secret or secrets.token_bytes(32),

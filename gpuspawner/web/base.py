@@ -15,7 +15,7 @@ from ..leases.models import ServerRef
 from ..ledger.models import group_account, member_account
 from ..monitoring.models import Sample
 from ..notifications.channels import Channel
-from ..services import Broker
+from ..services import Services
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Duty(Protocol):
 class Context:
     """What every handler is given."""
 
-    broker: Broker
+    services: Services
     hub_auth: HubOAuth
     warn_minutes: tuple[float, ...] = ()
     """Minutes that an account lasts."""
@@ -118,7 +118,7 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
 
     def initialize(self, context: Context) -> None:
         self.context = context
-        self.broker = context.broker
+        self.services = context.services
         self.hub_auth = context.hub_auth
 
     def set_default_headers(self) -> None:
@@ -229,16 +229,16 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
             raise web.HTTPError(403)
 
     async def read(self, work: Callable[..., T], *args: Any) -> T:
-        """Ask the broker off the event loop; what it refuses becomes the page's sentence."""
+        """Ask the services off the event loop; what it refuses becomes the page's sentence."""
         try:
-            return await self.broker.read(work, *args)
+            return await self.services.read(work, *args)
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code, "%s", error.message) from error
 
     async def report(self, work: Callable[..., T], *args: Any) -> T:
         """Do as :meth:`read` for what may take long, so that no page waits for it."""
         try:
-            return await self.broker.report(work, *args)
+            return await self.services.report(work, *args)
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code, "%s", error.message) from error
 

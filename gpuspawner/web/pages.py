@@ -17,17 +17,17 @@ from markupsafe import Markup
 from tornado import web
 
 from ..core.errors import GPUSpawnerError, InvalidRequest
+from ..core.text import LONGEST_REASON
+from ..core.times import clock, end_clock
 from ..core.units import format_bytes, format_credits
 from ..devices.closures import GRANTING, Closure
-from ..devices.service import LONGEST_REASON
-from ..devices.snapshots import DeviceView, clock
+from ..devices.snapshots import DeviceView
 from ..leases.models import LeasedDevice
-from ..leases.sessions import end_clock
 from ..monitoring.charts import Chart, chart
 from . import view_models
-from .api import instant
 from .base import ServiceHandler
 from .fields import key_of
+from .schemas import B, instant
 
 STATES = {
     "free": "free",
@@ -71,28 +71,40 @@ class Page(ServiceHandler):
             raise web.HTTPError(403) from InvalidRequest(OLD_FORM)
         if self.current_user and self.reads_pause:
             with suppress(GPUSpawnerError):  # whoever needs the store says that it is gone
-                self.paused = (await self.broker.read(self.broker.closures)).get(GRANTING)
+                self.paused = (await self.services.read(self.services.devices.closures)).get(
+                    GRANTING
+                )
 
     @property
     def xsrf(self) -> Markup:
         """The field that proves that a form is from our page."""
         return Markup(self.xsrf_form_html())  # escaped there  # nosec B704
 
-    def show(self, template: str, **values: Any) -> None:
-        """Send a page."""
+    def show(self, template: str, refusal: GPUSpawnerError | None = None, **values: Any) -> None:
+        """Send a page; ``refusal``: why what was asked for on it was not done."""
+        if refusal:
+            self.set_status(refusal.status_code)
+        usual = {
+            "user": self.user,
+            "admin": self.admin,
+            "error": refusal.message if refusal else "",
+            "longest": LONGEST_REASON,
+        }
+        self._send(template, {**usual, **values})
+
+    def _send(self, template: str, values: Mapping[str, Any]) -> None:
         context = self.context
-        values = {
+        usual = {
             "prefix": context.prefix,
             "hub": context.hub_url,
             "paused": self.paused,
-            "shares": bool(self.broker.settings.folders.source),
-            **values,
+            "shares": bool(self.services.settings.folders.source),
         }
-        self.finish(TEMPLATES.get_template(template).render(values))
+        self.finish(TEMPLATES.get_template(template).render({**usual, **values}))
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         _, sentence = self.sentence(status_code, **kwargs)
-        self.show("error.html", status=status_code, sentence=sentence)
+        self._send("error.html", {"status": status_code, "sentence": sentence})
 
 
 class MemberPage(Page):
@@ -106,15 +118,13 @@ class MemberPage(Page):
 
     async def show_mine(self, refusal: GPUSpawnerError | None = None) -> None:
         """Send the page; ``refusal``: why what was asked for on it was not done."""
-        if refusal:
-            self.set_status(refusal.status_code)
         warn_minutes = self.context.warn_minutes
-        seen = await self.read(view_models.look, self.broker, self.user, self.groups, warn_minutes)
+        seen = await self.read(
+            view_models.look, self.services, self.user, self.groups, warn_minutes
+        )
         self.paused = seen.overview.paused
         self.show(
             "member.html",
-            user=self.user,
-            admin=self.admin,
             lasting=view_models.lasting(seen.mine.funds, seen.overview, seen.mine.now),
             kept=self.get_query_argument("kept", ""),
             stopped=self.get_query_argument("stopped", ""),
@@ -123,9 +133,9 @@ class MemberPage(Page):
             restarted=self.get_query_argument("restarted", ""),
             snoozed=self.get_query_argument("snoozed", ""),
             ending=view_models.ending(seen.mine, self.context.session_warn_minutes),
-            refusal=refusal.message if refusal else "",
+            refusal=refusal,
             xsrf=self.xsrf,
-            credits_help=self.broker.settings.credits.help_text,
+            credits_help=self.services.settings.credits.help_text,
             **{field.name: getattr(seen, field.name) for field in fields(seen)},
         )
 
@@ -137,12 +147,12 @@ class AdminPage(Page):
     async def get(self) -> None:
         self.need_admin()
         warn_minutes = self.context.warn_minutes
-        all_of_them = await self.read(view_models.everyone, self.broker, warn_minutes)
-        overview, found = await self.read(view_models.device_figures, self.broker, self.user, True)
+        all_of_them = await self.read(view_models.everyone, self.services, warn_minutes)
+        overview, found = await self.read(
+            view_models.device_figures, self.services, self.user, True
+        )
         self.show(
             "admin.html",
-            user=self.user,
-            admin=True,
             everyone=all_of_them,
             stopped=self.get_query_argument("stopped", ""),
             xsrf=self.xsrf,
@@ -353,6 +363,10 @@ class FormPage(Page):
         """A field of the form; empty when it is not there."""
         return str(self.get_body_argument(name, ""))
 
+    def typed(self, model: type[B]) -> B:
+        """The form, checked by the model of the same request. Raises InvalidRequest."""
+        return model.from_form(self.field, self.services.settings.rates.zone)
+
     @property
     def confirmed(self) -> bool:
         """Whether the member has seen what will be done, and wants it."""
@@ -383,8 +397,6 @@ class FormPage(Page):
         below the service's own. ``why``: a reason is asked for, and this is in its field."""
         self.show(
             "confirm.html",
-            user=self.user,
-            admin=self.admin,
             title=title,
             facts=facts,
             action=action,
@@ -394,7 +406,6 @@ class FormPage(Page):
             note=note,
             danger=danger,
             why=why,
-            longest=LONGEST_REASON,
             xsrf=self.xsrf,
             **{"here": "mine", **values},
         )

@@ -1,4 +1,4 @@
-"""What pages and JSON show, read from the broker. Blocks: use :meth:`Broker.run`.
+"""What pages and JSON show, read from the services. Blocks: use :meth:`Services.run`.
 
 The accounting service charges once a minute; what is shown here is up to the second.
 """
@@ -11,7 +11,8 @@ from datetime import datetime, timedelta
 
 from ..core import weeks as core_weeks
 from ..core.errors import UnknownAccount
-from ..devices.closures import GRANTING, AuditEntry, Closure
+from ..db.audit_log import AuditEntry
+from ..devices.closures import GRANTING, Closure
 from ..devices.snapshots import DeviceView, Overview
 from ..leases.models import Lease, LeaseState
 from ..ledger import lots
@@ -26,7 +27,7 @@ from ..monitoring.health_service import OnSick
 from ..monitoring.service import Resting
 from ..queue.models import Ranked, Ticket
 from ..queue.standing import Standing
-from ..services import Broker
+from ..services import Services
 from ..storage.repository import Folder
 from ..storage.service import Held
 
@@ -152,70 +153,72 @@ class OwnTickets:
     """How many tickets wait, of whomever."""
 
 
-def member(broker: Broker, user: str, warn_minutes: Sequence[float]) -> Member:
+def member(services: Services, user: str, warn_minutes: Sequence[float]) -> Member:
     """The figures of one member."""
-    now = broker.clock()
-    opened = broker.open_leases()
-    account = broker.ledger.member(user)
-    past = broker.reports.find_leases(user=user, limit=SESSIONS).found
+    now = services.clock()
+    opened = services.leases.open_leases()
+    account = services.ledger.member(user)
+    past = services.reports.find_leases(user=user, limit=SESSIONS).found
     return Member(
         now=now,
-        funds=funds(account, opened, now, warn_minutes, ending_of(broker, account.name)),
-        running=lease_figures(broker, [s for s in opened if s.server.user == user], now),
-        sessions=lease_figures(broker, [s for s in past if s.state is LeaseState.ENDED], now),
+        funds=funds(account, opened, now, warn_minutes, ending_of(services, account.name)),
+        running=lease_figures(services, [s for s in opened if s.server.user == user], now),
+        sessions=lease_figures(services, [s for s in past if s.state is LeaseState.ENDED], now),
     )
 
 
-def everyone(broker: Broker, warn_minutes: Sequence[float]) -> Everyone:
+def everyone(services: Services, warn_minutes: Sequence[float]) -> Everyone:
     """The figures of all open leases, and of the accounts that pay for them."""
-    now = broker.clock()
-    opened = broker.open_leases()
+    now = services.clock()
+    opened = services.leases.open_leases()
     paying = {lease.account for lease in opened}
     return Everyone(
         now=now,
         accounts=all_funds(
-            broker,
-            broker.reports.find_accounts(limit=PAYING, among=paying).found,
+            services,
+            services.reports.find_accounts(limit=PAYING, among=paying).found,
             opened,
             now,
             warn_minutes,
         ),
-        running=lease_figures(broker, opened, now),
+        running=lease_figures(services, opened, now),
     )
 
 
 def device_figures(
-    broker: Broker, user: str, admin: bool
+    services: Services, user: str, admin: bool
 ) -> tuple[Overview, tuple[DeviceFigures, ...]]:
     """All devices; whose a leased one is, is told to its member and to admins."""
-    overview = broker.overview()
-    opened = {lease.id: lease for lease in broker.open_leases()}
+    overview = services.monitoring.overview()
+    opened = {lease.id: lease for lease in services.leases.open_leases()}
     found = []
     for view in overview.devices:
         lease = opened.get(view.lease_id or "")
         told = lease if lease and (admin or lease.server.user == user) else None
         detail = view.detail if admin else ""
-        rate = broker.prices.rates.rate_of(view.device.model)
+        rate = services.prices.rates.rate_of(view.device.model)
         found.append(DeviceFigures(view, rate, told, detail))
     return overview, tuple(found)
 
 
-def whole_line(broker: Broker) -> WholeLine:
+def whole_line(services: Services) -> WholeLine:
     """Everybody's tickets and what admins changed of late."""
     return WholeLine(
-        now=broker.clock(),
-        tickets=tuple(InLine(*entry) for entry in broker.order()),
-        closed=broker.closures(),
-        trail=tuple(broker.trail(CHANGES)),
+        now=services.clock(),
+        tickets=tuple(InLine(*entry) for entry in services.positions.order()),
+        closed=services.devices.closures(),
+        trail=tuple(services.audit.trail(CHANGES)),
     )
 
 
-def own_tickets(broker: Broker, user: str) -> OwnTickets:
+def own_tickets(services: Services, user: str) -> OwnTickets:
     """A member's tickets: those that wait, and the last ones that ended."""
-    return with_standings(broker, broker.tickets_of(user, TICKETS), len(broker.waiting()))
+    return with_standings(
+        services, services.queue.tickets_of(user, TICKETS), len(services.queue.waiting())
+    )
 
 
-def with_standings(broker: Broker, found: Sequence[Ticket], of: int) -> OwnTickets:
+def with_standings(services: Services, found: Sequence[Ticket], of: int) -> OwnTickets:
     """These tickets of a member, newest first, with their places among ``of`` that wait.
 
     The line has its own view of the store and may ask another scheduler: call it outside
@@ -223,9 +226,9 @@ def with_standings(broker: Broker, found: Sequence[Ticket], of: int) -> OwnTicke
     """
     waiting = [ticket for ticket in found if not ticket.outcome]
     # Who does not wait needs no estimate, for which the line learns from thousands of sessions.
-    standings = broker.standings() if waiting else {}
+    standings = services.positions.standings() if waiting else {}
     return OwnTickets(
-        now=broker.clock(),
+        now=services.clock(),
         waiting=tuple((ticket, standings.get(ticket.id)) for ticket in reversed(waiting)),
         ended=tuple(ticket for ticket in found if ticket.outcome),
         of=len(standings) if waiting else of,
@@ -233,10 +236,10 @@ def with_standings(broker: Broker, found: Sequence[Ticket], of: int) -> OwnTicke
 
 
 def lease_figures(
-    broker: Broker, leases: Collection[Lease], now: datetime
+    services: Services, leases: Collection[Lease], now: datetime
 ) -> tuple[LeaseFigures, ...]:
     """Leases with their cost up to ``now``."""
-    stops = broker.exhaustion.dry_stops(leases)
+    stops = services.exhaustion.dry_stops(leases)
     return tuple(
         LeaseFigures(
             lease=lease,
@@ -248,23 +251,23 @@ def lease_figures(
 
 
 def all_funds(
-    broker: Broker,
+    services: Services,
     accounts: Collection[Account],
     opened: Collection[Lease],
     now: datetime,
     warn_minutes: Sequence[float],
 ) -> tuple[Funds, ...]:
     """Several accounts; what of them ends is looked at where something runs that costs."""
-    ending = broker.ledger.ending_of({lease.account for lease in opened if lease.rate})
+    ending = services.ledger.ending_of({lease.account for lease in opened if lease.rate})
     return tuple(
         funds(account, opened, now, warn_minutes, _told(ending.get(account.name, ())))
         for account in accounts
     )
 
 
-def ending_of(broker: Broker, account: str) -> tuple[Ending, ...]:
+def ending_of(services: Services, account: str) -> tuple[Ending, ...]:
     """What of an account's balance ends."""
-    return _told(broker.ledger.ending_of([account]).get(account, ()))
+    return _told(services.ledger.ending_of([account]).get(account, ()))
 
 
 def _told(ending: Collection[tuple[datetime, int]]) -> tuple[Ending, ...]:
@@ -329,9 +332,9 @@ class Mine:
     write: bool
 
 
-def folders_of(broker: Broker, user: str) -> tuple[list[Mine], list[Mine]]:
+def folders_of(services: Services, user: str) -> tuple[list[Mine], list[Mine]]:
     """What somebody has, and what they are invited to."""
-    called = {mount.folder_id: mount.name for mount in broker.shared_folders.folder_mounts(user)}
+    called = {mount.folder_id: mount.name for mount in services.shared_folders.folder_mounts(user)}
     found = [
         Mine(
             folder=folder,
@@ -339,7 +342,7 @@ def folders_of(broker: Broker, user: str) -> tuple[list[Mine], list[Mine]]:
             owner=folder.owner == user and folder.left_at is None,
             write=folder.writes(user),
         )
-        for folder in broker.shared_folders.folders(user)
+        for folder in services.shared_folders.folders(user)
         if folder.owner != user or folder.left_at is None
     ]
     return [some for some in found if some.called], [some for some in found if not some.called]
@@ -386,18 +389,20 @@ class AccountCredits:
         return any(any(week.use) for week in self.weeks)
 
 
-def credits_of_account(broker: Broker, account: str, before: int | None = None) -> AccountCredits:
+def credits_of_account(
+    services: Services, account: str, before: int | None = None
+) -> AccountCredits:
     """The account's statement as people read it, and its last weeks; empty when not opened."""
-    bounds = core_weeks.last_weeks(broker.clock(), WEEKS)
-    used = broker.reports.use_of_account(account, bounds)
+    bounds = core_weeks.last_weeks(services.clock(), WEEKS)
+    used = services.reports.use_of_account(account, bounds)
     told = (Week(*parts) for parts in zip(bounds, bounds[1:], used, strict=False))
-    return AccountCredits(account_statement(broker, account, before), tuple(told))
+    return AccountCredits(account_statement(services, account, before), tuple(told))
 
 
-def account_statement(broker: Broker, account: str, before: int | None = None) -> EntryPage:
+def account_statement(services: Services, account: str, before: int | None = None) -> EntryPage:
     """A page of the statement as people read it; empty when the account is not opened yet."""
     try:
-        return broker.reports.statement_page(account, before, LINES, folded=True)
+        return services.reports.statement_page(account, before, LINES, folded=True)
     except UnknownAccount:  # a member's opens with the first sign-in
         return EntryPage((), None)
 
@@ -417,17 +422,17 @@ def lasting(some: Funds, overview: Overview, now: datetime) -> tuple[Lasting, ..
     )
 
 
-def funds_of(broker: Broker, account: str, warn_minutes: tuple[float, ...]) -> Funds:
+def funds_of(services: Services, account: str, warn_minutes: tuple[float, ...]) -> Funds:
     """Balance and holds of an account up to this second. Raises UnknownAccount."""
-    found: Account = broker.ledger.account(account)
-    ending = ending_of(broker, account)
-    return funds(found, broker.open_leases(), broker.clock(), warn_minutes, ending)
+    found: Account = services.ledger.account(account)
+    ending = ending_of(services, account)
+    return funds(found, services.leases.open_leases(), services.clock(), warn_minutes, ending)
 
 
-def running_of(broker: Broker, account: str) -> tuple[LeaseFigures, ...]:
+def running_of(services: Services, account: str) -> tuple[LeaseFigures, ...]:
     """The servers that an account pays for just now."""
-    mine = [lease for lease in broker.open_leases() if lease.account == account]
-    return lease_figures(broker, mine, broker.clock())
+    mine = [lease for lease in services.leases.open_leases() if lease.account == account]
+    return lease_figures(services, mine, services.clock())
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,37 +456,37 @@ class MemberView:
 
 
 def look(
-    broker: Broker, user: str, groups: Collection[str], warn_minutes: Sequence[float]
+    services: Services, user: str, groups: Collection[str], warn_minutes: Sequence[float]
 ) -> MemberView:
     """Read everything in one transaction, so that all figures are of one moment.
 
     Devices, places in line and directories are looked at before and after it: a driver, another
     scheduler or a file system may take long.
     """
-    broker.look()
-    with broker.store.view():
-        mine = member(broker, user, warn_minutes)
-        overview, devices = device_figures(broker, user, False)
-        tickets = broker.tickets_of(user, TICKETS)
-        past = credits_of_account(broker, member_account(user))
-        had, offered = folders_of(broker, user)
-        ended = broker.members.membership_end(user)
-        spaces = broker.storage.workspaces_of(user)
-        payers = broker.ledger.payers(user, groups)
+    services.devices.look()
+    with services.store.view():
+        mine = member(services, user, warn_minutes)
+        overview, devices = device_figures(services, user, False)
+        tickets = services.queue.tickets_of(user, TICKETS)
+        past = credits_of_account(services, member_account(user))
+        had, offered = folders_of(services, user)
+        ended = services.members.membership_end(user)
+        spaces = services.storage.workspaces_of(user)
+        payers = services.ledger.payers(user, groups)
         resting, sick, lost = (
-            broker.idle.resting(user),
-            broker.health.sick_of(user),
-            broker.restarts.lost_of(user),
+            services.idle.resting(user),
+            services.health.sick_of(user),
+            services.restarts.lost_of(user),
         )
-        drawn = of_leases(broker, [some.lease for some in mine.running])
+        drawn = of_leases(services, [some.lease for some in mine.running])
     return MemberView(
         mine=mine,
         overview=overview,
         devices=devices,
-        tickets=with_standings(broker, tickets, overview.waiting),
+        tickets=with_standings(services, tickets, overview.waiting),
         past=past,
         ended=ended,
-        files=broker.storage.held_in(spaces),
+        files=services.storage.held_in(spaces),
         folders=had,
         offered=offered,
         payers=payers,

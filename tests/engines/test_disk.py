@@ -12,7 +12,7 @@ import pytest
 from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.engines.disk_usage import check_disk, limited, refusal, storage_of, written_bytes
 from gpuspawner.engines.preflight import CheckFinding, Status
-from gpuspawner.spawners.container import ContainerSettings, DiskLimit, build, disk_limit
+from gpuspawner.spawners.container import ContainerSettings, DiskLimit, build
 from tests.engines.test_spawner_calls import spawner_on
 from tests.support.engine import PrivateEngine
 from tests.support.images import SILENT
@@ -27,6 +27,13 @@ LIMIT = 20 * MB
 def told(engines: None, processes: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What :mod:`tests.support.disk_scenes` found, by storage driver."""
     return run_on_xfs("tests.support.disk_scenes", tmp_path_factory.mktemp("xfs"))
+
+
+async def disk_limit(spawner: Any, image: str) -> DiskLimit | None:
+    """The limit that a start of this image gets."""
+    limit = int(spawner.disk_limit)
+    found: DiskLimit | None = await spawner.abilities.disk_limit(spawner.calls, image, limit)
+    return found
 
 
 async def started(engine: PrivateEngine, tmp_path: Path, user: str = "ada") -> str:
@@ -137,13 +144,13 @@ async def test_an_engine_that_refuses_all_the_same_starts_its_servers(
     monkeypatch.setattr("gpuspawner.spawners.container.may_enforce", lambda info: True)
     spawner = spawner_on(clean_engine, tmp_path, disk_limit="20M")
     asked: list[str] = []
-    call = spawner._call
+    call = spawner.calls.call
 
     async def counted(method: str, *args: Any, **kwargs: Any) -> Any:
         asked.append(method)
         return await call(method, *args, **kwargs)
 
-    spawner._call = counted
+    spawner.calls.call = counted
     for _ in range(2):
         assert await disk_limit(spawner, SILENT) == DiskLimit(LIMIT)
     assert asked == ["info"], "it is remembered"

@@ -17,8 +17,8 @@ from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 from gpuspawner.engines.docker import DockerEngine
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
 from gpuspawner.leases.reconciliation import Action, Unknown
-from gpuspawner.services import Broker
-from tests.support.brokers import make_broker
+from gpuspawner.services import Services
+from tests.support.brokers import make_services
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.processes import wait_for
@@ -33,14 +33,14 @@ def open_engine(url: str) -> DockerEngine:
 
 
 @pytest.fixture
-def broker(clean_engine: PrivateEngine, new_file: Callable[[], str]) -> Iterator[Broker]:
+def services(clean_engine: PrivateEngine, new_file: Callable[[], str]) -> Iterator[Services]:
     """A store with one device, which the engine's stand-in hook has too."""
-    broker = make_broker(database_url=new_file(), device_source=FLEET)
-    clean_engine.set_devices(device.uuid for device in broker.look().devices)
-    broker.ledger.open_account("ada")
-    broker.engine_ids["docker"] = open_engine(clean_engine.url).identity()
-    yield broker
-    Store.open(broker.settings.database.url).close()
+    services = make_services(database_url=new_file(), device_source=FLEET)
+    clean_engine.set_devices(device.uuid for device in services.devices.look().devices)
+    services.ledger.open_account("ada")
+    services.leases.engine_ids["docker"] = open_engine(clean_engine.url).identity()
+    yield services
+    Store.open(services.settings.database.url).close()
 
 
 def container(engine: PrivateEngine, image: str, lease: Lease, **more: Any) -> str:
@@ -60,94 +60,94 @@ def container(engine: PrivateEngine, image: str, lease: Lease, **more: Any) -> s
 
 
 @pytest.fixture
-def lease(clean_engine: PrivateEngine, images: Any, broker: Broker) -> Lease:
+def lease(clean_engine: PrivateEngine, images: Any, services: Services) -> Lease:
     """A running one; its container is called ``jupyter-ada``."""
-    granted = broker.acquire(ADA, Request(devices=1), engine="docker")
+    granted = services.leases.grant(ADA, Request(devices=1), engine="docker")
     made = container(clean_engine, images.INSTANT, granted, name="jupyter-ada")
-    return broker.confirm(granted.id, made)
+    return services.leases.confirm(granted.id, made)
 
 
-def reconcile(broker: Broker, engine: DockerEngine) -> list[Action]:
+def reconcile(services: Services, engine: DockerEngine) -> list[Action]:
     """One comparison, after the Hub has let go of every server."""
-    leases = broker.open_leases()
+    leases = services.leases.open_leases()
     found = engine.sightings()
     found += engine.removed(leases, found)
-    return broker.reconcile({"docker": found}, {}, grace_seconds=0)
+    return services.leases.reconcile({"docker": found}, {}, grace_seconds=0)
 
 
-def is_free(broker: Broker) -> bool:
-    return not broker.open_leases()
+def is_free(services: Services) -> bool:
+    return not services.leases.open_leases()
 
 
 def test_a_renamed_container_holds_its_lease(
-    clean_engine: PrivateEngine, broker: Broker, lease: Lease
+    clean_engine: PrivateEngine, services: Services, lease: Lease
 ) -> None:
     engine = open_engine(clean_engine.url)
     clean_engine.client.rename(lease.engine_ref, "something-else")
     assert [each["Id"] for each in engine.holders(lease, "jupyter-ada")] == [lease.engine_ref]
-    reconcile(broker, engine)
-    assert not is_free(broker)
+    reconcile(services, engine)
+    assert not is_free(services)
     clean_engine.client.remove_container(lease.engine_ref, force=True)
-    reconcile(broker, engine)
-    assert is_free(broker)
+    reconcile(services, engine)
+    assert is_free(services)
 
 
 def test_a_paused_container_holds_its_lease(
-    clean_engine: PrivateEngine, broker: Broker, lease: Lease
+    clean_engine: PrivateEngine, services: Services, lease: Lease
 ) -> None:
     clean_engine.client.pause(lease.engine_ref)
-    reconcile(broker, open_engine(clean_engine.url))
-    assert not is_free(broker)
+    reconcile(services, open_engine(clean_engine.url))
+    assert not is_free(services)
 
 
 def test_a_container_without_a_label_that_got_the_device_holds_the_lease(
-    clean_engine: PrivateEngine, images: Any, broker: Broker, lease: Lease
+    clean_engine: PrivateEngine, images: Any, services: Services, lease: Lease
 ) -> None:
     """Somebody made the container anew by hand: neither label nor id are the lease's."""
     engine = open_engine(clean_engine.url)
     clean_engine.client.remove_container(lease.engine_ref, force=True)
     made = container(clean_engine, images.INSTANT, lease, labels={}, name="by-hand")
-    [action] = reconcile(broker, engine)
+    [action] = reconcile(services, engine)
     assert isinstance(action, Unknown) and action.is_stuck
     assert "the container by-hand" in action.reason
-    assert not is_free(broker)
+    assert not is_free(services)
     assert engine.inspect(made) is not None, "it is not ours to end"
     clean_engine.client.remove_container(made, force=True)
-    reconcile(broker, engine)
-    assert is_free(broker)
+    reconcile(services, engine)
+    assert is_free(services)
 
 
 def test_a_container_that_had_the_device_before_the_grant_holds_nothing(
-    clean_engine: PrivateEngine, images: Any, broker: Broker
+    clean_engine: PrivateEngine, images: Any, services: Services
 ) -> None:
     """An admin's own, such as one that watches the GPU for good."""
-    before = broker.acquire(ADA, Request(devices=1), engine="docker")
+    before = services.leases.grant(ADA, Request(devices=1), engine="docker")
     container(clean_engine, images.INSTANT, before, labels={}, name="watches")
-    broker.release(before.id, reason="it was never started")
-    lease = broker.acquire(ADA, Request(devices=1), engine="docker")
+    services.leases.release(before.id, reason="it was never started")
+    lease = services.leases.grant(ADA, Request(devices=1), engine="docker")
     assert open_engine(clean_engine.url).holders(lease) == []
 
 
 def test_another_engine_proves_nothing(
-    clean_engine: PrivateEngine, broker: Broker, lease: Lease
+    clean_engine: PrivateEngine, services: Services, lease: Lease
 ) -> None:
     with PrivateEngine() as second:
         other = open_engine(second.url)
         assert other.identity() != lease.engine_id != ""
         with pytest.raises(AnotherEngine):
             other.holders(lease)
-        [action] = reconcile(broker, other)
+        [action] = reconcile(services, other)
         assert isinstance(action, Unknown) and action.is_stuck
         assert "another engine answers" in action.reason and lease.id in action.reason
-    assert broker.lease(lease.id).state is LeaseState.RUNNING
+    assert services.leases.get(lease.id).state is LeaseState.RUNNING
     clean_engine.client.remove_container(lease.engine_ref, force=True)
-    reconcile(broker, open_engine(clean_engine.url))
-    assert is_free(broker)
+    reconcile(services, open_engine(clean_engine.url))
+    assert is_free(services)
 
 
 @pytest.mark.parametrize("started", [True, False])
 def test_a_container_of_the_same_name_on_another_engine_proves_nothing(
-    clean_engine: PrivateEngine, images: Any, broker: Broker, lease: Lease, started: bool
+    clean_engine: PrivateEngine, images: Any, services: Services, lease: Lease, started: bool
 ) -> None:
     """Docker was replaced, and has an older server's container that ended or was never started."""
     with PrivateEngine() as second:
@@ -162,39 +162,39 @@ def test_a_container_of_the_same_name_on_another_engine_proves_nothing(
 
 
 def test_another_engine_proves_nothing_of_a_start_that_was_cut(
-    clean_engine: PrivateEngine, broker: Broker
+    clean_engine: PrivateEngine, services: Services
 ) -> None:
-    granted = broker.acquire(ADA, Request(devices=1), engine="docker")
-    broker.note_engine(granted.id, "an engine that is not this one")
-    [action] = reconcile(broker, open_engine(clean_engine.url))
+    granted = services.leases.grant(ADA, Request(devices=1), engine="docker")
+    services.leases.note_engine(granted.id, "an engine that is not this one")
+    [action] = reconcile(services, open_engine(clean_engine.url))
     assert isinstance(action, Unknown) and action.is_stuck
 
 
 def test_an_engine_that_restarts_is_the_same(
-    clean_engine: PrivateEngine, broker: Broker, lease: Lease
+    clean_engine: PrivateEngine, services: Services, lease: Lease
 ) -> None:
     engine = open_engine(clean_engine.url)
     clean_engine.restart()
     assert engine.identity() == lease.engine_id
-    reconcile(broker, engine)
-    assert is_free(broker), "its containers ended with it"
+    reconcile(services, engine)
+    assert is_free(services), "its containers ended with it"
 
 
 def test_a_container_that_docker_restarts_holds_its_lease(
-    clean_engine: PrivateEngine, images: Any, broker: Broker
+    clean_engine: PrivateEngine, images: Any, services: Services
 ) -> None:
-    granted = broker.acquire(ADA, Request(devices=1), engine="docker")
+    granted = services.leases.grant(ADA, Request(devices=1), engine="docker")
     restarts = {"Name": "always"}
     made = container(
         clean_engine, images.EXITS, granted, restart=restarts, name="jupyter-ada", command=None
     )
-    broker.confirm(granted.id, made)
+    services.leases.confirm(granted.id, made)
     client = clean_engine.client
     wait_for(lambda: client.inspect_container(made)["RestartCount"] >= 2, "two restarts")
     engine = open_engine(clean_engine.url)
     for _ in range(5):
-        reconcile(broker, engine)
-        assert not is_free(broker)
+        reconcile(services, engine)
+        assert not is_free(services)
 
 
 def test_a_cut_connection_proves_nothing(clean_engine: PrivateEngine, lease: Lease) -> None:
@@ -210,15 +210,15 @@ def test_a_cut_connection_proves_nothing(clean_engine: PrivateEngine, lease: Lea
 
 
 def test_release_by_hand_wants_the_right_engine(
-    clean_engine: PrivateEngine, broker: Broker, lease: Lease, tmp_path: Path
+    clean_engine: PrivateEngine, services: Services, lease: Lease, tmp_path: Path
 ) -> None:
     """`gpuspawner release` goes by the same proof."""
     from tests.engines.test_release import CONFIG, release
 
-    text = CONFIG.format(engine=clean_engine.url, database=broker.settings.database.url)
+    text = CONFIG.format(engine=clean_engine.url, database=services.settings.database.url)
     (tmp_path / "jupyterhub_config.py").write_text(text)
     clean_engine.client.remove_container(lease.engine_ref, force=True)
-    broker.note_engine(lease.id, "an engine that is not this one")
+    services.leases.note_engine(lease.id, "an engine that is not this one")
     code, said = release(tmp_path, lease)
-    assert (code, broker.lease(lease.id).state) == (1, LeaseState.RUNNING)
+    assert (code, services.leases.get(lease.id).state) == (1, LeaseState.RUNNING)
     assert "another Docker Engine answers" in said

@@ -16,7 +16,7 @@ from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.service import image_prefetch
 from gpuspawner.service.image_prefetch import PullAhead
 from gpuspawner.spawners.progress import Pulls
-from tests.support.brokers import make_broker
+from tests.support.brokers import make_services
 from tests.support.processes import wait_for
 from tests.support.registry import SlowRegistry
 from tests.support.small_engine import SmallEngine
@@ -144,11 +144,11 @@ class Service:
         entries += "- {slug: never, image: never, spawner_override: {pull_policy: never}}\n"
         file = folder / "catalog.yaml"
         file.write_text(f"environments:\n{entries}")
-        self.broker = make_broker(
+        self.services = make_services(
             database_url=f"sqlite:///{folder}/hub.sqlite", device_source="simulated:2xT4"
         )
         self.pulling = PullAhead(
-            WatchedCatalog(file), self.broker, logging.getLogger("ahead"), engine.connect
+            WatchedCatalog(file), self.services, logging.getLogger("ahead"), engine.connect
         )
 
 
@@ -198,12 +198,12 @@ def test_a_member_who_waits_for_another_image_goes_first(
     registry.add("mine", {"program": b"m"}, SETTINGS)
     names = {slug: f"{registry.repository}:{slug}" for slug in ("lab", "mine")}
     service = Service(tmp_path, small, names)
-    service.broker.ledger.open_account("ada")
+    service.services.ledger.open_account("ada")
     registry.rate = 500_000
     looking = threading.Thread(target=service.pulling.look)
     looking.start()
     wait_for(lambda: registry.sent > SIZE // 8, "our pull to be under way", timeout=60)
-    lease = service.broker.acquire(
+    lease = service.services.leases.grant(
         ServerRef("ada"), Request(devices=1, environment="mine"), engine="docker"
     )
     looking.join(timeout=60)
@@ -213,6 +213,6 @@ def test_a_member_who_waits_for_another_image_goes_first(
     assert registry.sent < SIZE
     registry.rate = 100_000_000
     list(pull(small.connect, names["mine"]))
-    service.broker.confirm(lease.id, "a container")
+    service.services.leases.confirm(lease.id, "a container")
     service.pulling.look()
     assert local_images(small.client, names["lab"])

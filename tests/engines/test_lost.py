@@ -20,10 +20,10 @@ from gpuspawner.engines.docker import DockerEngine
 from gpuspawner.engines.gpu_loss import LostDevices, cause_and_remedy, check_cgroups
 from gpuspawner.engines.preflight import Status
 from gpuspawner.leases.models import Lease, ServerRef
+from tests.support.device_loss import take_devices
 from tests.support.engine import DEVICES, PrivateEngine
 from tests.support.images import INSTANT
 from tests.support.leases import lease_of as unstored_lease
-from tests.support.losing import take_devices
 from tests.support.processes import signal_pid, wait_for
 
 

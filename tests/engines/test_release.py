@@ -15,8 +15,8 @@ import pytest
 from gpuspawner.db.engine import Store
 from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
-from gpuspawner.services import Broker
-from tests.support.brokers import make_broker
+from gpuspawner.services import Services
+from tests.support.brokers import make_services
 from tests.support.engine import PrivateEngine
 from tests.support.processes import REPO, wait_for
 
@@ -31,23 +31,23 @@ c.GPUDevices.source = "simulated:2xT4"
 
 
 @pytest.fixture
-def broker(clean_engine: PrivateEngine, tmp_path: Path) -> Iterator[Broker]:
+def services(clean_engine: PrivateEngine, tmp_path: Path) -> Iterator[Services]:
     database = f"sqlite:///{tmp_path}/hub.sqlite"
     text = CONFIG.format(engine=clean_engine.url, database=database)
     (tmp_path / "jupyterhub_config.py").write_text(text)
-    broker = make_broker(database_url=database, device_source="simulated:2xT4")
-    broker.ledger.open_account("ada")
-    yield broker
+    services = make_services(database_url=database, device_source="simulated:2xT4")
+    services.ledger.open_account("ada")
+    yield services
     Store.open(database).close()
 
 
-def start(engine: PrivateEngine, image: str, broker: Broker) -> Lease:
+def start(engine: PrivateEngine, image: str, services: Services) -> Lease:
     """A lease, and a container that carries its id."""
-    lease = broker.acquire(ServerRef("ada"), Request(devices=1), engine="docker")
+    lease = services.leases.grant(ServerRef("ada"), Request(devices=1), engine="docker")
     labels = {LABEL_LEASE: lease.id, LABEL_MEMBER: "ada", LABEL_SERVER: ""}
     container = engine.client.create_container(image, ["sleep", "600"], labels=labels)["Id"]
     engine.client.start(container)
-    return broker.confirm(lease.id, container)
+    return services.leases.confirm(lease.id, container)
 
 
 def release(folder: Path, lease: Lease, *more: str) -> tuple[int, str]:
@@ -64,22 +64,22 @@ def release(folder: Path, lease: Lease, *more: str) -> tuple[int, str]:
 
 
 def test_a_running_container_keeps_its_lease(
-    clean_engine: PrivateEngine, images: Any, broker: Broker, tmp_path: Path
+    clean_engine: PrivateEngine, images: Any, services: Services, tmp_path: Path
 ) -> None:
-    lease = start(clean_engine, images.INSTANT, broker)
+    lease = start(clean_engine, images.INSTANT, services)
     code, said = release(tmp_path, lease)
-    assert (code, broker.lease(lease.id).state) == (1, LeaseState.RUNNING)
+    assert (code, services.leases.get(lease.id).state) == (1, LeaseState.RUNNING)
     assert f"its container {lease.engine_ref[:12]} is alive" in said
 
 
 def test_an_exited_container_is_settled_up_to_its_exit(
-    clean_engine: PrivateEngine, images: Any, broker: Broker, tmp_path: Path
+    clean_engine: PrivateEngine, images: Any, services: Services, tmp_path: Path
 ) -> None:
-    lease = start(clean_engine, images.INSTANT, broker)
+    lease = start(clean_engine, images.INSTANT, services)
     clean_engine.client.kill(lease.engine_ref)
-    exited = broker.clock()
+    exited = services.clock()
     code, said = release(tmp_path, lease)
-    ended = broker.lease(lease.id)
+    ended = services.leases.get(lease.id)
     assert (code, ended.state) == (0, LeaseState.ENDED), said
     assert "exited at" in said and "(exit code 137)" in said
     assert ended.ended_at is not None
@@ -87,22 +87,22 @@ def test_an_exited_container_is_settled_up_to_its_exit(
 
 
 def test_a_removed_container_is_settled_up_to_the_engines_word(
-    clean_engine: PrivateEngine, images: Any, broker: Broker, tmp_path: Path
+    clean_engine: PrivateEngine, images: Any, services: Services, tmp_path: Path
 ) -> None:
-    lease = start(clean_engine, images.INSTANT, broker)
-    removed = broker.clock()
+    lease = start(clean_engine, images.INSTANT, services)
+    removed = services.clock()
     clean_engine.client.remove_container(lease.engine_ref, force=True)
-    wait_for(lambda: broker.clock() - removed > timedelta(seconds=3), "some time to pass")
+    wait_for(lambda: services.clock() - removed > timedelta(seconds=3), "some time to pass")
     code, said = release(tmp_path, lease)
-    ended = broker.lease(lease.id)
+    ended = services.leases.get(lease.id)
     assert (code, ended.state) == (0, LeaseState.ENDED), said
     assert "its container is gone, ended at" in said
     assert ended.ended_at is not None
     assert abs(ended.ended_at - removed) < timedelta(seconds=2)
 
 
-def test_a_container_that_is_not_made_yet_is_not_gone(broker: Broker, tmp_path: Path) -> None:
-    lease = broker.acquire(ServerRef("ada"), Request(devices=1), engine="docker")
+def test_a_container_that_is_not_made_yet_is_not_gone(services: Services, tmp_path: Path) -> None:
+    lease = services.leases.grant(ServerRef("ada"), Request(devices=1), engine="docker")
     code, said = release(tmp_path, lease)
-    assert (code, broker.lease(lease.id).state) == (1, LeaseState.GRANTED)
+    assert (code, services.leases.get(lease.id).state) == (1, LeaseState.GRANTED)
     assert "an image is pulled" in said

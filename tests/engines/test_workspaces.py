@@ -22,8 +22,8 @@ from gpuspawner.cli.check_servers import check_quotas
 from gpuspawner.cli.config import load
 from gpuspawner.cli.hub import open_hub
 from gpuspawner.engines.preflight import Status
-from gpuspawner.services import Broker
-from tests.support.brokers import acquire, open_broker
+from gpuspawner.services import Services
+from tests.support.brokers import acquire, open_services
 from tests.support.engine import PrivateEngine
 from tests.support.images import INSTANT, ensure_images
 from tests.support.processes import REPO, wait_for
@@ -39,18 +39,18 @@ c.GPUDockerSpawner.workspace = {workspace!r}
 
 
 class Site:
-    """A hub's configuration with its broker, and the command beside it."""
+    """A hub's configuration with its services, and the command beside it."""
 
     def __init__(self, folder: Path, engine: PrivateEngine, workspace: str) -> None:
         self.folder, self.engine = folder, engine
         url = f"sqlite:///{folder}/gpuspawner.sqlite"
         text = CONFIG.format(url=url, folder=folder, image=INSTANT, workspace=workspace)
         (folder / "jupyterhub_config.py").write_text(text, encoding="utf-8")
-        self.broker: Broker = open_broker(
+        self.services: Services = open_services(
             url, device_source="simulated:1xT4", folder_source=f"{folder}/folders/{{id}}"
         )
         for user in ("anna", "bert"):
-            self.broker.ledger.open_account(user)
+            self.services.ledger.open_account(user)
 
     def __call__(self, *words: str, code: int = 0) -> str:
         """What a command printed, errors too; in this process, to import JupyterHub once."""
@@ -72,7 +72,7 @@ class Site:
         client.create_volume(name, labels={"gpuspawner.workspace": user})
         code, said = self.engine.run(INSTANT, ["sh", "-c", script], binds=[f"{name}:/w"])
         assert code == 0, said
-        self.broker.storage.use_workspace(name, user, None)
+        self.services.storage.use_workspace(name, user, None)
         return name
 
 
@@ -89,7 +89,7 @@ def site(tmp_path: Path, here: PrivateEngine, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     made = Site(tmp_path, here, f"{tmp_path}/members/{{username}}")
     yield made
-    made.broker.store.close()
+    made.services.store.close()
 
 
 def fill(site: Site, user: str) -> Path:
@@ -108,7 +108,7 @@ def fill(site: Site, user: str) -> Path:
     (mine / "run.sh").chmod(0o750)
     for path in (mine, *mine.rglob("*")):
         os.chown(path, 1000, 100, follow_symlinks=False)
-    site.broker.storage.use_workspace(str(mine), user, None)
+    site.services.storage.use_workspace(str(mine), user, None)
     return mine
 
 
@@ -179,14 +179,14 @@ def test_a_volume_is_archived_deleted_and_put_back(site: Site, here: PrivateEngi
 def test_nothing_is_touched_while_a_server_has_it(site: Site, here: PrivateEngine) -> None:
     mine = fill(site, "anna")
     before = picture(mine)
-    lease = acquire(site.broker, "anna", 0)
+    lease = acquire(site.services, "anna", 0)
     for words in (
         ("archive", "anna", "--to", f"{site.folder}/a.tar"),
         ("delete", "anna", "--yes-delete", str(mine)),
     ):
         assert "whose server runs" in site("workspaces", *words, code=1)
     assert site.listed()[str(mine)]["server_runs"]
-    site.broker.release(lease.id, reason="stopped")
+    site.services.leases.release(lease.id, reason="stopped")
     client = here.client
     host = client.create_host_config(binds=[f"{mine}:/w"])
     made = client.create_container(INSTANT, ["sleep", "300"], host_config=host, name="another")
@@ -197,7 +197,7 @@ def test_nothing_is_touched_while_a_server_has_it(site: Site, here: PrivateEngin
     finally:
         client.remove_container(made["Id"], force=True)
     assert picture(mine) == before and not (site.folder / "a.tar").exists()
-    assert site.broker.storage.workspaces()[0].busy == ""
+    assert site.services.storage.workspaces()[0].busy == ""
 
 
 def test_a_killed_archive_leaves_no_file_and_says_how_to_go_on(site: Site) -> None:
@@ -207,7 +207,7 @@ def test_a_killed_archive_leaves_no_file_and_says_how_to_go_on(site: Site) -> No
     file = site.folder / "anna.tar.gz"
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     process = subprocess.Popen([*command, "--to", str(file)], env=environment)
-    wait_for(lambda: site.broker.storage.workspaces()[0].busy, "the claim", timeout=60)
+    wait_for(lambda: site.services.storage.workspaces()[0].busy, "the claim", timeout=60)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=120)
     assert not file.exists()
@@ -253,13 +253,13 @@ def test_a_damaged_or_hostile_archive_puts_nothing_anywhere(site: Site) -> None:
         said = site("workspaces", "restore", str(bad), str(target), "--member", "bert", code=1)
         assert says in said, said
     assert not target.exists() and not (site.folder / "escaped").exists()
-    assert {w.user for w in site.broker.storage.workspaces()} == {"anna"}
+    assert {w.user for w in site.services.storage.workspaces()} == {"anna"}
 
 
 def test_a_symlink_in_place_of_a_workspace_is_not_followed(site: Site) -> None:
     mine = fill(site, "anna")
     (site.folder / "members" / "bert").symlink_to(site.folder / "outside")
-    site.broker.storage.use_workspace(str(site.folder / "members" / "bert"), "bert", None)
+    site.services.storage.use_workspace(str(site.folder / "members" / "bert"), "bert", None)
     file = f"{site.folder}/bert.tar"
     assert "There is no workspace" in site("workspaces", "archive", "bert", "--to", file, code=1)
     site("workspaces", "archive", "anna", "--to", f"{site.folder}/anna.tar")
@@ -272,13 +272,13 @@ def test_a_symlink_in_place_of_a_workspace_is_not_followed(site: Site) -> None:
 
 
 def test_folders_from_a_shell(site: Site) -> None:
-    made = site.broker.shared_folders.make_folder("Daten", actor="anna")
+    made = site.services.shared_folders.make_folder("Daten", actor="anna")
     place = site.folder / "folders" / made.id
     place.mkdir(parents=True)
     (place / "note").write_text("hello")
-    site.broker.shared_folders.invite(made.id, "bert", write=True, actor="anna")
+    site.services.shared_folders.invite(made.id, "bert", write=True, actor="anna")
     assert "bert (rw, invited)" in site("folders")
-    site.broker.shared_folders.member_left("anna")
+    site.services.shared_folders.member_left("anna")
     assert "owner left" in site("folders", "list")
     assert "belongs to bert" in site("folders", "give", made.id[:6], "bert")
     assert "nobody named 'zoe'" in site("folders", "give", made.id, "zoe", code=1)
@@ -291,7 +291,7 @@ def test_folders_from_a_shell(site: Site) -> None:
     assert f"This would remove {place}" in says and "--yes-delete 'Daten'" in says
     assert (place / "note").read_text() == "hello"
     site("folders", "remove", made.id, "--yes-delete", "Daten")
-    assert not place.exists() and site.broker.shared_folders.all_folders() == []
+    assert not place.exists() and site.services.shared_folders.all_folders() == []
     assert "There is no folder 'x'" in site("folders", "restore", "x", code=1)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from tests.golden.support import (
     MICRO,
-    Broker,
     DeviceUse,
     Found,
     Lease,
     Request,
     ServerRef,
+    Services,
     Symptom,
     Terms,
     Ticket,
@@ -30,81 +30,81 @@ ROSTER = "name,groups,course,starts,ends,mail\nada,ml,ml,2025-03-01,2025-06-30,a
 
 def fill(site: Any) -> None:
     """Give the site members, credits, files, servers that run or are sick, and a queue."""
-    broker: Broker = site.broker
+    services: Services = site.services
     clock: Clock = site.clock
     for user in ("ada", "bob", "cleo", "dan", "eve", "admin"):  # the Hub opens none later
         clock.forward(seconds=1)
-        broker.members.membership_returned(user, actor="sign-in")
-        broker.ledger.open_account(user)
-    _give_credits(broker, clock)
+        services.members.membership_returned(user, actor="sign-in")
+        services.ledger.open_account(user)
+    _give_credits(services, clock)
     clock.forward(minutes=1)
-    broker.roster.import_roster(ROSTER.encode(), actor="kim")
+    services.roster.import_roster(ROSTER.encode(), actor="kim")
     clock.forward(minutes=1)
-    folder = broker.shared_folders.make_folder("results", actor="ada")
+    folder = services.shared_folders.make_folder("results", actor="ada")
     clock.forward(minutes=1)
-    broker.shared_folders.invite(folder.id, "bob", write=True, actor="ada")
+    services.shared_folders.invite(folder.id, "bob", write=True, actor="ada")
     clock.forward(minutes=1)
-    broker.shared_folders.accept(folder.id, actor="bob")
+    services.shared_folders.accept(folder.id, actor="bob")
 
-    past = start(broker, clock, "ada", "short", model="T4", environment="torch")
+    past = start(services, clock, "ada", "short", model="T4", environment="torch")
     clock.forward(minutes=90)
-    broker.ledger.charge_all()
-    broker.release(past.id, ended_at=clock(), reason="stopped")
+    services.ledger.charge_all()
+    services.leases.release(past.id, ended_at=clock(), reason="stopped")
     clock.forward(minutes=1)
-    broker.ledger.refund(past.id, MICRO // 4, actor="kim", reason="A slow disk")
+    services.ledger.refund(past.id, MICRO // 4, actor="kim", reason="A slow disk")
     clock.forward(minutes=1)
-    wrong = broker.ledger.grant("member:bob", 50 * MICRO, actor="kim", reason="For the wrong Bob")
+    wrong = services.ledger.grant("member:bob", 50 * MICRO, actor="kim", reason="For the wrong Bob")
     assert wrong
     clock.forward(minutes=1)
-    line = broker.ledger.statement("member:bob")[0]
-    broker.ledger.reverse(line.transfer_id, actor="kim", reason="The wrong Bob")
+    line = services.ledger.statement("member:bob")[0]
+    services.ledger.reverse(line.transfer_id, actor="kim", reason="The wrong Bob")
 
-    adas = start(broker, clock, "ada", model="A100", seconds=4 * HOUR, environment="torch")
-    bobs = start(broker, clock, "bob", model="A100", account="group:ml", environment="torch")
-    cleos = start(broker, clock, "cleo", "night", model="T4", seconds=12 * HOUR)
-    first = wait(broker, clock, "dan", model="A100", seconds=2 * HOUR, environment="torch")
+    adas = start(services, clock, "ada", model="A100", seconds=4 * HOUR, environment="torch")
+    bobs = start(services, clock, "bob", model="A100", account="group:ml", environment="torch")
+    cleos = start(services, clock, "cleo", "night", model="T4", seconds=12 * HOUR)
+    first = wait(services, clock, "dan", model="A100", seconds=2 * HOUR, environment="torch")
     clock.forward(minutes=1)
-    second = wait(broker, clock, "eve", "train", devices=2, model="A100", environment="torch")
+    second = wait(services, clock, "eve", "train", devices=2, model="A100", environment="torch")
     clock.forward(minutes=1)
-    broker.boost(second.id, 5, actor="kim", reason="A deadline")
+    services.queue.boost(second.id, 5, actor="kim", reason="A deadline")
     assert first.id != second.id
-    free = next(view for view in broker.overview().devices if view.state == "free")
+    free = next(view for view in services.monitoring.overview().devices if view.state == "free")
     clock.forward(minutes=1)
-    broker.devices.drain(free.device.uuid, actor="kim", reason="A new fan")
+    services.devices.drain(free.device.uuid, actor="kim", reason="A new fan")
 
     for _ in range(35):  # Ada works, Bob's GPU rests
-        minute(broker, clock, adas, 80)
-        minute(broker, clock, bobs, 0)
+        minute(services, clock, adas, 80)
+        minute(services, clock, bobs, 0)
         clock.forward(minutes=1)
-    broker.idle.judge_idle({lease.server: None for lease in (adas, bobs)})
-    broker.restarts.tell_lost(adas.id)
-    find_sick(broker, clock, cleos)
-    broker.ledger.charge_all()
+    services.idle.judge_idle({lease.server: None for lease in (adas, bobs)})
+    services.restarts.tell_lost(adas.id)
+    find_sick(services, clock, cleos)
+    services.ledger.charge_all()
     clock.forward(minutes=1)
 
 
-def _give_credits(broker: Broker, clock: Clock) -> None:
+def _give_credits(services: Services, clock: Clock) -> None:
     clock.forward(minutes=1)
-    broker.ledger.grant("member:ada", 25 * MICRO, actor="kim", reason="Homework 3")
+    services.ledger.grant("member:ada", 25 * MICRO, actor="kim", reason="Homework 3")
     clock.forward(minutes=1)
-    broker.ledger.open_group_account("ml", actor="kim")
+    services.ledger.open_group_account("ml", actor="kim")
     clock.forward(minutes=1)
     until = clock() + timedelta(days=60)
-    broker.ledger.grant(
+    services.ledger.grant(
         "group:ml", 500 * MICRO, actor="kim", reason="The course's budget", until=until
     )
     clock.forward(minutes=1)
-    broker.prices.set_rate("0.5", model="T4", actor="kim", reason="Old cards")
+    services.prices.set_rate("0.5", model="T4", actor="kim", reason="Old cards")
     clock.forward(minutes=1)
     rule = "FREQ=WEEKLY;BYDAY=MO;BYHOUR=6"
-    plan = broker.refills.plan_refill(
+    plan = services.refills.plan_refill(
         rule, amount=10 * MICRO, audience=["members:ml"], actor="kim", reason="Each week"
     )
-    broker.refills.add_refill(plan)
+    services.refills.add_refill(plan)
 
 
 def start(
-    broker: Broker,
+    services: Services,
     clock: Clock,
     user: str,
     server: str = "",
@@ -119,14 +119,14 @@ def start(
     clock.forward(seconds=1)
     terms = Terms(groups=groups, seconds=seconds, account=account)
     request = Request(devices=devices, **wants)
-    lease = broker.ask(ServerRef(user, server), request, engine="local", terms=terms)
+    lease = services.queue.ask(ServerRef(user, server), request, engine="local", terms=terms)
     assert isinstance(lease, Lease)
     clock.forward(seconds=9)
-    return broker.confirm(lease.id)
+    return services.leases.confirm(lease.id)
 
 
 def wait(
-    broker: Broker,
+    services: Services,
     clock: Clock,
     user: str,
     server: str = "",
@@ -139,34 +139,34 @@ def wait(
     clock.forward(seconds=1)
     terms = Terms(seconds=seconds, wait=True)
     request = Request(devices=devices, **wants)
-    ticket = broker.ask(ServerRef(user, server), request, engine="local", terms=terms)
+    ticket = services.queue.ask(ServerRef(user, server), request, engine="local", terms=terms)
     assert isinstance(ticket, Ticket)
     return ticket
 
 
-def minute(broker: Broker, clock: Clock, lease: Lease, use: int) -> None:
+def minute(services: Services, clock: Clock, lease: Lease, use: int) -> None:
     """The devices of a lease work so much, in percent, for the minute that begins now."""
     since = clock().replace(second=0, microsecond=0)
     counts = {"samples": 60, "known": 60, "measured": 60, "use_sum": 60 * use}
     counts |= {"use_max": use, "busy": 60 if use else 0, "memory_max": use * 2**28}
     counts |= {"powered": 60, "milliwatts_sum": 60 * 250_000, "celsius_max": 65, "xids": (31,)}
     uses = [DeviceUse(uuid=uuid, since=since, seconds=60, **counts) for uuid in lease.uuids]
-    broker.monitoring.remember_use(uses)
+    services.monitoring.remember_use(uses)
 
 
-def find_sick(broker: Broker, clock: Clock, lease: Lease) -> None:
+def find_sick(services: Services, clock: Clock, lease: Lease) -> None:
     """A device of a lease falls sick."""
     symptom = Symptom("ecc", "2 new memory errors that ECC could not correct", clock())
-    broker.health.judge_health({lease.uuids[0]: Found((symptom,))})
+    services.health.judge_health({lease.uuids[0]: Found((symptom,))})
 
 
 # What members are told.
 
-Open = Callable[..., tuple[Broker, Clock]]
+Open = Callable[..., tuple[Services, Clock]]
 
 
-def situations(fresh: Open) -> Iterator[tuple[str, Broker]]:
-    """Each situation in which members are told something, and the broker that told it."""
+def situations(fresh: Open) -> Iterator[tuple[str, Services]]:
+    """Each situation in which members are told something, and the services that told it."""
     yield from _credits(fresh)
     yield from _sessions(fresh)
     yield from _queue(fresh)
@@ -177,142 +177,142 @@ def situations(fresh: Open) -> Iterator[tuple[str, Broker]]:
     yield from _membership(fresh)
 
 
-def _credits(fresh: Open) -> Iterator[tuple[str, Broker]]:
+def _credits(fresh: Open) -> Iterator[tuple[str, Services]]:
     policies = {"ml": {"overdraft": 2}, "course": "session", "*": "stop"}
     for name, group in (("stop", ""), ("overdraft", "ml"), ("session", "course")):
-        broker, clock = fresh(when_dry=policies, opening_grant=4, gpu_rates={"*": 4})
-        start(broker, clock, "ada", seconds=6 * HOUR, groups=frozenset({group} - {""}))
+        services, clock = fresh(when_dry=policies, opening_grant=4, gpu_rates={"*": 4})
+        start(services, clock, "ada", seconds=6 * HOUR, groups=frozenset({group} - {""}))
         clock.forward(minutes=40)
-        broker.ledger.charge_all()
-        broker.exhaustion.see_to("member:ada", [30])
-        yield f"credits low, then {name}", broker
+        services.ledger.charge_all()
+        services.exhaustion.see_to("member:ada", [30])
+        yield f"credits low, then {name}", services
         clock.forward(minutes=25)
-        broker.ledger.charge_all()
-        broker.exhaustion.see_to("member:ada", [30])
-        yield f"no credits left, {name}", broker
+        services.ledger.charge_all()
+        services.exhaustion.see_to("member:ada", [30])
+        yield f"no credits left, {name}", services
         clock.forward(hours=1)
-        broker.ledger.charge_all()
-        broker.exhaustion.see_to("member:ada", [30])
-        yield f"stopped without credits, {name}", broker
-    broker, clock = fresh(gpu_rates={"*": 4})
-    broker.ledger.open_group_account("ml", actor="kim")
-    broker.ledger.grant("group:ml", 8 * MICRO, actor="kim", reason="Budget")
+        services.ledger.charge_all()
+        services.exhaustion.see_to("member:ada", [30])
+        yield f"stopped without credits, {name}", services
+    services, clock = fresh(gpu_rates={"*": 4})
+    services.ledger.open_group_account("ml", actor="kim")
+    services.ledger.grant("group:ml", 8 * MICRO, actor="kim", reason="Budget")
     for server in ("", "night"):
-        start(broker, clock, "ada", server, account="group:ml")
+        start(services, clock, "ada", server, account="group:ml")
     clock.forward(minutes=45)
-    broker.ledger.charge_all()
-    broker.exhaustion.see_to("group:ml", [30])
-    yield "a group's credits low, two servers", broker
+    services.ledger.charge_all()
+    services.exhaustion.see_to("group:ml", [30])
+    yield "a group's credits low, two servers", services
 
 
-def _sessions(fresh: Open) -> Iterator[tuple[str, Broker]]:
-    broker, clock = fresh()
-    lease = start(broker, clock, "ada", "night", seconds=HOUR)
+def _sessions(fresh: Open) -> Iterator[tuple[str, Services]]:
+    services, clock = fresh()
+    lease = start(services, clock, "ada", "night", seconds=HOUR)
     clock.forward(minutes=50)
-    broker.warn_session(lease.id, [10])
-    yield "a session ends soon", broker
+    services.sessions.warn_session(lease.id, [10])
+    yield "a session ends soon", services
     clock.forward(minutes=10)
-    broker.end_session(lease.id)
-    yield "a session is over", broker
-    broker, clock = fresh()
-    lease = start(broker, clock, "ada")
-    broker.stop(lease.id, actor="kim", reason="the machine gets a new fan")
-    yield "an admin stopped it", broker
+    services.sessions.end_session(lease.id)
+    yield "a session is over", services
+    services, clock = fresh()
+    lease = start(services, clock, "ada")
+    services.sessions.stop(lease.id, actor="kim", reason="the machine gets a new fan")
+    yield "an admin stopped it", services
 
 
-def _queue(fresh: Open) -> Iterator[tuple[str, Broker]]:
-    broker, clock = fresh()
+def _queue(fresh: Open) -> Iterator[tuple[str, Services]]:
+    services, clock = fresh()
     for times in ("once", "twice"):
-        others = [start(broker, clock, "bob", f"{times}-{number}") for number in range(2)]
-        ticket = wait(broker, clock, "ada")
+        others = [start(services, clock, "bob", f"{times}-{number}") for number in range(2)]
+        ticket = wait(services, clock, "ada")
         for other in others:
-            broker.release(other.id, ended_at=clock(), reason="stopped")
+            services.leases.release(other.id, ended_at=clock(), reason="stopped")
         clock.forward(seconds=5)
-        assert broker.turns(frozenset({ticket.id})) == [ticket.id]
-        lease = broker.start_ticket(ticket.id)
-        broker.confirm(lease.id)
-        yield f"it is your turn, {times}", broker
+        assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
+        lease = services.queue.start_ticket(ticket.id)
+        services.leases.confirm(lease.id)
+        yield f"it is your turn, {times}", services
         clock.forward(hours=1)
-        broker.no_show(lease.id)
-        yield f"nobody came, {times}", broker
-        broker.release(lease.id, ended_at=clock(), reason="stopped")
+        services.sessions.no_show(lease.id)
+        yield f"nobody came, {times}", services
+        services.leases.release(lease.id, ended_at=clock(), reason="stopped")
     for number in range(2):
-        start(broker, clock, "bob", f"{number}")
-    ticket = wait(broker, clock, "cleo")
-    broker.cancel(ticket.id, actor="kim", reason="the course is over")
-    yield "a place in line is gone", broker
+        start(services, clock, "bob", f"{number}")
+    ticket = wait(services, clock, "cleo")
+    services.queue.cancel(ticket.id, actor="kim", reason="the course is over")
+    yield "a place in line is gone", services
 
 
-def _idle(fresh: Open) -> Iterator[tuple[str, Broker]]:
+def _idle(fresh: Open) -> Iterator[tuple[str, Services]]:
     for mode in ("advise", "enforce"):
-        broker, clock = fresh(when_idle={"*": {"mode": mode}})
-        lease = start(broker, clock, "ada", devices=2)
+        services, clock = fresh(when_idle={"*": {"mode": mode}})
+        lease = start(services, clock, "ada", devices=2)
 
         def rest(minutes: int, use: int = 0) -> None:
             for _ in range(minutes):
-                minute(broker, clock, lease, use)  # noqa: B023  # called before the next one
+                minute(services, clock, lease, use)  # noqa: B023  # called before the next one
                 clock.forward(minutes=1)  # noqa: B023
-            broker.idle.judge_idle({lease.server: None})  # noqa: B023
+            services.idle.judge_idle({lease.server: None})  # noqa: B023
 
         rest(35)
-        yield f"GPUs rest, {mode}", broker
+        yield f"GPUs rest, {mode}", services
         rest(2, use=90)
-        yield f"GPUs work again, {mode}", broker
+        yield f"GPUs work again, {mode}", services
         if mode == "enforce":
             rest(200)
             rest(15)
-            yield "stopped, for GPUs rest", broker
+            yield "stopped, for GPUs rest", services
 
 
-def _lost(fresh: Open) -> Iterator[tuple[str, Broker]]:
-    broker, clock = fresh()
-    lease = start(broker, clock, "ada", "night")
-    broker.restarts.tell_lost(lease.id)
-    yield "a GPU is lost", broker
-    broker.restarts.restart(lease.id, actor="ada")
-    yield "it starts again", broker
-    broker.release(lease.id, ended_at=clock(), reason="stopped")
-    broker.restarts.end_restart(lease.server, "its start failed 3 times")
-    yield "it did not start again", broker
+def _lost(fresh: Open) -> Iterator[tuple[str, Services]]:
+    services, clock = fresh()
+    lease = start(services, clock, "ada", "night")
+    services.restarts.tell_lost(lease.id)
+    yield "a GPU is lost", services
+    services.restarts.restart(lease.id, actor="ada")
+    yield "it starts again", services
+    services.leases.release(lease.id, ended_at=clock(), reason="stopped")
+    services.restarts.end_restart(lease.server, "its start failed 3 times")
+    yield "it did not start again", services
 
 
-def _disk(fresh: Open) -> Iterator[tuple[str, Broker]]:
-    broker, clock = fresh()
-    lease = start(broker, clock, "ada")
+def _disk(fresh: Open) -> Iterator[tuple[str, Services]]:
+    services, clock = fresh()
+    lease = start(services, clock, "ada")
     sizes = {"written_bytes": 9 * 10**9, "limit_bytes": 10**10}
-    broker.disk_limits.warn_of_disk(lease.id, **sizes, is_enforced=False)
-    yield "its container is nearly full", broker
-    broker.disk_limits.stop_for_disk(lease.id, written_bytes=11 * 10**9, limit_bytes=10**10)
-    yield "its container was too full", broker
-    lease = start(broker, clock, "bob", "night")
+    services.disk_limits.warn_of_disk(lease.id, **sizes, is_enforced=False)
+    yield "its container is nearly full", services
+    services.disk_limits.stop_for_disk(lease.id, written_bytes=11 * 10**9, limit_bytes=10**10)
+    yield "its container was too full", services
+    lease = start(services, clock, "bob", "night")
     folders = ["/home/jovyan/work", "/srv/results"]
-    broker.disk_limits.warn_of_disk(lease.id, **sizes, is_enforced=True, folders=folders)
-    yield "its container is nearly full, with a limit and folders", broker
-    broker.disk_limits.stop_for_disk(
+    services.disk_limits.warn_of_disk(lease.id, **sizes, is_enforced=True, folders=folders)
+    yield "its container is nearly full, with a limit and folders", services
+    services.disk_limits.stop_for_disk(
         lease.id, written_bytes=11 * 10**9, limit_bytes=10**10, folders=folders[:1]
     )
-    yield "its container was too full, with a folder", broker
+    yield "its container was too full, with a folder", services
 
 
-def _sick(fresh: Open) -> Iterator[tuple[str, Broker]]:
+def _sick(fresh: Open) -> Iterator[tuple[str, Services]]:
     for refund in ("since_fault", "session", "none"):
-        broker, clock = fresh(sick_refund=refund)
-        find_sick(broker, clock, start(broker, clock, "ada"))
-        yield f"a GPU is sick, refund {refund}", broker
+        services, clock = fresh(sick_refund=refund)
+        find_sick(services, clock, start(services, clock, "ada"))
+        yield f"a GPU is sick, refund {refund}", services
 
 
-def _membership(fresh: Open) -> Iterator[tuple[str, Broker]]:
-    broker, clock = fresh()
-    broker.members.membership_returned("ada", actor="sign-in")
-    start(broker, clock, "ada", devices=2)
-    wait(broker, clock, "ada", "night")
-    broker.members.membership_ended("ada", "the course is over", actor="kim")
-    yield "a membership ended", broker
+def _membership(fresh: Open) -> Iterator[tuple[str, Services]]:
+    services, clock = fresh()
+    services.members.membership_returned("ada", actor="sign-in")
+    start(services, clock, "ada", devices=2)
+    wait(services, clock, "ada", "night")
+    services.members.membership_ended("ada", "the course is over", actor="kim")
+    yield "a membership ended", services
     clock.forward(seconds=5)
-    broker.members.membership_returned("ada", actor="sign-in")
-    yield "a member came back", broker
+    services.members.membership_returned("ada", actor="sign-in")
+    yield "a member came back", services
     clock.forward(seconds=5)
-    broker.members.membership_ended("ada", "the course is over", actor="kim")
+    services.members.membership_ended("ada", "the course is over", actor="kim")
     clock.forward(days=2)
-    broker.members.see_to_former("ada")
-    yield "stopped, for a membership ended", broker
+    services.members.see_to_former("ada")
+    yield "stopped, for a membership ended", services

@@ -27,7 +27,7 @@ from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
 from tests.golden.support import Store, fix_clock, run_command, service_app
-from tests.support.brokers import Clock, make_broker
+from tests.support.brokers import Clock, make_services
 from tests.support.hub import NAVIGATION
 from tests.support.service_process import SCOPE, StandInHub
 
@@ -132,7 +132,7 @@ class Site:
         store = Store.open(self.database_url)
         fix_clock(store, self.clock)
         self._ending.callback(store.close)
-        self.broker = make_broker(
+        self.services = make_services(
             database_url=self.database_url,
             device_source=FLEET,
             gpu_rates={"*": 1, "A100": "3.6"},
@@ -198,7 +198,7 @@ class Site:
             )
 
             async def make() -> Any:
-                return service_app(self.broker, auth)
+                return service_app(self.services, auth)
 
             self._urls["service"] = self._serve(make()) + SERVICE
         return self._urls["service"]

@@ -17,26 +17,25 @@ from gpuspawner.core.clock import Reading
 from gpuspawner.core.units import MICRO
 from gpuspawner.db.clock import SteadyClock
 from gpuspawner.db.engine import Store
-from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.monitoring.health import Symptom
 from gpuspawner.monitoring.health_service import FoundSymptoms as Found
 from gpuspawner.monitoring.models import DeviceUse
 from gpuspawner.notifications.channels import read as read_channels
 from gpuspawner.notifications.models import Notice
 from gpuspawner.queue.models import Ticket
-from gpuspawner.queue.service import Terms
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 from gpuspawner.web import app as web_app
 
 __all__ = [
     "MICRO",
-    "Broker",
     "DeviceUse",
     "Found",
     "Lease",
     "Notice",
     "Request",
     "ServerRef",
+    "Services",
     "Store",
     "Symptom",
     "Terms",
@@ -64,11 +63,11 @@ def fix_clock(store: Store, now: Callable[[], datetime]) -> None:
     store.clock = SteadyClock(store, read)
 
 
-def service_app(broker: Broker, hub_auth: HubOAuth) -> tornado_web.Application:
+def service_app(services: Services, hub_auth: HubOAuth) -> tornado_web.Application:
     """The pages and the REST API of the accounting service, as it serves them."""
     duty = type("Running", (), {"is_running": True, "failures": 0})()
     return web_app.make_app(
-        broker,
+        services,
         hub_auth=hub_auth,
         warn_minutes=[30, 10],
         session_warn_minutes=[10],

@@ -33,7 +33,7 @@ def test_the_schema_of_postgresql(golden: Golden, postgres: PrivatePostgres) -> 
 def schema_of(url: str) -> str:
     """Tables with columns, constraints, indexes and triggers, in an order of names."""
     engine = sa.create_engine(
-        sa.make_url(url).set(drivername="postgresql+psycopg2") if "postgres" in url else url,
+        sa.make_url(url).set(drivername="postgresql+psycopg") if "postgres" in url else url,
         poolclass=sa.NullPool,
     )
     with engine.connect() as connection:

@@ -10,8 +10,8 @@ import pytest
 from tests.golden.conftest import Golden
 from tests.golden.scenario import situations
 from tests.golden.site import START, Site
-from tests.golden.support import Broker, Notice
-from tests.support.brokers import Clock, make_broker
+from tests.golden.support import Notice, Services
+from tests.support.brokers import Clock, make_services
 
 FLEET = "simulated:2xT4"
 
@@ -21,35 +21,37 @@ def fresh(new_file: Callable[[], str], site: Site) -> Any:
     """Make brokers of two T4 on a database of their own. ``site`` sets the time zone."""
     made = []
 
-    def make(**settings: Any) -> tuple[Broker, Clock]:
+    def make(**settings: Any) -> tuple[Services, Clock]:
         clock = Clock(START)
-        broker = make_broker(clock=clock, database_url=new_file(), device_source=FLEET, **settings)
-        made.append(broker)
+        services = make_services(
+            clock=clock, database_url=new_file(), device_source=FLEET, **settings
+        )
+        made.append(services)
         for user in ("ada", "bob", "cleo"):
-            broker.ledger.open_account(user)
-        return broker, clock
+            services.ledger.open_account(user)
+        return services, clock
 
     yield make
-    for broker in made:
-        broker.store.close()
+    for services in made:
+        services.store.close()
 
 
 def test_every_notice(golden: Golden, fresh: Any) -> None:
     told: dict[int, set[str]] = {}
     lines = []
-    for situation, broker in situations(fresh):
-        known = told.setdefault(id(broker), set())
-        new = [n for n in notices(broker) if n.key not in known]
+    for situation, services in situations(fresh):
+        known = told.setdefault(id(services), set())
+        new = [n for n in notices(services) if n.key not in known]
         known |= {notice.key for notice in new}
         lines.append(f"# {situation}")
         lines += [f"{n.kind.value} to {n.user}: {n.title}\n  {n.body}" for n in new] or ["nothing"]
     golden("notices.txt", "\n".join(lines))
 
 
-def notices(broker: Broker) -> list[Notice]:
+def notices(services: Services) -> list[Notice]:
     """All notices, oldest first."""
     return [
         n
         for user in ("ada", "bob", "cleo")
-        for n in reversed(broker.notifications.notices_of(user, 100))
+        for n in reversed(services.notifications.notices_of(user, 100))
     ]

@@ -67,14 +67,14 @@ def named(path: str) -> str:
 
 def filled(site: Site, path: str) -> str:
     """An address with the ids that this site has."""
-    broker = site.broker
-    lease = broker.leases_of("member:ada")[0].id
+    services = site.services
+    lease = services.leases.of_account("member:ada")[0].id
     return (
         path.replace("LEASE", lease)
-        .replace("TRANSFER", broker.ledger.statement("member:ada")[-1].transfer_id)
-        .replace("TICKET", next(t.id for t in broker.waiting() if t.server.user == "eve"))
-        .replace("REFILL", broker.refills.all_refills()[0].id)
-        .replace("FOLDER", broker.shared_folders.folders("ada")[0].id)
+        .replace("TRANSFER", services.ledger.statement("member:ada")[-1].transfer_id)
+        .replace("TICKET", next(t.id for t in services.queue.waiting() if t.server.user == "eve"))
+        .replace("REFILL", services.refills.all_refills()[0].id)
+        .replace("FOLDER", services.shared_folders.folders("ada")[0].id)
     )
 
 

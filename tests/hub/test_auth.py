@@ -1,4 +1,4 @@
-"""Signing in. Real: JupyterHub with its proxy, an OpenID Connect provider, broker and SQLite."""
+"""Signing in. Real: JupyterHub with its proxy, an OpenID Connect provider, services and SQLite."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import requests
 from playwright.sync_api import Browser, Page
 
 from gpuspawner.core.units import MICRO
-from tests.support.brokers import make_broker
+from tests.support.brokers import make_services
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN_PASSWORD, USER_PASSWORD, HubProcess
 from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, password_of, sign_in
+from tests.support.pages import look_over
 from tests.support.processes import wait_for
+
+Lab = tuple[HubProcess, IdentityProvider]
 
 USERS = {
     "ada": ["ml-course", "staff"],
@@ -71,7 +74,7 @@ c.JupyterHub.load_groups = {{"ml-course": {{"users": ["ada"]}}, "art": {{"users"
 def oauth(
     hubs: None,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[HubProcess, IdentityProvider]]:
+) -> Iterator[Lab]:
     """A hub whose members sign in with their lab's identity provider."""
     folder = tmp_path_factory.mktemp("oauth")
     hub = HubProcess(folder / "hub")
@@ -99,15 +102,15 @@ def shared(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub
 
 def balance(hub: HubProcess, user: str) -> int | None:
     """The balance in the hub's store; None when no account is open."""
-    broker = make_broker(
+    services = make_services(
         database_url=f"sqlite:///{hub.folder}/store.sqlite", device_source="simulated:1xT4"
     )
     try:
-        return {account.name: account.balance for account in broker.ledger.accounts()}.get(
+        return {account.name: account.balance for account in services.ledger.accounts()}.get(
             f"member:{user}"
         )
     finally:
-        broker.store.close()
+        services.store.close()
 
 
 def said(page: requests.Response) -> str:
@@ -120,12 +123,12 @@ def said(page: requests.Response) -> str:
     return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", found[1])).split())
 
 
-def callback(hub: HubProcess, code: str) -> requests.Response:
-    """Come back from the provider with a code, in a browser that set out from the hub."""
+def callback(hub: HubProcess, **answer: str) -> requests.Response:
+    """Come back from the provider with this, in a browser that set out from the hub."""
     session = requests.Session()
     away = session.get(f"{hub.url}/hub/oauth_login", allow_redirects=False, timeout=120)
     state = parse_qs(urlparse(away.headers["location"]).query)["state"][0]
-    back = {"code": code, "state": state}
+    back = {"state": state, **answer}
     return session.get(f"{hub.url}/hub/oauth_callback", params=back, timeout=120)
 
 
@@ -133,7 +136,7 @@ def callback(hub: HubProcess, code: str) -> requests.Response:
 
 
 def test_a_member_signs_in_and_brings_their_groups(
-    oauth: tuple[HubProcess, IdentityProvider],
+    oauth: Lab,
 ) -> None:
     hub, provider = oauth
     session = requests.Session()
@@ -149,7 +152,7 @@ def test_a_member_signs_in_and_brings_their_groups(
     assert balance(hub, "ada") == 25 * MICRO
 
 
-def test_an_admin_needs_no_group(oauth: tuple[HubProcess, IdentityProvider]) -> None:
+def test_an_admin_needs_no_group(oauth: Lab) -> None:
     hub, provider = oauth
     assert sign_in(requests.Session(), provider, "root", hub.url).status_code == 200
     assert hub.api("GET", "users/root").json()["admin"] is True
@@ -170,9 +173,7 @@ def test_an_admin_needs_no_group(oauth: tuple[HubProcess, IdentityProvider]) -> 
         ("mallory", "this account is blocked on this hub."),
     ],
 )
-def test_an_outsider_reads_why_and_whom_to_ask(
-    user: str, why: str, oauth: tuple[HubProcess, IdentityProvider]
-) -> None:
+def test_an_outsider_reads_why_and_whom_to_ask(user: str, why: str, oauth: Lab) -> None:
     hub, provider = oauth
     page = sign_in(requests.Session(), provider, user, hub.url)
 
@@ -188,16 +189,16 @@ def test_an_outsider_reads_why_and_whom_to_ask(
 
 
 def test_a_code_that_the_provider_does_not_know(
-    oauth: tuple[HubProcess, IdentityProvider],
+    oauth: Lab,
 ) -> None:
     hub, _ = oauth
-    page = callback(hub, "made-up")
+    page = callback(hub, code="made-up")
 
     assert page.status_code == 403
     assert "Lab did not accept this sign-in" in said(page)
 
 
-def test_provider_down_and_back(oauth: tuple[HubProcess, IdentityProvider]) -> None:
+def test_provider_down_and_back(oauth: Lab) -> None:
     """Those who are in stay in; those who come read a sentence; then it goes on as before."""
     hub, provider = oauth
     session = requests.Session()
@@ -212,7 +213,7 @@ def test_provider_down_and_back(oauth: tuple[HubProcess, IdentityProvider]) -> N
 
         wait_for(asked, "the hub to ask the provider, after auth_refresh_age")
 
-        page = callback(hub, "any")
+        page = callback(hub, code="any")
         assert page.status_code == 503
         assert "Lab is not working, so the hub cannot tell who you are." in said(page)
         assert "Ask gpu@lab.example to look at the hub's log." in said(page)
@@ -221,7 +222,7 @@ def test_provider_down_and_back(oauth: tuple[HubProcess, IdentityProvider]) -> N
     assert sign_in(requests.Session(), provider, "ada", hub.url).url == f"{hub.url}/hub/home"
 
 
-def test_who_leaves_the_group_is_signed_out(oauth: tuple[HubProcess, IdentityProvider]) -> None:
+def test_who_leaves_the_group_is_signed_out(oauth: Lab) -> None:
     hub, provider = oauth
     session = requests.Session()
     assert sign_in(session, provider, "leaver", hub.url).status_code == 200
@@ -238,15 +239,6 @@ def test_who_leaves_the_group_is_signed_out(oauth: tuple[HubProcess, IdentityPro
     started = hub.api("POST", "users/leaver/server")  # nor does an admin start one for them
     assert started.status_code == 403
     assert "'leaver': this account is no member of this hub any more" in started.json()["message"]
-
-
-def callback_says(hub: HubProcess, **answer: str) -> requests.Response:
-    """Come back from the provider with something else than a code."""
-    session = requests.Session()
-    away = session.get(f"{hub.url}/hub/oauth_login", allow_redirects=False, timeout=120)
-    state = parse_qs(urlparse(away.headers["location"]).query)["state"][0]
-    back = {"state": state, **answer}
-    return session.get(f"{hub.url}/hub/oauth_callback", params=back, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -269,10 +261,10 @@ def test_what_the_provider_may_answer_instead(
     answer: dict[str, str],
     status: int,
     sentence: str,
-    oauth: tuple[HubProcess, IdentityProvider],
+    oauth: Lab,
 ) -> None:
     hub, _ = oauth
-    page = callback_says(hub, **answer)
+    page = callback(hub, **answer)
 
     assert page.status_code == status
     assert sentence in said(page) and "SCAM" not in page.text
@@ -280,9 +272,7 @@ def test_what_the_provider_may_answer_instead(
     assert 'href="/hub/oauth_login"' in page.text  # and try again
 
 
-def test_with_another_account_in_the_browser(
-    oauth: tuple[HubProcess, IdentityProvider], browser: Browser
-) -> None:
+def test_with_another_account_in_the_browser(oauth: Lab, browser: Browser) -> None:
     """The provider knows this browser as an outsider: it asks who it is, and a member comes in."""
     hub, provider = oauth
     page = browser.new_page()
@@ -290,10 +280,7 @@ def test_with_another_account_in_the_browser(
     page.goto(f"{hub.url}/hub/oauth_login")
     give(page, "eve")
     page.wait_for_selector("text=You are not a member here")
-    for width in (1280, 390):
-        page.set_viewport_size({"width": width, "height": 800})
-        screenshot(page, f"auth-outsider-{width}")
-    page.set_viewport_size({"width": 1280, "height": 800})
+    look_over(page, "auth-outsider", accessible=False)
 
     page.click("text=Sign in with another account")
     screenshot(page, "auth-provider-asks")

@@ -8,10 +8,12 @@ import pytest
 import requests
 from playwright.sync_api import Browser, Page
 
-from tests.support.browser import screenshot
 from tests.support.hub import HubProcess
 from tests.support.ldap import READER_PASSWORD, Directory, password_of
+from tests.support.pages import look_over
 from tests.support.processes import REPO, wait_for
+
+Lab = tuple[HubProcess, Directory]
 
 USERS = {
     "ada": ["gpu-members", "staff"],
@@ -39,9 +41,7 @@ import gpuspawner; gpuspawner.add_services(c)
 
 
 @pytest.fixture(scope="module")
-def lab(
-    hubs: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[HubProcess, Directory]]:
+def lab(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A hub whose members sign in with the directory of their lab."""
     folder = tmp_path_factory.mktemp("ldap")
     directory = Directory(folder / "directory", users=USERS)
@@ -68,7 +68,7 @@ def signed_in(page: Page, hub: HubProcess, user: str, password: str) -> None:
 
 
 def test_a_member_a_wrong_password_and_an_outsider_in_the_browser(
-    lab: tuple[HubProcess, Directory], browser: Browser
+    lab: Lab, browser: Browser
 ) -> None:
     hub, _ = lab
     page = browser.new_page()
@@ -82,9 +82,7 @@ def test_a_member_a_wrong_password_and_an_outsider_in_the_browser(
         "members; none of its groups may use this hub (art). "
         "Ask gpu-admin@lab.example to let you in."
     )
-    for width in (1280, 390):
-        page.set_viewport_size({"width": width, "height": 800})
-        screenshot(page, f"auth-ldap-outsider-{width}")
+    look_over(page, "auth-ldap-outsider", accessible=False)
     signed_in(page, hub, "ada", password_of("ada"))
     page.wait_for_url(f"{hub.url}/hub/home")
 
@@ -93,7 +91,7 @@ def test_a_member_a_wrong_password_and_an_outsider_in_the_browser(
     assert hub.api("GET", "users/eve").status_code == 404
 
 
-def test_an_admin_by_group_and_no_more(lab: tuple[HubProcess, Directory]) -> None:
+def test_an_admin_by_group_and_no_more(lab: Lab) -> None:
     hub, directory = lab
     assert form(hub, "Grace", password_of("grace")).url == f"{hub.url}/hub/home"
     assert hub.api("GET", "users/grace").json()["admin"] is True
@@ -108,7 +106,7 @@ def test_an_admin_by_group_and_no_more(lab: tuple[HubProcess, Directory]) -> Non
     [("ada", ""), ("ada", " "), ("*", "x"), ("ada)(uid=*", "x"), ("nobody", "x"), ("ä", "ö")],
 )
 def test_no_password_and_no_filter_in_a_name_opens_anything(
-    user: str, password: str, lab: tuple[HubProcess, Directory]
+    user: str, password: str, lab: Lab
 ) -> None:
     hub, _ = lab
     page = form(hub, user, password)
@@ -116,7 +114,7 @@ def test_no_password_and_no_filter_in_a_name_opens_anything(
 
 
 def test_who_leaves_the_group_starts_nothing_more_and_comes_back(
-    lab: tuple[HubProcess, Directory],
+    lab: Lab,
 ) -> None:
     hub, directory = lab
     session = requests.Session()
@@ -138,7 +136,7 @@ def test_who_leaves_the_group_starts_nothing_more_and_comes_back(
     assert form(hub, "leaver").url == f"{hub.url}/hub/home"
 
 
-def test_who_left_the_directory_is_signed_out(lab: tuple[HubProcess, Directory]) -> None:
+def test_who_left_the_directory_is_signed_out(lab: Lab) -> None:
     hub, directory = lab
     session = requests.Session()
     data = {"username": "gone", "password": password_of("gone")}
@@ -154,7 +152,7 @@ def test_who_left_the_directory_is_signed_out(lab: tuple[HubProcess, Directory])
     assert "the directory has no such account any more" in started.json()["message"]
 
 
-def test_the_directory_away_and_back(lab: tuple[HubProcess, Directory]) -> None:
+def test_the_directory_away_and_back(lab: Lab) -> None:
     """Those who are in stay in; those who come read a sentence; then it goes on as before."""
     hub, directory = lab
     session = requests.Session()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -50,13 +49,6 @@ c.JupyterHub.spawner_class = StartedAgain
 
 
 @pytest.fixture(scope="module")
-def gate(engine: PrivateEngine) -> Iterator[Gate]:
-    """Between the hub and the engine."""
-    with Gate(engine.url) as gate:
-        yield gate
-
-
-@pytest.fixture(scope="module")
 def hub(
     hubs: None,
     engine: PrivateEngine,
@@ -70,12 +62,6 @@ def hub(
     with GPUHub(folder, engine, config, fleet="1xT4", docker_host=gate.url) as hub:
         yield hub
     engine.clean()
-
-
-@pytest.fixture
-def member(request: pytest.FixtureRequest) -> str:
-    """A member whose account no other test has touched."""
-    return re.sub(r"[^a-z0-9]+", "-", request.node.name).strip("-")
 
 
 def started(hub: GPUHub, member: str) -> tuple[Lease, str]:
@@ -184,18 +170,6 @@ def test_an_engine_that_does_not_answer_for_a_while_ends_nothing(
     assert hub.server(member) is not None
     hub.stop_server(member)
     assert_next_gets_it(hub, member)
-
-
-def test_a_server_that_is_paused_is_not_gone(
-    hub: GPUHub, engine: PrivateEngine, member: str
-) -> None:
-    lease, container = started(hub, member)
-    engine.client.pause(container)
-    wait_polls(hub, member)
-    assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
-    engine.client.unpause(container)
-    assert hub.get(member, "env").ok
-    hub.stop_server(member)
 
 
 def test_a_renamed_container_goes_on_and_a_stop_ends_it(

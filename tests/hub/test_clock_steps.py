@@ -7,13 +7,14 @@ import os
 import select
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gpuspawner.core.units import MICRO
 from gpuspawner.engines.local import started_at
-from gpuspawner.leases.models import Lease, LeaseState
+from gpuspawner.leases.models import Lease
 from tests.support.clocks import WallClock
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
@@ -25,22 +26,51 @@ STEPS = (2 * HOUR, -2 * HOUR, YEAR, -YEAR)
 EXACT = 0.5
 
 
-def a_hub(folder: Path, who: str, clock: WallClock) -> PayingHub:
-    """A hub of which the named processes have the test's clock; its members' servers have ours."""
-    config = "c.GPUCredits.opening_grant = 10000\nc.Accounting.reconcile_seconds = 1"
-    environment = clock.environment if who != "service" else {}
-    hub = PayingHub(folder / "hub", config, environment=environment, external_proxy=True)
-    if who != "hub":
-        hub.config += (
+class ClockHub(PayingHub):
+    """A hub and a service with a wall clock each; members' servers have this machine's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clocks = {who: WallClock(folder / who) for who in ("hub", "service")}
+        super().__init__(
+            folder / "files",
+            "c.GPUCredits.opening_grant = 10000\nc.Accounting.reconcile_seconds = 1",
+            environment=self.clocks["hub"].environment,
+            external_proxy=True,
+        )
+        of_service = self.clocks["service"].environment
+        self.config += (
             "\nfrom gpuspawner.config import _entries"
             "\nfor each in _entries(c.JupyterHub.services):\n"
-            f"    each.setdefault('environment', {{}}).update({clock.environment!r})\n"
+            f"    each.setdefault('environment', {{}}).update({of_service!r})\n"
         )
-    return hub
+
+    def set_clocks(self, seconds: int, who: str = "both") -> None:
+        """Set the wall clock of the hub, the service or both so far ahead of ours."""
+        for name, clock in self.clocks.items():
+            if who in (name, "both"):
+                clock.set(seconds)
+
+    def clock_entries(self) -> list[str]:
+        """What the audit trail says of wall clocks that were set."""
+        entries = (entry for entry in self.services.audit.trail(1000) if entry.action == "clock")
+        return [entry.detail for entry in entries if "The wall clock was set by" in entry.detail]
+
+
+@pytest.fixture(scope="module")
+def module_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClockHub]:
+    with ClockHub(tmp_path_factory.mktemp("clocks")) as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(module_hub: ClockHub) -> Iterator[ClockHub]:
+    """A hub whose clocks go with ours when a test begins."""
+    yield module_hub
+    module_hub.set_clocks(0)
 
 
 def charged(hub: PayingHub, lease: Lease) -> float:
-    return hub.broker.lease(lease.id).charged / MICRO
+    return hub.services.leases.get(lease.id).charged / MICRO
 
 
 def wait_for_charges(hub: PayingHub, lease: Lease, seconds: float) -> None:
@@ -78,35 +108,31 @@ class Lifetime:
 def assert_charged_exactly(hub: PayingHub, lease: Lease, life: Lifetime) -> None:
     """Stop the server, and see what it cost."""
     hub.stop_server("ada")
-    wait_for(lambda: hub.broker.lease(lease.id).state is LeaseState.ENDED, "the end")
+    hub.wait_end(lease)
     assert charged(hub, lease) == pytest.approx(life.whole(), abs=EXACT)
 
 
 @pytest.mark.parametrize("who", ["hub", "service", "both"])
-def test_steps_during_a_session(hubs: None, tmp_path: Path, who: str) -> None:
-    clock = WallClock(tmp_path / "clock")
-    with a_hub(tmp_path, who, clock) as hub:
-        lease = hub.start_server("ada", gpus=1, hours=1)
-        life = Lifetime(lease)
-        for step in STEPS:
-            clock.set(step)
-            wait_for_charges(hub, lease, 2)
-            assert charged(hub, lease) <= life.so_far()
-        assert_charged_exactly(hub, lease, life)
+def test_steps_during_a_session(hub: ClockHub, who: str) -> None:
+    lease = hub.start_server("ada", gpus=1, hours=1)
+    life = Lifetime(lease)
+    for step in STEPS:
+        hub.set_clocks(step, who)
+        wait_for_charges(hub, lease, 2)
+        assert charged(hub, lease) <= life.so_far()
+    assert_charged_exactly(hub, lease, life)
 
 
 @pytest.mark.parametrize("step", [2 * HOUR, -2 * HOUR])
-def test_a_step_between_a_crash_and_a_restart(hubs: None, tmp_path: Path, step: int) -> None:
-    clock = WallClock(tmp_path / "clock")
-    with a_hub(tmp_path, "both", clock) as hub:
-        lease = hub.start_server("ada", gpus=1, hours=1)
-        life = Lifetime(lease)
-        wait_for_charges(hub, lease, 1)
-        hub.kill9()
-        clock.set(step)
-        hub.start()
-        wait_for_charges(hub, lease, 2)
-        assert charged(hub, lease) <= life.so_far()
-        [told] = [entry.detail for entry in hub.broker.trail() if entry.action == "clock"]
-        assert "The wall clock was set by" in told
-        assert_charged_exactly(hub, lease, life)
+def test_a_step_between_a_crash_and_a_restart(hub: ClockHub, step: int) -> None:
+    lease = hub.start_server("ada", gpus=1, hours=1)
+    life = Lifetime(lease)
+    hub.wait_rounds(2, "clock")  # so that the service knows the time from which this test steps
+    before = hub.clock_entries()
+    hub.kill9()
+    hub.set_clocks(step)
+    hub.start()
+    wait_for_charges(hub, lease, 2)
+    assert charged(hub, lease) <= life.so_far()
+    assert len(hub.clock_entries()) == len(before) + 1
+    assert_charged_exactly(hub, lease, life)

@@ -1,5 +1,5 @@
-"""The live page of the cluster. Real here: JupyterHub, proxy, accounting service, its samples,
-local servers, Chromium; the GPUs are simulated, and fail as a script says."""
+"""The live page of the cluster, and a GPU that falls sick. Real here: JupyterHub, proxy, accounting
+service, its samples, local servers, Chromium; the GPUs are simulated, and fail as a script says."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ import requests
 from playwright.sync_api import Browser
 
 from gpuspawner.core.errors import StoreUnavailable
+from gpuspawner.leases.models import LeaseState, ServerRef
 from gpuspawner.monitoring import cluster_views
 from gpuspawner.monitoring.models import DeviceUse
-from gpuspawner.services import Broker
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.services import Services
 from tests.support import axe
 from tests.support.batch_jobs import CLUSTER, look_since, run
-from tests.support.brokers import T0, Clock, make_broker, open_broker, running
+from tests.support.brokers import T0, Clock, make_services, open_services, running
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN
-from tests.support.pages import ask, picture, served, sign_in, words
+from tests.support.pages import PHONE, WIDE, ask, look_over, picture, served, sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
-
-WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
 CONFIG = """
 c.GPURates.by_model = {"*": 1}
 c.GPUCredits.grace_seconds = 3600
 c.GPUCredits.opening_grant = 1000
+c.GPUHealth.quiet_minutes = 0.05
+c.GPUMonitoring.sample_seconds = 0.5
 c.JupyterHub.services.append({"name": "bot", "api_token": "token-of-bot"})
 c.JupyterHub.load_roles.append(
     {"name": "bot", "services": ["bot"], "scopes": ["access:services!service=gpu"]}
@@ -102,12 +104,12 @@ def test_a_member_sees_all_gpus_and_no_other_members_name(scene: Scene) -> None:
     for text in (page.text, json.dumps(told), hub.json("ada", "cluster").text):
         assert "secret-plan" not in text
         assert "bob" not in text
-        assert hub.broker.leases_of("member:bob")[0].id not in text
+        assert hub.services.leases.of_account("member:bob")[0].id not in text
     assert "1 of 3 free, nobody waits in line" in words(page)
     assert "yours: training" in words(page)
     assert words(page).count("in use") == 1
     assert dict(told)["picture"]["summary"] == "1 of 3 free, nobody waits in line"
-    first = hub.broker.leases_of("member:ada")[0].uuids[0]
+    first = hub.services.leases.of_account("member:ada")[0].uuids[0]
     assert dict(told)["mine"] == {first: "yours: training"}
     devices = hub.json("ada", "cluster").json()["devices"]
     assert [(some["user"], some["server"]) for some in devices] == [
@@ -124,7 +126,7 @@ def test_an_admin_sees_who_has_what_and_a_site_may_tell_all(scene: Scene) -> Non
     with watch(hub, ADMIN) as stream:
         tiles = dict(events(stream))["picture"]["tiles"]
     assert [told["who"] for told in tiles.values()] == ["ada/training", "bob/secret-plan", ""]
-    with served(hub, hub.broker, members_see_names=True) as url:
+    with served(hub, hub.services, members_see_names=True) as url:
         page = words(ask(hub, "ada", url + "cluster"))
         assert "bob" in page
         assert "secret-plan" not in page
@@ -154,30 +156,27 @@ def test_strangers_and_services_see_nothing(scene: Scene) -> None:
 def test_the_page_goes_on_by_itself(scene: Scene, browser: Browser) -> None:
     hub = scene.hub
     troubles: list[str] = []
-    for size in (WIDE, PHONE):
-        page = browser.new_page(viewport=size)
-        page.on("console", lambda message: troubles.append(message.text))
-        sign_in(page, hub, "ada", "cluster")
-        scene.play(_0={"use": 73, "used_bytes": 13 * 2**29, "celsius": 61}, _1={"use": 4})
-        page.wait_for_selector(".tile.own:has-text('73 %')")
-        scene.play(
-            _0={"use": 100, "used_bytes": 79 * 2**30, "celsius": 91, "throttle": 0x40},
-            _1={"error": "It fell off the bus.", "xids": [79]},
-        )
-        page.wait_for_selector(".tile.own:has-text('100 %')")
-        page.wait_for_selector(".tile:has-text('does not answer')")
-        own = page.inner_text(".tile.own")
-        assert "79.0 of 80 GB" in own
-        assert "91 °C" in own
-        assert "too warm" in own
-        assert "yours: training" in own
-        assert "fell off" not in page.content()
-        assert page.inner_text("#live") == "Live."
-        assert page.get_attribute(".tile.own [data-width=level]", "width") == "100"
-        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-        assert axe.troubles(page) == []
-        screenshot(page, f"cluster-{size['width']}")
-        page.close()
+    page = browser.new_page(viewport=WIDE)
+    page.on("console", lambda message: troubles.append(message.text))
+    sign_in(page, hub, "ada", "cluster")
+    scene.play(_0={"use": 73, "used_bytes": 13 * 2**29, "celsius": 61}, _1={"use": 4})
+    page.wait_for_selector(".tile.own:has-text('73 %')")
+    scene.play(
+        _0={"use": 100, "used_bytes": 79 * 2**30, "celsius": 91, "throttle": 0x40},
+        _1={"error": "It fell off the bus.", "xids": [79]},
+    )
+    page.wait_for_selector(".tile.own:has-text('100 %')")
+    page.wait_for_selector(".tile:has-text('does not answer')")
+    own = page.inner_text(".tile.own")
+    assert "79.0 of 80 GB" in own
+    assert "91 °C" in own
+    assert "too warm" in own
+    assert "yours: training" in own
+    assert "fell off" not in page.content()
+    assert page.inner_text("#live") == "Live."
+    assert page.get_attribute(".tile.own [data-width=level]", "width") == "100"
+    look_over(page, "cluster")
+    page.close()
     page = browser.new_page(viewport=WIDE, color_scheme="dark")
     page.on("console", lambda message: troubles.append(message.text))
     sign_in(page, hub, ADMIN, "cluster")
@@ -208,13 +207,13 @@ def test_without_a_script_it_is_a_page(scene: Scene, browser: Browser) -> None:
 
 
 @contextmanager
-def some_broker(folder: Path, devices: int) -> Iterator[Broker]:
-    """A broker of a test's own, with very many GPUs."""
+def some_services(folder: Path, devices: int) -> Iterator[Services]:
+    """Services of a test's own, with very many GPUs."""
     source = f"simulated:{devices}xA100-80GB"
-    broker = make_broker(database_url=f"sqlite:///{folder}/x.sqlite", device_source=source)
-    broker.ledger.open_account("ada")
-    yield broker
-    broker.store.close()
+    services = make_services(database_url=f"sqlite:///{folder}/x.sqlite", device_source=source)
+    services.ledger.open_account("ada")
+    yield services
+    services.store.close()
 
 
 def test_who_never_reads_is_let_go_and_holds_up_nobody(
@@ -235,8 +234,8 @@ def test_who_never_reads_is_let_go_and_holds_up_nobody(
 
     monkeypatch.setattr(cluster_views.LiveCluster, "leave", leave_and_tell)
     with (
-        some_broker(tmp_path, 1000) as broker,
-        served(hub, broker) as url,
+        some_services(tmp_path, 1000) as services,
+        served(hub, services) as url,
         closing(socket.socket()) as silent,
     ):
         at = urlsplit(url)
@@ -258,7 +257,7 @@ def test_who_never_reads_is_let_go_and_holds_up_nobody(
 
 def test_a_member_has_so_many_streams_and_no_more(scene: Scene, tmp_path: Path) -> None:
     hub = scene.hub
-    with some_broker(tmp_path, 2) as broker, served(hub, broker) as url:
+    with some_services(tmp_path, 2) as services, served(hub, services) as url:
         streams = [
             watch(hub, "ada", url + "cluster/live", 1000) for _ in range(cluster_views.MOST_OF_ONE)
         ]
@@ -290,8 +289,8 @@ def test_a_stream_ends_so_that_it_is_asked_again_who_watches(
 
     monkeypatch.setattr(cluster_views.Viewer, "next", after_the_first)
     with (
-        some_broker(tmp_path, 2) as broker,
-        served(scene.hub, broker) as url,
+        some_services(tmp_path, 2) as services,
+        served(scene.hub, services) as url,
         watch(scene.hub, "ada", url + "cluster/live", 1000) as stream,
     ):
         assert "picture" in dict(events(stream))
@@ -305,8 +304,8 @@ def test_a_store_that_is_away_is_said_and_comes_back(
     hub = scene.hub
     monkeypatch.setattr(cluster_views, "EVERY", 0.1)
     with (
-        some_broker(tmp_path, 2) as broker,
-        served(hub, broker) as url,
+        some_services(tmp_path, 2) as services,
+        served(hub, services) as url,
         watch(hub, "ada", url + "cluster/live", 1000) as stream,
     ):
         told = events(stream)
@@ -320,7 +319,7 @@ def test_a_store_that_is_away_is_said_and_comes_back(
                 raise error
 
             with monkeypatch.context() as away:
-                away.setattr(broker, "open_leases", fail)
+                away.setattr(services.leases, "open_leases", fail)
                 said = next(text for name, text in told if name == "trouble" and text)
                 assert said.startswith(sentence)
             assert next(text for name, text in told if name == "trouble") == ""
@@ -338,10 +337,10 @@ def used(percent: int) -> dict[str, int]:
 @pytest.fixture
 def past(scene: Scene, tmp_path: Path) -> Iterator[str]:
     """Pages of a site where Ada's GPU worked for three hours, and Bob's two rested."""
-    broker = open_broker(f"sqlite:///{tmp_path}/past.sqlite", Clock(), opening_grant=1000)
-    clock = broker.clock
+    services = open_services(f"sqlite:///{tmp_path}/past.sqlite", Clock(), opening_grant=1000)
+    clock = services.clock
     assert isinstance(clock, Clock)
-    ada, bob = running(broker, "ada", 1), running(broker, "bob", 2, "=secret-plan")
+    ada, bob = running(services, "ada", 1), running(services, "bob", 2, "=secret-plan")
     minutes = [
         DeviceUse(uuid=uuid, since=T0 + timedelta(minutes=n), seconds=60, **counts)
         for n in range(180)
@@ -351,14 +350,14 @@ def past(scene: Scene, tmp_path: Path) -> Iterator[str]:
         )
         for uuid in lease.uuids
     ]
-    broker.monitoring.remember_use(minutes)
+    services.monitoring.remember_use(minutes)
     clock.forward(hours=4)
-    broker.release(bob.id, ended_at=clock.now, reason="stopped")
-    look_since(broker, T0)
-    broker.job_billing.debit(CLUSTER, [run(1, gpus={"a100": 2}, user="carl")])
-    with served(scene.hub, broker) as url:
+    services.leases.release(bob.id, ended_at=clock.now, reason="stopped")
+    look_since(services, T0)
+    services.job_billing.debit(CLUSTER, [run(1, gpus={"a100": 2}, user="carl")])
+    with served(scene.hub, services) as url:
         yield url
-    broker.store.close()
+    services.store.close()
 
 
 def test_admins_see_who_held_and_did_not_use(scene: Scene, past: str, browser: Browser) -> None:
@@ -400,13 +399,57 @@ def test_a_member_sees_what_their_gpu_did(scene: Scene, past: str, browser: Brow
     assert "Whole session: used 45 % on average, 99 % at most; memory 49.5 of 80 GB at" in told
     assert "What GPU" not in words(ask(hub, "bob", past)), "nothing of his runs"
     headers = {"Authorization": f"token {hub.user_token('ada')}"}
-    for size in (WIDE, PHONE):
-        context = browser.new_context(viewport=size, extra_http_headers=headers)
-        page = context.new_page()
-        page.goto(past)
-        shown = page.locator("figure path.use").first.bounding_box()
-        assert shown and shown["width"] > 50
-        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-        assert axe.troubles(page) == []
-        screenshot(page, f"curves-{size['width']}")
-        context.close()
+    page = browser.new_context(viewport=PHONE, extra_http_headers=headers).new_page()
+    page.goto(past)
+    shown = page.locator("figure path.use").first.bounding_box()
+    assert shown and shown["width"] > 50
+    look_over(page, "curves")
+
+
+# What falls sick.
+
+
+def test_a_gpu_falls_sick_and_comes_back(scene: Scene, browser: Browser) -> None:
+    hub, t4 = scene.hub, {"gpus": 1, "gpu_model": "T4"}
+
+    def state() -> str:
+        return hub.services.monitoring.overview().devices[2].state
+
+    lease = hub.start_server("dora", **t4)
+    assert "is sick" not in words(hub.page("dora"))
+    scene.play(_2={"xids": [79], "probe": "It computes wrongly."})
+    wait_for(lambda: hub.told("dora", NoticeKind.GPU_SICK), "the warning", timeout=60)
+    assert hub.told("dora", NoticeKind.GPU_SICK) == ["A GPU of your server is sick"]
+    assert state() == "draining"
+    page = browser.new_page(viewport=WIDE)
+    sign_in(page, hub, "dora", "")
+    text = page.inner_text(".notice.bad")
+    assert "GPU 2 (T4), Xid 79: it lost power, NVLink or the bus" in text
+    assert "comes back when it has stopped" in text
+    look_over(page, "sick")
+    assert "drained by health: Xid 79" in words(hub.page(ADMIN, "admin"))
+
+    hub.stop_server("dora")
+    assert hub.spawn("emil", t4).ok
+
+    def given_back() -> bool:
+        found = hub.services.leases.get(lease.id)
+        return found.state is LeaseState.ENDED and found.refunded > 0
+
+    wait_for(given_back, "the refund", timeout=60)
+
+    def failed() -> bool:
+        return any(
+            "failed: It computes wrongly" in each.detail for each in hub.services.audit.trail()
+        )
+
+    wait_for(failed, "the first probe", timeout=60)
+    assert state() == "drained"
+    assert hub.services.leases.of_server(ServerRef("emil")) is None  # he waits for it
+    scene.play()
+    wait_for(
+        lambda: hub.services.leases.of_server(ServerRef("emil")), "the GPU's return", timeout=90
+    )
+    assert not any(finding.problem for finding in hub.services.audit.check()[0])
+    known = hub.services.health.device_states()[lease.uuids[0]]
+    assert (known.state.verdict, known.state.falls) == ("watch", 1)

@@ -1,5 +1,5 @@
-"""Pages of accounts and credits. Real here: JupyterHub, proxy, accounting service, local servers,
-Chromium, axe-core; one hub for all."""
+"""Pages of accounts and credits, rates, refills and many grants at once. Real here: JupyterHub,
+proxy, accounting service, local servers, Chromium, axe-core; one hub for all."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import io
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
-from typing import Any
 
 import pytest
-import requests
 from playwright.sync_api import Browser, Page
 
 from gpuspawner.core.units import MICRO
@@ -24,16 +22,25 @@ from tests.support import axe
 from tests.support.batch_jobs import CLUSTER, look_since, run
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, NAVIGATION
-from tests.support.pages import sign_in, words
+from tests.support.pages import PHONE, look_over_all, sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
-WIDE = {"width": 1280, "height": 800}
-PHONE = {"width": 390, "height": 800}
 TRICK = "=cmd|'/c calc'!A1 <script>alert(1)</script>"
+
+_DAY = ("MO", "TU", "WE", "TH", "FR", "SA", "SU")[(date.today().weekday() + 3) % 7]
+WEEKLY = {
+    "rule": f"FREQ=WEEKLY;BYDAY={_DAY};BYHOUR=6;BYMINUTE=0",  # not while the tests run
+    "zone": "Europe/Vienna",
+    "mode": "add",
+    "amount": "25",
+    "audience": "members:ml101",
+    "reason": "every week",
+}
 
 CONFIG = """
 c.GPURates.by_model = {"*": 1, "A100": 4}
+c.GPURates.zone = "Europe/Vienna"
 c.GPUCredits.grace_seconds = 3600
 c.JupyterHub.load_groups = {"ml101": {"users": ["ada", "bob"]}}
 """
@@ -45,18 +52,38 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
     somebody unknown a job of sbatch ended yesterday."""
     with PayingHub(tmp_path_factory.mktemp("credits") / "hub", CONFIG) as hub:
         for user in ("ada", "bob"):
-            hub.broker.ledger.open_account(user)
+            hub.services.ledger.open_account(user)
         hub.start_server("ada", "past", gpus=1, gpu_model="A100")
         wait_for(lambda: seen_for_a_second(past_lease(hub)), "proof of a second's session")
         hub.stop_server("ada", "past")
         hub.start_server("ada", gpus=1)
-        hub.broker.ledger.grant("member:ada", 12 * MICRO, actor="kim", reason=TRICK)
-        hub.broker.ledger.open_account("carl")
-        began = hub.broker.clock() - timedelta(days=1)
-        look_since(hub.broker, began)
+        hub.services.ledger.grant("member:ada", 12 * MICRO, actor="kim", reason=TRICK)
+        hub.services.ledger.open_account("carl")
+        began = hub.services.clock() - timedelta(days=1)
+        look_since(hub.services, began)
         jobs = [run(1, began, 5400, gpus={"a100": 2}, user="carl"), run(2, began, user="eve")]
-        assert hub.broker.job_billing.debit(CLUSTER, jobs).jobs == 1
+        assert hub.services.job_billing.debit(CLUSTER, jobs).jobs == 1
+        furnish_admins_pages(hub)
         yield hub
+
+
+def furnish_admins_pages(hub: PayingHub) -> None:
+    """A rate and a refill, and Cleo, who is in no group."""
+    hub.services.ledger.open_account("cleo")
+    hub.api("POST", "users/cleo").raise_for_status()
+    hub.services.prices.set_rate(
+        "2.5", model="T4", environment="seminar", hours="Sat, Sun", actor="kim", reason="weekends"
+    )
+    hub.services.refills.add_refill(
+        hub.services.refills.plan_refill(
+            "FREQ=MONTHLY;BYMONTHDAY=1",
+            amount=10 * MICRO,
+            audience=["everybody"],
+            actor="kim",
+            reason="a month",
+            starts_at=datetime(2999, 1, 1, tzinfo=timezone.utc),
+        )
+    )
 
 
 def seen_for_a_second(lease: Lease) -> bool:
@@ -66,72 +93,40 @@ def seen_for_a_second(lease: Lease) -> bool:
 
 
 def past_lease(hub: PayingHub) -> Lease:
-    (found,) = [x for x in hub.broker.leases_of("member:ada", 500) if x.server.name == "past"]
+    (found,) = [
+        x for x in hub.services.leases.of_account("member:ada", 500) if x.server.name == "past"
+    ]
     return found
-
-
-def send(hub: PayingHub, user: str, path: str, **fields: str) -> requests.Response:
-    """A form of the page, as this member's browser sends it, with the page's XSRF token."""
-    hub.page(user)
-    browser = hub._browsers[user]
-    cookie = browser.cookies.get("_xsrf", "", path="/services/gpu/")
-    url = f"{hub.url}/services/gpu/{path}"
-    data = {"_xsrf": cookie, **fields}
-    return browser.post(url, data=data, headers=NAVIGATION, timeout=120)
 
 
 # What it looks like, and whether everybody can use it.
 
 
-OUTSIDE = """
-[...document.querySelectorAll("dd")].filter(cell => {
-    const text = document.createRange()
-    text.selectNodeContents(cell)
-    return text.getBoundingClientRect().right > cell.getBoundingClientRect().right + 1
-}).map(cell => cell.innerText)
-"""
-"""What sticks out of its place in a list."""
-
-
-@pytest.mark.parametrize(
-    ("user", "path", "name"),
-    [
-        ("ada", "", "credits-member"),
-        ("ada", "statement", "credits-statement"),
-        ("ada", "leases/{lease}", "credits-receipt"),
-        (ADMIN, "accounts", "credits-accounts"),
-        (ADMIN, "accounts/member:ada", "credits-account"),
-        (ADMIN, "transfers/{transfer}", "credits-transfer"),
-        (ADMIN, "leases/{lease}", "credits-refund"),
-        (ADMIN, "usage", "credits-usage"),
-        (ADMIN, "trail", "credits-trail"),
-        (ADMIN, "admin", "credits-everyone"),
-        (ADMIN, "queue", "credits-queue"),
-        ("ada", "notices", "credits-notices"),
-    ],
-)
-@pytest.mark.parametrize(("size", "kind"), [(WIDE, "wide"), (PHONE, "phone")])
-def test_pages_in_a_browser(
-    hub: PayingHub, browser: Browser, user: str, path: str, name: str, size: Any, kind: str
-) -> None:
+def test_pages_in_a_browser(hub: PayingHub, browser: Browser) -> None:
     """Nothing sticks out, nothing comes from elsewhere, and axe finds nothing serious."""
-    transfer = hub.broker.reports.statement_page("member:ada").entries[-1].transfer
-    path = path.format(lease=past_lease(hub).id, transfer=transfer)
-    context = browser.new_context(viewport=size)
-    page = context.new_page()
-    noise: list[str] = []
-    sign_in(page, hub, user, path)
-    page.on("console", lambda message: noise.append(message.text))
-    page.reload()
-    screenshot(page, f"{name}-{kind}")
-    assert noise == []
-    assert page.locator("h1").count() == 1
-    assert page.locator("table th:not([scope])").count() == 0
-    across = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    assert page.evaluate(across) == 0
-    assert page.evaluate(OUTSIDE) == [], "what is side by side does not touch"
-    assert axe.troubles(page, "landmark-unique") == []
-    context.close()
+    transfer = hub.services.reports.statement_page("member:ada").entries[-1].transfer
+    lease = past_lease(hub).id
+    of_member = {
+        "credits-member": "",
+        "credits-statement": "statement",
+        "credits-receipt": f"leases/{lease}",
+        "credits-notices": "notices",
+    }
+    of_admin = {
+        "credits-accounts": "accounts",
+        "credits-account": "accounts/member:ada",
+        "credits-transfer": f"transfers/{transfer}",
+        "credits-refund": f"leases/{lease}",
+        "credits-usage": "usage",
+        "credits-trail": "trail",
+        "credits-everyone": "admin",
+        "credits-queue": "queue",
+        "credits-rates": "rates",
+        "credits-refills": "refills",
+        "credits-bulk": "bulk",
+    }
+    look_over_all(browser, hub, "ada", of_member)
+    look_over_all(browser, hub, ADMIN, of_admin)
 
 
 def test_a_finding_of_axe_would_be_seen(browser: Browser) -> None:
@@ -181,12 +176,12 @@ def test_a_receipt_tells_what_the_gpus_did(hub: PayingHub) -> None:
     lease = replace(some, id="5" * 16, server=ServerRef("ada", "longer"), **times)
     lease = replace(lease, state=LeaseState.RUNNING, charged=0, waived=0)
     lease = replace(lease, devices=(replace(some.devices[0], model="L4"),))
-    with hub.broker.store.write() as connection:
+    with hub.services.store.write() as connection:
         leases_repository.insert(connection, lease)
         leases_repository.end(connection, lease.id, began + timedelta(minutes=5), "stopped", 0, 0)
     did = {"samples": 60, "known": 60, "measured": 60, "use_sum": 60 * 42, "use_max": 97}
     minute = DeviceUse(uuid=lease.uuids[0], since=began, seconds=60, memory_max=12 * 2**30, **did)
-    hub.broker.monitoring.remember_use([minute])
+    hub.services.monitoring.remember_use([minute])
     page = words(hub.page("ada", f"leases/{lease.id}"))
     assert re.search(r"Mean use Peak use Most memory .*42 % 97 % 12 GB", page)
     told = hub.json("ada", f"leases/{lease.id}/receipt").json()
@@ -227,7 +222,7 @@ def test_a_statement_as_csv_is_whole_and_harmless(hub: PayingHub) -> None:
 def test_what_is_anothers_is_refused_in_words(
     hub: PayingHub, user: str, path: str, sentence: str
 ) -> None:
-    transfer = hub.broker.reports.statement_page("member:ada").entries[-1].transfer
+    transfer = hub.services.reports.statement_page("member:ada").entries[-1].transfer
     answer = hub.page(user, path.format(lease=past_lease(hub).id, transfer=transfer))
     assert answer.status_code == 403
     assert sentence in answer.text.replace("&#39;", "'")
@@ -237,15 +232,15 @@ def test_what_is_anothers_is_refused_in_words(
 
 def test_a_member_stops_their_server(hub: PayingHub) -> None:
     lease = hub.start_server("ada", "to-stop", gpus=0)
-    stranger = send(hub, "bob", f"leases/{lease.id}/stop", confirm="yes")
+    stranger = hub.send("bob", f"leases/{lease.id}/stop", confirm="yes")
     assert stranger.status_code == 404
-    asked = send(hub, "ada", f"leases/{lease.id}/stop")
+    asked = hub.send("ada", f"leases/{lease.id}/stop")
     assert "Stop to-stop?" in words(asked)
     assert hub.server("ada", "to-stop")
-    done = send(hub, "ada", f"leases/{lease.id}/stop", confirm="yes")
+    done = hub.send("ada", f"leases/{lease.id}/stop", confirm="yes")
     assert "The server is being stopped." in words(done)
     wait_for(lambda: hub.server("ada", "to-stop") is None, "the stop")
-    again = send(hub, "ada", f"leases/{lease.id}/stop", confirm="yes")
+    again = hub.send("ada", f"leases/{lease.id}/stop", confirm="yes")
     assert (again.status_code, "stopped already" in again.text) == (409, True)
 
 
@@ -262,7 +257,7 @@ def press(page: Page, name: str) -> None:
 
 def test_an_admin_gives_credits_and_takes_them_back(hub: PayingHub, browser: Browser) -> None:
     """Without JavaScript, by keyboard: given, undone by its opposite, and given again."""
-    before = hub.broker.ledger.member("bob").balance
+    before = hub.services.ledger.member("bob").balance
     context = browser.new_context(viewport=PHONE, java_script_enabled=False)
     page = context.new_page()
     sign_in(page, hub, ADMIN, "accounts/member:bob")
@@ -271,17 +266,17 @@ def test_an_admin_gives_credits_and_takes_them_back(hub: PayingHub, browser: Bro
     press(page, "Give")
     screenshot(page, "credits-confirm-phone")
     assert "Give credits to member:bob?" in page.inner_text("main")
-    assert hub.broker.ledger.member("bob").balance == before
+    assert hub.services.ledger.member("bob").balance == before
     press(page, "Give them")
     assert "The credits were given." in page.inner_text("main")
-    assert hub.broker.ledger.member("bob").balance == before + 5 * MICRO // 2
+    assert hub.services.ledger.member("bob").balance == before + 5 * MICRO // 2
     page.get_by_role("link", name="Grant by admin").first.click()
     page.get_by_label("Reason, which its member reads").fill("the wrong Bob")
     press(page, "Undo")
-    assert hub.broker.ledger.member("bob").balance == before + 5 * MICRO // 2
+    assert hub.services.ledger.member("bob").balance == before + 5 * MICRO // 2
     press(page, "Undo it")
     assert "undone by this one" in page.inner_text("main")
-    assert hub.broker.ledger.member("bob").balance == before
+    assert hub.services.ledger.member("bob").balance == before
     context.close()
     statement = words(hub.page("bob", "statement"))
     assert "a &lt;present&gt;" in statement and "the wrong Bob" in statement
@@ -290,26 +285,23 @@ def test_an_admin_gives_credits_and_takes_them_back(hub: PayingHub, browser: Bro
 
 
 def test_a_form_that_is_sent_twice_gives_once(hub: PayingHub) -> None:
-    before = hub.broker.ledger.member("bob").balance
+    before = hub.services.ledger.member("bob").balance
     fields = {"amount": "3", "reason": "once", "confirm": "yes", "key": "0123456789abcdef"}
     assert "The credits were given." in words(
-        send(hub, ADMIN, "accounts/member:bob/grant", **fields)
+        hub.send(ADMIN, "accounts/member:bob/grant", **fields)
     )
-    again = send(hub, ADMIN, "accounts/member:bob/grant", **fields)
+    again = hub.send(ADMIN, "accounts/member:bob/grant", **fields)
     assert "nothing was changed" in words(again)
-    assert hub.broker.ledger.member("bob").balance == before + 3 * MICRO
-    hub.broker.ledger.grant("member:bob", -3 * MICRO, actor="kim", reason="a test, undone")
+    assert hub.services.ledger.member("bob").balance == before + 3 * MICRO
+    hub.services.ledger.grant("member:bob", -3 * MICRO, actor="kim", reason="a test, undone")
 
 
 @pytest.mark.parametrize(
     ("amount", "reason", "sentence"),
     [
         ("NaN", "x", "'NaN'"),
-        ("1,5", "x", "'1,5'"),
         ("1" + "0" * 30, "x", "decimal number"),
-        ("0.123456789012345678", "x", "six decimals"),
         ("0", "x", "nothing would change"),
-        ("", "x", "decimal number"),
         ("5", "", "The reason is missing"),
         ("5", "y" * 301, "300 is the most"),
     ],
@@ -317,52 +309,52 @@ def test_a_form_that_is_sent_twice_gives_once(hub: PayingHub) -> None:
 def test_a_grant_with_a_mistake_is_shown_again(
     hub: PayingHub, amount: str, reason: str, sentence: str
 ) -> None:
-    before = hub.broker.ledger.member("bob")
+    before = hub.services.ledger.member("bob")
     path = "accounts/member:bob/grant"
-    answer = send(hub, ADMIN, path, amount=amount, reason=reason, confirm="yes", key="k")
+    answer = hub.send(ADMIN, path, amount=amount, reason=reason, confirm="yes", key="k")
     assert answer.status_code == 400
     assert "Nothing was changed." in words(answer)
     assert sentence in answer.text.replace("&#39;", "'")
-    assert hub.broker.ledger.member("bob") == before
+    assert hub.services.ledger.member("bob") == before
 
 
 def test_changes_need_our_own_form_and_an_admin(hub: PayingHub) -> None:
-    before = hub.broker.ledger.member("bob")
+    before = hub.services.ledger.member("bob")
     path = "accounts/member:bob/grant"
     fields = {"amount": "5", "reason": "x", "confirm": "yes", "key": "k"}
-    assert send(hub, "bob", path, **fields).status_code == 403
+    assert hub.send("bob", path, **fields).status_code == 403
     hub.page(ADMIN)
     url = f"{hub.url}/services/gpu/{path}"
-    forged = hub._browsers[ADMIN].post(url, data=fields, headers=NAVIGATION, timeout=120)
+    forged = hub.browser_of(ADMIN).post(url, data=fields, headers=NAVIGATION, timeout=120)
     assert forged.status_code == 403
     assert "This form is too old, or came from another page." in words(forged)
     for place in (f"leases/{past_lease(hub).id}/refund", path):
-        refused = send(hub, "ada", place, reason="x", amount="1", confirm="yes", key="k")
+        refused = hub.send("ada", place, reason="x", amount="1", confirm="yes", key="k")
         assert refused.status_code == 403
-    assert hub.broker.ledger.member("bob") == before
+    assert hub.services.ledger.member("bob") == before
 
 
 def test_a_session_is_refunded_once(hub: PayingHub) -> None:
     lease = past_lease(hub)
     path = f"leases/{lease.id}/refund"
-    asked = words(send(hub, ADMIN, path, reason="the GPU was sick"))
+    asked = words(hub.send(ADMIN, path, reason="the GPU was sick"))
     assert "Give back what this session cost?" in asked
     assert past_lease(hub).charged == lease.charged > 0
     part = {"reason": "a slow disk", "amount": "0.000001", "key": "a-part"}
-    assert "Give a part of it back?" in words(send(hub, ADMIN, path, **part))
+    assert "Give a part of it back?" in words(hub.send(ADMIN, path, **part))
     for _ in range(2):
-        given = send(hub, ADMIN, path, confirm="yes", **part)
+        given = hub.send(ADMIN, path, confirm="yes", **part)
         assert "0.000001 came back" in words(given), given.text
         assert past_lease(hub).charged == lease.charged - 1
     for amount in ("-1", "0", "1,5", "1000"):
-        refused = send(hub, ADMIN, path, reason="x", amount=amount, confirm="yes")
+        refused = hub.send(ADMIN, path, reason="x", amount=amount, confirm="yes")
         assert refused.status_code == 400, amount
     assert past_lease(hub).refunded == 1
-    done = words(send(hub, ADMIN, path, reason="the GPU was sick", confirm="yes"))
+    done = words(hub.send(ADMIN, path, reason="the GPU was sick", confirm="yes"))
     assert "It was given back." in done and "came back" in done
     assert "Total 0.000000" in done
     assert past_lease(hub).charged == 0
-    again = send(hub, ADMIN, path, reason="the GPU was sick", confirm="yes")
+    again = hub.send(ADMIN, path, reason="the GPU was sick", confirm="yes")
     assert again.status_code == 400
     assert "refunded already" in again.text
     report = hub.json(ADMIN, "usage?by=model").json()["rows"]
@@ -389,7 +381,7 @@ def test_reports_say_the_same_in_every_form(hub: PayingHub) -> None:
         assert rows[0] == [by, "gpu_seconds", "gpu_hours", "credits", "sessions", *beside]
         total = told["total"]["batch"]
         assert (total["gpu_seconds"], total["jobs"]) == (3 * 3600 + 3600, 2)
-        paid = hub.broker.ledger.statement("member:carl", 1)[0].amount
+        paid = hub.services.ledger.statement("member:carl", 1)[0].amount
         assert Decimal(total["credits"]) == Decimal(-paid) / MICRO
         assert sum(int(row[7]) for row in rows[1:]) == 2
         names = [row["name"] for row in told["rows"]]
@@ -401,3 +393,247 @@ def test_reports_say_the_same_in_every_form(hub: PayingHub) -> None:
     assert [row["action"] for row in trail] == [
         change["action"] for change in hub.json(ADMIN, "trail?limit=500").json()["changes"]
     ]
+
+
+# Rates, refills and many grants at once.
+
+
+@pytest.fixture(scope="module")
+def nobody_pays(hub: PayingHub) -> None:
+    """No server runs for which somebody is charged: balances stay as they are."""
+    hub.stop_server("ada")
+
+
+@pytest.mark.parametrize("path", ["rates", "refills", "bulk"])
+def test_they_are_for_admins(hub: PayingHub, path: str) -> None:
+    assert hub.page("ada", path).status_code == 403
+    refused = hub.send("ada", path, confirm="yes", lines="ada,5,x", rate="0", **WEEKLY)
+    assert refused.status_code == 403
+    assert len(hub.services.refills.all_refills()) == 1
+    assert hub.json("ada", "refills").status_code == 403
+    told = hub.json("ada", "rates").json()["rates"]
+    assert told[0]["rate_per_hour"] == "2.500000"
+    assert all("actor" not in rate for rate in told)
+    assert hub.json(ADMIN, "refills").json()["refills"][0]["amount"] == "10.000000"
+
+
+# Many at once.
+
+
+@pytest.mark.usefixtures("nobody_pays")
+def test_a_file_is_shown_then_given_once(hub: PayingHub) -> None:
+    before = {user: hub.services.ledger.member(user).balance for user in ("ada", "bob")}
+    lines = "\ufeffmember;amount;reason\r\nada;2.5;week 1\r\nbob;3;<week> 1\r\n"
+    shown = words(hub.send(ADMIN, "bulk", lines=lines))
+    assert "What it would do 2 lines, 5.50 credits" in shown
+    assert "&lt;week&gt; 1" in shown
+    assert {user: hub.services.ledger.member(user).balance for user in before} == before
+    done = words(hub.send(ADMIN, "bulk", lines=lines, confirm="yes"))
+    assert "5.50 credits were given to 2 accounts." in done
+    again = hub.send(ADMIN, "bulk", lines=lines, confirm="yes")
+    assert again.status_code == 400
+    assert "The same grants were given at" in words(again)
+    assert hub.services.ledger.member("ada").balance == before["ada"] + 5 * MICRO // 2
+    assert hub.services.ledger.member("bob").balance == before["bob"] + 3 * MICRO
+
+
+def test_a_file_is_uploaded_and_confirmed(hub: PayingHub, browser: Browser) -> None:
+    before = hub.services.ledger.member("cleo").balance
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    sign_in(page, hub, ADMIN, "bulk")
+    file = {"name": "grants.csv", "mimeType": "text/csv", "buffer": b"cleo,1\ngroup:ml101,50\n"}
+    page.get_by_label("A CSV file").set_input_files(files=[file])
+    page.get_by_label("Reason for lines without one").fill("autumn")
+    page.get_by_label("Open accounts that are not there yet").check()
+    with page.expect_navigation():
+        page.get_by_role("button", name="Show what it would do").click()
+    screenshot(page, "credits-bulk-shown")
+    assert "is opened" in page.inner_text("main")
+    with page.expect_navigation():
+        page.get_by_role("button", name="Give all of it").click()
+    assert "51.00 credits were given to 2 accounts." in page.inner_text("main")
+    context.close()
+    assert hub.services.ledger.member("cleo").balance == before + MICRO
+    assert hub.services.ledger.account("group:ml101").balance == 50 * MICRO
+    group = words(hub.page(ADMIN, "accounts/group:ml101"))
+    assert "Members of this group may draw on it: ada, bob." in group
+    assert hub.json("ada", "accounts/group:ml101").json()["balance"] == "50.000000"
+    assert hub.json("cleo", "accounts/group:ml101").status_code == 403
+    assert hub.json("ada", "accounts/group:ml101/statement").status_code == 403
+
+
+def test_a_member_keeps_who_pays(hub: PayingHub) -> None:
+    hub.services.bulk_grants.grant_file(
+        b"group:ml101,20", actor="kim", reason="x", open_accounts=True, again=True
+    )
+    page = words(hub.page("ada"))
+    assert "Who pays for me" in page and "group:ml101" in page
+    done = words(hub.send("ada", "payer", account="group:ml101"))
+    assert "Kept: group:ml101 pays when you do not say another one." in done
+    assert hub.services.ledger.payers("ada", ["ml101"]).usual == "group:ml101"
+    for account in ("member:bob", "group:other", "system:grants", "x", ""):
+        refused = hub.send("ada", "payer", account=account)
+        assert refused.status_code in (400, 403), account
+        assert hub.services.ledger.payers("ada", ["ml101"]).usual == "group:ml101"
+    assert "Who pays for me" not in words(hub.page("cleo"))
+    stranger = hub.send("cleo", "payer", account="group:ml101")
+    assert stranger.status_code == 403
+
+
+@pytest.mark.usefixtures("nobody_pays")
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ("", "There is nothing in it"),
+        ("nobody-known,5,x", "there is no account 'member:nobody-known'"),
+        ('ada,"1,5",x', "Line 1"),
+        ("ada,5,x\nada,6,x", "Line 2"),
+        ("ada,-5,x", "Line 1"),
+    ],
+)
+def test_a_file_with_a_mistake_gives_nothing(hub: PayingHub, lines: str, sentence: str) -> None:
+    before = hub.services.ledger.accounts()
+    answer = hub.send(ADMIN, "bulk", lines=lines, confirm="yes")
+    assert answer.status_code == 400
+    assert "Nothing was given." in words(answer)
+    assert sentence in words(answer)
+    assert hub.services.ledger.accounts() == before
+
+
+# What a running server is told.
+
+
+def test_an_admin_stops_a_server_for_a_reason(hub: PayingHub, browser: Browser) -> None:
+    """Without JavaScript, by keyboard; its member reads the reason."""
+    lease = hub.start_server("cleo", gpus=1)
+    context = browser.new_context(viewport=PHONE, java_script_enabled=False)
+    page = context.new_page()
+    sign_in(page, hub, ADMIN, "admin")
+    with page.expect_navigation():
+        page.get_by_role("button", name="Stop cleo").press("Enter")
+    screenshot(page, "admin-stop-phone")
+    assert "Stop the server of cleo?" in page.inner_text("main")
+    page.get_by_label("Reason, which its member reads").fill("a new <fan>")
+    with page.expect_navigation():
+        page.get_by_role("button", name="Stop it").press("Enter")
+    assert "its member is told why" in page.inner_text("main")
+    context.close()
+    wait_for(lambda: hub.server("cleo") is None, "the stop", timeout=60)
+    ended = hub.services.leases.get(lease.id)
+    assert (ended.outcome, ended.end_reason) == ("admin", "a new <fan>")
+    assert "an admin stopped it" in words(hub.page("cleo", "notices"))
+    assert "a new &lt;fan&gt;" in words(hub.page("cleo"))
+    (change,) = hub.json(ADMIN, "trail?search=fan").json()["changes"]
+    assert (change["actor"], change["action"]) == (ADMIN, "stop")
+    again = hub.send(ADMIN, f"leases/{lease.id}/stop", reason="x", confirm="yes")
+    assert (again.status_code, "has stopped already" in again.text) == (409, True)
+
+
+def test_a_stop_needs_an_admin_and_a_reason(hub: PayingHub) -> None:
+    lease = hub.start_server("cleo", "kept", gpus=0)
+    path = f"leases/{lease.id}/stop"
+    assert hub.send("ada", path, reason="x", confirm="yes").status_code == 404
+    for reason, sentence in (("", "The reason is missing"), ("x" * 301, "300 is the most")):
+        refused = hub.send(ADMIN, path, reason=reason, confirm="yes")
+        assert refused.status_code == 400
+        assert sentence in words(refused) and "Stop the server of cleo?" in words(refused)
+    assert hub.services.leases.get(lease.id).outcome == "" and hub.server("cleo", "kept")
+
+
+def test_credits_are_given_until_a_day(hub: PayingHub) -> None:
+    """By the clock of the hub's own zone for dates: Vienna's."""
+    path, sent = "accounts/member:bob/grant", {"amount": "7", "reason": "term", "key": "term-7"}
+    asked = words(hub.send(ADMIN, path, until="2999-07-01", **sent))
+    assert "They end" in asked
+    done = hub.send(ADMIN, path, until="2999-07-01", confirm="yes", **sent)
+    assert "The credits were given." in words(done)
+    ((ends_at, left),) = hub.services.ledger.ending_of(["member:bob"])["member:bob"]
+    assert (f"{ends_at:%Y-%m-%d %H:%M}", left) == ("2999-06-30 22:00", 7 * MICRO)
+    assert "7.00 of them end at" in words(hub.page("bob"))
+    for until in ("soon", "2020-01-01", "2999-02-30"):
+        refused = hub.send(ADMIN, path, **{**sent, "until": until, "confirm": "yes", "key": "k"})
+        assert refused.status_code == 400, until
+    assert len(hub.services.ledger.lots_of("member:bob")) == 1
+
+
+# Rates and refills.
+
+
+def test_a_rate_is_set_and_removed(hub: PayingHub) -> None:
+    fields = {"rate": "7.25", "model": "A100", "environment": "course", "reason": "a course"}
+    before = hub.services.prices.all_rates().rates
+    asked = words(hub.send(ADMIN, "rates", **fields))
+    assert "Set this rate?" in asked and "7.25" in asked
+    assert hub.services.prices.all_rates().rates == before
+    done = words(hub.send(ADMIN, "rates", confirm="yes", **fields))
+    assert "The rate is set" in done and "course" in done
+    (rate,) = [
+        rate for rate in hub.services.prices.all_rates().rates if rate.environment == "course"
+    ]
+    assert (rate.amount, rate.actor, rate.reason) == (7_250_000, ADMIN, "a course")
+    assert "Remove this rate?" in words(hub.send(ADMIN, f"rates/{rate.id}/remove"))
+    assert "Removed." in words(hub.send(ADMIN, f"rates/{rate.id}/remove", confirm="yes"))
+    gone = hub.send(ADMIN, f"rates/{rate.id}/remove", confirm="yes")
+    assert gone.status_code == 400
+    assert "There is no rate" in words(gone)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"rate": ""}, "'rate' is empty"),
+        ({"rate": "NaN"}, "'rate'"),
+        ({"since": "2020-01-01"}, "that is over"),
+        ({"hours": "Mon-Fri 99"}, "'hours'"),
+        ({"reason": "x" * 400}, "300 is the most"),
+    ],
+)
+def test_a_rate_with_a_mistake_changes_nothing(
+    hub: PayingHub, fields: dict[str, str], sentence: str
+) -> None:
+    before = hub.services.prices.all_rates().rates
+    sent = {"rate": "2", "model": "A100", **fields}
+    confirm = {} if not sent["rate"] else {"confirm": "yes"}
+    answer = hub.send(ADMIN, "rates", **confirm, **sent)
+    assert answer.status_code == 400
+    assert sentence in words(answer)
+    assert hub.services.prices.all_rates().rates == before
+
+
+def test_a_refill_is_previewed_made_and_ended(hub: PayingHub) -> None:
+    asked = words(hub.send(ADMIN, "refills", **WEEKLY))
+    assert "Make this refill?" in asked
+    assert "50.00 credits to 2 accounts: member:ada 25.00, member:bob 25.00" in asked
+    assert len(hub.services.refills.all_refills()) == 1
+    for _ in range(2):
+        done = words(hub.send(ADMIN, "refills", confirm="yes", key="weekly-1", **WEEKLY))
+        assert "The refill is made." in done
+    (made,) = [refill for refill in hub.services.refills.all_refills() if refill.made_by == ADMIN]
+    assert "End this refill?" in words(hub.send(ADMIN, f"refills/{made.id}/end"))
+    assert "The refill is ended" in words(hub.send(ADMIN, f"refills/{made.id}/end", confirm="yes"))
+    assert len(hub.services.refills.all_refills()) == 1
+    trail = hub.json(ADMIN, "trail?search=refill").json()["changes"]
+    assert {"refill_add", "refill_end"} <= {change["action"] for change in trail}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"rule": "FREQ=SECONDLY"}, "comes too often"),
+        ({"zone": "Mars/Base"}, "no time zone"),
+        ({"amount": "-5"}, "gives nothing"),
+        ({"cap": "0"}, "'cap'"),
+        ({"keep": "x"}, "'keep'"),
+        ({"mode": "x"}, "'mode'"),
+        ({"audience": "ada"}, "names nobody"),
+        ({"reason": ""}, "The reason is missing"),
+    ],
+)
+def test_a_refill_with_a_mistake_is_not_made(
+    hub: PayingHub, fields: dict[str, str], sentence: str
+) -> None:
+    answer = hub.send(ADMIN, "refills", confirm="yes", **{**WEEKLY, **fields})
+    assert answer.status_code == 400
+    assert sentence in words(answer)
+    assert len(hub.services.refills.all_refills()) == 1

@@ -1,10 +1,14 @@
-"""A database that is locked or gone. Real: hub, proxy, Docker Engine, SQLite and PostgreSQL."""
+"""A database that is locked, gone, or changed by others. Real: hubs, proxies, accounting services,
+a Docker Engine, SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
 import re
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,24 @@ import requests
 from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import LeaseState
 from gpuspawner.ledger.rules import owed
+from gpuspawner.queue.models import Ticket
+from tests.support.brokers import open_services, problems
 from tests.support.engine import PrivateEngine
-from tests.support.gpu_hub import GPUHub, assert_in_words, error_on, message_of, text_of
+from tests.support.gpu_hub import (
+    GPUHub,
+    assert_in_words,
+    error_on,
+    locked,
+    message_of,
+    refused_in_time,
+    text_of,
+)
+from tests.support.paying_hub import PayingHub
 from tests.support.postgres import PrivatePostgres
 from tests.support.processes import wait_for
+from tests.support.tickets import CONFIG as LINE
+from tests.support.tickets import COUNTED, fill, line_up, looks
+from tests.support.visitor import Visitor
 
 GRANT = 100_000
 SENTENCE = "The database does not answer. Try again in a moment; nothing was changed."
@@ -49,12 +67,6 @@ def hub(
     with GPUHub(tmp_path_factory.mktemp("locked") / "hub", engine, CONFIG, fleet="2xT4") as hub:
         yield hub
     engine.clean()
-
-
-@pytest.fixture
-def member(request: pytest.FixtureRequest) -> str:
-    """A member whose account no other test has touched."""
-    return re.sub(r"[^a-z0-9]+", "-", request.node.name).strip("-")
 
 
 def pending(hub: GPUHub, member: str) -> bool:
@@ -147,35 +159,166 @@ def test_a_stop_while_the_database_is_locked(
     hub.stop_server(member)
 
 
-def test_the_database_is_gone(
-    hubs: None, engine: PrivateEngine, images: Any, postgres: PrivatePostgres, tmp_path: Path
-) -> None:
+def test_a_server_whose_lease_ended_before_it_answered_does_not_run(hub: GPUHub) -> None:
+    """Whoever ended it, the device may be somebody else's by now."""
+    services = open_services(hub.database_url, device_source="simulated:2xT4")
+    (hub.folder / "go-on").unlink(missing_ok=True)  # of the test before
+    with ThreadPoolExecutor(1) as threads:
+        hub.api("POST", "users/slow-two").raise_for_status()
+        ask = {"json": {"gpus": 1}, "timeout": 120}
+        asking = threads.submit(hub.api, "POST", "users/slow-two/server", **ask)
+        [lease] = wait_for(lambda: hub.open_leases("slow-two"), "the lease")
+        services.leases.release(lease.id, reason="released by an admin")
+        (hub.folder / "go-on").touch()
+        answer = asking.result()
+    assert answer.status_code == 500
+    assert message_of(answer) == (
+        "Your server did not start: its lease was ended before it answered. Nothing was charged."
+    )
+    assert hub.server("slow-two") is None and hub.containers() == [] and hub.taken() == {}
+    assert hub.balance("slow-two") == GRANT * MICRO
+    hub.spawn_and_wait("anna", {"gpus": 2})
+    assert problems(services.store) == []
+    hub.stop_server("anna")
+    services.store.close()
+
+
+# Members in line, and pages.
+
+
+IMPATIENT = """
+import gpuspawner.db.engine
+gpuspawner.db.engine.BUSY_SECONDS = 1.0  # of patience with a lock, to save time here
+"""
+
+SOON = 40.0
+"""Seconds for what takes a few, on a machine with other things to do."""
+
+MANY = 40
+"""Connections that the service tries to make in more than three rounds of its charges: the other
+duties take turns with them, and make half a dozen in the time between two of them."""
+
+
+@contextmanager
+def asked_in_vain(port: int) -> Iterator[list[int]]:
+    """Whoever connects to this port is sent away, and gets a place in the list."""
+    times: list[int] = []
+    with socket.create_server(("127.0.0.1", port)) as listener:
+
+        def send_away() -> None:
+            with suppress(OSError):
+                while True:
+                    caller, address = listener.accept()
+                    times.append(address[1])
+                    caller.close()
+
+        thread = threading.Thread(target=send_away, daemon=True)
+        thread.start()
+        yield times
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_locked_database_and_the_line(hubs: None, tmp_path: Path) -> None:
+    with PayingHub(tmp_path / "hub", LINE + COUNTED + IMPATIENT) as hub:
+        fill(hub, "ada", "bob", "cleo")
+        before = line_up(hub, "dan", "eve")
+        with locked(hub.database_url):
+            _trouble(hub, stops=("eve", "ada"))
+        _goes_on(hub, before)
+
+
+def test_a_database_that_is_gone(hubs: None, tmp_path: Path, postgres: PrivatePostgres) -> None:
+    """Whoever asks reads a sentence, who runs runs, who waits waits, and the service says once
+    that its database is away."""
     url = postgres.fresh_database()
-    with GPUHub(tmp_path / "hub", engine, CONFIG, fleet="2xT4", database_url=url) as hub:
-        hub.spawn_and_wait("member1", {"gpus": 1})
-        hub.browser_of("member2")
-        hub.spawn_and_wait("member2", {"environment": "cpu"})
-        hub.stop_server("member2")
-        before = hub.records()
+    config = LINE + COUNTED + IMPATIENT
+    # Whoever asks is answered 202 after so long, and not before the refusal.
+    config += 'c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 5}\n'
+    with PayingHub(tmp_path / "hub", config, database_url=url) as hub:
+        fill(hub, "ada", "bob", "cleo")
+        before = line_up(hub, "dan", "eve")
+        assert hub.page("ada").ok
+        hub.json("ada", "me").raise_for_status()
+        gus = Visitor(hub.url, "gus", session=hub.login("gus"))
+        gus.get("/hub/spawn")  # the first visit opens the account
         postgres.halt()
         try:
-            for options in ({"gpus": 1}, {"environment": "cpu"}):
-                refused = hub.spawn("member2", options)
-                assert (refused.status_code, message_of(refused)) == (503, SENTENCE)
-            page = hub.send_refused_form("member2", {"gpus": "1"})
-            assert_in_words(page.text)
-            assert page.status_code == 503 and SENTENCE in error_on(page.text)
-            page = hub.open_page("member2", "/hub/spawn")
-            assert page.ok and SENTENCE in text_of(page.text)
-            assert hub.get("member1", "env").ok, "who runs, runs"
-            assert hub.api("GET", "/").ok
+            _is_said_everywhere(hub, gus)
+            _trouble(hub, stops=("eve", "ada"))
+            with asked_in_vain(postgres.port) as times:
+                wait_for(lambda: len(times) >= MANY, "many rounds in vain", timeout=60)
         finally:
             postgres.start()
-        assert hub.records() == before
-        hub.spawn_and_wait("member2", {"gpus": 1})
-        hub.stop_server("member1")
-        [lease] = hub.leases("member1")
-        assert lease.charged == owed(lease.rate, lease.started_at, lease.ended_at or before)
-        assert hub.balance("member1") == GRANT * MICRO - lease.charged
-        hub.stop_server("member2")
-    engine.clean()
+        wait_for(lambda: hub.page("ada").ok, "the page")
+        assert (
+            hub.services.queue.tickets_of("gus")
+            == hub.services.leases.of_account("member:gus")
+            == []
+        )
+        _goes_on(hub, before)
+        well = "Charges: all is well again"
+        wait_for(lambda: well in hub.service_lines(), "the charges", timeout=10)
+        said = [line for line in hub.service_lines() if line.startswith("Charges: The database")]
+        assert len(said) == 1, said
+        traceback = re.search(r'File ".*/gpuspawner/(service|web)/', hub.log_text())
+        assert not traceback, "the service says it in words"
+        hub.stop_server("bob")
+        [lease] = hub.services.leases.of_account("member:bob")
+        assert lease.ended_at is not None
+        assert lease.charged == owed(lease.rate, lease.started_at, lease.ended_at)
+        assert hub.services.ledger.member("bob").balance == 100 * MICRO - lease.charged
+
+
+def _is_said_everywhere(hub: PayingHub, member: Visitor) -> None:
+    """By REST, on the form, on the service's pages and as its JSON; and the hub answers."""
+    for options in ({"gpus": 1}, {"gpus": 0}):
+        refused = hub.spawn(member.name, options)
+        assert (refused.status_code, message_of(refused)) == (503, SENTENCE)
+    page = refused_in_time(lambda: member.post("/hub/spawn", {"gpus": "1"}))
+    assert_in_words(page.text)
+    assert page.status_code == 503 and SENTENCE in error_on(page.text)
+    form = member.get("/hub/spawn")
+    assert form.ok and SENTENCE in text_of(form.text)
+    page = hub.page("ada")
+    assert page.status_code == 503
+    assert "The database does not answer. Try again in a moment" in page.text
+    answer = hub.json("ada", "me")
+    assert (answer.status_code, answer.json()["error"]) == (503, "store_unavailable")
+    assert hub.get("bob", "").ok, "who runs, runs"
+
+
+def _trouble(hub: PayingHub, stops: Iterable[str]) -> None:
+    """Who waits waits on, who leaves may leave, and the hub answers everybody."""
+    for user in stops:
+        hub.api("DELETE", f"users/{user}/server").raise_for_status()
+    enough = looks(hub) + 3
+
+    def has_looked() -> bool:
+        """Whether the hub has tried the line some times; meanwhile it answers."""
+        assert hub.api("GET", "/").ok
+        return looks(hub) >= enough
+
+    wait_for(has_looked, "looks at a line that cannot be read", timeout=SOON)
+    server = hub.server("dan")
+    assert server is not None and server["pending"] == "spawn"
+    for user in stops:
+        wait_for(lambda user=user: hub.server(user) is None, f"{user}'s stop", timeout=SOON)
+
+
+def _goes_on(hub: PayingHub, before: list[Ticket]) -> None:
+    """Once the database is back, what happened meanwhile is written, and the line goes on."""
+    dan, eve = before
+    hub.wait_server("dan", timeout=SOON)
+    [lease] = hub.services.leases.of_account("member:dan")
+    assert lease.ticket_id == dan.id
+    ended = wait_for(lambda: _if_ended(hub, eve), "eve's leaving", timeout=SOON)
+    assert (ended.outcome, ended.end_reason) == ("cancelled", "the start was stopped")
+    assert hub.server("eve") is None and hub.services.queue.waiting() == []
+    assert hub.services.leases.of_account("member:eve") == []
+    wait_for(lambda: not problems(hub.services.store), "the books to be in order", timeout=10)
+
+
+def _if_ended(hub: PayingHub, ticket: Ticket) -> Ticket | None:
+    now = hub.services.queue.ticket(ticket.id)
+    return now if now.outcome else None

@@ -22,9 +22,9 @@ import pytest
 from gpuspawner.core.units import MICRO, format_credits
 from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.pricing import RateCard
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 from tests.support import images
-from tests.support.brokers import make_broker
+from tests.support.brokers import make_services
 from tests.support.engine import PrivateEngine
 from tests.support.nvml import nvml_library
 from tests.support.processes import LIVE, REPO, alive, command_of, free_port, wait_for
@@ -122,23 +122,23 @@ class DemoProcess:
         return found[1]
 
     @contextlib.contextmanager
-    def broker(self) -> Iterator[Broker]:
-        broker = make_broker(
+    def services(self) -> Iterator[Services]:
+        services = make_services(
             database_url=f"sqlite:///{self.folder}/gpuspawner.sqlite",
             device_source="simulated:2xA100-80GB,2xT4",
         )
         try:
-            yield broker
+            yield services
         finally:
-            broker.store.close()
+            services.store.close()
 
     def leases(self) -> list[Lease]:
-        with self.broker() as broker:
-            return broker.leases_of("member:member1")
+        with self.services() as services:
+            return services.leases.of_account("member:member1")
 
     def balance(self) -> int:
-        with self.broker() as broker:
-            return broker.ledger.member("member1").balance
+        with self.services() as services:
+            return services.ledger.member("member1").balance
 
     def _ready(self) -> bool:
         assert self.process is not None
@@ -215,8 +215,8 @@ def check_nothing_runs(demo: DemoProcess, processes: list[psutil.Process]) -> No
     assert [p for p in processes if alive(p.pid)] == []
     with socket.socket() as trial, pytest.raises(ConnectionRefusedError):
         trial.connect(("127.0.0.1", demo.port))
-    with demo.broker() as broker:
-        assert broker.open_leases() == []
+    with demo.services() as services:
+        assert services.leases.open_leases() == []
 
 
 def test_without_docker(local: DemoProcess) -> None:
@@ -324,21 +324,7 @@ def test_with_the_gpus_of_this_machine(
     docker.start()
     assert "The container engine cannot hand GPUs to containers." in docker.said()
     assert "as local processes" in docker.said()
-    assert docker.interrupt() == 0
-
-
-def test_a_hub_that_is_killed_leaves_nothing(local: DemoProcess) -> None:
-    """The demo ends what the dead hub left, and settles up to when it was last seen."""
-    local.start()
-    member = Visitor(local.url, "member1", local.password())
-    member.spawn({"environment": "notebook"})
-    processes = local.below()
-    hub = next(p for p in processes if "jupyterhub -f" in " ".join(command_of(p)))
-    hub.kill()
-    assert local.process is not None
-    assert local.process.wait(timeout=60) == 1
-    assert "The hub ended." in local.said()
-    check_nothing_runs(local, processes)
+    assert docker.interrupt(signal.SIGHUP) == 0
 
 
 @pytest.mark.parametrize(
@@ -361,11 +347,14 @@ def test_what_cannot_be_used_is_a_sentence(
     assert sentence in local.said() and "Traceback" not in local.said()
 
 
-def test_a_taken_port_and_a_taken_folder_are_sentences(local: DemoProcess) -> None:
+def test_a_taken_port_a_taken_folder_and_a_hub_that_is_killed(local: DemoProcess) -> None:
+    """The first two are sentences; of a dead hub nothing is left, and its member pays up to when
+    the server was last seen."""
     local.environment["GPUSPAWNER_DEMO_PASSWORD"] = "chosen by the newcomer"
     local.start()
     assert local.password() == "chosen"  # the words after it belong to the password too
-    assert Visitor(local.url, "member1", "chosen by the newcomer").server() is None
+    member = Visitor(local.url, "member1", "chosen by the newcomer")
+    assert member.server() is None
     assert not (local.folder / "password").exists()
 
     other = DemoProcess(local.folder.parent / "other", NO_ENGINE)
@@ -380,4 +369,12 @@ def test_a_taken_port_and_a_taken_folder_are_sentences(local: DemoProcess) -> No
     assert other.process.wait(timeout=120) == 1
     assert f"A demo runs already with the folder {local.folder}." in other.said()
     other.close()
-    assert local.interrupt(signal.SIGHUP) == 0
+
+    member.spawn({"environment": "notebook"})
+    processes = local.below()
+    hub = next(p for p in processes if "jupyterhub -f" in " ".join(command_of(p)))
+    hub.kill()
+    assert local.process is not None
+    assert local.process.wait(timeout=60) == 1
+    assert "The hub ended." in local.said()
+    check_nothing_runs(local, processes)

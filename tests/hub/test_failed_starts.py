@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import re
-import socket
-import threading
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -85,44 +83,22 @@ c.Spawner.post_stop_hook = tidy
 
 
 @pytest.fixture(scope="module")
-def registry() -> Iterator[int]:
-    """A registry that takes every call and never answers; its port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-        yield int(listener.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def gate(engine: PrivateEngine) -> Iterator[Gate]:
-    """Between the hub and the engine."""
-    with Gate(engine.url) as gate:
-        yield gate
-
-
-@pytest.fixture(scope="module")
 def hub(
     hubs: None,
     engine: PrivateEngine,
     images: Any,
     gate: Gate,
-    registry: int,
+    silent_registry: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[GPUHub]:
     """One device: whatever a failed start keeps, the next one misses."""
     catalog = CATALOG.format(
-        instant=images.INSTANT, exits=images.EXITS, silent=images.SILENT, registry=registry
+        instant=images.INSTANT, exits=images.EXITS, silent=images.SILENT, registry=silent_registry
     )
     folder = tmp_path_factory.mktemp("failed") / "hub"
     with GPUHub(folder, engine, CONFIG, fleet="1xT4", catalog=catalog, docker_host=gate.url) as hub:
         yield hub
     engine.clean()
-
-
-@pytest.fixture
-def member(request: pytest.FixtureRequest) -> str:
-    """A member whose account no other test has touched."""
-    return re.sub(r"[^a-z]+", "-", request.node.name).strip("-")
 
 
 def fails(hub: GPUHub, user: str, environment: str) -> tuple[int, str]:
@@ -223,9 +199,9 @@ def test_server_may_answer_or_die_after_the_start_timeout(
 ) -> None:
     """``start_timeout`` ends with the container's start; then ``http_timeout`` counts."""
     other, third = f"{member}-dies", f"{member}-is-stopped"
-    _in_background(hub, member, {"environment": "late", "gpus": 1})
-    dying = _in_background(hub, other, {"environment": "dies", "gpus": 0})
-    _in_background(hub, third, {"environment": "late", "gpus": 0})
+    hub.ask_and_go("POST", member, {"environment": "late", "gpus": 1})
+    dying = hub.ask_and_go("POST", other, {"environment": "dies", "gpus": 0})
+    hub.ask_and_go("POST", third, {"environment": "late", "gpus": 0})
 
     def long_ago() -> bool:
         running = [c for c in hub.containers() if c["State"] == "running"]
@@ -311,7 +287,7 @@ def test_engine_down(hub: GPUHub, member: str, gate: Gate) -> None:
 
 def test_engine_dies_under_a_start(hub: GPUHub, member: str, gate: Gate) -> None:
     """Nobody can say whether the container lives: the device stays, until somebody can."""
-    answers = _in_background(hub, member, {"environment": "patient", "gpus": 1})
+    answers = hub.ask_and_go("POST", member, {"environment": "patient", "gpus": 1})
     wait_for(lambda: _running(hub), "the container")
     gate.shut()
     try:
@@ -348,9 +324,9 @@ def test_engine_killed_and_started_again(hub: GPUHub, member: str, engine: Priva
 
 
 def test_cancelled_while_the_image_is_pulled(hub: GPUHub, member: str) -> None:
-    answers = _in_background(hub, member, {"environment": "hanging", "gpus": 1})
+    answers = hub.ask_and_go("POST", member, {"environment": "hanging", "gpus": 1})
     wait_for(lambda: hub.open_leases(member), "the lease")
-    assert "Pulling 127.0.0.1:" in _first_events(hub, member, 3)[-1]
+    assert "Pulling 127.0.0.1:" in list(islice(hub.events(member), 3))[-1]["message"]
     hub.stop_server(member)
     answers.join()
     assert_cost_nothing(hub, member)
@@ -358,7 +334,7 @@ def test_cancelled_while_the_image_is_pulled(hub: GPUHub, member: str) -> None:
 
 
 def test_cancelled_while_the_server_comes_up(hub: GPUHub, member: str) -> None:
-    answers = _in_background(hub, member, {"environment": "patient", "gpus": 1})
+    answers = hub.ask_and_go("POST", member, {"environment": "patient", "gpus": 1})
     wait_for(lambda: _running(hub), "the container")
     page = hub.open_page(member, f"/hub/spawn-pending/{member}")
     assert "Stop Server" in page.text
@@ -374,7 +350,7 @@ def test_cancelled_at_any_moment(
     """Stopped again and again after some hundredths of a second."""
     times = rounds(60)
     for _ in range(times):
-        answers = _in_background(hub, member, {"environment": "instant", "gpus": 1})
+        answers = hub.ask_and_go("POST", member, {"environment": "instant", "gpus": 1})
         time.sleep(chance.uniform(0.0, 0.5))
         hub.api("DELETE", f"users/{member}/server").raise_for_status()
         answers.join()
@@ -392,32 +368,5 @@ def test_cancelled_at_any_moment(
     assert_next_start_works(hub, member)
 
 
-# How.
-
-
-def _in_background(hub: GPUHub, member: str, options: dict[str, Any]) -> threading.Thread:
-    """Ask for the member's server and do not wait for the answer."""
-    hub.api("POST", f"users/{member}")
-
-    def ask() -> None:
-        hub.api("POST", f"users/{member}/server", json=options)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    return thread
-
-
 def _running(hub: GPUHub) -> bool:
     return any(c["State"] == "running" for c in hub.containers())
-
-
-def _first_events(hub: GPUHub, member: str, count: int) -> list[str]:
-    """The first messages of the member's pending page."""
-    seen = []
-    with hub.api("GET", f"users/{member}/server/progress", stream=True) as answer:
-        for line in answer.iter_lines():
-            if line.startswith(b"data: "):
-                seen.append(line.decode())
-                if len(seen) == count:
-                    break
-    return seen

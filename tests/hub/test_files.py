@@ -1,30 +1,33 @@
-"""Members' files: a full workspace, and folders that they share. Real: a hub with its service, its
-proxy, containers of a Docker Engine, directories of this machine, Chromium."""
+"""What members bring: a full workspace, folders that they share, images of their own. Real: a hub
+with its service, its proxy, containers of a Docker Engine, a registry of this test, directories of
+this machine, Chromium."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import docker.errors
 import pytest
 import requests
 from playwright.sync_api import Browser, expect
 
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 from tests.support.axe import troubles
-from tests.support.brokers import make_broker
+from tests.support.brokers import make_services
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, message_of, text_of
-from tests.support.hub import ADMIN, ADMIN_PASSWORD, USER_PASSWORD
+from tests.support.hub import ADMIN
 from tests.support.images import INSTANT, ensure_images
+from tests.support.pages import PHONE, WIDE, send_sign_in
 from tests.support.processes import free_port, wait_for
-
-WIDE = {"width": 1280, "height": 800}
-PHONE = {"width": 390, "height": 844}
+from tests.support.registry import SlowRegistry
 
 CONFIG = """
 c.GPUDockerSpawner.workspace = "{files}/members/{{username}}"
@@ -32,7 +35,11 @@ c.GPUDockerSpawner.workspace_quota = "5M"
 c.Spawner.group_overrides = {{
     "large": {{"groups": ["large"], "spawner_override": {{"workspace_quota": "1G"}}}},
 }}
-c.JupyterHub.load_groups = {{"large": {{"users": ["lara"]}}}}
+c.JupyterHub.load_groups = {{"large": {{"users": ["lara"]}}, "lab": {{"users": ["anna"]}}}}
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 50}}  # who asks for an image hears of it
+c.GPUDockerSpawner.own_images = {{
+    "lab": {{"images": ["{repository}", "lab/*"], "most": "4G", "labels": {{"scanned": "yes"}}}},
+}}
 c.GPUFolders.source = "{files}/folders/{{id}}"
 c.GPUFolders.max_per_member = 4
 c.Accounting.reconcile_seconds = 1
@@ -45,7 +52,7 @@ class FilesHub(GPUHub):
     """A hub whose members' directories lie in ``files``."""
 
     files: Path
-    broker: Broker
+    services: Services
 
     def write(self, user: str, size: int) -> None:
         """As if a server of theirs had written a file of this many bytes."""
@@ -54,10 +61,8 @@ class FilesHub(GPUHub):
 
     def rest(self, user: str, method: str, path: str = "", **body: Any) -> requests.Response:
         """The service's JSON for folders, with a token of this member."""
-        headers = {"Authorization": f"token {self.user_token(user)}"}
-        url = f"{self.url}/services/gpu/api/folders{path}"
         sent = {"json": body} if method == "POST" else {}
-        return requests.request(method, url, headers=headers, timeout=60, **sent)
+        return self.call(user, method, f"folders{path}", **sent)
 
     def shell(self, user: str, command: str) -> tuple[int, str]:
         """A command in the container of this member's server: its exit code and what it says."""
@@ -69,23 +74,40 @@ class FilesHub(GPUHub):
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, engine: PrivateEngine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FilesHub]:
+def registry(engine: PrivateEngine) -> Iterator[SlowRegistry]:
+    """Images of which one is scanned, and one is not."""
     ensure_images(engine, [INSTANT])
+    with SlowRegistry(size=1000) as registry, tempfile.TemporaryFile() as saved:
+        saved.writelines(engine.client.get_image(INSTANT))
+        saved.seek(0)
+        registry.add_saved("good", saved, {"Labels": {"scanned": "yes"}})
+        registry.add("bad", {"program": b"x"}, {"Labels": {"scanned": "no"}})
+        yield registry
+
+
+@pytest.fixture(scope="module")
+def hub(
+    hubs: None,
+    engine: PrivateEngine,
+    registry: SlowRegistry,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[FilesHub]:
     folder = tmp_path_factory.mktemp("files")
-    config = CONFIG.format(files=folder / "files", port=free_port())
+    config = CONFIG.format(files=folder / "files", port=free_port(), repository=registry.repository)
     with FilesHub(folder / "hub", engine, config) as hub:
         hub.files = folder / "files"
-        hub.broker = make_broker(database_url=hub.database_url, folder_source="/nowhere/{id}")
+        hub.services = make_services(database_url=hub.database_url, folder_source="/nowhere/{id}")
         page = f"{hub.url}/services/gpu/static/gpu.css"
         wait_for(lambda: requests.get(page, timeout=60).ok, "the service's pages", timeout=60)
         for user in ("anna", "bert", "carl"):
             hub.browser_of(user)
         yield hub
-        hub.broker.store.close()
+        hub.services.store.close()
     engine.clean()
     shutil.rmtree(folder / "files", ignore_errors=True)
+    for tag in ("good", "bad"):
+        with contextlib.suppress(docker.errors.ImageNotFound):
+            engine.client.remove_image(f"{registry.repository}:{tag}", force=True)
 
 
 # A new workspace.
@@ -116,13 +138,11 @@ def test_a_full_workspace_opens_a_server_without_a_gpu_to_clean_up(hub: FilesHub
     assert "Your files take 5.7 MB of 5.0 MB. Start without a GPU, make room" in form
 
     hub.spawn_and_wait("anna", {"gpus": 0})
-    hub.wait_server("anna")
     page = text_of(hub.open_page("anna", "/services/gpu/").text)
     assert "5.7 MB of 5.0 MB are used. Start without a GPU, make room" in page
     assert hub.shell("anna", "cd /home/jovyan/work && rm large")[0] == 0
     hub.stop_server("anna")
     hub.spawn_and_wait("anna", {"gpus": 1})
-    hub.wait_server("anna")
     assert len(hub.open_leases("anna")[0].devices) == 1
     hub.stop_server("anna")
     assert "of 5.0 MB." in text_of(hub.open_page("anna", "/hub/spawn").text)
@@ -133,9 +153,8 @@ def test_a_group_has_a_quota_of_its_own(hub: FilesHub) -> None:
     hub.write("lara", 6_000_000)
     assert "of 1.0 GB." in text_of(hub.open_page("lara", "/hub/spawn").text)
     hub.spawn_and_wait("lara", {"gpus": 1})
-    hub.wait_server("lara")
     hub.stop_server("lara")
-    [known] = [some for some in hub.broker.storage.workspaces() if some.user == "lara"]
+    [known] = [some for some in hub.services.storage.workspaces() if some.user == "lara"]
     assert (known.source, known.quota) == (str(hub.files / "members" / "lara"), 2**30)
 
 
@@ -149,16 +168,14 @@ def test_what_symlinks_point_to_is_not_counted(hub: FilesHub) -> None:
     (mine / "huge").symlink_to(outside / "huge")
     (mine / "root").symlink_to("/")
     hub.spawn_and_wait("bert", {"gpus": 1})
-    hub.wait_server("bert")
     hub.stop_server("bert")
 
 
 def test_an_admin_who_has_a_workspace_in_hand_keeps_servers_away(hub: FilesHub) -> None:
     source = str(hub.files / "members" / "carl")
     hub.spawn_and_wait("carl", {"gpus": 0})
-    hub.wait_server("carl")
     hub.stop_server("carl")
-    hub.broker.storage.claim_workspace(source, "an admin archives them")
+    hub.services.storage.claim_workspace(source, "an admin archives them")
     try:
         refused = hub.spawn("carl", {"gpus": 0})
         assert refused.status_code == 409
@@ -168,9 +185,8 @@ def test_an_admin_who_has_a_workspace_in_hand_keeps_servers_away(hub: FilesHub) 
         )
         assert hub.containers() == [] and hub.open_leases("carl") == []
     finally:
-        hub.broker.storage.free_workspace(source)
+        hub.services.storage.free_workspace(source)
     hub.spawn_and_wait("carl", {"gpus": 0})
-    hub.wait_server("carl")
     hub.stop_server("carl")
 
 
@@ -181,8 +197,7 @@ def test_a_folder_is_shared_read_and_left(hub: FilesHub) -> None:
     made = hub.rest("anna", "POST", name="Daten für alle").json()
     place = hub.files / "folders" / made["id"]
     assert not place.exists()
-    hub.spawn("anna", {"gpus": 0})
-    hub.wait_server("anna")
+    hub.spawn_and_wait("anna", {"gpus": 0})
     shared = "'/home/jovyan/shared/Daten für alle'"
     assert hub.shell("anna", f"echo hello > {shared}/note; ls -1 /home/jovyan/shared") == (
         0,
@@ -195,14 +210,12 @@ def test_a_folder_is_shared_read_and_left(hub: FilesHub) -> None:
     [mine] = hub.rest("bert", "GET").json()["folders"]
     assert (mine["mounted_as"], mine["write"], mine["mine"]) == (None, False, False)
     hub.rest("bert", "POST", f"/{made['id']}/accept").raise_for_status()
-    hub.spawn("bert", {"gpus": 0})
-    hub.wait_server("bert")
+    hub.spawn_and_wait("bert", {"gpus": 0})
     code, said = hub.shell("bert", f"cat {shared}/note; echo mine > {shared}/note")
     assert code != 0 and "hello" in said.splitlines() and "Read-only file system" in said
     hub.rest("anna", "POST", f"/{made['id']}/uninvite", member="bert").raise_for_status()
     hub.stop_server("bert")
-    hub.spawn("bert", {"gpus": 0})
-    hub.wait_server("bert")
+    hub.spawn_and_wait("bert", {"gpus": 0})
     assert hub.shell("bert", "ls /home/jovyan/shared 2>/dev/null")[1] == ""
     for user in ("anna", "bert"):
         hub.stop_server(user)
@@ -211,11 +224,11 @@ def test_a_folder_is_shared_read_and_left(hub: FilesHub) -> None:
 
 @pytest.mark.parametrize("name", ["../../etc", "a/b", "a:ro", "..", "x\n", "{username}", ""])
 def test_no_name_becomes_a_path(hub: FilesHub, name: str) -> None:
-    before = [some.id for some in hub.broker.shared_folders.all_folders()]
+    before = [some.id for some in hub.services.shared_folders.all_folders()]
     refused = hub.rest("carl", "POST", name=name)
     assert (refused.status_code, refused.json()["error"]) == (400, "invalid_request")
     assert "'name'" in refused.json()["message"]
-    assert [some.id for some in hub.broker.shared_folders.all_folders()] == before
+    assert [some.id for some in hub.services.shared_folders.all_folders()] == before
 
 
 def test_a_stranger_learns_nothing_of_a_folder(hub: FilesHub) -> None:
@@ -251,9 +264,11 @@ def test_who_is_removed_at_the_hub_has_nothing_more(hub: FilesHub) -> None:
     hub.rest("dora", "POST", f"/{given['id']}/accept").raise_for_status()
     hub.api("DELETE", "users/dora").raise_for_status()
     wait_for(
-        lambda: hub.broker.shared_folders.folder(owned["id"]).left_at, "that Dora left", timeout=60
+        lambda: hub.services.shared_folders.folder(owned["id"]).left_at,
+        "that Dora left",
+        timeout=60,
     )
-    assert hub.broker.shared_folders.folder(given["id"]).members == ()
+    assert hub.services.shared_folders.folder(given["id"]).members == ()
     # Somebody else comes under the same name.
     hub.api("POST", "users/dora").raise_for_status()
     assert hub.rest("dora", "GET").json()["folders"] == []
@@ -269,9 +284,7 @@ def test_the_pages_by_hand(hub: FilesHub, browser: Browser) -> None:
     carl = browser.new_context(viewport=PHONE).new_page()
     for page, user in ((anna, "anna"), (carl, "carl")):
         page.goto(f"{hub.url}/services/gpu/folders")
-        page.fill("input[name=username]", user)
-        page.fill("input[name=password]", USER_PASSWORD)
-        page.click("[type=submit]")
+        send_sign_in(page, user)
         expect(page.get_by_role("heading", name="Shared folders")).to_be_visible()
     anna.get_by_label("Name", exact=True).fill("../up")
     anna.get_by_role("button", name="Make the folder").click()
@@ -306,9 +319,77 @@ def test_the_pages_by_hand(hub: FilesHub, browser: Browser) -> None:
 
     admin = browser.new_context(viewport=WIDE).new_page()
     admin.goto(f"{hub.url}/services/gpu/folders")
-    admin.fill("input[name=username]", ADMIN)
-    admin.fill("input[name=password]", ADMIN_PASSWORD)
-    admin.click("[type=submit]")
+    send_sign_in(admin, ADMIN)
     expect(admin.get_by_role("heading", name="Of others")).to_be_visible()
     assert troubles(admin) == []
     screenshot(admin, "folders-admin")
+
+
+# Images of their own.
+
+
+def test_an_image_of_ones_own_takes_the_place_of_the_environments(
+    hub: FilesHub, registry: SlowRegistry
+) -> None:
+    own = f"{registry.repository}:good"
+    assert hub.spawn("anna", {"environment": "instant", "gpus": 1, "own_image": own}).ok
+    hub.wait_server("anna", timeout=90)
+    [container] = hub.containers()
+    assert container["Image"] == own
+    assert container["Labels"]["gpuspawner.environment"] == "instant"
+    assert len(hub.device_nodes("anna")) == 1
+    hub.stop_server("anna")
+    # The next start without it is the environment's own again.
+    hub.spawn_and_wait("anna", {"environment": "instant", "gpus": 0})
+    assert hub.containers()[0]["Image"] == INSTANT
+    hub.stop_server("anna")
+
+
+def test_what_is_not_there_is_said_before_anything_is_leased(
+    hub: FilesHub, registry: SlowRegistry
+) -> None:
+    before = hub.records()
+    refused = hub.spawn("anna", {"gpus": 1, "own_image": f"{registry.repository}:missing"})
+    assert refused.status_code == 503
+    assert message_of(refused).startswith(
+        f"The image {registry.repository}:missing could not be pulled: "
+    )
+    assert hub.records() == before and hub.containers() == []
+
+
+def test_what_is_not_scanned_does_not_start_and_does_not_stay(
+    hub: FilesHub, engine: PrivateEngine, registry: SlowRegistry
+) -> None:
+    own = f"{registry.repository}:bad"
+    refused = hub.spawn("anna", {"gpus": 1, "own_image": own})
+    assert refused.status_code == 403
+    assert message_of(refused) == (
+        f"You may not use the image {own}: its label scanned is 'no', and has to be 'yes'."
+    )
+    with pytest.raises(docker.errors.ImageNotFound):
+        engine.client.inspect_image(own)
+    assert hub.open_leases() == [] and hub.containers() == []
+    assert hub.balance("anna") <= 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("user", "image", "status", "says"),
+    [
+        ("anna", "other/tools:1", 403, "You may not use the image other/tools:1. Yours may be: "),
+        ("bert", "lab/tools:1", 403, "You may not bring an image of your own"),
+        ("anna", "lab/tools; rm -rf /", 400, "write an image as for docker pull"),
+        ("anna", "../../etc", 400, "write an image as for docker pull"),
+    ],
+)
+def test_what_may_not_be_brought(
+    hub: FilesHub, user: str, image: str, status: int, says: str
+) -> None:
+    before = hub.records()
+    refused = hub.spawn(user, {"gpus": 0, "own_image": image})
+    assert (refused.status_code, says in message_of(refused)) == (status, True)
+    assert hub.records() == before
+
+
+def test_the_form_has_the_field_for_those_who_may(hub: FilesHub) -> None:
+    assert 'name="own_image"' in hub.open_page("anna", "/hub/spawn").text
+    assert 'name="own_image"' not in hub.open_page("bert", "/hub/spawn").text

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-import re
 import signal
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,28 +52,12 @@ STILL_FINDING_OUT = "The hub is still finding out which GPUs are in use. Try aga
 
 
 @pytest.fixture(scope="module")
-def registry() -> Iterator[int]:
-    """A registry that takes every call and never answers; its port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-        yield int(listener.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def gate(engine: PrivateEngine) -> Iterator[Gate]:
-    """Between the hub and the engine."""
-    with Gate(engine.url) as gate:
-        yield gate
-
-
-@pytest.fixture(scope="module")
 def module_hub(
     hubs: None,
     engine: PrivateEngine,
     images: Any,
     gate: Gate,
-    registry: int,
+    silent_registry: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[GPUHub]:
     """Its proxy is a process of its own."""
@@ -84,7 +66,7 @@ def module_hub(
         engine,
         CONFIG,
         fleet="2xT4",
-        catalog=CATALOG + PENDING.format(registry=registry),
+        catalog=CATALOG + PENDING.format(registry=silent_registry),
         docker_host=gate.url,
         external_proxy=True,
     )
@@ -104,26 +86,9 @@ def hub(module_hub: GPUHub) -> GPUHub:
     return module_hub
 
 
-@pytest.fixture
-def member(request: pytest.FixtureRequest) -> str:
-    """A member whose account no other test has touched."""
-    return re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_")).strip("-")
-
-
 def answers(hub: GPUHub, member: str) -> bool:
     """Whether the member's server is reached through the proxy, hub or no hub."""
     return requests.get(f"{hub.server_url(member)}/env", timeout=120).status_code == 200
-
-
-def ask_and_go(hub: GPUHub, member: str, options: dict[str, Any]) -> None:
-    """Ask for a server and do not wait for the answer; the hub may die first."""
-    hub.api("POST", f"users/{member}")
-
-    def ask() -> None:
-        with contextlib.suppress(requests.RequestException):
-            hub.api("POST", f"users/{member}/server", json=options)
-
-    threading.Thread(target=ask, daemon=True).start()
 
 
 def assert_paid_exactly(hub: GPUHub, lease: Lease) -> None:
@@ -159,6 +124,22 @@ def test_running_servers_live_through_it(hub: GPUHub, member: str) -> None:
     hub.spawn_and_wait(f"{member}-three", {"gpus": 1})
 
 
+def test_another_hub_on_the_same_engine_is_left_alone(
+    hubs: None, hub: GPUHub, engine: PrivateEngine, tmp_path: Path
+) -> None:
+    """A first start ends what nobody owns; a lease of another store is somebody's."""
+    hub.spawn_and_wait("anna", {"gpus": 1})
+    [lease] = hub.open_leases()
+    with GPUHub(tmp_path / "other", engine, fleet="2xT4", name="other hub") as other:
+        other.spawn_and_wait("bert", {"gpus": 1})
+        assert {c["Labels"]["gpuspawner.member"] for c in hub.containers()} == {"anna", "bert"}
+        assert hub.get("anna", "env").status_code == 200
+        assert hub.open_leases() == [lease]
+        other.stop_server("bert")
+    assert hub.get("anna", "env").status_code == 200
+    hub.stop_server("anna")
+
+
 @pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
 def test_a_renamed_member_keeps_the_server(hub: GPUHub, member: str, restart: bool) -> None:
     hub.spawn_and_wait(member, {"gpus": 1})
@@ -182,47 +163,50 @@ def test_a_renamed_member_keeps_the_server(hub: GPUHub, member: str, restart: bo
     hub.spawn_and_wait(f"{member}-next", ALL)
 
 
-@pytest.mark.parametrize("how", ["killed", "removed"])
 def test_servers_that_ended_meanwhile_are_settled(
-    hub: GPUHub, member: str, engine: PrivateEngine, how: str
+    hub: GPUHub, member: str, engine: PrivateEngine
 ) -> None:
-    hub.spawn_and_wait(member, ALL)
-    [lease] = hub.open_leases()
+    """One was killed, one is removed."""
+    killed, removed = f"{member}-killed", f"{member}-removed"
+    for user in (killed, removed):
+        hub.spawn_and_wait(user, {"gpus": 1})
+    leases = {lease.server.user: lease for lease in hub.open_leases()}
     hub.kill9()
     before = datetime.now(timezone.utc)
-    if how == "killed":
-        engine.client.kill(lease.engine_ref)
-        wait_for(lambda: hub.containers()[0]["State"] == "exited", "the container's end")
-    else:
-        engine.client.remove_container(lease.engine_ref, force=True)
+    engine.client.kill(leases[killed].engine_ref)
+    engine.client.remove_container(leases[removed].engine_ref, force=True)
+    wait_for(lambda: hub.containers()[0]["State"] == "exited", "the container's end")
     after = datetime.now(timezone.utc)
     hub.start()
     hub.spawn_and_wait(f"{member}-two", ALL)
-    wait_for(lambda: hub.server(member) is None, "the hub to show it stopped")
-    [ended] = hub.leases(member)
-    assert ended.ended_at is not None
-    assert before < ended.ended_at < after, "and not when the hub was back"
-    assert_paid_exactly(hub, lease)
+    for user, lease in leases.items():
+        wait_for(lambda user=user: hub.server(user) is None, "the hub to show it stopped")
+        [ended] = hub.leases(user)
+        assert ended.ended_at is not None
+        assert before < ended.ended_at < after, "and not when the hub was back"
+        assert_paid_exactly(hub, lease)
     assert [c["Labels"][LABEL_LEASE] for c in hub.containers()] == [hub.open_leases()[0].id]
 
 
-@pytest.mark.parametrize("environment", ["silent", "hanging"])
-def test_killed_in_the_middle_of_a_start(hub: GPUHub, member: str, environment: str) -> None:
+def test_killed_in_the_middle_of_two_starts(hub: GPUHub, member: str) -> None:
     """With the container up but not its server, and before there is a container."""
-    ask_and_go(hub, member, ALL | {"environment": environment})
-    wait_for(hub.open_leases, "the lease")
-    if environment == "silent":
-        wait_for(lambda: any(c["State"] == "running" for c in hub.containers()), "a container")
+    members = {f"{member}-{environment}": environment for environment in ("silent", "hanging")}
+    for user, environment in members.items():
+        hub.ask_and_go("POST", user, {"gpus": 1, "environment": environment})
+    wait_for(lambda: len(hub.open_leases()) == 2, "the leases")
+    wait_for(lambda: any(c["State"] == "running" for c in hub.containers()), "a container")
     hub.kill9()
-    assert len(hub.open_leases()) == 1
+    assert len(hub.open_leases()) == 2
     hub.start()
-    wait_for(lambda: not hub.open_leases(member), "the orphan to be settled", timeout=20)
-    assert hub.server(member) is None
+    for user in members:
+        wait_for(lambda u=user: not hub.open_leases(u), "the orphan to be settled", timeout=20)
+        assert hub.server(user) is None
+        assert [lease.charged for lease in hub.leases(user)] == [0]
+        assert hub.balance(user) == GRANT * MICRO
     assert not hub.containers()
-    assert [lease.charged for lease in hub.leases(member)] == [0]
-    assert hub.balance(member) == GRANT * MICRO
     hub.spawn_and_wait(f"{member}-two", ALL)
-    hub.spawn_and_wait(member, {"environment": "cpu"})
+    for user in members:
+        hub.spawn_and_wait(user, {"environment": "cpu"})
 
 
 def test_a_start_that_the_next_hub_adopts_is_charged_from_its_start(
@@ -230,7 +214,7 @@ def test_a_start_that_the_next_hub_adopts_is_charged_from_its_start(
 ) -> None:
     """There is no accounting service here: the hub itself sees that the server answers."""
     since = time.time()
-    ask_and_go(hub, member, {"gpus": 1})
+    hub.ask_and_go("POST", member, {"gpus": 1})
     wait_for(hub.open_leases, "the lease")
     store = Store(hub.database_url)
     with store.write():  # so that the hub cannot write that the server answered
@@ -281,8 +265,9 @@ def test_nothing_is_granted_before_all_is_known(hub: GPUHub, member: str, gate: 
 
 def test_told_to_end_while_an_image_is_pulled(hub: GPUHub, member: str) -> None:
     """A service manager's stop is not held up by what may take an hour."""
-    ask_and_go(hub, member, ALL | {"environment": "hanging"})
-    wait_for(lambda: "Pulling" in _said(hub, member), "the pull")
+    hub.ask_and_go("POST", member, ALL | {"environment": "hanging"})
+    wait_for(lambda: hub.open_leases(member), "the lease")
+    assert any("Pulling" in event["message"] for event in islice(hub.events(member), 3))
     process = hub._hub
     assert process is not None
     process.send_signal(signal.SIGINT)
@@ -299,7 +284,7 @@ def test_killed_between_a_stop_and_its_release(hub: GPUHub, member: str) -> None
     [lease] = hub.open_leases()
     with hub.locked():
         before = datetime.now(timezone.utc)
-        _stop_and_go(hub, member)
+        hub.ask_and_go("DELETE", member)
         wait_for(lambda: not hub.containers(), "the container's removal")
         after = datetime.now(timezone.utc)
         hub.kill9()
@@ -321,7 +306,7 @@ def test_killed_at_any_moment_of_a_stop(
         if hub.server(member) is None:
             hub.spawn_and_wait(member, {"gpus": 1})
         [lease] = hub.open_leases(member)
-        _stop_and_go(hub, member)
+        hub.ask_and_go("DELETE", member)
         time.sleep(chance.uniform(0.0, 0.7))
         hub.kill9()
         hub.start()
@@ -346,22 +331,3 @@ def _fits_together(hub: GPUHub, member: str) -> bool:
     labels = [c["Labels"] for c in hub.containers() if c["State"] == "running"]
     mine = {label[LABEL_LEASE] for label in labels if label["gpuspawner.member"] == member}
     return leases == mine and (server is not None) == bool(leases)
-
-
-def _stop_and_go(hub: GPUHub, member: str) -> None:
-    def ask() -> None:
-        with contextlib.suppress(requests.RequestException):
-            hub.api("DELETE", f"users/{member}/server")
-
-    threading.Thread(target=ask, daemon=True).start()
-
-
-def _said(hub: GPUHub, member: str) -> str:
-    """The first three messages of a pending spawn."""
-    seen = ""
-    with hub.api("GET", f"users/{member}/server/progress", stream=True) as answer:
-        for line in answer.iter_lines():
-            seen += line.decode()
-            if len(re.findall("data:", seen)) == 3:
-                break
-    return seen

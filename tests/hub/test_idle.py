@@ -15,15 +15,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import requests
 import sqlalchemy as sa
 
 from gpuspawner.engines.local import LEASE_VARIABLE
 from gpuspawner.leases.models import Lease, LeaseState, ServerRef
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.service import idle_culler
+from tests.support.fast_monitor import FastMonitor
 from tests.support.gpu_hub import locked
-from tests.support.lapse import Lapse
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
@@ -91,9 +90,9 @@ def training(lease: Lease) -> Iterator[None]:
         process.wait()
 
 
-def a_write_of(lapse: Lapse, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def a_write_of(monitor: FastMonitor, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Is set when the next write to the store begins, and has to wait if the store is locked."""
-    store, begun = lapse.broker.store, threading.Event()
+    store, begun = monitor.services.store, threading.Event()
     writing = store.write
 
     def write() -> AbstractContextManager[sa.Connection]:
@@ -104,15 +103,8 @@ def a_write_of(lapse: Lapse, monkeypatch: pytest.MonkeyPatch) -> threading.Event
     return begun
 
 
-def titles(hub: PayingHub, user: str, kind: NoticeKind) -> list[str]:
-    """What a member was told, newest first."""
-    return [
-        notice.title for notice in hub.broker.notifications.notices_of(user) if notice.kind is kind
-    ]
-
-
 def told(hub: PayingHub, user: str, words: str) -> bool:
-    return any(words in title for title in titles(hub, user, NoticeKind.SESSION_ENDS))
+    return any(words in title for title in hub.told(user, NoticeKind.SESSION_ENDS))
 
 
 def culls(user: str) -> bool:
@@ -122,7 +114,7 @@ def culls(user: str) -> bool:
 
 
 def gone(hub: PayingHub, user: str) -> bool:
-    return hub.broker.lease_of(ServerRef(user)) is None
+    return hub.services.leases.of_server(ServerRef(user)) is None
 
 
 def test_who_trains_goes_on_and_who_rests_is_stopped(
@@ -134,33 +126,30 @@ def test_who_trains_goes_on_and_who_rests_is_stopped(
     hub.start_server("free", environment="free")
     with (
         training(trains),
-        Lapse(hub, monkeypatch, times=30, device_source=FLEET, when_idle=POLICY) as lapse,
+        FastMonitor(hub, monkeypatch, times=30, device_source=FLEET, when_idle=POLICY) as monitor,
     ):
-        headers = {"Authorization": f"token {hub.user_token('rests')}"}
-        url = f"{hub.url}/services/gpu/api/leases/{rests.id}/snooze"
         wait_for(lambda: told(hub, "rests", "stops at"), "the warning", timeout=60)
-        assert requests.post(url, headers=headers, timeout=120).ok
-        assert (
-            requests.post(url, headers=headers, timeout=120).status_code == 409
-        )  # once is allowed
+        snooze = f"leases/{rests.id}/snooze"
+        assert hub.call("rests", "POST", snooze).ok
+        assert hub.call("rests", "POST", snooze).status_code == 409, "once is allowed"
         wait_for(lambda: told(hub, "lenient", "does not use its GPU"), "the advice", timeout=60)
 
         # The store is slow, and then the sampler is killed and comes back: it goes on.
         with locked(hub.database_url):
-            assert a_write_of(lapse, monkeypatch).wait(60), "it has something to write"
-        lapse.end()
-        lapse.begin()
+            assert a_write_of(monitor, monkeypatch).wait(60), "it has something to write"
+        monitor.end()
+        monitor.begin()
 
         wait_for(lambda: gone(hub, "rests"), "the end of who rests", timeout=90)
-        ended = hub.broker.lease(rests.id)
+        ended = hub.services.leases.get(rests.id)
         assert (ended.outcome, ended.end_reason) == ("idle", "its GPUs were not used")
-        assert titles(hub, "rests", NoticeKind.STOPPED)
-        assert hub.broker.ledger.member("rests").held == 0, (
+        assert hub.told("rests", NoticeKind.STOPPED)
+        assert hub.services.ledger.member("rests").held == 0, (
             "what was held and not used is theirs again"
         )
 
         # Nobody waits: who is lenient was advised, and no more. Now two want the one that is free.
-        assert not hub.broker.lease(lenient.id).outcome
+        assert not hub.services.leases.get(lenient.id).outcome
         assert not told(hub, "lenient", "stops at")
         hub.start_server("first", environment="free")
         assert hub.spawn("second", {"environment": "free"}).ok
@@ -169,11 +158,11 @@ def test_who_trains_goes_on_and_who_rests_is_stopped(
         wait_for(lambda: not gone(hub, "second"), "the turn of who waited", timeout=60)
 
         for user in ("trains", "free", "first"):
-            lease = hub.broker.lease_of(ServerRef(user))
+            lease = hub.services.leases.of_server(ServerRef(user))
             assert lease and lease.state is LeaseState.RUNNING and not lease.outcome, user
-            assert hub.broker.notifications.notices_of(user) == []
+            assert hub.services.notifications.notices_of(user) == []
         # What the culler hears of servers without activity (that it asks is in test_metrics.py).
         monkeypatch.setenv("GPUSPAWNER_DATABASE_URL", hub.database_url)
-        idle_culler._broker.cache_clear()
+        idle_culler._services.cache_clear()
         assert [user for user in ("trains", "free") if culls(user)] == ["free"]
-        idle_culler._broker.cache_clear()
+        idle_culler._services.cache_clear()

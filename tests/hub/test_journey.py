@@ -1,4 +1,5 @@
-"""Two members, all the way. Real: Chromium, hub, Docker Engine, JupyterLab, SQLite."""
+"""Members all the way, one of them in line while the hub is killed. Real: Chromium, hub, proxy,
+service, Docker Engine, JupyterLab, SQLite."""
 
 from __future__ import annotations
 
@@ -9,16 +10,15 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from gpuspawner.core.times import clock
 from gpuspawner.core.units import MICRO, format_credits
 from gpuspawner.ledger.rules import owed
-from tests.support.browser import open_browser, screenshot
+from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
-from tests.support.hub import USER_PASSWORD
+from tests.support.pages import WIDE, look_over, send_sign_in
 from tests.support.processes import free_port, wait_for
 
-WIDE = {"width": 1280, "height": 800}
-PHONE = {"width": 390, "height": 844}
 SLOW = 120_000
 """Milliseconds for what takes Jupyter some time, on a machine with other things to do."""
 
@@ -47,6 +47,11 @@ environments:
     description: Its server never answers.
     image: {silent}
     devices: {{max: 0}}
+  - slug: instant
+    display_name: A server that answers at once
+    image: {instant}
+    devices: {{default: 1, max: 2}}
+    hours: {{default: 2, max: 4}}
 datasets:
   flowers:
     source: {dataset}
@@ -58,6 +63,9 @@ c.GPUCredits.opening_grant = 50
 c.GPUDockerSpawner.workspace = "work-{{username}}"
 c.GPUDockerSpawner.gpu_limit = 2
 c.DockerSpawner.mem_limit = "2G"
+c.JupyterHub.cleanup_servers = False
+c.GPUDevices.refresh_seconds = 0.2
+c.Accounting.reconcile_seconds = 1
 import gpuspawner; gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """
 
@@ -76,7 +84,7 @@ print("the", "end")
 
 
 @pytest.fixture(scope="module")
-def hub(
+def module_hub(
     hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GPUHub]:
     """Two GPUs, and environments with JupyterLab."""
@@ -84,33 +92,30 @@ def hub(
     dataset = folder / "flowers"
     dataset.mkdir(mode=0o755)
     (dataset / "rose.txt").write_text("a rose", encoding="utf-8")
-    catalog = CATALOG.format(image=images.BASE, silent=images.SILENT, dataset=dataset)
+    catalog = CATALOG.format(
+        image=images.BASE, silent=images.SILENT, instant=images.INSTANT, dataset=dataset
+    )
     config = CONFIG.format(port=free_port())
-    with GPUHub(folder / "hub", engine, config, catalog=catalog) as hub:
+    with GPUHub(folder / "hub", engine, config, catalog=catalog, external_proxy=True) as hub:
         yield hub
     engine.clean()
+
+
+@pytest.fixture
+def hub(module_hub: GPUHub) -> Iterator[GPUHub]:
+    """Two GPUs, which the test's members gave back when it is over."""
+    yield module_hub
+    for lease in module_hub.open_leases():
+        module_hub.stop_server(lease.server.user)
 
 
 def sign_in(browser: Browser, hub: GPUHub, user: str) -> Page:
     """A member's own window, after the sign-in form."""
     page = browser.new_context(viewport=WIDE).new_page()
     page.goto(f"{hub.url}/hub/spawn")
-    page.get_by_label("Username").fill(user)
-    page.get_by_label("Password").fill(USER_PASSWORD)
-    page.get_by_role("button", name="Sign in").click()
+    send_sign_in(page, user)
     expect(page.get_by_role("heading", name="Server Options")).to_be_visible()
     return page
-
-
-def keep(page: Page, name: str) -> None:
-    """Pictures as on a desk and as on a phone; no page of the hub is wider than the window."""
-    for size, suffix in ((WIDE, "wide"), (PHONE, "phone")):
-        page.set_viewport_size(size)
-        screenshot(page, f"journey-{name}-{suffix}")
-        width = page.evaluate("document.documentElement.scrollWidth")
-        if "/hub/" in page.url:
-            assert width <= size["width"], f"{name} is {width} pixels wide on {suffix}"
-    page.set_viewport_size(WIDE)
 
 
 def start(page: Page, environment: str, gpus: str | None = None) -> None:
@@ -154,113 +159,150 @@ def type_in_terminal(page: Page, command: str) -> None:
     page.keyboard.type(f"{command}\n")
 
 
-def test_two_members(browsers: None, hub: GPUHub) -> None:
-    with open_browser() as browser:
-        # Member 1 signs in, and sees what there is and what it costs.
-        one = sign_in(browser, hub, "member1")
-        form = one.locator("#spawn_form")
-        expect(form).to_contain_text("2 of 2 GPUs free.")
-        expect(form).to_contain_text("Your balance: 50.00 credits.")
-        expect(form.get_by_role("radio")).to_have_count(4)
-        expect(form.get_by_role("radio").first).to_be_checked()
-        expect(form.get_by_role("row").nth(1)).to_contain_text("A100-80GB 2 of 2 4.00 12 h 30 min")
-        keep(one, "1-form")
+def test_two_members(browser: Browser, hub: GPUHub) -> None:
+    # Member 1 signs in, and sees what there is and what it costs.
+    one = sign_in(browser, hub, "member1")
+    form = one.locator("#spawn_form")
+    expect(form).to_contain_text("2 of 2 GPUs free.")
+    expect(form).to_contain_text("Your balance: 50.00 credits.")
+    expect(form.get_by_role("radio")).to_have_count(5)
+    expect(form.get_by_role("radio").first).to_be_checked()
+    expect(form.get_by_role("row").nth(1)).to_contain_text("A100-80GB 2 of 2 4.00 12 h 30 min")
+    look_over(one, "journey-1-form", accessible=False)
 
-        # Too many for the environment: said above the form, and chosen anew.
-        start(one, "Deep learning course", "2")
-        expect(one.locator(".spawn-error-msg")).to_contain_text(
-            "You asked for 2 GPUs; Deep learning course allows 1. Ask for 1 or fewer."
-        )
-        keep(one, "2-refusal")
-        assert not hub.leases()
-        start(one, "Deep learning course", "1")
-        wait_for_lab(one, "member1")
+    # Too many for the environment: said above the form, and chosen anew.
+    start(one, "Deep learning course", "2")
+    expect(one.locator(".spawn-error-msg")).to_contain_text(
+        "You asked for 2 GPUs; Deep learning course allows 1. Ask for 1 or fewer."
+    )
+    look_over(one, "journey-2-refusal", accessible=False)
+    assert not hub.leases()
+    start(one, "Deep learning course", "1")
+    wait_for_lab(one, "member1")
 
-        # Member 2 at the same time: the other GPU.
-        two = sign_in(browser, hub, "member2")
-        expect(two.locator("#spawn_form")).to_contain_text("1 of 2 GPUs free.")
-        start(two, "JupyterLab")
-        wait_for_lab(two, "member2")
+    # Member 2 at the same time: the other GPU.
+    two = sign_in(browser, hub, "member2")
+    expect(two.locator("#spawn_form")).to_contain_text("1 of 2 GPUs free.")
+    start(two, "JupyterLab")
+    wait_for_lab(two, "member2")
 
-        # What their GPU does, by way of the container's own token and the hub's API.
-        item = one.locator(".gpuspawner-item button")
-        expect(item).to_contain_text("A100-80GB", timeout=SLOW)
-        expect(item).to_contain_text(" %", timeout=SLOW)
-        expect(item).to_contain_text("credits")
+    # What their GPU does, by way of the container's own token and the hub's API.
+    item = one.locator(".gpuspawner-item button")
+    expect(item).to_contain_text("A100-80GB", timeout=SLOW)
+    expect(item).to_contain_text(" %", timeout=SLOW)
+    expect(item).to_contain_text("credits")
 
-        said = {user: run_cell(page, CELL) for user, page in (("member1", one), ("member2", two))}
-        keep(one, "3-lab")
-        for user, text in said.items():
-            [lease] = hub.open_leases(user)
-            assert lease.environment == {"member1": "course", "member2": "lab"}[user]
-            assert f"visible {lease.uuids[0]}\n" in text
-            assert re.search(r"nodes /dev/nvidia\d\n", text), "its own device and no other"
-            assert "order PCI_BUS_ID count 1\n" in text
-            assert f"shm {2**30}\n" in text
-            assert "data a rose\n" in text
-            assert "refused Read-only file system\n" in text
-        assert len(hub.taken()) == 2
-        type_in_terminal(one, "cd ~/work; echo $GPUSPAWNER_GPU_COUNT GPU > terminal.txt")
-        wait_for(lambda: _file(hub, "member1", "terminal.txt") == "1 GPU\n", "the terminal")
-        keep(one, "4-terminal")
+    said = {user: run_cell(page, CELL) for user, page in (("member1", one), ("member2", two))}
+    screenshot(one, "journey-3-lab")
+    for user, text in said.items():
+        [lease] = hub.open_leases(user)
+        assert lease.environment == {"member1": "course", "member2": "lab"}[user]
+        assert f"visible {lease.uuids[0]}\n" in text
+        assert re.search(r"nodes /dev/nvidia\d\n", text), "its own device and no other"
+        assert "order PCI_BUS_ID count 1\n" in text
+        assert f"shm {2**30}\n" in text
+        assert "data a rose\n" in text
+        assert "refused Read-only file system\n" in text
+    assert len(hub.taken()) == 2
+    type_in_terminal(one, "cd ~/work; echo $GPUSPAWNER_GPU_COUNT GPU > terminal.txt")
+    wait_for(lambda: _file(hub, "member1", "terminal.txt") == "1 GPU\n", "the terminal")
+    screenshot(one, "journey-4-terminal")
 
-        # Nothing is left for a third, who would not wait: a sentence, and a way on.
-        three = sign_in(browser, hub, "member3")
-        expect(three.locator("#spawn_form")).to_contain_text("0 of 2 GPUs free.")
-        three.get_by_label("Don't wait in line").check()
-        start(three, "JupyterLab")
-        refusal = three.locator(".spawn-error-msg")
-        expect(refusal).to_contain_text("All 2 GPUs are in use (")
-        expect(refusal).to_contain_text("Start without a GPU, or try again.")
-        keep(three, "5-all-in-use")
+    # Nothing is left for a third, who would not wait: a sentence, and a way on.
+    three = sign_in(browser, hub, "member3")
+    expect(three.locator("#spawn_form")).to_contain_text("0 of 2 GPUs free.")
+    three.get_by_label("Don't wait in line").check()
+    start(three, "JupyterLab")
+    refusal = three.locator(".spawn-error-msg")
+    expect(refusal).to_contain_text("All 2 GPUs are in use (")
+    expect(refusal).to_contain_text("Start without a GPU, or try again.")
+    look_over(three, "journey-5-all-in-use", accessible=False)
 
-        # Member 1 stops. The GPU is free at once, and the balance is down to the second.
-        _stop_on_home_page(one, hub)
-        [ended] = hub.leases("member1")
-        assert ended.ended_at is not None
-        assert ended.charged == owed(ended.rate, ended.started_at, ended.ended_at) > 0
-        assert hub.balance("member1") == 50 * MICRO - ended.charged
-        start(three, "JupyterLab")
-        hub.wait_server("member3")
-        assert hub.open_leases("member3")[0].uuids == ended.uuids
+    # Member 1 stops. The GPU is free at once, and the balance is down to the second.
+    _stop_on_home_page(one, hub)
+    [ended] = hub.leases("member1")
+    assert ended.ended_at is not None
+    assert ended.charged == owed(ended.rate, ended.started_at, ended.ended_at) > 0
+    assert hub.balance("member1") == 50 * MICRO - ended.charged
+    start(three, "JupyterLab")
+    hub.wait_server("member3")
+    assert hub.open_leases("member3")[0].uuids == ended.uuids
 
-        # And comes back, without a GPU this time: the files are where they were.
-        one.goto(f"{hub.url}/hub/spawn")
-        shown = format_credits(hub.balance("member1"))
-        expect(one.locator("#spawn_form")).to_contain_text(f"Your balance: {shown} credits.")
-        expect(one.get_by_role("radio").nth(1)).to_be_checked()  # what they chose last time
-        one.get_by_label("flowers", exact=True).uncheck()  # the dataset is not needed for that
-        start(one, "JupyterLab without a GPU", "0")
-        wait_for_lab(one, "member1")
-        expect(one.locator(".jp-DirListing-item", has_text="notes.txt")).to_be_visible(timeout=SLOW)
-        assert _file(hub, "member1", "notes.txt") == "by member1"
-        assert hub.open_leases("member1")[0].devices == ()
-        [container] = [c for c in hub.containers() if "member1" in str(c["Names"])]
-        assert "/datasets/flowers" not in str(container["Mounts"])
-        keep(one, "6-back-again")
-        # Member 2's files are their own.
-        assert _file(hub, "member2", "notes.txt") == "by member2"
+    # And comes back, without a GPU this time: the files are where they were.
+    one.goto(f"{hub.url}/hub/spawn")
+    shown = format_credits(hub.balance("member1"))
+    expect(one.locator("#spawn_form")).to_contain_text(f"Your balance: {shown} credits.")
+    expect(one.get_by_role("radio").nth(1)).to_be_checked()  # what they chose last time
+    one.get_by_label("flowers", exact=True).uncheck()  # the dataset is not needed for that
+    start(one, "JupyterLab without a GPU", "0")
+    wait_for_lab(one, "member1")
+    expect(one.locator(".jp-DirListing-item", has_text="notes.txt")).to_be_visible(timeout=SLOW)
+    assert _file(hub, "member1", "notes.txt") == "by member1"
+    assert hub.open_leases("member1")[0].devices == ()
+    [container] = [c for c in hub.containers() if "member1" in str(c["Names"])]
+    assert "/datasets/flowers" not in str(container["Mounts"])
+    screenshot(one, "journey-6-back-again")
+    # Member 2's files are their own.
+    assert _file(hub, "member2", "notes.txt") == "by member2"
 
 
-def test_a_member_changes_their_mind(browsers: None, hub: GPUHub) -> None:
-    """The page that waits says how far it is, and its button stops the start."""
-    with open_browser() as browser:
-        page = sign_in(browser, hub, "member4")
-        start(page, "An environment that takes long")
-        page.wait_for_url("**/spawn-pending/**", timeout=SLOW)
-        expect(page.locator("#progress-message")).to_have_text("Waiting for the server to answer")
-        keep(page, "7-pending")
-        page.get_by_text("Event log").click()
-        expect(page.locator("#progress-log")).to_contain_text("A server without a GPU (free of")
-        page.get_by_role("button", name="Stop Server").click()
-        wait_for(lambda: hub.server("member4") is None, "the stop")
-        wait_for(lambda: not hub.open_leases("member4"), "the release")
-        # In a page of its own: the first one goes on by itself, whenever it hears of the stop.
-        other = page.context.new_page()
-        other.goto(f"{hub.url}/hub/spawn-pending/member4")
-        expect(other.get_by_role("heading", name="Server not running")).to_be_visible()
-        keep(other, "8-stopped")
-        assert "member4" not in str(hub.containers())
+def test_who_waits_in_line_lands_by_itself(browser: Browser, hub: GPUHub) -> None:
+    hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
+    page = sign_in(browser, hub, "member6")
+    start(page, "JupyterLab", "1")
+    message = page.locator("#progress-message")
+    expect(message).to_contain_text("You are the only one in line", timeout=SLOW)
+    expect(message).to_contain_text("Waiting for a GPU; none is free")
+    end = hub.open_leases("member5")[0].ends_at
+    assert end is not None
+    # With the day, when the end is after midnight.
+    likely = re.compile(rf"Most likely start: by {clock(end, end)[:5]}( on \d+ \w+)?\.")
+    expect(message).to_contain_text(likely)
+    look_over(page, "journey-7-in-line", accessible=False)
+
+    hub.kill9(services=True)
+    expect(message).to_contain_text("Your place in line is kept", timeout=SLOW)
+    look_over(page, "journey-8-hub-away", accessible=False)
+    hub.start()
+    expect(message).to_contain_text("You are the only one in line", timeout=SLOW)
+    expect(message).to_contain_text(likely)
+
+    hub.stop_server("member5")
+    wait_for_lab(page, "member6")
+    [lease] = hub.open_leases("member6")
+    assert len(lease.devices) == 1
+    assert lease.ticket_id, "it came from the line"
+
+
+def test_a_member_changes_their_mind(browser: Browser, hub: GPUHub) -> None:
+    """The page that waits says how far it is, and its button stops the start or leaves the line."""
+    hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
+    page = sign_in(browser, hub, "member4")
+    start(page, "A server that answers at once", "1")
+    expect(page.locator("#progress-message")).to_contain_text("in line", timeout=SLOW)
+    page.get_by_role("button", name="Stop Server").click()
+    wait_for(lambda: not hub.server("member4"), "the stop")
+    expect(page.get_by_role("heading")).to_contain_text("Server not running", timeout=SLOW)
+    look_over(page, "journey-9-left", accessible=False)
+    hub.stop_server("member5")
+    assert not hub.leases("member4")
+
+    page.goto(f"{hub.url}/hub/spawn")
+    start(page, "An environment that takes long", "0")
+    page.wait_for_url("**/spawn-pending/**", timeout=SLOW)
+    expect(page.locator("#progress-message")).to_have_text("Waiting for the server to answer")
+    look_over(page, "journey-10-pending", accessible=False)
+    page.get_by_text("Event log").click()
+    expect(page.locator("#progress-log")).to_contain_text("A server without a GPU (free of")
+    page.get_by_role("button", name="Stop Server").click()
+    wait_for(lambda: hub.server("member4") is None, "the stop")
+    wait_for(lambda: not hub.open_leases("member4"), "the release")
+    # In a page of its own: the first one goes on by itself, whenever it hears of the stop.
+    other = page.context.new_page()
+    other.goto(f"{hub.url}/hub/spawn-pending/member4")
+    expect(other.get_by_role("heading", name="Server not running")).to_be_visible()
+    look_over(other, "journey-11-stopped", accessible=False)
+    assert "member4" not in str(hub.containers())
 
 
 def _stop_on_home_page(page: Page, hub: GPUHub) -> None:

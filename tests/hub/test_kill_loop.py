@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -68,18 +67,6 @@ def hub_on_postgres(
         yield hub
     engine.clean()
     postgres.drop(url)
-
-
-def ask_and_go(hub: GPUHub, member: str) -> threading.Thread:
-    """Ask for a server with a device, and do not wait for the answer: the hub may die first."""
-
-    def ask() -> None:
-        with contextlib.suppress(requests.RequestException):
-            hub.api("POST", f"users/{member}/server", json={"gpus": 1})
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    return thread
 
 
 def answers(hub: GPUHub, member: str) -> bool:
@@ -159,18 +146,6 @@ def became_of(hub: GPUHub, before: set[str]) -> str:
     return "adopted" if lease.state is LeaseState.RUNNING else f"settled: {lease.end_reason}"
 
 
-def stop_and_go(hub: GPUHub, member: str) -> threading.Thread:
-    """Ask for the end of a server, and do not wait for the answer."""
-
-    def ask() -> None:
-        with contextlib.suppress(requests.RequestException):
-            hub.api("DELETE", f"users/{member}/server")
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    return thread
-
-
 def kill(part: str, hub: GPUHub, engine: PrivateEngine, postgres: PrivatePostgres) -> None:
     """Kill a part on the spot, and start it again as its own supervisor does."""
     if part == "hub":
@@ -215,12 +190,12 @@ def test_every_second_is_charged_whichever_part_is_killed(
     for number in range(kills):
         part, phase = PARTS[number % len(PARTS)], chance.choice(PHASES)
         since = time.time()
-        asking = ask_and_go(hub, "victim")
+        asking = hub.ask_and_go("POST", "victim", {"gpus": 1})
         if phase != "start":
             asking.join(timeout=120)
             hub.wait_server("victim")
         if phase == "stop":
-            asking = stop_and_go(hub, "victim")
+            asking = hub.ask_and_go("DELETE", "victim")
         moment = chance.uniform(0, 1.2 * lasts)
         said = f"{part} killed {moment:.3f} s into the {phase}, a start lasts {lasts:.3f} s"
         time.sleep(moment)
@@ -259,7 +234,7 @@ def test_nothing_leaks_wherever_the_hub_is_killed(
         since = time.time()
         moment = (number + chance.random()) / kills * 1.2 * lasts
         said = f"killed {moment:.3f} s into a spawn of {lasts:.3f} s"
-        asking = ask_and_go(hub, "victim")
+        asking = hub.ask_and_go("POST", "victim", {"gpus": 1})
         time.sleep(moment)
         hub.kill9(services=chance.random() < 0.5)
         asking.join(timeout=120)

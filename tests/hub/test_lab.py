@@ -94,7 +94,7 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
 @pytest.fixture
 def lease(hub: PayingHub) -> Lease:
     """Ada's."""
-    [found] = [x for x in hub.broker.open_leases() if x.server.user == "ada"]
+    [found] = [x for x in hub.services.leases.open_leases() if x.server.user == "ada"]
     return found
 
 
@@ -165,7 +165,7 @@ def test_a_server_does_nothing_else_with_our_service(hub: PayingHub, lease: Leas
                 answer = ask(hub, token, path, method, by_hub=by_hub)
                 assert answer.status_code == 404, (path, answer.text)
                 assert "bob" not in answer.text and "second" not in answer.text
-        assert hub.broker.lease(theirs.id).state is LeaseState.RUNNING
+        assert hub.services.leases.get(theirs.id).state is LeaseState.RUNNING
     for path in ("me", "leases", "devices", "accounts/member:ada", f"leases/{lease.id}/receipt"):
         assert ask(hub, token, path).status_code == 403, path
         assert ask(hub, token, path, by_hub=True).status_code == 404, path
@@ -188,7 +188,7 @@ def test_an_admins_server_is_no_admin(hub: PayingHub, lease: Lease) -> None:
     for action in ("extend", "snooze", "end"):
         answer = ask(hub, token, f"leases/{lease.id}/{action}", "POST")
         assert answer.status_code == 404, answer.text
-    assert hub.broker.lease(lease.id).state is LeaseState.RUNNING
+    assert hub.services.leases.get(lease.id).state is LeaseState.RUNNING
     hub.stop_server(ADMIN)
 
 
@@ -235,14 +235,14 @@ def test_the_item_the_warnings_and_the_panel(
     expect(panel.locator("polyline.gpuspawner-use").first).to_be_visible()
     assert troubles(page, within=".gpuspawner-panel") == []
     keep(page, "panel")
-    extended = hub.broker.lease(lease.id).ends_at
+    extended = hub.services.leases.get(lease.id).ends_at
     panel.get_by_role("button", name="Extend").click()
     expect(page.locator(".Toastify__toast", has_text="This server goes on until")).to_be_visible()
     assert extended is not None
-    assert (hub.broker.lease(lease.id).ends_at or extended) > extended
+    assert (hub.services.leases.get(lease.id).ends_at or extended) > extended
 
     # A button that comes too late says why, in words.
-    with hub.broker.store.write() as connection:
+    with hub.services.store.write() as connection:
         monitoring_repository.put_watched(
             connection, lease.id, WatchedLease(begun(), utcnow() + timedelta(hours=1))
         )
@@ -251,9 +251,9 @@ def test_the_item_the_warnings_and_the_panel(
     expect(refused).to_be_visible()
 
     # GPUs that it does not reach any more, or that are sick: the restart is on the service's page.
-    hub.broker.restarts.tell_lost(lease.id)
+    hub.services.restarts.tell_lost(lease.id)
     sick = SickLease(lease.id, lease.uuids[0], "hot", "too hot", utcnow(), utcnow())
-    with hub.broker.store.write() as connection:
+    with hub.services.store.write() as connection:
         devices_repository.note_sick_lease(connection, sick)
     expect(
         page.locator(".Toastify__toast", has_text="The GPU of this server is sick")
@@ -298,7 +298,9 @@ def test_a_service_that_is_away_alarms_nobody_and_the_panel_stops_the_server(
     keep(page, "stop")
     dialog.get_by_role("button", name="Stop it").click()
     page.wait_for_url(f"{hub.url}/hub/home", timeout=SLOW)
-    wait_for(lambda: hub.broker.lease(lease.id).state is LeaseState.ENDED, "the end", timeout=60)
+    wait_for(
+        lambda: hub.services.leases.get(lease.id).state is LeaseState.ENDED, "the end", timeout=60
+    )
 
 
 def test_jupyterlab_without_a_hub(tmp_path: Path, browser: Browser) -> None:
@@ -360,7 +362,7 @@ def rest(hub: PayingHub, lease: Lease) -> None:
     """As if it had been judged: its GPUs rest, and it stops in nine minutes."""
     now = utcnow()
     state = IdleState(credit=0, warned_at=now, stops_at=now + timedelta(minutes=9))
-    with hub.broker.store.write() as connection:
+    with hub.services.store.write() as connection:
         # What began before is judged: the script's work of the next minutes is not.
         monitoring_repository.put_watched(
             connection, lease.id, WatchedLease(state, now + timedelta(hours=1))
@@ -373,7 +375,7 @@ def begun() -> IdleState:
 
 
 def idle_state(hub: PayingHub, lease: Lease) -> IdleState:
-    _, watched = hub.broker.idle.idle_state(lease.server)
+    _, watched = hub.services.idle.idle_state(lease.server)
     assert watched is not None
     return watched.state
 
@@ -381,13 +383,13 @@ def idle_state(hub: PayingHub, lease: Lease) -> IdleState:
 def worked(hub: PayingHub, lease: Lease) -> None:
     """As if it had begun half an hour ago, and somebody else before it had worked too."""
     began = utcnow() - timedelta(minutes=30)
-    with hub.broker.store.write() as connection:
+    with hub.services.store.write() as connection:
         leases_repository.update(
             connection, lease.id, granted_at=began, started_at=began, answered_at=began
         )
     counts = {"samples": 60, "known": 60, "busy": 60, "measured": 60, "memory_max": 8 * GB}
     minute = began.replace(second=0, microsecond=0)
-    hub.broker.monitoring.remember_use(
+    hub.services.monitoring.remember_use(
         [
             DeviceUse(
                 uuid=lease.uuids[0],

@@ -117,7 +117,7 @@ def hub(
 ) -> Iterator[PayingHub]:
     config = CONFIG.format(recipes=str(REPO / "hub_config"), url=platform.url, client=CLIENT)
     with PayingHub(tmp_path_factory.mktemp("lti") / "hub", config) as hub:
-        hub.broker.roster.import_roster(b"name,course\nada@lab.example,ML\n", actor="eva")
+        hub.services.roster.import_roster(b"name,course\nada@lab.example,ML\n", actor="eva")
         yield hub
 
 
@@ -126,7 +126,7 @@ def test_who_is_on_the_roster_comes_in_from_the_course(hub: PayingHub, platform:
     assert page.status_code == 200, page.text
     assert page.url.endswith("/hub/welcome/first")
     assert "Welcome, ada@lab.example" in text_of(page.text)
-    known = hub.broker.members.membership("ada@lab.example")
+    known = hub.services.members.membership("ada@lab.example")
     assert known is not None and known.by_roster
 
 
@@ -136,7 +136,7 @@ def test_who_is_not_reads_why(hub: PayingHub, platform: Platform) -> None:
     assert page.status_code == 403
     assert "bob@lab.example" in said and "is not on the roster" in said
     assert "gpu-admin@lab.example" in said
-    assert hub.broker.members.membership("bob@lab.example") is None
+    assert hub.services.members.membership("bob@lab.example") is None
 
 
 def test_a_launch_that_the_platform_did_not_sign_is_refused(

@@ -15,11 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpuspawner.db.schema import device_use
 from gpuspawner.leases.models import LeaseState, ServerRef
+from gpuspawner.ledger.rules import owed
 from gpuspawner.monitoring import repository as monitoring_repository
 from gpuspawner.monitoring.idle import IdleState
 from gpuspawner.monitoring.repository import WatchedLease
 from tests.support.browser import screenshot
-from tests.support.pages import sign_in
+from tests.support.pages import WIDE, look_over, sign_in
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
@@ -82,29 +83,25 @@ def test_admins_may_read_them_and_nobody_else(hub: PayingHub) -> None:
 
 
 def test_a_member_puts_a_stop_off(hub: PayingHub, browser: Browser) -> None:
-    lease = hub.broker.lease_of(ServerRef("ada"))
+    lease = hub.services.leases.of_server(ServerRef("ada"))
     assert lease
-    now = hub.broker.clock()
+    now = hub.services.clock()
     warned = IdleState(credit=60.0, warned_at=now, stops_at=now + timedelta(minutes=10))
     later = WatchedLease(warned, now + timedelta(hours=1))  # no minute is judged meanwhile
-    hub.broker.store.run(
+    hub.services.store.run(
         lambda connection: monitoring_repository.put_watched(connection, lease.id, later),
         write=True,
     )
-    for width in (1280, 390):
-        page = browser.new_page(viewport={"width": width, "height": 800})
-        sign_in(page, hub, "ada", "")
-        assert "its GPU is not used" in page.inner_text(".notice.warn:has(form)")
-        screenshot(page, f"idle-{width}")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page = browser.new_page(viewport=WIDE)
+    sign_in(page, hub, "ada", "")
+    assert "its GPU is not used" in page.inner_text(".notice.warn:has(form)")
+    look_over(page, "idle")
     page.click("text=30 min more")
     page.wait_for_selector("text=It is put off")
     screenshot(page, "idle-put-off")
 
     def snooze(user: str) -> requests.Response:
-        headers = {"Authorization": f"token {hub.user_token(user)}"}
-        url = f"{hub.url}/services/gpu/api/leases/{lease.id}/snooze"
-        return requests.post(url, headers=headers, timeout=120)
+        return hub.call(user, "POST", f"leases/{lease.id}/snooze")
 
     hub.api("POST", "users/bob")
     assert snooze("bob").status_code == 404
@@ -112,27 +109,37 @@ def test_a_member_puts_a_stop_off(hub: PayingHub, browser: Browser) -> None:
     refused = snooze("ada")
     assert refused.status_code == 409
     assert "it was put off 2 times" in refused.text
-    found = hub.broker.idle.idle_state(ServerRef("ada"))[1]
+    found = hub.services.idle.idle_state(ServerRef("ada"))[1]
     assert found and found.state.stops_at == now + timedelta(minutes=70)
 
 
 def test_the_culler_asks_whether_gpus_rest(hub: PayingHub) -> None:
     """Both servers are without activity for longer than the culler allows."""
     hub.start_server("bob", gpus=0)
-    wait_for(lambda: hub.broker.lease_of(ServerRef("bob")) is None, "the end of bob's server")
-    lease = hub.broker.lease_of(ServerRef("ada"))
+    wait_for(
+        lambda: hub.services.leases.of_server(ServerRef("bob")) is None, "the end of bob's server"
+    )
+    lease = hub.services.leases.of_server(ServerRef("ada"))
     assert lease and lease.state is LeaseState.RUNNING and not lease.outcome
-    rested = WatchedLease(IdleState(credit=0.0), hub.broker.clock())
-    hub.broker.store.run(
+    rested = WatchedLease(IdleState(credit=0.0), hub.services.clock())
+    hub.services.store.run(
         lambda connection: monitoring_repository.put_watched(connection, lease.id, rested),
         write=True,
     )
-    wait_for(lambda: hub.broker.lease_of(ServerRef("ada")) is None, "the end of ada's server")
+    wait_for(
+        lambda: hub.services.leases.of_server(ServerRef("ada")) is None, "the end of ada's server"
+    )
+    settled = hub.services.leases.get(lease.id)
+    assert settled.state is LeaseState.ENDED and settled.ended_at is not None
+    assert settled.charged == owed(settled.rate, settled.started_at, settled.ended_at) > 0
+    wait_for(lambda: hub.server("ada") is None, "the hub to forget the server")
+    assert hub.service("idle-culler") is not None
+    assert "Culling server ada" in hub.log_text()
 
 
 def test_the_service_samples_the_gpus(hub: PayingHub) -> None:
     hub.stop()  # so that the minute that goes on is written too
-    with hub.broker.store.read() as connection:
+    with hub.services.store.read() as connection:
         rows = connection.execute(sa.select(device_use.c.uuid, device_use.c.samples)).all()
     assert len({uuid for uuid, _ in rows}) == 3
     assert all(samples > 0 for _, samples in rows)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.notifications.repository import ChannelChoice
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN
 from tests.support.mail import MailServer
-from tests.support.pages import ask, served, sign_in, words
+from tests.support.pages import WIDE, ask, look_over, look_over_all, served, sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import free_port, wait_for
 from tests.support.telling import choose, now, tell
@@ -33,8 +32,6 @@ c.GPUNotifications.retry_seconds = [0.2] * 2000
 c.GPUCredits.opening_grant = 3
 """
 TRICK = "<script>alert('a title')</script>"
-WIDE = {"width": 1280, "height": 800}
-PHONE = {"width": 360, "height": 740}
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +56,8 @@ def send_form(
 ) -> requests.Response:
     """Open the page of notices as this member, and send its form."""
     hub.page(user, "notices")
-    session, page = hub._browsers[user], "/services/gpu/notices"
+    session, page = hub.browser_of(user), "/services/gpu/notices"
     return hub.post_form(session, f"/services/gpu/{path}", fields, page=page)
-
-
-def call(hub: PayingHub, user: str, method: str, path: str, body: Any = None) -> requests.Response:
-    headers = {"Authorization": f"token {hub.user_token(user)}"}
-    url = f"{hub.url}/services/gpu/api/{path}"
-    return requests.request(method, url, headers=headers, data=body, timeout=120)
 
 
 def mails_to(mail: MailServer, address: str) -> list[str]:
@@ -84,7 +75,7 @@ def test_a_member_chooses(hub: PayingHub) -> None:
     saved = send_form(hub, "ada", fields | {"kinds-team": "session_ends"})
     assert saved.history[0].status_code == 303
     assert "Saved." in words(saved)
-    assert hub.broker.notifications.choices("ada") == {
+    assert hub.services.notifications.choices("ada") == {
         "mail": ChannelChoice(
             "mail", "ada@lab.example", frozenset({NoticeKind.TURN, NoticeKind.STOPPED})
         ),
@@ -103,7 +94,6 @@ def test_a_member_chooses(hub: PayingHub) -> None:
         ({"address-mail": "cleo", "kinds-mail": "turn"}, "'cleo' is no address for Mail."),
         ({"kinds-mail": "turn"}, "Mail needs an address, or nothing chosen."),
         ({"address-mail": "c@x.example\r\nBcc: eve@x.example"}, "is no address for Mail"),
-        ({"address-mail": "c@x.example,eve@x.example"}, "is no address for Mail"),
         ({"address-push": "json://evil.example", "kinds-push": "turn"}, "like my-own-topic"),
         ({"address-team": "json://evil.example"}, "needs no address"),
         ({"kinds-mail": "test", "address-mail": "c@x.example"}, "'test' is nothing to be told of"),
@@ -113,8 +103,8 @@ def test_a_member_chooses(hub: PayingHub) -> None:
 def test_a_mistake_is_a_sentence_and_saves_nothing(
     hub: PayingHub, fields: dict[str, str], sentence: str
 ) -> None:
-    choose(hub.broker, "cleo", "push", "cleos-topic")
-    before = hub.broker.notifications.choices("cleo")
+    choose(hub.services, "cleo", "push", "cleos-topic")
+    before = hub.services.notifications.choices("cleo")
     answer = send_form(hub, "cleo", {"kinds-team": "turn", **fields})
     assert answer.status_code == 400
     assert sentence in words(answer)
@@ -122,7 +112,7 @@ def test_a_mistake_is_a_sentence_and_saves_nothing(
     assert "<b>cleo" not in answer.text
     if fields.get("address-mail") == "cleo":
         assert 'value="cleo"' in answer.text, "what was typed is still there"
-    assert hub.broker.notifications.choices("cleo") == before
+    assert hub.services.notifications.choices("cleo") == before
 
 
 def test_a_field_that_is_not_in_the_form_is_refused(hub: PayingHub) -> None:
@@ -138,10 +128,10 @@ def test_a_form_from_elsewhere_changes_nothing(hub: PayingHub) -> None:
     url = f"{hub.url}/services/gpu/notices"
     for extra in ({}, {"_xsrf": "made-up"}):
         for path in ("", "/test"):
-            answer = hub._browsers["dan"].post(url + path, data=fields | extra, timeout=120)
+            answer = hub.browser_of("dan").post(url + path, data=fields | extra, timeout=120)
             assert answer.status_code == 403
             assert "This form is too old, or came from another page." in words(answer)
-    assert hub.broker.notifications.choices("dan") == {}
+    assert hub.services.notifications.choices("dan") == {}
     nobody = requests.post(url, data=fields, timeout=120)
     assert nobody.status_code == 403
 
@@ -170,12 +160,12 @@ def test_a_test_arrives(hub: PayingHub, mail: MailServer) -> None:
     assert "The test was sent." in words(sent)
     assert mails_to(mail, "dan@lab.example") == ["A test of your notices"]
     assert "A test was sent a moment ago. Wait 20 seconds" in words(refused_test(hub, "dan"))
-    tests = [n for n in hub.broker.notifications.notices_of("dan") if n.kind is NoticeKind.TEST]
+    tests = [n for n in hub.services.notifications.notices_of("dan") if n.kind is NoticeKind.TEST]
     assert len(mails_to(mail, "dan@lab.example")) == len(tests), "none of the refused one"
 
 
 def test_a_test_that_does_not_get_through_says_so(hub: PayingHub) -> None:
-    choose(hub.broker, "gus", "push", "his-topic")
+    choose(hub.services, "gus", "push", "his-topic")
     answer = send_form(hub, "gus", {}, "notices/test")
     assert answer.ok
     page = words(answer)
@@ -184,7 +174,7 @@ def test_a_test_that_does_not_get_through_says_so(hub: PayingHub) -> None:
 
 
 def test_members_see_their_own_notices_escaped(hub: PayingHub) -> None:
-    tell(hub.broker, "cleo", title=TRICK, body=f"first {TRICK}\nsecond line")
+    tell(hub.services, "cleo", title=TRICK, body=f"first {TRICK}\nsecond line")
     page = hub.page("cleo", "notices")
     assert TRICK not in page.text
     assert "&lt;script&gt;alert(" in page.text
@@ -206,11 +196,11 @@ def test_nobody_sees_where_channels_lead(hub: PayingHub) -> None:
 
 
 def test_json_tells_and_changes_the_choices(hub: PayingHub, mail: MailServer) -> None:
-    choose(hub.broker, "bob", "push", "bobs-topic")
+    choose(hub.services, "bob", "push", "bobs-topic")
     wish = {"mail": {"address": "bob@lab.example", "kinds": ["credits_low", "stopped"]}}
-    answer = call(hub, "bob", "PUT", "notices/choices", json.dumps(wish | {"push": {}}))
+    answer = hub.call("bob", "PUT", "notices/choices", data=json.dumps(wish | {"push": {}}))
     assert answer.status_code == 200, answer.text
-    told = call(hub, "bob", "GET", "notices").json()
+    told = hub.call("bob", "GET", "notices").json()
     found = {channel["name"]: channel for channel in told["channels"]}
     assert found["mail"]["address"] == "bob@lab.example"
     assert found["mail"]["kinds"] == ["stopped", "credits_low"]
@@ -218,9 +208,9 @@ def test_json_tells_and_changes_the_choices(hub: PayingHub, mail: MailServer) ->
     assert found["team"]["needs_address"] is False
     assert "test" not in told["kinds"]
 
-    wait_for(lambda: call(hub, "bob", "POST", "notices/test").ok, "the next test", timeout=25)
+    wait_for(lambda: hub.call("bob", "POST", "notices/test").ok, "the next test", timeout=25)
     assert "A test of your notices" in mails_to(mail, "bob@lab.example")
-    newest = call(hub, "bob", "GET", "notices").json()["notices"][0]
+    newest = hub.call("bob", "GET", "notices").json()["notices"][0]
     assert (newest["kind"], newest["state"], newest["error"]) == ("test", "done", "")
 
 
@@ -228,8 +218,6 @@ def test_json_tells_and_changes_the_choices(hub: PayingHub, mail: MailServer) ->
     ("body", "sentence"),
     [
         ("", "Send one JSON object of channels"),
-        ("[]", "Send one JSON object of channels"),
-        ('{"mail": "bob"}', "Send one JSON object of channels"),
         ("[" * 100_000, "Send one JSON object of channels"),
         (json.dumps({"mail": {"address": "x" * 70_000}}), "Send one JSON object of channels"),
         ('{"sms": {}}', "There is no channel 'sms'; there are: mail, team, push."),
@@ -243,26 +231,26 @@ def test_json_tells_and_changes_the_choices(hub: PayingHub, mail: MailServer) ->
 def test_json_with_a_mistake_is_refused_in_a_sentence(
     hub: PayingHub, body: str, sentence: str
 ) -> None:
-    before = hub.broker.notifications.choices("bob")
-    answer = call(hub, "bob", "PUT", "notices/choices", body)
+    before = hub.services.notifications.choices("bob")
+    answer = hub.call("bob", "PUT", "notices/choices", data=body)
     assert answer.status_code == 400
     assert sentence in answer.json()["message"]
-    assert hub.broker.notifications.choices("bob") == before
+    assert hub.services.notifications.choices("bob") == before
 
 
 def test_json_needs_a_token_or_a_proof(hub: PayingHub) -> None:
     hub.page("cleo", "notices")
     for method, path in (("PUT", "notices/choices"), ("POST", "notices/test")):
         url = f"{hub.url}/services/gpu/api/{path}"
-        answer = hub._browsers["cleo"].request(method, url, data='{"mail": {}}', timeout=120)
+        answer = hub.browser_of("cleo").request(method, url, data='{"mail": {}}', timeout=120)
         assert answer.status_code == 403
         assert requests.request(method, url, data="{}", timeout=120).status_code == 401
-    assert "mail" not in hub.broker.notifications.choices("cleo")
-    assert call(hub, "cleo", "GET", "notices/test").status_code == 405
+    assert "mail" not in hub.services.notifications.choices("cleo")
+    assert hub.call("cleo", "GET", "notices/test").status_code == 405
 
 
 def test_a_hub_without_channels_says_so(hub: PayingHub) -> None:
-    with served(hub, hub.broker) as url:
+    with served(hub, hub.services) as url:
         page = words(ask(hub, "cleo", url + "notices"))
         assert "This hub has no mail, chat or push set up" in page
         assert "Send me a test" not in page
@@ -274,7 +262,7 @@ def test_a_hub_without_channels_says_so(hub: PayingHub) -> None:
 def test_credits_that_run_out_are_told_by_mail(hub: PayingHub, mail: MailServer) -> None:
     address = "eve@lab.example"
     hub.api("POST", "users/eve").raise_for_status()
-    choose(hub.broker, "eve", address=address)
+    choose(hub.services, "eve", address=address)
     hub.start_server("eve", gpus=1)
     wait_for(
         lambda: "Your server is stopped: the credits have run out" in mails_to(mail, address),
@@ -288,77 +276,60 @@ def test_credits_that_run_out_are_told_by_mail(hub: PayingHub, mail: MailServer)
     assert "Your files are where you left them" in page
 
 
-def test_a_killed_service_loses_nothing(hubs: None, tmp_path: Path) -> None:
+def test_a_killed_service_loses_nothing(hub: PayingHub, mail: MailServer) -> None:
     """The mail server is down, the service is killed, and both come back."""
-    mail = MailServer()
-    config = CONFIG.format(mail=mail.url, nobody=free_port())
-    with PayingHub(tmp_path / "hub", config) as hub, mail:
-        choose(hub.broker, "ada")
-        sent = tell(hub.broker, title="before")
-        mail.wait(1)
-        wait_for(lambda: now(hub.broker, sent).sent_at, "it to be noted")
-        mail.stop()
-        notices = [tell(hub.broker, title=f"number {n}") for n in range(20)]
-        wait_for(lambda: now(hub.broker, notices[-1]).tries, "the first tries")
+    address = "kai@lab.example"
+    choose(hub.services, "kai")
+    sent = tell(hub.services, "kai", title="before")
+    wait_for(lambda: mails_to(mail, address), "the first mail")
+    wait_for(lambda: now(hub.services, sent).sent_at, "it to be noted")
+    mail.stop()
+    try:
+        notices = [tell(hub.services, "kai", title=f"number {n}") for n in range(20)]
+        wait_for(lambda: now(hub.services, notices[-1]).tries, "the first tries")
         hub.kill_service()
-        notices.append(tell(hub.broker, title="number 20"))
+        notices.append(tell(hub.services, "kai", title="number 20"))
+    finally:
         mail.start()
-        hub.wait_pages()  # the Hub starts it anew
-        wait_for(lambda: all(now(hub.broker, n).sent_at for n in notices), "all of them")
-        found = [got.subject for got in mail.received]
-        assert set(found) == {"before", *(f"number {n}" for n in range(21))}
-        assert found.count("before") == 1
+    hub.wait_pages()  # the Hub starts it anew
+    wait_for(lambda: all(now(hub.services, n).sent_at for n in notices), "all of them")
+    found = mails_to(mail, address)
+    assert set(found) == {"before", *(f"number {n}" for n in range(21))}
+    assert found.count("before") == 1
 
 
 # What it looks like.
 
 
-@pytest.mark.parametrize(
-    ("size", "scheme", "name"),
-    [(WIDE, "light", "wide"), (PHONE, "light", "phone"), (WIDE, "dark", "dark")],
-)
-def test_the_page_in_a_browser(
-    hub: PayingHub, browser: Browser, mail: MailServer, size: Any, scheme: Any, name: str
-) -> None:
+def test_the_page_in_a_browser(hub: PayingHub, browser: Browser, mail: MailServer) -> None:
     """By hand and without scripts: choose, save, be told what is wrong, send a test."""
-    user = f"fay-{name}"
-    context = browser.new_context(viewport=size, color_scheme=scheme, java_script_enabled=False)
-    page = context.new_page()
-    sign_in(page, hub, user, "notices")
+    page = browser.new_context(viewport=WIDE, java_script_enabled=False).new_page()
+    sign_in(page, hub, "fay", "notices")
     page.get_by_label("Address").first.fill("fay")
     group = page.get_by_role("group", name="Mail")
     group.get_by_label("My credits run low").check()
     page.get_by_role("button", name="Save").click()
     expect(page.get_by_role("alert")).to_contain_text("Nothing was saved.")
-    screenshot(page, f"notices-mistake-{name}")
+    screenshot(page, "notices-mistake")
 
-    page.get_by_label("Address").first.fill(f"{user}@lab.example")
+    page.get_by_label("Address").first.fill("fay@lab.example")
     page.get_by_role("button", name="Save").click()
     expect(page.get_by_role("status")).to_contain_text("Saved.")
     expect(group.get_by_label("My credits run low")).to_be_checked()
     tell(
-        hub.broker,
-        user,
+        hub.services,
+        "fay",
         kind=NoticeKind.SESSION_ENDS,
         title="Your session ends at 15:40 (CET)",
         body="Save your work, or extend it on your page while nobody waits.",
     )
     page.get_by_role("button", name="Send me a test").click()
     expect(page.get_by_role("status")).to_contain_text("The test was sent.")
-    assert mails_to(mail, f"{user}@lab.example") == ["A test of your notices"]
-    screenshot(page, f"notices-{name}")
+    assert mails_to(mail, "fay@lab.example") == ["A test of your notices"]
 
-    assert page.locator("h1").count() == 1
-    assert page.locator("[aria-current=page]").count() == 1
-    context.close()
+    def in_the_dark(page: Page) -> None:
+        assert page.locator("[aria-current=page]").count() == 1
+        page.emulate_media(color_scheme="dark")
+        look_over(page, "notices-dark")
 
-    # Nothing sticks out; this is asked with a script, so in a window that has them.
-    context = browser.new_context(viewport=size, color_scheme=scheme)
-    page = context.new_page()
-    troubles: list[str] = []
-    page.on("console", lambda message: troubles.append(message.text))
-    sign_in(page, hub, user, "notices")
-    across = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    assert page.evaluate(across) == 0
-    assert troubles == []
-    context.close()
+    look_over_all(browser, hub, "fay", {"notices": "notices"}, in_the_dark)

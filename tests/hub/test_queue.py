@@ -1,125 +1,358 @@
-"""Waiting in line. Real: hub, proxy, accounting service, SQLite, kill -9; servers are local."""
+"""Waiting in line: turns, changes by members and admins, faults, kill -9. Real: hub, proxy,
+accounting service, SQLite, the command line, Chromium; servers are local."""
 
 from __future__ import annotations
 
-import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from typing import Any
+from datetime import timedelta
 
 import pytest
-import requests
+import sqlalchemy as sa
+from playwright.sync_api import Browser
 
-from gpuspawner.leases.models import ServerRef
+from gpuspawner.db.schema import tickets
+from gpuspawner.leases.models import LeaseState, ServerRef
+from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.models import Ticket
+from gpuspawner.service.worker import TICKET_DAYS
+from tests.support.brokers import problems
+from tests.support.hub import ADMIN
+from tests.support.pages import sign_in, words
 from tests.support.paying_hub import PayingHub
-from tests.support.processes import wait_for
+from tests.support.processes import REPO, wait_for
+from tests.support.tickets import (
+    CONFIG,
+    COUNTED,
+    change,
+    fill,
+    last_word,
+    line_up,
+    ticket_of,
+    users_in_line,
+    wait_looks,
+)
 
-CONFIG = """
-c.GPURates.by_model = {"*": 1}
-c.GPUCredits.hold_minutes = 1
-c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 1}
+SOON = 30.0
+"""Seconds for what takes one or two, on a machine with other things to do."""
+
+CATALOG = """
+environments:
+  - {slug: open, image: none, default: true}
+  - {slug: lab, image: none, allowed_groups: [lab]}
+  - {slug: broken, image: none, spawner_override: {cmd: ["false"]}}
 """
-"""Three devices."""
-
 
 FILLERS = ("ada", "bob", "cleo")
 
 
 @pytest.fixture(scope="module")
 def module_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    """Three GPUs; the proxy is a process of its own."""
     folder = tmp_path_factory.mktemp("queue") / "hub"
-    with PayingHub(folder, CONFIG, external_proxy=True) as hub:
+    folder.mkdir()
+    (folder / "catalog.yaml").write_text(CATALOG, encoding="utf-8")
+    config = f'{CONFIG}{COUNTED}\nc.GPULocalSpawner.catalog = "{folder}/catalog.yaml"\n'
+    with PayingHub(folder, config, external_proxy=True) as hub:
         yield hub
 
 
 @pytest.fixture
 def hub(module_hub: PayingHub) -> Iterator[PayingHub]:
-    """All devices are in use, and nobody waits. Each test has members of its own in line."""
+    """All GPUs are in use before a test, and nobody waits; after it everything fits together.
+    Each test has members of its own in line."""
     hub = module_hub
-    for user in FILLERS:
-        if hub.server(user) is None:
-            hub.start_server(user)
+    fill(hub, *(user for user in FILLERS if hub.server(user) is None))
     yield hub
-    for ticket in waiting(hub):
-        hub.stop_server(ticket.server.user)
-    for lease in hub.broker.open_leases():
+    for ticket in hub.services.queue.waiting():
+        hub.stop_server(ticket.server.user, ticket.server.name)
+    for lease in hub.services.leases.open_leases():
         if lease.server.user not in FILLERS:
-            hub.stop_server(lease.server.user)
+            hub.stop_server(lease.server.user, lease.server.name)
+    assert hub.services.queue.waiting() == []
+    assert {lease.server.user for lease in hub.services.leases.open_leases()} <= set(FILLERS)
+    wait_for(lambda: not problems(hub.services.store), "the books to be in order", timeout=5)
 
 
-def waiting(hub: PayingHub) -> list[Ticket]:
-    return hub.broker.waiting()
-
-
-def ask(hub: PayingHub, user: str, **options: Any) -> requests.Response:
-    """Ask for a server; who waits is answered 202."""
-    answer = hub.spawn(user, options)
-    assert answer.status_code in (201, 202), answer.text
-    return answer
-
-
-def in_line(hub: PayingHub, *users: str) -> None:
-    """Let them ask one after the other, and wait until each has a ticket."""
-    for count, user in enumerate(users, start=1):
-        assert ask(hub, user).status_code == 202
-        wait_for(lambda count=count: len(waiting(hub)) == count, f"{user}'s ticket", timeout=10)
-
-
-def progress(hub: PayingHub, user: str, until: str) -> list[str]:
-    """What the pending page shows of a spawn, up to a sentence with these words."""
-    found: list[str] = []
-    with hub.api("GET", f"users/{user}/server/progress", stream=True, timeout=120) as stream:
-        for line in stream.iter_lines():
-            if line.startswith(b"data:"):
-                found.append(json.loads(line[5:])["message"])
-                if until in found[-1]:
-                    break
-    return found
-
-
-def outcome(hub: PayingHub, user: str) -> str:
-    return hub.broker.tickets_of(user)[0].outcome
+# Turns.
 
 
 def test_the_turn_comes_by_itself_and_in_order(hub: PayingHub) -> None:
-    in_line(hub, "dan", "eve")
-    said = progress(hub, "eve", "number 2 of 2 in line")
-    assert "none is free" in said[-1], said
+    line_up(hub, "dan", "eve")
+    said = (event["message"] for event in hub.events("eve"))
+    assert "none is free" in next(each for each in said if "number 2 of 2 in line" in each)
 
     hub.stop_server("bob")
     hub.wait_server("dan")
-    assert [ticket.server.user for ticket in waiting(hub)] == ["eve"]
-    assert outcome(hub, "dan") == "granted"
-    lease = hub.broker.lease_of(ServerRef("dan"))
-    assert lease is not None and lease.ticket_id == hub.broker.tickets_of("dan")[0].id
+    assert users_in_line(hub) == ["eve"]
+    assert hub.services.queue.tickets_of("dan")[0].outcome == "granted"
+    lease = hub.services.leases.of_server(ServerRef("dan"))
+    assert lease is not None and lease.ticket_id == hub.services.queue.tickets_of("dan")[0].id
     hub.stop_server("ada")
     hub.wait_server("eve")
-    assert not waiting(hub)
+    assert not hub.services.queue.waiting()
 
 
 def test_stopping_gives_the_place_up(hub: PayingHub) -> None:
-    in_line(hub, "gus", "hal")
+    line_up(hub, "gus", "hal")
     hub.stop_server("gus")
-    assert [ticket.server.user for ticket in waiting(hub)] == ["hal"]
-    assert outcome(hub, "gus") == "cancelled"
+    assert users_in_line(hub) == ["hal"]
+    assert hub.services.queue.tickets_of("gus")[0].outcome == "cancelled"
     hub.stop_server("ada")
     hub.wait_server("hal")
-    assert hub.broker.lease_of(ServerRef("gus")) is None
+    assert hub.services.leases.of_server(ServerRef("gus")) is None
 
 
 @pytest.mark.parametrize("how", ["kill9", "sigterm"])
 def test_a_restart_of_the_hub_keeps_every_place(hub: PayingHub, how: str) -> None:
     first, second, third = (f"{name}-{how}" for name in ("ida", "jan", "kim"))
-    in_line(hub, first, second, third)
-    before = [(ticket.id, ticket.created_at) for ticket in waiting(hub)]
+    line_up(hub, first, second, third)
+    before = [(ticket.id, ticket.created_at) for ticket in hub.services.queue.waiting()]
     if how == "kill9":
         hub.kill9(services=True)
     else:
         hub.shut_down()
     hub.start()
-    assert [(ticket.id, ticket.created_at) for ticket in waiting(hub)] == before
+    assert [(ticket.id, ticket.created_at) for ticket in hub.services.queue.waiting()] == before
     hub.stop_server("cleo")
     hub.wait_server(first, timeout=30)
     hub.stop_server("bob")
     hub.wait_server(second, timeout=30)
-    assert [ticket.server.user for ticket in waiting(hub)] == [third]
+    assert users_in_line(hub) == [third]
+
+
+# What members and admins change.
+
+
+def command(hub: PayingHub, *arguments: str) -> str:
+    """``gpuspawner`` in a shell on the hub's machine; what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuspawner", *arguments],
+        cwd=hub.folder,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_admins_cancel_ends_the_spawn_with_the_reason(hub: PayingHub) -> None:
+    (ticket,) = line_up(hub, "nils")
+
+    def cancel() -> None:
+        answer = change(hub, ADMIN, f"queue/{ticket.id}/cancel", reason="the course is over")
+        assert answer.json()["outcome"] == "cancelled", answer.text
+
+    message = last_word(hub, "nils", cancel, SOON)
+    assert "an admin cancelled it: the course is over." in message
+    wait_for(lambda: hub.server("nils") is None, "the end of nils's spawn", timeout=10)
+    (told,) = hub.services.notifications.notices_of("nils")
+    assert told.title == "Your place in line is gone" and "the course is over" in told.body
+    (trail,) = hub.services.audit.trail(1)
+    assert (trail.actor, trail.action) == (ADMIN, "cancelled")
+    assert trail.subject == f"ticket {ticket.id} of nils"
+    assert "Cancelled an admin cancelled it: the course is over" in words(hub.page("nils"))
+    again = change(hub, ADMIN, f"queue/{ticket.id}/cancel", reason="again")
+    assert (again.status_code, again.json()["error"]) == (409, "ticket_ended")
+
+
+def test_a_member_gives_up_on_their_page(hub: PayingHub, browser: Browser) -> None:
+    line_up(hub, "paul", "rosa")
+    page = browser.new_context().new_page()
+    sign_in(page, hub, "paul", "")
+    assert page.get_by_text("number 1 of 2").is_visible()
+    page.get_by_role("button", name="Cancel the wait for my server").click()
+    page.wait_for_url(f"{hub.url}/services/gpu/?given_up=1")
+    assert page.get_by_text("You gave your place up.").is_visible()
+    assert page.get_by_text("it was given up on the member's page").is_visible()
+    assert page.get_by_text("My place in line").count() == 0
+    wait_for(lambda: hub.server("paul") is None, "the end of paul's spawn", timeout=SOON)
+    assert hub.services.notifications.notices_of("paul") == [], (
+        "nobody is told what they did themselves"
+    )
+    assert "number 1 of 1" in words(hub.page("rosa"))
+    hub.stop_server("rosa")
+
+
+def test_nobody_gets_a_gpu_while_granting_is_paused(hub: PayingHub) -> None:
+    line_up(hub, "sven")
+    command(hub, "pause", "--reason", "new fans")
+    try:
+        hub.stop_server("ada")
+        wait_looks(hub, 2)
+        waits = ticket_of(hub, "sven")
+        assert waits is not None and not waits.outcome
+        assert hub.services.monitoring.overview().free == 1
+    finally:
+        command(hub, "resume")
+    hub.wait_server("sven", timeout=15)
+    hub.stop_server("sven")
+    fill(hub, "ada")
+
+
+def test_nobody_gets_a_device_that_is_drained(hub: PayingHub) -> None:
+    lease = hub.services.leases.of_server(ServerRef("bob"))
+    assert lease is not None
+    (uuid,) = lease.uuids
+    drained = change(hub, ADMIN, f"devices/{uuid}/drain", reason="a fan").json()
+    assert (drained["changed"], drained["drained"]["reason"]) == (True, "a fan")
+    line_up(hub, "tina")
+    hub.stop_server("bob")
+    wait_looks(hub, 2)
+    assert ticket_of(hub, "tina") is not None
+    states = {view.device.uuid: view.state for view in hub.services.monitoring.overview().devices}
+    assert states[uuid] == "drained"
+    assert "drained by admin: a fan" in command(hub, "devices")
+    change(hub, ADMIN, f"devices/{uuid}/undrain").raise_for_status()
+    hub.wait_server("tina", timeout=15)
+    granted = hub.services.leases.of_server(ServerRef("tina"))
+    assert granted is not None and granted.uuids == (uuid,)
+    hub.stop_server("tina")
+    fill(hub, "bob")
+
+
+def test_who_is_moved_starts_first(hub: PayingHub) -> None:
+    _, _, last = line_up(hub, "uli", "vera", "willi")
+    assert command(hub, "queue", "move", last.id, "1").endswith("it is number 1 in line now.\n")
+    hub.stop_server("cleo")
+    hub.wait_server("willi", timeout=15)
+    assert ticket_of(hub, "uli") and ticket_of(hub, "vera")
+
+
+# What befalls who waits.
+
+
+def assert_ended(hub: PayingHub, ticket: Ticket, outcome: str, reason: str) -> None:
+    """One end, with its reason; nothing is left of the wait, and its member was told."""
+    user = ticket.server.user
+    now = wait_for(lambda: _ended(hub, ticket), f"the end of {user}'s ticket", timeout=SOON)
+    assert (now.outcome, now.end_reason) == (outcome, reason)
+    assert now.ended_at is not None and now.lease_id is None
+    assert hub.services.leases.of_server(ticket.server) is None
+    [told] = [n for n in hub.services.notifications.notices_of(user) if n.key.endswith(ticket.id)]
+    assert told.kind is NoticeKind.TICKET_ENDED and reason.rstrip(".") in told.body
+
+
+def _ended(hub: PayingHub, ticket: Ticket) -> Ticket | None:
+    now = hub.services.queue.ticket(ticket.id)
+    return now if now.outcome else None
+
+
+def assert_only_one_in_line(hub: PayingHub, user: str) -> None:
+    """Who was behind has moved up, and their page says so."""
+    wait_for(lambda: users_in_line(hub) == [user], f"{user} to move up", timeout=SOON)
+    said = (event["message"] for event in hub.events(user, timeout=SOON))
+    assert any("You are the only one in line" in each for each in said)
+
+
+def test_renamed(hub: PayingHub) -> None:
+    dora, _ = line_up(hub, "dora", "emil")
+    said = last_word(
+        hub,
+        "dora",
+        lambda: hub.api("PATCH", "users/dora", json={"name": "dorothea"}).raise_for_status(),
+    )
+    assert "Your place in line is gone: the member was renamed. Start the server again" in said
+    assert_ended(hub, dora, "member_gone", "the member was renamed")
+    assert_only_one_in_line(hub, "emil")
+    # Under the new name they are as welcome as anybody.
+    wait_for(lambda: hub.server("dorothea") is None, "the end of the old spawn", timeout=SOON)
+    assert hub.spawn("dorothea", {"gpus": 1}).ok
+    wait_for(
+        lambda: users_in_line(hub) == ["emil", "dorothea"], "dorothea's new place", timeout=SOON
+    )
+
+
+def test_removed(hub: PayingHub) -> None:
+    """JupyterHub by itself cannot remove a member whose spawn is pending."""
+    one, _ = line_up(hub, "fred", "gina")
+    hub.spawn("fred", {"gpus": 1}, "second")
+    wait_for(
+        lambda: len(hub.services.queue.waiting()) == 3, "the second server's ticket", timeout=SOON
+    )
+    two = next(t for t in hub.services.queue.waiting() if t.server == ServerRef("fred", "second"))
+
+    def remove() -> None:
+        answer = hub.api("DELETE", "users/fred")
+        assert answer.status_code == 204, answer.text
+
+    said = last_word(hub, "fred", remove)
+    assert "Your place in line is gone: the member was removed." in said
+    for ticket in (one, two):
+        assert hub.services.queue.ticket(ticket.id).outcome == "member_gone", (
+            "by the time it is answered"
+        )
+        assert_ended(hub, ticket, "member_gone", "the member was removed")
+    assert hub.api("GET", "users/fred").status_code == 404
+    assert_only_one_in_line(hub, "gina")
+
+
+@pytest.mark.parametrize("how", ["left", "gone"])
+def test_the_group_that_the_environment_needs(hub: PayingHub, how: str) -> None:
+    """The member is taken out of it, or there is no such group any more."""
+    user, behind = f"hal-{how}", f"ida-{how}"
+    hub.api("POST", f"users/{user}")
+    hub.api("POST", "groups/lab")
+    hub.api("POST", "groups/lab/users", json={"users": [user]}).raise_for_status()
+    [ticket] = line_up(hub, user, environment="lab")
+    line_up(hub, behind)
+    path = "groups/lab/users" if how == "left" else "groups/lab"
+
+    def change() -> None:
+        hub.api("DELETE", path, json={"users": [user]}).raise_for_status()
+
+    said = last_word(hub, user, change)
+    assert "You may not use the environment 'lab'" in said and "ask your admin" in said
+    reason = said.removeprefix("Spawn failed: ")
+    assert_ended(hub, ticket, "refused", reason)
+    assert_only_one_in_line(hub, behind)
+    hub.api("DELETE", "groups/lab")
+
+
+def test_waited_too_long(hub: PayingHub) -> None:
+    jon, _ = line_up(hub, "jon", "klaus")
+
+    def age() -> None:
+        with hub.services.store.write() as connection:
+            asked = jon.created_at - timedelta(days=TICKET_DAYS, seconds=1)
+            connection.execute(
+                sa.update(tickets).where(tickets.c.id == jon.id).values(created_at=asked)
+            )
+
+    said = last_word(hub, "jon", age)
+    assert f"Your place in line is gone: it waited for {TICKET_DAYS} days." in said
+    assert_ended(hub, jon, "expired", f"it waited for {TICKET_DAYS} days")
+    assert_only_one_in_line(hub, "klaus")
+
+
+def test_cancelled_by_an_admin_in_a_shell(hub: PayingHub) -> None:
+    lars, _ = line_up(hub, "lars", "max")
+    cancel = ("queue", "cancel", "lars", "--reason", "a mistake")
+    said = last_word(hub, "lars", lambda: command(hub, *cancel))
+    assert "Your place in line is gone: an admin cancelled it: a mistake." in said
+    assert hub.services.audit.trail(1)[0].actor.startswith("cli:")
+    assert_ended(hub, lars, "cancelled", "an admin cancelled it: a mistake")
+    assert_only_one_in_line(hub, "max")
+
+
+def test_a_server_that_fails_when_its_turn_has_come(hub: PayingHub) -> None:
+    """It costs nothing, and the next one's turn comes at once."""
+    [ned] = line_up(hub, "ned", environment="broken")
+    line_up(hub, "ola")
+    said = last_word(hub, "ned", lambda: hub.stop_server("ada"))
+    assert "Your server did not start" in said and "Nothing was charged." in said
+    hub.wait_server("ola", timeout=SOON)
+    [failed] = hub.services.leases.of_account("member:ned")
+    assert failed.state is LeaseState.ENDED and failed.charged == 0
+    assert failed.ticket_id == ned.id and hub.services.queue.ticket(ned.id).outcome == "granted"
+    account = hub.services.ledger.account("member:ned")
+    assert (account.balance, account.held) == (100_000_000, 0)
+    [lease] = hub.services.leases.of_account("member:ola")
+    assert failed.ended_at is not None and lease.uuids == failed.uuids
+    assert lease.granted_at >= failed.ended_at
+    assert ticket_of(hub, "ned") is None, "a start that failed does not come back"

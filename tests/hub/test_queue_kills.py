@@ -1,40 +1,31 @@
-"""Hubs and databases that fail while members wait. Real: hubs, proxies, accounting services,
-SQLite, PostgreSQL, kill -9; servers are local."""
+"""Hubs that fail while members wait. Real: hubs, proxies, accounting services, SQLite, kill -9;
+servers are local."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-import requests
 
 from gpuspawner.leases.models import ServerRef
 from gpuspawner.queue.models import Ticket
 from tests.support.brokers import problems
-from tests.support.gpu_hub import assert_in_words, locked, message_of
-from tests.support.lines import CONFIG, COUNTED, fill, line_up, looks, ticket_of, users_in_line
+from tests.support.gpu_hub import assert_in_words, message_of
 from tests.support.paying_hub import PayingHub
-from tests.support.postgres import PrivatePostgres
 from tests.support.processes import REPO, wait_for
+from tests.support.tickets import CONFIG, fill, line_up, ticket_of, users_in_line
 from tests.support.tier import SOAK, Rounds
 
 SOON = 40.0
 """Seconds for what takes a few, on a machine with other things to do."""
 
-
-IMPATIENT = """
-import gpuspawner.db.engine
-gpuspawner.db.engine.BUSY_SECONDS = 1.0  # of patience with a lock, to save time here
-"""
 
 ANOTHER = "Another hub gives out the GPUs of this database; one database belongs to one hub."
 
@@ -62,14 +53,14 @@ def refusal(hub: PayingHub, user: str) -> str:
 
 def assert_books(hub: PayingHub) -> None:
     try:
-        wait_for(lambda: not problems(hub.broker.store), "the books to be in order", timeout=10)
+        wait_for(lambda: not problems(hub.services.store), "the books to be in order", timeout=10)
     except TimeoutError:
-        pytest.fail("; ".join(problems(hub.broker.store)))
+        pytest.fail("; ".join(problems(hub.services.store)))
 
 
-def test_two_hubs_on_one_store(hubs: None, tmp_path: Path, each_database_url: str) -> None:
-    one = PayingHub(tmp_path / "one", CONFIG, database_url=each_database_url, name="one")
-    two = PayingHub(tmp_path / "two", CONFIG, database_url=each_database_url, name="two")
+def test_two_hubs_on_one_store(hubs: None, tmp_path: Path, database_url: str) -> None:
+    one = PayingHub(tmp_path / "one", CONFIG, database_url=database_url, name="one")
+    two = PayingHub(tmp_path / "two", CONFIG, database_url=database_url, name="two")
     with one, two:
         fill(one, "ada", "bob", "cleo")
         [dan] = line_up(one, "dan")
@@ -79,35 +70,39 @@ def test_two_hubs_on_one_store(hubs: None, tmp_path: Path, each_database_url: st
             lambda: any(ANOTHER in line for line in two.service_lines()), "its word", timeout=SOON
         )
         two.wait_rounds(1, "reconciliation", "sessions", "credits")
-        assert [ticket.id for ticket in one.broker.waiting()] == [dan.id]
-        assert len(one.broker.open_leases()) == 3 and users_in_line(one) == ["dan"]
+        assert [ticket.id for ticket in one.services.queue.waiting()] == [dan.id]
+        assert len(one.services.leases.open_leases()) == 3 and users_in_line(one) == ["dan"]
 
         # The first one is killed. Its servers and its line stay its own, whatever the second does.
         one.kill9(services=True)
-        before = [lease.id for lease in one.broker.open_leases()]
+        before = [lease.id for lease in one.services.leases.open_leases()]
         assert refusal(two, "bert").startswith(NOT_THE_OWNER)
         two.wait_rounds(2, "reconciliation", "sessions", "credits", "members")
         assert any("gpuspawner takeover" in line for line in two.service_lines())
-        assert [lease.id for lease in one.broker.open_leases()] == before
-        assert [ticket.id for ticket in one.broker.waiting()] == [dan.id]
+        assert [lease.id for lease in one.services.leases.open_leases()] == before
+        assert [ticket.id for ticket in one.services.queue.waiting()] == [dan.id]
 
         # The same hub, back from a crash, goes on at once and without a command.
         one.start()
         assert one.spawn("ada-two", {"gpus": 0}).ok
         assert refusal(two, "bert").startswith(ANOTHER)
-        assert {dan.id} == {ticket.id for ticket in one.broker.waiting()}
+        assert {dan.id} == {ticket.id for ticket in one.services.queue.waiting()}
 
         # It is gone for good: an admin says that the second one goes on.
         one.kill9(services=True)
         take_over(two)
         lease = two.start_server("bert", gpus=0)
         assert lease.server == ServerRef("bert")
-        wait_for(lambda: one.broker.ticket(dan.id).outcome, "the end of dan's ticket", timeout=SOON)
-        assert one.broker.ticket(dan.id).outcome == "member_gone", "nobody at the other hub"
+        wait_for(
+            lambda: one.services.queue.ticket(dan.id).outcome,
+            "the end of dan's ticket",
+            timeout=SOON,
+        )
+        assert one.services.queue.ticket(dan.id).outcome == "member_gone", "nobody at the other hub"
         one.start()
         assert refusal(one, "fay").startswith(ANOTHER)
         wait_for(
-            lambda: [each.server.user for each in two.broker.open_leases()] == ["bert"],
+            lambda: [each.server.user for each in two.services.leases.open_leases()] == ["bert"],
             "the end of what the second hub does not know",
             timeout=SOON,
         )
@@ -127,67 +122,6 @@ def take_over(hub: PayingHub) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# The database is away.
-
-
-def test_a_locked_database(hubs: None, tmp_path: Path) -> None:
-    with PayingHub(tmp_path / "hub", CONFIG + COUNTED + IMPATIENT) as hub:
-        fill(hub, "ada", "bob", "cleo")
-        before = line_up(hub, "dan", "eve")
-        with locked(hub.database_url):
-            _trouble(hub, stops=("eve", "ada"))
-        _goes_on(hub, before)
-
-
-def test_a_database_that_is_gone(hubs: None, tmp_path: Path, postgres: PrivatePostgres) -> None:
-    url = postgres.fresh_database()
-    with PayingHub(tmp_path / "hub", CONFIG + COUNTED + IMPATIENT, database_url=url) as hub:
-        fill(hub, "ada", "bob", "cleo")
-        before = line_up(hub, "dan", "eve")
-        postgres.halt()
-        try:
-            _trouble(hub, stops=("eve", "ada"))
-        finally:
-            postgres.start()
-        _goes_on(hub, before)
-
-
-def _trouble(hub: PayingHub, stops: Iterable[str]) -> None:
-    """Who waits waits on, who leaves may leave, and the hub answers everybody."""
-    for user in stops:
-        hub.api("DELETE", f"users/{user}/server").raise_for_status()
-    enough = looks(hub) + 3
-
-    def has_looked() -> bool:
-        """Whether the hub has tried the line some times; meanwhile it answers."""
-        assert hub.api("GET", "/").ok
-        return looks(hub) >= enough
-
-    wait_for(has_looked, "looks at a line that cannot be read", timeout=SOON)
-    server = hub.server("dan")
-    assert server is not None and server["pending"] == "spawn"
-    for user in stops:
-        wait_for(lambda user=user: hub.server(user) is None, f"{user}'s stop", timeout=SOON)
-
-
-def _goes_on(hub: PayingHub, before: list[Ticket]) -> None:
-    """Once the database is back, what happened meanwhile is written, and the line goes on."""
-    dan, eve = before
-    hub.wait_server("dan", timeout=SOON)
-    [lease] = hub.broker.leases_of("member:dan")
-    assert lease.ticket_id == dan.id
-    ended = wait_for(lambda: _if_ended(hub, eve), "eve's leaving", timeout=SOON)
-    assert (ended.outcome, ended.end_reason) == ("cancelled", "the start was stopped")
-    assert hub.server("eve") is None and hub.broker.waiting() == []
-    assert hub.broker.leases_of("member:eve") == []
-    assert_books(hub)
-
-
-def _if_ended(hub: PayingHub, ticket: Ticket) -> Ticket | None:
-    now = hub.broker.ticket(ticket.id)
-    return now if now.outcome else None
-
-
 # The hub is killed.
 
 
@@ -204,9 +138,9 @@ def test_every_turn_comes_wherever_the_hub_is_killed(
         moment = (number + chance.random()) / kills * 3
         said = f"round {number}, killed after {moment:.3f} s"
         for user in ("ada", "bob", "cleo"):
-            _and_go(hub, "DELETE", user)
+            hub.ask_and_go("DELETE", user)
         for user in members[3:]:
-            _and_go(hub, "POST", user)
+            hub.ask_and_go("POST", user, {"gpus": 1})
         time.sleep(moment)
         hub.kill9(services=chance.random() < 0.5)
 
@@ -218,43 +152,36 @@ def test_every_turn_comes_wherever_the_hub_is_killed(
             _stop(hub, user)
         _serve(hub, {ticket.server.user for ticket in tickets.values()}, said)
         for ticket in tickets.values():
-            assert hub.broker.ticket(ticket.id).outcome == "granted", said
+            assert hub.services.queue.ticket(ticket.id).outcome == "granted", said
             ran = [
                 lease
-                for lease in hub.broker.leases_of(f"member:{ticket.server.user}")
+                for lease in hub.services.leases.of_account(f"member:{ticket.server.user}")
                 if lease.ticket_id == ticket.id and lease.outcome == "" and lease.claimed_at
             ]
             assert len(ran) <= 1, f"{said}: {ticket.server} was served twice"
         for user in members:
             _stop(hub, user)
-        wait_for(lambda: not hub.broker.open_leases(), f"{said}: no lease to leak", timeout=SOON)
-        assert hub.broker.waiting() == [], said
+        wait_for(
+            lambda: not hub.services.leases.open_leases(), f"{said}: no lease to leak", timeout=SOON
+        )
+        assert hub.services.queue.waiting() == [], said
         assert_books(hub)
     print(f"killed {kills} times:", dict(outcomes))
     if SOAK:
         assert len(outcomes) > 2, "some were too early, some were not"
 
 
-def _and_go(hub: PayingHub, method: str, user: str) -> None:
-    """Ask for a server's start or stop, and do not wait for the answer: the hub may die first."""
-
-    def ask() -> None:
-        with contextlib.suppress(requests.RequestException):
-            hub.api("POST", f"users/{user}")
-            hub.api(method, f"users/{user}/server", json={"gpus": 1} if method == "POST" else None)
-
-    threading.Thread(target=ask, daemon=True).start()
-
-
 def _tickets(hub: PayingHub, users: Iterable[str]) -> dict[str, Ticket]:
     """Every ticket of these members that was written before the hub died."""
-    return {ticket.id: ticket for user in users for ticket in hub.broker.tickets_of(user)}
+    return {ticket.id: ticket for user in users for ticket in hub.services.queue.tickets_of(user)}
 
 
 def _stage(hub: PayingHub, tickets: dict[str, Ticket]) -> str:
     """How far the line had come."""
     granted = [ticket for ticket in tickets.values() if ticket.outcome == "granted"]
-    states = Counter(hub.broker.lease(ticket.lease_id or "").state.value for ticket in granted)
+    states = Counter(
+        hub.services.leases.get(ticket.lease_id or "").state.value for ticket in granted
+    )
     return f"{len(tickets)} tickets, {dict(states) or 'none'} granted"
 
 
@@ -274,7 +201,9 @@ def _serve(hub: PayingHub, users: set[str], said: str) -> None:
         wait_for(look, "everybody's turn", timeout=90, interval=0.2)
     except TimeoutError:
         waiting = {user: ticket_of(hub, user) for user in left}
-        pytest.fail(f"{said}: no turn came for {waiting}; leases {hub.broker.open_leases()}")
+        pytest.fail(
+            f"{said}: no turn came for {waiting}; leases {hub.services.leases.open_leases()}"
+        )
 
 
 def _stop(hub: PayingHub, user: str) -> None:

@@ -1,13 +1,12 @@
-"""Accounts that run dry while hub and service are killed. Real here: JupyterHub, proxy, the
+"""Accounts that run dry, also while hub and service are killed. Real here: JupyterHub, proxy, the
 accounting service, kill -9; servers are local processes."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -23,34 +22,36 @@ KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
 SOON = 60.0
 """Seconds for what takes a few."""
 
-GRACE = 3
-"""Seconds of grace, unless a test says otherwise."""
+GRACE = timedelta(seconds=5)
 
-Start = Callable[..., PayingHub]
+CONFIG = f"""
+c.GPUCredits.grace_seconds = {GRACE.seconds}
+c.GPUCredits.when_exhausted = {{
+    "*": "stop", "overdrawing": {{"overdraft": 5}}, "planning": "session",
+}}
+c.GPUCredits.warn_minutes = [5, 1]
+c.GPUCredits.hook = {[sys.executable, "-c", KEEP, "told"]!r}
+c.JupyterHub.load_groups = {{
+    "overdrawing": {{"users": ["oda"]}}, "planning": {{"users": ["pia"]}},
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def module_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    """A hub whose GPUs cost a credit a second; warnings come 5 minutes and a minute before."""
+    folder = tmp_path_factory.mktemp("dry") / "hub"
+    with PayingHub(folder, CONFIG, external_proxy=True) as hub:
+        yield hub
 
 
 @pytest.fixture
-def start(hubs: None, tmp_path: Path) -> Iterator[Start]:
-    """A hub whose GPUs cost a credit a second; warnings come 5 minutes and a minute before."""
-    hubs: list[PayingHub] = []
-
-    def start(credits: float, policy: object = "stop", grace: int = GRACE) -> PayingHub:
-        config = f"""
-c.GPUCredits.opening_grant = {credits}
-c.GPUCredits.grace_seconds = {grace}
-c.GPUCredits.when_exhausted = {{"*": {policy!r}}}
-c.GPUCredits.warn_minutes = [5, 1]
-c.GPUCredits.hook = {[sys.executable, "-c", KEEP, str(tmp_path / "told")]!r}
-"""
-        hubs.append(PayingHub(tmp_path / "hub", config, external_proxy=True))
-        hubs[0].start()
-        return hubs[0]
-
-    yield start
-    for hub in hubs:
-        found = problems(hub.broker.store)
-        hub.stop()
-        assert found == []
+def hub(module_hub: PayingHub) -> Iterator[PayingHub]:
+    """The same; each test has a member of its own, and the books are in order after it."""
+    yield module_hub
+    for lease in module_hub.services.leases.open_leases():
+        module_hub.stop_server(lease.server.user, lease.server.name)
+    assert problems(module_hub.services.store) == []
 
 
 def kill_all(hub: PayingHub) -> None:
@@ -58,32 +59,36 @@ def kill_all(hub: PayingHub) -> None:
     hub.start()
 
 
-def heard(hub: PayingHub) -> list[str]:
-    """The events that the hook heard of, in order."""
-    file = hub.folder.parent / "told"
+def heard(hub: PayingHub, user: str) -> list[str]:
+    """The events that the hook heard of a member's server, in order."""
+    file = hub.folder / "told"
     lines = map(json.loads, file.read_text().splitlines()) if file.exists() else []
-    return [f"{line['event']} {line['minutes']:g}" for line in lines]
+    return [f"{line['event']} {line['minutes']:g}" for line in lines if line["user"] == user]
 
 
-def told(hub: PayingHub, user: str = "ada") -> list[str]:
-    kinds = (NoticeKind.CREDITS_LOW, NoticeKind.STOPPED)
-    notices = [
-        notice for notice in hub.broker.notifications.notices_of(user) if notice.kind in kinds
-    ]
-    return [notice.title.partition(" until ")[0] for notice in reversed(notices)]
+def told(hub: PayingHub, user: str) -> list[str]:
+    titles = hub.told(user, NoticeKind.CREDITS_LOW, NoticeKind.STOPPED)
+    return [title.partition(" until ")[0] for title in reversed(titles)]
+
+
+def warned(hub: PayingHub, lease: Lease) -> Lease:
+    """The lease, once its member was told that the account is dry."""
+
+    def look() -> Lease | None:
+        now = hub.services.leases.get(lease.id)
+        return now if now.warned_at else None
+
+    return wait_for(look, "the warning", timeout=SOON)
 
 
 def ended(hub: PayingHub, lease: Lease) -> Lease:
-    def look() -> Lease | None:
-        now = hub.broker.lease(lease.id)
-        return now if now.state is LeaseState.ENDED else None
-
-    settled = wait_for(look, "the end of the lease", timeout=SOON)
+    """The lease, once it is settled; its charge must be exact."""
+    settled = hub.wait_end(lease)
     assert settled.ended_at
     assert settled.charged + settled.waived == owed(
         settled.rate, settled.started_at, settled.ended_at
     )
-    wait_for(lambda: hub.server("ada") is None, "the Hub to know")
+    wait_for(lambda: hub.server(lease.server.user) is None, "the Hub to know")
     return settled
 
 
@@ -94,75 +99,107 @@ ALL = [
 ]
 
 
-def test_killed_at_the_warning_in_the_grace_and_at_the_stop(start: Start) -> None:
+def test_an_account_runs_dry(hub: PayingHub) -> None:
+    lease = hub.start_with(3, "ada", gpus=1)
+    dry = warned(hub, lease)
+    assert dry.warned_at is not None
+    assert (dry.warned_at - lease.started_at).total_seconds() >= 3
+    assert hub.server("ada") is not None, "the grace had only begun"
+    assert "Your credits have run out" in hub.page("ada").text
+
+    settled = ended(hub, lease)
+    assert settled.ended_at - dry.warned_at >= GRACE
+    assert hub.services.ledger.member("ada").balance == 3 * MICRO - settled.charged
+    assert hub.services.monitoring.overview().free == 3
+    stop = "Stopping ada: the credits ran out"
+    wait_for(lambda: stop in hub.service_lines(), "a line of it")
+    assert sum("ada ran dry" in line for line in hub.service_lines()) == 1
+
+    refused = hub.spawn("ada", {"gpus": 1})
+    assert refused.status_code == 402
+    assert "You can start without a GPU" in refused.text
+    free = hub.start_server("ada", gpus=0)
+    hub.wait_rounds(1, "charges", "credits", "sessions")
+    assert hub.services.leases.get(free.id).state is LeaseState.RUNNING
+
+
+def test_credits_in_time_keep_the_server(hub: PayingHub) -> None:
+    lease = hub.start_with(3, "bob", gpus=1)
+    warned_at = warned(hub, lease).warned_at
+    hub.set_balance("bob", 1000)
+    wait_for(lambda: hub.services.leases.get(lease.id).warned_at is None, "it to be taken back")
+    wait_for(lambda: hub.services.clock() > warned_at + GRACE, "the end of the grace")
+    hub.wait_rounds(1, "charges", "credits", "sessions")
+    assert hub.services.leases.get(lease.id).state is LeaseState.RUNNING
+    assert hub.server("bob") is not None
+    hub.stop_server("bob")
+    ended(hub, lease)
+
+
+def test_killed_at_the_warning_in_the_grace_and_at_the_stop(hub: PayingHub) -> None:
     """Each is told once, and the server is stopped in the end."""
-    hub = start(12, grace=10)
-    lease = hub.start_server("ada", gpus=1)
-    wait_for(lambda: told(hub), "the warning", timeout=SOON)
+    lease = hub.start_with(12, "cleo", gpus=1)
+    wait_for(lambda: told(hub, "cleo"), "the warning", timeout=SOON)
     kill_all(hub)
-    warned = wait_for(lambda: hub.broker.lease(lease.id).warned_at, "the grace", timeout=SOON)
-    assert (warned - lease.started_at).total_seconds() >= 12
+    warned_at = warned(hub, lease).warned_at
+    assert (warned_at - lease.started_at).total_seconds() >= 12
     hub.kill_service()
-    wait_for(lambda: hub.broker.lease(lease.id).outcome, "the order", timeout=90)
+    wait_for(lambda: hub.services.leases.get(lease.id).outcome, "the order", timeout=90)
     kill_all(hub)
     settled = ended(hub, lease)
     assert (settled.outcome, settled.end_reason) == ("credits", "the credits ran out")
-    assert (settled.ended_at - warned).total_seconds() >= 10
-    assert told(hub) == ALL
-    assert hub.broker.ledger.member("ada").balance == 12 * MICRO - settled.charged
+    assert settled.ended_at - warned_at >= GRACE
+    assert told(hub, "cleo") == ALL
+    assert hub.services.ledger.member("cleo").balance == 12 * MICRO - settled.charged
 
 
-def test_an_overdraft_holds_though_nobody_is_there_to_stop_the_server(start: Start) -> None:
-    hub = start(4, {"overdraft": 5})
-    lease = hub.start_server("ada", gpus=1)
-    wait_for(lambda: hub.broker.lease(lease.id).warned_at, "the overdraft", timeout=SOON)
-    refused = hub.spawn("ada", {"gpus": 1}, "another")
+def test_an_overdraft_holds_though_nobody_is_there_to_stop_the_server(hub: PayingHub) -> None:
+    lease = hub.start_with(4, "oda", gpus=1)
+    warned(hub, lease)
+    refused = hub.spawn("oda", {"gpus": 1}, "another")
     assert refused.status_code == 402
     assert "does not cover this" in refused.text
     hub.kill9(services=True)
     beyond = lease.started_at + timedelta(seconds=14)
-    wait_for(lambda: hub.broker.clock() >= beyond, "a time far beyond the bound")
+    wait_for(lambda: hub.services.clock() >= beyond, "a time far beyond the bound")
     hub.start()
     settled = ended(hub, lease)
     assert settled.outcome == "credits"
-    assert hub.broker.ledger.member("ada").balance == -5 * MICRO
+    assert hub.services.ledger.member("oda").balance == -5 * MICRO
     assert settled.charged == 9 * MICRO
     assert settled.waived >= 5 * MICRO
-    assert told(hub)[-2:] == ALL[1:]
-    assert heard(hub)[-1] == "stop 0"
+    assert told(hub, "oda")[-2:] == ALL[1:]
+    assert heard(hub, "oda")[-1] == "stop 0"
 
 
-def test_a_planned_session_ends_first(start: Start) -> None:
-    hub = start(5, "session")
-    lease = hub.start_server("ada", gpus=1, hours=0.25)
-    warned = wait_for(lambda: hub.broker.lease(lease.id).warned_at, "its word", timeout=SOON)
+def test_a_planned_session_ends_first(hub: PayingHub) -> None:
+    lease = hub.start_with(5, "pia", gpus=1, hours=0.25)
+    warned_at = warned(hub, lease).warned_at
     hub.kill_service()
-    assert "goes on until its session ends at" in hub.broker.notifications.notices_of("ada")[0].body
-    assert hub.spawn("ada", {"gpus": 1}, "another").status_code == 402
+    assert (
+        "goes on until its session ends at" in hub.services.notifications.notices_of("pia")[0].body
+    )
+    assert hub.spawn("pia", {"gpus": 1}, "another").status_code == 402
     hub.wait_pages()
-    over = warned + timedelta(seconds=GRACE)
-    wait_for(lambda: hub.broker.clock() > over, "the end of the grace")
+    wait_for(lambda: hub.services.clock() > warned_at + GRACE, "the end of the grace")
     hub.wait_rounds(1, "credits", "sessions")
-    assert hub.server("ada") is not None
-    assert hub.broker.lease(lease.id).outcome == ""
-    wait_for(lambda: "dry 0" in heard(hub), "what the killed service had yet to tell", timeout=SOON)
-    assert "stop 0" not in heard(hub)
+    assert hub.server("pia") is not None
+    assert hub.services.leases.get(lease.id).outcome == ""
+
+    def dry() -> bool:
+        return "dry 0" in heard(hub, "pia")
+
+    wait_for(dry, "what the killed service had yet to tell", timeout=SOON)
+    assert "stop 0" not in heard(hub, "pia")
 
 
-def test_each_event_is_heard_once(start: Start) -> None:
-    hub = start(1000, grace=1)
-    lease = hub.start_server("ada", gpus=1)
+def test_each_event_is_heard_once(hub: PayingHub) -> None:
+    lease = hub.start_with(1000, "eve", gpus=1)
     expected: list[str] = []
     for seconds, event in ((240, "low 5"), (50, "low 1"), (2, "dry 0")):
-        leave(hub, seconds)
+        hub.set_balance("eve", seconds)
         expected.append(event)
-        wait_for(lambda: heard(hub)[: len(expected)] == expected, event, timeout=SOON)
+        wait_for(lambda: heard(hub, "eve")[: len(expected)] == expected, event, timeout=SOON)
     ended(hub, lease)
-    wait_for(lambda: len(heard(hub)) > 3, "the hook", timeout=SOON)
-    assert heard(hub) == [*expected, "stop 0"]
-
-
-def leave(hub: PayingHub, seconds: int) -> None:
-    """Take credits away: what is left lasts for so long."""
-    balance = hub.broker.ledger.member("ada").balance
-    hub.broker.ledger.grant("member:ada", seconds * MICRO - balance, actor="kim", reason="a test")
+    wait_for(lambda: len(heard(hub, "eve")) > 3, "the hook", timeout=SOON)
+    assert heard(hub, "eve") == [*expected, "stop 0"]

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import requests
@@ -19,14 +18,10 @@ from gpuspawner.leases.models import Lease, LeaseState, ServerRef
 from gpuspawner.ledger.rules import owed
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.models import Ticket
-from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, NAVIGATION
-from tests.support.pages import sign_in, words
+from tests.support.pages import WIDE, look_over, sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
-
-WIDE = {"width": 1280, "height": 800}
-PHONE = {"width": 360, "height": 740}
 
 CONFIG = """
 c.GPURates.by_model = {"*": 1800}
@@ -42,26 +37,25 @@ c.JupyterHub.load_groups = {"guests": {"users": []}}
 """
 """Half a credit a second."""
 
-ONE_GPU = """
-c.GPUDevices.source = "simulated:1xT4"
-
-import os
+CLAIMS = """
 from pathlib import Path
-from gpuspawner.services import Broker
-from gpuspawner.spawners import no_shows as claims
+from gpuspawner.queue.service import QueueService
+from gpuspawner.spawners import no_shows
+from gpuspawner.spawners.mixin import GPUSpawnerMixin
 
-start_ticket, watch = Broker.start_ticket, claims.watch
+start_ticket, await_claim = QueueService.start_ticket, GPUSpawnerMixin.await_claim
 
 def start_with_time_to_claim(self, *args, **kwargs):
-    self.settings.queue.claim_minutes = float(Path("claim-minutes").read_text())
+    self.settings.claim_minutes = float(Path("claim-minutes").read_text())
     return start_ticket(self, *args, **kwargs)
 
-async def watch_and_say_so(spawner):
-    await watch(spawner)
+async def await_and_say_so(spawner):
+    await await_claim(spawner)
     with open("watched", "a") as file:
         print(spawner.user.name, file=file)
 
-Broker.start_ticket, claims.watch, claims.LOOK = start_with_time_to_claim, watch_and_say_so, 0.2
+QueueService.start_ticket = start_with_time_to_claim
+GPUSpawnerMixin.await_claim, no_shows.LOOK = await_and_say_so, 0.2
 """
 """The file ``claim-minutes`` says how long a GPU from the line is kept for its member; the file
 ``watched`` names those whom the hub no longer waits for."""
@@ -81,84 +75,54 @@ environments:
 """Sessions of 7 seconds, and of hours."""
 
 
-@pytest.fixture(scope="module")
-def three_gpu_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    with session_hub(tmp_path_factory.mktemp("three")) as hub:
-        yield hub
-
-
-@pytest.fixture
-def hub(three_gpu_hub: PayingHub) -> Iterator[PayingHub]:
-    """A hub with two A100 and a T4, which the test's members gave back when it is over."""
-    yield three_gpu_hub
-    free_all(three_gpu_hub)
+T4 = {"environment": "long", "gpu_model": "T4"}
+"""Of which there is one."""
 
 
 @pytest.fixture(scope="module")
-def one_gpu_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    with session_hub(tmp_path_factory.mktemp("one"), ONE_GPU) as hub:
-        yield hub
-
-
-@pytest.fixture
-def one_gpu(one_gpu_hub: PayingHub) -> Iterator[PayingHub]:
-    """A hub with one T4, which the test's members gave back when it is over."""
-    yield one_gpu_hub
-    free_all(one_gpu_hub)
-
-
-def free_all(hub: PayingHub) -> None:
-    """Stop every server, and everybody who waits for one."""
-    for ticket in hub.broker.waiting():
-        hub.stop_server(ticket.server.user)
-    for lease in hub.broker.open_leases():
-        hub.stop_server(lease.server.user)
-    wait_for(lambda: not hub.broker.open_leases(), "the GPUs to be free")
-
-
-def session_hub(folder: Path, config: str = "") -> PayingHub:
-    hub = PayingHub(folder / "hub", CONFIG + config)
+def module_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+    hub = PayingHub(tmp_path_factory.mktemp("sessions") / "hub", CONFIG + CLAIMS)
     (hub.folder / "catalog.yaml").write_text(CATALOG)
-    return hub
+    (hub.folder / "claim-minutes").write_text("10")
+    with hub:
+        yield hub
 
 
-def ended(hub: PayingHub, lease: Lease, timeout: float = 40.0) -> Lease:
-    """The lease once it has ended by itself."""
-
-    def look() -> Lease | None:
-        found = hub.broker.lease(lease.id)
-        return found if found.state is LeaseState.ENDED else None
-
-    return wait_for(look, f"the end of {lease.server}", timeout=timeout)
-
-
-def told(hub: PayingHub, user: str, kind: NoticeKind) -> list[str]:
-    return [n.title for n in hub.broker.notifications.notices_of(user) if n.kind is kind]
+@pytest.fixture
+def hub(module_hub: PayingHub) -> Iterator[PayingHub]:
+    """A hub with two A100 and a T4, which the test's members gave back when it is over."""
+    hub = module_hub
+    yield hub
+    for ticket in hub.services.queue.waiting():
+        hub.stop_server(ticket.server.user)
+    for lease in hub.services.leases.open_leases():
+        hub.stop_server(lease.server.user)
+    wait_for(lambda: not hub.services.leases.open_leases(), "the GPUs to be free")
 
 
 def age(hub: PayingHub, lease: Lease, by: timedelta) -> None:
     """Move the session's whole time in the store into the past."""
-    lease = hub.broker.lease(lease.id)
+    lease = hub.services.leases.get(lease.id)
     assert lease.started_at is not None
     assert lease.answered_at is not None
     moved = {"granted_at": lease.granted_at - by, "started_at": lease.started_at - by}
     moved["answered_at"] = lease.answered_at - by
-    with hub.broker.store.write() as connection:
+    with hub.services.store.write() as connection:
         row = db_schema.leases.c.id == lease.id
         connection.execute(sa.update(db_schema.leases).where(row).values(moved))
 
 
 def let_end_in(hub: PayingHub, lease: Lease, minutes: float) -> None:
     """Move the session's time so that it ends so many minutes from now."""
-    ends_at = hub.broker.lease(lease.id).ends_at
+    ends_at = hub.services.leases.get(lease.id).ends_at
     assert ends_at is not None
-    age(hub, lease, ends_at - hub.broker.clock() - timedelta(minutes=minutes))
+    age(hub, lease, ends_at - hub.services.clock() - timedelta(minutes=minutes))
 
 
 def wait_told(hub: PayingHub, user: str, count: int) -> None:
     """Wait until the member has heard so many times that the session ends."""
     wait_for(
-        lambda: len(told(hub, user, NoticeKind.SESSION_ENDS)) == count, f"warning {count} of {user}"
+        lambda: len(hub.told(user, NoticeKind.SESSION_ENDS)) == count, f"warning {count} of {user}"
     )
 
 
@@ -167,17 +131,17 @@ def test_a_session_ends_by_itself_and_is_charged_to_its_end(hub: PayingHub) -> N
     endless = hub.start_server("bob", gpus=0)
     assert lease.seconds == 7 and endless.seconds is None
     assert lease.started_at is not None and lease.ends_at is not None
-    done = ended(hub, lease)
+    done = hub.wait_end(lease)
     assert done.outcome == "session_end"
     assert done.end_reason.startswith("its time was over at ")
     assert done.ended_at is not None and done.ended_at >= lease.ends_at
     assert done.charged == owed(lease.rate, lease.started_at, done.ended_at)
     wait_for(lambda: hub.server("ada") is None, "the Hub's word", timeout=20)
-    assert told(hub, "ada", NoticeKind.SESSION_ENDS) == [], "it was shorter than any warning"
-    assert told(hub, "ada", NoticeKind.STOPPED) == ["Your server is stopped: its time is over"]
+    assert hub.told("ada", NoticeKind.SESSION_ENDS) == [], "it was shorter than any warning"
+    assert hub.told("ada", NoticeKind.STOPPED) == ["Your server is stopped: its time is over"]
     assert "stopped: its time was over" in words(hub.page("ada"))
     assert hub.server("bob") is not None
-    assert hub.broker.due_sessions().stop == ()
+    assert hub.services.sessions.due_sessions().stop == ()
 
 
 def test_hub_and_service_killed_in_between_warn_once_and_end_all_the_same(hub: PayingHub) -> None:
@@ -188,17 +152,17 @@ def test_hub_and_service_killed_in_between_warn_once_and_end_all_the_same(hub: P
     assert "stops at" in words(hub.page("dora"))
     hub.kill9(services=True)
     let_end_in(hub, second, 0)
-    assert hub.broker.lease(second.id).state is LeaseState.RUNNING
+    assert hub.services.leases.get(second.id).state is LeaseState.RUNNING
     hub.start()
-    assert ended(hub, second).outcome == "session_end"
-    assert told(hub, "emil", NoticeKind.SESSION_ENDS) == [], "there was nobody to tell it"
-    assert len(told(hub, "emil", NoticeKind.STOPPED)) == 1
+    assert hub.wait_end(second).outcome == "session_end"
+    assert hub.told("emil", NoticeKind.SESSION_ENDS) == [], "there was nobody to tell it"
+    assert len(hub.told("emil", NoticeKind.STOPPED)) == 1
 
     let_end_in(hub, lease, 5)
     wait_told(hub, "dora", 2)
     let_end_in(hub, lease, 0)
-    assert ended(hub, lease).outcome == "session_end"
-    keys = [notice.key.split(":") for notice in hub.broker.notifications.notices_of("dora")]
+    assert hub.wait_end(lease).outcome == "session_end"
+    keys = [notice.key.split(":") for notice in hub.services.notifications.notices_of("dora")]
     assert [(key[0], key[-1]) for key in keys] == [
         ("stopped", lease.id),
         ("session_ends", "10"),
@@ -214,9 +178,8 @@ def test_hub_and_service_killed_in_between_warn_once_and_end_all_the_same(hub: P
     assert heard() == [("warning", 30), ("warning", 10), ("end", 0)]
 
 
-def test_an_extension_moves_the_end_unless_somebody_waits(one_gpu: PayingHub) -> None:
-    hub = one_gpu
-    lease = hub.start_server("ada", environment="long", hours=2)
+def test_an_extension_moves_the_end_unless_somebody_waits(hub: PayingHub) -> None:
+    lease = hub.start_server("ada", **T4, hours=2)
     assert lease.ends_at is not None and lease.seconds == 7200
     assert "Extend to" in words(hub.page("ada"))
     browser = hub.login("ada")
@@ -225,14 +188,14 @@ def test_an_extension_moves_the_end_unless_somebody_waits(one_gpu: PayingHub) ->
 
     refused = browser.post(hub.url + path, headers=NAVIGATION, timeout=120)
     assert refused.status_code == 403 and "This form is too old" in words(refused)
-    assert hub.broker.lease(lease.id).extended == 0
+    assert hub.services.leases.get(lease.id).extended == 0
 
-    before = hub.broker.clock()
+    before = hub.services.clock()
     done = hub.post_form(browser, path, {}, page="/services/gpu/")
-    after = hub.broker.clock()
+    after = hub.services.clock()
     assert done.ok and done.history[-1].status_code == 303
     assert "The session is extended: it ends at" in words(done)
-    extended = hub.broker.lease(lease.id)
+    extended = hub.services.leases.get(lease.id)
     assert extended.ends_at is not None
     anew = extended.ends_at - timedelta(seconds=7200)
     assert before <= anew <= after + timedelta(seconds=1), "two hours from then, in whole seconds"
@@ -242,17 +205,17 @@ def test_an_extension_moves_the_end_unless_somebody_waits(one_gpu: PayingHub) ->
     told = answer.json()
     assert told["id"] == lease.id and told["outcome"] == "" and told["claim_by"] is None
     assert told["ends_at"] > extended.ends_at.isoformat()[:19]
-    trail = hub.broker.trail()
-    longer = hub.broker.lease(lease.id)
+    trail = hub.services.audit.trail()
+    longer = hub.services.leases.get(lease.id)
     over = lease.ends_at + timedelta(seconds=longer.extended - 7200)
-    wait_for(lambda: hub.broker.clock() > over, "a second in which it can become longer")
+    wait_for(lambda: hub.services.clock() > over, "a second in which it can become longer")
     assert extend(hub, ADMIN, lease).ok
-    (change,) = set(hub.broker.trail()) - set(trail)
+    (change,) = set(hub.services.audit.trail()) - set(trail)
     assert (change.actor, change.action) == (ADMIN, "extend")
 
-    assert hub.spawn("bob", {"environment": "long"}).status_code == 202
-    wait_for(hub.broker.waiting, "bob's ticket", timeout=15)
-    now = hub.broker.lease(lease.id)
+    assert hub.spawn("bob", T4).status_code == 202
+    wait_for(hub.services.queue.waiting, "bob's ticket", timeout=15)
+    now = hub.services.leases.get(lease.id)
     page = hub.post_form(browser, path, {}, page="/services/gpu/")
     assert page.status_code == 409
     assert "The session cannot be extended: 1 member waits for this GPU" in words(page)
@@ -260,7 +223,7 @@ def test_an_extension_moves_the_end_unless_somebody_waits(one_gpu: PayingHub) ->
     answer = extend(hub, ADMIN, lease)
     assert answer.status_code == 409
     assert answer.json()["error"] == "cannot_extend"
-    assert hub.broker.lease(lease.id).ends_at == now.ends_at
+    assert hub.services.leases.get(lease.id).ends_at == now.ends_at
 
     for user, status in (("bob", 404), ("ada", 405)):
         method = "POST" if user == "bob" else "GET"
@@ -273,59 +236,53 @@ def test_an_extension_moves_the_end_unless_somebody_waits(one_gpu: PayingHub) ->
 def extend(
     hub: PayingHub, user: str, lease: Lease, method: str = "POST", lease_id: str = ""
 ) -> requests.Response:
-    url = f"{hub.url}/services/gpu/api/leases/{lease_id or lease.id}/extend"
-    if user == ADMIN:
-        hub.login(ADMIN)  # whom the Hub has not seen yet
-    headers = {"Authorization": f"token {hub.user_token(user)}"}
-    return requests.request(method, url, headers=headers, timeout=120)
+    return hub.call(user, method, f"leases/{lease_id or lease.id}/extend")
 
 
-def test_a_no_show_stops_costs_nothing_and_twice_waits_at_the_end(one_gpu: PayingHub) -> None:
-    hub = one_gpu
+def test_a_no_show_stops_costs_nothing_and_twice_waits_at_the_end(hub: PayingHub) -> None:
     (hub.folder / "claim-minutes").write_text("0.05")
 
     def ask_in_line(user: str) -> Ticket:
-        hub.spawn(user, {"environment": "long"})
+        hub.spawn(user, T4)
 
         def found() -> list[Ticket]:
-            return [ticket for ticket in hub.broker.waiting() if ticket.server.user == user]
+            return [ticket for ticket in hub.services.queue.waiting() if ticket.server.user == user]
 
         return wait_for(found, f"{user}'s ticket", timeout=15)[0]
 
     def misses() -> str:
         """Ada waits for the GPU, gets it, and does not come; what she is told."""
-        first = hub.start_server("bob", environment="long")
+        first = hub.start_server("bob", **T4)
         ticket = ask_in_line("ada")
         assert not ticket.last
         hub.stop_server("bob")
         assert first.id
-        granted = wait_for(lambda: hub.broker.ticket(ticket.id).lease_id, "ada's turn")
-        lease = hub.broker.lease(granted)
+        granted = wait_for(lambda: hub.services.queue.ticket(ticket.id).lease_id, "ada's turn")
+        lease = hub.services.leases.get(granted)
         assert lease.claim_seconds == 3
-        done = ended(hub, lease)
+        done = hub.wait_end(lease)
         assert (done.outcome, done.charged) == ("no_show", 0)
         assert done.end_reason == "nobody connected within 0.05 min of its start"
         wait_for(lambda: hub.server("ada") is None, "the Hub's word", timeout=20)
-        return hub.broker.notifications.notices_of("ada")[0].body
+        return hub.services.notifications.notices_of("ada")[0].body
 
-    before = hub.broker.ledger.open_account("ada").balance
+    before = hub.services.ledger.open_account("ada").balance
     assert "end of the line" not in misses()
     assert "next time you wait at the end of the line" in misses()
-    assert hub.broker.ledger.member("ada").balance == before
-    hub.start_server("bob", environment="long")
+    assert hub.services.ledger.member("ada").balance == before
+    hub.start_server("bob", **T4)
     assert ask_in_line("ada").last
     assert not ask_in_line("cleo").last
 
 
-def test_who_comes_in_time_keeps_the_server(one_gpu: PayingHub) -> None:
-    hub = one_gpu
+def test_who_comes_in_time_keeps_the_server(hub: PayingHub) -> None:
     (hub.folder / "claim-minutes").write_text("10")
-    hub.start_server("bob", environment="long")
-    hub.spawn("eve", {"environment": "long"})
-    wait_for(hub.broker.waiting, "eve's ticket", timeout=15)
+    hub.start_server("bob", **T4)
+    hub.spawn("eve", T4)
+    wait_for(hub.services.queue.waiting, "eve's ticket", timeout=15)
     hub.stop_server("bob")
     hub.wait_server("eve", timeout=30)
-    lease = hub.broker.lease_of(ServerRef("eve"))
+    lease = hub.services.leases.of_server(ServerRef("eve"))
     assert lease is not None and lease.claim_seconds == 600 and lease.started_at is not None
     # A server of Jupyter's reports what its member does; this one lets the test do it.
     url = f"{hub.url}/hub/api/users/eve/activity"
@@ -333,15 +290,15 @@ def test_who_comes_in_time_keeps_the_server(one_gpu: PayingHub) -> None:
     body = {"last_activity": at, "servers": {"": {"last_activity": at}}}
     headers = {"Authorization": f"token {hub.token}"}
     requests.post(url, json=body, headers=headers, timeout=120).raise_for_status()
-    wait_for(lambda: hub.broker.lease(lease.id).claimed_at, "the claim", timeout=15)
+    wait_for(lambda: hub.services.leases.get(lease.id).claimed_at, "the claim", timeout=15)
 
     # The time to come goes by, and the hub waits for nobody any more.
     age(hub, lease, timedelta(minutes=20))
     watched = hub.folder / "watched"
     wait_for(lambda: "eve" in watched.read_text().split(), "the end of the hub's watch")
-    assert hub.broker.no_show(lease.id).outcome == ""
+    assert hub.services.sessions.no_show(lease.id).outcome == ""
     hub.wait_rounds(1, "sessions")
-    assert hub.broker.lease(lease.id).state is LeaseState.RUNNING
+    assert hub.services.leases.get(lease.id).state is LeaseState.RUNNING
 
 
 def test_the_form_offers_what_the_group_allows(hub: PayingHub) -> None:
@@ -371,44 +328,31 @@ def test_hours_on_the_form_and_over_rest(hub: PayingHub, browser: Browser) -> No
     message = hub.failure("fay") if answer.status_code in (201, 202) else answer.json()["message"]
     assert "The field 'hours' must be a number of hours from 0.25 to 8760" in message
 
-    for size, name in ((WIDE, "form-hours-wide"), (PHONE, "form-hours-phone")):
-        context = browser.new_context(viewport=size)
-        page = context.new_page()
-        sign_in(page, hub, "cleo", "")
-        page.goto(f"{hub.url}/hub/spawn")
-        assert page.locator("#hours option").first.inner_text() == "usual for the environment"
-        labels = page.locator("#hours option").all_inner_texts()
-        assert labels[-1] == "12 h, 21600.00 credits a GPU"
-        assert page.locator("#wait").is_checked() is False
-        across = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert page.evaluate(across) == 0
-        screenshot(page, name)
-        context.close()
-    context = browser.new_context(viewport=WIDE)
-    page = context.new_page()
+    page = browser.new_context(viewport=WIDE).new_page()
     sign_in(page, hub, "cleo", "")
     page.goto(f"{hub.url}/hub/spawn")
+    assert page.locator("#hours option").first.inner_text() == "usual for the environment"
+    labels = page.locator("#hours option").all_inner_texts()
+    assert labels[-1] == "12 h, 21600.00 credits a GPU"
+    assert page.locator("#wait").is_checked() is False
+    look_over(page, "form-hours")
     page.check("#environment-long")
     page.select_option("#hours", "8")
     page.check("#wait")
     page.click("#spawn_form input[type=submit], #spawn_form button[type=submit]")
     hub.wait_server("cleo")
-    lease = hub.broker.lease_of(ServerRef("cleo"))
+    lease = hub.services.leases.of_server(ServerRef("cleo"))
     assert lease is not None and lease.seconds == 8 * 3600
     stored = hub.api("GET", "users/cleo").json()["servers"][""]["user_options"]
     assert (stored["hours"], stored["wait"]) == (8, False)
-    for size, name in ((WIDE, "session-wide"), (PHONE, "session-phone")):
-        page.set_viewport_size(size)
-        page.goto(f"{hub.url}/services/gpu/")
-        assert re.search(r"Extend to \d\d:\d\d", page.locator("main").inner_text())
-        screenshot(page, name)
-    context.close()
+    page.goto(f"{hub.url}/services/gpu/")
+    assert re.search(r"Extend to \d\d:\d\d", page.locator("main").inner_text())
+    look_over(page, "session")
 
 
-def test_who_does_not_wait_is_told_at_once(one_gpu: PayingHub) -> None:
-    hub = one_gpu
-    hub.start_server("ada", environment="long")
-    answer = hub.spawn("bob", {"environment": "long", "wait": "no"})
+def test_who_does_not_wait_is_told_at_once(hub: PayingHub) -> None:
+    hub.start_server("ada", **T4)
+    answer = hub.spawn("bob", {**T4, "wait": "no"})
     message = hub.failure("bob") if answer.status_code in (201, 202) else answer.json()["message"]
     assert "in use" in message or "before you" in message
-    assert hub.broker.waiting() == []
+    assert hub.services.queue.waiting() == []

@@ -1,36 +1,95 @@
-"""The command line and the hub's broker, on each database."""
+"""Services on a real database, with simulated devices and a clock that the test sets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
-from pathlib import Path
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 
-from gpuspawner.db.engine import Store
-from gpuspawner.services import Broker
-from tests.support.brokers import make_broker
-from tests.support.command import FLEET, Command
+from gpuspawner.engines.local import LEASE_VARIABLE
+from gpuspawner.leases.models import Lease
+from gpuspawner.services import Services
+from tests.support.brokers import Clock, Make, open_services, problems
+from tests.support.rounds import ScriptedHub
 
 
 @pytest.fixture
-def cli(tmp_path: Path, database_url: str) -> Command:
-    return Command(tmp_path, database_url)
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(autouse=True)
+def hubs_zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sentences name times in the hub's own zone: here UTC."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
 
 
 @pytest.fixture
-def broker(database_url: str) -> Iterator[Broker]:
-    """The hub's broker, whose clock the test sets."""
-    broker = make_broker(
-        database_url=database_url,
-        device_source=FLEET,
-        gpu_rates={"*": 1, "A100": "3.6"},
-    )
-    now = [datetime(2025, 3, 1, 12, 0, tzinfo=timezone.utc)]
-    broker.clock = lambda: now[0]
-    broker.forward = lambda **step: now.append(now.pop() + timedelta(**step))
-    broker.ledger.open_account("ada")
-    broker.ledger.open_account("grace")
-    yield broker
-    Store.open(database_url).close()
+def failed() -> set[str]:
+    """The ids of leases whose start failed, for the checks at the end: they owe nothing."""
+    return set()
+
+
+@pytest.fixture
+def make(database_url: str, clock: Clock, failed: set[str]) -> Iterator[Make]:
+    """Open brokers on one database; at the end everything in it must hold."""
+    opened: list[Services] = []
+
+    def make(**settings: Any) -> Services:
+        opened.append(open_services(database_url, **{"clock": clock, **settings}))
+        return opened[-1]
+
+    yield make
+    assert opened
+    assert problems(opened[0].store, failed=failed) == []
+    opened[0].store.close()  # brokers on one database share it
+
+
+@pytest.fixture
+def services(make: Make) -> Services:
+    """Four A100s at 4 credits an hour; members get 100 credits; 10 minutes are held."""
+    return make(gpu_rates={"A100": 4, "T4": "0.5"})
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[[Lease], subprocess.Popen[bytes]]]:
+    """Start a process that bears a lease, as GPULocalSpawner does."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(lease: Lease) -> subprocess.Popen[bytes]:
+        environment = {
+            LEASE_VARIABLE: lease.id,
+            "JUPYTERHUB_USER": lease.server.user,
+            "JUPYTERHUB_SERVER_NAME": lease.server.name,
+        }
+        code = "import time; print('up', flush=True); time.sleep(600)"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=os.environ | environment,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+        )
+        started.append(process)
+        assert process.stdout and process.stdout.readline() == b"up\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+async def hub() -> AsyncIterator[ScriptedHub]:
+    """A Hub that is a script, on a port of this machine."""
+    async with ScriptedHub().serving() as hub:
+        yield hub

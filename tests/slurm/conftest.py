@@ -65,6 +65,6 @@ def books(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Books]:
     from tests.support.slurm_books import Books
 
     books = Books(cluster, tmp_path)
-    books.broker.job_billing.debit_cluster()
+    books.services.job_billing.debit_cluster()
     yield books
-    books.broker.store.close()
+    books.services.store.close()

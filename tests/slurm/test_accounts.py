@@ -46,8 +46,8 @@ def test_sync_is_shown_first_killed_anywhere_and_done_once(
     before = associations(books)
     theirs = [line for line in before if not line.startswith(("gpuspawner", "g-"))]
     for name in ("gsann", "Erin F", LONG, *(f"crowd{n}" for n in range(6))):
-        books.broker.ledger.open_account(name)
-    books.broker.cluster_members.note_groups({"research": ["gsann", "Erin F"]})
+        books.services.ledger.open_account(name)
+    books.services.cluster_members.note_groups({"research": ["gsann", "Erin F"]})
 
     planned = books.slurm("sync", "--dry-run")
     assert not planned["done"] and not planned["problems"] and len(planned["steps"]) > 8
@@ -59,7 +59,7 @@ def test_sync_is_shown_first_killed_anywhere_and_done_once(
     killed.communicate(timeout=120)
     left = books.slurm("sync")
     assert left["done"] and 0 < len(left["steps"]) < len(planned["steps"])
-    again = books.broker.cluster_members.plan_for_cluster()
+    again = books.services.cluster_members.plan_for_cluster()
     assert (again.steps, again.problems) == ((), ())
 
     found = associations(books)
@@ -77,7 +77,7 @@ def test_an_empty_account_keeps_gpu_jobs_waiting_and_no_others(
 ) -> None:
     user = member(books, "gseve")
     books.sync()
-    books.broker.ledger.grant("member:gseve", -1000 * MICRO, actor="admin", reason="gone")
+    books.services.ledger.grant("member:gseve", -1000 * MICRO, actor="admin", reason="gone")
     assert books.sync() == ["gseve: in gpuspawner-members: GrpTRES=gres/gpu=0,gres/shard=0"]
     waiting = cluster.hold(user, "--gres=gpu:1")
     share = cluster.hold(user, "--gres=shard:1")
@@ -86,12 +86,12 @@ def test_an_empty_account_keeps_gpu_jobs_waiting_and_no_others(
     reasons = ("squeue", "-h", "-j", f"{waiting},{share}", "-o", "%r")
     wait_for(lambda: cluster.run(*reasons).split() == ["AssocGrpGRES"] * 2, "the reason")
     # A server that a group pays for is another matter.
-    books.broker.cluster_members.admit_to_cluster(
+    books.services.cluster_members.admit_to_cluster(
         Ticket(
             id="x",
             server=ServerRef("gseve"),
             request=Request(devices=1),
-            created_at=books.broker.clock(),
+            created_at=books.services.clock(),
         )
     )
     cluster.wait_state(waiting, "RUNNING")
@@ -100,11 +100,11 @@ def test_an_empty_account_keeps_gpu_jobs_waiting_and_no_others(
 def test_who_has_left_hands_in_nothing_any_more(books: Books, cluster: SlurmCluster) -> None:
     user = member(books, "gsfay")
     books.sync()
-    books.broker.members.membership_ended("gsfay", "the course is over", actor="admin")
+    books.services.members.membership_ended("gsfay", "the course is over", actor="admin")
     books.sync()
     with pytest.raises(RuntimeError, match="AssocMaxSubmitJobLimit"):
         cluster.hold(user, "--account=gpuspawner-members")
-    books.broker.members.membership_returned("gsfay", actor="admin", by_roster=False)
+    books.services.members.membership_returned("gsfay", actor="admin", by_roster=False)
     books.sync()
     cluster.hold(user, "--account=gpuspawner-members", script=QUICK)
 
@@ -123,10 +123,10 @@ def test_sessions_are_held_against_slurms_jobs_to_the_second(
     books.holder_ended(lease)
     said = books.slurm("audit")
     assert (said["ok"], said["sessions"], said["differences"]) == (True, 1, [])
-    assert books.broker.job_billing.debit_cluster().jobs == 0  # it is no job beside servers
+    assert books.services.job_billing.debit_cluster().jobs == 0  # it is no job beside servers
 
     sooner = lease.granted_at - timedelta(seconds=7)
-    with books.broker.store.write() as connection:
+    with books.services.store.write() as connection:
         mine = leases.c.id == lease.id
         connection.execute(sa.update(leases).where(mine).values(granted_at=sooner))
     said = books.slurm("audit", code=1)
@@ -139,14 +139,16 @@ def test_sessions_are_held_against_slurms_jobs_to_the_second(
     assert "--since: 'soon' is no date" in books.printed("audit", "--since", "soon", code=1)
 
     # The service does it once a day.
-    tick = Tick(broker=books.broker, hub=HubClient("http://127.0.0.1:9", ""), engines={}, log=LOG)
+    tick = Tick(
+        services=books.services, hub=HubClient("http://127.0.0.1:9", ""), engines={}, log=LOG
+    )
     asyncio.run(OnCluster(tick).audit())
-    assert books.broker.trail() == []
-    now = books.broker.clock() + timedelta(days=1, hours=1)
-    books.broker.clock = lambda: now
+    assert books.services.audit.trail() == []
+    now = books.services.clock() + timedelta(days=1, hours=1)
+    books.services.clock = lambda: now
     for _ in range(2):
         asyncio.run(OnCluster(tick).audit())
-        (change,) = books.broker.trail()
+        (change,) = books.services.audit.trail()
         assert (change.action, lease.id in change.subject) == ("slurm audit", True)
 
 
@@ -154,19 +156,19 @@ def test_a_server_counts_on_its_members_group_whatever_their_default_is(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     cluster.user("gsmia", "lab1")  # the site's own
-    broker = opened(tmp_path, cluster, group_weights={"course": 1, "thesis": 4})
+    services = opened(tmp_path, cluster, group_weights={"course": 1, "thesis": 4})
     groups = frozenset({"course", "thesis"})
-    ticket = asked(broker, "gsmia", groups=groups)
+    ticket = asked(services, "gsmia", groups=groups)
     assert ticket.group == "thesis"
     assert has_job(cluster, ticket, "%a") == "g-thesis"
     shown = ("show", "user", "gsmia", "format=defaultaccount")
     assert cluster.run("sacctmgr", "-n", "-P", *shown).strip() == "lab1"
 
     # What Slurm does not know any more keeps nobody from starting.
-    broker.end_ticket(ticket.id, "left", "they left")
+    services.queue.end_ticket(ticket.id, "left", "they left")
     wait_for(lambda: not has_job(cluster, ticket), "its job to end")
     where = ("name=gsmia", "account=g-thesis", f"cluster={cluster.cluster_name}")
     cluster.run("sacctmgr", "-i", "delete", "user", "where", *where)
-    other = asked(broker, "gsmia", "other", groups=groups)
+    other = asked(services, "gsmia", "other", groups=groups)
     assert has_job(cluster, other, "%a") == "lab1"
-    broker.store.close()
+    services.store.close()

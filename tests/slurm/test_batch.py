@@ -36,15 +36,17 @@ LOG = logging.getLogger(__name__)
 
 
 def forward(books: Books, **step: float) -> None:
-    """The broker's clock goes on, and runs on from there; Slurm's knows nothing of it."""
-    ahead = books.broker.clock() - utcnow() + timedelta(**step)
-    books.broker.clock = lambda: utcnow() + ahead
+    """The services' clock goes on, and runs on from there; Slurm's knows nothing of it."""
+    ahead = books.services.clock() - utcnow() + timedelta(**step)
+    books.services.clock = lambda: utcnow() + ahead
 
 
 def read_up_to(books: Books) -> Any:
     """Up to when jobs were read."""
     name = books.cluster.cluster_name
-    found = books.broker.store.run(lambda connection: slurm_repository.find_marks(connection, name))
+    found = books.services.store.run(
+        lambda connection: slurm_repository.find_marks(connection, name)
+    )
     assert found is not None
     return found.until
 
@@ -52,13 +54,13 @@ def read_up_to(books: Books) -> Any:
 def settled_round(books: Books) -> Debited:
     """One after a while. The controller may have something to tell its database just then."""
     forward(books, seconds=SETTLED.total_seconds() + 1)
-    return books.broker.job_billing.debit_cluster()
+    return books.services.job_billing.debit_cluster()
 
 
 def checked(books: Books) -> CheckFinding:
     """What ``gpuspawner check`` says of the database."""
     hub = open_hub(Config())
-    found = check_slurm(hub, None, books.broker.cluster_members.nodes(), False)
+    found = check_slurm(hub, None, books.services.cluster_members.nodes(), False)
     return next(finding for finding in found if finding.name == "slurmdbd")
 
 
@@ -72,20 +74,20 @@ def test_jobs_beside_servers_are_paid_from_the_members_account(
     one = cluster.hold("gsbob", "--gres=gpu:h100:1", script=QUICK)
     none = cluster.hold(user, script=QUICK)
     cluster.wait_state(two, "RUNNING")
-    assert books.broker.job_billing.debit_cluster().amount == 0  # not an hour yet
+    assert books.services.job_billing.debit_cluster().amount == 0  # not an hour yet
     seconds = books.ended(two)
     books.ended(one)
     books.ended(none)
 
     done = books.debit()
     assert (done.jobs, done.amount) == (1, 2 * seconds * MICRO)
-    assert books.broker.job_billing.debit_cluster().amount == 0
-    assert books.broker.ledger.member("Dan G").balance == (1000 - 2 * seconds) * MICRO
-    line = books.broker.ledger.statement("member:Dan G")[0]
+    assert books.services.job_billing.debit_cluster().amount == 0
+    assert books.services.ledger.member("Dan G").balance == (1000 - 2 * seconds) * MICRO
+    line = books.services.ledger.statement("member:Dan G")[0]
     assert f"Batch job {two} (a|b?c) on 2 NVIDIA A100" in line.reason
 
     def strangers() -> list[str]:
-        books.broker.job_billing.debit_cluster()
+        books.services.job_billing.debit_cluster()
         audit = books.slurm("audit")
         assert audit["batch_jobs"] == 1 and audit["ok"]
         return [job["user"] for job in audit["of_nobody"]]
@@ -104,19 +106,19 @@ def test_an_end_that_becomes_known_late_is_looked_for(
     job = cluster.hold(user, "--gres=gpu:1")
 
     def seen() -> bool:
-        books.broker.job_billing.debit_cluster()
-        started = books.broker.clock() - timedelta(hours=1)
-        return bool(books.broker.job_billing.jobs_since(cluster.cluster_name, started))
+        books.services.job_billing.debit_cluster()
+        started = books.services.clock() - timedelta(hours=1)
+        return bool(books.services.job_billing.jobs_since(cluster.cluster_name, started))
 
     wait_for(seen, "the job", interval=0.5)
-    begun, write = [], books.broker.store.write
+    begun, write = [], books.services.store.write
     with monkeypatch.context() as patch:
-        patch.setattr(books.broker.store, "write", lambda: begun.append(None) or write())
+        patch.setattr(books.services.store, "write", lambda: begun.append(None) or write())
         for _ in range(2):
-            books.broker.job_billing.debit_cluster()
+            books.services.job_billing.debit_cluster()
         assert begun == [], "no round writes anything while nothing happens"
     forward(books, hours=3)
-    books.broker.job_billing.debit_cluster()
+    books.services.job_billing.debit_cluster()
     cluster.run("scancel", str(job))
     assert books.ended(job) < 600  # long before the last look, as it says
     assert books.debit().amount == books.ended(job) * MICRO
@@ -129,9 +131,9 @@ def test_what_was_missed_is_found_on_another_day(books: Books, cluster: SlurmClu
     job = cluster.hold(user, "--gres=gpu:1", script=QUICK)
     seconds = books.ended(job)
     forward(books, hours=3)
-    with books.broker.store.write() as connection:
-        slurm_repository.mark(connection, cluster.cluster_name, until=books.broker.clock())
-    assert books.broker.job_billing.debit_cluster().jobs == 0
+    with books.services.store.write() as connection:
+        slurm_repository.mark(connection, cluster.cluster_name, until=books.services.clock())
+    assert books.services.job_billing.debit_cluster().jobs == 0
     forward(books, days=1)
     found = wait_for(lambda: settled_round(books).amount, "the job", interval=0.5)
     assert found == seconds * MICRO
@@ -152,12 +154,12 @@ def test_a_job_by_a_servers_name_is_paid(books: Books, cluster: SlurmCluster) ->
     finish(books, lease)
 
     def both() -> bool:
-        books.broker.job_billing.debit_cluster()
-        found = books.broker.job_billing.jobs_since(cluster.cluster_name, lease.granted_at)
+        books.services.job_billing.debit_cluster()
+        found = books.services.job_billing.jobs_since(cluster.cluster_name, lease.granted_at)
         return [job.ended_at is not None for job in found] == [True, True]
 
     wait_for(both, "both to be paid", interval=0.5)
-    statement = books.broker.ledger.statement(f"member:{user}", 100)
+    statement = books.services.ledger.statement(f"member:{user}", 100)
     paid = [line for line in statement if line.kind == "batch"]
     assert -sum(line.amount for line in paid) == sum(ended) * MICRO
 
@@ -167,7 +169,7 @@ def test_a_job_by_a_servers_name_is_paid(books: Books, cluster: SlurmCluster) ->
 
     # The end of the session's own job is known to the database a little later.
     assert wait_for(compared, "an audit in which all agree", interval=0.5) == (1, 2)
-    assert books.broker.job_billing.debit_cluster().jobs == 0
+    assert books.services.job_billing.debit_cluster().jobs == 0
 
 
 def test_a_database_that_is_hours_behind_loses_no_debit(
@@ -177,28 +179,28 @@ def test_a_database_that_is_hours_behind_loses_no_debit(
     nothing of them yet; and by then the last hour is long after their end."""
     user = member(books, "gslag")
     books.sync()
-    begun = books.broker.clock()
-    assert books.broker.job_billing.unread_since() is None
+    begun = books.services.clock()
+    assert books.services.job_billing.unread_since() is None
     cluster.kill("slurmdbd")
     jobs = [cluster.hold(user, f"--gres=gpu:a100:{n}", script=QUICK) for n in (1, 2)]
     for job in jobs:
         wait_for(lambda job=job: cluster.state(job) == "COMPLETED", "its end")
-    assert behind(books.broker.cluster_members.slurm()) > 0
+    assert behind(books.services.cluster_members.slurm()) > 0
     with pytest.raises(SlurmUnavailable):
-        books.broker.job_billing.debit_cluster()
-    assert books.broker.job_billing.unread_since() is None, "it is not away for long"
+        books.services.job_billing.debit_cluster()
+    assert books.services.job_billing.unread_since() is None, "it is not away for long"
     forward(books, seconds=LATE.total_seconds() + 60)
-    assert books.broker.job_billing.unread_since() == read_up_to(books) < begun + OVERLAP
+    assert books.services.job_billing.unread_since() == read_up_to(books) < begun + OVERLAP
     cluster.restart("slurmdbd")
     paid: list[Debited] = []
 
     def answered() -> bool:
         with suppress(SlurmUnavailable):
-            paid.append(books.broker.job_billing.debit_cluster())
+            paid.append(books.services.job_billing.debit_cluster())
         return bool(paid)
 
     wait_for(answered, "an answer", interval=0.1)
-    slurm = books.broker.cluster_members.slurm()
+    slurm = books.services.cluster_members.slurm()
     wait_for(lambda: behind(slurm) == 0, "it to be told everything", interval=0.3)
 
     def all_paid() -> bool:
@@ -207,7 +209,7 @@ def test_a_database_that_is_hours_behind_loses_no_debit(
     wait_for(all_paid, "both to be paid", interval=0.5)
     owed = sum(n * books.ended(job) for n, job in enumerate(jobs, start=1))
     assert sum(each.amount for each in paid) == owed * MICRO
-    assert books.broker.ledger.member("gslag").balance == (1000 - owed) * MICRO
+    assert books.services.ledger.member("gslag").balance == (1000 - owed) * MICRO
     assert read_up_to(books) < begun + OVERLAP, "who was behind may be so again"
 
     def read() -> bool:
@@ -215,7 +217,7 @@ def test_a_database_that_is_hours_behind_loses_no_debit(
         return read_up_to(books) > begun + LATE
 
     wait_for(read, "all to be read up to now", interval=0.5)
-    assert books.broker.job_billing.unread_since() is None
+    assert books.services.job_billing.unread_since() is None
 
 
 def test_admins_are_told_of_a_database_that_stays_behind(
@@ -229,7 +231,9 @@ def test_admins_are_told_of_a_database_that_stays_behind(
     monkeypatch.chdir(tmp_path)
     user = member(books, "gslate")
     books.sync()
-    tick = Tick(broker=books.broker, hub=HubClient("http://127.0.0.1:9", ""), engines={}, log=LOG)
+    tick = Tick(
+        services=books.services, hub=HubClient("http://127.0.0.1:9", ""), engines={}, log=LOG
+    )
     duties = OnCluster(tick)
 
     def told() -> list[str]:
@@ -240,7 +244,7 @@ def test_admins_are_told_of_a_database_that_stays_behind(
         said = [record.getMessage() for record in caplog.records if record.name == LOG.name]
         return [text for text in said if "may not be paid yet" in text]
 
-    slurm = books.broker.cluster_members.slurm()
+    slurm = books.services.cluster_members.slurm()
     wait_for(lambda: behind(slurm) == 0, "it to be told everything", interval=0.3)
     assert checked(books).status is Status.OK
     with moved_database(cluster):

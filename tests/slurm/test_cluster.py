@@ -7,7 +7,6 @@ What the product leans on is proved here of Slurm and Docker themselves, by thei
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import docker.errors
@@ -134,61 +133,3 @@ def test_a_container_is_bound_by_its_job_and_ends_before_the_next(cluster: Slurm
     cluster.run("scancel", str(job))
     cluster.wait_state(following, "RUNNING")
     assert containers(node) == [], "the epilog ended it before the next job had the device"
-
-
-def test_an_epilog_that_fails_drains_the_node(cluster: SlurmCluster) -> None:
-    node = cluster.nodes[1]
-    cluster.fail_epilog(node)
-    job = running(cluster, "--gres=gpu:h100:1")
-    cluster.run("scancel", str(job))
-    wait_for(lambda: cluster.node_state(node).startswith("drain"), "the node to be drained")
-    waiting = cluster.hold("bob", "--gres=gpu:h100:1")
-    assert "UnavailableNodes" in wait_seen(cluster, waiting, "state_description")
-    cluster.mend_epilog(node)
-    cluster.wait_state(waiting, "RUNNING")
-
-
-def test_jobs_outlive_the_controller_and_the_accounts(cluster: SlurmCluster) -> None:
-    first = running(cluster, "--gres=gpu:h100:1")
-    second = cluster.hold("bob", "--gres=gpu:h100:1")
-    cluster.kill("slurmdbd")
-    cluster.run("scancel", str(first))
-    cluster.wait_state(second, "RUNNING")
-    cluster.save("bob")
-    cluster.kill("slurmctld")
-    assert "is DOWN" in cluster.run("scontrol", "ping", check=False)
-    cluster.restart("slurmdbd")
-    cluster.restart("slurmctld")
-    assert cluster.state(second) == "RUNNING"
-    assert seen(cluster, second)["gres_detail"] == ["gpu:h100:1(IDX:0)"]
-
-    def heard() -> bool:
-        words = ["-X", "-n", "-P", "-j", f"{first},{second}", "-o", "State"]
-        return cluster.run("sacct", *words).split() == ["CANCELLED", "RUNNING"]
-
-    wait_for(heard, "the accounts to hear of what they missed", timeout=60, interval=0.5)
-
-
-@pytest.fixture
-def hasty(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
-    """Gives a node up sooner; too soon where other work makes it slow."""
-    cluster.reconfigure(SlurmdTimeout=6, MessageTimeout=3, TCPTimeout=1)
-    yield cluster
-    cluster.reconfigure(SlurmdTimeout=10, MessageTimeout=5, TCPTimeout=2)
-
-
-def test_a_lost_node_is_noticed_and_comes_back(hasty: SlurmCluster) -> None:
-    cluster = hasty
-    node = cluster.nodes[1]
-    job = running(cluster, "--gres=gpu:h100:1")
-    container = contain(node, job)
-    cluster.cut(node)
-    with pytest.raises(docker.errors.DockerException, match="timed out"):
-        node.engine.connect(timeout=2)
-    assert cluster.wait_state(job, "NODE_FAIL", timeout=25) == "NODE_FAIL"
-    assert cluster.node_state(node) == "down*"
-    assert containers(node) == [container], "nobody is there to end it"
-    cluster.heal(node)
-    cluster.wait_nodes(timeout=60)
-    wait_for(lambda: not containers(node), "the epilog of the job that the node had lost")
-    running(cluster, "--gres=gpu:h100:1", user="bob")

@@ -21,10 +21,9 @@ import yaml
 
 from gpuspawner.core.errors import SlurmRefused, SlurmUnavailable
 from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
-from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.queue import repository as queue_repository
 from gpuspawner.queue.models import Ticket, Turn
-from gpuspawner.queue.service import Terms
 from gpuspawner.slurm import accounts as slurm_accounts
 from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.cluster import read_cluster
@@ -32,7 +31,7 @@ from gpuspawner.slurm.engine import LABEL_JOB, SlurmEngine
 from gpuspawner.slurm.programs import Holder, Slurm
 from gpuspawner.slurm.scheduler import EVERY, SAVED, SETTLING, SOON, SlurmDelegate
 from tests.support import images
-from tests.support.brokers import make_broker
+from tests.support.brokers import make_services
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import described
@@ -324,15 +323,15 @@ def test_two_hubs_on_one_cluster_leave_each_others_jobs(
 ) -> None:
     """What one hub's store knows nothing of is the other's; what nobody waits for any more goes."""
     brokers = [
-        make_broker(
+        make_services(
             database_url=f"sqlite:///{tmp_path}/{name}.sqlite",
             cluster=str(tmp_path / "cluster.yaml"),
         )
         for name in ("one", "two")
     ]
     tickets = []
-    for number, broker in enumerate(brokers):
-        got = broker.ask(
+    for number, services in enumerate(brokers):
+        got = services.queue.ask(
             ServerRef("ann", str(number)),
             Request(devices=1),
             engine="slurm",
@@ -340,25 +339,25 @@ def test_two_hubs_on_one_cluster_leave_each_others_jobs(
         )
         assert isinstance(got, Ticket)
         tickets.append(got)
-    for broker in brokers:
-        sees = broker.delegate
+    for services in brokers:
+        sees = services.delegation.delegate
         assert sees is not None
         wait_for(lambda sees=sees: {t.id for t in tickets} <= sees.turns().keys(), "both")
-    assert [broker.end_deserted() for broker in brokers] == [[], []]
+    assert [services.delegation.end_deserted() for services in brokers] == [[], []]
     assert names(cluster) == sorted(f"gpuspawner-{each.id}" for each in tickets)
     one, two = brokers
     with one.store.write() as connection:  # as if the hub had died before it could cancel the job
         queue_repository.end_ticket(
             connection, tickets[0].id, one.clock(), "cancelled", "by a test"
         )
-    for broker in brokers:
-        assert isinstance(broker.delegate, SlurmDelegate)
-        look_again(broker.delegate)
-    assert two.end_deserted() == []
-    assert one.end_deserted() == [tickets[0].id]
+    for services in brokers:
+        assert isinstance(services.delegation.delegate, SlurmDelegate)
+        look_again(services.delegation.delegate)
+    assert two.delegation.end_deserted() == []
+    assert one.delegation.end_deserted() == [tickets[0].id]
     wait_for(lambda: names(cluster) == [f"gpuspawner-{tickets[1].id}"], "its job to go")
-    for broker in brokers:
-        broker.store.close()
+    for services in brokers:
+        services.store.close()
 
 
 def test_a_whole_course_comes_at_once(
@@ -368,7 +367,7 @@ def test_a_whole_course_comes_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slurm is told of all of them together, and of none less for one whom it cannot have."""
-    broker = make_broker(
+    services = make_services(
         database_url=f"sqlite:///{tmp_path}/course.sqlite", cluster=str(tmp_path / "cluster.yaml")
     )
     monkeypatch.setattr(slurm_accounts, "is_system_user", lambda user: user == "course7")
@@ -383,12 +382,12 @@ def test_a_whole_course_comes_at_once(
     users = [f"course{number}" for number in range(8)]
     tickets = [replace(ticket(110), server=ServerRef(user)) for user in users]
     with ThreadPoolExecutor(8) as threads:
-        accounts = list(threads.map(broker.cluster_members.admit_to_cluster, tickets))
+        accounts = list(threads.map(services.cluster_members.admit_to_cluster, tickets))
     assert accounts == [slurm_accounts.EVERYBODY] * 7 + [""]
     found = cluster.run("sacctmgr", "-n", "-P", "show", "assoc", "format=user").split()
     assert {user for user in found if user.startswith("course")} == set(users[:7])
     assert calls.count("sacctmgr") < 7 * len(users), "not one after the other"
-    broker.store.close()
+    services.store.close()
 
 
 def test_what_slurm_does_not_name_is_not_ended(

@@ -23,7 +23,7 @@ from gpuspawner.slurm.config import cluster_yaml
 from gpuspawner.slurm.images import connector
 from gpuspawner.slurm.programs import Slurm
 from tests.support import images
-from tests.support.brokers import open_broker, problems, running
+from tests.support.brokers import open_services, problems, running
 from tests.support.configured_cluster import ConfiguredCluster
 from tests.support.engine import PrivateEngine
 from tests.support.processes import free_port, wait_for
@@ -238,31 +238,31 @@ def test_there_and_back_again(
     """One database: one box, then two machines, then the one box. Nobody loses anything."""
     url, file = f"sqlite:///{tmp_path}/hub.sqlite", tmp_path / "cluster.yaml"
     file.write_text(cluster_yaml(described))
-    box = open_broker(url)
-    box.release(running(box, "ann").id, reason="stopped")
+    box = open_services(url)
+    box.leases.release(running(box, "ann").id, reason="stopped")
     before = box.ledger.member("ann").balance
     box.store.close()
 
-    several = open_broker(url, cluster=str(file))
-    ticket = several.ask(ServerRef("ann"), Request(devices=1), engine="slurm")
+    several = open_services(url, cluster=str(file))
+    ticket = several.queue.ask(ServerRef("ann"), Request(devices=1), engine="slurm")
     assert isinstance(ticket, Ticket)
     mine = frozenset({ticket.id})
-    wait_for(lambda: several.turns(mine), "ann's turn")
-    lease = several.confirm(several.start_ticket(ticket.id).id, "container")
+    wait_for(lambda: several.queue.turns(mine), "ann's turn")
+    lease = several.leases.confirm(several.queue.start_ticket(ticket.id).id, "container")
     assert described.device(lease.devices[0].uuid) is not None
-    assert several.delegate is not None
-    several.delegate.cancel(ticket.id)
-    wait_for(lambda: several.delegate.turns()[ticket.id].over, "the end of the job")
-    several.release(lease.id, reason="stopped")
+    assert several.delegation.delegate is not None
+    several.delegation.delegate.cancel(ticket.id)
+    wait_for(lambda: several.delegation.delegate.turns()[ticket.id].over, "the end of the job")
+    several.leases.release(lease.id, reason="stopped")
     assert problems(several.store) == []
     several.store.close()
 
-    back = open_broker(url)
-    here = {device.uuid for device in back.look(fresh=True).inventory.devices}
+    back = open_services(url)
+    here = {device.uuid for device in back.devices.look(fresh=True).inventory.devices}
     lease = running(back, "ann")
     assert lease.devices[0].uuid in here
-    back.release(lease.id, reason="stopped")
+    back.leases.release(lease.id, reason="stopped")
     assert 0 < back.ledger.member("ann").balance <= before
-    assert len(back.leases_of(None)) == 3
+    assert len(back.leases.of_account(None)) == 3
     assert problems(back.store) == []
     back.store.close()

@@ -4,11 +4,9 @@ service. Stand-in: the GPUs."""
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator
 
 import pytest
-import requests
 from docker.errors import ImageNotFound
 
 from gpuspawner.queue.models import Ticket
@@ -86,20 +84,12 @@ def has(node: Node, image: str) -> bool:
 
 def told(hub: SlurmHub, user: str, part: str) -> str:
     """What the pending page of a member says as soon as there is this part in it."""
-    heard = []
-    with hub.api("GET", f"/users/{user}/server/progress", stream=True, timeout=60) as answer:
-        for line in answer.iter_lines():
-            if line.startswith(b"data: "):
-                heard.append(str(json.loads(line[6:]).get("message")))
-                if part in heard[-1]:
-                    return heard[-1]
-    raise AssertionError(heard)
+    return next(e["message"] for e in hub.events(user) if part in e["message"])
 
 
 def waits(hub: SlurmHub, ticket: Ticket) -> str:
     """What the service says that a ticket waits for."""
-    headers = {"Authorization": f"token {hub.user_token(ADMIN)}"}
-    line = requests.get(f"{hub.url}/services/gpu/api/queue", headers=headers, timeout=60).json()
+    line = hub.call(ADMIN, "GET", "queue").json()
     return next(str(each["waits_for"]) for each in line["tickets"] if each["id"] == ticket.id)
 
 
@@ -113,7 +103,7 @@ def test_a_ticket_waits_for_its_image_and_holds_nothing_meanwhile(
     assert image in said and one in said and other in said
     assert not cluster.run("squeue", "-h"), "no GPU waits for a pull"
     # The same words in the service, which fetches nothing for her: it sees who lacks the image.
-    (ticket,) = hub.broker.waiting()
+    (ticket,) = hub.services.queue.waiting()
     waits_for = f"its image {image} is being fetched to {one} and {other}"
     assert waits_for in said and waits_for in waits(hub, ticket)
     assert not has(cluster.nodes[1], f"{registry.repository}:ahead")
@@ -132,7 +122,11 @@ def test_what_nobody_asked_for_is_fetched_to_the_node_that_lacks_it(
     told = f"{image} is on {second.name} after"
     wait_for(lambda: told in hub.log_text(), "the service's word")
     assert f"{image} is on {first.name} after" not in hub.log_text(), "it was there"
-    asked = {t.request.environment for user in ("ann", "bob") for t in hub.broker.tickets_of(user)}
+    asked = {
+        t.request.environment
+        for user in ("ann", "bob")
+        for t in hub.services.queue.tickets_of(user)
+    }
     assert "ahead" not in asked
 
 
@@ -161,7 +155,7 @@ def test_an_image_that_is_nowhere_is_refused_in_words(
     hub: SlurmHub, cluster: SlurmCluster, registry: SlowRegistry
 ) -> None:
     hub.ask("cara", environment="missing", gpus=1)
-    wait_for(lambda: not hub.broker.waiting() and hub.server("cara") is None, "the refusal")
-    (ticket,) = hub.broker.tickets_of("cara")
+    wait_for(lambda: not hub.services.queue.waiting() and hub.server("cara") is None, "the refusal")
+    (ticket,) = hub.services.queue.tickets_of("cara")
     assert f"{registry.repository}:missing could not be pulled" in ticket.end_reason
     assert not cluster.run("squeue", "-h")

@@ -369,7 +369,8 @@ c.GPUSlurm.rest_token_file = {str(rest.token_file)!r}
         rest.kill()
         rest.start()
         # Whole seconds, which is what Slurm knows of a job's end.
-        wait_for(lambda: hub.broker.lease(lease.id).charged > 2 * MICRO, "two seconds' charge")
+        get = hub.services.leases.get
+        wait_for(lambda: get(lease.id).charged > 2 * MICRO, "two seconds' charge")
         hub.stop_server("ann")
         ended = hub.wait_end(lease)
         assert ended.state is LeaseState.ENDED and ended.charged > 0

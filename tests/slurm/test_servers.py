@@ -1,31 +1,64 @@
-"""Real: Slurm with two nodes and their Docker Engines, JupyterHub, proxy, accounting service.
-Stand-in: the GPUs."""
+"""Servers on a cluster: their way, what befalls them, and what admins do. Real: Slurm with two
+nodes and their Docker Engines, JupyterHub, proxy, accounting service, Chromium. Stand-in: the GPUs.
+
+Whoever dies, and in whatever order: servers go on, nothing is granted twice, nothing is lost.
+"""
 
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+import requests
+from playwright.sync_api import Browser
 
 from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease
+from gpuspawner.ledger.models import member_account
 from gpuspawner.ledger.repository import StatementLine
 from gpuspawner.ledger.rules import owed
+from gpuspawner.queue.models import Ticket
+from gpuspawner.slurm import job_spec
 from gpuspawner.slurm.accounts import user_of
+from gpuspawner.slurm.programs import minutes_of
+from tests.support.hub import ADMIN
 from tests.support.images import INSTANT
+from tests.support.pages import WIDE, look_over, sign_in
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import SlurmHub
 
 ENVIRONMENTS = f"""  - slug: days
+    display_name: Days
+    description: As long as the partition allows.
     image: {INSTANT}
     devices: {{default: 1, max: 8}}
-    hours: {{max: 48}}
+    hours: {{default: 1, max: 48}}
+  - slug: brief
+    display_name: Brief
+    description: A session of a few seconds.
+    image: {INSTANT}
+    devices: {{default: 1, max: 8}}
+    hours: {{max: 0.002}}
   - slug: outside
     image: {INSTANT}
     mem_limit: 64M
     spawner_override: {{job_cgroup: ""}}
 """
+
+CONFIG = """
+c.GPUCredits.grace_seconds = 2
+c.GPUSlurm.sync_seconds = 5
+c.GPUQueue.group_weights = {"research": 3}
+c.JupyterHub.load_groups = {"research": {"users": ["zoe"]}}
+"""
+
+DAEMONS = ("slurmctld", "slurmdbd", "hub")
 
 NEW = ("gwen", "hugo")
 """Who have used nothing yet. Slurm has to know them for a minute before it counts with that."""
@@ -35,17 +68,12 @@ NEW = ("gwen", "hugo")
 def hub(
     hubs: None, shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmHub]:
-    settings = """
-c.GPUSlurm.sync_seconds = 5
-c.GPUQueue.group_weights = {"research": 3}
-c.JupyterHub.load_groups = {"research": {"users": ["zoe"]}}
-"""
-    hub = SlurmHub(tmp_path_factory.mktemp("slurm") / "hub", shared_cluster, settings)
+    hub = SlurmHub(tmp_path_factory.mktemp("servers") / "hub", shared_cluster, CONFIG)
     with (hub.folder / "catalog.yaml").open("a", encoding="utf-8") as catalog:
         catalog.write(ENVIRONMENTS)
     with hub:
         for user in NEW:
-            hub.broker.ledger.open_account(user)
+            hub.services.ledger.open_account(user)
         yield hub
 
 
@@ -61,7 +89,7 @@ def test_a_server_gets_what_slurm_chose_and_gives_it_back(
     job = int(container["Labels"]["gpuspawner.job"])
     parent = node.engine.client.inspect_container(container["Id"])["HostConfig"]["CgroupParent"]
     assert parent.endswith(f"/job_{job}/step_batch")
-    wait_for(lambda: hub.broker.lease(lease.id).charged, "a charge")
+    wait_for(lambda: hub.services.leases.get(lease.id).charged, "a charge")
     hub.stop_server("ann")
     ended = hub.wait_end(lease)
     assert ended.charged == owed(ended.rate, ended.started_at, ended.ended_at) > 0
@@ -77,8 +105,10 @@ def test_who_waits_sees_place_and_reason_and_starts_by_itself(
     hub.ask("bob", gpus=1, gpu_model="H100", wait=True)
     hub.wait_lease("bob")
     hub.ask("cara", gpus=1, wait=True)
-    ticket = wait_for(lambda: hub.broker.waiting(), "cara's ticket")[0]
-    standing = wait_for(lambda: hub.broker.standings().get(ticket.id), "where it stands")
+    ticket = wait_for(lambda: hub.services.queue.waiting(), "cara's ticket")[0]
+    standing = wait_for(
+        lambda: hub.services.positions.standings().get(ticket.id), "where it stands"
+    )
     assert (standing.place, standing.of) == (1, 1)
     assert "none is free" in standing.why
     hub.stop_server("ann")
@@ -113,13 +143,15 @@ def test_a_job_that_is_cancelled_behind_our_back(hub: SlurmHub, cluster: SlurmCl
     hub.ask("ann", gpus=2)
     lease = hub.wait_lease("ann")
     hub.ask("bob", gpus=2, wait=True)
-    (ticket,) = wait_for(hub.broker.waiting, "bob's ticket")
+    (ticket,) = wait_for(hub.services.queue.waiting, "bob's ticket")
     wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending"), "bob's job")
     cluster.run("scancel", f"--name=gpuspawner-{ticket.id}")
     cluster.run("scancel", f"--name=gpuspawner-{lease.ticket_id}")
-    ended = wait_for(lambda: hub.broker.ticket(ticket.id).outcome, "the end of bob's ticket")
+    ended = wait_for(
+        lambda: hub.services.queue.ticket(ticket.id).outcome, "the end of bob's ticket"
+    )
     assert ended == "refused"
-    assert "its job in Slurm was cancelled" in hub.broker.ticket(ticket.id).end_reason
+    assert "its job in Slurm was cancelled" in hub.services.queue.ticket(ticket.id).end_reason
     hub.wait_end(lease)
     wait_for(lambda: hub.server("ann") is None, "the hub to know")
     assert not hub.containers(cluster.nodes[0])
@@ -141,23 +173,6 @@ def test_a_lost_node_ends_its_servers_and_they_start_elsewhere(
     cluster.heal(node)
     wait_for(lambda: not hub.containers(node), "its stale container to go", timeout=90)
     hub.stop_server("ann")
-
-
-def test_the_hub_is_killed_while_jobs_wait_and_run(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    hub.ask("ann", gpus=2)
-    lease = hub.wait_lease("ann")
-    hub.ask("bob", gpus=2, wait=True)
-    (ticket,) = wait_for(hub.broker.waiting, "bob's ticket")
-    wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending"), "bob's job")
-    hub.kill9(services=True)
-    assert hub.containers(cluster.nodes[0]), "servers go on"
-    hub.start()
-    assert hub.broker.lease(lease.id).ended_at is None
-    wait_for(lambda: (hub.server("bob") or {}).get("pending"), "bob's spawn to be back")
-    assert cluster.run("squeue", "-h").count("\n") == 2, "no job is doubled"
-    hub.stop_server("ann")
-    assert hub.wait_lease("bob").ticket_id == ticket.id
-    hub.stop_server("bob")
 
 
 def test_a_place_in_line_is_given_up(hub: SlurmHub, cluster: SlurmCluster) -> None:
@@ -199,7 +214,7 @@ def test_a_partition_that_takes_no_jobs(hub: SlurmHub, cluster: SlurmCluster) ->
         assert "partition" in hub.refusal("ann", gpus=1)
         cluster.run("scontrol", "update", "partitionname=gpu", "state=down")
         hub.ask("ann", gpus=1, wait=True)
-        (ticket,) = wait_for(hub.broker.waiting, "ann's ticket")
+        (ticket,) = wait_for(hub.services.queue.waiting, "ann's ticket")
         wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending"), "ann's job")
     finally:
         cluster.run("scontrol", "update", "partitionname=gpu", "state=up")
@@ -249,12 +264,12 @@ def test_the_line_goes_on_in_order_and_who_used_much_waits_behind(
         server = "second" if user == "ann" else ""
         hub.ask(user, server, gpus=1, gpu_model="H100", wait=True)
         found = wait_for(
-            lambda u=user: [t for t in hub.broker.waiting() if t.server.user == u], user
+            lambda u=user: [t for t in hub.services.queue.waiting() if t.server.user == u], user
         )
         tickets[user] = found[0]
 
     def line() -> list[str]:
-        return [ticket.server.user for ticket, _, _ in hub.broker.order()]
+        return [ticket.server.user for ticket, _, _ in hub.services.positions.order()]
 
     wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending").count("\n") == 3, "their jobs")
     cluster.restart("slurmctld")
@@ -274,7 +289,7 @@ def test_a_job_beside_servers_is_paid_by_its_member(hub: SlurmHub, cluster: Slur
     job = cluster.hold("zoe", "--gres=gpu:h100:1", script="#!/bin/sh\nexec sleep 2\n")
 
     def line() -> StatementLine | None:
-        lines = hub.broker.ledger.statement("member:zoe")
+        lines = hub.services.ledger.statement("member:zoe")
         return next((line for line in lines if line.kind == "batch"), None)
 
     paid = wait_for(line, "the debit", timeout=60)
@@ -284,3 +299,266 @@ def test_a_job_beside_servers_is_paid_by_its_member(hub: SlurmHub, cluster: Slur
     known = ("sacctmgr", "-n", "-P", "show", "assoc", "user=zoe", "account=g-research")
     wait_for(lambda: cluster.run(*known), "Slurm to know the member", timeout=60)
     hub.stop_server("zoe")
+
+
+# Whoever dies.
+
+
+def jobs(cluster: SlurmCluster) -> Counter[str]:
+    """How many jobs wait or run, by their name."""
+    return Counter(cluster.run("squeue", "-h", "-o", "%j").split())
+
+
+def assert_once(hub: SlurmHub) -> None:
+    """No device belongs to two leases, and no ticket has two jobs."""
+    held = [device.uuid for lease in hub.services.leases.open_leases() for device in lease.devices]
+    assert len(held) == len(set(held))
+    assert set(jobs(hub.cluster).values()) <= {1}
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_all_of_them_die_in_some_order(
+    hub: SlurmHub, cluster: SlurmCluster, chance: random.Random, again: int
+) -> None:
+    hub.ask("ann", gpus=1, gpu_model="H100")
+    lease = hub.wait_lease("ann")
+    (container,) = hub.containers(hub.node_of(lease))
+    hub.ask("bob", gpus=1, gpu_model="H100", wait=True)
+    (ticket,) = wait_for(hub.services.queue.waiting, "bob's ticket")
+    cluster.save("ann")
+    for name in chance.sample(DAEMONS, 3):
+        hub.kill9(services=True) if name == "hub" else cluster.kill(name)
+    # A controller that has not yet written down what the database told it cannot do without it.
+    back = ["slurmdbd", "slurmctld"]
+    back.insert(chance.randrange(3), "hub")
+    for name in back:
+        hub.start() if name == "hub" else cluster.restart(name)
+
+    def waits_with_one_job() -> bool:
+        return jobs(cluster)[f"gpuspawner-{ticket.id}"] == 1 and bool(hub.server("bob"))
+
+    wait_for(waits_with_one_job, "bob to be back in line")
+    assert_once(hub)
+    assert hub.services.leases.get(lease.id).ended_at is None
+    assert [each["Id"] for each in hub.containers(hub.node_of(lease))] == [container["Id"]]
+    wait_for(lambda: hub.get("ann", "devices").ok, "ann's server to be reached")
+    hub.stop_server("ann")
+    assert hub.wait_lease("bob").ticket_id == ticket.id
+    assert_once(hub)
+    hub.stop_server("bob")
+
+
+def test_grants_go_on_without_the_accounting_database(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    hub.ask("ann", gpus=1)
+    first = hub.wait_lease("ann")
+    cluster.kill("slurmdbd")
+    hub.stop_server("ann")
+    hub.wait_end(first)
+    hub.spawn("ann", {"gpus": 2})
+    assert len(hub.wait_lease("ann").devices) == 2
+    cluster.restart("slurmdbd")
+    hub.stop_server("ann")
+
+
+def test_nobody_gets_a_gpu_whose_epilog_failed(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    hub.ask("ann", gpus=1, gpu_model="H100")
+    lease = hub.wait_lease("ann")
+    node = hub.node_of(lease)
+    hub.ask("bob", gpus=1, gpu_model="H100", wait=True)
+    (ticket,) = wait_for(hub.services.queue.waiting, "bob's ticket")
+    wait_for(lambda: jobs(cluster)[f"gpuspawner-{ticket.id}"], "bob's job")
+    cluster.fail_epilog(node)
+    hub.stop_server("ann")
+    ended = hub.wait_end(lease)
+    wait_for(lambda: cluster.node_state(node).startswith("drain"), "the node to be drained")
+
+    def is_told() -> bool:
+        standing = hub.services.positions.standings().get(ticket.id)
+        return bool(standing and "closed or away" in standing.why)
+
+    wait_for(is_told, "bob to be told")
+    assert hub.services.queue.ticket(ticket.id).outcome == ""
+    assert not hub.services.leases.open_leases()
+    cluster.mend_epilog(node)
+    later = hub.wait_lease("bob")
+    assert ended.ended_at and later.granted_at >= ended.ended_at
+    hub.stop_server("bob")
+
+
+def test_who_is_preempted_is_told_why(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    hub.ask("ann", gpus=1, gpu_model="H100")
+    lease = hub.wait_lease("ann")
+    cluster.user("urgent", "lab", "high")
+    # As a site decides it: whom its QOS preempts, the hub's own among them if there are any.
+    preempted = {"normal", cluster.run("squeue", "-h", "-t", "R", "-o", "%q").strip()}
+    words = ("modify", "qos", "high", "set", f"preempt={','.join(preempted)}")
+    cluster.run("sacctmgr", "-i", "-Q", *words)
+    job = cluster.hold("urgent", "--qos=high", "--gres=gpu:h100:1")
+    cluster.wait_state(job, "RUNNING")
+    ended = hub.wait_end(lease)
+    assert "given to somebody who goes first" in ended.end_reason
+    wait_for(lambda: hub.server("ann") is None, "the hub to know")
+    assert not hub.containers(hub.node_of(lease))
+    assert not [name for name in jobs(cluster) if name.startswith("gpuspawner-")]
+
+
+def test_many_new_members_at_once_are_all_known(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    """The database forgets what two tell it at the same moment."""
+    names = [f"newcomer{number}" for number in range(8)]
+    for name in names:
+        cluster.users.make(name)
+    with ThreadPoolExecutor(len(names)) as threads:
+        asked = list(threads.map(lambda name: hub.spawn(name, {"gpus": 1, "wait": True}), names))
+    assert {answer.status_code for answer in asked} <= {201, 202}
+    words = ("sacctmgr", "-n", "-P", "show", "assoc", f"user={','.join(names)}", "format=user")
+    wait_for(lambda: set(cluster.run(*words).split()) == set(names), "all to be known")
+
+    def submitted() -> int:
+        return sum(count for name, count in jobs(cluster).items() if name.startswith("gpuspawner-"))
+
+    wait_for(lambda: submitted() == len(names), "their jobs")
+    for name in names:
+        hub.stop_server(name)
+
+
+# What admins do.
+
+
+def call(hub: SlurmHub, who: str, path: str, **sent: Any) -> requests.Response:
+    """A change through the service's API."""
+    return hub.call(who, "POST", path, json=sent)
+
+
+def asked(hub: SlurmHub, cluster: SlurmCluster, user: str, **options: Any) -> Ticket:
+    """A member waits in line, and Slurm knows: the ticket."""
+    hub.ask(user, wait=True, **options)
+    found = wait_for(
+        lambda: [t for t in hub.services.queue.waiting() if t.server.user == user], user
+    )
+    wait_for(lambda: said(cluster, found[0]), f"the job of {user}")
+    return found[0]
+
+
+def said(cluster: SlurmCluster, waits: Ticket | Lease) -> tuple[int, str, str]:
+    """Priority, reason and time limit of the job of a ticket or lease; nothing without one."""
+    name = waits.id if isinstance(waits, Ticket) else waits.ticket_id
+    told = cluster.run("squeue", "-h", f"--name=gpuspawner-{name}", "-o", "%Q|%r|%l")
+    priority, reason, limit = told.strip().split("|") if told.strip() else ("0", "", "")
+    return (int(priority), reason, limit) if limit else (0, "", "")
+
+
+def test_a_drained_gpu_drains_its_machine(
+    hub: SlurmHub, cluster: SlurmCluster, browser: Browser
+) -> None:
+    first, second = cluster.nodes
+    gpu = first.devices[0].uuid
+    answer = call(hub, ADMIN, f"devices/{gpu}/drain", reason="fan; it's broken")
+    assert answer.json()["whole_machine"] == first.name and answer.json()["changed"]
+    assert set(hub.services.devices.closures()) >= {device.uuid for device in first.devices}
+    state = cluster.run("sinfo", "-h", "-n", first.name, "-o", "%T|%E")
+    assert state.strip() == "drained|gpuspawner: fan; it's broken"
+    hub.ask("ann", gpus=1)
+    assert hub.node_of(hub.wait_lease("ann")) is second
+    page = browser.new_page(viewport=WIDE)
+    sign_in(page, hub, ADMIN, "")
+    for name in ("", "cluster", "queue"):
+        page.goto(f"{hub.url}/services/gpu/{name}")
+        text = page.locator("main").inner_text()
+        assert first.name in text and second.name in text
+        look_over(page, f"machines-{name or 'mine'}", accessible=False)
+    hub.stop_server("ann")
+    answer = call(hub, ADMIN, f"devices/{gpu}/undrain", reason="")
+    assert answer.json()["changed"] and not answer.json()["drained"]
+    wait_for(lambda: cluster.run("sinfo", "-h", "-n", first.name, "-o", "%T").strip() == "idle",
+             "the node")  # fmt: skip
+    assert not call(hub, ADMIN, f"devices/{gpu}/undrain", reason="").json()["changed"]
+
+    # What somebody else drained in Slurm, they open there.
+    assert call(hub, ADMIN, f"devices/{gpu}/drain", reason="fan").json()["changed"]
+    node = f"NodeName={first.name}"
+    cluster.run("scontrol", "update", node, "State=DRAIN", "Reason=new disk")
+    refused = call(hub, ADMIN, f"devices/{gpu}/undrain", reason="")
+    assert refused.status_code == 400 and "new disk" in refused.json()["message"]
+    page.goto(f"{hub.url}/services/gpu/queue")
+    page.get_by_role("button", name="Give it out again").first.click()
+    assert f"scontrol update {node} State=RESUME" in page.locator("main").inner_text()
+    look_over(page, "drained-by-others", accessible=False)
+    page.close()
+    cluster.run("scontrol", "update", node, "State=RESUME")
+    assert call(hub, ADMIN, f"devices/{gpu}/undrain", reason="").json()["changed"]
+
+
+def test_an_admin_changes_the_order_and_a_pause_holds_it(
+    hub: SlurmHub, cluster: SlurmCluster
+) -> None:
+    hub.ask("ann", gpus=2)
+    hub.wait_lease("ann")
+    hub.ask("bob", gpus=1)
+    hub.wait_lease("bob")
+    cara, dora, emil = (asked(hub, cluster, user, gpus=1) for user in ("cara", "dora", "emil"))
+
+    assert call(hub, ADMIN, f"queue/{dora.id}/boost", points=5, reason="").ok
+    wait_for(lambda: said(cluster, dora)[0] >= said(cluster, cara)[0] + 4000, "the points")
+    assert call(hub, ADMIN, f"queue/{emil.id}/move", position=1, reason="talk").ok
+    wait_for(lambda: said(cluster, emil)[0] == 4_000_000_000 - 1, "the place")
+    wait_for(lambda: places(hub) == ["emil", "dora", "cara"], "the line")
+
+    assert call(hub, ADMIN, "granting", paused=True, reason="new fans").ok
+    for ticket in (cara, dora, emil):
+        wait_for(lambda t=ticket: said(cluster, t)[1] == "JobHeldAdmin", "a pause")
+    assert "new fans" in hub.services.positions.standings()[cara.id].why
+    hub.stop_server("bob")
+    assert cluster.run("squeue", "-h", "-t", "running").count("\n") == 1, "ann's alone"
+    assert call(hub, ADMIN, "granting", paused=False, reason="").ok
+    assert hub.wait_lease("emil").ticket_id == emil.id
+    wait_for(lambda: said(cluster, dora)[0] >= said(cluster, cara)[0] + 4000, "them again")
+
+    # Given back to the order, and cancelled.
+    assert call(hub, ADMIN, f"queue/{cara.id}/move", position=1, reason="").ok
+    wait_for(lambda: said(cluster, cara)[0] == 4_000_000_000 - 1, "the place")
+    assert call(hub, ADMIN, f"queue/{cara.id}/move", position=None, reason="").ok
+    wait_for(lambda: 0 < said(cluster, cara)[0] < 1_000_000, "the order")
+    for ticket in (cara, dora):
+        assert call(hub, ADMIN, f"queue/{ticket.id}/cancel", reason="the course is over").ok
+        wait_for(lambda t=ticket: not any(said(cluster, t)), "its job to go")
+    for user in ("ann", "emil"):
+        hub.stop_server(user)
+
+
+def places(hub: SlurmHub) -> list[str]:
+    return [ticket.server.user for ticket, _, _ in hub.services.positions.order()]
+
+
+def test_a_longer_session_is_a_longer_job_where_the_partition_allows(
+    hub: SlurmHub, cluster: SlurmCluster
+) -> None:
+    hub.ask("ann", environment="days", gpus=1, hours=1)
+    hub.ask("bob", environment="days", gpus=1, hours=23 + 40 / 60)
+    one, most = hub.wait_lease("ann"), hub.wait_lease("bob")
+    assert said(cluster, one)[2] == "1:20:00" and said(cluster, most)[2] == "1-00:00:00"
+    assert call(hub, "ann", f"leases/{one.id}/extend").ok
+    extended = hub.services.leases.get(one.id).extended
+    assert extended > 0
+    assert 80 < minutes_of(said(cluster, one)[2]) <= job_spec.minutes(3600 + extended)
+    refused = call(hub, "bob", f"leases/{most.id}/extend")
+    assert not refused.ok and "lets nothing run for over 24 h" in refused.json()["message"]
+    assert hub.services.leases.get(most.id).extended == 0 and said(cluster, most)[2] == "1-00:00:00"
+    for user in ("ann", "bob"):
+        hub.stop_server(user)
+
+
+def test_the_end_of_a_session_and_of_credits_ends_container_and_job(
+    hub: SlurmHub, cluster: SlurmCluster
+) -> None:
+    hub.ask("ann", environment="brief", gpus=1)
+    first = hub.wait_lease("ann")
+    hub.ask("fred", gpus=1)
+    second = hub.wait_lease("fred")
+    account = hub.services.ledger.account(member_account("fred"))
+    broke = -account.available + 2_000_000
+    hub.services.ledger.grant(member_account("fred"), broke, actor=ADMIN, reason="a mistake")
+    assert hub.wait_end(first).outcome == "session_end"
+    assert hub.wait_end(second, timeout=90).outcome == "credits"
+    for lease in (first, second):
+        wait_for(lambda x=lease: not any(said(cluster, x)), "its job to go")
+    assert not any(hub.containers(node) for node in cluster.nodes)

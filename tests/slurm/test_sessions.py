@@ -14,8 +14,8 @@ import pytest
 from gpuspawner.leases.models import Lease
 from gpuspawner.ledger.rules import owed
 from gpuspawner.notifications.models import NoticeKind
+from tests.support.fast_monitor import FastMonitor
 from tests.support.images import INSTANT
-from tests.support.lapse import Lapse
 from tests.support.node_sampler import NodeSampler
 from tests.support.nvml.nvml_library import GPU
 from tests.support.processes import wait_for
@@ -78,7 +78,9 @@ def show(cluster: SlurmCluster, samplers: list[NodeSampler], works: Lease) -> No
 def told(hub: SlurmHub, user: str, kind: NoticeKind) -> list[str]:
     """The titles of what a member was told, the newest first."""
     return [
-        notice.title for notice in hub.broker.notifications.notices_of(user) if notice.kind is kind
+        notice.title
+        for notice in hub.services.notifications.notices_of(user)
+        if notice.kind is kind
     ]
 
 
@@ -107,7 +109,7 @@ def test_who_rests_makes_way_for_who_waits_and_who_is_not_there_pays_nothing(
     show(cluster, samplers, works)
     file = str(hub.folder / "cluster.yaml")
     hub.ask("waits", gpus=1, gpu_model="H100", wait=True)
-    with Lapse(hub, monkeypatch, times=30, cluster=file, when_idle=POLICY):
+    with FastMonitor(hub, monkeypatch, times=30, cluster=file, when_idle=POLICY):
         ended = hub.wait_end(rests)
     assert (ended.outcome, ended.end_reason) == ("idle", "its GPUs were not used")
     assert ended.charged == owed(rests.rate, ended.started_at, ended.ended_at) > 0
@@ -123,9 +125,9 @@ def test_who_rests_makes_way_for_who_waits_and_who_is_not_there_pays_nothing(
     wait_for(lambda: all(gone(hub, cluster, each) for each in (rests, lease)), "all to be gone")
     wait_for(lambda: stopped in {line["title"] for line in lines(hub, "notices.json")}, "the hook")
 
-    now = hub.broker.lease(works.id)
+    now = hub.services.leases.get(works.id)
     assert not now.outcome and hub.get("works", "devices").ok
-    assert hub.broker.notifications.notices_of("works") == []
+    assert hub.services.notifications.notices_of("works") == []
     hub.stop_server("works")
 
 

@@ -25,7 +25,7 @@ def test_members_on_parts_of_one_gpu(hubs: None, tmp_path: Path, cluster: SlurmC
         for user in users[:4]:
             assert hub.get(user, "devices").text.split() == ["/dev/nvidia0"]
         assert hub.refusal("greedy", gpus=2)
-        (ticket,) = hub.broker.waiting()
+        (ticket,) = hub.services.queue.waiting()
         assert ticket.server.user == users[4]
         hub.stop_server(users[0])
         last = hub.wait_lease(users[4])

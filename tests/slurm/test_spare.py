@@ -39,10 +39,10 @@ def test_a_long_line_brings_up_a_machine_and_one_that_never_comes_gives_nothing(
     hub.wait_lease("ann")
     cluster.delivers = False
     hub.ask("bob", gpus=1, wait=True)
-    (ticket,) = wait_for(hub.broker.waiting, "bob's ticket")
+    (ticket,) = wait_for(hub.services.queue.waiting, "bob's ticket")
 
     def why(words: str) -> bool:
-        standing = hub.broker.standings().get(ticket.id)
+        standing = hub.services.positions.standings().get(ticket.id)
         return bool(standing and words in standing.why)
 
     wait_for(lambda: why("is being switched on"), "bob to be told")
@@ -53,8 +53,8 @@ def test_a_long_line_brings_up_a_machine_and_one_that_never_comes_gives_nothing(
     wait_for(gave_up, "Slurm to give the machine up", timeout=60, interval=0.5)
     jobs = ("squeue", "-h", "-t", "pending", "-o", "%j")
     wait_for(lambda: ticket.id in cluster.run(*jobs), "bob's ticket to be in line again")
-    assert hub.broker.ticket(ticket.id).outcome == ""
-    assert [lease.server.user for lease in hub.broker.open_leases()] == ["ann"]
+    assert hub.services.queue.ticket(ticket.id).outcome == ""
+    assert [lease.server.user for lease in hub.services.leases.open_leases()] == ["ann"]
 
     cluster.delivers = True
     cluster.run("scontrol", "update", f"nodename={spare.name}", "state=power_down_force")

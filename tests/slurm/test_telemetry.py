@@ -11,9 +11,9 @@ from datetime import datetime, timedelta
 import pytest
 from playwright.sync_api import Browser, Page
 
-from gpuspawner.services import Broker, utcnow
+from gpuspawner.services import Services, utcnow
 from tests.support import axe
-from tests.support.brokers import make_broker
+from tests.support.brokers import make_services
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN
 from tests.support.node_sampler import NodeSampler
@@ -101,7 +101,7 @@ def test_a_sick_gpu_is_tried_on_its_own_machine(
     (gpu,) = works(cluster.nodes[1])
 
     def verdict() -> str:
-        known = hub.broker.health.device_states().get(gpu.uuid)
+        known = hub.services.health.device_states().get(gpu.uuid)
         return known.state.verdict if known else ""
 
     def fall_sick() -> bool:
@@ -151,24 +151,24 @@ def test_a_silent_machine_is_named_and_takes_no_other_along(
     shows(page, other.uuid, "71 %")
     page.close()
     # Nobody was blamed for the silence, and what was told is remembered.
-    assert {known.state.verdict for known in hub.broker.health.device_states().values()} <= {
+    assert {known.state.verdict for known in hub.services.health.device_states().values()} <= {
         "fine",
         "watch",
     }
     hub.shut_down()
     since = utcnow() - timedelta(hours=1)
-    broker = make_broker(database_url=hub.database_url)
+    services = make_services(database_url=hub.database_url)
     uses = {device.uuid: use for node in cluster.nodes for device, use in used(node)}
     try:
-        wait_for(lambda: remembered(broker, since).keys() == uses.keys(), "all that was told")
-        assert remembered(broker, since) == uses
+        wait_for(lambda: remembered(services, since).keys() == uses.keys(), "all that was told")
+        assert remembered(services, since) == uses
     finally:
-        broker.store.close()
+        services.store.close()
 
 
-def remembered(broker: Broker, since: datetime) -> dict[str, int]:
+def remembered(services: Services, since: datetime) -> dict[str, int]:
     """The most that each device was used, in percent."""
-    minutes = broker.monitoring.use_between(since, utcnow() + timedelta(minutes=1))
+    minutes = services.monitoring.use_between(since, utcnow() + timedelta(minutes=1))
     assert not any(minute.error or minute.strangers for minute in minutes)
     found: dict[str, int] = {}
     for minute in minutes:

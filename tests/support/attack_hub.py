@@ -18,10 +18,10 @@ from tornado import web
 from tornado.routing import PathMatches
 
 from gpuspawner.db import schema as db_schema
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 from gpuspawner.web.app import make_app
 from tests.support import images
-from tests.support.brokers import make_broker
+from tests.support.brokers import make_services
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.hub import NAVIGATION
@@ -160,13 +160,13 @@ class AttackHub(GPUHub):
         self.wait_server(THIEF)
         self.wait_server(VICTIM)
         assert self.spawn(VICTIM, {"environment": "small", "gpus": 1}, "second").ok
-        broker = make_broker(database_url=self.database_url)
+        services = make_services(database_url=self.database_url)
         try:
-            [lease] = broker.leases_of(f"member:{VICTIM}")
+            [lease] = services.leases.of_account(f"member:{VICTIM}")
             self.lease = lease.id
-            self.transfer = broker.reports.statement_page(f"member:{VICTIM}").entries[0].transfer
+            self.transfer = services.reports.statement_page(f"member:{VICTIM}").entries[0].transfer
         finally:
-            broker.store.close()
+            services.store.close()
         [waiting] = self.service("GET", "api/queue", VICTIM).json()["tickets"]
         self.ticket = waiting["id"]
 
@@ -249,7 +249,7 @@ def doors(things: Mapping[str, str]) -> Iterator[Door]:
     ``things``: the id of something by the word that is before it in a path.
     """
     auth = cast(HubOAuth, SimpleNamespace(base_url="/services/gpu/"))
-    for rule in make_app(cast(Broker, None), hub_auth=auth).wildcard_router.rules:
+    for rule in make_app(cast(Services, None), hub_auth=auth).wildcard_router.rules:
         assert isinstance(rule.matcher, PathMatches)
         pattern = rule.matcher.regex
         handler = rule.target

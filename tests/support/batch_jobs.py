@@ -15,11 +15,11 @@ from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.queue import repository as queue_repository
 from gpuspawner.queue.models import Ticket
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 from gpuspawner.slurm import repository as slurm_repository
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
 from gpuspawner.slurm.jobs import JobRun
-from tests.support.brokers import T0, Clock, open_broker, problems
+from tests.support.brokers import T0, Clock, open_services, problems
 
 GIB = 2**30
 A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
@@ -51,31 +51,31 @@ HOURS = 10 * JOBS + 2
 """After which all of these have ended."""
 
 
-def open_books(url: str, clock: Clock, **settings: Any) -> Broker:
-    """A broker at these rates whose cluster was looked at for the first time at its clock's now."""
-    broker = open_broker(url, clock, gpu_rates=RATES, opening_grant=100, **settings)
-    broker.job_billing.debit(CLUSTER, [])
-    return broker
+def open_books(url: str, clock: Clock, **settings: Any) -> Services:
+    """Services at these rates whose cluster was looked at for the first time at its clock's now."""
+    services = open_services(url, clock, gpu_rates=RATES, opening_grant=100, **settings)
+    services.job_billing.debit(CLUSTER, [])
+    return services
 
 
 @contextmanager
-def a_day_later(url: str) -> Iterator[Broker]:
-    """Such a broker, with an account for ``anna``, ``LATER`` than its first look at T0; whatever
+def a_day_later(url: str) -> Iterator[Services]:
+    """Such services, with an account for ``anna``, ``LATER`` than its first look at T0; whatever
     is done with it must leave its books in order."""
     clock = Clock()
-    broker = open_books(url, clock)
-    broker.ledger.open_account("anna")
+    services = open_books(url, clock)
+    services.ledger.open_account("anna")
     clock.now = T0 + LATER
-    yield broker
-    findings, _ = broker.audit()
+    yield services
+    findings, _ = services.audit.check()
     assert [finding.problem for finding in findings if finding.problem] == []
-    assert problems(broker.store) == []
-    broker.store.close()
+    assert problems(services.store) == []
+    services.store.close()
 
 
-def look_since(broker: Broker, moment: datetime) -> None:
-    """Let the broker have looked at the cluster for the first time then."""
-    with broker.store.write() as connection:
+def look_since(services: Services, moment: datetime) -> None:
+    """Let the services have looked at the cluster for the first time then."""
+    with services.store.write() as connection:
         slurm_repository.marks(connection, CLUSTER.name, moment)
 
 
@@ -115,23 +115,27 @@ def many(hours: int) -> list[JobRun]:
 
 def debit_until_killed(ready: Connection, url: str) -> None:
     """Charge for them as time goes on, all over again, for ever."""
-    broker = open_broker(url, Clock(T0 + timedelta(days=30)), gpu_rates=RATES, opening_grant=100)
+    services = open_services(
+        url, Clock(T0 + timedelta(days=30)), gpu_rates=RATES, opening_grant=100
+    )
     ready.send("working")
     while True:
         for hours in range(HOURS):
-            broker.job_billing.debit(CLUSTER, many(hours))
+            services.job_billing.debit(CLUSTER, many(hours))
 
 
 def debit_together(gate: Barrier, url: str) -> int:
     """Charge for all of them at the same moment as others; how much this one did."""
-    broker = open_broker(url, Clock(T0 + timedelta(days=30)), gpu_rates=RATES, opening_grant=100)
+    services = open_services(
+        url, Clock(T0 + timedelta(days=30)), gpu_rates=RATES, opening_grant=100
+    )
     gate.wait(120)
-    amount = broker.job_billing.debit(CLUSTER, many(HOURS)).amount
-    broker.store.close()
+    amount = services.job_billing.debit(CLUSTER, many(HOURS)).amount
+    services.store.close()
     return amount
 
 
-def wait_in_line(broker: Broker, name: str, user: str = "anna", **fields: Any) -> Ticket:
+def wait_in_line(services: Services, name: str, user: str = "anna", **fields: Any) -> Ticket:
     """A ticket that waits since T0, for a server of its own name."""
     ticket = Ticket(
         id=name,
@@ -142,12 +146,12 @@ def wait_in_line(broker: Broker, name: str, user: str = "anna", **fields: Any) -
         created_at=T0,
         **fields,
     )
-    with broker.store.write() as connection:
+    with services.store.write() as connection:
         queue_repository.insert_ticket(connection, ticket)
     return ticket
 
 
-def open_group(broker: Broker, name: str) -> None:
+def open_group(services: Services, name: str) -> None:
     """A group's account, with nothing in it."""
-    with broker.store.write() as connection:
+    with services.store.write() as connection:
         ledger_repository.open_account(connection, f"group:{name}", T0)

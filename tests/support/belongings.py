@@ -14,20 +14,19 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.db.schema import batch_jobs, metadata
 from gpuspawner.devices import closures
 from gpuspawner.devices.closures import Closure
-from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger import totals
 from gpuspawner.members import repository as members_repository
 from gpuspawner.members.repository import RosterEntry
 from gpuspawner.notifications.models import Notice, NoticeKind
 from gpuspawner.notifications.repository import ChannelChoice
-from gpuspawner.queue.service import Terms
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 from gpuspawner.slurm import repository as slurm_repository
 from gpuspawner.storage import directories
 from gpuspawner.storage import repository as storage_repository
 from gpuspawner.storage.repository import Workspace
-from tests.support.brokers import Clock, open_broker, running
+from tests.support.brokers import Clock, open_services, running
 
 OPENING = 10
 """Credits of a new account."""
@@ -35,24 +34,24 @@ OPENING = 10
 JOB_COST = MICRO // 4
 
 
-def broker_of(url: str, clock: Clock) -> Broker:
+def services_of(url: str, clock: Clock) -> Services:
     """Four devices at 4 credits an hour; members may have shared folders."""
     settings = {"gpu_rates": {"*": 4}, "opening_grant": OPENING, "folder_source": "folder-{id}"}
-    return open_broker(url, clock, **settings)
+    return open_services(url, clock, **settings)
 
 
-def give_everything(broker: Broker, user: str, sources: list[str]) -> None:
+def give_everything(services: Services, user: str, sources: list[str]) -> None:
     """Make rows of every kind that name this member, whose workspaces these are."""
-    clock, account = Clock.of(broker), f"member:{user}"
-    broker.members.membership_returned("friend", actor="hub")
-    broker.members.membership_returned(user, actor="hub", by_roster=True)
-    broker.ledger.open_account(user)
-    broker.ledger.open_group_account("lab", actor="root")
-    broker.ledger.grant(
+    clock, account = Clock.of(services), f"member:{user}"
+    services.members.membership_returned("friend", actor="hub")
+    services.members.membership_returned(user, actor="hub", by_roster=True)
+    services.ledger.open_account(user)
+    services.ledger.open_group_account("lab", actor="root")
+    services.ledger.grant(
         account, MICRO, actor="root", reason="prize", until=clock.now + timedelta(days=9)
     )
-    broker.ledger.open_account("friend")
-    refill = broker.refills.plan_refill(
+    services.ledger.open_account("friend")
+    refill = services.refills.plan_refill(
         "FREQ=DAILY",
         amount=MICRO,
         starts_at=clock.now,
@@ -60,24 +59,24 @@ def give_everything(broker: Broker, user: str, sources: list[str]) -> None:
         actor="root",
         reason="term",
     )
-    broker.refills.add_refill(refill)
+    services.refills.add_refill(refill)
     clock.forward(hours=1)
-    broker.refills.give_refill(refill.id)
+    services.refills.give_refill(refill.id)
     for minutes in (30, 7):
-        lease = running(broker, user)
+        lease = running(services, user)
         clock.forward(minutes=minutes)
-        broker.ledger.charge_all()
+        services.ledger.charge_all()
         clock.forward(seconds=20)
-        broker.release(lease.id, ended_at=clock.now, reason="stopped")
-    broker.ledger.refund(lease.id, MICRO // 100, actor="root", reason="a broken fan")
-    broker.store.run(totals.add_up, write=True)
-    everyone = [running(broker, f"other{number}") for number in range(4)]
+        services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    services.ledger.refund(lease.id, MICRO // 100, actor="root", reason="a broken fan")
+    services.store.run(totals.add_up, write=True)
+    everyone = [running(services, f"other{number}") for number in range(4)]
     terms = Terms(wait=True)
-    ticket = broker.ask(ServerRef(user), Request(devices=1), engine="docker", terms=terms)
-    broker.end_ticket(ticket.id, "cancelled", "stopped")
+    ticket = services.queue.ask(ServerRef(user), Request(devices=1), engine="docker", terms=terms)
+    services.queue.end_ticket(ticket.id, "cancelled", "stopped")
     for each in everyone:
-        broker.release(each.id, ended_at=clock.now, reason="stopped")
-    broker.notifications.add_notice(
+        services.leases.release(each.id, ended_at=clock.now, reason="stopped")
+    services.notifications.add_notice(
         Notice(
             key=f"hello:{user}",
             user=user,
@@ -87,16 +86,16 @@ def give_everything(broker: Broker, user: str, sources: list[str]) -> None:
             at=clock.now,
         )
     )
-    broker.notifications.choose(
+    services.notifications.choose(
         user, [ChannelChoice("mail", "me@example.org", frozenset({NoticeKind.TURN}))]
     )
-    mine = broker.shared_folders.make_folder("ours", actor=user)
-    broker.shared_folders.invite(mine.id, "friend", write=True, actor=user)
-    theirs = broker.shared_folders.make_folder("theirs", actor="friend")
-    broker.shared_folders.invite(theirs.id, user, write=False, actor="friend")
-    broker.shared_folders.accept(theirs.id, actor=user)
-    uuid = broker.look().devices[3].uuid
-    with broker.store.write() as connection:
+    mine = services.shared_folders.make_folder("ours", actor=user)
+    services.shared_folders.invite(mine.id, "friend", write=True, actor=user)
+    theirs = services.shared_folders.make_folder("theirs", actor="friend")
+    services.shared_folders.invite(theirs.id, user, write=False, actor="friend")
+    services.shared_folders.accept(theirs.id, actor=user)
+    uuid = services.devices.look().devices[3].uuid
+    with services.store.write() as connection:
         ledger_repository.put_payer(connection, user, account, clock.now)
         slurm_repository.put_groups(connection, {user: ["lab"]}, clock.now)
         members_repository.put_roster(connection, [RosterEntry(user.lower(), "ml")], clock.now)
@@ -124,10 +123,10 @@ def give_everything(broker: Broker, user: str, sources: list[str]) -> None:
                 storage_repository.give_project(connection, source)
 
 
-def columns_with(broker: Broker, word: str) -> set[str]:
+def columns_with(services: Services, word: str) -> set[str]:
     """The columns of text, as ``table.column``, in which this word is somewhere."""
     found = set()
-    with broker.store.read() as connection:
+    with services.store.read() as connection:
         for table in metadata.sorted_tables:
             for column in table.columns:
                 if isinstance(column.type, sa.Text):
@@ -152,7 +151,7 @@ def rename_and_die(
     was not killed.
     """
     steps = 0
-    broker = broker_of(url, clock)
+    services = services_of(url, clock)
 
     def step(what: str = "") -> None:
         nonlocal steps
@@ -160,15 +159,15 @@ def rename_and_die(
         if steps == at or (isinstance(at, str) and what.startswith(at)):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    @sa.event.listens_for(broker.store.write_engine, "before_cursor_execute")
+    @sa.event.listens_for(services.store.write_engine, "before_cursor_execute")
     def statement(_connection: object, _cursor: object, sql: str, *_: object) -> None:
         step(sql)
 
-    @sa.event.listens_for(broker.store.write_engine, "commit")
+    @sa.event.listens_for(services.store.write_engine, "commit")
     def commit(*_: object) -> None:
         step("COMMIT")
 
     sys.addaudithook(lambda event, _: step() if event in ("os.rename", "os.mkdir") else None)
     move = lambda: directories.move(paths)  # noqa: E731
-    broker.renames.rename_member(*names, actor="root", sources=paths, move=move)
+    services.renames.rename_member(*names, actor="root", sources=paths, move=move)
     said.send(steps)

@@ -21,15 +21,18 @@ from gpuspawner.ledger.checks import Books, PostingRow, check_all
 from gpuspawner.ledger.models import Account, TransferKind
 from gpuspawner.ledger.settings import GPUCredits
 from gpuspawner.queue.settings import GPUQueue
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 from gpuspawner.settings import GPUDevices
 
 T0 = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
 """When simulated clocks begin."""
 
+Make = Callable[..., Services]
+"""Opens services with these settings on the test's database."""
+
 
 class Clock:
-    """A broker's clock that stands still until the test moves it."""
+    """Services's clock that stands still until the test moves it."""
 
     def __init__(self, now: datetime = T0) -> None:
         self.now = now
@@ -38,10 +41,10 @@ class Clock:
         return self.now
 
     @classmethod
-    def of(cls, broker: Broker) -> Clock:
-        """The one that a broker goes by."""
-        assert isinstance(broker.clock, cls)
-        return broker.clock
+    def of(cls, services: Services) -> Clock:
+        """The one that services goes by."""
+        assert isinstance(services.clock, cls)
+        return services.clock
 
     def forward(self, **time: float) -> datetime:
         """Move on by ``timedelta(**time)``, and say what time it is then."""
@@ -93,34 +96,40 @@ def config_of(**settings: Any) -> Config:
     return config
 
 
-def make_broker(clock: Callable[[], datetime] | None = None, **settings: Any) -> Broker:
-    """A broker with these settings. Close its store."""
-    return Broker(config_of(**settings), clock=clock)
+def make_services(clock: Callable[[], datetime] | None = None, **settings: Any) -> Services:
+    """Services with these settings. Close its store."""
+    return Services(config_of(**settings), clock=clock)
 
 
-def open_broker(url: str, clock: Callable[[], datetime] | None = None, **settings: Any) -> Broker:
-    """A broker of four simulated A100s. Close its store."""
+def open_services(
+    url: str, clock: Callable[[], datetime] | None = None, **settings: Any
+) -> Services:
+    """Services of four simulated A100s. Close its store."""
     settings.setdefault("device_source", "simulated:4xA100-80GB")
-    return make_broker(clock, database_url=url, **settings)
+    return make_services(clock, database_url=url, **settings)
 
 
-def fleet(broker: Broker) -> SimulatedDevices:
-    """The broker's devices, to fail, occupy and restore."""
-    source = broker.watch.source
+def fleet(services: Services) -> SimulatedDevices:
+    """The services' devices, to fail, occupy and restore."""
+    source = services.watch.source
     assert isinstance(source, SimulatedDevices)
     return source
 
 
-def acquire(broker: Broker, user: str, devices: int = 1, server: str = "", **wants: Any) -> Lease:
+def acquire(
+    services: Services, user: str, devices: int = 1, server: str = "", **wants: Any
+) -> Lease:
     """A lease for a server of this member on the Docker Engine."""
     request = Request(devices=devices, environment="pytorch", **wants)
-    return broker.acquire(ServerRef(user, server), request, engine="docker")
+    return services.leases.grant(ServerRef(user, server), request, engine="docker")
 
 
-def running(broker: Broker, user: str, devices: int = 1, server: str = "", **wants: Any) -> Lease:
+def running(
+    services: Services, user: str, devices: int = 1, server: str = "", **wants: Any
+) -> Lease:
     """The same for a server that answered."""
-    lease = acquire(broker, user, devices, server, **wants)
-    return broker.confirm(lease.id, f"container-{lease.id}")
+    lease = acquire(services, user, devices, server, **wants)
+    return services.leases.confirm(lease.id, f"container-{lease.id}")
 
 
 def books(store: Store, failed: Collection[str] = ()) -> Books:
@@ -179,13 +188,19 @@ def _problems(store: Store, failed: Collection[str]) -> list[str]:
     return found
 
 
+def broken_invariants(services: Services) -> dict[str, str]:
+    """What ``gpuspawner audit`` finds: a sentence by the name of each invariant that is broken."""
+    findings, _ = services.audit.check()
+    return {finding.name: finding.problem for finding in findings if finding.problem}
+
+
 def _twice(what: str, names: list[Any]) -> list[str]:
     return [f"{what} {name} is leased {n} times." for name, n in Counter(names).items() if n > 1]
 
 
-def credits_of(broker: Broker, user: str = "anna") -> float:
-    return broker.ledger.member(user).balance / MICRO
+def credits_of(services: Services, user: str = "anna") -> float:
+    return services.ledger.member(user).balance / MICRO
 
 
-def states(broker: Broker) -> list[str]:
-    return [view.state for view in broker.overview().devices]
+def states(services: Services) -> list[str]:
+    return [view.state for view in services.monitoring.overview().devices]

@@ -1,4 +1,4 @@
-"""The command line as a process, in a hub's working directory, with the hub's broker."""
+"""The command line as a process, in a hub's working directory, with the hub's services."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuspawner.leases.models import Lease, Request, ServerRef
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO
 
@@ -47,8 +47,8 @@ class Command:
 
 
 def grant(
-    broker: Broker, server: ServerRef, engine: str = "local", ref: str = "", **request: Any
+    services: Services, server: ServerRef, engine: str = "local", ref: str = "", **request: Any
 ) -> Lease:
     """A lease whose server is up."""
-    lease = broker.acquire(server, Request(**request), engine=engine)
-    return broker.confirm(lease.id, ref)
+    lease = services.leases.grant(server, Request(**request), engine=engine)
+    return services.leases.confirm(lease.id, ref)

@@ -21,7 +21,7 @@ from gpuspawner.leases import repository as leases_repository
 from gpuspawner.leases.models import Lease, LeaseState, Slot
 from gpuspawner.ledger.models import member_account
 from tests.support.engine import PrivateEngine
-from tests.support.hub import NAVIGATION, HubProcess
+from tests.support.hub import HubProcess
 from tests.support.images import INSTANT
 from tests.support.processes import wait_for
 
@@ -98,7 +98,6 @@ class GPUHub(HubProcess):
             **kwargs,
         )
         self._database = sa.create_engine(self.database_url, poolclass=sa.NullPool)
-        self._sessions: dict[str, requests.Session] = {}
 
     def start(self, timeout: float = 60.0) -> None:
         """As a hub starts, after the engine heard which devices there are."""
@@ -169,11 +168,12 @@ class GPUHub(HubProcess):
         return self.get(user, "devices", server).text.split()
 
     def browser_of(self, user: str) -> requests.Session:
-        """The session of a member who signed in by the form; one for each member."""
-        if user not in self._sessions:
-            self._sessions[user] = self.login(user)
+        """The same, of a member whose account is open."""
+        known = user in self._browsers
+        session = super().browser_of(user)
+        if not known:
             self.open_page(user, "/hub/spawn")  # the first visit opens the account
-        return self._sessions[user]
+        return session
 
     def send_form(self, user: str, fields: Mapping[str, Any]) -> requests.Response:
         """Open the spawn form as this member and send it with these fields."""
@@ -182,11 +182,6 @@ class GPUHub(HubProcess):
     def send_refused_form(self, user: str, fields: Mapping[str, Any]) -> requests.Response:
         """The same, of what nothing comes."""
         return refused_in_time(lambda: self.send_form(user, fields))
-
-    def open_page(self, user: str, path: str, **query: Any) -> requests.Response:
-        """Go to a page as this member, as by a link."""
-        url = f"{self.url}/{path.lstrip('/')}"
-        return self.browser_of(user).get(url, params=query, headers=NAVIGATION, timeout=60)
 
 
 def refused_in_time(ask: Callable[[], requests.Response]) -> requests.Response:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -99,6 +100,7 @@ class HubProcess:
         self._proxy_token = uuid.uuid4().hex
         self._cookie_secret = os.urandom(32).hex()
         self._hub: subprocess.Popen[bytes] | Forked | None = None
+        self._browsers: dict[str, requests.Session] = {}
         self._proxy: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> HubProcess:
@@ -231,6 +233,17 @@ class HubProcess:
             raise PermissionError(f"{user} was not signed in: {answer.status_code} {answer.text}")
         return session
 
+    def browser_of(self, user: str) -> requests.Session:
+        """The session of a member who signed in by the form; one for each member."""
+        if user not in self._browsers:
+            self._browsers[user] = self.login(user)
+        return self._browsers[user]
+
+    def open_page(self, user: str, path: str, **query: Any) -> requests.Response:
+        """Go to a page as this member, as by a link."""
+        url = f"{self.url}/{path.lstrip('/')}"
+        return self.browser_of(user).get(url, params=query, headers=NAVIGATION, timeout=60)
+
     def post_form(
         self, session: requests.Session, path: str, data: Mapping[str, Any], page: str = ""
     ) -> requests.Response:
@@ -296,18 +309,40 @@ class HubProcess:
     def progress(self, user: str, server: str = "", timeout: float = 60.0) -> list[dict[str, Any]]:
         """The events of a spawn, up to the one that says ready or failed."""
         events = []
-        path = f"{self._path(user, server)}/progress"
         end = time.monotonic() + timeout
+        for event in self.events(user, server, timeout):
+            events.append(event)
+            if event.get("ready") or event.get("failed"):
+                break
+            if time.monotonic() > end:
+                raise TimeoutError(f"the spawn went on for {timeout:.0f} s: {events}")
+        return events
+
+    def events(
+        self, user: str, server: str = "", timeout: float = 60.0
+    ) -> Iterator[dict[str, Any]]:
+        """What the page of a pending spawn is told, as it comes."""
+        path = f"{self._path(user, server)}/progress"
         with self.api("GET", path, stream=True, timeout=timeout) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
                 if line.startswith(b"data: "):
-                    events.append(json.loads(line[6:]))
-                    if events[-1].get("ready") or events[-1].get("failed"):
-                        break
-                if time.monotonic() > end:
-                    raise TimeoutError(f"the spawn went on for {timeout:.0f} s: {events}")
-        return events
+                    yield json.loads(line[6:])
+
+    def ask_and_go(
+        self, method: str, user: str, options: Mapping[str, Any] | None = None
+    ) -> threading.Thread:
+        """Ask for the start ("POST") or the end ("DELETE") of a member's server without waiting
+        for the answer: the hub may die first."""
+        self.api("POST", f"users/{user}")
+
+        def ask() -> None:
+            with contextlib.suppress(requests.RequestException):
+                self.api(method, f"users/{user}/server", json=options)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        return thread
 
     def stop_server(self, user: str, server: str = "", timeout: float = 60.0) -> None:
         """Stop a server and wait until the hub has let go of it."""
@@ -327,6 +362,12 @@ class HubProcess:
         url = f"{self.server_url(user, server)}/{path.lstrip('/')}"
         headers = {"Authorization": f"token {token}"}
         return requests.get(url, headers=headers, **{"timeout": 30, **kwargs})
+
+    def call(self, user: str, method: str, path: str, **kwargs: Any) -> requests.Response:
+        """Call the API of our service as a script with this member's token does."""
+        headers = {"Authorization": f"token {self.user_token(user)}"}
+        url = f"{self.url}/services/gpu/api/{path}"
+        return requests.request(method, url, headers=headers, **{"timeout": 120, **kwargs})
 
     def server_url(self, user: str, server: str = "") -> str:
         """Where a server is reached through the proxy, without a slash at the end."""

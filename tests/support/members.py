@@ -12,8 +12,8 @@ from tornado import web
 from traitlets.config import Config
 
 from gpuspawner.auth import MemberMixin, MemberOAuthenticator
-from gpuspawner.services import Broker
-from tests.support.brokers import make_broker
+from gpuspawner.services import Services
+from tests.support.brokers import make_services
 
 GROUPS: dict[str, Any] = {"manage_groups": True, "allowed_groups": {"ml-course"}}
 ADA: dict[str, Any] = {"name": "ada"}
@@ -54,17 +54,17 @@ class Claims(MemberOAuthenticator):
         return dict(self.claims)
 
 
-def open_broker(folder: Path, migrated_file: Path) -> Broker:
-    """A broker on a database file of its own, ``store.sqlite``. Close its store."""
-    return make_broker(
+def open_services(folder: Path, migrated_file: Path) -> Services:
+    """Services on a database file of its own, ``store.sqlite``. Close its store."""
+    return make_services(
         database_url=f"sqlite:///{shutil.copy(migrated_file, folder / 'store.sqlite')}",
         device_source="simulated:1xT4",
         opening_grant=OPENING_GRANT,
     )
 
 
-def accounts(broker: Broker) -> dict[str, int]:
-    return {account.name: account.balance for account in broker.ledger.accounts()}
+def accounts(services: Services) -> dict[str, int]:
+    return {account.name: account.balance for account in services.ledger.accounts()}
 
 
 def make(kind: type[MemberMixin], settings: dict[str, Any], **kwargs: Any) -> MemberMixin:

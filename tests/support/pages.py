@@ -1,25 +1,49 @@
-"""Reading the service's pages: their words, their pictures, and pages of a test's own."""
+"""The pages: their words, pictures and accessibility, signing in, and pages of a test's own."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import requests
 from jupyterhub.services.auth import HubOAuth
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, ViewportSize
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 from gpuspawner.web import app as web_app
+from tests.support import axe
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, ADMIN_PASSWORD, USER_PASSWORD, HubProcess
 from tests.support.paying_hub import PayingHub
+
+WIDE = ViewportSize(width=1280, height=800)
+PHONE = ViewportSize(width=360, height=740)
+LARGE_PHONE = ViewportSize(width=390, height=844)
+"""For pages of JupyterHub's own, such as its sign-in, which do not fit on a smaller one."""
+
+ACROSS = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+"""Pixels by which a page is wider than its window."""
+DRAWN = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+"""What is laid out anew after a change of size has been drawn."""
+OUTSIDE = """
+[...document.querySelectorAll("dd")].filter(cell => {
+    const text = document.createRange()
+    text.selectNodeContents(cell)
+    return text.getBoundingClientRect().right > cell.getBoundingClientRect().right + 1
+}).map(cell => cell.innerText)
+"""
+"""What sticks out of its place in a list."""
+UNNAMED = """
+[...document.querySelectorAll("input:not([type=hidden]), select")].filter(e => !e.labels.length)
+    .map(e => e.outerHTML)
+"""
+"""Fields without a label."""
 
 
 def words(answer: requests.Response) -> str:
@@ -35,7 +59,9 @@ def ask(hub: PayingHub, user: str, url: str) -> requests.Response:
 
 
 @contextmanager
-def served(hub: PayingHub, broker: Broker, *, api_url: str = "", **settings: Any) -> Iterator[str]:
+def served(
+    hub: PayingHub, services: Services, *, api_url: str = "", **settings: Any
+) -> Iterator[str]:
     """Serve the pages from this process, with these settings of theirs; the Hub still says who
     asks."""
     auth = HubOAuth(
@@ -51,7 +77,7 @@ def served(hub: PayingHub, broker: Broker, *, api_url: str = "", **settings: Any
 
     async def listen() -> HTTPServer:
         server = web_app.make_server(
-            web_app.make_app(broker, hub_auth=auth, warn_minutes=[30], **settings)
+            web_app.make_app(services, hub_auth=auth, warn_minutes=[30], **settings)
         )
         server.add_socket(listening)
         return server
@@ -77,9 +103,63 @@ def picture(browser: Browser, hub: PayingHub, url: str, name: str, size: Any) ->
     context.close()
 
 
-def sign_in(page: Page, hub: HubProcess, user: str, path: str) -> None:
-    page.goto(f"{hub.url}/services/gpu/{path}")
+def send_sign_in(page: Page, user: str) -> None:
+    """Fill in and send the form for signing in that the page shows."""
     page.fill("input[name=username]", user)
     page.fill("input[name=password]", ADMIN_PASSWORD if user == ADMIN else USER_PASSWORD)
     page.click("[type=submit]")
+
+
+def sign_in(page: Page, hub: HubProcess, user: str, path: str) -> None:
+    """Go to a page of the service, and sign in on the way."""
+    page.goto(f"{hub.url}/services/gpu/{path}")
+    send_sign_in(page, user)
     page.wait_for_url(f"{hub.url}/services/gpu/{path}")
+
+
+def look_over(page: Page, name: str, *rules: str, accessible: bool = True) -> None:
+    """Keep pictures of the page as on a desk and as on a phone. Nothing sticks out, and axe-core
+    finds nothing serious, nor what these rules of it forbid."""
+    phone = PHONE if "/services/gpu/" in page.url else LARGE_PHONE
+    for size, suffix in ((WIDE, "wide"), (phone, "phone")):
+        page.set_viewport_size(size)
+        page.evaluate(DRAWN)
+        screenshot(page, f"{name}-{suffix}")
+        assert page.evaluate(ACROSS) <= 0, f"{name}: wider than its window on {suffix}"
+        if accessible:
+            troubles = axe.troubles(page, *rules)
+            assert troubles == [], f"{name} on {suffix}: {troubles}"
+    page.set_viewport_size(WIDE)
+
+
+def look_over_all(
+    browser: Browser,
+    hub: PayingHub,
+    user: str,
+    paths: Mapping[str, str],
+    also: Callable[[Page], None] = lambda page: None,
+    *,
+    accessible: bool = True,
+) -> None:
+    """Look over pages of the service as this member; ``paths`` by the name of their pictures.
+
+    No script complains, nothing comes from elsewhere, fields and tables are named. ``also`` is
+    called while each page is open.
+    """
+    page = browser.new_context(viewport=WIDE).new_page()
+    asked: list[str] = []
+    noise: list[str] = []
+    sign_in(page, hub, user, "")
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: noise.append(message.text))
+    for name, path in paths.items():
+        page.goto(f"{hub.url}/services/gpu/{path}")
+        assert page.locator("h1").count() == 1, path
+        assert page.locator("table th:not([scope])").count() == 0, path
+        assert page.evaluate(UNNAMED) == [], path
+        look_over(page, name, "landmark-unique", accessible=accessible)
+        assert page.evaluate(OUTSIDE) == [], f"{path}: what is side by side touches"
+        also(page)
+        assert noise == [], path
+        assert all(url.startswith(f"{hub.url}/services/gpu/") for url in asked), asked
+    page.context.close()

@@ -25,6 +25,9 @@ FIXTURES = {
 }
 """Each part, and the fixtures that declare it."""
 
+each_database = pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
+"""For a test of what only a database decides: queries, constraints, locks, races."""
+
 NOT_QUICK = FIXTURES.keys() - {"quick_hub"}
 """``make quick`` runs what uses none of these: of hubs, the one that starts in ten seconds."""
 

@@ -12,8 +12,11 @@ import psutil
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuspawner.leases.models import Lease, ServerRef
-from tests.support.brokers import make_broker
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.ledger.models import member_account
+from gpuspawner.notifications.models import NoticeKind
+from tests.support.brokers import make_services
 from tests.support.hub import ADMIN, NAVIGATION, HubProcess
 from tests.support.processes import REPO, alive, environment_of, free_port, wait_for
 
@@ -70,10 +73,9 @@ class PayingHub(HubProcess):
         )
         super().__init__(folder, text, **kwargs)
         self.has_service = True
-        self.broker = make_broker(
+        self.services = make_services(
             database_url=self.database_url, device_source=FLEET, refresh_seconds=0.1
         )
-        self._browsers: dict[str, requests.Session] = {}
         self._metrics_token = ""
 
     def start(self, timeout: float = 60.0) -> None:
@@ -84,7 +86,7 @@ class PayingHub(HubProcess):
 
     def stop(self) -> None:
         super().stop()
-        self.broker.store.close()
+        self.services.store.close()
 
     def wait_pages(self, timeout: float = 45.0) -> None:
         """Wait until the service answers through the proxy."""
@@ -96,23 +98,53 @@ class PayingHub(HubProcess):
         answer = self.spawn(user, options, server)
         assert answer.ok, answer.text
         self.wait_server(user, server)
-        lease = self.broker.lease_of(ServerRef(user, server))
+        lease = self.services.leases.of_server(ServerRef(user, server))
         assert lease is not None
         return lease
 
+    def start_with(self, credits: int, user: str, server: str = "", **options: Any) -> Lease:
+        """The same for a member who has so many credits."""
+        self.services.ledger.open_account(user)
+        self.set_balance(user, credits)
+        return self.start_server(user, server, **options)
+
+    def set_balance(self, user: str, credits: int) -> None:
+        """Give a member credits or take some, so that these are left."""
+        account = member_account(user)
+        change = credits * MICRO - self.services.ledger.account(account).balance
+        self.services.ledger.grant(account, change, actor="kim", reason="a test")
+
+    def wait_end(self, lease: Lease, timeout: float = 60.0) -> Lease:
+        """Wait until the lease has ended, and return what it came to."""
+
+        def look() -> Lease | None:
+            now = self.services.leases.get(lease.id)
+            return now if now.state is LeaseState.ENDED else None
+
+        return wait_for(look, f"the end of {lease.server}'s lease", timeout=timeout)
+
+    def told(self, user: str, *kinds: NoticeKind) -> list[str]:
+        """The titles of what a member was told, or of these kinds of it; newest first."""
+        notices = self.services.notifications.notices_of(user)
+        return [notice.title for notice in notices if notice.kind in kinds or not kinds]
+
     def page(self, user: str, path: str = "", **kwargs: Any) -> requests.Response:
         """A page of the service, as this member's browser gets it."""
-        if user not in self._browsers:
-            self._browsers[user] = self.login(user)
         url = f"{self.url}/services/gpu/{path}"
         kwargs = {"headers": NAVIGATION, "timeout": 30, **kwargs}
-        return self._browsers[user].get(url, **kwargs)
+        return self.browser_of(user).get(url, **kwargs)
+
+    def send(self, user: str, path: str, **fields: str) -> requests.Response:
+        """Send a form of the service's pages as this member's browser does; redirects followed."""
+        self.page(user).raise_for_status()  # which brings the proof that a page of ours was open
+        session = self.browser_of(user)
+        data = {"_xsrf": session.cookies.get("_xsrf", path="/services/gpu/"), **fields}
+        url = f"{self.url}/services/gpu/{path}"
+        return session.post(url, data=data, headers=NAVIGATION, timeout=120)
 
     def json(self, user: str, path: str) -> requests.Response:
         """The service's JSON, as a script with this member's token gets it."""
-        headers = {"Authorization": f"token {self.user_token(user)}"}
-        url = f"{self.url}/services/gpu/api/{path}"
-        return requests.get(url, headers=headers, timeout=120)
+        return self.call(user, "GET", path)
 
     def service(self, name: str = "gpu") -> psutil.Process | None:
         """The process of a managed service, when it runs."""

@@ -13,8 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import psycopg2
+import psycopg
 
 from tests.support import parts, processes
 from tests.support.brokers import make_tables
@@ -145,7 +146,7 @@ class PrivatePostgres:
         connection.close()
 
     def _url(self, name: str) -> str:
-        return f"postgresql+psycopg2://postgres@127.0.0.1:{self.port}/{name}"
+        return f"postgresql+psycopg://postgres@127.0.0.1:{self.port}/{name}"
 
     def _initialise(self) -> None:
         self.port = free_port()
@@ -178,8 +179,8 @@ class PrivatePostgres:
         who = [f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
         return ["setpriv", *who, "--", *command]
 
-    def _connect(self) -> psycopg2.extensions.connection:
-        return psycopg2.connect(
+    def _connect(self) -> psycopg.Connection[tuple[Any, ...]]:
+        return psycopg.connect(
             host="127.0.0.1", port=self.port, user="postgres", dbname="postgres", connect_timeout=5
         )
 
@@ -195,7 +196,7 @@ class PrivatePostgres:
             raise RuntimeError(f"PostgreSQL ended at once:\n{self.log_text()}")
         try:
             self._connect().close()
-        except psycopg2.OperationalError:
+        except psycopg.OperationalError:
             return False
         return True
 

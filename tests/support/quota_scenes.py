@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gpuspawner.core.errors import QuotaUnavailable
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 from gpuspawner.storage.quotas import Quotas, measure, project_of
-from tests.support.brokers import open_broker
+from tests.support.brokers import open_services
 
 MB = 2**20
 MEMBER = 1000
@@ -37,19 +37,19 @@ def written(path: Path, size: int) -> tuple[int, str]:
     return count, why
 
 
-def workspace(broker: Broker, root: Path, user: str, quota: int) -> Path:
+def workspace(services: Services, root: Path, user: str, quota: int) -> Path:
     """A member's directory with a quota, as a start makes it."""
     mine = root / "work" / user
     mine.mkdir(parents=True, exist_ok=True)
     os.chown(mine, MEMBER, MEMBER)
-    broker.storage.use_workspace(str(mine), user, quota)
-    broker.storage.keep_quota(str(mine), quota)
+    services.storage.use_workspace(str(mine), user, quota)
+    services.storage.keep_quota(str(mine), quota)
     return mine
 
 
-def held(broker: Broker, user: str) -> dict[str, Any]:
-    """What the broker says of a member's files."""
-    [found] = broker.storage.files_of(user)
+def held(services: Services, user: str) -> dict[str, Any]:
+    """What the services say of a member's files."""
+    [found] = services.storage.files_of(user)
     assert found.use is not None
     return {"used": found.use.used, "limit": found.use.limit, "full": found.use.full}
 
@@ -69,20 +69,20 @@ def play(root: Path) -> dict[str, Any]:
     told: dict[str, Any] = {"problem": Quotas().problem(str(root / "work"))}
     told["elsewhere"] = Quotas().problem("/run")
     root.chmod(0o755)
-    broker = open_broker(f"sqlite:///{root}/gpuspawner.sqlite")
+    services = open_services(f"sqlite:///{root}/gpuspawner.sqlite")
 
-    anna = workspace(broker, root, "anna", 20 * MB)
+    anna = workspace(services, root, "anna", 20 * MB)
     told["stopped"] = written(anna / "large", 30 * MB)
-    told["full"] = held(broker, "anna")
-    bert = workspace(broker, root, "bert", 40 * MB)
+    told["full"] = held(services, "anna")
+    bert = workspace(services, root, "bert", 40 * MB)
     told["other"] = written(bert / "large", 30 * MB)
     (anna / "large").unlink()
-    told["cleaned"] = held(broker, "anna")
+    told["cleaned"] = held(services, "anna")
     told["again"] = written(anna / "folder-less", 10 * MB)
 
-    broker.storage.use_workspace(str(anna), "anna", 5 * MB)
-    broker.storage.keep_quota(str(anna), 5 * MB)
-    told["lowered"] = held(broker, "anna")
+    services.storage.use_workspace(str(anna), "anna", 5 * MB)
+    services.storage.keep_quota(str(anna), 5 * MB)
+    told["lowered"] = held(services, "anna")
     told["not a byte"] = written(anna / "more", MB)
     (anna / "folder-less").unlink()
     told["room again"] = written(anna / "more", MB)
@@ -95,8 +95,8 @@ def play(root: Path) -> dict[str, Any]:
     (carl / "deep" / "old").write_bytes(os.urandom(3 * MB))
     (carl / "out").symlink_to(outside)
     (carl / "deep" / "secret").symlink_to(outside / "secret")
-    workspace(broker, root, "carl", 8 * MB)
-    told["old files"] = held(broker, "carl")
+    workspace(services, root, "carl", 8 * MB)
+    told["old files"] = held(services, "carl")
     told["by looking"] = measure(str(carl))
     told["outside"] = project_of(str(outside))
     os.chown(outside, MEMBER, MEMBER)
@@ -104,7 +104,7 @@ def play(root: Path) -> dict[str, Any]:
 
     projects = {project_of(str(some)) for some in (anna, bert, carl)}
     told["projects"] = len(projects)
-    broker.storage.keep_quota(str(anna), None)
+    services.storage.keep_quota(str(anna), None)
     told["no limit"] = written(anna / "huge", 30 * MB)
     told["tampered"] = as_member(f"cd {bert}; mkdir t; xfs_io -c 'chproj 0' t; xfs_io -c lsproj t")
     inside = "mkdir u; xfs_io -c 'chproj 0' u; xfs_io -c lsproj u"
@@ -126,7 +126,7 @@ def play(root: Path) -> dict[str, Any]:
         told["not root"] = error.message
     finally:
         os.seteuid(0)
-    broker.store.close()
+    services.store.close()
     return told
 
 

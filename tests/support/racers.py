@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import signal
 import struct
 import time
 import traceback
@@ -15,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from gpuspawner.core.errors import GPUSpawnerError, NoDeviceFree
-from gpuspawner.services import Broker
-from tests.support.brokers import T0, acquire, open_broker
+from gpuspawner.services import Services
+from tests.support.brokers import T0, acquire, open_services
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 """Every racer is a process of its own, as hub, service and CLI are: forked from one that has done
@@ -70,6 +72,29 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
     return answer
 
 
+class Victim:
+    """A process in which ``work(ready, *arguments)`` goes on until it is killed.
+
+    ``work`` says through ``ready`` when it begins, and maybe after each round.
+    """
+
+    def __init__(self, work: Any, *arguments: Any) -> None:
+        self._ready, theirs = FORKSERVER.Pipe()
+        self._process = FORKSERVER.Process(target=work, args=(theirs, *arguments), daemon=True)
+        self._process.start()
+
+    def wait_round(self) -> None:
+        """Wait until it has begun, or has had one more round."""
+        assert self._ready.poll(60) and self._ready.recv()
+
+    def kill(self) -> None:
+        """Kill it where it is; it must have been alive up to now."""
+        assert self._process.pid is not None and self._process.is_alive()
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.join(timeout=120)
+        self._ready.close()
+
+
 def outcome(attempt: Callable[[], Any]) -> str:
     """``lease``, or the name of the refusal."""
     try:
@@ -84,13 +109,13 @@ def outcome(attempt: Callable[[], Any]) -> str:
 
 def many_ask(gate: Barrier, url: str, prefix: str, count: int) -> list[str]:
     """``count`` members ask for a device at once, on as many threads as a hub has."""
-    broker = open_broker(url)
-    broker.overview()
+    services = open_services(url)
+    services.monitoring.overview()
     gate.wait(120)
     users = [f"{prefix}-{number}" for number in range(count)]
-    asked = [broker.store.executor.submit(acquire, broker, user) for user in users]
+    asked = [services.store.executor.submit(acquire, services, user) for user in users]
     answers = [outcome(future.result) for future in asked]
-    broker.store.close()
+    services.store.close()
     return answers
 
 
@@ -98,21 +123,21 @@ def one_asks_again_and_again(
     gate: Barrier, url: str, user: str, server: str, rounds: int, settings: dict[str, Any]
 ) -> list[str]:
     """Ask in each round at the same moment as the others; who got it gives it back."""
-    broker = open_broker(url, **settings)
-    broker.ledger.open_account(user)
+    services = open_services(url, **settings)
+    services.ledger.open_account(user)
     answers = []
     for _ in range(rounds):
         gate.wait(120)
         try:
-            lease = acquire(broker, user, server=server)
+            lease = acquire(services, user, server=server)
             answers.append("lease")
         except GPUSpawnerError as error:
             answers.append(f"{type(error).__name__}: {error}")
             lease = None
         gate.wait(120)
         if lease:
-            broker.release(lease.id, reason="the next round")
-    broker.store.close()
+            services.leases.release(lease.id, reason="the next round")
+    services.store.close()
     return answers
 
 
@@ -142,64 +167,66 @@ class SharedClock:
         return T0 + timedelta(seconds=struct.unpack("d", self.path.read_bytes())[0])
 
 
-def fast_broker(url: str, began: float) -> Broker:
+def fast_services(url: str, began: float) -> Services:
     """Four devices at 4 credits an hour, on the fast clock."""
-    return paid_broker(url, FastClock(began))
+    return paid_services(url, FastClock(began))
 
 
-def paid_broker(url: str, clock: Callable[[], datetime]) -> Broker:
+def paid_services(url: str, clock: Callable[[], datetime]) -> Services:
     """Four devices at 4 credits an hour."""
-    return open_broker(url, clock=clock, gpu_rates={"*": 4}, opening_grant=10_000)
+    return open_services(url, clock=clock, gpu_rates={"*": 4}, opening_grant=10_000)
 
 
 def lives_of_a_server(
     gate: Barrier, url: str, began: float, user: str, server: str, count: int
 ) -> list[int]:
     """Start and stop a server ``count`` times; what each life cost, by its start and end."""
-    broker = fast_broker(url, began)
+    services = fast_services(url, began)
     gate.wait(120)
     costs = []
     for _ in range(count):
         try:
-            lease = acquire(broker, user, server=server)
+            lease = acquire(services, user, server=server)
         except NoDeviceFree:
             continue
-        broker.confirm(lease.id)
-        lease = broker.release(lease.id, ended_at=broker.clock(), reason="stopped")
+        services.leases.confirm(lease.id)
+        lease = services.leases.release(lease.id, ended_at=services.clock(), reason="stopped")
         assert lease.started_at and lease.ended_at
         micros = (lease.ended_at - lease.started_at) // timedelta(microseconds=1)
         costs.append(lease.rate * micros // 3_600_000_000)
-    broker.store.close()
+    services.store.close()
     return costs
 
 
 def charges(gate: Barrier, url: str, began: float, count: int) -> int:
     """Charge everybody ``count`` times; how many charges there were."""
-    broker = fast_broker(url, began)
+    services = fast_services(url, began)
     gate.wait(120)
-    charged = sum(broker.ledger.charge_all() for _ in range(count))
-    broker.store.close()
+    charged = sum(services.ledger.charge_all() for _ in range(count))
+    services.store.close()
     return charged
 
 
 def work_until_killed(ready: Connection, url: str, began: float, user: str) -> None:
     """Everything that writes, as fast as it goes, for ever; ``ready`` is told of each round."""
-    broker = fast_broker(url, began)
-    broker.ledger.open_account(user)
-    for leftover in broker.open_leases():
-        broker.release(leftover.id, ended_at=broker.clock(), reason="its hub was killed")
+    services = fast_services(url, began)
+    services.ledger.open_account(user)
+    for leftover in services.leases.open_leases():
+        services.leases.release(leftover.id, ended_at=services.clock(), reason="its hub was killed")
     ready.send("working")
     chance = random.Random(user)
     while True:
-        leases = [acquire(broker, user, 2, server=str(number)) for number in range(2)]
+        leases = [acquire(services, user, 2, server=str(number)) for number in range(2)]
         for lease in leases:
-            broker.confirm(lease.id, f"container-{lease.id}")
-        broker.ledger.charge_all()
-        broker.ledger.grant(f"member:{user}", 1_000_000, actor="admin", reason="gift")
+            services.leases.confirm(lease.id, f"container-{lease.id}")
+        services.ledger.charge_all()
+        services.ledger.grant(f"member:{user}", 1_000_000, actor="admin", reason="gift")
         for lease in leases:
             failed = chance.random() < 0.3
             reason = FAILED if failed else "stopped"
-            broker.release(lease.id, ended_at=broker.clock(), reason=reason, failed=failed)
+            services.leases.release(
+                lease.id, ended_at=services.clock(), reason=reason, failed=failed
+            )
         ready.send("working")
 
 
@@ -209,11 +236,11 @@ WARNINGS = tuple(range(30, 601, 30))
 
 def look_after_sessions_until_killed(ready: Connection, url: str, clock: SharedClock) -> None:
     """Warn and end whatever is due, as the service does, for ever."""
-    broker = paid_broker(url, clock)
+    services = paid_services(url, clock)
     ready.send("working")
     while True:
-        due = broker.due_sessions(WARNINGS)
+        due = services.sessions.due_sessions(WARNINGS)
         for lease in due.warn:
-            broker.warn_session(lease.id, WARNINGS)
+            services.sessions.warn_session(lease.id, WARNINGS)
         for lease in due.over:
-            broker.end_session(lease.id)
+            services.sessions.end_session(lease.id)

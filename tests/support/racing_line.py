@@ -15,8 +15,8 @@ from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.ledger.models import member_account
 from gpuspawner.queue import repository as queue_repository
 from gpuspawner.queue.models import Ticket
-from gpuspawner.services import Broker
-from tests.support.brokers import open_broker
+from gpuspawner.services import Services
+from tests.support.brokers import open_services
 from tests.support.racers import FORKSERVER
 
 THREADS = 4
@@ -55,9 +55,9 @@ class Pace:
             time.sleep(0.001)
 
 
-def make_line(broker: Broker, count: int) -> list[str]:
+def make_line(services: Services, count: int) -> list[str]:
     """As many tickets of as many members, the oldest first; their ids."""
-    began = broker.clock() - timedelta(hours=1)
+    began = services.clock() - timedelta(hours=1)
     made = [
         Ticket(
             id=f"{number:016x}",
@@ -69,34 +69,36 @@ def make_line(broker: Broker, count: int) -> list[str]:
         )
         for number in range(count)
     ]
-    with broker.store.write() as connection:
+    with services.store.write() as connection:
         for ticket in made:
             queue_repository.insert_ticket(connection, ticket)
     return [ticket.id for ticket in made]
 
 
-def grant_all(broker: Broker, ids: list[str], pace: Pace) -> list[str]:
+def grant_all(services: Services, ids: list[str], pace: Pace) -> list[str]:
     """As the hub does: start whose turn it is, until nobody waits; whom it started.
 
     Each server stops at once, so that there are devices for the next ones.
     """
     present, started = frozenset(ids), []
     end = time.monotonic() + PATIENCE
-    while time.monotonic() < end and (turns := broker.turns(present) or broker.waiting()):
+    while time.monotonic() < end and (
+        turns := services.queue.turns(present) or services.queue.waiting()
+    ):
         for ticket_id in [turn for turn in turns if isinstance(turn, str)]:
             pace.before_grant()
             try:
-                lease = broker.start_ticket(ticket_id)
+                lease = services.queue.start_ticket(ticket_id)
             except (TicketEnded, NoDeviceFree):
                 continue
             started.append(ticket_id)
             pace.count(pace.granted)
-            broker.release(lease.id, reason="stopped")
+            services.leases.release(lease.id, reason="stopped")
     return started
 
 
 def cancel_some(
-    broker: Broker, pace: Pace, count: int, every: int, seed: int
+    services: Services, pace: Pace, count: int, every: int, seed: int
 ) -> list[tuple[str, str]]:
     """Cancel ``count`` tickets, those that are next, one for ``every`` so many grants.
 
@@ -105,8 +107,8 @@ def cancel_some(
     chance, done = random.Random(seed), []
     for number in range(count):
         pace.before_cancel(every * number)
-        target = chance.choice(broker.waiting()[:8])
-        ticket = broker.end_ticket(target.id, "cancelled", f"racer {seed}", actor="racer")
+        target = chance.choice(services.queue.waiting()[:8])
+        ticket = services.queue.end_ticket(target.id, "cancelled", f"racer {seed}", actor="racer")
         done.append((target.id, ticket.outcome))
         pace.count(pace.tried)
     return done
@@ -114,11 +116,11 @@ def cancel_some(
 
 def hub_grants(gate: Barrier, url: str, ids: list[str], pace: Pace) -> list[str]:
     """:func:`grant_all` in a process of its own."""
-    broker = open_broker(url, refresh_seconds=60)
-    broker.overview()
+    services = open_services(url, refresh_seconds=60)
+    services.monitoring.overview()
     gate.wait(120)
-    started = grant_all(broker, ids, pace)
-    broker.store.close()
+    started = grant_all(services, ids, pace)
+    services.store.close()
     return started
 
 
@@ -126,21 +128,23 @@ def service_cancels(
     gate: Barrier, url: str, pace: Pace, count: int, every: int, seed: int
 ) -> list[tuple[str, str]]:
     """:func:`cancel_some` in a process of its own."""
-    broker = open_broker(url, refresh_seconds=60)
-    broker.overview()
+    services = open_services(url, refresh_seconds=60)
+    services.monitoring.overview()
     gate.wait(120)
-    done = cancel_on_threads(broker, pace, count, every, seed)
-    broker.store.close()
+    done = cancel_on_threads(services, pace, count, every, seed)
+    services.store.close()
     return done
 
 
 def cancel_on_threads(
-    broker: Broker, pace: Pace, count: int, every: int, seed: int
+    services: Services, pace: Pace, count: int, every: int, seed: int
 ) -> list[tuple[str, str]]:
     """:func:`cancel_some` on :data:`THREADS` threads, which share the count."""
     with ThreadPoolExecutor(THREADS) as pool:
         asked = [
-            pool.submit(cancel_some, broker, pace, count // THREADS, every * THREADS, seed + thread)
+            pool.submit(
+                cancel_some, services, pace, count // THREADS, every * THREADS, seed + thread
+            )
             for thread in range(THREADS)
         ]
         return [entry for future in asked for entry in future.result()]

@@ -1,11 +1,11 @@
-"""What tests of the accounting rounds share: a clock, a scripted Hub, a broker, a round."""
+"""What tests of the accounting rounds share: a scripted Hub, services, a round."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,27 +19,14 @@ from gpuspawner.leases.models import Lease, Request, ServerRef
 from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.member_duties import CreditDuty
 from gpuspawner.service.worker import Tick
-from gpuspawner.services import Broker
-from tests.support.brokers import make_broker
+from gpuspawner.services import Services
+from tests.support.brokers import Clock, make_services
 
 START = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 RATE = 4 * MICRO
 """Of one A100, microcredits an hour."""
 
 GRACE = 300
-
-
-class Clock:
-    """A clock that moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = START
-
-    def __call__(self) -> datetime:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += timedelta(seconds=seconds)
 
 
 class ScriptedHub:
@@ -130,23 +117,24 @@ class ScriptedHub:
         )
 
 
-def open_broker(database_url: str, clock: Clock, **settings: Any) -> Broker:
-    """A broker with two A100 at 4 credits an hour and a T4 at 1; accounts open with 1 credit."""
-    return make_broker(
-        database_url=database_url,
-        device_source="simulated:2xA100-80GB,1xT4",
-        gpu_rates={"*": 1, "A100": 4},
-        opening_grant=1,
-        grace_seconds=GRACE,
-        clock=clock,
-        **settings,
-    )
+SITE: dict[str, Any] = {
+    "device_source": "simulated:2xA100-80GB,1xT4",
+    "gpu_rates": {"*": 1, "A100": 4},
+    "opening_grant": 1,
+    "grace_seconds": GRACE,
+}
+"""Settings: two A100 at 4 credits an hour and a T4 at 1; accounts open with 1 credit."""
 
 
-def make_tick(broker: Broker, hub: ScriptedHub, *engines: Engine, **settings: Any) -> Tick:
+def open_services(database_url: str, clock: Clock, **settings: Any) -> Services:
+    """Services of :data:`SITE`. Close its store."""
+    return make_services(clock, database_url=database_url, **{**SITE, **settings})
+
+
+def make_tick(services: Services, hub: ScriptedHub, *engines: Engine, **settings: Any) -> Tick:
     """The service's rounds, without the service."""
     return Tick(
-        broker=broker,
+        services=services,
         hub=hub.client(),
         engines={engine.name: engine for engine in engines},
         log=logging.getLogger("tick"),
@@ -154,15 +142,17 @@ def make_tick(broker: Broker, hub: ScriptedHub, *engines: Engine, **settings: An
     )
 
 
-def make_credits(broker: Broker, hub: ScriptedHub, **settings: Any) -> CreditDuty:
+def make_credits(services: Services, hub: ScriptedHub, **settings: Any) -> CreditDuty:
     """The service's part in accounts that run dry, without the service."""
-    return CreditDuty(make_tick(broker, hub), **{"warn_minutes": (), **settings})
+    return CreditDuty(make_tick(services, hub), **{"warn_minutes": (), **settings})
 
 
-def running(broker: Broker, user: str, devices: int = 1, engine: str = "local") -> Lease:
+def running(services: Services, user: str, devices: int = 1, engine: str = "local") -> Lease:
     """A running lease of A100s (or of no device)."""
     request = Request(devices=devices, model="A100" if devices else None)
-    return broker.confirm(broker.acquire(ServerRef(user), request, engine=engine).id)
+    return services.leases.confirm(
+        services.leases.grant(ServerRef(user), request, engine=engine).id
+    )
 
 
 def told(records: list[logging.LogRecord]) -> list[str]:

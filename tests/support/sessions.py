@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.notifications.models import Notice, NoticeKind
 from gpuspawner.queue.models import Ticket
-from gpuspawner.queue.service import Terms
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 
 HOUR = 3600
 WARN = (30.0, 10.0, 2.0)
 
 
 def session(
-    broker: Broker, user: str, seconds: int | None = HOUR, devices: int = 1, model: str = "A100"
+    services: Services, user: str, seconds: int | None = HOUR, devices: int = 1, model: str = "A100"
 ) -> Lease:
     """A running lease that ends after some time."""
     request = Request(devices=devices, model=model if devices else None)
     terms = Terms(seconds=seconds, groups=frozenset({"guests"}))
-    lease = broker.ask(ServerRef(user), request, engine="local", terms=terms)
+    lease = services.queue.ask(ServerRef(user), request, engine="local", terms=terms)
     assert isinstance(lease, Lease)
-    return broker.confirm(lease.id)
+    return services.leases.confirm(lease.id)
 
 
-def wait(broker: Broker, user: str, devices: int = 1, model: str = "A100") -> Ticket:
+def wait(services: Services, user: str, devices: int = 1, model: str = "A100") -> Ticket:
     """A ticket for an hour."""
     request = Request(devices=devices, model=model)
     terms = Terms(seconds=HOUR, wait=True)
-    ticket = broker.ask(ServerRef(user), request, engine="local", terms=terms)
+    ticket = services.queue.ask(ServerRef(user), request, engine="local", terms=terms)
     assert isinstance(ticket, Ticket)
     return ticket
 
 
-def turn(broker: Broker, ticket: Ticket) -> Lease:
+def turn(services: Services, ticket: Ticket) -> Lease:
     """The ticket's turn has come, and its server answers."""
-    assert ticket.id in broker.turns(frozenset({ticket.id}))
-    return broker.confirm(broker.start_ticket(ticket.id).id)
+    assert ticket.id in services.queue.turns(frozenset({ticket.id}))
+    return services.leases.confirm(services.queue.start_ticket(ticket.id).id)
 
 
-def told(broker: Broker, user: str, kind: NoticeKind) -> list[Notice]:
-    return [notice for notice in broker.notifications.notices_of(user) if notice.kind is kind][::-1]
+def told(services: Services, user: str, kind: NoticeKind) -> list[Notice]:
+    return [notice for notice in services.notifications.notices_of(user) if notice.kind is kind][
+        ::-1
+    ]
 
 
-def warn(broker: Broker) -> list[float | None]:
+def warn(services: Services) -> list[float | None]:
     """Give every warning that is due; how many minutes each was for."""
-    found = [broker.warn_session(lease.id, WARN) for lease in broker.due_sessions(WARN).warn]
+    found = [
+        services.sessions.warn_session(lease.id, WARN)
+        for lease in services.sessions.due_sessions(WARN).warn
+    ]
     return [lease.told_minutes for lease in found if lease]

@@ -8,61 +8,62 @@ from multiprocessing.connection import Connection
 from gpuspawner.monitoring.health import Symptom
 from gpuspawner.monitoring.health_service import FoundSymptoms
 from gpuspawner.notifications.models import NoticeKind
-from gpuspawner.services import Broker
-from tests.support.brokers import Clock, acquire, open_broker
+from gpuspawner.services import Services
+from tests.support.brokers import Clock, acquire, open_services
 
 RATE = {"gpu_rates": {"*": 60}, "opening_grant": 1000, "device_source": "simulated:2xT4"}
 """A credit a minute."""
 
 
-def clock(broker: Broker) -> Clock:
-    assert isinstance(broker.clock, Clock)
-    return broker.clock
+def clock(services: Services) -> Clock:
+    assert isinstance(services.clock, Clock)
+    return services.clock
 
 
-def uuids(broker: Broker) -> list[str]:
-    return [device.uuid for device in broker.look().devices]
+def uuids(services: Services) -> list[str]:
+    return [device.uuid for device in services.devices.look().devices]
 
 
-def find(broker: Broker, uuid: str, *causes: str, lasting: bool = False, ago: float = 0) -> str:
+def find(services: Services, uuid: str, *causes: str, lasting: bool = False, ago: float = 0) -> str:
     """Find these of a device, which began so many seconds ago; what became of it."""
-    at = clock(broker)() - timedelta(seconds=ago)
+    at = clock(services)() - timedelta(seconds=ago)
     symptoms = tuple(Symptom(cause, f"it is {cause}", at, lasting) for cause in causes)
     going_on = frozenset(causes if lasting else ())
     return " ".join(
-        each.event for each in broker.health.judge_health({uuid: FoundSymptoms(symptoms, going_on)})
+        each.event
+        for each in services.health.judge_health({uuid: FoundSymptoms(symptoms, going_on)})
     )
 
 
-def told(broker: Broker, user: str) -> list[str]:
+def told(services: Services, user: str) -> list[str]:
     return [
         n.body
-        for n in broker.notifications.notices_of(user, 10_000)
+        for n in services.notifications.notices_of(user, 10_000)
         if n.kind is NoticeKind.GPU_SICK
     ]
 
 
-def trail(broker: Broker) -> list[tuple[str, str, str]]:
-    return [(each.actor, each.action, each.detail) for each in reversed(broker.trail())]
+def trail(services: Services) -> list[tuple[str, str, str]]:
+    return [(each.actor, each.action, each.detail) for each in reversed(services.audit.trail())]
 
 
 def fall_sick_and_recover(ready: Connection, url: str, clock: Clock) -> None:
     """For ever: somebody gets a device, it falls sick, they stop, it is probed and given out."""
-    broker = open_broker(url, clock, sick_most=1_000_000_000, **RATE)
-    uuid = broker.look().devices[0].uuid
+    services = open_services(url, clock, sick_most=1_000_000_000, **RATE)
+    uuid = services.devices.look().devices[0].uuid
     ready.send("ready")
     while True:
-        for lease in broker.open_leases():  # of a process before this one
-            broker.release(lease.id, reason="stopped")
-        if uuid in broker.closures():
+        for lease in services.leases.open_leases():  # of a process before this one
+            services.leases.release(lease.id, reason="stopped")
+        if uuid in services.devices.closures():
             clock.forward(days=2)
-            broker.health.settle_sick()
-            broker.health.probed(uuid)
+            services.health.settle_sick()
+            services.health.probed(uuid)
             continue
-        lease = broker.confirm(acquire(broker, "ada").id)
+        lease = services.leases.confirm(acquire(services, "ada").id)
         clock.forward(minutes=10)
         seen = Symptom("ecc", "it is sick", clock())
-        broker.health.judge_health({uuid: FoundSymptoms((seen,))})
+        services.health.judge_health({uuid: FoundSymptoms((seen,))})
         clock.forward(minutes=5)
-        broker.release(lease.id, ended_at=clock(), reason="stopped")
-        broker.health.settle_sick()
+        services.leases.release(lease.id, ended_at=clock(), reason="stopped")
+        services.health.settle_sick()

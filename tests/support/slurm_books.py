@@ -1,4 +1,4 @@
-"""A hub's books beside a cluster, without the hub: a broker and its command line."""
+"""A hub's books beside a cluster, without the hub: services and its command line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from typing import Any
 
 import yaml
 
-from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.queue.models import Ticket
-from gpuspawner.queue.service import Terms
 from gpuspawner.slurm import account_sync
 from gpuspawner.slurm.job_billing import Debited
 from tests.support import slurm_files
-from tests.support.brokers import make_broker
+from tests.support.brokers import make_services
 from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO, free_port, system_path, wait_for
 from tests.support.slurm_cluster import SlurmCluster
@@ -46,7 +45,7 @@ class Books:
         file.write_text(yaml.safe_dump(described(cluster, shards)))
         url = f"sqlite:///{folder}/books.sqlite"
         (folder / "jupyterhub_config.py").write_text(CONFIG.format(url=url, file=str(file)))
-        self.broker = make_broker(
+        self.services = make_services(
             database_url=url,
             cluster=str(file),
             gpu_rates={"*": 3600},  # a credit a second
@@ -84,8 +83,8 @@ class Books:
         return done.stdout + done.stderr
 
     def sync(self) -> list[str]:
-        plan = self.broker.cluster_members.plan_for_cluster()
-        account_sync.apply_plan(self.broker.cluster_members.slurm(), plan.steps)
+        plan = self.services.cluster_members.plan_for_cluster()
+        account_sync.apply_plan(self.services.cluster_members.slurm(), plan.steps)
         return [step.what for step in plan.steps]
 
     def ended(self, job: int) -> int:
@@ -112,36 +111,36 @@ class Books:
         """As soon as there is something to pay: what a job had is known some seconds later."""
 
         def look() -> Debited | None:
-            return done if (done := self.broker.job_billing.debit_cluster()).jobs else None
+            return done if (done := self.services.job_billing.debit_cluster()).jobs else None
 
         return wait_for(look, "a debit", interval=0.5)
 
 
 def member(books: Books, name: str, user: str = "") -> str:
     books.cluster.users.make(user or name)
-    books.broker.ledger.open_account(name)
+    books.services.ledger.open_account(name)
     return user or name
 
 
 def begin(books: Books, user: str) -> Lease:
     """A server's lease, from its ticket on; no container is needed for it."""
-    asked = books.broker.ask(
+    asked = books.services.queue.ask(
         ServerRef(user), Request(devices=2), engine="slurm", terms=Terms(wait=True)
     )
     assert isinstance(asked, Ticket)
 
     def granted() -> Lease | None:
-        turns = books.broker.turns(frozenset({asked.id}))
-        return books.broker.start_ticket(turns[0]) if turns else None
+        turns = books.services.queue.turns(frozenset({asked.id}))
+        return books.services.queue.start_ticket(turns[0]) if turns else None
 
     lease = wait_for(granted, "the turn", interval=0.2)
-    books.broker.confirm(lease.id, "")
+    books.services.leases.confirm(lease.id, "")
     return lease
 
 
 def finish(books: Books, lease: Lease) -> Lease:
     """To the end of its job."""
-    delegate, ticket = books.broker.delegate, lease.ticket_id
+    delegate, ticket = books.services.delegation.delegate, lease.ticket_id
     assert delegate is not None and ticket is not None
     delegate.cancel(ticket)
 
@@ -149,7 +148,7 @@ def finish(books: Books, lease: Lease) -> Lease:
         return (turn := delegate.turns()[ticket]).over and turn.ended_at
 
     ended_at = wait_for(over, "the end of its job", interval=0.2)
-    return books.broker.release(lease.id, ended_at=ended_at, reason="done")
+    return books.services.leases.release(lease.id, ended_at=ended_at, reason="done")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A broker of a hub whose GPUs a cluster's Slurm gives out, without the hub."""
+"""Services of a hub whose GPUs a cluster's Slurm gives out, without the hub."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from typing import Any
 import psutil
 import yaml
 
-from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.queue.models import Ticket
-from gpuspawner.queue.service import Terms
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 from tests.support import processes
-from tests.support.brokers import make_broker
+from tests.support.brokers import make_services
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_daemons import program
 from tests.support.slurm_hub import described
 
 
-def opened(folder: Path, cluster: SlurmCluster, **config: Any) -> Broker:
-    """A hub's broker; one of the same folder is the same hub, started anew."""
+def opened(folder: Path, cluster: SlurmCluster, **config: Any) -> Services:
+    """A hub's services; one of the same folder is the same hub, started anew."""
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(described(cluster)), encoding="utf-8")
     url = f"sqlite:///{folder}/gpuspawner.sqlite"
-    return make_broker(database_url=url, cluster=str(file), **config)
+    return make_services(database_url=url, cluster=str(file), **config)
 
 
 def asked(
-    broker: Broker, user: str, server: str = "", model: str = "", **terms: Any
+    services: Services, user: str, server: str = "", model: str = "", **terms: Any
 ) -> Ticket:  # fmt: skip
     """A member asks for a GPU, and waits for it."""
-    got = broker.ask(
+    got = services.queue.ask(
         ServerRef(user, server),
         Request(devices=1, model=model),
         engine="slurm",
@@ -47,11 +46,11 @@ def asked(
     return got
 
 
-def until(broker: Broker, tickets: list[Ticket], done: Callable[[list[str]], Any]) -> Any:
+def until(services: Services, tickets: list[Ticket], done: Callable[[list[str]], Any]) -> Any:
     """Rounds of the hub's, whose spawns wait with these tickets, until there is something in what
     this says of their turns."""
     present = frozenset(ticket.id for ticket in tickets)
-    return wait_for(lambda: done(broker.turns(present)), "a turn", timeout=60, interval=0.3)
+    return wait_for(lambda: done(services.queue.turns(present)), "a turn", timeout=60, interval=0.3)
 
 
 def has_job(cluster: SlurmCluster, ticket: Ticket, what: str = "%T") -> str:

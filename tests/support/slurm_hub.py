@@ -11,7 +11,7 @@ import yaml
 
 from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.leases.models import Lease, LeaseState, ServerRef
-from tests.support.brokers import make_broker
+from tests.support.brokers import make_services
 from tests.support.gpu_hub import CATALOG
 from tests.support.hub import HubProcess
 from tests.support.processes import free_port, wait_for
@@ -72,12 +72,12 @@ class SlurmHub(HubProcess):
         engine = cluster.nodes[0].engine
         environment = {"DOCKER_HOST": engine.url}
         super().__init__(folder, text, hub_ip=cluster.address, environment=environment, **kwargs)
-        self.broker = make_broker(database_url=self.database_url, cluster=str(file))
+        self.services = make_services(database_url=self.database_url, cluster=str(file))
         self._users: set[str] = set()
 
     def stop(self) -> None:
         super().stop()
-        self.broker.store.close()
+        self.services.store.close()
 
     def ask(self, user: str, server: str = "", **options: Any) -> requests.Response:
         """Ask for a server as this member; a Linux user of that name is made before the first."""
@@ -91,15 +91,17 @@ class SlurmHub(HubProcess):
         answer = self.ask(user, **options)
         said = answer.json()["message"] if answer.status_code >= 400 else self.failure(user)
         wait_for(lambda: self.server(user) is None, "the hub to know")
-        assert not [ticket for ticket in self.broker.waiting() if ticket.server.user == user]
-        assert self.broker.lease_of(ServerRef(user)) is None
+        assert not [
+            ticket for ticket in self.services.queue.waiting() if ticket.server.user == user
+        ]
+        assert self.services.leases.of_server(ServerRef(user)) is None
         assert not self.cluster.run("squeue", "-h", f"--user={user}")
         return str(said)
 
     def wait_lease(self, user: str, server: str = "", timeout: float = 60) -> Lease:
         """Until the server is up: its lease."""
         self.wait_server(user, server, timeout=timeout)
-        lease = self.broker.lease_of(ServerRef(user, server))
+        lease = self.services.leases.of_server(ServerRef(user, server))
         assert lease is not None and lease.state is LeaseState.RUNNING
         return lease
 
@@ -107,7 +109,7 @@ class SlurmHub(HubProcess):
         """Until the lease has ended: what it came to."""
 
         def ended() -> Lease | None:
-            now = self.broker.lease(lease.id)
+            now = self.services.leases.get(lease.id)
             return now if now.state is LeaseState.ENDED else None
 
         return wait_for(ended, "the end of the lease", timeout=timeout)

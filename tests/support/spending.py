@@ -1,6 +1,6 @@
 """Who spends credits until they are killed, and what must have come of it.
 
-The worker writes down what the broker acknowledged, after it did: what stands there must be in
+The worker writes down what the services acknowledged, after it did: what stands there must be in
 the ledger, once. What the leases cost is worked out anew from their rows, read with the plain
 driver and with nothing of gpuspawner's own.
 """
@@ -17,21 +17,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psycopg2
+import psycopg
 import sqlalchemy as sa
 
 from gpuspawner.core.units import MICRO
-from gpuspawner.services import Broker
-from tests.support.brokers import acquire, open_broker
+from gpuspawner.services import Services
+from tests.support.brokers import acquire, open_services
 from tests.support.racers import FastClock
 
 OPENING = 10_000
 """Credits of a new account."""
 
 
-def spender(url: str, began: float) -> Broker:
+def spender(url: str, began: float) -> Services:
     """Eight devices at 4 credits an hour, on the fast clock."""
-    return open_broker(
+    return open_services(
         url,
         clock=FastClock(began),
         gpu_rates={"*": 4},
@@ -44,11 +44,11 @@ def spend_until_killed(
     ready: Connection, url: str, began: float, user: str, life: int, journal: str
 ) -> None:
     """Grant, hold, tick, settle and refund as fast as it goes, for ever."""
-    broker = spender(url, began)
-    broker.ledger.open_account(user)
-    for leftover in broker.open_leases():
+    services = spender(url, began)
+    services.ledger.open_account(user)
+    for leftover in services.leases.open_leases():
         if leftover.server.user == user:
-            broker.release(leftover.id, reason="its hub was killed")
+            services.leases.release(leftover.id, reason="its hub was killed")
     chance = random.Random(f"{user} {life}")
     book = os.open(journal, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     ready.send("working")
@@ -56,21 +56,21 @@ def spend_until_killed(
     while True:
         number += 1
         key, amount = f"gift:{user}:{life}:{number}", chance.randrange(1, 5 * MICRO)
-        broker.ledger.grant(f"member:{user}", amount, actor="admin", reason="gift", key=key)
+        services.ledger.grant(f"member:{user}", amount, actor="admin", reason="gift", key=key)
         os.write(book, f"gift {key} {amount}\n".encode())
-        lease = acquire(broker, user, 2)
+        lease = acquire(services, user, 2)
         if chance.random() < 0.1:  # a start that fails before anything answers
-            broker.release(lease.id, reason="no container", failed=True)
+            services.leases.release(lease.id, reason="no container", failed=True)
         else:
-            broker.confirm(lease.id, f"container-{lease.id}")
+            services.leases.confirm(lease.id, f"container-{lease.id}")
             for _ in range(chance.randrange(3)):
-                broker.ledger.charge_portion(timedelta(seconds=chance.choice((0.5, 60))))
-            over = broker.clock()
+                services.ledger.charge_portion(timedelta(seconds=chance.choice((0.5, 60))))
+            over = services.clock()
             if chance.random() < 0.5:
-                broker.ledger.charge_all()  # too much is charged, and comes back
+                services.ledger.charge_all()  # too much is charged, and comes back
                 over -= timedelta(seconds=chance.uniform(0, 60))
             failed = chance.random() < 0.2
-            broker.release(lease.id, ended_at=over, reason="stopped", failed=failed)
+            services.leases.release(lease.id, ended_at=over, reason="stopped", failed=failed)
         os.write(book, f"ended {lease.id} 0\n".encode())
 
 
@@ -146,7 +146,7 @@ def _connect(url: str) -> Any:
     parsed = sa.make_url(url)
     if parsed.get_backend_name() == "sqlite":
         return sqlite3.connect(parsed.database or "")
-    return psycopg2.connect(
+    return psycopg.connect(
         host=parsed.host, port=parsed.port, user=parsed.username, dbname=parsed.database
     )
 

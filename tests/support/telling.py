@@ -13,32 +13,32 @@ from gpuspawner.notifications.channels import KINDS
 from gpuspawner.notifications.models import Notice, NoticeKind
 from gpuspawner.notifications.repository import ChannelChoice
 from gpuspawner.service.notifier import GPUNotifications, Notifier
-from gpuspawner.services import Broker
+from gpuspawner.services import Services
 
 
-def tell(broker: Broker, user: str = "ada", key: str = "", **fields: Any) -> Notice:
+def tell(services: Services, user: str = "ada", key: str = "", **fields: Any) -> Notice:
     """Tell a member something; the notice as the store has it."""
     notice = Notice(
-        key=key or f"key-{len(broker.notifications.notices_of(user, 10_000))}-{user}",
+        key=key or f"key-{len(services.notifications.notices_of(user, 10_000))}-{user}",
         user=user,
         kind=fields.get("kind", NoticeKind.TURN),
         title=fields.get("title", "Your server starts"),
         body=fields.get("body", "It was your turn."),
-        at=fields.get("at", broker.clock()),
+        at=fields.get("at", services.clock()),
     )
-    assert broker.notifications.add_notice(notice)
-    return now(broker, notice)
+    assert services.notifications.add_notice(notice)
+    return now(services, notice)
 
 
-def now(broker: Broker, notice: Notice) -> Notice:
+def now(services: Services, notice: Notice) -> Notice:
     """The same notice as the store has it now."""
-    found = broker.notifications.notices_of(notice.user, 10_000)
+    found = services.notifications.notices_of(notice.user, 10_000)
     (same,) = [some for some in found if some.key == notice.key]
     return same
 
 
 def choose(
-    broker: Broker,
+    services: Services,
     user: str,
     channel: str = "mail",
     address: str = "",
@@ -46,14 +46,14 @@ def choose(
 ) -> None:
     """Choose a channel for a member, with an address made of the name."""
     address = address or f"{user}@lab.example"
-    broker.notifications.choose(user, [ChannelChoice(channel, address, frozenset(kinds))])
+    services.notifications.choose(user, [ChannelChoice(channel, address, frozenset(kinds))])
 
 
 @asynccontextmanager
-async def notifying(broker: Broker, **settings: Any) -> AsyncIterator[Notifier]:
+async def notifying(services: Services, **settings: Any) -> AsyncIterator[Notifier]:
     """A notifier whose rounds follow one another quickly."""
     settings.setdefault("retry_seconds", [0.05] * 3)
-    notifier = Notifier(GPUNotifications(**settings), broker, broker.log)
+    notifier = Notifier(GPUNotifications(**settings), services, services.log)
 
     async def rounds() -> None:
         while True:
@@ -80,22 +80,22 @@ async def until(look: Any, what: str, timeout: float = 15.0) -> Any:
     return found
 
 
-async def sent(broker: Broker, notice: Notice) -> Notice:
+async def sent(services: Services, notice: Notice) -> Notice:
     """The notice once it is sent."""
 
     def look() -> Notice | None:
-        found = now(broker, notice)
+        found = now(services, notice)
         return found if found.sent_at else None
 
     found: Notice = await until(look, f"{notice.key} to be sent")
     return found
 
 
-async def tried(broker: Broker, notice: Notice, times: int = 1) -> Notice:
+async def tried(services: Services, notice: Notice, times: int = 1) -> Notice:
     """The notice once it was tried in vain so often."""
 
     def look() -> Notice | None:
-        found = now(broker, notice)
+        found = now(services, notice)
         return found if found.tries >= times else None
 
     found: Notice = await until(look, f"{notice.key} to be tried {times} times")

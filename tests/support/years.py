@@ -1,4 +1,4 @@
-"""A year of a busy site, written into a store as the broker would have written it, but quickly.
+"""A year of a busy site, written into a store as the services would have written it, but quickly.
 
 Every amount follows the laws of :mod:`gpuspawner.ledger.rules`, so that the audit holds. The
 rows of a table come in the order of time, as far as a batch of leases goes: that is what

@@ -77,7 +77,7 @@ def test_no_mixture_of_it_does_either(pieces: list[str]) -> None:
     assert len(first_words(text)) <= 200
 
 
-def test_markdown_is_shown_as_such() -> None:
+def test_markdown_is_shown_as_such_and_its_first_words_plain() -> None:
     html = to_html(
         "# New\n\nWith **CUDA**, see [the guide](https://example.org/guide).\n\n- a\n- b"
     )
@@ -89,8 +89,6 @@ def test_markdown_is_shown_as_such() -> None:
     assert "<h6>" in to_html("###### Deep")
     assert "<h2>New</h2>" in to_html("# New", heading=2)
 
-
-def test_the_first_words_are_plain() -> None:
     text = "# PyTorch\n\nWith **CUDA** and `torch`,\nsee [this](https://example.org).\n\nMore."
     assert first_words(text) == "With CUDA and torch, see this."
     assert first_words("") == ""

@@ -1,0 +1,54 @@
+"""What members are told, in words: a template for each notice, which sets its title and its body.
+
+The templates are plain text, and so is what is sent: a channel that wants HTML has it escaped by
+Apprise, and the pages escape it themselves. So nothing is escaped here.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension
+
+from ..core.times import deadline
+from ..core.units import format_credits
+from .models import Notice, NoticeKind
+
+
+class _Paragraph(Extension):
+    """Lines of a template are wrapped for who edits it: all of them are one line of the notice.
+
+    What is filled in keeps its own lines.
+    """
+
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+        return " ".join(source.split())
+
+
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("gpuspawner.notifications"),
+    autoescape=jinja2.select_autoescape(("html",), default=False),
+    undefined=jinja2.StrictUndefined,
+    extensions=[_Paragraph],
+)
+_TEMPLATES.filters |= {"credits": format_credits, "deadline": deadline}
+
+
+def compose(
+    template: str, kind: NoticeKind, key: str, user: str, now: datetime, **values: Any
+) -> Notice:
+    """Return the notice that a template makes of these values and of ``now``.
+
+    Args:
+        template: The name of a file among the templates, without its ending.
+        kind: What the member can choose to be told of.
+        key: A notice of the same key is told once.
+        user: The member who is told.
+        now: When it is told.
+        values: What the template fills in, such as ``lease``.
+    """
+    words: Any = _TEMPLATES.get_template(f"{template}.txt").make_module({"now": now, **values})
+    title, body = words.title.strip(), words.body.strip()
+    return Notice(key=key, user=user, kind=kind, title=title, body=body, at=now)

@@ -1,0 +1,254 @@
+"""Images of a member's own: those that they bring, and what is kept of their containers.
+
+With ``remove = False`` what a member changed in the container itself is there next time.
+DockerSpawner restarts the old container then, with the devices, labels and token that it
+was once created with. A lease gives new ones every time, so here the old container's own
+layer becomes an image, and the next container starts from it. Nothing of it is lost, and
+nothing about GPUs is carried along.
+
+Between two starts a container waits that was made from this image as DockerSpawner itself
+would have made it: a hub that goes back to DockerSpawner finds what it knows, without a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import docker
+from docker.errors import ImageNotFound
+
+from ..catalog.member_images import OwnImages, check_contents, check_own_image
+from ..core.errors import NotAllowed
+from ..engines.base import LABEL_ENVIRONMENT, LABELS
+from ..engines.images import LocalImage, local_images, offered_digest, remove
+from .form import templates
+
+# Images that members bring.
+
+
+def look_for(
+    connect: Callable[[], docker.APIClient], reference: str, rules: Sequence[OwnImages]
+) -> None:
+    """Refuse what no registry has, and judge at once what is here already. Blocks.
+
+    Raises ImageUnavailable, or NotAllowed.
+    """
+    client = connect()
+    found = local_images(client, reference)
+    if found is None:
+        offered_digest(client, reference)
+    else:
+        _judge(reference, found, rules)
+
+
+def judge_here(
+    connect: Callable[[], docker.APIClient], reference: str, rules: Sequence[OwnImages]
+) -> None:
+    """After the pull: size and labels; what may not be used does not stay. Blocks.
+
+    Raises NotAllowed.
+    """
+    client = connect()
+    found = local_images(client, reference)
+    if found is None:
+        return  # the creation of the container says so
+    try:
+        _judge(reference, found, rules)
+    except NotAllowed:
+        remove(client, found)
+        raise
+
+
+def _judge(reference: str, found: LocalImage, rules: Sequence[OwnImages]) -> None:
+    fitting = check_own_image(reference, rules)
+    check_contents(reference, found.size, found.labels, fitting)
+
+
+def own_image_field(rules: Sequence[OwnImages], last: str) -> str:
+    """The form's field for an image of the member's own; empty for who may bring none."""
+    if not rules:
+        return ""
+    patterns = sorted({some for rule in rules for some in rule.images})
+    return templates.get_template("own_image.html").render(patterns=patterns, last=last)
+
+
+# What is kept of containers.
+
+REPOSITORY = "gpuspawner-kept"
+MAX_LAYERS = 100
+"""Docker stacks 127 at most; a kept image gets one more each time, and is flattened here."""
+
+_ANONYMOUS = re.compile(r"[0-9a-f]{64}")
+_GPU = re.compile(r"(GPUSPAWNER|NVIDIA|CUDA)_\w+")
+_OURS = re.compile(
+    r"(JUPYTERHUB|JPY|GPUSPAWNER|NVIDIA_VISIBLE|CUDA_VISIBLE)\w*|\w*(TOKEN|SECRET|PASSWORD)\w*"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the last container of a server left."""
+
+    image: str = ""
+    """The image to start from; empty when there is nothing kept."""
+    binds: tuple[str, ...] = ()
+    """The unnamed volumes of the old container, as binds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """How a container is made that waits without a lease."""
+
+    image: str
+    environment: str
+    variables: dict[str, str]
+    """Those of the container that ended, the token too: DockerSpawner goes on with it."""
+    binds: tuple[str, ...]
+
+    def applied(self, create: dict[str, Any]) -> dict[str, Any]:
+        """DockerSpawner's own arguments of ``create_container``, on the kept image."""
+        host = dict(create.get("host_config") or {})
+        host["Binds"] = [*(host.get("Binds") or []), *self.binds]
+        labels = {**dict.fromkeys(LABELS, ""), LABEL_ENVIRONMENT: self.environment}
+        labels |= create.get("labels") or {}
+        # The Hub has forgotten the server's address by now, so most of the variables are
+        # the old ones; what is said about GPUs is what the admin says.
+        admins = {k: v for k, v in (create.get("environment") or {}).items() if _GPU.fullmatch(k)}
+        others = {k: v for k, v in self.variables.items() if not _GPU.fullmatch(k)}
+        return {
+            **create,
+            "image": self.image,
+            "host_config": host,
+            "labels": labels,
+            "environment": others | admins,
+        }
+
+
+class KeptImages:
+    """The images that keep the containers of one server, one image for each environment."""
+
+    def __init__(
+        self,
+        call: Callable[..., Awaitable[Any]],
+        connect: Callable[..., docker.APIClient],
+        container_name: str,
+    ) -> None:
+        """``call`` and ``connect`` are the spawner's ``docker`` and ``connect``."""
+        self._call = call
+        self._connect = connect
+        self._name = container_name
+
+    async def keep(self, old: dict[str, Any] | None, environment: str) -> Kept:
+        """Turn the old container, which has ended, into an image; what to start from now."""
+        wanted = image_name(self._name, environment)
+        binds: tuple[str, ...] = ()
+        if old is not None:
+            name = self._name_of(old, environment)
+            if old["State"]["Status"] != "created":  # else nobody has used it since it was made
+                await asyncio.to_thread(self._to_image, old, name)
+            await self._call("remove_container", old["Id"], v=False)
+            binds = anonymous_binds(old) if name == wanted else ()
+        try:
+            await self._call("inspect_image", wanted)
+        except ImageNotFound:
+            return Kept()
+        return Kept(wanted, binds)
+
+    async def leave_plain(
+        self, old: dict[str, Any] | None, create: Callable[[Plain], Awaitable[None]]
+    ) -> None:
+        """Put a container without GPUs, which ``create`` makes, in the place of one that ended."""
+        if old is None or old["State"]["Status"] == "created" or old["State"]["Running"]:
+            return
+        environment = (old["Config"].get("Labels") or {}).get(LABEL_ENVIRONMENT, "")
+        variables = dict(item.split("=", 1) for item in old["Config"].get("Env") or [])
+        name = self._name_of(old, environment)
+        await asyncio.to_thread(self._to_image, old, name)
+        plain = Plain(name, environment, variables, anonymous_binds(old))
+        await self._call("rename", old["Id"], f"{self._name}-{old['Id'][:12]}")
+        try:
+            await create(plain)
+        except BaseException:
+            await self._call("rename", old["Id"], self._name)
+            raise
+        await self._call("remove_container", old["Id"], v=False)
+
+    def _name_of(self, old: dict[str, Any], environment: str) -> str:
+        labels = old["Config"].get("Labels") or {}
+        return image_name(self._name, labels.get(LABEL_ENVIRONMENT) or environment)
+
+    def _to_image(self, old: dict[str, Any], name: str) -> None:
+        """Commit the container; flatten it when it has become too deep. Blocks, maybe long."""
+        repository, _, tag = name.partition(":")
+        client = self._connect(timeout=3600)
+        try:
+            image = client.inspect_image(old["Image"])
+            layers = image["RootFS"].get("Layers") or []
+            original = image["Config"]["Env"] or []
+            variables = without_secrets(old["Config"].get("Env") or [], original)
+            config = {"Env": variables, "Labels": dict.fromkeys(LABELS, "")}
+            if len(layers) < MAX_LAYERS:
+                client.commit(old["Id"], repository=repository, tag=tag, conf=config)
+            else:
+                _flatten(client, old, variables, repository, tag)
+        finally:
+            client.close()
+
+
+def image_name(container: str, environment: str) -> str:
+    """The image that keeps a server's own layer, for one environment."""
+    readable = re.sub(r"[^a-z0-9_.-]+", "-", container.lower()).strip("-.")[:60]
+    mark = hashlib.sha256(f"{container}\0{environment}".encode()).hexdigest()[:12]
+    return f"{REPOSITORY}:{readable}-{mark}"
+
+
+def anonymous_binds(container: dict[str, Any]) -> tuple[str, ...]:
+    """The volumes that the image declared and nobody named: they hold files as well."""
+    mounts = container.get("Mounts") or []
+    return tuple(
+        f"{mount['Name']}:{mount['Destination']}:rw"
+        for mount in mounts
+        if mount.get("Type") == "volume" and _ANONYMOUS.fullmatch(mount.get("Name", ""))
+    )
+
+
+def without_secrets(environment: list[str], image: list[str]) -> list[str]:
+    """The variables to keep: tokens and leases emptied, or as the image had them.
+
+    Docker has no way to take a variable out of an image again.
+    """
+    original = {item.partition("=")[0]: item for item in image}
+    kept = []
+    for item in environment:
+        name = item.partition("=")[0]
+        ours = _OURS.fullmatch(name)
+        kept.append(original.get(name, f"{name}=") if ours else item)
+    return kept
+
+
+def _flatten(
+    client: docker.APIClient, old: dict[str, Any], variables: list[str], repository: str, tag: str
+) -> None:
+    config = old["Config"]
+    changes = [f"ENV {_env(item)}" for item in variables]
+    changes += [f"{word} {config[key]}" for word, key in _PLAIN if config.get(key)]
+    changes += [f"{word} {json.dumps(config[key])}" for word, key in _LISTS if config.get(key)]
+    changes += [f"EXPOSE {port}" for port in config.get("ExposedPorts") or {}]
+    client.import_image_from_stream(
+        client.export(old["Id"]), repository=repository, tag=tag, changes=changes
+    )
+
+
+_PLAIN = (("WORKDIR", "WorkingDir"), ("USER", "User"))
+_LISTS = (("ENTRYPOINT", "Entrypoint"), ("CMD", "Cmd"))
+
+
+def _env(item: str) -> str:
+    name, _, value = item.partition("=")
+    return f"{name}={json.dumps(value).replace('$', chr(92) + '$')}"

@@ -1,0 +1,284 @@
+"""What the bodies and answers of the REST API are made of.
+
+A model is the only place that says what is sent: its fields are checked, written as JSON, and
+described in the OpenAPI document by it. Amounts are decimal strings of credits, times are ISO 8601
+in UTC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import (
+    AliasPath,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+
+from ..core.errors import InvalidRequest
+from ..core.text import LONGEST_REASON, checked_reason
+from ..core.units import format_credits
+from .fields import EXACT, INSTANT, amount_of, date_of, exact_amount, instant_of, key_of, of_type
+
+A = TypeVar("A", bound="Answer")
+B = TypeVar("B", bound="Body")
+
+
+def amount(micro: int) -> str:
+    """Microcredits as credits, exactly."""
+    return format_credits(micro, 6)
+
+
+def instant(moment: datetime | None) -> str | None:
+    """ISO 8601 in UTC."""
+    if moment is None:
+        return None
+    return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def described(description: str = "", kind: str = "string", **more: Any) -> WithJsonSchema:
+    """How a field is described, in place of what its type would say."""
+    words = {"description": description} if description else {}
+    return WithJsonSchema({"type": kind, **words, **more})
+
+
+# Fields of answers.
+
+_SIX_DECIMALS = described(
+    "Credits, exactly.", pattern=r"^-?[0-9]+\.[0-9]{6}$", examples=["12.500000"]
+)
+Amount = Annotated[int, PlainSerializer(amount), _SIX_DECIMALS]
+"""Microcredits."""
+
+Instant = Annotated[datetime, PlainSerializer(instant), described(format="date-time", pattern="Z$")]
+Count = Annotated[int, described(kind="integer", minimum=0)]
+Number = Annotated[int | float, described(kind="number")]
+"""As it comes: a whole number stays one."""
+Seconds = Annotated[Count, BeforeValidator(lambda length: int(length.total_seconds()))]
+"""Of a length of time, rounded down."""
+
+
+class _Joined:
+    """An object with fields that it does not have itself."""
+
+    def __init__(self, found: object, more: dict[str, Any]) -> None:
+        self.__dict__.update(more)
+        self._found = found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found, name)
+
+
+class Answer(BaseModel):
+    """What is answered as JSON. Its fields are read from attributes, see :func:`told`."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        from_attributes=True,
+        populate_by_name=True,
+        json_schema_serialization_defaults_required=True,
+    )
+
+    @classmethod
+    def of(cls: type[A], found: object = None, /, **more: Any) -> A:
+        """Return the answer that tells of an object, and of ``more`` beside it."""
+        return cls.model_validate(_Joined(found, more))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the answer as it is sent."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def told(path: str, *default: Any, name: str | None = None) -> Any:
+    """A field that is read by a path such as ``lease.server.user``.
+
+    ``default`` is for where the path leads nowhere, as through None; ``name``: in the JSON.
+    """
+    value = default[0] if default else ...
+    return Field(value, validation_alias=AliasPath(*path.split(".")), serialization_alias=name)
+
+
+# Fields of bodies. Each refuses with a sentence that names it.
+
+
+def checked(
+    check: Callable[[Any, str], Any], typed: Callable[[str, str, str], Any] | None = None
+) -> PlainValidator:
+    """What is sent in a field is checked by a function of the value and the field's name alone.
+
+    ``typed`` takes its place for what people type in a form, with the zone of their clock.
+    """
+
+    def by_name(value: Any, info: ValidationInfo) -> Any:
+        field = str(info.field_name).rstrip("_")
+        if typed is not None and info.context is not None:
+            return typed(value, field, info.context)
+        return check(value, field)
+
+    return PlainValidator(by_name)
+
+
+_UNREADABLE = r"\u0000-\u0008\u000e-\u001b\u007f-\u0084\u0086-\u009f"
+"""Characters that no reason has; all white space in it becomes a space each."""
+
+
+def _reason(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"The field {field!r} is text.", field=field)
+    if len(value) > LONGEST_REASON:
+        sentence = f"The field {field!r} has {LONGEST_REASON} characters at most."
+        raise InvalidRequest(sentence, field=field)
+    return checked_reason(value)
+
+
+def _needed_reason(value: Any, field: str) -> str:
+    return checked_reason(_reason(value, field), needed=True)
+
+
+def _of(kind: type) -> PlainValidator:
+    return checked(lambda value, field: of_type(value, kind, field))
+
+
+def _typed_amount(text: str, field: str, _zone: str) -> int:
+    return amount_of(text, field)
+
+
+Reason = Annotated[
+    str,
+    checked(_reason, lambda text, *_: checked_reason(text)),
+    described("Why.", maxLength=LONGEST_REASON, pattern=f"^[^{_UNREADABLE}]*$"),
+]
+NeededReason = Annotated[
+    str,
+    checked(_needed_reason, lambda text, *_: checked_reason(text, needed=True)),
+    described(
+        "Why.",
+        minLength=1,
+        maxLength=LONGEST_REASON,
+        pattern=rf"^[^{_UNREADABLE}]*[^{_UNREADABLE}\s][^{_UNREADABLE}]*$",
+    ),
+]
+Written = Annotated[str, _of(str), described(pattern=r"^[^\u0000]*$")]
+"""Text that can be kept."""
+Whole = Annotated[int, _of(int), described(kind="integer")]
+Flag = Annotated[bool, _of(bool), described(kind="boolean")]
+GivenCredits = Annotated[
+    int,
+    checked(exact_amount, _typed_amount),
+    described(
+        "Credits with six decimals at the most; below zero takes back, for admins.",
+        pattern=f"^{EXACT}$",
+        examples=["25", "-0.5"],
+    ),
+]
+PartCredits = Annotated[
+    int,
+    checked(exact_amount, _typed_amount),
+    described(
+        "Credits with six decimals at the most; above zero.",
+        pattern=f"^{EXACT.removeprefix('-?')}$",
+        examples=["1.5"],
+    ),
+]
+Moment = Annotated[
+    datetime,
+    checked(instant_of, date_of),
+    described(format="date-time", pattern=f"^{INSTANT}$", examples=["2027-07-01T00:00:00Z"]),
+]
+Key = Annotated[
+    str,
+    checked(key_of),
+    described(
+        "What is sent again with the same key is done once.", pattern="^[0-9A-Za-z_.:-]{1,100}$"
+    ),
+]
+
+
+def written(longest: int, example: str, *default: str) -> Any:
+    """A field of text. How long it may be is described, and checked by what keeps it."""
+    value = default[0] if default else ...
+    return Field(value, examples=[example], json_schema_extra={"maxLength": longest})
+
+
+class Body(BaseModel):
+    """What is sent as JSON. Validation raises InvalidRequest, with a sentence for who sent it.
+
+    A field named for a word of Python's has an underscore behind it, and its name as alias.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    in_forms: ClassVar[dict[str, str]] = {}
+    """Names of fields that have others in forms."""
+
+    says_missing: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are refused as missing; others as what they are not."""
+
+    @classmethod
+    def from_form(cls: type[B], field: Callable[[str], str], zone: str) -> B:
+        """Return what was typed; ``field`` gives the text of a field, empty when there is none."""
+        sent = {
+            name: text
+            for name, its in cls.model_fields.items()
+            if (text := field(cls.in_forms.get(name, name)).strip()) or its.is_required()
+        }
+        return cls.model_validate(sent, context=zone)
+
+    @classmethod
+    def is_optional(cls) -> bool:
+        """Return True if nothing need be sent."""
+        return not any(field.is_required() for field in cls.model_fields.values())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_its_fields(cls, sent: Any) -> dict[str, Any]:
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        there_are = ", ".join(fields)
+        if not isinstance(sent, dict):
+            raise InvalidRequest(f"Send one JSON object; its fields are {there_are}.", field="")
+        for name in sent.keys() - fields.keys():
+            sentence = f"There is no field {name[:60]!r}; there are {there_are}."
+            raise InvalidRequest(sentence, field=name)
+        for name in cls.says_missing - sent.keys():
+            raise InvalidRequest(f"The field {name!r} is missing.", field=name)
+        absent = [name for name, field in fields.items() if field.is_required()]
+        return {**{name: "" if name == "reason" else None for name in absent}, **sent}
+
+
+class WhyBody(Body):
+    """Why, for who wants to say it."""
+
+    reason: Reason = ""
+
+
+class ReasonBody(Body):
+    """Why."""
+
+    reason: NeededReason
+
+
+# Answers that several handlers give.
+
+
+class ErrorAnswer(Answer):
+    """Why something was not done."""
+
+    status: int
+    error: str = Field(description="A short, stable word.")
+    message: str = Field(description="What is wrong, and what to do.")
+
+
+class DatedAnswer(Answer):
+    """An answer that says of when it is."""
+
+    as_of: Instant

@@ -1,0 +1,616 @@
+"""From the public catalog into a server, and a catalog that changes under a running hub. Real:
+JupyterHub, proxy, service, SQLite, local servers, Chromium."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import jsonschema
+import pytest
+import requests
+from playwright.sync_api import Browser, Page, expect
+
+from gpuspawner.leases.models import ServerRef
+from gpuspawner.notifications.models import NoticeKind
+from tests.support import axe
+from tests.support.browser import screenshot
+from tests.support.catalog_files import CATALOG, EVIL, FILES
+from tests.support.gpu_hub import assert_in_words, message_of, text_of
+from tests.support.hub import ADMIN, NAVIGATION, USER_PASSWORD
+from tests.support.pages import WIDE, look_over, send_sign_in
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import environment_of, wait_for
+from tests.support.tickets import fill, line_up
+
+SLOW = 120_000
+"""Milliseconds for a page or a server, on a machine with other things to do."""
+SOON = 60.0
+
+CONFIG = """
+c.GPUSpawnerMixin.catalog = {file!r}
+c.GPUCredits.opening_grant = 100
+c.GPURates.by_model = {{"A100": 4, "T4": 1}}
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
+"""
+
+
+class CatalogHub(PayingHub):
+    """A hub and its catalog's file, with the files that the catalog names beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        for name, text in FILES.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        self.file = folder / "catalog.yaml"
+        super().__init__(folder / "hub", CONFIG.format(file=str(self.file)))
+
+    def write(self, text: str) -> None:
+        """Save the catalog as an editor does."""
+        new = self.file.with_suffix(".new")
+        new.write_text(dedent(text), encoding="utf-8")
+        new.replace(self.file)
+
+    def form(self, user: str) -> str:
+        """The spawn form as this member sees it."""
+        answer = self.open_page(user, f"/hub/spawn/{user}")
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+
+@pytest.fixture(scope="module")
+def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogHub]:
+    """Three GPUs; an A100 costs 4 credits an hour and a T4 1."""
+    with CatalogHub(tmp_path_factory.mktemp("catalog")) as hub:
+        yield hub
+
+
+def words(answer: requests.Response) -> str:
+    return text_of(answer.text.partition("<body>")[2])
+
+
+def get(hub: PayingHub, path: str, **query: str) -> requests.Response:
+    """A page as a stranger sees it."""
+    url = f"{hub.url}/hub/{path}"
+    return requests.get(url, params=query, headers=NAVIGATION, timeout=60)
+
+
+def open_page(browser: Browser, hub: PayingHub, path: str = "environments", **kind: Any) -> Page:
+    page = browser.new_context(**{"viewport": WIDE, **kind}).new_page()
+    page.set_default_timeout(SLOW)
+    page.goto(f"{hub.url}/hub/{path}")
+    return page
+
+
+# What anybody sees.
+
+
+def test_a_stranger_sees_what_is_free_and_what_it_costs(hub: PayingHub) -> None:
+    text = words(get(hub, "environments"))
+    assert "4 environments" in text and "For the staff" not in text
+    assert "PyTorch 2.5.1 CUDA 12.4 up to 2 GPUs" in text
+    assert "3 of 3 GPUs free now 1.00 to 4.00 credits a GPU-hour Launch" in text
+    assert "1 of 1 GPU free now 1.00 credits a GPU-hour" in text
+    assert "no GPU Notes and files. Starts at once free of charge Launch" in text
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ({"q": "GRADIENTS"}, ["jax"]),
+        ({"q": "2.5.1 course"}, ["torch"]),
+        ({"gpu": "without"}, ["plain", "evil"]),
+        ({"framework": "JAX", "gpu": "with"}, ["jax"]),
+        ({"now": "1", "q": "py"}, ["torch", "plain"]),
+        ({"q": "nothing like it"}, []),
+        ({"q": EVIL * 50, "gpu": "x", "page": "-1"}, []),
+        ({"page": "9" * 400}, ["torch", "jax", "plain", "evil"]),
+    ],
+)
+def test_searching_without_javascript(
+    hub: PayingHub, query: dict[str, str], found: list[str]
+) -> None:
+    page = get(hub, "environments", **query)
+    assert page.status_code == 200
+    assert re.findall(r'spawn\?opt-environment=(\w+)"', page.text) == found
+    assert EVIL not in page.text
+
+
+def test_the_page_of_one(hub: PayingHub) -> None:
+    page = get(hub, "environments/torch")
+    text = words(page)
+    for part in (
+        "Open train.ipynb first. one two Docs",
+        "Memory 16 GB",
+        "Session up to 8 h",
+        "Tested on 2026-10-01",
+        "2 packages with their versions numpy 2.1.3 torch 2.5.1",
+        "What is new PyTorch 2.5.1",
+        "A sample notebook Train a model print(40 + 2) 42",
+        "Read more The course",
+    ):
+        assert part in text
+    assert f'value="{hub.url}/hub/spawn?opt-environment=torch"' in page.text
+    logo = get(hub, "environments/torch/logo")
+    assert logo.headers["Content-Type"] == "image/svg+xml"
+    assert "sandbox" in logo.headers["Content-Security-Policy"], "its script cannot run"
+    assert get(hub, "environments/jax/logo").status_code == 404
+
+
+def test_what_is_not_there_is_said_in_words(hub: PayingHub) -> None:
+    page = get(hub, "environments/nope")
+    assert page.status_code == 404
+    assert "There is no such page" in words(page)
+    assert "There is no environment 'nope' on this hub." in words(page)
+    assert get(hub, "environments/staff").status_code == 404
+    assert get(hub, "environments/..%2f..%2fetc").status_code == 404
+    session = hub.login("hugo")
+    closed = session.get(f"{hub.url}/hub/admin", headers=NAVIGATION, timeout=60)
+    assert closed.status_code == 403 and "This is not for you" in words(closed)
+    assert "scopes" not in words(closed)
+    lost = get(hub, "no-such-thing")
+    assert lost.status_code == 404 and "There is no such page" in words(lost)
+
+
+def test_no_member_is_named_and_what_is_free_stays_true(hub: PayingHub) -> None:
+    """Somebody has the T4, somebody waits for it: that is all that a stranger learns."""
+    first = hub.start_server("carol", gpus=1, gpu_model="T4", hours=2)
+    hub.spawn("dave", {"gpus": 1, "gpu_model": "T4", "hours": 1})
+    wait_for(lambda: hub.services.queue.waiting(), "the ticket", timeout=60)
+
+    def now() -> str:
+        answer = get(hub, "environments/-/live", slugs="jax,staff,nope").json()
+        assert set(answer) == {"jax"}
+        return str(answer["jax"]["now"])
+
+    wait_for(lambda: now() == "0 of 1 GPU free now, others wait", "what is free", timeout=60)
+    for path in ("environments", "environments/jax", "environments/-/live?slugs=jax"):
+        text = get(hub, path).text
+        assert "carol" not in text and "dave" not in text
+        assert first.id not in text and first.uuids[0] not in text
+    assert "jax" not in re.findall(r"opt-environment=(\w+)", get(hub, "environments", now="1").text)
+    hub.api("DELETE", "users/dave/server")
+    hub.stop_server("carol")
+    wait_for(lambda: now() == "1 of 1 GPU free now", "the release", timeout=60)
+
+
+# Into a server.
+
+
+def test_browse_launch_sign_in_choose_land(hub: PayingHub, browser: Browser) -> None:
+    page = open_page(browser, hub)
+    elsewhere: list[str] = []
+    errors: list[str] = []
+    page.on("request", lambda r: None if r.url.startswith(hub.url) else elsewhere.append(r.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.reload()
+    look_over(page, "catalog-1-environments")
+    # It searches as one types.
+    page.get_by_label("Search", exact=True).fill("deep")
+    expect(page.get_by_role("listitem").filter(has_text="PyTorch")).to_be_visible()
+    expect(page.locator("#gs-cards > li:visible")).to_have_count(1)
+    page.get_by_role("link", name="PyTorch", exact=True).click()
+    expect(page.get_by_role("heading", name="PyTorch", exact=True)).to_be_visible()
+    look_over(page, "catalog-2-environment")
+    page.get_by_role("link", name="Launch", exact=True).click()
+    # Through the sign-in to the form, with the choice made, and nothing started.
+    expect(page.get_by_role("link", name="See the environments first")).to_be_visible()
+    look_over(page, "catalog-3-sign-in")
+    send_sign_in(page, "ada")
+    expect(page.locator("#gpuspawner-by-link")).to_contain_text("PyTorch")
+    expect(page.locator("#environment-torch")).to_be_checked()
+    expect(page.locator("#gpuspawner-price")).to_have_text(
+        "1 GPU: 1.00 to 4.00 credits an hour. Your balance lasts 1 d 1 h."
+    )
+    expect(page.locator("#gpuspawner-wait")).to_have_text("Starts at once.")
+    assert hub.server("ada") is None and not hub.services.leases.open_leases()
+    look_over(page, "catalog-4-form")
+    page.get_by_label("GPUs", exact=True).select_option("2")
+    page.get_by_label("For how long").select_option("4")
+    page.get_by_label("Memory").select_option("64 GB")
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_url(re.compile("/user/ada/"), timeout=SLOW)
+    [lease] = hub.services.leases.open_leases()
+    assert (lease.environment, len(lease.devices), lease.seconds) == ("torch", 2, 4 * 3600)
+    expect(page.locator("body")).to_have_text(lease.id)
+    page.goto(f"{hub.url}/hub/environments/jax")
+    expect(page.get_by_text("Your server runs already")).to_be_visible()
+    # Back again: what they chose last time, and the ways to everything else.
+    hub.stop_server("ada")
+    page.goto(f"{hub.url}/hub/home")
+    look_over(page, "catalog-5-home")
+    page.get_by_role("link", name="GPUs and credits").click()
+    expect(page.get_by_role("heading", name="My GPUs and credits")).to_be_visible()
+    page.goto(f"{hub.url}/hub/spawn")
+    expect(page.get_by_label("GPUs", exact=True)).to_have_value("2")
+    expect(page.get_by_label("For how long")).to_have_value("4")
+    expect(page.get_by_label("Memory")).to_have_value("torch.room=more")
+    page.locator("#environment-jax").check()
+    expect(page.get_by_label("Memory")).to_be_hidden()
+    page.goto(f"{hub.url}/hub/environments/nope")
+    look_over(page, "catalog-6-not-there")
+    assert elsewhere == [] and errors == []
+    page.context.close()
+
+
+def test_in_the_dark(hub: PayingHub, browser: Browser) -> None:
+    page = open_page(browser, hub, color_scheme="dark")
+    screenshot(page, "catalog-8-dark")
+    assert axe.troubles(page) == []
+    page.goto(f"{hub.url}/hub/environments/torch")
+    assert axe.troubles(page) == []
+    page.context.close()
+
+
+def test_without_javascript(hub: PayingHub, browser: Browser) -> None:
+    page = open_page(browser, hub, java_script_enabled=False)
+    page.get_by_label("GPU", exact=True).select_option("without")
+    page.get_by_role("button", name="Search").click()
+    expect(page.locator("#gs-cards > li")).to_have_count(2)
+    expect(page.get_by_text("requires JavaScript")).to_be_hidden()
+    page.get_by_role("link", name="Launch JupyterLab").click()
+    send_sign_in(page, "bert")
+    expect(page.locator("#environment-plain")).to_be_checked()
+    screenshot(page, "catalog-7-form-without-javascript")
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_url(re.compile("/user/bert/"), timeout=SLOW)
+    [lease] = hub.services.leases.open_leases()
+    assert (lease.environment, lease.devices) == ("plain", ())
+    hub.stop_server("bert")
+    page.context.close()
+
+
+def test_by_keyboard_alone(hub: PayingHub, browser: Browser) -> None:
+    page = open_page(browser, hub, "spawn?opt-environment=plain")
+    page.keyboard.type("cleo")  # the field has the focus
+    page.keyboard.press("Tab")
+    page.keyboard.type(USER_PASSWORD)
+    page.keyboard.press("Enter")
+    expect(page.locator("#environment-plain")).to_be_checked()
+    page.locator("#environment-plain").focus()
+    page.keyboard.press("ArrowUp")
+    expect(page.locator("#environment-jax")).to_be_checked()
+    expect(page.locator("#gpuspawner-price")).to_contain_text("1.00 credits an hour")
+    page.keyboard.press("Tab")
+    expect(page.locator("#gpus")).to_be_focused()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Home")
+    expect(page.locator("#gpus")).to_have_value("")
+    for _ in range(6):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.type") == "submit":
+            break
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile("/user/cleo/"), timeout=SLOW)
+    [lease] = hub.services.leases.open_leases()
+    assert (lease.environment, len(lease.devices)) == ("jax", 1)
+    hub.stop_server("cleo")
+    page.context.close()
+
+
+def test_nothing_that_an_admin_pastes_runs(hub: PayingHub, browser: Browser) -> None:
+    page = open_page(browser, hub, "environments/evil")
+    expect(page.get_by_role("heading", level=1)).to_contain_text(EVIL)
+    assert page.locator("main script, main img, main a[href^=javascript]").count() == 0
+    assert page.title() != "ran"
+    page.goto(f"{hub.url}/hub/environments?q=evil")
+    expect(page.get_by_role("listitem").filter(has_text="Evil")).to_contain_text(EVIL)
+    assert page.title() != "ran"
+    page.goto(f"{hub.url}/hub/spawn?opt-environment=evil")
+    send_sign_in(page, "dora")
+    expect(page.locator("label[for=environment-evil]")).to_contain_text(EVIL)
+    page.locator("#environment-torch").check()
+    page.locator("#environment-evil").check()
+    assert page.title() != "ran"
+    page.context.close()
+
+
+# Requests that no browser of ours sends.
+
+OURS = ("environments", "environments/torch", "environments/torch/logo", "environments/-/live")
+MORE = ("welcome", "welcome/first", "api/gpuspawner/leases/0/now", "api/gpuspawner/leases/0/end")
+
+
+def test_our_pages_answer_whatever_is_forged(hub: PayingHub) -> None:
+    signed_in = hub.login("frida").cookies
+    session = signed_in.get("jupyterhub-hub-login", path="/hub/")
+    for path in (*OURS, *MORE):
+        url = f"{hub.url}/hub/{path}"
+        for xsrf, sent in itertools.product((None, "wrong", '"'), ({}, {"_xsrf": "x"}, b"%ff=%")):
+            cookies = {"jupyterhub-hub-login": session, "_xsrf": xsrf}
+            cookie = "; ".join(f"{name}={value}" for name, value in cookies.items() if value)
+            answer = requests.post(url, data=sent, headers={"Cookie": cookie}, timeout=60)
+            assert answer.status_code in (403, 404, 405), (path, xsrf, sent, answer.status_code)
+            got = requests.get(url, headers={"Cookie": cookie}, timeout=60)
+            assert got.status_code < 500, (path, xsrf, got.status_code)
+
+
+@pytest.mark.parametrize("path", [*OURS, *MORE])
+def test_our_pages_take_no_large_body(hub: PayingHub, path: str) -> None:
+    """The connection ends before the body was read, of which the Hub keeps nothing."""
+    head = f"POST /hub/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99000000\r\n\r\n"
+    with socket.create_connection((hub.hub_ip, hub.hub_port), timeout=60) as connection:
+        with suppress(ConnectionError):
+            connection.sendall(head.encode() + b"x" * 1024 * 1024)
+        with suppress(ConnectionError):
+            while connection.recv(65536):
+                pass
+
+
+# Links.
+
+
+def test_a_link_starts_nothing_whatever_it_says(hub: PayingHub) -> None:
+    session = hub.login("emil")
+
+    def follow(query: str) -> requests.Response:
+        url = f"{hub.url}/hub/spawn?{query}"
+        return session.get(url, headers=NAVIGATION, timeout=60)
+
+    for query in (
+        "opt-environment=torch&opt-gpus=2&opt-hours=3&opt-gpu_model=A100",
+        "environment=torch&gpus=2",  # as JupyterHub once wrote it
+        "_xsrf=x",
+        "opt-gpus=1&fbclid=x",
+        "opt-wait=no",
+    ):
+        page = follow(query)
+        assert page.status_code == 200 and "spawn_form" in page.text, query
+        assert "/hub/spawn?" in page.url, "it is still the form"
+    assert hub.server("emil") is None
+    page = follow("opt-environment=torch&opt-gpus=2&opt-hours=3&opt-account=member:emil")
+    assert re.search(r'value="torch"\s+checked', page.text)
+    assert '<option value="2" selected>' in page.text
+    assert re.search(r'<option value="3" selected>', page.text)
+    for query, status, part in (
+        ("opt-environment=nope", 400, "There is no environment &#39;nope&#39;"),
+        ("opt-environment=staff", 403, "kept for certain groups"),
+        ("opt-gpus=2&opt-environment=plain", 400, "runs without one"),
+        ("opt-gpus=2&opt-environment=jax", 400, "allows 1"),
+        ("opt-hours=100&opt-environment=torch", 400, "allows 8"),
+        ("opt-image=evil", 400, "&#39;image&#39;"),
+        ("opt-environment=%ff", 400, "There is no environment"),
+        ("opt-account=group:staff", 403, "group:staff"),
+    ):
+        page = follow(query)
+        assert (page.status_code, part in page.text) == (status, True), page.text
+    assert hub.server("emil") is None and not hub.services.leases.open_leases()
+    plain = follow("")
+    assert "gpuspawner-by-link" not in plain.text
+
+
+def test_ten_thousand_environments(hub: CatalogHub) -> None:
+    """Edited in while the hub runs; the pages and the form show some, and lead to all."""
+    many = [{"slug": f"e{n}", "display_name": f"Number {n}", "image": "x"} for n in range(10_000)]
+    hub.form("gerd")
+    hub.write(json.dumps({"environments": many}))
+    try:
+        hub.form("gerd")  # it is read beside: nobody waits for a file of this size
+        wait_for(
+            lambda: "10000 environments" in get(hub, "environments").text, "the edit", timeout=90
+        )
+        assert "Page 167 of 167" in words(get(hub, "environments", page="999"))
+        found = words(get(hub, "environments", q="number 9999"))
+        assert "1 of 10000 environments" in found and "Number 9999" in found
+        url = f"{hub.url}/hub/spawn?opt-environment=e9999"
+        form = hub.browser_of("gerd").get(url, headers=NAVIGATION, timeout=60)
+        assert form.status_code == 200, words(form)
+        assert len(form.content) < 300_000
+        assert re.search(r'value="e9999"\s+checked', form.text)
+        assert "9939 more are" in words(form)
+        hub.spawn_and_wait("kim", {"environment": "e9999", "gpus": 0})
+        hub.stop_server("kim")
+        wrong = message(hub.spawn("lea", {"environment": "nothing-like-it"}))
+        assert wrong.endswith("more.") and len(wrong) < 500
+        assert "Did you mean 'e9999'" in message(hub.spawn("lea", {"environment": "e99999"}))
+    finally:
+        hub.write(CATALOG)
+    wait_for(lambda: "4 environments" in get(hub, "environments").text, "the edit", timeout=30)
+
+
+def message(answer: requests.Response) -> str:
+    """The sentence of a refusal."""
+    assert 400 <= answer.status_code < 500, answer.text
+    said = message_of(answer)
+    assert_in_words(said)
+    return said
+
+
+def test_who_may_sees_what_is_for_their_group(hub: PayingHub) -> None:
+    hub.api("POST", "groups/staff").raise_for_status()
+    hub.api("POST", "users/fritz").raise_for_status()
+    hub.api("POST", "groups/staff/users", json={"users": ["fritz"]}).raise_for_status()
+    session = hub.login("fritz")
+    page = session.get(f"{hub.url}/hub/environments", headers=NAVIGATION, timeout=60)
+    assert "5 environments" in words(page) and "For the staff" in words(page)
+    one = session.get(f"{hub.url}/hub/environments/staff", headers=NAVIGATION, timeout=60)
+    assert one.status_code == 200 and "Launch" in words(one)
+
+
+# Edits under a running hub.
+
+
+EDITED = """
+    environments:
+      - slug: one
+        display_name: Number one
+        image: none
+        default: true
+        environment: {SIZE: usual, KEPT: yes it is}
+        profile_options:
+          size:
+            choices:
+              usual: {default: true}
+              large: {environment: {SIZE: large}}
+      - {slug: two, display_name: Number two, image: none}
+      - {slug: needy, image: none, cpu_variant: false}
+"""
+
+
+def wild() -> str:
+    """Markup in every text that a catalog may hold."""
+    bad = '<script>alert("{0}")</script><img src=x onerror=alert("{0}")>'
+    keys = ("display_name", "summary", "description", "maintainer")
+    lines = [f"{key}: '{bad.format(key)}'" for key in keys]
+    lines += [f"frameworks: {{'{bad.format('framework')}': '{bad.format('version')}'}}"]
+    lines += [f"links: {{'{bad.format('link')}': 'https://example.org/?<script>alert(1)'}}"]
+    lines += [f"allowed_groups: ['{bad.format('group')}']", "packages: wild.txt"]
+    lines += ["changes: wild.md", "sample_notebook: wild.ipynb"]
+    option = f"{{display_name: '{bad.format('option')}', choices: {{x: {{display_name: "
+    lines += [f"profile_options: {{o: {option}'{bad.format('choice')}'}}}}}}}}"]
+    body = "".join(f"        {line}\n" for line in lines)
+    return f"{EDITED}      - slug: wild\n        image: none\n{body}"
+
+
+@pytest.fixture
+def edited(hub: CatalogHub) -> Iterator[CatalogHub]:
+    """The hub with a catalog that the test edits further; afterwards all is as it was."""
+    hub.write(EDITED)
+    yield hub
+    for ticket in hub.services.queue.waiting():
+        hub.stop_server(ticket.server.user)
+    for lease in hub.services.leases.open_leases():
+        hub.stop_server(lease.server.user)
+    hub.write(CATALOG)
+    wait_for(lambda: "4 environments" in get(hub, "environments").text, "the edit", timeout=30)
+
+
+def test_an_edit_counts_without_a_restart(edited: CatalogHub) -> None:
+    assert "Number two" in edited.form("ada")
+    edited.write(EDITED.replace("Number two", "Second to none"))
+    assert "Second to none" in edited.form("ada")
+    assert "Number two" not in edited.form("ada")
+    edited.write(EDITED + "      - {slug: new, image: none}\n")
+    lease = edited.start_server("ada", environment="new", gpus=0)
+    assert lease.environment == "new"
+
+
+def test_a_broken_edit_is_for_admins_and_changes_nothing(edited: CatalogHub) -> None:
+    assert "Number two" in edited.form("ada")
+    edited.write(EDITED + "      - {slug: new, image: none, colour: red}\n")
+    told = f"{edited.file}, line 15: environment &#39;new&#39; has an unknown key &#39;colour&#39;"
+    shown = edited.form(ADMIN)
+    assert told in shown
+    assert "Only admins see this" in shown
+    member = edited.form("ada")
+    assert "Number two" in member
+    assert "colour" not in member and str(edited.file) not in member
+    assert edited.start_server("ada", environment="two", gpus=0).environment == "two"
+    logged = "The catalog is not right; the last good one stays. "
+    assert edited.log_text().count(logged + told.replace("&#39;", "'")) == 1
+    edited.write(EDITED)
+    assert "Only admins see this" not in edited.form(ADMIN)
+
+
+def test_an_environment_that_is_gone_ends_the_wait_for_it_in_words(edited: CatalogHub) -> None:
+    fill(edited, "bob", "cleo", "dan")
+    (ticket,) = line_up(edited, "eve", environment="two")
+    edited.write(EDITED.replace("slug: two", "slug: too"))
+    ended = wait_for(
+        lambda: found if (found := edited.services.queue.ticket(ticket.id)).outcome else None,
+        "the end of the wait",
+        timeout=SOON,
+    )
+    why = "There is no environment 'two' on this hub. Did you mean 'too'?"
+    assert (ended.outcome, ended.end_reason) == ("refused", why)
+    assert edited.services.leases.of_server(ServerRef("eve")) is None
+    (notice,) = edited.services.notifications.notices_of("eve")
+    assert notice.kind is NoticeKind.TICKET_ENDED and why.rstrip("?") in notice.body
+
+
+def test_an_edit_of_what_an_environment_needs_costs_nobody_their_place(edited: CatalogHub) -> None:
+    fill(edited, "bob", "cleo", "dan")
+    (ticket,) = line_up(edited, "ned", environment="two")
+    needs = "slug: two, min_driver: '550.54', min_cuda: '12.4'"
+    edited.write(EDITED.replace("slug: two", needs).replace("Number two", "Second to none"))
+    assert "Second to none" in edited.form("ada")
+    edited.stop_server("bob")
+    edited.wait_server("ned")
+    assert edited.services.queue.ticket(ticket.id).outcome == "granted"
+
+
+def test_an_environment_that_is_gone_and_was_had_last_time(edited: CatalogHub) -> None:
+    edited.start_server("fay", environment="two", gpus=0)
+    edited.stop_server("fay")
+    edited.write(EDITED.replace("slug: two", "slug: 'off'"))
+    again = edited.api("POST", "users/fay/server")  # with what was chosen last time
+    assert message(again).startswith("There is no environment 'two' on this hub. Choose one of:")
+    assert 'value="one"' in edited.form("fay")
+    assert edited.start_server("fay", environment="one", gpus=0).environment == "one"
+
+
+def test_choices_within_an_environment_reach_the_server(edited: CatalogHub) -> None:
+    def variables(user: str) -> dict[str, str]:
+        seen = map(environment_of, edited.children_left())
+        return next(each for each in seen if each.get("JUPYTERHUB_USER") == user)
+
+    edited.start_server("gil", environment="one", gpus=0)
+    edited.start_server("hal", environment="one", gpus=0, options=["one.size=large", "two.x=y"])
+    assert (variables("gil")["SIZE"], variables("hal")["SIZE"]) == ("usual", "large")
+    assert variables("hal")["KEPT"] == "yes it is"
+    assert 'value="one.size=large"' in edited.form("kay")
+    chosen = {"environment": "one", "gpus": "0", "options": ["one.size=large"]}
+    edited.post_form(edited.browser_of("kay"), "/hub/spawn/kay", chosen)
+    edited.wait_server("kay")
+    assert variables("kay")["SIZE"] == "large"
+    wrong = edited.spawn("ida", {"environment": "one", "options": {"size": "huge"}})
+    assert message(wrong) == "Number one has no 'huge' for 'size'. Choose one of: usual, large."
+    wrong = edited.spawn("ida", {"environment": "two", "options": {"size": "large"}})
+    assert message(wrong) == "Number two has no option 'size'. It has none."
+    wrong = edited.spawn("ida", {"environment": "one", "options": {"size": "../x"}})
+    assert "must hold texts such as 'memory=large'" in message(wrong)
+
+
+def test_an_environment_may_need_a_gpu(edited: CatalogHub) -> None:
+    refused = edited.spawn("jon", {"environment": "needy", "gpus": 0})
+    assert message(refused) == "needy does not run without a GPU. Ask for 1 or more."
+    assert len(edited.start_server("jon", environment="needy").devices) == 1
+
+
+def test_markup_stays_words_on_every_page(edited: CatalogHub) -> None:
+    bad = '<script>alert("file")</script><img src=x onerror=alert("file")>'
+    (edited.file.parent / "wild.md").write_text(f"{bad}\n\n[x](javascript:alert(1))")
+    (edited.file.parent / "wild.txt").write_text(f"{bad}==1.0\n")
+    cells = [
+        {"cell_type": "markdown", "metadata": {}, "source": bad},
+        {
+            "cell_type": "code",
+            "metadata": {},
+            "source": bad,
+            "execution_count": 1,
+            "outputs": [
+                {"output_type": "stream", "name": "stdout", "text": bad},
+                {"output_type": "display_data", "metadata": {}, "data": {"text/html": bad}},
+            ],
+        },
+    ]
+    notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}
+    (edited.file.parent / "wild.ipynb").write_text(json.dumps(notebook))
+    edited.write(wild().replace("allowed_groups:", "# allowed_groups:"))
+    pages = [edited.form("ada")]
+    for path in ("environments", "environments/wild"):
+        answer = requests.get(f"{edited.url}/hub/{path}", headers=NAVIGATION, timeout=SOON)
+        assert answer.status_code == 200, answer.text
+        pages.append(answer.text)
+    for page in pages:
+        assert "alert(" in page, "it is shown, as words"
+        for tag in ("<script>alert", "<img src=x", 'javascript:alert(1)"'):
+            assert tag not in page
+    # Its group is no group's name here; whoever may not use it is told so, in words.
+    edited.write(wild())
+    refused = message(edited.spawn("mia", {"environment": "wild"}))
+    assert refused.startswith("You may not use the environment 'wild'")
+
+
+def test_the_schema_for_editors_is_there_for_everybody(edited: CatalogHub) -> None:
+    answer = requests.get(f"{edited.url}/services/gpu/catalog.schema.json", timeout=SOON)
+    assert answer.status_code == 200
+    jsonschema.Draft202012Validator.check_schema(answer.json())
+    assert answer.json()["title"] == "gpuspawner's catalog of environments"

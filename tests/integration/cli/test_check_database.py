@@ -1,0 +1,186 @@
+"""Real: SQLite and PostgreSQL, file permissions. A list of mounts stands for a network's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.cli.check_database import check_database, network_file_system
+from gpuspawner.db.engine import Store
+from gpuspawner.engines.preflight import Status
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.services import Services
+from tests.support.brokers import make_services
+from tests.support.processes import REPO
+
+
+@pytest.fixture
+def services(database_url: str) -> Iterator[Services]:
+    """A hub's services with a lease and some postings."""
+    services = make_services(database_url=database_url, device_source="simulated:2xT4")
+    services.ledger.open_account("ada")
+    lease = services.leases.grant(ServerRef("ada"), Request(devices=1), engine="local")
+    services.leases.confirm(lease.id)
+    yield services
+    Store.open(database_url).close()
+
+
+def change(services: Services, *statements: str) -> None:
+    with services.store.write_engine.begin() as connection:
+        for statement in statements:
+            connection.execute(sa.text(statement))
+
+
+def rows(services: Services) -> dict[str, Any]:
+    """Everything that the database holds."""
+    with services.store.read() as connection:
+        tables = sa.inspect(connection).get_table_names()
+        return {
+            table: sorted(map(str, connection.execute(sa.text(f'SELECT * FROM "{table}"'))))
+            for table in tables
+        }
+
+
+def test_a_database_in_order_is_green_and_unchanged(services: Services) -> None:
+    before = rows(services)
+    finding, readable = check_database(services.settings.database.url)
+    assert (finding.status, readable) == (Status.OK, True), finding
+    assert "writable, refuses double leases and changes to the ledger" in finding.text
+    assert rows(services) == before
+    services.ledger.grant("member:ada", 1, actor="x", reason="it goes on")
+
+
+DAMAGE = {
+    "two leases of one device": ("DROP INDEX one_open_lease_a_slot",),
+    "two leases of one server": ("DROP INDEX one_open_lease_a_server",),
+    "two tickets of one server": ("DROP INDEX one_open_ticket_a_server",),
+    "a changed posting, a deleted posting": (
+        "DROP TRIGGER postings_never_update",
+        "DROP TRIGGER postings_never_delete",
+    ),
+}
+"""What a database allows without some of its constraints."""
+
+
+@pytest.mark.parametrize("allowed", DAMAGE)
+def test_a_missing_constraint_is_red_by_name(services: Services, allowed: str) -> None:
+    statements = DAMAGE[allowed]
+    if services.store.dialect == "postgresql" and "posting" in allowed:
+        statements = ("DROP TRIGGER postings_append_only ON postings",)
+    change(services, *statements)
+    finding, _ = check_database(services.settings.database.url)
+    assert finding.status is Status.FAIL
+    assert f"does not forbid {allowed}: constraints are missing" in finding.text
+
+
+def test_a_database_of_a_newer_program_is_red(services: Services) -> None:
+    change(services, "UPDATE gpuspawner_version SET version_num = '9999'")
+    finding, readable = check_database(services.settings.database.url)
+    assert (finding.status, readable) == (Status.FAIL, False)
+    assert "is of version 9999, which this gpuspawner does not know" in finding.text
+
+
+def test_an_empty_postgresql_database_is_green_and_stays_empty(postgres: Any) -> None:
+    url = postgres.fresh_database()
+    finding, readable = check_database(url)
+    assert (finding.status, readable) == (Status.OK, False), finding
+    assert "empty, the hub fills it at its start" in finding.text
+    engine = sa.create_engine(url)
+    assert sa.inspect(engine).get_table_names() == []
+    engine.dispose()
+
+
+def test_a_database_that_does_not_answer_is_red_without_its_password() -> None:
+    finding, _ = check_database("postgresql+psycopg://hub:hunter2@127.0.0.1:1/hub")
+    assert finding.status is Status.FAIL
+    assert "postgresql+psycopg://hub:***@127.0.0.1:1/hub cannot be used" in finding.text
+    assert "psql" in finding.remedy
+
+
+def test_a_file_that_is_no_database_is_red(tmp_path: Path) -> None:
+    path = tmp_path / "hub.sqlite"
+    path.write_text("this is a letter, and not a database\n" * 100)
+    finding, _ = check_database(f"sqlite:///{path}")
+    assert "file is not a database" in finding.text
+
+
+# As a user whom permissions hold: root is only root here without its capability to ignore them.
+
+
+def checked_with_permissions(url: str) -> str:
+    code = (
+        "from gpuspawner.cli.check_database import check_database; import sys;"
+        "finding, _ = check_database(sys.argv[1]);"
+        "print(finding.status.value, finding.text, finding.remedy)"
+    )
+    held = "--bounding-set=-dac_override,-dac_read_search"
+    keep = ["setpriv", held, "--"] if os.geteuid() == 0 else []
+    done = subprocess.run(
+        [*keep, sys.executable, "-c", code, url],
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_a_directory_that_cannot_be_written_is_red(tmp_path: Path) -> None:
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o555)
+    said = checked_with_permissions(f"sqlite:///{folder}/hub.sqlite")
+    assert said.startswith(f"fail SQLite at {folder}/hub.sqlite cannot be made by ")
+    assert f"must be able to write {folder} and the files in it." in said
+    folder.chmod(0o755)
+    assert checked_with_permissions(f"sqlite:///{folder}/hub.sqlite").startswith("ok ")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_red(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/hub.sqlite"
+    make_services(database_url=url, device_source="simulated:1xT4").ledger.open_account("ada")
+    Store.open(url).close()
+    (tmp_path / "hub.sqlite").chmod(0o444)
+    said = checked_with_permissions(url)
+    assert said.startswith(f"fail SQLite at {tmp_path}/hub.sqlite cannot be used by "), said
+    assert "attempt to write a readonly database" in said
+
+
+# Where the file lies.
+
+MOUNTS = """\
+/dev/sda1 / ext4 rw 0 0
+server:/home /home nfs4 rw,vers=4.2 0 0
+/dev/sdb1 /home/fast ext4 rw 0 0
+//nas/all /srv/with\\040space cifs rw 0 0
+host /mnt 9p rw 0 0
+tmpfs /mnt tmpfs rw 0 0
+short line
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/srv/hub.sqlite", ""),
+        ("/home/hub.sqlite", "nfs4"),
+        ("/home/fast/hub.sqlite", ""),
+        ("/homeless/hub.sqlite", ""),
+        ("/srv/with space/hub.sqlite", "cifs"),
+        ("/mnt/hub.sqlite", ""),
+    ],
+)
+def test_network_file_systems(path: str, kind: str) -> None:
+    assert network_file_system(Path(path), MOUNTS) == kind
+
+
+def test_the_mounts_of_this_machine_are_read(tmp_path: Path) -> None:
+    assert network_file_system(Path("/proc/x")) == ""
+    assert network_file_system(tmp_path) == ""

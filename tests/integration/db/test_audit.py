@@ -1,0 +1,249 @@
+"""``gpuspawner audit`` against books that are right, and against every kind of row that is wrong.
+
+Real: SQLite, PostgreSQL, the command. What is wrong is written behind the store's back, with
+its triggers and constraints taken away first.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.core.units import MICRO
+from gpuspawner.db import audit
+from gpuspawner.db.engine import Store
+from gpuspawner.services import Services
+from tests.support.brokers import Clock, broken_invariants, open_services, running
+from tests.support.years import Year, write_year
+
+GUARDS = {
+    "sqlite": (
+        "PRAGMA foreign_keys=OFF",
+        "DROP TRIGGER postings_never_update",
+        "DROP TRIGGER postings_never_delete",
+        "DROP TRIGGER transfers_never_update",
+    ),
+    "postgresql": (
+        "SET session_replication_role = replica",
+        "ALTER TABLE transfers DROP CONSTRAINT transfers_key_key",
+    ),
+}
+"""What keeps wrong rows out; it goes for the length of a test."""
+
+
+@pytest.fixture
+def used(database_url: str) -> Iterator[Services]:
+    """A store in which everything happened once: grant, hold, charge, refund, failure, end."""
+    clock = Clock()
+    services = open_services(database_url, clock, gpu_rates={"*": 4})
+    anna = running(services, "anna", 2)
+    clock.forward(minutes=30)
+    services.ledger.charge_all()
+    services.leases.release(anna.id, ended_at=clock.forward(minutes=7), reason="stopped")
+    bert = running(services, "bert")
+    clock.forward(hours=1)
+    services.ledger.charge_all()
+    services.leases.release(bert.id, ended_at=clock.now - timedelta(minutes=30), reason="refunded")
+    carl = running(services, "carl")
+    clock.forward(minutes=5)
+    services.ledger.charge_all()
+    services.leases.release(carl.id, ended_at=clock.now, reason="its start failed", failed=True)
+    services.ledger.grant("member:anna", 1, actor="admin", reason="a microcredit")
+    end = clock.now + timedelta(minutes=1)
+    services.ledger.grant("member:bert", 5, actor="admin", reason="a minute's", until=end)
+    running(services, "dora")
+    clock.forward(minutes=1)
+    services.ledger.charge_all()
+    services.ledger.end_lots()
+    yield services
+    services.store.close()
+
+
+@contextmanager
+def unguarded(services: Services) -> Iterator[sa.Connection]:
+    """A connection on which nothing is forbidden."""
+    dialect = services.store.dialect
+    with services.store.engine.connect() as connection:
+        for statement in GUARDS[dialect]:
+            connection.exec_driver_sql(statement)
+        yield connection
+        connection.commit()
+        if dialect == "sqlite":
+            connection.exec_driver_sql("PRAGMA foreign_keys=ON")
+        connection.invalidate()
+
+
+def test_books_that_are_right(used: Services) -> None:
+    findings, rows = used.audit.check()
+    assert broken_invariants(used) == {}
+    assert [finding.name for finding in findings] == list(audit.CHECKS)
+    assert all(finding.law.endswith(".") for finding in findings)
+    assert rows["leases"] == 4
+    assert rows["postings"] == 2 * rows["transfers"] > 20
+
+
+WRONG = {
+    "references": (
+        "UPDATE transfers SET lease_id = 'nobody' WHERE kind = 'refund'",
+        "transfers.lease_id names 'nobody', but no row of leases is that",
+    ),
+    "places": ("UPDATE lease_places SET open = false WHERE open", "is open, and its device"),
+    "order of times": (
+        "UPDATE leases SET started_at = NULL WHERE state = 'running'",
+        "its times say that this cannot be",
+    ),
+    "whole transfers": (
+        "DELETE FROM postings "
+        "WHERE transfer_id IN (SELECT id FROM transfers WHERE kind = 'refund')",
+        "has no postings: it moved nothing",
+    ),
+    "marks of postings": (
+        "UPDATE postings SET apart = NOT apart "
+        "WHERE transfer_id IN (SELECT id FROM transfers WHERE kind = 'refund')",
+        "are marked as what they are not",
+    ),
+    "zero sum": (
+        "UPDATE postings SET amount = amount + 1 WHERE id = 1",
+        "sum to 1 microcredits, not zero",
+    ),
+    "balances": (
+        "UPDATE accounts SET balance = balance - 1 WHERE name = 'member:bert'",
+        "The balance of member:bert is 97999999 microcredits, but its postings sum to 98000000",
+    ),
+    "charges of leases": (
+        "UPDATE leases SET charged = charged + 5 WHERE state = 'running'",
+        "microcredits were charged, but its postings took",
+    ),
+    "credits that ended": (
+        "UPDATE lots SET taken = taken - 1",
+        "The lots of member:bert say that 4 microcredits were taken back",
+    ),
+    "settlement of leases": (
+        "UPDATE leases SET ended_at = '2025-03-09 12:00:00' WHERE \"user\" = 'anna'",
+        "has ended and owed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_first_row_that_is_wrong_is_named(used: Services, name: str) -> None:
+    statement, sentence = WRONG[name]
+    with unguarded(used) as connection:
+        assert connection.exec_driver_sql(statement).rowcount >= 1
+    assert sentence in broken_invariants(used)[name]
+
+
+def test_a_failed_start_that_was_charged(used: Services) -> None:
+    with unguarded(used) as connection:
+        connection.exec_driver_sql("UPDATE leases SET outcome = '' WHERE outcome = 'failed'")
+    assert (
+        "has ended and owed 333333 microcredits, but 0"
+        in broken_invariants(used)["settlement of leases"]
+    )
+
+
+def test_refills_and_credits_that_end(used: Services) -> None:
+    clock = Clock.of(used)
+    used.refills.add_refill(
+        used.refills.plan_refill(
+            "FREQ=DAILY",
+            amount=10 * MICRO,
+            actor="admin",
+            reason="term",
+            audience=["everybody"],
+            starts_at=clock.now + timedelta(days=1),
+            keep=timedelta(days=1),
+        )
+    )
+    for _ in range(3):
+        clock.forward(days=1)
+        for due in used.refills.due_refills():
+            used.refills.give_refill(due.id)
+        used.ledger.end_lots()
+    assert broken_invariants(used) == {}
+    with unguarded(used) as connection:
+        connection.exec_driver_sql("UPDATE refill_runs SET total = total + 1")
+        connection.exec_driver_sql("UPDATE lots SET taken = taken - 1 WHERE taken > 0")
+    found = broken_invariants(used)
+    assert set(found) == {"refills", "credits that ended"}
+    assert (
+        "UTC gave 40000001 microcredits to 4 accounts, but its postings 40000000 to 4"
+        in (found["refills"])
+    )
+
+
+def test_a_key_that_was_posted_twice(used: Services) -> None:
+    if used.store.dialect == "sqlite":  # whose unique constraint cannot be taken away
+        with used.store.engine.connect() as connection:
+            columns = "id, key, kind, at, actor, reason, lease_id"
+            for statement in (
+                "PRAGMA foreign_keys=OFF",
+                "DROP TABLE IF EXISTS loose",
+                "DROP TRIGGER transfers_never_update",
+                "DROP TRIGGER transfers_never_delete",
+                f"CREATE TABLE loose AS SELECT {columns} FROM transfers",
+                "DROP TABLE transfers",
+                "ALTER TABLE loose RENAME TO transfers",
+            ):
+                connection.exec_driver_sql(statement)
+            connection.commit()
+    with unguarded_if_needed(used) as connection:
+        connection.exec_driver_sql(
+            "UPDATE transfers SET key = 'opening:member:anna' WHERE key = 'opening:member:bert'"
+        )
+        connection.commit()
+    assert "The key opening:member:anna was posted 2 times" in broken_invariants(used)["keys"]
+
+
+@contextmanager
+def unguarded_if_needed(services: Services) -> Iterator[sa.Connection]:
+    """The same where there still are guards."""
+    if services.store.dialect == "postgresql":
+        with unguarded(services) as connection:
+            yield connection
+    else:
+        with services.store.engine.connect() as connection:
+            yield connection
+
+
+def test_a_damaged_file_is_said_and_nothing_else_asked(used: Services) -> None:
+    if used.store.dialect == "postgresql":
+        # It looks after its own pages; what it says of them is an error like any other.
+        with used.store.read() as connection:
+            assert list(audit.CHECKS["file"](connection)) == []
+        return
+    with used.store.engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+        page = connection.exec_driver_sql(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'postings_by_account'"
+        ).scalar_one()
+    with open(used.store.engine.url.database or "", "r+b") as file:
+        file.seek((page - 1) * 4096 + 3)
+        file.write(b"\xff\xff")
+    used.store.engine.dispose()
+    findings, _ = used.audit.check()
+    assert findings[-1].name == "file"
+    assert findings[-1].problem
+
+
+def test_it_needs_no_more_memory_for_more_leases(database_url: str) -> None:
+    """Leases are looked at a few hundred at a time."""
+    store = Store(database_url)
+    write_year(store, Year(members=20, devices=8, leases=1500, days=90))
+    tracemalloc.start()
+    try:
+        with store.read() as connection:
+            list(audit.audit(connection))  # what is loaded once is loaded now
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            assert not any(finding.problem for finding in audit.audit(connection))
+            peak = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+        store.close()
+    assert peak < 20_000_000

@@ -1,0 +1,297 @@
+"""Copies made while others write, and put back. Real: SQLite, PostgreSQL, processes, SIGKILL."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.core.errors import BackupRefused, ConfigError
+from gpuspawner.db import backup
+from gpuspawner.db.engine import Store
+from gpuspawner.db.leader import Granter
+from gpuspawner.db.schema import metadata
+from gpuspawner.services import Services
+from tests.support import racers, spending
+from tests.support.brokers import Clock, broken_invariants, open_services, problems, running
+from tests.support.parts import each_database
+from tests.support.processes import REPO
+from tests.support.tier import Rounds
+from tests.support.years import Year, write_year
+
+
+@pytest.fixture
+def used(database_url: str) -> Iterator[Services]:
+    """A store with something in most of its tables."""
+    clock = Clock()
+    services = open_services(database_url, clock, gpu_rates={"*": 4})
+    running(services, "anna", 2)
+    gone = running(services, "bert")
+    clock.forward(hours=1)
+    services.ledger.charge_all()
+    services.leases.release(gone.id, ended_at=clock.now, reason="stopped")
+    services.devices.pause(actor="admin", reason="new cables")
+    services.devices.resume(actor="admin")
+    services.monitoring.overview()
+    yield services
+    services.store.close()
+
+
+def contents(store: Store) -> dict[str, list[tuple[object, ...]]]:
+    """Every row of every table."""
+    with store.read() as connection:
+        return {
+            table.name: sorted(map(tuple, connection.execute(sa.select(table)).all()), key=str)
+            for table in metadata.sorted_tables
+        }
+
+
+def copied(file: Path) -> dict[str, list[tuple[object, ...]]]:
+    """The same of a copy, which this changes."""
+    store = Store(f"sqlite:///{file}")
+    try:
+        return contents(store)
+    finally:
+        store.close()
+
+
+def another(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """The URL of another database of the same kind, with nothing in it."""
+    if url.startswith("sqlite"):
+        return f"sqlite:///{tmp_path}/another.sqlite"
+    return str(request.getfixturevalue("postgres").fresh_database())
+
+
+@each_database
+def test_a_copy_is_one_private_file_with_every_row(used: Services, tmp_path: Path) -> None:
+    file = tmp_path / "copies" / "monday.copy"
+    file.parent.mkdir()
+    size = backup.back_up(used.store, file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert size == file.stat().st_size > 0
+    assert [path.name for path in file.parent.iterdir()] == ["monday.copy"]
+    assert backup.check(file)["leases"] == 2
+    assert copied(file) == contents(used.store)
+
+
+@each_database
+def test_a_copy_is_put_back_and_life_goes_on(
+    used: Services, database_url: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    file = tmp_path / "copy"
+    backup.back_up(used.store, file)
+    before = contents(used.store)
+    url = another(database_url, tmp_path, request)
+    assert backup.restore(url, file).rows["leases"] == 2
+    services = open_services(url, used.clock, gpu_rates={"*": 4})
+    try:
+        assert contents(services.store) == before
+        (anna,) = services.leases.open_leases()
+        services.leases.release(anna.id, reason="stopped")
+        running(services, "carl")  # new numbers do not collide with those that were carried over
+        services.ledger.grant("member:anna", 5, actor="admin", reason="gift")
+        services.devices.pause(actor="admin")
+        assert problems(services.store) == []
+        assert broken_invariants(services) == {}
+    finally:
+        services.store.close()
+
+
+@each_database
+def test_it_overwrites_only_when_told_and_keeps_what_was_there(
+    used: Services, database_url: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "copy"
+    backup.back_up(used.store, file)
+    with pytest.raises(BackupRefused, match="is there already; name another file"):
+        backup.back_up(used.store, file)
+    backup.back_up(used.store, file, overwrite=True)
+    before = contents(used.store)
+    used.ledger.grant("member:anna", 77, actor="admin", reason="after the copy")
+    after = contents(used.store)
+    used.store.close()
+    with pytest.raises(BackupRefused, match="There is a database already"):
+        backup.restore(database_url, file)
+    unchanged = Store(database_url)
+    assert contents(unchanged) == after
+    unchanged.close()
+
+    kept = backup.restore(database_url, file, overwrite=True).kept
+    restored = Store(database_url)
+    try:
+        assert contents(restored) == before
+        if restored.dialect == "sqlite":
+            assert copied(Path(kept)) == after
+        else:
+            with restored.read() as connection:
+                query = f"SELECT reason FROM {kept}.transfers WHERE reason LIKE 'after%%'"
+                assert connection.exec_driver_sql(query).scalar_one() == "after the copy"
+    finally:
+        restored.close()
+
+
+@each_database
+def test_nothing_is_restored_under_a_hub_or_its_service(
+    used: Services, database_url: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "copy"
+    backup.back_up(used.store, file)
+    before = contents(used.store)
+    with pytest.raises(BackupRefused, match="in use"):  # a service: it has connections open
+        backup.restore(database_url, file, overwrite=True)
+    hub = Granter(used.store)
+    assert hub.take()
+    with pytest.raises(BackupRefused, match="in use"):
+        backup.restore(database_url, file, overwrite=True)
+    hub.give_up()
+    assert contents(used.store) == before
+
+
+@pytest.mark.parametrize("part", [0.0, 0.02, 0.5, 0.9, 0.999])
+def test_a_copy_that_was_cut_short_is_not_put_in_place(
+    used: Services, database_url: str, tmp_path: Path, part: float
+) -> None:
+    file = tmp_path / "copy"
+    backup.back_up(used.store, file)
+    os.truncate(file, int(file.stat().st_size * part))
+    used.store.close()
+    with pytest.raises(BackupRefused, match="was not put in place: it is"):
+        backup.restore(database_url, file, overwrite=True)
+    store = Store(database_url)
+    assert len(contents(store)["leases"]) == 2
+    store.close()
+
+
+def test_a_copy_whose_books_are_wrong_is_not_put_in_place(
+    used: Services, database_url: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "copy"
+    backup.back_up(used.store, file)
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("UPDATE accounts SET balance = balance + 1 WHERE name = 'member:anna'")
+        connection.commit()
+    used.store.close()
+    with pytest.raises(BackupRefused, match="The balance of member:anna is"):
+        backup.restore(database_url, file, overwrite=True)
+
+
+def test_what_is_no_copy(empty_database_url: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    with closing(sqlite3.connect(other)) as connection:
+        connection.execute("CREATE TABLE recipes (name TEXT)")
+    (tmp_path / "text").write_text("Dear diary, " * 1000)
+    for name in ("other", "text", "not-there"):
+        with pytest.raises(BackupRefused, match="was not put in place"):
+            backup.restore(empty_database_url, tmp_path / name)
+    with closing(sqlite3.connect(other)) as connection:
+        names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master")]
+    assert names == ["recipes"], "what is somebody else's stays as it is"
+
+
+def test_a_copy_of_a_newer_gpuspawner(used: Services, database_url: str, tmp_path: Path) -> None:
+    file = tmp_path / "copy"
+    backup.back_up(used.store, file)
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("UPDATE gpuspawner_version SET version_num = '9999'")
+        connection.commit()
+    used.store.close()
+    with pytest.raises(ConfigError, match="install the newer gpuspawner again"):
+        backup.restore(database_url, file, overwrite=True)
+
+
+def test_the_database_itself_is_no_copy_of_it(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/hub.sqlite"
+    services = open_services(url)
+    services.ledger.open_account("anna")
+    services.store.close()
+    with pytest.raises(BackupRefused, match="is the database itself"):
+        backup.restore(url, tmp_path / "hub.sqlite", overwrite=True)
+
+
+def test_a_damaged_database_is_replaced(tmp_path: Path) -> None:
+    url, file = f"sqlite:///{tmp_path}/hub.sqlite", tmp_path / "copy"
+    services = open_services(url)
+    services.ledger.open_account("anna")
+    backup.back_up(services.store, file)
+    services.store.close()
+    (tmp_path / "hub.sqlite").write_bytes(b"\0" * 50_000)
+    kept = backup.restore(url, file, overwrite=True).kept
+    assert Path(kept).read_bytes() == b"\0" * 50_000
+    services = open_services(url)
+    assert services.ledger.member("anna").balance == 100_000_000
+    services.store.close()
+
+
+@each_database
+def test_copies_made_among_writers_are_whole(
+    used: Services, database_url: str, tmp_path: Path
+) -> None:
+    used.store.close()
+    began = time.time()
+    services = spending.spender(database_url, began)
+    workers = []
+    try:
+        for number in range(2):
+            work, user = spending.spend_until_killed, f"user{number}"
+            journal = str(tmp_path / "journal")
+            workers.append(racers.Victim(work, database_url, began, user, 0, journal))
+            workers[-1].wait_round()
+        seen = set()
+        for number in range(5):
+            file = tmp_path / f"copy{number}"
+            backup.back_up(services.store, file)
+            seen.add(backup.check(file)["transfers"])
+        assert len(seen) > 1, "there were writers"
+    finally:
+        for worker in workers:
+            worker.kill()
+        services.store.close()
+
+
+COPY = """
+import sys
+from pathlib import Path
+from gpuspawner.db.engine import Store; from gpuspawner.db import backup
+store = Store(sys.argv[1])
+while True:
+    print("begins", flush=True)
+    backup.back_up(store, Path(sys.argv[2]), overwrite=True)
+"""
+
+
+@each_database
+def test_killed_in_mid_copy(
+    database_url: str, tmp_path: Path, rounds: Rounds, chance: random.Random
+) -> None:
+    """Under the wanted name there is the last whole copy, or none; never half of one."""
+    store = Store(database_url)
+    write_year(store, Year(members=20, devices=8, leases=300, days=90))
+    expected = store.run(lambda c: c.exec_driver_sql("SELECT count(*) FROM postings").scalar())
+    file = tmp_path / "copy"
+    whole = 0
+    for life in range(rounds(50)):
+        with subprocess.Popen(
+            [sys.executable, "-c", COPY, database_url, str(file)], cwd=REPO, stdout=subprocess.PIPE
+        ) as process:
+            for _ in range(1 + life % 3):  # so many begin, and all but the last are whole
+                assert process.stdout and process.stdout.readline() == b"begins\n"
+            time.sleep(chance.uniform(0, 0.2))
+            process.send_signal(signal.SIGKILL)
+        if file.exists():
+            whole += 1
+            assert backup.check(file)["postings"] == expected
+    assert whole
+    backup.back_up(store, file, overwrite=True)  # what they left is in nobody's way
+    assert sorted(path.name for path in tmp_path.glob("*copy*")) == ["copy"]
+    store.close()

@@ -1,0 +1,473 @@
+"""What the database itself forbids. Real: SQLite and PostgreSQL; the rows go past our checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from gpuspawner.core.errors import (
+    LedgerError,
+    NoDeviceFree,
+    ServerHasLease,
+    UnknownAccount,
+    UnknownLease,
+)
+from gpuspawner.db import engine as db_engine
+from gpuspawner.db import schema as db_schema
+from gpuspawner.db.engine import Store
+from gpuspawner.db.upgrades import newest, revision, upgrade
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState, ServerRef, Slot
+from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.ledger import rules as ledger_rules
+from tests.support.brokers import T0
+from tests.support.parts import each_database
+from tests.support.processes import wait_for
+
+ANNA = "member:anna"
+
+
+@pytest.fixture
+def store(database_url: str) -> Iterator[Store]:
+    """An empty store in which anna has an account."""
+    store = Store(database_url)
+    with store.write() as connection:
+        ledger_repository.open_account(connection, ANNA, T0)
+    yield store
+    store.close()
+
+
+def insert(store: Store, table: sa.Table, **row: Any) -> None:
+    """One row, as it is, in a transaction of its own."""
+    with store.write() as connection:
+        connection.execute(sa.insert(table).values(row))
+
+
+def count(store: Store, table: sa.Table) -> int:
+    with store.read() as connection:
+        return int(connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one())
+
+
+def lease_row(name: str, **changes: Any) -> dict[str, Any]:
+    row = {
+        "id": name,
+        "user": name,
+        "server_name": "",
+        "account": ANNA,
+        "rate": 1,
+        "hold": 1,
+        "state": "granted",
+        "granted_at": T0,
+    }
+    return row | changes
+
+
+def place_row(lease: str, uuid: str = "GPU-1", slot: int = 0, **changes: Any) -> dict[str, Any]:
+    row = {"lease_id": lease, "uuid": uuid, "slot": slot, "index": 0, "model": "A100"}
+    return row | {"memory_bytes": 80, "open": True} | changes
+
+
+def ticket_row(name: str, **changes: Any) -> dict[str, Any]:
+    row = {"id": name, "user": "anna", "server_name": "", "request": "{}", "state": "waiting"}
+    return row | {"created_at": T0} | changes
+
+
+# One open lease a slot.
+
+
+@each_database
+def test_a_slot_has_one_open_lease(store: Store) -> None:
+    for name in ("one", "two"):
+        insert(store, db_schema.leases, **lease_row(name))
+    insert(store, db_schema.lease_places, **place_row("one"))
+    with pytest.raises(IntegrityError):
+        insert(store, db_schema.lease_places, **place_row("two"))
+    insert(store, db_schema.lease_places, **place_row("two", slot=1))
+    insert(store, db_schema.lease_places, **place_row("two", uuid="GPU-2"))
+    assert count(store, db_schema.lease_places) == 3
+
+
+@each_database
+def test_no_update_gets_around_it(store: Store) -> None:
+    for name, uuid in (("one", "GPU-1"), ("two", "GPU-2")):
+        insert(store, db_schema.leases, **lease_row(name))
+        insert(store, db_schema.lease_places, **place_row(name, uuid))
+    with pytest.raises(IntegrityError), store.write() as connection:
+        connection.execute(sa.update(db_schema.lease_places).values(uuid="GPU-1"))
+    with store.read() as connection:
+        assert leases_repository.taken(connection) == {
+            Slot("GPU-1", 0): "one",
+            Slot("GPU-2", 0): "two",
+        }
+
+
+@each_database
+def test_an_ended_lease_frees_its_place_for_one(store: Store) -> None:
+    for name in ("one", "two", "three"):
+        insert(store, db_schema.leases, **lease_row(name))
+    insert(store, db_schema.lease_places, **place_row("one"))
+    with store.write() as connection:
+        leases_repository.end(connection, "one", T0, "stopped", charged=0)
+    insert(store, db_schema.lease_places, **place_row("two"))
+    with pytest.raises(IntegrityError):
+        insert(store, db_schema.lease_places, **place_row("three"))
+    with pytest.raises(IntegrityError), store.write() as connection:
+        # An ended lease does not come back while another has its place.
+        again = sa.update(db_schema.lease_places).where(db_schema.lease_places.c.lease_id == "one")
+        connection.execute(again.values(open=True))
+
+
+# One open lease, one waiting ticket a server.
+
+
+@each_database
+def test_a_server_has_one_open_lease(store: Store) -> None:
+    insert(store, db_schema.leases, **lease_row("one", user="anna"))
+    with pytest.raises(IntegrityError):
+        insert(store, db_schema.leases, **lease_row("two", user="anna", state="running"))
+    insert(store, db_schema.leases, **lease_row("named", user="anna", server_name="lab"))
+    insert(store, db_schema.leases, **lease_row("other", user="bert"))
+    with store.write() as connection:
+        leases_repository.end(connection, "one", T0, "stopped", charged=0)
+    insert(store, db_schema.leases, **lease_row("two", user="anna"))
+    with pytest.raises(IntegrityError), store.write() as connection:
+        values = {"state": "running", "ended_at": None}
+        connection.execute(
+            sa.update(db_schema.leases).where(db_schema.leases.c.id == "one").values(values)
+        )
+
+
+@each_database
+def test_a_server_has_one_waiting_ticket(store: Store) -> None:
+    insert(store, db_schema.tickets, **ticket_row("one"))
+    with pytest.raises(IntegrityError):
+        insert(store, db_schema.tickets, **ticket_row("two"))
+    insert(store, db_schema.tickets, **ticket_row("named", server_name="lab"))
+    with store.write() as connection:
+        ended = {"state": "ended", "ended_at": T0, "outcome": "granted"}
+        only = db_schema.tickets.c.id == "one"
+        connection.execute(sa.update(db_schema.tickets).where(only).values(ended))
+    insert(store, db_schema.tickets, **ticket_row("two"))
+
+
+@each_database
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [
+        (db_schema.leases, lease_row("one", state="ended")),
+        (db_schema.leases, lease_row("one", ended_at=T0)),
+        (db_schema.leases, lease_row("one", state="running", ended_at=T0)),
+        (db_schema.leases, lease_row("one", state="paused")),
+        (db_schema.leases, lease_row("one", rate=-1)),
+        (db_schema.leases, lease_row("one", hold=-1)),
+        (db_schema.leases, lease_row("one", charged=-1)),
+        (db_schema.leases, lease_row("one", account="member:nobody")),
+        (db_schema.tickets, ticket_row("one", state="ended")),
+        (db_schema.tickets, ticket_row("one", ended_at=T0)),
+        (db_schema.tickets, ticket_row("one", state="lost")),
+        (db_schema.lease_places, place_row("no such lease")),
+        (
+            db_schema.devices,
+            {"uuid": "GPU-1", "index": 0, "model": "A100", "memory_bytes": 80, "slots": 0}
+            | {"status": "ok", "observed_at": T0},
+        ),
+    ],
+)
+def test_rows_that_cannot_be(store: Store, table: sa.Table, row: dict[str, Any]) -> None:
+    with pytest.raises(IntegrityError):
+        insert(store, table, **row)
+    assert count(store, table) == 0
+
+
+# The ledger is append-only.
+
+
+def grant(key: str, amount: int = 5, account: str = ANNA) -> Any:
+    return ledger_rules.grant(account, amount, key=key, at=T0, actor="admin", reason="gift")
+
+
+@each_database
+@pytest.mark.parametrize(
+    "table", [db_schema.transfers, db_schema.postings], ids=lambda t: str(t.name)
+)
+@pytest.mark.parametrize("verb", ["update", "delete"])
+def test_what_was_posted_never_changes(store: Store, table: sa.Table, verb: str) -> None:
+    with store.write() as connection:
+        ledger_repository.post(connection, grant("gift"))
+        before = ledger_repository.all_transfers(connection)
+    change = {
+        "update": sa.update(table).values(
+            {"reason": "x"} if "reason" in table.c else {"amount": 9}
+        ),
+        "delete": sa.delete(table),
+    }[verb]
+    with pytest.raises(IntegrityError, match="append-only"), store.write() as connection:
+        connection.execute(change)
+    with store.read() as connection:
+        assert ledger_repository.all_transfers(connection) == before != []
+
+
+# SQLite has no TRUNCATE.
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("table", ["postings", "transfers CASCADE"])
+def test_the_ledger_cannot_be_emptied_at_once(store: Store, table: str) -> None:
+    with pytest.raises(IntegrityError, match="append-only"), store.write() as connection:
+        connection.execute(sa.text(f"TRUNCATE {table}"))
+
+
+@each_database
+def test_a_key_is_posted_once(store: Store) -> None:
+    with store.write() as connection:
+        ledger_repository.post(connection, grant("gift"))
+    row = {"id": "other", "key": "gift", "kind": "grant", "at": T0, "actor": "a", "reason": "r"}
+    with pytest.raises(IntegrityError):
+        insert(store, db_schema.transfers, **row)
+    insert(store, db_schema.transfers, **{**row, "key": "another"})
+
+
+@each_database
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"transfer_id": "no such transfer", "account": ANNA, "amount": 1},
+        {"transfer_id": ledger_rules.transfer_id("gift"), "account": "member:nobody", "amount": 1},
+    ],
+)
+def test_a_posting_belongs_to_a_transfer_and_an_account(store: Store, row: dict[str, Any]) -> None:
+    with store.write() as connection:
+        ledger_repository.post(connection, grant("gift"))
+    with pytest.raises(IntegrityError):
+        insert(store, db_schema.postings, **row)
+
+
+# The same as domain errors, and nothing half-written.
+
+
+def lease(name: str, user: str, *uuids: str) -> Lease:
+    return Lease(
+        id=name,
+        server=ServerRef(user),
+        account=ANNA,
+        environment="pytorch",
+        devices=tuple(LeasedDevice(u, 0, n, "A100", 80) for n, u in enumerate(uuids)),
+        rate=7,
+        hold=3,
+        granted_at=T0,
+    )
+
+
+@each_database
+def test_a_transfer_of_a_lease_that_is_not_there_writes_nothing(store: Store) -> None:
+    of_nothing = replace(grant("gift"), lease_id="no such lease")
+    with pytest.raises(IntegrityError), store.write() as connection:
+        ledger_repository.open_account(connection, "system:grants", T0)
+        ledger_repository.post(connection, of_nothing)
+    assert count(store, db_schema.transfers) == count(store, db_schema.postings) == 0
+
+
+@each_database
+def test_a_taken_place_is_a_sentence(store: Store) -> None:
+    with store.write() as connection:
+        leases_repository.insert(connection, lease("one", "anna", "GPU-1"))
+    with (
+        pytest.raises(NoDeviceFree, match="just taken by somebody else"),
+        store.write() as connection,
+    ):
+        leases_repository.insert(connection, lease("two", "bert", "GPU-0", "GPU-1"))
+    with store.read() as connection:
+        assert leases_repository.taken(connection) == {Slot("GPU-1", 0): "one"}
+        with pytest.raises(UnknownLease, match="no lease 'two'"):
+            leases_repository.get(connection, "two")
+
+
+@each_database
+def test_a_second_lease_of_a_server_is_a_sentence(store: Store) -> None:
+    with store.write() as connection:
+        leases_repository.insert(connection, lease("one", "anna", "GPU-1"))
+    with pytest.raises(ServerHasLease), store.write() as connection:
+        leases_repository.insert(connection, lease("two", "anna", "GPU-0"))
+
+
+@each_database
+def test_what_goes_in_comes_out(store: Store) -> None:
+    zone = timezone(timedelta(hours=-5))
+    exact = datetime(2025, 3, 1, 7, 0, 0, 123456, tzinfo=zone)
+    put = lease("one", "anna", "GPU-1", "GPU-0")
+    with store.write() as connection:
+        leases_repository.insert(connection, put)
+        leases_repository.update(
+            connection, "one", state=LeaseState.RUNNING, started_at=exact, engine_ref="c", charged=2
+        )
+    with store.read() as connection:
+        got = leases_repository.get(connection, "one")
+        assert got.started_at == exact and got.started_at.utcoffset() == timedelta(0)
+        assert (got.state, got.engine_ref, got.charged) == (LeaseState.RUNNING, "c", 2)
+        assert got.devices == put.devices and got.granted_at == T0
+        assert (
+            leases_repository.open_leases(connection)
+            == [got]
+            == leases_repository.of_account(connection, ANNA)
+        )
+        assert leases_repository.held(connection, ANNA) == 1
+        assert leases_repository.open_of(connection, ServerRef("anna")) == got
+        assert leases_repository.open_of(connection, ServerRef("anna", "lab")) is None
+
+
+@each_database
+def test_a_time_without_a_zone_is_refused(store: Store) -> None:
+    with pytest.raises(sa.exc.StatementError, match="time zone"):
+        insert(store, db_schema.leases, **lease_row("one", granted_at=datetime(2025, 3, 1)))
+
+
+@each_database
+def test_more_leases_than_a_statement_takes_parameters(store: Store) -> None:
+    with store.write() as connection:
+        for number in range(1001):
+            leases_repository.insert(
+                connection, lease(f"{number}", f"user{number}", f"GPU-{number}")
+            )
+    with store.read() as connection:
+        found = leases_repository.open_leases(connection)
+    assert len(found) == 1001 and all(len(one.devices) == 1 for one in found)
+
+
+# The book.
+
+
+@each_database
+def test_a_transfer_moves_balances_once(store: Store) -> None:
+    with store.write() as connection:
+        assert ledger_repository.post(connection, grant("gift")) is True
+        assert ledger_repository.post(connection, grant("gift")) is False
+        with pytest.raises(LedgerError, match="used for another amount or account"):
+            ledger_repository.post(connection, grant("gift", amount=6))
+    with store.read() as connection:
+        assert ledger_repository.get_account(connection, ANNA).balance == 5
+        assert ledger_repository.get_account(connection, "system:grants").balance == -5
+        assert [a.name for a in ledger_repository.all_accounts(connection)] == [ANNA]
+
+
+@each_database
+def test_many_transfers_are_posted_as_one_after_the_other(store: Store) -> None:
+    """In their order; what is posted already is left out, also when it is among them twice."""
+    some = [grant(f"gift{number % 4}", number % 4 + 1) for number in range(6)]
+    with store.write() as connection:
+        assert ledger_repository.post_many(connection, []) == []
+        assert ledger_repository.post(connection, some[1])
+        assert ledger_repository.post_many(connection, some) == [
+            True,
+            False,
+            True,
+            True,
+            False,
+            False,
+        ]
+        assert ledger_repository.post_many(connection, some) == [False] * 6
+    with store.read() as connection:
+        assert ledger_repository.get_account(connection, ANNA).balance == 10
+        lines = ledger_repository.statement(connection, ANNA)
+        assert [line.amount for line in reversed(lines)] == [2, 1, 3, 4]
+        assert {t.key: t for t in ledger_repository.all_transfers(connection)} == {
+            t.key: t for t in some
+        }
+
+
+@each_database
+@pytest.mark.parametrize("at_once", [True, False])
+def test_of_many_transfers_all_are_posted_or_none(store: Store, at_once: bool) -> None:
+    wrong = {
+        "the key 'gift' was used for another amount": [grant("gift"), grant("gift", 6)],
+        "would have more than an account can hold": [grant("one"), grant("two", 2**63 - 1)],
+        "'member:nobody'": [grant("one"), grant("two", account="member:nobody")],
+    }
+    for what, some in wrong.items():
+        error = UnknownAccount if "nobody" in what else LedgerError
+        with pytest.raises(error, match=what), store.write() as connection:
+            for part in [some] if at_once else [[each] for each in some]:
+                ledger_repository.post_many(connection, part)
+    too_much = [grant("one", 2**63 - 1), grant("two", 2**63 - 1)]
+    with pytest.raises(LedgerError, match="no more for member:anna"), store.write() as connection:
+        ledger_repository.post_many(connection, too_much, "no more for {name}")
+    assert count(store, db_schema.transfers) == count(store, db_schema.postings) == 0
+
+
+@each_database
+def test_a_transfer_to_nobody_leaves_no_trace(store: Store) -> None:
+    gift = grant("gift", account="member:nobody")
+    with pytest.raises(UnknownAccount, match="'member:nobody'"), store.write() as connection:
+        ledger_repository.post(connection, gift)
+    assert count(store, db_schema.transfers) == count(store, db_schema.postings) == 0
+    with store.read() as connection:
+        assert ledger_repository.get_account(connection, ANNA).balance == 0
+
+
+@each_database
+@pytest.mark.parametrize("amount", [2**62, 2**63 - 1])
+def test_a_balance_never_leaves_whole_numbers(store: Store, amount: int) -> None:
+    """Beyond 64 bits SQLite would go on with a float."""
+    with store.write() as connection:
+        ledger_repository.post(connection, grant("first", amount=2**62 - 1))
+    with pytest.raises(LedgerError, match="more than an account can hold"):
+        store.run(lambda c: ledger_repository.post(c, grant("second", amount=amount)), write=True)
+    with store.read() as connection:
+        assert ledger_repository.get_account(connection, ANNA).balance == 2**62 - 1
+        assert len(ledger_repository.all_transfers(connection)) == 1
+    with pytest.raises(IntegrityError):
+        insert(store, db_schema.accounts, name="member:bert", balance=-(2**62) - 1, opened_at=T0)
+
+
+@each_database
+def test_a_statement_says_the_balance_after_each_line(store: Store) -> None:
+    with store.write() as connection:
+        for number in range(1, 5):
+            ledger_repository.post(connection, grant(f"gift{number}", amount=number))
+    with store.read() as connection:
+        lines = ledger_repository.statement(connection, ANNA, limit=3)
+        assert [(line.amount, line.balance) for line in lines] == [(4, 10), (3, 6), (2, 3)]
+        assert {(line.kind, line.reason, line.actor, line.at) for line in lines} == {
+            ("grant", "gift", "admin", T0)
+        }
+        with pytest.raises(UnknownAccount):
+            ledger_repository.statement(connection, "member:nobody")
+
+
+# Transactions.
+
+
+@each_database
+def test_a_process_that_starts_does_not_wait_for_a_writer(database_url: str) -> None:
+    """It would have to, were a schema that is up to date looked at with a lock."""
+    writing, starting = Store(database_url), Store(database_url)
+    with writing.write():
+        assert starting.run(lambda c: c.execute(sa.text("SELECT 1")).scalar_one()) == 1
+    writing.close()
+    starting.close()
+
+
+def test_a_process_that_starts_waits_for_one_that_upgrades(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for longer than a writer waits for another one."""
+    monkeypatch.setattr(db_engine, "BUSY_SECONDS", 0.1)
+    upgrading, starting = Store(empty_database_url), Store(empty_database_url)
+    if upgrading.dialect == "sqlite":
+        db_engine._create_private(upgrading.engine.url.database)
+    looks: list[bool] = []
+    is_current = starting._is_current
+    monkeypatch.setattr(starting, "_is_current", lambda: looks.append(is_current()) or looks[-1])
+    with ThreadPoolExecutor(1) as threads:
+        with upgrading.write_engine.begin() as connection:
+            upgraded = threads.submit(starting.run, revision, write=True)
+            wait_for(lambda: len(looks) > 2 or upgraded.done(), "two waits that were too short")
+            upgrade(connection)
+        assert upgraded.result() == newest()
+    assert looks[-1], "it found what the other one had done"
+    upgrading.close()
+    starting.close()

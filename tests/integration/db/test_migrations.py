@@ -1,0 +1,242 @@
+"""From an empty database, by any URL, to the newest schema. Real: SQLite, PostgreSQL, Alembic,
+processes, files."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from jupyterhub import orm
+
+from gpuspawner.core.errors import ConfigError
+from gpuspawner.db import schema as db_schema
+from gpuspawner.db import upgrades
+from gpuspawner.db.engine import Store
+from gpuspawner.ledger import repository as ledger_repository
+from tests.support.brokers import T0
+from tests.support.postgres import PrivatePostgres
+from tests.support.racers import FORKSERVER
+
+APPEND_ONLY = {
+    "sqlite": {
+        "transfers_never_update",
+        "transfers_never_delete",
+        "postings_never_update",
+        "postings_never_delete",
+        "audit_never_update",
+        "audit_never_delete",
+        "chain_never_update",
+        "chain_never_delete",
+    },
+    "postgresql": {
+        "transfers_append_only",
+        "postings_append_only",
+        "audit_append_only",
+        "chain_append_only",
+    },
+}
+
+
+def is_ours(name: str | None, kind: str, parents: Any) -> bool:
+    return not (kind == "table" and name == "gpuspawner_version")
+
+
+def differences(connection: sa.Connection) -> list[Any]:
+    """What an admin's `alembic check` would say."""
+    options = {"compare_type": True, "compare_server_default": True, "include_name": is_ours}
+    context = MigrationContext.configure(connection, opts=options)
+    found: list[Any] = compare_metadata(context, db_schema.metadata)
+    return found
+
+
+def conditions(inspector: sa.Inspector) -> dict[str, Any]:
+    """What Alembic does not compare: the conditions of partial indexes, and the checks."""
+    found: dict[str, Any] = {}
+    for table in sorted(set(inspector.get_table_names()) - {"gpuspawner_version"}):
+        for index in inspector.get_indexes(table):
+            options = index.get("dialect_options", {})
+            found[str(index["name"])] = {k: str(v) for k, v in options.items() if "where" in k}
+        for check in inspector.get_check_constraints(table):
+            found[str(check["name"])] = check["sqltext"]
+    return found
+
+
+def triggers(connection: sa.Connection) -> set[str]:
+    query = {
+        "sqlite": "SELECT name FROM sqlite_master WHERE type = 'trigger'",
+        "postgresql": "SELECT tgname FROM pg_trigger WHERE NOT tgisinternal",
+    }[connection.dialect.name]
+    return set(connection.execute(sa.text(query)).scalars())
+
+
+def test_the_versions_are_those_that_alembic_finds() -> None:
+    scripts = ScriptDirectory.from_config(upgrades.config())
+    found = [script.revision for script in scripts.walk_revisions()]
+    assert found[::-1] == upgrades.versions()
+
+
+def test_the_migrations_make_the_schema(empty_database_url: str) -> None:
+    store = Store(empty_database_url)
+    with store.read() as connection:
+        assert differences(connection) == []
+        assert triggers(connection) == APPEND_ONLY[store.dialect]
+        made = conditions(sa.inspect(connection))
+    store.close()
+    assert made["one_open_lease_a_slot"] and made["one_open_lease_a_server"]
+
+    # The same from the tables as the code has them, beside it.
+    bare = sa.create_engine(empty_database_url)
+    with bare.begin() as connection:
+        for table in sa.inspect(connection).get_table_names():
+            cascade = " CASCADE" if store.dialect == "postgresql" else ""
+            connection.execute(sa.text(f"DROP TABLE {table}{cascade}"))
+        db_schema.metadata.create_all(connection)
+        assert conditions(sa.inspect(connection)) == made
+    bare.dispose()
+
+
+def test_a_difference_would_be_seen(empty_database_url: str) -> None:
+    """The comparison above is not blind."""
+    store = Store(empty_database_url)
+    with store.write() as connection:
+        connection.execute(sa.text("ALTER TABLE accounts ADD COLUMN nickname TEXT"))
+        connection.execute(sa.text("DROP INDEX one_open_lease_a_server"))
+        kinds = {difference[0] for difference in differences(connection)}
+    store.close()
+    assert kinds == {"remove_column", "add_index"}
+
+
+def test_running_twice_changes_nothing(empty_database_url: str) -> None:
+    for number in range(2):
+        store = Store(empty_database_url)
+        with store.write() as connection:
+            assert ledger_repository.open_account(connection, "member:anna", T0) is (number == 0)
+            upgrades.upgrade(connection)
+            assert upgrades.revision(connection) == upgrades.newest()
+            assert differences(connection) == []
+        store.close()
+
+
+def _open_account(url: str, gate: Any, name: str, said: Any) -> None:
+    """In a process of its own: migrate what is there, together with the others."""
+    store = Store(url)
+    gate.wait(120)
+    try:
+        with store.write() as connection:
+            ledger_repository.open_account(connection, name, T0)
+        said.put("")
+    except Exception as error:
+        said.put(repr(error))
+    finally:
+        store.close()
+
+
+def test_several_processes_find_an_empty_database_at_once(empty_database_url: str) -> None:
+    names = [f"member:user{number}" for number in range(6)]
+    gate, said = FORKSERVER.Barrier(len(names)), FORKSERVER.Queue()
+    workers = [
+        FORKSERVER.Process(target=_open_account, args=(empty_database_url, gate, name, said))
+        for name in names
+    ]
+    for worker in workers:
+        worker.start()
+    assert [said.get(timeout=90) for _ in workers] == [""] * len(workers)
+    for worker in workers:
+        worker.join(timeout=120)
+    store = Store(empty_database_url)
+    with store.read() as connection:
+        assert [account.name for account in ledger_repository.all_accounts(connection)] == names
+        assert differences(connection) == []
+    store.close()
+
+
+@pytest.mark.parametrize("version", ["9999", "0001"])
+def test_a_database_of_an_unknown_version_is_left_alone(
+    empty_database_url: str, version: str
+) -> None:
+    """A newer gpuspawner wrote it, or a state from before the first release."""
+    store = Store(empty_database_url)
+    with store.write() as connection:
+        connection.execute(sa.text(f"UPDATE gpuspawner_version SET version_num = '{version}'"))
+    store.close()
+    older = Store(empty_database_url)
+    with pytest.raises(ConfigError, match=f"of version {version}, which this gpuspawner does"):
+        older.run(ledger_repository.all_accounts)
+    older.close()
+
+
+def test_an_sqlite_database_is_the_hubs_alone(tmp_path: Path) -> None:
+    """Who used what is nobody else's business, the log beside the database included."""
+    path = tmp_path / "gpu spawner #1 100%.sqlite"
+    store = Store(f"sqlite:///{path}")
+    with store.write() as connection:
+        ledger_repository.open_account(connection, "member:anna", T0)
+        modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()}
+    store.close()
+    assert modes == {path.name + end: 0o600 for end in ("", "-wal", "-shm")}
+
+
+def test_an_upgrade_that_fails_changes_nothing(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The power goes in the middle: the next start finds an empty database, and fills it."""
+    make = sa.schema.CreateTable.__init__
+
+    def fail(self: Any, element: sa.Table, *args: Any, **kwargs: Any) -> None:
+        if element.name == "refill_runs":
+            raise KeyboardInterrupt
+        make(self, element, *args, **kwargs)
+
+    monkeypatch.setattr(sa.schema.CreateTable, "__init__", fail)
+    store = Store(empty_database_url)
+    with pytest.raises(KeyboardInterrupt):
+        store.run(ledger_repository.all_accounts)
+    store.close()
+    monkeypatch.undo()
+
+    engine = sa.create_engine(empty_database_url)
+    with engine.connect() as connection:
+        assert upgrades.revision(connection) is None
+        assert sa.inspect(connection).get_table_names() == []
+    engine.dispose()
+    store = Store(empty_database_url)
+    with store.read() as connection:
+        assert differences(connection) == []
+    store.close()
+
+
+def test_a_plain_postgresql_url_works_with_every_sqlalchemy(postgres: PrivatePostgres) -> None:
+    url = sa.make_url(postgres.fresh_database()).set(drivername="postgresql")
+    store = Store(url.render_as_string(hide_password=False))
+    assert store.run(ledger_repository.all_accounts) == []
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("sqlite://", "must be a file"),
+        ("sqlite:///:memory:", "must be a file"),
+        ("mysql://localhost/x", "no supported database"),
+        ("not a url", "write it like"),
+    ],
+)
+def test_what_cannot_be_used_is_said(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Store(url)
+
+
+def test_jupyterhubs_own_database_can_be_shared(postgres: PrivatePostgres) -> None:
+    """Its tables and its Alembic version are not ours."""
+    url = postgres.fresh_database()
+    orm.new_session_factory(url)
+    store = Store(url)
+    assert store.run(ledger_repository.all_accounts) == []
+    store.close()
+    orm.new_session_factory(url)  # the hub starts again, and finds its version

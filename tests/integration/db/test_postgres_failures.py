@@ -1,0 +1,176 @@
+"""A PostgreSQL that stops, throws its clients out, is busy or full of them. Real: all of that.
+
+Whatever happens, it is said as StoreUnavailable, nothing is half-written, and it works again
+as soon as the database does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.core.errors import StoreUnavailable
+from gpuspawner.db import engine as db_engine
+from gpuspawner.db.engine import Store
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.ledger import repository as ledger_repository
+from tests.support.broken_stores import assert_unavailable, assert_works, in_use
+from tests.support.brokers import open_services
+from tests.support.postgres import PrivatePostgres
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits ten seconds for a lock in a test."""
+    monkeypatch.setattr(db_engine, "BUSY_SECONDS", 0.3)
+
+
+@pytest.fixture(scope="module")
+def server(postgres_servers: None) -> Iterator[PrivatePostgres]:
+    """A server of our own: it is stopped in the middle of everything."""
+    with PrivatePostgres() as server:
+        yield server
+
+
+def test_postgresql_stops_and_comes_back(server: PrivatePostgres) -> None:
+    with in_use(server.fresh_database()) as services:
+        server.halt()
+        assert_unavailable(services)
+        assert_unavailable(services)
+        server.start()
+        assert_works(services)
+
+
+def test_postgresql_stops_within_a_transaction(server: PrivatePostgres) -> None:
+    with in_use(server.fresh_database()) as services:
+        before = services.leases.open_leases()[0]
+        with pytest.raises(StoreUnavailable), services.store.write() as connection:
+            leases_repository.end(connection, before.id, before.granted_at, "half", charged=0)
+            server.halt()
+        server.start()
+        assert services.leases.open_leases() == [before]
+        assert_works(services)
+
+
+OTHERS = sa.text(
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+    "WHERE datname = current_database() AND pid != pg_backend_pid()"
+)
+
+
+ThrowOut = tuple[str, Callable[[], None]]
+
+
+@pytest.fixture
+def throw_out(server: PrivatePostgres) -> Iterator[ThrowOut]:
+    """A database, and what ends all connections to it."""
+    url = server.fresh_database()
+    admin = sa.create_engine(url, isolation_level="AUTOCOMMIT")
+
+    def all_others() -> None:
+        with admin.connect() as connection:
+            assert connection.execute(OTHERS).all()
+
+    yield url, all_others
+    admin.dispose()
+
+
+def test_postgresql_throws_its_clients_out(throw_out: ThrowOut) -> None:
+    """A restart between two transactions is not even noticed."""
+    url, all_others = throw_out
+    with in_use(url) as services:
+        all_others()
+        assert_works(services)
+        with pytest.raises(StoreUnavailable), services.store.write() as mine:
+            all_others()
+            mine.execute(sa.text("SELECT 1"))
+
+
+@pytest.mark.parametrize("careless", [False, True], ids=["before the commit", "nobody notices"])
+def test_a_connection_that_is_lost_within_a_transaction(
+    throw_out: ThrowOut, careless: bool
+) -> None:
+    """Nothing of it is there, whoever wrote. Nor is what somebody writes who takes no notice: it
+    would be written by itself."""
+    url, all_others = throw_out
+    with in_use(url) as services:
+        (before,) = services.leases.open_leases()
+
+        def write() -> None:
+            with services.store.write() as connection:
+                leases_repository.end(connection, before.id, before.granted_at, "half", charged=0)
+                all_others()
+                if careless:
+                    with suppress(sa.exc.DBAPIError):
+                        leases_repository.get(connection, before.id)
+                    leases_repository.end(
+                        connection, before.id, before.granted_at, "half", charged=0
+                    )
+
+        for run in (write, lambda: services.store.executor.submit(write).result()):
+            with pytest.raises(StoreUnavailable):
+                run()
+            assert services.leases.open_leases() == [before]
+        assert_works(services)
+
+
+def test_threads_of_the_store_do_not_notice_either(throw_out: ThrowOut) -> None:
+    url, all_others = throw_out
+    with in_use(url) as services:
+        for work in (
+            services.leases.open_leases,
+            partial(services.ledger.open_account, "bert"),
+            services.ledger.accounts,
+        ):
+            assert services.store.executor.submit(work).result()
+            all_others()
+        services.store.executor.submit(assert_works, services).result()
+
+
+def test_another_writer_of_postgresql_that_does_not_let_go(server: PrivatePostgres) -> None:
+    url = server.fresh_database()
+    with in_use(url) as services:
+        other = open_services(f"{url}?application_name=other")
+        with other.store.write():
+            assert_unavailable(services, reads=False)
+            assert len(services.leases.open_leases()) == 1, "who only reads is not disturbed"
+        other.store.close()
+        assert_works(services)
+
+
+def test_an_upgrade_waits_for_another_one_that_takes_longer_than_a_writer_may(
+    server: PrivatePostgres,
+) -> None:
+    url = server.fresh_database()
+    another, store = sa.create_engine(url), Store(url)
+    refused = threading.Event()
+    sa.event.listen(store.engine, "handle_error", lambda _: refused.set())
+    with another.connect() as upgrading, ThreadPoolExecutor(1) as thread:
+        upgrading.execute(sa.text(f"SELECT pg_advisory_xact_lock({0x67707573})"))
+        reading = thread.submit(store.run, ledger_repository.all_accounts)
+        assert refused.wait(30)
+        assert not reading.done()
+        upgrading.rollback()
+        assert reading.result(30) == []
+    store.close()
+    another.dispose()
+
+
+def test_postgresql_takes_no_more_clients(server: PrivatePostgres) -> None:
+    url = server.fresh_database()
+    admin = sa.create_engine(url, isolation_level="AUTOCOMMIT")
+    with in_use(url) as services, admin.connect() as connection:
+        services.store.engine.dispose()
+        connection.execute(sa.text(f'ALTER DATABASE "{admin.url.database}" CONNECTION LIMIT 0'))
+        connection.execute(sa.text("CREATE ROLE member LOGIN"))
+        limited = open_services(url.replace("postgres@", "member@"))
+        assert_unavailable(limited)
+        limited.store.close()
+        assert_works(services)
+    admin.dispose()

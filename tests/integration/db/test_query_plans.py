@@ -1,0 +1,169 @@
+"""Real: SQLite (and PostgreSQL), asked how it will find what it is asked for.
+
+What is open is little, and what has ended grows for years: no question about open leases may
+read the latter. A partial index serves only a condition in which its own is written out.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.db.engine import Store
+from gpuspawner.db.schema import TO_ADD_UP
+from gpuspawner.devices.placement import texts
+from gpuspawner.leases import allocation
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, LeasedDevice, Request, ServerRef, Slot
+from gpuspawner.ledger import credit_repository
+from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.members import repository as members_repository
+from tests.support.brokers import T0, open_services
+from tests.support.parts import each_database
+
+MOST_STATEMENTS = 17
+"""Of a grant, a confirmation and a release together, with the three that begin a transaction."""
+
+QUESTIONS: dict[str, Callable[[sa.Connection], Any]] = {
+    "the open lease of a server": lambda c: leases_repository.open_of(c, ServerRef("anna")),
+    "all open leases": leases_repository.open_leases,
+    "places with their leases": leases_repository.taken,
+    "places": leases_repository.places_taken,
+    "charges that are due": lambda c: ledger_repository.portion_of_charges(
+        c, T0, timedelta(minutes=1), 200
+    ),
+    "what an account has set aside": lambda c: leases_repository.held(c, "member:anna"),
+    "an account with what it has set aside": lambda c: ledger_repository.find_account(
+        c, "member:anna"
+    ),
+    "what is to be added up": lambda c: leases_repository.where(c, TO_ADD_UP),
+    "what former members still have": members_repository.members_with_leases,
+    "what a grant must know": lambda c: allocation.read(c, ServerRef("anna"), "member:anna"),
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(f"sqlite:///{tmp_path}/gpuspawner.sqlite")
+    yield store
+    store.close()
+
+
+class Recording(sqlite3.Cursor):
+    """Remembers what it was asked, as the driver was given it."""
+
+    asked: ClassVar[list[tuple[str, Any]]] = []
+
+    def execute(self, statement: str, parameters: Any = ()) -> sqlite3.Cursor:
+        self.asked.append((statement, parameters))
+        return super().execute(statement, parameters)
+
+
+class RecordingConnection(sqlite3.Connection):
+    """One whose cursors are :class:`Recording`."""
+
+    def cursor(self, *_: Any) -> Any:
+        return super().cursor(Recording)
+
+    def execute(self, statement: str, parameters: Any = ()) -> Any:
+        return self.cursor().execute(statement, parameters)
+
+
+def steps(store: Store, question: Callable[[sa.Connection], Any]) -> list[tuple[str, str]]:
+    """What is asked, and each step of how it is found."""
+    sa.event.listen(
+        store.engine,
+        "do_connect",
+        lambda _dialect, _record, _args, options: options.update(factory=RecordingConnection),
+    )
+    with store.read() as connection:
+        Recording.asked.clear()
+        question(connection)
+        asked = list(Recording.asked)
+        assert asked
+        return [
+            (statement, step)
+            for statement, parameters in asked
+            for step in connection.exec_driver_sql(
+                f"EXPLAIN QUERY PLAN {statement}", tuple(parameters)
+            ).scalars("detail")
+        ]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_has_ended_is_not_read(store: Store, question: str) -> None:
+    for statement, step in steps(store, QUESTIONS[question]):
+        fine = "USING" in step or step in ("SCAN CONSTANT ROW", "SCAN rates", "SCAN closures")
+        assert fine or "SCAN" not in step, f"{step}, for {statement}"
+
+
+def test_credits_that_end_are_settled_without_the_charges(store: Store) -> None:
+    """Of a year of charges, one a minute, none is read: the index has only what is apart."""
+    found = steps(store, lambda c: credit_repository.flow_of_account(c, "member:anna"))
+    ledger = [step for _, step in found if "postings" in step]
+    assert ledger == ["SEARCH postings USING INDEX postings_apart (account=?)"]
+
+
+@each_database
+def test_a_life_of_a_lease_takes_few_statements(database_url: str) -> None:
+    """Each is a hand-over of Python's lock, which the hub's event loop waits for."""
+    services = open_services(database_url, device_source="simulated:2xA100-80GB")
+    said: list[str] = []
+
+    def live(user: str) -> None:
+        lease = services.queue.ask(ServerRef(user), Request(devices=1), engine="noop")
+        assert isinstance(lease, Lease)
+        services.leases.confirm(lease.id, "noop", devices=lease.devices)
+        time.sleep(0.02)  # so that it costs something
+        assert (
+            services.leases.release(lease.id, stopped_at=services.clock(), reason="stopped").charged
+            > 0
+        )
+
+    @sa.event.listens_for(services.store.engine, "before_cursor_execute")
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        said.append(statement.split()[0])
+
+    services.ledger.open_account("anna")
+    live("anna")  # looks at the devices, and asks which tickets there are
+    said.clear()
+    live("anna")
+    assert len(said) <= MOST_STATEMENTS, said
+    services.store.close()
+
+
+@each_database
+def test_places_read_as_one_text_are_those_read_row_by_row(database_url: str) -> None:
+    store = Store(database_url)
+    uuids = ("GPU-1", "MIG-GPU-5/1/0", "odd:name:3", "GPU-größer")
+    devices = tuple(LeasedDevice(u, n, n, "A100", 80) for n, u in enumerate(uuids))
+    lease = Lease(
+        id="one",
+        server=ServerRef("anna"),
+        account="member:anna",
+        environment="",
+        devices=devices,
+        rate=0,
+        hold=0,
+        granted_at=T0,
+    )
+    with store.write() as connection:
+        assert leases_repository.places_taken(connection) == frozenset()
+        ledger_repository.open_account(connection, "member:anna", T0)
+        leases_repository.insert(connection, lease)
+        assert leases_repository.places_taken(connection) == texts(
+            leases_repository.taken(connection)
+        )
+        assert leases_repository.places_taken(connection) == texts(
+            Slot(u, n) for n, u in enumerate(uuids)
+        )
+        leases_repository.end(connection, "one", T0, "stopped", charged=0)
+        assert leases_repository.places_taken(connection) == frozenset()
+    store.close()

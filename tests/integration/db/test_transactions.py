@@ -1,0 +1,271 @@
+"""All of a transaction or nothing, in every thread, and which work waits for which. Real: SQLite
+and PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.core.errors import StoreUnavailable
+from gpuspawner.db.engine import NestedWrite, Store
+from gpuspawner.leases.models import LeaseState
+from gpuspawner.services import Services
+from tests.support.brokers import Make, problems, running
+from tests.support.parts import each_database
+
+pytestmark = each_database
+
+things = sa.Table("things", sa.MetaData(), sa.Column("name", sa.Text, primary_key=True))
+parts = sa.Table(
+    "parts",
+    things.metadata,
+    # Looked at when the transaction ends.
+    sa.Column(
+        "name", sa.ForeignKey(things.c.name, deferrable=True, initially="DEFERRED"), nullable=False
+    ),
+)
+ALL = sa.select(things.c.name).order_by(things.c.name)
+Run = Callable[[Callable[[], Any]], Any]
+
+
+@pytest.fixture
+def store(database_url: str) -> Iterator[Store]:
+    store = Store(database_url)
+    with store.write() as connection:
+        things.metadata.create_all(connection)
+    yield store
+    store.close()
+
+
+@pytest.fixture(params=["a thread of the store's own", "another thread"])
+def run(request: pytest.FixtureRequest, store: Store) -> Run:
+    """Runs work in a thread of the store's executor, or in another one."""
+    if request.param == "another thread":
+        return lambda work: work()
+    return lambda work: store.executor.submit(work).result()
+
+
+def add(connection: sa.Connection, name: str) -> None:
+    connection.execute(sa.insert(things), {"name": name})
+
+
+def all_of(connection: sa.Connection) -> list[str]:
+    return list(connection.execute(ALL).scalars())
+
+
+def names(store: Store) -> list[str]:
+    return store.run(all_of)
+
+
+class Mistake(Exception):
+    """What somebody's code raises in the middle."""
+
+
+def test_all_is_committed_or_nothing(store: Store, run: Run) -> None:
+    def write(mark: str, mistake: bool) -> None:
+        with store.write() as connection:
+            add(connection, f"one{mark}")
+            add(connection, f"two{mark}")
+            if mistake:
+                raise Mistake
+
+    with pytest.raises(Mistake):
+        run(lambda: write(" lost", True))
+    assert run(lambda: names(store)) == []
+    run(lambda: write("", False))
+    with pytest.raises(Mistake):
+        run(lambda: write(" lost", True))
+    run(lambda: write(" again", False))
+    assert run(lambda: names(store)) == names(store) == ["one", "one again", "two", "two again"]
+
+
+def test_a_database_that_refuses_is_not_there(store: Store) -> None:
+    """A read transaction of PostgreSQL, a query-only connection of SQLite: neither writes."""
+    with pytest.raises(StoreUnavailable), store.read() as connection:
+        if store.dialect == "sqlite":
+            connection.exec_driver_sql("PRAGMA query_only=ON")
+        add(connection, "new")
+    assert names(store) == []
+
+
+def test_threads_that_write_come_one_at_a_time(store: Store) -> None:
+    """Each reads what the one before has written, whoever's thread it is."""
+
+    def write(_: int) -> None:
+        with store.write() as connection:
+            add(connection, f"{len(all_of(connection)):03}")
+
+    list(store.executor.map(write, range(60)))
+    with ThreadPoolExecutor(8) as others:
+        both = [*(others.submit(write, 0) for _ in range(30))]
+        both += [store.executor.submit(write, 0) for _ in range(30)]
+        for each in both:
+            each.result()
+    assert names(store) == [f"{number:03}" for number in range(120)]
+
+
+def test_a_read_is_one_view_in_every_thread(store: Store, run: Run) -> None:
+    def view() -> list[list[str]]:
+        with store.read() as connection:
+            before = all_of(connection)
+            with store.write() as other:
+                add(other, "new")
+            return [before, names(store), all_of(connection)]
+
+    assert run(view) == [[], ["new"], []]
+    assert run(lambda: names(store)) == ["new"]
+
+
+def test_others_read_and_write_while_every_thread_of_the_store_is_busy(store: Store) -> None:
+    workers = store.executor._max_workers
+    everybody = threading.Barrier(workers + 1)
+
+    def look(number: int) -> list[Any]:
+        with store.read() as connection:
+            found = all_of(connection)
+            everybody.wait(timeout=60)
+            everybody.wait(timeout=60)
+            return found
+
+    busy = [store.executor.submit(look, number) for number in range(workers)]
+    everybody.wait(timeout=60)
+    with store.write() as connection:
+        add(connection, "new")
+        assert names(store) == []
+    everybody.wait(timeout=60)
+    assert [each.result() for each in busy] == [[]] * workers
+    assert names(store) == ["new"]
+
+
+def test_a_commit_that_is_refused_leaves_nothing_behind(store: Store, run: Run) -> None:
+    """The database says no at the very end: no row, no open transaction, no lock."""
+
+    def write() -> None:
+        with store.write() as connection:
+            add(connection, "mine")
+            connection.execute(sa.insert(parts), {"name": "nobody's"})
+
+    for _ in range(2):
+        with pytest.raises(sa.exc.IntegrityError):
+            run(write)
+    other = Store(store.url)  # who waits for whatever the first one holds
+    with other.write() as connection:
+        add(connection, "theirs")
+    other.close()
+    run(lambda: store.run(lambda connection: add(connection, "later"), write=True))
+    assert run(lambda: names(store)) == names(store) == ["later", "theirs"]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_transaction_that_does_not_begin_leaves_nothing_behind(
+    store: Store, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    monkeypatch.setattr("gpuspawner.db.engine.BUSY_SECONDS", 0.3)
+    impatient = Store(store.url)
+
+    def write() -> None:
+        with impatient.write() as connection:
+            add(connection, "mine")
+
+    def try_it() -> None:
+        if own:
+            impatient.executor.submit(write).result()
+        else:
+            write()
+
+    assert names(impatient) == []
+    with store.write():  # nobody else's turn
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable):
+                try_it()
+            assert impatient.engine.pool.checkedout() == 0
+    try_it()
+    assert names(store) == names(impatient) == ["mine"]
+    impatient.close()
+
+
+def test_a_write_within_a_write_raises_at_once_and_undoes_both(run: Run, store: Store) -> None:
+    def nested() -> None:
+        with store.write() as connection:
+            add(connection, "outer")
+            with store.write() as inner:
+                add(inner, "inner")
+
+    with pytest.raises(NestedWrite, match="within another one of the same thread"):
+        run(nested)
+    assert names(store) == []
+    run(lambda: store.run(lambda connection: add(connection, "later"), write=True))
+    assert names(store) == ["later"]
+
+
+def test_reads_within_a_view_share_it(run: Run, store: Store) -> None:
+    def nested() -> list[list[str]]:
+        with store.view():
+            seen = [store.run(all_of)]
+            other = threading.Thread(
+                target=lambda: store.run(lambda c: add(c, "meanwhile"), write=True)
+            )
+            other.start()
+            other.join()
+            seen.append(store.run(all_of))
+            with store.write() as own:
+                add(own, "by itself")
+            seen.append(store.run(all_of))
+        return [*seen, store.run(all_of)]
+
+    assert run(nested) == [[], [], [], ["by itself", "meanwhile"]]
+
+
+def test_a_database_error_within_a_view_becomes_store_unavailable(run: Run, store: Store) -> None:
+    def nested() -> None:
+        with store.view(), store.read() as connection:
+            connection.exec_driver_sql("SELECT 1").all()
+            raise sa.exc.OperationalError("SELECT 1", None, Exception("gone"))
+
+    with pytest.raises(StoreUnavailable):
+        run(nested)
+    assert names(store) == []
+
+
+RELEASES = 50
+
+
+@pytest.fixture
+def services(make: Make) -> Services:
+    return make(device_source=f"simulated:{RELEASES}xA100-80GB", opening_grant=1000)
+
+
+async def test_reports_pages_and_requests_delay_no_release(services: Services) -> None:
+    """More of each than there are threads, and all of them hold a transaction open."""
+    leases = [running(services, f"member{n}") for n in range(RELEASES)]
+    done = threading.Event()
+
+    def hold_open() -> None:
+        with services.store.read() as connection:
+            connection.exec_driver_sql("SELECT count(*) FROM leases").all()
+            assert done.wait(600)
+
+    def hold_on() -> None:
+        assert done.wait(600)
+
+    loop = asyncio.get_running_loop()
+    held = [asyncio.ensure_future(services.report(hold_open)) for _ in range(8)]
+    held += [asyncio.ensure_future(services.read(hold_open)) for _ in range(8)]
+    held += [loop.run_in_executor(services.delegation.asking, hold_on) for _ in range(2000)]
+    held += [asyncio.ensure_future(services.run_outside(hold_on)) for _ in range(20)]
+    try:
+        ended = await asyncio.gather(
+            *(services.run(services.leases.release, lease.id, reason="stopped") for lease in leases)
+        )
+        assert {lease.state for lease in ended} == {LeaseState.ENDED}
+        assert not any(task.done() for task in held)
+    finally:
+        done.set()
+        await asyncio.gather(*held)
+    assert problems(services.store) == []

@@ -1,0 +1,404 @@
+"""Real: NVMLDevices in a process of its own, through pynvml and the dynamic linker. Only the
+driver's library is a stand-in, compiled here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuspawner.devices import topology
+from gpuspawner.devices.nvml import HANGING
+from tests.support.nvml import nvml_library as nvml
+from tests.support.nvml.machine import Machine, links, reasons, statuses
+from tests.support.nvml.nvml_library import gpus, mig_gpu
+
+# One device that fails.
+
+CALLS = [
+    "nvmlDeviceGetName",
+    "nvmlDeviceGetPciInfo_v3",
+    "nvmlDeviceGetMemoryInfo",
+    "nvmlDeviceGetComputeMode",
+    "nvmlDeviceGetMigMode",
+    "nvmlDeviceGetComputeRunningProcesses_v3",
+    "nvmlDeviceGetGraphicsRunningProcesses_v3",
+]
+NAMELESS_CALLS = ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID"]
+
+
+def test_a_device_that_fails_later_is_unknown_and_hides_no_other(machine: Machine) -> None:
+    fleet = gpus(3)
+    machine.has(*fleet)
+    healthy = machine.look()
+    for call in CALLS + NAMELESS_CALLS:
+        sick = replace(fleet[1], fails={call: nvml.GPU_IS_LOST}, compute=[(5, 5)])
+        machine.has(fleet[0], sick, fleet[2])
+        inventory = machine.look()
+        assert inventory["error"] == ""
+        assert list(statuses(inventory).values()) == ["ok", "unknown", "ok"], call
+        reason = reasons(inventory)[sick.uuid]
+        assert "could not be read. The GPU is lost, it fell off the bus" in reason, call
+        for known, seen in zip(healthy["devices"], inventory["devices"], strict=True):
+            kept = ("uuid", "index", "model", "memory_bytes", "pci_bus_id")
+            assert {k: known[k] for k in kept} == {k: seen[k] for k in kept}, call
+        assert inventory["devices"][1]["processes"] == [], call
+        machine.has(*fleet)
+        assert machine.look()["devices"] == healthy["devices"], call
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_device_that_fails_from_the_start_is_shown_by_its_uuid(
+    machine: Machine, call: str
+) -> None:
+    fleet = gpus(2)
+    fleet[0].fails = {call: nvml.RESET_REQUIRED}
+    machine.has(*fleet)
+    inventory = machine.look()
+    assert list(statuses(inventory).values()) == ["unknown", "ok"]
+    assert "nvidia-smi --gpu-reset" in reasons(inventory)[fleet[0].uuid]
+
+
+@pytest.mark.parametrize("call", NAMELESS_CALLS)
+def test_a_device_that_never_had_a_name_is_left_out_and_logged_once(
+    machine: Machine, call: str
+) -> None:
+    fleet = gpus(3)
+    fleet[1].fails = {call: nvml.GPU_IS_LOST}
+    machine.has(*fleet)
+    for _ in range(3):
+        inventory = machine.look()
+        assert statuses(inventory) == {fleet[0].uuid: "ok", fleet[2].uuid: "ok"}
+        assert inventory["error"] == ""
+    assert machine.log.read_text().count("GPU 1, or an instance of it, does not answer.") == 1
+
+
+def test_when_no_device_can_be_named_the_error_says_so(machine: Machine) -> None:
+    fails = {"nvmlDeviceGetHandleByIndex_v2": nvml.NO_PERMISSION}
+    machine.has(*(replace(gpu, fails=fails) for gpu in gpus(2)))
+    inventory = machine.look()
+    assert inventory["devices"] == []
+    assert inventory["error"].startswith("No GPU answers.")
+    assert "nvidia-smi" in inventory["error"]
+
+
+def test_a_gpu_that_fell_off_the_bus_is_unknown_though_the_others_moved_up(
+    machine: Machine,
+) -> None:
+    fleet = gpus(3)
+    machine.has(*fleet)
+    machine.look()
+    machine.has(fleet[0], fleet[2])
+    inventory = machine.look()
+    assert {d["uuid"]: d["index"] for d in inventory["devices"]} == {
+        fleet[0].uuid: 0,
+        fleet[1].uuid: 1,
+        fleet[2].uuid: 1,
+    }
+    assert statuses(inventory)[fleet[1].uuid] == "unknown"
+    assert reasons(inventory) == {fleet[1].uuid: "NVML does not list it any more."}
+    machine.has(*fleet)
+    assert list(statuses(machine.look()).values()) == ["ok"] * 3
+
+
+def test_a_name_that_is_no_text_makes_one_device_unknown(machine: Machine) -> None:
+    fleet = gpus(2)
+    machine.has(*fleet)
+    text = machine.fleet.read_bytes().replace(b"name NVIDIA", b"name \xff\xfe", 1)
+    machine.fleet.write_bytes(text)
+    inventory = machine.look()
+    assert list(statuses(inventory).values()) == ["unknown", "ok"]
+    assert "name makes no sense" in reasons(inventory)[fleet[0].uuid]
+
+
+def test_while_a_device_is_unknown_nvml_is_opened_anew_each_minute(machine: Machine) -> None:
+    """A fresh start that fails tells that one was made: the answer is an error then."""
+    fleet = gpus(2)
+    sick = replace(fleet[0], fails={"nvmlDeviceGetName": nvml.UNKNOWN})
+    cannot_open = {"nvmlInitWithFlags": nvml.DRIVER_NOT_LOADED}
+    machine.has(*fleet, fails=cannot_open)
+    assert machine.look()["error"]
+    machine.has(*fleet)
+    assert machine.look()["error"] == ""
+    machine.has(*fleet, fails=cannot_open)
+    assert machine.look(timedelta(hours=1))["error"] == "", "a healthy one stays open"
+    machine.has(sick, fleet[1], fails=cannot_open)
+    assert machine.look()["error"] == "", "this look finds it sick"
+    assert "not loaded" in machine.look()["error"], "the next one opens NVML anew"
+    machine.has(sick, fleet[1])
+    assert machine.look()["error"] == ""
+    machine.has(sick, fleet[1], fails=cannot_open)
+    assert machine.look(timedelta(seconds=59))["error"] == ""
+    assert "not loaded" in machine.look()["error"]
+    assert nvml.times_open(machine.fleet) == 0
+    machine.has(sick, fleet[1])
+    for _ in range(3):
+        machine.look(timedelta(hours=1))
+        assert nvml.times_open(machine.fleet) == 1
+
+
+def test_a_failing_instance_hides_no_other(machine: Machine) -> None:
+    parent = mig_gpu(0, 1, 2)
+    machine.has(parent)
+    assert set(statuses(machine.look()).values()) == {"parent", "ok"}
+    parent.instances[1].fails = {"nvmlDeviceGetMemoryInfo": nvml.UNKNOWN}
+    machine.has(parent)
+    inventory = machine.look()
+    assert list(statuses(inventory).values()) == ["parent", "ok", "unknown", "ok"]
+    assert inventory["devices"][2]["model"] == "NVIDIA A100-SXM4-40GB MIG 2g.5gb"
+    for call in ("nvmlDeviceGetMigDeviceHandleByIndex", "nvmlDeviceGetUUID"):
+        parent.instances[1].fails = {call: nvml.UNKNOWN}
+        machine.has(parent)
+        inventory = machine.look()
+        assert list(statuses(inventory).values()) == ["parent", "ok", "unknown", "ok"], call
+        assert "unknown error" in reasons(inventory)[parent.instances[1].uuid]
+
+
+def test_instances_of_a_gpu_that_does_not_answer_are_unknown_with_it(machine: Machine) -> None:
+    parent = mig_gpu(0, 1)
+    machine.has(*gpus(1), parent)
+    machine.look()
+    lost = replace(parent, fails={"nvmlDeviceGetMigMode": nvml.GPU_IS_LOST})
+    machine.has(*gpus(1), lost)
+    inventory = machine.look()
+    assert list(statuses(inventory).values()) == ["ok", "unknown", "unknown", "unknown"]
+    assert all("fell off the bus" in reason for reason in reasons(inventory).values())
+    unlisted = replace(parent, fails={"nvmlDeviceGetMaxMigDeviceCount": nvml.UNKNOWN})
+    machine.has(*gpus(1), unlisted)
+    assert list(statuses(machine.look()).values()) == ["ok", "parent", "unknown", "unknown"]
+    machine.has(*gpus(1), parent)
+    assert list(statuses(machine.look()).values()) == ["ok", "parent", "ok", "ok"]
+
+
+def test_an_instance_that_was_taken_apart_is_gone_and_not_unknown(machine: Machine) -> None:
+    machine.has(mig_gpu(0, 1))
+    machine.look()
+    machine.has(mig_gpu(1, 4))
+    left = statuses(machine.look())
+    assert [uuid[:12] for uuid in left] == ["GPU-00000001", "MIG-00000001", "MIG-00000004"]
+    whole = mig_gpu(mig=False)
+    machine.has(whole)
+    assert statuses(machine.look()) == {whole.uuid: "ok"}
+
+
+def test_a_topology_that_fails_costs_closeness_only_and_is_asked_again(machine: Machine) -> None:
+    first, *others = gpus(5)
+    calls = (
+        "nvmlDeviceGetTopologyCommonAncestor",
+        "nvmlDeviceGetNvLinkState",
+        "nvmlDeviceGetNvLinkRemoteDeviceType",
+        "nvmlDeviceGetNvLinkRemotePciInfo_v2",
+    )
+    for call, other in zip(calls, others, strict=True):  # a set that was not seen before
+        fleet = [replace(first, nvlinks=[other.bus]), replace(other, nvlinks=[first.bus])]
+        machine.has(*fleet, levels={(0, 1): 10}, fails={call: nvml.UNKNOWN})
+        inventory = machine.look()
+        assert [statuses(inventory)[gpu.uuid] for gpu in fleet] == ["ok", "ok"]
+        whole = {(0, 1): topology.nvlinks(1)}
+        by_pcie = {(0, 1): topology.PIX}
+        assert links(inventory, fleet) == (by_pcie if "NvLink" in call else whole), call
+        machine.has(*fleet, levels={(0, 1): 10})
+        assert links(machine.look(), fleet) == whole, call
+
+
+# NVML as a whole.
+
+
+def test_no_driver_at_all(tmp_path: Path) -> None:
+    """A file that is no library hides a driver that this machine may have."""
+    no_library = tmp_path / nvml.LIBRARY
+    no_library.write_text("this is no library")
+    machine = Machine(no_library, tmp_path / "fleet")
+    try:
+        inventory = machine.look()
+    finally:
+        machine.end()
+    assert inventory["devices"] == []
+    assert inventory["error"].startswith("This machine has no NVIDIA driver")
+
+
+def test_lost_at_the_start_and_found_later(machine: Machine) -> None:
+    inventory = machine.look()
+    assert (inventory["devices"], inventory["links"]) == ([], [])
+    assert inventory["error"].startswith("The NVIDIA driver is not loaded: run nvidia-smi")
+    machine.has(*gpus(2))
+    inventory = machine.look()
+    assert inventory["error"] == ""
+    assert list(statuses(inventory).values()) == ["ok", "ok"]
+
+
+def test_lost_in_mid_run_and_back_again(machine: Machine) -> None:
+    fleet = gpus(2)
+    machine.has(*fleet)
+    before = machine.look()
+    for call, (code, says) in product(
+        ("nvmlDeviceGetCount_v2", "nvmlDeviceGetName"),
+        (
+            (1, "shut down"),
+            (nvml.DRIVER_NOT_LOADED, "not loaded"),
+            (nvml.LIB_RM_VERSION_MISMATCH, "was updated while in use: restart the hub"),
+        ),
+    ):
+        machine.has(*fleet, fails={call: code})
+        lost = machine.look()
+        assert (lost["devices"], lost["links"]) == ([], []), call
+        assert says in lost["error"], call
+        machine.has(*fleet)
+        again = machine.look()
+        assert again["devices"] == before["devices"], call
+        assert again["error"] == "", call
+
+
+def test_lost_because_the_driver_forgot_us(machine: Machine) -> None:
+    machine.has(*gpus(2))
+    machine.look()
+    machine.fleet.unlink()
+    assert machine.look()["error"] == "NVML was shut down."
+    assert "not loaded" in machine.look()["error"]
+    machine.has(*gpus(2))
+    assert list(statuses(machine.look()).values()) == ["ok", "ok"]
+
+
+def test_an_unknown_error_of_the_driver_is_lost_too(machine: Machine) -> None:
+    machine.has(*gpus(1), fails={"nvmlInitWithFlags": nvml.UNKNOWN})
+    assert "restart the container" in machine.look()["error"]
+    machine.has(*gpus(1), fails={"nvmlDeviceGetCount_v2": 77})
+    assert machine.look()["error"] == "NVML says: Stand-in error 77."
+
+
+def test_a_version_that_cannot_be_read_hides_nothing(machine: Machine) -> None:
+    machine.has(*gpus(1), fails={"nvmlSystemGetDriverVersion": nvml.UNKNOWN})
+    inventory = machine.look()
+    assert (inventory["driver_version"], inventory["error"]) == ("", "")
+    assert len(inventory["devices"]) == 1
+
+
+def test_closing_lets_go_and_the_next_look_opens_again(machine: Machine) -> None:
+    machine.has(*gpus(1))
+    machine.look()
+    assert nvml.times_open(machine.fleet) == 1
+    machine.tell("close")
+    assert nvml.times_open(machine.fleet) == 0
+    machine.has(*gpus(1), fails={"nvmlInitWithFlags": nvml.DRIVER_NOT_LOADED})
+    assert "not loaded" in machine.look()["error"]
+    machine.has(*gpus(1))
+    assert machine.look()["error"] == ""
+
+
+# A driver that hangs.
+
+HUB = """
+import asyncio, json, sys
+from tests.support.brokers import make_services
+from gpuspawner.devices import nvml
+from gpuspawner.core.errors import GPUSpawnerError
+from gpuspawner.leases.models import Request, ServerRef
+
+services = make_services(database_url=sys.argv[1], device_source="nvml", refresh_seconds=0)
+pages = []
+
+async def do(word, rest):
+    if word == "patience":
+        nvml.LOOK_SECONDS = float(rest)
+    if word == "ask":
+        request = Request(devices=1, environment="pytorch")
+        try:
+            grant = services.leases.grant
+            lease = await services.run(grant, ServerRef(rest), request, engine="docker")
+        except GPUSpawnerError as error:
+            return error.message
+        await services.run(services.leases.confirm, lease.id, "container")
+        return {"lease": lease.id, "uuids": lease.uuids}
+    if word == "pages":
+        look = services.monitoring.overview
+        pages.extend(asyncio.ensure_future(services.read(look)) for _ in range(int(rest)))
+        await asyncio.sleep(0)
+    if word == "unanswered":
+        return sum(not page.done() for page in pages)
+    if word == "answers":
+        told, pages[:] = await asyncio.gather(*pages), []
+        return [[{d.device.uuid: d.state for d in one.devices}, one.error] for one in told]
+    if word == "release":
+        return (await services.run(services.leases.release, rest, reason="stopped")).state
+
+async def main():
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        word, _, rest = line.strip().partition(" ")
+        print(json.dumps(await do(word, rest)), flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_driver_that_hangs_holds_up_no_release_and_recovers(
+    library: Path, tmp_path: Path
+) -> None:
+    """Pages that wait for the driver block nothing; after the time-out its devices are unknown."""
+    fleet, shown = tmp_path / "fleet", gpus(2)
+    nvml.write_fleet(fleet, shown)
+    log = tmp_path / "log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HUB, f"sqlite:///{tmp_path / 'hub.sqlite'}"],
+            env=os.environ | nvml.environment(library, fleet),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+
+    def tell(command: str) -> Any:
+        assert process.stdin and process.stdout
+        process.stdin.write(command + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        assert answer, log.read_text()
+        return json.loads(answer)
+
+    try:
+        first, second = tell("ask ada"), tell("ask grace")
+        nvml.write_fleet(fleet, shown, hangs=["nvmlDeviceGetCount_v2"])
+        tell("patience 600")
+        tell("pages 10")
+        assert tell(f"release {first['lease']}") == "ended"
+        assert tell("unanswered") == 10
+        nvml.write_fleet(fleet, shown)
+        healthy = {gpu.uuid: "free" for gpu in shown}
+        healthy[second["uuids"][0]] = "leased"
+        tell("answers")
+        tell("pages 1")
+        assert tell("answers") == [[healthy, ""]]
+
+        nvml.write_fleet(fleet, shown, hangs=["nvmlDeviceGetCount_v2"])
+        tell("patience 1")
+        for _ in range(2):  # while it hangs, and again while the same call still hangs
+            tell("pages 10")
+            for statuses_now, error in tell("answers"):
+                assert error == HANGING
+                assert "free" not in statuses_now.values()
+        assert "not answer" in tell("ask edsger")
+        assert tell(f"release {second['lease']}") == "ended"
+        tell("pages 1")
+        [[statuses_now, _]] = tell("answers")
+        assert set(statuses_now.values()) == {"unknown"}
+
+        nvml.write_fleet(fleet, shown)
+        tell("patience 600")
+        tell("pages 1")
+        assert tell("answers") == [[{gpu.uuid: "free" for gpu in shown}, ""]]
+        assert tell("ask edsger")["uuids"]
+    finally:
+        nvml.write_fleet(fleet, shown)
+        assert process.stdin
+        process.stdin.close()
+        process.wait(timeout=120)
+        print(log.read_text())

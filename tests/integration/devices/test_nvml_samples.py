@@ -1,0 +1,226 @@
+"""Real: the sampler in a process of its own, through pynvml and the dynamic linker. Only the
+driver's library is a stand-in, compiled here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.nvml import nvml_library as nvml
+from tests.support.nvml.machine import Machine, statuses
+from tests.support.nvml.nvml_library import GIB, gpus, mig_gpu
+
+READINGS = [
+    "nvmlDeviceGetUtilizationRates",
+    "nvmlDeviceGetMemoryInfo",
+    "nvmlDeviceGetPowerUsage",
+    "nvmlDeviceGetTemperature",
+    "nvmlDeviceGetClockInfo",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+    "nvmlDeviceGetTotalEccErrors",
+    "nvmlDeviceGetComputeRunningProcesses_v3",
+    "nvmlDeviceRegisterEvents",
+    "nvmlDeviceGetMigMode",
+]
+
+
+def by_uuid(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    assert isinstance(samples, list), samples
+    return {sample["uuid"]: sample for sample in samples}
+
+
+def test_every_reading_of_a_healthy_gpu(machine: Machine) -> None:
+    (gpu,) = gpus(1)
+    gpu.use, gpu.used_bytes, gpu.milliwatts, gpu.celsius = (87, 40), 30 * GIB, 251_000, 66
+    gpu.clocks, gpu.throttle, gpu.ecc_errors = (1290, 1593), 0x24, 3
+    gpu.lanes, gpu.limits = (8, 16), (300_000, 400_000)
+    gpu.compute = [(os.getpid(), 29 * GIB)]
+    machine.has(gpu)
+    assert machine.sample() == [
+        {
+            "uuid": gpu.uuid,
+            "index": 0,
+            "at": str(machine.now),
+            "use": 87,
+            "memory_activity": 40,
+            "used_bytes": 30 * GIB,
+            "total_bytes": 80 * GIB,
+            "milliwatts": 251_000,
+            "celsius": 66,
+            "sm_mhz": 1290,
+            "memory_mhz": 1593,
+            "throttle": 0x24,
+            "ecc_errors": 3,
+            "xids": [],
+            "processes": [
+                {
+                    "pid": os.getpid(),
+                    "used_memory_bytes": 29 * GIB,
+                    "kind": "compute",
+                    "name": Path("/proc/self/comm").read_text().strip(),
+                }
+            ],
+            "condition": {
+                "remap_pending": False,
+                "remap_failed": False,
+                "pages_pending": False,
+                "link_width": 8,
+                "link_most": 16,
+                "limit_milliwatts": 300_000,
+                "usual_milliwatts": 400_000,
+            },
+            "error": "",
+            "silent": "",
+            "resting": False,
+        }
+    ]
+
+
+def test_the_condition_is_read_once_a_minute(machine: Machine) -> None:
+    (gpu,) = gpus(1)
+    machine.has(gpu)
+    assert machine.sample()[0]["condition"]["remap_pending"] is False
+    gpu.remapped, gpu.pages_pending = (4, 2, 1, 0), 1
+    machine.has(gpu)
+    assert machine.sample(58)[0]["condition"]["remap_pending"] is False
+    found = machine.sample(2)[0]["condition"]
+    assert found["remap_pending"] and found["pages_pending"] and not found["remap_failed"]
+
+
+def test_a_condition_that_makes_no_sense_is_none(machine: Machine) -> None:
+    gpu, other = gpus(2)
+    gpu.lanes, gpu.limits = (4_000_000_000, 0), (0, 4_294_967_295)
+    failing = ("nvmlDeviceGetRemappedRows", "nvmlDeviceGetRetiredPagesPendingStatus")
+    gpu.fails = {failing[0]: nvml.UNKNOWN, failing[1]: nvml.NOT_SUPPORTED}
+    machine.has(gpu, other)
+    seen = by_uuid(machine.sample())
+    assert set(seen[gpu.uuid]["condition"].values()) == {None}
+    assert seen[gpu.uuid]["error"] == ""
+    assert None not in seen[other.uuid]["condition"].values()
+
+
+def test_processes_are_listed_seldom_and_one_device_at_a_time(machine: Machine) -> None:
+    fleet = gpus(3)
+    machine.has(*fleet)
+    for listed in (1, 2, 3):
+        samples = machine.sample()
+        assert [s["processes"] is not None for s in samples] == [n < listed for n in range(3)]
+    machine.has(*[replace(gpu, compute=[(7, GIB)]) for gpu in fleet])
+    for _ in range(57):
+        samples = machine.sample()
+        assert [s["processes"] for s in samples] == [[], [], []]
+    for listed in (1, 2, 3):
+        samples = machine.sample()
+        assert [bool(s["processes"]) for s in samples] == [n < listed for n in range(3)]
+
+
+def test_an_instance_has_its_own_memory_and_processes_and_no_use(machine: Machine) -> None:
+    gpu = mig_gpu(0, 3)
+    gpu.instances[0].used_bytes, gpu.instances[0].compute = 2 * GIB, [(9, 2 * GIB)]
+    gpu.celsius, gpu.milliwatts = 51, 200_000
+    machine.has(gpu)
+    for _ in range(3):
+        machine.sample()
+    first, second = machine.sample()
+    assert [first["uuid"], second["uuid"]] == [part.uuid for part in gpu.instances]
+    assert first["use"] is second["use"] is first["milliwatts"] is None
+    assert (first["used_bytes"], second["used_bytes"]) == (2 * GIB, 0)
+    assert (len(first["processes"]), second["processes"]) == (1, [])
+    assert (first["celsius"], second["celsius"]) == (51, 51)
+
+
+def test_errors_of_the_driver_are_told_once_each(machine: Machine) -> None:
+    first, second = gpus(2)
+    first.xids = [(1, 31)]
+    machine.has(first, second)
+    assert [s["xids"] for s in machine.sample()] == [[], []]  # it was before we listened
+    first.xids, second.xids = [(1, 31), (2, 13), (3, 79)], [(1, 48)]
+    machine.has(first, second)
+    assert [s["xids"] for s in machine.sample()] == [[13, 79], [48]]
+    assert [s["xids"] for s in machine.sample()] == [[], []]
+
+
+def test_what_a_device_does_not_support_stays_empty(machine: Machine) -> None:
+    first, second = gpus(2)
+    first.use = second.use = (50, 20)
+    for call in READINGS:
+        machine.has(replace(first, fails={call: nvml.NOT_SUPPORTED}), second)
+        machine.sample(60)
+        seen = by_uuid(machine.sample(60))
+        assert [seen[gpu.uuid]["error"] for gpu in (first, second)] == ["", ""], call
+        assert None not in seen[second.uuid].values()
+        missing = {name for name, value in seen[first.uuid].items() if value is None}
+        assert len(missing) <= 2, call
+    assert missing == set()  # the last was MIG, which few devices support
+
+
+def test_an_old_driver_does_not_know_the_questions(machine: Machine) -> None:
+    (gpu,) = gpus(1)
+    gpu.use = (50, 20)
+    machine.has(gpu, fails=dict.fromkeys(READINGS[1:], nvml.FUNCTION_NOT_FOUND))
+    (sample,) = machine.sample()
+    assert (sample["use"], sample["used_bytes"], sample["error"]) == (50, None, "")
+
+
+def test_a_driver_without_events_still_tells_the_use(machine: Machine) -> None:
+    (gpu,) = gpus(1)
+    gpu.use, gpu.xids = (50, 20), [(1, 79)]
+    machine.has(gpu, fails={"nvmlEventSetCreate": nvml.FUNCTION_NOT_FOUND})
+    assert [(s["use"], s["xids"], s["error"]) for s in machine.sample()] == [(50, [], "")]
+
+
+def test_a_lost_gpu_hides_no_other_and_comes_back(machine: Machine) -> None:
+    first, second = gpus(2)
+    machine.has(first, second)
+    machine.sample()
+    for call in ("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID", *READINGS[:2]):
+        machine.has(replace(first, fails={call: nvml.GPU_IS_LOST}), replace(second, use=(9, 9)))
+        seen = by_uuid(machine.sample())
+        assert "The GPU is lost, it fell off the bus" in seen[first.uuid]["error"], call
+        assert (seen[second.uuid]["use"], seen[second.uuid]["error"]) == (9, "")
+        machine.has(first, second)
+        assert [sample["error"] for sample in machine.sample()] == ["", ""], call
+
+
+def test_nonsense_of_one_device_is_no_reading(machine: Machine) -> None:
+    first, second = gpus(2)
+    machine.has(replace(first, use=(4_000_000_000, 3)), replace(second, celsius=65535))
+    seen = by_uuid(machine.sample())
+    assert "Its use makes no sense: 4000000000" in seen[first.uuid]["error"]
+    assert (seen[second.uuid]["celsius"], seen[second.uuid]["error"]) == (None, "")
+
+
+def test_a_device_that_comes_back_under_another_index_keeps_its_name(machine: Machine) -> None:
+    first, second = gpus(2)
+    first.use, second.use = (11, 0), (22, 0)
+    machine.has(first, second)
+    machine.sample()
+    machine.has(second)
+    seen = by_uuid(machine.sample())
+    assert seen[first.uuid]["error"] == "NVML does not list it any more."
+    assert (seen[second.uuid]["use"], seen[second.uuid]["index"]) == (22, 0)
+    machine.has(second, first)
+    seen = by_uuid(machine.sample())
+    assert (seen[first.uuid]["use"], seen[first.uuid]["index"], seen[first.uuid]["error"]) == (
+        *(11, 1),
+        "",
+    )
+    assert seen[second.uuid]["use"] == 22
+
+
+def test_no_driver_is_a_sentence_and_it_is_tried_again(machine: Machine) -> None:
+    assert "driver is not loaded" in str(machine.sample())
+    machine.has(*gpus(1))
+    assert len(by_uuid(machine.sample())) == 1
+
+
+def test_what_others_close_and_open_does_not_disturb_the_sampler(machine: Machine) -> None:
+    (gpu,) = gpus(1)
+    machine.has(gpu)
+    machine.sample()
+    machine.tell("close")
+    assert [sample["error"] for sample in machine.sample()] == [""]
+    assert statuses(machine.look()) == {gpu.uuid: "ok"}
+    assert nvml.times_open(machine.fleet) == 1

@@ -1,0 +1,519 @@
+"""Sessions: no-shows, stops, warnings, ends and extensions. Real here: SQLite and PostgreSQL, kill
+-9, the production scheduler; the clock is the test's. ``tests/hub/test_sessions.py`` has the real
+Hub."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpuspawner.core.errors import CannotExtend, CannotStop, InvalidRequest, UnknownLease
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
+from gpuspawner.ledger.rules import owed
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.services import Services
+from tests.support import racers
+from tests.support.brokers import T0, Clock, Make, make_services
+from tests.support.parts import each_database
+from tests.support.rounds import RATE, SITE, open_services
+from tests.support.sessions import HOUR, WARN, session, told, turn, wait, warn
+from tests.support.tier import Rounds, examples
+
+# No-shows.
+
+
+@pytest.fixture
+def services(make: Make) -> Services:
+    """Two A100 at 4 credits an hour and a T4 at 1; everybody has 1,000 credits."""
+    return make(**{**SITE, "opening_grant": 1000})
+
+
+@pytest.fixture
+def fresh(new_file: Callable[[], str]) -> Iterator[Callable[[], Services]]:
+    """New services, on a store of their own."""
+    opened: list[Services] = []
+
+    def make() -> Services:
+        while opened:
+            opened.pop().store.close()
+        opened.append(open_services(new_file(), Clock(), opening_grant=1000))
+        return opened[0]
+
+    yield make
+    for services in opened:
+        services.store.close()
+
+
+def from_the_queue(services: Services, user: str) -> Lease:
+    """A server of a member who had to wait for it."""
+    others = [session(services, f"{user}-before-{n}") for n in range(2)]
+    ticket = wait(services, user)
+    for lease in others:
+        services.leases.release(lease.id, ended_at=services.clock(), reason="stopped")
+    return turn(services, ticket)
+
+
+def test_nobody_connected_in_time(services: Services, clock: Clock) -> None:
+    lease = from_the_queue(services, "ada")
+    clock.forward(seconds=599)
+    services.ledger.charge_all()
+    assert services.ledger.member("ada").balance < 1000 * MICRO
+    assert services.sessions.no_show(lease.id).outcome == ""
+    clock.forward(seconds=1)
+    assert services.sessions.no_show(lease.id).outcome == "no_show"
+    assert services.sessions.claim(lease.id).claimed_at is None, "too late is too late"
+    assert [some.id for some in services.sessions.due_sessions(WARN).stop] == [lease.id]
+    clock.forward(seconds=5)
+    ended = services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    assert (ended.outcome, ended.charged) == ("no_show", 0)
+    assert ended.end_reason == "nobody connected within 10 min of its start"
+    assert services.leases.get(lease.id) == ended
+    assert services.ledger.member("ada").balance == 1000 * MICRO
+    (notice,) = told(services, "ada", NoticeKind.STOPPED)
+    assert "Nothing was charged." in notice.body and "end of the line" not in notice.body
+
+
+def test_who_connected_keeps_the_server(services: Services, clock: Clock) -> None:
+    lease = from_the_queue(services, "ada")
+    clock.forward(seconds=599)
+    claimed = services.sessions.claim(lease.id)
+    assert claimed.claimed_at == clock.now and claimed.claim_by is None
+    clock.forward(seconds=HOUR)
+    assert services.sessions.no_show(lease.id).outcome == ""
+    assert services.sessions.claim(lease.id).claimed_at == claimed.claimed_at
+    straight = session(services, "eve")
+    assert (
+        services.sessions.no_show(straight.id) == straight == services.sessions.claim(straight.id)
+    )
+
+
+def test_after_two_no_shows_in_a_row_the_next_ticket_is_last(
+    services: Services, clock: Clock
+) -> None:
+    def misses(user: str) -> str:
+        lease = from_the_queue(services, user)
+        clock.forward(seconds=600)
+        services.sessions.no_show(lease.id)
+        services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+        clock.forward(seconds=60)
+        return told(services, user, NoticeKind.STOPPED)[-1].body
+
+    assert "end of the line" not in misses("ada")
+    comes = from_the_queue(services, "ada")
+    services.sessions.claim(comes.id)
+    services.leases.release(comes.id, ended_at=clock.now, reason="stopped")
+    clock.forward(seconds=60)
+    assert "end of the line" not in misses("ada"), "it was not the second in a row"
+    assert "next time you wait at the end of the line" in misses("ada")
+    for n in range(2):
+        session(services, f"other-{n}")
+    assert wait(services, "ada").last
+    assert not wait(services, "bob").last
+
+
+# Orders of admins.
+
+
+def test_an_order_stays_and_says_who_gave_it(services: Services, clock: Clock) -> None:
+    lease = session(services, "ada")
+    why = "The machine gets a new fan"
+    ordered = services.sessions.order_stop(lease.id, "admin", actor="kim", reason=why)
+    assert (ordered.outcome, ordered.end_reason) == ("admin", why)
+    assert services.sessions.order_stop(lease.id, "admin", actor="lee", reason="other") == ordered
+    (change,) = services.audit.trail()
+    assert (change.actor, change.action, change.detail) == ("kim", "stop", why)
+    clock.forward(seconds=2 * HOUR)
+    assert services.sessions.end_session(lease.id) is None
+    services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    ended = services.leases.get(lease.id)
+    assert (ended.outcome, ended.end_reason) == ("admin", why)
+    assert ended.charged == owed(RATE, T0, clock.now)
+    assert services.sessions.order_stop(lease.id, "admin", actor="lee", reason="other") == ended
+    (notice,) = told(services, "ada", NoticeKind.STOPPED)
+    assert notice.body.startswith("The machine gets a new fan. Your files")
+
+
+def test_an_admin_hears_that_there_is_nothing_to_stop(services: Services, clock: Clock) -> None:
+    lease = session(services, "ada")
+    for reason, words in (("", "reason is missing"), ("x" * 301, "300 is the most")):
+        with pytest.raises(InvalidRequest, match=words):
+            services.sessions.stop(lease.id, actor="kim", reason=reason)
+    with pytest.raises(UnknownLease):
+        services.sessions.stop("nothing", actor="kim", reason="a fan")
+    services.sessions.stop(lease.id, actor="kim", reason="a fan")
+    with pytest.raises(CannotStop, match=r"is being stopped already \(a fan\)"):
+        services.sessions.stop(lease.id, actor="lee", reason="other")
+    services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    with pytest.raises(CannotStop, match="has stopped already"):
+        services.sessions.stop(lease.id, actor="lee", reason="other")
+    assert [change.actor for change in services.audit.trail()] == ["kim"]
+    assert services.leases.get(lease.id).end_reason == "a fan"
+
+
+# Warnings.
+
+
+@each_database
+def test_each_warning_is_given_once_whoever_restarts(database_url: str, clock: Clock) -> None:
+    given = []
+    services = open_services(database_url, clock)
+    session(services, "ada")
+    for _ in range(HOUR // 60 - 1):
+        clock.forward(seconds=60)
+        given += warn(services) + warn(services)
+        services.store.close()
+        services = open_services(database_url, clock)  # another process
+    assert given == [30, 10, 2]
+    notices = told(services, "ada", NoticeKind.SESSION_ENDS)
+    assert len({notice.key for notice in notices}) == len(notices) == 3
+    assert [(T0 + timedelta(hours=1) - n.at).total_seconds() for n in notices] == [1800, 600, 120]
+    services.store.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "looks"),
+    [(HOUR, [(HOUR - 90, [2]), (0, [])]), (900, [(0, []), (300, [10])])],
+    ids=["who comes late tells only the last", "none at the start of a short session"],
+)
+def test_which_warnings_are_given(
+    services: Services, clock: Clock, seconds: int, looks: list[tuple[int, list[float]]]
+) -> None:
+    session(services, "ada", seconds=seconds)
+    for pause, warnings in looks:
+        clock.forward(seconds=pause)
+        assert warn(services) == warnings
+    assert len(told(services, "ada", NoticeKind.SESSION_ENDS)) == 1
+
+
+def test_what_has_no_end_or_has_not_begun_is_not_warned(services: Services, clock: Clock) -> None:
+    session(services, "ada", seconds=None)
+    session(services, "bob", devices=0)
+    request = Request(devices=1, model="A100")
+    starting = services.queue.ask(
+        ServerRef("cleo"), request, engine="local", terms=Terms(seconds=HOUR)
+    )
+    clock.forward(seconds=HOUR - 60)
+    assert warn(services) == []
+    clock.forward(seconds=HOUR)
+    due = services.sessions.due_sessions(WARN)
+    assert (due.warn, due.over, due.stop) == ((), (), ())
+    assert services.sessions.end_session(starting.id) is None
+
+
+# The end.
+
+
+def test_a_session_ends_once_and_says_why(services: Services, clock: Clock) -> None:
+    lease = session(services, "ada")
+    clock.forward(seconds=HOUR - 0.001)
+    assert services.sessions.end_session(lease.id) is None
+    clock.forward(seconds=0.001)
+    (over,) = services.sessions.due_sessions(WARN).over
+    assert over.id == lease.id
+    ordered = services.sessions.end_session(lease.id)
+    assert ordered is not None and ordered.outcome == "session_end"
+    assert services.sessions.end_session(lease.id) is None
+    due = services.sessions.due_sessions(WARN)
+    assert due.over == () and [some.id for some in due.stop] == [lease.id]
+    (notice,) = told(services, "ada", NoticeKind.STOPPED)
+    assert notice.title == "Your server is stopped: its time is over"
+
+    end = clock.now + timedelta(seconds=7)  # the Hub takes its time
+    clock.forward(seconds=9)
+    services.leases.release(lease.id, ended_at=end, reason="stopped")
+    ended = services.leases.get(lease.id)
+    assert (ended.outcome, ended.ended_at) == ("session_end", end)
+    assert ended.end_reason.startswith("its time was over at ")
+    assert ended.charged == owed(RATE, T0, end)
+    assert services.sessions.due_sessions(WARN).stop == ()
+
+
+def test_a_clock_set_back_tells_nothing_twice_and_ends_nothing_early(
+    services: Services, clock: Clock
+) -> None:
+    lease = session(services, "ada", seconds=2 * HOUR)
+    clock.forward(seconds=2 * HOUR - 599)
+    assert warn(services) == [10]
+    clock.forward(seconds=-HOUR)
+    assert warn(services) == []
+    assert services.extensions.extend(lease.id, actor="ada").ends_at == T0 + timedelta(
+        seconds=HOUR - 599 + 2 * HOUR
+    )
+    clock.forward(seconds=-HOUR)
+    extended = services.leases.get(lease.id)
+    assert services.extensions.extend(lease.id, actor="ada") == extended, (
+        "no end moves to an earlier time"
+    )
+    clock.now = extended.ends_at or clock.now
+    (over,) = services.sessions.due_sessions(WARN).over
+    clock.forward(seconds=-HOUR)
+    assert services.sessions.end_session(over.id) is None
+    assert services.sessions.due_sessions(WARN).over == ()
+    clock.forward(seconds=HOUR)
+    assert services.sessions.end_session(over.id) is not None
+    clock.forward(seconds=-HOUR)
+    assert [some.id for some in services.sessions.due_sessions(WARN).stop] == [lease.id]
+    with pytest.raises(CannotExtend):
+        services.extensions.extend(lease.id, actor="ada")
+    assert len(told(services, "ada", NoticeKind.STOPPED)) == 1
+
+
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.floats(0, 1200), max_size=10), st.integers(1, 7200))
+def test_warnings_come_in_order_and_the_end_after_them(
+    fresh: Callable[[], Services], pauses: list[float], seconds: int
+) -> None:
+    """However late or often somebody looks, and however long the session is."""
+    services = fresh()
+    clock = services.clock
+    assert isinstance(clock, Clock)
+    lease = session(services, "ada", seconds=seconds)
+    given_minutes: list[float | None] = []
+    for pause in pauses:
+        clock.forward(seconds=pause)
+        given_minutes += warn(services)
+        left = (lease.ends_at or clock.now) - clock.now
+        assert (services.sessions.end_session(lease.id) is not None) == (left <= timedelta(0))
+        if left <= timedelta(0):
+            break
+        assert all(left <= timedelta(minutes=m or math.inf) for m in given_minutes)
+    assert given_minutes == sorted(given_minutes, reverse=True, key=lambda m: m or 0)
+    assert len(set(given_minutes)) == len(given_minutes)
+
+
+# Killed at any moment.
+
+
+@each_database
+def test_services_killed_in_the_midst_of_it_warn_once_and_in_order(
+    database_url: str, tmp_path: Path, rounds: Rounds, chance: random.Random
+) -> None:
+    """Two at a time, as a service that is not dead yet and the one that comes after it."""
+    clock = racers.SharedClock(tmp_path / "clock")
+    services = racers.paid_services(database_url, clock)
+    hours = rounds(100)
+    terms = Terms(seconds=hours * HOUR)
+    lease = services.leases.grant(ServerRef("ada"), Request(devices=1), engine="local", terms=terms)
+    services.leases.confirm(lease.id)
+    seconds, killed = 0.0, 0
+    while not services.leases.get(lease.id).outcome:
+        assert killed < 100 * hours, "it never ends"
+        work = racers.look_after_sessions_until_killed
+        victims = [racers.Victim(work, database_url, clock) for _ in range(2)]
+        for victim in victims:
+            victim.wait_round()
+        for _ in range(4):
+            seconds += chance.uniform(0, HOUR / 4)
+            clock.set(seconds)
+            time.sleep(chance.uniform(0.0, 0.05))  # a random moment of what they do
+        for victim in victims:
+            victim.kill()
+            killed += 1
+    assert killed > hours, "some were killed while there was work"
+    ended = services.leases.get(lease.id)
+    assert ended.ends_at is not None and services.clock() >= ended.ends_at
+    notices = services.notifications.notices_of("ada", 1000)[::-1]
+    assert [notice.kind for notice in notices].count(NoticeKind.STOPPED) == 1
+    assert notices[-1].kind is NoticeKind.STOPPED
+    minutes = [float(notice.key.rpartition(":")[2]) for notice in notices[:-1]]
+    assert minutes, "somebody was quick enough to warn"
+    assert minutes == sorted(set(minutes), reverse=True)
+    assert ended.told_minutes == minutes[-1]
+    services.store.close()
+
+
+def test_an_extension_begins_the_whole_length_anew_and_is_warned_anew(
+    services: Services, clock: Clock
+) -> None:
+    lease = session(services, "ada")
+    clock.forward(seconds=3000.5)
+    assert warn(services) == [10]
+    extended = services.extensions.extend(lease.id, actor="ada")
+    assert extended == services.leases.get(lease.id)
+    assert extended.ends_at == T0 + timedelta(seconds=3001 + HOUR)
+    assert warn(services) == []
+    clock.forward(seconds=3001)
+    assert warn(services) == [10]
+    assert len(told(services, "ada", NoticeKind.SESSION_ENDS)) == 2
+    assert services.audit.trail() == []
+    clock.forward(seconds=1)
+    services.extensions.extend(lease.id, actor="kim")
+    (change,) = services.audit.trail()
+    assert (change.actor, change.action, change.subject) == (
+        *("kim", "extend"),
+        f"lease {lease.id} of ada",
+    )
+
+
+def test_nobody_who_waits_is_delayed(services: Services, clock: Clock) -> None:
+    mine, bobs = session(services, "ada"), session(services, "bob")
+    session(services, "eve", model="T4")
+    clock.forward(seconds=300)
+    wait(services, "fay", model="T4")
+    assert services.extensions.extend(mine.id, actor="ada").extended == 300, (
+        "for another model: not in the way"
+    )
+    clock.forward(seconds=300)
+    wait(services, "cleo")
+    # Bob's device comes back when mine does: with mine kept longer, Cleo still has that one.
+    extended = services.extensions.extend(mine.id, actor="ada")
+    assert extended.ends_at == clock.now + timedelta(hours=1)
+    with pytest.raises(CannotExtend) as caught:
+        services.extensions.extend(bobs.id, actor="bob")
+    assert caught.value.message == (
+        "The session cannot be extended: 1 member waits for this GPU and would start later."
+    )
+    wait(services, "dan")
+    clock.forward(seconds=60)
+    with pytest.raises(CannotExtend, match="2 members wait for this GPU"):
+        services.extensions.extend(bobs.id, actor="kim")
+    with pytest.raises(CannotExtend, match="1 member waits for this GPU"):
+        services.extensions.extend(mine.id, actor="ada")
+    assert (services.leases.get(mine.id), services.leases.get(bobs.id)) == (extended, bobs)
+    assert services.audit.trail() == []
+
+
+def test_another_process_sees_the_extension_and_the_line(
+    database_url: str, services: Services, clock: Clock
+) -> None:
+    """The service extends, the hub decides: each has a line of its own."""
+    hub, service = (
+        services,
+        make_services(
+            database_url=database_url, device_source="simulated:2xA100-80GB,1xT4", clock=clock
+        ),
+    )
+    mine = session(hub, "ada")
+    session(hub, "bob", seconds=2 * HOUR)
+    clock.forward(seconds=600)
+    assert service.extensions.extend(mine.id, actor="ada").extended == 600
+    ticket = wait(hub, "cleo")
+    planned = hub.positions.standings()[ticket.id].planned
+    assert planned == clock.now + timedelta(hours=1)
+    with pytest.raises(CannotExtend):
+        clock.forward(seconds=60)
+        service.extensions.extend(mine.id, actor="ada")
+
+
+@pytest.mark.parametrize("actor", ["ada", "kim"])
+def test_what_cannot_be_extended_says_why(services: Services, clock: Clock, actor: str) -> None:
+    def refused(lease_id: str) -> str:
+        with pytest.raises(CannotExtend) as caught:
+            services.extensions.extend(lease_id, actor=actor)
+        return caught.value.message
+
+    with pytest.raises(UnknownLease):
+        services.extensions.extend("nothing", actor=actor)
+    request = Request(devices=1, model="A100")
+    starting = services.queue.ask(
+        ServerRef("bob"), request, engine="local", terms=Terms(seconds=HOUR)
+    )
+    assert "its server is not up yet" in refused(starting.id)
+    services.leases.release(starting.id, reason="failed", failed=True)
+    assert "it has ended" in refused(starting.id)
+
+    lease = session(services, "ada")
+    endless, free = session(services, "cleo", None), session(services, "dan", devices=0)
+    clock.forward(seconds=60)
+    for some in (endless, free):
+        assert services.extensions.extend(some.id, actor=actor) == some
+    services.devices.drain(lease.devices[0].uuid, actor="kim", reason="a new fan")
+    assert "needed for maintenance after this session (a new fan)" in refused(lease.id)
+    services.devices.undrain(lease.devices[0].uuid, actor="kim")
+    services.devices.pause(actor="kim", reason="a new rack")
+    assert services.extensions.extend(lease.id, actor=actor).extended == 60, "what runs goes on"
+    clock.forward(seconds=HOUR)
+    assert "its server is being stopped" in refused(lease.id)
+    services.sessions.end_session(lease.id)
+    clock.forward(seconds=-HOUR)
+    assert "its server is being stopped" in refused(lease.id)
+
+
+def test_hours_held_are_limited(services: Services, clock: Clock) -> None:
+    services.settings.queue.member_limits = {"gpu_hours": 1.5}
+    mine = session(services, "ada")
+    clock.forward(seconds=1800)
+    assert services.extensions.extend(mine.id, actor="ada").extended == 1800
+    request, terms = Request(devices=1, model="T4"), Terms(seconds=1200)
+    second = services.queue.ask(ServerRef("ada", "second"), request, engine="local", terms=terms)
+    services.leases.confirm(second.id)
+    clock.forward(seconds=600)
+    assert services.extensions.extend(mine.id, actor="ada").extended == 2400, "3,600 + 600 seconds"
+    assert services.extensions.extend(second.id, actor="ada").extended == 600, (
+        "3,600 + 1,200 seconds"
+    )
+    services.settings.queue.member_limits = {"gpu_hours": 1.25}
+    clock.forward(seconds=60)
+    with pytest.raises(CannotExtend, match=r"1\.25 GPU-hours may be held at once, and with it"):
+        services.extensions.extend(mine.id, actor="ada")
+    assert services.extensions.extend(session(services, "bob").id, actor="bob").extended == 0
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["extend", "wait", "leave", "end", "turn"]),
+        st.integers(0, 3),
+        st.floats(0, 5000),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps)
+def test_no_extension_moves_a_planned_start_to_later(
+    fresh: Callable[[], Services], steps: list[tuple[str, int, float]]
+) -> None:
+    """Whatever was asked, ended and extended before: every promise is kept, all in the store."""
+    services = fresh()
+    clock = services.clock
+    assert isinstance(clock, Clock)
+    users = ["ada", "bob", "cleo", "dan"]
+    for action, number, seconds in steps:
+        clock.forward(seconds=seconds)
+        user = users[number]
+        lease = services.leases.of_server(ServerRef(user))
+        mine = [ticket for ticket in services.queue.waiting() if ticket.server.user == user]
+        if action == "wait" and lease is None and not mine:
+            request = Request(devices=1 + number % 2, model="A100")
+            terms = Terms(seconds=1800 * (1 + number), wait=True)
+            got = services.queue.ask(ServerRef(user), request, engine="local", terms=terms)
+            if isinstance(got, Lease):
+                services.leases.confirm(got.id)
+        elif action == "leave" and mine:
+            services.queue.end_ticket(mine[0].id, "cancelled", "enough")
+        elif action == "end" and lease is not None:
+            services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+        elif action == "turn":
+            present = frozenset(ticket.id for ticket in services.queue.waiting())
+            for ticket in services.queue.turns(present):
+                services.leases.confirm(services.queue.start_ticket(ticket).id)
+        elif action == "extend" and lease is not None:
+            _extension_keeps_promises(services, lease)
+
+
+def _extension_keeps_promises(services: Services, lease: Lease) -> None:
+    tickets = {ticket.id: ticket for ticket in services.queue.waiting()}
+    before = services.positions.standings()
+    try:
+        extended = services.extensions.extend(lease.id, actor=lease.server.user)
+    except CannotExtend:
+        assert services.leases.get(lease.id) == lease
+        return
+    assert extended.ends_at is not None and lease.ends_at is not None
+    assert extended.ends_at >= max(lease.ends_at, services.clock())
+    services.line.revision += 1  # not the standings that were kept for a second
+    after = services.positions.standings()
+    for name, standing in before.items():
+        if tickets[name].server != lease.server and standing.planned:
+            later = after[name].planned
+            assert later is None or later <= standing.planned + timedelta(seconds=1)

@@ -1,0 +1,493 @@
+"""What becomes of servers whose account has run dry, and who is told when. Real here: SQLite, HTTP,
+commands as hooks. The Hub is a script. ``tests/hub/test_running_dry.py`` has the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.core.errors import CannotExtend, ConfigError, NoCredits
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import LeaseState, Request, ServerRef, Terms
+from gpuspawner.ledger.models import member_account
+from gpuspawner.ledger.rules import owed
+from gpuspawner.service.member_duties import CreditDuty
+from gpuspawner.service.session_duties import SessionDuty
+from gpuspawner.services import Services
+from tests.support.brokers import T0, Clock, Make, problems
+from tests.support.dry import MINUTE, server, titles
+from tests.support.rounds import (
+    GRACE,
+    RATE,
+    SITE,
+    ScriptedHub,
+    make_credits,
+    make_tick,
+    open_services,
+    running,
+    told,
+)
+
+# Stopped after a grace.
+
+
+Duties = Callable[..., CreditDuty]
+POLICIES = {"lab": {"overdraft": "0.5"}, "course": "session", "*": "stop"}
+
+
+@pytest.fixture
+def services(make: Make) -> Services:
+    """One with a policy for each group."""
+    return make(**SITE, when_dry=POLICIES, hold_minutes=1)
+
+
+@pytest.fixture
+async def duty(services: Services, hub: ScriptedHub) -> AsyncIterator[Duties]:
+    """The duty; closed at the end, as by a service that stops."""
+    opened: list[CreditDuty] = []
+
+    def make(**settings: Any) -> CreditDuty:
+        opened.append(make_credits(services, hub, **settings))
+        return opened[-1]
+
+    yield make
+    for some in opened:
+        await some.close()
+
+
+async def test_a_dry_account_is_told_then_stopped(
+    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties
+) -> None:
+    lease = running(services, "ada")
+    hub.has(lease.server)
+    credits = duty()
+    clock.forward(seconds=899)
+    await credits.round()
+    assert services.leases.get(lease.id).warned_at is None
+    clock.forward(seconds=1)  # after 15 minutes at 4 credits an hour: all of it is used up
+    await credits.round()
+    assert services.leases.get(lease.id).warned_at == clock.now
+
+    warned_at = clock.now
+    clock.forward(seconds=GRACE - 1)
+    await credits.round()
+    assert services.leases.get(lease.id).warned_at == warned_at
+    assert services.leases.get(lease.id).outcome == ""
+    clock.forward(seconds=1)
+    await credits.round()
+    ordered = services.leases.get(lease.id)
+    assert (ordered.outcome, ordered.end_reason) == ("credits", "the credits ran out")
+    assert ordered.state is LeaseState.RUNNING, "until an engine proves the end"
+    services.ledger.charge_all()
+    assert services.ledger.member("ada").balance == -owed(RATE, T0, T0 + timedelta(seconds=GRACE))
+
+
+async def test_the_stop_is_carried_out_with_those_of_sessions(
+    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties
+) -> None:
+    lease = running(services, "ada")
+    hub.has(lease.server)
+    for seconds in (1000, GRACE):
+        clock.forward(seconds=seconds)
+        await duty().round()
+    sessions = SessionDuty(make_tick(services, hub), warn_minutes=())
+    while not hub.stopped:
+        await sessions.round()
+        await asyncio.sleep(0.01)
+    await sessions.close()
+    assert hub.stopped == ["ada/"]
+
+
+async def test_credits_in_time_take_the_warning_back(
+    services: Services, clock: Clock, duty: Duties
+) -> None:
+    lease = running(services, "ada")
+    credits = duty()
+    clock.forward(seconds=1000)
+    await credits.round()
+    services.ledger.grant(member_account("ada"), MICRO, actor="admin", reason="more")
+    clock.forward(seconds=1)
+    await credits.round()
+    assert services.leases.get(lease.id).warned_at is None
+    clock.forward(seconds=GRACE)
+    await credits.round()
+    assert services.leases.get(lease.id).outcome == ""
+    clock.forward(seconds=GRACE * 3)  # dry again: a whole new grace
+    await credits.round()
+    clock.forward(seconds=GRACE - 1)
+    await credits.round()
+    assert services.leases.get(lease.id).outcome == ""
+    clock.forward(seconds=1)
+    await credits.round()
+    assert services.leases.get(lease.id).outcome == "credits"
+
+
+async def test_servers_that_cost_nothing_go_on(
+    services: Services, clock: Clock, duty: Duties
+) -> None:
+    free = running(services, "ada", devices=0)
+    paid = services.leases.grant(ServerRef("ada", "gpu"), Request(devices=1), engine="local")
+    services.leases.confirm(paid.id)
+    waiting = services.leases.grant(ServerRef("ada", "waits"), Request(devices=1), engine="local")
+    for _ in range(16):  # a T4: an hour, and the grace
+        clock.forward(seconds=GRACE)
+        await duty().round()
+    assert services.leases.get(paid.id).outcome == "credits"
+    for other in (free, waiting):
+        assert (services.leases.get(other.id).warned_at, services.leases.get(other.id).outcome) == (
+            None,
+            "",
+        )
+
+
+# The session ends first.
+
+
+async def test_a_planned_session_ends_before_anything_is_stopped(
+    services: Services, clock: Clock, duty: Duties
+) -> None:
+    lease = server(services, "ada", "course", seconds=7200)
+    clock.forward(seconds=900)
+    await duty().round()
+    clock.forward(seconds=GRACE)
+    await duty().round()
+    assert services.leases.get(lease.id).outcome == ""
+    (notice,) = services.notifications.notices_of("ada")
+    assert "goes on until its session ends at " in notice.body
+    with pytest.raises(NoCredits):
+        server(services, "ada", "course", seconds=60, name="another")
+    clock.forward(seconds=7200 - 1200)
+    await duty().round()
+    assert services.exhaustion.dry_stops([services.leases.get(lease.id)]) == {lease.id: clock.now}
+    assert [x.id for x in services.sessions.due_sessions().over] == [lease.id]
+    settled = services.leases.release(lease.id, ended_at=clock.now, reason="its time was over")
+    assert (settled.charged, settled.waived) == (8 * MICRO, 0)
+    assert services.ledger.member("ada").balance == -7 * MICRO
+
+
+def test_a_session_that_may_go_on_without_credits_is_not_extended_without(
+    services: Services, clock: Clock
+) -> None:
+    lease = server(services, "ada", "course", seconds=3600)
+    clock.forward(seconds=14 * MINUTE)
+    assert services.extensions.extend(lease.id, actor="ada").extended == 14 * MINUTE
+    clock.forward(seconds=59)
+    with pytest.raises(CannotExtend, match=r"member:ada has 0\.00 credits left, and needs 0\.06"):
+        services.extensions.extend(lease.id, actor="ada")
+    services.ledger.grant("member:ada", MICRO, actor="kim", reason="more")
+    assert services.extensions.extend(lease.id, actor="ada").extended == 15 * MINUTE - 1
+
+
+async def test_a_session_without_an_end_is_stopped_after_the_grace(
+    services: Services, clock: Clock, duty: Duties
+) -> None:
+    lease = server(services, "ada", "course")
+    for seconds in (900, GRACE):
+        clock.forward(seconds=seconds)
+        await duty().round()
+    assert services.leases.get(lease.id).outcome == "credits"
+
+
+# A bounded overdraft.
+
+
+async def test_an_overdraft_ends_at_its_bound_to_the_microcredit(
+    services: Services, clock: Clock, duty: Duties
+) -> None:
+    lease = server(services, "ada", "lab")
+    credits = duty(warn_minutes=(10, 2))
+    for at in (751, 900, 1231, 1349):  # 22.5 minutes in all
+        clock.now = T0 + timedelta(seconds=at)
+        services.ledger.charge_all()
+        await credits.round()
+    assert titles(services) == [
+        "Your credits last",
+        "Your credits have run out",
+        "Your credits last",
+    ]
+    low, out, _ = services.notifications.notices_of("ada")
+    assert "credits are left with the overdraft of 0.50" in low.body
+    assert "goes on until the overdraft of 0.50 credits is used up, about " in out.body
+    (stop,) = services.exhaustion.dry_stops([services.leases.get(lease.id)]).values()
+    assert round((stop - T0).total_seconds(), 2) == 1350
+    with pytest.raises(NoCredits):
+        server(services, "ada", "lab", name="another")
+    clock.forward(seconds=1)
+    await credits.round()
+    assert services.leases.get(lease.id).outcome == "credits", "no grace beyond the bound"
+    clock.forward(seconds=86400)  # the Hub is down for a day
+    for _ in range(3):
+        services.ledger.charge_all()
+    assert services.ledger.member("ada").balance == -MICRO // 2
+    settled = services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    assert services.ledger.member("ada").balance == -MICRO // 2
+    assert settled.charged == 1_500_000
+    assert settled.charged + settled.waived == owed(RATE, T0, clock.now)
+
+
+async def test_credits_in_the_overdraft_pay_for_what_was_used(
+    services: Services, clock: Clock, duty: Duties
+) -> None:
+    lease = server(services, "ada", "lab")
+    clock.forward(seconds=1500)  # nobody was there to stop it at 1,350 seconds
+    services.ledger.charge_all()
+    assert services.ledger.member("ada").balance == -MICRO // 2
+    services.ledger.grant("member:ada", 10 * MICRO, actor="kim", reason="more")
+    await duty().round()
+    assert services.leases.get(lease.id).outcome == ""
+    settled = services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    assert (settled.charged, settled.waived) == (owed(RATE, T0, clock.now), 0)
+
+
+@pytest.mark.parametrize("ticks", [[], [100, 1500, 3000]])
+def test_servers_of_an_account_share_one_overdraft(
+    services: Services, database_url: str, clock: Clock, ticks: list[int]
+) -> None:
+    """A new amount in the configuration counts once none of them runs: with two at a time, who
+    is let off of what would depend on when somebody looked."""
+    first = server(services, "ada", "lab", name="one")
+    later = open_services(database_url, clock, when_dry={"lab": {"overdraft": 9}})
+    second = server(later, "ada", "lab", name="two")
+    assert first.overdraft == second.overdraft == MICRO // 2
+    for at in ticks:
+        clock.now = T0 + timedelta(seconds=at)
+        later.ledger.charge_portion(timedelta(seconds=MINUTE))
+    clock.now = T0 + timedelta(seconds=3600)
+    settled = [
+        later.leases.release(x.id, ended_at=clock.now, reason="stopped") for x in (first, second)
+    ]
+    assert [lease.charged for lease in settled] == [750_000, 750_000]
+    later.ledger.grant("member:ada", 10 * MICRO, actor="kim", reason="more")
+    assert server(later, "ada", "lab", name="three").overdraft == 9 * MICRO
+    assert problems(services.store) == []
+
+
+async def test_a_failed_start_in_the_overdraft_gives_all_back(
+    services: Services, clock: Clock
+) -> None:
+    lease = server(services, "ada", "lab")
+    clock.forward(seconds=3600)
+    services.ledger.charge_all()
+    settled = services.leases.release(
+        lease.id, ended_at=clock.now, reason="it never was up", failed=True
+    )
+    assert (settled.charged, settled.waived) == (0, 0)
+    assert services.ledger.member("ada").balance == MICRO
+
+
+# Whose policy it is.
+
+
+def test_the_first_group_that_is_named_counts(services: Services) -> None:
+    both = services.settings.credits.policy_for("member:ada", {"course", "lab"})
+    assert (both.when_dry, both.overdraft) == ("overdraft", 500_000)
+    assert services.settings.credits.policy_for("member:ada", {"other"}).when_dry == "stop"
+    assert services.settings.credits.policy_for("group:course", {"lab"}).when_dry == "session"
+    assert services.settings.credits.policy_for("group:other", {"lab"}).when_dry == "stop"
+
+
+@pytest.mark.parametrize(
+    ("group", "changes", "policy"),
+    [
+        ("lab", {}, ("overdraft", 500_000)),
+        ("course", {"when_dry": "session", "overdraft": 0}, ("session", 0)),
+    ],
+    ids=["stays in the group", "leaves it while waiting"],
+)
+def test_who_waits_in_line_has_the_policy_of_their_group(
+    services: Services, clock: Clock, group: str, changes: dict[str, Any], policy: tuple[str, int]
+) -> None:
+    services.settings.credits.opening_grant = 100
+    holder, _ = (server(services, "bob", name=str(number)) for number in range(2))
+    terms = Terms(groups=frozenset({"lab"}), wait=True)
+    request = Request(devices=1, model="A100")
+    ticket = services.queue.ask(ServerRef("ada"), request, engine="local", terms=terms)
+    assert services.queue.regrouped(ticket, frozenset({group})) == changes
+    if changes:
+        services.queue.regroup(ticket.id, changes)
+    services.leases.release(holder.id, ended_at=clock.now, reason="stopped")
+    assert ticket.id in services.queue.turns(frozenset({ticket.id}))
+    lease = services.queue.start_ticket(ticket.id)
+    assert (lease.when_dry, lease.overdraft) == policy
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["", "go on", 5, None, {}, {"overdraft": 5, "grace": 1}, {"overdraft": True},
+     {"overdraft": "1,5"}, {"overdraft": "NaN"}, {"overdraft": 0}, {"overdraft": -1},
+     {"overdraft": 10**30}, {"overdraft": "0." + "1" * 18}],
+)  # fmt: skip
+def test_a_policy_that_is_none_stops_the_start(
+    database_url: str, clock: Clock, policy: object
+) -> None:
+    with pytest.raises(ConfigError, match=r"GPUCredits\.when_exhausted\['lab'\]"):
+        open_services(database_url, clock, when_dry={"lab": policy})
+
+
+async def test_an_account_that_cannot_be_seen_to_holds_up_no_other(
+    services: Services, clock: Clock, duty: Duties, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The database refuses one row, and takes it later."""
+    caplog.set_level(logging.INFO, "tick")
+    some = [server(services, user) for user in ("ada", "bob")]
+    clock.forward(seconds=900)
+    refuse = "BEFORE UPDATE ON leases WHEN NEW.id = '{}' BEGIN SELECT RAISE(ABORT, 'no'); END"
+    if services.store.dialect == "postgresql":
+        refuse = "CHECK (id <> '{}' OR warned_at IS NULL)"
+        statement = f"ALTER TABLE leases ADD CONSTRAINT stubborn {refuse}"
+        undo = "ALTER TABLE leases DROP CONSTRAINT stubborn"
+    else:
+        statement, undo = f"CREATE TRIGGER stubborn {refuse}", "DROP TRIGGER stubborn"
+    services.store.run(lambda c: c.execute(sa.text(statement.format(some[0].id))), write=True)
+    credits = duty()
+    await credits.round()
+    assert [services.leases.get(x.id).warned_at for x in some] == [None, clock.now]
+    assert services.notifications.notices_of("ada") == []
+    services.store.run(lambda c: c.execute(sa.text(undo)), write=True)
+    await credits.round()
+    assert services.leases.get(some[0].id).warned_at == clock.now
+    assert "Credits of member:ada: all is well again" in told(caplog.records)
+
+
+# Warnings.
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_each_warning_comes_once_and_to_the_second(
+    services: Services, clock: Clock, duty: Duties, restarts: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tick")
+    lease = running(services, "ada")
+    credits, said = duty(warn_minutes=(10, 2)), []
+    for second in range(1, 15 * 60):
+        clock.forward(seconds=1)
+        if restarts:
+            await credits.close()
+            credits = duty(warn_minutes=(10, 2))
+        if second % 50 in (49, 0, 1, 29, 30, 31) or second % 60 in (59, 0, 1):
+            await credits.round()
+            said += [second] * (len(services.notifications.notices_of("ada")) - len(said))
+    assert said == [5 * 60 + 1, 13 * 60 + 1], "less than ten minutes, and two"
+    assert services.leases.get(lease.id).told_dry == 2
+    assert [line for line in told(caplog.records) if "was warned" in line] == [
+        "member:ada has 0.66 credits left: ada was warned that less than 10 min are left",
+        "member:ada has 0.13 credits left: ada was warned that less than 2 min are left",
+    ]
+
+
+async def test_credits_that_end_soon_do_not_count_as_lasting(
+    services: Services, clock: Clock, duty: Duties
+) -> None:
+    """Six credits at four an hour, of which five end in half an hour: 45 minutes, and not 90."""
+    running(services, "ada")
+    until = clock.now + timedelta(minutes=30)
+    services.ledger.grant("member:ada", 5 * MICRO, actor="kim", reason="an hour", until=until)
+    credits = duty(warn_minutes=(20,))
+    clock.forward(seconds=24 * MINUTE)
+    await credits.round()
+    assert services.notifications.notices_of("ada") == []
+    clock.forward(seconds=2 * MINUTE)
+    assert services.exhaustion.accounts_to_see_to((20,)) == ["member:ada"]
+    await credits.round()
+    assert titles(services) == ["Your credits last"]
+    clock.forward(seconds=19 * MINUTE)
+    services.ledger.end_lots()
+    services.ledger.charge_all()
+    assert services.ledger.member("ada").balance == 0
+
+
+async def test_two_services_at_once_tell_it_once(
+    database_url: str, services: Services, hub: ScriptedHub, clock: Clock
+) -> None:
+    """One that is not dead yet, and the one that the Hub started after it."""
+    other = open_services(database_url, clock)
+    lease = running(services, "ada")
+    for seconds in (6 * MINUTE, 9 * MINUTE, GRACE):
+        clock.forward(seconds=seconds)
+        some = [make_credits(each, hub, warn_minutes=(10,)) for each in (services, other)]
+        await asyncio.gather(*(each.round() for each in some for _ in range(3)))
+    assert titles(services) == [
+        "Your credits last",
+        "Your credits have run out",
+        "Your server is stopped: the credits have run out",
+    ]
+    assert services.leases.get(lease.id).outcome == "credits"
+
+
+async def test_a_warning_that_was_passed_on_the_way_up_comes_again(
+    services: Services, clock: Clock, duty: Duties
+) -> None:
+    server(services, "ada", name="one")
+    credits = duty(warn_minutes=(10, 2))
+    clock.forward(seconds=14 * MINUTE)
+    await credits.round()
+    assert len(titles(services)) == 1, "the two minutes; the ten were missed"
+    services.ledger.grant("member:ada", MICRO // 2, actor="kim", reason="a bit")
+    await credits.round()
+    assert len(titles(services)) == 1, "8 minutes are left: nothing new is due on the way up"
+    clock.forward(seconds=7 * MINUTE)
+    await credits.round()
+    assert len(titles(services)) == 2
+
+
+async def test_a_new_server_is_told_anew(services: Services, clock: Clock, duty: Duties) -> None:
+    one = server(services, "ada", name="one")
+    credits = duty(warn_minutes=(10,))
+    clock.forward(seconds=6 * MINUTE)
+    await credits.round()
+    services.leases.release(one.id, ended_at=clock.now, reason="stopped")
+
+    server(services, "ada", name="two")
+    for _ in range(3):
+        await credits.round()
+    assert len(titles(services)) == 2
+
+
+# The hook.
+
+KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
+
+
+async def test_the_hook_hears_of_each_event_once(
+    services: Services, clock: Clock, duty: Duties, tmp_path: Path
+) -> None:
+    file = tmp_path / "told"
+    lease = server(services, "ada")
+    command = [sys.executable, "-c", KEEP, str(file)]
+    poked: list[int] = []
+    for seconds in (360, 540, GRACE):
+        clock.forward(seconds=seconds)
+        credits = duty(warn_minutes=(10,), command=command, poke=lambda: poked.append(1))
+        for _ in range(2):
+            await credits.round()
+    end = asyncio.get_running_loop().time() + 20
+    while not file.exists() or len(file.read_text().splitlines()) < 3:
+        assert asyncio.get_running_loop().time() < end
+        await asyncio.sleep(0.02)
+    low, out, stop = sorted(map(json.loads, file.read_text().splitlines()), key=lambda x: x["at"])
+    assert low == {
+        "event": "low",
+        "account": "member:ada",
+        "balance": "0.600000",
+        "rate_per_hour": "4.000000",
+        "lease": lease.id,
+        "user": "ada",
+        "server": "",
+        "environment": "",
+        "when_dry": "stop",
+        "minutes": 10,
+        "stops_at": None,
+        "at": "2025-03-01T12:06:00.000+00:00",
+    }
+    assert (out["event"], out["stops_at"]) == ("dry", "2025-03-01T12:20:00.000+00:00")
+    assert (stop["event"], stop["balance"]) == ("stop", "-0.333333")
+    assert poked == [1, 1, 1]

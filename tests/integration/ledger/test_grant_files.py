@@ -1,0 +1,97 @@
+"""Grants from a file. Real: SQLite and PostgreSQL; simulated: devices and the clock."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger.grants import Bulk
+from gpuspawner.services import Services
+from tests.support.brokers import Clock, Make, credits_of
+from tests.support.parts import each_database
+from tests.support.threads import at_once
+
+FILE = b"member,amount\nanna,10\nbert,2.5\n"
+
+
+@pytest.fixture
+def services(make: Make) -> Services:
+    services = make(opening_grant=1)
+    services.ledger.open_account("anna")
+    services.ledger.open_account("bert")
+    return services
+
+
+def grant(services: Services, data: bytes = FILE, **more: bool) -> Bulk:
+    return services.bulk_grants.grant_file(data, actor="root", reason="course", **more)
+
+
+def test_a_file_is_granted_as_a_whole(services: Services) -> None:
+    foreseen = grant(services, dry_run=True)
+    assert not foreseen.done and foreseen.problems == () and foreseen.total == 12_500_000
+    assert [(g.row.account, g.before, g.after) for g in foreseen.gifts] == [
+        ("member:anna", MICRO, 11 * MICRO),
+        ("member:bert", MICRO, 3_500_000),
+    ]
+    assert credits_of(services) == 1 and services.audit.trail() == []
+    done = grant(services)
+    assert done.done and done.gifts == foreseen.gifts
+    assert (credits_of(services, "anna"), credits_of(services, "bert")) == (11, 3.5)
+    (change,) = services.audit.trail()
+    assert change.action == "grant_file" and change.detail == "12.50 credits to 2 accounts: course"
+
+
+def test_the_same_file_twice_is_granted_once(services: Services, clock: Clock) -> None:
+    grant(services)
+    clock.forward(days=1)
+    for again in (FILE, b"\xef\xbb\xbfbert;2.50\r\nanna;10\r\n"):
+        refused = grant(services, again)
+        assert not refused.done and "were given at 2025-03-01 12:00 UTC by root" in str(
+            refused.problems[0]
+        )
+        assert grant(services, again, dry_run=True).problems == refused.problems
+    assert credits_of(services) == 11
+    assert grant(services, again=True).done and grant(services, again=True).done
+    assert credits_of(services) == 31
+
+
+def test_one_bad_line_gives_nothing_to_anybody(services: Services) -> None:
+    refused = grant(services, b"anna,10\nbret,5\nbert,1e3\nanna,1\n")
+    assert [str(problem) for problem in refused.problems] == [
+        "Line 2: there is no account 'member:bret'. Did you mean member:bert? --open opens it.",
+        "Line 3: the amount '1e3' is no number of credits: write it like 12.5.",
+        "Line 4: member:anna is on line 1 already: add them up to one line.",
+    ]
+    assert not refused.done and credits_of(services) == 1 and services.audit.trail() == []
+
+
+def test_accounts_can_be_opened(services: Services) -> None:
+    data = b"anna,1\nzoe,1\ngroup:lab,1\n"
+    foreseen = grant(services, data, dry_run=True, open_accounts=True)
+    assert [(gift.opened, gift.after) for gift in foreseen.gifts] == [
+        (False, 2 * MICRO),
+        (True, 2 * MICRO),
+        (True, MICRO),
+    ]
+    assert len(services.ledger.accounts()) == 2
+    assert grant(services, data, open_accounts=True).gifts == foreseen.gifts
+    assert [account.balance for account in services.ledger.accounts()] == [
+        *(MICRO, 2 * MICRO, MICRO, 2 * MICRO)
+    ]
+
+
+def test_what_a_file_gives_can_end(services: Services, clock: Clock) -> None:
+    until = clock.now + timedelta(days=1)
+    services.bulk_grants.grant_file(FILE, actor="root", reason="course", until=until)
+    assert [left for _, left in services.ledger.lots_of("member:anna")] == [10 * MICRO]
+    clock.forward(days=1)
+    assert services.ledger.end_lots() == 2 and credits_of(services) == 1
+
+
+@each_database
+def test_two_admins_grant_the_same_file_at_once(services: Services) -> None:
+    done = at_once(4, lambda number: grant(services).done)
+    assert sorted(done) == [False, False, False, True]
+    assert credits_of(services) == 11 and len(services.audit.trail()) == 1

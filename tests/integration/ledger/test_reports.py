@@ -1,0 +1,345 @@
+"""Statements, receipts and reports of use against what the store holds, row by row. Real: both
+databases, services whose clock the test sets."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+
+from gpuspawner.core.errors import NoDeviceFree, UnknownAccount, UnknownLease
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState
+from gpuspawner.ledger import statements, totals
+from gpuspawner.ledger.models import member_account
+from gpuspawner.ledger.rules import owed
+from gpuspawner.ledger.usage import Kind, LeaseUse
+from gpuspawner.services import Services
+from tests.support.brokers import Clock, Make, broken_invariants, running
+from tests.support.parts import each_database
+
+pytestmark = each_database
+
+DAY = timedelta(days=1)
+WEEK = timedelta(weeks=1)
+MONDAY = datetime(2025, 3, 3, tzinfo=timezone.utc)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(MONDAY)
+
+
+@pytest.fixture
+def services(make: Make) -> Services:
+    """Three T4 and three A100 with rates that leave rests of a microcredit."""
+    return make(
+        device_source="simulated:3xT4,3xA100-80GB",
+        gpu_rates={"*": "0.333333", "A100": "3.7"},
+        opening_grant=50_000,
+        refresh_seconds=0,
+    )
+
+
+@pytest.fixture
+def past(services: Services, clock: Clock) -> Services:
+    """Three weeks of sessions of three members, some across a Monday, one still open."""
+    chance = random.Random(7)
+    opened: dict[tuple[str, str], Lease] = {}
+    for step in range(120):
+        clock.forward(minutes=chance.randint(1, 500), seconds=chance.random() * 60)
+        who = (chance.choice(["ada", "bob", "cleo"]), chance.choice(["", "two"]))
+        if who in opened:
+            services.leases.release(opened.pop(who).id, ended_at=clock(), reason="stopped")
+        elif len(opened) < 5:
+            gpus, model = chance.choice([(0, None), (1, None), (1, "A100"), (2, "T4")])
+            with suppress(NoDeviceFree):  # it is asked for again later
+                opened[who] = running(services, who[0], gpus, who[1], model=model)
+        if chance.random() < 0.7:
+            services.ledger.charge_all()
+        if step % 15 == 0:
+            services.ledger.grant(member_account(who[0]), MICRO, actor="kim", reason=f"step {step}")
+    for some in list(opened)[1:]:
+        services.leases.release(opened.pop(some).id, ended_at=clock(), reason="stopped")
+    clock.forward(hours=3)
+    services.ledger.charge_all()
+    clock.forward(minutes=20)
+    return services
+
+
+def pages(ask: Callable[[int | None], Any]) -> list[Any]:
+    """Every entry, page after page."""
+    found, before = [], None
+    while True:
+        page = ask(before)
+        found += page.entries
+        before = page.older
+        if before is None:
+            return found
+
+
+def test_pages_are_the_whole_statement(past: Services) -> None:
+    fields = ("at", "kind", "reason", "actor", "amount", "balance", "lease_id")
+    for user, limit in product(("ada", "bob", "cleo"), (7, 1000)):
+        account = member_account(user)
+        whole = past.ledger.statement(account, 10_000)
+        assert len(whole) > 10
+        ask = partial(past.reports.statement_page, account, limit=limit)
+        found = pages(ask)
+        assert [[getattr(line, f) for f in fields] for line in found] == [
+            [getattr(line, f) for f in fields] for line in whole
+        ]
+        streamed = [e for page in past.reports.statement_pages(account) for e in page.entries]
+        assert streamed == found
+
+
+def test_folded_pages_add_up(past: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    account = member_account("ada")
+    single = pages(partial(past.reports.statement_page, account, limit=100))
+    for limit, (most_read, at_first) in product((3, 50), [(5, 200), (5000, 2), (5000, 200)]):
+        monkeypatch.setattr(statements, "MOST_READ", most_read)
+        monkeypatch.setattr(statements, "AT_FIRST", at_first)
+        found = pages(partial(past.reports.statement_page, account, limit=limit, folded=True))
+        assert sum(entry.count for entry in found) == len(single)
+        balance = past.ledger.account(account).balance
+        for entry in found:
+            assert entry.balance == balance
+            balance -= entry.amount
+        assert balance == 0
+        of_lease: Counter[str | None] = Counter()
+        for entry in found:
+            of_lease[entry.lease_id] += entry.amount
+        for entry in single:
+            of_lease[entry.lease_id] -= entry.amount
+        assert set(of_lease.values()) == {0}
+        if (limit, most_read) == (50, 5000):
+            assert len(found) < len(single) / 2
+
+
+def test_what_is_posted_meanwhile_moves_no_page(past: Services) -> None:
+    account = member_account("ada")
+    first = past.reports.statement_page(account, None, 5)
+    second = past.reports.statement_page(account, first.older, 5)
+    past.ledger.grant(account, MICRO, actor="kim", reason="meanwhile")
+    assert past.reports.statement_page(account, first.older, 5) == second
+
+
+def test_a_receipt_has_every_item(past: Services) -> None:
+    for lease in past.leases.of_account(member_account("ada"), 100):
+        whole = past.reports.receipt(lease.id, limit=10_000)
+        assert whole.lease == lease
+        assert whole.items.total == lease.charged == -sum(e.amount for e in whole.items.entries)
+        assert whole.items.count == len(whole.items.entries)
+        found, after = [], 0
+        while True:
+            items = past.reports.receipt(lease.id, after, 2).items
+            found += items.entries
+            if items.newer is None:
+                break
+            after = items.newer
+        assert tuple(found) == whole.items.entries
+        assert not found or found[-1].balance == lease.charged
+        moments = [entry.at for entry in found]
+        assert moments == sorted(moments)
+
+
+def test_who_is_not_there_is_said(past: Services) -> None:
+    with pytest.raises(UnknownAccount, match="member:nobody"):
+        past.reports.statement_page("member:nobody")
+    with pytest.raises(UnknownLease):
+        past.reports.receipt("nothing")
+    entry = past.reports.statement_page(member_account("ada")).entries[0]
+    transfer = past.ledger.transfer(entry.transfer)
+    assert transfer.amount_for(member_account("ada")) == entry.amount
+    assert transfer.at == entry.at
+    assert past.reports.reversal_of(transfer.id) is None
+    reversal = past.ledger.reverse(transfer.id, actor="kim", reason="by mistake")
+    assert past.reports.reversal_of(transfer.id) == reversal
+
+
+def test_accounts_are_found_by_a_part_of_their_name(services: Services) -> None:
+    names = ["Ada", "a_da", "a%da", "bob", "adam", "mar%y"]
+    for name in names:
+        services.ledger.open_account(name)
+
+    def found(text: str, **more: Any) -> list[str]:
+        return [
+            a.name.removeprefix("member:")
+            for a in services.reports.find_accounts(text, **more).found
+        ]
+
+    assert sorted(found("")) == sorted(names)
+    assert sorted(found("ADA")) == ["Ada", "adam"]
+    assert found("%") == sorted(["a%da", "mar%y"])
+    assert found("a_d") == ["a_da"]
+    assert found("nobody") == found("system") == []
+    assert found("", among=["member:bob", "group:x", "system:grants"]) == ["bob"]
+    seen, after = [], ""
+    while True:
+        some = services.reports.find_accounts("", after, 2)
+        seen += [account.name for account in some.found]
+        if some.following is None:
+            break
+        after = some.following
+    assert seen == [account.name for account in services.ledger.accounts()]
+
+
+def test_leases_are_paged_by_member_and_by_account(past: Services) -> None:
+    for wanted in ({}, {"user": "ada"}, {"account": "member:bob"}):
+        found: list[str] = []
+        before: str | None = None
+        while True:
+            some = past.reports.find_leases(**wanted, before=before, limit=7)
+            found += [lease.id for lease in some.found]
+            before = some.older
+            if before is None:
+                break
+        every = past.leases.of_account(wanted.get("account"), 10_000)
+        mine = [x for x in every if x.server.user == wanted.get("user", x.server.user)]
+        assert len(found) > 14
+        assert sorted(found) == sorted(lease.id for lease in mine)
+        moments = {lease.id: lease.granted_at for lease in mine}
+        assert [moments[name] for name in found] == sorted(moments.values(), reverse=True)
+    with pytest.raises(UnknownLease):
+        past.reports.find_leases(before="nothing")
+
+
+def test_the_trail_is_searched_and_paged(services: Services) -> None:
+    for number in range(5):
+        services.devices.pause(actor="kim", reason=f"Fan {number}")
+        services.devices.resume(actor="lee")
+    whole = services.reports.find_changes(limit=100)
+    assert len(whole.changes) == 10
+    assert whole.older is None
+    first = services.reports.find_changes(limit=4)
+    rest = services.reports.find_changes(before=first.older, limit=100)
+    assert first.changes + rest.changes == whole.changes
+    assert [change.detail for change in services.reports.find_changes("fan 3").changes] == ["Fan 3"]
+    assert {change.actor for change in services.reports.find_changes("LEE").changes} == {"lee"}
+
+
+def by_hand(
+    leases: list[Lease], start: datetime, end: datetime, now: datetime
+) -> dict[str, dict[str, LeaseUse]]:
+    """By each name of a kind."""
+    found: dict[str, dict[str, LeaseUse]] = {name: {} for name in Kind._fields}
+    for lease in leases:
+        began, ended = lease.started_at, lease.ended_at or now
+        if not began or began >= end or ended <= start:
+            continue
+        since, until = max(start, began), min(end, ended)
+        cost = owed(lease.rate, began, until) - owed(lease.rate, began, since)
+        micros = len(lease.devices) * ((until - since) // timedelta(microseconds=1))
+        models = sorted({device.model for device in lease.devices})
+        model = models[0] if len(models) == 1 else ("several models" if models else "")
+        kind = Kind(lease.server.user, lease.group, lease.account, lease.environment, model)
+        use = LeaseUse(micros, cost, int(start <= began))
+        for name, sums in found.items() if any(use) else ():
+            key = getattr(kind, name)
+            sums[key] = sums.get(key, LeaseUse()).plus(use)
+    return found
+
+
+BOUNDS = {
+    "utc": [MONDAY + n * WEEK for n in range(6)],
+    "east": [MONDAY + n * WEEK - timedelta(hours=5, minutes=45) for n in range(6)],
+    "west": [MONDAY + n * WEEK + timedelta(hours=8) for n in range(6)],
+    "within a day": [MONDAY + DAY + timedelta(minutes=457 * n) for n in range(6)],
+    "a month": [MONDAY + n * 31 * DAY - timedelta(hours=1) for n in range(-1, 3)],
+}
+
+
+def test_use_is_the_sum_of_the_leases(past: Services, clock: Clock) -> None:
+    """Whatever has been added up of it, and in whatever zone the days begin."""
+    leases = past.leases.of_account(None, 10_000)
+    assert any(lease.state is not LeaseState.ENDED for lease in leases)
+    for portion in (0, 7, 1000):
+        past.store.run(partial(totals.add_up, most=portion), write=True)
+        for bounds in BOUNDS.values():
+            expected = [by_hand(leases, *both, clock()) for both in pairwise(bounds)]
+            for name in Kind._fields:
+                assert past.reports.use_by(bounds, name) == [each[name] for each in expected]
+    everything = by_hand(leases, MONDAY, clock(), clock())
+    assert len(everything["user"]) == 3
+    assert set(everything["model"]) >= {"", "T4", "A100-80GB"}
+    account = member_account("bob")
+    for bounds in BOUNDS.values():
+        mine = past.reports.use_of_account(account, bounds)
+        for use, (start, end) in zip(mine, pairwise(bounds), strict=True):
+            assert use == by_hand(leases, start, end, clock())["account"].get(account, LeaseUse())
+
+
+def test_a_long_session_is_a_part_of_each_of_its_days(services: Services, clock: Clock) -> None:
+    """Of five weeks; it ends long after the day that is asked for."""
+    clock.now = MONDAY + timedelta(hours=23)
+    long = running(services, "ada", 2, model="A100")
+    short = running(services, "bob", model="T4")
+    clock.forward(hours=1)  # to the midnight itself
+    services.leases.release(short.id, ended_at=clock(), reason="stopped")
+    nothing = running(services, "cleo", model="T4")
+    services.leases.release(nothing.id, ended_at=clock(), reason="stopped at once")
+    clock.forward(days=35)
+    services.leases.release(long.id, ended_at=clock(), reason="stopped")
+    clock.forward(days=1)
+    while services.reports.add_up():
+        pass
+    leases = [
+        lease for lease in services.leases.of_account(None, 10) if lease.server.user != "cleo"
+    ]
+    for hours in (0, 3, 23):
+        bounds = [MONDAY + n * DAY + timedelta(hours=hours) for n in range(40)]
+        for found, (start, end) in zip(
+            services.reports.use_by(bounds, "user"), pairwise(bounds), strict=True
+        ):
+            empty = found.pop("cleo", LeaseUse())
+            assert found == by_hand(leases, start, end, clock())["user"]
+            assert empty == LeaseUse(sessions=int(start <= clock.now - 36 * DAY < end))
+
+
+def test_a_session_that_is_refunded_is_added_up_anew(past: Services) -> None:
+    bounds = [MONDAY + n * WEEK for n in range(4)]
+    while past.reports.add_up():
+        pass
+    before = past.reports.use_by(bounds, "user")
+    paid = next(x for x in past.leases.of_account(None, 500)[::-1] if x.charged and x.ended_at)
+    past.ledger.refund(paid.id, actor="kim", reason="a sick GPU")
+    after = past.reports.use_by(bounds, "user")
+    user = paid.server.user
+    gone = sum(week[user].cost for week in before) - sum(week[user].cost for week in after)
+    assert gone == paid.charged
+    assert past.reports.add_up() == 1
+    assert past.reports.use_by(bounds, "user") == after
+    assert broken_invariants(past) == {}
+
+
+def test_a_session_that_ended_long_before_is_in_its_own_days(
+    services: Services, clock: Clock
+) -> None:
+    clock.forward(hours=1)
+    lease = running(services, "ada", model="A100")
+    clock.now = MONDAY + 8 * DAY
+    (before,) = services.reports.use_by([MONDAY, MONDAY + WEEK], "user")
+    services.leases.release(lease.id, ended_at=MONDAY + 2 * DAY, reason="it had ended long before")
+    for _ in range(2):
+        (after,) = services.reports.use_by([MONDAY, MONDAY + WEEK], "user")
+        assert sum(use.cost for use in after.values()) < sum(use.cost for use in before.values())
+        services.reports.add_up()
+
+
+def test_many_that_nobody_added_up_are_added_up_before_the_answer(
+    past: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an upgrade of a site of years, nobody reads all its leases for one page."""
+    bounds = [MONDAY, MONDAY + 4 * WEEK]
+    expected = past.reports.use_by(bounds, "user")
+    monkeypatch.setattr("gpuspawner.ledger.reports.MOST_LEFT", 5)
+    assert past.store.run(lambda c: totals.left(c, 1000)) > 5
+    assert past.reports.use_by(bounds, "user") == expected
+    assert past.store.run(lambda c: totals.left(c, 1000)) == 0

@@ -1,0 +1,403 @@
+"""A member gets another name, with all that is theirs. Real: SQLite, PostgreSQL, files, SIGKILL."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.core.errors import Refused
+from gpuspawner.core.units import MICRO
+from gpuspawner.db import hash_chain
+from gpuspawner.db.schema import metadata, postings, renames
+from gpuspawner.leases.models import ServerRef
+from gpuspawner.members import repository
+from gpuspawner.services import Services
+from tests.support import racers
+from tests.support.belongings import (
+    OPENING,
+    columns_with,
+    give_everything,
+    rename_and_die,
+    services_of,
+)
+from tests.support.brokers import Clock, broken_invariants, problems, running
+from tests.support.parts import each_database
+from tests.support.tier import SOAK, Rounds
+
+OLD, NEW = "annamaria", "anna.smith"
+
+WITHOUT_NAMES = {
+    "audit": "action",
+    "batch_jobs": "cluster devices id label name",
+    "batch_marks": "cluster",
+    "chain": "facts kind link ref",
+    "clock_offsets": "boot_id",
+    "closures": "subject",
+    "device_health": "accepted cause probe reason uuid verdict",
+    "device_use": "error uuid xids",
+    "devices": "compute_mode model parent_uuid pci_bus_id processes reason source status uuid",
+    "folder_members": "folder_id",
+    "folders": "id",
+    "idle": "lease_id",
+    "lease_places": "lease_id model uuid",
+    "leases": "engine engine_id engine_ref environment group id outcome server_name state "
+    "ticket_id when_dry",
+    "lots": "transfer_id",
+    "member_groups": "groups",
+    "moved": "account",
+    "notice_choices": "channel kinds",
+    "notices": "error kind",
+    "owner": "hub machine",
+    "postings": "link transfer_id",
+    "rates": "environment hours model reason zone",
+    "refill_runs": "refill_id",
+    "refills": "id mode reason rule zone",
+    "renames": "kept",
+    "roster": "course groups",
+    "sick_leases": "cause lease_id reason uuid",
+    "tickets": "engine group id lease_id outcome request server_name state when_dry",
+    "totals": "by span",
+    "transfers": "id kind lease_id",
+}
+"""Columns of text that no member's name is ever in, by table."""
+
+
+@pytest.fixture
+def services(database_url: str) -> Iterator[Services]:
+    services = services_of(database_url, Clock())
+    yield services
+    services.store.close()
+
+
+def assert_holds(services: Services) -> None:
+    assert broken_invariants(services) == {}
+    assert problems(services.store) == []
+
+
+def test_every_column_of_text_is_renamed_or_stays_for_a_reason() -> None:
+    texts = {
+        f"{table.name}.{column.name}"
+        for table in metadata.sorted_tables
+        for column in table.columns
+        if isinstance(column.type, sa.Text)
+    }
+    said = repository.COLUMNS | repository.AS_WRITTEN.keys()
+    assert said - texts == set(), "these columns are not there any more"
+    assert not repository.COLUMNS & repository.AS_WRITTEN.keys()
+    others = {f"{table}.{name}" for table, some in WITHOUT_NAMES.items() for name in some.split()}
+    assert texts - said == others, (
+        "can a new column have a member's name in it? Then members/repository.py has to know it"
+    )
+
+
+@each_database
+def test_all_that_a_member_has_gets_the_new_name(services: Services, tmp_path: Path) -> None:
+    old, new = str(tmp_path / OLD), str(tmp_path / NEW)
+    give_everything(services, OLD, [old, f"work-{OLD}"])
+    before = columns_with(services, OLD)
+    assert before >= repository.COLUMNS, "the test has something of everything"
+    balance = services.ledger.member(OLD).balance
+    statement = [
+        (line.amount, line.balance) for line in services.ledger.statement(f"member:{OLD}", 500)
+    ]
+    noted, triggers = services.audit.chain_head(), _triggers(services)
+    lots = [left for _, left in services.ledger.lots_of(f"member:{OLD}")]
+    found = services.renames.rename_member(OLD, NEW, actor="root", sources={old: new})
+    assert (found.leases, found.tickets, found.folders, len(found.workspaces)) == (2, 1, 1, 2)
+    assert columns_with(services, OLD) <= {*repository.AS_WRITTEN, "workspaces.source"}
+    assert columns_with(services, NEW) >= repository.COLUMNS
+    assert_holds(services)
+    assert services.audit.knows_head(noted)
+    assert_append_only(services)
+    assert _triggers(services) == triggers
+    account = f"member:{NEW}"
+    assert (
+        services.ledger.member(NEW).balance == balance and services.ledger.member(OLD).balance == 0
+    )
+    assert [(x.amount, x.balance) for x in services.ledger.statement(account, 500)] == statement
+    assert [left for _, left in services.ledger.lots_of(account)] == lots
+    assert {each.workspace.source for each in services.storage.files_of(NEW)} == {
+        new,
+        f"work-{OLD}",
+    }
+    [change] = [x for x in services.audit.trail() if x.action == "rename member"]
+    assert (change.actor, change.subject) == ("root", NEW) and OLD in change.detail
+    done = services.renames.last_rename(OLD, NEW)
+    assert done is not None and done.actor == "root"
+
+
+def test_life_goes_on_under_the_new_name(services: Services) -> None:
+    clock = Clock.of(services)
+    give_everything(services, OLD, [])
+    services.renames.rename_member(OLD, NEW, actor="root")
+    [newest, *_] = services.leases.of_account(f"member:{NEW}", 1)
+    services.ledger.refund(newest.id, actor="root", reason="a broken fan")
+    clock.forward(days=1)
+    [refill] = services.refills.due_refills()
+    run = services.refills.give_refill(refill.id)
+    assert run is not None and run.accounts == 2
+    clock.forward(days=10)
+    services.ledger.end_lots()
+    lease = running(services, NEW)
+    clock.forward(minutes=5)
+    services.ledger.charge_all()
+    services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    assert_holds(services)
+
+
+def test_somebody_else_can_have_the_old_name(services: Services) -> None:
+    give_everything(services, OLD, [])
+    services.renames.rename_member(OLD, NEW, actor="root")
+    balance = services.ledger.member(NEW).balance
+    assert services.ledger.open_account(OLD).balance == OPENING * MICRO
+    assert services.ledger.member(NEW).balance == balance
+    assert services.renames.last_rename(OLD, NEW) is None, "the name is somebody else's"
+    with pytest.raises(Refused, match="has a history of their own"):
+        services.renames.rename_member(OLD, NEW, actor="root")
+    services.renames.rename_member(OLD, "third", actor="root")
+    assert services.ledger.member("third").balance == OPENING * MICRO
+    assert_holds(services)
+
+
+def test_a_member_can_be_renamed_back_and_again(services: Services) -> None:
+    give_everything(services, OLD, [])
+    balance = services.ledger.member(OLD).balance
+    for names in ((OLD, NEW), (NEW, OLD), (OLD, "third"), ("third", NEW)):
+        services.renames.rename_member(*names, actor="root")
+        services.ledger.grant(f"member:{names[1]}", MICRO, actor="root", reason="prize")
+        balance += MICRO
+        assert services.ledger.member(names[1]).balance == balance
+        assert_holds(services)
+
+
+def test_what_the_new_name_got_at_its_first_sign_in_is_no_history(services: Services) -> None:
+    """Who is renamed at the Hub signs in there before an admin types anything."""
+    give_everything(services, OLD, [])
+    balance = services.ledger.member(OLD).balance
+    services.members.membership_returned(NEW, actor="hub")
+    services.ledger.open_account(NEW)
+    services.renames.rename_member(OLD, NEW, actor="root")
+    assert services.ledger.member(NEW).balance == balance, (
+        "what the account opened with is taken back"
+    )
+    assert_holds(services)
+    services.renames.rename_member(NEW, OLD, actor="root")
+    assert services.ledger.member(OLD).balance == balance
+    assert_holds(services)
+
+
+def test_a_server_that_the_hub_has_renamed_goes_on(services: Services) -> None:
+    clock = Clock.of(services)
+    services.ledger.open_account(OLD)
+    lease = running(services, OLD)
+    clock.forward(minutes=10)
+    services.ledger.charge_all()
+    services.leases.follow_rename(lease.id, ServerRef(NEW))
+    services.ledger.open_account(NEW)
+    found = services.renames.rename_member(OLD, NEW, actor="root")
+    assert [each.id for each in found.open_leases] == [lease.id]
+    clock.forward(minutes=20)
+    services.ledger.charge_all()
+    ended = services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    assert (ended.account, ended.charged) == (f"member:{NEW}", 2 * MICRO)
+    assert services.ledger.member(NEW).balance == (OPENING - 2) * MICRO
+    assert_holds(services)
+
+
+def test_a_session_that_was_renamed_and_ended_is_no_history_of_the_new_name(
+    services: Services,
+) -> None:
+    services.ledger.open_account(OLD)
+    lease = running(services, OLD)
+    services.leases.follow_rename(lease.id, ServerRef(NEW))
+    services.leases.release(
+        lease.id, ended_at=Clock.of(services).forward(minutes=1), reason="stopped"
+    )
+    services.renames.rename_member(OLD, NEW, actor="root")
+    assert services.leases.of_account(f"member:{NEW}", 5)[0].server == ServerRef(NEW)
+    assert_holds(services)
+
+
+def test_what_cannot_be_renamed_is_refused_in_words_and_changes_nothing(services: Services) -> None:
+    def refused(old: str, new: str) -> str:
+        before = {table.name: _rows(services, table) for table in metadata.sorted_tables}
+        with pytest.raises(Refused) as error:
+            services.renames.rename_member(
+                old, new, actor="root", move=lambda: pytest.fail("moved")
+            )
+        after = {table.name: _rows(services, table) for table in metadata.sorted_tables}
+        assert before == after
+        assert error.value.message.endswith("Nothing was changed.")
+        return error.value.message
+
+    assert "Nothing is known of a member 'nobody'" in refused("nobody", NEW)
+    services.ledger.open_account(OLD)
+    assert f"{OLD} is called that already" in refused(OLD, OLD)
+    for name in ("", " x", "a\nb"):
+        assert f"{name!r} is no name of a member" in refused(OLD, name)
+    lease = running(services, OLD)
+    assert f"The server {OLD} runs under the name {OLD} (lease {lease.id})" in refused(OLD, NEW)
+    services.leases.release(lease.id, reason="stopped")
+    other = running(services, NEW)
+    assert f"{NEW} has a history of their own (1 lease)" in refused(OLD, NEW)
+    services.leases.release(other.id, reason="stopped")
+    assert f"{NEW} has a history of their own (1 lease" in refused(OLD, NEW)
+    services.ledger.open_account("third")
+    services.ledger.grant("member:third", MICRO, actor="root", reason="prize")
+    assert "(1 entry in the ledger)" in refused(OLD, "third")
+
+
+def test_a_row_that_was_changed_by_hand_is_not_made_good(services: Services) -> None:
+    give_everything(services, OLD, [])
+    [lease, *_] = services.leases.of_account(f"member:{OLD}", 1)
+    services.store.run(
+        lambda c: c.execute(
+            sa.text("UPDATE leases SET end_reason = 'idle' WHERE id = :id"), {"id": lease.id}
+        ),
+        write=True,
+    )
+    with pytest.raises(Refused, match=f"The ended lease {lease.id} was changed by hand"):
+        services.renames.rename_member(OLD, NEW, actor="root")
+
+
+@pytest.mark.parametrize("what", ["posting", "rename", "unsealed rename", "rename deleted"])
+def test_the_audit_finds_what_is_changed_after_a_rename(services: Services, what: str) -> None:
+    give_everything(services, OLD, [])
+    services.renames.rename_member(OLD, NEW, actor="root")
+    assert_holds(services)
+    with services.store.write() as connection:
+        if what == "posting":
+            first = sa.select(sa.func.min(postings.c.id)).where(
+                postings.c.account == f"member:{NEW}"
+            )
+            change = sa.update(postings).where(postings.c.id == first.scalar_subquery())
+            with hash_chain.not_append_only(connection):
+                connection.execute(change.values(account="member:friend"))
+        elif what == "rename":
+            connection.execute(sa.update(renames).values(old="friend"))
+        elif what == "rename deleted":
+            connection.execute(sa.delete(renames))
+        else:
+            values = {"at": Clock.of(services).now, "actor": "root", "old": "friend", "new": NEW}
+            connection.execute(sa.insert(renames).values(**values, posting=0, kept=""))
+        found = [*hash_chain.check_transfers(connection), *hash_chain.check_seals(connection)]
+    assert found
+
+
+def rename_until(
+    url: str, clock: Clock, names: tuple[str, str], paths: dict[str, str], at: int | str
+) -> int:
+    """Rename in a process that is killed at a step; how many steps it took, 0 if it was killed."""
+    ours, theirs = racers.FORKSERVER.Pipe()
+    arguments = (theirs, url, clock, names, paths, at)
+    process = racers.FORKSERVER.Process(target=rename_and_die, args=arguments, daemon=True)
+    process.start()
+    theirs.close()
+    process.join(timeout=120)
+    assert process.exitcode in (0, -9)
+    return int(ours.recv()) if process.exitcode == 0 else 0
+
+
+@each_database
+@pytest.mark.parametrize(
+    "how", ["UPDATE postings", "UPDATE workspaces", "COMMIT", "a directory", "a statement"]
+)
+def test_a_rename_that_fails_leaves_the_trigger_of_the_ledger_on_and_all_rows_as_before(
+    services: Services, database_url: str, how: str
+) -> None:
+    """Killed before a statement, the first of which comes while the trigger is off; or refused."""
+    give_everything(services, OLD, [f"work-{OLD}"])
+    before = _everything(services)
+
+    def fail() -> None:
+        raise Refused("The directory cannot be renamed.")
+
+    if how == "a directory":
+        with pytest.raises(Refused, match="cannot be renamed"):
+            services.renames.rename_member(OLD, NEW, actor="root", move=fail)
+    elif how == "a statement":
+        nobody = sa.update(postings).values(account="member:nobody")  # there is no such account
+        with (
+            pytest.raises(sa.exc.IntegrityError),
+            services.store.write() as connection,
+            hash_chain.not_append_only(connection),
+        ):
+            connection.execute(nobody)
+    else:
+        killed = rename_until(database_url, Clock.of(services), (OLD, NEW), {}, how) == 0
+        assert killed, "it was killed there"
+    assert_append_only(services)
+    assert _everything(services) == before
+    assert_holds(services)
+
+
+@each_database
+def test_a_rename_that_is_killed_at_any_step_is_complete_when_it_is_said_again(
+    services: Services, database_url: str, tmp_path: Path, rounds: Rounds, chance: random.Random
+) -> None:
+    clock, names = Clock.of(services), (OLD, NEW)
+    paths = {str(tmp_path / f"{d}/{OLD}"): str(tmp_path / f"{d}/{NEW}") for d in ("one", "two")}
+    for old in paths:
+        Path(old).mkdir(parents=True)
+        (Path(old) / "notebook").write_text(old)
+    give_everything(services, OLD, [*paths])
+    balance = services.ledger.member(OLD).balance
+
+    def rename(at: int) -> int:
+        return rename_until(database_url, clock, names, paths, at)
+
+    steps = rename(1_000_000)
+    assert steps > 30
+    for round_ in range(rounds(2 * steps)):
+        names, paths = names[::-1], {new: old for old, new in paths.items()}
+        at = 1 + round_ % steps if SOAK else chance.randint(1, steps)
+        done = rename(at)
+        for account in names:
+            assert services.ledger.member(account).balance in (0, balance), at
+        assert_holds(services)
+        assert done or rename(1_000_000), at
+        assert services.ledger.member(names[1]).balance == balance
+        assert services.renames.last_rename(*names) is not None
+        for old, new in paths.items():
+            assert not Path(old).exists() and (Path(new) / "notebook").exists(), at
+        assert_holds(services)
+        assert {each.workspace.source for each in services.storage.files_of(names[1])} == {
+            *paths.values()
+        }
+
+
+def assert_append_only(services: Services) -> None:
+    """Nobody can change or delete a posting."""
+    for change in (sa.update(postings).values(amount=0), sa.delete(postings)):
+        with (
+            pytest.raises(sa.exc.DatabaseError, match="append-only"),
+            services.store.write() as connection,
+        ):
+            connection.execute(change)
+
+
+def _triggers(services: Services) -> list[str]:
+    """The triggers as the database has them, and whether they are on."""
+    query = "SELECT name, tbl_name, sql FROM sqlite_master WHERE type = 'trigger'"
+    if services.store.dialect == "postgresql":
+        query = (
+            "SELECT tgname, tgrelid::regclass::text, tgenabled::text FROM pg_trigger "
+            "WHERE NOT tgisinternal"
+        )
+    with services.store.read() as connection:
+        return sorted(map(repr, connection.exec_driver_sql(query)))
+
+
+def _everything(services: Services) -> dict[str, list[str]]:
+    """All rows by table, and the triggers."""
+    rows = {table.name: _rows(services, table) for table in metadata.sorted_tables}
+    return rows | {"triggers": _triggers(services)}
+
+
+def _rows(services: Services, table: sa.Table) -> list[str]:
+    with services.store.read() as connection:
+        return sorted(map(repr, connection.execute(sa.select(table))))

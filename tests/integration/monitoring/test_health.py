@@ -1,0 +1,228 @@
+"""Sick devices, from what is found to drain, warning, refund, probe and return. Real: both
+databases, services that race and are killed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.core.errors import ConfigError, NoDeviceFree
+from gpuspawner.db import schema as db_schema
+from gpuspawner.devices.repository import SickLease
+from gpuspawner.services import Services
+from tests.support import racers, sickness
+from tests.support.brokers import (
+    Clock,
+    Make,
+    acquire,
+    broken_invariants,
+    credits_of,
+    open_services,
+    running,
+    states,
+)
+from tests.support.parts import each_database
+from tests.support.processes import wait_for
+from tests.support.sickness import RATE, find, told, trail, uuids
+from tests.support.threads import at_once
+from tests.support.tier import Rounds
+
+
+@pytest.fixture
+def services(make: Make) -> Iterator[Services]:
+    yield (services := make(**RATE))
+    assert broken_invariants(services) == {}
+
+
+@each_database
+def test_from_the_fault_to_the_return(services: Services, clock: Clock) -> None:
+    lease = running(services, "ada")
+    uuid = lease.uuids[0]
+    clock.forward(minutes=20)
+    services.ledger.charge_all()
+    assert find(services, uuid, "lost", lasting=True, ago=60) == "sick"
+    assert find(services, uuid, "lost", lasting=True) == ""
+    (body,) = told(services, "ada")
+    assert "GPU 0 (T4) is not well since 12:19" in body and "it is lost" in body
+    assert "up to 13:19 (UTC), comes back when it has stopped" in body
+    (mine,) = services.health.sick_of("ada")
+    assert (mine.lease.id, mine.device.uuid, services.health.sick_of("bob")) == (lease.id, uuid, [])
+    assert states(services) == ["draining", "free"]
+
+    clock.forward(minutes=10)  # they go on for a while, and then stop
+    assert services.health.settle_sick() == 0
+    services.leases.release(lease.id, ended_at=services.clock(), reason="stopped")
+    assert credits_of(services, "ada") == 970
+    assert (services.health.settle_sick(), services.health.settle_sick()) == (1, 0)
+    assert credits_of(services, "ada") == 981
+    assert services.leases.get(lease.id).refunded == 11_000_000
+    assert states(services) == ["drained", "free"]
+    running(services, "bob")
+    with pytest.raises(NoDeviceFree):
+        acquire(services, "cleo")
+
+    assert find(services, uuid) == "probe"
+    assert services.health.probed(uuid, "It computes wrongly.")
+    assert find(services, uuid) == ""
+    clock.forward(minutes=10)
+    assert find(services, uuid) == "probe"
+    assert services.health.probed(uuid)
+    assert not services.health.probed(uuid)
+    assert acquire(services, "cleo").uuids == (uuid,)
+    assert trail(services) == [
+        ("health", "drain", "it is lost"),
+        ("health", "refund", "11.00 credits to member:ada: a GPU was sick: it is lost"),
+        ("health", "probe", "failed: It computes wrongly."),
+        ("health", "undrain", "the probe passed"),
+    ]
+    assert services.health.device_states()[uuid].state.verdict == "watch"
+
+
+def test_it_is_not_probed_while_somebody_has_it(services: Services, clock: Clock) -> None:
+    lease = running(services, "ada")
+    find(services, lease.uuids[0], "ecc")
+    clock.forward(hours=5)
+    assert find(services, lease.uuids[0]) == ""
+    services.leases.release(lease.id, reason="stopped")
+    assert find(services, lease.uuids[0]) == "probe"
+
+
+def test_what_is_watched_is_given_out(services: Services, clock: Clock) -> None:
+    uuid = uuids(services)[0]
+    assert find(services, uuid, "slowed", lasting=True) == "watch"
+    assert find(services, uuid, "xid program") == ""
+    assert states(services) == ["free", "free"]
+    clock.forward(hours=2)
+    assert find(services, uuid) == "fine"
+    assert trail(services) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "minutes", "back"),
+    [("since_fault", 60, 10), ("since_fault", 4, 4), ("session", 60, 30), ("none", 60, 0)],
+)
+def test_what_comes_back(make: Make, clock: Clock, rule: str, minutes: int, back: int) -> None:
+    services = make(**RATE, sick_refund=rule, sick_refund_minutes=minutes)
+    lease = running(services, "ada")
+    clock.forward(minutes=20)
+    find(services, lease.uuids[0], "xid link")
+    assert ("comes back" in told(services, "ada")[0]) is bool(back)
+    clock.forward(minutes=10)
+    services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    services.health.settle_sick()
+    assert credits_of(services, "ada") == 970 + back
+
+
+def test_no_more_comes_back_than_is_left(services: Services, clock: Clock) -> None:
+    lease = running(services, "ada")
+    clock.forward(minutes=20)
+    find(services, lease.uuids[0], "xid link", ago=900)
+    services.leases.release(lease.id, ended_at=services.clock(), reason="stopped")
+    services.ledger.refund(lease.id, 12_000_000, actor="root", reason="sorry")
+    services.health.settle_sick()
+    assert credits_of(services, "ada") == 1000
+    assert services.leases.get(lease.id).outcome == "refunded"
+
+
+def test_who_stopped_just_before_it_was_noticed_is_told_too(
+    services: Services, clock: Clock
+) -> None:
+    lease = running(services, "ada")
+    clock.forward(minutes=20)
+    services.leases.release(lease.id, ended_at=services.clock(), reason="stopped")
+    clock.forward(seconds=5)
+    find(services, lease.uuids[0], "xid link", ago=65)
+    assert len(told(services, "ada")) == 1
+    services.health.settle_sick()
+    assert credits_of(services, "ada") == 981
+
+
+def test_what_an_admin_drains_or_takes_back_stays_so(services: Services, clock: Clock) -> None:
+    uuid = uuids(services)[0]
+    find(services, uuid, "remap pending", lasting=True)
+    assert services.devices.undrain("0", actor="root", reason="it will do")
+    assert find(services, uuid, "remap pending", lasting=True) == ""
+    assert states(services) == ["free", "free"]
+    assert find(services, uuid, "ecc") == "sick"
+    assert services.devices.drain("0", actor="root", reason="to be replaced")
+    clock.forward(minutes=10)
+    assert find(services, uuid) == "probe"
+    services.health.probed(uuid)
+    assert states(services) == ["drained", "free"]
+    assert services.devices.closures()[uuid].actor == "root"
+
+
+def test_a_device_that_comes_and_goes_waits_for_an_admin(services: Services, clock: Clock) -> None:
+    uuid = uuids(services)[0]
+    for minutes in (10, 20, 40):
+        assert find(services, uuid, "lost") == "sick"
+        clock.forward(minutes=minutes)
+        if find(services, uuid) == "probe":
+            services.health.probed(uuid)
+    assert (
+        services.devices.closures()[uuid].reason == "it is lost; it fell sick 3 times within a day"
+    )
+    clock.forward(days=30)
+    assert find(services, uuid) == ""
+
+
+def test_mistakes_are_said_at_the_start(database_url: str) -> None:
+    with pytest.raises(ConfigError, match=r"c.GPUHealth.actions: 'hot' is to 'fry'"):
+        open_services(database_url, when_sick={"hot": "fry"})
+
+
+@each_database
+def test_several_services_tell_and_give_back_once(
+    services: Services, clock: Clock, database_url: str
+) -> None:
+    """As when one is started while the one before still ends."""
+    clock.now = (now := services.clock()) - timedelta(minutes=20)
+    lease = running(services, "ada")
+    clock.now = now
+    others = [open_services(database_url, Clock(now), **RATE) for _ in range(4)]
+    found = at_once(4, lambda number: find(others[number], lease.uuids[0], "ecc", ago=300))
+    assert sorted(found) == ["", "", "", "sick"]
+    services.leases.release(lease.id, ended_at=now, reason="stopped")
+    assert sum(at_once(4, lambda number: others[number].health.settle_sick())) >= 1
+    assert (credits_of(services, "ada"), len(told(services, "ada"))) == (985, 1)
+    assert [what for _, what, _ in trail(services)] == ["drain", "refund"]
+
+
+@each_database
+def test_services_killed_in_the_midst_of_it_do_all_or_nothing(
+    services: Services, database_url: str, rounds: Rounds, chance: random.Random
+) -> None:
+    uuid = uuids(services)[0]
+    services.ledger.open_account("ada")
+    services.ledger.grant("member:ada", 10**12, actor="root", reason="for many sessions")
+    for life in range(1, 1 + rounds(60)):
+        began = Clock(services.clock() + timedelta(days=life * 10_000))
+        victim = racers.Victim(sickness.fall_sick_and_recover, database_url, began)
+        victim.wait_round()
+        wait_for(partial(sick_leases, services), "the first that falls sick", interval=0.02)
+        time.sleep(chance.uniform(0.0, 0.3))
+        victim.kill()
+        known = services.health.device_states().get(uuid)
+        sick = known is not None and known.state.verdict == "sick"
+        assert sick == (uuid in services.devices.closures())
+        assert len(told(services, "ada")) == len(sick_leases(services))
+    for lease in services.leases.open_leases():
+        services.leases.release(lease.id, reason="stopped")
+    services.health.settle_sick()
+    found = sick_leases(services)
+    for each in found:
+        assert services.leases.get(each.lease_id).refunded == each.refunded
+        assert each.refunded in (0, 5_000_000)  # killed before the end was proved, or after
+
+
+def sick_leases(services: Services) -> list[SickLease]:
+    """All that ever were."""
+    with services.store.read() as connection:
+        rows = connection.execute(sa.select(db_schema.sick_leases)).mappings()
+        return [SickLease(**row) for row in rows]

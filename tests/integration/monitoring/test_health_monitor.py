@@ -1,0 +1,185 @@
+"""Devices that are not empty, and the service that finds sick ones. Real: SQLite, samples
+of simulated devices, pynvml, whose library is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.core.errors import NoDeviceFree
+from gpuspawner.devices.source import Sampled
+from gpuspawner.monitoring.health import Signs
+from gpuspawner.monitoring.health_service import FoundSymptoms
+from gpuspawner.monitoring.models import Sample
+from gpuspawner.service.health_monitor import HealthDuty, ProbesDevices
+from gpuspawner.service.hub_client import HubClient
+from gpuspawner.service.sampler import Sampling
+from gpuspawner.service.worker import Tick
+from gpuspawner.services import Services
+from tests.support.brokers import (
+    Clock,
+    Make,
+    acquire,
+    broken_invariants,
+    open_services,
+    running,
+    states,
+)
+from tests.support.nvml import nvml_library as nvml
+from tests.support.nvml.machine import Machine
+from tests.support.nvml.nvml_library import gpus
+from tests.support.processes import PATIENCE
+from tests.support.sickness import RATE, told, trail, uuids
+
+
+@pytest.fixture
+def services(make: Make) -> Iterator[Services]:
+    yield (services := make(**RATE))
+    assert broken_invariants(services) == {}
+
+
+# Something of nobody's.
+
+
+def test_what_holds_a_free_gpu_keeps_it_out_until_it_is_gone(
+    services: Services, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.json"
+    monkeypatch.setenv("GPUSPAWNER_SIMULATION", str(script))
+    lease = running(services, "ada")
+    script.write_text('{"0": {"processes": [[4711, "python3"]]}, "1": {"held_bytes": 6442450944}}')
+    clock.forward(minutes=1)
+    assert states(services) == ["leased", "occupied"]
+    services.leases.release(lease.id, ended_at=services.clock(), reason="stopped")
+    with pytest.raises(NoDeviceFree, match="2 are used by programs outside the hub"):
+        acquire(services, "bob")  # at once: the very look that grants sees it
+    assert services.leaks.judge_leaks() == []  # what ran may take a moment to end
+    clock.forward(seconds=30)
+    first, _ = services.leaks.judge_leaks()
+    assert first.reason == "python3 (pid 4711) of no server of this hub"
+    details = [view.detail for view in services.monitoring.overview().devices]
+    assert details == [
+        "used without a lease by python3 (pid 4711); in quarantine",
+        "6.0 GB of its memory are held, and by no process in sight; in quarantine",
+    ]
+    script.write_text('{"1": {"held_bytes": 6442450944}}')
+    clock.forward(seconds=30)
+    assert states(services)[0] == "drained"  # until it is lifted, whoever looks
+    assert services.leaks.judge_leaks() == []
+    assert states(services) == ["free", "occupied"]
+    assert [(who, what) for who, what, _ in trail(services)] == [
+        ("leak", "quarantine"),
+        ("leak", "quarantine"),
+        ("leak", "undrain"),
+    ]
+
+
+def test_a_quarantine_is_no_drain_of_an_admin_s(
+    services: Services, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.json"
+    monkeypatch.setenv("GPUSPAWNER_SIMULATION", str(script))
+    script.write_text('{"0": {"held_bytes": 6442450944}}')
+    services.leaks.judge_leaks()
+    clock.forward(seconds=30)
+    assert len(services.leaks.judge_leaks()) == 1
+    assert services.devices.drain("0", actor="root", reason="I look at it")
+    script.write_text('{"0": {"error": "It fell off the bus."}}')
+    clock.forward(seconds=30)
+    assert (services.leaks.judge_leaks(), states(services)) == ([], ["unknown", "free"])
+    script.unlink()
+    clock.forward(seconds=30)
+    assert (services.leaks.judge_leaks(), states(services)) == ([], ["drained", "free"])
+    assert services.devices.closures()[uuids(services)[0]].actor == "root"
+
+
+# The service: real samples of simulated devices, whose faults are scripted.
+
+
+async def test_the_service_finds_drains_probes_and_returns(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.json"
+    monkeypatch.setenv("GPUSPAWNER_SIMULATION", str(script))
+    services = open_services(database_url, sick_quiet_minutes=0.005, **RATE)
+    source = services.watch.source
+    assert isinstance(source, Sampled)
+    sampler = source.sampler()
+    sampling = Sampling(sampler, services.clock, 0.05, logging.getLogger("test"))
+    tick = Tick(services, HubClient("http://127.0.0.1:1", "none"), {}, logging.getLogger("test"))
+    service = ProbesDevices()
+    duty = service.health_duty(tick, sampling, sampler)
+    lease = running(services, "ada")
+    sampling.start()
+    try:
+        script.write_text('{"0": {"xids": [31]}}')  # a member's program made a mistake
+        await until(duty, lambda: 31 in seen_xids(sampling))
+        assert states(services) == ["leased", "free"]
+        script.write_text('{"0": {"xids": [79], "probe": "It computes wrongly."}}')
+        await until(duty, lambda: states(services) == ["draining", "free"])
+        assert "Xid 79: it lost power, NVLink or the bus" in told(services, "ada")[0]
+        services.leases.release(lease.id, reason="stopped")
+        await until(duty, lambda: "failed: It computes wrongly" in [x[2] for x in trail(services)])
+        assert states(services) == ["drained", "free"]
+        script.write_text("{}")
+        await until(duty, lambda: states(services) == ["free", "free"])
+    finally:
+        await duty.close()
+        sampling.stop()
+        services.store.close()
+
+
+async def until(duty: HealthDuty, condition: Callable[[], bool]) -> None:
+    """Rounds until it is so; the samples come from a thread of their own."""
+
+    async def go_on() -> None:
+        await duty.round()
+        while not condition():
+            await asyncio.sleep(0.02)
+            await duty.round()
+
+    await asyncio.wait_for(go_on(), 60 * PATIENCE)
+
+
+def seen_xids(sampling: Sampling) -> set[int]:
+    return {xid for some in sampling.recent().values() for each in some for xid in each.xids}
+
+
+def test_a_lost_gpu_that_comes_back_under_another_index_is_the_same(
+    services: Services, clock: Clock, tmp_path: Path
+) -> None:
+    """Through pynvml, whose library is a stand-in: what falls off the bus is sick, and nonsense of
+    one reading is nothing."""
+    machine = Machine(nvml.build_nvml_library(tmp_path), tmp_path / "fleet")
+    signs: dict[str, Signs] = {}
+
+    def look(seconds: int) -> dict[str, str]:
+        for _ in range(seconds):
+            for sample in machine.sample():
+                fields = {"uuid", "index", "celsius", "ecc_errors", "error"}
+                values = {name: value for name, value in sample.items() if name in fields}
+                values["xids"] = tuple(sample["xids"])
+                its = signs.setdefault(sample["uuid"], Signs())
+                its.add([Sample(at=machine.now, **values)])
+        found = {uuid: FoundSymptoms(its.take(), its.going_on) for uuid, its in signs.items()}
+        return {change.uuid: change.event for change in services.health.judge_health(found)}
+
+    first, second = gpus(2)
+    try:
+        machine.has(first, second)
+        assert look(3) == {}
+        machine.has(replace(first, use=(4_000_000, 0)), second)  # nonsense
+        assert look(5) == {}
+        machine.has(first, replace(second, fails={"nvmlDeviceGetMemoryInfo": nvml.GPU_IS_LOST}))
+        assert look(40) == {second.uuid: "sick"}
+        machine.has(second, first)  # it is back, and first now
+        assert look(5) == {}
+        clock.forward(minutes=10)
+        assert look(3) == {second.uuid: "probe"}
+    finally:
+        machine.end()

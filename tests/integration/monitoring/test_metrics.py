@@ -1,0 +1,258 @@
+"""The metrics against what happened. Real: databases."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Request, ServerRef, Terms
+from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.ledger import rules as ledger_rules
+from gpuspawner.monitoring.health import Symptom
+from gpuspawner.monitoring.health_service import FoundSymptoms
+from gpuspawner.monitoring.metrics import HubCollector
+from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.services import Services
+from tests.support.batch_jobs import A100, CLUSTER, H100, run
+from tests.support.brokers import T0, Clock, Make, running
+from tests.support.rounds import ScriptedHub, make_tick
+
+
+@pytest.fixture
+def services(make: Make) -> Services:
+    return make(gpu_rates={"*": 4})
+
+
+def read(site: HubCollector) -> dict[str, float]:
+    """Every sample, as ``name{label="value"}``."""
+    found = {}
+    for family in text_string_to_metric_families(site.text().decode()):
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
+            found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+    return found
+
+
+async def test_rounds_of_each_duty_are_counted_failed_ones_too(services: Services) -> None:
+    async with ScriptedHub().serving() as hub:
+        tick = make_tick(services, hub)
+
+        async def fail() -> None:
+            raise ValueError("nobody foresaw this")
+
+        site = HubCollector(services, tick.rounds)
+        assert not any(name.startswith("gpuspawner_duty") for name in read(site))
+        await tick.round("Sick GPUs", fail)
+        await tick.round("Sick GPUs", tick.charge)
+        await tick.round("Charges", tick.charge)
+        seen = read(site)
+    assert seen['gpuspawner_duty_rounds_total{duty="sick_gpus"}'] == 2
+    assert seen['gpuspawner_duty_rounds_total{duty="charges"}'] == 1
+
+
+def stopped(services: Services, lease_id: str) -> None:
+    services.leases.release(lease_id, ended_at=services.clock(), reason="stopped")
+
+
+def test_a_day_is_told_as_it_was(services: Services) -> None:
+    clock = Clock.of(services)
+    site = HubCollector(services)
+    before = read(site)
+    assert before["gpuspawner_credits_granted_total"] == 0
+    assert before['gpuspawner_leases{state="running"}'] == 0
+    anna = running(services, "anna", 2)
+    clock.forward(hours=1)
+    services.ledger.charge_all()
+    clock.forward(seconds=90)
+    seen = read(site)
+    assert seen["gpuspawner_credits_granted_total"] == 100
+    assert seen["gpuspawner_credits_charged_total"] == 8
+    assert seen["gpuspawner_credits_held"] == 0, "the hold was used up"
+    assert seen["gpuspawner_credits_balance"] == 92
+    assert seen["gpuspawner_charge_lag_seconds"] == pytest.approx(90)
+    assert seen['gpuspawner_leases{state="running"}'] == 1
+    seconds = 'gpuspawner_gpu_seconds_total{group="",model="A100-80GB"}'
+    assert seen[seconds] == 2 * 3690
+    assert seen['gpuspawner_devices{model="A100-80GB",state="free"}'] == 2
+    assert seen['gpuspawner_devices{model="A100-80GB",state="leased"}'] == 2
+
+    services.leases.release(
+        anna.id, ended_at=clock.now - timedelta(minutes=31, seconds=30), reason="x"
+    )
+    services.ledger.grant("member:anna", -MICRO, actor="admin", reason="taken back")
+    seen = read(site)
+    assert seen["gpuspawner_credits_refunded_total"] == 4
+    assert seen["gpuspawner_credits_taken_total"] == 1
+    assert seen["gpuspawner_credits_balance"] == 95
+    assert seen[seconds] == 2 * 1800
+    assert seen['gpuspawner_leases_ended_total{outcome="stopped"}'] == 1
+    assert seen["gpuspawner_charge_lag_seconds"] == 0
+    assert seen['gpuspawner_queue_wait_seconds{quantile="0.5"}'] == 0
+
+
+def test_the_line(services: Services) -> None:
+    clock = Clock.of(services)
+    all_of_them = running(services, "anna", 4)
+    ticket = services.queue.ask(
+        ServerRef("bert"), Request(devices=1), engine="docker", terms=Terms(wait=True)
+    )
+    clock.forward(minutes=7)
+    seen = read(HubCollector(services))
+    assert seen["gpuspawner_queue_length"] == 1
+    assert seen["gpuspawner_queue_oldest_seconds"] == 420
+    stopped(services, all_of_them.id)
+    assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
+    services.queue.start_ticket(ticket.id)
+    assert services.queue.ticket(ticket.id).outcome == "granted"
+    seen = read(HubCollector(services))
+    assert seen["gpuspawner_queue_length"] == 0
+    assert seen['gpuspawner_queue_wait_seconds{quantile="1"}'] == 420
+
+
+def test_totals_that_go_on_are_those_that_are_added_up_anew(services: Services) -> None:
+    """Over ten days of leases: totals of the store, and what no total has yet."""
+    clock = Clock.of(services)
+    services.settings.credits.opening_grant = 10_000
+    site = HubCollector(services)
+    long = running(services, "dora")
+    for day in range(10):
+        lease = running(services, f"user{day % 3}", 2)
+        clock.forward(hours=9)
+        services.ledger.charge_all()
+        stopped(services, lease.id)
+        if day == 6:
+            stopped(services, long.id)
+        clock.forward(hours=12 + day)
+        before = read(site)
+        if day % 3 == 0:
+            assert services.reports.add_up()
+        assert read(HubCollector(services)) == pytest.approx(before)
+    cost = services.store.run(lambda c: ledger_repository.get_account(c, "system:usage").balance)
+    assert read(site)["gpuspawner_credits_charged_total"] == pytest.approx(cost / MICRO)
+    used = sum(value for name, value in read(site).items() if "gpu_seconds_total" in name)
+    every = services.leases.of_account(None, 100)
+    assert used == pytest.approx(
+        sum(
+            len(lease.devices) * (lease.ended_at - lease.started_at).total_seconds()
+            for lease in every
+            if lease.ended_at and lease.started_at
+        )
+    )
+    assert cost == sum(
+        ledger_rules.owed(lease.rate, lease.started_at, lease.ended_at or clock.now)
+        for lease in every
+    )
+
+
+def test_the_clock_that_was_set_back_counts_nothing_twice(services: Services) -> None:
+    clock = Clock.of(services)
+    for number in range(3):
+        lease = running(services, "anna")
+        clock.forward(hours=1)
+        stopped(services, lease.id)
+        assert services.reports.add_up() == 1
+        _, used, _ = services.reports.until_now()
+        assert sum(used.seconds.values()) == 3600 * (number + 1)
+        clock.forward(hours=-30)
+    assert used.ended == {"": 3}
+
+
+def test_what_was_given_back_is_not_counted_twice(services: Services) -> None:
+    clock = Clock.of(services)
+    lease = running(services, "anna")
+    clock.forward(hours=1)
+    stopped(services, lease.id)
+    services.reports.add_up()
+    services.ledger.refund(lease.id, actor="kim", reason="a sick GPU")
+    for _ in range(2):
+        moved, used, opened = services.reports.until_now()
+        assert (moved.charged, moved.refunded, opened) == (4 * MICRO, 4 * MICRO, [])
+        assert used.ended == {"refunded": 1}
+        assert sum(used.seconds.values()) == 3600
+        services.reports.add_up()
+
+
+def test_what_each_gpu_did_in_the_last_minute(services: Services) -> None:
+    lease = running(services, "ada", 1)
+    first, second = (view.device for view in services.monitoring.overview().devices[:2])
+    assert lease.uuids == (first.uuid,)
+    since = services.clock().replace(second=0, microsecond=0)
+    counts = {"samples": 60, "known": 60, "measured": 60, "busy": 15, "use_sum": 60 * 20}
+    worked = DeviceUse(uuid=first.uuid, since=since, seconds=60, xids=(13,), **counts)
+    silent = DeviceUse(uuid=second.uuid, since=since, seconds=60, samples=60, error="It is lost.")
+    services.monitoring.remember_use([worked, silent])
+    text = HubCollector(services).text().decode()
+    told = {
+        (sample.name, sample.labels["UUID"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("gpuspawner_device_")
+    }
+    assert told["gpuspawner_device_use_percent", first.uuid] == 20
+    assert told["gpuspawner_device_busy_ratio", first.uuid] == 0.25
+    assert told["gpuspawner_device_answers", first.uuid] == 1
+    assert told["gpuspawner_device_answers", second.uuid] == 0
+    assert told["gpuspawner_device_xid", first.uuid] == 1
+    # What is not known is not told, and never as zero.
+    assert ("gpuspawner_device_use_percent", second.uuid) not in told
+    family = next(f for f in text_string_to_metric_families(text) if f.name.endswith("use_percent"))
+    assert family.samples[0].labels == {
+        "gpu": "0",
+        "UUID": first.uuid,
+        "modelName": first.model,
+        "group": "",
+    }
+
+
+def test_jobs_beside_servers_are_told_by_model(services: Services) -> None:
+    site = HubCollector(services)
+    services.job_billing.debit(CLUSTER, [])
+    services.ledger.open_account("anna")
+    assert not [name for name in read(site) if name.startswith("gpuspawner_batch")]
+    services.job_billing.debit(
+        CLUSTER,
+        [
+            run(1, gpus={"a100": 2}),
+            run(2, T0, 600, user="nobody"),
+            run(3, T0, 60, gpus={"h100": 1}, nodes=("m2",)),
+            run(4, T0, 60, gpus={"a100": 1, "h100": 1}, nodes=("m1", "m2")),
+            run(5, T0, 60, gpus={}, shards={"": 3}),
+        ],
+    )
+    seen = read(site)
+    for model, seconds, jobs in (
+        (A100, 2 * 3600 + 600 + 3 * 60, 3),
+        (H100, 60, 1),
+        ("several models", 120, 1),
+    ):
+        assert seen[f'gpuspawner_batch_gpu_seconds_total{{model="{model}"}}'] == seconds
+        assert seen[f'gpuspawner_batch_jobs_total{{model="{model}"}}'] == jobs
+    assert seen["gpuspawner_credits_charged_total"] > 0
+
+
+def test_prometheus_hears_how_devices_are(services: Services) -> None:
+    sick, watched, drained = (device.uuid for device in services.devices.look().devices[:3])
+    for uuid, cause in ((sick, "ecc"), (watched, "slowed")):
+        symptom = Symptom(cause, "it was seen", services.clock())
+        services.health.judge_health({uuid: FoundSymptoms((symptom,))})
+    services.devices.drain(drained, actor="root")
+    told = {
+        (sample.name, sample.labels.get("UUID", "") or sample.labels.get("reason", "")): sample
+        for family in text_string_to_metric_families(HubCollector(services).text().decode())
+        for sample in family.samples
+    }
+    assert told["gpuspawner_device_health", sick].value == 2
+    assert told["gpuspawner_device_health", watched].value == 1
+    assert told["gpuspawner_device_falls", sick].value == 1
+    assert told["gpuspawner_device_sick", sick].labels == {
+        "gpu": "0",
+        "UUID": sick,
+        "modelName": "A100-80GB",
+        "cause": "ecc",
+    }
+    assert ("gpuspawner_device_sick", watched) not in told
+    drained = [told["gpuspawner_devices_drained", why].value for why in ("health", "leak", "admin")]
+    assert drained == [1, 0, 1]

@@ -1,0 +1,455 @@
+"""Notices by mail, chat and the admin's command. Real here: SQL, SMTP and HTTP servers of this
+machine, Apprise, processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tornado import web
+from tornado.httpserver import HTTPServer
+from tornado.testing import bind_unused_port
+
+from gpuspawner.core.errors import ConfigError, StoreUnavailable
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.notifications.repository import ChannelChoice, failing
+from gpuspawner.service import notifier
+from gpuspawner.service.notifier import GPUNotifications, Notifier
+from gpuspawner.services import Services
+from tests.support.brokers import Clock, Make
+from tests.support.mail import MailServer, certificate
+from tests.support.processes import REPO, command_of, free_port
+from tests.support.rounds import SITE
+from tests.support.telling import choose, hanging, notifying, now, sent, tell, tried, until
+
+FROM_TO = "from=gpu@lab.example&to={address}"
+
+
+@pytest.fixture
+def services(make: Make) -> Services:
+    return make(**SITE)
+
+
+@pytest.fixture
+def mail() -> Iterator[MailServer]:
+    with MailServer() as mail:
+        yield mail
+
+
+class Chat:
+    """A web hook of this machine, as chats have them."""
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[str, dict[str, Any]]] = []
+        self.status = 200
+        chat = self
+
+        class Hook(web.RequestHandler):
+            def post(self) -> None:
+                chat.posted.append((self.request.uri or "", json.loads(self.request.body)))
+                self.set_status(chat.status)
+
+        listening, self.port = bind_unused_port()
+        self.server = HTTPServer(web.Application([("/.*", Hook)]))
+        self.server.add_socket(listening)
+
+
+@pytest.fixture
+async def chat() -> Any:
+    chat = Chat()
+    yield chat
+    chat.server.stop()
+
+
+# What arrives.
+
+
+async def test_a_notice_arrives_as_mail_once(services: Services, mail: MailServer) -> None:
+    choose(services, "ada", address="ada+gpu@lab.example")
+    title, body = "Deine GPU ist frei: Josés Platz \N{ROCKET}", "Größe <b>80 GB</b>\nbis 14:20"
+    async with notifying(services, channels={"mail": mail.url}) as notifier:
+        notice = await sent(services, tell(services, title=title, body=body))
+        for _ in range(5):
+            await notifier.round()
+    (got,) = mail.received
+    assert got.to == ("ada+gpu@lab.example",)
+    assert got.sender == "gpu@lab.example"
+    assert (got.subject, got.text) == (title, body)
+    assert got.message["To"] == "ada+gpu@lab.example"
+    assert (notice.tries, notice.error) == (0, "")
+    html = got.message.get_body(("html",))
+    assert html is None or "<b>" not in html.get_content()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\u2028", "\x85", "\x0b"])
+async def test_names_cannot_add_to_the_header(
+    services: Services, mail: MailServer, end: str
+) -> None:
+    """Names of servers are members' own words, and so are parts of titles."""
+    choose(services, "ada")
+    trick = f"x{end}Bcc: eve@evil.example{end}{end}<script>"
+    async with notifying(services, channels={"mail": mail.url}):
+        await sent(services, tell(services, title=f"Your server {trick} starts", body=f"{trick}!"))
+    (got,) = mail.received
+    assert got.to == ("ada@lab.example",)
+    assert got.message["Bcc"] is None
+    assert got.subject == "Your server x Bcc: eve@evil.example <script> starts"
+    assert "Bcc: eve@evil.example" in got.text
+
+
+async def test_who_chose_nothing_is_told_by_the_default(
+    services: Services, mail: MailServer
+) -> None:
+    settings = {"channels": {"mail": mail.url}, "default_channels": {"mail": "{user}@lab.example"}}
+    services.notifications.choose("bob", [ChannelChoice("mail")])
+    async with notifying(services, **settings):
+        for user in ("bob", "a b", "ada"):
+            await sent(services, tell(services, user))
+    assert [got.to for got in mail.received] == [("ada@lab.example",)]
+
+
+async def test_only_the_kinds_that_were_chosen(services: Services, mail: MailServer) -> None:
+    choose(services, "ada", kinds=[NoticeKind.STOPPED, NoticeKind.CREDITS_LOW])
+    async with notifying(services, channels={"mail": mail.url}):
+        for kind in NoticeKind:
+            await sent(services, tell(services, kind=kind, title=kind.value))
+    # A test goes wherever anything goes.
+    assert {got.subject for got in mail.received} == {"stopped", "credits_low", "test"}
+
+
+async def test_many_arrive_once_each(services: Services, mail: MailServer) -> None:
+    users = [f"user{n}" for n in range(60)]
+    for user in users:
+        choose(services, user)
+        tell(services, user)
+    async with notifying(services, channels={"mail": mail.url}):
+        await until(lambda: len(mail.received) >= 60, "all of them", timeout=40)
+        await until(lambda: not services.notifications.unsent(99), "all of them to be noted")
+    assert sorted(got.to[0] for got in mail.received) == sorted(f"{u}@lab.example" for u in users)
+
+
+async def test_mail_goes_encrypted_to_a_server_that_proves_its_name(
+    services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``mailtos://``: STARTTLS, the server's certificate is checked, and then the login."""
+    proof = certificate(tmp_path)
+    secret = tmp_path / "smtp"
+    secret.write_text("p@ss/w:rd?#")
+    secret.chmod(0o600)
+    choose(services, "ada")
+    with MailServer(proof, "p@ss/w:rd?#") as mail:
+        start = f"mailtos://gpu:{{file:{secret}}}@127.0.0.1:{mail.port}"
+        settings = {"retry_seconds": [0.05] * 400, "channels": {"mail": f"{start}?{FROM_TO}"}}
+        async with notifying(services, **settings):
+            failed = await tried(services, tell(services))
+            assert "certificate" in failing(failed.error)["mail"].lower()
+            assert mail.received == []
+            monkeypatch.setenv("SSL_CERT_FILE", str(proof))
+            await sent(services, failed)
+            secret.write_text("another password")
+            wrong = await tried(services, tell(services))
+            assert "another" not in wrong.error
+    assert [got.to for got in mail.received] == [("ada@lab.example",)]
+
+
+# What does not arrive, yet or ever.
+
+
+async def test_a_server_that_is_down_and_comes_back(
+    services: Services, mail: MailServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    choose(services, "ada")
+    mail.stop()
+    settings = {"channels": {"mail": mail.url}, "retry_seconds": [0.05] * 200}
+    async with notifying(services, **settings):
+        notices = [tell(services) for _ in range(3)]
+        for notice in notices:
+            failed = await tried(services, notice, 2)
+            assert failed.sent_at is None
+            assert "127.0.0.1" in failing(failed.error)["mail"]
+        mail.start()
+        for notice in notices:
+            assert (await sent(services, notice)).error == ""
+    assert len(mail.received) == 3
+    said = [r.getMessage() for r in caplog.records if "Channel mail" in r.getMessage()]
+    assert "refused" in said[0].lower()
+    assert said[-1] == "Channel mail: all is well again"
+    assert len(said) == 2, "it is said when it begins and when it ends"
+
+
+async def test_an_address_that_nobody_knows_is_given_up(
+    services: Services, mail: MailServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    mail.refused.add("ada@lab.example")
+    for user in ("ada", "bob"):
+        choose(services, user)
+    async with notifying(services, channels={"mail": mail.url}):
+        bad, good = tell(services, "ada"), tell(services, "bob")
+        await sent(services, good)
+        await tried(services, bad, 4)
+        await sent(services, tell(services, "bob"))
+    assert now(services, bad).sent_at is None
+    assert now(services, bad).tries == 4
+    assert [got.to for got in mail.received] == [("bob@lab.example",)] * 2
+    (line,) = [r.getMessage() for r in caplog.records if "not sent any more" in r.getMessage()]
+    assert bad.key in line and "ada" in line
+
+
+async def test_a_test_is_tried_once(services: Services, mail: MailServer) -> None:
+    mail.stop()
+    choose(services, "ada")
+    async with notifying(services, channels={"mail": mail.url}) as notifier:
+        test = await tried(services, tell(services, kind=NoticeKind.TEST))
+        assert test.tries == notifier.most_tries
+        assert services.notifications.unsent(notifier.most_tries) == []
+
+
+async def test_a_channel_that_hangs_holds_up_no_other(
+    services: Services, mail: MailServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier, "SEND_SECONDS", 2.0)
+    with hanging() as port:
+        dead = f"mailto://127.0.0.1:{port}?from=gpu@lab.example&cto=60&to={{address}}"
+        for n in range(30):
+            choose(services, f"user{n}", "dead")
+            tell(services, f"user{n}")
+        choose(services, "ada")
+        choose(services, "ada", "dead")
+        settings: dict[str, Any] = {"retry_seconds": [0.05] * 400}
+        async with notifying(services, channels={"mail": mail.url, "dead": dead}, **settings):
+            both = tell(services, "ada")
+            await until(lambda: mail.received, "the mail by the other channel")
+            assert now(services, both).tries == 0, "the other channel had its turn yet"
+            await sent(services, tell(services, "bob"))
+            # Senders that hang are not added to without end.
+            failed = await tried(services, both, 2)
+            assert failing(failed.error) == {
+                "dead": "Its server takes messages and does not answer."
+            }
+            assert sum(thread.name == "notice-dead" for thread in threading.enumerate()) <= 16
+    assert len(mail.received) == 1, "what has arrived is not sent again"
+
+
+async def test_after_a_restart_only_what_failed_is_sent_again(
+    services: Services, mail: MailServer, chat: Chat
+) -> None:
+    channels = {"mail": mail.url, "chat": f"json://127.0.0.1:{chat.port}/hook"}
+    choose(services, "ada")
+    services.notifications.choose("ada", [ChannelChoice("chat", "", frozenset({NoticeKind.TURN}))])
+    chat.status = 500
+    async with notifying(services, channels=channels, retry_seconds=[3600, 3600]):
+        notice = await tried(services, tell(services))
+    assert set(failing(notice.error)) == {"chat"}
+    chat.status = 200
+    async with notifying(services, channels=channels):
+        await sent(services, notice)
+    assert (len(mail.received), len(chat.posted)) == (1, 2)
+
+
+async def test_a_store_that_does_not_write_sends_nothing_twice(
+    services: Services, mail: MailServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk: reading works, writing does not. The failure is put in by hand."""
+    mark, failures = services.notifications.mark, []
+
+    def fail(outcomes: Any) -> None:
+        if len(failures) < 5:
+            failures.append(outcomes)
+            raise StoreUnavailable()
+        mark(outcomes)
+
+    monkeypatch.setattr(services.notifications, "mark", fail)
+    choose(services, "ada")
+    notice = tell(services)
+    notifier = Notifier(GPUNotifications(channels={"mail": mail.url}), services, services.log)
+    await notifier.round()
+    await until(lambda: failures, "the first attempt to note it")
+    for _ in range(4):
+        with pytest.raises(StoreUnavailable):
+            await notifier.round()
+    await notifier.round()
+    assert now(services, notice).sent_at
+    assert len(mail.received) == 1
+
+
+async def test_old_news_is_not_sent_and_stays_on_the_page(
+    services: Services, mail: MailServer, clock: Clock
+) -> None:
+    choose(services, "ada")
+    old = tell(services)
+    clock.now += timedelta(days=1, seconds=1)
+    async with notifying(services, channels={"mail": mail.url}):
+        new = await sent(services, tell(services))
+    assert now(services, old).sent_at is None
+    assert [some.key for some in services.notifications.notices_of("ada")] == [new.key, old.key]
+    assert len(mail.received) == 1
+
+
+async def test_choices_that_the_admin_took_away(services: Services, mail: MailServer) -> None:
+    choose(services, "ada", "gone")
+    choose(services, "bob", address="#bob")
+    async with notifying(services, channels={"mail": mail.url}):
+        await sent(services, tell(services, "ada"))
+        failed = await tried(services, tell(services, "bob"))
+        assert "'#bob' is no address for Mail." in failing(failed.error)["mail"]
+        choose(services, "bob", address="bob@lab.example")
+        await sent(services, failed)
+    assert [got.to for got in mail.received] == [("bob@lab.example",)]
+
+
+async def test_a_url_that_apprise_does_not_know(services: Services) -> None:
+    choose(services, "ada", "odd", "x")
+    async with notifying(services, channels={"odd": "nosuchthing://host/{address}"}):
+        failed = await tried(services, tell(services))
+    assert failing(failed.error)["odd"]
+
+
+def test_a_mistake_in_the_settings_is_a_sentence(services: Services) -> None:
+    with pytest.raises(ConfigError, match=r"c\.GPUNotifications\.channels\['mail'\] is no URL"):
+        Notifier(GPUNotifications(channels={"mail": "smtp.lab.example"}), services, services.log)
+    environment = {
+        "GPUSPAWNER_CONFIG": '{"GPUNotifications": {"channels": {"mail": "smtp.lab.example"}}}',
+        "GPUSPAWNER_DATABASE_URL": services.settings.database.url,
+        "JUPYTERHUB_API_URL": "http://127.0.0.1:1/hub/api",
+        "JUPYTERHUB_API_TOKEN": "none",
+    }
+    service = subprocess.run(
+        [sys.executable, "-m", "gpuspawner.service"],
+        env={**os.environ, **environment},
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert service.returncode == 1
+    assert "c.GPUNotifications.channels['mail'] is no URL; write it like" in service.stderr
+    assert "Traceback" not in service.stderr
+
+
+# Secrets.
+
+
+async def test_a_secret_comes_from_a_file_of_mode_600(
+    services: Services, chat: Chat, tmp_path: Path
+) -> None:
+    secret = tmp_path / "token"
+    url = f"json://127.0.0.1:{chat.port}/{{file:{secret}}}/{{address}}"
+    choose(services, "ada", "chat", "@ada")
+    settings = {"channels": {"chat": url}, "retry_seconds": [0.05] * 400}
+    async with notifying(services, **settings):
+        notice = await tried(services, tell(services))
+        assert "cannot be read: No such file" in notice.error
+        secret.write_text(" s3cr/t?#x\n")
+        secret.chmod(0o644)
+        await until(lambda: "chmod 600" in now(services, notice).error, "the mode to be seen")
+        assert chat.posted == []
+        secret.chmod(stat.S_IRUSR | stat.S_IWUSR)
+        await sent(services, notice)
+        ((path, posted),) = chat.posted
+        assert path.startswith("/s3cr")
+        assert posted["title"] == "Your server starts"
+
+        chat.status = 500
+        failed = await tried(services, tell(services))
+        assert failed.error
+        for form in ("s3cr/t", "s3cr%2Ft", "s3cr"):
+            assert form not in failed.error
+
+
+async def test_a_secret_comes_from_a_variable_and_is_in_no_error(
+    services: Services, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(services, "ada", "chat", "ada")
+    url = f"json://{{env:CHAT_HOST}}:{chat.port}/{{env:CHAT_TOKEN}}/{{address}}"
+    async with notifying(services, channels={"chat": url}, retry_seconds=[0.05] * 400):
+        monkeypatch.setenv("CHAT_HOST", "127.0.0.1")
+        notice = await tried(services, tell(services))
+        assert "CHAT_TOKEN is not set" in notice.error
+        monkeypatch.setenv("CHAT_TOKEN", "abc")
+        await sent(services, notice)
+    assert [path for path, _ in chat.posted] == ["/abc/ada"]
+    choose(services, "bob")
+    async with notifying(
+        services, channels={"mail": f"mailto://{{env:CHAT_HOST}}:{free_port()}?{FROM_TO}"}
+    ):
+        failed = await tried(services, tell(services, "bob"))
+    assert '"(secret)"' in failed.error and "127.0.0.1" not in failed.error
+
+
+async def test_a_whole_url_can_be_a_secret(services: Services, chat: Chat, tmp_path: Path) -> None:
+    secret = tmp_path / "url"
+    secret.write_text(f"json://127.0.0.1:{chat.port}/T0/B1/x?:key=a%20b\n")
+    secret.chmod(0o600)
+    services.notifications.choose("ada", [ChannelChoice("team", "", frozenset({NoticeKind.TURN}))])
+    async with notifying(services, channels={"team": f"{{file:{secret}}}"}):
+        await sent(services, tell(services))
+    assert chat.posted[0][0].startswith("/T0/B1/x")
+
+
+# The admin's command, run for each notice.
+
+
+async def test_the_hook_gets_each_notice_once(
+    services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "a secret of the service")
+    monkeypatch.setenv("GPUSPAWNER_DATABASE_URL", "a secret of the service")
+    said = tmp_path / "said"
+    script = f"import os, sys; open({str(said)!r}, 'a').write(sys.stdin.read() + repr(os.environ))"
+    choose(services, "ada")
+    settings = {
+        "channels": {"mail": f"mailto://127.0.0.1:{free_port()}?from=a@b.example&to={{address}}"},
+        "hook": [sys.executable, "-c", script],
+    }
+    async with notifying(services, **settings):
+        told = tell(services, "bob", title="Größe", body="zwei\nZeilen")
+        await sent(services, told)
+        text = said.read_text()
+        assert json.loads(text.splitlines()[0]) == {
+            "key": told.key,
+            "user": "bob",
+            "kind": "turn",
+            "title": "Größe",
+            "body": "zwei\nZeilen",
+            "at": "2025-03-01T12:00:00.000+00:00",
+        }
+        assert "a secret of the service" not in text
+        await tried(services, tell(services, "ada"), 4)  # by mail, which does not go
+    assert said.read_text().count('"user": "ada"') == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["/no/such/command"], "cannot be started"),
+        (["/bin/sh", "-c", "echo broken pipe of mine >&2; exit 3"], "ended with 3: broken pipe"),
+        (["/bin/sh", "-c", "sleep 1000.25 & sleep 1000.25"], "not done in 0.3 s and was killed"),
+        (["/bin/sh", "-c", "kill -9 $$"], "ended with -9"),
+    ],
+)
+async def test_a_hook_that_fails_is_logged_and_forgotten(
+    services: Services,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.setattr(notifier, "HOOK_SECONDS", 0.3 if "sleep" in command[-1] else 20)
+    async with notifying(services, hook=command):
+        await sent(services, tell(services))
+    (line,) = [r.getMessage() for r in caplog.records if "Hook for" in r.getMessage()]
+    assert sentence in line
+    children = psutil.Process().children(recursive=True)
+    assert not [p for p in children if "1000.25" in command_of(p)], "what it started is gone too"

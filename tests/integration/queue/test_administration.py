@@ -1,0 +1,305 @@
+"""What admins change. Real: services, SQLite and PostgreSQL. Simulated: devices and the clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.core.errors import (
+    GrantingPaused,
+    InvalidRequest,
+    NoDeviceFree,
+    TicketEnded,
+    UnknownTicket,
+)
+from gpuspawner.devices import closures
+from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.service import QueueService
+from gpuspawner.services import Services
+from tests.support.brokers import Clock, Make, acquire, states
+from tests.support.parts import each_database
+
+KIM = "kim"
+
+
+def ask(services: Services, user: str, devices: int = 1, **terms: Any) -> Lease | Ticket:
+    request = Request(devices=devices, environment="pytorch")
+    terms = {"wait": True, **terms}
+    return services.queue.ask(ServerRef(user), request, engine="docker", terms=Terms(**terms))
+
+
+def wait(services: Services, user: str, devices: int = 1) -> Ticket:
+    ticket = ask(services, user, devices)
+    assert isinstance(ticket, Ticket)
+    return ticket
+
+
+def each_a_minute_later(services: Services, clock: Clock, *users: str) -> list[Ticket]:
+    found = []
+    for user in users:
+        found.append(wait(services, user))
+        clock.forward(minutes=1)
+    return found
+
+
+@pytest.fixture
+def full(services: Services) -> Services:
+    """The four devices are in use by one server."""
+    acquire(services, "owner", 4)
+    return services
+
+
+def line(services: Services) -> list[str]:
+    return [ticket.server.user for ticket, _, _ in services.positions.order()]
+
+
+def trail(services: Services) -> list[tuple[str, str, str, str]]:
+    return [(c.actor, c.action, c.subject, c.detail) for c in services.audit.trail()]
+
+
+# Pause and drain.
+
+
+def test_while_paused_nobody_gets_a_device_and_who_asks_waits(services: Services) -> None:
+    assert services.devices.pause(actor=KIM, reason="new fans")
+    assert not services.devices.pause(actor="other", reason="something else")
+    ticket = wait(services, "anna")
+    assert services.queue.turns(frozenset({ticket.id})) == []
+    with pytest.raises(GrantingPaused, match="new fans"):
+        services.queue.start_ticket(ticket.id)
+    with pytest.raises(GrantingPaused, match="new fans"):
+        ask(services, "bert", wait=False)
+    assert isinstance(ask(services, "cara", 0), Lease), "a server without a GPU starts"
+    assert (
+        services.positions.standings()[ticket.id].why == "the GPUs to be given out again (new fans)"
+    )
+    assert services.devices.closures()[closures.GRANTING].actor == KIM
+
+    assert services.devices.resume(actor=KIM, reason="they turn")
+    assert not services.devices.resume(actor=KIM)
+    assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
+    assert services.queue.start_ticket(ticket.id).ticket_id == ticket.id
+    assert trail(services) == [
+        (KIM, "resume", "granting", "they turn"),
+        (KIM, "pause", "granting", "new fans"),
+    ]
+
+
+def test_a_drained_device_ends_its_session_and_gets_nobody_new(services: Services) -> None:
+    lease = acquire(services, "anna")
+    (uuid,) = lease.uuids
+    assert services.devices.drain(uuid, actor=KIM, reason="a fan")
+    assert not services.devices.drain(uuid, actor=KIM)
+    assert states(services).count("draining") == 1
+    assert services.leases.get(lease.id).ended_at is None, "its session goes on"
+    services.leases.release(lease.id, reason="stopped")
+    assert states(services).count("drained") == 1
+    got = acquire(services, "bert", 3)
+    assert uuid not in got.uuids
+    with pytest.raises(NoDeviceFree):
+        acquire(services, "cara")
+    ticket = wait(services, "cara")
+    assert services.queue.turns(frozenset({ticket.id})) == []
+    with pytest.raises(NoDeviceFree):
+        services.queue.start_ticket(ticket.id)
+    assert services.devices.undrain(uuid, actor=KIM)
+    assert not services.devices.undrain(uuid, actor=KIM)
+    assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
+    assert services.queue.start_ticket(ticket.id).uuids == (uuid,)
+    assert [(action, subject) for _, action, subject, _ in trail(services)] == [
+        ("undrain", uuid),
+        ("drain", uuid),
+    ]
+
+
+def test_devices_are_named_by_index_or_uuid(make: Make) -> None:
+    services = make(device_source="simulated:2xT4")
+    devices = [view.device for view in services.monitoring.overview().devices]
+    assert (
+        services.devices.find_device("1")
+        == services.devices.find_device(devices[1].uuid)
+        == devices[1]
+    )
+    for name in ("2", "", "GPU-0", "\x00", "granting"):
+        with pytest.raises(InvalidRequest, match="No device has the UUID or index"):
+            services.devices.drain(name, actor=KIM)
+    with pytest.raises(InvalidRequest):
+        services.devices.undrain("granting", actor=KIM)
+    assert trail(services) == []
+
+
+def test_a_device_that_is_gone_can_be_undrained(make: Make) -> None:
+    before = make(device_source="simulated:2xT4")
+    gone = before.monitoring.overview().devices[1].device.uuid
+    before.devices.drain(gone, actor=KIM)
+    after = make(device_source="simulated:1xA100-80GB")
+    after.monitoring.overview()
+    assert after.devices.undrain(gone, actor=KIM)
+    assert after.devices.closures() == {}
+
+
+# The order.
+
+
+def test_moves_and_boosts_change_the_order_and_are_written_down(
+    full: Services, clock: Clock
+) -> None:
+    first, second, third = each_a_minute_later(full, clock, "anna", "bert", "cara")
+    moved = full.queue.move(third.id, 1, actor=KIM, reason="a demo")
+    assert (moved.position, moved.version) == (1, third.version + 1)
+    assert line(full) == ["cara", "anna", "bert"]
+    clock.forward(minutes=1)
+    full.queue.boost(second.id, 5.5, actor="cli:root", reason="a deadline")
+    assert line(full) == ["cara", "bert", "anna"]
+    assert full.positions.place_of(second.id) == 2
+    full.queue.move(third.id, None, actor=KIM)
+    full.queue.boost(second.id, 0, actor=KIM)
+    assert line(full) == ["anna", "bert", "cara"]
+    assert trail(full) == [
+        (KIM, "boost", f"ticket {second.id} of bert", "+0 points"),
+        (KIM, "move", f"ticket {third.id} of cara", "back to the order"),
+        ("cli:root", "boost", f"ticket {second.id} of bert", "+5.5 points: a deadline"),
+        (KIM, "move", f"ticket {third.id} of cara", "to place 1: a demo"),
+    ]
+    at = [change.at for change in full.audit.trail()]
+    assert at == [clock.now, clock.now, clock.now, clock.now - timedelta(minutes=1)]
+    assert first.version == full.queue.ticket(first.id).version, "nothing of others was changed"
+
+
+@pytest.mark.parametrize(
+    ("change", "values", "sentence"),
+    [
+        (
+            QueueService.boost,
+            [math.nan, math.inf, -math.inf, 1e6 + 1, 10**400, True, "5", None],
+            "no number of points",
+        ),
+        (QueueService.move, [0, -1, 10**7, 10**400, 1.0, True, "1"], "no position in line"),
+    ],
+    ids=["boost", "move"],
+)
+def test_a_boost_or_a_position_that_is_none_is_refused(
+    full: Services, change: Callable[..., Ticket], values: list[Any], sentence: str
+) -> None:
+    ticket = wait(full, "anna")
+    for value in values:
+        with pytest.raises(InvalidRequest, match=sentence):
+            change(full.queue, ticket.id, value, actor=KIM)
+    assert (full.queue.ticket(ticket.id), trail(full)) == (ticket, [])
+
+
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [("x" * 301, "301 characters"), ("a\x00b", "nobody can read"), ("\ud800", "nobody can read")],
+)
+def test_a_reason_that_nobody_could_read_changes_nothing(
+    full: Services, reason: str, sentence: str
+) -> None:
+    ticket = wait(full, "anna")
+    uuid = full.monitoring.overview().devices[0].device.uuid
+    for change in (
+        lambda: full.devices.pause(actor=KIM, reason=reason),
+        lambda: full.devices.resume(actor=KIM, reason=reason),
+        lambda: full.devices.drain(uuid, actor=KIM, reason=reason),
+        lambda: full.devices.undrain(uuid, actor=KIM, reason=reason),
+        lambda: full.queue.boost(ticket.id, 1, actor=KIM, reason=reason),
+        lambda: full.queue.move(ticket.id, 1, actor=KIM, reason=reason),
+        lambda: full.queue.cancel(ticket.id, actor=KIM, reason=reason),
+    ):
+        with pytest.raises(InvalidRequest, match=sentence):
+            change()
+    assert (full.queue.ticket(ticket.id), full.devices.closures(), trail(full)) == (ticket, {}, [])
+
+
+# Cancelling.
+
+
+def test_a_cancelled_ticket_has_its_end_written_and_its_member_is_told(
+    full: Services, clock: Clock
+) -> None:
+    ticket, waiting = each_a_minute_later(full, clock, "anna", "bert")
+    ended = full.queue.cancel(ticket.id, actor=KIM, reason=" the course\nis over ")
+    assert (ended.outcome, ended.ended_at) == ("cancelled", clock.now)
+    assert ended.end_reason == "an admin cancelled it: the course is over"
+    assert line(full) == ["bert"]
+    (told,) = full.notifications.notices_of("anna")
+    assert told.kind is NoticeKind.TICKET_ENDED and "the course is over" in told.body
+    (change,) = full.audit.trail()
+    assert (change.at, change.actor, change.action) == (clock.now, KIM, "cancelled")
+    assert change.subject == f"ticket {ticket.id} of anna"
+    for act in (
+        lambda: full.queue.cancel(ticket.id, actor="other", reason="again"),
+        lambda: full.queue.move(ticket.id, 1, actor="other"),
+        lambda: full.queue.boost(ticket.id, 1, actor="other"),
+        lambda: full.queue.start_ticket(ticket.id),
+    ):
+        with pytest.raises(TicketEnded):
+            act()
+    assert full.queue.ticket(ticket.id) == ended and len(full.audit.trail()) == 1
+    assert full.queue.ticket(waiting.id) == waiting
+
+
+def test_a_cancel_needs_a_reason_and_a_ticket(full: Services) -> None:
+    ticket = wait(full, "anna")
+    with pytest.raises(InvalidRequest, match="The reason is missing"):
+        full.queue.cancel(ticket.id, actor=KIM, reason="  ")
+    with pytest.raises(UnknownTicket):
+        full.queue.cancel("no-such-ticket", actor=KIM, reason="x")
+    assert (full.queue.ticket(ticket.id), trail(full)) == (ticket, [])
+
+
+def test_a_cancel_that_comes_after_the_turn_is_refused(services: Services) -> None:
+    lease = acquire(services, "owner", 4)
+    ticket = wait(services, "anna")
+    services.leases.release(lease.id, reason="stopped")
+    granted = services.queue.start_ticket(ticket.id)
+    with pytest.raises(TicketEnded, match="granted: its turn came"):
+        services.queue.cancel(ticket.id, actor=KIM, reason="too late")
+    assert services.queue.ticket(ticket.id).lease_id == granted.id
+    assert trail(services) == []
+
+
+# Two processes: the service and the command line change what the hub grants from.
+
+
+def test_what_another_process_changed_is_seen_at_the_next_look(
+    full: Services, make: Make, clock: Clock
+) -> None:
+    service = make(gpu_rates={"A100": 4, "T4": "0.5"})
+    first, second, third = each_a_minute_later(full, clock, "anna", "bert", "cara")
+    assert line(service) == ["anna", "bert", "cara"]
+    service.queue.move(third.id, 1, actor=KIM)
+    service.queue.cancel(first.id, actor=KIM, reason="x")
+    assert line(full) == ["cara", "bert"]
+    assert set(full.positions.standings()) == {second.id, third.id}
+    service.devices.pause(actor=KIM)
+    present = frozenset({second.id, third.id})
+    for lease in full.leases.open_leases():
+        full.leases.release(lease.id, reason="stopped")
+    assert full.queue.turns(present) == []
+    service.devices.resume(actor=KIM)
+    service.devices.drain("0", actor=KIM)
+    assert full.queue.turns(present) == [third.id, second.id]
+    drained = service.devices.find_device("0").uuid
+    got = [full.queue.start_ticket(ticket_id) for ticket_id in (third.id, second.id)]
+    assert drained not in {uuid for lease in got for uuid in lease.uuids}
+
+
+# The trail.
+
+
+@each_database
+def test_nothing_in_the_trail_can_be_changed_or_removed(services: Services) -> None:
+    services.devices.pause(actor=KIM)
+    before = services.audit.trail()
+    for statement in ("UPDATE audit SET actor = 'me'", "DELETE FROM audit"):
+        with pytest.raises(sa.exc.DBAPIError), services.store.engine.begin() as connection:
+            connection.execute(sa.text(statement))
+    assert services.audit.trail() == before

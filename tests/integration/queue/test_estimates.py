@@ -1,0 +1,248 @@
+"""When a ticket will start, as its member is told and as pages say before anybody asks. Real: line,
+estimator, SQLite."""
+
+from __future__ import annotations
+
+import random
+from datetime import datetime, timedelta
+
+import pytest
+
+from gpuspawner.core.errors import TooMuchAsked
+from gpuspawner.leases.models import Request, ServerRef, Terms
+from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.positions import Outlook
+from gpuspawner.services import Services
+from tests.support.brokers import Clock, Make, running
+
+ONE = Request(devices=1)
+
+
+def ask(services: Services, user: str, hours: float | None = None, devices: int = 1) -> Ticket:
+    seconds = None if hours is None else int(hours * 3600)
+    terms = Terms(wait=True, seconds=seconds)
+    request = Request(devices=devices)
+    got = services.queue.ask(ServerRef(user), request, engine="docker", terms=terms)
+    assert isinstance(got, Ticket)
+    return got
+
+
+def start_all(services: Services) -> list[str]:
+    """Start whoever's turn it is; their leases."""
+    present = frozenset(services.positions.standings())
+    found = []
+    for ticket_id in services.queue.turns(present):
+        found.append(services.queue.start_ticket(ticket_id).id)
+        services.leases.confirm(found[-1], "container")
+    return found
+
+
+def day(services: Services, clock: Clock, asked: int, seed: int = 1) -> list[bool]:
+    """Members who come and go at random, on one device and nine tenths of its time; of each
+    who was told an interval, whether it held the start."""
+    chance = random.Random(seed)
+    ends: dict[str, datetime] = {}
+    told: dict[str, tuple[float, float]] = {}
+    held = []
+    comes, number = clock.now, 0
+    while number < asked or ends:
+        events = [*ends.values(), *([comes] if number < asked else [])]
+        clock.now = max(clock.now, min(events)) + timedelta(seconds=1)
+        for lease_id in [name for name, at in ends.items() if at <= clock.now]:
+            del ends[lease_id]
+            services.leases.release(lease_id, ended_at=clock.now, reason="its member stopped it")
+        if number < asked and comes <= clock.now:
+            number += 1
+            comes += timedelta(minutes=chance.expovariate(1 / 30))
+            terms = Terms(wait=True)
+            got = services.queue.ask(ServerRef(f"m{number}"), ONE, engine="docker", terms=terms)
+            if isinstance(got, Ticket):
+                estimate = services.positions.standings()[got.id].estimate
+                if estimate is not None:
+                    assert clock.now.timestamp() <= estimate.low
+                    assert estimate.low <= estimate.likely <= estimate.high
+                    told[got.id] = (estimate.low, estimate.high)
+            else:
+                services.leases.confirm(got.id, "container")
+                ends[got.id] = clock.now + timedelta(minutes=chance.uniform(5, 49))
+        for lease_id in start_all(services):
+            ends[lease_id] = clock.now + timedelta(minutes=chance.uniform(5, 49))
+            ticket_id = services.leases.get(lease_id).ticket_id or ""
+            if ticket_id in told:
+                low, high = told.pop(ticket_id)
+                held.append(low <= clock.now.timestamp() <= high)
+    return held
+
+
+def test_before_anybody_has_waited_the_ends_of_sessions_tell(make: Make, clock: Clock) -> None:
+    services = make(device_source="simulated:1xT4")
+    first = services.queue.ask(
+        ServerRef("ada"), ONE, engine="docker", terms=Terms(seconds=3 * 3600)
+    )
+    services.leases.confirm(first.id, "container")
+    second = ask(services, "bob", hours=1)
+    clock.forward(minutes=5)
+    third = ask(services, "cyd")
+    clock.forward(minutes=5)
+    last = ask(services, "dan")
+
+    standings = services.positions.standings()
+
+    assert standings[second.id].sentence(clock.now) == (
+        "You are next in line, of 3. Waiting for a GPU; none is free. Most likely start: by 15:00."
+    )
+    assert standings[third.id].when(clock.now) == "Most likely start: by 16:00."
+    # Nobody knows how long cyd will stay.
+    assert standings[last.id].when(clock.now).endswith("(a first guess).")
+
+
+def test_a_session_without_an_end_gives_a_guess_that_says_so(
+    services: Services, clock: Clock
+) -> None:
+    running(services, "ada", devices=4)
+    ticket = ask(services, "bob")
+    said = services.positions.standings()[ticket.id].when(clock.now)
+    assert said.startswith("Most likely start: around 12:")
+    assert said.endswith("(a first guess).")
+
+
+def test_those_who_waited_teach_how_long_it_takes(make: Make, clock: Clock) -> None:
+    services = make(device_source="simulated:1xT4")
+    held = day(services, clock, asked=160)
+    assert len(held) > 40
+    assert sum(held) >= 0.7 * len(held)
+
+
+def test_services_that_begin_learn_from_the_store(make: Make, clock: Clock) -> None:
+    day(make(device_source="simulated:1xT4"), clock, asked=80)
+    services = make(device_source="simulated:1xT4")
+    running(services, "ada")
+    ticket = ask(services, "bob")
+    standing = services.positions.standings()[ticket.id]
+    assert standing.estimate is not None
+    assert " to " in standing.start(clock.now)
+    assert standing.estimate.high <= clock.now.timestamp() + 4 * 3600
+
+
+def test_nobody_is_promised_anything_while_granting_is_paused(make: Make, clock: Clock) -> None:
+    services = make(device_source="simulated:1xT4")
+    day(services, clock, asked=80)
+    running(services, "ada")
+    ticket = ask(services, "bob")
+    assert services.positions.standings()[ticket.id].start(clock.now)
+    services.devices.pause(actor="root", reason="new disks")
+    assert services.positions.standings()[ticket.id].start(clock.now) == ""
+    services.devices.resume(actor="root")
+    assert services.positions.standings()[ticket.id].start(clock.now)
+
+
+def test_nobody_can_say_when_a_limit_of_their_own_ends(make: Make, clock: Clock) -> None:
+    services = make(device_source="simulated:1xT4,1xA100-80GB", member_limits={"devices": 1})
+    day(services, clock, asked=80)
+    running(services, "ada")
+    ticket = services.queue.ask(
+        ServerRef("ada", "more"), ONE, engine="docker", terms=Terms(wait=True)
+    )
+    assert isinstance(ticket, Ticket)
+    standing = services.positions.standings()[ticket.id]
+    assert "may have 1 GPU at once" in standing.why
+    assert standing.start(clock.now) == ""
+
+
+ONE, TWO = Request(devices=1), Request(devices=2)
+BIG = Request(devices=1, models=("A100",))
+HOUR = timedelta(hours=1)
+
+
+def outlook(services: Services, clock: Clock, request: Request) -> Outlook:
+    clock.forward(seconds=3)  # past what one look serves
+    return services.positions.outlooks({"it": request})["it"]
+
+
+def start(services: Services, user: str, hours: float | None, request: Request = ONE) -> str:
+    seconds = None if hours is None else int(3600 * hours)
+    terms = Terms(seconds=seconds, wait=True)
+    lease = services.leases.grant(ServerRef(user), request, engine="docker", terms=terms)
+    services.leases.confirm(lease.id, "container")
+    return lease.id
+
+
+def test_what_is_free_starts_at_once(make: Make, clock: Clock) -> None:
+    services = make(device_source="simulated:2xA100-80GB,1xT4")
+    assert outlook(services, clock, ONE) == Outlook(3, 3, at_once=True)
+    assert outlook(services, clock, BIG) == Outlook(2, 2, at_once=True)
+    assert outlook(services, clock, TWO) == Outlook(2, 2, at_once=True), "two of one model"
+    assert outlook(services, clock, Request()) == Outlook(0, 0, at_once=True), "needs none"
+    nowhere = Request(devices=1, models=("H200",))
+    assert outlook(services, clock, nowhere) == Outlook(0, 0, at_once=False)
+    start(services, "ada", 2, BIG)
+    assert outlook(services, clock, TWO) == Outlook(1, 2, at_once=False, most=_left(2, 6))
+
+
+def _left(hours: float, seconds: int) -> timedelta:
+    return timedelta(hours=hours) - timedelta(seconds=seconds - 3)
+
+
+def test_the_ends_of_sessions_say_how_long_at_most(make: Make, clock: Clock) -> None:
+    services = make(device_source="simulated:2xT4")
+    start(services, "ada", 1)
+    start(services, "bob", 3)
+    found = outlook(services, clock, ONE)
+    assert (found.free, found.total, found.at_once, found.likely) == (0, 2, False, None)
+    assert found.most == HOUR - timedelta(seconds=3)
+    services.queue.ask(ServerRef("cyd"), ONE, engine="docker", terms=Terms(wait=True))
+    behind = outlook(services, clock, ONE)
+    assert (behind.ahead, behind.most) == (1, 3 * HOUR - timedelta(seconds=6))
+    third = services.queue.ask(ServerRef("dan"), ONE, engine="docker", terms=Terms(wait=True))
+    assert outlook(services, clock, ONE).most is None, "nobody can promise it"
+    services.queue.end_ticket(third.id, "cancelled", "gone")
+    start_free = outlook(services, clock, ONE)
+    assert start_free.ahead == 1
+
+
+def test_while_granting_is_paused_nothing_is_promised(make: Make, clock: Clock) -> None:
+    services = make(device_source="simulated:1xT4")
+    services.devices.pause(actor="root", reason="new fans")
+    assert outlook(services, clock, ONE) == Outlook(1, 1, at_once=False)
+    services.devices.resume(actor="root")
+    assert outlook(services, clock, ONE).at_once
+
+
+def test_those_who_waited_tell_how_long_it_takes(make: Make, clock: Clock) -> None:
+    """An hour each, one after the other: who comes now is told about that of a wait."""
+    services = make(device_source="simulated:1xT4")
+    for number in range(40):
+        lease = start(services, f"a{number}", None)
+        clock.forward(minutes=1)
+        ticket = services.queue.ask(
+            ServerRef(f"b{number}"), ONE, engine="docker", terms=Terms(wait=True)
+        )
+        services.positions.standings()
+        clock.forward(minutes=59)
+        services.leases.release(lease, ended_at=clock.now, reason="done")
+        [turn] = services.queue.turns(frozenset({ticket.id}))
+        got = services.queue.start_ticket(turn)
+        services.leases.confirm(got.id, "container")
+        services.queue.turns(frozenset())  # as every second: this one has begun
+        clock.forward(minutes=60)
+        services.leases.release(got.id, ended_at=clock.now, reason="done")
+    start(services, "ada", None)
+    likely = outlook(services, clock, ONE).likely
+    assert likely is not None and timedelta(minutes=20) <= likely <= 3 * HOUR
+
+
+def test_one_look_serves_everybody_for_a_moment(make: Make, clock: Clock) -> None:
+    services = make(device_source="simulated:1xT4")
+    assert outlook(services, clock, ONE).at_once
+    start(services, "ada", None)
+    assert services.positions.outlooks({"same": ONE})["same"].at_once, "as it was a second ago"
+    assert not outlook(services, clock, ONE).at_once
+
+
+def test_a_request_that_never_fits_is_named(make: Make) -> None:
+    services = make(device_source="simulated:1xT4")
+    services.positions.require_fit(ONE)
+    start(services, "ada", None)
+    services.positions.require_fit(ONE)
+    with pytest.raises(TooMuchAsked, match="Ask for 1 at most"):
+        services.positions.require_fit(TWO)

@@ -1,0 +1,179 @@
+"""What tickets members may have, and what becomes of them when the clock is set back an hour. Real:
+services, SQLite. Simulated: the devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpuspawner.core.errors import TooManyTickets, TooMuchAsked
+from gpuspawner.leases.models import Lease, Request, ServerRef, Sighting, Terms
+from gpuspawner.leases.reconciliation import HubState
+from gpuspawner.ledger.rules import owed
+from gpuspawner.queue.models import Ticket
+from gpuspawner.services import Services
+from tests.support.brokers import T0, Clock, Make, acquire, running
+
+
+def ask(services: Services, user: str, server: str = "", devices: int = 1, **terms: Any) -> Any:
+    asking = Terms(wait=True, **{"groups": frozenset({"guests"}), **terms})
+    request = Request(devices=devices)
+    return services.queue.ask(ServerRef(user, server), request, engine="docker", terms=asking)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"member_limits": {"devices": 2}}, {"group_limits": {"guests": {"devices": 2}}}]
+)
+def test_more_than_a_limit_allows_is_refused_and_not_left_waiting(
+    make: Make, limits: dict[str, Any]
+) -> None:
+    services = make(**limits)
+    with pytest.raises(TooMuchAsked, match=r"You asked for 3 GPUs, and 2 at once is your limit\."):
+        ask(services, "anna", devices=3)
+    assert services.queue.waiting() == []
+    assert isinstance(ask(services, "anna", devices=2), Ticket), "its turn comes"
+    (ticket,) = services.queue.waiting()
+    assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
+
+
+def test_more_hours_than_a_limit_allows_are_refused(make: Make) -> None:
+    services = make(member_limits={"gpu_hours": 4})
+    with pytest.raises(TooMuchAsked, match="You asked for 6 GPU-hours, and 4 is your limit"):
+        ask(services, "anna", devices=2, seconds=3 * 3600)
+    assert isinstance(ask(services, "anna", devices=2, seconds=2 * 3600), Ticket)
+
+
+def test_a_limit_that_is_reached_keeps_waiting_and_says_so(make: Make) -> None:
+    services = make(member_limits={"devices": 2, "tickets": 3})
+    lease = acquire(services, "anna", 2, "one")
+    ticket = ask(services, "anna", "two")
+    assert services.queue.turns(frozenset({ticket.id})) == []
+    assert "2 GPUs at once" in services.positions.standings()[ticket.id].why
+    services.leases.release(lease.id, reason="stopped")
+    assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
+
+
+def test_another_request_for_the_same_server_takes_the_place_of_the_first(make: Make) -> None:
+    services = make(member_limits={"tickets": 1})
+    acquire(services, "owner", 4)
+    first = ask(services, "anna")
+    assert ask(services, "anna") == first, "the same again is the same ticket"
+    with pytest.raises(TooManyTickets):
+        ask(services, "anna", "other")
+    second = ask(services, "anna", devices=2)
+    assert services.queue.ticket(first.id).outcome == "replaced"
+    assert [ticket.id for ticket in services.queue.waiting()] == [second.id]
+    assert not isinstance(second, Lease)
+
+
+def test_other_hours_for_the_same_devices_keep_the_place(make: Make) -> None:
+    services = make(
+        member_limits={"tickets": 1, "gpu_hours": 8}, group_limits={"guests": {"tickets": 2}}
+    )
+    acquire(services, "owner", 4)
+    first = ask(services, "anna", seconds=3600)
+    ask(services, "bert")
+    again = ask(services, "anna", seconds=7200)
+    assert (again.id, again.created_at, again.seconds) == (first.id, first.created_at, 7200)
+    assert services.queue.ticket(first.id) == again, "it is written down"
+    assert services.line.scheduler.waiting[first.id].seconds == 7200, "and counts from now on"
+    with pytest.raises(TooMuchAsked, match="You asked for 9 GPU-hours, and 8 is your limit"):
+        ask(services, "anna", seconds=9 * 3600)
+    assert services.queue.ticket(first.id) == again
+
+
+HOUR = 3600
+WAIT = Terms(wait=True, seconds=2 * HOUR)
+
+
+@pytest.fixture
+def services(make: Make, clock: Clock) -> Services:
+    """Four devices in use for half an hour, and charged for it."""
+    services = make(gpu_rates={"*": 4})
+    for number in range(4):
+        running(services, f"runner{number}")
+    clock.forward(minutes=30)
+    assert services.ledger.charge_all() == 4
+    return services
+
+
+def line_up(services: Services, user: str) -> Ticket:
+    found = services.queue.ask(ServerRef(user), Request(devices=1), engine="docker", terms=WAIT)
+    assert isinstance(found, Ticket)
+    return found
+
+
+def lease_of(services: Services, user: str) -> Lease:
+    found = services.leases.of_server(ServerRef(user))
+    assert found is not None
+    return found
+
+
+def turns(services: Services) -> list[str]:
+    """Whose turn it is, with a spawn for each ticket."""
+    waiting = services.queue.waiting()
+    users = {ticket.id: ticket.server.user for ticket in waiting}
+    return [users[ticket] for ticket in services.queue.turns(frozenset(users))]
+
+
+def test_the_line_goes_on(services: Services, clock: Clock) -> None:
+    line_up(services, "dan")
+    clock.forward(minutes=10)
+    line_up(services, "eve")
+    clock.forward(hours=-1)
+    line_up(services, "fay")
+    assert turns(services) == []
+    order = services.positions.order()
+    assert [standing.place for _, _, standing in order] == [1, 2, 3]
+    for ticket, ranked, standing in order:
+        [waited] = [part for part in ranked.parts if part.name == "waiting"]
+        assert waited.points >= 0, f"{ticket.server} has waited a negative time"
+        assert "in line" in standing.sentence(clock.now)
+    for number, next_one in enumerate([ticket for ticket, _, _ in order]):
+        services.leases.release(lease_of(services, f"runner{number}").id, reason="stopped")
+        assert turns(services) == [next_one.server.user]
+        assert services.queue.start_ticket(next_one.id).granted_at == clock.now
+    assert services.queue.waiting() == []
+
+
+def test_nobody_pays_twice_and_nobody_is_paid_back(services: Services, clock: Clock) -> None:
+    half_an_hour = 2_000_000
+    clock.forward(hours=-1)
+    assert services.ledger.charge_all() == 0, "that time was paid for"
+    stopped = services.leases.release(
+        lease_of(services, "runner0").id, ended_at=clock.now, reason="stopped just now"
+    )
+    assert stopped.started_at is not None and stopped.ended_at is not None
+    assert stopped.ended_at >= stopped.started_at
+    assert 0 <= stopped.charged <= half_an_hour
+    # Once the clock has caught up, charges are what they always were.
+    clock.forward(hours=1, minutes=30)
+    assert services.ledger.charge_all() == 3
+    still = lease_of(services, "runner1")
+    assert still.charged == owed(still.rate, T0, clock.now) == 2 * half_an_hour
+
+
+def test_who_was_seen_last_pays_up_to_then(services: Services, clock: Clock) -> None:
+    lease = lease_of(services, "runner0")
+    open_leases = services.leases.open_leases()
+    seen = [Sighting(lease_id=x.id, ref="c", server=x.server, alive=True) for x in open_leases]
+    services.leases.reconcile({"docker": seen}, {x.server: HubState.READY for x in open_leases})
+    clock.forward(hours=-1)
+    ended = services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    assert ended.charged == lease.charged == owed(lease.rate, T0, ended.ended_at or T0)
+
+
+def test_a_ticket_without_a_spawn_gives_way_all_the_same(services: Services, clock: Clock) -> None:
+    dan = line_up(services, "dan")
+    clock.forward(minutes=1)
+    eve = line_up(services, "eve")
+    present = frozenset({eve.id})
+    assert services.queue.turns(present) == []
+    clock.forward(hours=-1)
+    assert services.queue.turns(present) == []
+    services.leases.release(lease_of(services, "runner0").id, reason="stopped")
+    assert services.queue.turns(present) == [], "dan's spawn may be on its way"
+    clock.forward(minutes=3)
+    assert services.queue.turns(present) == [eve.id]
+    assert {ticket.id for ticket in services.queue.waiting()} == {dan.id, eve.id}

@@ -1,0 +1,196 @@
+"""What the service does about servers that fill their own container. Real: SQLite and, in a soak,
+PostgreSQL. The engine is a script: it says how large containers are, or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gpuspawner.engines.disk_usage import label_of
+from gpuspawner.engines.docker import DockerEngine
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.service import disk_monitor
+from gpuspawner.service.disk_monitor import HERE, DiskDuty
+from gpuspawner.services import Services
+from tests.support.brokers import Make
+from tests.support.rounds import SITE, ScriptedHub, make_tick
+
+GB = 2**30
+WORK = {"Destination": "/home/jovyan/work", "Name": "gpuspawner-work", "RW": True}
+
+
+@pytest.fixture
+def services(make: Make) -> Services:
+    """Two A100 at 4 credits an hour and a T4 at 1; everybody has 1,000 credits."""
+    return make(**{**SITE, "opening_grant": 1000})
+
+
+class ScriptedEngine:
+    """Three answers of the Docker Engine: what runs, how large each of it is, where it lies."""
+
+    def __init__(self) -> None:
+        self.containers_of: dict[str, dict[str, Any]] = {}
+        self.sizes: dict[str, float] = {}
+        """Gigabytes, by container."""
+        self.root = "/nowhere"
+        self.hangs: dict[str, threading.Event] = {}
+        self.measured: list[str] = []
+        self.is_away = False
+
+    def has(self, lease: Lease, gigabytes: float, *, is_enforced: bool = False) -> None:
+        labels = {"gpuspawner.lease": lease.id, "gpuspawner.disk_limit": label_of(GB, is_enforced)}
+        ref = f"container-{lease.id}"
+        self.containers_of[ref] = {"Id": ref, "Labels": labels, "Mounts": [WORK]}
+        self.sizes[ref] = gigabytes
+
+    def info(self) -> dict[str, str]:
+        return {"DockerRootDir": self.root}
+
+    def containers(self, filters: dict[str, Any], size: bool = False) -> list[dict[str, Any]]:
+        if self.is_away:
+            raise ConnectionError("nobody listens")
+        if not size:
+            return list(self.containers_of.values())
+        ref = filters["id"]
+        self.measured.append(ref)
+        if ref in self.hangs:
+            self.hangs[ref].wait(60)
+        return [self.containers_of[ref] | {"SizeRw": int(self.sizes[ref] * GB)}]
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine()
+    yield engine
+    for event in engine.hangs.values():
+        event.set()
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round measures."""
+    monkeypatch.setattr(disk_monitor, "is_due", lambda *args: True)
+
+
+def duty_of(services: Services, engine: ScriptedEngine) -> DiskDuty:
+    docker: Any = engine
+    return DiskDuty(
+        make_tick(services, ScriptedHub()), {HERE: DockerEngine(lambda: docker)}, lambda lease: HERE
+    )
+
+
+def server(services: Services, user: str, devices: int = 0) -> Lease:
+    lease = services.leases.grant(ServerRef(user), Request(devices=devices), engine="docker")
+    return services.leases.confirm(lease.id, f"container-{lease.id}")
+
+
+async def test_who_is_near_is_warned_once_and_who_is_over_is_stopped(
+    services: Services, engine: ScriptedEngine, now: None
+) -> None:
+    ada, bob, carl = server(services, "ada", 1), server(services, "bob"), server(services, "carl")
+    engine.has(ada, 0.5)
+    engine.has(bob, 0.9)
+    engine.has(carl, 5, is_enforced=True)
+    for _ in range(2):  # and a service that was started anew tells nothing twice
+        duty = duty_of(services, engine)
+        await duty.round()
+        await duty.round()
+    assert [len(services.notifications.notices_of(user)) for user in ("ada", "bob", "carl")] == [
+        0,
+        1,
+        1,
+    ]
+    [watched], [enforced] = (
+        services.notifications.notices_of("bob"),
+        services.notifications.notices_of("carl"),
+    )
+    assert watched.kind is enforced.kind is NoticeKind.DISK_LOW
+    assert watched.body == (
+        "It wrote 922 MB of 1 GB into its own container, where installed packages, caches and /tmp "
+        "are. If it grows beyond 1 GB, it is stopped. Write large files to /home/jovyan/work, or "
+        "ask your admin for more room."
+    )
+    assert "its programs find no space left on the device" in enforced.body
+    assert "stopped" not in enforced.title + enforced.body
+
+    engine.sizes[f"container-{bob.id}"] = 1.5
+    await duty.round()
+    ordered = services.leases.get(bob.id)
+    assert (ordered.outcome, ordered.end_reason) == (
+        "disk",
+        "it wrote 1.5 GB into its own container, and may write 1 GB",
+    )
+    assert [lease.id for lease in services.sessions.due_sessions().stop] == [bob.id]
+    assert services.notifications.notices_of("bob")[0].kind is NoticeKind.STOPPED
+    asked = len(engine.measured)
+    await duty.round()
+    assert engine.measured[asked:].count(f"container-{bob.id}") == 0, "it ends already"
+    assert len(services.notifications.notices_of("bob")) == 2
+    assert not services.leases.get(ada.id).outcome and not services.leases.get(carl.id).outcome
+
+
+async def test_a_container_that_takes_long_holds_up_no_other(
+    services: Services, engine: ScriptedEngine, now: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_monitor, "ROUND_SECONDS", 0.2)
+    slow, fast = server(services, "ada"), server(services, "bob")
+    engine.has(slow, 2)
+    engine.has(fast, 0.1)
+    ref = f"container-{slow.id}"
+    engine.hangs[ref] = threading.Event()
+    duty = duty_of(services, engine)
+    await duty.round()
+    engine.sizes[f"container-{fast.id}"] = 2
+    await duty.round()
+    assert (
+        services.leases.get(fast.id).outcome == "disk" and not services.leases.get(slow.id).outcome
+    )
+    assert engine.measured.count(ref) == 1, "and it is not asked for twice at a time"
+    engine.hangs[ref].set()
+    while not services.leases.get(slow.id).outcome:
+        await asyncio.sleep(0.01)
+
+
+async def test_what_an_admin_has_to_see_to_is_in_the_log(
+    services: Services,
+    engine: ScriptedEngine,
+    now: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lease = server(services, "ada")
+    engine.has(lease, 0.1)
+    duty = duty_of(services, engine)
+    with caplog.at_level(logging.INFO):
+        engine.is_away = True
+        await duty.round()
+        await duty.round()
+        engine.is_away = False
+        await duty.round()
+        monkeypatch.setattr(disk_monitor, "room", lambda folder: (4 * GB, 100 * GB))
+        await duty.round()
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Disk of")]
+    assert len(said) == 3 and "all is well again" in said[1]
+    assert said[2] == (
+        "Disk of this machine: less than 5% of 100 GB is free; the largest containers: ada "
+        "(102 MB). Make room there"
+    )
+
+
+async def test_an_engine_without_servers_is_not_asked(
+    services: Services, engine: ScriptedEngine
+) -> None:
+    """Where servers are local processes there may be none at all."""
+    engine.is_away = True
+    duty = DiskDuty(
+        make_tick(services, ScriptedHub()), {HERE: DockerEngine(lambda: 1 / 0)}, lambda lease: ""
+    )
+    server(services, "ada")
+    await duty.round()
+    assert engine.measured == []

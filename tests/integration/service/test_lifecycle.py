@@ -1,0 +1,125 @@
+"""A service in which something dies or hangs, and what outlives its restart. Real: the accounting
+service as a process, SQLite, HTTP; its Hub is a stand-in."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.service.supervisor import EXIT_STATUS
+from gpuspawner.web.app import NAME, read_cookie_secret, secret_file
+from tests.support.hub import NAVIGATION
+from tests.support.processes import wait_for
+from tests.support.service_process import PREFIX, ServiceProcess
+
+FAILS_ONCE = """
+from gpuspawner.service.device_monitor import SamplesUse
+known, calls = SamplesUse._owners, []
+async def owners(self, *args):
+    calls.append(args)
+    if len(calls) == 1:
+        raise ValueError("nobody foresaw this")
+    await known(self, *args)
+SamplesUse._owners = owners
+"""
+
+HANGS = """
+import signal, time
+from gpuspawner.service import supervisor as watchdog
+watchdog.HANGS_SECONDS, watchdog.STEP_SECONDS = 2.0, 0.1
+def hang_for_good(*_):
+    while True:
+        time.sleep(1)
+signal.signal(signal.SIGUSR1, hang_for_good)
+"""
+
+
+def test_a_duty_that_fails_is_restarted_and_seen_in_the_metrics(
+    processes: None, tmp_path: Path
+) -> None:
+    sampled = {"GPUMonitoring": {"sample_seconds": 1}}
+    with ServiceProcess(tmp_path, sampled, before=FAILS_ONCE) as service:
+        wait_for(lambda: service.rounds("sick_gpus") > 0, "sampling after its failure")
+        assert service.metric("gpuspawner_duty_failures_total", duty="use_of_gpus") == 1
+        assert service.metric("gpuspawner_duty_running", duty="use_of_gpus") == 1
+        assert service.metric("gpuspawner_duty_failures_total", duty="charges") == 0
+        assert service.metric("gpuspawner_duty_running", duty="charges") == 1
+        service.wait_rounds(2)
+        assert "The duty 'Use of GPUs' failed" in service.log_text()
+        assert "ValueError: nobody foresaw this" in service.log_text()
+
+
+def test_a_service_that_hangs_ends_itself_and_says_where(processes: None, tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path, before=HANGS) as service:
+        service.wait_rounds(2)
+        ended = service.process
+        assert ended is not None
+        os.kill(ended.pid, signal.SIGUSR1)
+        wait_for(lambda: ended.poll() is not None, "its end")
+        assert ended.returncode == EXIT_STATUS
+        said = service.log_text()
+        assert "The event loop did not answer for 2 s" in said
+        assert "hang_for_good" in said
+        service.start()  # as its Hub does
+        service.wait_rounds(1)
+
+
+LOG = logging.getLogger("secret")
+
+
+def test_a_form_that_is_open_during_a_restart_is_taken(processes: None, tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path) as service:
+        ada = service.sign_in("ada")
+        form = {"account": "member:ada", "_xsrf": ada.cookies.get("_xsrf", path=PREFIX)}
+        service.stop()
+        service.start()
+        options = {"headers": NAVIGATION, "timeout": 60, "allow_redirects": False}
+        sent = ada.post(f"{service.url}payer", data=form, **options)
+        assert "This form is too old" not in sent.text
+        assert sent.status_code in (302, 303), sent.text
+
+
+def test_the_cookie_secret_is_kept_for_the_service_alone(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/gpu.sqlite"
+    secret = read_cookie_secret(url, LOG)
+    path = tmp_path / NAME
+    assert secret_file(url) == path
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_cookie_secret(url, LOG) == secret and len(secret) == 32
+
+
+@pytest.mark.parametrize("spoil", ["mode", "length", "link"])
+def test_a_cookie_secret_that_cannot_be_trusted_is_not_used(tmp_path: Path, spoil: str) -> None:
+    url = f"sqlite:///{tmp_path}/gpu.sqlite"
+    secret = read_cookie_secret(url, LOG)
+    path = tmp_path / NAME
+    if spoil == "mode":
+        path.chmod(0o644)
+    elif spoil == "length":
+        path.write_bytes(secret[:-1])
+    else:
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    found = read_cookie_secret(url, LOG)
+    assert found != secret and len(found) == 32
+    if spoil != "link":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert read_cookie_secret(url, LOG) == found
+
+
+def test_a_folder_that_cannot_be_written_to_costs_no_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"sqlite:///{tmp_path}/missing/gpu.sqlite"
+    assert len(read_cookie_secret(url, LOG)) == 32
+    assert "forms that are open at a restart will be refused" in caplog.text
+
+
+def test_a_database_on_a_server_leaves_the_secret_in_the_working_directory() -> None:
+    assert secret_file("postgresql://db/gpus") == Path(NAME)
+    assert secret_file("sqlite://") == Path(NAME)

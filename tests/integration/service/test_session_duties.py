@@ -1,0 +1,298 @@
+"""What the service does about sessions. Real here: SQLite, HTTP, commands as
+hooks. The Hub is a script: it can fail for an hour, and be asked how often it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
+from gpuspawner.service import session_duties
+from gpuspawner.service.session_duties import SessionDuty
+from gpuspawner.services import Services
+from tests.support.brokers import Clock, Make
+from tests.support.processes import command_of
+from tests.support.rounds import SITE, ScriptedHub, make_tick, open_services, told
+
+WARN = (10.0,)
+Duties = Callable[..., SessionDuty]
+
+
+@pytest.fixture
+def services(make: Make) -> Services:
+    """Two A100 at 4 credits an hour and a T4 at 1; everybody has 1,000 credits."""
+    return make(**{**SITE, "opening_grant": 1000})
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries follow one another within hundredths of a second, as they do within a minute."""
+    monkeypatch.setattr(session_duties, "AGAIN", 0.02)
+    monkeypatch.setattr(session_duties, "LONGEST_PAUSE", 0.02)
+
+
+@pytest.fixture
+async def duty(services: Services, hub: ScriptedHub) -> AsyncIterator[Duties]:
+    """The duty; closed at the end, as by a service that stops."""
+    opened: list[SessionDuty] = []
+
+    def make(**settings: Any) -> SessionDuty:
+        tick = make_tick(services, hub)
+        opened.append(SessionDuty(tick, warn_minutes=WARN, **settings))
+        return opened[-1]
+
+    yield make
+    for some in opened:
+        await some.close()
+
+
+def session(services: Services, user: str, seconds: int = 3600) -> Lease:
+    request, terms = Request(devices=1, model="A100"), Terms(seconds=seconds)
+    return services.leases.confirm(
+        services.leases.grant(ServerRef(user), request, engine="local", terms=terms).id
+    )
+
+
+async def rounds(sessions: SessionDuty, until: Callable[[], bool], limit: float = 120.0) -> None:
+    """Go on with rounds until something is true."""
+    end = asyncio.get_running_loop().time() + limit
+    while not until():
+        assert asyncio.get_running_loop().time() < end, "it did not come"
+        await sessions.round()
+        await asyncio.sleep(0.01)
+
+
+async def test_a_session_that_is_over_is_stopped_until_it_is_gone(
+    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties, pauses: None
+) -> None:
+    lease = session(services, "ada")
+    session(services, "bob", seconds=7200)
+    hub.has(lease.server)
+    sessions = duty()
+    clock.forward(seconds=3599)
+    await sessions.round()
+    assert hub.stopped == []
+    clock.forward(seconds=1)
+    await rounds(sessions, lambda: len(hub.stopped) == 3)
+    assert set(hub.stopped) == {"ada/"}
+    services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    asked = len(hub.stopped)
+    for _ in range(20):
+        await sessions.round()
+        await asyncio.sleep(0.01)
+    assert len(hub.stopped) <= asked + 1, "one may have been on its way"
+
+
+async def test_a_stop_is_not_asked_for_again_while_one_is_under_way(
+    services: Services,
+    hub: ScriptedHub,
+    clock: Clock,
+    duty: Duties,
+    pauses: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lease, other = session(services, "ada"), session(services, "bob")
+    hub.has(lease.server, other.server)
+    sessions = duty()
+    answers = asyncio.Event()
+    stop_server = sessions.tick.hub.stop_server
+    asked: list[str] = []
+
+    async def slow(server: ServerRef) -> bool:
+        asked.append(server.user)
+        if server.user == "ada":
+            await answers.wait()
+        return await stop_server(server)
+
+    monkeypatch.setattr(sessions.tick.hub, "stop_server", slow)
+    clock.forward(seconds=3600)
+    await rounds(sessions, lambda: asked.count("bob") >= 5)
+    assert asked.count("ada") == 1, "and it holds up nobody else's"
+    answers.set()
+    await rounds(sessions, lambda: asked.count("ada") >= 2)
+
+
+async def test_an_hour_of_failures_and_it_is_still_tried(
+    services: Services,
+    hub: ScriptedHub,
+    clock: Clock,
+    duty: Duties,
+    pauses: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "tick")
+    lease = session(services, "ada")
+    hub.has(lease.server)
+    sessions = duty()
+    clock.forward(seconds=3600)
+    hub.status = 502
+    await rounds(sessions, lambda: len(hub.asked) >= 60)
+    clock.forward(seconds=-3600)  # and somebody sets the clock back meanwhile
+    hub.status = None
+    await rounds(sessions, lambda: bool(hub.stopped))
+    assert sum("502" in line for line in told(caplog.records)) == 1
+    assert "Stop of ada: all is well again" in told(caplog.records)
+    assert len(services.notifications.notices_of("ada")) == 1
+
+
+async def test_pauses_between_tries_grow_to_a_minute(
+    services: Services,
+    hub: ScriptedHub,
+    clock: Clock,
+    duty: Duties,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lease = session(services, "ada")
+    sessions = duty()
+    clock.forward(seconds=3600)
+    hub.status = 502
+    loop = asyncio.get_running_loop()
+    skipped = [0.0]
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + skipped[0])
+    waited = []
+    for count in range(1, 11):
+        while len(hub.asked) < count:
+            await sessions.round()
+            await asyncio.sleep(0.005)
+        while sessions._stops[lease.id].under_way:
+            await asyncio.sleep(0.005)
+        pause = sessions._stops[lease.id].not_before - loop.time()
+        waited.append(round(pause))
+        skipped[0] += pause
+    assert waited == [2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+
+
+async def test_a_new_server_under_the_same_name_is_left_alone(
+    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties, pauses: None
+) -> None:
+    lease = session(services, "ada")
+    clock.forward(seconds=3600)
+    due = services.sessions.due_sessions(WARN)
+    assert services.sessions.end_session(due.over[0].id)
+    services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    session(services, "ada")
+    hub.has(lease.server)
+    sessions = duty()
+    sessions._carry_out(due.over)  # a round that began before
+    tasks = [stop.task for stop in sessions._stops.values() if stop.task is not None]
+    assert len(tasks) == 1
+    await asyncio.gather(*tasks)
+    assert hub.stopped == []
+
+
+async def test_orders_of_other_processes_are_carried_out(
+    database_url: str,
+    services: Services,
+    hub: ScriptedHub,
+    clock: Clock,
+    duty: Duties,
+    pauses: None,
+) -> None:
+    """The hub says that nobody connected; an admin has another server stopped."""
+    admin = open_services(database_url, clock)
+    lease = session(services, "ada")
+    starting = services.leases.grant(ServerRef("bob"), Request(devices=1), engine="local")
+    hub.has(lease.server, starting.server)
+    admin.sessions.order_stop(lease.id, "admin", actor="kim", reason="a new fan")
+    admin.sessions.order_stop(starting.id, "admin", actor="kim", reason="a new fan")
+    await rounds(duty(), lambda: {"ada/", "bob/"} <= set(hub.stopped))
+
+
+async def test_a_server_that_the_hub_does_not_know_is_left_to_the_engine(
+    services: Services,
+    hub: ScriptedHub,
+    clock: Clock,
+    duty: Duties,
+    pauses: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "tick")
+    session(services, "ada")
+    clock.forward(seconds=3600)
+    await rounds(duty(), lambda: any("the Hub has it not" in t for t in told(caplog.records)))
+    assert services.leases.of_server(ServerRef("ada")) is not None
+
+
+KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
+
+
+def kept(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+async def test_the_hook_hears_of_each_warning_and_of_the_end_once(
+    services: Services, clock: Clock, duty: Duties, tmp_path: Path
+) -> None:
+    file = tmp_path / "told"
+    lease = session(services, "ada")
+    poked: list[int] = []
+    sessions = duty(command=[sys.executable, "-c", KEEP, str(file)], poke=lambda: poked.append(1))
+    for seconds in (3000.5, 10, 589.5):
+        clock.forward(seconds=seconds)
+        for _ in range(2):
+            await sessions.round()
+    await rounds(sessions, lambda: len(kept(file)) == 2)
+    warning, end = sorted(kept(file), key=lambda line: line["at"])
+    assert warning == {
+        "event": "warning",
+        "lease": lease.id,
+        "user": "ada",
+        "server": "",
+        "environment": "",
+        "gpus": list(lease.uuids),
+        "ends_at": "2025-03-01T13:00:00.000+00:00",
+        "minutes": 10,
+        "reason": "",
+        "at": "2025-03-01T12:50:00.500+00:00",
+    }
+    assert (end["event"], end["minutes"]) == ("end", 0)
+    assert end["reason"].startswith("its time was over at ")
+    assert poked == [1, 1]
+
+
+async def test_a_hook_that_hangs_or_fails_holds_up_nothing(
+    services: Services,
+    hub: ScriptedHub,
+    clock: Clock,
+    duty: Duties,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "tick")
+    lease = session(services, "ada")
+    hub.has(lease.server)
+    hangs = duty(command=["sleep", "4711"], command_seconds=0.3)
+    clock.forward(seconds=3600)
+    await rounds(hangs, lambda: hub.stopped == ["ada/"], limit=5)
+    await rounds(hangs, lambda: any("0.3 s" in line for line in told(caplog.records)))
+    assert not any(
+        command_of(p)[-1:] == ["4711"] for p in psutil.Process().children(recursive=True)
+    )
+    session(services, "bob")
+    clock.forward(seconds=3600)
+    missing = duty(command=["/no/such/command"])
+    await rounds(missing, lambda: any("cannot be started" in t for t in told(caplog.records)))
+
+
+async def test_a_service_that_stops_leaves_no_hook_behind(
+    services: Services, clock: Clock, duty: Duties
+) -> None:
+    session(services, "ada")
+    sessions = duty(command=["sleep", "4712"], command_seconds=60)
+    clock.forward(seconds=3600)
+
+    def hooks() -> list[psutil.Process]:
+        children = psutil.Process().children(recursive=True)
+        return [p for p in children if command_of(p)[-1:] == ["4712"]]
+
+    await rounds(sessions, lambda: bool(hooks()))
+    await sessions.close()
+    assert hooks() == []

@@ -1,0 +1,87 @@
+"""Who may use the cluster beside the hub, as its scheduler is told.
+
+Real: SQLite, the services. Nobody asks Slurm here; tests/slurm does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.core.units import MICRO
+from gpuspawner.members.repository import RosterEntry, put_roster
+from gpuspawner.services import Services
+from tests.support.batch_jobs import A100, open_group, wait_in_line
+from tests.support.brokers import T0, Clock, open_services
+
+
+@pytest.fixture
+def people(database_url: str, tmp_path: Path) -> Iterator[Services]:
+    """Services that know the cluster; nobody asks Slurm here."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "name: lab\nnodes:\n  m1:\n    address: 10.0.0.1\n"
+        "    engine: unix:///run/docker.sock\n    cpus: 4\n    memory: 4G\n"
+        f"    devices:\n    - {{uuid: GPU-0001, model: {A100}, memory: 80G}}\n"
+    )
+    services = open_services(
+        database_url,
+        Clock(),
+        cluster=str(file),
+        opening_grant=1,
+        group_weights={"research": 3},
+        group_priority={"course": "course"},
+        group_limits={"research": {"devices": 4, "gpu_hours": 10}},
+        member_limits={"devices": 1, "tickets": 2},
+    )
+    for name in ("anna", "bert", "Ann Lee"):
+        services.ledger.open_account(name)
+    yield services
+    services.store.close()
+
+
+def test_members_are_known_by_the_group_that_they_count_on(people: Services) -> None:
+    with people.store.write() as connection:
+        put_roster(connection, [RosterEntry("bert", groups=("research",))], T0)
+    people.cluster_members.note_groups({"research": ["anna"], "course": ["anna", "Ann Lee"]})
+    people.members.membership_ended("Ann Lee", "it is over", actor="admin")
+    found = {each.member: each for each in people.cluster_members.people()}
+    assert (found["anna"].group, found["anna"].priority) == ("course", "course")
+    assert found["bert"].group == ""  # the hub's word goes before the roster's
+    assert found["Ann Lee"].closed and not found["anna"].closed
+    asked = people.cluster_members.wanted_of(list(found.values()))
+    assert asked.accounts["g-research"].share == 300
+    assert (asked.accounts["g-research"].gpus, asked.accounts["g-research"].gpu_minutes) == (4, 600)
+    assert asked.users["anna"][2] == "gpuspawner-course"
+    assert asked.users["anna"][1].submits == 3
+    assert asked.qos["gpuspawner-low"] == 0 < asked.qos["gpuspawner-course"]
+
+
+def test_before_the_hub_says_it_the_roster_does(people: Services) -> None:
+    with people.store.write() as connection:
+        put_roster(connection, [RosterEntry("bert", groups=("research",))], T0)
+    assert {each.member: each.group for each in people.cluster_members.people()}[
+        "bert"
+    ] == "research"
+
+
+def test_whose_account_is_empty_gets_no_gpu_unless_another_one_pays(people: Services) -> None:
+    people.ledger.grant("member:anna", -MICRO, actor="admin", reason="gone")
+    people.ledger.grant("member:bert", -MICRO, actor="admin", reason="gone")
+
+    def dry() -> set[str]:
+        return {each.member for each in people.cluster_members.people() if each.dry}
+
+    assert dry() == {"anna", "bert"}
+    open_group(people, "research")
+    people.ledger.grant("group:research", MICRO, actor="admin", reason="start")
+    people.cluster_members.note_groups({"research": ["anna"]})
+    people.ledger.keep_payer("anna", "group:research", actor="anna", groups=["research"])
+    wait_in_line(people, "aa", "bert")  # for a server whose payer was looked at
+    assert dry() == set()
+    people.cluster_members.note_groups({"research": []})
+    assert dry() == {"anna"}
+    people.prices.set_rate("0", actor="admin")
+    assert dry() == set()

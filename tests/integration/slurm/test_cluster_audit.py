@@ -1,0 +1,94 @@
+"""Sessions are held against Slurm's word on them.
+
+Real: SQLite, the services. Not real: what sacct says, which is written here; tests/slurm
+has the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState, ServerRef
+from gpuspawner.services import Services
+from gpuspawner.slurm.jobs import JobRun
+from tests.support.batch_jobs import A100, a_day_later, run, wait_in_line
+from tests.support.brokers import T0
+
+
+@pytest.fixture
+def services(database_url: str) -> Iterator[Services]:
+    with a_day_later(database_url) as services:
+        yield services
+
+
+def session(
+    services: Services, ticket: str, begins: int = 0, ends: int = 3600, count: int = 1
+) -> Lease:
+    """One that ended, with its seconds since T0."""
+    devices = tuple(LeasedDevice(f"GPU-{n}", n, n, A100, 1) for n in range(count))
+    lease = Lease(
+        id=f"l{ticket}{begins}",
+        server=ServerRef("anna", ticket),
+        account="member:anna",
+        environment="pytorch",
+        devices=devices,
+        rate=0,
+        hold=0,
+        state=LeaseState.GRANTED,
+        engine="slurm",
+        granted_at=T0 + timedelta(seconds=begins),
+        ticket_id=ticket,
+    )
+    with services.store.write() as connection:
+        leases_repository.insert(connection, lease)
+        leases_repository.end(connection, lease.id, T0 + timedelta(seconds=ends), "done", 0, 0)
+    return replace(lease, state=LeaseState.ENDED, ended_at=T0 + timedelta(seconds=ends))
+
+
+def holder(ticket: str, number: int = 1, **cells: Any) -> JobRun:
+    return run(number, name=f"gpuspawner-{ticket}", **cells)
+
+
+def test_a_session_and_its_job(services: Services) -> None:
+    wait_in_line(services, "aa")
+    lease = session(services, "aa")
+    cases: list[tuple[list[JobRun], list[str]]] = [
+        ([holder("aa")], []),
+        ([holder("aa", seconds=3601)], []),
+        ([holder("aa", seconds=3602)], ["3600 s here, and 3602 s in Slurm (job 1)"]),
+        ([holder("aa", seconds=3598)], ["3600 s here, and 3598 s in Slurm (job 1)"]),
+        ([], ["it had devices for 3600 s, and Slurm knows no job for it"]),
+        ([holder("aa", gpus={"a100": 2})], ["1 devices here, and 2 in Slurm (job 1)"]),
+        ([holder("aa", gpus={}, shards={"": 1})], []),
+        (
+            [holder("aa"), holder("aa", 2, seconds=60)],
+            [
+                "Slurm had 2 jobs for it (1, 2), together 3660 s",
+                "3600 s here, and 3660 s in Slurm (job 1, 2)",
+            ],
+        ),
+    ]
+    for runs, said in cases:
+        found = services.cluster_audit.compare([lease], {"aa": runs}, runs)
+        assert [each.what for each in found] == said
+        assert all(each.subject == "lease laa0 of anna/aa" for each in found)
+
+
+def test_one_job_for_two_sessions_of_a_ticket_after_a_crash(services: Services) -> None:
+    wait_in_line(services, "aa")
+    mine = [session(services, "aa", 0, 100), session(services, "aa", 160, 3600)]
+    assert services.cluster_audit.compare(mine, {"aa": [holder("aa")]}) == []
+
+
+def test_devices_that_no_session_had(services: Services) -> None:
+    wait_in_line(services, "aa")
+    runs = [holder("aa", seconds=90), holder("unknown", 2)]
+    assert [str(each) for each in services.cluster_audit.compare([], {}, runs)] == [
+        "ticket aa of anna/aa: job 1 had its devices for 90 s, and no session did"
+    ]

@@ -1,0 +1,376 @@
+"""Jobs beside servers are paid once, by whom it concerns; how far they were read, what waits, what
+fails.
+
+Real: SQLite, PostgreSQL, processes, SIGKILL, the services. Not real: what sacct says, which is
+written here; tests/slurm has the real one.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger.usage import cost_of_job
+from gpuspawner.queue import repository as queue_repository
+from gpuspawner.services import Services
+from gpuspawner.slurm import repository as slurm_repository
+from gpuspawner.slurm.job_billing import SETTLED
+from tests.support import racers
+from tests.support.batch_jobs import (
+    A100,
+    CLUSTER,
+    H100,
+    HOURS,
+    LATER,
+    a_day_later,
+    debit_together,
+    debit_until_killed,
+    many,
+    open_group,
+    run,
+    wait_in_line,
+)
+from tests.support.brokers import T0, Clock, credits_of, problems
+from tests.support.parts import each_database
+from tests.support.processes import wait_for
+from tests.support.tier import Rounds
+
+
+@pytest.fixture
+def services(database_url: str) -> Iterator[Services]:
+    with a_day_later(database_url) as services:
+        yield services
+
+
+def lines(services: Services, account: str = "member:anna") -> list[str]:
+    found = services.ledger.statement(account, limit=100_000)
+    return [line.reason for line in found if line.kind == "batch"]
+
+
+# Debits.
+
+
+@each_database
+def test_a_job_is_paid_once_at_the_rate_of_its_devices(services: Services) -> None:
+    runs = [run(7, seconds=5400, gpus={"a100": 2})]
+    assert services.job_billing.debit(CLUSTER, runs).amount == 12 * MICRO
+    assert services.job_billing.debit(CLUSTER, runs).amount == 0
+    assert credits_of(services) == 88
+    assert lines(services) == [f"Batch job 7 (train.py) on 2 {A100}: 1 h 30 min"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "paid"),
+    [
+        ({"gpus": {"h100": 1}, "nodes": ("m2",)}, 10),
+        ({"gpus": {"a100": 1, "h100": 1}, "nodes": ("m1", "m2")}, 14),
+        ({"gpus": {}, "shards": {"": 3}}, 3),  # three quarters of an A100
+        ({"gpus": {}}, 0),
+        ({"seconds": 1}, cost_of_job(4 * MICRO, 1) / MICRO),
+        ({"seconds": 0}, 0),
+        ({"begins": T0 - timedelta(seconds=1)}, 0),  # before the first look: not ours
+        ({"user": "u-_41nn_20_4cee"}, 4),  # Ann Lee, whose name Linux does not take
+    ],
+    ids=str,
+)
+def test_what_a_job_pays(services: Services, cells: dict[str, Any], paid: float) -> None:
+    services.ledger.open_account("Ann Lee")
+    assert services.job_billing.debit(CLUSTER, [run(1, **cells)]).amount == round(paid * MICRO)
+    again = run(1, T0 + timedelta(hours=3))  # the same number, and another job
+    assert services.job_billing.debit(CLUSTER, [again]).amount == 4 * MICRO
+    services.prices.set_rate("40", model="A100", actor="admin")
+    later = run(2, T0 + LATER + timedelta(minutes=1))
+    assert services.job_billing.debit(CLUSTER, [again, later]).amount == 40 * MICRO
+
+
+def test_one_that_goes_on_is_paid_by_the_hour_and_to_the_second_at_its_end(
+    services: Services,
+) -> None:
+    for minutes, paid in ((59, 0), (60, 4), (61, 4), (119, 4), (125, 8)):
+        services.job_billing.debit(CLUSTER, [run(1, seconds=None, ran=minutes * 60)])
+        assert credits_of(services) == 100 - paid
+    end = [run(1, seconds=2 * 3600 + 900)]
+    for _ in range(2):
+        services.job_billing.debit(CLUSTER, end)
+        assert credits_of(services) == 91
+    # Slurm found out later that it had ended before.
+    services.job_billing.debit(CLUSTER, [run(1, seconds=3600)])
+    assert credits_of(services) == 96
+    assert lines(services) == [
+        "Charged too much for batch job 1 (train.py): it ran 1 h",
+        f"Batch job 1 (train.py) on 1 {A100}: 2 h 15 min in all",
+        f"Batch job 1 (train.py) on 1 {A100}: the first 2 h",
+        f"Batch job 1 (train.py) on 1 {A100}: the first 1 h",
+    ]
+
+
+def test_what_the_controller_lost_is_not_paid_on_and_on(services: Services) -> None:
+    going = [run(1, seconds=None, ran=3600), run(2, seconds=None, ran=3600)]
+    services.job_billing.debit(CLUSTER, going, living={"1"})
+    assert credits_of(services) == 96
+
+
+def test_somebody_unknown_pays_nothing_and_is_named(services: Services) -> None:
+    runs = [run(1, user="bert"), run(2, user="u-_zz")]
+    assert services.job_billing.debit(CLUSTER, runs).unknown == ("bert", "u-_zz")
+    services.ledger.open_account("bert")  # for what comes, not for what was
+    assert services.job_billing.debit(CLUSTER, runs) == services.job_billing.debit(CLUSTER, [])
+    assert credits_of(services, "bert") == 100
+    assert {job.user for job in services.job_billing.jobs_since("lab", T0) if not job.member} == {
+        "bert",
+        "u-_zz",
+    }
+
+
+def test_the_group_pays_that_usually_does(services: Services) -> None:
+    open_group(services, "lab")
+    services.ledger.grant("group:lab", 50 * MICRO, actor="admin", reason="start")
+    services.ledger.keep_payer("anna", "group:lab", actor="anna", groups=["lab"])
+    services.cluster_members.note_groups({"lab": ["anna"]})
+    services.job_billing.debit(CLUSTER, [run(1)])
+    assert services.ledger.account("group:lab").balance == 46 * MICRO
+    services.cluster_members.note_groups({"lab": []})
+    services.job_billing.debit(CLUSTER, [run(2)])
+    assert services.ledger.account("group:lab").balance == 46 * MICRO
+    assert credits_of(services) == 96
+
+
+def test_any_name_can_stand_on_a_statement(services: Services) -> None:
+    services.job_billing.debit(CLUSTER, [run(1, name="a\nb\x1b[31m" + "x" * 200)])
+    assert lines(services)[0].startswith("Batch job 1 (a?b?[31mxxx")
+    assert len(lines(services)[0]) < 200
+
+
+def test_late_news_of_a_job_spends_the_credits_that_were_there_then(services: Services) -> None:
+    ends = T0 + LATER + timedelta(hours=1)
+    services.ledger.grant("member:anna", 10 * MICRO, actor="admin", reason="week", until=ends)
+    Clock.of(services).forward(hours=2)
+    services.ledger.end_lots()
+    assert credits_of(services) == 100
+    begins = T0 + LATER + timedelta(seconds=60)
+    services.job_billing.debit(CLUSTER, [run(1, begins, 1800)])
+    assert credits_of(services) == 100  # the two credits came out of those that ended
+
+
+# Which jobs are servers'.
+
+
+def test_what_a_server_runs_on_is_no_job_beside_it_and_a_name_alone_makes_none_free(
+    services: Services,
+) -> None:
+    wait_in_line(services, "cc")
+    services.job_billing.debit(CLUSTER, [run(9, name="gpuspawner-cc", seconds=None, ran=7200)])
+    assert credits_of(services) == 100
+    ticket = wait_in_line(services, "aa")
+    with services.store.write() as connection:
+        queue_repository.end_ticket(connection, ticket.id, T0 + timedelta(minutes=1), "granted", "")
+    late = T0 + timedelta(hours=5)
+    services.job_billing.debit(
+        CLUSTER,
+        [
+            run(1, name="gpuspawner-aa"),  # the true one
+            run(2, name="gpuspawner-aa"),  # a second one by its name
+            run(3, name="gpuspawner-bb"),  # of no ticket
+        ],
+    )
+    assert credits_of(services) == 92
+    services.job_billing.debit(CLUSTER, [run(4, late, name="gpuspawner-aa")])  # long after
+    assert credits_of(services) == 88
+
+
+@each_database
+def test_what_was_once_paid_is_paid_when_its_namesakes_are_forgotten(services: Services) -> None:
+    """A second job by a server's name goes on for days, and nothing is read of the first one."""
+    ticket = wait_in_line(services, "aa")
+    with services.store.write() as connection:
+        queue_repository.end_ticket(connection, ticket.id, T0 + timedelta(hours=1), "granted", "")
+    true = run(1, name="gpuspawner-aa")
+    forged = {"begins": T0 + timedelta(minutes=5), "name": "gpuspawner-aa"}
+    services.job_billing.debit(CLUSTER, [true, run(2, seconds=None, ran=600, **forged)])
+    assert credits_of(services) == 100
+    services.job_billing.debit(CLUSTER, [run(2, seconds=None, ran=5 * 3600, **forged)])
+    assert credits_of(services) == 80
+    services.job_billing.debit(CLUSTER, [run(2, seconds=9 * 3600, **forged)])
+    assert credits_of(services) == 64
+
+
+# Killed, doubled, at the same time.
+
+
+def paid_exactly(services: Services) -> None:
+    owed = sum(cost_of_job(4 * MICRO, job.seconds) for job in many(HOURS))
+    assert services.ledger.account("member:anna").balance == 100 * MICRO - owed
+
+
+@each_database
+def test_two_services_at_once_charge_once(services: Services, database_url: str) -> None:
+    amounts = racers.together(*[(debit_together, database_url)] * 3)
+    paid_exactly(services)
+    assert sum(amounts) == 100 * MICRO - services.ledger.account("member:anna").balance
+
+
+@each_database
+def test_killed_anywhere_every_job_is_paid_once(
+    services: Services, database_url: str, rounds: Rounds, chance: random.Random
+) -> None:
+    for _ in range(rounds(60)):
+        victim = racers.Victim(debit_until_killed, database_url)
+        victim.wait_round()
+        before, more = len(lines(services)), chance.randrange(3)
+        wait_for(lambda more=before + more: len(lines(services)) >= more, "work", interval=0.002)
+        time.sleep(chance.uniform(0, 0.02))
+        victim.kill()
+        assert problems(services.store) == []
+    assert lines(services), "there was work that could break"
+    services.job_billing.debit(CLUSTER, many(HOURS))
+    paid_exactly(services)
+
+
+@pytest.fixture
+def clock(services: Services) -> Clock:
+    return Clock.of(services)
+
+
+def read_up_to(services: Services) -> Any:
+    """Up to when jobs were read, since T0."""
+    found = services.store.run(
+        lambda connection: slurm_repository.find_marks(connection, CLUSTER.name)
+    )
+    assert found is not None
+    return found.until - T0
+
+
+def writes(services: Services, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many transactions that write have begun since it was asked last."""
+    count, real = [0], services.store.write
+
+    def counted() -> Any:
+        count[0] += 1
+        return real()
+
+    def since() -> int:
+        found, count[0] = count[0], 0
+        return found
+
+    monkeypatch.setattr(services.store, "write", counted)
+    return since
+
+
+# What is known only later.
+
+
+def test_a_price_waits_for_the_model_that_comes_late(services: Services, clock: Clock) -> None:
+    half = {"gpus": {"": 1}, "nodes": ("m1", "m2")}
+    for _ in range(2):
+        assert services.job_billing.debit(CLUSTER, [run(1, **half)], until=clock.now).jobs == 0
+    assert services.job_billing.jobs_since("lab", T0) == []
+    assert read_up_to(services) == timedelta(hours=1), "it is read again from its end on"
+    services.job_billing.debit(CLUSTER, [run(1, gpus={"h100": 1}, nodes=("m2",))], until=clock.now)
+    assert credits_of(services) == 90
+    assert [job.devices for job in services.job_billing.jobs_since("lab", T0)] == [f"1 {H100}"]
+    assert read_up_to(services) == LATER
+
+
+def test_what_nobody_can_ever_say_costs_the_lowest(services: Services, clock: Clock) -> None:
+    lost = [
+        run(1, gpus={"": 1}, nodes=("gone",)),
+        run(2, seconds=None, ran=7200, gpus={"": 1}, nodes=()),
+    ]
+    services.job_billing.debit(CLUSTER, lost, until=clock.now)
+    clock.now += SETTLED - timedelta(seconds=1)
+    services.job_billing.debit(CLUSTER, lost, until=clock.now)
+    assert credits_of(services) == 100
+    clock.forward(seconds=1)
+    services.job_billing.debit(CLUSTER, lost, until=clock.now)
+    assert credits_of(services) == 100 - 4 - 8
+    assert read_up_to(services) == LATER + SETTLED
+    assert {job.devices for job in services.job_billing.jobs_since("lab", T0)} == {
+        f"1 {A100} or {H100}"
+    }
+
+
+def test_what_a_job_had_may_come_after_its_end(services: Services, clock: Clock) -> None:
+    nothing = {"gpus": {}, "told": False}
+    services.job_billing.debit(
+        CLUSTER, [run(1, **nothing), run(2, seconds=0, **nothing)], until=clock.now
+    )
+    assert read_up_to(services) == timedelta(hours=1)
+    services.job_billing.debit(CLUSTER, [run(1)], until=clock.now)
+    assert (credits_of(services), read_up_to(services)) == (96, LATER)
+
+
+# How far it was read.
+
+
+def test_what_a_clock_ahead_wrote_is_taken_back(services: Services, clock: Clock) -> None:
+    services.job_billing.debit(CLUSTER, [], until=clock.now)
+    clock.forward(days=2)
+    services.job_billing.debit(CLUSTER, [], until=clock.now)
+    assert read_up_to(services) == LATER + timedelta(days=2)
+    clock.now = T0 + LATER + timedelta(minutes=1)
+    services.job_billing.debit(CLUSTER, [], until=clock.now)
+    assert read_up_to(services) == LATER + timedelta(minutes=1)
+
+
+def test_who_reads_only_a_part_says_nothing_of_the_rest(services: Services) -> None:
+    services.job_billing.debit(CLUSTER, [run(1)])
+    assert (credits_of(services), read_up_to(services)) == (96, timedelta())
+
+
+# What fails.
+
+
+def test_a_job_that_cannot_be_charged_keeps_no_other_from_it(
+    services: Services, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More devices than any number in a database: no other is the worse for it."""
+    runs = [run(number) for number in range(1, 8)]
+    runs[3] = run(4, name="strange.py", gpus={"a100": 10**13})
+    with caplog.at_level(logging.ERROR):
+        assert services.job_billing.debit(CLUSTER, runs, until=clock.now).jobs == 6
+        for _ in range(2):
+            assert services.job_billing.debit(CLUSTER, runs, until=clock.now).jobs == 0
+    assert credits_of(services) == 100 - 6 * 4
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("Job 4 of anna on lab cannot be charged, all others are (")
+    assert "gpuspawner audit" in said and "gpuspawner grant" in said
+    assert [job.label for job in services.job_billing.jobs_since("lab", T0)] == [
+        "1",
+        "2",
+        "3",
+        "5",
+        "6",
+        "7",
+    ]
+    assert services.job_billing.debit(CLUSTER, [run(4)]).jobs == 1  # when it is mended
+
+
+# What is written.
+
+
+def test_a_round_without_news_writes_nothing(
+    services: Services, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going = [run(1), run(2, seconds=None, ran=3700), run(3, user="nobody"), run(4, gpus={})]
+    services.cluster_members.note_groups({"lab": ["anna"]})
+    services.job_billing.debit(CLUSTER, going, until=clock.now)
+    begun = writes(services, monkeypatch)
+    for _ in range(5):
+        clock.forward(minutes=1)
+        services.cluster_members.note_groups({"lab": ["anna"]})
+        services.job_billing.debit(CLUSTER, going, living={"2"}, until=clock.now)
+    assert begun() == 0
+    clock.forward(minutes=30)
+    services.job_billing.debit(CLUSTER, going, until=clock.now)
+    assert begun() == 1, "how far it was read"
+    services.job_billing.debit(CLUSTER, [run(2, seconds=None, ran=7200)], until=clock.now)
+    assert begun() == 1
+    services.cluster_members.note_groups({"lab": []})
+    assert begun() == 1

@@ -1,0 +1,181 @@
+"""Real: sockets and TLS. Servers that answer, do not yet, and never will."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import ssl
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from certipy import Certipy
+from jupyterhub.utils import make_ssl_context
+from tornado.iostream import IOStream
+
+from gpuspawner.spawners import readiness
+from gpuspawner.spawners.readiness import answers
+from tests.support.processes import free_port
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+async def nothing_is_left() -> AsyncIterator[None]:
+    """No error that nobody looked at."""
+    left: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: left.append(context))
+    yield
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not left
+
+
+def saying(text: bytes) -> Handler:
+    """A server that reads a request and says this."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(text)
+        writer.close()
+
+    return handle
+
+
+async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+    writer.close()
+
+
+async def asked(
+    handler: Handler, there: ssl.SSLContext | None = None, here: ssl.SSLContext | None = None
+) -> bool:
+    """Whether a server with this handler answers."""
+    async with await asyncio.start_server(handler, "127.0.0.1", 0, ssl=there) as server:
+        port = server.sockets[0].getsockname()[1]
+        scheme = "https" if there else "http"
+        return await answers(f"{scheme}://127.0.0.1:{port}/user/anna/api", here)
+
+
+@pytest.mark.parametrize(
+    ("said", "answered"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n{}", True),
+        (b"HTTP/1.0 302 Found\r\nLocation: /hub/login\r\n\r\n", True),
+        (b"HTTP/1.1 404 \r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nnot empty", True),
+        (b"HTTP/1.1 500 Internal Server Error\r\n\r\n", False),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n", False),
+        (b"", False),
+        (b"\r\n", False),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", False),
+        (b"220 mail.example ESMTP\r\n", False),
+        (b"x" * 1_000_000, False),
+        (b"HTTP/1.1 200 OK\r\nNonsense\r\n\r\n", False),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 4000000\r\n\r\n" + b"x" * 4_000_000, True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort", False),
+    ],
+)
+async def test_what_counts_as_an_answer(said: bytes, answered: bool) -> None:
+    assert await asked(saying(said)) is answered
+
+
+async def test_nobody_is_asked_where_an_answer_leads() -> None:
+    redirect, requests = saying(b"HTTP/1.1 302 Found\r\nLocation: /hub/login\r\n\r\n"), []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append(reader)
+        await redirect(reader, writer)
+
+    assert await asked(handle)
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize("end", ["it answered", "it was too slow", "nobody waits any more"])
+async def test_the_connection_is_closed_afterwards(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, closed = asyncio.Event(), asyncio.Event()
+
+    async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        opened.set()
+        if end == "it answered":
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        await reader.read()
+        closed.set()
+        writer.close()
+
+    if end != "it answered":
+        monkeypatch.setattr(readiness, "PATIENCE", 0.5)
+    async with await asyncio.start_server(keep, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        asking = asyncio.ensure_future(answers(f"http://127.0.0.1:{port}/user/anna/api", None))
+        await asyncio.wait_for(opened.wait(), 60)
+        if end == "nobody waits any more":
+            asking.cancel()
+        await asyncio.wait([asking], timeout=120)
+        assert asking.cancelled() or asking.result() is (end == "it answered")
+        await asyncio.wait_for(closed.wait(), 60)
+
+
+@pytest.mark.parametrize(("host", "written"), [("localhost", "localhost"), ("::1", "[::1]")])
+async def test_a_server_by_name_and_by_another_kind_of_address(host: str, written: str) -> None:
+    async with await asyncio.start_server(saying(b"HTTP/1.1 200 OK\r\n\r\n"), host, 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await answers(f"http://{written}:{port}/user/anna/api", None)
+
+
+async def test_an_address_is_asked_without_a_look_up_in_a_thread() -> None:
+    assert await asked(saying(b"HTTP/1.1 200 OK\r\n\r\n"))
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any(name.startswith("asyncio_") for name in names), names
+
+
+async def test_nobody_listens() -> None:
+    assert not await answers(f"http://127.0.0.1:{free_port()}/api", None)
+
+
+async def test_a_silent_server_is_not_waited_for_longer_than_one_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(readiness, "PATIENCE", 0.2)
+    assert not await asyncio.wait_for(asked(silent), 60)
+
+
+async def test_a_server_with_the_hubs_own_certificates_and_one_with_others(tmp_path: Path) -> None:
+    def certificates(name: str) -> tuple[str, str, str]:
+        """Key, certificate and authority, as ``JupyterHub.internal_ssl`` makes them."""
+        maker = Certipy(store_dir=str(tmp_path / name))
+        authority = maker.create_ca("authority")["files"]["cert"]
+        pair = maker.create_signed_pair("server", "authority", alt_names=["IP:127.0.0.1"])
+        files = pair["files"]
+        return files["key"], files["cert"], authority
+
+    key, cert, authority = certificates("ours")
+    there = make_ssl_context(key, cert, cafile=authority, purpose=ssl.Purpose.CLIENT_AUTH)
+    ok = saying(b"HTTP/1.1 200 OK\r\n\r\n")
+    assert await asked(ok, there, make_ssl_context(key, cert, cafile=authority))
+    other_key, other_cert, other_authority = certificates("theirs")
+    assert not await asked(
+        ok, there, make_ssl_context(other_key, other_cert, cafile=other_authority)
+    )
+
+
+async def test_a_connection_that_is_closed_before_tls_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by Docker's proxy, while nobody listens behind it yet."""
+    start_tls = IOStream.start_tls
+
+    def closed_meanwhile(stream: IOStream, *args: Any, **kwargs: Any) -> Any:
+        stream.close()
+        return start_tls(stream, *args, **kwargs)
+
+    monkeypatch.setattr(IOStream, "start_tls", closed_meanwhile)
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        context = ssl.create_default_context()
+        assert not await answers(f"https://127.0.0.1:{port}/user/anna/api", context)

@@ -1,0 +1,358 @@
+"""Spawns that wait, without a hub around them. Real: the line, SQLite and PostgreSQL.
+
+What a member may have, which a hub would know, is what the test says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from gpuspawner.core.errors import ConfigError, GPUSpawnerError, MemberGone, NotAllowed, TicketEnded
+from gpuspawner.db import engine as db_engine
+from gpuspawner.db.leader import Granter, hub_name
+from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Terms
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.queue.models import Ticket
+from gpuspawner.services import Services
+from gpuspawner.spawners.progress import SpawnProgress
+from gpuspawner.spawners.turns import Queueing
+from tests.support.brokers import Clock, Make, running
+from tests.support.parts import each_database
+from tests.support.processes import wait_for
+
+ONE = Request(devices=1)
+SOON = 20.0
+"""Seconds for what takes a round or two, on a machine with other things to do."""
+
+
+@pytest.fixture
+def services(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Services]:
+    """Two devices, in use by ada and bob."""
+    monkeypatch.setattr(db_engine, "BUSY_SECONDS", 0.5)  # of patience, to save time here
+    services = make(device_source="simulated:2xT4", group_priority={"course": "course"})
+    for user in ("ada", "bob"):
+        running(services, user)
+    yield services
+    services.granter.give_up()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async def look() -> None:
+        while not true():
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(look(), SOON)
+
+
+class Spawn:
+    """A spawn that waits, and what is said to it."""
+
+    def __init__(self, queueing: Queueing, user: str, groups: tuple[str, ...] = ()) -> None:
+        self.services, self.user = queueing.services, user
+        self.groups = frozenset(groups)
+        self.refusal: Exception | None = None
+        self.said: list[str] = []
+        ticket = self.services.queue.ask(ServerRef(user), ONE, engine="docker", terms=self.terms())
+        assert isinstance(ticket, Ticket)
+        self.id = ticket.id
+        self.progress = SpawnProgress()
+        self.page = asyncio.ensure_future(self.read())
+        self.wait = asyncio.ensure_future(queueing.wait(ticket, self.check, self.progress))
+
+    async def read(self) -> None:
+        """As a pending page does."""
+        async for event in self.progress.follow():
+            self.said += [event["message"]] if "message" in event else []
+
+    def terms(self) -> Terms:
+        return Terms(wait=True, groups=self.groups)
+
+    def check(self) -> Terms:
+        if self.refusal is not None:
+            raise self.refusal
+        return self.terms()
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.services.queue.ticket(self.id)
+
+    async def lease(self) -> Lease:
+        return await asyncio.wait_for(self.wait, SOON)
+
+    async def refused(self) -> GPUSpawnerError:
+        with pytest.raises(GPUSpawnerError) as caught:
+            await asyncio.wait_for(self.wait, SOON)
+        return caught.value
+
+    async def hears(self, words: str) -> None:
+        await until(lambda: bool(self.said) and words in self.said[-1])
+
+
+class Line:
+    """Lets members ask one after the other: ``spawn("dan")``."""
+
+    def __init__(self, services: Services, clock: Clock) -> None:
+        self.queueing = Queueing(services, logging.getLogger("line"))
+        self.spawns: list[Spawn] = []
+        self.clock = clock
+
+    async def rounds(self, count: int) -> None:
+        """Until the line was looked at so often, from the beginning of a look to its end."""
+        last = self.queueing.looks + count + 1  # one may be under way
+
+        def over() -> bool:
+            self.queueing.kick()
+            return self.queueing.looks >= last
+
+        await until(over)
+
+    def __call__(self, user: str, *groups: str) -> Spawn:
+        self.clock.forward(minutes=1)
+        self.spawns.append(Spawn(self.queueing, user, groups))
+        return self.spawns[-1]
+
+
+@pytest.fixture
+async def spawn(services: Services, clock: Clock) -> AsyncIterator[Line]:
+    """All who asked are stopped at the end."""
+    spawn = Line(services, clock)
+    yield spawn
+    tasks = [task for each in spawn.spawns for task in (each.wait, each.page)]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def free_one(services: Services, user: str = "ada") -> None:
+    lease = services.leases.of_server(ServerRef(user))
+    assert lease is not None
+    services.leases.release(lease.id, reason="stopped")
+
+
+@contextlib.contextmanager
+def busy(services: Services) -> Iterator[None]:
+    """Somebody else is in the middle of a write, and stays there."""
+    held, go_on = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with services.store.write():
+            held.set()
+            go_on.wait(60)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert held.wait(120)
+    try:
+        yield
+    finally:
+        go_on.set()
+        writer.join()
+
+
+async def test_who_may_not_any_more_loses_the_place_at_once(
+    services: Services, spawn: Line
+) -> None:
+    dan, eve = spawn("dan"), spawn("eve")
+    await eve.hears("number 2 of 2")
+    dan.refusal = NotAllowed(what="the environment 'lab'")
+    assert (await dan.refused()).message == "You may not use the environment 'lab'."
+    await eve.hears("the only one in line")
+    assert (dan.ticket.outcome, dan.ticket.end_reason) == (
+        "refused",
+        "You may not use the environment 'lab'.",
+    )
+    [told] = services.notifications.notices_of("dan")
+    assert told.kind is NoticeKind.TICKET_ENDED and "'lab'" in told.body
+    free_one(services)
+    assert (await eve.lease()).server == ServerRef("eve")
+
+
+async def test_who_is_gone(services: Services, spawn: Line) -> None:
+    dan = spawn("dan")
+    dan.refusal = MemberGone(why="the member was renamed")
+    said = (await dan.refused()).message
+    assert said.startswith("Your place in line is gone: the member was renamed.")
+    assert (dan.ticket.outcome, dan.ticket.end_reason) == ("member_gone", "the member was renamed")
+
+
+@pytest.mark.parametrize(
+    "trouble", [ConfigError(what="line 3 of the catalog"), ZeroDivisionError("an admin's function")]
+)
+async def test_what_nobody_can_tell_costs_no_place(
+    services: Services, clock: Clock, spawn: Line, trouble: Exception
+) -> None:
+    """It holds nobody up for long either."""
+
+    dan, eve, fay = spawn("dan"), spawn("eve"), spawn("fay")
+    await fay.hears("number 3 of 3")
+    dan.refusal = trouble
+    await spawn.rounds(2)
+    free_one(services)
+    clock.forward(minutes=3)
+    assert (await eve.lease()).server == ServerRef("eve")
+    assert dan.ticket.outcome == "" and not dan.wait.done()
+    dan.refusal = None
+    await dan.hears("next in line")
+    free_one(services, "bob")
+    assert (await dan.lease()).server == ServerRef("dan")
+    await fay.hears("the only one in line")
+
+
+async def test_a_group_that_is_left_has_no_say_any_more(services: Services, spawn: Line) -> None:
+    dan = spawn("dan")
+    eve = spawn("eve", "course")
+    await eve.hears("next in line")
+    eve.groups = frozenset()
+    await eve.hears("number 2 of 2")
+    assert (eve.ticket.group, eve.ticket.priority) == ("", dan.ticket.priority)
+    dan.groups = frozenset({"course"})
+    await until(lambda: dan.ticket.group == "course")
+    assert dan.ticket.priority > eve.ticket.priority
+
+
+async def test_a_grant_of_which_nobody_heard_is_handed_over(
+    services: Services, spawn: Line
+) -> None:
+    """As when the connection to the database is cut after it had written everything."""
+
+    dan = spawn("dan")
+    await dan.hears("in line")
+    with services.line.lock:  # between two rounds
+        free_one(services)
+        granted = services.queue.start_ticket(dan.id)
+    assert (await dan.lease()).id == granted.id
+
+
+async def test_a_grant_that_came_to_nothing_meanwhile_is_not(
+    services: Services, spawn: Line
+) -> None:
+    dan = spawn("dan")
+    await dan.hears("in line")
+    with services.line.lock:
+        free_one(services)
+        services.leases.release(
+            services.queue.start_ticket(dan.id).id, reason="released by an admin"
+        )
+    assert isinstance(await dan.refused(), TicketEnded)
+
+
+@each_database
+async def test_an_end_outlasts_a_busy_database(services: Services, spawn: Line) -> None:
+    dan, eve = spawn("dan"), spawn("eve")
+    await eve.hears("number 2 of 2")
+    dan.wait.cancel()
+    with busy(services):
+        await spawn.queueing.end(dan.id, "cancelled", "the start was stopped", tell=False)
+        assert dan.ticket.outcome == ""
+    await eve.hears("the only one in line")
+    assert (dan.ticket.outcome, dan.ticket.end_reason) == ("cancelled", "the start was stopped")
+    assert services.notifications.notices_of("dan") == []
+
+
+@each_database
+async def test_who_is_back_before_the_end_was_written_keeps_the_place(
+    services: Services, spawn: Line
+) -> None:
+    dan, _ = spawn("dan"), spawn("eve")
+    await dan.hears("next in line")
+    dan.wait.cancel()
+    with busy(services):
+        await spawn.queueing.end(dan.id, "cancelled", "the start was stopped")
+        waits = spawn.queueing.wait(dan.ticket, dan.check, dan.progress)
+        dan.wait = asyncio.ensure_future(waits)
+        await until(lambda: dan.id in spawn.queueing._waiters)
+    free_one(services)
+    assert (await dan.lease()).ticket_id == dan.id
+
+
+# Granted, and lost with the hub.
+
+
+def granted(services: Services, user: str) -> tuple[Ticket, Lease]:
+    ticket = services.queue.ask(ServerRef(user), ONE, engine="docker", terms=Terms(wait=True))
+    assert isinstance(ticket, Ticket)
+    free_one(services)
+    assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
+    return ticket, services.queue.start_ticket(ticket.id)
+
+
+def test_a_start_that_was_lost_with_its_hub_is_back_at_its_place(
+    services: Services, clock: Clock
+) -> None:
+    ticket, lease = granted(services, "dan")
+    clock.forward(minutes=5)
+    later = services.queue.ask(ServerRef("eve"), ONE, engine="docker", terms=Terms(wait=True))
+    assert isinstance(later, Ticket)
+    ended = services.leases.release(lease.id, reason="the server was gone", lost=True)
+    assert ended.state is LeaseState.ENDED and ended.charged == 0
+    back = services.queue.ticket(ticket.id)
+    assert (back.outcome, back.lease_id, back.created_at) == ("", None, ticket.created_at)
+    assert [each.id for each in services.queue.waiting()] == [ticket.id, later.id]
+    assert services.queue.turns(frozenset({ticket.id, later.id})) == [ticket.id]
+    again = services.queue.start_ticket(ticket.id)
+    assert services.leases.of_server(ServerRef("dan")) == again
+    turns = [n for n in services.notifications.notices_of("dan") if n.kind is NoticeKind.TURN]
+    assert len(turns) == 2, "told of each turn"
+
+
+def test_a_server_that_was_lost_before_its_member_came_costs_nothing(
+    services: Services, clock: Clock
+) -> None:
+    ticket, lease = granted(services, "dan")
+    services.leases.confirm(lease.id)
+    clock.forward(minutes=5)
+    services.ledger.charge_all()
+    assert services.leases.get(lease.id).charged > 0
+    ended = services.leases.release(lease.id, reason="the server was gone", lost=True)
+    assert (ended.charged, ended.outcome) == (0, "lost") and services.leases.get(lease.id) == ended
+    assert [each.id for each in services.queue.waiting()] == [ticket.id]
+
+
+@pytest.mark.parametrize("how", ["its member came", "it was stopped", "it failed", "asked anew"])
+def test_what_else_ended_does_not_come_back(services: Services, how: str) -> None:
+    ticket, lease = granted(services, "dan")
+    if how == "its member came":
+        services.leases.confirm(lease.id)
+        services.sessions.claim(lease.id)
+    elif how == "it was stopped":
+        services.leases.give_up(lease.id, "stopped")
+    elif how == "asked anew":
+        services.queue.ask(ServerRef("dan", "other"), ONE, engine="docker", terms=Terms(wait=True))
+    services.leases.release(lease.id, reason="the server was gone", lost=how != "it failed")
+    back = [each.id for each in services.queue.waiting()]
+    assert (ticket.id in back) == (how == "asked anew"), "another server is no reason"
+
+
+# Who may grant.
+
+
+@each_database
+def test_one_grants_for_as_long_as_it_lives(services: Services) -> None:
+    one, two = Granter(services.store), Granter(services.store)
+    assert two.holder() == "" and not one.sure
+    assert one.take() and one.take() and one.sure
+    assert not two.take() and not two.sure
+    assert two.holder() == hub_name(os.getpid()) == one.holder()
+    one.give_up()  # a server lets go as soon as it sees that the connection is closed
+    wait_for(lambda: two.holder() == "", "nobody to hold it")
+    assert two.take() and not one.take()
+    two.give_up()
+
+
+@each_database
+async def test_nobody_starts_while_another_hub_grants(services: Services, spawn: Line) -> None:
+    other = Granter(services.store)
+    assert other.take()
+    dan = spawn("dan")
+    free_one(services)
+    await spawn.rounds(3)
+    assert not dan.wait.done() and dan.ticket.outcome == ""
+    other.give_up()
+    assert (await dan.lease()).server == ServerRef("dan")

@@ -1,0 +1,478 @@
+"""Tickets of services as jobs in Slurm: looks that are old, machines that are closed, what an admin
+decides, a controller that hangs. Real: Slurm with two nodes, services and its store. Stand-in: the
+GPUs, and what is found of them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.core.errors import (
+    InvalidRequest,
+    NoDeviceFree,
+    SlurmRefused,
+    SlurmUnavailable,
+    TooMuchAsked,
+)
+from gpuspawner.devices import closures
+from gpuspawner.devices.closures import HEALTH, Closure
+from gpuspawner.leases.models import LeaseState, Request, ServerRef, Terms
+from gpuspawner.monitoring.health import Symptom
+from gpuspawner.monitoring.health_service import FoundSymptoms
+from gpuspawner.queue.models import Ticket
+from gpuspawner.services import Services
+from gpuspawner.slurm import scheduler
+from gpuspawner.slurm.cluster import read_cluster
+from gpuspawner.slurm.jobs import SlurmJob, read_jobs
+from gpuspawner.slurm.priority import FIRST_PAUSE, MARK, Hand
+from gpuspawner.slurm.programs import Slurm
+from gpuspawner.slurm.scheduler import SlurmDelegate
+from tests.support.processes import wait_for
+from tests.support.slurm_broker import asked, frozen, has_job, opened, until, weak_programs
+from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_node import Node
+
+GONE = "it is lost"
+
+ALL = ("--gres=gpu:a100:2", "--gres=gpu:h100:1")
+
+
+@pytest.fixture
+def services(tmp_path: Path, cluster: SlurmCluster) -> Iterator[Services]:
+    cluster.user("ann")
+    services = opened(tmp_path, cluster)
+    yield services
+    services.store.close()
+
+
+@pytest.fixture
+def all_in_use(services: Services, cluster: SlurmCluster) -> None:
+    """Others have all GPUs."""
+    for gres in ALL:
+        cluster.wait_state(cluster.hold("ann", gres), "RUNNING")
+
+
+# What happens between two looks at Slurm, when the last one does not show it yet.
+
+
+def delegate_of(services: Services) -> SlurmDelegate:
+    assert isinstance(services.delegation.delegate, SlurmDelegate)
+    return services.delegation.delegate
+
+
+END_JOB: dict[str, Callable[[SlurmDelegate, str, int], None]] = {
+    "a GPU that is closed is given back": lambda slurm, ticket, job: slurm.decline(ticket),
+    "the ticket is cancelled": lambda slurm, ticket, job: slurm.cancel(ticket),
+    "the container was removed": lambda slurm, ticket, job: slurm.cancel_job(job),
+}
+
+
+@pytest.mark.parametrize("why", END_JOB)
+def test_a_ticket_gets_nothing_from_a_job_that_was_told_to_end(
+    services: Services, cluster: SlurmCluster, why: str
+) -> None:
+    ticket = asked(services, "ann")
+    until(services, [ticket], lambda turns: turns == [ticket.id])
+    slurm = delegate_of(services)
+    first = slurm.job(ticket.id)
+    assert first is not None
+    END_JOB[why](slurm, ticket.id, first.id)
+    assert services.queue.turns(frozenset([ticket.id])) == [], "the last look shows it running"
+    with pytest.raises(NoDeviceFree):
+        services.queue.start_ticket(ticket.id)
+
+    # It waits on, and gets another job.
+    until(services, [ticket], lambda turns: turns == [ticket.id])
+    second = slurm.job(ticket.id)
+    assert second is not None and second.id != first.id
+    lease = services.queue.start_ticket(ticket.id)
+    assert lease.ticket_id == ticket.id and has_job(cluster, ticket) == "RUNNING"
+
+
+def test_a_job_that_slurm_does_not_let_us_end_counts_again(
+    services: Services, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*jobs: int) -> None:
+        raise SlurmRefused(why="Access/permission denied")
+
+    monkeypatch.setattr(scheduler, "ENDING", 0.0)
+    monkeypatch.setattr(Slurm, "cancel", lambda self, *jobs: refuse(*jobs))
+    ticket = asked(services, "ann")
+    until(services, [ticket], lambda turns: turns == [ticket.id])
+    delegate_of(services).decline(ticket.id)
+    assert services.queue.turns(frozenset([ticket.id])) == []
+    until(services, [ticket], lambda turns: turns == [ticket.id])
+    assert has_job(cluster, ticket) == "RUNNING"
+
+
+def test_a_ticket_that_becomes_a_lease_while_the_store_is_read_keeps_its_job(
+    services: Services, cluster: SlurmCluster
+) -> None:
+    ticket = asked(services, "ann")
+    until(services, [ticket], lambda turns: turns == [ticket.id])
+    granted = []
+    with ThreadPoolExecutor(1) as hub:
+
+        @sa.event.listens_for(services.store.read_engine, "after_cursor_execute")
+        def grant(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+            if not granted and "FROM leases" in statement:
+                granted.append("soon")  # once
+                granted.append(
+                    hub.submit(services.queue.start_ticket, ticket.id).result(timeout=60).id
+                )
+
+        assert services.delegation.end_deserted() == []
+    assert services.leases.get(granted[1]).state is LeaseState.GRANTED
+    assert has_job(cluster, ticket) == "RUNNING"
+
+
+def test_a_session_can_be_extended_right_after_its_start(
+    services: Services, cluster: SlurmCluster
+) -> None:
+    """The accounting service extends it; its last look at Slurm was before the job was there."""
+    service = SlurmDelegate(
+        read_cluster(services.settings.slurm.cluster_file),
+        Slurm(conf=str(cluster.conf), seconds=60),
+    )
+    before = service.turns()
+    ticket = asked(services, "ann", seconds=3600)
+    assert ticket.id not in before
+    wait_for(lambda: has_job(cluster, ticket) == "RUNNING", "its job")
+    service._answered = scheduler.time.monotonic()  # as if that look had been just now
+    service.extend(ticket.id, 2 * 3600)
+    assert has_job(cluster, ticket, "%l") == "2:20:00"
+    with pytest.raises(SlurmRefused, match="its job has ended"):
+        service.extend("f" * 16, 3600)
+
+
+# Machines that are closed, by us and by others.
+
+
+def fall_sick(services: Services, uuid: str) -> None:
+    symptom = Symptom("lost", GONE, services.clock())
+    (change,) = services.health.judge_health({uuid: FoundSymptoms((symptom,))})
+    assert change.event == "sick"
+
+
+def why(cluster: SlurmCluster, node: Node) -> str:
+    """Why Slurm gives out nothing of a node; empty when it does."""
+    state, reason = cluster.run("sinfo", "-h", "-n", node.name, "-o", "%T|%E").strip().split("|", 1)
+    return reason if state.startswith("drain") else ""
+
+
+def test_a_sick_gpu_closes_its_machine_until_all_of_it_is_well(
+    services: Services, cluster: SlurmCluster
+) -> None:
+    node = cluster.nodes[0]
+    one, two = (device.uuid for device in node.devices)
+    fall_sick(services, one)
+    assert why(cluster, node) == f"gpuspawner: {one} is sick: {GONE}"
+    (seen,) = [x for x in services.devices.look(fresh=True).devices if x.uuid == two]
+    assert seen.reason == f"drained: {one} is sick: {GONE}"
+    fall_sick(services, two)
+    assert services.health.probed(one) and one not in services.devices.closures()
+    assert why(cluster, node), "the other one is still sick"
+    assert services.health.probed(two) and not why(cluster, node)
+
+    # Whoever looked before that was written closes it, and opens it again.
+    stale = {two: Closure(two, services.clock(), HEALTH, GONE)}
+    services.machines.keep_closed(stale)
+    assert not why(cluster, node)
+
+
+def test_what_slurm_was_not_told_it_is_told_later(
+    services: Services, cluster: SlurmCluster
+) -> None:
+    first, second = cluster.nodes
+    one, other = first.devices[0].uuid, second.devices[0].uuid
+    fall_sick(services, other)
+    cluster.kill("slurmctld")
+    fall_sick(services, one)
+    with pytest.raises(SlurmUnavailable):
+        services.health.probed(other)
+    assert services.devices.closures().keys() == {one, other}
+    assert services.health.device_states()[other].state.verdict == "sick", "it is probed again"
+    cluster.restart("slurmctld")
+    services.machines.keep_closed()
+    assert one in why(cluster, first)
+    assert services.health.probed(other) and services.devices.closures().keys() == {one}
+    assert not why(cluster, second)
+
+
+def test_what_others_drained_they_open(
+    services: Services, cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """A node whose epilog failed may still have somebody's container on its GPU."""
+    node = cluster.nodes[1]
+    uuid = node.devices[0].uuid
+    cluster.fail_epilog(node)
+    job = cluster.hold("ann", "--gres=gpu:h100:1")
+    cluster.wait_state(job, "RUNNING")
+    cluster.run("scancel", str(job))
+    wait_for(lambda: why(cluster, node), "the epilog to fail")
+    assert services.devices.drain(uuid, actor="admin", reason="a look at it")
+    assert why(cluster, node) == "Epilog error", "Slurm's own reason stays"
+
+    with pytest.raises(InvalidRequest, match=r"Epilog error \(by slurm\)") as refused:
+        services.devices.undrain(uuid, actor="admin")
+    assert why(cluster, node) and uuid in services.devices.closures()
+    assert "undrain" not in [change.action for change in services.audit.trail()]
+    command = re.search(r"type: (scontrol .*=RESUME)\.", refused.value.message)
+    assert command
+    cluster.run(*command[1].split())  # as the sentence says
+    assert not why(cluster, node)
+
+    opened(tmp_path, cluster).machines.keep_closed()  # what is closed here is still closed
+    assert why(cluster, node) == "gpuspawner: a look at it"
+    assert services.devices.undrain(uuid, actor="admin") and not why(cluster, node)
+    assert not services.devices.undrain(uuid, actor="admin")
+
+
+def running_on(services: Services, cluster: SlurmCluster, node: Node) -> Ticket:
+    """A ticket that Slurm gave devices of this node, whose turn nobody has seen yet."""
+    others = [
+        cluster.hold("ann", f"--gres=gpu:{len(other.devices)}", f"--nodelist={other.name}")
+        for other in cluster.nodes
+        if other is not node
+    ]
+    for other in others:
+        cluster.wait_state(other, "RUNNING")
+    ticket = asked(services, "ann", "mine")
+    wait_for(lambda: has_job(cluster, ticket, "%T %N") == f"RUNNING {node.name}", "its job")
+    cluster.run("scancel", *map(str, others))
+    return ticket
+
+
+def closed(services: Services, uuid: str) -> None:
+    """As a service leaves it that is killed before it tells Slurm."""
+    with services.store.write() as connection:
+        closures.close(connection, Closure(uuid, services.clock(), HEALTH, GONE))
+
+
+def test_a_ticket_does_not_wait_with_what_is_closed(
+    services: Services, cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    first, second = cluster.nodes
+    ticket = running_on(services, cluster, first)
+    closed(services, first.devices[0].uuid)
+    closed(services, first.devices[1].uuid)
+    until(services, [ticket], lambda turns: turns == [ticket.id])
+    lease = services.queue.start_ticket(ticket.id)
+    assert lease.uuids == (second.devices[0].uuid,)
+    assert GONE in why(cluster, first)
+
+
+def test_a_hub_that_dies_while_it_gives_something_back(
+    services: Services, cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """The job is ended, nobody has handed in another one, and nobody remembers why."""
+    ticket = running_on(services, cluster, cluster.nodes[0])
+    assert services.delegation.delegate is not None
+    wait_for(lambda: ticket.id in services.delegation.delegate.turns(), "a look at it")
+    services.delegation.delegate.decline(ticket.id)
+    wait_for(lambda: not has_job(cluster, ticket), "its end")
+    anew = opened(tmp_path, cluster)
+    until(anew, [ticket], lambda turns: turns == [ticket.id])
+    assert anew.queue.start_ticket(ticket.id).ticket_id == ticket.id
+
+
+def test_what_slurm_does_not_close_is_left_out(
+    services: Services, cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub without an admin's rights cannot drain a node."""
+    first, second = cluster.nodes
+    monkeypatch.setenv("PATH", weak_programs(tmp_path / "bin", "ann", "*NodeName=*"))
+    ticket = running_on(services, cluster, first)
+    closed(services, first.devices[0].uuid)
+    until(services, [ticket], lambda turns: turns == [ticket.id])
+    assert not why(cluster, first)
+    assert has_job(cluster, ticket, "%T %N") == f"RUNNING {second.name}"
+    assert f"ExcNodeList={first.name}" in cluster.run("scontrol", "show", "job")
+
+    # Where no other machine would do, it waits without a job.
+    other = asked(services, "ann", "other", model="A100")
+    until(services, [ticket, other], lambda turns: other.id not in turns)
+    assert not has_job(cluster, other) and not services.queue.ticket(other.id).outcome
+    with services.store.write() as connection:
+        closures.reopen(connection, first.devices[0].uuid)
+    until(services, [ticket, other], lambda turns: other.id in turns)
+    assert services.queue.start_ticket(other.id).devices[0].model == first.devices[0].model
+
+
+# What an admin decides of a line, and a controller that hangs.
+
+
+@pytest.mark.usefixtures("all_in_use")
+def test_the_end_of_a_pause_releases_what_it_held(
+    services: Services, cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """Also of a hub that was started anew meanwhile; and nothing of what somebody else held, or
+    of another hub's, or of who uses sbatch."""
+    mine, held, own = (asked(services, "ann", name) for name in ("mine", "held", "own"))
+    tickets = [mine, held, own]
+    other = cluster.hold("ann", "--gres=gpu:1", f"--job-name=gpuspawner-{'f' * 16}")
+    batch = cluster.hold("ann", "--gres=gpu:1")
+    cluster.run("scontrol", "hold", has_job(cluster, held, "%i"))
+    cluster.run("scontrol", "update", f"JobId={has_job(cluster, mine, '%i')}", "AdminComment=old")
+
+    def says(ticket: Ticket, *reasons: str) -> bool:
+        return has_job(cluster, ticket, "%r") in reasons
+
+    services.devices.pause(actor="admin", reason="new fans")
+    until(services, tickets, lambda _: says(mine, "JobHeldAdmin") and says(own, "JobHeldAdmin"))
+    for job in (other, batch):
+        assert cluster.run("squeue", "-h", "-j", str(job), "-o", "%Q").strip() != "0"
+    # In the pause an admin makes the hold of one of them their own.
+    cluster.run("scontrol", "uhold", has_job(cluster, own, "%i"))
+
+    anew = opened(tmp_path, cluster)
+    until(anew, tickets, lambda turns: turns == [])
+    assert anew.devices.resume(actor="admin")
+    until(anew, tickets, lambda _: says(mine, "Priority", "Resources", "None"))
+    until(anew, tickets, lambda _: MARK not in cluster.run("scontrol", "show", "job"))
+    assert says(held, "JobHeldAdmin") and says(own, "JobHeldUser")
+    assert "AdminComment=old" in cluster.run("scontrol", "show", "job")
+
+
+@pytest.mark.usefixtures("all_in_use")
+def test_who_uses_sbatch_goes_on_in_a_pause(
+    services: Services, cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    ticket = asked(services, "ann")
+    batch = cluster.hold("ann", "--gres=gpu:h100:1")
+    services.devices.pause(actor="admin")
+    until(services, [ticket], lambda _: has_job(cluster, ticket, "%r") == "JobHeldAdmin")
+    cluster.run("scancel", "--state=running", "--user=ann")
+    cluster.wait_state(batch, "RUNNING")
+    assert has_job(cluster, ticket, "%r") == "JobHeldAdmin"
+
+
+@pytest.mark.usefixtures("all_in_use")
+def test_a_hub_without_rights_holds_and_releases_its_own(
+    services: Services, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A job's owner may hold it, and nobody can lift an admin's hold but an admin."""
+    mine, held = (asked(services, "ann", name) for name in ("mine", "held"))
+    cluster.run("scontrol", "hold", has_job(cluster, held, "%i"))
+    monkeypatch.setenv("PATH", weak_programs(tmp_path / "bin", "ann", "*"))
+    slurm = Slurm(conf=str(cluster.conf))
+
+    def jobs() -> list[SlurmJob]:
+        return [job for job in read_jobs(slurm) if job.ticket_id]
+
+    hand = Hand(slurm, logging.getLogger(__name__), user=jobs()[0].uid)
+    hand.pause(jobs())
+    assert has_job(cluster, mine, "%r") == "JobHeldUser"
+
+    def is_released() -> bool:
+        hand.go_on(jobs(), {})  # as in every round, until it is so
+        return int(has_job(cluster, mine, "%Q")) > 0
+
+    wait_for(is_released, "its priority")
+    assert has_job(cluster, held, "%r") == "JobHeldAdmin"
+
+
+@pytest.mark.usefixtures("all_in_use")
+def test_what_slurm_refused_is_told_again_and_ever_more_seldom(
+    services: Services, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bin"
+    monkeypatch.setenv("PATH", weak_programs(folder, "ann", "*Nice=* | *Priority=*"))
+    ticket = asked(services, "ann")
+    slurm, now = Slurm(conf=str(cluster.conf)), [0.0]
+    hand = Hand(slurm, logging.getLogger(__name__), clock=lambda: now[0])
+
+    def told(wanted: Ticket, *, up_to: float = 0.0) -> int:
+        """How often it was, while it was wanted each second until then."""
+        (folder / "told").write_text("", encoding="utf-8")
+        (job,) = (job for job in read_jobs(slurm) if job.ticket_id == ticket.id)
+        while True:
+            hand.order([(wanted, job)])
+            if now[0] >= up_to:
+                return len((folder / "told").read_text(encoding="utf-8").splitlines())
+            now[0] += 1
+
+    points = replace(ticket, boost=5.0)
+    assert told(points) == 1
+    assert told(points, up_to=FIRST_PAUSE - 1) == 0
+    assert told(points, up_to=3 * FIRST_PAUSE) == 2, "after 5 and after 10 more"
+    assert told(replace(ticket, boost=6.0)) == 1, "another wish is not refused yet"
+    assert told(replace(ticket, position=1), up_to=now[0] + FIRST_PAUSE - 1) == 1
+    assert has_job(cluster, ticket, "%Q") not in ("0", "3999999999")
+    (folder / "strong").touch()
+    assert told(replace(ticket, position=1), up_to=now[0] + FIRST_PAUSE) == 1
+    assert has_job(cluster, ticket, "%Q") == "3999999999"
+
+
+@pytest.mark.usefixtures("all_in_use")
+def test_a_controller_that_hangs_holds_up_nobody(
+    services: Services, cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """Its programs would wait for minutes; who asks, leaves or is refused waits for none of it."""
+    cluster.reconfigure(MessageTimeout=90)
+    try:
+        _hangs(services, cluster)
+    finally:
+        cluster.reconfigure(MessageTimeout=5)
+
+
+def _hangs(services: Services, cluster: SlurmCluster) -> None:
+    delegate = SlurmDelegate(
+        read_cluster(services.settings.slurm.cluster_file),
+        Slurm(conf=str(cluster.conf), seconds=300),
+    )
+    services.delegation.delegate = services.machines.delegate = services.watch.source = delegate
+    leaves = asked(services, "ann", "leaves")
+    until_in_line(services, leaves)  # it reads its settings anew, and may take nothing meanwhile
+    with frozen(cluster, "slurmctld"), ThreadPoolExecutor(4) as threads:
+        delegate._nodes_at = float("-inf")  # the nodes are to be looked at again
+        with pytest.raises(SlurmUnavailable, match="has not answered for"):
+            while True:
+                services.queue.turns(frozenset([leaves.id]))
+        rounds = threads.submit(services.queue.turns, frozenset([leaves.id]))
+        refused = threads.submit(_ask_now, services, 1)
+        too_many = threads.submit(_ask_now, services, 40)
+        assert isinstance(refused.exception(timeout=60), NoDeviceFree)
+        assert isinstance(too_many.exception(timeout=60), TooMuchAsked)
+        comes = threads.submit(asked, services, "ann", "comes")
+        ended = threads.submit(services.queue.end_ticket, leaves.id, "left", "they left")
+        new = comes.result(timeout=60)
+        assert ended.result(timeout=60).outcome == "left"
+        assert isinstance(rounds.exception(timeout=60), SlurmUnavailable)
+        (standing,) = services.positions.standings().values()
+        assert "Slurm does not answer just now; it is asked again" in standing.why
+        assert delegate._asker.seconds > 0 and delegate._nodes_asker.seconds > 0, "both hang yet"
+    until_in_line(services, new)
+    assert "does not answer" not in services.positions.standings()[new.id].why
+    assert has_job(cluster, new) == "PENDING"
+    wait_for(
+        lambda: services.delegation.end_deserted() or not has_job(cluster, leaves), "its job to go"
+    )
+
+
+def until_in_line(services: Services, ticket: Ticket) -> None:
+    """Rounds until Slurm answers and has the ticket's job."""
+
+    def place() -> int:
+        assert services.delegation.delegate is not None
+        try:
+            services.queue.turns(frozenset([ticket.id]))
+            return services.delegation.delegate.turns()[ticket.id].place
+        except (SlurmUnavailable, KeyError):
+            return 0
+
+    wait_for(place, "a place in line", timeout=60)
+    services.queue.turns(frozenset([ticket.id]))
+
+
+def _ask_now(services: Services, devices: int) -> object:
+    server = ServerRef("ann", f"now{devices}")
+    return services.queue.ask(server, Request(devices=devices), engine="slurm", terms=Terms())

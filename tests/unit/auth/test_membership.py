@@ -1,0 +1,304 @@
+"""Rules of membership together, what the services hear, and signing in while something breaks.
+Real: the classes of JupyterHub and OAuthenticator, services, roster, SQLite. Claims are rows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jupyterhub import orm
+from tornado import web
+from tornado.httpclient import HTTPClientError
+from traitlets.config import Config
+
+from gpuspawner.auth import mixin
+from gpuspawner.core.units import MICRO
+from gpuspawner.members import repository as members_repository
+from gpuspawner.members.repository import RosterEntry
+from gpuspawner.services import Services
+from tests.support.brokers import make_services
+from tests.support.members import ADA, GROUPS, OPENING_GRANT, Claims, Plain, accounts, make, sign_in
+
+pytestmark = pytest.mark.usefixtures("patient_sign_in")
+
+
+def enrol(services: Services, *, days: float, groups: tuple[str, ...] = ()) -> None:
+    """Ada is on the roster, since yesterday, for so many days from now."""
+    now = services.clock()
+    start, end = now - timedelta(days=1), now + timedelta(days=days)
+    entry = RosterEntry("ada", "ml", groups, starts_at=start, ends_at=end)
+    with services.store.write() as connection:
+        members_repository.put_roster(connection, [entry], now)
+
+
+CLAIM: dict[str, Any] = {"username_claim": "sub", "login_service": "Lab"}
+MAIL = {**CLAIM, "allowed_mail_domains": {"lab.example", "*.Uni.example"}}
+BOTH = {**MAIL, "manage_groups": True, "allowed_groups": {"ml"}}
+ALL = {**BOTH, "membership": "all"}
+
+
+def who(mail: str, *groups: str, confirmed: Any = True) -> dict[str, Any]:
+    return {"sub": "ada", "email": mail, "email_verified": confirmed, "groups": list(groups)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "claims", "verdict"),
+    [
+        *(
+            (MAIL, who(f"ada@{at}"), "in")
+            for at in ("lab.example", "LAB.example", "cs.uni.example")
+        ),
+        (MAIL, who("ada@uni.example"), "(ada@uni.example) is in no domain that may use"),
+        *(
+            (MAIL, who(f"ada@{at}"), "is in no domain that may use this hub")
+            for at in ("evil-lab.example", "lab.example.evil.example", "evil.example@lab.example")
+        ),
+        (MAIL, who("ada@lab.example", confirmed=False), "Lab has not confirmed its mail address"),
+        (MAIL, who("ada@lab.example", confirmed=None), "Lab has not confirmed its mail address"),
+        ({**MAIL, "mail_is_confirmed": True}, who("ada@lab.example", confirmed=None), "in"),
+        (MAIL, who(""), "Lab gives no mail address of it"),
+        (MAIL, {"sub": "ada"}, "Lab gives no mail address of it"),
+        ({**MAIL, "blocked_users": {"ada"}}, who("ada@lab.example"), "is blocked on this hub"),
+        (BOTH, who("ada@x.example", "ml"), "in"),
+        (BOTH, who("ada@lab.example", "art"), "in"),
+        (BOTH, who("ada@x.example", "art"), "(art); its mail address (ada@x.example) is in no"),
+        (ALL, who("ada@lab.example", "ml"), "in"),
+        (ALL, who("ada@lab.example", "art"), "has not all that membership needs: none of its"),
+        (ALL, who("ada@x.example", "ml"), "membership needs: its mail address (ada@x.example)"),
+        ({**ALL, "allowed_users": {"ada"}}, who("ada@x.example"), "in"),
+        ({**ALL, "admin_users": {"ada"}}, who("ada@x.example"), "in as admin"),
+        ({**CLAIM, "membership": "all"}, who("ada@lab.example"), "not on the list of members"),
+    ],
+)
+def test_rules(settings: dict[str, Any], claims: Any, verdict: str, services: Services) -> None:
+    seen = sign_in(make(Claims, settings, services=services), claims)
+
+    if verdict in ("in", "in as admin"):
+        assert seen == verdict
+    else:
+        assert seen.startswith("403 You signed in to Lab as 'ada', but ") and verdict in seen
+    assert bool(accounts(services)) is seen.startswith("in")
+
+
+NAMES = {"CN=Machine Learning": "ml", "secret": "", "one": "ml"}
+
+
+@pytest.mark.parametrize(
+    ("names", "claim", "groups"),
+    [
+        (NAMES, ["CN=Machine Learning", "secret", "art"], ["art", "ml"]),
+        ({**NAMES, "*": ""}, ["CN=Machine Learning", "secret", "art"], ["ml"]),
+        ({}, "ml", ["ml"]),
+        ({}, ["x" * 300, "7"], ["7"]),
+        ({}, None, []),
+        ({}, [{"id": 7, "name": "lab"}], []),
+        ({}, ["ml", 1, None], []),
+        ({}, {"ml": True}, []),
+        ({}, 7, []),
+    ],
+)
+def test_groups_by_the_names_of_this_hub(
+    names: dict[str, str], claim: Any, groups: list[str], services: Services
+) -> None:
+    settings = {**CLAIM, "manage_groups": True, "group_names": names, "allow_all": True}
+    authenticator = make(Claims, settings, services=services)
+    no_browser: Any = None
+    said = {"sub": "ada", "groups": claim}
+    model = asyncio.run(authenticator.get_authenticated_user(no_browser, said))
+    assert model["groups"] == groups
+
+
+# The roster.
+
+
+def test_the_roster_lets_in_for_its_time_with_its_groups(services: Services) -> None:
+    settings = {**CLAIM, "manage_groups": True, "roster": True}
+    authenticator = make(Claims, settings, services=services)
+    assert "this name is not on the roster of members" in sign_in(authenticator, {"sub": "ada"})
+
+    enrol(services, days=10, groups=("course",))
+    model = asyncio.run(authenticator.get_authenticated_user(None, who("", "staff")))
+    assert model["groups"] == ["course", "staff"]
+    known = services.members.membership("ada")
+    assert known is not None and known.by_roster and known.ended_at is None
+
+    enrol(services, days=-0.5)
+    assert "the time on the roster (ml) ended on" in sign_in(authenticator, {"sub": "ada"})
+    known = services.members.membership("ada")
+    assert known is not None and known.ended_at is not None
+
+
+@pytest.mark.parametrize("rules", ["any", "all"])
+def test_who_needs_nothing_but_the_roster_or_all_ends_with_it(
+    rules: str, services: Services
+) -> None:
+    enrol(services, days=10)
+    authenticator = make(Claims, {**MAIL, "roster": True, "membership": rules}, services=services)
+    assert sign_in(authenticator, who("ada@lab.example")) == "in"
+    known = services.members.membership("ada")
+    assert known is not None and known.by_roster is (rules == "all")
+
+
+def test_a_roster_that_cannot_be_read_is_no_verdict() -> None:
+    services = make_services(
+        database_url="postgresql://nobody@127.0.0.1:1/none", device_source="simulated:1xT4"
+    )
+    seen = sign_in(make(Plain, {"roster": True}, services=services), ADA)
+    assert seen.startswith("503 The roster of members cannot be read just now")
+
+
+# What the services hear.
+
+
+def test_out_and_in_again_is_written_once_each(services: Services) -> None:
+    member = make(Plain, {"allowed_users": {"ada"}}, services=services)
+    nobody = make(Plain, {}, services=services)
+    assert sign_in(nobody, ADA).startswith("403")
+    assert services.members.membership("ada") is None and accounts(services) == {}, "a stranger"
+    assert sign_in(member, ADA) == "in"
+    for _ in range(2):
+        assert sign_in(nobody, ADA).startswith("403")
+    known = services.members.membership("ada")
+    assert known is not None and known.actor == "sign-in"
+    assert known.reason == "this account is not on the list of members"
+    assert sign_in(member, ADA) == "in"
+
+    known = services.members.membership("ada")
+    assert known is not None and known.ended_at is None
+    assert accounts(services) == {"member:ada": 25 * MICRO}, "no second opening grant"
+
+
+# While something is broken.
+
+
+pytestmark = pytest.mark.usefixtures("patient_sign_in")
+
+
+TOKEN = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhZGEifQ.c2lnbmF0dXJl"
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "phrase"),
+    [
+        *(
+            (failure, 503, "is not working, so the hub cannot tell")
+            for failure in (
+                ConnectionRefusedError(111, "refused"),
+                TimeoutError(),
+                HTTPClientError(599, "Timeout"),
+                HTTPClientError(502),
+            )
+        ),
+        (HTTPClientError(400), 403, "did not accept this sign-in"),
+        (ValueError(f"Bad response: {TOKEN}"), 502, "an answer that this hub cannot use"),
+        (web.HTTPError(500, f"Bad response: {TOKEN}"), 502, "an answer that this hub cannot"),
+        (web.HTTPError(403, "Your tenant is closed."), 403, "Your tenant is closed."),
+    ],
+)
+def test_a_failing_provider_is_a_sentence(
+    failure: Exception, status: int, phrase: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    authenticator = make(Plain, {"allow_all": True})
+    authenticator.log = logging.getLogger("hub")  # pytest's handler hangs on the root
+    seen = sign_in(authenticator, failure)
+
+    assert seen.startswith(f"{status} ") and phrase in seen
+    assert TOKEN not in seen and TOKEN not in caplog.text
+    assert "Sign-in failed" in caplog.text or status != 502
+
+
+def test_the_admins_hook_may_still_refuse(services: Services) -> None:
+    def hook(authenticator: Any, handler: Any, model: Any) -> None:
+        return None
+
+    authenticator = make(Plain, {"allow_all": True, "post_auth_hook": hook}, services=services)
+
+    assert sign_in(authenticator, ADA) == "wrong"
+    assert accounts(services) == {}
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["postgresql://nobody@127.0.0.1:1/none", "sqlite:////nowhere/at/all/store.sqlite", "no url"],
+    ids=["PostgreSQL down", "folder missing", "URL wrong"],
+)
+def test_a_store_that_is_gone_keeps_nobody_out(
+    url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config({"Plain": {"allow_all": True}, "GPUDatabase": {"url": url}})
+    config.GPUDevices.source = "simulated:1xT4"
+    authenticator = Plain(config=config)
+    monkeypatch.setattr(authenticator.log, "propagate", True)
+
+    assert sign_in(authenticator, ADA) == "in"
+    assert "account of 'ada' could not be opened" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_busy_store_makes_nobody_wait(
+    services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sign-in goes on; the account is there once the other writer is through."""
+    assert accounts(services) == {}
+    monkeypatch.setattr(mixin, "OPEN_ACCOUNT_SECONDS", 0.2)
+    other = sqlite3.connect(tmp_path / "store.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    authenticator = make(Plain, {"allow_all": True}, services=services)
+
+    async def meanwhile() -> str:
+        try:
+            model = await asyncio.wait_for(authenticator.get_authenticated_user(None, ADA), 20)
+        finally:
+            other.execute("COMMIT")
+        return str(model["name"])
+
+    assert asyncio.run(meanwhile()) == "ada"
+    services.store.executor.shutdown(wait=True)
+    assert accounts(services) == {"member:ada": OPENING_GRANT * MICRO}
+
+
+# While they are signed in.
+
+
+def user_in(*groups: str) -> Any:
+    """What JupyterHub hands over as the user, as far as it is looked at."""
+    return SimpleNamespace(name="ada", groups=[orm.Group(name=group) for group in groups])
+
+
+HUB_GROUPS = {"allowed_groups": {"ml-course"}}
+STRICT = {**GROUPS, "auth_refresh_strict": True}
+FRESH = [
+    ("nothing new", GROUPS, user_in(), True, True),
+    ("sign in again", GROUPS, user_in(), False, False),
+    ("still in the group", GROUPS, user_in(), {**ADA, "groups": ["ml-course"]}, "model"),
+    ("left the group", GROUPS, user_in("ml-course"), {**ADA, "groups": []}, False),
+    ("in the hub's group", HUB_GROUPS, user_in("ml-course"), ADA, "model"),
+    ("left the hub's group", HUB_GROUPS, user_in("art"), ADA, False),
+    ("blocked now", {"allow_all": True, "blocked_users": {"ada"}}, user_in(), ADA, False),
+    ("everybody may", {"allow_all": True}, user_in(), ADA, "model"),
+    ("provider down", GROUPS, user_in(), ConnectionRefusedError(), True),
+    ("provider slow", GROUPS, user_in(), HTTPClientError(599), True),
+    ("provider down, strict", STRICT, user_in(), ConnectionRefusedError(), "page 503"),
+    ("provider answers nonsense", GROUPS, user_in(), ValueError("?"), "page 502"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "user", "fresh", "verdict"),
+    [pytest.param(*row[1:], id=row[0].replace(" ", "-")) for row in FRESH],
+)
+def test_refresh(settings: dict[str, Any], user: Any, fresh: Any, verdict: Any) -> None:
+    authenticator = make(Plain, settings)
+    authenticator.fresh = fresh
+
+    try:
+        seen: Any = asyncio.run(authenticator.refresh_user(user))
+    except web.HTTPError as page:
+        seen = f"page {page.status_code}"
+    assert seen == (fresh if verdict == "model" else verdict)

@@ -1,0 +1,206 @@
+"""The Dockerfiles of images/, read and not built: what every one of them has to keep.
+
+base and pytorch are built by tests/engines/test_images.py. The others are too large for that;
+`images/build --all --smoke` builds and tries them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.catalog.editor import entry_of
+from gpuspawner.catalog.loader import Catalog
+from gpuspawner.engines.smoke_test import SMOKE
+from tests.support.processes import REPO
+
+IMAGES = REPO / "images"
+NAMES = ["base", "jax", "minimal-cpu", "ngc", "pytorch", "rapids", "tensorflow", "vscode"]
+ON_BASE = "gpuspawner/base:latest"
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """Each instruction of a Dockerfile with what follows it, on one line."""
+    lines = (IMAGES / name / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    joined = re.sub(r"\s*\\\n\s*", " ", text)
+    return [(w, r.strip()) for w, _, r in (x.partition(" ") for x in joined.splitlines() if x)]
+
+
+def said(name: str, word: str) -> list[str]:
+    return [rest for found, rest in instructions(name) if found == word]
+
+
+def last_stage(name: str) -> list[tuple[str, str]]:
+    found = instructions(name)
+    begins = [number for number, (word, _) in enumerate(found) if word == "FROM"]
+    return found[begins[-1] :]
+
+
+def labels(name: str) -> dict[str, str]:
+    words = [word for rest in said(name, "LABEL") for word in shlex.split(rest)]
+    return dict(word.split("=", 1) for word in words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_base_is_an_argument_and_pinned(name: str) -> None:
+    first, second = instructions(name)[:2]
+    assert first[0] == "ARG" and second == ("FROM", second[1])
+    assert second[1].split()[0] == "${BASE_IMAGE}"
+    found = re.fullmatch(r"BASE_IMAGE=([a-z0-9/-]+):(\S+)", first[1])
+    assert found, "a short name with a tag: which registry it is from, the engine decides"
+    assert found[2] != "latest" or f"{found[1]}:{found[2]}" == ON_BASE
+    stages = {rest.split(" AS ")[1] for rest in said(name, "FROM") if " AS " in rest}
+    assert {rest.split()[0] for rest in said(name, "FROM")} <= {"${BASE_IMAGE}", *stages}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_server_does_not_run_as_root(name: str) -> None:
+    stage = last_stage(name)
+    users = [rest for word, rest in stage if word == "USER"]
+    inherited = stage[0][1]
+    if not users and inherited != "${BASE_IMAGE}":  # a stage of this file
+        users = said(name, "USER")[:1]
+    if not users:
+        assert said(name, "ARG")[0] == f"BASE_IMAGE={ON_BASE}"
+    else:
+        assert users[-1] in ("${NB_USER}", "${NB_UID}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_left_of_the_packagers_and_nothing_comes_from_elsewhere(name: str) -> None:
+    for word, rest in instructions(name):
+        assert word != "ADD"
+        assert "://" not in rest, "addresses are the engine's and pip's own matter"
+        assert not re.search(r"\bcurl\b.*\||\bwget\b|\bsudo\b", rest)
+        if "pip install" in rest:
+            assert "--no-cache-dir" in rest and "pip install pip" not in rest
+    for word, rest in last_stage(name):
+        if word == "RUN" and "apt-get install" in rest:
+            assert "--no-install-recommends" in rest and "rm -rf /var/lib/apt/lists/*" in rest
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_gpu_unless_a_lease_says_so_and_the_labels_make_a_catalog_entry(name: str) -> None:
+    assert any("NVIDIA_VISIBLE_DEVICES=void" in rest for rest in said(name, "ENV"))
+    found = labels(name)
+    assert found["org.opencontainers.image.base.name"] == "${BASE_IMAGE}"
+    assert found[SMOKE + "imports"]
+    entry = entry_of(f"gpuspawner/{name}:latest", found, {})
+    made = Catalog.from_mapping({"environments": [entry]}).environments[0]
+    assert made.slug == name
+    if name != "ngc":  # what it is, its own base says
+        assert made.display_name != name and made.summary
+        assert found["org.opencontainers.image.licenses"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ngc"])
+def test_versions_are_locked_and_listed(name: str) -> None:
+    text = (IMAGES / name / "requirements.lock").read_text(encoding="utf-8")
+    first, *lines = text.splitlines()
+    assert first.startswith("# Made by images/lock") and lines
+    names = [line.partition("==")[0] for line in lines]
+    assert names == sorted(set(names))
+    for line in lines:
+        assert re.fullmatch(r"[a-z0-9-]+==[^=\s]+", line), line
+    runs = " ".join(said(name, "RUN"))
+    assert '--constraint "${LOCK}"' in runs and "sbom.cdx.json" in runs
+    assert f"LOCK=/opt/gpuspawner/{name}.lock" in said(name, "ARG")
+    for requirement in said(name, "ARG"):
+        if found := re.fullmatch(r'\w+_REQUIREMENT="(.*)"', requirement):
+            assert re.search(r"[=@]\d", found[1]), f"{found[1]} is not pinned"
+
+
+def test_no_package_has_two_versions_in_images_that_stand_on_one_another() -> None:
+    base = set((IMAGES / "base" / "requirements.lock").read_text().splitlines())
+    names = {line.partition("==")[0] for line in base}
+    for name in NAMES:
+        if said(name, "ARG")[0] == f"BASE_IMAGE={ON_BASE}":
+            lines = (IMAGES / name / "requirements.lock").read_text().splitlines()
+            assert names.isdisjoint(line.partition("==")[0] for line in lines if line[0] != "#")
+
+
+def build(*words: str) -> list[list[str]]:
+    """The commands that images/build would run."""
+    command = [sys.executable, str(IMAGES / "build"), "--dry-run", *words]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [shlex.split(line) for line in printed.splitlines() if line and line[0] != "["]
+
+
+def test_the_build_script_builds_below_first() -> None:
+    def built(*words: str) -> list[str]:
+        return [command[3].split("/")[1].removesuffix(":latest") for command in build(*words)]
+
+    assert built("jax", "vscode") == ["base", "jax", "vscode"]
+    everything = built("--all")
+    assert everything.index("base") < everything.index("jax")
+    assert {*everything, "ngc"} == {path.parent.name for path in IMAGES.glob("*/Dockerfile")}
+    assert sorted({*everything, "ngc"}) == NAMES and len(everything) == len(NAMES) - 1
+    command = [sys.executable, str(IMAGES / "build"), "pytorhc"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("There is no images/pytorhc: base, jax,")
+
+
+def test_the_build_script_builds_for_the_hubs_version_without_cuda_or_on_ones_own_image() -> None:
+    base, jax = build("jax", "--cpu", "--hub-version", "6.1.0")
+    assert "JUPYTERHUB_REQUIREMENT=jupyterhub==6.1.0" in base
+    version = re.search(r"jax\[cuda\d+\]==(\S+)\"", " ".join(said("jax", "ARG")))
+    assert version and f"JAX_REQUIREMENT=jax=={version[1]}" in jax
+    command, trial = build("ngc", "--base-image", "mine:1", "--tag", "wrapped:1", "--smoke")
+    assert command[3] == "wrapped:1" and "BASE_IMAGE=mine:1" in command
+    assert trial[-3:] == ["catalog", "smoke", "wrapped:1"]
+
+
+def test_a_bill_of_materials_says_what_is_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "bill" / "sbom.cdx.json"
+    monkeypatch.setattr(sys, "argv", ["seal.py", str(file)])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(str(IMAGES / "common" / "seal.py"), run_name="__main__")
+    assert done.value.code is None
+    bill = json.loads(file.read_text(encoding="utf-8"))
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.5")
+    references = [part["bom-ref"] for part in bill["components"]]
+    assert len(references) == len(set(references)) > 50
+    assert any(r.startswith("pkg:pypi/jupyterhub@") for r in references)
+
+
+def test_the_item_in_jupyterlab_is_built_from_this_source() -> None:
+    """Else `make labextension` and commit what it writes."""
+    source = IMAGES / "labextension"
+    built = IMAGES / "common/lab/share/jupyter/labextensions/gpuspawner"
+    lines = (built / "source.sha256").read_text(encoding="utf-8").splitlines()
+    sealed = {name: found for found, _, name in (line.partition("  ") for line in lines)}
+    parts = [source / name for name in ("src", "style")]
+    there = [
+        *source.glob("*.json"),
+        *source.glob("*.mjs"),
+        *(f for p in parts for f in p.iterdir()),
+    ]
+    names = {str(path.relative_to(source)) for path in there}
+    assert names == set(sealed)
+    for name in names:
+        assert hashlib.sha256((source / name).read_bytes()).hexdigest() == sealed[name], name
+    lock = (source / "package-lock.json").read_text(encoding="utf-8")
+    assert '"resolved"' not in lock, "where packages come from, npm's own configuration says"
+    entry = json.loads((built / "package.json").read_text())["jupyterlab"]["_build"]["load"]
+    assert (built / entry).is_file()
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if '"jupyterlab' in (IMAGES / n / "Dockerfile").read_text()]
+)
+def test_images_have_the_item(name: str) -> None:
+    if said(name, "ARG")[0] != f"BASE_IMAGE={ON_BASE}":
+        assert "common/lab /opt/gpuspawner/lab" in said(name, "COPY")
+        assert any("python /opt/gpuspawner/lab/install.py" in run for run in said(name, "RUN"))

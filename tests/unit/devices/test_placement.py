@@ -1,0 +1,546 @@
+"""Which devices a request gets. Pure; a slow placement checks the quick one."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
+from gpuspawner.devices import placement, topology
+from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus, model_matches
+from gpuspawner.leases.models import Request, Slot
+from tests.support.tier import examples
+
+GIB = 2**30
+Links = Mapping[tuple[str, str], int]
+
+
+def device(index: int, model: str = "A100-80GB", gib: int = 80, **fields: Any) -> Device:
+    return Device(
+        uuid=f"GPU-{index:04d}", index=index, model=model, memory_bytes=gib * GIB, **fields
+    )
+
+
+def fleet(*counts: tuple[int, str, int]) -> list[Device]:
+    kinds = [(model, gib) for count, model, gib in counts for _ in range(count)]
+    return [device(index, model, gib) for index, (model, gib) in enumerate(kinds)]
+
+
+def links_of(scores: Mapping[tuple[int, int], int]) -> dict[tuple[str, str], int]:
+    return {(f"GPU-{a:04d}", f"GPU-{b:04d}"): score for (a, b), score in scores.items()}
+
+
+def in_use(*numbers: int) -> list[Slot]:
+    return [Slot(f"GPU-{number:04d}") for number in numbers]
+
+
+def chosen(
+    fleet: Sequence[Device], taken: Sequence[Slot] = (), links: Links | None = None, **asked: Any
+) -> list[int]:
+    """Return the indices of the devices that a request is given; it is for one unless it says."""
+    request = Request(**{"devices": 1, **asked})
+    return [int(place.uuid[-4:]) for place in placement.choose(request, fleet, taken, links or {})]
+
+
+# Which devices a request means.
+
+
+@pytest.mark.parametrize(
+    ("wanted", "model", "matches"),
+    [
+        (None, "Tesla T4", True),
+        ("", "Tesla T4", True),
+        ("a100", "NVIDIA A100-SXM4-80GB", True),
+        ("A100-80GB", "NVIDIA A100-SXM4-80GB", True),
+        ("A100_80gb", "NVIDIA A100-SXM4-80GB", True),
+        ("A100-40GB", "NVIDIA A100-SXM4-80GB", False),
+        ("nvidia a100", "A100-80GB", False),
+        ("A10", "NVIDIA A100-SXM4-80GB", False),
+        ("A10", "NVIDIA A10", True),
+        ("L4", "NVIDIA L40S", False),
+        ("L40", "NVIDIA L40S", False),
+        ("RTX4090", "NVIDIA GeForce RTX 4090", True),
+        ("rtx 4090", "RTX4090", True),
+        ("4090", "NVIDIA GeForce RTX 4090", True),
+        ("1080Ti", "NVIDIA GeForce GTX 1080 Ti", False),
+        ("gtx 1080 ti", "NVIDIA GeForce GTX 1080 Ti", True),
+        ("80GB A100", "NVIDIA A100-SXM4-80GB", True),
+        ("1g.5gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", True),
+        ("MIG 1g.5gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", True),
+        ("MIG 1g.5gb", "NVIDIA A100-SXM4-80GB", False),
+        ("nvidia", "NVIDIA H100 PCIe", True),
+        ("nvidia", "Tesla T4", False),
+        ("2g.10gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", False),
+    ],
+)
+def test_a_model_is_matched_by_whole_words(wanted: str | None, model: str, matches: bool) -> None:
+    assert model_matches(wanted or "", model) is matches
+
+
+def test_a_name_means_that_model_first_and_then_its_words() -> None:
+    whole, part = "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    devices = [device(0, part, 5), device(1, whole, 40)]
+    assert chosen(devices, model=whole) == [1]
+    assert chosen(devices, model="A100") == [0]
+    with pytest.raises(NoDeviceFree, match=f"The only {whole} GPU is in use"):
+        chosen(devices, in_use(1), model=whole)
+
+    devices = [device(0, "A100", 40), device(1, "A100-80GB", 80)]
+    assert chosen(devices, model="A100", memory_bytes=80 * 10**9) == [1]
+
+    devices = fleet((1, "T4", 16), (1, "L4", 24), (1, "A100-80GB", 80))
+    assert chosen(devices, models=("A100", "L4")) == [1]
+    assert chosen(devices, models=("A100", "L4"), model="A100") == [2]
+
+
+# Which devices can be given at all.
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"compute_mode": "default"}, None),
+        ({"compute_mode": "exclusive_process"}, None),
+        ({"status": DeviceStatus.UNKNOWN, "reason": "GPU is lost"}, "GPU is lost"),
+        ({"status": DeviceStatus.UNKNOWN}, "does not answer"),
+        ({"status": DeviceStatus.DRAINED, "reason": "drained by root"}, "drained by root"),
+        ({"status": DeviceStatus.DRAINED}, "machine is drained"),
+        ({"status": DeviceStatus.PARENT}, "its instances are leased"),
+        ({"compute_mode": "prohibited"}, "nvidia-smi --compute-mode=0"),
+    ],
+)
+def test_what_cannot_be_leased_says_why(fields: dict[str, Any], says: str | None) -> None:
+    reason = placement.leasable(device(0, **fields))
+    assert reason is None if says is None else reason is not None and says in reason
+    assert bool(placement.free_places([device(0, **fields)], ())) is (says is None)
+
+
+def test_a_compute_process_occupies_a_device_only_when_no_lease_explains_it() -> None:
+    used = device(0, slots=2, processes=(DeviceProcess(7),))
+    drawn = device(1, processes=(DeviceProcess(8, kind="graphics"),))
+    assert placement.occupied(used, ()) and not placement.occupied(used, in_use(0))
+    assert not placement.occupied(drawn, ())
+    assert placement.free_places([used, drawn], ()) == [Slot("GPU-0001")]
+    assert placement.free_places([used, drawn], in_use(0)) == [
+        Slot("GPU-0000", 1),
+        Slot("GPU-0001"),
+    ]
+
+
+# Which one of several.
+
+
+@pytest.mark.parametrize("models", [("A", "B"), ("B", "A"), ("A", "A")])
+def test_models_of_equal_memory_compete_by_connection(models: tuple[str, str]) -> None:
+    devices = fleet((3, models[0], 80), (3, models[1], 80))
+    strong = {(3, 4): 100, (3, 5): 100, (4, 5): 50}
+    for other, expected in (
+        ({(0, 1): 100, (0, 2): 100}, [3, 4, 5]),
+        ({(0, 1): 200, (0, 2): 40, (1, 2): 10}, [3, 4, 5]),
+        ({(0, 1): 900}, [0, 1, 2]),
+    ):
+        scores: dict[tuple[int, int], int] = {**other, **strong}
+        assert chosen(devices, links=links_of(scores), devices=3) == expected
+    assert chosen(devices, devices=3) == [0, 1, 2]
+
+
+def test_several_whole_gpus_go_before_instances_that_cuda_cannot_combine() -> None:
+    instances = [
+        replace(device(n, "A100 MIG 1g.5gb", 5), uuid=f"MIG-{n}", parent_uuid="GPU-0000")
+        for n in range(3)
+    ]
+    devices = [*instances, device(3, "A100", 40), device(4, "A100", 40)]
+    assert placement.choose(Request(devices=1), devices, (), {}) == (Slot("MIG-0"),)
+    assert placement.choose(Request(devices=2), devices, (), {}) == tuple(in_use(3, 4))
+    assert len(placement.choose(Request(devices=3), devices, (), {})) == 3
+    assert placement.choose(Request(devices=0), [], (), {}) == ()
+
+
+# Refusals.
+
+
+def refusal(
+    request: Request, devices: Sequence[Device], taken: Sequence[Slot] = ()
+) -> tuple[type, str, dict[str, Any]]:
+    with pytest.raises((NoDeviceFree, TooMuchAsked)) as caught:
+        placement.choose(request, devices, taken, {})
+    return type(caught.value), caught.value.message, caught.value.fields
+
+
+SIX = fleet((4, "A100-80GB", 80), (2, "T4", 16))
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_them"),
+    [
+        ({"devices": 5}, "and those of one server are of one model: 4 A100-80GB and 2 T4"),
+        ({"devices": 5, "memory_bytes": 80 * 10**9}, "of which 4 have 80 GB or more"),
+        ({"devices": 3, "model": "T4"}, "of which 2 are T4"),
+        ({"devices": 3, "models": ("T4", "L4")}, "of which 2 are T4 or L4"),
+        (
+            {"devices": 3, "model": "T4", "memory_bytes": 16 * GIB},
+            "of which 2 are T4 with 16 GB or more",
+        ),
+    ],
+)
+def test_too_many_says_how_many_would_fit(asked: dict[str, Any], of_them: str) -> None:
+    count = asked["devices"]
+    kind, said, fields = refusal(Request(**asked), SIX)
+    assert (kind, said) == (
+        TooMuchAsked,
+        f"You asked for {count} GPUs. This hub has 6 GPUs, {of_them}. Ask for {count - 1} at most.",
+    )
+    assert fields == {"asked": count, "most": count - 1, "existing": 6}
+
+
+NEITHER = [device(0, status=DeviceStatus.PARENT), device(1, compute_mode="prohibited")]
+
+
+@pytest.mark.parametrize(
+    ("devices", "asked", "message"),
+    [
+        ([], {}, "This hub has no GPU. Start without one."),
+        (NEITHER, {}, "This hub has no GPU. Start without one."),
+        (SIX[:4], {"devices": 5}, "You asked for 5 GPUs. This hub has 4 GPUs. Ask for 4 at most."),
+        (SIX, {"model": "H100"}, "This hub has no H100 GPU. It has 4 A100-80GB and 2 T4."),
+        (
+            SIX,
+            {"memory_bytes": 96 * 10**9},
+            "This hub has no GPU with 96 GB. The most is 80 GB: ask for less.",
+        ),
+        (
+            SIX,
+            {"devices": 2, "model": "t4", "memory_bytes": 40 * GIB},
+            "This hub has no t4 GPU with 40 GB. The most is 16 GB: ask for less.",
+        ),
+        (
+            SIX,
+            {"models": ("T4",), "memory_bytes": 40 * GIB},
+            "This hub has no T4 GPU with 40 GB. The most is 16 GB: ask for less.",
+        ),
+        (
+            SIX,
+            {"environment": "torch", "models": ("H100", "L40S")},
+            "The environment 'torch' runs on H100 or L40S, and this hub has 4 A100-80GB and 2 T4.",
+        ),
+        (
+            SIX,
+            {"environment": "torch", "models": ("A100",), "model": "T4"},
+            "The environment 'torch' runs on A100, not on T4.",
+        ),
+    ],
+)
+def test_what_no_device_has_is_named(
+    devices: list[Device], asked: dict[str, Any], message: str
+) -> None:
+    assert refusal(Request(**{"devices": 1, **asked}), devices)[:2] == (TooMuchAsked, message)
+
+
+@pytest.mark.parametrize(
+    ("devices", "asked", "message"),
+    [
+        (SIX[:4], {}, "All 4 GPUs are in use."),
+        (SIX[:1], {}, "The only GPU is in use."),
+        (
+            SIX,
+            {"model": "A100", "memory_bytes": 40 * GIB},
+            "All 4 A100 GPUs with 40 GB are in use.",
+        ),
+        (SIX, {"models": ("A100", "H100")}, "All 4 A100 or H100 GPUs are in use."),
+    ],
+)
+def test_all_in_use(devices: list[Device], asked: dict[str, Any], message: str) -> None:
+    found = refusal(Request(devices=1, **asked), devices, in_use(0, 1, 2, 3))
+    assert found[:2] == (NoDeviceFree, message)
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [(DeviceStatus.UNKNOWN, "4 do not answer"), (DeviceStatus.DRAINED, "4 are drained")],
+)
+def test_a_device_that_is_out_comes_back_so_waiting_may_help(
+    status: DeviceStatus, why: str
+) -> None:
+    out = [replace(device, status=status) for device in SIX]
+    kind, said, _ = refusal(Request(devices=4, model="A100"), out)
+    assert (kind, said) == (NoDeviceFree, f"No A100 GPU is free: of 4, {why}.")
+
+
+def test_each_reason_is_counted_once_and_said() -> None:
+    sick = replace(SIX[1], status=DeviceStatus.UNKNOWN)
+    sick_in_use = replace(SIX[0], status=DeviceStatus.UNKNOWN)
+    used = replace(SIX[2], processes=(DeviceProcess(7),))
+    devices = [sick_in_use, sick, used, SIX[3]]
+    kind, said, fields = refusal(Request(devices=1), devices, in_use(0, 3))
+    assert kind is NoDeviceFree
+    assert fields == {
+        "matching": 4, "in_use": 2, "occupied": 1, "unknown": 1, "drained": 0, "free": 0
+    }  # fmt: skip
+    assert said == (
+        "No GPU is free: of 4, 2 are in use, 1 is used by programs outside the hub "
+        "and 1 does not answer."
+    )
+    _, said, _ = refusal(Request(devices=2), devices, in_use(0))
+    assert said == (
+        "You asked for 2 GPUs, and only 1 is free: of 4, 1 is in use, "
+        "1 is used by programs outside the hub and 1 does not answer."
+    )
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "text"),
+    [(80 * GIB, "80 GB"), (80 * 10**9, "80 GB"), (81559 * 2**20, "85 GB"), (0, "0 GB")],
+)
+def test_memory_is_named_as_people_name_it(memory_bytes: int, text: str) -> None:
+    assert placement.format_memory(memory_bytes) == text
+
+
+# Large fleets.
+
+
+def eights(count: int) -> Links:
+    """Devices linked as in servers of eight: pairs strongly, fours less, eights little."""
+    links = {}
+    for a in range(count):
+        for b in range(a + 1, min(count, a - a % 8 + 8)):
+            links[a, b] = 400 if a // 2 == b // 2 else 50 if a // 4 == b // 4 else 20
+    return links_of(links)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_in_a_large_fleet_whole_groups_are_found(count: int) -> None:
+    devices = fleet((400, "A100-80GB", 80))
+    # One of each eight is in use, but for the eight at 320.
+    taken = in_use(*(first + 5 for first in range(0, 400, 8) if first != 320))
+    groups = defaultdict(list)
+    for index in chosen(devices, taken, eights(400), devices=count):
+        groups[index // count].append(index)
+    (group,) = groups.values()
+    assert len(group) == count
+
+
+# Against every set there is.
+
+
+MODES = ["default", "default", "exclusive_process", "prohibited"]
+MODELS = (("A100-80GB", 80), ("A100-40GB", 40), ("T4", 16))
+
+
+@st.composite
+def devices_and_taken(draw: st.DrawFn) -> tuple[list[Device], list[Slot]]:
+    devices = []
+    for index in range(draw(st.integers(0, 9))):
+        model, gib = draw(st.sampled_from(MODELS))
+        kinds = draw(st.lists(st.sampled_from(["compute", "graphics"]), max_size=1))
+        devices.append(
+            device(
+                index,
+                model,
+                gib,
+                slots=draw(st.sampled_from([1, 1, 1, 2])),
+                status=draw(st.sampled_from([DeviceStatus.OK] * 6 + list(DeviceStatus))),
+                compute_mode=draw(st.sampled_from(MODES)),
+                processes=tuple(DeviceProcess(9, kind=kind) for kind in kinds),
+            )
+        )
+    every = [Slot(d.uuid, slot) for d in devices for slot in range(d.slots)]
+    taken = draw(st.lists(st.sampled_from(every), unique=True)) if every else []
+    return draw(st.permutations(devices)), taken
+
+
+MEANT = {
+    None: {"A100-80GB", "A100-40GB", "T4"},
+    "A100": {"A100-80GB", "A100-40GB"},
+    "a100-40gb": {"A100-40GB"},
+    "T4": {"T4"},
+    "H100": set(),
+}
+
+requests = st.builds(
+    Request,
+    devices=st.integers(1, 5),
+    model=st.sampled_from(list(MEANT)),
+    models=st.sampled_from([(), ("A100",), ("a100-40gb", "T4"), ("H100",)]),
+    memory_bytes=st.sampled_from([0, 10 * GIB, 40 * GIB, 64 * GIB]),
+)
+
+
+@st.composite
+def links_between(draw: st.DrawFn) -> Links:
+    scores = st.sampled_from([0, 10, 20, 50, 100, 400])
+    return links_of(
+        draw(st.dictionaries(st.sampled_from(list(itertools.combinations(range(9), 2))), scores))
+    )
+
+
+def feasible_sets(
+    request: Request, devices: Sequence[Device], taken: Sequence[Slot], ignoring: bool = False
+) -> list[tuple[Device, ...]]:
+    """Every set that the words of the brief allow, found by trying them all."""
+
+    def allowed(d: Device) -> bool:
+        if d.status is DeviceStatus.PARENT or d.compute_mode == "prohibited":
+            return False
+        if d.model not in MEANT[request.model]:
+            return False
+        if request.models and not any(d.model in MEANT[model] for model in request.models):
+            return False
+        if d.memory_bytes < request.memory_bytes:
+            return False
+        if ignoring:
+            return True
+        mine = {place.slot for place in taken if place.uuid == d.uuid}
+        if d.status is not DeviceStatus.OK or len(mine) == d.slots:
+            return False
+        return bool(mine) or all(p.kind != "compute" for p in d.processes)
+
+    possible = sorted((d for d in devices if allowed(d)), key=lambda d: d.index)
+    return [
+        some
+        for some in itertools.combinations(possible, request.devices)
+        if len({d.model for d in some}) == 1
+    ]
+
+
+def closeness(some: Sequence[Device], links: Links) -> tuple[int, int]:
+    scores = [links.get((a.uuid, b.uuid), 0) for a, b in itertools.combinations(some, 2)]
+    return sum(scores), min(scores, default=0)
+
+
+@settings(max_examples=examples(400))
+@given(devices_and_taken(), requests, links_between())
+def test_what_is_given_could_be_given_and_what_could_be_is(
+    fleet_and_taken: tuple[list[Device], list[Slot]], request: Request, links: Links
+) -> None:
+    devices, taken = fleet_and_taken
+    sets = feasible_sets(request, devices, taken)
+    if not sets:
+        expected = (
+            NoDeviceFree if feasible_sets(request, devices, taken, ignoring=True) else TooMuchAsked
+        )
+        with pytest.raises(expected) as caught:
+            placement.choose(request, devices, taken, links)
+        fields = caught.value.fields
+        if expected is NoDeviceFree:
+            parts = ("in_use", "occupied", "unknown", "drained", "free")
+            assert fields["matching"] == sum(fields[part] for part in parts)
+            assert fields["free"] < fields["matching"]
+        else:
+            assert fields["most"] < fields["asked"] == request.devices
+        return
+    places = placement.choose(request, devices, taken, links)
+    by_uuid = {d.uuid: d for d in devices}
+    given_devices = tuple(by_uuid[place.uuid] for place in places)
+    assert given_devices in sets, "distinct, healthy, of one model, as many as asked"
+    assert not set(places) & set(taken)
+    assert all(place in placement.free_places(devices, taken) for place in places)
+    assert placement.choose(request, devices[::-1], taken[::-1], links) == places
+    least = min(min(d.memory_bytes for d in some) for some in sets)
+    assert given_devices[0].memory_bytes == least
+    if request.devices > 1:
+        fitting = [some for some in sets if some[0].memory_bytes == least]
+        best = max(closeness(some, links) for some in fitting)
+        assert closeness(given_devices, links) == best
+        first = next(some for some in fitting if closeness(some, links) == best)
+        assert given_devices == first, "of equal sets the one with the lowest indices"
+
+
+@settings(max_examples=examples(200))
+@given(
+    devices_and_taken(),
+    st.lists(st.tuples(requests, st.lists(st.integers(0, 17), unique=True)), min_size=2),
+    links_between(),
+)
+def test_what_was_asked_before_changes_no_answer(
+    fleet_and_taken: tuple[list[Device], list[Slot]],
+    questions: list[tuple[Request, list[int]]],
+    links: Links,
+) -> None:
+    devices, _ = fleet_and_taken
+    every = [Slot(d.uuid, slot) for d in devices for slot in range(d.slots)]
+    asked = placement.Fleet(devices, links)
+    for request, numbers in questions:
+        taken = placement.texts([*(every[n] for n in numbers if n < len(every)), Slot("GPU-gone")])
+        new = placement.Fleet(devices, links)
+        assert asked.free(taken) == new.free(taken)
+        assert answer(asked, request, taken) == answer(new, request, taken)
+
+
+def answer(fleet: placement.Fleet, request: Request, taken: frozenset[str]) -> object:
+    try:
+        return fleet.choose(request, taken)
+    except (NoDeviceFree, TooMuchAsked) as error:
+        return type(error), error.fields
+
+
+@settings(max_examples=examples(200))
+@given(devices_and_taken(), links_between())
+def test_a_single_device_costs_the_others_as_little_closeness_as_can_be(
+    fleet_and_taken: tuple[list[Device], list[Slot]], links: Links
+) -> None:
+    devices, taken = fleet_and_taken
+    request = Request(devices=1)
+    sets = feasible_sets(request, devices, taken)
+    if not sets:
+        return
+    free = [some[0] for some in sets]
+    least = min(d.memory_bytes for d in free)
+
+    def left_after(gone: Device) -> int:
+        return closeness([d for d in free if d is not gone], links)[0]
+
+    best = max(left_after(d) for d in free if d.memory_bytes == least)
+    (place,) = placement.choose(request, devices, taken, links)
+    chosen = next(d for d in free if d.uuid == place.uuid)
+    assert left_after(chosen) == best
+    assert chosen.index == min(
+        d.index for d in free if d.memory_bytes == least and left_after(d) == best
+    )
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.integers(2, 16).flatmap(lambda size: st.tuples(st.just(size), st.integers(2, min(size, 6)))),
+    st.randoms(use_true_random=False),
+    st.sampled_from([(0, 1000), (0, 2), (10, 10), (0, 0)]),
+)
+def test_up_to_sixteen_the_best_connected_set_is_found(
+    shape: tuple[int, int], random: Any, span: tuple[int, int]
+) -> None:
+    size, count = shape
+    names = [f"{n:02d}" for n in range(size)]
+    links = {key: random.randint(*span) for key in itertools.combinations(names, 2)}
+    best = max(
+        (
+            sum(links[key] for key in itertools.combinations(some, 2)),
+            min(links[key] for key in itertools.combinations(some, 2)),
+            tuple(-names.index(name) for name in some),
+        )
+        for some in itertools.combinations(names, count)
+    )
+    found = topology.best_connected(names, count, links)
+    assert (found.total, found.least, tuple(-n for n in found.members)) == best
+
+
+@settings(max_examples=examples(40))
+@given(st.integers(17, 24), st.integers(2, 3), st.randoms(use_true_random=False))
+def test_beyond_sixteen_the_set_comes_close_to_the_best(size: int, count: int, random: Any) -> None:
+    names = [f"{n:02d}" for n in range(size)]
+    links = {key: random.randint(0, 1000) for key in itertools.combinations(names, 2)}
+    best = max(
+        sum(links[key] for key in itertools.combinations(some, 2))
+        for some in itertools.combinations(names, count)
+    )
+    found = topology.best_connected(names, count, links)
+    assert len(set(found.members)) == count
+    assert found.total == sum(
+        links[names[a], names[b]] for a, b in itertools.combinations(found.members, 2)
+    )
+    assert found.total >= 0.9 * best

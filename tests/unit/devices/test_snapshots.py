@@ -1,0 +1,234 @@
+"""What pages and forms show of devices. Real: everything, it is pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from gpuspawner.core.units import MICRO
+from gpuspawner.devices.closures import GRANTING, Closure
+from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus
+from gpuspawner.devices.snapshots import (
+    ModelCount,
+    Overview,
+    clock,
+    count_models,
+    device_views,
+    free_by,
+    latest_ends,
+)
+from gpuspawner.leases.models import Lease, LeaseState, Slot
+from gpuspawner.ledger.models import Account
+from gpuspawner.ledger.pricing import RateCard
+from tests.support.leases import lease_of
+
+GIB = 2**30
+NOW = datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
+GRACE = timedelta(minutes=5)
+HOUR = timedelta(hours=1)
+
+
+def device(index: int, model: str = "A100", gib: int = 80, **fields: Any) -> Device:
+    return Device(uuid=f"GPU-{index}", index=index, model=model, memory_bytes=gib * GIB, **fields)
+
+
+# Devices and their state.
+
+COMPUTES = DeviceProcess(4711, name="python")
+TWO = (DeviceProcess(1), DeviceProcess(2))
+USED = "used without a lease by"
+DRAWS = DeviceProcess(12, kind="graphics", name="Xorg")
+LOST: dict[str, Any] = {"status": DeviceStatus.UNKNOWN, "reason": "The GPU is lost."}
+TAKEN_OUT: dict[str, Any] = {"status": DeviceStatus.DRAINED, "reason": "drained by root: a new fan"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "taken", "state", "detail"),
+    [
+        ({}, False, "free", ""),
+        ({"processes": (DRAWS,)}, False, "free", ""),
+        ({"compute_mode": "exclusive_process"}, False, "free", ""),
+        ({}, True, "leased", "lease lease-1"),
+        ({"processes": (COMPUTES,)}, True, "leased", "lease lease-1"),
+        ({"processes": (COMPUTES, DRAWS)}, False, "occupied", f"{USED} python (pid 4711)"),
+        ({"processes": TWO}, False, "occupied", f"{USED} process (pid 1), process (pid 2)"),
+        (LOST, False, "unknown", "The GPU is lost."),
+        (LOST, True, "leased", "lease lease-1; not answering: The GPU is lost."),
+        (TAKEN_OUT, False, "drained", "drained by root: a new fan"),
+        (TAKEN_OUT, True, "draining", "lease lease-1; drained by root: a new fan"),
+        ({"reason": "off (power saving)"}, False, "free", "off (power saving)"),
+        (
+            {"status": DeviceStatus.PARENT, "reason": "In MIG mode."},
+            False,
+            "parent",
+            "In MIG mode.",
+        ),
+        (
+            {"compute_mode": "prohibited"},
+            False,
+            "prohibited",
+            "Its compute mode is prohibited. Set it back with nvidia-smi --compute-mode=0.",
+        ),
+    ],
+)
+def test_each_device_says_what_it_does(
+    fields: dict[str, Any], taken: bool, state: str, detail: str
+) -> None:
+    one = device(0, **fields)
+    seen, other = device_views([one, device(1)], {Slot("GPU-0"): "lease-1"} if taken else {})
+    assert (seen.state, seen.detail) == (state, detail)
+    assert seen.device is one and seen.lease_id == ("lease-1" if taken else None)
+    assert other.state == "free"
+
+
+CLOSED = Closure("GPU-0", NOW, "kim", "a new fan")
+
+
+@pytest.mark.parametrize(
+    ("fields", "taken", "state", "before"),
+    [
+        ({}, False, "drained", ""),
+        ({}, True, "draining", "lease lease-1; "),
+        (LOST, False, "unknown", "The GPU is lost; "),
+        (TAKEN_OUT, False, "drained", ""),
+        (TAKEN_OUT, True, "draining", "lease lease-1; "),
+        ({"processes": (COMPUTES,)}, False, "occupied", f"{USED} python (pid 4711); "),
+    ],
+)
+@pytest.mark.parametrize("reason", ["a new fan", ""])
+def test_a_drained_device_says_so_and_why_and_is_not_free(
+    fields: dict[str, Any], taken: bool, state: str, before: str, reason: str
+) -> None:
+    leased = {Slot("GPU-0"): "lease-1"} if taken else {}
+    closed = {"GPU-0": replace(CLOSED, reason=reason), GRANTING: replace(CLOSED, subject=GRANTING)}
+    views = device_views([device(0, **fields), device(1)], leased, closed)
+    why = f"drained by kim: {reason}" if reason else "drained by kim"
+    assert (views[0].state, views[0].detail) == (state, before + why)
+    assert views[1].state == "free"
+    (count,) = count_models(views, RateCard.from_config({"*": 1}))
+    assert (count.total, count.free) == (1 if state == "unknown" else 2, 1)
+
+
+def test_models_are_counted_with_their_price_and_without_what_nobody_can_get() -> None:
+    rates = RateCard.from_config({"*": 1, "A100": 4, "T4": "0.5"})
+    devices = [
+        device(0, "T4", 16),
+        device(1, "A100"),
+        device(2, "A100"),
+        device(3, "A100", 40),
+        device(4, "A100", processes=(COMPUTES,)),
+        device(5, "A100", **LOST),
+        device(6, "A100", status=DeviceStatus.PARENT),
+        device(7, "T4", 16, compute_mode="prohibited"),
+    ]
+    counts = count_models(device_views(devices, {Slot("GPU-1"): "lease-1"}), rates)
+    assert counts == (
+        ModelCount("A100", 80 * GIB, total=3, free=1, rate=4 * MICRO),
+        ModelCount("A100", 40 * GIB, total=1, free=1, rate=4 * MICRO),
+        ModelCount("T4", 16 * GIB, total=1, free=1, rate=MICRO // 2),
+    )
+    overview = Overview((), counts, "nvml", "", "", "")
+    assert (overview.total, overview.free) == (5, 3)
+
+
+# When devices come back at the latest.
+
+
+def lease(number: int, user: str, rate: int = 4 * MICRO, **changes: Any) -> Lease:
+    """One that has run for an hour, which is charged."""
+    running: dict[str, Any] = {
+        "id": f"lease-{number}",
+        "rate": rate,
+        "granted_at": NOW - HOUR,
+        "started_at": NOW - HOUR,
+        "charged": rate,
+        "state": LeaseState.RUNNING,
+    }
+    return lease_of(user, **running | changes)
+
+
+def accounts(**balances: float) -> dict[str, Account]:
+    return {
+        f"member:{name}": Account(name=f"member:{name}", balance=int(credits * MICRO))
+        for name, credits in balances.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("balance", "changes", "hours"),
+    [(8, {}, 2), (8, {"charged": 0}, 1), (-3, {}, 0)],
+    ids=["until it is dry", "what is not charged yet is gone already", "dry"],
+)
+def test_a_lease_ends_when_its_account_is_dry_and_the_grace_is_over(
+    balance: float, changes: dict[str, Any], hours: float
+) -> None:
+    ends = latest_ends([lease(1, "anna", **changes)], accounts(anna=balance), GRACE, NOW)
+    assert ends == {"lease-1": NOW + hours * HOUR + GRACE}
+
+
+def test_leases_of_one_account_draw_on_it_together() -> None:
+    several = [lease(1, "anna"), lease(2, "anna", rate=12 * MICRO), lease(3, "bert")]
+    ends = latest_ends(several, accounts(anna=8, bert=4), GRACE, NOW)
+    hours = {"lease-1": 0.5, "lease-2": 0.5, "lease-3": 1}
+    assert ends == {name: NOW + each * HOUR + GRACE for name, each in hours.items()}
+
+
+def test_nobody_can_say_when_what_is_free_of_charge_or_lasts_for_ages_ends() -> None:
+    free = lease(1, "anna", rate=0)
+    starting = lease(2, "bert", state=LeaseState.GRANTED, started_at=None, charged=0)
+    strange = lease(3, "nobody")
+    assert latest_ends([free, starting, strange], accounts(anna=1, bert=1), GRACE, NOW) == {}
+    rich = {"member:anna": Account(name="member:anna", balance=2**62)}
+    assert latest_ends([lease(1, "anna", rate=1, charged=0)], rich, GRACE, NOW) == {}
+
+
+# How that is said.
+
+
+@pytest.fixture(autouse=True)
+def new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The hub's own zone is neither UTC nor the same all year."""
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("minutes", "wanted", "said"),
+    [
+        ([30], 1, "1 will be free by 07:30 at the latest"),
+        ([50, 30, 40], 1, "1 will be free by 07:30 at the latest"),
+        ([50, 30, 40], 2, "2 will be free by 07:40 at the latest"),
+        ([30, 30, 40], 1, "2 will be free by 07:30 at the latest"),
+        ([30], 2, ""),
+        ([], 1, ""),
+        ([30], 0, ""),
+        ([60 * 24 * 2], 1, "1 will be free by 07:00 on 3 March at the latest"),
+        ([60 * 24 * 2 + 1], 1, ""),
+    ],
+)
+def test_when_enough_are_free(minutes: list[int], wanted: int, said: str) -> None:
+    ends = [NOW + timedelta(minutes=m) for m in minutes]
+    assert free_by(ends, wanted, NOW) == said
+
+
+@pytest.mark.parametrize(
+    ("moment", "said"),
+    [
+        (NOW, "07:00"),
+        (NOW + timedelta(microseconds=1), "07:01"),
+        (NOW + timedelta(seconds=60), "07:01"),
+        (NOW + timedelta(hours=16, minutes=59), "23:59"),
+        (NOW + timedelta(hours=16, minutes=59, seconds=1), "00:00 on 2 March"),
+        (datetime(2025, 3, 9, 7, 30, tzinfo=timezone.utc), "03:30 on 9 March"),
+    ],
+)
+def test_the_time_is_the_hubs_own_and_never_too_early(moment: datetime, said: str) -> None:
+    assert clock(moment, NOW) == said

@@ -1,0 +1,233 @@
+"""What a card says, what a choice would wait, and sample notebooks: all real, pure values."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuspawner.catalog.models import DeviceLimits, Environment
+from gpuspawner.hub_pages.cards import (
+    MOST_CELLS,
+    CardFilter,
+    Cell,
+    Output,
+    read_notebook,
+    read_packages,
+    said,
+    sentence,
+    usual_request,
+    wait_tables,
+)
+from gpuspawner.leases.models import Request
+from gpuspawner.queue.positions import Outlook
+
+MINUTE = timedelta(minutes=1)
+TORCH = Environment(
+    image="lab",
+    slug="torch",
+    display_name="PyTorch",
+    description="Für *Kurse*",
+    frameworks={"PyTorch": "2.5"},
+    devices=DeviceLimits(default=1, max=2),
+    models=("A100",),
+)
+CPU = Environment(
+    slug="cpu", display_name="Files", image="lab", devices=DeviceLimits(default=0, max=0)
+)
+
+
+def busy(**known: Any) -> Outlook:
+    return Outlook(**{"free": 0, "total": 8, "at_once": False, **known})
+
+
+@pytest.mark.parametrize(
+    ("outlook", "card", "wait"),
+    [
+        (busy(likely=22 * MINUTE), ", about 25 min wait", "expect to wait about 25 min in line."),
+        (
+            busy(likely=timedelta(seconds=5), most=9 * MINUTE),
+            ", about 1 min wait",
+            "expect to wait about 1 min in line.",
+        ),
+        (
+            busy(most=175 * MINUTE),
+            ", at most 2 h 55 min wait",
+            "expect to wait at most 2 h 55 min in line.",
+        ),
+        (busy(free=2, ahead=4), ", others wait", "you would wait in line."),
+        (busy(), "", "you would wait in line."),
+    ],
+)
+def test_what_is_free_in_words(outlook: Outlook, card: str, wait: str) -> None:
+    assert said(outlook) == f"{outlook.free} of 8 GPUs free now{card}"
+    assert sentence(outlook) == f"Not enough are free now: {wait}"
+
+
+@pytest.mark.parametrize(
+    ("outlook", "card", "form"),
+    [
+        (Outlook(3, 8, at_once=True), "3 of 8 GPUs free now", "Starts at once."),
+        (Outlook(1, 1, at_once=True), "1 of 1 GPU free now", "Starts at once."),
+        (Outlook(0, 0, at_once=False), "No GPU here that fits", ""),
+    ],
+)
+def test_what_starts_at_once_or_never(outlook: Outlook, card: str, form: str) -> None:
+    assert (said(outlook), sentence(outlook)) == (card, form)
+    assert usual_request(CPU) == Request()
+    assert said(Outlook(0, 0, at_once=True), cpu_only=True) == "Starts at once"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (CardFilter(), ["torch", "cpu"]),
+        (CardFilter(words="PYTORCH 2.5"), ["torch"]),
+        (CardFilter(words="FÜR kurse"), ["torch"]),
+        (CardFilter(words="torch files"), []),
+        (CardFilter(gpu="without"), ["cpu"]),
+        (CardFilter(framework="PyTorch"), ["torch"]),
+        (CardFilter(framework="JAX"), []),
+    ],
+)
+def test_searching(wanted: CardFilter, found: list[str]) -> None:
+    assert [e.slug for e in (TORCH, CPU) if wanted.takes(e)] == found
+
+
+def test_each_choice_says_what_it_would_wait() -> None:
+    asked: list[Request] = []
+
+    def ask(requests: Mapping[str, Request]) -> dict[str, Outlook]:
+        asked.extend(requests.values())
+        return {
+            name: Outlook(1, 8, at_once=request.devices < 2) for name, request in requests.items()
+        }
+
+    more = [TORCH, Environment(slug="other", display_name="O", image="lab", models=("T4",)), CPU]
+    found = wait_tables(more, range(4), ["A100", "T4"], ask)
+    assert found.of == {"torch": 0, "other": 1}
+    assert found.sentence(TORCH, "|") == found.sentence(TORCH, "1|A100") == "Starts at once."
+    assert found.sentence(TORCH, "2|").startswith("Not enough are free now")
+    assert found.sentence(TORCH, "3|") == found.sentence(TORCH, "0|") == "", "it cannot be chosen"
+    assert found.sentence(CPU, "1|") == ""
+    assert {request.models for request in asked} == {("A100",), ("T4",)}
+
+
+def test_a_list_of_packages() -> None:
+    text = """
+# made by a tool
+torch==2.5.1+cu124 \\
+    --hash=sha256:abc
+Jinja2 == 3.1.6 ; python_version > "3"
+uvicorn[standard]==0.30
+-e git+https://lab.example/x#egg=x
+<script>==1
+"""
+    assert read_packages(text) == [
+        ("Jinja2", "3.1.6"),
+        ("torch", "2.5.1+cu124"),
+        ("uvicorn", "0.30"),
+    ]
+
+
+# Sample notebooks.
+
+
+PIXEL = base64.b64encode(b"\x89PNG a picture").decode()
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def notebook(*cells: dict[str, Any]) -> str:
+    return json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": list(cells)})
+
+
+def code(*outputs: dict[str, Any], source: Any = "1 + 1") -> dict[str, Any]:
+    return {"cell_type": "code", "source": source, "outputs": list(outputs)}
+
+
+def test_cells_and_outputs() -> None:
+    text = notebook(
+        {"cell_type": "markdown", "source": ["# Train\n", "a *model*"]},
+        code(
+            {"output_type": "stream", "name": "stdout", "text": ["\x1b[31mred\x1b[0m\n", "two\n"]},
+            {"output_type": "execute_result", "data": {"text/plain": "2", "text/html": EVIL}},
+            {"output_type": "display_data", "data": {"image/png": PIXEL, "text/plain": "<Fig>"}},
+            {"output_type": "error", "traceback": ["\x1b[1mValueError\x1b[0m", "no"]},
+        ),
+        {"cell_type": "raw", "source": "not shown"},
+    )
+    first, second = read_notebook(text).cells
+    assert first.html == "<h3>Train</h3>\n<p>a <em>model</em></p>\n"
+    assert second == Cell(
+        code="1 + 1",
+        outputs=(
+            Output(text="red\ntwo\n"),
+            Output(text="2"),
+            Output(picture=f"data:image/png;base64,{PIXEL}"),
+            Output(text="ValueError\nno\n"),
+        ),
+    )
+
+
+def test_nothing_in_it_runs() -> None:
+    text = notebook(
+        {"cell_type": "markdown", "source": EVIL + "[x](javascript:alert(3))"},
+        code({"output_type": "display_data", "data": {"text/html": EVIL}}, source=EVIL),
+        code({"data": {"image/png": '"><script>', "image/svg+xml": EVIL, "text/plain": "text"}}),
+    )
+    shown = read_notebook(text).cells
+    assert "<script" not in shown[0].html and "<img" not in shown[0].html
+    assert 'href="javascript' not in shown[0].html
+    assert shown[1] == Cell(code=EVIL), "as text, which the page escapes"
+    assert shown[2].outputs == (Output(text="text"),)
+
+
+def test_much_is_cut_short() -> None:
+    large = base64.b64encode(b"x" * 60_000).decode()
+    pictures = [code({"data": {"image/png": large, "text/plain": "a plot"}}) for _ in range(3)]
+    shown = read_notebook(notebook(*pictures)).cells
+    assert [bool(cell.outputs[0].picture) for cell in shown] == [True, False, False]
+    assert shown[1].outputs == (Output(text="a plot"),)
+    assert len(read_notebook(notebook(code(source="x" * 10**6))).cells[0].code) < 30_000
+    many = read_notebook(notebook(*[code()] * (MOST_CELLS + 3)))
+    assert (len(many.cells), many.left_out) == (MOST_CELLS, 3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"cells": []}', '{"nbformat": 3, "worksheets": []}', "[" * 9**6],
+)
+def test_what_is_no_notebook_is_said(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^is no notebook"):
+        read_notebook(text)
+
+
+_anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["source", "outputs", "data", "text", "cell_type", "image/png"])
+            | st.text(max_size=3),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.lists(_anything, max_size=5), st.sampled_from(["code", "markdown", "raw", None]))
+def test_any_json_is_shown_or_left_out(cells: list[Any], kind: str | None) -> None:
+    for cell in cells:
+        if isinstance(cell, dict):
+            cell["cell_type"] = kind
+    for shown in read_notebook(json.dumps({"nbformat": 4, "cells": cells})).cells:
+        assert "<script" not in shown.html
+        assert isinstance(shown.code, str)

@@ -1,0 +1,278 @@
+"""The ledger's entries and rules: all real, pure values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gpuspawner.core.errors import LedgerError
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import LeasedDevice, LeaseState
+from gpuspawner.ledger import rules as ledger_rules
+from gpuspawner.ledger import usage
+from gpuspawner.ledger.models import (
+    MAX_AMOUNT,
+    SYSTEM_GRANTS,
+    SYSTEM_USAGE,
+    Posting,
+    Transfer,
+    TransferKind,
+    check_account,
+    group_account,
+    is_system,
+    member_account,
+)
+from tests.unit.ledger.books import ANNA, HOUR, T0, lease
+
+
+def transfer(**changes: Any) -> Transfer:
+    values: dict[str, Any] = {
+        "id": "1",
+        "key": "key",
+        "kind": TransferKind.GRANT,
+        "at": T0,
+        "actor": "admin",
+        "reason": "welcome",
+        "postings": (Posting(ANNA, 5), Posting(SYSTEM_GRANTS, -5)),
+    }
+    return Transfer(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"postings": (Posting(ANNA, 5), Posting(SYSTEM_GRANTS, -4))}, "sum to 1 microcredits"),
+        ({"postings": (Posting(ANNA, 5),)}, "1 posting"),
+        ({"postings": ()}, "0 posting"),
+        ({"key": ""}, "its key is empty"),
+        ({"actor": "  "}, "its actor is empty"),
+        ({"reason": ""}, "its reason is empty"),
+        ({"id": ""}, "its id is empty"),
+        ({"at": datetime(2025, 3, 1)}, "not in UTC"),
+        ({"at": datetime(2025, 3, 1, tzinfo=timezone(HOUR))}, "not in UTC"),
+    ],
+)
+def test_a_transfer_refuses_any_other_shape(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(LedgerError, match=words):
+        transfer(**changes)
+
+
+@pytest.mark.parametrize("amount", [1.0, True, "5", None, 0, MAX_AMOUNT + 1, -MAX_AMOUNT - 1])
+def test_a_posting_is_a_whole_number_that_fits_and_moves_something(amount: Any) -> None:
+    with pytest.raises(LedgerError, match=ANNA):
+        Posting(ANNA, amount)
+
+
+@pytest.mark.parametrize(
+    "name", ["anna", "user:anna", "member:", "member: anna", "member:an\nna", "", ":", "MEMBER:a"]
+)
+def test_account_names_are_checked(name: str) -> None:
+    with pytest.raises(LedgerError, match="account name"):
+        check_account(name)
+
+
+def test_account_names_of_members_groups_and_the_system() -> None:
+    group = group_account("system")
+    for name in (member_account("anna@example.org"), group_account("lab:1"), SYSTEM_USAGE):
+        assert check_account(name) == name
+    assert [is_system(name) for name in (SYSTEM_GRANTS, ANNA, group)] == [True, False, False]
+
+
+# What is owed.
+
+instants = st.datetimes(
+    min_value=datetime(2020, 1, 1), max_value=datetime(2040, 1, 1), timezones=st.just(timezone.utc)
+)
+rates = st.integers(0, 1000 * MICRO)
+
+
+@example(3_600, T0, T0 + timedelta(microseconds=999_999))
+@example(MICRO, T0, T0 - HOUR)
+@given(rates, instants, instants)
+def test_owed_is_the_exact_product_rounded_down(rate: int, start: datetime, end: datetime) -> None:
+    exact = Fraction(rate) * Fraction((end - start) // timedelta(microseconds=1), 3_600_000_000)
+    amount = ledger_rules.owed(rate, start, end)
+    assert type(amount) is int
+    assert amount == max(0, exact.numerator // exact.denominator)
+    assert ledger_rules.owed(rate, None, end) == 0
+
+
+ENDED = {"state": LeaseState.ENDED, "ended_at": T0 + HOUR, "charged": 4 * MICRO}
+NEVER = {"state": LeaseState.GRANTED, "started_at": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "due", "settled", "failed"),
+    [
+        ({"charged": MICRO}, 3 * MICRO, 3 * MICRO, -MICRO),
+        ({"charged": 5 * MICRO}, 0, -MICRO, -5 * MICRO),
+        (NEVER, 0, 0, 0),
+        (ENDED, 0, 0, -4 * MICRO),
+    ],
+    ids=["rest", "too much: no tick gives back", "never started", "settled already"],
+)
+def test_a_tick_and_a_settlement_charge_what_is_owed_less_what_was_charged(
+    changes: dict[str, Any], due: int, settled: int, failed: int
+) -> None:
+    """A start that failed costs nothing."""
+    some, until = lease(**changes), T0 + HOUR
+    assert ledger_rules.charge_due(some, until) == due
+    assert ledger_rules.settlement(some, until, failed=False) == settled
+    assert ledger_rules.settlement(some, until, failed=True) == failed
+
+
+# Before the start, and how long it lasts.
+
+
+@given(st.integers(1, 1000 * MICRO), st.timedeltas(timedelta(0), timedelta(days=30)))
+def test_a_hold_covers_its_lead_and_not_a_microcredit_more(rate: int, lead: timedelta) -> None:
+    hold = ledger_rules.hold_for(rate, lead)
+    assert hold >= max(1, ledger_rules.owed(rate, T0, T0 + lead))
+    assert hold - 1 <= ledger_rules.owed(rate, T0, T0 + lead)
+
+
+def test_an_empty_account_gets_nothing_that_costs_even_without_a_lead() -> None:
+    assert ledger_rules.hold_for(0, HOUR) == 0 and ledger_rules.can_afford(-5 * MICRO, 0)
+    hold = ledger_rules.hold_for(MICRO, timedelta(0))
+    affordable = [ledger_rules.can_afford(balance, hold) for balance in (0, hold - 1, hold)]
+    assert affordable == [False, False, True]
+
+
+@given(st.integers(0, 10**12), st.integers(1, 1000 * MICRO))
+def test_credits_last_until_they_run_dry(available: int, rate: int) -> None:
+    dry = ledger_rules.runs_dry_at(available, rate, T0)
+    if dry is None:  # later than a datetime can say
+        assert ledger_rules.owed(rate, T0, datetime.max.replace(tzinfo=timezone.utc)) <= available
+        return
+    assert ledger_rules.owed(rate, T0, dry) <= available
+    assert ledger_rules.owed(rate, T0, dry + timedelta(microseconds=1)) >= available
+
+
+def test_running_dry_at_once_and_never() -> None:
+    assert ledger_rules.runs_dry_at(-5, MICRO, T0) == T0
+    assert ledger_rules.runs_dry_at(0, MICRO, T0) == T0
+    assert ledger_rules.runs_dry_at(5, 0, T0) is None
+    assert ledger_rules.runs_dry_at(MAX_AMOUNT, 1, T0) is None
+    assert ledger_rules.runs_dry_at(10**9 * MICRO, MICRO // 10, T0) is None
+    assert ledger_rules.time_left(6 * MICRO, 4 * MICRO) == timedelta(minutes=90)
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (timedelta(hours=3, minutes=20, seconds=59), "3 h 20 min"),
+        (timedelta(hours=3), "3 h"),
+        (timedelta(minutes=5), "5 min"),
+        (timedelta(seconds=59), "less than a minute"),
+        (timedelta(0), "less than a minute"),
+        (timedelta(days=2, hours=4, minutes=9), "2 d 4 h"),
+        (timedelta(days=2, minutes=9), "2 d"),
+    ],
+)
+def test_time_left_in_words(left: timedelta, words: str) -> None:
+    assert ledger_rules.format_time_left(left) == words
+
+
+# Builders.
+
+
+def test_grants_and_adjustments_move_credits_of_people() -> None:
+    how: dict[str, Any] = {"key": "k", "at": T0, "actor": "admin", "reason": "welcome"}
+    entry = ledger_rules.grant(ANNA, 5, **how)
+    assert entry.kind is TransferKind.GRANT
+    accounts = (ANNA, SYSTEM_GRANTS, member_account("bert"))
+    assert [entry.amount_for(account) for account in accounts] == [5, -5, 0]
+    down = ledger_rules.adjustment(ANNA, -5, **how)
+    assert (down.kind, down.amount_for(ANNA)) == (TransferKind.ADJUSTMENT, -5)
+    with pytest.raises(LedgerError, match="more than zero"):
+        ledger_rules.grant(ANNA, -5, **how)
+    for move in (ledger_rules.grant, ledger_rules.adjustment):
+        with pytest.raises(LedgerError, match="own account"):
+            move(SYSTEM_USAGE, 5, **how)
+
+
+def test_an_account_opens_once() -> None:
+    first = ledger_rules.opening_grant(ANNA, 5, at=T0, actor="hub")
+    again = ledger_rules.opening_grant(ANNA, 5, at=T0 + HOUR, actor="hub")
+    assert first is not None and again is not None
+    assert first.key == again.key == f"opening:{ANNA}"
+    assert first.id == again.id
+    assert ledger_rules.opening_grant(ANNA, 0, at=T0, actor="hub") is None
+
+
+def test_two_ticks_that_saw_the_same_lease_have_one_key_and_the_next_another() -> None:
+    device = LeasedDevice(uuid="GPU-1", slot=0, index=0, model="A100", memory_bytes=40 * 10**9)
+    seen = lease(charged=MICRO, devices=(device,))
+    one, two = (ledger_rules.charge(seen, 5, T0 + HOUR) for _ in range(2))
+    later = ledger_rules.charge(replace(seen, charged=MICRO + 5), 5, T0 + HOUR)
+    assert one is not None and one == two and later is not None
+    assert one.key == f"charge:lease-1:{MICRO}"
+    assert later.key != one.key and later.id != one.id
+    assert (one.kind, one.lease_id, one.at) == (TransferKind.CHARGE, "lease-1", T0 + HOUR)
+    assert (one.amount_for(ANNA), one.amount_for(SYSTEM_USAGE)) == (-5, 5)
+    assert one.reason == "1 x A100 of anna/lab"
+    assert ledger_rules.charge(lease(), 0, T0) is None
+    with pytest.raises(LedgerError, match="never gives back"):
+        ledger_rules.charge(lease(), -1, T0)
+
+
+def test_a_settlement_charges_or_refunds_under_one_key() -> None:
+    more = ledger_rules.settle(lease(), 5, T0 + HOUR)
+    less = ledger_rules.settle(lease(charged=10), -5, T0 + HOUR)
+    assert more is not None and less is not None
+    assert more.key == less.key == "settle:lease-1"
+    assert (more.kind, more.amount_for(ANNA)) == (TransferKind.CHARGE, -5)
+    assert (less.kind, less.amount_for(ANNA)) == (TransferKind.REFUND, 5)
+    assert ledger_rules.settle(lease(), 0, T0 + HOUR) is None
+
+
+@given(st.lists(st.integers(-(10**15), 10**15).filter(bool), min_size=1, max_size=6))
+def test_a_reversal_nets_zero_for_every_account(amounts: list[int]) -> None:
+    lines = [Posting(member_account(f"m{i % 3}"), amount) for i, amount in enumerate(amounts)]
+    lines += [Posting(SYSTEM_GRANTS, -amount) for amount in amounts]
+    entry = transfer(postings=tuple(lines))
+    undone = ledger_rules.reversal(
+        entry, key="undo:key", at=T0 + HOUR, actor="admin", reason="typo"
+    )
+    assert undone.kind is TransferKind.REVERSAL
+    assert undone.id != entry.id
+    for account in {line.account for line in lines}:
+        assert entry.amount_for(account) + undone.amount_for(account) == 0
+
+
+# What jobs beside servers owe.
+
+
+SECONDS = st.integers(0, 10**8)
+
+
+@given(st.integers(0, 10**12), st.lists(SECONDS, max_size=8), SECONDS)
+def test_whatever_is_looked_at_when_a_job_pays_what_its_time_costs(
+    rate: int, looks: list[int], lasted: int
+) -> None:
+    charged = 0
+    for so_far in looks:
+        due = usage.due_for_job(rate, so_far, charged, over=False)
+        assert due >= 0
+        charged += due
+        assert charged <= usage.cost_of_job(rate, max(looks))
+    for _ in range(2):  # told twice
+        charged += usage.due_for_job(rate, lasted, charged, over=True)
+        assert charged == usage.cost_of_job(rate, lasted) == rate * lasted // 3600
+
+
+@given(st.integers(-(10**15), 10**15))
+def test_a_debit_moves_what_it_says_and_nothing_is_no_transfer(amount: int) -> None:
+    found = usage.debit_for_job("member:ada", amount, key="slurm:x:0", at=T0, reason="Batch job 1")
+    if amount == 0:
+        assert found is None
+        return
+    assert found is not None and found.apart
+    assert found.amount_for("member:ada") == -amount
+    assert found.amount_for("system:usage") == amount

@@ -1,0 +1,203 @@
+"""What the page of the cluster tells whom, and what is sent to who watches. No parts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from gpuspawner.devices.models import Device, DeviceStatus
+from gpuspawner.devices.snapshots import DeviceView
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.monitoring.cluster_views import (
+    Doing,
+    Frame,
+    Picture,
+    Sight,
+    Tile,
+    Viewer,
+    as_text,
+    doing_of,
+    holder,
+    summary,
+    words,
+)
+from gpuspawner.monitoring.models import DeviceUse, Sample
+from tests.support.leases import lease_of
+
+NOW = datetime(2026, 3, 2, 12, 0, tzinfo=timezone.utc)
+GPU = Device(uuid="GPU-1", index=0, model="A100-80GB", memory_bytes=80 * 2**30)
+
+
+def lease() -> Lease:
+    server = ServerRef("ada", "training")
+    times = {"granted_at": NOW - timedelta(hours=2), "started_at": NOW - timedelta(hours=1)}
+    return lease_of("ada", id="abc123", server=server, state=LeaseState.RUNNING, **times)
+
+
+def tile(
+    doing: Doing | None = None, *, state: str = "leased", detail: str = "", held: bool = True
+) -> Tile:
+    some = lease() if held else None
+    return Tile(DeviceView(GPU, state, detail, some.id if some else None), some, doing or Doing())
+
+
+# Who is told what.
+
+
+def test_names_are_told_to_whom_they_may_be_told() -> None:
+    some = tile()
+    assert holder(some, Sight.ADMIN) == "ada/training"
+    assert holder(some, Sight.NAMES) == "ada"
+    assert holder(some, Sight.PLAIN) == "in use"
+    assert holder(tile(held=False, state="free"), Sight.ADMIN) == ""
+    for sight in (Sight.PLAIN, Sight.NAMES):
+        assert "training" not in json.dumps(words(some, sight, NOW))
+    assert "abc123" not in json.dumps(words(some, Sight.ADMIN, NOW))
+
+    picture = Picture(NOW, (tile(),), 1, 0, 2, "", {"ada": {"GPU-1": "training"}})
+    text = as_text(picture, Sight.PLAIN)
+    assert "\n" not in text
+    assert "ada" not in text and "training" not in text
+    assert json.loads(text)["tiles"]["GPU-1"]["who"] == "in use"
+    assert json.loads(as_text(picture, Sight.ADMIN))["tiles"]["GPU-1"]["who"] == "ada/training"
+
+
+GPU2 = "the machine gpu2 does not tell what its GPUs do: Connection refused"
+USED = "used without a lease by x (pid 4711)"
+LOST = Doing(error="GPU is lost (pid 4711).", xids=(79,))
+WARM = Doing(slowed=("too warm (hardware)",), warm=True)
+DRAINS = "lease abc123; drained by kim: a loud fan."
+
+
+@pytest.mark.parametrize(
+    ("some", "member", "admin"),
+    [
+        (tile(), "", ""),
+        (tile(LOST), "does not answer", "does not answer: GPU is lost (pid 4711); Xid 79"),
+        (tile(WARM), "too warm", "slowed: too warm (hardware)"),
+        (tile(Doing(slowed=("power cap",))), "", "slowed: power cap"),
+        (tile(Doing(silent=GPU2)), "its machine does not tell what it does", GPU2),
+        (tile(state="draining", detail=DRAINS), "", "drained by kim: a loud fan"),
+        (tile(state="occupied", detail=USED, held=False), "", USED),
+    ],
+)
+def test_what_is_wrong_is_said_in_full_to_admins(some: Tile, member: str, admin: str) -> None:
+    assert some.health(Sight.PLAIN) == some.health(Sight.NAMES) == member
+    assert some.health(Sight.ADMIN) == admin
+
+
+def test_a_machine_that_is_off_until_it_is_needed_is_nothing_wrong() -> None:
+    off = replace(GPU, reason="off (power saving)")
+    silent = Doing(silent="the machine gpu2 is off (power saving)", resting=True)
+    some = Tile(DeviceView(off, "free", off.reason), None, silent)
+    for sight in Sight:
+        told = words(some, sight, NOW)
+        assert (told["health"], told["note"]) == ("", "off (power saving)")
+    drained = Tile(DeviceView(off, "drained", "off (power saving); drained by kim"), None, silent)
+    assert drained.health(Sight.ADMIN) == "off (power saving); drained by kim"
+    broken = replace(GPU, status=DeviceStatus.UNKNOWN, reason="the machine gpu2 gets no work")
+    assert words(Tile(DeviceView(broken, "unknown", ""), None, silent), sight, NOW)["note"] == ""
+
+
+# What is known of it.
+
+
+def second(ago: float, **fields: Any) -> Sample:
+    return Sample(uuid="GPU-1", index=0, at=NOW - timedelta(seconds=ago), **fields)
+
+
+def test_the_newest_second_counts_first_and_an_error_for_some_minutes() -> None:
+    counts: dict[str, Any] = {"samples": 60, "known": 60, "measured": 60, "use_sum": 600}
+    minute = DeviceUse(uuid="GPU-1", since=NOW, seconds=60, **counts)
+    fresh, old, ahead = second(2, use=73, celsius=61), second(120, use=73), second(-3600, use=73)
+    assert doing_of([old, fresh], minute, NOW).use == 73
+    assert doing_of([old], minute, NOW).use == 10
+    assert doing_of([old], None, NOW) == doing_of([], None, NOW) == Doing()
+    silent = second(0, silent="nobody asked it")
+    assert doing_of([fresh, silent], minute, NOW) == Doing(silent="nobody asked it")
+    assert doing_of([ahead], minute, NOW).use == 10, "the clock was set back"
+
+    # The driver reports it once.
+    seconds = [second(180, xids=(79, 13)), second(0, use=1, xids=(13,))]
+    minute = DeviceUse(uuid="GPU-1", since=NOW, seconds=60, xids=(48,))
+    assert doing_of(seconds, minute, NOW).xids == (79, 13, 48)
+
+
+@pytest.mark.parametrize(
+    ("doing", "use", "memory"),
+    [
+        (Doing(), "not known", "80 GB"),
+        (Doing(use=0.4, used_bytes=0), "0 %", "0.0 of 80 GB"),
+        (Doing(use=73, used_bytes=13 * 2**29), "73 %", "6.5 of 80 GB"),
+        (Doing(busy=True, used_bytes=2**30), "has processes", "1.0 of 80 GB"),
+        (Doing(busy=False), "no process", "80 GB"),
+        (Doing(use=100, used_bytes=2**50), "100 %", "1048576.0 of 80 GB"),
+    ],
+)
+def test_numbers_as_words(doing: Doing, use: str, memory: str) -> None:
+    told = words(tile(doing), Sight.PLAIN, NOW)
+    assert (told["use"], told["memory"]) == (use, memory)
+    assert 0 <= told["level"] <= 100
+    assert 0 <= told["filled"] <= 100
+
+
+def test_since_when_and_how_many_wait() -> None:
+    at = (NOW - timedelta(hours=1)).astimezone()
+    assert words(tile(), Sight.PLAIN, NOW)["since"] == f"since {at:%H:%M}"
+    later = NOW + timedelta(days=2)
+    assert words(tile(), Sight.PLAIN, later)["since"] == f"since {at:%-d %b %H:%M}"
+    assert words(tile(held=False, state="free"), Sight.PLAIN, NOW)["since"] == ""
+    for count, said in ((0, "nobody waits"), (1, "one waits"), (7, "7 wait")):
+        assert summary(Picture(NOW, (), 8, 3, count, "")) == f"3 of 8 free, {said} in line"
+
+
+# What is sent.
+
+
+def frame(at: str, text: str = "{}", trouble: str = "", **own: dict[str, str]) -> Frame:
+    return Frame(at, {Sight.PLAIN: text}, own, trouble)
+
+
+def events(text: str | None) -> dict[str, Any]:
+    parts = [line for line in (text or "").split("\n") if line]
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return {
+        name.removeprefix("event: "): json.loads(data.removeprefix("data: "))
+        for name, data in pairs
+    }
+
+
+async def test_what_stays_as_it_was_is_told_once() -> None:
+    viewer = Viewer("ada", Sight.PLAIN)
+    viewer.offer(frame("12:00:00", '{"a":1}', ada={"GPU-1": "training"}, bob={"GPU-2": "x"}))
+    assert events(await viewer.next(5)) == {
+        "picture": {"a": 1},
+        "mine": {"GPU-1": "yours: training"},
+        "trouble": "",
+        "time": "12:00:00",
+    }
+    viewer.offer(frame("12:00:02", '{"a":1}', ada={"GPU-1": "training"}))
+    assert events(await viewer.next(5)) == {"time": "12:00:02"}
+    viewer.offer(Frame("12:00:04", {}, trouble="The database does not answer."))
+    told = events(await viewer.next(5))
+    assert told == {"trouble": "The database does not answer.", "time": "12:00:04"}
+    viewer.offer(frame("12:00:06", '{"a":1}'))
+    assert events(await viewer.next(5)) == {"mine": {}, "trouble": "", "time": "12:00:06"}
+
+
+async def test_there_is_room_for_one_picture_and_none_for_who_is_gone() -> None:
+    viewer = Viewer("ada", Sight.PLAIN)
+    for number in range(1000):
+        viewer.offer(frame(str(number), json.dumps({"number": number})))
+    assert events(await viewer.next(5))["picture"] == {"number": 999}
+    assert await viewer.next(0.01) is None
+    waiting = asyncio.ensure_future(viewer.next(60))
+    await asyncio.sleep(0)
+    viewer.offer(frame("12:00:00"))
+    viewer.go()
+    assert await waiting is None

@@ -1,0 +1,193 @@
+"""When a server counts as idle: what keeps it, what does not, and what is said before it is
+stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuspawner.monitoring.idle import (
+    Activity,
+    IdlePolicies,
+    IdlePolicy,
+    IdleState,
+    activity_of,
+    begin,
+    credit_after,
+    judge,
+    snooze,
+)
+from gpuspawner.monitoring.models import DeviceUse
+
+T0 = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
+POLICY = IdlePolicy(mode="enforce")
+RESTS = Activity(60.0, use=0.0, busy=0.0)
+WORKS = Activity(60.0, use=60.0, busy=60.0)
+UNKNOWN = Activity(60.0)
+
+
+def day(
+    minutes: Iterable[Activity], policy: IdlePolicy = POLICY, *, waiting: bool = False
+) -> Iterator[tuple[int, str]]:
+    """(minute, event) of everything that is due; it ends with a stop."""
+    state = begin(policy)
+    for number, it in enumerate(minutes, 1):
+        now = T0 + timedelta(minutes=number)
+        verdict = judge(policy, state, it, now, waiting=waiting)
+        state = verdict.state
+        if verdict.event:
+            yield number, verdict.event
+        if verdict.event == "stop":
+            return
+
+
+TRAINS = Activity(60.0, use=4.0, busy=20.0)  # it waits for its data most of the time
+PRINTS = replace(RESTS, output=True)
+HELD = Activity(60.0, busy=60.0)  # an instance whose process holds memory
+FREE = Activity(60.0, busy=0.0)
+SHORT = Activity(60.0, use=1.0, busy=1.0)
+STOPS = [(30, "warn"), (40, "stop")]
+STRICTER = replace(POLICY, mode="advise", mode_waiting="enforce", sooner_minutes=15)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "policy", "waiting", "events"),
+    [
+        ([RESTS] * 600, POLICY, False, STOPS),
+        ([TRAINS] * 60 * 24 * 3, POLICY, False, []),
+        ([WORKS] * 1440 + [RESTS] * 600, POLICY, False, [(1700, "warn"), (1710, "stop")]),
+        ([PRINTS] * 600, POLICY, False, [(60, "warn"), (70, "stop")]),
+        ([UNKNOWN] * 6000, POLICY, False, []),
+        (
+            [RESTS] * 35 + [UNKNOWN] * 100 + [RESTS] * 100,
+            POLICY,
+            False,
+            [(30, "warn"), (136, "stop")],
+        ),
+        ([RESTS] * 33 + [SHORT] + [RESTS] * 100, POLICY, False, STOPS),
+        ([RESTS] * 600, replace(POLICY, mode="advise"), False, STOPS[:1]),
+        ([RESTS] * 600, IdlePolicy(), False, []),
+        ([RESTS] * 600, STRICTER, False, STOPS[:1]),
+        ([RESTS] * 600, STRICTER, True, [(15, "warn"), (25, "stop")]),
+        ([HELD] * 6000, POLICY, False, []),
+        ([FREE] * 600, POLICY, False, STOPS),
+    ],
+    ids=[
+        *("never works", "a long run with nobody there", "rests after a day of work"),
+        *("output slows it down", "unknown is not idle", "unknown in the countdown"),
+        *("a moment of work in the countdown", "advice stops nobody", "off says nothing"),
+        *("stricter, nobody waits", "stricter, others wait", "memory held", "no process"),
+    ],
+)
+def test_who_is_warned_and_stopped_when(
+    minutes: list[Activity], policy: IdlePolicy, waiting: bool, events: list[tuple[int, str]]
+) -> None:
+    assert list(day(minutes, policy, waiting=waiting)) == events
+
+
+def test_work_earns_a_break_and_a_trickle_little() -> None:
+    # Two minutes at most of a GPU are worth more than those who never work have.
+    assert next(day([WORKS] * 2 + [RESTS] * 600)) == (30 + 2 * 24 + 2, "warn")
+    # A second in each minute: it would be use for whoever asks whether there is any.
+    pretends = Activity(60.0, use=20.0 / 60, busy=1.0)
+    (warned, event), (stopped, _) = day([pretends] * 600)
+    assert event == "warn" and warned < 45 and stopped == warned + 10
+    minutes = [RESTS] * 33 + [WORKS] + [RESTS] * 100
+    assert list(day(minutes))[:2] == [(30, "warn"), (34, "back")]
+    state = IdleState(credit=12 * 60, warned_at=T0, stops_at=T0)
+    assert judge(STRICTER, state, RESTS, T0).event == "back", "nobody waits any more"
+
+
+def test_snoozing_has_its_limits() -> None:
+    warned = IdleState(credit=0, warned_at=T0, stops_at=T0 + timedelta(minutes=10))
+    first = snooze(POLICY, warned, T0)
+    assert first and first.stops_at == T0 + timedelta(minutes=40)
+    second = snooze(POLICY, first, T0 + timedelta(minutes=30))
+    assert second and second.stops_at == T0 + timedelta(minutes=70)
+    assert snooze(POLICY, second, T0) is None
+    assert snooze(POLICY, begin(POLICY), T0) is None
+
+
+activities = st.builds(
+    Activity,
+    seconds=st.just(60.0),
+    use=st.none() | st.floats(0, 100),
+    busy=st.none() | st.floats(0, 60),
+    output=st.booleans(),
+)
+
+
+@given(credit=st.floats(0, 260 * 60), it=activities, more=st.floats(0, 100))
+def test_credit_has_bounds_and_more_work_is_never_worth_less(
+    credit: float, it: Activity, more: float
+) -> None:
+    after = credit_after(POLICY, credit, it)
+    assert 0 <= after <= 60 * POLICY.most_minutes
+    assert after >= credit - 60
+    if it.use is not None:
+        harder = replace(it, use=min(100.0, it.use + more))
+        assert credit_after(POLICY, credit, harder) >= after
+    assert credit_after(POLICY, credit, replace(it, output=True)) >= after
+
+
+# From minutes of devices.
+
+
+def minute(uuid: str, **fields: Any) -> DeviceUse:
+    return DeviceUse(uuid=uuid, since=T0, seconds=60, samples=60, **fields)
+
+
+def test_of_several_devices_the_one_that_works_counts() -> None:
+    rests = minute("a", known=60, measured=60)
+    works = minute("b", known=30, measured=30, busy=15, use_sum=30 * 40)
+    assert activity_of([rests, works], 60, output=False) == Activity(60, 40.0, 30.0)
+    assert activity_of([minute("a"), works], 60, output=True) == Activity(60, 40.0, 30.0, True)
+    assert activity_of([minute("a"), rests], 60, output=False).busy is None
+    assert activity_of([], 60, output=False).busy is None
+    held = minute("m", known=60, busy=60, processes=1)
+    assert activity_of([rests, held], 60, output=False) == Activity(60, None, 60.0)
+    free = minute("m", known=60)
+    assert activity_of([free], 60, output=False) == Activity(60, None, 0.0)
+
+
+# The configuration.
+
+
+def test_each_entry_changes_what_it_names() -> None:
+    policies = IdlePolicies(
+        {
+            "*": {"mode": "advise", "first_minutes": 20},
+            "group:ml101": {"mode": "enforce"},
+            "environment:render": {"mode": "off"},
+        }
+    )
+    assert policies.of("", "").mode == "advise"
+    assert policies.of("ml101", "").mode == "enforce"
+    assert policies.of("ml101", "").first_minutes == 20
+    assert policies.of("ml101", "render").mode == "off"
+    assert IdlePolicies({}).of("ml101", "render") == IdlePolicy()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"ml101": {}}, "'ml101' is no server's"),
+        ({"group:": {}}, "'group:' is no server's"),
+        ({"*": {"mod": "off"}}, "there are countdown_minutes"),
+        ({"*": {"mode": "kill"}}, "write off, advise or enforce"),
+        ({"*": {"mode": ""}}, "write off, advise or enforce"),
+        ({"*": {"first_minutes": -1}}, "write a number from 0 on"),
+        ({"*": {"first_minutes": True}}, "write a number from 0 on"),
+        ({"*": {"most_snoozes": "2"}}, "write a number from 0 on"),
+        ({"*": {"gain": float("nan")}}, "write a number from 0 on"),
+    ],
+)
+def test_a_mistake_is_a_sentence(config: dict[str, dict[str, object]], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        IdlePolicies(config)

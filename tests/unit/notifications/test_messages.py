@@ -1,0 +1,37 @@
+"""The words of notices: values are filled in as they are. Nothing real."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from jinja2 import UndefinedError
+
+from gpuspawner.notifications.messages import compose
+from gpuspawner.notifications.models import Notice, NoticeKind
+
+NOW = datetime(2026, 3, 2, 9, tzinfo=timezone.utc)
+
+
+def ended(**values: Any) -> Notice:
+    return compose("ticket_ended", NoticeKind.TICKET_ENDED, "ended:1", "ada", NOW, **values)
+
+
+def test_a_message_is_a_title_and_a_body_of_one_line() -> None:
+    notice = ended(reason="an admin cancelled it")
+    assert (notice.key, notice.user, notice.at) == ("ended:1", "ada", NOW)
+    assert notice.title == "Your place in line is gone"
+    body = "an admin cancelled it. Start the server again to get a new place."
+    assert notice.body == body
+
+
+@pytest.mark.parametrize("reason", ["a < b & 'c'", "{{ now }} {% if %}", "two  spaces\nand a line"])
+def test_what_is_filled_in_is_neither_escaped_nor_read_nor_wrapped(reason: str) -> None:
+    body = f"{reason}. Start the server again to get a new place."
+    assert ended(reason=reason).body == body
+
+
+def test_a_message_that_lacks_a_value_is_a_mistake_of_ours() -> None:
+    with pytest.raises(UndefinedError, match="reason"):
+        ended()

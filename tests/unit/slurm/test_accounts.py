@@ -1,0 +1,358 @@
+"""What Slurm is told of groups and members, and by which names. Not real: its database, which is
+kept here as the tables that sacctmgr prints; tests/slurm has the real one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuspawner.core.errors import SlurmRefused
+from gpuspawner.slurm import account_sync, accounts
+from gpuspawner.slurm.account_sync import SyncStep
+from gpuspawner.slurm.accounts import (
+    AssociationLimits,
+    AssociationRow,
+    FoundAssociations,
+    Group,
+    Person,
+    WantedAssociations,
+)
+from tests.support.tier import examples
+
+PRIORITIES = {"low": -40.0, "normal": 0.0, "course": 40.0, "admin": 80.0}
+ROOT = "root|||||||||normal|"
+
+
+class Database:
+    """What sacctmgr keeps, changed by the same words."""
+
+    def __init__(self, *, lines: Iterable[str] = ()) -> None:
+        self.qos: dict[str, str] = {"normal": "0"}
+        self.rows: dict[tuple[str, str], dict[str, str]] = {}
+        self.defaults = {"root": "root"}
+        for line in (ROOT, *lines):
+            cells = line.split("|")
+            names = ("fairshare", "GrpTRES", "GrpTRESRunMins", "GrpSubmitJobs", "MaxSubmitJobs")
+            row = {"parent": cells[3], **dict(zip(names, cells[4:9], strict=True))}
+            self.rows[cells[0], cells[1]] = row | {"qos": cells[9], "defaultqos": cells[10]}
+
+    def found(self) -> FoundAssociations:
+        lines = [
+            f"{account}|{user}||{row.get('parent', '')}|{row.get('fairshare', '1')}"
+            f"|{row.get('GrpTRES', '')}|{row.get('GrpTRESRunMins', '')}"
+            f"|{row.get('GrpSubmitJobs', '')}|{row.get('MaxSubmitJobs', '')}"
+            f"|{row.get('qos', 'normal')}|{row.get('defaultqos', '')}"
+            for (account, user), row in self.rows.items()
+        ]
+        return accounts.parse_associations(
+            "\n".join(lines),
+            "\n".join(f"{name}|{priority}" for name, priority in self.qos.items()),
+            "\n".join(f"{user}|{account}" for user, account in self.defaults.items()),
+        )
+
+    def do(self, step: SyncStep) -> None:
+        verb, what, *words = step.words
+        named = dict(word.partition("=")[::2] for word in words if "=" in word)
+        if what == "qos":
+            name = words[0] if verb == "add" else named["name"]
+            assert (name in self.qos) == (verb == "modify"), step
+            self.qos[name] = named["priority"]
+            return
+        assert named.pop("cluster") == "lab"
+        name = named.pop("name", words[0])
+        if "," in name:  # of many at once
+            for each in name.split(","):
+                other = [w.replace(name, each) for w in words]
+                self.do(SyncStep((verb, what, *other), step.what))
+            return
+        if account := named.pop("defaultaccount", ""):
+            assert (account, name) in self.rows
+            self.defaults[name] = account
+            return
+        key = (named.pop("account"), name) if what == "user" else (name, "")
+        assert (key in self.rows) == (verb == "modify"), step
+        assert what == "account" or (key[0], "") in self.rows, step
+        assert named.get("parent") in (None, "root") or (named["parent"], "") in self.rows
+        if what == "user":
+            self.defaults.setdefault(name, key[0])
+            if "defaultqos" in named:
+                assert named["defaultqos"] in self.qos
+        row = self.rows.setdefault(key, {"parent": "root"} if what == "account" else {})
+        for setting, value in named.items():
+            row[setting] = (
+                _merged(row.get(setting, ""), value)
+                if setting.startswith("GrpTRES")
+                else value.replace("-1", "")
+            )
+
+
+def _merged(before: str, change: str) -> str:
+    old, new = (dict(p.split("=") for p in text.split(",") if p) for text in (before, change))
+    return ",".join(f"{name}={most}" for name, most in {**old, **new}.items() if most != "-1")
+
+
+def wanted(people: Iterable[Person] = (), **groups: Group) -> WantedAssociations:
+    return accounts.wanted_associations(
+        people, groups, AssociationLimits(devices=2, tickets=3), PRIORITIES
+    )
+
+
+def bring(database: Database, asked: WantedAssociations) -> list[str]:
+    plan = account_sync.plan_sync(asked, database.found(), "lab")
+    for step in plan.steps:
+        database.do(step)
+    assert account_sync.plan_sync(asked, database.found(), "lab").steps == ()
+    return [step.what for step in plan.steps]
+
+
+def row(database: Database, account: str, user: str = "") -> AssociationRow:
+    found = database.found()
+    return found.places[account, user].row if user else found.accounts[account]
+
+
+ADA = Person(member="ada", group="research", priority="course")
+
+
+def test_a_new_cluster_gets_everything_and_a_second_run_nothing() -> None:
+    database = Database()
+    limits = AssociationLimits(devices=4, tickets=10, gpu_hours=12.5)
+    bring(database, wanted([ADA, Person(member="Žofie")], research=Group(weight=3, limits=limits)))
+    assert row(database, "g-research") == AssociationRow(
+        share=300, gpus=4, gpu_minutes=750, submits=14
+    )
+    assert row(database, "gpuspawner-members") == AssociationRow(share=100)
+    assert row(database, "g-research", "ada") == AssociationRow(gpus=2, submits=5)
+    found = database.found()
+    assert found.places["g-research", "ada"].default_qos == "gpuspawner-course"
+    assert found.places["gpuspawner-members", "u-_c5_bdofie"].qos == ("gpuspawner-normal",)
+    assert found.parents["g-research"] == "gpuspawner"
+    assert found.qos["gpuspawner-low"] == 0 and found.qos["gpuspawner-admin"] == 120
+
+
+def test_who_counts_on_another_group_has_no_open_place_in_the_old_one() -> None:
+    database = Database()
+    guest = Person(member="ada", group="guests", priority="low")
+    for person, (research, guests) in ((ADA, (5, None)), (guest, (0, 5)), (ADA, (5, 0))):
+        bring(database, wanted([person], research=Group(), guests=Group()))
+        assert row(database, "g-research", "ada").submits == research
+        assert guests is None or row(database, "g-guests", "ada").submits == guests
+        assert database.defaults["ada"] == ("g-guests" if person is guest else "g-research")
+
+
+@pytest.mark.parametrize(
+    ("state", "submits"), [({"dry": True}, 5), ({"closed": True}, 0)], ids=["dry", "left"]
+)
+def test_who_has_no_credits_gets_no_gpu_and_who_has_left_no_job(
+    state: dict[str, Any], submits: int
+) -> None:
+    database = Database()
+    bring(database, wanted([Person(member="ada", **state)]))
+    found = row(database, "gpuspawner-members", "ada")
+    assert found == AssociationRow(gpus=0, shards=0, submits=submits)
+    bring(database, wanted([Person(member="ada")]))
+    assert row(database, "gpuspawner-members", "ada") == AssociationRow(gpus=2, submits=5)
+
+
+def test_what_a_site_made_itself_stays() -> None:
+    theirs = [
+        "physics|||root|7|||||normal|",
+        "g-research|||root|1|||||normal|",
+        "physics|ada|||1|cpu=8||||normal,long|long",
+    ]
+    database = Database(lines=theirs)
+    database.defaults["ada"] = "physics"
+    before = {key: dict(value) for key, value in database.rows.items()}
+    asked = wanted([ADA, Person(member="bob")], research=Group())
+    plan = account_sync.plan_sync(asked, database.found(), "lab")
+    assert "g-research" in plan.problems[0] and "not below gpuspawner" in plan.problems[0]
+    for step in plan.steps:
+        database.do(step)
+    assert {key: database.rows[key] for key in before} == before
+    assert database.defaults["ada"] == "physics"
+    assert ("g-research", "ada") not in database.rows
+    assert ("gpuspawner-members", "bob") in database.rows
+
+
+def test_what_an_admin_added_to_ours_stays() -> None:
+    database = Database()
+    bring(database, wanted([ADA], research=Group()))
+    mine = database.rows["g-research", "ada"]
+    mine |= {"GrpTRES": "cpu=8,gres/gpu=9", "fairshare": "5", "qos": "gpuspawner-course,long"}
+    said = bring(database, wanted([Person(member="ada", group="research")], research=Group()))
+    assert mine["GrpTRES"] == "cpu=8,gres/gpu=2"
+    assert (mine["fairshare"], mine["qos"]) == ("5", "long,gpuspawner-normal")
+    qos = "qos=long,gpuspawner-normal, defaultqos=gpuspawner-normal"
+    assert said == [f"ada: in g-research: GrpTRES=gres/gpu=2, {qos}"]
+
+
+def test_many_are_one_step_and_no_word_of_a_member_is_one_of_sacctmgr() -> None:
+    database = Database()
+    crowd = [Person(member=f"m{number}") for number in range(250)]
+    bring(database, wanted())
+    assert len(bring(database, wanted(crowd))) == 3
+    assert len(bring(database, wanted([replace(each, dry=True) for each in crowd]))) == 3
+
+    nasty = Person(member="x account=root set adminlevel=admin; $(id)", group="a b=c,d")
+    for step in account_sync.plan_sync(wanted([nasty]), Database().found(), "lab").steps:
+        assert not any(c in word for word in step.words for c in ";$()\n'\"")
+        assert "adminlevel=admin" not in step.words
+
+
+MEMBERS = st.builds(
+    Person,
+    member=st.sampled_from(["ada", "Bob", "root", "eve@lab.example", "n" * 40]),
+    group=st.sampled_from(["", "research", "Guests & friends"]),
+    priority=st.sampled_from(sorted(PRIORITIES)),
+    closed=st.booleans(),
+    dry=st.booleans(),
+)
+PEOPLE = st.lists(MEMBERS, unique_by=lambda person: person.member, max_size=5)
+SOME_LIMITS = st.builds(
+    AssociationLimits,
+    devices=st.none() | st.integers(0, 9),
+    tickets=st.none() | st.integers(0, 9),
+    gpu_hours=st.none() | st.floats(0, 1e6),
+)
+GROUPS = st.dictionaries(
+    st.sampled_from(["research", "Guests & friends", "course"]),
+    st.builds(Group, weight=st.floats(1e-6, 1e9), limits=SOME_LIMITS),
+)
+DAYS = st.tuples(PEOPLE, GROUPS, SOME_LIMITS, st.integers(0, 40))
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(DAYS, min_size=1, max_size=4))
+def test_killed_anywhere_the_next_run_ends_where_one_run_would_have(
+    days: list[tuple[list[Person], dict[str, Group], AssociationLimits, int]],
+) -> None:
+    database = Database()
+    for people, groups, limits, killed_after in days:
+        asked = accounts.wanted_associations(people, groups, limits, PRIORITIES)
+        for step in account_sync.plan_sync(asked, database.found(), "lab").steps[:killed_after]:
+            database.do(step)
+    bring(database, asked)
+    found = database.found()
+    for user, (account, right, qos) in asked.users.items():
+        place = found.places[account, user]
+        assert (place.row, place.default_qos) == (right, qos)
+        others = [p.row.submits for (a, u), p in found.places.items() if u == user and a != account]
+        assert not any(others)
+    assert {name: found.accounts[name] for name in asked.accounts} == asked.accounts
+
+
+class Recorder:
+    """A Slurm of one program's version."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+
+    def run(self, program: str, *words: str) -> str:
+        assert (program, words) == ("sacctmgr", ("--version",))
+        return self.version
+
+
+TRIED = ["slurm-wlm 22.05.11", "slurm 22.05.2"]
+
+
+@pytest.mark.parametrize(
+    "version", [*TRIED, "slurm-wlm 21.08.8", "slurm 23.11.4", "slurm", "", "slurm 20.11.7"]
+)
+def test_another_slurm_is_refused_with_the_one_that_was_tried(version: str) -> None:
+    slurm: Any = Recorder(version)
+    if version in TRIED:
+        account_sync.check_version(slurm)
+        return
+    with pytest.raises(SlurmRefused, match=r"tried with 22\.05\.8"):
+        account_sync.check_version(slurm)
+
+
+# Names.
+
+
+ALLOWED = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+
+ANY_NAME = st.text(min_size=1, max_size=255)
+SIMILAR = st.text("aAb.u-h_g2", min_size=1, max_size=40)
+
+
+@pytest.mark.parametrize(
+    ("member", "user"),
+    [
+        ("ada", "ada"),
+        ("ada_l-2", "ada_l-2"),
+        ("Ada", "u-_41da"),
+        ("ada@lab.example", "u-ada_40lab_2eexample"),
+        ("root", "u-root"),
+        ("slurm", "u-slurm"),
+        ("systemd-network", "u-systemd-network"),
+        ("u-root", "u-u-root"),
+        ("h-abc", "u-h-abc"),
+        ("1st", "u-1st"),
+        ("-n", "u--n"),
+        ("; rm -rf /", "u-_3b_20rm_20-rf_20_2f"),
+        ("Žofie", "u-_c5_bdofie"),
+        ("艾达", "u-_e8_89_be_e8_be_be"),
+    ],
+)
+def test_a_members_user(member: str, user: str) -> None:
+    assert accounts.user_of(member) == user
+    assert accounts.member_of(user) == member
+
+
+def test_a_long_name_is_a_digest_that_is_found_among_the_members() -> None:
+    long = ["ada.lovelace@mathematics.example." + tail for tail in ("org", "net")]
+    users = [accounts.user_of(member) for member in long]
+    assert [len(user) for user in users] == [32, 32]
+    assert [accounts.member_of(user) for user in users] == [None, None]
+    assert accounts.by_user([*long, "ada"]) == {**dict(zip(users, long, strict=True)), "ada": "ada"}
+
+
+@given(ANY_NAME | SIMILAR)
+def test_every_name_is_one_that_linux_and_slurm_take_and_is_found_again(member: str) -> None:
+    user = accounts.user_of(member)
+    assert ALLOWED.fullmatch(user)
+    assert user not in accounts.SYSTEM_USERS
+    if user.startswith("h-"):
+        assert accounts.member_of(user) is None
+    else:
+        assert accounts.member_of(user) == member
+
+
+@given(st.lists(ANY_NAME | SIMILAR, unique=True, max_size=30))
+def test_no_two_members_are_the_same_user_and_no_two_groups_the_same_account(
+    some: list[str],
+) -> None:
+    assert len(accounts.by_user(some)) == len(some)
+    names = {accounts.account_of(group) for group in some}
+    assert len(names) == len(some)
+    assert not names & {accounts.ROOT_ACCOUNT, accounts.EVERYBODY, "root"}
+
+
+@given(st.text("abgu-h_0123456789f", max_size=34))
+def test_what_is_read_back_is_what_was_written(word: str) -> None:
+    if (member := accounts.member_of(word)) is not None:
+        assert accounts.user_of(member) == word
+    if (group := accounts.group_of(word)) is not None:
+        assert accounts.account_of(group) == word
+
+
+@given(ANY_NAME)
+def test_a_groups_account(group: str) -> None:
+    account = accounts.account_of(group)
+    assert ALLOWED.fullmatch(account)
+    assert accounts.group_of(account) == (None if account.startswith("gh-") else group)
+
+
+def test_accounts_that_are_no_groups_and_users_of_the_system() -> None:
+    assert accounts.account_of("") == "gpuspawner-members"
+    assert accounts.group_of("gpuspawner-members") == ""
+    for name in ("research", "g-", "g-_zz", "g-_61"):  # an a is written as an a
+        assert accounts.group_of(name) is None
+    names = ("root", "daemon", "nobody-of-this-name")
+    assert [accounts.is_system_user(name) for name in names] == [True, True, False]

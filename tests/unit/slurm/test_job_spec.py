@@ -1,0 +1,155 @@
+"""The job that holds a ticket's devices, as the words of sbatch. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+
+from gpuspawner.core.errors import TooMuchAsked
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue.models import Ticket
+from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
+from gpuspawner.slurm.job_spec import able, of
+from gpuspawner.slurm.programs import minutes_of, words
+
+GIB = 2**30
+
+
+def node(name: str, *models: tuple[str, str, int]) -> Node:
+    devices = tuple(
+        NodeDevice(f"GPU-{name}-{n}", model, gib * GIB, gres=gres)
+        for n, (model, gres, gib) in enumerate(models)
+    )
+    return Node(
+        name=name,
+        address="10.0.0.1",
+        engine="unix:///run/docker.sock",
+        devices=devices,
+        cpus=16,
+        memory_bytes=64 * GIB,
+    )
+
+
+A100 = ("NVIDIA A100-SXM4-40GB", "a100", 40)
+H100 = ("NVIDIA H100 80GB HBM3", "h100", 80)
+T4 = ("Tesla T4", "t4", 15)
+CLUSTER = Cluster(
+    name="lab", nodes=(node("one", A100, A100), node("two", H100), node("three", T4, H100))
+)
+TICKET = Ticket(
+    id="0a1b",
+    server=ServerRef("ann", "my; server"),
+    request=Request(devices=1),
+    created_at=datetime(2026, 1, 1, tzinfo=timezone.utc),
+)
+
+
+def told_of(ticket: Ticket, cluster: Cluster, **more: Any) -> list[str]:
+    return words(of(ticket, cluster, **more))
+
+
+def asked(cluster: Cluster = CLUSTER, **request: Any) -> list[str]:
+    given: dict[str, Any] = {"devices": 1, **request}
+    return told_of(replace(TICKET, request=Request(**given)), cluster)
+
+
+def value(told: list[str], name: str) -> str:
+    return "".join(word.removeprefix(name) for word in told if word.startswith(name))
+
+
+def gres(told: list[str]) -> str:
+    return value(told, "--gres=")
+
+
+def without(told: list[str]) -> str:
+    return value(told, "--exclude=")
+
+
+def test_any_gpu() -> None:
+    told = asked()
+    assert "--job-name=gpuspawner-0a1b" in told and "--no-requeue" in told
+    assert json.loads(value(told, "--comment=")) == {"server": "ann/my; server"}
+    assert not any(word.startswith(("--time=", "--uid=", "--nice")) for word in told)
+
+
+@pytest.mark.parametrize(
+    ("request_", "wanted", "not_on"),
+    [
+        ({"model": "A100", "devices": 2}, "gpu:a100:2", ""),
+        ({"model": "h100"}, "gpu:h100:1", ""),
+        ({"memory_bytes": 80 * GIB}, "gpu:h100:1", ""),
+        # The third has one that would do, and Slurm might give the other.
+        ({"memory_bytes": 40 * GIB}, "gpu:1", "three"),
+        ({"models": ("A100", "H100")}, "gpu:1", "three"),
+        ({"models": ("A100", "T4"), "devices": 2}, "gpu:2", "three,two"),
+        ({"devices": 2}, "gpu:2", "three"),
+        ({"models": ("T4", "H100")}, "gpu:1", "one"),
+        ({}, "gpu:1", ""),
+    ],
+)
+def test_only_what_suits(request_: dict[str, Any], wanted: str, not_on: str) -> None:
+    told = asked(**request_)
+    assert (gres(told), without(told)) == (wanted, not_on)
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        ({"devices": 3}, "no machine has more than 2. Ask for 2 at most."),
+        ({"devices": 2, "model": "H100"}, "no machine has more than 1. Ask for 1 at most."),
+        ({"devices": 2, "models": ("T4", "H100")}, "no machine has more than 1. Ask for 1 at"),
+        ({"model": "B200"}, "No machine has GPUs of model B200. Choose another."),
+    ],
+)
+def test_what_no_machine_has(request_: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(TooMuchAsked, match=sentence):
+        asked(**request_)
+
+
+def test_a_share_of_a_machine_goes_with_each_gpu_or_part_of_one() -> None:
+    told = asked(model="A100", devices=1)
+    assert "--cpus-per-task=8" in told and f"--mem={int(64 * 1024 * 0.9 / 2)}M" in told
+    assert "--cpus-per-task=16" in asked(model="A100", devices=2)
+
+    shared = replace(CLUSTER, shards=4)
+    assert gres(asked(shared)) == "shard:1"
+    assert gres(asked(shared, model="A100")) == "shard:a100:1"
+    assert "--cpus-per-task=2" in asked(shared, model="A100")
+    with pytest.raises(TooMuchAsked, match="shared in parts"):
+        asked(shared, devices=2)
+
+
+def test_hours_owner_and_points_of_an_admin() -> None:
+    told = told_of(replace(TICKET, seconds=3601), CLUSTER, user="ann", account="g-course")
+    assert {"--time=81", "--uid=ann", "--account=g-course"} <= set(told)
+    told = told_of(replace(TICKET, boost=2.5), CLUSTER)
+    assert "--nice=-2500" in told
+    assert "--nice=1999997500" in told_of(replace(TICKET, boost=2.5, last=True), CLUSTER)
+
+
+def test_which_nodes_would_do_and_which_are_left_out() -> None:
+    def nodes(**request: Any) -> frozenset[str]:
+        return able(Request(**{"devices": 1, **request}), CLUSTER)
+
+    assert nodes() == {"one", "two", "three"}
+    assert nodes(devices=2) == {"one"}
+    assert nodes(model="H100") == {"two", "three"}
+    assert nodes(model="T4") == {"three"}
+    assert nodes(memory_bytes=40 * GIB) == {"one", "two"}
+
+    request = Request(devices=1, memory_bytes=40 * GIB)
+    told = told_of(replace(TICKET, request=request), CLUSTER, lacking=["two"])
+    assert without(told) == "three,two"
+
+
+@pytest.mark.parametrize(
+    ("limit", "minutes"),
+    [("1-00:00:00", 1440), ("10:00", 10), ("2:30:00", 150), ("infinite", math.inf), ("", math.inf)],
+)
+def test_the_limit_of_a_partition(limit: str, minutes: float) -> None:
+    assert minutes_of(limit) == minutes

@@ -1,0 +1,261 @@
+"""Classes and settings of DockerSpawner with ours. Real: the classes of all three packages."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from dockerspawner import DockerSpawner, SystemUserSpawner
+from jupyterhub.spawner import SpawnException
+from traitlets import default
+from traitlets.config import Config
+
+from gpuspawner.cli import config as cli_config
+from gpuspawner.cli.check import check_spawner_class
+from gpuspawner.cli.hub import open_hub
+from gpuspawner.core.errors import InvalidRequest
+from gpuspawner.engines.preflight import Status
+from gpuspawner.slurm.images import QUICK
+from gpuspawner.spawners.docker import GPUDockerSpawner
+from gpuspawner.spawners.form import names_in
+from gpuspawner.spawners.local import GPULocalSpawner
+from gpuspawner.spawners.slurm import GPUSlurmSpawner
+
+COURSES = '<select name="course"><option>ml</option></select><input type="hidden" name="secret">'
+
+
+class ByName(DockerSpawner):
+    """As in most public configurations."""
+
+    def _options_form_default(self) -> str:
+        return COURSES
+
+    def options_from_form(self, form_data: dict[str, list[str]]) -> dict[str, Any]:
+        return {"course": form_data["course"][0]}
+
+
+class ByDecorator(DockerSpawner):
+    @default("options_form")
+    def _form(self) -> str:
+        return COURSES
+
+    @default("options_from_form")
+    def _from_form(self) -> Any:
+        return lambda form_data: {"course": form_data["course"][0]}
+
+
+class ByAttribute(DockerSpawner):
+    options_form = COURSES
+
+    @staticmethod
+    async def options_from_form(form_data: dict[str, list[str]]) -> dict[str, Any]:
+        return {"course": form_data["course"][0]}
+
+
+class ByMethod(DockerSpawner):
+    async def get_options_form(self) -> str:
+        return COURSES
+
+    def run_options_from_form(self, form_data: dict[str, list[str]]) -> dict[str, Any]:
+        return {"course": form_data["course"][0]}
+
+
+def spawner_of(cls: type, **settings: Any) -> Any:
+    """A spawner of a hub that is configured and not started."""
+    config = Config()
+    config.JupyterHub.spawner_class = cls
+    config.GPUDockerSpawner.update(settings)
+    return open_hub(config).spawner
+
+
+@pytest.mark.parametrize("cls", [ByName, ByDecorator, ByAttribute, ByMethod])
+def test_form_of_a_rebased_class_is_seen(cls: type) -> None:
+    spawner = spawner_of(type("Rebased", (GPUDockerSpawner, cls), {}))
+    assert spawner.shows_own_form() and spawner.takes_foreign_options()
+    sent = {"course": ["ml"], "gpus": ["1"], "_xsrf": ["x"]}
+
+    async def read() -> Any:
+        found = spawner.run_options_from_form(sent)
+        return await found if asyncio.iscoroutine(found) else found
+
+    assert asyncio.run(read()) == {"course": "ml", "gpus": 1}
+
+
+@pytest.mark.parametrize("cls", [GPUDockerSpawner, SystemUserSpawner])
+def test_classes_as_shipped_have_no_own_form(cls: type) -> None:
+    rebased = cls if cls is GPUDockerSpawner else type("Rebased", (GPUDockerSpawner, cls), {})
+    spawner = spawner_of(rebased)
+    assert not spawner.shows_own_form() and not spawner.takes_foreign_options()
+    with pytest.raises(SpawnException, match="'course' is nothing that you can choose"):
+        spawner.run_options_from_form({"course": ["ml"]})
+
+
+# Fields that only hooks read.
+
+
+def test_extra_options_reach_hooks_and_others_are_refused(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawner = spawner_of(GPUDockerSpawner, extra_options=["course"])
+    spawner.user_options = {"course": "ml", "gpus": 0}
+    _, request = spawner.resolve_options()
+    assert request.devices == 0 and spawner.user_options["course"] == "ml"
+    found = spawner.run_options_from_form({"course": ["ml"], "gpus": ["0"]})
+    assert found == {"course": "ml", "gpus": 0}
+    found = spawner.run_options_from_form({"course": ["ml", "stats"]})
+    assert found == {"course": ["ml", "stats"]}
+    spawner.user_options = {"image": "lab/other"}
+    monkeypatch.setattr(spawner.log, "propagate", True)
+    caplog.set_level("INFO", logger=spawner.log.name)
+    with pytest.raises(InvalidRequest) as caught:
+        spawner.resolve_options()
+    assert "shown_at, course. An admin of this hub can allow others." in caught.value.message
+    assert "c.GPUSpawnerMixin.extra_options" in caplog.text
+
+
+# Links.
+
+
+def test_a_link_is_told_of_the_admins_fields_alone() -> None:
+    spawner = spawner_of(type("Rebased", (GPUDockerSpawner, ByName), {}), extra_options=["week"])
+    assert not spawner._note_of_link(COURSES)
+    spawner.asked_beside = {
+        "course": ['"><script>'],
+        "secret": ["x"],
+        "utm_source": ["mail"],
+        "week": ["7"],
+    }
+    note = spawner._note_of_link(COURSES)
+    assert "course: &#34;&gt;&lt;script&gt;" in note
+    assert "secret" not in note and "utm_source" not in note
+    assert '<input type="hidden" name="week" value="7">' in note
+
+    assert names_in(COURSES) == {"course"}
+    assert names_in('<TEXTAREA name=a></TEXTAREA><input name="b"><input type=file name=c>') == {
+        *("a", "b")
+    }
+    assert names_in("no form < at all") == set()
+
+
+# What check says.
+
+REBASED = """
+from dockerspawner import SystemUserSpawner
+from gpuspawner.spawners.docker import GPUDockerSpawner
+c.JupyterHub.spawner_class = SystemUserSpawner
+c.SystemUserSpawner.run_as_root = True
+class GPUSystemUserSpawner(GPUDockerSpawner, SystemUserSpawner):
+    pass
+c.JupyterHub.spawner_class = GPUSystemUserSpawner
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "replaced"),
+    [
+        ('c.JupyterHub.spawner_class = "docker"', ""),
+        ('c.JupyterHub.spawner_class = "systemuser"', ""),
+        ('c.JupyterHub.spawner_class = "docker-system-user"', "SystemUserSpawner"),
+        ('c.JupyterHub.spawner_class = "dockerspawner.SystemUserSpawner"', "SystemUserSpawner"),
+        ("c.SystemUserSpawner.run_as_root = True", "SystemUserSpawner"),
+        (
+            "from dockerspawner import DockerSpawner\n"
+            "class Lab(DockerSpawner):\n    pass\n"
+            "c.JupyterHub.spawner_class = Lab",
+            "Lab",
+        ),
+        ('c.JupyterHub.spawner_class = "gpu-local"', ""),
+        ("", ""),
+        (REBASED, ""),
+    ],
+)
+def test_check_names_a_class_that_ours_takes_the_place_of(
+    text: str, replaced: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "jupyterhub_config.py"
+    ours = "" if text == REBASED else 'c.JupyterHub.spawner_class = "gpu-docker"\n'
+    file.write_text(f"{text}\n{ours}", encoding="utf-8")
+    found = list(check_spawner_class(file, open_hub(cli_config.read_file(file))))
+    assert [finding.status for finding in found] == [Status.FAIL] * bool(replaced)
+    if replaced:
+        assert f"GPUDockerSpawner takes the place of {replaced}" in found[0].text
+        assert f"class GPU{replaced}(GPUDockerSpawner, {replaced})" in found[0].remedy
+
+
+# DockerSpawner's own settings.
+
+
+def spawner_with(**settings: Any) -> Any:
+    config = Config({"DockerSpawner": settings})
+    config.JupyterHub.spawner_class = GPUDockerSpawner
+    return open_hub(config).spawner
+
+
+@pytest.mark.parametrize("name", ["allowed_images", "image_whitelist"])
+def test_a_list_of_images_makes_an_own_form(name: str) -> None:
+    spawner = spawner_with(**{name: {"plain": "lab/plain", "other": "lab/other"}})
+    assert spawner.shows_own_form() and spawner.takes_foreign_options()
+    assert 'value="other"' in spawner.options_form
+
+
+@pytest.mark.parametrize(
+    ("settings", "sent", "kept"),
+    [
+        ({}, {"Memory": 0}, {}),
+        ({"mem_limit": 0}, {"Memory": 0}, {"Memory": 0}),
+        ({"mem_limit": lambda spawner: 0}, {"Memory": 0}, {"Memory": 0}),
+        ({"mem_limit": "1G"}, {"Memory": 2**30}, {"Memory": 2**30}),
+        ({"mem_limit": 0, "extra_host_config": {"mem_limit": 7}}, {"Memory": 7}, {"Memory": 7}),
+        (
+            {"extra_host_config": {"pids_limit": 0, "oom_score_adj": 0, "mem_limit": 0}},
+            {"Memory": 0},
+            {"PidsLimit": 0, "OomScoreAdj": 0, "Memory": 0},
+        ),
+        ({"extra_host_config": {"privileged": False, "cpu_shares": 0}}, {}, {}),
+    ],
+)
+def test_a_zero_that_the_admin_wrote_is_kept(
+    settings: dict[str, Any], sent: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    assert spawner_with(**settings)._with_own_zeros(sent) == kept
+
+
+# Looks at a server on a node.
+
+
+class OnNode(GPUSlurmSpawner):
+    """A spawner whose server runs on a node, with clients that only know their time-out."""
+
+    node = cast(Any, SimpleNamespace(name="node1"))
+
+    def connect(self, timeout: float = 60) -> Any:
+        return SimpleNamespace(timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("pending", "seconds"),
+    [("_spawn_pending", 60), ("_stop_pending", 60), ("_check_pending", QUICK), ("", QUICK)],
+)
+def test_a_look_at_a_node_gives_up_soon(pending: str, seconds: float) -> None:
+    """A start may pull and a stop may take its time; a poll may not hold up others."""
+    user = SimpleNamespace(
+        name="ada", escaped_name="ada", settings={}, groups=[], url="/", admin=False
+    )
+    spawner = OnNode(user=user)
+    if pending:
+        setattr(spawner, pending, True)
+    assert spawner.client.timeout == seconds
+    assert spawner.client is spawner.client, "one for all servers on the node"
+
+
+# Inheritance.
+
+
+@pytest.mark.parametrize("cls", [GPUDockerSpawner, GPUSlurmSpawner, GPULocalSpawner])
+def test_a_spawner_has_few_classes_of_ours(cls: type) -> None:
+    """What a spawner needs beside them it holds."""
+    ours = [each for each in cls.__mro__ if each.__module__.startswith("gpuspawner.")]
+    assert len(ours) <= 4

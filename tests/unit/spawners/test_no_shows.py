@@ -1,0 +1,102 @@
+"""Whether members came to their servers. Real: JupyterHub's own database, in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from jupyterhub import orm
+
+from gpuspawner.spawners import no_shows
+from gpuspawner.spawners.no_shows import HubRecords
+from tests.support.rounds import START
+
+MANY = 30
+
+
+@pytest.fixture
+def db() -> Any:
+    return orm.new_session_factory("sqlite:///:memory:")()
+
+
+class Server(SimpleNamespace):
+    """As much of a spawner as is asked; it is a key of dictionaries."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def server(db: Any, name: str, **times: datetime | None) -> Server:
+    """A server with the Hub's records of it, and one token of its OAuth client."""
+    user = orm.User(name=name)
+    spawner = orm.Spawner(name="", user=user, last_activity=_plain(times.get("activity")))
+    client = orm.OAuthClient(identifier=f"client-{name}", secret="x")
+    db.add_all([user, spawner, client])
+    if "created" in times or "used" in times:
+        created = _plain(times.get("created", START - timedelta(days=1)))
+        token = orm.APIToken(user=user, oauth_client=client, created=created)
+        token.token, token.last_activity = f"{name}-" + "x" * 32, _plain(times.get("used"))
+        db.add(token)
+    db.commit()
+    user_of = SimpleNamespace(name=name, db=db)
+    return Server(user=user_of, orm_spawner=spawner, oauth_client_id=f"client-{name}")
+
+
+def _plain(at: datetime | None) -> datetime | None:
+    return at.replace(tzinfo=None) if at else None
+
+
+async def test_a_member_who_came_is_seen_by_activity_or_by_a_token(
+    db: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(no_shows, "LOOK", 0.0)
+    later, before = START + timedelta(seconds=5), START - timedelta(seconds=5)
+    servers = {
+        "active": server(db, "active", activity=later),
+        "started": server(db, "started", activity=START + timedelta(seconds=1)),
+        "made": server(db, "made", activity=before, created=later),
+        "used": server(db, "used", used=later),
+        "early": server(db, "early", activity=before, created=before, used=before),
+        "nothing": server(db, "nothing", activity=None),
+    }
+    records = HubRecords()
+    asked: Any = servers.values()
+    found = await asyncio.gather(*(records.has_connected(each, START) for each in asked))
+    assert dict(zip(servers, found, strict=True)) == {
+        "active": True,
+        "started": False,
+        "made": True,
+        "used": True,
+        "early": False,
+        "nothing": False,
+    }
+
+
+async def test_many_servers_cost_no_more_queries_than_one(
+    db: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(no_shows, "LOOK", 0.0)
+    servers: list[Any] = [server(db, f"user{number}") for number in range(MANY)]
+    said: list[str] = []
+    sa.event.listen(db.get_bind(), "before_cursor_execute", lambda *told: said.append(told[2]))
+    records = HubRecords()
+    for _ in range(3):
+        await asyncio.gather(*(records.has_connected(each, START) for each in servers))
+    selects = [text for text in said if " FROM " in text.replace("\n", " ")]
+    assert len(selects) == 3 * 2
+
+
+async def test_records_that_cannot_be_read_are_read_anew(
+    db: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(no_shows, "LOOK", 0.0)
+    some: Any = server(db, "ada", activity=START + timedelta(seconds=5))
+    records = HubRecords()
+    with monkeypatch.context() as broken:
+        broken.setattr(db, "execute", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await records.has_connected(some, START)
+    assert await records.has_connected(some, START)

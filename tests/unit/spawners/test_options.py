@@ -1,0 +1,472 @@
+"""What a member may ask for, with the hours that the form offers. Pure; every field is text from a
+stranger."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from traitlets.config import Config
+
+from gpuspawner.catalog.loader import Catalog
+from gpuspawner.catalog.models import DeviceLimits, Environment, SessionHours
+from gpuspawner.core.errors import (
+    ConfigError,
+    GPUSpawnerError,
+    InvalidRequest,
+    Refused,
+    TooMuchAsked,
+)
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Request
+from gpuspawner.spawners.form import hour_choices, usual_label
+from gpuspawner.spawners.mixin import GPUSpawnerMixin
+from gpuspawner.spawners.options import (
+    FIELDS,
+    LEAST_HOURS,
+    FormChoice,
+    combine,
+    data_choices,
+    parse,
+    resolve,
+    session_seconds,
+    with_data,
+)
+
+GB = 10**9
+PYTORCH = Environment(
+    image="lab",
+    slug="pytorch",
+    display_name="PyTorch",
+    devices=DeviceLimits(default=1, max=4),
+    models=("A100", "H100"),
+    min_memory=40 * GB,
+)
+PLAIN = Environment(
+    slug="plain", display_name="Plain Python", image="lab", devices=DeviceLimits(default=0, max=0)
+)
+
+
+# Parsing.
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice"),
+    [
+        ({}, {}),
+        ({"environment": "pytorch", "gpus": 2}, {"environment": "pytorch", "gpus": 2}),
+        (
+            {"environment": ["pytorch"], "gpus": ["2"], "gpu_model": ["A100"], "gpu_memory": "40"},
+            {"environment": "pytorch", "gpus": 2, "gpu_model": "A100", "gpu_memory": 40},
+        ),
+        ({"gpus": "0"}, {"gpus": 0}),
+        ({"gpus": [" 3 "]}, {"gpus": 3}),
+        ({"gpus": [""], "gpu_model": [""], "environment": [""]}, {}),
+        ({"gpus": [], "gpu_model": None}, {}),
+        ({"environment": "  pytorch "}, {"environment": "pytorch"}),
+        ({"_xsrf": ["2|abc"], "gpus": ["1"]}, {"gpus": 1}),
+        ({"hours": ["1.5"], "wait": ["no"]}, {"hours": 1.5, "wait": False}),
+        ({"hours": 0.25, "wait": True}, {"hours": 0.25, "wait": True}),
+        ({"hours": " .5 ", "wait": "YES"}, {"hours": 0.5, "wait": True}),
+        ({"hours": 8760, "wait": [""]}, {"hours": 8760.0}),
+        ({"hours": "", "wait": []}, {}),
+        ({"account": ["group:course ml"]}, {"account": "group:course ml"}),
+        ({"account": " member:anna "}, {"account": "member:anna"}),
+        ({"account": [""]}, {}),
+        ({"options": ["memory=large"]}, {"options": ("memory=large",)}),
+        ({"options": "memory=large"}, {"options": ("memory=large",)}),
+        ({"options": {"memory": "large", "a": "b"}}, {"options": ("memory=large", "a=b")}),
+        ({"options": ["x.memory=a", "y.memory=b"]}, {"options": ("x.memory=a", "y.memory=b")}),
+        (
+            {"environment": ["y"], "options": ["x.memory=a", "", "y.memory=b"]},
+            {"environment": "y", "options": ("memory=b",)},
+        ),
+        ({"environment": "z", "options": ["x.memory=a"]}, {"environment": "z"}),
+        ({"options": [""]}, {}),
+        ({"options": {}}, {}),
+        ({"shown_at": ["2026-10-01T08:00:00+02:00"]}, {"shown_at": "2026-10-01T06:00:00+00:00"}),
+    ],
+)
+def test_values_as_forms_links_and_rest_send_them(fields: Any, choice: dict[str, Any]) -> None:
+    assert parse(fields) == FormChoice(**choice)
+
+
+def test_what_is_stored_is_what_was_said_and_reads_back_the_same() -> None:
+    choice = parse({"environment": ["pytorch"], "gpus": ["0"], "gpu_model": [""]})
+    assert choice.as_user_options() == {"environment": "pytorch", "gpus": 0}
+    assert parse(choice.as_user_options()) == choice
+
+
+SMUGGLED = [
+    {"image": "evil/image"},
+    {"devices": ["GPU-1234"]},
+    {"device_ids": "GPU-1234"},
+    {"NVIDIA_VISIBLE_DEVICES": "all"},
+    {"volumes": {"/": "/host"}},
+    {"mounts": ["/etc:/etc"]},
+    {"mem_limit": "1T"},
+    {"spawner_override": {"privileged": True}},
+    {"profile": "root"},
+    {"gpus ": 1},
+    {"GPUS": 1},
+]
+
+
+@pytest.mark.parametrize("fields", SMUGGLED)
+def test_nothing_else_can_be_smuggled_in(fields: dict[str, Any]) -> None:
+    """Fields of an admin's own form pass, and change nothing."""
+    (name,) = fields
+    with pytest.raises(InvalidRequest) as caught:
+        parse({"gpus": 1, **fields})
+    assert repr(name) in caught.value.message
+    assert "environment, gpus, gpu_model, gpu_memory, hours, wait, account" in caught.value.message
+    assert caught.value.fields["field"] == name
+    assert parse({"gpus": 1, **fields}, foreign=True) == FormChoice(gpus=1)
+
+
+PAYER = "member:NAME or group:NAME"
+LONG = "group:" + "x" * 5000
+NUMBER = "a number of hours from 0.25 to 8760, such as 1.5, not "
+NO_HOURS = [
+    *(0, -1, 0.0, -0.5, 0.2, 8760.01, 1e9, 10**9, 1e-300, True),
+    *(float("nan"), float("inf"), float("-inf")),
+    *("0", "-1", "0.24", "8761", "1e9", "1e0", "1000000000", "9" * 5000, "nan", "NaN", "inf"),
+    *("Infinity", "two", "2h", "1:30", "1,5", "1.5.", "0x2", "1_0", "\u0662", ".", "+2", "2 3"),
+    *({"hours": 1}, b"2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("account", "course", f"{PAYER}, not 'course'"),
+        *(("account", a, PAYER) for a in ("system:grants", "group: ", "group:a\x00b", 7, LONG)),
+        ("gpus", "two", "whole number from 0, not 'two'"),
+        ("gpus", "-1", "whole number from 0, not '-1'"),
+        *(("gpus", n, "whole number") for n in ("1.5", 1.5, True, "\u0661", "1e3", "9" * 5000)),
+        ("gpus", {"count": 1}, "whole number"),
+        ("gpus", ["1", "2"], "given more than once"),
+        ("gpu_memory", "80GB", "whole number"),
+        *(("environment", e, "short text") for e in (7, {"slug": "a"}, "a\nb", "a\x00")),
+        ("environment", ["a", "b"], "given more than once"),
+        ("gpu_model", "A" * 129, "short text"),
+        ("gpu_model", ["A100", "T4"], "given more than once"),
+        ("hours", ["1", "2"], "given more than once"),
+        *(("hours", hours, NUMBER) for hours in NO_HOURS),
+        ("wait", "later", "must be yes or no, not 'later'"),
+        *(("wait", wait, "must be yes or no") for wait in (1, {"no": 1})),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(field: str, value: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse({field: value})
+    assert f"The field {field!r} " in caught.value.message and words in caught.value.message
+    assert len(caught.value.message) < 200, "a flood is not sent back"
+    assert caught.value.fields["field"] == field
+
+
+@pytest.mark.parametrize(
+    "value", ["now", "2026-10-01T08:00:00", "0001-01-01T00:00:00+14:00", "9" * 99, "-1"]
+)
+def test_a_time_that_is_none_is_named(value: str) -> None:
+    with pytest.raises(InvalidRequest, match="'shown_at' must be a time such as '2026-10-01T08"):
+        parse({"shown_at": value})
+
+
+@pytest.mark.parametrize("fields", [None, [], "gpus=1", 3])
+def test_what_is_no_fields_at_all_is_refused(fields: Any) -> None:
+    with pytest.raises(InvalidRequest, match="must be fields with values"):
+        parse(fields)
+    with pytest.raises(TooMuchAsked, match="You asked for 1025 GPUs"):
+        parse({"gpus": 1025})
+    for field in ("gpus", "gpu_memory", "hours", "wait"):
+        for value in (10**6000, -(10**6000)):  # which Python does not write
+            with pytest.raises(InvalidRequest, match=f"The field '{field}' must be"):
+                parse({field: value})
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS) | st.text(), anything), st.booleans())
+def test_whatever_is_sent_is_understood_or_refused_in_words(fields: Any, foreign: bool) -> None:
+    try:
+        choice = parse(fields, foreign=foreign)
+    except GPUSpawnerError as error:
+        assert isinstance(error, Refused) and error.message.endswith((".", "?"))
+        return
+    assert choice.gpus is None or 0 <= choice.gpus <= 1024
+    assert choice.environment is None or choice.environment.isprintable()
+    assert choice.hours is None or 0.25 <= choice.hours <= 8760
+    assert json.loads(json.dumps(choice.as_user_options())) == choice.as_user_options()
+    assert parse(choice.as_user_options()) == choice
+
+
+# From the choice to the request.
+
+
+USUAL = Request(devices=1, environment="pytorch", models=("A100", "H100"), memory_bytes=40 * GB)
+
+
+@pytest.mark.parametrize(
+    ("choice", "asked"),
+    [
+        ({}, USUAL),
+        (
+            {"environment": "pytorch", "gpus": 2, "gpu_model": "A100", "gpu_memory": 80},
+            replace(USUAL, devices=2, model="A100", memory_bytes=80 * GB),
+        ),
+        ({"gpus": 1, "gpu_memory": 8}, USUAL),
+        ({"gpus": 0}, Request(environment="pytorch")),
+        ({"gpus": 0, "gpu_model": "A100"}, Request(environment="pytorch")),
+    ],
+    ids=["not said", "said", "the environment needs more", "without", "without, of a model"],
+)
+def test_what_is_said_is_asked_for_within_what_the_environment_needs(
+    choice: dict[str, Any], asked: Request
+) -> None:
+    assert resolve(FormChoice(**choice), PYTORCH, limit=8) == asked
+
+
+def test_an_environment_may_need_a_gpu_and_a_limit_below_its_default_counts() -> None:
+    needy = PYTORCH.model_copy(
+        update={"cpu_variant": False, "min_driver": "550.54", "min_cuda": "12.4"}
+    )
+    assert resolve(FormChoice(), needy, 8).min_driver == "550.54"
+    assert resolve(FormChoice(gpus=2), needy, 8).min_cuda == "12.4"
+    with pytest.raises(TooMuchAsked, match="does not run without a GPU"):
+        resolve(FormChoice(gpus=0), needy, 8)
+    with pytest.raises(TooMuchAsked, match="Choose another: you may have none here"):
+        resolve(FormChoice(), needy, 0)
+
+    two = Environment(
+        slug="two", display_name="Two", image="lab", devices=DeviceLimits(default=2, max=4)
+    )
+    assert resolve(FormChoice(), two, limit=1).devices == 1
+    assert resolve(FormChoice(), two, limit=0) == Request(environment="two")
+    assert resolve(FormChoice(), PLAIN, limit=8) == Request(environment="plain")
+    only = Catalog.single(devices=DeviceLimits(default=1, max=1024)).environments[0]
+    assert resolve(FormChoice(), only, limit=8) == Request(devices=1, environment="default")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "limit", "rest"),
+    [
+        (3, PYTORCH, 2, "3 GPUs; your limit is 2 for one server. Ask for 2 or fewer."),
+        (5, PYTORCH, 8, "5 GPUs; PyTorch allows 4. Ask for 4 or fewer."),
+        (1, PLAIN, 8, "1 GPU, but Plain Python runs without one. Ask for 0."),
+        (1, PYTORCH, 0, "1 GPU; your limit is 0 for one server. Ask for 0."),
+        (1, PLAIN, 0, "1 GPU; Plain Python allows 0. Ask for 0."),
+    ],
+)
+def test_too_much_says_which_limit_and_what_would_fit(
+    gpus: int, environment: Environment, limit: int, rest: str
+) -> None:
+    with pytest.raises(TooMuchAsked) as caught:
+        resolve(FormChoice(gpus=gpus), environment, limit)
+    assert caught.value.message == f"You asked for {rest}"
+
+
+# Session length.
+
+
+def limited(usual: float | None, most: float | None) -> SessionHours:
+    return SessionHours(default=usual, max=most)
+
+
+@pytest.mark.parametrize(
+    ("own", "general", "holds"),
+    [
+        ((None, None), (None, None), (None, None)),
+        ((None, None), (8, 24), (8, 24)),
+        ((None, None), (None, 24), (24, 24)),
+        ((None, None), (8, None), (8, None)),
+        ((4, 12), (8, 24), (4, 12)),
+        ((4, 48), (8, 24), (4, 24)),
+        ((48, None), (8, 24), (24, 24)),
+        ((None, 4), (8, 24), (4, 4)),
+        ((None, 4), (None, None), (4, 4)),
+        ((4, None), (None, None), (4, None)),
+    ],
+)
+def test_the_smaller_limit_holds_and_the_environments_own_usual(
+    own: Any, general: Any, holds: Any
+) -> None:
+    assert combine(limited(*own), limited(*general)) == limited(*holds)
+
+
+def test_a_session_is_as_long_as_was_said_or_as_usual_and_more_says_whose_limit_it_is() -> None:
+    limits = SessionHours(default=8, max=24)
+    assert session_seconds(FormChoice(), limits, PYTORCH) == 8 * 3600
+    assert session_seconds(FormChoice(hours=1.5), limits, PYTORCH) == 5400
+    assert session_seconds(FormChoice(hours=24), limits, PYTORCH) == 24 * 3600
+    assert session_seconds(FormChoice(), SessionHours(), PYTORCH) is None
+    assert session_seconds(FormChoice(hours=0.25), SessionHours(), PYTORCH) == 900
+    assert session_seconds(FormChoice(), SessionHours(default=0.0001, max=0.0001), PYTORCH) == 1
+
+    slow = Environment(slug="slow", display_name="Slow", image="lab", hours=SessionHours(max=12))
+    with pytest.raises(TooMuchAsked) as caught:
+        session_seconds(FormChoice(hours=12.5), SessionHours(default=8, max=12), slow)
+    assert caught.value.message == (
+        "The field 'hours' asks for 12.5 hours; Slow allows 12 for one session. Write 12 or less."
+    )
+    with pytest.raises(TooMuchAsked, match="your limit is 4 for one session"):
+        session_seconds(FormChoice(hours=12.5), SessionHours(default=4, max=4), slow)
+
+
+# Datasets and folders.
+
+
+CATALOG = Catalog.from_mapping(
+    {
+        "environments": [
+            {"slug": "lab", "image": "x"},
+            {"slug": "course", "image": "x", "datasets": ["flowers"], "shared_folders": []},
+        ],
+        "datasets": {
+            "flowers": {"source": "/srv/flowers"},
+            "secrets": {"source": "/srv/secrets", "allowed_groups": ["staff"]},
+        },
+        "shared_folders": {"team": {"source": "/srv/team"}},
+    }
+)
+LAB, COURSE = CATALOG.environments
+
+
+def mounted(chosen: Any, *, course: bool = False, groups: tuple[str, ...] = ()) -> list[str]:
+    choice = parse({} if chosen is None else {"data": chosen})
+    environment = with_data(CATALOG, COURSE if course else LAB, choice.data, groups)
+    return [mount.name for mount in CATALOG.mounts_for(environment, groups)]
+
+
+def test_all_unless_they_say_and_nothing_that_another_environment_has() -> None:
+    assert mounted(None) == ["flowers", "team"]
+    assert mounted(None, groups=("staff",)) == ["flowers", "secrets", "team"]
+    assert mounted(["team"]) == ["team"]
+    assert mounted("flowers") == ["flowers"]
+    assert mounted([""]) == [], "a form without a mark in it"
+    assert mounted(["", "flowers", "flowers"]) == ["flowers"]
+    assert mounted(["flowers", "team"], course=True) == ["flowers"]
+
+
+@pytest.mark.parametrize("name", ["nope", "secrets", "../flowers", "/srv/secrets"])
+def test_what_one_may_not_have_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="There are: flowers, team") as refusal:
+        mounted([name])
+    assert repr(name) in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    "value", [5, {"flowers": True}, [["flowers"]], ["a\nb"], ["x" * 200], ["x"] * 300]
+)
+def test_what_is_no_list_of_names_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="'data'"):
+        parse({"data": value})
+
+
+def test_data_that_is_stored_comes_back_and_is_offered_anew() -> None:
+    stored = parse({"data": ["", "team"]}).as_user_options()
+    assert stored == {"data": ["team"]}
+    assert parse(stored).data == ("team",)
+    assert parse({"data": [""]}).as_user_options() == {"data": []}
+
+    found = data_choices(CATALOG, [LAB, COURSE], (), ("team",))
+    assert [(each.name, each.where, each.checked) for each in found] == [
+        ("flowers", "lab course", False),
+        ("team", "lab", True),
+    ]
+    assert all(each.checked for each in data_choices(CATALOG, [LAB], (), None))
+
+
+# Hours.
+
+
+ANY = Environment(slug="any", display_name="Any", image="lab")
+
+
+def labels(*limits: SessionHours, last: float | None = None, rates: Any = ()) -> list[str]:
+    return [choice.label for choice in hour_choices(limits, last, rates)]
+
+
+def test_the_form_offers_steps_up_to_the_greatest_limit_with_what_they_cost() -> None:
+    assert labels(SessionHours(max=6)) == ["1 h", "2 h", "4 h", "6 h"]
+    assert labels(SessionHours(max=6), SessionHours(max=1.5)) == ["1 h", "2 h", "4 h", "6 h"]
+    assert labels(SessionHours(max=0.5)) == ["30 min"]
+    assert labels(SessionHours())[-1] == "7 d"
+    assert labels() == []
+    # What was chosen last time is offered while it is allowed.
+    assert labels(SessionHours(max=4), last=1.25) == ["1 h", "1 h 15 min", "2 h", "4 h"]
+    assert labels(SessionHours(max=4), last=5) == ["1 h", "2 h", "4 h"]
+    assert parse(FormChoice(hours=2).as_user_options()).hours == 2
+    assert labels(SessionHours(max=1), last=2) == ["1 h"]
+
+    one = labels(SessionHours(max=2), rates=[4 * MICRO])
+    assert one == ["1 h, 4.00 credits a GPU", "2 h, 8.00 credits a GPU"]
+    some = labels(SessionHours(max=1), rates=[10 * MICRO, MICRO // 2, 4 * MICRO])
+    assert some == ["1 h, 0.50 to 10.00 credits a GPU"]
+    assert labels(SessionHours(max=1), rates=[0, 0]) == ["1 h"]
+
+    assert usual_label([SessionHours(default=8, max=24)]) == "as usual: 8 h"
+    assert usual_label([SessionHours()]) == "until I stop it"
+    assert (
+        usual_label([SessionHours(default=8, max=24), SessionHours(default=2, max=4)])
+        == "usual for the environment"
+    )
+    assert usual_label([]) == "until I stop it"
+
+
+limits = st.builds(
+    SessionHours,
+    default=st.none(),
+    max=st.none() | st.floats(0.001, 8760, allow_subnormal=False),
+)
+
+
+@given(limits, st.none() | st.floats(LEAST_HOURS, 8760))
+def test_every_line_of_the_form_can_be_chosen(limit: SessionHours, last: float | None) -> None:
+    for choice in hour_choices([limit], last, [MICRO]):
+        chosen = parse({"hours": [choice.value]})
+        assert chosen.hours == choice.hours
+        seconds = session_seconds(chosen, limit, ANY)
+        assert seconds is not None and abs(seconds - 3600 * choice.hours) <= 0.5
+
+
+# The settings.
+
+
+def hours(**settings: Any) -> GPUSpawnerMixin:
+    return GPUSpawnerMixin(config=Config({"GPUSpawnerMixin": settings}))
+
+
+def test_settings_are_numbers_or_callables() -> None:
+    assert hours().session_hours(ANY) == SessionHours()
+    assert hours(most_hours=24, default_hours=8.5).session_hours(ANY) == SessionHours(
+        default=8.5, max=24
+    )
+    asked: list[GPUSpawnerMixin] = []
+
+    def most(spawner: GPUSpawnerMixin) -> int:
+        asked.append(spawner)
+        return 12
+
+    spawner = hours(most_hours=most)
+    assert spawner.session_hours(ANY) == SessionHours(default=12, max=12)
+    assert asked == [spawner]
+    assert hours(most_hours=lambda spawner: None).session_hours(ANY) == SessionHours()
+
+
+@pytest.mark.parametrize("trait", ["most_hours", "default_hours"])
+@pytest.mark.parametrize("value", [0, -1, 8761, 1e9, float("nan"), float("inf"), True, "two"])
+def test_a_setting_that_makes_no_sense_is_named(trait: str, value: Any) -> None:
+    spawner = hours(**{trait: lambda spawner: value})
+    with pytest.raises(ConfigError) as caught:
+        spawner.session_hours(ANY)
+    assert f"c.GPUSpawnerMixin.{trait} is {value!r}" in caught.value.message

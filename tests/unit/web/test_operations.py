@@ -1,0 +1,167 @@
+"""What handlers declare of the REST API, and the bodies that are sent to it. Real: the handlers,
+their paths and models; nothing is asked."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from gpuspawner.core.errors import InvalidRequest
+from gpuspawner.ledger.schemas import GrantBody, RateBody, RefillBody
+from gpuspawner.queue.schemas import BoostBody, MoveBody, PauseBody
+from gpuspawner.storage.schemas import InvitationBody, NewFolderBody
+from gpuspawner.web.app import ROUTES
+from gpuspawner.web.openapi import declarations, document
+from gpuspawner.web.schemas import Body, ReasonBody, WhyBody
+
+HANDLERS = [handler for _, handler in ROUTES]
+EXAMPLES = {
+    "account": "member:ada",
+    "device": "GPU-0",
+    "folder": "0" * 16,
+    "lease": "ab12",
+    "rate": "7",
+    "refill": "ab12",
+    "ticket": "ab-12",
+    "transfer": "0" * 32,
+}
+"""A value for each parameter of a path."""
+
+
+# What is declared.
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [(method, found.path) for method, found, _ in declarations(HANDLERS)]
+)
+def test_an_operation_is_done_by_the_handler_that_declares_it(method: str, path: str) -> None:
+    address = "api/" + path.format(**EXAMPLES)
+    (handler,) = {handler for pattern, handler in ROUTES if re.fullmatch(pattern, address)}
+    assert path in [found.path for name, found, _ in declarations([handler]) if name == method]
+
+
+def test_each_json_handler_declares_what_it_does() -> None:
+    of_api = {handler for pattern, handler in ROUTES if pattern.startswith("api/")}
+    assert {handler for handler in of_api if not list(declarations([handler]))} == set()
+
+
+def test_an_operation_has_a_name_of_its_own_and_words() -> None:
+    found = [(operation.name, words) for _, operation, words in declarations(HANDLERS)]
+    assert len(dict(found)) == len(found)
+    assert all(words for _, words in found)
+
+
+def test_parameters_are_as_their_paths_take_them() -> None:
+    for _, found, _ in declarations(HANDLERS):
+        for parameter in found.parameters:
+            if parameter.where == "path" and "pattern" in parameter.schema:
+                assert re.search(parameter.schema["pattern"], EXAMPLES[parameter.name])
+
+
+# The document.
+
+
+def test_what_the_document_refers_to_is_in_it() -> None:
+    made = document("/services/gpu/", HANDLERS, ["mail"])
+    names = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(made)))
+    assert names <= set(made["components"]["schemas"])
+    assert made["servers"] == [{"url": "/services/gpu"}]
+
+
+@pytest.mark.parametrize("channels", [[], ["mail", "chat"]])
+def test_the_channels_of_a_hub_are_what_a_member_may_choose(channels: list[str]) -> None:
+    made = document("/", HANDLERS, channels)
+    body = made["paths"]["/api/notices/choices"]["put"]["requestBody"]
+    name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    assert body["required"]
+    assert list(made["components"]["schemas"][name]["properties"]) == channels
+
+
+def test_a_body_that_needs_nothing_may_be_left_out() -> None:
+    made = document("/", HANDLERS)
+    needed = {
+        path: operation["post"]["requestBody"]["required"]
+        for path, operation in made["paths"].items()
+        if "requestBody" in operation.get("post", {})
+    }
+    assert not needed["/api/queue/{ticket}/cancel"]
+    assert needed["/api/accounts/{account}/grants"]
+
+
+def test_an_amount_is_described_as_it_is_written() -> None:
+    made = document("/", HANDLERS)
+    amount = made["components"]["schemas"]["EntryAnswer"]["properties"]["amount"]
+    assert amount["type"] == "string"
+    assert re.search(amount["pattern"], "-12.500000")
+    assert not re.search(amount["pattern"], "12.5")
+
+
+# Bodies.
+
+
+@pytest.mark.parametrize(
+    ("model", "sent", "sentence"),
+    [
+        (WhyBody, [], "Send one JSON object; its fields are reason."),
+        (WhyBody, {"why": ""}, "There is no field 'why'; there are reason."),
+        (WhyBody, {"reason": 5}, "The field 'reason' is text."),
+        (WhyBody, {"reason": "x" * 301}, "The field 'reason' has 300 characters at most."),
+        (WhyBody, {"reason": "\x00"}, "The reason has characters that nobody can read."),
+        (ReasonBody, {}, "The reason is missing: "),
+        (GrantBody, {"reason": "x"}, "The field 'amount' is not valid: write credits as text"),
+        (GrantBody, {"amount": "1", "reason": "x", "key": ""}, "The field 'key' is not valid"),
+        (GrantBody, {"amount": "1", "reason": "x", "until": "soon"}, "The field 'until' is 'soon'"),
+        (RateBody, {"rate": "1", "slots": True}, "The field 'slots' is a whole number."),
+        (RateBody, {"rate": "1", "from": ""}, "The field 'from' is ''"),
+        (RateBody, {"from_": ""}, "There is no field 'from_'; there are rate, "),
+        (RefillBody, {"mode": []}, "The field 'mode' is add or top_up."),
+        (BoostBody, {}, "The field 'points' is missing."),
+        (MoveBody, {}, "The field 'position' is missing."),
+        (PauseBody, {"paused": 1}, "The field 'paused' is true or false."),
+        (NewFolderBody, {"name": ""}, "The field 'name' is text, and is not empty."),
+        (InvitationBody, {"member": "ada"}, "The field 'write' is true or false."),
+    ],
+)
+def test_a_mistake_in_a_body_is_a_sentence(model: type[Body], sent: object, sentence: str) -> None:
+    whole = {"rule": "x", "amount": "1", "audience": [], "reason": "x"}
+    sent = {**whole, **sent} if model is RefillBody and isinstance(sent, dict) else sent
+    with pytest.raises(InvalidRequest) as refused:
+        model.model_validate(sent)
+    assert refused.value.message.startswith(sentence)
+
+
+def test_a_form_is_read_as_people_write_it() -> None:
+    form = {"amount": " +12.50 ", "reason": " Week\n3 ", "until": "2027-07-01 09:00"}
+    grant = GrantBody.from_form(lambda name: form.get(name, ""), "Europe/Vienna")
+    assert (grant.amount, grant.reason, grant.key) == (12_500_000, "Week 3", "")
+    assert grant.until is not None
+    assert grant.until.isoformat() == "2027-07-01T07:00:00+00:00"
+
+
+def test_fields_of_a_form_that_are_empty_have_their_defaults() -> None:
+    form = {"rule": "FREQ=DAILY", "amount": "5", "audience": "everybody, group:a", "reason": "x"}
+    planned = RefillBody.from_form(lambda name: form.get(name, ""), "UTC").planned()
+    expected: dict[str, Any] = {"zone": "UTC", "cap": None, "keep": None, "key": ""}
+    assert {name: planned[name] for name in expected} == expected
+    assert planned["audience"] == ["everybody", "group:a"]
+
+
+@pytest.mark.parametrize(
+    ("model", "form", "sentence"),
+    [
+        (GrantBody, {}, "The field 'amount' is '': write credits as a decimal number"),
+        (GrantBody, {"amount": "1"}, "The reason is missing: "),
+        (RefillBody, {"amount": "1", "keep": "x"}, "The field 'keep' is 'x': write a whole number"),
+        (MoveBody, {"position": "x"}, "The field 'position' is 'x': write a whole number."),
+        (BoostBody, {}, "The field 'points' is '': write a number, such as 12.5."),
+    ],
+)
+def test_a_mistake_in_a_form_is_a_sentence(
+    model: type[Body], form: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        model.from_form(lambda name: form.get(name, ""), "UTC")
+    assert refused.value.message.startswith(sentence)
