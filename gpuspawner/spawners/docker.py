@@ -692,12 +692,26 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     async def _release(self, reason: str) -> bool:
         released = await super()._release(reason)
+        if self.lease is None and self.lease_id and self.remove:
+            await self._remove_settled()
         if released and not self.remove:
             try:
                 await self._kept_images.leave_plain(await self.get_object(), self.create_plain)
             except (DockerException, requests.RequestException, OSError) as error:
                 self.log.warning("%s is kept as it ended: %s", self.object_name, error)
         return released
+
+    async def _remove_settled(self) -> None:
+        """Remove the ended container of a lease that the accounting service settled.
+
+        It does that if the hub was killed during a stop, and leaves the container to us.
+        """
+        try:
+            container = await self._find_own()
+            if container is not None and not is_alive(container):
+                await self._remove(container["Id"])
+        except (DockerException, requests.RequestException, OSError) as error:
+            self.log.warning("The container of %s is left: %s", self.server_ref, error)
 
     def engine_ref(self) -> str:
         return self.container_id or ""

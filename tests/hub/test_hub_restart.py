@@ -17,9 +17,12 @@ import requests
 from gpuspawner.core.units import MICRO
 from gpuspawner.db.engine import Store
 from gpuspawner.engines.base import LABEL_LEASE
+from gpuspawner.engines.docker import DockerEngine
 from gpuspawner.leases.models import Lease, LeaseState
+from gpuspawner.leases.reconciliation import Release
 from gpuspawner.ledger.rules import owed
 from tests.support import images
+from tests.support.brokers import make_services
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.gpu_hub import CATALOG, GPUHub, assert_in_words, message_of
@@ -186,6 +189,25 @@ def test_servers_that_ended_meanwhile_are_settled(
         assert before < ended.ended_at < after, "and not when the hub was back"
         assert_paid_exactly(hub, lease)
     assert [c["Labels"][LABEL_LEASE] for c in hub.containers()] == [hub.open_leases()[0].id]
+
+
+def test_the_container_of_a_settled_lease_is_removed(
+    hub: GPUHub, member: str, engine: PrivateEngine
+) -> None:
+    """Killed during a stop, the hub leaves the lease to the accounting service."""
+    hub.spawn_and_wait(member, ALL)
+    [lease] = hub.open_leases()
+    hub.kill9()
+    engine.client.stop(lease.engine_ref, timeout=10)
+    services = make_services(database_url=hub.database_url)
+    found = {"docker": DockerEngine(lambda: engine.client).sightings()}
+    [settled] = services.leases.reconcile(found, servers=None)
+    services.store.close()
+    assert isinstance(settled, Release)
+    hub.start()
+    wait_for(lambda: not hub.containers(), "the removal of the container")
+    assert hub.server(member) is None
+    assert_paid_exactly(hub, lease)
 
 
 def test_killed_in_the_middle_of_two_starts(hub: GPUHub, member: str) -> None:
