@@ -58,7 +58,7 @@ class ContainerSettings:
     binds: Sequence[str] = ()
     """``source:target:mode`` of the workspace, datasets and shared folders."""
     environment: Mapping[str, str]
-    """The lease's variables; they override all others."""
+    """The lease's variables; they override those set elsewhere."""
     hardening: Hardening | None = None
     disk: DiskLimit | None = None
     """None for no limit."""
@@ -252,9 +252,8 @@ class EngineAbilities:
     async def disk_limit(self, calls: EngineCalls, image: str, limit: int) -> DiskLimit | None:
         """Return the disk limit of a server with this image; None for no limit.
 
-        A container that is created but never started tests once whether the engine enforces the
-        limit, because servers must start even if the engine refuses it. ``limit`` is in bytes, 0
-        for no limit.
+        Whether the engine enforces it is tested once with a container that is never started:
+        servers must start even if the engine refuses the limit. ``limit`` is in bytes, 0 for none.
         """
         if not limit:
             return None

@@ -267,7 +267,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     @property
     def own_form_traits(self) -> tuple[str, ...]:
-        """Traits that show DockerSpawner's form; with a catalog, ``allowed_images`` is none."""
+        """Traits that, once configured, put the spawner's own form above ours.
+
+        With a catalog, which defines the images, ``allowed_images`` is not one of them.
+        """
         if self.catalog:
             return ("options_form",)
         return ("options_form", "allowed_images", "image_whitelist")  # the last is an old name
@@ -550,7 +553,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     def _own_rules(self) -> list[OwnImages]:
         """Return the member's rules for own images.
 
-        There are none if containers are kept, because those belong to the environment's image.
+        The list is empty if containers are kept: they belong to the environment's image.
         """
         return own_images(self.own_images, self.group_names) if self.remove else []
 
@@ -882,7 +885,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     async def end_leftover(self) -> None:
         """End every living container of this server, by its id. Raises EngineUnavailable.
 
-        A container that only shares a device with it belongs to somebody else.
+        A container that only shares a device with it is left alone.
         """
         lease = self._held()
         try:

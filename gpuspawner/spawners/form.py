@@ -172,7 +172,7 @@ def _defined_by_admin(spawner_class: type) -> frozenset[str]:
 
 
 def _names_of(attribute: str, value: Any) -> tuple[str, ...]:
-    """Return what a class attribute defines: itself, or a trait by its default."""
+    """Return the name that a class attribute defines: its own, or a trait's for its default."""
     if isinstance(value, DefaultHandler):
         return (str(value.trait_name),)
     name = attribute.removeprefix("_").removesuffix("_default")
@@ -549,7 +549,7 @@ class SpawnForm:
                 self._spawner.set_trait(trait, value)
 
     async def _limits_of_groups(self) -> dict[str, Any]:
-        """Return what ``group_overrides`` will set at the start, of the form's traits."""
+        """Return the form's traits that ``group_overrides`` will set at the start."""
         overrides = self._spawner.group_overrides
         if callable(overrides):
             overrides = await maybe_future(overrides(self._spawner))

@@ -136,5 +136,5 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
             await self.services.run_outside(engine.end, sighting)
 
     async def failure_detail(self) -> str:
-        """Point to the hub's log, which contains the output of the process."""
+        """Return a hint to the hub's log, which contains the output of the process."""
         return "the process ended at once; the hub's log has its last words"

@@ -395,7 +395,6 @@ class GPUSpawnerMixin(Spawner):
         """Return the environment and the request of this start, from ``user_options``.
 
         These may come from the form, from REST, or from the last start, and are never trusted.
-        Raises Refused or ConfigError.
         """
         catalog = self.load_catalog()
         choice = self.parse_options(self.user_options or {})
@@ -697,7 +696,7 @@ class GPUSpawnerMixin(Spawner):
             self.lease = confirmed
 
     def watch_claim(self) -> None:
-        """Watch whether the member of a server from the queue connects in time."""
+        """Start to watch whether the member of a server from the queue connects in time."""
         waits = self.lease is not None and self.lease.claim_by is not None
         if waits and (self._claim is None or self._claim.done()):
             self._claim = asyncio.ensure_future(self.await_claim())
@@ -799,7 +798,7 @@ class GPUSpawnerMixin(Spawner):
                 await hook
 
     async def _give_up(self) -> None:
-        """Record on a lease that stays that its start was aborted, and not lost with its hub."""
+        """Record on the remaining lease that its start was aborted, and not lost with its hub."""
         if self.lease is not None and self.acquisition.was_begun:
             with suppress(GPUSpawnerError):
                 await self.services.run(self.services.leases.give_up, self.lease.id, "stopped")
@@ -828,7 +827,7 @@ class GPUSpawnerMixin(Spawner):
             ended_at=proof.ended_at or self.finished_at,
             stopped_at=self.stopped_at or self.seen_alive_at,
             reason=proof.detail or reason,
-            # An earlier hub's process started it, and nobody stopped it.
+            # A process of an earlier hub started it, and it was never stopped.
             lost=not self.acquisition.was_begun and self.stopped_at is None,
         )
         self.lease, self.lease_id, self.seen_alive_at = None, "", None

@@ -36,8 +36,8 @@ class SpawnProgress:
     def say(self, message: str, percent: int | None = None, *, replaces: bool = False) -> None:
         """Add a message. The progress bar never goes back.
 
-        A message that ``replaces`` takes the place of a preceding one of that kind: a member who
-        returns after hours reads only the current position in the queue.
+        If ``replaces`` is set and was set for the last message, that message is dropped: a member
+        who returns after hours reads only the current position in the queue.
         """
         with self._writing:
             self._last = max(self._last, percent or 0)

@@ -24,7 +24,7 @@ LONGEST = 2**40
 
 
 MOST_AT_ONCE = 10_000
-"""Concurrent probes; there are so many that silent servers do not delay the others."""
+"""Maximum concurrent probes, high enough that silent servers do not delay the others."""
 
 
 class ProbeClient(SimpleAsyncHTTPClient):
@@ -56,7 +56,7 @@ _RESOLVER = AddressResolver()
 
 
 async def answers(url: str, ssl_context: SSLContext | None) -> bool:
-    """Return True if a server answers at ``url`` with a status below 500; refusals count, too."""
+    """Return True if a server answers at ``url``, even with a refusal (a status below 500)."""
     client = ProbeClient(max_clients=MOST_AT_ONCE, max_body_size=LONGEST, resolver=_RESOLVER)
     request = HTTPRequest(
         url,
@@ -121,7 +121,7 @@ async def wait_for_answer(
 
 
 class StartTime:
-    """The time of a start in relation to ``start_timeout``, which limits only the engine's part."""
+    """Tells if a start has exceeded ``start_timeout``, which limits only the engine's part."""
 
     def __init__(self, timeout: float, spawn: asyncio.Task[Any] | None) -> None:
         """Start the clock. ``timeout`` is in seconds; ``spawn`` is the Hub's own task."""

@@ -76,7 +76,7 @@ ENDING = 30.0
 """Seconds that Slurm may take to end a job and run its epilog."""
 
 NOW = 1.0
-"""Maximum age in seconds of Slurm's answer, unless SELDOM suffices."""
+"""Maximum age in seconds of Slurm's answer about a server that should be running."""
 
 SELDOM = 5.0
 """Maximum age in seconds of Slurm's answer about a server that was stopped."""
@@ -181,7 +181,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
 
     @property
     def client(self) -> docker.APIClient:
-        """The client for DockerSpawner's own calls; impatient except during a start or stop.
+        """The client for DockerSpawner's own calls, with a short timeout outside of start and stop.
 
         A node that is cut off does not answer, and its calls occupy threads that all servers share.
         """
@@ -255,7 +255,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             return await super().poll()
         await self.cleared()
         watch_over(self)
-        # Ask for the job first: the engine of a lost machine answers only with a timeout.
+        # Check the job first: calls to the engine of a lost machine only time out.
         status = await self._poll_job()
         return await super().poll() if status is None else status
 

@@ -43,8 +43,8 @@ AT_ONCE = 50
 """Members who are told their position before the event loop may do other work."""
 
 CHECKED = 20
-"""Waiters per round, in rotation, for whom is checked that they may still have what they wait
-for. In addition, each is checked at its turn."""
+"""Waiters checked per round, in rotation: may they still have what they wait for? Each is also
+checked at its turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class Waiter:
     """Returns the member's current terms. Raises Refused if they may no longer have the request."""
     said: SpawnProgress
     unsure: bool = False
-    """True if the last check failed to decide: there is no turn until a check succeeds."""
+    """True if the last check had no result: the waiter gets no turn until a check succeeds."""
 
 
 class Queueing:
