@@ -1,1 +1,1 @@
-"""Spawners that lease GPUs: put one of them into ``c.JupyterHub.spawner_class``."""
+"""Spawners that lease GPUs. Set one of them as ``c.JupyterHub.spawner_class``."""

@@ -1,7 +1,7 @@
-"""Arguments of a container from a lease, and what this engine can do.
+"""Container arguments for a lease, and tests of what the engine supports.
 
-An engine may not be able to raise the limits that PyTorch's users expect, or to limit what is
-written.
+Some engines cannot set the ulimits that PyTorch users expect, or cannot limit a container's disk
+use.
 """
 
 from __future__ import annotations
@@ -34,68 +34,68 @@ ULIMITS = [
     {"Name": "memlock", "Soft": -1, "Hard": -1},
     {"Name": "stack", "Soft": 67108864, "Hard": 67108864},
 ]
-"""What NVIDIA's images ask for: pinned memory without a limit, and a deep stack."""
+"""The ulimits that NVIDIA recommends for its images: unlimited pinned memory and a deep stack."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskLimit:
-    """How much a server may write into its own container."""
+    """The limit on what a server may write into its own container."""
 
     limit_bytes: int
     storage_bytes: int = 0
-    """What the engine is told, where it keeps the limit itself; 0 where it does not."""
+    """The size passed to the engine, if it enforces the limit itself; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSettings:
-    """What the spawner knows beside the lease."""
+    """The spawner's settings for a container, in addition to the lease."""
 
     injection: str
     shm_size: int | None = None
     ulimits: Sequence[Mapping[str, Any]] = ()
     image: str = ""
-    """Another image than DockerSpawner would take: the kept one of an earlier start."""
+    """The image kept from an earlier start, which replaces DockerSpawner's; empty for none."""
     binds: Sequence[str] = ()
-    """``source:target:mode``: the workspace, datasets and shared folders."""
+    """``source:target:mode`` of the workspace, datasets and shared folders."""
     environment: Mapping[str, str]
-    """The lease's variables; they win over whatever else was set."""
+    """The lease's variables; they override those set elsewhere."""
     hardening: Hardening | None = None
     disk: DiskLimit | None = None
-    """None: no limit."""
+    """None for no limit."""
 
 
 def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> dict[str, Any]:
-    """The keyword arguments of ``create_container`` with the lease applied.
+    """Return the keyword arguments of ``create_container`` with the lease applied.
 
-    Everything about GPUs is set from the lease alone: requests for devices that came from
-    elsewhere are dropped. Everything else that the admin set stays as it is.
+    GPU settings come from the lease alone: device requests from elsewhere are dropped. All other
+    settings of the admin are kept.
     """
     built = dict(create)
     host = without_gpus(create.get("host_config") or {})
     if host.get("Runtime") == "nvidia" and settings.injection != "runtime":
-        del host["Runtime"]  # it would read the variables of the image once more
+        del host["Runtime"]  # this runtime would also act on the image's own variables
     host.update(_merged_requests(host, settings.injection, lease.uuids))
     if settings.hardening:
         host = harden(host, settings.hardening)
     _pytorch_defaults(host, settings)
-    host["AutoRemove"] = False  # an exit code and the last words are worth keeping: we remove
+    host["AutoRemove"] = False  # the spawner removes it, after reading the exit code and the logs
     host["Binds"] = [*(host.get("Binds") or []), *settings.binds]
     built["host_config"] = host
     if settings.image:
         built["image"] = settings.image
     environment = {**_as_dict(create.get("environment")), **settings.environment}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)  # indices of the host mean nothing inside
+    environment.pop("CUDA_VISIBLE_DEVICES", None)  # host indices are meaningless in a container
     environment.update(gpu_environment(settings.injection, lease.uuids))
     built["environment"] = environment
     built["volumes"] = [*(create.get("volumes") or []), *(_target(b) for b in settings.binds)]
     built["labels"] = {**_labels(create.get("labels")), **labels(lease)}
-    if settings.disk and not host.get("StorageOpt"):  # else the admin says it
+    if settings.disk and not host.get("StorageOpt"):  # the admin's own limit wins
         _limit_disk(built, settings.disk)
     return built
 
 
 def labels(lease: Lease) -> dict[str, str]:
-    """The labels that tie a container to its lease."""
+    """Return the labels that tie a container to its lease."""
     return {
         LABEL_LEASE: lease.id,
         LABEL_MEMBER: lease.server.user,
@@ -105,7 +105,7 @@ def labels(lease: Lease) -> dict[str, str]:
 
 
 def _limit_disk(built: dict[str, Any], disk: DiskLimit) -> None:
-    """The limit as the engine keeps it, and as the accounting service reads it."""
+    """Set the limit for the engine, and as a label for the accounting service."""
     if disk.storage_bytes:
         built["host_config"]["StorageOpt"] = {"size": str(disk.storage_bytes)}
     built["labels"][LABEL_DISK] = label_of(disk.limit_bytes, bool(disk.storage_bytes))
@@ -122,7 +122,7 @@ def _merged_requests(
 
 
 def _pytorch_defaults(host: dict[str, Any], settings: ContainerSettings) -> None:
-    """Shared memory, limits and swap as PyTorch's users expect, unless the admin said it."""
+    """Set shared memory, ulimits and swap as PyTorch users expect, unless the admin set them."""
     memory = host.get("Memory") or 0
     if (size := settings.shm_size) and not host.get("ShmSize") and host.get("IpcMode") != "host":
         host["ShmSize"] = min(size, memory) if memory else size
@@ -130,7 +130,7 @@ def _pytorch_defaults(host: dict[str, Any], settings: ContainerSettings) -> None
     missing = [limit for limit in settings.ulimits if limit["Name"] not in said]
     host["Ulimits"] = [*(host.get("Ulimits") or []), *missing]
     if memory and not host.get("MemorySwap"):
-        host["MemorySwap"] = memory  # else Docker gives as much swap on top
+        host["MemorySwap"] = memory  # otherwise Docker adds the same amount of swap
 
 
 def _as_dict(environment: Any) -> dict[str, str]:
@@ -151,17 +151,18 @@ def _target(bind: str) -> str:
 
 
 ZEROS = {"mem_limit": "Memory", "pids_limit": "PidsLimit", "oom_score_adj": "OomScoreAdj"}
-"""Settings of ``extra_host_config`` whose 0 means something, and their names in the Engine API."""
+"""Settings of ``extra_host_config`` for which 0 is meaningful, and their Engine API names."""
 
 
 def with_zeros(host: dict[str, Any], said: Mapping[str, Any], *, memory: bool) -> dict[str, Any]:
-    """The HostConfig with each 0 that the admin wrote, and without the default's.
+    """Return the HostConfig with every 0 that the admin set, and without a default ``Memory: 0``.
 
-    docker-py leaves a 0 out, and DockerSpawner sends Memory 0 where nothing is configured.
+    docker-py omits zeros, and DockerSpawner sends ``Memory: 0`` if nothing is configured.
 
     Args:
+        host: The HostConfig (Engine API names).
         said: The admin's ``extra_host_config``.
-        memory: Whether a limit of the memory was configured elsewhere, so that its 0 counts.
+        memory: True if a memory limit was configured elsewhere, so that its 0 counts.
     """
     zeros = {name for name, value in said.items() if value == 0 and value is not False}
     if not host.get("Memory") and memory:
@@ -171,12 +172,12 @@ def with_zeros(host: dict[str, Any], said: Mapping[str, Any], *, memory: bool) -
 
 
 def is_unstarted(container: Mapping[str, Any]) -> bool:
-    """Return True for a container that was created and never started."""
+    """Return True if the container was created but never started."""
     return bool(container["State"].get("Status") == "created")
 
 
 def ending(container: Mapping[str, Any]) -> str:
-    """How a container ended, in words; empty for one that runs."""
+    """Describe how a container ended; empty if it is running."""
     state = container["State"]
     if state["Running"]:
         return ""
@@ -186,7 +187,7 @@ def ending(container: Mapping[str, Any]) -> str:
 
 
 class EngineAbilities:
-    """What one engine can do, found out once for all servers on it."""
+    """What one engine supports, tested once for all servers on it."""
 
     def __init__(self, log: logging.Logger | Any) -> None:
         self.log = log
@@ -201,10 +202,10 @@ class EngineAbilities:
     async def injection(
         self, calls: EngineCalls, image: str, uuid: str, say: Callable[[str, int], None]
     ) -> str:
-        """The best way to get a GPU into a container. Raises StartFailed when no way works.
+        """Return the best working GPU injection mode. Raises StartFailed if none works.
 
-        What the engine offers is tried, best first, with a container of the image that is about
-        to start and one of the leased devices; what works serves the hub's life.
+        Each mode that the engine offers is tried, best first, with the image that is about to
+        start and one of the leased devices. The result is kept until the hub restarts.
         """
         async with self._proving_injection:
             if not self._injection:
@@ -225,10 +226,10 @@ class EngineAbilities:
         raise StartFailed(cause=cause + "gpuspawner check says what to do)")
 
     async def ulimits(self, calls: EngineCalls, image: str) -> list[dict[str, Any]]:
-        """The default ulimits that containers can have here, maybe none.
+        """Return the default ulimits that this engine can set, possibly none.
 
-        A rootless engine, or one inside another container, may not raise limits, and a
-        container that asks for it does not start. One throw-away container tells.
+        A rootless engine, or one inside another container, may be unable to raise limits, and a
+        container that needs it does not start. A throw-away container tests each ulimit.
         """
         async with self._proving_ulimits:
             if self._ulimits is None:
@@ -249,13 +250,10 @@ class EngineAbilities:
         return not code
 
     async def disk_limit(self, calls: EngineCalls, image: str, limit: int) -> DiskLimit | None:
-        """How much a server of this image may write into its own container; None: no limit.
+        """Return the disk limit of a server with this image; None for no limit.
 
-        Whether the engine keeps it is proved once, by a container that is created and never
-        started: one that the engine refuses must not keep servers from starting.
-
-        Args:
-            limit: Bytes; 0 for no limit.
+        Whether the engine enforces it is tested once with a container that is never started:
+        servers must start even if the engine refuses the limit. ``limit`` is in bytes, 0 for none.
         """
         if not limit:
             return None
@@ -266,7 +264,7 @@ class EngineAbilities:
             except ImageNotFound:
                 raise
             except (DockerException, requests.RequestException, OSError) as error:
-                # The next start asks again; meanwhile the accounting service watches this one.
+                # The next start tests again; until then the accounting service watches this server.
                 self.log.warning("Whether the engine limits containers is not known: %s", error)
                 return DiskLimit(limit)
         if not self._disk_driver:
@@ -275,7 +273,7 @@ class EngineAbilities:
         return DiskLimit(limit, size)
 
     async def _enforcing_driver(self, calls: EngineCalls, image: str, limit: int) -> str:
-        """The storage driver that keeps the limit; empty when none does."""
+        """Return the storage driver that enforces the limit; empty if none does."""
         info = await calls.call("info")
         if not may_enforce(info):
             return ""
@@ -287,12 +285,12 @@ class EngineAbilities:
         return "" if said else driver
 
     async def memory(self, calls: EngineCalls) -> int:
-        """Bytes of the engine's machine; 0 when it does not say."""
+        """Return the memory of the engine's machine in bytes; 0 if it is not reported."""
         if self._memory is None:
             self._memory = int((await calls.call("info")).get("MemTotal") or 0)
         return self._memory
 
 
 def _size(calls: EngineCalls, driver: str, image: str, limit: int) -> int:
-    """Blocks."""
+    """Return the ``size`` for ``storage_opt`` of a container with this image. Blocks."""
     return size_option(calls.client, driver, image, limit)

@@ -1,4 +1,4 @@
-"""DockerSpawner with leases; docs/compatibility.md names each of its settings that changes."""
+"""DockerSpawner with leases. docs/compatibility.md lists the settings that behave differently."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from .workspaces import MountedWorkspace, Prepared, Storage
 
 
 class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
-    """Leases GPUs to containers on this machine's Docker Engine."""
+    """Spawner that leases GPUs to containers on this machine's Docker Engine."""
 
     engine_name = "docker"
     if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     )
 
     workspace_quota = Union(
-        [CallableTrait(), ByteSpecification()],  # which fails for what has no last character
+        [CallableTrait(), ByteSpecification()],  # in this order: the latter fails on callables
         default_value=0,
         config=True,
         help="""
@@ -250,50 +250,53 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     _changing: asyncio.Future[Any] | None = None
     _last_alone: tuple[float, str, str] | None = None
-    """When the engine had this container, which had ended, and nothing else that may hold the
-    devices of this lease: the ids of container and lease."""
+    """When the engine reported that nothing but this container, which had ended, could hold the
+    lease's devices; and the ids of the container and the lease."""
     _removed = ""
-    """The id of the container that the engine removed last at our word."""
+    """The id of the container that this spawner removed last."""
     _kept = Kept()
     _plain: Plain | None = None
     _folders: tuple[FolderMount, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # DockerSpawner's own way to call, whatever ours adds to it.
+        # DockerSpawner's own method, without what this class adds to it.
         self.calls = EngineCalls(super().docker, lambda: self.client, lambda: self.executor)
-        # Asked beside what else is asked before the container is created.
+        # Queried in parallel with the other queries before the container is created.
         self._identity = AskedAhead(lambda: self.calls.ask(self.server_engine().identity))
         super().__init__(*args, **kwargs)
 
     @property
     def own_form_traits(self) -> tuple[str, ...]:
-        """A catalog says which images there are; without one, ``allowed_images`` does."""
+        """Traits that, once configured, put the spawner's own form above ours.
+
+        With a catalog, which defines the images, ``allowed_images`` is not one of them.
+        """
         if self.catalog:
             return ("options_form",)
-        return ("options_form", "allowed_images", "image_whitelist")  # the latter: its old name
+        return ("options_form", "allowed_images", "image_whitelist")  # the last is an old name
 
-    # Docker, without one call blocking another.
+    # Docker calls, which do not block each other.
 
     @property
     def executor(self) -> ThreadPoolExecutor:
-        """The threads for Docker calls of this hub."""
+        """The thread pool for the Docker calls of this hub."""
         pool: ThreadPoolExecutor = self.shared("gpuspawner_docker_threads", make_threads)
         return pool
 
     @property
     def engine_settings(self) -> MutableMapping[str, Any]:
-        """What is kept of the engine that this server is on, for all servers on it."""
+        """The cache for this server's engine, shared by all servers on it."""
         return self.hub_settings
 
     def of_engine(self, key: str, make: Callable[[], Any]) -> Any:
-        """One object for each engine, made by whoever needs it first."""
+        """Return the object under ``key`` in the engine's cache, creating it on first use."""
         if key not in self.engine_settings:
             self.engine_settings[key] = make()
         return self.engine_settings[key]
 
     @property
     def abilities(self) -> EngineAbilities:
-        """What the engine can do that this server is on."""
+        """What this server's engine supports."""
         found: EngineAbilities = self.of_engine(
             "gpuspawner_abilities", lambda: EngineAbilities(self.log)
         )
@@ -301,17 +304,17 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     @property
     def client(self) -> docker.APIClient:
-        """The client for DockerSpawner's own calls: one a hub, and the first one stays.
+        """The client for DockerSpawner's own calls; the first one per engine is kept.
 
-        DockerSpawner has threads that ask at once put theirs one after the other into an
-        attribute of the class; CPython crashes when one of them still reads the last.
+        In DockerSpawner, concurrent threads each replace a class attribute with their own client.
+        CPython crashes if a thread still uses the previous one.
         """
         kept = self.engine_settings
         made: docker.APIClient | None = kept.get("gpuspawner_docker_client")
         return made or kept.setdefault("gpuspawner_docker_client", self.connect())
 
     def connect(self, timeout: float = 60) -> docker.APIClient:
-        """A client of its own with the spawner's settings."""
+        """Return a new client with the spawner's settings."""
         settings: dict[str, Any] = {"version": "auto", "timeout": timeout}
         if self.tls_config:
             settings["tls"] = docker.tls.TLSConfig(**self.tls_config)
@@ -320,6 +323,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return docker.APIClient(**settings)
 
     def engine(self) -> DockerEngine:
+        """Return this machine's Docker Engine."""
         found: DockerEngine = self.of_engine(
             "gpuspawner_docker_engine",
             lambda: DockerEngine(self.connect, lambda: self.services.time.stamp_error),
@@ -327,13 +331,13 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return found
 
     def server_engine(self) -> DockerEngine:
-        """The engine that this server is on."""
+        """Return the engine that runs this server."""
         return self.engine()
 
     def docker(self, method: str, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
         """Make a Docker call in a thread; the server's container gets the lease applied.
 
-        As in DockerSpawner the call is under way when this returns: a hook need not wait for it.
+        As in DockerSpawner, the call is under way when this returns, so a hook need not await it.
         """
         return asyncio.ensure_future(self._docker_call(method, *args, **kwargs))
 
@@ -341,25 +345,25 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         if method == "create_container" and self._plain:
             return await self.calls.call(method, *args, **self._plain.applied(kwargs))
         if method == "create_container" and not args:
-            # DockerSpawner names the image of the server, and passes that of its helper for
-            # certificates by position: the helper gets neither lease nor workspace.
+            # DockerSpawner passes the server's image by name, and the image of its certificate
+            # helper by position: the helper gets neither lease nor workspace.
             kwargs, _ = await asyncio.gather(self._built(kwargs), self._note_engine())
             self.touched = True
             kwargs = self.placed(kwargs)
         elif method != "start":
             return await self.calls.call(method, *args, **kwargs)
-        # The call outlives a cancelled spawn: keep hold of it, so that the release waits
-        # for it and sees what there is.
+        # The call outlives a cancelled spawn. Keep a reference, so that the release waits for
+        # it and sees its result.
         self.touched = True
         self._changing = asyncio.ensure_future(self.calls.call(method, *args, **kwargs))
         return await asyncio.shield(self._changing)
 
     def placed(self, create: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of ``create_container``, as they are where the server goes."""
+        """Return the arguments of ``create_container``, adapted to where the server runs."""
         return create
 
     async def _built(self, create: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of ``create_container`` with the lease applied."""
+        """Return the arguments of ``create_container`` with the lease applied."""
         create["host_config"] = self._with_own_zeros(create.get("host_config") or {})
         await self.find_folders()
         create = build(create, self._held(), await self._container_settings())
@@ -368,7 +372,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return create
 
     async def _note_engine(self) -> None:
-        """Write which engine gets the container, where the lease does not say so already."""
+        """Record which engine gets the container, unless the lease already names it."""
         lease = self._held()
         identity = await self._identity.take()
         if identity != lease.engine_id:
@@ -398,7 +402,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         )
 
     async def _injection_mode(self, uuids: Sequence[str]) -> str:
-        """How the GPUs of this start get into its container."""
+        """Return how the GPUs of this start are injected into its container."""
         if self.gpu_injection != "auto":
             return str(self.gpu_injection)
         if not uuids:
@@ -409,7 +413,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return await self.abilities.injection(self.calls, self.image, uuids[0], self.said.say)
 
     async def hardening(self) -> Hardening:
-        """What this start adds to its container."""
+        """Return the restrictions that this start adds to its container."""
         memory = 0
         if self.memory_share:
             memory = int(await self.abilities.memory(self.calls) * self.memory_share)
@@ -422,7 +426,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         )
 
     def warn_of(self, host: Mapping[str, Any]) -> None:
-        """Say in the hub's log what the admin's own settings open."""
+        """Log which of the admin's own settings give members the power of root."""
         for danger in dangers(host):
             self.log.warning(
                 "%s is as good as root on this machine: %s (extra_host_config, volumes)",
@@ -434,7 +438,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     @property
     def workspace_source(self) -> str:
-        """This member's workspace: a directory of the host, a volume, or nothing."""
+        """This member's workspace: a directory of the host, a volume's name, or empty."""
         try:
             return self.workspace.format(**self.template_namespace())
         except (ValueError, KeyError):
@@ -442,7 +446,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     @property
     def quota_bytes(self) -> int:
-        """``workspace_quota`` for this member; 0: no limit."""
+        """``workspace_quota`` for this member in bytes; 0 for no limit."""
         return int(self._value_of("workspace_quota"))
 
     @property
@@ -450,15 +454,17 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return MountedWorkspace(self.workspace_source, self.workspace_target, self.quota_bytes)
 
     def looks_first(self, request: Request) -> bool:
-        """Only a start with a GPU needs room to work in; and an image of the member's own is
-        looked for before anything is leased for it."""
+        """Return True if the member's files or image must be checked before asking for a lease.
+
+        Only a start with a GPU needs free space; an image of the member's own is always checked.
+        """
         return bool(self.own_image or (request.devices and self._workspace.is_limited))
 
     async def look_at_files(self, request: Request) -> None:
-        """Refuse a start with a GPU when the workspace is full, and an own image that is none.
+        """Refuse a GPU start with a full workspace, and an own image that cannot be used.
 
-        Without a GPU it starts all the same: so that its member can make room. Raises
-        WorkspaceFull or ImageUnavailable.
+        A server without a GPU starts anyway, so that its member can make room. Raises
+        WorkspaceFull, ImageUnavailable or NotAllowed.
         """
         if request.devices:
             await self._workspace.require_room(self.services)
@@ -466,8 +472,11 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             await self.services.run_outside(look_for, self.connect, own, self._own_rules())
 
     async def get_options_form(self) -> str:
-        """The form between a line about the member's files, when they have a limit, and a field
-        for an own image, where the member's groups have one."""
+        """Return the spawn form, with two optional parts around it.
+
+        Above it is a line about the member's files if they have a limit, below it a field for an
+        own image if the member's groups may bring one.
+        """
         form = await super().get_options_form()
         return await self._files_line() + form + self._own_image_field()
 
@@ -478,10 +487,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         try:
             return await workspace.line(self.services)
         except GPUSpawnerError:
-            return ""  # the form itself says what does not answer
+            return ""  # the form itself reports the problem
 
     def storage(self) -> Storage:
-        """What this start mounts."""
+        """Return what this start mounts."""
         mounts = self.load_catalog().mounts_for(self.chosen, self.group_names)
         return self._make_storage(self._workspace, mounts, self._folders)
 
@@ -505,9 +514,9 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         )
 
     async def open_workspace(self) -> None:
-        """Make the workspace, and give it to the user of the default environment's image.
+        """Create the workspace, and give it to the user of the default environment's image.
 
-        Whose image is not here yet cannot be asked for its user: then the first start does it.
+        If that image is not here yet, its user is unknown, and the first start does this instead.
         """
         if not self.workspace_source:
             return
@@ -520,29 +529,32 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             await storage.prepare(image)
 
     async def find_folders(self) -> None:
-        """Find out which shared folders this start gets, as things are now."""
+        """Look up which shared folders this start gets."""
         if not self.services.settings.folders.source:
             return
         forget_folders(self.authenticator, self.services)
         found = await self.services.run(self.services.shared_folders.folder_mounts, self.user.name)
         self._folders = tuple(found)
 
-    # An image of the member's own.
+    # The member's own image.
 
     @property
     def own_image(self) -> str:
-        """The image of the member's own that this start asks for; empty for none."""
+        """The member's own image that this start asks for; empty for none."""
         return self.parse_options(self.user_options or {}).own_image or ""
 
     def resolve_options(self) -> tuple[Environment, Request]:
-        """Also whether the member may bring the image. Raises NotAllowed."""
+        """Additionally verify that the member may use their own image. Raises NotAllowed."""
         resolved = super().resolve_options()
         if own := self.own_image:
             check_own_image(own, self._own_rules())
         return resolved
 
     def _own_rules(self) -> list[OwnImages]:
-        """None where containers are kept: what is kept belongs to the environment's image."""
+        """Return the member's rules for own images.
+
+        The list is empty if containers are kept: they belong to the environment's image.
+        """
         return own_images(self.own_images, self.group_names) if self.remove else []
 
     def _own_image_field(self) -> str:
@@ -555,7 +567,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     # Start.
 
     async def start(self) -> Any:
-        """Start as DockerSpawner does; whatever fails is said in words."""
+        """Start as DockerSpawner does, and explain every failure in words."""
         try:
             self._kept = Kept() if self.remove else await self._keep()
             self._identity.ask()
@@ -571,7 +583,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             raise spawn_exception(EngineUnavailable()) from error
 
     async def _keep(self) -> Kept:
-        """Turn the server's old container into an image, and say what to start from."""
+        """Turn the server's old container into an image, and return what to start from."""
         old = await self.get_object()
         if old is not None:
             self.said.say("Keeping what you installed last time", 12)
@@ -588,16 +600,18 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return spawn_exception(StartFailed(cause=cause))
 
     def apply_environment(self, environment: Any) -> None:
-        """Also the image, which the catalog or the admin's configuration names, or the member
-        where ``own_images`` allows it."""
+        """Additionally set the image: the member's own if they chose one, else the environment's.
+
+        Without either, the image that the admin configured stays.
+        """
         super().apply_environment(environment)
         if image := self.own_image or environment.image:
             self.image = image
 
     async def pull_image(self, image: str) -> None:
-        """As DockerSpawner, away from everybody else's calls and with progress."""
+        """Pull as DockerSpawner does, but with progress and without blocking other calls."""
         await self._pull(image)
-        if own := self.own_image:  # size and labels; what may not be used does not stay
+        if own := self.own_image:  # check size and labels; an image that is not allowed is removed
             await self.services.run_outside(judge_here, self.connect, own, self._own_rules())
 
     async def _pull(self, image: str) -> None:
@@ -617,7 +631,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         await pulls.pull(image, lambda message: self.said.say(message, 20))
 
     async def create_object(self) -> Any:
-        """Create the container; the admin's ``extra_host_config`` is evaluated here, once."""
+        """Create the container, after evaluating the admin's ``extra_host_config`` once."""
         self.said.say("Creating the container", 50)
         configured = self.extra_host_config
         host = configured(self) if callable(configured) else configured
@@ -630,21 +644,23 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             self.extra_host_config = configured
 
     def _with_own_zeros(self, host: dict[str, Any]) -> dict[str, Any]:
-        """The HostConfig with each 0 that the admin wrote, and without the default's."""
+        """Return the HostConfig with every 0 that the admin set; see :func:`with_zeros`."""
         configured = self.extra_host_config
-        said = {} if callable(configured) else configured  # only a hook's own call finds one
+        said = {} if callable(configured) else configured  # callable only in a hook's own call
         in_catalog = self.chosen is not None and self.chosen.mem_limit is not None
         return with_zeros(host, said, memory=self.is_configured("mem_limit") or in_catalog)
 
     async def start_object(self) -> None:
+        """Start the container, and report it to the member."""
         self.said.say("Starting the container", 60)
         await super().start_object()
 
     async def stop_object(self) -> None:
-        """Stop the container; what comes after, its removal, is not the member's time.
+        """Stop the container. Its removal afterwards does not count as the member's time.
 
-        While the engine has the ended container, its list proves what else may hold the devices: no
-        other engine has one of this id. After the removal it would have to say which engine it is.
+        While the engine has the ended container, its list proves what else may hold the devices,
+        since no other engine has a container with this id. After the removal, the engine
+        would have to be identified.
         """
         await super().stop_object()
         self.stopped_at = self.services.clock()
@@ -663,15 +679,16 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             self.finished_at = sighting_of(container).ended_at
 
     async def remove_object(self) -> None:
-        """Remove the container, as DockerSpawner; it may be going by itself."""
+        """Remove the container as DockerSpawner does, unless it is already being removed."""
         await self._remove(self.object_id)
 
     async def engine_started_at(self) -> datetime | None:
+        """Return when the container was started, by the engine's clock; None if unknown."""
         container = await self._inspected()
         return sighting_of(container).started_at if container else None
 
     async def _inspected(self) -> dict[str, Any] | None:
-        """The container as the engine describes it; None when it is gone, or nobody can say."""
+        """Return the container as the engine describes it; None if it is gone or unknown."""
         try:
             found: dict[str, Any] = await self.calls.call("inspect_container", self.container_id)
         except (DockerException, requests.RequestException, OSError):
@@ -679,7 +696,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return found
 
     async def create_plain(self, plain: Plain) -> None:
-        """Create the container as DockerSpawner alone would, and do not start it."""
+        """Create the container as DockerSpawner alone would, without starting it."""
         self._plain = plain
         try:
             await DockerSpawner.create_object(self)
@@ -687,6 +704,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             self._plain = None
 
     def get_env(self) -> dict[str, str]:
+        """Return the server's environment; DockerSpawner's alone for a plain container."""
         env: dict[str, str] = DockerSpawner.get_env(self) if self._plain else super().get_env()
         return env
 
@@ -704,7 +722,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     async def _remove_settled(self) -> None:
         """Remove the ended container of a lease that the accounting service settled.
 
-        It does that if the hub was killed during a stop, and leaves the container to us.
+        The service does that if the hub was killed during a stop, and leaves the container.
         """
         try:
             container = await self._find_own()
@@ -714,10 +732,14 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             self.log.warning("The container of %s is left: %s", self.server_ref, error)
 
     def engine_ref(self) -> str:
+        """Return the container's id; empty if there is none."""
         return self.container_id or ""
 
     async def get_url(self) -> str:
-        """Where the server is: a hub that was killed during the start wrote down no address."""
+        """Return the server's address, as Docker reports it if possible.
+
+        A hub that was killed during the start did not record the address.
+        """
         try:
             return self._server_url(await self.get_ip_and_port()).removesuffix("api")
         except (DockerException, requests.RequestException, OSError, RuntimeError) as error:
@@ -727,14 +749,17 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     @property
     def will_resume(self) -> bool:
-        """Never: every start makes a new container, so the old token must not live on."""
+        """False: every start creates a new container, so the old token must be revoked."""
         return False
 
-    # What Docker says, and what it does not.
+    # Container states, and proof that a server is gone.
 
     async def get_object(self) -> Any:
-        """As DockerSpawner, except that only 404 means gone, since an error is no answer; and a
-        container of this lease that was renamed is found by its id and label."""
+        """Return the server's container like DockerSpawner, or None if it is gone.
+
+        Only a 404 means gone, other errors are raised. A container of this lease that was renamed
+        is found by its id and label.
+        """
         container = await self._inspect(self.object_name)
         if self.lease_id and self.touched and not self._is_own(container):
             container = await self._find_own() or container
@@ -742,18 +767,18 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return container
 
     def _is_own(self, container: dict[str, Any] | None) -> bool:
-        """Return True for the container of this server's lease."""
+        """Return True if this is the container of this server's lease."""
         if container is None:
             return False
         return lease_of(container) == self.lease_id or container["Id"] == self._known_id
 
     @property
     def _known_id(self) -> str:
-        """The recorded id of the server's container; empty before it answered."""
+        """The id of the server's container, in the lease or found last; empty if unknown."""
         return (self.lease.engine_ref if self.lease else "") or self.object_id or ""
 
     async def _find_own(self) -> dict[str, Any] | None:
-        """The container of this server's lease, whatever its name is; one that lives first."""
+        """Return the container of this server's lease, whatever its name; a living one first."""
         wanted = {"label": f"{LABEL_LEASE}={self.lease_id}"}
         listed = await self.calls.call("containers", all=True, filters=wanted)
         ids = dict.fromkeys([*(each["Id"] for each in listed), self._known_id])
@@ -761,7 +786,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return next((each for each in found if is_alive(each)), found[0] if found else None)
 
     async def _inspect(self, ref: str) -> dict[str, Any] | None:
-        """A container by its name or id; None when the engine has none (404)."""
+        """Return a container by its name or id; None if the engine has none (404)."""
         try:
             container: dict[str, Any] = await self.calls.call("inspect_" + self.object_type, ref)
         except NotFound:
@@ -769,7 +794,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return container
 
     async def poll(self) -> Any:
-        """None while the server lives or nobody can say: unknown is not dead."""
+        """Return the exit status; None while the server lives or its state is unknown."""
         await self.cleared()
         if not self.touched and self.pending != "spawn":
             return 0  # refused before anything was created
@@ -783,8 +808,11 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return status
 
     async def prove_gone(self) -> ExitStatus:
-        """Gone when no container lives that may hold the lease: by its label, its recorded id, its
-        name or its devices. Only exits and absence count, and nothing else."""
+        """Check whether the server is gone. Raises EngineUnavailable if that is unknown.
+
+        It is gone if no living container may hold the lease, by its label, recorded id, name or
+        devices. Only exits and absence count as proof.
+        """
         if not self.touched or self.lease is None:
             return ExitStatus(gone=True)
         if self._changing is not None and self._is_changing():
@@ -801,7 +829,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             for each in own:
                 if self.remove or is_unstarted(each):
                     await self._remove(each["Id"])
-            if not own:  # removed, or never created: an older one may be there under the name
+            if not own:  # removed or never created; an older container may have the name
                 return ExitStatus(gone=True, ended_at=await self._died_at())
         except (DockerException, requests.RequestException, OSError) as error:
             raise EngineUnavailable() from error
@@ -812,10 +840,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         )
 
     def _was_last(self, lease: Lease) -> bool:
-        """Return True if the engine had nothing but the lease's own container, which had ended,
-        just before it removed that one at our word.
+        """Return True if only the lease's own ended container could hold the lease's devices.
 
-        True once: whoever asks again wants a new look.
+        The engine must have reported that just before this spawner removed the container. The
+        report is used once: the next call needs a new query.
         """
         last, self._last_alone = self._last_alone, None
         if last is None or time.monotonic() - last[0] > FRESH_SECONDS:
@@ -827,11 +855,11 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return self._changing is not None and not self._changing.done()
 
     async def _holders(self, lease: Lease) -> list[dict[str, Any]]:
-        """Every container that may hold the lease's devices."""
+        """Return every container that may hold the lease's devices."""
         return await self.calls.ask(self.server_engine().holders, lease, self.object_name)
 
     def _is_ours(self, container: dict[str, Any], lease: Lease) -> bool:
-        """Return True for the lease's own container, and for what has this server's name."""
+        """Return True if the container is the lease's own or has this server's name."""
         return belongs_to(container, lease) or container["Name"] == f"/{self.object_name}"
 
     def _why_not_gone(self, living: list[dict[str, Any]], lease: Lease) -> str:
@@ -839,7 +867,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return foreign_holder(foreign[0], lease) if foreign else "its container lives"
 
     async def _remove(self, container_id: str) -> None:
-        """Remove a container that has ended; it may be going by itself."""
+        """Remove an ended container, unless it is gone or already being removed."""
         self.log.info("Removing the container %s of %s", container_id[:12], self.server_ref)
         try:
             await self.calls.call("remove_container", container_id, v=True)
@@ -855,8 +883,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return await self.calls.ask(self.server_engine().died_at, lease.engine_ref)
 
     async def end_leftover(self) -> None:
-        """End every container of this server that lives, by its id; what only shares a device with
-        it is somebody else's."""
+        """End every living container of this server, by its id. Raises EngineUnavailable.
+
+        A container that only shares a device with it is left alone.
+        """
         lease = self._held()
         try:
             found = await self._holders(lease)
@@ -868,7 +898,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             raise EngineUnavailable() from error
 
     async def failure_detail(self) -> str:
-        """How the container ended; its last words go to the hub's log, for the admin."""
+        """Describe how the container ended, and log its last output for the admin."""
         try:
             container = await self.get_object()
             if container is None:

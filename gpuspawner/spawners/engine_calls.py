@@ -1,4 +1,4 @@
-"""Calls to the container engine that a server is on; none of them blocks another."""
+"""Calls to a server's container engine, made in threads so that none blocks another."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..engines.injection import HELPER
 T = TypeVar("T")
 
 FRESH_SECONDS = 2.0
-"""For so long an answer of the engine is used that was asked for ahead of its use."""
+"""Maximum age in seconds of an engine's answer that was requested ahead of its use."""
 
 THREADS = 16
-"""Docker calls that may run at once; the stock spawner has one thread for all members."""
+"""Docker calls that may run at once; DockerSpawner alone has one thread for all members."""
 
 
 def make_threads() -> ThreadPoolExecutor:
-    """The threads for the Docker calls of one hub."""
+    """Return a thread pool for the Docker calls of one hub."""
     return ThreadPoolExecutor(THREADS, thread_name_prefix="gpuspawner-docker")
 
 
 class EngineCalls:
-    """The calls of one server's spawner."""
+    """The engine calls of one server's spawner."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class EngineCalls:
         client: Callable[[], docker.APIClient],
         threads: Callable[[], ThreadPoolExecutor],
     ) -> None:
-        """``call`` is DockerSpawner's own ``docker``; the client changes with the server's node."""
+        """Wrap DockerSpawner's own ``docker``; the client depends on the server's node."""
         self.call = call
         self._client = client
         self._threads = threads
@@ -46,15 +46,15 @@ class EngineCalls:
         return self._client()
 
     async def ask(self, question: Callable[..., T], *args: Any) -> T:
-        """Run a blocking question to the engine in one of the threads for it."""
+        """Run a blocking engine query in the thread pool and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads(), question, *args)
 
     async def run_helper(
         self, command: list[str], *, image: str, **host_config: Any
     ) -> tuple[int, str]:
-        """Run a command as root in a throw-away container, without network.
+        """Run a command as root in a throw-away container without network.
 
-        Its exit code and what it printed. ``host_config`` takes the Engine API's names.
+        Returns its exit code and output. ``host_config`` takes Engine API names.
         """
         created = await self.call(
             "create_container",
@@ -75,21 +75,21 @@ class EngineCalls:
 
 
 class AskedAhead:
-    """A question whose answer is needed soon, asked beside others."""
+    """A query that starts before its answer is needed, in parallel with others."""
 
     def __init__(self, question: Callable[[], Coroutine[Any, Any, str]]) -> None:
         self._question = question
         self._asked: tuple[float, asyncio.Task[str]] | None = None
-        """When, and what comes of it."""
+        """When the query started, and its task."""
 
     def ask(self) -> None:
-        """Begin to ask."""
+        """Start the query."""
         asked = asyncio.ensure_future(self._question())
         asked.add_done_callback(_ignore_failure)
         self._asked = time.monotonic(), asked
 
     async def take(self) -> str:
-        """The answer, asked for anew when it was not asked for, or long ago."""
+        """Return the answer; query again if it was not requested or is older than FRESH_SECONDS."""
         asked, self._asked = self._asked, None
         if asked is None or time.monotonic() - asked[0] > FRESH_SECONDS:
             return await self._question()
@@ -97,13 +97,13 @@ class AskedAhead:
 
 
 def _ignore_failure(asked: asyncio.Future[str]) -> None:
-    """Take the failure of a question whose answer nobody may come for."""
+    """Mark a query's exception as retrieved, since nobody may take the answer."""
     if not asked.cancelled():
         asked.exception()
 
 
 def explanation(error: Exception) -> str:
-    """What the engine says of a refusal, in one line."""
+    """Return the engine's reason for a refusal, in one line."""
     text = getattr(error, "explanation", None) or str(error)
     if isinstance(text, bytes):
         text = text.decode(errors="replace")

@@ -1,7 +1,7 @@
 """The spawn form: its lists, an admin's own form above it, and links that fill it in.
 
-JupyterHub itself starts a server for whoever follows such a link. Here a link starts nothing: it
-may stand in a course page, or come from somebody who likes others to spend their credits.
+JupyterHub itself starts a server for anybody who follows such a link. Here a link starts nothing,
+because it may come from somebody who wants others to spend their credits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PayerChoice:
-    """One line of the form's list of accounts."""
+    """One entry in the form's list of accounts."""
 
     value: str
     label: str
@@ -53,7 +53,10 @@ class PayerChoice:
 
 
 def payer_choices(payers: Payers, last: str | None) -> list[PayerChoice]:
-    """What a member may choose from, and what they chose last time; nothing to choose is none."""
+    """Return the accounts that a member may choose, with the last one selected.
+
+    The list is empty if there is only one account.
+    """
     names = [account.name for account in payers.accounts]
     if len(names) < 2:
         return []
@@ -73,12 +76,12 @@ def _payer_label(account: str, available: int) -> str:
 
 
 STEPS = (1.0, 2.0, 4.0, 8.0, 12.0, 24.0, 48.0, 72.0, 168.0)
-"""Hours that the form offers, as far as they are allowed."""
+"""Session lengths in hours that the form offers, up to the member's limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class HourChoice:
-    """One line of the form's list of hours."""
+    """One entry in the form's list of hours."""
 
     hours: float
     value: str
@@ -88,10 +91,12 @@ class HourChoice:
 def hour_choices(
     limits: Sequence[SessionHours], last: float | None, rates: Iterable[int]
 ) -> list[HourChoice]:
-    """The hours that a form offers, shortest first, with what they cost.
+    """Return the session lengths that a form offers, shortest first, with their costs.
 
-    ``limits`` are those of the environments that the member may choose, ``last`` what was
-    chosen last time, ``rates`` microcredits per GPU-hour of the models there are.
+    Args:
+        limits: The limits of the environments that the member may choose.
+        last: The hours that the member chose last time.
+        rates: Microcredits per GPU-hour of the available models.
     """
     most = max((_most(limit) for limit in limits), default=0.0)
     offered = {hours for hours in STEPS if hours <= most}
@@ -108,7 +113,7 @@ def hour_choices(
 
 
 def usual_label(limits: Sequence[SessionHours]) -> str:
-    """What happens when the member says nothing, in words."""
+    """Describe what happens if the member chooses no session length."""
     defaults = {limit.default for limit in limits}
     if len(defaults) > 1:
         return "usual for the environment"
@@ -117,7 +122,7 @@ def usual_label(limits: Sequence[SessionHours]) -> str:
 
 
 def length(hours: float) -> str:
-    """``1 h 30 min``, ``3 d``, or ``less than a minute``."""
+    """Format hours as ``1 h 30 min``, ``3 d``, or ``less than a minute``."""
     return format_time_left(timedelta(hours=hours))
 
 
@@ -126,7 +131,7 @@ def _most(limit: SessionHours) -> float:
 
 
 def _hours_label(hours: float, rates: Sequence[int]) -> str:
-    """``4 h, 2 to 16 credits a GPU``; the price is left out where everything is free."""
+    """Format ``4 h, 2 to 16 credits a GPU``, without the price if everything is free."""
     costs = sorted({format_credits(math.ceil(rate * hours)) for rate in rates}, key=float)
     if not rates or not rates[-1]:
         return length(hours)
@@ -137,7 +142,7 @@ def _hours_label(hours: float, rates: Sequence[int]) -> str:
 # An admin's own form.
 
 KNOWN_PACKAGES = ("gpuspawner", "jupyterhub", "dockerspawner", "traitlets")
-"""Packages whose classes define only what JupyterHub and this package ship."""
+"""Packages whose classes are not the admin's own."""
 
 FORM = frozenset({"options_form", "get_options_form"})
 OPTIONS = frozenset({"options_from_form", "run_options_from_form", "apply_user_options"})
@@ -145,18 +150,18 @@ OPTIONS = frozenset({"options_from_form", "run_options_from_form", "apply_user_o
 
 @cache
 def defines_form(spawner_class: type) -> bool:
-    """Return True if a class of the admin's, above or below ours, has a spawn form."""
+    """Return True if a class of the admin's, above or below ours, defines a spawn form."""
     return not _defined_by_admin(spawner_class).isdisjoint(FORM)
 
 
 @cache
 def defines_options(spawner_class: type) -> bool:
-    """Return True if a class of the admin's has a form or reads what a form sends."""
+    """Return True if a class of the admin's defines a form or reads submitted forms."""
     return not _defined_by_admin(spawner_class).isdisjoint(FORM | OPTIONS)
 
 
 def _defined_by_admin(spawner_class: type) -> frozenset[str]:
-    """The names of FORM and OPTIONS that classes outside of the known packages define."""
+    """Return the names of all attributes that classes outside of the known packages define."""
     return frozenset(
         name
         for cls in spawner_class.__mro__
@@ -167,7 +172,7 @@ def _defined_by_admin(spawner_class: type) -> frozenset[str]:
 
 
 def _names_of(attribute: str, value: Any) -> tuple[str, ...]:
-    """What an attribute of a class defines: itself, or the default of a trait."""
+    """Return the name that a class attribute defines: its own, or a trait's for its default."""
     if isinstance(value, DefaultHandler):
         return (str(value.trait_name),)
     name = attribute.removeprefix("_").removesuffix("_default")
@@ -179,24 +184,24 @@ def _names_of(attribute: str, value: Any) -> tuple[str, ...]:
 PREFIX = "opt-"
 
 _NOT_SET_BY_LINKS = ("hidden", "file", "password", "submit", "button", "image", "reset")
-"""Types of fields that no link fills in."""
+"""Types of fields that links do not fill in."""
 
 
 def link_fields(query: MutableMapping[str, list[bytes]]) -> dict[str, list[str]]:
-    """The options of an address, as JupyterHub would read them, but for strangers' additions.
+    """Return the options in an address as JupyterHub would read them, without foreign additions.
 
-    Values are mended in place where they are no UTF-8: JupyterHub reads them after us.
+    Values that are not UTF-8 are repaired in place, because JupyterHub reads them afterwards.
     """
     for name, values in query.items():
         query[name] = [value.decode("utf-8", "replace").encode() for value in values]
     said = {name: [value.decode() for value in values] for name, values in query.items()}
     ours = {name[len(PREFIX) :]: said[name] for name in said if name.startswith(PREFIX)}
-    # Without the prefix only what is known: mail programs and course pages add things.
+    # Without the prefix only known fields count: mail programs and course pages add parameters.
     return ours or {name: said[name] for name in said if name in options.FIELDS}
 
 
 def fields_beside(query: Mapping[str, list[bytes]]) -> dict[str, list[str]]:
-    """The fields of an address that are not ours, with or without the prefix."""
+    """Return the fields in an address that are not ours, with or without the prefix."""
     said = {
         name.removeprefix(PREFIX): [value.decode("utf-8", "replace") for value in values]
         for name, values in query.items()
@@ -205,14 +210,14 @@ def fields_beside(query: Mapping[str, list[bytes]]) -> dict[str, list[str]]:
 
 
 def names_in(form: str) -> set[str]:
-    """Return the names of the fields of a form, which is HTML."""
+    """Return the names of the fields in an HTML form that a link can fill in."""
     reader = _FieldNames()
     reader.feed(form)
     return reader.names
 
 
 class _FieldNames(HTMLParser):
-    """Collects the names of the controls that a member can set."""
+    """Parser that collects the names of the controls that a link can fill in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +235,7 @@ templates = Templates(
     loader=ChoiceLoader(
         [
             PackageLoader("gpuspawner.spawners"),
-            PackageLoader("gpuspawner.spawners", "hub_templates"),  # for what the cards share
+            PackageLoader("gpuspawner.spawners", "hub_templates"),  # shared with the cards
         ]
     ),
     autoescape=True,
@@ -241,20 +246,20 @@ templates = Templates(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormLimits:
-    """What one member may choose from at this moment, and what is chosen already."""
+    """What one member may currently choose from, and what is preselected."""
 
     environments: tuple[Environment, ...]
-    """Those that have a card."""
+    """The environments that have a card."""
     left_out: int
-    """How many more there are."""
+    """The number of further environments."""
     chosen: Environment
     last: options.FormChoice
     by_link: bool
     most_gpus: int
     data: list[DataChoice]
-    """Datasets and folders."""
+    """Datasets and shared folders."""
     hours: dict[str, SessionHours]
-    """By slug, of environments with devices."""
+    """Session limits by slug, for environments with devices."""
     show_environments: bool
     catalog_problem: str
     pages_url: str
@@ -262,28 +267,28 @@ class FormLimits:
 
 @dataclass(frozen=True, slots=True)
 class FormContext:
-    """What the store says for one member's form."""
+    """Data from the store for one member's form."""
 
     overview: Overview
     account: Account
     payers: Payers
     ending: Mapping[str, Sequence[tuple[datetime, int]]]
-    """When credits of these accounts end, and how many microcredits, by account."""
+    """When credits expire, and how many microcredits, by account."""
 
 
 class FormRenderer:
-    """One member's form, as HTML."""
+    """Renders one member's form as HTML."""
 
     def __init__(self, services: Services, limits: FormLimits) -> None:
         self.services = services
         self.limits = limits
 
     def render(self, user: str, groups: frozenset[str]) -> str:
-        """The form as HTML. Blocks on the store, and asks nothing of the Hub's own database."""
+        """Return the form as HTML. Blocks on the store; does not use the Hub's own database."""
         return self._html(self._know(user, groups))
 
     def _know(self, user: str, groups: frozenset[str]) -> FormContext:
-        """Asks the store; who comes for the first time gets the opening grant now."""
+        """Query the store. A new member gets the opening grant now."""
         try:
             account = self.services.ledger.account(member_account(user))
         except UnknownAccount:
@@ -293,7 +298,7 @@ class FormRenderer:
         return FormContext(self.services.monitoring.overview(), account, payers, ending)
 
     def _html(self, known: FormContext) -> str:
-        """The form as HTML. Values that a member could have written are escaped."""
+        """Return the form as HTML. Values that a member could have written are escaped."""
         limits = self.limits
         overview, account, payers = known.overview, known.account, known.payers
         shown, last, chosen = limits.environments, limits.last, limits.chosen
@@ -347,10 +352,12 @@ class FormRenderer:
 
 
 def note_of_link(own: str, beside: Mapping[str, list[str]], hidden: Collection[str]) -> str:
-    """What a link says of the admin's own fields; empty for none.
+    """Return HTML about a link's values for the admin's own fields; empty for none.
 
-    ``own`` is the admin's form, ``beside`` what the link says of fields that are not ours. Those
-    of ``hidden`` that have no place in the admin's form go along with ours.
+    Args:
+        own: The admin's form.
+        beside: The link's values for fields that are not ours.
+        hidden: Fields that are sent along with ours if the admin's form lacks them.
     """
     shown = names_in(own)
     in_form = {name: texts for name, texts in beside.items() if name in shown}
@@ -361,7 +368,7 @@ def note_of_link(own: str, beside: Mapping[str, list[str]], hidden: Collection[s
 
 
 class FormOwner(Protocol):
-    """What the form has to know of its spawner."""
+    """What the form needs from its spawner; see GPUSpawnerMixin."""
 
     asked: Any
     asked_beside: Any
@@ -373,34 +380,57 @@ class FormOwner(Protocol):
     user: Any
 
     @property
-    def group_names(self) -> frozenset[str]: ...
-    def load_catalog(self) -> Catalog: ...
-    async def refresh_catalog(self) -> None: ...
-    def catalog_problem(self) -> str: ...
-    def most_gpus(self) -> int: ...
-    def session_hours(self, environment: Environment) -> SessionHours: ...
-    def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice: ...
-    def set_trait(self, name: str, value: Any) -> None: ...
+    def group_names(self) -> frozenset[str]:
+        """The member's groups."""
+        ...
+
+    def load_catalog(self) -> Catalog:
+        """Return the current catalog. Raises ConfigError."""
+        ...
+
+    async def refresh_catalog(self) -> None:
+        """Read the catalog's file if it has changed."""
+        ...
+
+    def catalog_problem(self) -> str:
+        """Return why the newest edit of the catalog is invalid, for admins; else empty."""
+        ...
+
+    def most_gpus(self) -> int:
+        """Return the most GPUs that one server of the member may have."""
+        ...
+
+    def session_hours(self, environment: Environment) -> SessionHours:
+        """Return the default and maximum hours of the member in an environment."""
+        ...
+
+    def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice:
+        """Parse the fields that are ours. Raises InvalidRequest."""
+        ...
+
+    def set_trait(self, name: str, value: Any) -> None:
+        """Set a trait of the spawner."""
+        ...
 
 
 _LIMITS = ("gpu_limit", "default_hours", "most_hours", "workspace_quota")
-"""Traits that decide what the form offers."""
+"""Traits that determine what the form offers."""
 
 
 class SpawnForm:
-    """What the member of one server may choose from, chose last time, and chose by a link."""
+    """What a member may choose for one server, chose last time, and chose through a link."""
 
     def __init__(self, spawner: FormOwner) -> None:
         self._spawner = spawner
 
     @property
     def services(self) -> Services:
-        """The hub's; made when somebody asks for it, since its database may be away."""
+        """The hub's services, created on first use because the database may be unavailable."""
         services: Services = self._spawner.services
         return services
 
     async def render(self) -> str:
-        """The form as HTML, or why there is none."""
+        """Return the form as HTML, or the reason why there is none."""
         spawner = self._spawner
         await spawner.refresh_catalog()
         try:
@@ -413,7 +443,7 @@ class SpawnForm:
             return templates.get_template("unavailable.html").render(message=error.message)
 
     def _limits(self, catalog: Catalog, usual: Environment) -> FormLimits:
-        """What this member may choose from, and what is chosen already."""
+        """Return what this member may choose from, and what is preselected."""
         spawner = self._spawner
         environments = catalog.visible_to(spawner.group_names)
         last = self.last_choice()
@@ -436,11 +466,11 @@ class SpawnForm:
         )
 
     def last_choice(self) -> options.FormChoice:
-        """What this server was started with last time, and what a link says over it."""
+        """Return the choices of this server's last start, overridden by those of a link."""
         try:
             stored = self._spawner.orm_spawner.user_options or {}
             last = options.parse(stored, foreign=True)
-        except GPUSpawnerError:  # written by an older version, or by somebody else
+        except GPUSpawnerError:  # stored by an older version or by another program
             last = options.FormChoice()
         asked = self._spawner.asked
         if asked is None:
@@ -450,10 +480,10 @@ class SpawnForm:
         return replace(last, **asked.as_user_options())
 
     async def take_link(self, handler: Any) -> None:
-        """Take what the link says by which a form is opened.
+        """Take the choice of the link that opens a form.
 
-        A choice that cannot be had is left for :meth:`refuse_link`, whose refusal JupyterHub shows
-        above the form.
+        An impossible choice is left to :meth:`refuse_link`, whose refusal JupyterHub shows above
+        the form.
         """
         if not isinstance(handler, SpawnHandler) or handler.request.method != "GET":
             return
@@ -472,7 +502,7 @@ class SpawnForm:
             del query[name]
 
     async def refuse_link(self, query: Mapping[str, list[Any]]) -> NoReturn:
-        """Raises SpawnException: why what a link chose cannot be had, or that it starts nothing."""
+        """Raise SpawnException: a link's choice is impossible, or a link starts nothing."""
         try:
             choice = self._spawner.parse_options(query)
             await self._check_choice(choice)
@@ -483,7 +513,7 @@ class SpawnForm:
         raise SpawnException(sentence, reason="link", status_code=400)
 
     async def _check_choice(self, choice: options.FormChoice) -> None:
-        """Whether this member may have it here, at all and not now. Raises Refused."""
+        """Raise Refused if this member could never have this choice, however long they wait."""
         spawner = self._spawner
         await spawner.refresh_catalog()
         catalog, groups = spawner.load_catalog(), spawner.group_names
@@ -507,7 +537,7 @@ class SpawnForm:
             await self.services.read(self.services.positions.require_fit, request)
 
     async def within_group_limits(self, look: Callable[[], T]) -> T:
-        """Look at the spawner's traits as ``group_overrides`` will set them at the start."""
+        """Call ``look`` with the spawner's traits as ``group_overrides`` will set them."""
         limits = await self._limits_of_groups()
         before = {trait: getattr(self._spawner, trait) for trait in limits}
         try:
@@ -519,7 +549,7 @@ class SpawnForm:
                 self._spawner.set_trait(trait, value)
 
     async def _limits_of_groups(self) -> dict[str, Any]:
-        """What ``group_overrides`` will set at the start, of what the form shows."""
+        """Return the form's traits that ``group_overrides`` will set at the start."""
         overrides = self._spawner.group_overrides
         if callable(overrides):
             overrides = await maybe_future(overrides(self._spawner))

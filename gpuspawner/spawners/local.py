@@ -1,4 +1,4 @@
-"""Servers as local processes: for trying out, on a machine without Docker."""
+"""Servers as local processes, for trying out gpuspawner on a machine without Docker."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .mixin import ExitStatus, GPUSpawnerMixin
 
 
 class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
-    """Leases GPUs to processes of the hub's own user.
+    """Spawner that leases GPUs to processes of the hub's own user. For trying out only.
 
-    Nothing keeps one member from another here: a lease says which GPUs to use, and no
-    container enforces it. For trying out only.
+    Nothing isolates members from each other: a lease says which GPUs to use, but no container
+    enforces it.
     """
 
     engine_name = "local"
@@ -43,34 +43,38 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
         return os.path.abspath(self.workspace.format(username=name))
 
     _noted = ""
-    """The process whose end will be noted, or was."""
+    """The reference of the last process whose exit is or was watched."""
 
     def engine(self) -> LocalEngine:
+        """Return the engine for local processes."""
         return LocalEngine()
 
     def engine_ref(self) -> str:
+        """Return the reference of the server's process; empty if there is none."""
         return process_ref(self.pid) if self.pid else ""
 
     async def engine_started_at(self) -> datetime | None:
+        """Return when the process was started, and watch for its exit."""
         self._note_exit()
         ref = self.engine_ref()
         return started_at(ref) if ref else None
 
     async def poll(self) -> Any:
+        """Return the exit status, or None while the process lives."""
         status = await super().poll()
         if status is None:
             self._note_exit()
         return status
 
     def _note_exit(self) -> None:
-        """Note when the process ends, and not only when somebody looks."""
+        """Watch the process, to record its end when it happens and not at the next poll."""
         ref = self.engine_ref()
         if not ref or ref == self._noted:
-            return  # one that nobody waits for can be polled after its end
+            return  # already watched, or a zombie, which still polls as alive
         try:
             descriptor = os.pidfd_open(self.pid)
         except OSError:
-            return  # it has ended
+            return  # it has already ended
         loop, self._noted = asyncio.get_running_loop(), ref
 
         def ended() -> None:
@@ -81,18 +85,21 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
         loop.add_reader(descriptor, ended)
 
     def with_lease_environment(self, env: dict[str, str]) -> dict[str, str]:
-        """Without a container, CUDA itself has to be told; an empty list is no GPU."""
+        """Add ``CUDA_VISIBLE_DEVICES``, as no container hides other GPUs; empty means no GPU."""
         env = super().with_lease_environment(env)
         env["CUDA_VISIBLE_DEVICES"] = ",".join(self.lease.uuids) if self.lease else ""
         return env
 
     def get_args(self) -> list[str]:
-        """A hub that is tried out as root starts servers as root, which Jupyter wants said."""
+        """Add ``--allow-root``, which Jupyter requires if the hub and its servers run as root."""
         args = list(super().get_args())
         return [*args, "--allow-root"] if os.geteuid() == 0 else args
 
     def make_preexec_fn(self, name: str) -> Any:
-        """Start in the member's ``work``; made before the fork, where errors can be said."""
+        """Return a function that makes the process start in the member's ``work`` folder.
+
+        The folder is created before the fork, where errors can be reported.
+        """
         work = self._make_work()
         return lambda: os.chdir(work)
 
@@ -102,21 +109,25 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
         return work
 
     async def open_workspace(self) -> None:
-        """Make ``work`` in the member's home directory."""
+        """Create ``work`` in the member's home directory."""
         self._make_work()
 
     async def prove_gone(self) -> ExitStatus:
-        """Gone when no process carries the lease in its environment, and the recorded one has
-        ended, whatever that carries."""
+        """Check whether the server is gone.
+
+        It is gone if no process has the lease in its environment, and the recorded process has
+        ended, whatever its environment.
+        """
         recorded = lives(self.lease.engine_ref) if self.lease else False
         return ExitStatus(gone=not recorded and not await self._mine())
 
     async def _mine(self) -> list[Sighting]:
-        """The processes that carry the lease in their environment."""
+        """Return the processes that have the lease in their environment."""
         found = await self.services.run_outside(LocalEngine().sightings)
         return [sighting for sighting in found if sighting.lease_id == self.lease_id]
 
     async def end_leftover(self) -> None:
+        """End the processes of the lease, or the recorded one if none has the lease."""
         engine = LocalEngine()
         mine = await self._mine()
         if not mine and self.lease is not None:
@@ -125,4 +136,5 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
             await self.services.run_outside(engine.end, sighting)
 
     async def failure_detail(self) -> str:
+        """Return a hint to the hub's log, which contains the output of the process."""
         return "the process ended at once; the hub's log has its last words"

@@ -1,13 +1,12 @@
-"""Images of a member's own: those that they bring, and what is kept of their containers.
+"""Images of a member's own: those that they bring, and those kept from their containers.
 
-With ``remove = False`` what a member changed in the container itself is there next time.
-DockerSpawner restarts the old container then, with the devices, labels and token that it
-was once created with. A lease gives new ones every time, so here the old container's own
-layer becomes an image, and the next container starts from it. Nothing of it is lost, and
-nothing about GPUs is carried along.
+With ``remove = False``, a member's changes inside the container are kept for the next start.
+DockerSpawner then restarts the old container with the devices, labels and token that it was
+created with. A lease has new ones every time, so here the old container's own layer becomes an
+image, and the next container starts from it. Nothing in it is lost, and no GPU settings remain.
 
-Between two starts a container waits that was made from this image as DockerSpawner itself
-would have made it: a hub that goes back to DockerSpawner finds what it knows, without a GPU.
+Between two starts there is a container from this image as DockerSpawner would have created it,
+without a GPU, so that a hub that switches back to DockerSpawner finds the container it expects.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from .form import templates
 def look_for(
     connect: Callable[[], docker.APIClient], reference: str, rules: Sequence[OwnImages]
 ) -> None:
-    """Refuse what no registry has, and judge at once what is here already. Blocks.
+    """Check that a registry has the image, or that the local one may be used. Blocks.
 
-    Raises ImageUnavailable, or NotAllowed.
+    Raises ImageUnavailable or NotAllowed.
     """
     client = connect()
     found = local_images(client, reference)
@@ -50,14 +49,14 @@ def look_for(
 def judge_here(
     connect: Callable[[], docker.APIClient], reference: str, rules: Sequence[OwnImages]
 ) -> None:
-    """After the pull: size and labels; what may not be used does not stay. Blocks.
+    """Check the size and labels of a pulled image, and remove it if it is not allowed. Blocks.
 
     Raises NotAllowed.
     """
     client = connect()
     found = local_images(client, reference)
     if found is None:
-        return  # the creation of the container says so
+        return  # creating the container will fail with the reason
     try:
         _judge(reference, found, rules)
     except NotAllowed:
@@ -71,18 +70,18 @@ def _judge(reference: str, found: LocalImage, rules: Sequence[OwnImages]) -> Non
 
 
 def own_image_field(rules: Sequence[OwnImages], last: str) -> str:
-    """The form's field for an image of the member's own; empty for who may bring none."""
+    """Return the form's field for an own image; empty if the member may not bring one."""
     if not rules:
         return ""
     patterns = sorted({some for rule in rules for some in rule.images})
     return templates.get_template("own_image.html").render(patterns=patterns, last=last)
 
 
-# What is kept of containers.
+# Images kept from containers.
 
 REPOSITORY = "gpuspawner-kept"
 MAX_LAYERS = 100
-"""Docker stacks 127 at most; a kept image gets one more each time, and is flattened here."""
+"""Layers at which a kept image is flattened; each start adds one, and Docker allows 127."""
 
 _ANONYMOUS = re.compile(r"[0-9a-f]{64}")
 _GPU = re.compile(r"(GPUSPAWNER|NVIDIA|CUDA)_\w+")
@@ -93,32 +92,32 @@ _OURS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the last container of a server left."""
+    """What is kept from the last container of a server."""
 
     image: str = ""
-    """The image to start from; empty when there is nothing kept."""
+    """The image to start from; empty if none was kept."""
     binds: tuple[str, ...] = ()
-    """The unnamed volumes of the old container, as binds."""
+    """The anonymous volumes of the old container, as binds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """How a container is made that waits without a lease."""
+    """Arguments for the container that exists without a lease between two starts."""
 
     image: str
     environment: str
     variables: dict[str, str]
-    """Those of the container that ended, the token too: DockerSpawner goes on with it."""
+    """Those of the ended container, including the token, which DockerSpawner continues to use."""
     binds: tuple[str, ...]
 
     def applied(self, create: dict[str, Any]) -> dict[str, Any]:
-        """DockerSpawner's own arguments of ``create_container``, on the kept image."""
+        """Return DockerSpawner's own arguments of ``create_container``, with the kept image."""
         host = dict(create.get("host_config") or {})
         host["Binds"] = [*(host.get("Binds") or []), *self.binds]
         labels = {**dict.fromkeys(LABELS, ""), LABEL_ENVIRONMENT: self.environment}
         labels |= create.get("labels") or {}
-        # The Hub has forgotten the server's address by now, so most of the variables are
-        # the old ones; what is said about GPUs is what the admin says.
+        # The Hub has already forgotten the server's address, so most variables are the old
+        # ones. Variables about GPUs are only those that the admin configured.
         admins = {k: v for k, v in (create.get("environment") or {}).items() if _GPU.fullmatch(k)}
         others = {k: v for k, v in self.variables.items() if not _GPU.fullmatch(k)}
         return {
@@ -131,7 +130,7 @@ class Plain:
 
 
 class KeptImages:
-    """The images that keep the containers of one server, one image for each environment."""
+    """The images that keep the containers of one server, one per environment."""
 
     def __init__(
         self,
@@ -139,18 +138,18 @@ class KeptImages:
         connect: Callable[..., docker.APIClient],
         container_name: str,
     ) -> None:
-        """``call`` and ``connect`` are the spawner's ``docker`` and ``connect``."""
+        """Use the spawner's ``docker`` as ``call``, and its ``connect``."""
         self._call = call
         self._connect = connect
         self._name = container_name
 
     async def keep(self, old: dict[str, Any] | None, environment: str) -> Kept:
-        """Turn the old container, which has ended, into an image; what to start from now."""
+        """Turn the old container, which has ended, into an image; return what to start from."""
         wanted = image_name(self._name, environment)
         binds: tuple[str, ...] = ()
         if old is not None:
             name = self._name_of(old, environment)
-            if old["State"]["Status"] != "created":  # else nobody has used it since it was made
+            if old["State"]["Status"] != "created":  # a container that never ran has no changes
                 await asyncio.to_thread(self._to_image, old, name)
             await self._call("remove_container", old["Id"], v=False)
             binds = anonymous_binds(old) if name == wanted else ()
@@ -163,7 +162,7 @@ class KeptImages:
     async def leave_plain(
         self, old: dict[str, Any] | None, create: Callable[[Plain], Awaitable[None]]
     ) -> None:
-        """Put a container without GPUs, which ``create`` makes, in the place of one that ended."""
+        """Replace a container that ended with one without GPUs, which ``create`` creates."""
         if old is None or old["State"]["Status"] == "created" or old["State"]["Running"]:
             return
         environment = (old["Config"].get("Labels") or {}).get(LABEL_ENVIRONMENT, "")
@@ -184,7 +183,7 @@ class KeptImages:
         return image_name(self._name, labels.get(LABEL_ENVIRONMENT) or environment)
 
     def _to_image(self, old: dict[str, Any], name: str) -> None:
-        """Commit the container; flatten it when it has become too deep. Blocks, maybe long."""
+        """Commit the container, or flatten it if it has too many layers. Blocks, maybe for long."""
         repository, _, tag = name.partition(":")
         client = self._connect(timeout=3600)
         try:
@@ -202,14 +201,14 @@ class KeptImages:
 
 
 def image_name(container: str, environment: str) -> str:
-    """The image that keeps a server's own layer, for one environment."""
+    """Return the name of the image that keeps a server's own layer for one environment."""
     readable = re.sub(r"[^a-z0-9_.-]+", "-", container.lower()).strip("-.")[:60]
     mark = hashlib.sha256(f"{container}\0{environment}".encode()).hexdigest()[:12]
     return f"{REPOSITORY}:{readable}-{mark}"
 
 
 def anonymous_binds(container: dict[str, Any]) -> tuple[str, ...]:
-    """The volumes that the image declared and nobody named: they hold files as well."""
+    """Return binds for the volumes that the image declared without a name: they have files, too."""
     mounts = container.get("Mounts") or []
     return tuple(
         f"{mount['Name']}:{mount['Destination']}:rw"
@@ -219,9 +218,9 @@ def anonymous_binds(container: dict[str, Any]) -> tuple[str, ...]:
 
 
 def without_secrets(environment: list[str], image: list[str]) -> list[str]:
-    """The variables to keep: tokens and leases emptied, or as the image had them.
+    """Return the variables to keep, with tokens and leases emptied or reset to the image's value.
 
-    Docker has no way to take a variable out of an image again.
+    Docker cannot remove a variable from an image.
     """
     original = {item.partition("=")[0]: item for item in image}
     kept = []

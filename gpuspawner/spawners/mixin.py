@@ -1,13 +1,13 @@
-"""What every engine's spawner shares: acquire, progress, environment, state and release.
+"""The part of a spawner that all engines share: lease, progress, environment and state.
 
-The order of one life (rules 2 to 5 of the design):
+The life of a server has this order (rules 2 to 5 of the design):
 
 1. ``run_pre_spawn_hook``: check the options, wait for the comparison after a hub start,
-   acquire the lease (on disk before anything exists), then the admin's own hook;
-2. ``start``: the engine starts the server, and when it answers the lease is confirmed;
-3. ``run_post_stop_hook``, which JupyterHub always calls: once the engine proves the
-   server gone the lease is released and settled, then the admin's own hook. What cannot
-   be proved now stays leased, and the accounting service finishes it.
+   acquire the lease (on disk before anything exists), then run the admin's own hook;
+2. ``start``: the engine starts the server, and when it answers, the lease is confirmed;
+3. ``run_post_stop_hook``, which JupyterHub always calls: once the engine proves the server
+   gone, release and settle the lease, then run the admin's own hook. If that cannot be
+   proved now, the lease stays open, and the accounting service settles it later.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from .recovery import Recovery, end_waits_first
 from .turns import Acquisition, Queueing, what_you_got
 
 CLEARING = 60.0
-"""Seconds for which the Hub waits for what a failed start left to be cleared away."""
+"""Seconds that the Hub waits for the cleanup after a failed start."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
-    """What an engine proved. Not being able to say is EngineUnavailable, not a Proof."""
+    """What an engine proved about a server's end; it raises EngineUnavailable if it cannot tell."""
 
     gone: bool
     ended_at: datetime | None = None
@@ -68,17 +68,17 @@ class ExitStatus:
     detail: str = ""
     """How it ended, in words."""
     forgotten: bool = False
-    """Who knew of it has forgotten it, which alone proves nothing."""
+    """True if the external scheduler has forgotten the server, which alone proves nothing."""
 
 
 class GPUSpawnerMixin(Spawner):
-    """Put before a Spawner class: its servers then hold leases.
+    """Mixin that gives the servers of a Spawner class leases; put it before that class.
 
     An engine adds :meth:`engine`, :meth:`prove_gone` and how a lease reaches a server.
     """
 
     engine_name = ""
-    """The name kept in leases, of the engine that proves an end."""
+    """The name, stored in leases, of the engine that can prove a server gone."""
 
     catalog = Unicode(
         config=True,
@@ -170,7 +170,7 @@ class GPUSpawnerMixin(Spawner):
 
     @default("apply_user_options")
     def _default_apply_user_options(self) -> Any:
-        # Ours are applied in the pre-spawn stage, after groups and the admin's own hook.
+        # Our options are applied in run_pre_spawn_hook, after the group overrides.
         return lambda spawner, user_options: None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -178,76 +178,77 @@ class GPUSpawnerMixin(Spawner):
         self.lease: Lease | None = None
         self.lease_id = ""
         self.touched = True
-        """Whether the engine was asked to create anything since the last acquire."""
+        """True if the engine was asked to create anything since the lease was acquired."""
         self.said = SpawnProgress()
         self.seen_alive_at: datetime | None = None
         self.stopped_at: datetime | None = None
         self.finished_at: datetime | None = None
-        """When the server ended, by the engine's wall clock, if it said so."""
+        """When the server ended, by the engine's wall clock, if it reported that."""
         self._spawn: asyncio.Task[Any] | None = None
-        """The Hub's, which also clears away what a start leaves that fails."""
+        """The Hub's task of the spawn, which also cleans up after a failed start."""
         self._is_starting = False
-        """Whether that task is still on its way to a server that answers."""
+        """True from the beginning of that task until the server answers or the start fails."""
         self._claim: asyncio.Task[None] | None = None
         self._adopting: asyncio.Task[None] | None = None
         self._looked_up = False
 
-    # What an engine says. A Spawner's metaclass is not that of abstract classes: whoever forgets
-    # one of the first two reads so at the first question.
+    # What an engine implements. A Spawner's metaclass does not support abstract methods, so the
+    # first two raise an error if they are missing.
 
     def engine(self) -> Engine:
-        """The engine as the reconciler sees it."""
+        """Return the engine for reconciliation."""
         raise NotImplementedError(_no_engine(self, "engine"))
 
     async def prove_gone(self) -> ExitStatus:
-        """Whether the server is proved gone. Raises EngineUnavailable when nobody can say."""
+        """Check whether the server is gone. Raises EngineUnavailable if that is unknown."""
         raise NotImplementedError(_no_engine(self, "prove_gone"))
 
     async def failure_detail(self) -> str:
-        """Why a server that started is not there any more, in words; for log and member."""
+        """Describe why a started server has ended, for the log and the member; empty if unknown."""
         return ""
 
     def looks_first(self, request: Request) -> bool:
-        """Whether a start has to look at the member's files or image before it asks for a lease."""
+        """Return True if the member's files or image must be checked before asking for a lease."""
         return False
 
     async def look_at_files(self, request: Request) -> None:
-        """Refuse a start that the member's files leave no room for, or whose image is none."""
+        """Refuse a start if the member's files leave no room, or their image cannot be used."""
 
     async def open_workspace(self) -> None:
-        """Make the member's workspace ahead of their first start, where that can be done."""
+        """Create the member's workspace before their first start, if possible."""
 
     async def end_leftover(self) -> None:
-        """End a server that the Hub believes stopped. The engine overrides it."""
+        """End a server that the Hub considers stopped. The engine overrides this."""
 
     def engine_for(self, request: Request) -> str:
-        """The name of the engine that a server of this request is to run on."""
+        """Return the name of the engine that will run a server of this request."""
         return self.engine_name
 
     def engine_ref(self) -> str:
-        """The engine's own name of this server."""
+        """Return the engine's own identifier of this server; empty if there is none."""
         return ""
 
     async def engine_started_at(self) -> datetime | None:
-        """When the engine started this server, by its wall clock; None when nobody knows."""
+        """Return when the engine started this server, by its wall clock; None if unknown."""
         return None
 
     # Shared by all spawners of this hub.
 
     @property
     def hub_settings(self) -> MutableMapping[str, Any]:
+        """The hub's settings, which also hold the objects that its spawners share."""
         settings: MutableMapping[str, Any] = self.user.settings
         return settings
 
     def shared(self, key: str, make: Any) -> Any:
-        """One object a hub, made by whoever needs it first."""
+        """Return the hub's object under ``key``, creating it on first use."""
         if key not in self.hub_settings:
             self.hub_settings[key] = make()
         return self.hub_settings[key]
 
     @property
     def queueing(self) -> Queueing:
-        """Where the spawns of this hub wait."""
+        """The waiting spawns of this hub."""
         found: Queueing = self.shared(
             "gpuspawner_queueing", lambda: Queueing(self.services, self.log)
         )
@@ -255,59 +256,59 @@ class GPUSpawnerMixin(Spawner):
 
     @property
     def recovery(self) -> Recovery:
-        """The comparison that comes before the first grant of this hub."""
+        """The comparison that precedes the first grant of this hub."""
         found: Recovery = self.shared(
             "gpuspawner_recovery", lambda: Recovery(self.services, self.log)
         )
         return found
 
-    # What this server is, and how it asks for its lease.
+    # This server, and how it asks for its lease.
 
     @property
     def server_ref(self) -> ServerRef:
-        """This server, as the store names it."""
+        """The name of this server in the store."""
         return ServerRef(self.user.name, self.name or "")
 
     @cached_property
     def acquisition(self) -> Acquisition:
-        """How this server comes to its leases."""
+        """How this server gets its leases."""
         return Acquisition(self.queueing)
 
     # The catalog.
 
     def load_catalog(self) -> Catalog:
-        """The catalog as the file is now, or as it last was right. Raises ConfigError."""
+        """Return the catalog of the current file, or the last valid one. Raises ConfigError."""
         if not self.catalog:
             return Catalog.single(devices=DeviceLimits(default=1, max=options.MOST_GPUS))
         return watched(self.user.settings, self.catalog, self.log).current()
 
     def catalog_is_due(self) -> bool:
-        """Return True if the catalog's file changed and was not read since."""
+        """Return True if the catalog's file has changed and has not been read since."""
         path = self.catalog
         return bool(path) and watched(self.user.settings, path, self.log).is_due()
 
     async def refresh_catalog(self) -> None:
-        """Read a change of the catalog's file, if there is one, off the event loop."""
+        """Read the catalog's file if it has changed, off the event loop."""
         if self.catalog:
             await watched(self.user.settings, self.catalog, self.log).refresh()
 
     def catalog_problem(self) -> str:
-        """For an admin: why the newest edit of the catalog does not hold; else empty."""
+        """Return why the newest edit of the catalog is invalid, for admins only; else empty."""
         if not self.catalog or not self.user.admin:
             return ""
         return watched(self.user.settings, self.catalog, self.log).problem
 
     @property
     def group_names(self) -> frozenset[str]:
-        """The member's groups, as the Hub knows them."""
+        """The member's groups at the Hub."""
         return frozenset(group.name for group in self.user.groups)
 
     def most_gpus(self) -> int:
-        """``gpu_limit`` for this member."""
+        """Return ``gpu_limit`` for this member."""
         return int(self._value_of("gpu_limit"))
 
     def _value_of(self, trait: str) -> Any:
-        """What a trait says for this member that may be a callable."""
+        """Return a trait's value for this member; a callable is called with the spawner."""
         value = getattr(self, trait)
         return value(self) if callable(value) else value
 
@@ -324,13 +325,13 @@ class GPUSpawnerMixin(Spawner):
         return not self._configured.isdisjoint(self.own_form_traits) or defines_form(cls)
 
     def takes_foreign_options(self) -> bool:
-        """Return True if the admin's configuration or class reads options of its own."""
+        """Return True if the admin's configuration or class may read options that are not ours."""
         names = (*self.own_form_traits, "options_from_form", "apply_user_options")
         cls: Any = type(self)
         return not self._configured.isdisjoint(names) or defines_options(cls)
 
     def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice:
-        """Our part of ``user_options``. Raises InvalidRequest for fields that nobody reads."""
+        """Parse our part of ``user_options``. Raises InvalidRequest for fields nobody reads."""
         foreign = self.takes_foreign_options()
         try:
             return options.parse(fields, foreign=foreign, extra=self.extra_options)
@@ -342,15 +343,15 @@ class GPUSpawnerMixin(Spawner):
             raise
 
     def is_configured(self, trait: str) -> bool:
-        """Whether the admin set a trait, on this class or one that it is made from."""
+        """Return True if the admin set a trait on this class or one of its bases."""
         return trait in self._configured
 
     @property
     def _configured(self) -> frozenset[str]:
-        """The names of all those traits; worked out once for each class of a hub."""
+        """The names of all traits that the admin set, determined once per class of a hub."""
         kept: dict[Any, frozenset[str]]
         kept = self.user.settings.setdefault("gpuspawner_configured", {})
-        of_class = (type(self), id(self.config))  # one of each while a hub runs
+        of_class = (type(self), id(self.config))  # neither changes while a hub runs
         if of_class not in kept:
             kept[of_class] = frozenset(
                 name
@@ -363,11 +364,11 @@ class GPUSpawnerMixin(Spawner):
     # Options.
 
     def run_options_from_form(self, form_data: Mapping[str, list[Any]]) -> Any:
-        """``user_options`` from the form: our fields checked, others as the admin says.
+        """Return ``user_options`` from the form: ours validated, others as the admin reads them.
 
-        Returns a dictionary, or an awaitable of one where ``options_from_form`` gives that.
+        Returns a dictionary, or an awaitable of one if ``options_from_form`` returns that.
         """
-        self.asked, self.asked_beside = None, {}  # what the member chose now counts, and no link
+        self.asked, self.asked_beside = None, {}  # the form that was sent replaces any link
         ours = {name: form_data[name] for name in options.FIELDS if name in form_data}
         rest = {
             name: value
@@ -391,9 +392,9 @@ class GPUSpawnerMixin(Spawner):
         return _joined(extra, own, ours) if inspect.isawaitable(own) else {**extra, **own, **ours}
 
     def resolve_options(self) -> tuple[Environment, Request]:
-        """The environment and the request of this start, from ``user_options``.
+        """Return the environment and the request of this start, from ``user_options``.
 
-        They may come from the form, from REST, or from the last start: none is trusted.
+        These may come from the form, from REST, or from the last start, and are never trusted.
         """
         catalog = self.load_catalog()
         choice = self.parse_options(self.user_options or {})
@@ -411,8 +412,10 @@ class GPUSpawnerMixin(Spawner):
         return environment, options.resolve(choice, environment, self.most_gpus())
 
     def terms(self, environment: Environment, request: Request) -> Terms:
-        """On which terms this start asks for its devices. Raises TooMuchAsked, or NotAllowed for
-        an account that the member may not draw on."""
+        """Return the terms on which this start asks for its devices.
+
+        Raises TooMuchAsked, or NotAllowed for an account that the member may not draw on.
+        """
         choice = self.parse_options(self.user_options or {})
         seconds = None
         if request.devices:
@@ -431,9 +434,9 @@ class GPUSpawnerMixin(Spawner):
         )
 
     def session_hours(self, environment: Environment) -> SessionHours:
-        """The usual and the greatest length for this member in this environment.
+        """Return the default and maximum hours for this member in this environment.
 
-        Raises ConfigError when a setting makes no sense.
+        Raises ConfigError if a setting is invalid.
         """
         usual = options.hours_setting("default_hours", self._value_of("default_hours"))
         most = options.hours_setting("most_hours", self._value_of("most_hours"))
@@ -443,28 +446,28 @@ class GPUSpawnerMixin(Spawner):
 
     @cached_property
     def spawn_form(self) -> SpawnForm:
-        """What this member may choose from, and chose."""
+        """The spawn form: what this member may choose from, and chose."""
         return SpawnForm(self)
 
     async def run_auth_state_hook(self, auth_state: Any) -> None:
-        """The admin's hook; when the form is asked for, the link's choice is taken then.
+        """Run the admin's hook; if a link opens the form, also take the link's choice.
 
-        It is the last thing of a spawner's that JupyterHub calls before it would start a server
-        with what the link says.
+        This is the last method that JupyterHub calls before it would start a server with the
+        options of the link.
         """
         await super().run_auth_state_hook(auth_state)
         await self.spawn_form.take_link(getattr(self, "handler", None))
 
     async def options_from_query(self, query_data: Mapping[str, list[Any]]) -> dict[str, Any]:
-        """Never options: why what a link chose cannot be had."""
+        """Raise SpawnException, because a link never starts a server."""
         await self.spawn_form.refuse_link(query_data)
 
     def last_choice(self) -> options.FormChoice:
-        """What this server was started with last time, and what a link says over it."""
+        """Return the choices of this server's last start, overridden by those of a link."""
         return self.spawn_form.last_choice()
 
     async def get_options_form(self) -> str:
-        """The admin's own form, if there is one, then environments, GPUs and the balance."""
+        """Return the admin's own form, if any, then environments, GPUs and the balance."""
         own = (await super().get_options_form() if self.shows_own_form() else "") or ""
         own += self._note_of_link(own)
         return own + await self.spawn_form.render()
@@ -475,7 +478,7 @@ class GPUSpawnerMixin(Spawner):
     # 1. Acquire.
 
     def run_pre_spawn_hook(self) -> Any:
-        """Acquire, then the admin's own ``pre_spawn_hook``."""
+        """Acquire the lease, then run the admin's own ``pre_spawn_hook``."""
         if self.catalog_is_due():
             return self._refresh_then_hook()
         self.said = SpawnProgress()
@@ -487,8 +490,8 @@ class GPUSpawnerMixin(Spawner):
             terms = self.terms(environment, request)
             self.apply_environment(environment)
             if self.recovery.is_done and not self.looks_first(request):
-                # Not only when the event loop comes back to this spawn: where very many are asked
-                # for at once, it first takes up all the others.
+                # Ask now, and not when the event loop returns to this spawn: if very many start at
+                # once, it would serve all the others first.
                 self._ask(request, terms)
         except GPUSpawnerError as error:
             self._is_starting = False
@@ -524,13 +527,13 @@ class GPUSpawnerMixin(Spawner):
         return await self._grant(request, terms)
 
     def _ask(self, request: Request, terms: Terms) -> None:
-        """Begin to ask the services; :meth:`_grant` takes the answer."""
+        """Begin to ask for a lease; :meth:`_grant` takes the answer."""
         self.acquisition.ask(
             self.server_ref, request, engine=self.engine_for(request), terms=terms, said=self.said
         )
 
     async def _grant(self, request: Request, terms: Terms) -> Lease:
-        """The lease, at once or when the turn has come."""
+        """Return the lease, at once or when the ticket's turn has come."""
         if not self.acquisition.is_asked:
             self._ask(request, terms)
         got = await self.acquisition.answer()
@@ -539,14 +542,14 @@ class GPUSpawnerMixin(Spawner):
         return lease
 
     async def _wait_in_line(self, ticket: Ticket) -> Lease:
-        """Wait for the turn, with place and estimate on the pending page."""
+        """Wait for the ticket's turn; the pending page shows its position and the estimate."""
         chosen: Environment | None = None
 
         def still_allowed() -> Terms:
             nonlocal chosen
             self._must_be_there(ticket.server)
             chosen, request = self.resolve_options()
-            # What the environment needs of the driver may be edited meanwhile: nobody asked for it.
+            # The environment's driver requirements may change meanwhile: no member asks for those.
             asked = ticket.request
             if request != replace(asked, min_driver=request.min_driver, min_cuda=request.min_cuda):
                 raise TicketEnded(why="what you asked for is not what you may have any more")
@@ -557,18 +560,18 @@ class GPUSpawnerMixin(Spawner):
         end_waits_first(self.authenticator, self.queueing)
         lease = await self.acquisition.wait(ticket, still_allowed, self.said)
         if chosen is not None:
-            self.apply_environment(chosen)  # the catalog may have changed since they asked
+            self.apply_environment(chosen)  # the catalog may have changed since the request
         return lease
 
     def _must_be_there(self, server: ServerRef) -> None:
-        """Raises MemberGone when the server's member was renamed or removed at the Hub."""
+        """Raise MemberGone if the server's member was renamed or removed at the Hub."""
         if self.server_ref != server:
             raise MemberGone(why="the member was renamed")
         if not sa.inspect(self.orm_spawner).persistent:
             raise MemberGone(why="the member was removed")
 
     async def _settle_previous(self) -> None:
-        """End what an earlier start of this very server left behind."""
+        """Release the lease that an earlier start of this server left, or raise ServerHasLease."""
         self.lease = await self.services.run(self.services.leases.of_server, self.server_ref)
         if self.lease is None:
             return
@@ -582,9 +585,9 @@ class GPUSpawnerMixin(Spawner):
     async def start(self) -> Any:
         """Start the server, wait until it answers, and confirm the lease.
 
-        As with other spawners ``start_timeout`` limits the engine's part, and ``http_timeout`` the
-        wait that follows. We wait here and not only in the Hub, so that a server that dies early
-        fails at once, with its reason.
+        As with other spawners, ``start_timeout`` limits the engine's part, and ``http_timeout`` the
+        wait that follows. This waits itself and does not leave it to the Hub, so that a server that
+        ends early fails at once, with its reason.
         """
         if self.lease is None:
             raise spawn_exception(StartFailed(cause="it holds no lease"))
@@ -626,19 +629,19 @@ class GPUSpawnerMixin(Spawner):
             raise StartFailed(cause="its lease was ended before it answered")
 
     async def cleared(self) -> None:
-        """Wait while a start that failed is being cleared away: for the ``poll`` of an engine.
+        """Wait for the cleanup after a failed start; an engine's ``poll`` calls this.
 
-        When that takes longer than ``slow_spawn_timeout``, the Hub asks whether the server lives,
-        and a second later says "failed to start" in place of what failed. A start that goes on is
-        not waited for: a Hub that shuts down stops it from outside, and may not wait for a pull.
+        If the cleanup takes longer than ``slow_spawn_timeout``, the Hub polls the server, and a
+        second later reports "failed to start" and not the cause. A start that still runs is not
+        waited for: a Hub that shuts down stops it from outside, and must not wait for a pull.
         """
-        spawn = self._spawn  # which polls as well, when it has failed
+        spawn = self._spawn  # after a failure, this task polls as well
         is_clearing = self.pending == "stop" and not self._is_starting
         if is_clearing and spawn is not None and spawn is not asyncio.current_task():
             await asyncio.wait([spawn], timeout=CLEARING)
 
     async def poll(self) -> Any:
-        """As the engine says; a server whose member has yet to come is watched meanwhile."""
+        """Return the engine's status. Also watch a server that its member has yet to claim."""
         status = await super().poll()
         if status is None:
             await self._remember()
@@ -646,9 +649,11 @@ class GPUSpawnerMixin(Spawner):
         return status
 
     async def _remember(self) -> None:
-        """Find the lease of a server that ran before this hub did; once, it is in the store. And
-        give the lease the name that its member has by now."""
-        with suppress(GPUSpawnerError):  # the next poll asks again
+        """Find the lease of a server that started before this hub did, and confirm it if needed.
+
+        The store is searched once. If the member was renamed, the lease gets the new name.
+        """
+        with suppress(GPUSpawnerError):  # the next poll tries again
             if self.lease is None and self._spawn is None and not self._looked_up:
                 leases = await self.services.run(self.services.leases.open_leases)
                 self.lease = next((each for each in leases if self._is_mine(each)), None)
@@ -661,19 +666,21 @@ class GPUSpawnerMixin(Spawner):
         lease, is_earlier = self.lease, self._spawn is None
         if lease is None or lease.state is not LeaseState.GRANTED or not is_earlier:
             return
-        if self._adopting is None or self._adopting.done():  # one that failed is tried again
+        if self._adopting is None or self._adopting.done():  # a failed attempt is repeated
             self._adopting = asyncio.ensure_future(self._adopt(lease))
 
     def _is_mine(self, lease: Lease) -> bool:
-        """Return True for the lease in the Hub's state, or in its absence that of this name: a hub
-        that was killed while it started a server had no time to keep the state."""
+        """Return True if the Hub's state has this lease, or has none and the server's name fits.
+
+        A hub that was killed while it started a server could not save the state.
+        """
         return lease.id == self.lease_id if self.lease_id else lease.server == self.server_ref
 
     async def _adopt(self, lease: Lease) -> None:
-        """Confirm the lease of a server that an earlier hub was starting, when it answers.
+        """Confirm the lease of a server that an earlier hub was starting, once it answers.
 
-        What fails is tried again at the next poll: until it is confirmed, a server costs nothing.
-        The accounting service does the same when it looks next; the member may stop it before.
+        A failure is retried at the next poll; an unconfirmed server costs nothing. The accounting
+        service does the same in its next round, and the member may stop the server meanwhile.
         """
         try:
             await self._wait_ready(await self.get_url())
@@ -689,18 +696,18 @@ class GPUSpawnerMixin(Spawner):
             self.lease = confirmed
 
     def watch_claim(self) -> None:
-        """See to it that the member of a server from the queue comes in time."""
+        """Start to watch whether the member of a server from the queue connects in time."""
         waits = self.lease is not None and self.lease.claim_by is not None
         if waits and (self._claim is None or self._claim.done()):
             self._claim = asyncio.ensure_future(self.await_claim())
 
     async def await_claim(self) -> None:
-        """Write down that the member connected, or order the stop when the time for it is over."""
+        """Record that the member connected, or order the stop when the deadline has passed."""
         services = self.services
         records: HubRecords = self.shared("gpuspawner_activity", HubRecords)
         while (lease := self.lease) is not None and lease.claim_by is not None:
             try:
-                # The Hub writes down what it sees by the wall clock.
+                # The Hub records activity by the wall clock.
                 since = (lease.up_since or lease.granted_at) + min(services.time.skew, timedelta())
                 if await records.has_connected(self, since):
                     self.lease = await services.run(services.sessions.claim, lease.id)
@@ -713,14 +720,17 @@ class GPUSpawnerMixin(Spawner):
                 self.log.warning("%s: %s", self.server_ref, error.message)
 
     async def _too_slow(self) -> StartFailed:
-        """What to say of a start that ``start_timeout`` ended; JupyterHub would say nothing."""
+        """Return the error of a start that ``start_timeout`` ended; JupyterHub gives no reason."""
         await self.failure_detail()
         took = f"it was not up within {self.start_timeout} seconds"
         return StartFailed(cause=f"{took} (it got as far as: {self.said.last})")
 
     async def _wait_ready(self, url: Any) -> None:
-        """Wait until the server answers or has provably ended: one that ends early fails at once,
-        with its reason."""
+        """Wait until the server answers.
+
+        Raises StartFailed with the reason as soon as the server has provably ended, or after
+        ``http_timeout``.
+        """
         address = self._server_url(url)
         try:
             await wait_for_answer(
@@ -733,13 +743,13 @@ class GPUSpawnerMixin(Spawner):
             raise StartFailed(cause=cause) from None
 
     async def _require_alive(self) -> None:
-        """Raises StartFailed when the server has provably ended."""
+        """Raise StartFailed if the server has provably ended."""
         if (await self.poll()) is not None:
             detail = await self.failure_detail()
             raise StartFailed(cause=detail or "it exited at once")
 
     def _server_url(self, started: Any) -> str:
-        """The API of the server, from what ``start`` returned: an URL or (ip, port)."""
+        """Return the URL of the server's API, from what ``start`` returned: a URL or (ip, port)."""
         if not isinstance(started, str):
             ip, port = started
             scheme = "https" if self.internal_ssl else "http"
@@ -753,7 +763,7 @@ class GPUSpawnerMixin(Spawner):
         return make_ssl_context(key, cert, cafile=ca)
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
-        """What this spawn does, as it happens."""
+        """Yield the progress of this spawn as it happens."""
         async for event in self.said.follow():
             yield event
 
@@ -765,7 +775,7 @@ class GPUSpawnerMixin(Spawner):
         self.stopped_at = self.stopped_at or self.services.clock()
 
     def run_post_stop_hook(self) -> Any:
-        """Release, then the admin's own ``post_stop_hook``."""
+        """Release the lease, then run the admin's own ``post_stop_hook``."""
         return self._release_then_hook()
 
     async def _release_then_hook(self) -> None:
@@ -788,13 +798,13 @@ class GPUSpawnerMixin(Spawner):
                 await hook
 
     async def _give_up(self) -> None:
-        """Note on a lease that stays that its start was ended, and not lost with its hub."""
+        """Record on the remaining lease that its start was aborted, and not lost with its hub."""
         if self.lease is not None and self.acquisition.was_begun:
             with suppress(GPUSpawnerError):
                 await self.services.run(self.services.leases.give_up, self.lease.id, "stopped")
 
     async def _release(self, reason: str) -> bool:
-        """Release the lease once the server is proved gone. Whether it was."""
+        """Release the lease if the server is proved gone. Return True if it was released."""
         await self.acquisition.written()
         if self.lease is None:
             self.lease = await self.services.run(self.services.leases.of_server, self.server_ref)
@@ -803,7 +813,7 @@ class GPUSpawnerMixin(Spawner):
         self.lease_id = self.lease.id
         proof = await self.prove_gone()
         if not proof.gone:
-            # The Hub has let go of it, so nobody can reach it any more: end it.
+            # The Hub considers it stopped, so nobody can reach it any more: end it.
             await self.end_leftover()
             proof = await self.prove_gone()
         if not proof.gone:
@@ -813,11 +823,11 @@ class GPUSpawnerMixin(Spawner):
         await self.services.run(
             self.services.leases.release,
             self.lease_id,
-            # A busy engine answers long after the end, and knows when that was.
+            # A busy engine may answer long after the end, but it knows when that was.
             ended_at=proof.ended_at or self.finished_at,
             stopped_at=self.stopped_at or self.seen_alive_at,
             reason=proof.detail or reason,
-            # An earlier hub's process started it, and nobody stopped it.
+            # A process of an earlier hub started it, and it was never stopped.
             lost=not self.acquisition.was_begun and self.stopped_at is None,
         )
         self.lease, self.lease_id, self.seen_alive_at = None, "", None
@@ -828,22 +838,23 @@ class GPUSpawnerMixin(Spawner):
     # State and environment.
 
     def get_state(self) -> dict[str, Any]:
-        """Adds the lease's id; the store stays the truth."""
+        """Add the lease's id to the state. The store remains authoritative."""
         state: dict[str, Any] = super().get_state()
         if self.lease_id:
             state["lease_id"] = self.lease_id
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the lease's id from the state."""
         super().load_state(state)
         self.lease_id = state.get("lease_id", "")
 
     def get_env(self) -> dict[str, str]:
-        """The server's environment; everything about GPUs is set anew, last, from the lease."""
+        """Return the server's environment; all GPU variables are set last, from the lease."""
         return self.with_lease_environment(super().get_env())
 
     def with_lease_environment(self, env: dict[str, str]) -> dict[str, str]:
-        """``env`` with the lease's variables in place of whatever was there."""
+        """Replace the GPU variables in ``env`` by those of the lease, and return it."""
         lease = self.lease
         devices = lease.devices if lease else ()
         env.pop("CUDA_VISIBLE_DEVICES", None)
@@ -862,11 +873,11 @@ class GPUSpawnerMixin(Spawner):
         return env
 
     def apply_environment(self, environment: Environment) -> None:
-        """Set the spawner's traits from the chosen entry of the catalog."""
+        """Set the spawner's traits from the chosen environment."""
         for trait in ("mem_limit", "cpu_limit"):
             if (value := getattr(environment, trait)) is not None:
                 setattr(self, trait, value)
-        # An entry that says nothing has /lab, which is no reason to overrule the admin.
+        # /lab is also the default of an environment, which must not override the admin.
         if self.catalog and (
             environment.default_url != "/lab" or not self.is_configured("default_url")
         ):
@@ -886,7 +897,7 @@ async def _joined(
 
 
 def _no_engine(spawner: GPUSpawnerMixin, method: str) -> str:
-    """For who writes a spawner of their own."""
+    """Return the error message for authors of a spawner that lacks a required method."""
     return (
         f"{type(spawner).__name__} has no {method}(): GPUSpawnerMixin leases GPUs, and a spawner "
         "that builds on it has to say where its servers live, as GPUDockerSpawner and "

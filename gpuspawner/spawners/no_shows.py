@@ -1,4 +1,4 @@
-"""The Hub's records of who connected to a server: whose member never comes is a no-show."""
+"""The Hub's records of who connected to a server, for detecting no-shows."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from jupyterhub import orm
 from jupyterhub.spawner import Spawner
 
 LOOK = 2.0
-"""Seconds between two looks at the Hub's records."""
+"""Seconds between two queries of the Hub's records."""
 
 AT_ONCE = 500
-"""Servers in one query."""
+"""Servers per query."""
 
 
 class HubRecords:
-    """The Hub's records of who used which server, read for all who ask together."""
+    """The Hub's records of who used which server, read at once for all concurrent callers."""
 
     def __init__(self) -> None:
         self._asking: dict[Spawner, asyncio.Future[Sequence[datetime]]] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def has_connected(self, spawner: Spawner, since: datetime) -> bool:
-        """Return True if the Hub has seen the member at this server since then, at the next look.
+        """Return True if the next query shows that the member has used this server after ``since``.
 
-        A browser or a program that comes to a server is checked by it at the Hub, with a token of
-        the server's own OAuth client; what it does there is activity that the server reports.
+        A server checks each browser or program that connects at the Hub, with a token of the
+        server's own OAuth client, and reports what they do there as activity.
         """
         if spawner not in self._asking:
             self._asking[spawner] = asyncio.get_running_loop().create_future()
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._look())
         activity, *tokens = await asyncio.shield(self._asking[spawner])
-        # The Hub itself counts the start as activity: that is not the member.
+        # The Hub also counts the start as activity, but that is not the member's.
         return activity > since + timedelta(seconds=1) or any(at > since for at in tokens)
 
     async def _look(self) -> None:
@@ -53,7 +53,7 @@ class HubRecords:
 
 
 def _times(spawners: Sequence[Spawner]) -> Iterator[tuple[Spawner, Sequence[datetime]]]:
-    """Yield each server's last activity, then those times at which its tokens were made or used."""
+    """Yield each server with its last activity and when its tokens were last created and used."""
     for first in range(0, len(spawners), AT_ONCE):
         some = spawners[first : first + AT_ONCE]
         db, server, token = some[0].user.db, orm.Spawner, orm.APIToken

@@ -1,8 +1,8 @@
 """The options of a spawn: what a member may ask for, validated.
 
-The same fields come from the form, from ``opt-`` parameters of a link and from the REST
-API's ``user_options``; JupyterHub stores them and brings them back. So they are checked
-at every start, as text that a stranger wrote. Pure.
+The same fields come from the form, from ``opt-`` parameters of a link and from the REST API's
+``user_options``; JupyterHub stores them and returns them at the next start. They are therefore
+validated at every start, as untrusted text. Pure.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ LONGEST_DATA = 128
 
 @dataclass(frozen=True, slots=True)
 class DataChoice:
-    """One line of the form's list of datasets and folders."""
+    """One entry in the form's list of datasets and shared folders."""
 
     name: str
     where: str
-    """The slugs of the environments that have it, with spaces between."""
+    """The slugs of the environments that have it, separated by spaces."""
     checked: bool
 
 
 def parse_data(value: Any) -> tuple[str, ...] | None:
-    """Names of datasets and folders; None when nothing is said. Raises InvalidRequest."""
+    """Parse the names of datasets and folders; None if not given. Raises InvalidRequest."""
     said = [value] if isinstance(value, str) else value
     if said is None:
         return None
@@ -45,7 +45,7 @@ def parse_data(value: Any) -> tuple[str, ...] | None:
         if not isinstance(name, str) or len(name) > LONGEST_DATA or not name.isprintable():
             shown = repr(str(name)[:60]) if isinstance(name, str) else "something else"
             raise InvalidRequest(f"The field 'data' must hold names, not {shown}.", field="data")
-    return tuple(dict.fromkeys(name for name in said if name))  # a form says "" for none
+    return tuple(dict.fromkeys(name for name in said if name))  # a form sends "" for none
 
 
 def with_data(
@@ -54,10 +54,10 @@ def with_data(
     chosen: Sequence[str] | None,
     groups: Collection[str],
 ) -> Environment:
-    """The environment with only these datasets and folders; with all when None.
+    """Return the environment with only the chosen datasets and folders; with all if None.
 
-    A form names those of other environments too: they are left out. Raises InvalidRequest for
-    what the member has nowhere.
+    A form also sends the names of other environments', which are ignored. Raises InvalidRequest
+    for a name that the member has in no environment.
     """
     if chosen is None:
         return environment
@@ -84,7 +84,7 @@ def data_choices(
     groups: Collection[str],
     last: Sequence[str] | None,
 ) -> list[DataChoice]:
-    """What the form offers, in the catalog's order."""
+    """Return the datasets and folders that the form offers, in the catalog's order."""
     found: dict[str, list[str]] = {}
     for environment in environments:
         for mount in catalog.mounts_for(environment, groups):
@@ -99,7 +99,7 @@ FIELDS = (
     *("environment", "gpus", "gpu_model", "gpu_memory", "hours", "wait", "account", "options"),
     *("data", "own_image", "shown_at"),
 )
-"""Names of the fields in the form, in links and in ``user_options``."""
+"""Field names in the form, in links and in ``user_options``."""
 
 IGNORED = ("_xsrf",)
 MOST_GPUS = 1024
@@ -115,31 +115,31 @@ _NO = ("no", "false", "off", "0")
 
 @dataclass(frozen=True, slots=True)
 class FormChoice:
-    """The fields, parsed. None is "not said"."""
+    """The parsed fields. None means not given."""
 
     environment: str | None = None
     options: tuple[str, ...] | None = None
-    """Choices within an environment, each ``OPTION=CHOICE``, or ``ENVIRONMENT.OPTION=CHOICE``
-    as a form without scripts sends them for all of its environments."""
+    """Choices within an environment, each ``OPTION=CHOICE``. A form without scripts sends
+    ``ENVIRONMENT.OPTION=CHOICE`` for all of its environments."""
     gpus: int | None = None
     gpu_model: str | None = None
     gpu_memory: int | None = None
-    """Least memory of each GPU in GB (10^9 bytes, as on the box)."""
+    """Minimum memory of each device in GB (10^9 bytes, as advertised)."""
     hours: float | None = None
-    """Session length."""
+    """Session length in hours."""
     wait: bool | None = None
-    """Whether to wait in line when no GPU is free."""
+    """True to wait in the queue if no device is free."""
     account: str | None = None
-    """Which account pays."""
+    """The account that pays."""
     data: tuple[str, ...] | None = None
-    """Names of the datasets and shared folders that the server is to have."""
+    """Names of the datasets and shared folders for the server."""
     own_image: str | None = None
-    """An image in place of the environment's, by reference."""
+    """The reference of an image that replaces the environment's."""
     shown_at: str | None = None
-    """When the form showed its prices, ISO 8601 with an offset."""
+    """When the form showed its prices, as ISO 8601 with an offset."""
 
     def as_user_options(self) -> dict[str, Any]:
-        """What JupyterHub stores: only what was said."""
+        """Return what JupyterHub stores: only the fields that were given."""
         said = {name: getattr(self, name) for name in FIELDS}
         if self.options is not None:
             said["options"] = list(self.options)
@@ -148,7 +148,7 @@ class FormChoice:
         return {name: value for name, value in said.items() if value is not None}
 
     def options_in(self, environment: Environment) -> dict[str, str]:
-        """Names of choices by names of options, of those that mean this environment."""
+        """Return the choices for this environment, by option."""
         found = {}
         for said in self.options or ():
             name, _, choice = said.partition("=")
@@ -161,11 +161,11 @@ class FormChoice:
 def parse(
     fields: Mapping[str, Any], *, foreign: bool = False, extra: Collection[str] = ()
 ) -> FormChoice:
-    """The member's choice.
+    """Parse and validate the member's choice.
 
-    A field may be a value or, as in a form, a list of one. ``foreign`` lets all fields pass
-    that are not ours, for an admin's own form, and ``extra`` those of these names. Raises
-    InvalidRequest naming the field.
+    A field may be a value or, as in a form, a list of one. ``foreign`` permits all fields that are
+    not ours, for an admin's own form; ``extra`` permits those with these names. Raises
+    InvalidRequest naming the field, or TooMuchAsked.
     """
     if not isinstance(fields, Mapping):
         raise InvalidRequest("The options must be fields with values.", field="user_options")
@@ -197,9 +197,9 @@ def parse(
 
 
 def resolve(choice: FormChoice, environment: Environment, limit: int) -> Request:
-    """The request that the choice makes in this environment.
+    """Return the request that results from the choice in this environment.
 
-    ``limit`` is the most devices of one server for this member. Raises TooMuchAsked.
+    ``limit`` is the most devices that one server of this member may have. Raises TooMuchAsked.
     """
     most = min(limit, environment.devices.max)
     count = choice.gpus
@@ -228,7 +228,10 @@ def resolve(choice: FormChoice, environment: Environment, limit: int) -> Request
 
 
 def combine(own: SessionHours, general: SessionHours) -> SessionHours:
-    """What holds when an environment says the one and the hub, for this member, the other."""
+    """Combine an environment's session hours with the hub's for this member.
+
+    The lower maximum wins. The environment's default wins, but never exceeds the maximum.
+    """
     limits = [limit for limit in (own.max, general.max) if limit is not None]
     most = min(limits, default=None)
     usual = own.default if own.default is not None else general.default
@@ -238,7 +241,7 @@ def combine(own: SessionHours, general: SessionHours) -> SessionHours:
 
 
 def hours_setting(name: str, hours: Any) -> float | None:
-    """The number of hours that a setting says; None for no limit. Raises ConfigError."""
+    """Return a setting's number of hours; None for no limit. Raises ConfigError."""
     if hours is None:
         return None
     number = isinstance(hours, (int, float)) and not isinstance(hours, bool)
@@ -254,9 +257,9 @@ def hours_setting(name: str, hours: Any) -> float | None:
 def session_seconds(
     choice: FormChoice, hours: SessionHours, environment: Environment
 ) -> int | None:
-    """The session length that the choice makes; None when there is no end.
+    """Return the session length in seconds that results from the choice; None for no end.
 
-    ``hours`` is what holds for this member there. Raises TooMuchAsked.
+    ``hours`` applies to this member in this environment. Raises TooMuchAsked.
     """
     asked = hours.default if choice.hours is None else choice.hours
     if asked is None:
@@ -303,7 +306,7 @@ def _text(fields: Mapping[str, Any], name: str, longest: int = LONGEST_OPTION) -
 
 
 def _options(fields: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
-    """Texts such as ``memory=large``, or a mapping of such."""
+    """Parse a list of texts such as ``memory=large``, or a mapping such as ``{memory: large}``."""
     value = fields.get(name)
     if isinstance(value, Mapping):
         value = [f"{option}={c if isinstance(c, str) else '?'}" for option, c in value.items()]
@@ -312,7 +315,7 @@ def _options(fields: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
         return None
     if not isinstance(said, (list, tuple)) or len(said) > MOST_OPTIONS:
         raise InvalidRequest(f"The field {name!r} must be a list of choices.", field=name)
-    said = [each for each in said if each != ""]  # of a list on a form: as usual
+    said = [each for each in said if each != ""]  # an empty entry of a form means the default
     for each in said:
         if (
             not isinstance(each, str)
@@ -327,7 +330,7 @@ def _options(fields: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
 
 
 def _meant(environment: str | None, said: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Those of the options that mean this environment, without its name."""
+    """Return the options for this environment, without its name in front."""
     if not environment or not said:
         return said
     ours = [each for each in said if "." not in each or each.startswith(f"{environment}.")]
@@ -400,16 +403,16 @@ def _account(fields: Mapping[str, Any], name: str) -> str | None:
 
 
 def _digits(value: Any, *kinds: type) -> str:
-    """A number as text, if it comes as one of these; a bool is none."""
+    """Return a value of one of these types as text; empty for all others and for booleans."""
     right = isinstance(value, kinds) and not isinstance(value, bool) and not _is_huge(value)
     return str(value).strip() if right else ""
 
 
 def _said(value: Any) -> str:
-    """What a stranger sent, as a sentence can name it."""
+    """Format an untrusted value for an error message."""
     return "so much" if _is_huge(value) else repr(str(value)[:60])
 
 
 def _is_huge(value: Any) -> bool:
-    """A whole number with so many digits that Python itself refuses to write it."""
+    """Return True for an integer that may have too many digits for Python to format."""
     return isinstance(value, int) and abs(value) > 10**40

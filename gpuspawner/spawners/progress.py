@@ -1,4 +1,4 @@
-"""What the member of a pending spawn is told: its progress, that of pulls, and refusals."""
+"""Messages to the member of a pending spawn: its progress, image pulls, and refusals."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from ..core.errors import GPUSpawnerError, ImageUnavailable, StartFailed
 from ..engines.images import Connect, PullProgress, pull
 
 SIGN = 10.0
-"""Seconds between two signs of life; the pending page gives up on the stream after 25."""
+"""Seconds between two keep-alive events; the pending page drops the stream after 25."""
 
 
 class SpawnProgress:
-    """Messages of one spawn. Written from any thread, read on an event loop."""
+    """Messages of one spawn. Any thread may write them; they are read on an event loop."""
 
     def __init__(self) -> None:
         self._events: list[tuple[int, bool, dict[str, Any]]] = []
-        """Number, whether it can be replaced, and what the page gets."""
+        """Each message's number, whether it can be replaced, and the event for the page."""
         self._readers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
-        """What tells each reader that there is more, and where it waits for that."""
+        """The event that wakes each reader, and the loop on which the reader waits."""
         self._writing = threading.Lock()
         self._number = 0
         self._last = 0
 
     def say(self, message: str, percent: int | None = None, *, replaces: bool = False) -> None:
-        """Add a message; the bar never goes back.
+        """Add a message. The progress bar never goes back.
 
-        One that ``replaces`` takes the place of the last such one: who waits for hours and
-        comes back reads the newest place in line, and not all that there were.
+        If ``replaces`` is set and was set for the last message, that message is dropped: a member
+        who returns after hours reads only the current position in the queue.
         """
         with self._writing:
             self._last = max(self._last, percent or 0)
@@ -50,7 +50,7 @@ class SpawnProgress:
             self._events.append((self._number, replaces, event))
             readers = list(self._readers.items())
         for more, loop in readers:
-            with suppress(RuntimeError):  # that loop is closed, and the reader with it
+            with suppress(RuntimeError):  # that loop is closed, so the reader is gone
                 loop.call_soon_threadsafe(more.set)
 
     @property
@@ -60,14 +60,14 @@ class SpawnProgress:
 
     @property
     def followed(self) -> bool:
-        """Whether anybody reads along just now."""
+        """True while somebody follows the messages."""
         return bool(self._readers)
 
     async def follow(self) -> AsyncIterator[dict[str, Any]]:
-        """Every message so far and those to come; ends when the reader goes away.
+        """Yield all messages so far, then each new one, until the reader goes away.
 
-        While there is nothing to say, a sign of life each :data:`SIGN` seconds: a proxy keeps
-        a page's connection open when the hub behind it is gone, and the page cannot know.
+        Without news, an event without a message follows every :data:`SIGN` seconds: a proxy keeps
+        the page's connection open when the hub is gone, and the page could not tell.
         """
         more = asyncio.Event()
         seen = 0
@@ -94,7 +94,7 @@ SAY_EVERY = 0.5
 
 
 class Pulls:
-    """The pulls of one hub: an image is pulled once, whoever waits for it."""
+    """The pulls of one hub. An image is pulled once, however many spawns wait for it."""
 
     def __init__(self, connect: Connect, at_once: int = 4) -> None:
         self._connect = connect
@@ -103,9 +103,9 @@ class Pulls:
         self._listeners: dict[str, list[Callable[[str], None]]] = {}
 
     async def pull(self, image: str, say: Callable[[str], None]) -> None:
-        """Pull ``image``; ``say`` hears how far it is. Raises StartFailed.
+        """Pull ``image`` and report its progress to ``say``. Raises StartFailed.
 
-        A member who stops waiting does not stop the pull: the next one profits.
+        A member who stops waiting does not stop the pull, so that the next one can use the image.
         """
         listeners = self._listeners.setdefault(image, [])
         listeners.append(say)
@@ -127,7 +127,7 @@ class Pulls:
     def _finished(self, image: str, done: asyncio.Future[None]) -> None:
         self._running.pop(image, None)
         if not done.cancelled():
-            done.exception()  # heard, even if nobody waits any more
+            done.exception()  # mark it as retrieved, since nobody may be waiting any more
 
     def _tell(self, image: str, loop: asyncio.AbstractEventLoop) -> Callable[[str], None]:
         def to_all(message: str) -> None:
@@ -150,7 +150,7 @@ class Pulls:
 
 
 def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Run ``work`` in a thread that a hub does not wait for when it ends: pulls take long."""
+    """Run ``work`` in a thread that does not delay the hub's exit, because pulls take long."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -166,7 +166,7 @@ def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
         error: Exception | None = None
         try:
             work()
-        except Exception as raised:  # whatever it is, the waiting spawn hears it
+        except Exception as raised:  # passed on to the waiting spawn
             error = raised
         with contextlib.suppress(RuntimeError):  # the hub has ended
             loop.call_soon_threadsafe(finish, error)
@@ -178,7 +178,7 @@ def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
 def sentences(
     image: str, progress: Iterator[PullProgress], clock: Callable[[], float] = time.monotonic
 ) -> Iterator[str]:
-    """How far a pull is, as a few sentences."""
+    """Yield a few sentences about the progress of a pull."""
     said_at = 0.0
     for now in progress:
         if clock() - said_at >= SAY_EVERY:
@@ -188,13 +188,13 @@ def sentences(
 
 
 def sentence(image: str, now: PullProgress) -> str:
-    """How far a pull is, for people."""
+    """Format the progress of a pull for people."""
     amount = f", {now.got / 1e6:.0f} of {now.size / 1e6:.0f} MB" if now.size else ""
     return f"Pulling {image}: {now.done} of {now.layers} layers{amount}"
 
 
 def spawn_exception(error: GPUSpawnerError) -> SpawnException:
-    """A domain error as JupyterHub shows it: a sentence, never a traceback."""
+    """Convert a domain error so that JupyterHub shows its sentence, never a traceback."""
     refusal = SpawnException(error.message, reason=error.reason, status_code=error.status_code)
-    refusal.jupyterhub_message = error.message  # else pages show the exception's own text
+    refusal.jupyterhub_message = error.message  # otherwise pages show the exception's own text
     return refusal

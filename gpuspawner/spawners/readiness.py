@@ -1,4 +1,4 @@
-"""Whether a server that was just started answers over HTTP yet, and how long its start may take."""
+"""Readiness probe of a new server over HTTP, and the time limit of its start."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ PATIENCE = 5.0
 """Seconds for one attempt."""
 
 LONGEST = 2**40
-"""Bytes of a body, which is thrown away as it comes: a large first page is an answer too."""
+"""Maximum bytes of a body. It is discarded as it arrives, so a large page counts as an answer."""
 
 
 MOST_AT_ONCE = 10_000
-"""Probes side by side: silent servers hold up nobody else's."""
+"""Maximum concurrent probes, high enough that silent servers do not delay the others."""
 
 
 class ProbeClient(SimpleAsyncHTTPClient):
-    """Tornado's client, one for each event loop as always, and not the one that all others share.
+    """Tornado's client in its own class: one per event loop, not shared with Tornado's other users.
 
-    Not pycurl's, which takes no SSLContext.
+    pycurl's client is not an option, since it does not accept an SSLContext.
     """
 
 
 class AddressResolver(DefaultLoopResolver):
-    """Tornado's resolver, which asks in a thread, for names alone: an address needs no look-up."""
+    """Tornado's resolver, which uses a thread, but only for names: an address needs no look-up."""
 
     async def resolve(
         self, host: str, port: int, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[tuple[int, Any]]:
+        """Return the address if ``host`` is one; look it up otherwise."""
         for kind, address in (
             (socket.AF_INET, (host, port)),
             (socket.AF_INET6, (host, port, 0, 0)),
@@ -55,7 +56,7 @@ _RESOLVER = AddressResolver()
 
 
 async def answers(url: str, ssl_context: SSLContext | None) -> bool:
-    """Return True if a server answers there; a refusal to show something is an answer too."""
+    """Return True if a server answers at ``url``, even with a refusal (a status below 500)."""
     client = ProbeClient(max_clients=MOST_AT_ONCE, max_body_size=LONGEST, resolver=_RESOLVER)
     request = HTTPRequest(
         url,
@@ -69,21 +70,21 @@ async def answers(url: str, ssl_context: SSLContext | None) -> bool:
     try:
         answer = await client.fetch(request, raise_error=False)
     except (HTTPClientError, OSError, UnsatisfiableReadError):
-        # Refused, too slow, no HTTP, or closed by Docker's proxy: nobody listens behind it yet.
+        # Refused, too slow, not HTTP, or closed by Docker's proxy because nothing listens yet.
         return False
-    except ValueError:  # Tornado's word for one that was closed before TLS could begin
+    except ValueError:  # raised by Tornado if the connection closes before TLS begins
         return False
     return answer.code < 500
 
 
 ASK_AGAIN = 0.05
-"""Seconds after which a server that did not answer is asked again; later, more seldom."""
+"""Seconds until the first retry; later retries are less frequent."""
 
 ASK_SELDOM = 0.2
-"""Seconds between two such questions at most: half of it, on average, is a member's wait."""
+"""Maximum seconds between two retries; on average, a member waits half of it."""
 
 LOOK_AFTER = 0.25
-"""Seconds after which the engine is asked again whether a server that does not answer lives."""
+"""Seconds between two checks at the engine that a silent server is still alive."""
 
 
 async def wait_for_answer(
@@ -92,14 +93,13 @@ async def wait_for_answer(
     require_alive: Callable[[], Awaitable[None]],
     timeout: float,
 ) -> None:
-    """Wait until a server answers there.
+    """Wait until a server answers at ``url``.
 
-    An open port proves nothing (Docker's proxy accepts for a container that does not
-    listen yet), so this asks over HTTP, as the Hub would after us.
+    An open port proves nothing, since Docker's proxy accepts connections for a container that
+    does not listen yet. So this sends HTTP requests, as the Hub does afterwards.
 
-    Args:
-        require_alive: Raises what the start ends with when the server has provably ended.
-        timeout: Seconds after which jupyterhub.utils.AnyTimeoutError is raised.
+    ``require_alive`` raises the error of the start if the server has provably ended. Raises
+    jupyterhub.utils.AnyTimeoutError after ``timeout`` seconds.
     """
     looked_at = 0.0
 
@@ -121,25 +121,25 @@ async def wait_for_answer(
 
 
 class StartTime:
-    """How long a start has taken, beside ``start_timeout``, which limits the engine's part."""
+    """Tells if a start has exceeded ``start_timeout``, which limits only the engine's part."""
 
     def __init__(self, timeout: float, spawn: asyncio.Task[Any] | None) -> None:
-        """``timeout`` in seconds; ``spawn`` is the Hub's own task."""
+        """Start the clock. ``timeout`` is in seconds; ``spawn`` is the Hub's own task."""
         self._deadline = time.monotonic() + timeout - 1
         self._spawn = spawn
 
     def is_up(self) -> bool:
-        """Return True if a cancellation now is the Hub's, of a start that takes too long.
+        """Return True if a cancellation now means that the Hub ends a start that takes too long.
 
-        It also cancels one that its member stops.
+        The Hub also cancels a start that its member stops.
         """
         return time.monotonic() >= self._deadline
 
     async def outlast(self, steps: Coroutine[Any, Any, None]) -> None:
-        """Run the steps to their end, also after ``start_timeout``.
+        """Run the steps to completion, even after ``start_timeout``.
 
-        The Hub then cancels the start once and, as ``asyncio.wait_for`` does, takes what still
-        comes of it. Any other cancellation, and the end of the Hub's own task, ends the steps.
+        At that time the Hub cancels the start once and, like ``asyncio.wait_for``, still accepts
+        its result. Any other cancellation, and the end of the Hub's own task, cancels the steps.
         """
         task = asyncio.ensure_future(steps)
         try:
@@ -151,7 +151,7 @@ class StartTime:
                 spawn = {self._spawn} if self._spawn is not None else set()
                 await asyncio.wait({task, *spawn}, return_when=asyncio.FIRST_COMPLETED)
                 if not task.done():
-                    raise  # Python before 3.12 does not pass on that the member stopped it
+                    raise  # before Python 3.12, the member's stop is not passed on
                 task.result()
         finally:
             task.cancel()

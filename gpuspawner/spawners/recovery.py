@@ -1,8 +1,8 @@
-"""Recovery after a start of the hub, and members who are removed while they wait.
+"""Recovery after a start of the hub, and the removal of members who wait in the queue.
 
-JupyterHub answers the removal of a member with a server error as long as a spawn is pending, after
-it has told the authenticator. A start that waits for hours must not be in the admin's way so long:
-what the authenticator is told ends the wait.
+While a spawn of a member is pending, JupyterHub answers the member's removal with a server error,
+after it has notified the authenticator. A start may wait for hours, which must not block the admin:
+the authenticator's notification therefore ends the wait.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .turns import Queueing
 
 
 class Recovery:
-    """The comparison of leases, containers and the Hub's servers; one a hub.
+    """The comparison of leases, containers and the Hub's servers, once per start of a hub.
 
-    Nothing is granted before it has been done.
+    Nothing is granted before it is done.
     """
 
     def __init__(self, services: Services, log: logging.Logger | Any) -> None:
@@ -48,19 +48,19 @@ class Recovery:
 
     @property
     def is_done(self) -> bool:
-        """Return True if granting may go on without a look at anything."""
+        """True if granting may continue without any check."""
         task = self._task
         return task is not None and _succeeded(task) and self.services.granter.sure
 
     async def wait(self, engine_name: str, make_engine: Callable[[], Engine], hub_db: Any) -> None:
-        """Wait until it is done, once a hub start.
+        """Wait until the comparison is done, once per start of the hub.
 
-        Raises NotReconciled, AnotherHubGrants or StoreUnavailable when that could not be done; the
-        next spawn tries again.
+        Raises NotReconciled, AnotherHubGrants or StoreUnavailable if it failed; the next spawn
+        tries again.
 
         Args:
             engine_name: The engine of this hub's spawners, as leases name it.
-            make_engine: Gives that engine.
+            make_engine: Returns that engine.
             hub_db: A session of the Hub's own database.
         """
         if not self.services.granter.sure:
@@ -75,7 +75,7 @@ class Recovery:
     ) -> None:
         await self._must_grant()
         engines = self._engines(engine_name, make_engine())
-        # Twice at most: what the first look removes, the second one settles.
+        # Two rounds at most: the second settles what the first removed.
         for _ in range(2):
             servers = hub_servers(hub_db)
             await self._follow_renames(hub_db)
@@ -97,7 +97,7 @@ class Recovery:
         self.log.info("Leases compared with what runs: granting may begin")
 
     async def _must_grant(self) -> None:
-        """Raises AnotherHubGrants, unless this hub is the one that gives out the GPUs."""
+        """Raise AnotherHubGrants unless this hub may grant devices."""
         try:
             may_grant = await self.services.run(self.services.granter.take)
         except NotTheOwner as error:
@@ -107,15 +107,14 @@ class Recovery:
             raise AnotherHubGrants()
 
     def _engines(self, name: str, engine: Engine) -> dict[str, Engine]:
-        """Our own engines, and local processes that an earlier configuration may have left."""
+        """Return our engines, and the local one for processes of an earlier configuration."""
         found = {"local": LocalEngine(), name: engine}
         if delegated := self.services.delegation.engine():
             found[delegated.name] = delegated
         return found
 
     async def _follow_renames(self, hub_db: Any) -> None:
-        """Find the leases of members who were renamed at the Hub, by what it keeps of their
-        servers."""
+        """Update the leases of members who were renamed, using the Hub's records of servers."""
         known = {
             lease.id: lease for lease in await self.services.run(self.services.leases.open_leases)
         }
@@ -128,7 +127,7 @@ class Recovery:
 
 
 def hub_servers(hub_db: Any) -> dict[ServerRef, HubState]:
-    """The servers that the Hub has on record, from its own database."""
+    """Return the servers on record in the Hub's own database."""
     rows = _active(hub_db, orm.User.name, orm.Spawner.name)
     return {ServerRef(user, name or ""): HubState.PENDING for user, name in rows}
 
@@ -145,7 +144,7 @@ def _succeeded(task: asyncio.Task[None]) -> bool:
 def _look(
     engines: dict[str, Engine], leases: Sequence[Lease]
 ) -> dict[str, Sequence[Sighting] | None]:
-    """What each engine runs, and how those ended that it does not have any more. Blocks."""
+    """Return each engine's servers and how missing ones ended; None if it is silent. Blocks."""
     found: dict[str, Sequence[Sighting] | None] = {}
     for name, engine in engines.items():
         try:
@@ -160,8 +159,10 @@ def _look(
 
 
 def _identities(engines: Mapping[str, Engine]) -> dict[str, str]:
-    """Which engine each is, for the leases to be granted; of one that fails now, its first start
-    says it. Blocks."""
+    """Return the identities of the Docker engines, for the leases to be granted. Blocks.
+
+    An engine that does not answer now is identified at its first start.
+    """
     found = {}
     for name, engine in engines.items():
         if isinstance(engine, DockerEngine):
@@ -171,14 +172,14 @@ def _identities(engines: Mapping[str, Engine]) -> dict[str, str]:
 
 
 _DOES: WeakKeyDictionary[Authenticator, set[str]] = WeakKeyDictionary()
-"""What we made an authenticator do, so that the next spawner does not make it do so again."""
+"""What was already added to an authenticator, so that no other spawner adds it again."""
 
 PATIENCE = 10.0
-"""Seconds that the spawns of a removed member have to end."""
+"""Seconds to wait for the spawns of a removed member to end."""
 
 
 def end_waits_first(authenticator: Authenticator, queueing: Queueing) -> None:
-    """Have the authenticator's ``delete_user`` end the member's waits before anything else."""
+    """Make the authenticator's ``delete_user`` end the member's waits before anything else."""
     stock = authenticator.delete_user
     if "ends_waits" in _DOES.get(authenticator, ()):
         return
@@ -193,10 +194,10 @@ def end_waits_first(authenticator: Authenticator, queueing: Queueing) -> None:
 
 
 def forget_folders(authenticator: Authenticator, services: Services) -> None:
-    """Have the authenticator's ``delete_user`` take from the member what was shared with them.
+    """Make the authenticator's ``delete_user`` end the member's access to shared folders.
 
-    At once, and not only when the accounting service looks: the next who gets that name is
-    somebody else.
+    This cannot wait for the accounting service, because the next member with that name is somebody
+    else.
     """
     stock = authenticator.delete_user
     if not services.settings.folders.source or "forgets_folders" in _DOES.get(authenticator, ()):
@@ -221,5 +222,5 @@ async def _until_nothing_starts(user: Any) -> None:
     end = asyncio.get_running_loop().time() + PATIENCE
     while any(spawner.pending for spawner in user.spawners.values()):
         if asyncio.get_running_loop().time() > end:
-            return  # the Hub says then that a server is active
+            return  # the Hub then reports that a server is active
         await asyncio.sleep(0.05)

@@ -1,7 +1,7 @@
 """Servers on the nodes of a Slurm cluster, and the watch over all of them.
 
-JupyterHub polls each server by itself twice a minute. A server whose machine was lost, or whose
-container died, keeps GPUs from others until somebody looks.
+JupyterHub itself polls each server only twice a minute. Until then, a server whose machine was lost
+or whose container died keeps its devices from others.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from .docker import GPUDockerSpawner
 from .mixin import ExitStatus
 
 EVERY = 1.5
-"""Seconds between two looks while any server runs on a node."""
+"""Seconds between two checks while any server runs on a node."""
 
 KEY = "gpuspawner_watched"
 
 
 class NodeWatch:
-    """The servers of a hub that run on nodes."""
+    """Watch over the servers of a hub that run on nodes."""
 
     def __init__(self) -> None:
         self.servers: WeakSet[GPUSlurmSpawner] = WeakSet()
         self._task: asyncio.Task[None] | None = None
 
     def add(self, spawner: GPUSlurmSpawner) -> None:
+        """Watch this server too."""
         self.servers.add(spawner)
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._run())
@@ -51,7 +52,7 @@ class NodeWatch:
                 await self._look()
 
     async def _look(self) -> None:
-        """Have the Hub ask after each server that is not there any more."""
+        """Make the Hub poll each server that no longer runs."""
         by_lease = {spawner.lease_id: spawner for spawner in self.servers if spawner.lease_id}
         self.servers = WeakSet(by_lease.values())
         if not by_lease:
@@ -66,24 +67,26 @@ class NodeWatch:
 
 
 def watch_over(spawner: GPUSlurmSpawner) -> None:
-    """Notice soon when this server is gone."""
+    """Watch this server, so that its end is noticed soon."""
     watched: NodeWatch = spawner.shared(KEY, NodeWatch)
     watched.add(spawner)
 
 
 ENDING = 30.0
-"""Seconds that Slurm may take to end a job and its epilog to clear away."""
+"""Seconds that Slurm may take to end a job and run its epilog."""
 
 NOW = 1.0
-"""Seconds that one answer of Slurm serves who has to know."""
+"""Maximum age in seconds of Slurm's answer about a server that should be running."""
 
 SELDOM = 5.0
-"""Seconds that one answer of Slurm serves everybody who asks whether a server lives."""
+"""Maximum age in seconds of Slurm's answer about a server that was stopped."""
 
 
 class GPUSlurmSpawner(GPUDockerSpawner):
-    """Leases GPUs of a cluster to containers on its nodes. Servers without a GPU stay on this
-    machine's Docker Engine."""
+    """Spawner that leases a cluster's GPUs to containers on its nodes.
+
+    Servers without a GPU run on this machine's Docker Engine.
+    """
 
     remove = Bool(
         True,
@@ -119,11 +122,11 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             raise TraitError(f"{what}. What members keep belongs into their workspace.")
         return True
 
-    # Where.
+    # Where the server runs.
 
     @property
     def delegate(self) -> SlurmDelegate:
-        """Slurm, as the services ask it. Raises ConfigError when the services do not."""
+        """The services' connection to Slurm. Raises ConfigError if there is none."""
         found = self.services.delegation.delegate
         if not isinstance(found, SlurmDelegate):
             raise ConfigError(
@@ -133,7 +136,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         return found
 
     def _ask(self, request: Request, terms: Terms) -> None:
-        """Also which image the server needs: nodes that lack it are not chosen."""
+        """Additionally announce the server's image, so that nodes without it are not chosen."""
         images: dict[ServerRef, WantedImage] = self.shared("gpuspawner_wanted_images", dict)
         pulls = self.pull_policy.lower() not in ("never", "skip")
         images[self.server_ref] = WantedImage(str(self.image), pulls)
@@ -141,11 +144,12 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         super()._ask(request, terms)
 
     def engine_for(self, request: Request) -> str:
+        """Return Slurm's engine for a request with devices, else this machine's."""
         return self.delegate.engine if request.devices else self.engine_name
 
     @property
     def node(self) -> Node | None:
-        """The node of the server; None for one on this machine."""
+        """The server's node; None if it runs on this machine."""
         lease = self.lease
         if lease is not None and lease.devices:
             found = self.delegate.cluster.device(lease.devices[0].uuid)
@@ -155,13 +159,14 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         return self.delegate.cluster.node(self._node_name) if self._node_name else None
 
     def job(self) -> SlurmJob | None:
-        """The job beside the server."""
+        """Return the server's job in Slurm; None if there is none."""
         if self.lease is None or not self.lease.ticket_id:
             return None
         return self.delegate.job(self.lease.ticket_id)
 
     @property
     def engine_settings(self) -> MutableMapping[str, Any]:
+        """The cache for the engine of the server's node, or for this machine's."""
         if (node := self.node) is None:
             return self.hub_settings
         kept: MutableMapping[str, Any]
@@ -169,15 +174,17 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         return kept
 
     def connect(self, timeout: float = 60) -> docker.APIClient:
-        """A client of the engine that the server is on."""
+        """Return a new client of the engine that runs the server."""
         if (node := self.node) is None:
             return super().connect(timeout)
         return connector(node, timeout)()
 
     @property
     def client(self) -> docker.APIClient:
-        """The client for DockerSpawner's own calls. Who only looks after a server gives up soon: a
-        node that is cut off answers nothing, and everybody's calls share the threads."""
+        """The client for DockerSpawner's own calls, with a short timeout outside of start and stop.
+
+        A node that is cut off does not answer, and its calls occupy threads that all servers share.
+        """
         if self.node is None or self.pending in ("spawn", "stop"):
             return super().client
         kept = self.engine_settings
@@ -185,13 +192,13 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         return made or kept.setdefault("gpuspawner_quick_client", self.connect(QUICK))
 
     def engine(self) -> DockerEngine:
-        """This machine's engine, wherever the server is."""
+        """Return this machine's engine, wherever the server runs."""
         connect = super().connect
         found: DockerEngine = self.shared("gpuspawner_docker_engine", lambda: DockerEngine(connect))
         return found
 
     def server_engine(self) -> DockerEngine:
-        """The engine of the server's node, whichever node this spawner is on later."""
+        """Return the engine of the server's current node, whatever node a later start uses."""
         if (node := self.node) is None:
             return self.engine()
         found: DockerEngine = self.of_engine(
@@ -200,23 +207,26 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         return found
 
     def get_state(self) -> dict[str, Any]:
+        """Add the node's name to the state."""
         state = super().get_state()
         if self._node_name:
             state["node"] = self._node_name
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the node's name from the state."""
         super().load_state(state)
         self._node_name = state.get("node", "")
 
     def clear_state(self) -> None:
+        """Forget the node's name as well."""
         super().clear_state()
         self._node_name = ""
 
-    # The container, beside its job.
+    # The container and its job.
 
     def placed(self, create: dict[str, Any]) -> dict[str, Any]:
-        """Into the cgroup of its job, on a node. Raises StartFailed when the job has ended."""
+        """Put a container on a node into its job's cgroup. Raises StartFailed if the job ended."""
         node = self.node
         if node is None:
             return create
@@ -225,6 +235,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         return nest(create, job, node, self.job_cgroup)
 
     async def start(self) -> Any:
+        """Start the server, and watch it if it runs on a node."""
         if (node := self.node) is not None:
             self.said.say(f"On the machine {node.name}", 12)
         self._starting = True
@@ -236,19 +247,20 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             watch_over(self)
         return url
 
-    # Gone is a server whose job has ended.
+    # A server whose job has ended is gone.
 
     async def poll(self) -> Any:
+        """Return None while the server and its job live or are unknown, else an exit status."""
         if self.node is None or self._starting:
             return await super().poll()
         await self.cleared()
         watch_over(self)
-        # First the job: a machine that was lost with it keeps who asks its engine waiting.
+        # Check the job first: calls to the engine of a lost machine only time out.
         status = await self._poll_job()
         return await super().poll() if status is None else status
 
     async def _poll_job(self) -> Any:
-        """None while the job lives or nobody can say: its container may be out of sight."""
+        """Return 1 if the job has ended; None while it lives or its state is unknown."""
         if self.lease is None or not self.lease.ticket_id:
             return None
         try:
@@ -257,19 +269,22 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             return None
         turn = turns.get(self.lease.ticket_id)
         if turn is None or not turn.over:
-            return None  # what Slurm has forgotten is no end: the container says
-        if self._over_said != turn.ticket_id:  # the Hub asks several times while it stops one
+            return None  # a forgotten job is no proof of an end: the container decides
+        if self._over_said != turn.ticket_id:  # log once: during a stop the Hub polls repeatedly
             self._over_said = turn.ticket_id
             self.log.warning("%s: %s", self.server_ref, turn.over)
         return 1
 
     async def prove_gone(self) -> ExitStatus:
-        """Gone is a server whose container is gone, and then its job; or whose job is gone, where
-        the node does not answer."""
+        """Check whether the server is gone. Raises EngineUnavailable if that is unknown.
+
+        It is gone if its job has ended, whether its node answers or not. Otherwise its container
+        must be gone; then the job is cancelled.
+        """
         lease = self.lease
         if lease is None or lease.engine != self.delegate.engine or not lease.ticket_id:
             return await super().prove_gone()
-        # Its member stopped it: what may have ended the job meanwhile is of no interest.
+        # After a stop by its member, it does not matter what may have ended the job since.
         over = await self._over(lease.ticket_id, SELDOM if self.stopped_at else NOW)
         own = ExitStatus(gone=True)
         if over is None or over.forgotten:
@@ -279,13 +294,13 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             over = await self._end_job(lease.ticket_id)
         ended_at = over.ended_at or own.ended_at
         if over.ended_at and lease.state is LeaseState.RUNNING:
-            # Slurm counts whole seconds: it is never before the container's own end.
+            # Slurm counts whole seconds: use no time before the container's own end.
             ended_at = max(over.ended_at, own.ended_at or self.stopped_at or over.ended_at)
             self.stopped_at = ended_at
         return ExitStatus(gone=True, ended_at=ended_at, detail=own.detail or over.detail)
 
     async def _over(self, ticket_id: str, age: float = NOW) -> ExitStatus | None:
-        """How the job of a ticket ended; None while it lives. Raises EngineUnavailable."""
+        """Return how the job of a ticket ended; None while it lives. Raises EngineUnavailable."""
         try:
             turns = await self.services.run_outside(self.delegate.turns, age)
         except Unavailable as error:
@@ -298,7 +313,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         )
 
     async def _end_job(self, ticket_id: str) -> ExitStatus:
-        """Cancel the job and wait until Slurm has cleared away behind it."""
+        """Cancel the job and wait until it has ended in Slurm. Raises EngineUnavailable."""
         try:
             await self.services.run_outside(self.delegate.cancel, ticket_id)
         except Unavailable as error:

@@ -1,7 +1,8 @@
-"""Waiting in the spawn: one a hub, it hands every turn to the spawn that waits for it.
+"""Spawns that wait in the queue: each turn is handed to the spawn that waits for it.
 
-Tickets live in the store. What is here is only who waits for which in this process: after a
-restart of the hub the accounting service starts the spawns again, and they find their tickets.
+Tickets live in the store. This module only knows which spawn of this process waits with which
+ticket. After a restart of the hub, the accounting service starts the spawns again, and they find
+their tickets.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from ..services import Services
 from .progress import SpawnProgress
 
 ROUND = 1.0
-"""Seconds after which the line is looked at all the same: others change the store too."""
+"""Seconds after which the queue is checked anyway, because others change the store too."""
 
 REST = 4.0
-"""The line is not looked at for so many times as long as the last look took."""
+"""The pause between two checks of the queue, as a multiple of the last check's duration."""
 
 AT_ONCE = 50
-"""Members who are told where they stand before the event loop may turn to something else."""
+"""Members who are told their position before the event loop may do other work."""
 
 CHECKED = 20
-"""How many waiters are looked at in each round, one after the other: whether they may still
-have what they wait for. At their turn everybody is."""
+"""Waiters checked per round, in rotation: may they still have what they wait for? Each is also
+checked at its turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,23 +54,23 @@ class Waiter:
     ticket: Ticket
     turn: asyncio.Future[Lease]
     check: Callable[[], Terms]
-    """On which terms the member would ask now. Raises Refused when they may not any more."""
+    """Returns the member's current terms. Raises Refused if they may no longer have the request."""
     said: SpawnProgress
     unsure: bool = False
-    """Nobody could say whether the member may still have it: no turn until somebody can."""
+    """True if the last check had no result: the waiter gets no turn until a check succeeds."""
 
 
 class Queueing:
-    """All spawns of this hub that wait."""
+    """All spawns of this hub that wait in the queue."""
 
     def __init__(self, services: Services, log: logging.Logger | Any) -> None:
         self.services = services
         self.log = log
         self.looks = 0
-        """How often the line was looked at from end to end, or in vain."""
+        """How often the queue was checked, including failed attempts."""
         self._waiters: dict[str, Waiter] = {}
         self._ending: dict[str, Callable[[], Ticket]] = {}
-        """Tickets whose end is to be written as soon as the database answers."""
+        """Functions, by ticket id, that end a ticket as soon as the database answers."""
         self._wake = asyncio.Event()
         self._rounds: asyncio.Task[None] | None = None
         self._checked = 0
@@ -78,10 +79,10 @@ class Queueing:
     def ask(
         self, server: ServerRef, request: Request, *, engine: str, terms: Terms, said: SpawnProgress
     ) -> asyncio.Future[Lease | Ticket]:
-        """Begin to ask for a lease, or the ticket to :meth:`wait` with.
+        """Begin to ask for a lease; the result is one, or a ticket to :meth:`wait` with.
 
-        ``said`` is told what it is as soon as it is in the store, by the thread that wrote it:
-        the event loop may have a thousand others to take up meanwhile.
+        The thread that writes the result to the store also reports it to ``said``, since the
+        event loop may be busy with a thousand others.
         """
 
         def ask() -> Lease | Ticket:
@@ -96,14 +97,14 @@ class Queueing:
         return loop.run_in_executor(self.services.delegation.asking, ask)
 
     async def wait(self, ticket: Ticket, check: Callable[[], Terms], said: SpawnProgress) -> Lease:
-        """The lease, when the turn has come. Raises Refused when the ticket ends otherwise.
+        """Return the lease when the turn has come. Raises Refused if the ticket ends otherwise.
 
-        Cancelling leaves the ticket where it is: whoever stops the server ends it, and a hub
+        Cancelling leaves the ticket in the queue: whoever stops the server ends it, and a hub
         that shuts down does not.
         """
         turn: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         waiter = self._waiters[ticket.id] = Waiter(ticket, turn, check, said)
-        self._ending.pop(ticket.id, None)  # its member is back before the end was written
+        self._ending.pop(ticket.id, None)  # the member is back before the end was written
         if self.services.positions.could_start(ticket):
             self._wake.set()
         self._go_on()
@@ -114,7 +115,7 @@ class Queueing:
                 del self._waiters[ticket.id]
 
     async def end(self, ticket_id: str, outcome: str, reason: str, *, tell: bool = True) -> None:
-        """Take a ticket out of the line: now, or when the database answers again."""
+        """Remove a ticket from the queue, now or as soon as the database answers again."""
         end = self.services.queue.end_ticket
         self._ending[ticket_id] = partial(end, ticket_id, outcome, reason, tell=tell)
         try:
@@ -124,14 +125,14 @@ class Queueing:
         self.kick()
 
     async def remove(self, user: str) -> bool:
-        """End every wait of a member who is being removed. Whether there was any."""
+        """End all waits of a member who is being removed. Return True if there was one."""
         mine = [w for w in self._waiters.values() if w.ticket.server.user == user]
         for waiter in mine:
             await self._refuse(waiter, MemberGone(why="the member was removed"))
         return bool(mine)
 
     def kick(self) -> None:
-        """Something has changed: look at the line now."""
+        """Check the queue now, because something has changed."""
         self._wake.set()
         self._go_on()
 
@@ -156,7 +157,7 @@ class Queueing:
                 self.log.exception("The line could not be looked at; it is tried again")
             finally:
                 self.looks += 1
-            # A long line takes a while to look at, and the hub has other things to do too.
+            # Checking a long queue takes a while, and the hub has other work to do.
             rest = min(ROUND, REST * (time.monotonic() - began))
             await asyncio.sleep(rest)
             with suppress(asyncio.TimeoutError):
@@ -179,7 +180,7 @@ class Queueing:
         await self._tell_readers()
 
     async def _tell_readers(self) -> None:
-        """Tell everybody whose pending page somebody looks at where they stand."""
+        """Update the position of all waiters whose pending page is open."""
         watched = {i: waiter.said for i, waiter in self._waiters.items() if waiter.said.followed}
         if not watched:
             return
@@ -189,7 +190,7 @@ class Queueing:
             if waiter and not waiter.turn.done():
                 _tell(waiter.said, sentence)
             if not number % AT_ONCE:
-                await asyncio.sleep(0)  # the hub has more to do than this
+                await asyncio.sleep(0)  # let the hub do other work
 
     def _sentences(self, ticket_ids: list[str]) -> dict[str, str]:
         standings, now = self.services.positions.standings(), self.services.clock()
@@ -202,7 +203,7 @@ class Queueing:
             if self._ending.get(ticket_id) is end:
                 del self._ending[ticket_id]
 
-    # Members who are gone, or may not have any more what they wait for.
+    # Members who are gone, or may no longer have what they wait for.
 
     async def _look_at_members(self) -> None:
         waiters = list(self._waiters.values())
@@ -213,7 +214,7 @@ class Queueing:
             await asyncio.sleep(0)
 
     async def _may_still(self, waiter: Waiter) -> bool:
-        """Whether the member may still have it; who may not is told, and loses the place."""
+        """Return True if the member may still have what they wait for; a refusal ends the wait."""
         if waiter.turn.done():
             return False
         try:
@@ -221,11 +222,11 @@ class Queueing:
         except Refused as error:
             await self._refuse(waiter, error)
             return False
-        except GPUSpawnerError as error:  # such as a catalog that cannot be read just now
+        except GPUSpawnerError as error:  # such as a catalog that currently cannot be read
             waiter.unsure = True
             self._note(error)
             return False
-        except Exception as error:  # out of an admin's own function
+        except Exception as error:  # raised by an admin's own function
             if not waiter.unsure:
                 who = waiter.ticket.server
                 self.log.error("What %s may have cannot be told", who, exc_info=error)
@@ -238,7 +239,7 @@ class Queueing:
         return True
 
     async def _refuse(self, waiter: Waiter, error: GPUSpawnerError) -> None:
-        """End a wait, with the reason written in the ticket."""
+        """End a wait, and record the reason in the ticket."""
         if waiter.turn.done():
             return
         outcome = "member_gone" if isinstance(error, MemberGone) else "refused"
@@ -246,16 +247,16 @@ class Queueing:
         await self.end(waiter.ticket.id, outcome, reason)
         _fail(waiter, error)
 
-    # Turns, and ends that others made.
+    # Turns, and tickets that others ended.
 
     async def _start(self, waiter: Waiter) -> None:
-        """Give a waiter its turn, unless its member may not have it any more."""
+        """Give a waiter its turn, unless its member may no longer have it."""
         if not await self._may_still(waiter):
             return
         try:
             lease = await self.services.run(self.services.queue.start_ticket, waiter.ticket.id)
         except (NoDeviceFree, GrantingPaused):
-            return  # the database knew better; it waits on
+            return  # the store has newer data, so the ticket waits on
         except TicketEnded:
             await self._ended(waiter)
         except Refused as error:
@@ -264,9 +265,9 @@ class Queueing:
             await self._hand_over(waiter, lease)
 
     async def _ended(self, waiter: Waiter) -> None:
-        """It is not in line any more: say why, or hand over what it was granted.
+        """Handle a ticket that left the queue: tell why, or hand over what it was granted.
 
-        A database that was cut off may have written a grant without our hearing of it.
+        If the connection to the database was lost, a grant may have been written unnoticed.
         """
         try:
             ticket = await self.services.run(self.services.queue.ticket, waiter.ticket.id)
@@ -284,7 +285,7 @@ class Queueing:
         if lease.state is LeaseState.ENDED:
             _fail(waiter, TicketEnded(why="its devices were taken back"))
         elif waiter.turn.done():
-            # It was stopped meanwhile: nobody is there to start anything on these devices.
+            # The start was stopped meanwhile, so nothing will use these devices.
             gone = "the start was cancelled"
             await self.services.run(self.services.leases.release, lease.id, reason=gone)
         else:
@@ -297,42 +298,42 @@ class Queueing:
 
 
 class Acquisition:
-    """One server's way to its leases: it asks, waits in line, and can be called off at any time."""
+    """How one server gets its leases: it asks, waits in the queue, and can be cancelled anytime."""
 
     def __init__(self, queueing: Queueing) -> None:
         self.queueing = queueing
         self._acquiring: asyncio.Future[Lease | Ticket] | None = None
         self._asked: asyncio.Future[Lease | Ticket] | None = None
-        """The same as long as nobody has come for the answer."""
+        """The same, until the answer is taken."""
         self._left_ticket = ""
-        """The ticket of a wait that was cancelled; whoever stops the server ends it."""
+        """The ticket of a cancelled wait; whoever stops the server ends it."""
 
     @property
     def was_begun(self) -> bool:
-        """Return True if this hub's process has asked for the server, and not one before it."""
+        """True if this hub's process, not an earlier one, has asked for a lease for the server."""
         return self._acquiring is not None
 
     @property
     def is_asked(self) -> bool:
-        """Return True while an answer waits for whoever comes for it."""
+        """True if a lease was asked for and the answer has not been taken."""
         return self._asked is not None
 
     def ask(
         self, server: ServerRef, request: Request, *, engine: str, terms: Terms, said: SpawnProgress
     ) -> None:
-        """Begin to ask; :meth:`answer` brings what comes of it."""
+        """Begin to ask for a lease; :meth:`answer` returns the result."""
         self._left_ticket = ""
         self._asked = self._acquiring = self.queueing.ask(
             server, request, engine=engine, terms=terms, said=said
         )
 
     async def answer(self) -> Lease | Ticket:
-        """What was asked for, or the ticket to :meth:`wait` with."""
+        """Return the lease, or the ticket to :meth:`wait` with."""
         if self._asked is None:
             raise RuntimeError("nobody has asked for a lease")
         asked, self._asked = self._asked, None
-        # The transaction ends even if this spawn is cancelled: what it granted is then
-        # released by whoever comes first, the hook after the stop or this callback.
+        # The transaction ends even if this spawn is cancelled. What it granted is then released
+        # by the hook after the stop or by this callback, whichever runs first.
         try:
             return await asyncio.shield(asked)
         except asyncio.CancelledError:
@@ -340,24 +341,24 @@ class Acquisition:
             raise
 
     async def wait(self, ticket: Ticket, check: Callable[[], Terms], said: SpawnProgress) -> Lease:
-        """The lease, when the turn has come; see :meth:`Queueing.wait`."""
+        """Return the lease when the turn has come; see :meth:`Queueing.wait`."""
         try:
             return await self.queueing.wait(ticket, check, said)
         except asyncio.CancelledError:
-            # By the member's stop, which ends the ticket, or by a hub that shuts down, which
-            # does not: the next one goes on with it.
+            # Cancelled by the member's stop, which ends the ticket, or by a shutdown of the hub,
+            # which does not: the next hub continues with the ticket.
             self._left_ticket = ticket.id
             raise
 
     async def written(self) -> None:
-        """Wait until the transaction of the last question has ended, one way or the other."""
+        """Wait until the transaction of the last request has ended, successfully or not."""
         if self._acquiring is not None and not self._acquiring.done():
             await asyncio.wait([self._acquiring])
 
     async def leave_line(self) -> None:
-        """The member stopped a start that waited in line: the place is given up."""
+        """Give up the place in the queue, because the member stopped the start."""
         await self.written()
-        if self._asked is not None:  # stopped before it came for the answer
+        if self._asked is not None:  # stopped before the answer was taken
             self._give_back(self._asked)
             self._asked = None
         ticket, self._left_ticket = self._left_ticket, ""
@@ -377,7 +378,7 @@ class Acquisition:
 
 
 def what_you_got(lease: Lease) -> str:
-    """A lease, as its member is told of it."""
+    """Describe a lease to its member."""
     if not lease.devices:
         return "A server without a GPU (free of charge)"
     named = ", ".join(f"GPU {d.index} ({d.model})" for d in lease.devices)

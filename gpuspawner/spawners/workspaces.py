@@ -27,32 +27,32 @@ _PLACE = "/workspace"
 
 @dataclass
 class Prepared:
-    """What a hub has prepared already."""
+    """The workspaces and folders that a hub has already prepared."""
 
     sources: set[tuple[str, int]] = field(default_factory=set)
-    """With their quotas."""
+    """Sources with their quotas in bytes."""
     locks: dict[str, asyncio.Lock] = field(default_factory=dict)
-    """Who comes second waits until it is theirs, and does not take it half done."""
+    """A lock per source, so that a second start waits until the preparation is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class MountedWorkspace:
-    """A member's own files."""
+    """A member's workspace, as mounted into a container."""
 
     source: str
-    """A directory of the host, a volume, or nothing."""
+    """A directory of the host, a volume's name, or empty."""
     target: str
-    """Where it is in the container."""
+    """The mount point in the container."""
     quota: int = 0
-    """Bytes that it may hold; 0 for no limit."""
+    """The maximum size in bytes; 0 for no limit."""
 
     @property
     def is_limited(self) -> bool:
-        """Return True if the file system keeps the quota, as it can with directories."""
+        """True if the file system enforces the quota, as it can for directories."""
         return bool(self.quota) and self.source.startswith("/")
 
     async def require_room(self, services: Services) -> None:
-        """Raises WorkspaceFull."""
+        """Raise WorkspaceFull if the quota is used up."""
         if not self.is_limited:
             return
         use = await services.run_outside(
@@ -62,14 +62,14 @@ class MountedWorkspace:
             raise WorkspaceFull(used=format_bytes(use.used), limit=format_bytes(self.quota))
 
     async def line(self, services: Services) -> str:
-        """The form's line about how full it is, where there is a limit."""
+        """Return the form's line about the space used, for a workspace with a limit."""
         use = await services.run_outside(services.storage.use_of, self.source, self.quota)
         used, limit = format_bytes(use.used) if use else "", format_bytes(self.quota)
         return templates.get_template("files.html").render(use=use, used=used, limit=limit)
 
 
 class Storage:
-    """What one server mounts, and that it is there with the right owner."""
+    """Everything that one server mounts; creates what is missing, with the right owner."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Storage:
         folders: Sequence[FolderMount] = (),
         folders_target: str = "",
     ) -> None:
-        """``docker`` is the spawner's, which an admin's class may override."""
+        """Use the spawner's ``docker``, which an admin's class may override."""
         self.services = services
         self._docker = docker
         self._calls = calls
@@ -98,11 +98,11 @@ class Storage:
         self._folders_target = folders_target.rstrip("/")
 
     def binds(self) -> list[str]:
-        """``source:target:mode`` of everything that this server gets."""
+        """Return ``source:target:mode`` of everything that this server mounts."""
         own = self._workspace
         first = [f"{own.source}:{own.target}:rw"] if own.source else []
         others = [f"{m.source}:{m.target}:{'ro' if m.read_only else 'rw'}" for m in self._mounts]
-        # A folder's name has no colon in it and no slash: see storage/rules.py.
+        # A folder's name contains no colon and no slash: see storage/rules.py.
         shared = [
             f"{f.source}:{self._folders_target}/{f.name}:{'rw' if f.write else 'ro'}"
             for f in self._folders
@@ -110,9 +110,9 @@ class Storage:
         return first + others + shared
 
     async def prepare(self, image: str) -> None:
-        """Make the workspace and give it to the image's user, before the server needs it.
+        """Create the workspace and the shared folders, and give them to the image's user.
 
-        The same for shared folders. Raises WorkspaceBusy while an admin works on it.
+        Raises WorkspaceBusy while an admin works on the workspace.
         """
         source, quota = self._workspace.source, self._workspace.quota
         if source:
@@ -141,7 +141,7 @@ class Storage:
     async def _keep_quota(self, source: str, quota: int) -> None:
         try:
             await self.services.run_outside(self.services.storage.keep_quota, source, quota or None)
-        except QuotaUnavailable as error:  # an admin's matter, and no reason to keep a member out
+        except QuotaUnavailable as error:  # a problem for the admin, not a reason to refuse a start
             self.log.error("%s Until then nothing limits %s.", error.message, source)
 
     async def _volume_exists(self, source: str, labels: dict[str, str]) -> bool:
@@ -154,10 +154,10 @@ class Storage:
         return False
 
     async def _give_to_user(self, source: str, image: str, *, needed: bool) -> None:
-        """Hand a new workspace, which Docker makes as root's, to the image's own user.
+        """Give a new workspace, which Docker creates as root's, to the image's own user.
 
-        A directory that belongs to somebody already is left as it is. ``needed``: it has to be
-        there now, for its quota, also when it stays root's.
+        A directory with another owner is left as it is. ``needed`` means that it must exist now,
+        for its quota, even if it stays root's.
         """
         config = (await self._docker("inspect_image", image))["Config"]
         user = (config.get("User") or "").strip()
