@@ -314,7 +314,7 @@ class Rules(Sentences):
         """Return the mail address of an account, and True if its provider has confirmed it."""
         return "", False
 
-    # The rules.
+    # Rules.
 
     async def _each_rule(
         self, model: dict[str, Any], own: bool, roster: OnRoster | None

@@ -342,7 +342,7 @@ class MemberLDAPAuthenticator(MemberMixin, Directory):
             model["admin"] = by_group or self.normalize_username(model["name"]) in self.admin_users
         return model
 
-    # Rules and sentences.
+    # Rules and messages.
 
     @property
     def _service(self) -> str:
