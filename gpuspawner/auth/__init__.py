@@ -1,8 +1,8 @@
-"""Who may use the hub: members sign in, everyone else reads why not and whom to ask.
+"""Authenticators that admit members only, and tell everyone else why not and whom to ask.
 
-:class:`MemberMixin` adds that to any JupyterHub authenticator, and the classes below are those
-of OAuthenticator with it. ``gpuspawner.auth.ldap`` has the one for a directory, which needs the
-extra ``gpuspawner[ldap]``.
+:class:`MemberMixin` adds this to any JupyterHub authenticator. The classes below combine it with
+those of OAuthenticator. The class for an LDAP directory is in ``gpuspawner.auth.ldap`` and needs
+the extra ``gpuspawner[ldap]``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is a member: the admin's rules, and the sentences for those who are refused."""
+"""Membership rules that the admin sets, and the messages for people who are refused."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ..members.roster import OnRoster
 
 _MAIL_ADDRESS = re.compile(r"[^\s@<>]+@[^\s@<>]+")
 _TOKEN = re.compile(r"[\w.~+/=-]{24,}")
-"""What a token, a code or a key looks like."""
+"""Matches text that may be a token, a code or a key."""
 
 Link = tuple[str, str]
-"""The words of a link, and where it leads."""
+"""The text of a link, and its URL."""
 
 
 class AuthPage(web.HTTPError):
-    """An error page in words; JupyterHub shows ``jupyterhub_html_message`` where it can."""
+    """An error page for people; JupyterHub shows its ``jupyterhub_html_message`` if it can."""
 
     def __init__(
         self, status: int, reason: str, message: str, *, markup: str, headline: str = ""
@@ -40,16 +40,16 @@ class AuthPage(web.HTTPError):
 
 
 class Refusal(AuthPage):
-    """403: somebody is known, and is no member."""
+    """A 403 page: the account is known, but is not a member."""
 
     def __init__(self, message: str, *, why: str, markup: str, headline: str) -> None:
         super().__init__(403, "Forbidden", message, markup=markup, headline=headline)
         self.why = why
-        """The reason alone."""
+        """The reason, without the rest of the message."""
 
 
 class Sentences(Authenticator):
-    """Whom to ask, what went wrong, and how to try again."""
+    """Messages that say what went wrong, whom to ask and how to try again."""
 
     contact = Unicode(
         config=True,
@@ -69,14 +69,14 @@ class Sentences(Authenticator):
         return self.login_service or "The sign-in service"
 
     def _address(self, path: str) -> str:
-        """Where a page of the hub is."""
+        """Return the URL of a page of the hub."""
         return str(getattr(self.parent, "hub_prefix", "/hub/")) + path
 
     def _try_again(self) -> Link:
         return "Try again", self._address("login")
 
     def _another_account(self) -> Link | None:
-        """The way to sign in with another account; None where the sign-in form is one."""
+        """Return a link to sign in with another account; None if the sign-in form allows that."""
         return None
 
     def _membership_remedy(self) -> str:
@@ -90,7 +90,7 @@ class Sentences(Authenticator):
         return self.contact
 
     def _refusal(self, name: str, why: str, remedy: str = "") -> Refusal:
-        """Which account was used, why it does not suffice, what to do."""
+        """Return a page that names the account, why it is refused and what to do."""
         at = f" to {self.login_service}" if self.login_service else ""
         sentences = [f"You signed in{at} as {name!r}, but {why}."]
         sentences.append(remedy or self._whom_to_ask("about it"))
@@ -102,7 +102,7 @@ class Sentences(Authenticator):
         return Refusal(message, why=why, markup=markup, headline="You are not a member here")
 
     def _no_start(self, name: str, why: str) -> Refusal:
-        """Who was a member and wants to start a server."""
+        """Return the page for a former member who tries to start a server."""
         message = (
             f"No new server for {name!r}: this account is no member of this hub any more. "
             f"Why: {why}. Files and credits are kept. {self._membership_remedy()}"
@@ -111,7 +111,7 @@ class Sentences(Authenticator):
         return Refusal(message, why=why, markup=markup, headline="Your membership has ended")
 
     def _sentence_for(self, failure: Exception) -> web.HTTPError:
-        """Whatever an authenticator raises, as an ``HTTPError`` that a person can act on."""
+        """Convert any exception of an authenticator to an ``HTTPError`` with a useful message."""
         if isinstance(failure, web.HTTPError) and failure.status_code < 500:
             return failure
         if isinstance(failure, AuthPage):
@@ -138,7 +138,7 @@ class Sentences(Authenticator):
         )
 
     def _unusable(self) -> AuthPage:
-        """For what only the admin can mend."""
+        """Return the page for an error that only the admin can fix."""
         return self._failed(
             502,
             f"{self._service} gave an answer that this hub cannot use, so you are not signed in. "
@@ -146,7 +146,7 @@ class Sentences(Authenticator):
         )
 
     def _failed(self, status: int, message: str) -> AuthPage:
-        """A sign-in that came to nothing, for no fault of the account."""
+        """Return the page for a sign-in that failed for a reason other than the account."""
         reasons = {400: "Bad Request", 403: "Forbidden", 502: "Bad Gateway"}
         reason = reasons.get(status, "Service Unavailable")
         markup = self._markup(message, self._try_again())
@@ -156,7 +156,7 @@ class Sentences(Authenticator):
         return "It stays that way? " + self._whom_to_ask("to look at the hub's log")
 
     def _markup(self, message: str, *links: Link) -> str:
-        """The message as HTML, with a link to the mail and further ones below."""
+        """Return the message as HTML, with the contact address linked and ``links`` below it."""
         markup = html.escape(message)
         if _MAIL_ADDRESS.fullmatch(self.contact):
             shown = html.escape(self.contact)
@@ -169,35 +169,35 @@ class Sentences(Authenticator):
 
 
 def is_silence(failure: Exception) -> bool:
-    """Whether an identity provider gave no answer, or said that it is broken itself."""
+    """Return True if an identity provider did not answer or reported an error of its own."""
     if isinstance(failure, HTTPClientError):
         return bool(failure.code >= 500)  # 599 is tornado's own code for a timeout
     return isinstance(failure, (OSError, asyncio.TimeoutError))
 
 
 def without_tokens(text: str) -> str:
-    """Text for the log: what may be a token in it is left out."""
+    """Return the text for the log, without anything in it that may be a token."""
     return _TOKEN.sub("(left out)", text)
 
 
 Mail = tuple[str, bool]
-"""A mail address, and whether its provider says that it is confirmed."""
+"""A mail address, and True if its provider has confirmed it."""
 
 LONGEST_GROUP = 255
-"""Characters of a group's name that JupyterHub's database holds."""
+"""Maximum number of characters of a group's name in JupyterHub's database."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one rule says of an account."""
+    """The result of one membership rule for an account."""
 
     holds: bool
     why: str
-    """Why it does not, to go on after "but"."""
+    """Why the rule does not hold, as the end of a sentence after "but"."""
 
 
 class Rules(Sentences):
-    """Membership by groups, mail addresses, the roster, or whatever the base class knows."""
+    """Membership by groups, mail addresses, the roster or the rules of the base class."""
 
     membership = Enum(
         ["any", "all"],
@@ -304,22 +304,22 @@ class Rules(Sentences):
 
         return Services(self.config)
 
-    # What classes of certain providers know.
+    # Overridden by the classes for specific providers.
 
     def _own_rule(self) -> str:
-        """Why somebody fails the base class's own rules; nothing when none of them is set."""
+        """Return why an account fails the base class's rules; empty if none of them is set."""
         return ""
 
     def _mail_of(self, model: dict[str, Any]) -> Mail | Awaitable[Mail]:
-        """The mail address of an account, and whether its provider has confirmed it."""
+        """Return the mail address of an account, and True if its provider has confirmed it."""
         return "", False
 
-    # The rules.
+    # Rules.
 
     async def _each_rule(
         self, model: dict[str, Any], own: bool, roster: OnRoster | None
     ) -> AsyncIterator[Rule]:
-        """What each rule that is set says of an account. ``own``: what the base class says."""
+        """Yield the result of each rule that is set. ``own``: the result of the base class."""
         if own or self._own_rule():
             yield Rule(own, self._own_rule())
         groups = set(model.get("groups") or ())
@@ -344,7 +344,7 @@ class Rules(Sentences):
         return bool(held) and (all(held) if self.membership == "all" else any(held))
 
     def _why_no_member(self, rules: Sequence[Rule]) -> str:
-        """Names only what is the person's own: which groups are let in is not theirs to know."""
+        """Return why an account is refused, without naming the groups that are allowed."""
         failed = [rule.why for rule in rules if not rule.holds]
         if self.membership == "all" and rules:
             return "this account has not all that membership needs: " + "; ".join(failed)
@@ -353,7 +353,7 @@ class Rules(Sentences):
     # Groups.
 
     def _hub_groups_from(self, found: Iterable[object]) -> set[str]:
-        """Groups of the provider as they are called here."""
+        """Return the hub's names for groups of the provider."""
         rest = self.group_names.get("*")
         named = set()
         for group in found:
@@ -374,7 +374,7 @@ def _why_not_by(groups: Iterable[str]) -> str:
 
 def _in_domains(mail: str, domains: Iterable[str]) -> bool:
     name, at, domain = mail.strip().rpartition("@")
-    # Some letters beyond ASCII become others in small ones.
+    # Lower case turns some letters beyond ASCII into ASCII letters.
     if not name or not at or not domain.isascii() or "@" in name:
         return False
     domain = domain.lower()

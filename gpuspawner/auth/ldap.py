@@ -1,4 +1,4 @@
-"""Members who sign in with their name and password in an LDAP directory."""
+"""Sign-in with the name and password of an LDAP directory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 ANSWER_SECONDS = 15.0
-"""Longest wait for the directory, for all the questions of one sign-in."""
+"""Maximum wait for the directory, for all requests of one sign-in together."""
 
 ANYTHING = "(objectClass=*)"
 
@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 class Directory(LDAPAuthenticator):
-    """LDAPAuthenticator, with groups and a filter of members.
+    """LDAPAuthenticator with groups and a member filter.
 
-    Its base class finds out who somebody is by the same settings. It blocks the hub while it
-    waits, takes who fails its filter for somebody with a wrong password, and knows no groups by
-    name and no refresh: that part is this one's.
+    It identifies users by the settings of its base class. It replaces the base class's sign-in,
+    which blocks the hub while it waits, treats a user that fails ``search_filter`` like a wrong
+    password, and supports neither groups by name nor a refresh.
     """
 
     member_filter = Unicode(
@@ -98,7 +98,7 @@ class Directory(LDAPAuthenticator):
 
     @default("tls_kwargs")
     def _tls_kwargs_default(self) -> dict[str, Any]:
-        # ldap3 believes any certificate unless told otherwise, and passwords go there.
+        # By default ldap3 accepts any certificate, and passwords are sent to this server.
         return {"validate": ssl.CERT_REQUIRED}
 
     @validate("tls_kwargs")
@@ -107,35 +107,41 @@ class Directory(LDAPAuthenticator):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # ldap3 waits for answers: in threads of its own, so that nobody else waits with it.
+        # ldap3 blocks. Its own threads keep it from delaying anything else.
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="ldap")
 
     async def authenticate(
         self, handler: Any, data: dict[str, str] | None = None, **kwargs: Any
     ) -> dict[str, Any] | None:
-        """The auth model; None for a wrong name or password. Raises OSError while the directory
-        is away, and LookupError where it refuses the account that looks people up."""
+        """Return the auth model; None for a wrong name or password.
+
+        Raises:
+            OSError: The directory does not answer (before Python 3.11 also asyncio.TimeoutError).
+            LookupError: The directory refuses the account in ``lookup_dn_search_user``.
+        """
         name = (data or {}).get("username", "").strip().lower()
         password = (data or {}).get("password", "")
-        # A directory takes an empty password for no wish to prove anything, and says yes.
+        # A directory treats an empty password as an anonymous bind, which succeeds.
         if not password.strip() or not re.fullmatch(self.valid_username_regex, name):
             return None
         model = await self._off_the_loop(partial(self._sign_in, name, password))
         return self._completed(model) if model else None
 
     async def look_up(self, name: str) -> dict[str, Any] | None:
-        """The auth model of somebody who signed in before; None when the directory has them no
-        more. Raises as ``authenticate`` does."""
+        """Return the auth model of a known user; None if the directory no longer has them.
+
+        Raises the same errors as ``authenticate``.
+        """
         model = await self._off_the_loop(partial(self._look_up, name))
         return self._completed(model) if model else None
 
     def _completed(self, model: dict[str, Any]) -> dict[str, Any]:
-        """The auth model of what the directory says."""
+        """Return the final auth model; subclasses override this."""
         return model
 
     async def check_allowed(self, username: str, auth_model: dict[str, Any] | None) -> bool:
-        """Whether somebody is named, or found by ``member_filter``."""
-        # Not the base class's own: that is about groups by their DN.
+        """Return True if JupyterHub's own settings or ``member_filter`` allow the user."""
+        # LDAPAuthenticator's own check is skipped: it expects groups by their DN.
         if await maybe_future(Authenticator.check_allowed(self, username, auth_model)):
             return True
         return bool(_found(auth_model).get("member_filter"))
@@ -143,19 +149,22 @@ class Directory(LDAPAuthenticator):
     async def check_blocked_users(
         self, username: str, auth_model: dict[str, Any] | None = None
     ) -> bool:
-        """False for who is blocked, and for whom ``search_filter`` does not find."""
+        """Return False if the user is blocked, or if ``search_filter`` does not find them."""
         fits: bool = _found(auth_model).get("search_filter", True)
         passed: bool = super().check_blocked_users(username, auth_model)
         return fits and passed
 
     def get_connection(self, userdn: str | None, password: str | None) -> Any:
-        """A bound connection; None for a wrong password."""
+        """Return a bound connection; None for a wrong password.
+
+        Raises LookupError if the directory refuses ``lookup_dn_search_user``.
+        """
         connection = super().get_connection(userdn, password)
         if connection is None and userdn == self.lookup_dn_search_user:
             raise LookupError("the directory refuses lookup_dn_search_user or its password")
         return connection
 
-    # In a thread.
+    # Runs in a thread.
 
     async def _off_the_loop(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -199,7 +208,7 @@ class Directory(LDAPAuthenticator):
 
     @contextmanager
     def _reading(self, own: Any) -> Iterator[Any]:
-        """The connection that reads: of the account that looks people up, else their own."""
+        """Yield a connection for searches: of ``lookup_dn_search_user`` if set, else ``own``."""
         if own is not None and not self.lookup_dn_search_user:
             yield own
             return
@@ -209,7 +218,7 @@ class Directory(LDAPAuthenticator):
             yield reader
 
     def _model(self, reader: Any, dn: str, name: str) -> dict[str, Any]:
-        """What the directory says of an entry, as an auth model without the name."""
+        """Return the auth model of a directory entry, without its ``name``."""
         wanted = sorted({self.mail_attribute, *self.auth_state_attributes})
         entries = _search(reader, dn, ANYTHING, wanted)
         attributes = entries[0].entry_attributes_as_dict if entries else {}
@@ -260,7 +269,7 @@ def _search(
     *,
     scope: str = ldap3.BASE,
 ) -> list[Any]:
-    """The entries that a filter finds; none where there is no such base."""
+    """Return the entries that a filter finds; none if ``base`` does not exist."""
     reader.search(base, wanted, search_scope=scope, attributes=attributes)
     return list(reader.entries)
 
@@ -274,17 +283,17 @@ def _closing(connection: Any) -> Iterator[Any]:
 
 
 def _found(auth_model: dict[str, Any] | None) -> dict[str, bool]:
-    """What the filters said at the sign-in."""
+    """Return True or False for each filter that was checked, by its name."""
     state: dict[str, Any] = (auth_model or {}).get("auth_state") or {}
     return dict(state.get("ldap_found") or {})
 
 
 class MemberLDAPAuthenticator(MemberMixin, Directory):
-    """Members that a directory knows. With ``manage_groups`` its groups are those of the hub.
+    """Sign-in for members in a directory, whose groups the hub uses with ``manage_groups``.
 
-    With ``lookup_dn_search_user`` the directory is asked again for those who are signed in: who
-    left it or a group is out after ``auth_refresh_age`` seconds, at the latest at the next
-    start. Without it, what was so at the sign-in holds until the next one.
+    With ``lookup_dn_search_user``, signed-in users are looked up again: if they left the directory
+    or a group, that takes effect after ``auth_refresh_age`` seconds, or at the next start of a
+    server. Without it, changes take effect at the next sign-in.
     """
 
     admin_groups = Set(
@@ -325,7 +334,7 @@ class MemberLDAPAuthenticator(MemberMixin, Directory):
         return {**found, "name": user.name}
 
     def _completed(self, model: dict[str, Any]) -> dict[str, Any]:
-        """The same, with groups and admins as this hub has them."""
+        """Return the model with the hub's group names, and ``admin`` by ``admin_groups``."""
         if self.manage_groups:
             model["groups"] = sorted(self._hub_groups_from(model.get("groups") or ()))
         if self.manage_groups and self.admin_groups:
@@ -333,11 +342,11 @@ class MemberLDAPAuthenticator(MemberMixin, Directory):
             model["admin"] = by_group or self.normalize_username(model["name"]) in self.admin_users
         return model
 
-    # Rules and sentences.
+    # Rules and messages.
 
     @property
     def _service(self) -> str:
-        # A login_service would take the form from the sign-in page.
+        # JupyterHub shows no sign-in form if login_service is set.
         return self.login_service or "The directory"
 
     def _own_rule(self) -> str:

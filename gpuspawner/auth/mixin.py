@@ -1,4 +1,4 @@
-"""Members only, for any JupyterHub authenticator: who comes in, and who may stay."""
+"""A mixin for any JupyterHub authenticator that admits members and signs out former ones."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
 
 
 OPEN_ACCOUNT_SECONDS = 3.0
-"""Longest wait for the store at a sign-in. Past it the member comes in all the same."""
+"""Maximum wait for the store at a sign-in. After a timeout, the member is still let in."""
 
 ACTOR = "sign-in"
-"""Who found out that somebody is a member, or none any more."""
+"""The recorded actor when a sign-in or refresh starts or ends a membership."""
 
 BLOCKED = "this account is blocked on this hub"
 
 
 class MemberMixin(Rules):
-    """Members only, for any JupyterHub authenticator. Put it first among the bases::
+    """Restricts any JupyterHub authenticator to members.
+
+    It must be the first base class::
 
         from gpuspawner.auth import MemberMixin
         from nativeauthenticator import NativeAuthenticator
@@ -42,34 +44,34 @@ class MemberMixin(Rules):
         c.JupyterHub.authenticator_class = MemberNativeAuthenticator
         c.MemberNativeAuthenticator.allowed_users = {"ada", "grace"}
 
-    A member's account is opened, with its opening credits, when they first sign in. Who is
-    not a member gets a page that says so in a sentence, and no account. Who is a member no
-    more starts nothing new, and the services are told.
+    A member's account is opened, with its opening credits, at their first sign-in. Everyone else
+    gets a page that says why, and no account. A former member cannot start servers, and the end
+    of the membership is recorded in the store.
     """
 
     @default("allow_all")
     def _allow_all_default(self) -> bool:
-        return False  # some authenticators say True as long as nothing else is set
+        return False  # some authenticators default to True as long as nothing else is set
 
     @default("allow_existing_users")
     def _allow_existing_users_default(self) -> bool:
-        # JupyterHub's base class says True once `allowed_users` is set, and then a name that
-        # was taken off the list, or is only known from a group, could still sign in.
+        # JupyterHub's default is True once `allowed_users` is set. Then users who were removed
+        # from that list, or who are only known from a group, could still sign in.
         return False
 
     @default("refresh_pre_spawn")
     def _refresh_pre_spawn_default(self) -> bool:
-        return True  # what changed at the provider is in force at the next start at the latest
+        return True  # changes at the provider take effect at the next start at the latest
 
-    # Who comes in
+    # Sign-in.
 
     async def authenticate(
         self, handler: BaseHandler, data: dict[str, str] | None = None, **kwargs: Any
     ) -> dict[str, Any] | None:
-        """The authenticator's own check, with every failure turned into a sentence.
+        """Check the credentials as the base class does, and explain every failure.
 
         Returns the auth model with ``groups`` filled in, or None for a wrong password.
-        Raises ``HTTPError`` with a sentence when no verdict can be had.
+        Raises ``HTTPError`` with a message for the user if the check itself fails.
         """
         try:
             authenticated = await maybe_future(super().authenticate(handler, data, **kwargs))
@@ -92,15 +94,15 @@ class MemberMixin(Rules):
     async def check_allowed(
         self, username: str, authentication: dict[str, Any] | None = None
     ) -> bool:
-        """True for a member. Otherwise raises ``HTTPError(403)`` with the sentence to show.
+        """Return True for a member, else raise ``HTTPError(403)`` with the message to show.
 
-        Without an auth model nobody is signing in: then the verdict is returned, not raised.
+        Without an auth model nobody is signing in, and the result is always returned.
         """
         if authentication is None:
             own = await maybe_future(super().check_allowed(username, None))
             return bool(own) or username in self.admin_users
-        # What the base class would say of somebody who is neither an admin nor in a group: these
-        # are rules of ours. It is asked of everybody, for it may refuse by itself.
+        # Ask the base class without admin and groups, because this class has its own rules for
+        # them. It is asked about every user, because it may raise a refusal itself.
         plain = {**authentication, "admin": None, "groups": []}
         try:
             own = bool(await maybe_future(super().check_allowed(username, plain)))
@@ -111,7 +113,7 @@ class MemberMixin(Rules):
         roster = await self._on_roster(username)
         rules = [rule async for rule in self._each_rule(authentication, own, roster)]
         if self._makes_member(rules):
-            # The roster alone lets them in: then its end is the end.
+            # If only the roster admits them, the membership ends with the roster entry.
             by_others = self.membership == "any" and sum(rule.holds for rule in rules) > 1
             authentication["by_roster"] = bool(roster and roster.member and not by_others)
             return True
@@ -126,7 +128,7 @@ class MemberMixin(Rules):
     async def check_blocked_users(
         self, username: str, authentication: dict[str, Any] | None = None
     ) -> bool:
-        """True unless blocked. A blocked person who signs in gets ``HTTPError(403)`` in words."""
+        """Return True unless blocked. If a blocked user signs in, raise ``HTTPError(403)``."""
         passed = await maybe_future(super().check_blocked_users(username, authentication))
         if passed and not self._is_blocked(username):
             return True
@@ -136,7 +138,7 @@ class MemberMixin(Rules):
         raise await self._blocked(username, why)
 
     def _is_blocked(self, username: str) -> bool:
-        # JupyterHub lower-cases the names of those who sign in, but not this set.
+        # JupyterHub lower-cases names at the sign-in, but not in this set.
         return username.lower() in {name.lower() for name in self.blocked_users}
 
     async def _blocked(self, username: str, why: str) -> Refusal:
@@ -144,19 +146,19 @@ class MemberMixin(Rules):
         return self._refusal(username, why)
 
     def _why_own_block(self) -> str:
-        """Why the base class blocks somebody who is not in ``blocked_users``."""
+        """Return why the base class blocks a user who is not in ``blocked_users``."""
         return BLOCKED
 
-    # Who may stay
+    # Refresh.
 
     async def refresh_user(
         self, user: User, handler: BaseHandler | None = None, **kwargs: Any
     ) -> bool | dict[str, Any]:
-        """Fresh auth data; False, which asks for a new sign-in, once a member is none any more.
+        """Return fresh auth data, or False to require a new sign-in.
 
-        While the identity provider does not answer, members stay signed in, unless
-        ``auth_refresh_strict`` says otherwise. Raises ``HTTPError(403)`` with the sentence to
-        show where somebody who is no member any more wants to start a server.
+        It returns False for a former member, and raises ``HTTPError(403)`` with the message to
+        show if they try to start a server. If the identity provider does not answer, members stay
+        signed in unless ``auth_refresh_strict`` is set.
         """
         try:
             refreshed = await self._ask_provider(user, handler, **kwargs)
@@ -170,7 +172,7 @@ class MemberMixin(Rules):
             )
             return True
         if isinstance(refreshed, dict) and refreshed.get("name") != user.name:
-            refreshed = False  # another name at the provider: that is another account here
+            refreshed = False  # another name at the provider is another account here
         if refreshed is False:
             return self._sign_in_anew(user, handler)
         try:
@@ -178,7 +180,7 @@ class MemberMixin(Rules):
         except Refusal as refusal:
             return self._sign_out(user, handler, refusal)
         except web.HTTPError as failure:
-            if failure.status_code < 500:  # the base class's own refusal
+            if failure.status_code < 500:  # a refusal of the base class
                 return self._sign_in_anew(user, handler)
             # The store or the provider does not answer.
             self.log.warning("%r stays signed in: %s", user.name, failure)
@@ -187,14 +189,14 @@ class MemberMixin(Rules):
     async def _ask_provider(
         self, user: User, handler: BaseHandler | None, **kwargs: Any
     ) -> bool | dict[str, Any]:
-        """What the base class says of a refresh."""
+        """Return the base class's result of a refresh."""
         said: bool | dict[str, Any] = await super().refresh_user(user, handler, **kwargs)
         return said
 
     async def _refreshed(
         self, user: User, refreshed: bool | dict[str, Any]
     ) -> bool | dict[str, Any]:
-        """The same, once its member is found to be one still. Raises Refusal if not."""
+        """Return ``refreshed`` if the user is still a member, else raise Refusal."""
         fresh = refreshed if isinstance(refreshed, dict) else {}
         model = {"admin": None, "auth_state": {}, **fresh}
         if not self.manage_groups or not fresh:
@@ -214,14 +216,14 @@ class MemberMixin(Rules):
         return refreshed
 
     def _sign_out(self, user: User, handler: BaseHandler | None, refusal: Refusal) -> bool:
-        """False. Where a server would start: raises the page that says why it does not."""
+        """Return False. If the user is starting a server, raise a page that says why it fails."""
         self.log.warning("Signing out %r: %s", user.name, refusal.why)
         if _is_starting(handler):
             raise self._no_start(user.name, refusal.why)
         return False
 
     def _sign_in_anew(self, user: User, handler: BaseHandler | None) -> bool:
-        """False. Where the same person wants to start a server: a page that says so."""
+        """Return False. If the user is starting a server in a browser, raise a page instead."""
         if handler is None or not _is_starting(handler):
             return False
         if handler.current_user is user and not getattr(handler, "_token_authenticated", False):
@@ -233,15 +235,15 @@ class MemberMixin(Rules):
         return False
 
     def _only_provider_knows(self) -> bool:
-        """Whether membership rests on what cannot be told without asking the provider."""
+        """Return True if membership cannot be decided without asking the provider."""
         return bool(
             self.manage_groups or self.allowed_mail_domains or self._own_rule() or self.allow_all
         )
 
-    # The roster
+    # Roster.
 
     async def _on_roster(self, username: str) -> OnRoster | None:
-        """What the roster says; None where there is none. Raises a page while it is away."""
+        """Return the roster's answer; None without a roster. Raises a page if it is unavailable."""
         if not self.roster:
             return None
         try:
@@ -253,7 +255,7 @@ class MemberMixin(Rules):
         return said
 
     async def _roster_of(self, username: str) -> frozenset[str]:
-        """The groups that the roster gives somebody."""
+        """Return the groups of a user on the roster."""
         said = await self._on_roster(username)
         return said.groups if said else frozenset()
 
@@ -264,12 +266,12 @@ class MemberMixin(Rules):
             f"are one. Running servers go on. Try again in a moment. {self._lasting()}",
         )
 
-    # Their account and their membership
+    # Account and membership.
 
     async def run_post_auth_hook(
         self, handler: BaseHandler, auth_model: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """The admin's hook, then the member's account: the hook may still refuse them."""
+        """Open the member's account after the admin's hook, because the hook may refuse them."""
         by_roster = auth_model.pop("by_roster", False)
         admitted: dict[str, Any] | None = await super().run_post_auth_hook(handler, auth_model)
         if admitted:
@@ -307,21 +309,22 @@ class MemberMixin(Rules):
         try:
             await within(OPEN_ACCOUNT_SECONDS, call())
         except Exception as failure:
-            # Whatever ails the store, it must not lock members out of the hub.
+            # No error of the store may lock members out of the hub.
             expected = isinstance(failure, (GPUSpawnerError, asyncio.TimeoutError))
             why = str(failure) or "the store took too long."
             self.log.warning(otherwise, why, exc_info=not expected)
 
 
 def _hub_groups(handler: BaseHandler | None, name: str) -> list[str]:
-    """The groups that the hub itself knows for a user."""
+    """Return a user's groups in the hub's database."""
     user = handler.find_user(name) if handler is not None else None
     return sorted(group.name for group in user.groups) if user is not None else []
 
 
 def _is_starting(handler: BaseHandler | None) -> bool:
-    """Whether a refresh was asked for by the start of a server, and not by a page's visit.
+    """Return True if the start of a server caused the refresh, and not a visit to a page.
 
-    While a request still finds out who its user is, an error would be the hub's own page.
+    Scopes are set once the request's user is known. The hub would replace an earlier error by a
+    page of its own.
     """
     return bool(getattr(handler, "expanded_scopes", None))

@@ -1,4 +1,4 @@
-"""Members who sign in with an identity provider (OAuth 2, OpenID Connect)."""
+"""Sign-in with an identity provider (OAuth 2, OpenID Connect)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 CLOCK_LEEWAY_SECONDS = 60
-"""How far the clocks of hub and provider may be apart."""
+"""Maximum difference between the clocks of the hub and the provider."""
 
 _CHECKS: Any = {
     "verify_signature": False,
     **{f"verify_{claim}": True for claim in ("aud", "exp", "iat", "nbf")},
 }
 _BROKEN = {"server_error", "temporarily_unavailable"}
-"""What a provider answers when it is broken; see RFC 6749, section 4.1.2.1."""
+"""Error codes of a provider that is not working; see RFC 6749, section 4.1.2.1."""
 _DECLINED = {"access_denied", "consent_required"}
 _NOT_NOW = {"login_required", "interaction_required", "account_selection_required"}
 
 
 class AskingLoginHandler(OAuthLoginHandler):
-    """The way to the provider, which asks for the account when it was the wrong one before."""
+    """Redirects to the provider, and has it ask for the account if the user wants another one."""
 
     def authorize_redirect(self, *args: Any, **kwargs: Any) -> None:
-        """The redirect, with ``prompt`` where the member asked for another account."""
+        """Redirect to the provider, with ``prompt`` if the user asked for another account."""
         prompt = self.authenticator.other_account
         if self.get_argument("another", "") and not _is_address(prompt):
             kwargs["extra_params"] = {**kwargs.get("extra_params", {}), "prompt": prompt}
@@ -47,21 +47,23 @@ class AskingLoginHandler(OAuthLoginHandler):
 
 
 class SayingCallbackHandler(OAuthCallbackHandler):
-    """The way back from the provider, with a sentence for whatever went wrong there."""
+    """Handles the redirect from the provider, and explains errors that it reports."""
 
     def check_error(self) -> None:
-        """Raises the page that says what the provider's refusal means. Its own text is not
-        shown: anybody can write it into a link."""
+        """Raise a page that explains the provider's error code.
+
+        The page does not show the provider's message, because anybody can put one into a link.
+        """
         if error := self.get_argument("error", ""):
             raise self.authenticator._declined(error)
 
     def check_code(self) -> None:
-        """Raises a page where the provider sent no code."""
+        """Raise a page if the provider sent no code."""
         if not self.get_argument("code", ""):
             raise self.authenticator._begin_again()
 
     def check_state(self) -> None:
-        """Raises a page where the sign-in began elsewhere, too long ago, or was forged."""
+        """Raise a page if the sign-in began elsewhere or too long ago, or was forged."""
         try:
             super().check_state()
         except Exception as failure:
@@ -70,10 +72,10 @@ class SayingCallbackHandler(OAuthCallbackHandler):
 
 
 class MemberOAuthMixin(MemberMixin, OAuthenticator):
-    """Members only, for the classes of OAuthenticator. Put it first among the bases.
+    """Restricts any class of OAuthenticator to members. It must be the first base class.
 
-    What changed at the provider is in force after ``auth_refresh_age`` seconds, and at the next
-    start, if ``enable_auth_state`` is on: it is once ``JUPYTERHUB_CRYPT_KEY`` is set.
+    With ``enable_auth_state``, changes at the provider take effect after ``auth_refresh_age``
+    seconds and at the next start of a server. It is on if ``JUPYTERHUB_CRYPT_KEY`` is set.
     """
 
     login_handler = AskingLoginHandler
@@ -95,21 +97,25 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
 
     @default("enable_auth_state")
     def _enable_auth_state_default(self) -> bool:
-        # Without the tokens nothing can be asked of the provider later on.
+        # The hub needs the stored tokens to ask the provider again later.
         return bool(os.environ.get("JUPYTERHUB_CRYPT_KEY"))
 
-    # What the provider says.
+    # Answers of the provider.
 
     async def token_to_user(self, token_info: dict[str, Any]) -> dict[str, Any]:
-        """What the provider says of an account. Raises a page for an id token out of time."""
+        """Return the provider's data about a user. Raises a page as ``_claims_of`` does."""
         if not self.userdata_from_id_token:
             claims: dict[str, Any] = await super().token_to_user(token_info)
             return claims
         return self._claims_of(token_info)
 
     def _claims_of(self, token_info: dict[str, Any]) -> dict[str, Any]:
-        """The id token's claims. It came straight from the provider, so that its signature says
-        nothing that TLS did not (OpenID Connect Core 3.1.3.7); its times and audience count."""
+        """Return the claims of the id token, after checking its times and its audience.
+
+        Its signature is not checked: the token came directly from the provider over TLS, which
+        proves the same (OpenID Connect Core 3.1.3.7). Raises a page if the token has expired or is
+        not valid yet.
+        """
         try:
             claims: dict[str, Any] = jwt.decode(
                 token_info["id_token"],
@@ -123,7 +129,7 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         return claims
 
     async def get_user_groups(self, auth_state: dict[str, Any]) -> set[str]:
-        """The groups in the provider's answer, as they are called on this hub."""
+        """Return the hub's names of the groups in the provider's answer."""
         key = self.auth_state_groups_key
         if callable(key):
             return self._named_groups(await maybe_future(key(auth_state)) or (), key)
@@ -133,11 +139,11 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         if found is None:
             self.log.warning("%s names no groups (%s is missing).", self._service, key)
             return set()
-        # One group is a word with some providers, and a list of one with others.
+        # Some providers send a single group as a string, others as a list.
         return self._named_groups([found] if isinstance(found, str) else found, key)
 
     def _named_groups(self, found: Any, key: Any) -> set[str]:
-        """Groups that are names. Of anything else in their place there are none, as upstream."""
+        """Return the hub's names of listed groups. Without a list of names there are none."""
         is_list = isinstance(found, (list, tuple, set, frozenset))
         if not is_list or not all(isinstance(group, str) for group in found):
             self.log.error(
@@ -153,17 +159,20 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         claims = (model.get("auth_state") or {}).get(self.user_auth_state_key) or {}
         return str(claims.get("email") or ""), claims.get("email_verified") in (True, "true")
 
-    # Asking again.
+    # Refresh.
 
     def _reads_id_token(self) -> bool:
-        """Whether what is known of a member is what the id token said when it was made."""
+        """Return True if the data about a user comes from their id token."""
         return bool(self.userdata_from_id_token)
 
     async def _ask_provider(
         self, user: User, handler: BaseHandler | None, **kwargs: Any
     ) -> bool | dict[str, Any]:
-        """Fresh auth data. What stood in an id token is asked for with the refresh token, as the
-        id token itself says for ever what it said at the sign-in."""
+        """Return fresh auth data.
+
+        Data from an id token never changes, so the refresh token is used to get a new one. Without
+        a refresh token, users stay signed in until their id token expires.
+        """
         if not (self._reads_id_token() and self.enable_auth_state) or self.refresh_user_hook:
             return await super()._ask_provider(user, handler, **kwargs)
         state = await user.get_auth_state() or {}
@@ -190,7 +199,7 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
             return False
         return True
 
-    # Sentences.
+    # Messages.
 
     def _try_again(self) -> Link:
         return "Sign in again", self._address("oauth_login")
@@ -203,14 +212,14 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         return "Sign in with another account", self._address("oauth_login?another=1")
 
     def _membership_remedy(self) -> str:
-        """OAuthenticator's own trait for this sentence goes first where an admin has set it."""
+        """Return OAuthenticator's ``custom_403_message`` if an admin has set it."""
         stock = self.traits()["custom_403_message"].default_value
         if self.custom_403_message and self.custom_403_message != stock:
             return str(self.custom_403_message)
         return super()._membership_remedy()
 
     def _declined(self, error: str) -> AuthPage:
-        """What the provider's error code means for the one who reads it."""
+        """Return the page that explains an error code of the provider."""
         self.log.warning("%s ended a sign-in with the error %r.", self._service, error[:60])
         if error in _BROKEN:
             return self._not_working()
@@ -241,7 +250,7 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
 
 
 class MemberOAuthenticator(MemberOAuthMixin, GenericOAuthenticator):
-    """Members of a club, lab or company sign in with its identity provider (OpenID Connect).
+    """Sign-in with the identity provider of a club, lab or company (OpenID Connect).
 
     ::
 

@@ -1,4 +1,4 @@
-"""Members who sign in with an identity provider, or with a shared password."""
+"""Sign-in with a certain identity provider, or with a shared password."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MemberSharedPasswordAuthenticator(MemberMixin, SharedPasswordAuthenticator):
-    """Members share one password, admins another: for a demo, a course day, a locked room.
+    """Sign-in with one password for all members and another for admins, for demos and courses.
 
     ::
 
@@ -33,7 +33,7 @@ class MemberSharedPasswordAuthenticator(MemberMixin, SharedPasswordAuthenticator
     async def authenticate(
         self, handler: BaseHandler, data: dict[str, str] | None = None, **kwargs: Any
     ) -> dict[str, Any] | None:
-        """None for a wrong password. The comparison below takes ASCII text only."""
+        """Return None for a wrong password. The base class can only compare ASCII passwords."""
         password = (data or {}).get("password", "")
         if not password or not password.isascii():
             return None
@@ -44,16 +44,16 @@ _PLACES = "it is in none of the organisations, teams or projects that may use th
 
 
 class MemberGitHubOAuthenticator(MemberOAuthMixin, GitHubOAuthenticator):
-    """Members of an organisation or a team on GitHub.
+    """Sign-in for members of an organisation or a team on GitHub.
 
-    With ``manage_groups`` their organisations (``lab``) and teams (``lab:gpu``) become hub
-    groups, and ``admin_groups`` may name them. ``allowed_mail_domains`` looks at every address
-    that GitHub has confirmed.
+    With ``manage_groups``, their organisations (``lab``) and teams (``lab:gpu``) become hub
+    groups, and ``admin_groups`` may name them. ``allowed_mail_domains`` checks every address that
+    GitHub has confirmed.
     """
 
     @default("scope")
     def _scope_default(self) -> list[str]:
-        # Without the first GitHub tells of public memberships only.
+        # Without read:org, GitHub only reports public memberships.
         return ["read:org", *(["user:email"] if self.allowed_mail_domains else [])]
 
     @default("populate_teams_in_auth_state")
@@ -68,7 +68,7 @@ class MemberGitHubOAuthenticator(MemberOAuthMixin, GitHubOAuthenticator):
         return _PLACES if self.allowed_organizations else ""
 
     async def _mail_of(self, model: dict[str, Any]) -> Mail:
-        """One of the confirmed addresses: of an allowed domain if there is one."""
+        """Return a confirmed address, from an allowed domain if there is one."""
         answer = model["auth_state"]["token_response"]
         headers = self.build_userdata_request_headers(
             answer["access_token"], answer.get("token_type", "bearer")
@@ -91,14 +91,14 @@ def _teams(auth_state: dict[str, Any]) -> set[str]:
 
 
 class MemberGitLabOAuthenticator(MemberOAuthMixin, GitLabOAuthenticator):
-    """Members of a group or a project on GitLab.
+    """Sign-in for members of a group or a project on GitLab.
 
-    With ``manage_groups`` their groups become hub groups by their full path (``lab/gpu``).
+    With ``manage_groups``, their groups become hub groups named by full path (``lab/gpu``).
     """
 
     @default("scope")
     def _scope_default(self) -> list[str]:
-        # To see who is in a group takes more than to see who signs in.
+        # Reading memberships of groups needs a wider scope than reading the user.
         asks = self.allowed_gitlab_groups or self.allowed_project_ids
         return ["read_api" if asks else "read_user", *(["openid"] if self.manage_groups else [])]
 
@@ -111,8 +111,7 @@ class MemberGitLabOAuthenticator(MemberOAuthMixin, GitLabOAuthenticator):
         return "gitlab_groups"
 
     async def update_auth_model(self, auth_model: dict[str, Any]) -> dict[str, Any]:
-        """The same, with the paths of the groups that somebody is in, themselves or through a
-        group above."""
+        """Return the model with the paths of the user's groups, direct and inherited."""
         model: dict[str, Any] = await super().update_auth_model(auth_model)
         key = self.auth_state_groups_key
         if self.manage_groups and (callable(key) or key.split(".")[0] == "gitlab_groups"):
@@ -135,7 +134,7 @@ class MemberGitLabOAuthenticator(MemberOAuthMixin, GitLabOAuthenticator):
 
 
 class MemberGoogleOAuthenticator(MemberOAuthMixin, GoogleOAuthenticator):
-    """Members of a Google Workspace, or of one of its groups."""
+    """Sign-in for members of a Google Workspace, or of one of its groups."""
 
     @default("auth_state_groups_key")
     def _auth_state_groups_key_default(self) -> str:
@@ -155,10 +154,10 @@ class MemberGoogleOAuthenticator(MemberOAuthMixin, GoogleOAuthenticator):
 
 
 class MemberMicrosoftOAuthenticator(MemberOAuthMixin, AzureAdOAuthenticator):
-    """Members of an organisation that uses Microsoft Entra ID (once Azure AD).
+    """Sign-in for members of an organisation with Microsoft Entra ID (formerly Azure AD).
 
-    ``tenant_id`` has to say which: without it anybody with any Microsoft account could sign in.
-    Groups are ids unless the app is told otherwise; ``group_names`` gives them names.
+    ``tenant_id`` must name the organisation: otherwise anybody with a Microsoft account could sign
+    in. By default Entra ID reports groups by id; ``group_names`` gives them names.
     """
 
     @default("login_service")
@@ -171,7 +170,7 @@ class MemberMicrosoftOAuthenticator(MemberOAuthMixin, AzureAdOAuthenticator):
 
     @default("username_claim")
     def _username_claim_default(self) -> str:
-        # A display name, which people can change, is no name for an account.
+        # OAuthenticator takes the display name, which people can change.
         return "preferred_username"
 
     @default("authorize_url")
@@ -194,22 +193,22 @@ class MemberMicrosoftOAuthenticator(MemberOAuthMixin, AzureAdOAuthenticator):
         return True
 
     async def token_to_user(self, token_info: dict[str, Any]) -> dict[str, Any]:
-        """The id token's claims. Raises a page where it is out of time."""
+        """Return the claims of the id token. Raises a page as ``_claims_of`` does."""
         return self._claims_of(token_info)
 
     def _mail_of(self, model: dict[str, Any]) -> tuple[str, bool]:
-        # The claim "email" may be whatever a tenant wrote; its domains are proven for this one.
+        # A tenant can write anything into "email". The domains of these names are verified.
         known = model["auth_state"][self.user_auth_state_key]
         name = str(known.get("upn") or known.get("preferred_username") or "")
         return name if "@" in name else "", True
 
 
 class _CILogonLoginHandler(AskingLoginHandler, CILogonLoginHandler):
-    """Both: with the choice of the identity provider, and asking again."""
+    """Adds CILogon's choice of the identity provider to the choice of the account."""
 
 
 class MemberCILogonOAuthenticator(MemberOAuthMixin, CILogonOAuthenticator):
-    """Members of universities and labs, through CILogon: ``idps`` says of which."""
+    """Sign-in through CILogon for members of the universities and labs in ``idps``."""
 
     login_handler = _CILogonLoginHandler
 

@@ -1,4 +1,4 @@
-"""Entries of the catalog file: made from an image, and edited with the rest left as it is."""
+"""Create catalog entries from images, and edit the catalog file without other changes to it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .models import Environment
 
 OCI = "org.opencontainers.image."
 _PLAIN = ("first_page", "shm_size", "min_driver", "min_cuda", "min_memory", "mem_limit")
-"""Labels that are keys of an entry as they stand."""
+"""Labels whose values are copied to keys of the same name."""
 
 
 def entry_of(
     image: str, labels: Mapping[str, str], packages: Mapping[str, str], slug: str | None = None
 ) -> dict[str, Any]:
-    """The entry of an image with these labels and packages; ``slug`` goes before its own.
+    """Return the catalog entry of an image, from its labels and packages.
 
-    Every image has one: what the labels do not say, its name does. Raises ConfigError for a
-    label that means nothing.
+    ``slug`` takes precedence over the label. Without labels, slug and display name come from the
+    image's name. Raises ConfigError for an invalid label.
     """
 
     def own(name: str) -> str:
@@ -69,7 +69,7 @@ def entry_of(
 
 
 def _devices(image: str, text: str) -> dict[str, Any]:
-    """``1-4``: one unless the member says otherwise, four at most; ``0-0`` has none."""
+    """Parse a label such as ``1-4`` (default 1, maximum 4). ``0-0`` means no devices."""
     found = re.fullmatch(r"(\d{1,3})-(\d{1,3})", text)
     if not found or int(found[1]) > int(found[2]):
         raise ConfigError(
@@ -80,13 +80,13 @@ def _devices(image: str, text: str) -> dict[str, Any]:
 
 
 def _slug(image: str) -> str:
-    """The last part of the image's name as a slug."""
+    """Return the last part of the image's name as a slug."""
     name = split_image(image)[0].rpartition("/")[2].lower()
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-")[:63].strip("-") or "image"
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two names are the same package's."""
+    """Return True if two names mean the same package."""
     return re.sub(r"[-_.]+", "-", one).lower() == re.sub(r"[-_.]+", "-", other).lower()
 
 
@@ -94,23 +94,23 @@ _SHARED = "other entries share what would be changed"
 
 
 class CatalogFile:
-    """A catalog on disk, whose text is right. Raises ConfigError when it is not."""
+    """A valid catalog file that can be edited. Raises ConfigError if it is not valid."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.resolve()  # behind a link, the file itself is replaced
+        self.path = path.resolve()  # replace the file and not a link to it
         self.catalog = load(self.path)
         self.text = self.path.read_text(encoding="utf-8")
 
     def set_keys(self, slug: str, values: Mapping[str, str]) -> None:
-        """Give keys of an environment other values; a key that is not there is added.
+        """Set keys of an environment, and add the missing ones.
 
-        Raises ConfigError when the file says them in a way that only its author can change.
+        Raises ConfigError if the file's notation does not allow an automatic change.
         """
         text = self.text
         try:
             for key, value in values.items():
                 text = _with_key(text, slug, key, value, self.path)
-        except yaml.YAMLError:  # what was replaced had a name (&x) that others use
+        except yaml.YAMLError:  # the old value had an anchor (&x) that other entries use
             raise _by_hand(self.path, _SHARED) from None
         self._save(text, self.catalog.get(slug), lambda after: after.get(slug))
 
@@ -120,14 +120,14 @@ class CatalogFile:
         self._save(text, None, lambda after: after.get(str(entry["slug"])))
 
     def plain_entry(self, slug: str) -> dict[str, Any]:
-        """The keys and values of an environment, as the file says them."""
+        """Return the keys and values of an environment as they are in the file."""
         entries = yaml.safe_load(self.text)["environments"]
         return next(dict(entry) for entry in entries if entry.get("slug") == slug)
 
     def _save(
         self, text: str, before: Environment | None, find: Callable[[Catalog], Environment]
     ) -> None:
-        """Put the text in place, if it is right and changes that environment only."""
+        """Replace the file if the text is valid and changes this environment only."""
         after = Catalog.from_text(text, str(self.path), self.path.parent)
         changed = find(after)
         others = tuple(e for e in after.environments if e is not changed)
@@ -139,7 +139,7 @@ class CatalogFile:
 
 
 def entry_text(entry: Mapping[str, Any], indent: int = 0) -> str:
-    """An entry as the lines of a catalog."""
+    """Format an entry as lines of a catalog file."""
     lines = yaml.safe_dump(
         [dict(entry)], sort_keys=False, allow_unicode=True, default_flow_style=None, width=90
     )
@@ -195,7 +195,7 @@ def _item(text: str, slug: str, path: Path) -> yaml.MappingNode:
 
 
 def _end(node: yaml.Node) -> Any:
-    """Where the last value in a node ends, without the comments that follow."""
+    """Return the end mark of the last value in a node, before any comments that follow."""
     if node.value and not getattr(node, "flow_style", True):
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
@@ -211,8 +211,10 @@ def _without(catalog: Catalog) -> Catalog:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """The new text under that name, with the mode and owner of what was there: all of it, or
-    nothing. Raises ConfigError."""
+    """Replace a file's text atomically, and keep its mode and owner.
+
+    Raises ConfigError if it cannot be written.
+    """
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
@@ -237,13 +239,13 @@ def replace_file(path: Path, text: str) -> None:
 
 
 MOST_CHANGES = 100_000
-"""Characters of a file of changes; older ones at its end go."""
+"""Maximum number of characters of a changes file. Its oldest end is cut off."""
 
 
 def packages_file(folder: Path, slug: str, named: str, packages: Mapping[str, str]) -> str:
-    """Write ``name==version`` lines; returns the file's name beside the catalog.
+    """Write ``name==version`` lines, and return the file's name beside the catalog.
 
-    ``named`` is the file that the entry has already, if any.
+    ``named`` is the file that the entry already names, or empty.
     """
     name = named or f"{slug}.packages.txt"
     lines = [f"{package}=={version}\n" for package, version in packages.items()]
@@ -258,7 +260,7 @@ def changes_file(
     after: Mapping[str, str],
     day: date,
 ) -> str:
-    """Put what is new since ``day`` on top of an environment's changes; returns the file's name."""
+    """Add a section dated ``day`` on top of the changes file, and return the file's name."""
     name = environment.changes or f"{environment.slug}.changes.md"
     path = folder / name
     older = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -269,7 +271,7 @@ def changes_file(
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """What another image has, lacks, or has in another version."""
+    """Return a line for each package that was added, removed or has another version."""
     told = []
     for name in sorted({*before, *after}, key=str.lower):
         old, new = before.get(name), after.get(name)

@@ -1,7 +1,7 @@
 """Files beside the catalog: logos, lists of packages, notebooks and changes.
 
-A catalog names them by paths relative to its own folder. None is read that lies outside of it,
-by ``..`` or through a symbolic link, or that is no ordinary file, or larger than its kind may be.
+A catalog names them by paths relative to its own folder. A file is rejected if it is outside of
+this folder (by ``..`` or a symbolic link), is not a regular file, or is larger than the maximum.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ MOST_BYTES = {
     "sample_notebook": 2_000_000,
     "changes": 200_000,
 }
-"""How large a file may be, by the key that names it."""
+"""Maximum size of a file in bytes, by the key that names it."""
 
 
 def find(folder: Path, key: str, name: str) -> Path:
-    """The file that a catalog in ``folder`` names. Raises ValueError with the end of a sentence."""
+    """Return the path of a file beside a catalog. Raises ValueError with the end of a sentence."""
     try:
         inner = folder.resolve(strict=True)
         path = (inner / plain_path(name)).resolve(strict=True)
         found = path.stat()
-    except (OSError, RuntimeError) as error:  # the latter for links in a ring
+    except (OSError, RuntimeError) as error:  # a loop of links can be a RuntimeError
         why = error.strerror if isinstance(error, OSError) else "it is a ring of links"
         raise ValueError(
             f"names {shown(name)}, which cannot be read beside the catalog: {why}. Put the file "
@@ -50,7 +50,7 @@ def find(folder: Path, key: str, name: str) -> Path:
 
 
 def read(folder: Path, key: str, name: str) -> bytes:
-    """What is in the file. Raises ValueError as :func:`find` does, also when it is gone."""
+    """Return a file's content. Raises ValueError as :func:`find` does, or if it cannot be read."""
     path = find(folder, key, name)
     try:
         return read_bytes(path, MOST_BYTES[key])
@@ -59,7 +59,7 @@ def read(folder: Path, key: str, name: str) -> bytes:
 
 
 def read_text(folder: Path, key: str, name: str) -> str:
-    """The same as text. Raises ValueError."""
+    """Return a file's content as text. Raises ValueError as :func:`read` does, or if not UTF-8."""
     try:
         return read(folder, key, name).decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""``gpuspawner catalog add|pull|smoke|update|prune``: the images behind the environments."""
+"""The commands ``gpuspawner catalog add|pull|smoke|update|prune`` for environments' images."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from .loader import Catalog, load
 from .models import Environment
 
 REMOVAL_SECONDS = 600.0
-"""How long the engine may take to remove a large image."""
+"""Timeout for removing an image, because large ones take long."""
 
 ENGINE_SECONDS = 20.0
-"""How long an engine may take to say whether it has an image."""
+"""Timeout for asking an engine whether it has an image."""
 
 catalog_option = option(
     "--file", "FILE", "the catalog (default: the one of the hub's configuration)"
@@ -96,13 +96,13 @@ def pull_images(settings: Settings, slugs: Sequence[str], file: str | None) -> i
 
 
 def _engines(hub: Any) -> list[tuple[str, Connect]]:
-    """Every engine that servers run on: the hub's own, and each node's with its name."""
+    """Return all engines that run servers: the hub's own (without a name) and each node's."""
     nodes = read_cluster(hub.cluster_file).nodes if hub.cluster_file else ()
     return [("", hub.connect), *((node.name, reach(node)) for node in nodes)]
 
 
 def _pulled(image: str, node: str, connect: Connect) -> dict[str, str]:
-    """What became of an image on one engine."""
+    """Pull an image on one engine if it is missing, and return the result."""
     told = {"image": image, "state": "here", "why": ""} | ({"node": node} if node else {})
     try:
         with closing(connect(ENGINE_SECONDS)) as client:
@@ -141,7 +141,7 @@ def smoke_image(settings: Settings, name: str, file: str | None) -> int:
 
 
 def _named(settings: Settings, name: str, file: str | None) -> Environment | None:
-    """The environment of that slug; None when it is the name of an image."""
+    """Return the environment with this slug; None if ``name`` is not a slug."""
     try:
         found = load(catalog_file(file, settings)).environments
     except ConfigError:
@@ -155,7 +155,7 @@ def _named(settings: Settings, name: str, file: str | None) -> Environment | Non
 
 
 def check_images(settings: Settings, found: Catalog) -> int:
-    """Whether each environment's image is here, as pinned, and the newest."""
+    """Check if each environment's image is here, as pinned, and the newest. Returns 0 or 1."""
     client, _ = _engine(settings)
     findings = [_look(client, e.slug, image) for e in found.environments for image in e.images]
     _print(findings)
@@ -202,7 +202,7 @@ def update(settings: Settings, slug: str, keep_as: str | None, file: str | None)
         return 0
     image = pinned_image(environment.image, digest)
     if not local_images(client, image):
-        # By its digest only: members go on with the image that has the tag here.
+        # Pull by digest only, so that the local tag keeps naming the image that members use.
         follow(image, pull(hub.connect, image))
     found = smoke(client, image, first_page=environment.default_url)
     if not passed(found):
@@ -221,7 +221,7 @@ def update(settings: Settings, slug: str, keep_as: str | None, file: str | None)
 def _told(
     client: docker.APIClient, file: CatalogFile, environment: Environment, image: str
 ) -> dict[str, str]:
-    """What is inside the new image, and what is new in it, in files beside the catalog."""
+    """Write the new image's packages and changes beside the catalog, and return their keys."""
     after = packages_of_image(client, image)
     if not after:
         return {}
@@ -234,14 +234,14 @@ def _told(
 
 
 def _old(client: docker.APIClient, environment: Environment) -> str:
-    """The image that the environment has, pinned so that it stays what it is."""
+    """Return the environment's current image, pinned to its digest if that is known."""
     here = local_images(client, environment.image)
     digest = environment.image_digest or (here.digest_in(environment.image) if here else "")
     return pinned_image(environment.image, digest) if digest else environment.image
 
 
 def _check_slug(file: CatalogFile, slug: str) -> None:
-    """Raises ConfigError unless a new environment can be called so."""
+    """Raise ConfigError if the slug is invalid or taken."""
     Catalog.from_mapping({"environments": [{"slug": slug, "image": "any"}]}, "The new environment")
     if any(e.slug == slug for e in file.catalog.environments):
         raise ConfigError(
@@ -253,7 +253,7 @@ def _check_slug(file: CatalogFile, slug: str) -> None:
 def _kept_entry(
     client: docker.APIClient, file: CatalogFile, environment: Environment, image: str, slug: str
 ) -> dict[str, Any]:
-    """The entry as it is in the file, under another slug and with the old image."""
+    """Return the environment's entry in the file with another slug and the old image."""
     entry = file.plain_entry(environment.slug)
     for key in ("default", "packages", "changes"):
         entry.pop(key, None)
@@ -313,11 +313,11 @@ def _pruned(told: Sequence[dict[str, Any]], removed: bool) -> str:
 
 COMMANDS = (add_entry, pull_images, smoke_image, update, prune)
 
-# What they share.
+# Helpers.
 
 
 def _engine(settings: Settings, *timeout: float) -> tuple[docker.APIClient, Any]:
-    """A client, for answers within ``timeout`` seconds, and the hub as it is configured.
+    """Return a client with an optional timeout in seconds, and the configured hub.
 
     Raises EngineUnavailable.
     """
@@ -334,7 +334,7 @@ def _engine(settings: Settings, *timeout: float) -> tuple[docker.APIClient, Any]
 
 
 def _present(client: docker.APIClient, hub: Any, image: str) -> LocalImage:
-    """The image, pulled if it is not here. Raises ImageUnavailable."""
+    """Return the image, and pull it if it is missing. Raises ImageUnavailable."""
     found = local_images(client, image)
     if found is None:
         follow(image, pull(hub.connect, image))

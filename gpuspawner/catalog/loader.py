@@ -1,7 +1,7 @@
-"""The catalog of environments, loaded from the admin's YAML file and again when it changes.
+"""The catalog of environments, loaded from the admin's YAML file and reloaded when it changes.
 
-The catalog is the only source of images, mounts and traits:
-a member's request names an environment by its slug, and nothing else of it.
+The catalog is the only source of images, mounts and traits: a member's request only names an
+environment by its slug.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .models import DeviceLimits, Environment, Mount
 from .parser import parse
 
 MOST_BYTES = 16_000_000
-"""The largest file that is read."""
+"""Maximum size of a catalog file in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
-    """Environments, and the datasets and shared folders that their servers get."""
+    """The environments, and the datasets and shared folders of their servers."""
 
     environments: tuple[Environment, ...]
     datasets: tuple[Mount, ...] = ()
     shared_folders: tuple[Mount, ...] = ()
     folder: Path | None = None
-    """Where the files are that environments name; None when the catalog is no file."""
+    """The folder of the files that environments name; None if the catalog is not a file."""
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], origin: str = "catalog.yaml") -> Catalog:
-        """The catalog in plain values. Raises ConfigError naming ``origin`` and the key."""
+        """Return a catalog from plain values. Raises ConfigError naming ``origin`` and the key."""
         return cls._parsed(data, Origin(origin))
 
     @classmethod
     def from_text(
         cls, text: str, origin: str = "catalog.yaml", folder: Path | None = None
     ) -> Catalog:
-        """The catalog in YAML. Raises ConfigError naming ``origin``, the line and the key.
+        """Return a catalog from YAML. Raises ConfigError naming ``origin``, the line and the key.
 
-        The files that environments name are looked for in ``folder``, if it is given.
+        If ``folder`` is given, the files that environments name must be in it.
         """
         data, lines = read_yaml(text, origin, folder)
         return cls._parsed({} if data is None else data, lines)
@@ -59,11 +59,11 @@ class Catalog:
         devices: DeviceLimits | None = None,
         display_name: str = "Default environment",
     ) -> Catalog:
-        """The built-in catalog of a hub that has none: one environment, open to everyone.
+        """Return a catalog of one environment for everyone, for a hub without a catalog file.
 
-        Without an image, the spawner's own configuration decides it.
+        Without an image, the spawner's configuration decides which image runs.
         """
-        only = Environment.model_construct(  # no file's may be without an image
+        only = Environment.model_construct(  # skips validation, which requires an image
             slug="default",
             display_name=display_name,
             image=image,
@@ -83,17 +83,17 @@ class Catalog:
         )
 
     def get(self, slug: str) -> Environment:
-        """The environment of this slug, whoever may use it.
+        """Return the environment with this slug, for any member.
 
-        Raises InvalidRequest with what there is instead.
+        Raises InvalidRequest with suggestions.
         """
         return self._find(slug, self.environments)
 
     def get_for(self, slug: str, groups: Collection[str]) -> Environment:
-        """The environment of this slug for a member of ``groups``.
+        """Return the environment with this slug for a member of ``groups``.
 
-        Raises InvalidRequest when there is none, NotAllowed when it is for others; neither
-        sentence names environments that the member may not see.
+        Raises InvalidRequest if it does not exist, or NotAllowed if it is for other groups. Neither
+        message reveals other environments that the member may not see.
         """
         visible = self.visible_to(groups)
         environment = next((e for e in self.environments if e.slug == slug), None)
@@ -105,13 +105,13 @@ class Catalog:
         return self._find(slug, visible)
 
     def visible_to(self, groups: Collection[str]) -> tuple[Environment, ...]:
-        """The environments that a member of ``groups`` may use, in the file's order."""
+        """Return the environments that a member of ``groups`` may use, in the file's order."""
         return tuple(e for e in self.environments if e.visible_to(groups))
 
     def default_for(self, groups: Collection[str]) -> Environment:
-        """The environment to choose for a member of ``groups``: the default, else the first.
+        """Return the preselected environment for a member of ``groups``: the default or the first.
 
-        Raises NotAllowed when there is none that the member may use.
+        Raises NotAllowed if the member may not use any.
         """
         visible = self.visible_to(groups)
         if not visible:
@@ -122,7 +122,7 @@ class Catalog:
         return next((e for e in visible if e.default), visible[0])
 
     def mounts_for(self, environment: Environment, groups: Collection[str]) -> tuple[Mount, ...]:
-        """The datasets and shared folders for a server of a member of ``groups``."""
+        """Return the datasets and shared folders for a server of a member of ``groups``."""
         offered = (
             (self.datasets, environment.datasets),
             (self.shared_folders, environment.shared_folders),
@@ -146,29 +146,29 @@ class Catalog:
 
 
 def load(path: str | os.PathLike[str]) -> Catalog:
-    """The catalog in the file at ``path``. Raises ConfigError."""
+    """Load the catalog file at ``path``. Raises ConfigError."""
     name = os.fspath(path)
     return Catalog.from_text(read_text(name, MOST_BYTES, "catalog"), name, Path(name).parent)
 
 
 AGAIN = 5.0
-"""Seconds after which a file that was not right is read again: what it names may be there now."""
+"""Seconds until an invalid file is read again, because files that it names may exist by then."""
 
 Stamp = tuple[int, int, int, int]
 
 
 class WatchedCatalog:
-    """What a file says, as it last was right. Thread-safe.
+    """The last valid catalog of a file that may change. Thread-safe.
 
-    Looking whether the file changed is one question to the file system. Files that
-    environments name are not watched: whoever shows one reads it then.
+    Checking for a change takes one ``stat`` call. The files that environments name are not
+    watched: they are read whenever a page shows them.
     """
 
     def __init__(self, path: str | os.PathLike[str], log: logging.Logger | Any = None) -> None:
         self.path = os.fspath(path)
         self.log = log or logging.getLogger(__name__)
         self.problem = ""
-        """Why what the file says now does not hold; empty when it does."""
+        """Why the current file is invalid; empty if it is valid."""
         self._lock = threading.Lock()
         self._good: Catalog | None = None
         self._stamp: Stamp | str | None = "never read"
@@ -176,10 +176,11 @@ class WatchedCatalog:
         self._reading: threading.Thread | None = None
 
     def current(self) -> Catalog:
-        """The catalog as the file is now, else as it last was right.
+        """Return the current catalog, or the last valid one if the file is invalid.
 
-        Raises ConfigError when it was never right. On an event loop a change is read in a thread,
-        and counts once it has been read: await :meth:`refresh` before, where it has to count now.
+        Raises ConfigError if it has never been valid. On an event loop, a thread reads a changed
+        file, and until then this returns the old catalog: await :meth:`refresh` first if the change
+        must apply now.
         """
         good = self._good
         if good is not None and _is_on_event_loop():
@@ -193,12 +194,12 @@ class WatchedCatalog:
         return self._good
 
     async def refresh(self) -> None:
-        """Read a change of the file, if there is one, off the event loop."""
+        """Reload the file off the event loop if it changed."""
         if self.is_due():
             await asyncio.to_thread(self._read_if_due)
 
     def is_due(self) -> bool:
-        """Return True if the file changed, or is to be tried again."""
+        """Return True if the file changed, or if an invalid one should be read again."""
         return self._is_due(self._look())
 
     def _is_due(self, stamp: Stamp | None) -> bool:
@@ -213,7 +214,7 @@ class WatchedCatalog:
                 self._read(stamp)
 
     def _look(self) -> Stamp | None:
-        """What tells one state of the file from another; None when it cannot be seen."""
+        """Return a stamp that differs if the file changed; None if the file cannot be accessed."""
         try:
             seen = os.stat(self.path)
         except OSError:
@@ -227,7 +228,7 @@ class WatchedCatalog:
         except GPUSpawnerError as error:
             self._refuse(stamp, error.message)
             return
-        except Exception:  # a defect of ours must not take the environments away
+        except Exception:  # a bug in this package must not remove the environments
             self.log.exception("The catalog %s cannot be read", self.path)
             self._refuse(stamp, f"{self.path} cannot be read; the hub's log says more.")
             return
@@ -256,7 +257,7 @@ def _is_on_event_loop() -> bool:
 
 
 def watched(settings: MutableMapping[str, Any], path: str, log: Any = None) -> WatchedCatalog:
-    """The one for this file in a hub's settings, made by whoever needs it first."""
+    """Return the shared WatchedCatalog for a file from the hub's settings, created on first use."""
     kept: dict[str, WatchedCatalog] = settings.setdefault("gpuspawner_catalogs", {})
     if path not in kept:
         kept[path] = WatchedCatalog(path, log)

@@ -1,7 +1,7 @@
-"""Markdown of a catalog as HTML that can do nothing: no scripts, no styles, no pictures.
+"""Convert Markdown in a catalog to inert HTML, without scripts, styles and pictures.
 
-What an admin writes is shown on the hub's own pages, so it goes through a parser that knows no
-HTML of its own, and what comes out through a sanitiser with a short list of what may stay.
+The hub's own pages show the admin's text. Therefore the parser accepts no HTML, and a sanitiser
+only keeps a short list of tags and attributes of its output.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethro
 
 @lru_cache(maxsize=1024)
 def to_html(text: str, heading: int = 3) -> Markup:
-    """The text as HTML whose largest heading is ``<h{heading}>``.
+    """Return the text as HTML whose largest heading is ``<h{heading}>``.
 
-    Links lead to the web, to mail or to the hub's own host, and open as they are; there are no
-    pictures, which could ask another host for themselves.
+    Links may lead to the web, to mail or to the hub's own host. Pictures are removed, because a
+    browser could load them from another host.
     """
     tokens = _parser.parse(text)
     for token in tokens:
@@ -48,7 +48,7 @@ def to_html(text: str, heading: int = 3) -> Markup:
 
 @lru_cache(maxsize=16384)
 def first_words(text: str, most: int = 200) -> str:
-    """The first paragraph without its markup, in at most so many characters; plain text."""
+    """Return the first paragraph as plain text, cut to at most ``most`` characters."""
     tokens = _parser.parse(text)
     for before, token in pairwise(tokens):
         if before.type == "paragraph_open":

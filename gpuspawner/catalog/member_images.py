@@ -1,4 +1,4 @@
-"""Images that members bring themselves: which groups may use which, as the admin wrote it. Pure."""
+"""The admin's rules on which groups may use which images of their own. Pure functions."""
 
 from __future__ import annotations
 
@@ -24,30 +24,33 @@ _KEYS = ("images", "most", "labels")
 
 @dataclass(frozen=True, slots=True)
 class OwnImages:
-    """What the members of a group may bring."""
+    """The rule on the images that members of one group may use."""
 
     images: tuple[str, ...]
-    """Patterns of references: ``*`` is anything but a slash, ``**`` slashes too."""
+    """Patterns of references: ``*`` matches anything but a slash, ``**`` also slashes."""
     most: int | None = None
-    """Bytes on the engine's disk."""
+    """Maximum size in bytes on the engine's disk; None for any."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels that an image has to carry, such as a scanner's."""
+    """Labels that an image must have, such as those of a scanner."""
 
     def allows(self, reference: str) -> bool:
-        """Whether a pattern fits; a reference without a tag means ``latest``."""
+        """Return True if a pattern matches; a reference without a tag means ``latest``."""
         name, at, _ = reference.partition("@")
         tagged = name if ":" in name.rpartition("/")[2] or at else f"{name}:latest"
         return any(_pattern(some).fullmatch(tagged) for some in self.images)
 
 
 def own_images(settings: Mapping[str, Any], groups: Collection[str]) -> list[OwnImages]:
-    """What a member of these groups may bring; ``*`` is everybody. Raises ConfigError."""
+    """Return the rules for a member of these groups or of ``*`` (all). Raises ConfigError."""
     rules = {group: _rule(str(group), rule) for group, rule in settings.items()}
     return [rule for group, rule in rules.items() if group == "*" or group in groups]
 
 
 def check_own_image(reference: str, rules: Sequence[OwnImages]) -> list[OwnImages]:
-    """The rules that allow an image. Raises InvalidRequest, or NotAllowed naming what would be."""
+    """Return the rules that allow a reference.
+
+    Raises InvalidRequest if it is malformed, or NotAllowed naming the allowed patterns.
+    """
     if len(reference) > LONGEST or not _REFERENCE.fullmatch(reference):
         raise InvalidRequest(
             f"The field 'own_image' is {reference[:60]!r}: write an image as for docker pull, "
@@ -71,9 +74,9 @@ def check_own_image(reference: str, rules: Sequence[OwnImages]) -> list[OwnImage
 def check_contents(
     reference: str, size: int, labels: Mapping[str, str], rules: Sequence[OwnImages]
 ) -> None:
-    """Whether an image that is here now may be used: one of the rules has to agree.
+    """Check the size and labels of a pulled image: it must meet one of the rules.
 
-    Raises NotAllowed saying what is wrong with it.
+    Raises NotAllowed with the reason.
     """
     wrong = [_wrong(size, labels, rule) for rule in rules]
     if all(wrong):
@@ -92,7 +95,7 @@ def _wrong(size: int, labels: Mapping[str, str], rule: OwnImages) -> str:
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    """A pattern of the admin's as a regular expression; one without a tag takes any."""
+    """Convert an admin's pattern to a regular expression. Without a tag it matches any tag."""
     parts = re.split(r"(\*\*|\*)", text)
     expression = "".join({"**": ".*", "*": "[^/]*"}.get(part, re.escape(part)) for part in parts)
     if ":" not in text.rpartition("/")[2] and not text.endswith("*"):

@@ -1,7 +1,7 @@
-"""What the catalog speaks of, as frozen values: environments, and the mounts they get.
+"""Frozen models of the catalog: environments, and their datasets and shared folders.
 
-The models are also what its file may hold: what they refuse is refused there, and the JSON Schema
-is theirs. What needs more than one environment to be judged is the parser's.
+The models also define the format of the catalog file: they validate it, and its JSON Schema is
+generated from them. The parser makes the checks that involve more than one environment.
 
 Sizes are bytes. None leaves a setting to the spawner's configuration. Texts are as the admin wrote
 them: pages escape them, and show Markdown through :func:`gpuspawner.catalog.markdown.to_html`.
@@ -50,7 +50,7 @@ from .value_kinds import (
 )
 
 MOST_NAMED = 50
-"""Frameworks, or links, of one environment."""
+"""Maximum number of frameworks, and of links, of one environment."""
 MOST_OPTIONS = 10
 MOST_CHOICES = 50
 
@@ -61,7 +61,7 @@ Override = Annotated[
 
 
 def _first_page_of(fields: Mapping[str, Any]) -> str:
-    """Where servers open: what ``first_page`` means, as ``default_url`` is not there."""
+    """Return the default of ``default_url``, which is the URL that ``first_page`` means."""
     return fields.get("first_page") or "/lab"
 
 
@@ -97,7 +97,7 @@ class ProfileChoice(_ServerSettings):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Fields of the environment, as this choice has them."""
+        """The fields of the environment that this choice replaces, with its values."""
         said = self.model_fields_set - {"display_name", "default", "first_page"}
         said |= {"default_url"} if self.first_page else set()
         found = {key: getattr(self, key) for key in type(self).model_fields if key in said}
@@ -128,7 +128,7 @@ class ProfileOption(ConfigModel):
 
     @property
     def usual(self) -> str:
-        """The choice that is taken unless a member chooses: the default, else the first."""
+        """The preselected choice: the default or the first."""
         names = (name for name, choice in self.choices.items() if choice.default)
         return next(names, next(iter(self.choices)))
 
@@ -144,7 +144,7 @@ class DeviceLimits(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, data: Any) -> Any:
-        """Either one follows from the other when it is absent."""
+        """Derive a missing ``max`` from ``default``, and a missing ``default`` from ``max: 0``."""
         if isinstance(data, dict) and "max" not in data and isinstance(data.get("default"), int):
             return {**data, "max": max(1, data["default"])}
         if isinstance(data, dict) and "default" not in data and data.get("max") == 0:
@@ -176,7 +176,7 @@ def _ordered(limits: Any) -> Any:
 
 
 _OF_DEVICES = ("models", "min_memory", "min_driver", "min_cuda", "sharing", "hours")
-"""Keys that mean nothing where no server gets a device."""
+"""Keys that have no effect in a CPU-only environment."""
 
 
 class Environment(_ServerSettings):
@@ -254,7 +254,7 @@ class Environment(_ServerSettings):
 
     @model_validator(mode="after")
     def _check_devices(self) -> Environment:
-        """What is said of devices goes together."""
+        """Reject settings of devices that contradict each other."""
         said = next((key for key in _OF_DEVICES if key in self.model_fields_set), None)
         if self.cpu_only and said:
             raise mistake(
@@ -272,37 +272,39 @@ class Environment(_ServerSettings):
 
     @property
     def cpu_only(self) -> bool:
+        """True if servers never get a device."""
         return self.devices.max == 0
 
     @property
     def card_text(self) -> str:
-        """The summary, or else the description's first paragraph; plain text."""
-        from .markdown import first_words  # slow to import, and few processes show cards
+        """The summary, or the description's first paragraph, as plain text."""
+        from .markdown import first_words  # slow import, which few processes need
 
         return self.summary or first_words(self.description)
 
     @property
     def image_digest(self) -> str:
-        """``sha256:...`` when the image is pinned, else empty."""
+        """``sha256:...`` if the image is pinned, else empty."""
         return self.image.partition("@")[2]
 
     @property
     def image_tag(self) -> str:
-        """The image's tag, empty when it has none."""
+        """The image's tag, or empty."""
         name = self.image.partition("@")[0].rpartition("/")[2]
         return name.partition(":")[2]
 
     @property
     def images(self) -> tuple[str, ...]:
-        """Its image, and those of the choices within it."""
+        """The environment's image, and the images of its choices."""
         options = self.profile_options.values()
         chosen = (each.image for option in options for each in option.choices.values())
         return tuple(dict.fromkeys((self.image, *filter(None, chosen))))
 
     def with_options(self, chosen: Mapping[str, str]) -> Environment:
-        """The environment as these choices make it: names of choices by names of options.
+        """Return a copy with the chosen options, which are names of choices by names of options.
 
-        What is not said is as usual. Raises InvalidRequest for what there is not.
+        Other options have their preselected choice. Raises InvalidRequest for an unknown option or
+        choice.
         """
         self._check_options(chosen)
         made: dict[str, Any] = {}
@@ -331,7 +333,7 @@ class Environment(_ServerSettings):
                 )
 
     def visible_to(self, groups: Collection[str]) -> bool:
-        """Whether a member of ``groups`` may use this environment."""
+        """Return True if a member of ``groups`` may use this environment."""
         return _allowed(self.allowed_groups, groups)
 
 
@@ -357,7 +359,7 @@ class SharedFolder(Dataset):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mount:
-    """A dataset (always read-only) or a shared folder, and where servers find it."""
+    """A dataset (always read-only) or a shared folder, and its path inside servers."""
 
     name: str
     source: str
@@ -366,15 +368,15 @@ class Mount:
     """An absolute path inside the server."""
     read_only: bool = True
     allowed_groups: frozenset[str] | None = None
-    """Members of any of these groups get it; None is everyone."""
+    """Servers of members of any of these groups get the mount; None for everyone's servers."""
 
     @property
     def is_volume(self) -> bool:
-        """Whether the source is the name of a volume and not a path on the host."""
+        """True if the source is the name of a volume and not a path on the host."""
         return not self.source.startswith("/")
 
     def visible_to(self, groups: Collection[str]) -> bool:
-        """Whether the servers of a member of ``groups`` get this mount."""
+        """Return True if the servers of a member of ``groups`` get this mount."""
         return _allowed(self.allowed_groups, groups)
 
 

@@ -1,7 +1,7 @@
-"""``spawner_override``: traits of the spawner that an environment may set, and which it may not.
+"""Check ``spawner_override``: the spawner's traits that an environment sets.
 
-What decides devices, images and mounts belongs to the lease and to the catalog's own keys;
-an override of it would go around them without a word.
+The lease decides devices, and other keys of the catalog decide images and mounts. An override of
+these would bypass them silently, so it is rejected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from ..core.config_models import Schema, mistake
 
 OWN_KEYS = ("image", "environment", "mem_limit", "cpu_limit", "shm_size", "default_url")
-"""Traits that an environment sets by a key of the same name."""
+"""Traits that an environment sets with a key of the same name."""
 
 OWNED_TRAITS = {
     "allowed_images": "the catalog decides which images there are",
@@ -26,7 +26,7 @@ OWNED_TRAITS = {
     "options_from_form": "gpuspawner shows its own form",
     "services": "it is the hub's own",
 }
-"""Traits that no environment may set, and why."""
+"""Traits that no environment may set, and the reason."""
 
 OWNED_INSIDE = {
     "extra_host_config": {
@@ -51,11 +51,11 @@ OWNED_INSIDE = {
         "volumes": "mounts come from 'datasets' and 'shared_folders'",
     },
 }
-"""Keys that an environment may not set inside a trait that it may set, and why."""
+"""Keys that no environment may set in traits that it may set, and the reason."""
 
 
 def check_override(override: dict[str, Any]) -> dict[str, Any]:
-    """The override as it is, unless it sets a trait that is owned."""
+    """Return the override. Raises PydanticCustomError if it sets a forbidden trait or key."""
     for trait, value in override.items():
         why = OWNED_TRAITS.get(trait, "")
         if trait in OWN_KEYS:

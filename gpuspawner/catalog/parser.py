@@ -1,7 +1,7 @@
-"""From plain values to environments and mounts, or a ConfigError that says what to change.
+"""Parse plain values into environments and mounts, or raise a ConfigError that says what to change.
 
-The models judge each value; what is judged here needs several of them, or the files beside the
-catalog, and so is not in the JSON Schema.
+The models check single values. The checks here compare several entries or read files beside the
+catalog, so the JSON Schema does not contain them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOUNS = {
     "profile_options": "option",
     "choices": "choice",
 }
-"""What people call the entries of a list or mapping."""
+"""The word for an entry of a list or mapping, by its key."""
 
 
 class CatalogDocument(ConfigModel):
@@ -40,7 +40,7 @@ class CatalogDocument(ConfigModel):
 
 
 def schema() -> Schema:
-    """The JSON Schema of a whole catalog."""
+    """Return the JSON Schema of a catalog file."""
     found = json_schema(CatalogDocument, "gpuspawner's catalog of environments")
     own = found["$defs"]["Environment"]["properties"]
     for key, value in found["$defs"]["ProfileChoice"]["properties"].items():
@@ -51,7 +51,7 @@ def schema() -> Schema:
 def parse(
     data: object, origin: Origin
 ) -> tuple[tuple[Environment, ...], tuple[Mount, ...], tuple[Mount, ...]]:
-    """Environments, datasets and shared folders of a catalog, in their order."""
+    """Return the environments, datasets and shared folders of a catalog. Raises ConfigError."""
     read = read_model(CatalogDocument, data, origin, "the catalog", NOUNS)
     datasets = tuple(_mount(name, each, "/datasets") for name, each in read.datasets.items())
     folders = tuple(_mount(name, each, "/shared") for name, each in read.shared_folders.items())
@@ -86,7 +86,7 @@ def _check_names(
     what: str,
     known: Mapping[str, Dataset],
 ) -> None:
-    """The datasets or shared folders that an environment picks are there."""
+    """Raise ConfigError if an environment names an undefined dataset or shared folder."""
     for place, name in enumerate(getattr(environment, key) or ()):
         if name not in known:
             raise origin.error(
@@ -99,7 +99,7 @@ def _check_names(
 def _check_files(origin: Origin, index: int, environment: Environment, folder: Path) -> None:
     for key in MOST_BYTES:
         name = getattr(environment, key)
-        if not name or name.startswith("/"):  # of the hub's own host
+        if not name or name.startswith("/"):  # a path on the hub's own host
             continue
         try:
             (find if key == "logo" else read_text)(folder, key, name)
@@ -111,7 +111,7 @@ def _check_files(origin: Origin, index: int, environment: Environment, folder: P
 
 
 def _check_targets(origin: Origin, *named: tuple[str, tuple[Mount, ...]]) -> None:
-    """No target is another's, or lies inside another's."""
+    """Raise ConfigError if two mounts overlap."""
     seen: list[Mount] = []
     for key, mounts in named:
         for mount in mounts:
@@ -126,7 +126,7 @@ def _check_targets(origin: Origin, *named: tuple[str, tuple[Mount, ...]]) -> Non
 
 
 def _check_slugs(origin: Origin, environments: list[Environment]) -> None:
-    """Slugs are unique, and one environment at most is the default."""
+    """Raise ConfigError if two environments share a slug, or if two are the default."""
     seen: dict[str, int] = {}
     default: str | None = None
     for index, environment in enumerate(environments):
@@ -148,7 +148,7 @@ def _check_slugs(origin: Origin, environments: list[Environment]) -> None:
 
 
 def _check_way_in(origin: Origin, environments: list[Environment]) -> None:
-    """Whoever has no credits can still start something without a device."""
+    """Raise ConfigError if members without credits could not start any environment."""
     for index, environment in enumerate(environments):
         if not environment.cpu_variant and not any(
             _opens_instead(other, environment) for other in environments
@@ -162,7 +162,7 @@ def _check_way_in(origin: Origin, environments: list[Environment]) -> None:
 
 
 def _opens_instead(other: Environment, environment: Environment) -> bool:
-    """Whether everybody who may use the one may start the other without a device."""
+    """Return True if all who may use ``environment`` may start ``other`` without a device."""
     if not other.cpu_variant or other.allowed_groups is None:
         return other.cpu_variant
     wanted = environment.allowed_groups

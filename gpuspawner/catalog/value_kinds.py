@@ -1,4 +1,4 @@
-"""Kinds of values of a catalog: each says what may be written, and how the JSON Schema has it.
+"""Types of values in a catalog, each with its check and its JSON Schema.
 
 A check raises ValueError with the end of a sentence that begins with the key.
 """
@@ -17,18 +17,18 @@ from ..core.config_files import shown
 from ..core.config_models import Checked, Schema, list_schema, matching, text, text_schema, texts
 
 WORKSPACE = "/home/jovyan/work"
-"""Where every server finds the member's workspace."""
+"""The path of the member's workspace in every server."""
 
 MOST_HOURS = 8760
-"""The longest session that anything may ask for or allow: a year."""
+"""Maximum hours of any session: a year."""
 
 MOST_LINE = 200
-"""Characters of a text of one line."""
+"""Maximum number of characters of a text of one line."""
 MOST_TEXT = 20_000
-"""Characters of a text of many lines."""
+"""Maximum number of characters of a text of many lines."""
 
 FIRST_PAGES = {"lab": "/lab", "notebook": "/tree", "vscode": "/vscode/"}
-"""Where a server opens, by what ``first_page`` calls it."""
+"""Paths at which a server opens, by the name in ``first_page``."""
 
 LOGO_TYPES = {
     ".png": "image/png",
@@ -37,15 +37,15 @@ LOGO_TYPES = {
     ".webp": "image/webp",
     ".svg": "image/svg+xml",
 }
-"""What a logo may be, by its file's ending. A vector image can hold scripts: whoever serves it
-forbids them (``Content-Security-Policy: default-src 'none'; sandbox``)."""
+"""Media types of logos, by the file's ending. An SVG can contain scripts: it must be served with
+``Content-Security-Policy: default-src 'none'; sandbox``, which forbids them."""
 
 _JOINERS = {0x200C: None, 0x200D: None}
-"""Not printed, but part of how some scripts are written."""
+"""Unprintable characters that some writing systems need."""
 _CONTROL = r"\u0000-\u001f\u007f-\u009f\u2028-\u202e\u2066-\u2069"
 _PRINTABLE = rf"^(?=\s*\S)\s*[^{_CONTROL}]*\s*$"
 _NO_UP = r"^(?!\s*\.\.(?:/|\s*$))(?!.*/\.\.(?:/|\s*$))(?!.*\\)"
-"""The beginning of a pattern for paths without ``..``."""
+"""The beginning of a pattern for paths without ``..`` and backslashes."""
 _SERVER_PATH = text_schema(_NO_UP + r"\s*/(?!/)", examples=["/lab/tree/work"])
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
@@ -70,7 +70,7 @@ OptionName = Annotated[
         is_key=True,
     ),
 ]
-"""What names an option, and a choice."""
+"""The name of an option or a choice."""
 MountName = Annotated[str, matching(_NAME, "Use letters, digits, '-', '_' and '.'.", is_key=True)]
 ImageName = Annotated[
     str,
@@ -85,7 +85,7 @@ Version = Annotated[
     str,
     matching(r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,3}", "Write one such as '12.4'.", "a version"),
 ]
-"""In numbers, such as ``550.54``; as text, for 12.10 is not 12.1."""
+"""A version such as ``550.54``. It is text, because 12.10 is not 12.1."""
 
 
 def _line(value: object) -> str:
@@ -107,7 +107,7 @@ def _framework_version(value: object) -> str:
 
 _LINE = text_schema(_PRINTABLE, maxLength=MOST_LINE)
 Line = Annotated[str, Checked(_line, _LINE)]
-"""Text of one line that can be printed."""
+"""One line of printable text."""
 FrameworkVersion = Annotated[str, Checked(_framework_version, _LINE)]
 
 
@@ -123,7 +123,7 @@ LongText = Annotated[str, Checked(_long_text, text_schema(r"\S", maxLength=MOST_
 
 def _day(value: object) -> date:
     found = value
-    if isinstance(value, str):  # which newer Pythons would read in other forms too
+    if isinstance(value, str):  # newer versions of Python parse other formats, too
         try:
             found = date.fromisoformat(value) if re.fullmatch(_DAY, value) else None
         except ValueError:
@@ -181,7 +181,7 @@ ServerPath = Annotated[str, Checked(_server_path, _SERVER_PATH)]
 
 
 def plain_path(value: object) -> str:
-    """A relative path without ``..``, in one way of writing it."""
+    """Return a relative path without ``..`` in normal form. Raises ValueError for others."""
     found = _line(value)
     parts = found.split("/")
     if found.startswith("/") or "\\" in found or ".." in parts:
@@ -196,7 +196,7 @@ def _first_page(value: object) -> str:
     found = _line(value)
     if found in FIRST_PAGES:
         return FIRST_PAGES[found]
-    if "." not in found:  # a slip for one of the above, rather than a file
+    if "." not in found:  # probably a misspelt name and not a file
         raise ValueError(
             f"is {shown(found)}. Write {', '.join(FIRST_PAGES)}, or a file such as "
             "work/intro.ipynb."
@@ -216,11 +216,11 @@ FirstPage = Annotated[
         },
     ),
 ]
-"""The path of the page that ``lab``, ``notebook``, ``vscode`` or a file's name means."""
+"""The path of a page, written as ``lab``, ``notebook``, ``vscode`` or the name of a file."""
 
 
 def beside(*endings: str) -> Checked:
-    """Annotation of the name of a file beside the catalog."""
+    """Annotate the name of a file beside the catalog with one of these endings."""
 
     def check(value: object) -> str:
         name = plain_path(value)
@@ -228,7 +228,7 @@ def beside(*endings: str) -> Checked:
             raise ValueError(f"is {shown(name)}. Name a file that ends in {' or '.join(endings)}.")
         return name
 
-    # Letter by letter: the dialect of patterns knows no flags.
+    # Patterns in a JSON Schema have no flag to ignore case.
     anycase = (
         "".join(f"[{letter}{letter.upper()}]" for letter in ending.removeprefix("."))
         for ending in endings
@@ -241,7 +241,7 @@ _LOGO_FILE = beside(*LOGO_TYPES)
 
 
 def _logo(value: object) -> str:
-    """A path of the hub's own host, or a file beside the catalog: never another host's."""
+    """Return a path on the hub's own host or a file beside the catalog, never another host."""
     return _server_path(value) if text(value)[:1] == "/" else str(_LOGO_FILE.check(value))
 
 
@@ -272,7 +272,7 @@ _URL: Schema = text_schema(
     examples=["https://example.org/guide"],
 )
 Url = Annotated[str, Checked(_url, _URL)]
-"""``https://``, ``http://`` or ``mailto:``, or a path on the hub's own host."""
+"""An address with ``https://``, ``http://`` or ``mailto:``, or a path on the hub's own host."""
 
 
 # Mounts.
@@ -286,7 +286,7 @@ def _source(value: object) -> str:
             "same for everybody. Write the path or volume itself."
         )
     if found.startswith("/"):
-        path = "/" + posixpath.normpath(found).lstrip("/")  # which would leave two of them
+        path = "/" + posixpath.normpath(found).lstrip("/")  # normpath keeps two leading slashes
         if ":" in found or path == "/" or ".." in found.split("/"):
             raise ValueError(f"is {shown(found)}. Write the absolute path of one folder.")
         return path
@@ -317,10 +317,11 @@ def _target(value: object) -> str:
 
 
 Target = Annotated[str, Checked(_target, text_schema(_NO_UP + r"\s*/[^:]*$"))]
-"""A path inside the server that hides nothing it needs."""
+"""A path inside the server that hides no folder which the server needs."""
 
 
 def is_inside(path: str, folder: str) -> bool:
+    """Return True if a path is a folder or is inside it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 

@@ -1,7 +1,7 @@
-"""Environments as cards and as pages, with sample notebooks and waiting times.
+"""The cards and pages of environments, with sample notebooks and waiting times.
 
-Nothing of a notebook runs, and no HTML of it is taken over: Markdown goes through the catalog's
-sanitiser, and of an output only its text and its pictures are shown.
+No code of a notebook runs, and none of its HTML is used: Markdown goes through the catalog's
+sanitiser, and outputs are shown as text or pictures only.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .prices import MOST_CHOICES, PriceList, Tables
 
 MOST_CELLS = 200
 MOST_TEXT = 20_000
-"""Characters of one cell or output that are shown."""
+"""Maximum number of characters shown of one cell or output."""
 MOST_PICTURES = 100_000
-"""Characters of all pictures of a notebook together, in base64."""
+"""Maximum number of base64 characters for all pictures of a notebook together."""
 
 _PICTURES = ("image/png", "image/jpeg", "image/gif")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -46,7 +46,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a cell printed: text, or the address of a picture that is in the address itself."""
+    """An output of a cell: text, or a picture as a ``data:`` URL."""
 
     text: str = ""
     picture: str = ""
@@ -54,7 +54,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell: Markdown as safe HTML, or code with its outputs."""
+    """A cell of a notebook: Markdown as safe HTML, or code with its outputs."""
 
     html: str = ""
     code: str = ""
@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Notebook:
-    """The cells that are shown, and how many are not."""
+    """The cells to show, and the number of cells left out."""
 
     cells: tuple[Cell, ...]
     left_out: int = 0
@@ -71,7 +71,7 @@ class Notebook:
 
 @lru_cache(maxsize=64)
 def read_notebook(text: str) -> Notebook:
-    """A notebook of format 4. Raises ValueError with the end of a sentence."""
+    """Parse a notebook of format 4. Raises ValueError with the end of a sentence."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -116,7 +116,7 @@ def _outputs(outputs: object, room: list[int]) -> Iterable[Output]:
 
 
 def _picture(kind: str, value: object) -> str:
-    """A picture as an address; empty for what is none."""
+    """Return a base64 value as a ``data:`` URL; empty if it is empty or invalid."""
     try:
         data = base64.b64decode("".join(_text(value, MOST_PICTURES).split()), validate=True)
     except (binascii.Error, ValueError):
@@ -125,7 +125,7 @@ def _picture(kind: str, value: object) -> str:
 
 
 def _text(value: object, most: int = MOST_TEXT) -> str:
-    """The text of a field, which is a string or a list of lines; without what terminals obey."""
+    """Return a field's string or lines as text without control characters, cut to ``most``."""
     parts = value if isinstance(value, list) else [value]
     text = "".join(part for part in parts if isinstance(part, str))
     text = _CONTROL.sub("", _ESCAPES.sub("", text))
@@ -133,60 +133,62 @@ def _text(value: object, most: int = MOST_TEXT) -> str:
 
 
 PAGE = 60
-"""Cards on one page."""
+"""Number of cards on one page."""
 
 MOST_BADGES = 4
-"""Frameworks that a card names."""
+"""Maximum number of frameworks on a card."""
 
 LONGEST = 100
-"""Characters of a search."""
+"""Maximum number of characters of a search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a card says of an environment."""
+    """What a card shows about an environment."""
 
     environment: Environment
     face: Markup
-    """Its logo, or the first letter of its name."""
+    """The logo, or the first letter of the name."""
     badges: Markup
-    """What comes with it, and how many devices a server may have."""
+    """The frameworks, and how many devices a server may have."""
     text: str
-    """What it is, in a few words."""
+    """The summary, or the beginning of the description."""
     now: str
-    """``3 of 8 GPUs free now``, and how long one waits otherwise."""
+    """Availability, such as ``3 of 8 GPUs free now``, and the wait if there is one."""
     at_once: bool
-    """Whether a server would start at once."""
+    """True if a server would start without a wait."""
     price: str
-    """For one device; empty where none fits."""
+    """The price of one device; empty if no device fits."""
     open: bool = True
-    """Whether whoever reads it may start it."""
+    """True if the reader may start this environment."""
 
     @property
     def slug(self) -> str:
+        """The environment's slug."""
         return self.environment.slug
 
     @property
     def name(self) -> str:
+        """The environment's display name."""
         return self.environment.display_name
 
 
 @dataclass(frozen=True, slots=True)
 class CardFilter:
-    """What somebody looks for."""
+    """The criteria of a search for environments."""
 
     words: str = ""
     gpu: str = ""
-    """``with`` or ``without`` a GPU; empty is either."""
+    """``with`` or ``without`` a GPU; empty for both."""
     framework: str = ""
     at_once: bool = False
-    """Only what would start now."""
+    """Only environments that would start without a wait."""
 
     def __bool__(self) -> bool:
         return bool(self.words or self.gpu or self.framework or self.at_once)
 
     def takes(self, environment: Environment) -> bool:
-        """Whether an environment is what they look for, but for whether it starts now."""
+        """Return True if an environment meets all criteria except ``at_once``."""
         if self.gpu and environment.cpu_only != (self.gpu == "without"):
             return False
         if self.framework and self.framework not in environment.frameworks:
@@ -203,8 +205,11 @@ def make_cards(
     pages_url: str,
     closed: Iterable[str] = (),
 ) -> list[Card]:
-    """A card for each. ``outlooks`` are by slug; ``pages_url`` is where the catalog's pages are;
-    ``closed`` are the slugs that the reader sees and may not start."""
+    """Return a card for each environment.
+
+    ``outlooks`` are by slug. ``pages_url`` is the URL of the catalog's pages. ``closed`` are the
+    slugs of environments that the reader may see but not start.
+    """
     some = list(environments)
     prices = PriceList(overview, some, now)
     shut = frozenset(closed)
@@ -224,7 +229,7 @@ def make_cards(
 
 
 def usual_request(environment: Environment) -> Request:
-    """What most members ask for there: what a card tells of."""
+    """Return the usual request in an environment, which its card describes."""
     if environment.cpu_only:
         return Request()
     return Request(
@@ -235,13 +240,13 @@ def usual_request(environment: Environment) -> Request:
 
 
 def devices_of(environment: Environment) -> str:
-    """How many devices a server of it may have, in words."""
+    """Return how many devices a server of this environment may have, in words."""
     most = environment.devices.max
     return f"up to {most} GPU{'s' if most > 1 else ''}" if most else "no GPU"
 
 
 def said(outlook: Outlook, *, cpu_only: bool = False) -> str:
-    """``3 of 8 GPUs free now, about 25 min wait``."""
+    """Return the availability, such as ``3 of 8 GPUs free now, about 25 min wait``."""
     if cpu_only:
         return "Starts at once"
     if not outlook.total:
@@ -253,7 +258,7 @@ def said(outlook: Outlook, *, cpu_only: bool = False) -> str:
 
 
 def waiting(outlook: Outlook) -> str:
-    """``about 25 min wait``; empty where it would start at once, or nobody can say."""
+    """Return the wait, such as ``about 25 min wait``; empty if there is none or it is unknown."""
     if outlook.at_once:
         return ""
     if outlook.likely is not None:
@@ -264,18 +269,18 @@ def waiting(outlook: Outlook) -> str:
 
 
 def frameworks_of(environments: Sequence[Environment]) -> list[str]:
-    """The names of all that come with any of them."""
+    """Return the names of all frameworks in these environments, sorted."""
     return sorted({name for e in environments for name in e.frameworks}, key=str.casefold)
 
 
 def _round(wait: timedelta) -> str:
-    """Up to the minute, and to five of them where it is long."""
+    """Format a wait, rounded up to minutes, or to 5 minutes if it is longer than 10."""
     minutes = max(1, math.ceil(wait / timedelta(minutes=1)))
     step = 1 if minutes <= 10 else 5
     return format_time_left(timedelta(minutes=math.ceil(minutes / step) * step))
 
 
-# The same for everybody: made once.
+# Cached, because these parts are the same for every reader.
 
 
 @lru_cache(maxsize=1024)
@@ -302,7 +307,7 @@ def _badges(environment: Environment) -> Markup:
 
 
 def _haystack(environment: Environment) -> str:
-    """All that a search looks at."""
+    """Return the text that a search looks at, in lower case."""
     names = (f"{name} {version}" for name, version in environment.frameworks.items())
     parts = (
         environment.slug,
@@ -317,33 +322,33 @@ def _haystack(environment: Environment) -> str:
 T = TypeVar("T")
 
 MOST_PACKAGES = 1000
-"""Lines of the list of packages that are shown."""
+"""Maximum number of packages shown."""
 
 _PACKAGE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?\s*==\s*([^\s;\\]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """All of it as a template takes it; what is missing or cannot be read is empty."""
+    """The contents of an environment's page. Missing or unreadable parts are empty."""
 
     description: str
     """Safe HTML."""
     packages: tuple[tuple[str, str], ...]
-    """Names and versions."""
+    """Pairs of name and version."""
     packages_left_out: int
     changes: str
     """Safe HTML."""
     notebook: Notebook | None
     limits: tuple[tuple[str, str], ...]
-    """What a server has and needs, in words."""
+    """Pairs of a label and what a server has or needs, in words."""
     data: tuple[str, ...]
-    """Names of the datasets and folders that its servers have."""
+    """Names of the datasets and shared folders of its servers."""
     troubles: tuple[str, ...]
-    """Files that cannot be read now, in sentences for an admin."""
+    """Sentences for an admin about files that cannot be read."""
 
 
 def read_details(catalog: Catalog, environment: Environment, groups: Collection[str]) -> Details:
-    """The details of an environment for a reader in these groups. Reads files."""
+    """Return the details of an environment for a reader in these groups. Reads files."""
     troubles: list[str] = []
 
     def read(key: str, make: Callable[[str], T], otherwise: T) -> T:
@@ -371,13 +376,13 @@ def read_details(catalog: Catalog, environment: Environment, groups: Collection[
 
 
 def read_packages(text: str) -> list[tuple[str, str]]:
-    """Names and versions in a list of packages, as ``pip freeze`` and lock files write it."""
+    """Return the sorted names and versions from the output of ``pip freeze`` or a lock file."""
     found = (_PACKAGE.match(line.strip()) for line in text.splitlines())
     return sorted({(m[1], m[2]) for m in found if m}, key=lambda p: (p[0].casefold(), p[1]))
 
 
 def logo_file(catalog: Catalog, environment: Environment) -> tuple[bytes, str]:
-    """The logo beside the catalog, and its media type. Raises ValueError when there is none."""
+    """Return the logo beside the catalog and its media type. Raises ValueError without one."""
     if not environment.logo or environment.logo.startswith("/") or catalog.folder is None:
         raise ValueError("has no logo beside the catalog.")
     content = files.read(catalog.folder, "logo", environment.logo)
@@ -406,9 +411,9 @@ Ask = Callable[[Mapping[str, Request]], Mapping[str, Outlook]]
 def wait_tables(
     environments: Sequence[Environment], counts: Sequence[int], models: Sequence[str], ask: Ask
 ) -> Tables:
-    """A sentence for each choice, by ``gpus|model`` as the form has them.
+    """Return a sentence on the wait for each choice of the form, by ``gpus|model``.
 
-    ``ask`` tells how requests would fare, as
+    ``ask`` returns how requests would fare, as
     :meth:`gpuspawner.queue.positions.PositionService.outlooks` does.
     """
     alike: dict[Hashable, list[Environment]] = {}
@@ -435,7 +440,7 @@ def wait_tables(
 
 
 def sentence(outlook: Outlook) -> str:
-    """``Expect to wait about 25 min in line.``; empty where no device fits at all."""
+    """Return a sentence on the wait for one choice; empty if no device of the hub fits."""
     if outlook.at_once:
         return "Starts at once."
     if not outlook.total:

@@ -1,10 +1,10 @@
-"""The Hub's pages of environments, and the relay from a server to our service.
+"""The Hub's pages of environments, and the relay from a server to gpuspawner's service.
 
-The pages are JupyterHub handlers, so that its templates, its sign-in and its cookies go on working.
+The pages are JupyterHub handlers, so that they use its templates, sign-in and cookies.
 
-A server in a container reaches the hub's API and nothing else of this machine. What it asks about
-itself is handed to the service with the token that it came with, and the service decides: this
-adds no right. Cookies, bodies and whatever else came with it stay here.
+A server in a container can only reach the hub's API on this machine. The relay forwards a server's
+requests about itself to the service with the token that they carry, and the service authorizes
+them: the relay grants no rights. It forwards no cookies, bodies or other headers.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from .cards import (
 KEY = "gpuspawner_pages"
 
 FRESH = 1.0
-"""Seconds for which one look at the store serves everybody."""
+"""Seconds for which an overview of the devices is reused for everybody."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is free at one moment, and the cards of some environments."""
+    """The devices at one moment, and the cards of some environments."""
 
     overview: Overview
     cards: list[Card]
@@ -63,20 +63,20 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundEnvironments:
-    """One page of a search."""
+    """One page of the results of a search."""
 
     state: State
     found: int
     total: int
-    """Environments that its reader may hear of."""
+    """Number of environments that the reader may see."""
     frameworks: list[str]
-    """Of all of these."""
+    """The frameworks in all environments that the reader may see."""
     page: int
     pages: int
 
 
 class CatalogPages(Configurable):
-    """The pages ``/hub/environments``."""
+    """Settings and data of the pages ``/hub/environments``."""
 
     public = Bool(
         True,
@@ -107,8 +107,8 @@ class CatalogPages(Configurable):
 
     @classmethod
     def of(cls, settings: MutableMapping[str, Any]) -> CatalogPages:
-        """The one of this hub, by the settings of a handler."""
-        # Tornado's application copies its settings: what spawners share is in the Hub's own.
+        """Return the hub's only instance, from the settings of a handler."""
+        # Tornado's application copies its settings. Spawners share the Hub's own dictionary.
         shared: MutableMapping[str, Any] = settings["users"].settings
         if KEY not in shared:
             made = cls(config=shared["config"])
@@ -119,23 +119,23 @@ class CatalogPages(Configurable):
 
     @property
     def services(self) -> Services:
-        """The hub's, which its spawners use too."""
+        """The hub's services, which its spawners use too."""
         return hub_services(self.settings, self.config, self.settings["log"])
 
     async def refresh_catalog(self) -> None:
-        """Read a change of the catalog's file, if there is one, off the event loop."""
+        """Reload the catalog's file off the event loop if it changed."""
         if name := self.configured("catalog"):
             await watched(self.settings, name, self.settings["log"]).refresh()
 
     def catalog(self) -> Catalog:
-        """The catalog as the file is now, or as it last was right. Raises ConfigError."""
+        """Return the current catalog or the last valid one. Raises ConfigError without any."""
         name = self.configured("catalog")
         if not name:
             return Catalog.single(devices=DeviceLimits(default=1, max=1024))
         return watched(self.settings, name, self.settings["log"]).current()
 
     def shown(self, catalog: Catalog, groups: Collection[str]) -> list[Environment]:
-        """The environments that a reader in these groups hears of, in the file's order."""
+        """Return the environments shown to a reader in these groups, in the file's order."""
         if self.show_restricted:
             return list(catalog.environments)
         return list(catalog.visible_to(groups))
@@ -143,7 +143,7 @@ class CatalogPages(Configurable):
     def search(
         self, catalog: Catalog, groups: Collection[str], wanted: CardFilter, page: int
     ) -> FoundEnvironments:
-        """One page of what somebody looks for, the first is 1. Asks the store."""
+        """Return one page of the results of a search; the first page is 1. Reads the store."""
         everything = self.shown(catalog, groups)
         found = [e for e in everything if wanted.takes(e)] if wanted else everything
         if wanted.at_once:
@@ -161,7 +161,7 @@ class CatalogPages(Configurable):
         )
 
     def state(self, environments: Iterable[Environment], groups: Collection[str]) -> State:
-        """The cards of these environments for a reader in these groups. Asks the store."""
+        """Return the cards of environments for a reader in these groups. Reads the store."""
         some = list(environments)
         overview = self._overview()
         outlooks = self.services.positions.outlooks({e.slug: usual_request(e) for e in some})
@@ -170,7 +170,7 @@ class CatalogPages(Configurable):
         return State(overview, make_cards(some, overview, outlooks, now, url, closed))
 
     def _overview(self) -> Overview:
-        """Of this second or the one before: whoever likes may ask, as often as they like."""
+        """Return an overview at most ``FRESH`` seconds old, because anybody may ask at any rate."""
         since, known = self._seen
         if known is None or time.monotonic() - since > FRESH:
             known = self.services.monitoring.overview()
@@ -178,16 +178,16 @@ class CatalogPages(Configurable):
         return known
 
     def configured(self, trait: str) -> Any:
-        """What the configuration says of the hub's spawner class, the nearest class first."""
+        """Return the configured value of a spawner trait, most derived class first; else empty."""
         cls = self.settings["spawner_class"]
         sections = (c.__name__ for c in cls.__mro__ if c.__name__ in self.config)
         return next((self.config[s][trait] for s in sections if trait in self.config[s]), "")
 
 
 class StaticGzip(GZipContentEncoding):
-    """Compresses files below ``static/``, which everybody gets alike.
+    """Compresses files below ``static/``, which are the same for everybody.
 
-    Not pages: what a page holds of its reader's could be told from its compressed length.
+    Pages are not compressed: their compressed length could reveal private data of the reader.
     """
 
     def __init__(self, request: httputil.HTTPServerRequest) -> None:
@@ -197,6 +197,7 @@ class StaticGzip(GZipContentEncoding):
     def transform_first_chunk(
         self, status_code: int, headers: httputil.HTTPHeaders, chunk: bytes, finishing: bool
     ) -> tuple[int, httputil.HTTPHeaders, bytes]:
+        """Compress a static file, and leave any other response as it is."""
         if self._static:
             return super().transform_first_chunk(status_code, headers, chunk, finishing)
         self._gzipping = False
@@ -204,26 +205,27 @@ class StaticGzip(GZipContentEncoding):
 
 
 FILES = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
-"""What a file beside the catalog may do when it is opened by itself: a drawing can hold scripts."""
+"""Content security policy of files beside the catalog, because an SVG can contain scripts."""
 
 BODY_BYTES = 64 * 1024
-"""Of a request to the Hub's pages that are ours; the connection of one with more is closed."""
+"""Maximum size of a request's body. If it is larger, the connection is closed."""
 BODY_SECONDS = 30.0
 
 
 @web.stream_request_body
 class DropsBody(web.RequestHandler):
-    """For a handler of the Hub that takes no body: one that comes is dropped as it comes."""
+    """A handler of the Hub without a request body: any body is discarded as it arrives."""
 
     def set_default_headers(self) -> None:
+        """Close the connection after a request with a body."""
         super().set_default_headers()
-        # A refusal is sent before the body was read, and ends the connection: no proxy may send
-        # the next request by it.
+        # A refusal is sent before the body is read, and then the connection is closed, so that no
+        # proxy sends another request on it.
         if {"Content-Length", "Transfer-Encoding"} & set(self.request.headers):
             self.set_header("Connection", "close")
 
     async def prepare(self) -> None:
-        """Limit the body, before any of it is read."""
+        """Limit the body before any of it is read."""
         connection = self.request.connection
         if isinstance(connection, HTTP1Connection):
             connection.set_max_body_size(BODY_BYTES)
@@ -232,14 +234,14 @@ class DropsBody(web.RequestHandler):
             await prepared
 
     def data_received(self, chunk: bytes) -> None:
-        """Drop it."""
+        """Discard a part of the body."""
 
 
 class HubPageHandler(DropsBody, BaseHandler):
-    """What these pages share."""
+    """The common base of these pages."""
 
     async def prepare(self) -> None:
-        """Who has not signed in is sent there, where the admin wants that."""
+        """Reload a changed catalog. Redirect to the sign-in if it is needed to see the page."""
         await super().prepare()
         await self.site.refresh_catalog()
         if not self._finished and not self.site.public and self.current_user is None:
@@ -247,17 +249,18 @@ class HubPageHandler(DropsBody, BaseHandler):
 
     @property
     def site(self) -> CatalogPages:
+        """The hub's settings and data for these pages."""
         return CatalogPages.of(self.settings)
 
     @property
     def groups(self) -> frozenset[str]:
-        """Those of the reader; none for whoever has not signed in, and for a service."""
+        """The reader's groups; empty for a service or without a sign-in."""
         user = self.current_user
         return frozenset(group.name for group in getattr(user, "groups", ()))
 
     @property
     def running(self) -> bool:
-        """Whether the reader's default server runs: then no launch would start another."""
+        """True if the reader's default server is running. Then a launch does not start another."""
         user = self.current_user
         if not isinstance(user, User):
             return False
@@ -265,6 +268,7 @@ class HubPageHandler(DropsBody, BaseHandler):
         return bool(known and known.server)
 
     def catalog(self) -> Catalog:
+        """Return the catalog. Raises HTTPError 503 if it has never been valid."""
         try:
             return self.site.catalog()
         except GPUSpawnerError as error:
@@ -273,20 +277,21 @@ class HubPageHandler(DropsBody, BaseHandler):
             raise web.HTTPError(503, sentence) from None
 
     def shown(self) -> list[Environment]:
+        """Return the environments that the reader may see."""
         return self.site.shown(self.catalog(), self.groups)
 
     async def ask(self, work: Any, *args: Any) -> Any:
-        """Ask off the event loop; what the services refuse becomes the page's sentence."""
+        """Run ``work`` off the event loop. An error of the services becomes the page's message."""
         try:
             return await self.site.services.read(work, *args)
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code, "%s", error.message) from None
 
     async def show(self, template: str, **values: Any) -> None:
-        """Send a page."""
+        """Render a template and send it as the page."""
         page = await self.render_template(
             template,
-            no_spawner_check=True,  # else the bar of every page would make a spawner
+            no_spawner_check=True,  # otherwise the navigation bar creates a spawner
             environments_url=f"{self.hub.base_url}environments",
             running=self.running,
             **values,
@@ -295,6 +300,7 @@ class HubPageHandler(DropsBody, BaseHandler):
         self.finish(page)
 
     def environment(self, slug: str) -> Environment:
+        """Return an environment that the reader may see. Raises HTTPError 404."""
         found = next((e for e in self.shown() if e.slug == slug), None)
         if found is None:
             who = "" if self.current_user else " Some are shown only after signing in."
@@ -303,9 +309,10 @@ class HubPageHandler(DropsBody, BaseHandler):
 
 
 class Environments(HubPageHandler):
-    """All of them, as cards to search."""
+    """The page of all environments, as cards with a search."""
 
     async def get(self) -> None:
+        """Show one page of the results."""
         wanted, page = self._wanted(), self._page()
         found: FoundEnvironments = await self.ask(
             self.site.search, self.catalog(), self.groups, wanted, page
@@ -333,19 +340,21 @@ class Environments(HubPageHandler):
         return max(1, int(text)) if text.isascii() and text.isdigit() and len(text) < 6 else 1
 
     def _link_to(self, page: int) -> str:
-        """The same search, another page of it."""
+        """Return the URL of another page of the same search."""
         names = ("q", "gpu", "framework", "now")
         query = {n: value for n in names if (value := self.get_argument(n, ""))}
         return url_concat(self.request.path, {**query, "page": str(page)})
 
 
 class LiveEnvironments(HubPageHandler):
-    """What is free now, for the pages that are open: JSON by slug, of the slugs asked for."""
+    """Current availability as JSON by slug, with which open pages refresh their cards."""
 
     def get_content_type(self) -> str:
+        """Return the type of JSON, because the Hub's handlers send HTML by default."""
         return "application/json"
 
     async def get(self) -> None:
+        """Send the availability of the environments in the argument ``slugs``."""
         slugs = set(self.get_argument("slugs", "").split(",")[:PAGE])
         some = [e for e in self.shown() if e.slug in slugs]
         state: State = await self.ask(self.site.state, some, self.groups)
@@ -354,9 +363,10 @@ class LiveEnvironments(HubPageHandler):
 
 
 class OneEnvironment(HubPageHandler):
-    """All about one environment."""
+    """The page of one environment."""
 
     async def get(self, slug: str) -> None:
+        """Show the environment with this slug."""
         environment = self.environment(slug)
         groups = self.groups
         state: State = await self.ask(self.site.state, [environment], groups)
@@ -375,13 +385,15 @@ class OneEnvironment(HubPageHandler):
 
 
 class Logo(HubPageHandler):
-    """The logo of an environment, from beside the catalog."""
+    """The logo of an environment, from a file beside the catalog."""
 
     @property
     def content_security_policy(self) -> str:
+        """A policy without scripts."""
         return FILES
 
     async def get(self, slug: str) -> None:
+        """Send the logo."""
         environment = self.environment(slug)
         try:
             content, kind = await self.site.services.read(logo_file, self.catalog(), environment)
@@ -397,21 +409,21 @@ PATHS = {
     "GET": re.compile("leases/[0-9a-f]{1,64}/now"),
     "POST": re.compile("leases/[0-9a-f]{1,64}/(snooze|extend|end)"),
 }
-"""What a server may ask, and order."""
+"""Paths of the service that the relay forwards, by method."""
 
 TIMEOUTS = {"GET": 8.0, "POST": 20.0}
-"""Seconds. A stop answers after the Hub's ``slow_stop_timeout``, which is 10."""
+"""Timeouts in seconds. A stop is answered after the Hub's ``slow_stop_timeout`` of 10."""
 
 
 class Relay(DropsBody, APIHandler):
-    """Hands on what is in :data:`PATHS`, of who comes with a token. A body is dropped."""
+    """Forwards requests for :data:`PATHS` that carry a token, without their bodies."""
 
     async def get(self, path: str) -> None:
-        """What a server asks."""
+        """Forward a query of a server."""
         await self._hand_on(path)
 
     async def post(self, path: str) -> None:
-        """What a server orders."""
+        """Forward an action of a server."""
         await self._hand_on(path)
 
     async def _hand_on(self, path: str) -> None:
@@ -439,7 +451,7 @@ class Relay(DropsBody, APIHandler):
         self.finish(answer.body or b"{}")
 
     def _service(self) -> str:
-        """Where the service listens. Raises HTTPError 503."""
+        """Return the URL of the service. Raises HTTPError 503 if it is not registered."""
         name = self.settings["template_vars"].get("gpuspawner_service", "gpu")
         found = orm.Service.find(self.db, name=name)
         if found is None or found.server is None:

@@ -1,4 +1,4 @@
-"""What pages say of prices: by model and environment, and of each choice. Pure."""
+"""Prices as pages show them, by model and environment and for each choice. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ from ..ledger.models import Account
 from ..ledger.rules import format_time_left
 
 MOST_CHOICES = 4000
-"""Sentences of single choices in one page; with more, the table has to do."""
+"""Maximum number of sentences on a page. With more choices, it only has the price table."""
 
 MOST_NAMES = 4
-"""Environments named in one line of the table."""
+"""Maximum number of environments named in one line of the table."""
 
 FREE = "free of charge"
 
 WITHOUT = f"Without a GPU: {FREE}."
 
 NAME = "{name}"
-"""In a sentence, for the environment's own name."""
+"""Stands for the environment's name in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class PriceLine:
-    """What a device of one model costs, in some environments."""
+    """The price of a device of one model, in all or some environments."""
 
     label: str
     free: int
     total: int
     where: str
-    """The environments, when not all cost the same; else empty."""
+    """The environments, if their prices differ; else empty."""
     rate: int
     """Microcredits per GPU-hour."""
     lasts: str
-    """For how long the balance pays for one device; empty is for ever."""
+    """How long the balance pays for one device; empty if forever."""
 
     @property
     def price(self) -> str:
-        """Credits, for people."""
+        """The rate in credits, formatted."""
         return format_credits(self.rate)
 
 
 class Tables(NamedTuple):
-    """What the form says of each choice. Environments on the same terms share a table."""
+    """A sentence for each choice of the form. Environments with equal terms share a table."""
 
     of: dict[str, int]
-    """The number of an environment's table, by slug."""
+    """The index of an environment's table in ``tables``, by slug."""
     tables: tuple[dict[str, str], ...]
-    """Sentences by ``gpus|model|account`` as the form has them, with ``{name}`` for the
-    environment's. ``gpus`` is empty for what is usual there, ``model`` for any."""
+    """Sentences by the form's ``gpus|model|account`` or ``gpus|model``, with ``{name}`` for the
+    environment's name. ``gpus`` is empty for the environment's default, ``model`` for any."""
 
     def sentence(self, environment: Environment, choice: str) -> str:
-        """The sentence of one choice; empty where there is none."""
+        """Return the sentence for one choice; empty if there is none."""
         number = self.of.get(environment.slug)
         found = "" if number is None else self.tables[number].get(choice, "")
         return found.replace(NAME, environment.display_name)
 
 
 class PriceList:
-    """The prices of one moment for one member's form."""
+    """The prices at one moment, for the form of one member."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class PriceList:
         now: datetime,
         ending: Mapping[str, Sequence[tuple[datetime, int]]] | None = None,
     ) -> None:
-        """``ending``: when credits of some accounts end, and how many microcredits, by name."""
+        """``ending``: when credits expire and how many (in microcredits), by account name."""
         self.overview = overview
         self._ending = ending or {}
         self.environments = [e for e in environments if not e.cpu_only]
@@ -87,12 +87,12 @@ class PriceList:
         self._slots = {view.device.model: view.device.slots for view in overview.devices}
 
     def rate(self, environment: Environment, count: ModelCount) -> int:
-        """Microcredits per hour of one device of a model in an environment."""
+        """Return the microcredits per hour for one device, or one slot of a shared device."""
         slots = self._slots.get(count.model, 1)
         return self._cards[environment.slug].rate_of(count.model, slots)
 
     def lines(self, account: Account) -> list[PriceLine]:
-        """A line for each model, and for each of its prices where environments differ."""
+        """Return a line for each model, or for each of its prices if environments differ."""
         found = []
         for count in self.overview.models:
             by_rate: dict[int, list[str]] = {}
@@ -108,15 +108,17 @@ class PriceList:
         return found
 
     def until(self) -> str:
-        """When these prices change for new servers, as people read it; empty when they do not."""
+        """Return when these prices change for new servers, formatted; empty if they do not."""
         change = self.overview.rates.next_change(self.now)
         if change is None:
             return ""
         return deadline(change, self.now)
 
     def of(self, environment: Environment) -> str:
-        """What a device costs there now: ``1.00 to 4.00 credits a GPU-hour``, or ``free of
-        charge``; empty where no device fits."""
+        """Return the price of a device in an environment; empty if no device fits.
+
+        It reads ``1.00 to 4.00 credits a GPU-hour``, or ``free of charge``.
+        """
         if environment.cpu_only:
             return FREE
         rates = sorted({self.rate(environment, count) for count in self._models_of(environment)})
@@ -125,9 +127,9 @@ class PriceList:
         return f"{_span(rates)} credits a GPU-hour" if rates[-1] else FREE
 
     def tables(self, counts: Sequence[int], payers: Sequence[tuple[str, Account]]) -> Tables:
-        """A sentence for each choice that the form has.
+        """Return a sentence on the price of each choice of the form.
 
-        ``payers`` are the accounts that can be chosen, with what the form calls each.
+        ``payers`` are the accounts to choose from, each with its value in the form.
         """
         gpus = ["", *(str(count) for count in counts)]
         models = ["", *(count.model for count in self.overview.models)]
@@ -146,7 +148,7 @@ class PriceList:
         return Tables({e.slug: at for at, some in enumerate(alike.values()) for e in some}, found)
 
     def _terms(self, environment: Environment) -> Hashable:
-        """Environments of which this is the same have the same sentences."""
+        """Return a key that is equal for environments with the same sentences."""
         return (
             environment.devices,
             environment.cpu_variant,
@@ -171,7 +173,7 @@ class PriceList:
         return f"{what}: {_span(rates)} credits an hour. {_whose(account)} lasts {left}."
 
     def _lasts(self, account: Account, rate: int) -> str:
-        """How long an account pays for that, with what ends before it is spent left out."""
+        """Return how long an account can pay a rate, without credits that expire before use."""
         ending = [(end - self.now, left) for end, left in self._ending.get(account.name, ())]
         left = lasts(ending, account.available, rate)
         return format_time_left(left) if left is not None else ""
@@ -180,7 +182,7 @@ class PriceList:
         return [e for e in self.environments if count in self._models_of(e)]
 
     def _models_of(self, environment: Environment) -> list[ModelCount]:
-        """The devices that an environment may get."""
+        """Return the device models that an environment can use."""
         return [
             count
             for count in self.overview.models
@@ -193,14 +195,14 @@ class PriceList:
 
 
 def model_label(count: ModelCount) -> str:
-    """A model with its memory, unless its name says that already (A100-SXM4-80GB)."""
+    """Return a model's name with its memory, unless the name has it (A100-SXM4-80GB)."""
     memory = format_memory(count.memory_bytes)
     said = memory.replace(" ", "") in count.model.replace(" ", "")
     return count.model if said else f"{count.model}, {memory}"
 
 
 def _span(rates: Sequence[int]) -> str:
-    """``4.00``, or ``1.00 to 4.00``; ``rates`` are sorted."""
+    """Format sorted rates as ``4.00`` or ``1.00 to 4.00``."""
     least, most = format_credits(rates[0]), format_credits(rates[-1])
     return least if least == most else f"{least} to {most}"
 

@@ -1,8 +1,7 @@
-"""The page that a member sees once, before all others: credits, queue, files.
+"""The welcome page on credits, queue and files, which each member sees once before the others.
 
-It is shown to whoever comes to the Hub's front door and was not shown it before; a link to a
-certain page leads there as ever. Who was shown it is in the store. The member's workspace is
-opened with it.
+The Hub's default URL shows it to members who have not seen it; links to other pages are not
+affected. The store records who has seen it. The member's workspace is created at the same time.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from .handlers import CatalogPages, HubPageHandler
 KEY = "gpuspawner_welcomed"
 
 MODELS = 4
-"""Models of GPUs whose price is said; the other ones are on the environments' pages."""
+"""Maximum number of GPU models on this page; the environments' pages show the other ones."""
 
 
 def front_door(handler: BaseHandler) -> str:
-    """Where the Hub's front door leads (its ``default_url``): to the welcome page of a newcomer,
-    else where it always did.
+    """Return the Hub's ``default_url``: the welcome page for a user who may be new, else empty.
 
-    It asks no database, for the Hub waits for it: the first look decides at the page itself, and
-    this process remembers.
+    With an empty URL the Hub behaves as usual. This function does not ask the database, because
+    that would block the Hub: the page itself checks if the user is new, and the process remembers
+    the result.
     """
     user = handler.current_user
     if user is None and not isinstance(handler, RootHandler):
-        # Who has signed in just now, elsewhere: their cookie tells who it is at the next step.
+        # They have just signed in. Their cookie identifies them from the next request on.
         return str(handler.hub.base_url)
     if not isinstance(user, User) or user.name in _known(handler.settings):
         return ""
@@ -47,25 +46,27 @@ def front_door(handler: BaseHandler) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a GPU of a model costs, and how long a balance pays for it."""
+    """The price of a GPU of one model, and how long a balance pays for it."""
 
     model: str
     rate: str
-    """Credits an hour."""
+    """Credits per hour, formatted."""
     hours: int | None
-    """None: for ever, it is free."""
+    """Full hours; None if the GPU is free of charge."""
 
 
 class Welcome(HubPageHandler):
-    """``/hub/welcome``: the three things to know."""
+    """The page ``/hub/welcome``."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Show the page, even to members who have seen it before."""
         if not isinstance(self.current_user, User):
             raise web.HTTPError(403, "This page is for members.")
         await self.show_it(self.current_user.name)
 
     async def show_it(self, user: str) -> None:
+        """Send the page with the member's balance and the prices."""
         services = self.site.services
         account, models = await self.ask(_known_of, services, user)
         await self.show(
@@ -80,10 +81,11 @@ class Welcome(HubPageHandler):
 
 
 class FirstWelcome(Welcome):
-    """``/hub/welcome/first``: the same for who was not shown it; others go on."""
+    """The page ``/hub/welcome/first``, which redirects members who have seen it."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Show the page and record it, or redirect to the next page."""
         user = self.current_user
         name = user.name if isinstance(user, User) else ""
         if not name or not await self._is_due(name):
@@ -94,21 +96,21 @@ class FirstWelcome(Welcome):
         services = self.site.services
         try:
             await services.run(services.members.welcomed, name)
-        except GPUSpawnerError as error:  # then they see it again, after the hub's next start
+        except GPUSpawnerError as error:  # they see it again after the hub restarts
             self.log.warning("That %r was welcomed could not be written: %s", name, error.message)
         await self._open_workspace(user)
 
     async def _open_workspace(self, user: User) -> None:
-        """So that it is there before the first start, which else makes it. The page is sent."""
+        """Create the workspace ahead of the first start. The page has already been sent."""
         if open_workspace := getattr(user.spawner, "open_workspace", None):
             try:
                 await open_workspace()
             except Exception as error:
-                # An engine can fail in as many ways as it has libraries: the start says which.
+                # Each engine raises errors of its own libraries. The first start reports them.
                 self.log.warning("The workspace of %r waits for a start: %s", user.name, error)
 
     async def _is_due(self, user: str) -> bool:
-        """Whether somebody is still to be welcomed. Who cannot be told goes on."""
+        """Return True if a member has not seen the page; False if the store cannot tell."""
         services = self.site.services
         try:
             return await services.read(services.members.welcome_due, user)
@@ -122,7 +124,7 @@ class FirstWelcome(Welcome):
 
 
 def prices(account: Account, models: list[ModelCount]) -> list[Price]:
-    """What the GPUs cost, the cheapest first, and for how long the balance pays."""
+    """Return the prices of the cheapest GPU models, and how long the balance pays for each."""
     rates: dict[str, int] = {}
     for each in models:
         rates[each.model] = min(each.rate, rates.get(each.model, each.rate))
@@ -135,7 +137,7 @@ def prices(account: Account, models: list[ModelCount]) -> list[Price]:
 
 
 def _place(site: CatalogPages, spawner: type[Any]) -> str:
-    """Where files stay; nothing where they do not, for no place is set up for them."""
+    """Return the folder whose files are kept; empty if none is configured."""
     traits = spawner.class_traits()
     kept = [name for name in ("workspace", "volumes") if name in traits]
     if not any(site.configured(name) or traits[name].default_value for name in kept):
@@ -145,11 +147,11 @@ def _place(site: CatalogPages, spawner: type[Any]) -> str:
 
 
 def _known_of(services: Services, user: str) -> tuple[Account, list[ModelCount]]:
-    """The member's account, which is opened now if sign-in could not, and the GPUs."""
+    """Return the member's account, opened if the sign-in failed to, and the GPU models."""
     return services.ledger.open_account(user), list(services.monitoring.overview().models)
 
 
 def _known(settings: MutableMapping[str, Any]) -> set[str]:
-    """Who needs no welcome, as far as this process knows."""
+    """Return the names of users who need no welcome, as far as this process knows."""
     found: set[str] = settings["users"].settings.setdefault(KEY, set())
     return found
