@@ -156,7 +156,7 @@ class _Server(HTTPServer):
 
 
 class LimitedApplication(web.Application):
-    """Accepts large bodies only from admins, for handlers that take files."""
+    """An application that accepts large bodies only from admins, for handlers that take files."""
 
     # Tornado's annotation is narrower than the delegates that it accepts.
     def get_handler_delegate(  # type: ignore[override]
@@ -176,7 +176,7 @@ class LimitedApplication(web.Application):
 
 
 class _LargeBody(httputil.HTTPMessageDelegate):
-    """Asks the Hub who sends a large body before any of it is read."""
+    """A delegate that asks the Hub who sends a large body before any of it is read."""
 
     def __init__(
         self,
