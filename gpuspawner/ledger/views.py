@@ -439,7 +439,7 @@ class AccountsAPI(APIHandler):
 
     @operation("accounts", schemas.AccountsAnswer, SEARCH, AFTER_NAME, LIMIT, scope=READ_ACCOUNTS)
     @web.authenticated
-    async def get(self) -> None:  # noqa: D102 - the class docstring describes the operation
+    async def get(self) -> None:  # noqa: D102 - the class docstring is the summary
         whom = self.reach(READ_ACCOUNTS)
         if not whom:
             raise web.HTTPError(403) from NotAllowed(NOT_ALL)

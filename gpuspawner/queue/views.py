@@ -273,7 +273,7 @@ class QueueAPI(APIHandler):
 
     @operation("queue", schemas.QueueAnswer | schemas.OwnQueueAnswer)
     @web.authenticated
-    async def get(self) -> None:  # noqa: D102 - the class docstring describes the operation
+    async def get(self) -> None:  # noqa: D102 - the class docstring is the summary
         await (self._tell_everything() if self.admin else self._tell_own())
 
     async def _tell_everything(self) -> None:
