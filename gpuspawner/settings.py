@@ -19,7 +19,7 @@ from .storage.service import GPUFolders
 
 
 class GPUDatabase(LoggingConfigurable):
-    """Where leases and credits are stored, and how a hub recognizes its own leases."""
+    """The database of leases and credits, and the id by which a hub knows its own leases."""
 
     url = Unicode(
         config=True,
@@ -52,7 +52,7 @@ class GPUDatabase(LoggingConfigurable):
 
 
 class GPUDevices(LoggingConfigurable):
-    """Where the devices come from."""
+    """The source of the devices."""
 
     source = Unicode(
         "auto",

@@ -44,7 +44,10 @@ CATALOG_SCHEMA_HANDLERS: list[tuple[str, type[web.RequestHandler]]] = [
 
 
 class _PlainSchema(GenerateJsonSchema):
-    """Schemas without titles, which repeat names, and without defaults, which imply optional."""
+    """A schema generator that leaves out titles and defaults.
+
+    Titles repeat the names, and defaults only say that a field is optional.
+    """
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

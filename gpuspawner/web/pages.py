@@ -170,7 +170,7 @@ class SignedIn(Page, HubOAuthCallbackHandler):
 
 
 class NotFound(Page):
-    """Any path without a handler, for every method."""
+    """The handler of unknown paths, for every method."""
 
     async def prepare(self) -> None:
         """Raise HTTPError 404."""
