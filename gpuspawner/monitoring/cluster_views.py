@@ -1,8 +1,8 @@
 """The live page of the whole cluster, and the same as JSON.
 
-Everybody sees every device: its state, since when it is leased and what it does. Admins and the
-member see who has it; other members do if the site allows it. Only admins see the driver's error
-messages and the notes that admins wrote.
+Everybody sees every device: its state, since when it is leased and what it does. Who has it is
+shown to admins, to its own member and, if the site allows it, to all members. Only admins see the
+driver's error messages and the notes that admins wrote.
 
 However many users watch, the picture is taken once, in a thread, and serialized once for each kind
 of viewer. A viewer's buffer holds one picture, and a newer one replaces it. So a slow viewer gets

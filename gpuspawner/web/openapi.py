@@ -112,7 +112,7 @@ def _schemas(
 ) -> tuple[dict[str, Schema], dict[str, Schema]]:
     """Return the schemas of bodies and answers, and the schemas that they refer to.
 
-    The first are keyed by the operation's name with `` body`` or `` answer`` appended.
+    The first are keyed by the operation's name followed by ``body`` or ``answer``.
     """
     models: list[tuple[str, Any, TypeAdapter[Any]]] = [
         ("error", "serialization", TypeAdapter(ErrorAnswer))
