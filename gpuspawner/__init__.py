@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is not always needed when it is first asked for."""
+    """Import ``add_services`` on first access, because its modules are not always needed."""
     if name == "add_services":
         from .config import add_services
 

@@ -1,4 +1,4 @@
-"""``python -m gpuspawner`` is the ``gpuspawner`` command."""
+"""Run the ``gpuspawner`` command as ``python -m gpuspawner``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The services of gpuspawner, added to the configuration of a hub that is there already.
+"""Add the services of gpuspawner to the configuration of an existing hub.
 
 The last lines of an admin's ``jupyterhub_config.py``::
 
@@ -6,12 +6,11 @@ The last lines of an admin's ``jupyterhub_config.py``::
     c.GPUDatabase.url = "sqlite:////srv/jupyterhub/gpuspawner.sqlite"
     import gpuspawner; gpuspawner.add_services(c)
 
-What the admin set before stays as it is. The services hear of the settings in ``SECTIONS`` through
-their environment: a command line can be read by every user of the machine, and a database URL may
-hold a password. JupyterHub keeps
-the environment of a service in its own database; who does not want the password there
-leaves it out of the URL and uses a PostgreSQL password file (``PGPASSFILE``), and writes
-``{file:/path}`` into the URL of a channel.
+The admin's earlier settings stay as they are. The services receive the settings in ``SECTIONS``
+through their environment: every user of the machine can read a command line, and a database URL may
+hold a password. JupyterHub stores the environment of a service in its own database. To keep a
+password out of that database, use a PostgreSQL password file (``PGPASSFILE``) instead of a password
+in the URL, and write ``{file:/path}`` into the URL of a channel.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ from .hub_pages.handlers import StaticGzip
 CULLER = "idle-culler"
 
 CULLER_CONFIG = Path(__file__).parent / "service" / "idle_culler_config.py"
-"""By which the culler spares servers whose GPUs work."""
+"""The culler's configuration file; it makes the culler spare servers with busy GPUs."""
 
 TEMPLATES = Path(__file__).parent / "spawners" / "hub_templates"
-"""The Hub's pages that are ours."""
+"""Templates of the pages that gpuspawner adds to the Hub."""
 
 PAGES = (
     (r"/environments/?", "gpuspawner.hub_pages.handlers.Environments"),
@@ -59,17 +58,20 @@ PAGES = (
     (r"/welcome/first", "gpuspawner.hub_pages.welcome.FirstWelcome"),
     (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.Relay"),
 )
-"""The Hub's pages that are ours, below ``/hub``. By name: Tornado imports them, in the hub only."""
+"""Pages that gpuspawner adds to the Hub, below ``/hub``.
+
+Handlers are given by name, so that only the hub imports them.
+"""
 
 JUPYTERHUBS_SERVER_SCOPES = ("users:activity!user", "access:servers!server")
-"""What JupyterHub lets the token of every server do."""
+"""Scopes that JupyterHub gives to the token of every server."""
 
 SECTIONS = (
     *("GPUDatabase", "GPUDevices", "GPUCredits", "GPURates", "GPUQueue", "GPUMembers", "GPUIdle"),
     *("GPUHealth", "GPUFolders", "GPUSlurm", "GPUMonitoring", "GPUSessions", "GPUNotifications"),
     "Accounting",
 )
-"""What the service is told of the configuration."""
+"""Configuration sections that are passed to the service."""
 
 RENAMED = {
     "Broker.database_url": "GPUDatabase.url",
@@ -133,21 +135,25 @@ RENAMED = {
         "",
     ),
 }
-"""The settings of before there was a class for each capability, and what they are now; empty for
-those that are fixed."""
+"""Old names of settings and their current names; empty for settings that no longer exist."""
 
 PASSED_ON = (
     *("HOME", "TZ", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_CONFIG"),
     "GPUSPAWNER_SIMULATION",
 )
-"""Of the hub's environment, what a service needs to reach the engine and to tell local time, and
-the script of simulated GPUs.
-PostgreSQL's own variables (``PG...``) are passed on too."""
+"""Environment variables of the hub that are passed to the service.
+
+It needs them to reach the engine, to show local time and to simulate GPUs. PostgreSQL's own
+variables (``PG...``) are passed too.
+"""
 
 
 SERVICE_TIMEOUT = 120
-"""Seconds in which the service has to answer after the Hub started it. JupyterHub ends after 30
-otherwise, and a busy machine or the migration of a large database may take longer."""
+"""Seconds in which the service has to answer after the Hub started it.
+
+JupyterHub exits after 30 by default. A busy machine or the migration of a large database may take
+longer.
+"""
 
 
 def add_services(
@@ -157,12 +163,19 @@ def add_services(
     url: str = "http://127.0.0.1:10190",
     cull_idle_after: int | None = None,
 ) -> None:
-    """Add the accounting service, and the idle culler when ``cull_idle_after`` is given.
+    """Add the accounting service, and the idle culler if ``cull_idle_after`` is given.
 
-    ``name`` is the service's place on the hub (``/services/gpu/``), ``url`` where it listens:
-    a free port of this machine. Servers without activity for ``cull_idle_after`` seconds are
-    stopped, but for those whose GPUs work. Call it after the settings of ``SECTIONS`` and after
-    ``c.JupyterHub.internal_ssl``, and once.
+    Call this once, after the settings of ``SECTIONS`` and after ``c.JupyterHub.internal_ssl``.
+
+    Args:
+        c: The hub's configuration.
+        name: The service's name on the hub; its pages are at ``/services/NAME/``.
+        url: Where the service listens: a free port of this machine.
+        cull_idle_after: Seconds without activity after which a server is stopped, unless its GPUs
+            are busy.
+
+    Raises:
+        ConfigError: An argument or a setting is invalid.
     """
     if cull_idle_after is not None and cull_idle_after <= 0:
         raise ConfigError(what=f"cull_idle_after is {cull_idle_after}; it counts seconds")
@@ -175,7 +188,7 @@ def add_services(
     _add_pages(c, name)
     _define_scopes(c)
     if "concurrent_spawn_limit" not in c.JupyterHub:
-        # Who waits in line counts as a pending spawn: no limit, or the line is full at 100.
+        # Queued servers count as pending spawns, which JupyterHub limits to 100 by default.
         c.JupyterHub.concurrent_spawn_limit = 0
     _add_service(
         c,
@@ -196,8 +209,10 @@ def add_services(
 
 
 def require_new_names(c: Config) -> None:
-    """Raise ConfigError naming every setting that has another name now: traitlets would pass over
-    it without a word."""
+    """Raise ConfigError naming every setting whose name is out of date.
+
+    Traitlets would ignore these settings silently.
+    """
     found = [
         f"c.{old} is c.{new} now" if new else f"c.{old} is no setting any more: leave it out"
         for old, new in RENAMED.items()
@@ -208,10 +223,10 @@ def require_new_names(c: Config) -> None:
 
 
 def _require_loopback(url: str) -> None:
-    """Raise ConfigError unless the service is at a plain address that no network carries.
+    """Raise ConfigError unless the service has a plain http address on the loopback interface.
 
-    JupyterHub waits for an https service with a TLS context that is made for a server, which
-    never succeeds, and then ends.
+    JupyterHub waits for an https service with a TLS context that is made for a server. That never
+    succeeds, and JupyterHub exits.
     """
     parsed = urlsplit(url)
     if parsed.scheme == "http" and parsed.hostname in ("127.0.0.1", "::1", "localhost"):
@@ -225,7 +240,10 @@ def _require_loopback(url: str) -> None:
 
 
 def _culler(c: Config, idle_after: int) -> dict[str, Any]:
-    """JupyterHub's own culler, which asks us about servers that hold GPUs, if these are sampled."""
+    """Return the service entry of JupyterHub's idle culler.
+
+    If GPUs are sampled, the culler asks gpuspawner about servers that hold GPUs.
+    """
     command = [sys.executable, "-m", "jupyterhub_idle_culler", f"--timeout={idle_after}"]
     if c.JupyterHub.get("internal_ssl"):
         certificates = os.path.abspath(c.JupyterHub.get("internal_certs_location", "internal-ssl"))
@@ -252,26 +270,26 @@ def _add_service(c: Config, service: dict[str, Any], scopes: tuple[str, ...]) ->
 
 
 def _let_members_in(c: Config, scopes: tuple[str, ...]) -> None:
-    """Let every member open the service, without touching what else they may do."""
+    """Let every member open the service, without changing their other permissions."""
     if _role(c, "user") is None and "extra_user_scopes" in c.JupyterHub:
-        _extend_user_scopes(c, scopes)  # JupyterHub ignores it beside a role of ours
+        _extend_user_scopes(c, scopes)  # JupyterHub ignores it if we define the role
     else:
         _extend_role(c, "user", ("self",), scopes)
 
 
 def _let_servers_ask(c: Config) -> None:
-    """Let every server ask about itself, without touching what else it may do."""
+    """Let every server ask about itself, without changing its other permissions."""
     _extend_role(c, "server", JUPYTERHUBS_SERVER_SCOPES, SERVER_SCOPES)
 
 
 def _role(c: Config, name: str) -> dict[str, Any] | None:
-    """The role of this name that the admin's configuration defines."""
+    """Return the role of this name from the admin's configuration, or None."""
     roles = _entries(c.JupyterHub.load_roles)
     return next((role for role in roles if role.get("name") == name), None)
 
 
 def _extend_role(c: Config, name: str, theirs: tuple[str, ...], ours: tuple[str, ...]) -> None:
-    """Add scopes to a role that JupyterHub has by itself, with these scopes."""
+    """Add the scopes ``ours`` to a built-in role of JupyterHub, which has ``theirs`` by default."""
     if (role := _role(c, name)) is None:
         _append(c, "load_roles", {"name": name, "scopes": [*theirs, *ours]})
         return
@@ -288,7 +306,7 @@ def _extend_user_scopes(c: Config, scopes: tuple[str, ...]) -> None:
 
 
 def _define_scopes(c: Config) -> None:
-    """Our scopes beside the admin's own, for roles and tokens."""
+    """Define gpuspawner's scopes next to the admin's own, for roles and tokens."""
     value = c.JupyterHub.custom_scopes
     if isinstance(value, LazyConfigValue):
         value.update(copy.deepcopy(CUSTOM_SCOPES))
@@ -297,7 +315,7 @@ def _define_scopes(c: Config) -> None:
 
 
 def _add_templates(c: Config) -> None:
-    """Our pages, after the admin's own and before JupyterHub's."""
+    """Add gpuspawner's templates after the admin's own and before JupyterHub's."""
     value = c.JupyterHub.template_paths
     if isinstance(value, LazyConfigValue):
         value.insert(len(value.to_dict().get("inserts", ())), str(TEMPLATES))
@@ -306,7 +324,7 @@ def _add_templates(c: Config) -> None:
 
 
 def _add_pages(c: Config, service: str) -> None:
-    """The pages of environments, and what they need of the hub."""
+    """Add gpuspawner's pages to the Hub, and the settings that they need."""
     for page in PAGES:
         _append(c, "extra_handlers", page)
     c.JupyterHub.template_vars.update({"gpuspawner_service": service})
@@ -319,8 +337,10 @@ def _add_pages(c: Config, service: str) -> None:
 
 
 def _front_door(handler: Any) -> str:
-    """Newcomers are welcomed first. Imported when the first one comes: a configuration is read by
-    the command line too, which needs no pages."""
+    """Return the default URL for a user: newcomers get the welcome page.
+
+    The import is deferred because the command line reads the configuration too, but needs no pages.
+    """
     from .hub_pages.welcome import front_door
 
     return front_door(handler)
@@ -331,10 +351,10 @@ def _is_lazy(value: Any) -> bool:
 
 
 def _entries(value: Any) -> list[dict[str, Any]]:
-    """The dictionaries in a list setting, whether it is a list yet or only additions to one."""
+    """Return the entries of a list setting, even if it only holds lazy additions."""
     if isinstance(value, LazyConfigValue):
         parts = [entry for part in value.to_dict().values() for entry in part]
-        return [entry[1] if isinstance(entry, tuple) else entry for entry in parts]  # insert()
+        return [entry[1] if isinstance(entry, tuple) else entry for entry in parts]  # by insert()
     return list(value)
 
 
@@ -346,7 +366,7 @@ def _append(c: Config, setting: str, entry: Any) -> None:
         c.JupyterHub[setting] = [*value, entry]
 
 
-# What the service is told.
+# The environment of the service.
 
 
 def _environment(c: Config) -> dict[str, str]:
@@ -356,7 +376,7 @@ def _environment(c: Config) -> dict[str, str]:
     for name, value in _probe_settings(c).items():
         settings["GPUHealth"].setdefault(name, value)
     database = settings["GPUDatabase"].pop("url", None) or default_url()
-    # The secrets of channels too, where their URLs name variables and not files.
+    # URLs of channels can take secrets from environment variables.
     named = set(re.findall(r"\{env:([^{}\s]+)\}", json.dumps(settings["GPUNotifications"])))
     kept = {
         name: value
@@ -373,7 +393,7 @@ def _environment(c: Config) -> dict[str, str]:
 
 
 def _catalog_to_pull(c: Config) -> str:
-    """The catalog of a Docker spawner that pulls images; empty when there is none."""
+    """Return the catalog's path if a Docker spawner pulls its images, or an empty string."""
     found: dict[str, Any] = {}
     for section in ("DockerSpawner", "GPUSpawnerMixin", "GPUDockerSpawner", "GPUSlurmSpawner"):
         found |= c.get(section, {})
@@ -386,7 +406,7 @@ def _catalog_to_pull(c: Config) -> str:
 
 
 def _probe_settings(c: Config) -> dict[str, str]:
-    """How a sick GPU is tried: as the spawner gives GPUs to servers."""
+    """Return the settings for probing a sick GPU, in line with the spawner's own settings."""
     if "local" in str(c.JupyterHub.get("spawner_class", "")).lower():
         return {"probe_injection": "process"}
     found: dict[str, Any] = {}
@@ -397,7 +417,7 @@ def _probe_settings(c: Config) -> dict[str, str]:
 
 
 def _engine_url(c: Config) -> str:
-    """The Docker Engine that the spawner's own ``client_kwargs`` name, if they do."""
+    """Return the Docker Engine's URL from the spawner's ``client_kwargs``, or an empty string."""
     for section in ("GPUDockerSpawner", "DockerSpawner"):
         settings = c[section].get("client_kwargs") if section in c else None
         if isinstance(settings, dict) and settings.get("base_url"):
@@ -406,7 +426,10 @@ def _engine_url(c: Config) -> str:
 
 
 def _plain_section(c: Config, section: str) -> dict[str, Any]:
-    """A section's settings as JSON can hold them. Raises ConfigError naming what cannot."""
+    """Return a section's settings as values that JSON can represent.
+
+    Raises ConfigError naming a setting that cannot be represented.
+    """
     if section not in c:
         return {}
     plain = {}
@@ -433,7 +456,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _resolved(section: str, setting: str, value: LazyConfigValue) -> Any:
-    """The default with the additions of, say, ``c.GPURates.by_model.update(...)``."""
+    """Return the default value with additions such as ``c.GPURates.by_model.update(...)``."""
     from .settings import CLASSES
 
     classes = {each.__name__: each for each in CLASSES}
@@ -441,16 +464,16 @@ def _resolved(section: str, setting: str, value: LazyConfigValue) -> Any:
     if setting not in known:
         what = f"c.{section}.{setting} can only be set as a whole: c.{section}.{setting} = ..."
         raise ConfigError(what=what)
-    # A copy: the value must stay open for additions that come after this line.
+    # Resolve a copy: later lines of the configuration may add to the value.
     return copy.deepcopy(value).get_value(known[setting].default())
 
 
 def _absolute(database: str) -> str:
-    """A URL that means the same file from every working directory."""
+    """Return the database URL with a path that does not depend on the working directory."""
     try:
         url = sa.make_url(database)
     except ArgumentError:
-        return database  # the service says what is wrong with it, as the hub does
+        return database  # the hub and the service report the error themselves
     name = url.database
     if url.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
         return database

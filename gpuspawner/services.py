@@ -1,4 +1,4 @@
-"""All services of a process, made from one configuration around one store."""
+"""All services of a process, built from one configuration around one store."""
 
 from __future__ import annotations
 
@@ -52,19 +52,22 @@ from .storage.service import SharedFolderService, StorageService
 T = TypeVar("T")
 
 OUTSIDE = 8
-"""How many calls to engines, registries, Slurm and file systems run at the same time."""
+"""Maximum number of concurrent calls to engines, registries, Slurm and file systems."""
 
 
 def utcnow() -> datetime:
-    """The wall clock, for looks that are not kept. Everything else asks the services' clock."""
+    """Return the wall-clock time, for observations that are not stored.
+
+    Everything else uses the services' clock.
+    """
     return datetime.now(timezone.utc)
 
 
 class Services(LoggingConfigurable):
-    """The services, and the threads in which an event loop calls them.
+    """The services, and the thread pools in which an event loop calls them.
 
-    Every service is synchronous and thread-safe, and does each change in one transaction. None
-    inherits from another: what one needs of another is handed to it here.
+    Every service is synchronous and thread-safe, and makes each change in one transaction. No
+    service inherits from another: the constructor passes each one the other services that it needs.
     """
 
     settings: ServiceSettings
@@ -106,9 +109,9 @@ class Services(LoggingConfigurable):
     def __init__(
         self, config: Config | None = None, *, clock: Callable[[], datetime] | None = None
     ) -> None:
-        """``clock``: tests put their own in the place of the store's.
+        """Create all services; tests pass a ``clock`` that replaces the store's.
 
-        Raises ConfigError naming a setting that cannot be, and TraitError.
+        Raises ConfigError naming an invalid setting, and TraitError.
         """
         super().__init__(config=config or Config())
         self.settings = settings = ServiceSettings.read(self.config)
@@ -128,7 +131,7 @@ class Services(LoggingConfigurable):
         self._make_monitoring()
 
     def _make_devices(self) -> None:
-        """The devices, and who gives them out in our place."""
+        """Create the device services, and the Slurm delegate if a cluster is configured."""
         admit = self.cluster_members.admit_to_cluster
         self._delegate = delegate = make_delegate(self.settings.slurm, admit, self.log)
         source: DeviceSource = delegate or open_source(self.settings.devices.source)
@@ -139,7 +142,7 @@ class Services(LoggingConfigurable):
         self.leaks = LeakService(self.store, self.time, self.devices.look, self.log)
 
     def _make_leases(self) -> None:
-        """Who pays for what, and until when."""
+        """Create the services for leases, credits and delegation."""
         store, now, settings = self.store, self.time, self.settings
         self.ledger = LedgerService(store, now, settings.credits)
         self.refills = RefillService(store, now, self.log)
@@ -167,7 +170,7 @@ class Services(LoggingConfigurable):
         self.clock_corrections = ClockCorrectionService(store, now)
 
     def _make_queue(self) -> None:
-        """Who waits, and who has to be asked before a session lasts longer."""
+        """Create the services for the queue and for session extensions."""
         store, now, settings = self.store, self.time, self.settings
         self.positions = PositionService(
             store,
@@ -200,7 +203,7 @@ class Services(LoggingConfigurable):
         )
 
     def _make_members(self) -> None:
-        """Members, their files, and what they are told."""
+        """Create the services for members, their files and their notifications."""
         store, now, settings = self.store, self.time, self.settings
         self.members = MemberService(store, now, settings.members, self.line, self.log)
         self.roster = RosterService(store, now, settings.rates, self.members)
@@ -211,7 +214,7 @@ class Services(LoggingConfigurable):
         self.disk_limits = DiskLimitService(store, now, self.log)
 
     def _make_monitoring(self) -> None:
-        """What is used, and how well it does; also beside our servers, in a cluster."""
+        """Create the services for audits, utilization and health, and for cluster jobs."""
         store, now, settings = self.store, self.time, self.settings
         self.audit = AuditService(store)
         self.monitoring = MonitoringService(store, now, self.devices, self.prices)
@@ -228,7 +231,7 @@ class Services(LoggingConfigurable):
 
     @property
     def clock(self) -> Callable[[], datetime]:
-        """What tells the services the time; tests set another one."""
+        """The function that tells the services the time; tests replace it."""
         return self.time.clock
 
     @clock.setter
@@ -236,25 +239,25 @@ class Services(LoggingConfigurable):
         self.time.clock = clock
 
     async def run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a method of a service off the event loop, in the threads for changes.
+        """Call a service method in the thread pool for changes, off the event loop.
 
-        Cancelling the caller does not cancel the work: a transaction runs to its end. It is done
-        once more when the clock was set in between: nothing of it was written then.
+        Cancelling the caller does not cancel the work: a transaction runs to its end. If the clock
+        was set in between, nothing was written and the work is called once more.
         """
         return await _run_in(self.store.executor, partial(work, *args, **kwargs))
 
     async def read(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Do as :meth:`run`, in the threads for what a page or a form needs."""
+        """Call ``work`` like :meth:`run`, in the thread pool for pages and forms."""
         return await _run_in(self.store.read_executor, partial(work, *args, **kwargs))
 
     async def report(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Do as :meth:`run`, in the threads for reports and exports, which may take long."""
+        """Call ``work`` like :meth:`run`, in the thread pool for slow reports and exports."""
         return await _run_in(self.store.report_executor, partial(work, *args, **kwargs))
 
     async def run_outside(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Do as :meth:`run`, in threads for calls to an engine, a registry, Slurm or a file system.
+        """Call ``work`` in the thread pool for engines, registries, Slurm and file systems.
 
-        They may hang, and must not block the threads that use the store.
+        These calls may hang, and must not block the threads that use the store.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._outside, partial(work, *args, **kwargs))
@@ -274,10 +277,10 @@ KEY = "gpuspawner_services"
 def hub_services(
     settings: MutableMapping[str, Any], config: Config, log: logging.Logger | Any
 ) -> Services:
-    """Return the hub's services, made by whoever needs it first: a page or a spawner.
+    """Return the hub's services; the first page or spawner that needs them creates them.
 
-    It knows the hub's identity, without which the hub's own service would take it for another hub.
-    ``settings`` are the Hub's own, which all of its spawners and pages share.
+    They carry the hub's identity, without which the accounting service would take this process for
+    another hub. ``settings`` are the Hub's own, which all of its spawners and pages share.
     """
     if KEY not in settings:
         settings[KEY] = _open_services(config, log)

@@ -1,4 +1,4 @@
-"""The settings of the services, each capability's in a class of its own."""
+"""Settings of the services, with one configurable class per capability."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .storage.service import GPUFolders
 
 
 class GPUDatabase(LoggingConfigurable):
-    """Where leases and credits are kept, and by which id this hub knows its own."""
+    """The database of leases and credits, and the id by which a hub knows its own leases."""
 
     url = Unicode(
         config=True,
@@ -52,7 +52,7 @@ class GPUDatabase(LoggingConfigurable):
 
 
 class GPUDevices(LoggingConfigurable):
-    """Where the devices come from."""
+    """The source of the devices."""
 
     source = Unicode(
         "auto",
@@ -91,12 +91,12 @@ CLASSES = (
     GPUFolders,
     GPUSlurm,
 )
-"""What :class:`ServiceSettings` holds one of each."""
+"""The settings classes; :class:`ServiceSettings` holds one instance of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
-    """What a configuration file says, by capability."""
+    """The settings of a configuration file, by capability."""
 
     database: GPUDatabase
     devices: GPUDevices
@@ -111,7 +111,7 @@ class ServiceSettings:
 
     @classmethod
     def read(cls, config: Config) -> ServiceSettings:
-        """Read every section. Raises TraitError for a value of the wrong type."""
+        """Read every section. Raises TraitError if a value has the wrong type."""
         return cls(
             database=GPUDatabase(config=config),
             devices=GPUDevices(config=config),
@@ -126,8 +126,8 @@ class ServiceSettings:
         )
 
     def require_valid(self) -> None:
-        """Raise ConfigError for a value that has the right type and cannot be."""
+        """Raise ConfigError if a value has the right type but is not allowed."""
         self.rates.read()
-        self.credits.policies  # noqa: B018 - read once, here
+        self.credits.policies  # noqa: B018 - parsing it raises ConfigError
         self.idle.read_policies()
         self.health.read_policy()

@@ -1,4 +1,4 @@
-"""The audit trail: who changed what, and when. A page, CSV and JSON, for admins."""
+"""The audit trail for admins, as a page, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..web.schemas import Answer, DatedAnswer
 from .search import LONGEST, Trail
 
 ROWS = 50
-"""Changes on a page."""
+"""Changes per page."""
 
 COLUMNS = ("at", "actor", "action", "subject", "detail")
-"""Of the trail as CSV."""
+"""Columns of the CSV file."""
 
 
 class NumberedAnswer(Answer):
@@ -37,10 +37,10 @@ class TrailAnswer(DatedAnswer):
 
 
 class TrailHandler(ServiceHandler):
-    """What the page and the JSON share."""
+    """What the page and the API have in common."""
 
     async def found(self, limit: int) -> Trail:
-        """The changes that were asked for; only an admin hears of them."""
+        """Return the requested changes. Raises HTTPError 403 unless the user is an admin."""
         self.need_admin()
         text = self.get_query_argument("before", "")
         before = whole(text, "before", 1, LAST) if text else None
@@ -49,10 +49,11 @@ class TrailHandler(ServiceHandler):
 
 
 class TrailPage(TrailHandler, Page):
-    """The trail for people."""
+    """The audit trail as a page."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the page."""
         found = await self.found(ROWS)
         overview = await self.read(self.services.monitoring.overview)
         self.show(
@@ -66,10 +67,11 @@ class TrailPage(TrailHandler, Page):
 
 
 class TrailCSV(CSVHandler):
-    """The whole trail."""
+    """The whole audit trail as CSV."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send all changes that match the search."""
         self.need_admin()
         search = text_of(self.get_query_argument("search", ""), "search", LONGEST)
         self.begin("trail")
@@ -86,11 +88,12 @@ class TrailCSV(CSVHandler):
 
 
 class TrailAPI(TrailHandler, APIHandler):
-    """Who changed what, newest first."""
+    """The audit trail as JSON."""
 
     @operation("trail", TrailAnswer, SEARCH, BEFORE, LIMIT)
     @web.authenticated
     async def get(self) -> None:
+        """Who changed what, newest first."""
         found = await self.found(self.limit)
         self.answer(TrailAnswer, found, as_of=self.services.clock(), next=found.older)
 

@@ -1,6 +1,6 @@
-"""Pages and JSON of sessions: extend, stop, restart, postpone an idle stop, live figures.
+"""Sessions as pages and JSON: extend, stop, restart, snooze an idle stop, live figures.
 
-Nothing from before the lease is told: it was somebody else's.
+Nothing from before the lease is shown, because it belongs to another member.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from .models import Lease, LeasedDevice, LeaseState
 
 
 class ExtendForm(MemberPage):
-    """The button on the member's page: the session begins its whole length anew."""
+    """The button that extends a session by its full length, on the member's page."""
 
     async def get(self, lease_id: str) -> None:
+        """Redirect to the member's page."""
         self.redirect(self.context.prefix)
 
     @web.authenticated
     async def post(self, lease_id: str) -> None:
+        """Extend the session."""
         await own_lease(self, lease_id)
         try:
             await self.services.run(self.services.extensions.extend, lease_id, actor=self.user)
@@ -53,13 +55,14 @@ class ExtendForm(MemberPage):
 
 
 class ExtendAPI(APIHandler):
-    """Begin a session's length anew; an admin may do it for anybody."""
+    """The API operation that extends a session."""
 
     for_servers = True
 
     @operation("leases/{lease}/extend", LeaseAnswer, scope=SESSION)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
+        """Begin a session's length anew; an admin may do it for anybody."""
         await own_lease(self, lease_id, or_admin=True)
         extended = await self.read(self._extend, lease_id)
         self.answer_lease(extended)
@@ -69,14 +72,18 @@ class ExtendAPI(APIHandler):
 
 
 class StopPage(FormPage):
-    """The button that stops a server: a member's own, or any for an admin's reason. Asked once
-    more, then done."""
+    """The form that stops a server, after a confirmation.
+
+    Members stop their own servers. Admins stop any, and give a reason if it is another member's.
+    """
 
     async def get(self, lease_id: str) -> None:
+        """Redirect to the member's page."""
         self.redirect(self.context.prefix)
 
     @web.authenticated
     async def post(self, lease_id: str) -> None:
+        """Ask for confirmation, or stop the server."""
         lease = await own_lease(self, lease_id, or_admin=True)
         if lease.state is LeaseState.ENDED:
             raise web.HTTPError(409) from CannotStop(why="it has stopped already")
@@ -102,7 +109,7 @@ class StopPage(FormPage):
         self.go(f"?stopped={lease.id}")
 
     async def _order(self, lease: Lease) -> None:
-        """An admin's order, which the service carries out until the server is gone."""
+        """Record an admin's order to stop; the service carries it out until the server is gone."""
         why = self.field("reason")
         if not self.confirmed:
             self._ask_why(lease, why)
@@ -144,7 +151,7 @@ class StopAPI(ChangingAPI):
 
     @operation("leases/{lease}/stop", LeaseAnswer, body=ReasonBody)
     @web.authenticated
-    async def post(self, lease_id: str) -> None:
+    async def post(self, lease_id: str) -> None:  # noqa: D102 - the class docstring is the summary
         self.need_admin()
         reason = self.sent(ReasonBody).reason
         ordered = await self.do(self.services.sessions.stop, lease_id, reason=reason)
@@ -152,13 +159,14 @@ class StopAPI(ChangingAPI):
 
 
 class EndAPI(APIHandler):
-    """Stop a server of one's own."""
+    """The API operation that stops a member's own server."""
 
     for_servers = True
 
     @operation("leases/{lease}/end", LeaseAnswer, scope=SESSION)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
+        """Stop a server of one's own."""
         found = await own_lease(self, lease_id)
         if found.state is LeaseState.ENDED:
             raise web.HTTPError(409) from CannotStop(why="it has stopped already")
@@ -168,12 +176,15 @@ class EndAPI(APIHandler):
 
 
 def goes_on(lease: Lease) -> bool:
-    """Whether there is a stop to order."""
+    """Return True if the lease is open and its stop was not ordered yet."""
     return lease.state is not LeaseState.ENDED and not lease.outcome
 
 
 async def own_lease(handler: ServiceHandler, lease_id: str, *, or_admin: bool = False) -> Lease:
-    """A lease of the one who asks; of anybody else's, only an admin hears that it exists."""
+    """Return a lease of the user, or with ``or_admin`` any lease for an admin.
+
+    Raises HTTPError 404 for all other leases, so that their existence is not revealed.
+    """
     found: Lease = await handler.read(handler.services.leases.get, lease_id)
     own = found.server.user == handler.user and handler.concerns(found.server)
     if not own and not (or_admin and handler.admin):
@@ -182,7 +193,7 @@ async def own_lease(handler: ServiceHandler, lease_id: str, *, or_admin: bool = 
 
 
 async def stop_own(handler: ServiceHandler, lease: Lease) -> None:
-    """Have the Hub stop a member's own server, as its own button does. Raises HTTPError."""
+    """Ask the Hub to stop a member's own server, like the Hub's stop button. Raises HTTPError."""
     hub = handler.context.hub
     if hub is None:
         raise web.HTTPError(503) from CannotStop(why="the Hub cannot be asked just now")
@@ -193,7 +204,7 @@ async def stop_own(handler: ServiceHandler, lease: Lease) -> None:
 
 
 LONGEST_SHOWN = 1000
-"""Characters of a reason that are shown again."""
+"""Maximum characters of a refused reason that are shown again."""
 
 SESSION_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
     ("leases/([0-9a-f]{1,64})/stop", StopPage),
@@ -205,13 +216,15 @@ SESSION_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
 
 
 class RestartPage(FormPage):
-    """The button on the member's page. Asked once more, then done."""
+    """The form that restarts a server that lost its GPUs, after a confirmation."""
 
     async def get(self, lease_id: str) -> None:
+        """Redirect to the member's page."""
         self.redirect(self.context.prefix)
 
     @web.authenticated
     async def post(self, lease_id: str) -> None:
+        """Ask for confirmation, or order the restart."""
         found = await own_lease(self, lease_id)
         if not self.confirmed:
             self._ask(found)
@@ -243,11 +256,12 @@ class RestartPage(FormPage):
 
 
 class RestartAPI(APIHandler):
-    """Restart a server that lost its GPUs; an admin may do it for anybody."""
+    """The API operation that restarts a server."""
 
     @operation("leases/{lease}/restart", LeaseAnswer)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
+        """Restart a server that lost its GPUs; an admin may do it for anybody."""
         await own_lease(self, lease_id, or_admin=True)
         ordered = await self.read(self._restart, lease_id)
         self.context.poke()
@@ -264,13 +278,15 @@ GPU_LOSS_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
 
 
 class SnoozeForm(MemberPage):
-    """The button on the member's page."""
+    """The button that snoozes an idle stop, on the member's page."""
 
     async def get(self, lease_id: str) -> None:
+        """Redirect to the member's page."""
         self.redirect(self.context.prefix)
 
     @web.authenticated
     async def post(self, lease_id: str) -> None:
+        """Snooze the stop."""
         await own_lease(self, lease_id)
         try:
             await self.services.run(self.services.idle.snooze, lease_id)
@@ -281,13 +297,14 @@ class SnoozeForm(MemberPage):
 
 
 class SnoozeAPI(APIHandler):
-    """Put off a stop for GPUs that rest; an admin may do it for anybody."""
+    """The API operation that snoozes an idle stop."""
 
     for_servers = True
 
     @operation("leases/{lease}/snooze", LeaseAnswer, scope=SESSION)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
+        """Put off a stop for GPUs that rest; an admin may do it for anybody."""
         await own_lease(self, lease_id, or_admin=True)
         snoozed: Any = await self.read(self.services.idle.snooze, lease_id)
         self.answer_lease(snoozed)
@@ -300,32 +317,32 @@ IDLE_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
 
 
 CURVE = timedelta(hours=1)
-"""How far back the curve goes."""
+"""Length of the utilization curve."""
 
 SMOOTH = 5
-"""Samples whose mean is the use now: a single second says little."""
+"""Number of samples in the moving average of the use, because one second says little."""
 
 FRESH = timedelta(seconds=30)
-"""How old the newest sample may be to tell of now."""
+"""Maximum age of a sample that counts as current."""
 
 Recent = Mapping[str, Sequence[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """A running server, its account, its devices' last hour, and what comes."""
+    """A running server with its account, its devices' last hour and its next events."""
 
     at: datetime
     lease: view_models.LeaseFigures
     funds: view_models.Funds
     minutes: tuple[DeviceUse, ...]
     ending: bool
-    """Whether its session ends so soon that its member is warned."""
+    """True if its session ends so soon that its member is warned."""
     resting: Resting | None
     lost: bool
-    """Whether the server does not reach its devices any more."""
+    """True if the server has lost access to its devices."""
     sick: bool
-    """Whether one of its devices fell sick since it had it."""
+    """True if one of its devices became sick during the lease."""
 
 
 def look(
@@ -334,7 +351,7 @@ def look(
     warn_minutes: Sequence[float],
     session_warn_minutes: Sequence[float],
 ) -> Now:
-    """All of it from the store. Blocks: use :meth:`Services.run`."""
+    """Read a server's current figures. Blocks: use :meth:`Services.run`."""
     now = services.clock()
     since = max(now - CURVE, it.started_at or it.granted_at)
     minutes = services.monitoring.use_between(since, now, uuids=it.uuids) if it.devices else []
@@ -356,13 +373,14 @@ def look(
 
 
 class NowAPI(APIHandler):
-    """What a server's GPUs do, and what comes: for its member, and for the server itself."""
+    """A server's live figures as JSON."""
 
     for_servers = True
 
     @operation("leases/{lease}/now", schemas.NowAnswer, scope=SESSION)
     @web.authenticated
     async def get(self, lease_id: str) -> None:
+        """What a server's GPUs do, and what comes: for its member, and for the server itself."""
         it = await own_lease(self, lease_id)
         warn, session_warn = self.context.warn_minutes, self.context.session_warn_minutes
         found: Now = await self.read(look, self.services, it, warn, session_warn)
@@ -380,7 +398,7 @@ class NowAPI(APIHandler):
 
 
 def device(it: LeasedDevice, found: Now, recent: Recent) -> schemas.DeviceNowAnswer:
-    """A device now and in the last hour."""
+    """Return a device's current figures and its last hour."""
     since = max(found.lease.since, found.at - FRESH)
     samples = [some for some in recent.get(it.uuid, ()) if some.at >= since]
     uses = [some.use for some in samples[-SMOOTH:] if some.use is not None]
@@ -402,7 +420,7 @@ def device(it: LeasedDevice, found: Now, recent: Recent) -> schemas.DeviceNowAns
 
 
 def warnings(found: Now, may_see_funds: bool) -> list[schemas.WarningAnswer]:
-    """What is to be told now, each under a key that stays while it is the same warning."""
+    """Return the current warnings; a warning keeps its key for as long as it stays the same."""
     told: list[schemas.WarningAnswer] = []
     it = found.lease.lease
     if it.outcome or it.ended_at:

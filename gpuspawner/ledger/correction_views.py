@@ -1,4 +1,4 @@
-"""Pages and JSON of corrections (reversals, refunds) and of grants from a file."""
+"""Corrections (reversals and refunds) and grants from a file, as pages and JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DONE = {
 
 
 async def find_transfer(handler: ServiceHandler, transfer_id: str) -> Transfer:
-    """One transfer. Raises HTTPError 404."""
+    """Return a transfer. Raises HTTPError 404 if there is none."""
     try:
         found: Transfer = await handler.services.read(handler.services.ledger.transfer, transfer_id)
     except InvalidRequest:
@@ -40,17 +40,18 @@ async def find_transfer(handler: ServiceHandler, transfer_id: str) -> Transfer:
 
 
 class TransferPage(FormPage):
-    """One transfer with its postings, and the form that undoes it; for admins."""
+    """One transfer with its postings, and the form that reverses it, for admins."""
 
     @web.authenticated
     async def get(self, transfer_id: str) -> None:
+        """Send the page."""
         self.need_admin()
         await self.show_transfer(transfer_id)
 
     async def show_transfer(
         self, transfer_id: str, refusal: GPUSpawnerError | None = None, reason: str = ""
     ) -> None:
-        """Send the page; ``reason`` is what a refused form had in it."""
+        """Send the page; ``reason`` is the content of a refused form."""
         found = await find_transfer(self, transfer_id)
         self.show(
             "transfer.html",
@@ -64,6 +65,7 @@ class TransferPage(FormPage):
 
     @web.authenticated
     async def post(self, transfer_id: str) -> None:
+        """Reverse the transfer, after a confirmation."""
         self.need_admin()
         found = await find_transfer(self, transfer_id)
         reason = self.field("reason")
@@ -101,13 +103,15 @@ class TransferPage(FormPage):
 
 
 class RefundPage(FormPage):
-    """What a session cost given back, all of it or a part: shown first, then confirmed."""
+    """The form that refunds a session, fully or partly, for admins."""
 
     async def get(self, lease_id: str) -> None:
+        """Redirect to the receipt."""
         self.go(f"leases/{lease_id}")
 
     @web.authenticated
     async def post(self, lease_id: str) -> None:
+        """Refund the session, after a confirmation."""
         self.need_admin()
         found: Lease = await self.read(self.services.leases.get, lease_id)
         try:
@@ -153,11 +157,12 @@ TRANSFER = Parameter("transfer", {"type": "string", "pattern": "^[0-9a-f]{32}$"}
 
 
 class TransferAPI(ChangingAPI):
-    """One event of the ledger, for admins."""
+    """One transfer as JSON."""
 
     @operation("transfers/{transfer}", TransferAnswer)
     @web.authenticated
     async def get(self, transfer_id: str) -> None:
+        """One event of the ledger, for admins."""
         self.need_admin()
         found = await find_transfer(self, transfer_id)
         undone = await self.read(self.services.reports.reversal_of, found.id)
@@ -165,11 +170,12 @@ class TransferAPI(ChangingAPI):
 
 
 class ReversalAPI(ChangingAPI):
-    """Undo a transfer by its opposite, once: ``{"reason": "the wrong Ada"}``."""
+    """The API operation that reverses a transfer."""
 
     @operation("transfers/{transfer}/reversal", TransferAnswer, name="reverse", body=ReasonBody)
     @web.authenticated
     async def post(self, transfer_id: str) -> None:
+        """Undo a transfer by its opposite, once: ``{"reason": "the wrong Ada"}``."""
         self.need_admin()
         reason = self.sent(ReasonBody).reason
         found = await find_transfer(self, transfer_id)
@@ -178,14 +184,15 @@ class ReversalAPI(ChangingAPI):
 
 
 class RefundAPI(ChangingAPI):
-    """Give back what a session cost: all that is left of it, or a part.
-
-    ``{"amount": "1.5", "reason": "the GPU was sick"}``; the same ``key`` is done once.
-    """
+    """The API operation that refunds a session."""
 
     @operation("leases/{lease}/refund", LeaseAnswer, body=RefundBody)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
+        """Give back what a session cost: all that is left of it, or a part.
+
+        ``{"amount": "1.5", "reason": "the GPU was sick"}``; the same ``key`` is done once.
+        """
         self.need_admin()
         sent = self.sent(RefundBody)
         key = f"api:{self.actor}:{sent.key}" if sent.key else ""
@@ -195,7 +202,7 @@ class RefundAPI(ChangingAPI):
 
 
 def refundable(found: Lease) -> bool:
-    """Whether there is something to give back."""
+    """Return True if the session has ended and its cost can be refunded."""
     return found.state is LeaseState.ENDED and found.charged > 0
 
 
@@ -211,19 +218,20 @@ CORRECTION_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
 
 
 MOST = 1024 * 1024
-"""Bytes of a file."""
+"""Maximum bytes of a file."""
 
 SHOWN = 10
-"""Problems that are told of a file that is not given."""
+"""Problems listed if a file is refused."""
 
 
 class BulkPage(FormPage):
-    """The form, and what it would do, and what it did; for admins."""
+    """The form for grants from a file, with a preview and the result, for admins."""
 
     takes_files = True
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the empty form."""
         self.need_admin()
         self.show_form()
 
@@ -233,7 +241,10 @@ class BulkPage(FormPage):
         refusal: GPUSpawnerError | None = None,
         typed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Send the page; ``found`` is what the file would do, or did, ``typed`` what was sent."""
+        """Send the form.
+
+        ``found`` is the preview or the result of the file, ``typed`` is the form's content.
+        """
         if refusal or (found and found.problems):
             self.set_status(400)
         self.show(
@@ -246,6 +257,7 @@ class BulkPage(FormPage):
 
     @web.authenticated
     async def post(self) -> None:
+        """Preview the grants, or make them if they are confirmed."""
         self.need_admin()
         typed = {name: self.field(name) for name in ("lines", "reason", "open", "again")}
         try:
@@ -268,7 +280,7 @@ class BulkPage(FormPage):
         self.show_form(found, typed=typed)
 
     def _sent(self, lines: str) -> bytes:
-        """The file, or what was typed in place of one. Raises InvalidRequest."""
+        """Return the uploaded file, or else the typed lines. Raises InvalidRequest."""
         files = self.request.files.get("file", [])
         data = bytes(files[0]["body"]) if files and files[0]["body"] else lines.encode()
         if len(data) > MOST:
@@ -279,16 +291,17 @@ class BulkPage(FormPage):
 
 
 class BulkAPI(ChangingAPI):
-    """Give to many at once: all of it or nothing, and the same once; for admins.
-
-    ``{"csv": "ada,25\\nbob,25", "reason": "week 3", "dry_run": true}``
-    """
+    """The API operation that makes grants from a CSV file."""
 
     takes_files = True
 
     @operation("grants", GrantsAnswer, name="grantMany", body=GrantsBody)
     @web.authenticated
     async def post(self) -> None:
+        r"""Give to many at once: all of it or nothing, and the same once; for admins.
+
+        ``{"csv": "ada,25\nbob,25", "reason": "week 3", "dry_run": true}``
+        """
         self.need_admin()
         sent = self.sent(GrantsBody, longest=2 * MOST)
         found: Bulk = await self.do(
@@ -307,7 +320,7 @@ class BulkAPI(ChangingAPI):
 
 
 def _told(problems: Sequence[Problem]) -> str:
-    """What is wrong, in a few sentences."""
+    """Describe the problems in a few sentences."""
     more = len(problems) - SHOWN
     rest = [f"And {more} more; a dry run names all of them."] if more > 0 else []
     return " ".join(["Nothing was given.", *(str(p) for p in problems[:SHOWN]), *rest])

@@ -1,4 +1,4 @@
-"""What GPU time costs: the rates that hold, and an admin's changes of them. Page and JSON."""
+"""Rates as a page and JSON, with an admin's changes of them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ DONE = {"set": "The rate is set: servers that start from then on pay it.", "remo
 
 
 class RatesPage(FormPage):
-    """Every rate, in the order in which they are looked through; for admins."""
+    """All rates in the order in which they are matched, and the form for a new one, for admins."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the page."""
         self.need_admin()
         await self.show_rates()
 
     async def show_rates(self, refusal: GPUSpawnerError | None = None, **typed: str) -> None:
-        """Send the page; ``typed`` is what a refused form had in it."""
+        """Send the page; ``typed`` is the content of a refused form."""
         found = await self.read(self.services.prices.all_rates)
         now: datetime = self.services.clock()
         self.show(
@@ -51,6 +52,7 @@ class RatesPage(FormPage):
 
     @web.authenticated
     async def post(self) -> None:
+        """Set a rate, after a confirmation."""
         self.need_admin()
         typed = {name: self.field(name).strip()[:1000] for name in FIELDS}
         try:
@@ -98,13 +100,15 @@ class RatesPage(FormPage):
 
 
 class RemoveRatePage(RatesPage):
-    """One of an admin's rates, removed."""
+    """The form that removes a rate which an admin set."""
 
     async def get(self, rate_id: str) -> None:
+        """Redirect to the rates."""
         self.go("rates")
 
     @web.authenticated
     async def post(self, rate_id: str) -> None:
+        """Remove the rate, after a confirmation."""
         self.need_admin()
         try:
             if not self.confirmed:
@@ -136,7 +140,7 @@ class RemoveRatePage(RatesPage):
 
 
 class RatesAPI(ChangingAPI):
-    """The rates, and a new one."""
+    """The rates as JSON, and a new one."""
 
     @operation("rates", RatesAnswer)
     @web.authenticated
@@ -165,11 +169,12 @@ class RatesAPI(ChangingAPI):
 
 
 class RemoveRateAPI(ChangingAPI):
-    """Have one of an admin's rates hold no more: ``{"reason": "the contract is over"}``."""
+    """The API operation that removes a rate which an admin set."""
 
     @operation("rates/{rate}/remove", FullRateAnswer, name="removeRate", body=WhyBody)
     @web.authenticated
     async def post(self, rate_id: str) -> None:
+        """Have one of an admin's rates hold no more: ``{"reason": "the contract is over"}``."""
         self.need_admin()
         reason = self.sent(WhyBody).reason
         rates = (await self.read(self.services.prices.all_rates)).rates

@@ -1,4 +1,4 @@
-"""Recurring refills: those that there are, what the next would give, made and ended by admins."""
+"""Recurring refills as pages and JSON, with a preview, for admins."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ FIELDS = ("rule", "zone", "mode", "amount", "cap", "keep", "audience", "reason")
 DONE = {"added": "The refill is made.", "ended": "The refill is ended: what was given stays."}
 
 SHOWN = 20
-"""Accounts in a preview."""
+"""Accounts listed in a preview."""
 
 
 class RefillsPage(FormPage):
-    """Every refill, and the form that makes one; for admins."""
+    """All refills and the form for a new one, for admins."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the page."""
         self.need_admin()
         await self.show_refills()
 
     async def show_refills(self, refusal: GPUSpawnerError | None = None, **typed: str) -> None:
-        """Send the page; ``typed`` is what a refused form had in it."""
+        """Send the page; ``typed`` is the content of a refused form."""
         self.show(
             "refills.html",
             now=self.services.clock(),
@@ -50,6 +51,7 @@ class RefillsPage(FormPage):
 
     @web.authenticated
     async def post(self) -> None:
+        """Add a refill, after a preview and a confirmation."""
         self.need_admin()
         typed = {name: self.field(name).strip()[:2000] for name in FIELDS}
         try:
@@ -90,13 +92,15 @@ class RefillsPage(FormPage):
 
 
 class EndRefillPage(RefillsPage):
-    """A refill, ended."""
+    """The form that ends a refill."""
 
     async def get(self, refill_id: str) -> None:
+        """Redirect to the refills."""
         self.go("refills")
 
     @web.authenticated
     async def post(self, refill_id: str) -> None:
+        """End the refill, after a confirmation."""
         self.need_admin()
         try:
             found = await self.services.read(self.services.refills.refill, refill_id)
@@ -125,7 +129,7 @@ REFILL = Parameter("refill", {"type": "string", "pattern": "^[0-9a-f]{1,32}$"}, 
 
 
 class RefillsAPI(ChangingAPI):
-    """The refills, and a new one; for admins."""
+    """The refills as JSON, and a new one, for admins."""
 
     @operation("refills", schemas.RefillsAnswer)
     @web.authenticated
@@ -153,21 +157,23 @@ class RefillsAPI(ChangingAPI):
 
 
 class RefillAPI(ChangingAPI):
-    """One refill, with what the next occurrence would give; for admins."""
+    """One refill as JSON."""
 
     @operation("refills/{refill}", schemas.FullRefillAnswer)
     @web.authenticated
     async def get(self, refill_id: str) -> None:
+        """One refill, with what the next occurrence would give; for admins."""
         self.need_admin()
         await answer_with(self, await self.read(self.services.refills.refill, refill_id), made=True)
 
 
 class EndRefillAPI(ChangingAPI):
-    """Give a refill no more; what was given stays: ``{"reason": "the term is over"}``."""
+    """The API operation that ends a refill."""
 
     @operation("refills/{refill}/end", schemas.FullRefillAnswer, name="endRefill", body=WhyBody)
     @web.authenticated
     async def post(self, refill_id: str) -> None:
+        """Give a refill no more; what was given stays: ``{"reason": "the term is over"}``."""
         self.need_admin()
         reason = self.sent(WhyBody).reason
         found = await self.read(self.services.refills.refill, refill_id)
@@ -176,7 +182,7 @@ class EndRefillAPI(ChangingAPI):
 
 
 async def answer_with(handler: ChangingAPI, refill: Refill, *, made: bool) -> None:
-    """Send a refill as JSON, with when it comes and what the first time would give now."""
+    """Send a refill as JSON, with its next occurrences and what the first would grant now."""
     members = {group: await web_base.members_of(handler, group) for group in refill.groups}
     coming, gifts = await handler.read(handler.services.refills.preview_refill, refill, members)
     given = [schemas.RefillGiftAnswer.of(account, amount=gift) for account, gift in gifts]
@@ -184,7 +190,7 @@ async def answer_with(handler: ChangingAPI, refill: Refill, *, made: bool) -> No
 
 
 def _told(gifts: list[tuple[Account, int]]) -> str:
-    """What would be given to whom, in a line."""
+    """Describe in one line how much would be granted, and to whom."""
     total = sum(gift for _, gift in gifts)
     some = ", ".join(f"{account.name} {credit(gift)}" for account, gift in gifts[:SHOWN])
     more = f", and {len(gifts) - SHOWN} more" if len(gifts) > SHOWN else ""

@@ -1,4 +1,4 @@
-"""Pages and JSON of accounts, statements and receipts."""
+"""Accounts, statements and receipts as pages, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from .models import member_account
 from .statements import StatementEntry
 
 ITEMS = 100
-"""Items of a receipt on a page."""
+"""Items of a receipt per page."""
 
 COLUMNS = (
     "at",
@@ -59,25 +59,26 @@ COLUMNS = (
     "lease",
     "transfer",
 )
-"""Of a statement as CSV."""
+"""Columns of a statement as CSV."""
 
 ITEM_COLUMNS = ("at", "kind", "amount", "cost", "reason", "transfer")
-"""Of a receipt as CSV."""
+"""Columns of a receipt as CSV."""
 
 NOT_YOUR_SESSION = "This session is not yours: its receipt is for its member, and for admins."
 
 
 class StatementPage(Page):
-    """One page of a statement: my own, or of an account that I may see."""
+    """The statement of the member's own account, or of another one that they may see."""
 
     @web.authenticated
     async def get(self, name: str = "") -> None:
+        """Send one page of the statement."""
         account = account_of(name) if name else member_account(self.user)
         await web_base.must_read(self, account)
         text = self.get_query_argument("before", "")
         before = whole(text, "before", 1, LAST) if text else None
         if name:
-            await self.read(self.services.ledger.account, account)  # which must be there
+            await self.read(self.services.ledger.account, account)  # raises if it is unknown
         own = account == member_account(self.user)
         self.show(
             "statement.html",
@@ -91,16 +92,16 @@ class StatementPage(Page):
 
 
 class CSVHandler(Page):
-    """A table that is sent line by line, however long it is."""
+    """The base of handlers that send CSV tables of any length, in portions."""
 
     def begin(self, name: str) -> None:
-        """Headers of a file to save."""
+        """Set the headers of a file to download."""
         safe = "".join(c if c.isalnum() and c.isascii() else "-" for c in name)
         self.set_header("Content-Type", "text/csv; charset=utf-8")
         self.set_header("Content-Disposition", f'attachment; filename="{safe}.csv"')
 
     async def send(self, columns: Sequence[str], rows: Iterator[list[Sequence[str]]]) -> None:
-        """Send the table; the rows come in portions, each read off the event loop."""
+        """Send the table; ``rows`` yields portions, which are read off the event loop."""
         self.write(table([columns]))
         while True:
             portion = await self.services.report(next, rows, None)
@@ -111,10 +112,11 @@ class CSVHandler(Page):
 
 
 class StatementCSV(CSVHandler):
-    """The whole statement, every charge by itself."""
+    """The whole statement as CSV, with every charge on its own line."""
 
     @web.authenticated
     async def get(self, name: str = "") -> None:
+        """Send the file."""
         account = account_of(name) if name else member_account(self.user)
         await web_base.must_read(self, account)
         if name:
@@ -124,7 +126,7 @@ class StatementCSV(CSVHandler):
 
     def _rows(self, account: str) -> Iterator[list[Sequence[str]]]:
         before: int | None = None
-        while True:  # a transaction each: a slow reader keeps none open
+        while True:  # one transaction per page, so that slow readers keep none open
             try:
                 page = self.services.reports.statement_page(account, before, 2000)
             except UnknownAccount:
@@ -140,6 +142,7 @@ class ReceiptPage(Page):
 
     @web.authenticated
     async def get(self, lease_id: str) -> None:
+        """Send one page of the receipt."""
         await may_see(self, lease_id)
         text = self.get_query_argument("after", "0")
         after = whole(text, "after", 0, LAST)
@@ -165,10 +168,11 @@ class ReceiptPage(Page):
 
 
 class ReceiptCSV(CSVHandler):
-    """Each charge and refund of one session."""
+    """Each charge and refund of one session, as CSV."""
 
     @web.authenticated
     async def get(self, lease_id: str) -> None:
+        """Send the file."""
         await may_see(self, lease_id)
         self.begin(f"receipt-{lease_id}")
         await self.send(ITEM_COLUMNS, self._rows(lease_id))
@@ -182,13 +186,15 @@ class ReceiptCSV(CSVHandler):
 
 
 class PayerForm(MemberPage):
-    """Which account pays for me when I do not say it."""
+    """The form that chooses the member's default account."""
 
     async def get(self) -> None:
+        """Redirect to the member's page."""
         self.redirect(self.context.prefix)
 
     @web.authenticated
     async def post(self) -> None:
+        """Store the choice."""
         keep = partial(
             self.services.ledger.keep_payer,
             self.user,
@@ -198,7 +204,7 @@ class PayerForm(MemberPage):
         )
         try:
             await self.services.run(keep)
-        except LedgerError:  # not even the name of an account
+        except LedgerError:  # not a valid account name
             await self.show_mine(InvalidRequest("Choose one of the accounts.", field="account"))
             return
         except GPUSpawnerError as refusal:
@@ -208,9 +214,9 @@ class PayerForm(MemberPage):
 
 
 async def may_see(handler: ServiceHandler, lease_id: str) -> Lease:
-    """A session of the one who asks, or of an account whose statement they may see.
+    """Return the user's own session, or one whose account's statement they may see.
 
-    Whether there is a session of this id, nobody else hears.
+    Raises HTTPError 403 for everybody else, which does not reveal if the session exists.
     """
     lease: Lease | None = None
     try:
@@ -226,24 +232,24 @@ async def may_see(handler: ServiceHandler, lease_id: str) -> Lease:
     raise web.HTTPError(403) from NotAllowed(NOT_YOUR_SESSION)
 
 
-# Lines of CSV.
+# CSV.
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:
-    """Rows as CSV. Text that a spreadsheet would take for a formula is not one any more."""
+    """Format rows as CSV, with text that spreadsheets would run as a formula made harmless."""
     out = io.StringIO()
     csv.writer(out).writerows([[_harmless(cell) for cell in row] for row in rows])
     return out.getvalue()
 
 
 def cells(answer: Answer, columns: Sequence[str]) -> Sequence[str]:
-    """What is answered as JSON, as a line of these columns."""
+    """Return an answer's JSON values for these columns, as one CSV row."""
     told = answer.as_json()
     return ["" if told[name] is None else str(told[name]) for name in columns]
 
 
 def _harmless(cell: str) -> str:
-    """An amount such as -1.5 stays one; other text that begins a formula gets an apostrophe."""
+    """Put an apostrophe before text that starts a formula, but not before numbers like -1.5."""
     if cell[:1] in ("=", "+", "-", "@", "\t", "\r") and not _is_number(cell):
         return "'" + cell
     return cell
@@ -267,7 +273,7 @@ STATEMENT_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
 
 
 ROWS = 50
-"""Accounts on a page."""
+"""Accounts per page."""
 
 DONE = {
     "granted": "The credits were given.",
@@ -275,14 +281,15 @@ DONE = {
     "nothing": "This was done before: nothing was changed.",
     "opened": "The account is open.",
 }
-"""What a page says after a change."""
+"""Messages after a change."""
 
 
 class AccountsPage(Page):
-    """Every account, or those with a text in their names."""
+    """All accounts, or those whose names match a search, for admins."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send one page of accounts."""
         self.need_admin()
         text = text_of(self.get_query_argument("search", ""), "search", LONGEST)
         after = self.get_query_argument("after", "")[:300]
@@ -303,13 +310,14 @@ class AccountsPage(Page):
 
 
 class AccountPage(FormPage):
-    """One account: what is left, who used it, and the form that gives credits.
+    """One account: its balance, its use, and the form that grants credits.
 
-    Whose account it is, and who may draw on a group's, sees it too, without the forms.
+    Holders of a scope that covers the account see the page too, without the form.
     """
 
     @web.authenticated
     async def get(self, name: str) -> None:
+        """Send the page; members who are not admins see their own account on their own page."""
         account = account_of(name)
         if account == member_account(self.user) and not self.admin:
             self.go("")
@@ -320,7 +328,7 @@ class AccountPage(FormPage):
     async def show_account(
         self, account: str, refusal: GPUSpawnerError | None = None, **typed: str
     ) -> None:
-        """Send the page; ``typed`` is what a refused form had in it."""
+        """Send the page; ``typed`` is the content of a refused form."""
         minutes = self.context.warn_minutes
         funds = await self.read(view_models.funds_of, self.services, account, minutes)
         overview = await self.read(self.services.monitoring.overview)
@@ -345,13 +353,15 @@ class AccountPage(FormPage):
 
 
 class GrantForm(AccountPage):
-    """Credits given to an account, or taken back: shown first, then confirmed, then done once."""
+    """The form that grants credits to an account or takes them back."""
 
     async def get(self, name: str) -> None:
+        """Redirect to the account."""
         self.go(f"accounts/{part(account_of(name))}")
 
     @web.authenticated
     async def post(self, name: str) -> None:
+        """Preview the change; if it is confirmed, make it once."""
         account = account_of(name)
         await web_base.must_grant(self, account)
         names = ("amount", "reason", "until")
@@ -429,7 +439,7 @@ class AccountsAPI(APIHandler):
 
     @operation("accounts", schemas.AccountsAnswer, SEARCH, AFTER_NAME, LIMIT, scope=READ_ACCOUNTS)
     @web.authenticated
-    async def get(self) -> None:
+    async def get(self) -> None:  # noqa: D102 - the class docstring is the summary
         whom = self.reach(READ_ACCOUNTS)
         if not whom:
             raise web.HTTPError(403) from NotAllowed(NOT_ALL)
@@ -451,13 +461,14 @@ class AccountsAPI(APIHandler):
 
 
 class AccountAPI(APIHandler):
-    """One account: mine, a group's that I may draw on, or one that my scopes reach."""
+    """One account as JSON."""
 
     for_services = True
 
     @operation("accounts/{account}", schemas.AccountAnswer, scope=READ_ACCOUNTS)
     @web.authenticated
     async def get(self, name: str) -> None:
+        """One account: mine, a group's that I may draw on, or one that my scopes reach."""
         account = account_of(name)
         if not web_base.may_see_balance(self, account):
             await web_base.must_read(self, account)
@@ -467,7 +478,7 @@ class AccountAPI(APIHandler):
 
 
 class StatementAPI(APIHandler):
-    """An account's statement, newest first, page by page."""
+    """A statement as JSON."""
 
     for_services = True
 
@@ -476,6 +487,7 @@ class StatementAPI(APIHandler):
     )
     @web.authenticated
     async def get(self, name: str) -> None:
+        """An account's statement, newest first, page by page."""
         account = account_of(name)
         await web_base.must_read(self, account)
         limit, before = self.limit, self.before
@@ -485,12 +497,7 @@ class StatementAPI(APIHandler):
 
 
 class GrantAPI(ChangingAPI):
-    """Give credits to an account, until a moment if you like.
-
-    ``{"amount": "25", "reason": "week 3", "key": "week-3"}``: the same key with the same amount is
-    given once, however often it is sent. ``until`` is when they end. An amount below zero takes
-    back, which is for admins; for others that is 403.
-    """
+    """The API operation that grants credits to an account or takes them back."""
 
     for_services = True
 
@@ -503,13 +510,19 @@ class GrantAPI(ChangingAPI):
     )
     @web.authenticated
     async def post(self, name: str) -> None:
+        """Give credits to an account, until a moment if you like.
+
+        ``{"amount": "25", "reason": "week 3", "key": "week-3"}``: the same key with the same amount
+        is given once, however often it is sent. ``until`` is when they end. An amount below zero
+        takes back, which is for admins; for others that is 403.
+        """
         account = account_of(name)
         await web_base.must_grant(self, account)
         sent = self.sent(schemas.GrantBody)
         if sent.amount < 0:
             web_base.must_take(self, account)
         key = sent.key or secrets.token_hex(8)
-        # Whose key it is: nobody uses up another's.
+        # Keys are separate for each actor and account.
         its_key = f"api:{self.actor}:{account}:{key}"
         done = await self.do(
             self.services.ledger.grant,
@@ -531,13 +544,14 @@ class GrantAPI(ChangingAPI):
 
 
 class ReceiptAPI(APIHandler):
-    """What a session cost, item by item, oldest first."""
+    """A receipt as JSON."""
 
     for_services = True
 
     @operation("leases/{lease}/receipt", schemas.ReceiptAnswer, AFTER, LIMIT, scope=READ_ACCOUNTS)
     @web.authenticated
     async def get(self, lease_id: str) -> None:
+        """What a session cost, item by item, oldest first."""
         await may_see(self, lease_id)
         limit = self.limit
         after = whole(self.get_query_argument("after", "0"), "after", 0, LAST)
@@ -559,7 +573,7 @@ class ReceiptAPI(APIHandler):
 
 
 def _item(some: StatementEntry) -> schemas.ItemAnswer:
-    """What the session paid is above zero."""
+    """Return a receipt item; what the session paid is positive."""
     return schemas.ItemAnswer.of(some, amount=-some.amount)
 
 

@@ -1,12 +1,12 @@
 """The live page of the whole cluster, and the same as JSON.
 
-Everybody sees every device: its state, since when it is taken, what it does. Whose a device is, is
-told to admins, to its member, and to all members where the site says so; what is wrong with it in
-the words of the driver, and what an admin wrote of it, to admins alone.
+Everybody sees every device: its state, since when it is leased and what it does. Who has it is
+shown to admins, to its own member and, if the site allows it, to all members. Only admins see the
+driver's error messages and the notes that admins wrote.
 
-However many watch, the picture is taken once, in a thread, and written as text once for each kind
-of reader. A viewer has room for one picture: the newest takes the place of one that was not sent
-yet. So a viewer who reads slowly sees fewer of them, and one who never reads is let go.
+However many users watch, the picture is taken once, in a thread, and serialized once for each kind
+of viewer. A viewer's buffer holds one picture, and a newer one replaces it. So a slow viewer gets
+fewer pictures, and one that never reads is disconnected.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from .models import THROTTLE, DeviceUse, Sample
 from .schemas import ClusterAnswer, ClusterDeviceAnswer
 
 FRESH = timedelta(seconds=15)
-"""How old a sample may be to say what a device does now."""
+"""Maximum age of a sample that counts as current."""
 
 TOO_WARM = 0x20 | 0x40
-"""Bits of :data:`~gpuspawner.monitoring.models.THROTTLE` that every reader is told of as heat."""
+"""Bits of :data:`~gpuspawner.monitoring.models.THROTTLE` that all viewers see as heat."""
 
 Recent = Callable[[], Mapping[str, Sequence[Sample]]]
-"""Gives the newest samples of each device by its UUID, the oldest first."""
+"""A function that returns the newest samples of each device by its UUID, oldest first."""
 
 
 class Sight(Enum):
-    """What a reader may see of others."""
+    """What a viewer may see of other members."""
 
     PLAIN = "plain"
     NAMES = "names"
@@ -58,30 +58,30 @@ class Sight(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a device does; None is what is not known."""
+    """A device's current figures; None if unknown."""
 
     use: float | None = None
-    """Percent; None of a MIG instance."""
+    """Percent; None for a MIG instance."""
     busy: bool | None = None
     used_bytes: int | None = None
     celsius: int | None = None
     watts: float | None = None
     slowed: tuple[str, ...] = ()
-    """Why its clocks are low."""
+    """Why its clocks are reduced."""
     warm: bool = False
     error: str = ""
     """Why it does not answer."""
     silent: str = ""
-    """Why nobody could ask it."""
+    """Why it could not be queried."""
     resting: bool = False
-    """Whether nobody was to expect it to answer."""
+    """True if it is not expected to answer."""
     xids: tuple[int, ...] = ()
-    """Errors of the last minutes."""
+    """Driver errors of the last minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A device with whose it is and what it does."""
+    """A device with its lease and its current figures."""
 
     view: DeviceView
     lease: Lease | None
@@ -94,16 +94,16 @@ class Tile:
 
     @property
     def since(self) -> datetime | None:
-        """Since when it is taken."""
+        """Since when it is leased; None if it is not."""
         return (self.lease.started_at or self.lease.granted_at) if self.lease else None
 
     @property
     def starting(self) -> bool:
-        """Whether its server is not up yet."""
+        """True if its server is not up yet."""
         return self.lease is not None and self.lease.state is LeaseState.GRANTED
 
     def health(self, sight: Sight) -> str:
-        """What is wrong with it, as this reader is told; empty when nothing is."""
+        """Return the device's problems as this viewer may see them; empty if there are none."""
         told, doing = [], self.doing
         if doing.error:
             told.append(f"does not answer: {doing.error}" if _full(sight) else "does not answer")
@@ -122,7 +122,7 @@ class Tile:
 
     @property
     def note(self) -> str:
-        """What everybody is told of it that is no fault; empty when there is nothing."""
+        """A remark for everybody about a device without a fault, or an empty string."""
         return self.device.reason if self.device.status is DeviceStatus.OK else ""
 
 
@@ -135,15 +135,15 @@ class Picture:
     total: int
     free: int
     waiting: int
-    """Tickets in line."""
+    """Number of waiting tickets."""
     error: str
-    """Why the devices cannot be seen; empty when they can."""
+    """Why the devices cannot be seen; empty if they can."""
     own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """The names of a member's servers by the UUIDs of their devices, by member."""
+    """For each member, the names of their servers by the UUIDs of the devices."""
 
 
 def look(services: Services, recent: Recent) -> Picture:
-    """The newest picture. Raises StoreUnavailable."""
+    """Take a picture. Raises StoreUnavailable."""
     now = services.clock()
     overview = services.monitoring.overview()
     opened = {lease.id: lease for lease in services.leases.open_leases()}
@@ -168,7 +168,7 @@ def look(services: Services, recent: Recent) -> Picture:
 
 
 def doing_of(samples: Sequence[Sample], minute: DeviceUse | None, now: datetime) -> Doing:
-    """What the newest second says, else what the last minute does."""
+    """Return the figures of the newest sample if it is fresh, else those of the last minute."""
     found = [xid for sample in samples for xid in sample.xids]
     xids = tuple(dict.fromkeys([*found, *(minute.xids if minute else ())]))
     sample = samples[-1] if samples else None
@@ -210,7 +210,7 @@ def _full(sight: Sight) -> bool:
 
 
 def holder(tile: Tile, sight: Sight) -> str:
-    """Whose it is, as this reader is told of others; empty when nobody has it."""
+    """Return who has the device, as this viewer may see it; empty if nobody has it."""
     if tile.lease is None:
         return ""
     if sight is Sight.ADMIN:
@@ -219,7 +219,7 @@ def holder(tile: Tile, sight: Sight) -> str:
 
 
 def words(tile: Tile, sight: Sight, now: datetime) -> dict[str, Any]:
-    """What stands on a tile, as text, and how long its two bars are, in percent."""
+    """Return a tile's text and the lengths of its two bars, in percent."""
     doing, size = tile.doing, tile.device.memory_bytes
     filled = None if doing.used_bytes is None or not size else 100 * doing.used_bytes / size
     return {
@@ -237,7 +237,7 @@ def words(tile: Tile, sight: Sight, now: datetime) -> dict[str, Any]:
 
 
 def mine(server: str) -> str:
-    """Whose it is, to its own member."""
+    """Return who has the device, as its own member sees it."""
     return f"yours: {server}" if server else "yours"
 
 
@@ -265,7 +265,7 @@ def _memory(doing: Doing, size: int) -> str:
 
 
 def summary(picture: Picture) -> str:
-    """How many are free, and how many wait."""
+    """Return how many devices are free and how many tickets wait."""
     waiting = picture.waiting
     line = {0: "nobody waits in line", 1: "one waits in line"}.get(
         waiting, f"{waiting} wait in line"
@@ -278,41 +278,47 @@ log = logging.getLogger(__name__)
 EVERY = 2.0
 """Seconds between two pictures."""
 TAKES_IN = 30.0
-"""Seconds that a viewer may take to read what was sent."""
+"""Seconds in which a viewer has to read what was sent."""
 LASTS = 60.0
-"""Seconds after which a stream ends, and the browser asks anew: so it is known again who asks."""
+"""Maximum seconds of a stream.
+
+Then the browser connects again, which checks the user's permissions again.
+"""
 MOST_OF_ONE = 8
-"""Streams of one member."""
+"""Maximum number of streams per member."""
 MOST = 1000
-"""Streams of all together."""
+"""Maximum number of streams."""
 AT_ONCE, PAUSE = 8, 0.01
-"""So many viewers are told at once, with so many seconds between: nothing else waits for long."""
+"""Viewers that are served at once, and seconds between two such batches.
+
+The pause keeps the event loop free for other work.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A picture as it is sent."""
+    """A picture in serialized form."""
 
     at: str
-    """The time of day that it is of."""
+    """The time of day at which it was taken."""
     texts: Mapping[Sight, str]
-    """One line of JSON for each kind of reader."""
+    """One line of JSON for each kind of viewer."""
     own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     trouble: str = ""
-    """Why there is none just now, as a sentence."""
+    """Why there is no picture now, as a message."""
 
     def is_for(self, sight: Sight) -> bool:
-        """Whether there is something for this kind of reader."""
+        """Return True if it contains something for this kind of viewer."""
         return bool(self.trouble) or sight in self.texts
 
     def mine(self, user: str) -> str:
-        """Which devices are this member's, as one line of JSON."""
+        """Return the member's own devices as one line of JSON."""
         own = self.own.get(user, {})
         return json.dumps({uuid: mine(name) for uuid, name in own.items()})
 
 
 class Viewer:
-    """One who watches."""
+    """One client of the live stream."""
 
     def __init__(self, user: str, sight: Sight) -> None:
         self.user = user
@@ -323,18 +329,20 @@ class Viewer:
         self._sent: dict[str, str] = {}
 
     def offer(self, frame: Frame) -> None:
-        """Here is a newer picture."""
+        """Replace the pending picture by a newer one."""
         self._frame = frame
         self._new.set()
 
     def go(self) -> None:
-        """Nobody is there any more."""
+        """End the stream because the client has disconnected."""
         self._gone = True
         self._new.set()
 
     async def next(self, seconds: float) -> str | None:
-        """What to send next: a picture whole, or only the time when nothing else changed. None
-        when nothing came in this time, or nobody is there any more."""
+        """Return the next events, or None after ``seconds`` or if the client has disconnected.
+
+        If nothing has changed, the events only contain the time.
+        """
         try:
             await asyncio.wait_for(self._new.wait(), max(0.0, seconds))
         except asyncio.TimeoutError:
@@ -344,7 +352,7 @@ class Viewer:
         return None if self._gone or frame is None else self._events(frame)
 
     def _events(self, frame: Frame) -> str:
-        """What changed since the last one. Nobody is told twice what stays as it was."""
+        """Return the events for what has changed since the last frame."""
         told = {"trouble": json.dumps(frame.trouble)}
         if not frame.trouble:
             told |= {"picture": frame.texts[self.sight], "mine": frame.mine(self.user)}
@@ -355,7 +363,7 @@ class Viewer:
 
 
 class LiveCluster:
-    """The newest picture, taken while anybody watches."""
+    """The newest picture, which is updated while there are viewers."""
 
     def __init__(self, services: Services, recent: Recent) -> None:
         self._services = services
@@ -365,7 +373,7 @@ class LiveCluster:
         self._frame: Frame | None = None
 
     def join(self, user: str, sight: Sight) -> Viewer:
-        """Begin to watch. Raises TooManyViewers."""
+        """Add a viewer. Raises TooManyViewers."""
         if len(self._viewers) >= MOST or self._of(user) >= MOST_OF_ONE:
             raise TooManyViewers
         viewer = Viewer(user, sight)
@@ -378,23 +386,23 @@ class LiveCluster:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """Watch no more."""
+        """Remove a viewer."""
         self._viewers.remove(viewer)
 
     @property
     def watched(self) -> int:
-        """By how many."""
+        """The number of viewers."""
         return len(self._viewers)
 
     def _of(self, user: str) -> int:
         return sum(viewer.user == user for viewer in self._viewers)
 
     async def _go_on(self) -> None:
-        """Take pictures until nobody watches."""
+        """Take pictures until there are no viewers."""
         while self._viewers:
             self._frame = await self._take()
             for number, viewer in enumerate(list(self._viewers), start=1):
-                if self._frame.is_for(viewer.sight):  # else they came a moment ago
+                if self._frame.is_for(viewer.sight):  # not if they joined a moment ago
                     viewer.offer(self._frame)
                 if number % AT_ONCE == 0:
                     await asyncio.sleep(PAUSE)
@@ -406,7 +414,7 @@ class LiveCluster:
             return await self._services.read(take, self._services, self._recent, sights)
         except GPUSpawnerError as error:
             trouble = error.message
-        except Exception:  # whatever goes wrong, the next picture is tried
+        except Exception:  # try again with the next picture
             log.exception("The picture of the cluster could not be taken")
             trouble = OTHERWISE
         at = self._services.clock().astimezone().strftime("%H:%M:%S")
@@ -414,7 +422,7 @@ class LiveCluster:
 
 
 def take(services: Services, recent: Recent, sights: Collection[Sight]) -> Frame:
-    """A picture as it is sent to these kinds of readers. Blocks."""
+    """Take a picture and serialize it for these kinds of viewers. Blocks."""
     picture = look(services, recent)
     return Frame(
         at=picture.at.astimezone().strftime("%H:%M:%S"),
@@ -424,14 +432,14 @@ def take(services: Services, recent: Recent, sights: Collection[Sight]) -> Frame
 
 
 def as_text(picture: Picture, sight: Sight) -> str:
-    """The picture as one line of JSON, as this kind of reader may see it."""
+    """Return the picture as one line of JSON, as this kind of viewer may see it."""
     tiles = {tile.device.uuid: words(tile, sight, picture.at) for tile in picture.tiles}
     told = {"summary": summary(picture), "seen": not picture.error, "tiles": tiles}
     return json.dumps(told, separators=(",", ":"))
 
 
 SCRIPTED = f"{POLICY}; script-src 'self'; connect-src 'self'"
-"""Of the one page that has a script, its own: it may ask for pictures."""
+"""The policy of the only page with a script: it may load the script and fetch pictures."""
 
 MOST_PICTURES = 1000
 
@@ -439,25 +447,27 @@ UNSEEN = "The GPUs cannot be seen just now. Running servers go on; your admin se
 
 
 class Watching(ServiceHandler):
-    """What the page, the stream and the JSON share."""
+    """What the page, the stream and the API have in common."""
 
     @property
     def sight(self) -> Sight:
-        """What the one who asks may see of others."""
+        """What the user may see of other members."""
         if self.admin:
             return Sight.ADMIN
         return Sight.NAMES if self.context.members_see_names else Sight.PLAIN
 
 
 class ClusterPage(Watching, Page):
-    """Every device as a tile. It is whole without a script, and goes on by itself with one."""
+    """All devices as tiles. A script keeps the page up to date; it also works without one."""
 
     def set_default_headers(self) -> None:
+        """Allow the page's script in the content security policy."""
         super().set_default_headers()
         self.set_header("Content-Security-Policy", SCRIPTED)
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the page."""
         picture = await self.read(look, self.services, self.context.recent)
         own = picture.own.get(self.user, {})
         tiles = []
@@ -480,18 +490,22 @@ class ClusterPage(Watching, Page):
 
 
 class ClusterStream(Watching, APIHandler):
-    """Pictures as server-sent events, until it is asked anew who watches."""
+    """Pictures as server-sent events, until the browser has to connect again."""
 
     _viewer: Viewer | None = None
 
     async def prepare(self) -> None:
-        # After a restart of the service all come at once: the Hub is asked about one at a time,
-        # so that it has room for everybody else's requests in between.
+        """Look up the user, one request at a time.
+
+        All browsers connect again at once after a restart of the service. One look-up at a time
+        leaves the Hub free for other requests in between.
+        """
         async with self.application.settings.setdefault("live_asks", asyncio.Semaphore(1)):
             await super().prepare()
 
     @web.authenticated
     async def get(self) -> None:
+        """Send pictures until the stream ends or the client disconnects."""
         pictures = whole(
             self.get_query_argument("pictures", str(MOST_PICTURES)), "pictures", 1, MOST_PICTURES
         )
@@ -503,22 +517,22 @@ class ClusterStream(Watching, APIHandler):
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code) from error
         self.set_header("Content-Type", "text/event-stream")
-        self.set_header("X-Accel-Buffering", "no")  # a proxy in front passes each on at once
+        self.set_header("X-Accel-Buffering", "no")  # a proxy must not buffer the events
         self._viewer = viewer
         try:
             await self._send(viewer, pictures)
         except StreamClosedError:
             pass
-        except asyncio.TimeoutError:  # who never reads is let go, and what waits for them with it
-            # Tornado's annotation names a base class that has no close(); a server's is this one.
+        except asyncio.TimeoutError:  # the client does not read: drop it and its buffer
+            # Tornado's annotation names a base class without close(); a server uses this one.
             cast(HTTP1Connection, self.request.connection).close()
         finally:
             shared.leave(viewer)
 
     async def _send(self, viewer: Viewer, pictures: int) -> None:
-        """Raises TimeoutError when the one who watches does not read."""
+        """Send pictures. Raises TimeoutError if the client does not read them."""
         now = asyncio.get_running_loop().time
-        # Not all at the same moment: those who came together come back one after the other.
+        # Spread the reconnects of clients that connected at the same time.
         spread = random.random()  # no secret  # nosec B311
         ends = now() + LASTS * (1 - spread / 4)
         self.write(f"retry: {1000 + int(3000 * spread)}\n\n")
@@ -531,17 +545,19 @@ class ClusterStream(Watching, APIHandler):
         await asyncio.wait_for(self.finish(), TAKES_IN)
 
     def on_connection_close(self) -> None:
+        """End the stream when the client disconnects."""
         super().on_connection_close()
         if self._viewer:
             self._viewer.go()
 
 
 class ClusterAPI(Watching, APIHandler):
-    """Every device, and what it does just now."""
+    """All devices as JSON."""
 
     @operation("cluster", ClusterAnswer)
     @web.authenticated
     async def get(self) -> None:
+        """Every device, and what it does just now."""
         picture: Picture = await self.read(look, self.services, self.context.recent)
         devices = [device(tile, self.user, self.sight) for tile in picture.tiles]
         seen = not picture.error
@@ -549,7 +565,7 @@ class ClusterAPI(Watching, APIHandler):
 
 
 def device(tile: Tile, user: str, sight: Sight) -> ClusterDeviceAnswer:
-    """A device as JSON, with what this reader may know."""
+    """Return a device as JSON, with what this user may see."""
     server = tile.lease.server if tile.lease else None
     mine = server is not None and server.user == user
     named = server is not None and (mine or sight is not Sight.PLAIN)

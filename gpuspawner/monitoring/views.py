@@ -1,4 +1,4 @@
-"""Reports of use and of utilization as pages, CSV and JSON."""
+"""Reports of usage and utilization as pages, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ USAGE_BY = {
     "environment": "environment",
     "week": "model",
 }
-"""What use can be added up by, and the name of that in a kind; weeks by the fewest names."""
+"""Groupings of a usage report, and the field of ``Kind`` that each one uses.
+
+Weeks use the field with the fewest values.
+"""
 
 NAMELESS = {
     "member": "no member",
@@ -42,11 +45,11 @@ NAMELESS = {
     "model": "no GPU",
     "environment": "the hub's own",
 }
-"""What people read where a name is empty."""
+"""Labels for rows whose name is empty."""
 
 USE_COLUMNS = ("gpu_seconds", "gpu_hours", "credits", "sessions")
 JOB_COLUMNS = ("gpu_hours", "credits", "jobs")
-"""Of a report as CSV, after what it is by."""
+"""Columns of a usage report as CSV, after the name."""
 
 PAUSE = 0.1
 """Seconds between two portions of leases that are added up."""
@@ -64,12 +67,12 @@ class UsageRow:
     name: str
     use: LeaseUse
     batch: LeaseUse
-    """What jobs beside servers used, whose sessions are the jobs."""
+    """Usage of cluster jobs; its sessions are the jobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """Who used what in some days of the hub's own zone, both counted."""
+    """Usage from the first to the last day in the hub's own zone, inclusive."""
 
     by: str
     first: date
@@ -77,11 +80,11 @@ class UsageReport:
     rows: tuple[UsageRow, ...]
     total: LeaseUse
     batch: LeaseUse
-    """What jobs beside servers used together."""
+    """Usage of all cluster jobs."""
 
 
 def usage_report(services: Services, by: str, first: date, last: date) -> UsageReport:
-    """Add use up by one thing. Blocks."""
+    """Add up usage, grouped by one property. Blocks."""
     starts = [start for start, _ in weeks.split(first, last)] if by == "week" else [first]
     bounds = [weeks.midnight(day) for day in (*starts, last + timedelta(days=1))]
     found, jobs = (
@@ -107,20 +110,23 @@ def usage_report(services: Services, by: str, first: date, last: date) -> UsageR
 
 
 async def remember(services: Services) -> None:
-    """Have at hand what pages tell of the past, before anybody asks: what the line learns from it,
-    and totals of what has ended since the last time, a few leases at once: a hub waits for none."""
+    """Compute what pages show of the past before a page needs it.
+
+    This covers what the queue learns from past sessions, and the totals of leases that have ended
+    since the last call. Leases are added up in small portions, so that a hub never waits for them.
+    """
     await services.report(services.positions.standings)
     while await services.report(services.reports.add_up) == LEASES_AT_ONCE:
         await asyncio.sleep(PAUSE)
 
 
 class UsageHandler(ServiceHandler):
-    """What the page, the CSV and the JSON share."""
+    """What the page, the CSV file and the API have in common."""
 
     async def asked(self) -> UsageReport:
-        """The report that was asked for. Raises HTTPError for who may not see it, or 400.
+        """Return the requested report. Raises HTTPError 400 or 403.
 
-        A form sends fields that are left empty, which means the usual.
+        A form sends empty fields; they mean the defaults.
         """
         if not self.reach(READ_USAGE):
             raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
@@ -134,10 +140,11 @@ class UsageHandler(ServiceHandler):
 
 
 class UsagePage(UsageHandler, Page):
-    """A report for people, with a form to ask for another."""
+    """A usage report as a page, with a form for another one."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the page."""
         found = await self.asked()
         query = {"by": found.by, "from": found.first.isoformat(), "to": found.last.isoformat()}
         self.show(
@@ -151,10 +158,11 @@ class UsagePage(UsageHandler, Page):
 
 
 class UsageCSV(UsageHandler, CSVHandler):
-    """A report as CSV."""
+    """A usage report as CSV."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the file."""
         found = await self.asked()
         self.begin(f"usage-by-{found.by}-{found.first}-{found.last}")
         lines = [
@@ -169,7 +177,7 @@ class UsageCSV(UsageHandler, CSVHandler):
 
 
 class UsageAPI(UsageHandler, APIHandler):
-    """Who used what, added up."""
+    """A usage report as JSON."""
 
     for_services = True
 
@@ -183,6 +191,7 @@ class UsageAPI(UsageHandler, APIHandler):
     )
     @web.authenticated
     async def get(self) -> None:
+        """Who used what, added up."""
         need_days(self)
         found = await self.asked()
         self.answer(
@@ -196,7 +205,7 @@ class UsageAPI(UsageHandler, APIHandler):
 
 
 def need_days(handler: ServiceHandler) -> None:
-    """Refuse days that are left empty, which only a form sends. Raises HTTPError 400."""
+    """Raise HTTPError 400 for empty days; only forms may send them."""
     for name in ("from", "to"):
         if handler.get_query_argument(name, None) == "":
             sentence = f"The field {name!r} is empty: write a day, or leave the field out."
@@ -204,7 +213,7 @@ def need_days(handler: ServiceHandler) -> None:
 
 
 def together(uses: Iterable[LeaseUse]) -> LeaseUse:
-    """All of these added up."""
+    """Return the sum of all uses."""
     total = LeaseUse()
     for use in uses:
         total = total.plus(use)
@@ -220,7 +229,7 @@ USAGE_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
 
 UTILIZATION_BY = ("member", "group", "model")
 LONGEST = timedelta(days=93)
-"""The most that one report is about: minute by minute it is read anew each time."""
+"""The longest period of one report, because its minutes are read anew each time."""
 MOST_SESSIONS = 10
 UTILIZATION_COLUMNS = (
     "sessions",
@@ -229,12 +238,12 @@ UTILIZATION_COLUMNS = (
     "used_gpu_hours",
     "rested_gpu_hours",
 )
-"""Of a report as CSV, after what it is by."""
+"""Columns of a utilization report as CSV, after the name."""
 
 
 @dataclass(frozen=True, slots=True)
 class UtilizationRow:
-    """One line. All in seconds of one GPU."""
+    """One line of a report. All times are in GPU-seconds."""
 
     name: str
     sessions: int = 0
@@ -244,16 +253,16 @@ class UtilizationRow:
 
     @property
     def rested(self) -> float:
-        """How long it is known that nothing worked."""
+        """GPU-seconds that are known to be idle."""
         return max(0.0, self.measured - self.busy)
 
     @property
     def percent(self) -> float | None:
-        """How much of what is known was used; None when nothing is known."""
+        """Percent of the measured time that was busy; None if nothing was measured."""
         return 100 * self.busy / self.measured if self.measured else None
 
     def plus(self, some: Worked) -> UtilizationRow:
-        """The same with a session more."""
+        """Return a copy with the session's figures added."""
         return UtilizationRow(
             self.name,
             self.sessions + 1,
@@ -265,23 +274,23 @@ class UtilizationRow:
 
 @dataclass(frozen=True, slots=True)
 class UtilizationReport:
-    """What was held and used in some days of the hub's own zone, both counted."""
+    """Held and used time from the first to the last day in the hub's own zone, inclusive."""
 
     by: str
     first: date
     last: date
     until: datetime
     rows: tuple[UtilizationRow, ...]
-    """What rested most first."""
+    """The most idle first."""
     total: UtilizationRow
     batch: int
-    """Seconds of one GPU that jobs beside servers held: nobody measures how they use it."""
+    """GPU-seconds that cluster jobs held; their utilization is not measured."""
     sessions: tuple[Worked, ...]
-    """Those that rested longest, first the longest."""
+    """The sessions with the longest idle times, the longest first."""
 
 
 def utilization_report(services: Services, by: str, first: date, last: date) -> UtilizationReport:
-    """Add up who held and used what. Blocks."""
+    """Add up held and used time, grouped by one property. Blocks."""
     start, end = weeks.midnight(first), weeks.midnight(last + timedelta(days=1))
     found = services.monitoring.worked_between(start, end)
     (beside,) = services.reports.use_of_jobs([start, end], "user")
@@ -305,10 +314,10 @@ def utilization_report(services: Services, by: str, first: date, last: date) -> 
 
 
 class WorkedHandler(ServiceHandler):
-    """What the page, the CSV and the JSON share."""
+    """What the page, the CSV file and the API have in common."""
 
     async def asked(self) -> UtilizationReport:
-        """The report that was asked for. Raises HTTPError for who may not see it, or 400."""
+        """Return the requested report. Raises HTTPError 400 or 403."""
         if not self.reach(READ_USAGE).everybody:
             raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
         by = one_of(self.get_query_argument("by", "member"), "by", UTILIZATION_BY)
@@ -324,10 +333,11 @@ class WorkedHandler(ServiceHandler):
 
 
 class WorkedPage(WorkedHandler, Page):
-    """A report for people, with a form to ask for another."""
+    """A utilization report as a page, with a form for another one."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the page."""
         found = await self.asked()
         query = {"by": found.by, "from": found.first.isoformat(), "to": found.last.isoformat()}
         self.show(
@@ -341,10 +351,11 @@ class WorkedPage(WorkedHandler, Page):
 
 
 class WorkedCSV(WorkedHandler, CSVHandler):
-    """A report as CSV."""
+    """A utilization report as CSV."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the file."""
         found = await self.asked()
         self.begin(f"used-by-{found.by}-{found.first}-{found.last}")
         lines = [
@@ -359,7 +370,7 @@ class WorkedCSV(WorkedHandler, CSVHandler):
 
 
 class WorkedAPI(WorkedHandler, APIHandler):
-    """How much of what was held was used, and the sessions that rested most."""
+    """A utilization report as JSON."""
 
     for_services = True
 
@@ -373,6 +384,7 @@ class WorkedAPI(WorkedHandler, APIHandler):
     )
     @web.authenticated
     async def get(self) -> None:
+        """How much of what was held was used, and the sessions that rested most."""
         need_days(self)
         found = await self.asked()
         batch = JobTimeAnswer(held_gpu_seconds=found.batch)
@@ -380,7 +392,7 @@ class WorkedAPI(WorkedHandler, APIHandler):
 
 
 def hours(seconds: float) -> str:
-    """Seconds as hours with three decimals, rounded down."""
+    """Format seconds as hours with three decimals, rounded down."""
     thousandths = int(seconds) * 1000 // 3600
     return f"{thousandths // 1000}.{thousandths % 1000:03}"
 

@@ -1,4 +1,4 @@
-"""What members were told, and the form in which they choose how: a page and the same as JSON."""
+"""Notices and the choice of notification channels, as a page and JSON."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SHOWN = 20
 """Notices on the page."""
 
 TEST_EVERY = 20
-"""Seconds in which a member is sent one test."""
+"""Seconds in which a member can send one test."""
 
 TEST_WAIT = 8.0
-"""Seconds that the page waits for a test to arrive."""
+"""Maximum seconds that the page waits for a test to be delivered."""
 
 LONGEST = 64 * 1024
-"""Bytes of a request that changes choices."""
+"""Maximum bytes of a request that changes choices."""
 
 WORDS = {
     NoticeKind.TURN: "It is my turn",
@@ -58,18 +58,19 @@ class ChannelForm:
 
 
 class NoticesHandler(ServiceHandler):
-    """What the page and the JSON share."""
+    """What the page and the API have in common."""
 
     async def shown(self) -> tuple[dict[str, ChannelChoice], list[Notice]]:
-        """What the member has chosen, or has without choosing; and what they were told."""
+        """Return the member's choices, including defaults, and their newest notices."""
         own = await self.read(self.services.notifications.choices, self.user)
         told = await self.read(self.services.notifications.notices_of, self.user, SHOWN)
         return chosen(self.context.channels, own, self.user), told
 
     async def test(self) -> Notice:
-        """Send a test by every channel that the member chose; the notice, sent or not.
+        """Send a test through every channel that the member chose.
 
-        Raises InvalidRequest when it cannot be sent.
+        Returns the notice, which may not be delivered yet. Raises InvalidRequest if no test can be
+        sent now.
         """
         choices, _ = await self.shown()
         if not any(choice.kinds for choice in choices.values()):
@@ -91,16 +92,18 @@ class NoticesHandler(ServiceHandler):
 
 
 class NoticesPage(NoticesHandler, Page):
-    """The form and the newest notices."""
+    """The form for notification channels and the newest notices."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the page."""
         choices, told = await self.shown()
         forms = [_form(channel, choices) for channel in self.context.channels.values()]
         await self.show_forms(forms, told)
 
     @web.authenticated
     async def post(self) -> None:
+        """Store the choices, if all of them are valid."""
         forms, found = self._sent_forms()
         if len(found) == len(forms):
             await self.read(self.services.notifications.choose, self.user, found)
@@ -130,7 +133,7 @@ class NoticesPage(NoticesHandler, Page):
         )
 
     def _sent_forms(self) -> tuple[list[ChannelForm], list[ChannelChoice]]:
-        """The form as it was sent, with its errors, and the choices without one."""
+        """Return the sent form with its errors, and the choices without errors."""
         channels = self.context.channels
         fields = {f"{part}-{name}" for part in ("address", "kinds") for name in channels}
         if unknown := set(self.request.body_arguments) - fields - {"_xsrf"}:
@@ -153,10 +156,12 @@ class TestPage(NoticesPage):
     """The button that sends a test."""
 
     async def get(self) -> None:
+        """Redirect to the notices."""
         self.redirect(f"{self.context.prefix}notices")
 
     @web.authenticated
     async def post(self) -> None:
+        """Send a test."""
         try:
             await self.test()
         except InvalidRequest as refusal:
@@ -169,10 +174,10 @@ class TestPage(NoticesPage):
 
 
 class AnyAPI(NoticesHandler, APIHandler):
-    """What is told as JSON."""
+    """The base of handlers that answer with notices and choices as JSON."""
 
     async def answer_all(self) -> None:
-        """Send all of it."""
+        """Send the choices and the newest notices."""
         choices, told = await self.shown()
         now, channels = self.services.clock(), self.context.channels
         self.answer(
@@ -185,23 +190,25 @@ class AnyAPI(NoticesHandler, APIHandler):
 
 
 class NoticesAPI(AnyAPI):
-    """What I was told, and what I chose for each channel."""
+    """Notices and choices as JSON."""
 
     @operation("notices", NoticesAnswer)
     @web.authenticated
     async def get(self) -> None:
+        """What I was told, and what I chose for each channel."""
         await self.answer_all()
 
 
 class ChoicesAPI(AnyAPI):
-    """Change what I chose: ``{"mail": {"address": "ada@lab.example", "kinds": ["turn"]}}``.
-
-    Channels that are not named stay as they are.
-    """
+    """The API operation that changes the choices."""
 
     @operation("notices/choices", NoticesAnswer, name="choose", body=choices_body)
     @web.authenticated
     async def put(self) -> None:
+        """Change what I chose: ``{"mail": {"address": "ada@lab.example", "kinds": ["turn"]}}``.
+
+        Channels that are not named stay as they are.
+        """
         try:
             found = self._choices()
         except InvalidRequest as refusal:
@@ -233,11 +240,12 @@ class ChoicesAPI(AnyAPI):
 
 
 class TestAPI(AnyAPI):
-    """Send me a test."""
+    """The API operation that sends a test."""
 
     @operation("notices/test", NoticeAnswer)
     @web.authenticated
     async def post(self) -> None:
+        """Send me a test."""
         try:
             notice = await self.test()
         except InvalidRequest as refusal:
@@ -247,13 +255,13 @@ class TestAPI(AnyAPI):
         self.finish(told.as_json())
 
 
-# Values to words and JSON.
+# Formatting of values.
 
 
 def state(notice: Notice, channels: Mapping[str, Channel], now: datetime) -> tuple[str, str]:
-    """What became of a notice: ``done``, ``waiting`` or ``failed``; and a sentence if not done.
+    """Return a notice's state (``done``, ``waiting`` or ``failed``) and a message unless done.
 
-    The cause is in the log of the service: it can name hosts that are not the member's business.
+    The cause is only in the service's log, because it can name hosts that members must not see.
     """
     if notice.error:
         by = names(channels, failing(notice.error))
@@ -266,13 +274,13 @@ def state(notice: Notice, channels: Mapping[str, Channel], now: datetime) -> tup
 
 
 def notice_answer(notice: Notice, channels: Mapping[str, Channel], now: datetime) -> NoticeAnswer:
-    """A notice as JSON."""
+    """Return a notice as JSON."""
     became, sentence = state(notice, channels, now)
     return NoticeAnswer.of(notice, state=became, error=sentence)
 
 
 def channel_answer(channel: Channel, choices: Mapping[str, ChannelChoice]) -> ChannelAnswer:
-    """A channel with what the member has there as JSON."""
+    """Return a channel and the member's choice for it as JSON."""
     choice = choices.get(channel.name, ChannelChoice(channel.name))
     kinds = [kind.value for kind in KINDS if kind in choice.kinds]
     return ChannelAnswer.of(channel, address=choice.address, kinds=kinds)

@@ -1,4 +1,4 @@
-"""Pages and JSON of the queue."""
+"""The queue as pages and JSON."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .models import Ticket
 from .standing import Comparison, compare
 
 MOST = 200
-"""Tickets on the page."""
+"""Maximum number of tickets on the page."""
 
 GIVEN_UP = "it was given up on the member's page"
-"""Why a ticket ended that its own member cancelled."""
+"""End reason of a ticket that its own member cancelled."""
 
 DONE = {
     "move": "The ticket is moved.",
@@ -41,38 +41,39 @@ DONE = {
     "undrain-machine": "The whole machine is given out again.",
     "nothing": "It was so already: nothing was changed.",
 }
-"""What a page says after a change."""
+"""Messages after a change."""
 
 
 class QueueForms(FormPage):
-    """What the pages of admins share: fields of forms, and refusals on the page itself."""
+    """The base of admin pages with forms that change the queue."""
 
     async def change(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Change something through the services. Raises GPUSpawnerError."""
+        """Call a service method that changes something. Raises GPUSpawnerError."""
         return await self.services.run(work, *args, actor=self.user, **kwargs)
 
     def yes(self, name: str) -> bool:
-        """A yes or no of the form. Raises InvalidRequest."""
+        """Parse a yes-or-no field of the form. Raises InvalidRequest."""
         answers = {"yes": True, "no": False}
         if self.field(name) not in answers:
             raise InvalidRequest(f"The field {name!r} is yes or no.", field=name)
         return answers[self.field(name)]
 
     def say(self, done: str) -> None:
-        """Show the line anew, with what was done."""
+        """Redirect to the queue, with a message about the change."""
         self.redirect(f"{self.context.prefix}queue?done={done}", status=303)
 
 
 class QueuePage(QueueForms):
-    """The whole line, why it is so, and what is closed."""
+    """The whole queue with its scores, and closed devices, for admins."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the page."""
         self.need_admin()
         await self.show_line()
 
     async def show_line(self, refusal: GPUSpawnerError | None = None, **typed: str) -> None:
-        """Send the page; ``typed`` is what a refused form had in it."""
+        """Send the page; ``typed`` is the content of a refused form."""
         line = await self.read(view_models.whole_line, self.services)
         overview: Overview = await self.read(self.services.monitoring.overview)
         states = {view.device.uuid: view for view in overview.devices}
@@ -103,13 +104,15 @@ class QueuePage(QueueForms):
 
 
 class GrantingForm(QueuePage):
-    """Pause granting, and go on with it."""
+    """The form that pauses and resumes granting."""
 
     async def get(self) -> None:
+        """Redirect to the queue."""
         self.redirect(f"{self.context.prefix}queue")
 
     @web.authenticated
     async def post(self) -> None:
+        """Pause or resume granting."""
         self.need_admin()
         reason = self.field("reason")
         try:
@@ -125,13 +128,15 @@ class GrantingForm(QueuePage):
 
 
 class DrainForm(QueuePage):
-    """Drain a device, and give it out again."""
+    """The form that drains a device or ends its drain."""
 
     async def get(self) -> None:
+        """Redirect to the queue."""
         self.redirect(f"{self.context.prefix}queue")
 
     @web.authenticated
     async def post(self) -> None:
+        """Drain the device or end its drain."""
         self.need_admin()
         device, reason = self.field("device"), self.field("reason")
         try:
@@ -148,18 +153,20 @@ class DrainForm(QueuePage):
 
 
 class TicketPage(QueueForms):
-    """One ticket with the arithmetic of its score, and the forms that change it."""
+    """One ticket with the parts of its score, and the forms that change it, for admins."""
 
     @web.authenticated
     async def get(self, ticket_id: str, action: str = "") -> None:
+        """Send the page."""
         self.need_admin()
-        if action:  # a form that was sent before the member had signed in again
+        if action:  # the user had to sign in again to send this form
             self.redirect(f"{self.context.prefix}queue/{ticket_id}")
             return
         await self.show_ticket(ticket_id)
 
     @web.authenticated
     async def post(self, ticket_id: str, action: str = "") -> None:
+        """Move, boost or cancel the ticket."""
         self.need_admin()
         try:
             await self.change(change_of(self.services, action, self.typed), ticket_id)
@@ -174,7 +181,7 @@ class TicketPage(QueueForms):
     async def show_ticket(
         self, ticket_id: str, refusal: GPUSpawnerError | None = None, **typed: str
     ) -> None:
-        """Send the page; ``typed`` is what a refused form had in it."""
+        """Send the page; ``typed`` is the content of a refused form."""
         line = await self.read(view_models.whole_line, self.services)
         some = line.find(ticket_id)
         ticket = some.ticket if some else await self.read(self.services.queue.ticket, ticket_id)
@@ -191,20 +198,24 @@ class TicketPage(QueueForms):
 
 
 class GiveUp(Page):
-    """A member's own ticket, given up."""
+    """The form that cancels a member's own ticket."""
 
     async def get(self, ticket_id: str) -> None:
+        """Redirect to the member's page."""
         self.redirect(self.context.prefix)
 
     @web.authenticated
     async def post(self, ticket_id: str) -> None:
+        """Cancel the ticket."""
         await self.read(give_up, self.services, ticket_id, self.user)
         self.redirect(f"{self.context.prefix}?given_up=1", status=303)
 
 
 def give_up(services: Services, ticket_id: str, user: str) -> Ticket:
-    """End a member's own ticket. Blocks. Raises UnknownTicket, also for somebody else's, and
-    TicketEnded when it does not wait any more."""
+    """Cancel a member's own ticket. Blocks.
+
+    Raises UnknownTicket, also for another member's ticket, and TicketEnded if it no longer waits.
+    """
     ticket = services.queue.ticket(ticket_id)
     if ticket.server.user != user:
         raise UnknownTicket(ticket=ticket_id)
@@ -220,7 +231,10 @@ def give_up(services: Services, ticket_id: str, user: str) -> Ticket:
 def change_of(
     services: Services, action: str, sent: Callable[[type[Any]], Any]
 ) -> Callable[..., Ticket]:
-    """What an action does with a ticket's id and the actor; ``sent`` reads what came with it."""
+    """Return the function that performs an action, called with a ticket id and the actor.
+
+    ``sent`` parses the request's body.
+    """
     if action == "move":
         move = sent(schemas.MoveBody)
         return partial(services.queue.move, position=move.position, reason=move.reason)
@@ -231,7 +245,7 @@ def change_of(
 
 
 def _comparison(line: view_models.WholeLine, one: str, other: str) -> Comparison | None:
-    """What makes the difference between two tickets; None when none are named."""
+    """Return the comparison of two tickets, or None if none are named."""
     if not one and not other:
         return None
     first, second = line.find(one), line.find(other)
@@ -259,7 +273,7 @@ class QueueAPI(APIHandler):
 
     @operation("queue", schemas.QueueAnswer | schemas.OwnQueueAnswer)
     @web.authenticated
-    async def get(self) -> None:
+    async def get(self) -> None:  # noqa: D102 - the class docstring is the summary
         await (self._tell_everything() if self.admin else self._tell_own())
 
     async def _tell_everything(self) -> None:
@@ -298,14 +312,15 @@ DEVICE_ACTIONS = {
 
 
 class TicketAPI(ChangingAPI):
-    """Change one ticket: a member may cancel their own, an admin move, boost and cancel any."""
+    """The API operations that change a ticket: members may cancel their own, admins change any."""
 
     @each_action("queue/{ticket}", TICKET_ACTIONS, schemas.TicketAnswer | schemas.EndedTicketAnswer)
     @web.authenticated
     async def post(self, ticket_id: str, action: str) -> None:
+        """Make the change and answer with the ticket."""
         ticket = await self.read(self.services.queue.ticket, ticket_id)
         mine = ticket.server.user == self.user
-        if not self.admin and not mine:  # whose it is, is nobody else's business
+        if not self.admin and not mine:  # do not reveal that it exists
             raise web.HTTPError(404) from UnknownTicket(ticket=ticket_id)
         if action == "cancel" and mine:
             self.sent(WhyBody)
@@ -316,7 +331,7 @@ class TicketAPI(ChangingAPI):
         await self._tell(ticket_id)
 
     async def _tell(self, ticket_id: str) -> None:
-        """Answer with the ticket as it is now."""
+        """Send the ticket's current state."""
         ticket = await self.read(self.services.queue.ticket, ticket_id)
         if ticket.outcome:
             self.answer(schemas.EndedTicketAnswer, ticket)
@@ -326,11 +341,12 @@ class TicketAPI(ChangingAPI):
 
 
 class GrantingAPI(ChangingAPI):
-    """Give out no GPUs, or go on: ``{"paused": true, "reason": "new fans"}``."""
+    """The API operation that pauses or resumes granting."""
 
     @operation("granting", schemas.PausedAnswer, name="pause", body=schemas.PauseBody)
     @web.authenticated
     async def post(self) -> None:
+        """Give out no GPUs, or go on: ``{"paused": true, "reason": "new fans"}``."""
         self.need_admin()
         sent = self.sent(schemas.PauseBody)
         work = self.services.devices.pause if sent.paused else self.services.devices.resume
@@ -340,11 +356,12 @@ class GrantingAPI(ChangingAPI):
 
 
 class DrainAPI(ChangingAPI):
-    """Drain a device, named by UUID or index, and give it out again."""
+    """The API operations that drain a device, named by UUID or index, or end its drain."""
 
     @each_action("devices/{device}", DEVICE_ACTIONS, schemas.DrainedAnswer)
     @web.authenticated
     async def post(self, device: str, action: str) -> None:
+        """Make the change and answer with the device's state."""
         self.need_admin()
         reason = self.sent(WhyBody).reason
         work = self.services.devices.drain if action == "drain" else self.services.devices.undrain
@@ -353,7 +370,7 @@ class DrainAPI(ChangingAPI):
         except web.HTTPError as error:
             cause = error.__cause__
             if isinstance(cause, InvalidRequest) and cause.fields.get("field") == "device":
-                error.status_code = 404  # it is in the path
+                error.status_code = 404  # the device is part of the path
             raise
         closed = await self.read(self.services.devices.closures)
         uuid = device if device in closed else (await self.read(self._uuid, device))

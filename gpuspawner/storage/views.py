@@ -1,4 +1,4 @@
-"""Pages and JSON of shared folders."""
+"""Shared folders as pages and JSON."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ DONE = {
 
 
 class FoldersPage(FormPage):
-    """My folders and invitations, and the form that makes one."""
+    """The member's folders and invitations, and the form for a new folder."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the page."""
         await self.show_folders()
 
     async def show_folders(self, refusal: GPUSpawnerError | None = None, typed: str = "") -> None:
-        """Send the page; ``typed`` is the name that was refused."""
+        """Send the page; ``typed`` is a refused name."""
         had, offered = await self.read(view_models.folders_of, self.services, self.user)
         everybody = await self.read(self.services.shared_folders.all_folders) if self.admin else ()
         self.show(
@@ -57,6 +58,7 @@ class FoldersPage(FormPage):
 
     @web.authenticated
     async def post(self) -> None:
+        """Create a folder."""
         name = self.field("name")[:200]
         try:
             await self.services.run(
@@ -69,13 +71,15 @@ class FoldersPage(FormPage):
 
 
 class FolderPage(FoldersPage):
-    """One change of one folder; what cannot be undone by oneself is asked once more."""
+    """The form for one change of a folder."""
 
     async def get(self, folder_id: str, action: str) -> None:
+        """Redirect to the folders."""
         self.go("folders")
 
     @web.authenticated
     async def post(self, folder_id: str, action: str) -> None:
+        """Make the change; some changes need a confirmation first."""
         try:
             folder = await self.services.read(self._visible, folder_id)
             if action in ("leave", "hand-on", "delete", "uninvite") and not self.confirmed:
@@ -88,7 +92,7 @@ class FolderPage(FoldersPage):
         self.go(f"folders?done={action}")
 
     def _visible(self, folder_id: str) -> Folder:
-        """A folder that this member may know of. Raises UnknownFolder."""
+        """Return a folder that the user may see. Raises UnknownFolder."""
         folder = self.services.shared_folders.folder(folder_id)
         mine = folder.owner == self.user or folder.invited(self.user)
         if not self.admin and (not mine or folder.deleted_at):
@@ -135,9 +139,9 @@ class FolderPage(FoldersPage):
 def work_of(
     handler: ServiceHandler, folder: Folder, action: str, field: Callable[[str], Any]
 ) -> Callable[[], object]:
-    """What an action does, ready to be called; ``field`` has what was sent with it."""
+    """Return a function that performs an action; ``field`` returns the fields that were sent."""
     services, actor = handler.services, handler.user
-    # Their own is theirs; of others' folders an admin does what an owner would.
+    # Admins act as the owners of other members' folders.
     admin = handler.admin and (folder.owner != actor or folder.left_at is not None)
     match action:
         case "invite":
@@ -202,7 +206,7 @@ FOLDER_ACTIONS = {
 
 
 class FoldersAPI(ChangingAPI):
-    """Shared folders, and a new one."""
+    """Shared folders as JSON, and a new one."""
 
     @operation("folders", schemas.FoldersAnswer, ALL)
     @web.authenticated
@@ -231,11 +235,12 @@ class FoldersAPI(ChangingAPI):
 
 
 class FolderAPI(ChangingAPI):
-    """One change of one folder."""
+    """The API operations that change a folder."""
 
     @each_action("folders/{folder}", FOLDER_ACTIONS, schemas.FolderAnswer, "{}Folder")
     @web.authenticated
     async def post(self, folder_id: str, action: str) -> None:
+        """Make the change and answer with the folder."""
         if action == "restore":
             self.need_admin()
         model = FOLDER_ACTIONS[action].body
@@ -255,7 +260,7 @@ class FolderAPI(ChangingAPI):
 
 
 async def answer_with(handler: APIHandler, folder_id: str) -> None:
-    """Answer with a folder as it is now."""
+    """Send a folder's current state."""
     mounts = await handler.read(handler.services.shared_folders.folder_mounts, handler.user)
     called = {mount.folder_id: mount.name for mount in mounts}
     folder = await handler.read(handler.services.shared_folders.folder, folder_id)
@@ -263,7 +268,7 @@ async def answer_with(handler: APIHandler, folder_id: str) -> None:
 
 
 def folder_answer(folder: Folder, user: str, called: str) -> schemas.FolderAnswer:
-    """A folder as somebody sees it."""
+    """Return a folder as this user sees it."""
     mine = folder.owner == user and folder.left_at is None
     knows = mine or folder.invited(user) is not None
     write = knows and folder.writes(user)

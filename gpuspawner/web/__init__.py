@@ -1,1 +1,1 @@
-"""The framework of the service's pages and of its REST API."""
+"""Framework for the service's pages and its REST API."""

@@ -1,4 +1,4 @@
-"""Answers of the REST API that several capabilities give, or that are about several."""
+"""Answers of the REST API that several capabilities share or that combine several of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The REST API: its handlers, and the figures of a member's page as JSON."""
+"""The base of the REST API's handlers, and the handlers for members, devices and leases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_XSRF = (
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What is sent is checked here: a mistake is the answer. Raises HTTPError."""
+    """Raise each GPUSpawnerError as an HTTPError with its status."""
     try:
         yield
     except GPUSpawnerError as error:
@@ -44,18 +44,20 @@ def refusals() -> Iterator[None]:
 
 
 class APIHandler(ServiceHandler):
-    """A handler that answers in JSON, errors too, and never sends anybody to a login page."""
+    """A handler that answers in JSON, also for errors, and never redirects to a login page."""
 
     def set_default_headers(self) -> None:
+        """Add the content type of JSON."""
         super().set_default_headers()
         self.set_header("Content-Type", "application/json")
 
-    # JupyterHub checks XSRF while it finds out who asks, and only for those who come with a
-    # cookie: a token in a header is proof enough.
+    # JupyterHub checks XSRF while it looks up the user, and only for requests with a cookie: a
+    # token in a header is proof enough.
 
     _no_xsrf = False
 
     def check_xsrf_cookie(self) -> None:
+        """Check the XSRF token and remember a failure for :meth:`prepare`."""
         try:
             super().check_xsrf_cookie()
         except web.HTTPError:
@@ -63,6 +65,7 @@ class APIHandler(ServiceHandler):
             raise
 
     async def prepare(self) -> None:
+        """Ask the Hub who sent the request. Raises HTTPError 401, 403 or 503."""
         await super().prepare()
         if self._no_xsrf:
             raise web.HTTPError(403) from NotAllowed(NO_XSRF)
@@ -70,40 +73,43 @@ class APIHandler(ServiceHandler):
             raise web.HTTPError(403 if self.refused else 401)
 
     def get_login_url(self) -> str:
+        """Raise HTTPError 401 instead of redirecting to a login page."""
         raise web.HTTPError(401)
 
     def answer(self, model: type[Answer], found: object = None, /, **more: Any) -> None:
-        """Send what a model tells of an object, and of ``more`` beside it, as JSON."""
+        """Send the model's fields as JSON, read from an object and from ``more``."""
         self.finish(model.of(found, **more).as_json())
 
     def answer_lease(self, found: Lease) -> None:
-        """Send a lease, with what it cost up to now."""
+        """Send a lease, with its cost so far."""
         (told,) = view_models.lease_figures(self.services, [found], self.services.clock())
         self.answer(LeaseAnswer, told)
 
     @property
     def limit(self) -> int:
-        """How many are asked for. Raises HTTPError 400."""
+        """The requested number of entries. Raises HTTPError 400."""
         return whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
 
     @property
     def before(self) -> int | None:
-        """What the page that is asked for comes before; None of the first. Raises HTTPError 400."""
+        """The id that the page's entries come before, or None. Raises HTTPError 400."""
         text = self.get_query_argument("before", "")
         return whole(text, "before", 1, LAST) if text else None
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Send the error as JSON."""
         reason, sentence = self.sentence(status_code, **kwargs)
-        # Not by a model: a sentence may quote what a model would not take for text.
+        # Without a model: the message may quote text that a model would reject.
         self.finish({"status": status_code, "error": reason, "message": sentence})
 
 
 class MeHandler(APIHandler):
-    """My balance, how long it lasts, my servers, my statement."""
+    """The member's own account, servers and statement."""
 
     @operation("me", MeAnswer)
     @web.authenticated
     async def get(self) -> None:
+        """My balance, how long it lasts, my servers, my statement."""
         mine = await self.read(
             view_models.member, self.services, self.user, self.context.warn_minutes
         )
@@ -121,16 +127,17 @@ class MeHandler(APIHandler):
     def _newest(self) -> EntryPage:
         try:
             return self.services.reports.statement_page(member_account(self.user), limit=100)
-        except UnknownAccount:  # it opens with the first sign-in
+        except UnknownAccount:  # the first sign-in opens it
             return EntryPage((), None)
 
 
 class DevicesHandler(APIHandler):
-    """Every device with its state; whose it is only when it is mine, or for admins."""
+    """All devices with their states."""
 
     @operation("devices", DevicesAnswer)
     @web.authenticated
     async def get(self) -> None:
+        """Every device with its state; whose it is only when it is mine, or for admins."""
         overview, found = await self.read(
             view_models.device_figures, self.services, self.user, self.admin
         )
@@ -148,11 +155,12 @@ class DevicesHandler(APIHandler):
 
 
 class LeasesHandler(APIHandler):
-    """My servers' leases, newest first; with ``?all=1`` everybody's, for admins."""
+    """The member's own leases; for admins those of all members."""
 
     @operation("leases", LeasesAnswer, ALL, BEFORE_LEASE, LIMIT)
     @web.authenticated
     async def get(self) -> None:
+        """My servers' leases, newest first; with ``?all=1`` everybody's, for admins."""
         of_all = one_of(self.get_query_argument("all", "0"), "all", ("0", "1")) == "1"
         if of_all:
             self.need_admin()
@@ -175,14 +183,17 @@ HANDLERS = [
 
 
 LONGEST = 64 * 1024
-"""Bytes of a request that changes something."""
+"""Maximum bytes of a request that changes something."""
 
 
 class ChangingAPI(APIHandler):
-    """What changes share: the object that was sent, and refusals as sentences."""
+    """The base of handlers that change something: they parse the body and report errors."""
 
     def sent(self, model: type[B], longest: int = LONGEST) -> B:
-        """The JSON object that was sent, of so many bytes at the most. Raises HTTPError 400."""
+        """Parse the request's JSON object, which may have ``longest`` bytes.
+
+        Raises HTTPError 400.
+        """
         body = self.request.body
         try:
             found = json.loads(body or b"{}") if len(body) <= longest else None
@@ -192,7 +203,7 @@ class ChangingAPI(APIHandler):
             return model.model_validate(found)
 
     async def change(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Change something through the services, as the one who asks."""
+        """Call a service method that changes something, with the member as ``actor``."""
 
         def call() -> Any:
             return work(*args, actor=self.user, **kwargs)
@@ -200,7 +211,10 @@ class ChangingAPI(APIHandler):
         return await self.read(call)
 
     async def do(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The same, of what was checked before: it cannot be done as things are, if it cannot."""
+        """Call a service method whose arguments are already validated.
+
+        Raises HTTPError 409 if the current state does not allow the change.
+        """
         try:
             return await self.services.run(work, *args, actor=self.actor, **kwargs)
         except (InvalidRequest, LedgerError) as error:

@@ -1,7 +1,6 @@
 """The service's web application: routes, request limits and the cookie secret.
 
-With a new cookie secret at each start, every form that is open in a browser would be refused after
-it.
+The cookie secret is kept across restarts, so that forms in open browser pages stay valid.
 
 A connection holds at most its headers, a small body and one chunk that was read ahead:
 :data:`CONNECTION_BYTES`. A thousand hostile connections hold less than 256 MiB.
@@ -46,7 +45,7 @@ BYTES = 32
 
 
 def secret_file(database_url: str) -> Path:
-    """Return where the secret lies: beside an SQLite database, else in the working directory."""
+    """Return the secret's path: next to an SQLite database, else in the working directory."""
     try:
         url = sa.make_url(database_url)
     except ArgumentError:
@@ -58,9 +57,9 @@ def secret_file(database_url: str) -> Path:
 
 
 def read_cookie_secret(database_url: str, log: logging.Logger) -> bytes:
-    """Return the kept secret, or a new one that is kept from now on. Blocks.
+    """Return the stored secret, or create and store a new one. Blocks.
 
-    A file that others can read, or that is not whole, is replaced. Where no file can be written
+    A file that others can read or that has the wrong size is replaced. If no file can be written,
     the secret lasts until the service ends.
     """
     path = secret_file(database_url)
@@ -73,7 +72,7 @@ def read_cookie_secret(database_url: str, log: logging.Logger) -> bytes:
 
 
 def _kept(path: Path, log: logging.Logger) -> bytes:
-    """Return the secret in the file; empty when there is none to use."""
+    """Return the secret from the file, or empty bytes if the file is missing or unusable."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -102,23 +101,23 @@ def _make(path: Path) -> bytes:
 
 HEADER_BYTES = 32 * 1024
 BODY_BYTES = 128 * 1024
-"""Of most requests."""
+"""Maximum size of most request bodies."""
 LARGE_BODY_BYTES = 4 * 1024 * 1024
-"""Of an admin's request to a handler that takes files."""
+"""Maximum size of an admin's request to a handler that takes files."""
 CHUNK_BYTES = 64 * 1024
 CONNECTION_BYTES = HEADER_BYTES + BODY_BYTES + CHUNK_BYTES
 
 HEADER_SECONDS = 120.0
-"""For all headers, and between two requests on one connection."""
+"""Timeout for all headers, and between two requests on a connection."""
 BODY_SECONDS = 60.0
 
 MOST_CONNECTIONS = 4000
 OWN_FILES = 200
-"""Files and sockets that the service needs beside its connections."""
+"""Files and sockets that the service needs besides its connections."""
 
 
 def make_server(app: web.Application, ssl_options: ssl.SSLContext | None = None) -> HTTPServer:
-    """Return a server with these limits, not yet listening."""
+    """Return a server with these limits that does not listen yet."""
     return _Server(
         app,
         ssl_options=ssl_options,
@@ -132,7 +131,7 @@ def make_server(app: web.Application, ssl_options: ssl.SSLContext | None = None)
 
 
 class _Server(HTTPServer):
-    """Closes a connection that is one too many as soon as it is made."""
+    """A server that closes a new connection at once if there are too many."""
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         super().initialize(*args, **kwargs)
@@ -157,9 +156,9 @@ class _Server(HTTPServer):
 
 
 class LimitedApplication(web.Application):
-    """Lets admins send large bodies to the handlers that take them, and nobody else."""
+    """An application that accepts large bodies only from admins, for handlers that take files."""
 
-    # Tornado's annotation names a class of its own for what is used as any delegate.
+    # Tornado's annotation is narrower than the delegates that it accepts.
     def get_handler_delegate(  # type: ignore[override]
         self,
         request: httputil.HTTPServerRequest,
@@ -167,6 +166,7 @@ class LimitedApplication(web.Application):
         *args: Any,
         **kwargs: Any,
     ) -> httputil.HTTPMessageDelegate:
+        """Return a delegate that checks the sender of a large body, if the handler takes files."""
         delegate = super().get_handler_delegate(request, target_class, *args, **kwargs)
         has_body = {"Content-Length", "Transfer-Encoding"} & set(request.headers)
         if has_body and issubclass(target_class, ServiceHandler) and target_class.takes_files:
@@ -176,7 +176,7 @@ class LimitedApplication(web.Application):
 
 
 class _LargeBody(httputil.HTTPMessageDelegate):
-    """Asks the Hub who sends a large body before any of it is read."""
+    """A delegate that asks the Hub who sends a large body before any of it is read."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class _LargeBody(httputil.HTTPMessageDelegate):
         try:
             token = context.hub_auth.get_token(self._handler)
             user = await context.hub_auth.user_for_token(token, sync=False) if token else None
-        except web.HTTPError:  # the Hub does not answer
+        except web.HTTPError:  # the Hub does not respond
             return False
         return bool(user and user.get("admin"))
 
@@ -214,8 +214,10 @@ class _LargeBody(httputil.HTTPMessageDelegate):
 
 
 BELIEVED = 10
-"""Seconds that the Hub's word on a token is believed: so soon one that was revoked opens nothing,
-and who is no admin any more is none here."""
+"""Seconds for which the Hub's answer about a token is cached.
+
+A revoked token or a removed admin loses access within this time.
+"""
 
 STATIC = Path(__file__).parent / "static"
 
@@ -247,7 +249,7 @@ ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
     *monitoring_views.UTILIZATION_HANDLERS,
     *cluster_views.HANDLERS,
 )
-"""Patterns of paths below the prefix, and what answers there."""
+"""Path patterns below the prefix, and their handlers."""
 
 
 def make_app(
@@ -265,13 +267,21 @@ def make_app(
     duties: Mapping[str, Duty] | None = None,
     cookie_secret: bytes = b"",
 ) -> web.Application:
-    """The service's web application, below the prefix that the Hub gave it.
+    """Return the service's web application, below the prefix that the Hub assigned.
 
-    ``channels`` are the ways in which members can be told; ``poke`` says that there is a
-    notice to send now; ``recent`` gives the newest samples
-    of each device; ``hub`` is asked who is in a group, and to stop a member's server; ``rounds``
-    counts the finished rounds of each duty and ``duties`` has the state of each, for the metrics.
-    ``cookie_secret`` signs the cookies; empty: a new one, so that browsers sign in again.
+    Args:
+        services: The services that the handlers call.
+        hub_auth: Authenticates users at the Hub.
+        warn_minutes: Members are warned when their account lasts only this many minutes.
+        session_warn_minutes: Members are warned this many minutes before their session ends.
+        channels: Notification channels by name.
+        poke: Called when a notice is ready to be sent.
+        recent: Returns the newest samples of each device.
+        members_see_names: True if all members may see who uses a GPU.
+        hub: Returns the members of a group and stops servers.
+        rounds: Number of finished rounds of each background duty, for the metrics.
+        duties: State of each background duty, for the metrics.
+        cookie_secret: Signs the cookies. If empty, a new one is made and browsers sign in again.
     """
     prefix = hub_auth.base_url
     context = Context(
@@ -305,7 +315,7 @@ def make_app(
 
 
 def _log_request(handler: web.RequestHandler) -> None:
-    """One line for what failed. The path alone: a query may hold what nobody should read."""
+    """Log a request by its path alone, because a query may hold confidential text."""
     status = handler.get_status()
     request = handler.request
     level = logging.WARNING if status >= 500 else logging.DEBUG

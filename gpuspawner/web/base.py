@@ -1,4 +1,4 @@
-"""The base of the service's handlers: who asks, what they may see, and errors as sentences."""
+"""The base of the service's handlers: authentication, permissions and error messages."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ OTHERWISE = "Something went wrong. Try again in a moment, and tell your admin if
 
 
 class HubCalls(Protocol):
-    """What the pages ask the Hub beside who it is that asks. Raises Unavailable."""
+    """Calls to the Hub other than authentication. They raise Unavailable."""
 
     async def members_of(self, group: str) -> frozenset[str] | None:
-        """The names of a group's members; None when the Hub has no such group."""
+        """Return the names of a group's members, or None if the Hub has no such group."""
 
     async def stop_server(self, server: ServerRef) -> bool:
-        """Ask for a server's stop. False when the Hub has no such server."""
+        """Ask the Hub to stop a server. Return False if the Hub has no such server."""
 
 
 class Duty(Protocol):
@@ -50,91 +50,93 @@ class Duty(Protocol):
 
     is_running: bool
     failures: int
-    """How often it failed since the service started."""
+    """Number of failures since the service started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What every handler is given."""
+    """What every handler has access to."""
 
     services: Services
     hub_auth: HubOAuth
     warn_minutes: tuple[float, ...] = ()
-    """Minutes that an account lasts."""
+    """Members are warned when their account lasts only this many minutes."""
     session_warn_minutes: tuple[float, ...] = ()
-    """Minutes before a session's end."""
+    """Members are warned this many minutes before their session ends."""
     channels: Mapping[str, Channel] = field(default_factory=dict)
-    """How members can be told."""
+    """Notification channels by name."""
     poke: Callable[[], None] = lambda: None
-    """There is a notice to send now."""
+    """Called when a notice is ready to be sent."""
     recent: Callable[[], Mapping[str, Sequence[Sample]]] = dict
-    """The newest samples of each device by its UUID, the oldest first."""
+    """Returns the newest samples of each device by its UUID, oldest first."""
     members_see_names: bool = False
-    """Whether members are told on the page of the cluster who has a GPU."""
+    """True if the cluster page shows all members who has a GPU."""
     hub: HubCalls | None = None
-    """None where nobody answers for the Hub: then nothing that needs it can be done."""
+    """If None, nothing that needs the Hub can be done."""
     rounds: Mapping[str, int] = field(default_factory=dict)
-    """Finished rounds of each duty of the service, by the duty's name."""
+    """Number of finished rounds of each background duty, by its name."""
     duties: Mapping[str, Duty] = field(default_factory=dict)
-    """The state of each duty of the service, by its name."""
+    """State of each background duty, by its name."""
 
     @property
     def prefix(self) -> str:
-        """Where the service lies, such as ``/services/gpu/``."""
+        """The path of the service, such as ``/services/gpu/``."""
         return str(self.hub_auth.base_url)
 
     @property
     def hub_url(self) -> str:
-        """Where the Hub's own pages lie, such as ``/hub/``."""
+        """The URL of the Hub's own pages, such as ``/hub/``."""
         return str(self.hub_auth.hub_host + self.hub_auth.hub_prefix)
 
 
 class ServiceHandler(HubOAuthenticated, web.RequestHandler):
-    """A handler that knows who asks. Subclasses decorate ``get`` with ``web.authenticated``."""
+    """A handler that knows its user. Subclasses decorate ``get`` with ``web.authenticated``."""
 
     refused = False
-    """Whether the Hub knows who asks, and they may not use this service."""
+    """True if the Hub knows the user, but they may not use this service."""
 
     for_services = False
-    """Whether a service of the Hub may ask too, with a scope of ours."""
+    """True if services of the Hub may use this handler with one of our scopes."""
 
     for_servers = False
-    """Whether a server may ask too, by its own token: about itself, see :meth:`concerns`."""
+    """True if a server may ask about itself with its own token, see :meth:`concerns`."""
 
     takes_files = False
-    """True for what admins alone may use, with bodies that are larger than others may be."""
+    """True if only admins may use this handler, and may send large bodies."""
 
     narrowed = False
-    """Whether who asks may do no more than a server may."""
+    """True if the token allows no more than a server's token."""
 
     has_xsrf_proof = False
-    """True when a session cookie came with the XSRF token that belongs to it."""
+    """True if a session cookie came with its XSRF token."""
 
     _is_resolving = False
-    """True from the moment at which :meth:`prepare` begins to ask the Hub who asks."""
+    """True as soon as :meth:`prepare` asks the Hub for the user."""
 
     _is_resolved = False
     """True once the Hub has answered."""
 
     def initialize(self, context: Context) -> None:
+        """Store the context that all handlers share."""
         self.context = context
         self.services = context.services
         self.hub_auth = context.hub_auth
 
     def set_default_headers(self) -> None:
+        """Set headers for security and against caching."""
         self.set_header("Content-Security-Policy", POLICY)
         self.set_header("X-Content-Type-Options", "nosniff")
         self.set_header("Referrer-Policy", "same-origin")
         self.set_header("Cache-Control", "no-store")
 
-    # Who asks is resolved once, in prepare(), without blocking the event loop. JupyterHub's own
-    # look-up from get_current_user() blocks it in a pool of one thread. Tornado checks XSRF before
-    # prepare(); JupyterHub's check then looks the user up, which checks XSRF again in that thread
-    # and waits for the same pool: the service would hang for good. So the check waits until the
-    # look-up has begun, and nobody is the current user until it has ended.
+    # prepare() looks up the user once, without blocking the event loop. JupyterHub's own look-up
+    # in get_current_user() blocks it with a pool of one thread. Tornado checks XSRF before
+    # prepare(); JupyterHub's check then looks up the user, which checks XSRF again in that thread
+    # and waits for the same pool: the service would hang forever. So the check is skipped until
+    # the look-up has begun, and there is no current user until it has ended.
 
     async def prepare(self) -> None:
-        """Ask the Hub who asks. Raises HTTPError 503 when it does not answer."""
+        """Ask the Hub who sent the request. Raises HTTPError 503 if it does not respond."""
         self._is_resolving = True
         try:
             await self.hub_auth.get_user(self, sync=False)
@@ -144,15 +146,15 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
             sentence = "The Hub cannot say who you are just now. Try again in a moment."
             raise web.HTTPError(503, "%s", error.log_message) from Unavailable(sentence)
         self._is_resolved = True
-        # Set, for Tornado keeps what the XSRF check was told meanwhile: nobody.
+        # Overwrite the None that Tornado cached during the XSRF check.
         self.current_user = self.get_current_user()
 
     def get_current_user(self) -> Any:
-        """Return the member or service that the Hub named; None before it has answered."""
+        """Return the member or service that the Hub named, or None before it has answered."""
         return super().get_current_user() if self._is_resolved else None
 
     def check_xsrf_cookie(self) -> None:
-        """Check the XSRF token; before :meth:`prepare` do nothing, for JupyterHub checks later.
+        """Check the XSRF token, but not before :meth:`prepare`: JupyterHub checks again later.
 
         Raises HTTPError 403.
         """
@@ -161,9 +163,11 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
             self.has_xsrf_proof = True
 
     def check_hub_user(self, model: dict[str, Any]) -> dict[str, Any] | None:
-        """Only people have accounts: a service that bears a member's name is not the member.
+        """Check that the user may use this handler. Raises HTTPError 403 or UserNotAllowed.
 
-        Where services may ask, they need a scope of ours, and have nothing of their own.
+        Only people have accounts: a service with a member's name is not that member. Services may
+        use handlers with ``for_services`` if they have one of our scopes, but own nothing
+        themselves.
         """
         if model.get("kind") != "user" and not (
             self.for_services and any(reach(model["scopes"], scope) for scope in CUSTOM_SCOPES)
@@ -180,13 +184,13 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
         return allowed
 
     def _only_for_servers(self, model: dict[str, Any]) -> bool:
-        """Whether this token opens nothing of ours but what is about a server."""
+        """Return True if the token may only ask about servers."""
         may_enter = self.hub_auth.check_scopes(self.hub_scopes or set(), model)
         held = (scope.partition("!") for scope in model["scopes"])
         return not may_enter and any(name == SESSION for name, _, _ in held)
 
     def concerns(self, server: ServerRef) -> bool:
-        """Whether who asks may ask about this server, if it is their own."""
+        """Return True if the token covers this server, given that it is the user's own."""
         if not self.narrowed:
             return True
         needed = f"{SESSION}!server={server.user}/{server.name}"
@@ -194,22 +198,22 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
 
     @property
     def user(self) -> str:
-        """The member who asks."""
+        """The name of the member or service that sent the request."""
         return str(self.current_user["name"])
 
     @property
     def is_service(self) -> bool:
-        """Whether it is no member who asks, but a service of the Hub."""
+        """True if a service of the Hub sent the request, not a member."""
         return self.current_user.get("kind") != "user"
 
     @property
     def actor(self) -> str:
-        """Who asks, for the books."""
+        """The name of the user as the ledger and the audit log record it."""
         return f"service:{self.user}" if self.is_service else self.user
 
     @property
     def admin(self) -> bool:
-        """Whether the member is an admin of the Hub. By the token of a server nobody is."""
+        """True if the member is an admin of the Hub and does not use a server's token."""
         return bool(self.current_user.get("admin")) and not (self.is_service or self.narrowed)
 
     @property
@@ -218,31 +222,32 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
         return frozenset(self.current_user.get("groups") or ())
 
     def reach(self, scope: str) -> Reach:
-        """Whom the one who asks reaches with a scope of ours; admins reach everybody."""
+        """Return whom the user may access with one of our scopes; admins may access everybody."""
         if self.admin:
             return Reach(everybody=True)
         return reach(self.current_user.get("scopes") or (), scope)
 
     def need_admin(self) -> None:
-        """Refuse everybody but admins."""
+        """Raise HTTPError 403 unless the user is an admin."""
         if not self.admin:
             raise web.HTTPError(403)
 
     async def read(self, work: Callable[..., T], *args: Any) -> T:
-        """Ask the services off the event loop; what it refuses becomes the page's sentence."""
+        """Call the services off the event loop. Raises HTTPError with the error's message."""
         try:
             return await self.services.read(work, *args)
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code, "%s", error.message) from error
 
     async def report(self, work: Callable[..., T], *args: Any) -> T:
-        """Do as :meth:`read` for what may take long, so that no page waits for it."""
+        """Call a slow report like :meth:`read`, without delaying pages."""
         try:
             return await self.services.report(work, *args)
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code, "%s", error.message) from error
 
     def set_status(self, status_code: int, reason: str | None = None) -> None:
+        """Set the status, with the headers that HTTP requires for 401 and 405."""
         super().set_status(status_code, reason)
         if status_code == 401:
             self.set_header("WWW-Authenticate", "Bearer")
@@ -250,7 +255,7 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
             self.set_header("Allow", ", ".join(self._methods()))
 
     def _methods(self) -> list[str]:
-        """The methods that this handler answers, but for the one that it was asked with."""
+        """Return the methods that this handler supports, without the one of this request."""
         return [
             method
             for method in self.SUPPORTED_METHODS
@@ -259,7 +264,10 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
         ]
 
     def sentence(self, status: int, **kwargs: Any) -> tuple[str, str]:
-        """Reason and sentence for an error; never anything that was not written for people."""
+        """Return an error's reason and message.
+
+        Errors that were not written for users get a general message.
+        """
         exception = kwargs.get("exc_info", (None, None, None))[1]
         cause = getattr(exception, "__cause__", None)
         if isinstance(cause, GPUSpawnerError):
@@ -283,9 +291,10 @@ ONLY_GIVES = (
 
 
 async def must_read(handler: ServiceHandler, account: str) -> None:
-    """Let through who may see this account's statement: its member, an admin, a scope's holder.
+    """Require that the user may see this account's statement.
 
-    Raises HTTPError 403 with a sentence; whether there is such an account, it does not say.
+    Its member, admins and holders of a matching scope may. Raises HTTPError 403 with a message that
+    does not reveal if the account exists.
     """
     if not handler.is_service and account == member_account(handler.user):
         return
@@ -294,32 +303,32 @@ async def must_read(handler: ServiceHandler, account: str) -> None:
 
 
 async def must_grant(handler: ServiceHandler, account: str) -> None:
-    """Let through who may give credits to this account. Raises HTTPError 403 with a sentence."""
+    """Require that the user may grant credits to this account. Raises HTTPError 403."""
     if not await reaches(handler, handler.reach(GRANT), account):
         raise web.HTTPError(403) from NotAllowed(NO_SCOPE.format(account=account))
 
 
 def must_take(handler: ServiceHandler, account: str) -> None:
-    """Let through who may take credits back: admins alone. Raises HTTPError 403."""
+    """Require an admin, because only they may take credits back. Raises HTTPError 403."""
     if not handler.admin:
         raise web.HTTPError(403) from NotAllowed(ONLY_GIVES.format(account=account))
 
 
 def may_see_balance(handler: ServiceHandler, account: str) -> bool:
-    """Whether it is an account that the member may draw on: their own, or a group's of theirs."""
+    """Return True if the account is the member's own or one of their groups'."""
     own = {member_account(handler.user), *map(group_account, handler.groups)}
     return not handler.is_service and account in own
 
 
 async def reaches(handler: ServiceHandler, whom: Reach, account: str) -> bool:
-    """Whether an account is among those that a scope reaches; the ledger's own never are."""
+    """Return True if the scope covers the account. No scope covers the ledger's system accounts."""
     if account.startswith("system:"):
         return False
     return whom.everybody or account in await accounts_of(handler, whom)
 
 
 async def accounts_of(handler: ServiceHandler, whom: Reach) -> frozenset[str]:
-    """The names of all accounts that a scope reaches which is narrowed; opened or not."""
+    """Return the names of all accounts that a narrowed scope covers, even if not opened yet."""
     names = set(whom.accounts())
     for group in whom.groups:
         names |= {member_account(user) for user in await members_of(handler, group)}
@@ -327,7 +336,7 @@ async def accounts_of(handler: ServiceHandler, whom: Reach) -> frozenset[str]:
 
 
 async def members_of(handler: ServiceHandler, group: str) -> frozenset[str]:
-    """Who is in a group of the Hub; nobody, when there is no such group."""
+    """Return the members of a group of the Hub; nobody if there is no such group."""
     hub = handler.context.hub
     if hub is None:
         return frozenset()
@@ -338,7 +347,7 @@ async def members_of(handler: ServiceHandler, group: str) -> frozenset[str]:
 
 
 def unknown(account: str) -> web.HTTPError:
-    """There is no such account."""
+    """Return the HTTPError 404 for an unknown account."""
     error = web.HTTPError(404)
     error.__cause__ = UnknownAccount(account=account)
     return error

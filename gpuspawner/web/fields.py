@@ -1,4 +1,4 @@
-"""What people and scripts send, checked: each mistake is a sentence that names its field."""
+"""Validation of what people and scripts send; each error message names its field."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..ledger.models import check_account
 from ..ledger.pricing import parse_moment
 
 MOST_CREDITS = 1_000_000_000
-"""Credits of one grant at the most: more is a slip of the finger."""
+"""Maximum credits of one grant; more is probably a typing error."""
 
 MOST_LINES = 500
-"""Lines told at once."""
+"""Maximum number of entries in one answer."""
 
 LAST = 2**62
-"""Ids of lines are less than that."""
+"""Ids of entries are below this number."""
 
 EXACT = r"-?([1-9][0-9]{0,8}(\.[0-9]{1,6})?|0\.(?=[0-9]*[1-9])[0-9]{1,6})"
-"""An amount as scripts send it."""
+"""Pattern of an amount that a script sends."""
 
 _EXACT = re.compile(EXACT)
 _AMOUNT = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]+)?")
@@ -32,7 +32,10 @@ _KEY = re.compile(r"[0-9A-Za-z_.:-]{1,100}")
 
 
 def amount_of(text: object, field: str = "amount") -> int:
-    """Credits such as ``12.5``, as microcredits; below zero takes back. Raises InvalidRequest."""
+    """Parse credits such as ``12.5`` into microcredits; a negative amount takes credits back.
+
+    Raises InvalidRequest.
+    """
     if not isinstance(text, str):
         raise InvalidRequest(
             f'The field {field!r} is not valid: write credits as text, such as "12.5".', field=field
@@ -63,7 +66,7 @@ def amount_of(text: object, field: str = "amount") -> int:
 
 
 def exact_amount(text: object, field: str = "amount") -> int:
-    """Credits as scripts send them: text with a point and up to six decimals, as microcredits.
+    """Parse credits from a script, with up to six decimals, into microcredits.
 
     Raises InvalidRequest.
     """
@@ -78,7 +81,7 @@ def exact_amount(text: object, field: str = "amount") -> int:
 
 
 def key_of(text: object, field: str = "key") -> str:
-    """What tells two grants of the same amount apart. Raises InvalidRequest."""
+    """Return a valid idempotency key. Raises InvalidRequest."""
     if not isinstance(text, str) or not _KEY.fullmatch(text):
         raise InvalidRequest(
             f"The field {field!r} is not valid: write up to 100 letters, digits and _ . : -",
@@ -91,18 +94,18 @@ INSTANT = (
     r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt][0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?"
     r"([Zz]|[+-][0-9]{2}:[0-9]{2})"
 )
-"""A moment as scripts send it: ISO 8601 with its zone."""
+"""Pattern of a time that a script sends: ISO 8601 with a time zone."""
 
 _INSTANT = re.compile(INSTANT)
 _UNWRITABLE = re.compile(r"[\x00\ud800-\udfff]")
 
 
 def instant_of(text: object, field: str) -> datetime:
-    """A moment such as ``2027-07-01T00:00:00Z``, in UTC. Raises InvalidRequest."""
+    """Parse a time such as ``2027-07-01T00:00:00Z`` and return it in UTC. Raises InvalidRequest."""
     try:
         if not isinstance(text, str) or not _INSTANT.fullmatch(text):
             raise ValueError
-        # Fractions are read to the microsecond.
+        # Fractions are cut to microseconds.
         moment = isoparse(re.sub(r"(\.[0-9]{6})[0-9]+", r"\1", text.upper()))
         return moment.astimezone(timezone.utc)
     except (ValueError, OverflowError):
@@ -114,7 +117,7 @@ def instant_of(text: object, field: str) -> datetime:
 
 
 def date_of(text: str, field: str, zone: str) -> datetime | None:
-    """A date as people type it, by the clock of a zone; None for nothing. Raises InvalidRequest."""
+    """Parse a date that a person typed, in a time zone; None if empty. Raises InvalidRequest."""
     if not text.strip():
         return None
     try:
@@ -124,8 +127,10 @@ def date_of(text: str, field: str, zone: str) -> datetime | None:
 
 
 def of_type(value: Any, kind: type, field: str) -> Any:
-    """A value of JSON of this kind, and no text that cannot be written down. Raises
-    InvalidRequest."""
+    """Return ``value`` if it has this type and can be stored.
+
+    Raises InvalidRequest.
+    """
     if type(value) is kind and not (isinstance(value, str) and _UNWRITABLE.search(value)):
         return value
     what = {str: "text", int: "a whole number", bool: "true or false", list: "a list of texts"}
@@ -133,7 +138,7 @@ def of_type(value: Any, kind: type, field: str) -> Any:
 
 
 def account_of(name: str) -> str:
-    """An account's name, from an address. Raises HTTPError 404 for what cannot be one."""
+    """Return the account name from a path. Raises HTTPError 404 if it is not valid."""
     try:
         return check_account(name)
     except LedgerError:
@@ -141,7 +146,7 @@ def account_of(name: str) -> str:
 
 
 def whole(text: str, field: str, least: int, most: int) -> int:
-    """A whole number of an address. Raises HTTPError 400."""
+    """Parse a whole number from a path or query. Raises HTTPError 400."""
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else -1
     if not least <= number <= most:
         raise web.HTTPError(400) from InvalidRequest(
@@ -152,7 +157,7 @@ def whole(text: str, field: str, least: int, most: int) -> int:
 
 
 def text_of(text: str, field: str, most: int) -> str:
-    """Text of an address. Raises HTTPError 400 when there is too much of it."""
+    """Return text from a query. Raises HTTPError 400 if it is longer than ``most``."""
     if len(text) > most:
         raise web.HTTPError(400) from InvalidRequest(
             f"The field {field!r} is not valid: {most} characters is the most.", field=field
@@ -161,7 +166,7 @@ def text_of(text: str, field: str, most: int) -> str:
 
 
 def one_of(text: str, field: str, choices: tuple[str, ...]) -> str:
-    """One of some words of an address. Raises HTTPError 400."""
+    """Return text from a query if it is one of ``choices``. Raises HTTPError 400."""
     if text not in choices:
         raise web.HTTPError(400) from InvalidRequest(
             f"The field {field!r} is not valid: write one of {', '.join(choices)}.", field=field

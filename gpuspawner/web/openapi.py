@@ -1,5 +1,7 @@
-"""The OpenAPI document of the REST API, made of what its handlers declare, and the JSON Schema of
-catalogs."""
+"""The OpenAPI document of the REST API and the JSON Schema of catalogs.
+
+The OpenAPI document is generated from what the handlers declare.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ from .schemas import Body, ErrorAnswer
 
 
 class SchemaHandler(web.RequestHandler):
-    """It says what a catalog may hold, and nothing of this hub's own."""
+    """The JSON Schema of catalogs, which says nothing about this hub."""
 
     def initialize(self, context: Any) -> None:
+        """Set the content security policy."""
         self.set_header("Content-Security-Policy", POLICY)
 
     def get(self) -> None:
+        """Send the schema."""
         self.set_header("Content-Type", "application/schema+json")
         self.set_header("X-Content-Type-Options", "nosniff")
         self.set_header("Access-Control-Allow-Origin", "*")  # editors in a browser read it too
@@ -40,8 +44,10 @@ CATALOG_SCHEMA_HANDLERS: list[tuple[str, type[web.RequestHandler]]] = [
 
 
 class _PlainSchema(GenerateJsonSchema):
-    """Leaves out titles, which say the name again, and defaults, which say that it can be left
-    out."""
+    """A schema generator that leaves out titles and defaults.
+
+    Titles repeat the names, and defaults only say that a field is optional.
+    """
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -53,8 +59,10 @@ class _PlainSchema(GenerateJsonSchema):
 def document(
     prefix: str, handlers: Iterable[type[web.RequestHandler]], channels: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The whole document of these handlers, for a service that lies below ``prefix`` and has
-    these channels."""
+    """Return the OpenAPI document for some handlers.
+
+    ``prefix`` is the path of the service, ``channels`` are the names of its notification channels.
+    """
     declared = list(declarations(handlers))
     schemas, components = _schemas([found for _, found, _ in declared], channels)
     paths: dict[str, dict[str, Any]] = {}
@@ -87,7 +95,7 @@ def document(
 def declarations(
     handlers: Iterable[type[web.RequestHandler]],
 ) -> Iterator[tuple[str, Operation, str]]:
-    """What the handlers declare: method, operation, and its words."""
+    """Yield the method, the operation and its description for each declared operation."""
     for handler in dict.fromkeys(handlers):
         for name in ("get", "post", "put"):
             method = getattr(handler, name)
@@ -102,7 +110,10 @@ def declarations(
 def _schemas(
     found: Collection[Operation], channels: Collection[str]
 ) -> tuple[dict[str, Schema], dict[str, Schema]]:
-    """The schemas of bodies and answers by the operation's name, and those that they refer to."""
+    """Return the schemas of bodies and answers, and the schemas that they refer to.
+
+    The first are keyed by the operation's name followed by ``body`` or ``answer``.
+    """
     models: list[tuple[str, Any, TypeAdapter[Any]]] = [
         ("error", "serialization", TypeAdapter(ErrorAnswer))
     ]
@@ -117,7 +128,7 @@ def _schemas(
 
 
 def _described(found: Operation, words: str, schemas: dict[str, Schema]) -> dict[str, Any]:
-    """An operation as OpenAPI has it; the first paragraph of ``words`` is its summary."""
+    """Return an operation as OpenAPI; the first paragraph of ``words`` is its summary."""
 
     def content(name: str) -> dict[str, Any]:
         return {"application/json": {"schema": schemas[name]}}
@@ -143,16 +154,20 @@ def _described(found: Operation, words: str, schemas: dict[str, Schema]) -> dict
 
 
 class OpenAPIHandler(APIHandler):
-    """This document.
+    """The OpenAPI document.
 
-    It says nothing of anybody, so whoever finds the service may read it.
+    It contains no member's data, so everybody may read it.
     """
 
     async def prepare(self) -> None:
-        """Nobody is asked who they are."""
+        """Skip authentication."""
 
     @operation("openapi.json", dict[str, Any], name="openapi")
     def get(self) -> None:
+        """This document.
+
+        It says nothing of anybody, so whoever finds the service may read it.
+        """
         settings = self.application.settings
         if "openapi" not in settings:
             context = self.context

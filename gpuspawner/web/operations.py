@@ -1,5 +1,7 @@
-"""What can be done by the REST API: each handler declares it beside itself, with the models of its
-body and its answer."""
+"""Declarations of the REST API's operations.
+
+Each handler declares its operations, with the models of their bodies and answers.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ ERRORS = {
     429: "It was done a moment ago: wait a little.",
     503: "The database or the Hub does not answer just now.",
 }
-"""How any operation can be refused."""
+"""Descriptions of the errors that any operation may return, by HTTP status."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A part of the path, or a field after the question mark."""
+    """A parameter in the path or in the query string."""
 
     name: str
     schema: Schema
@@ -40,7 +42,7 @@ class Parameter:
     where: str = "query"
 
     def as_json(self) -> Schema:
-        """Return the parameter as OpenAPI has it."""
+        """Return the parameter as OpenAPI."""
         told: Schema = {"name": self.name, "in": self.where}
         if self.where == "path":
             told["required"] = True
@@ -49,36 +51,36 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One thing that can be done."""
+    """One operation of the REST API."""
 
     name: str
     path: str
-    """Below ``api/``, with the names of its parameters in braces."""
+    """The path below ``api/``, with parameter names in braces."""
     answer: Any
-    """A model, or several of which one is answered."""
+    """The model of the answer, or a union of the possible models."""
     query: tuple[Parameter, ...] = ()
     body: type[Body] | BodyOfChannels | None = None
-    """A model, or what makes one of the names of the hub's channels."""
+    """The model of the body, or a function that makes it from the names of the hub's channels."""
     scope: str = ""
-    """What opens it to a service or a server."""
+    """The scope that a service or a server needs for it."""
     summary: str = ""
-    """Empty: its method's docstring says it, or its handler's."""
+    """The description. If empty, the docstring of the method or the handler is used."""
 
     @property
     def parameters(self) -> list[Parameter]:
-        """Those of the path, and those after the question mark."""
+        """The parameters of the path, then those of the query string."""
         names = re.findall(r"{(\w+)}", self.path)
         return [*(Parameter(name, *IN_PATH[name], "path") for name in names), *self.query]
 
     def body_for(self, channels: Collection[str]) -> type[BaseModel] | None:
-        """Return the model of the body at a hub that has these channels."""
+        """Return the model of the body at a hub with these channels."""
         if self.body is None or isinstance(self.body, type):
             return self.body
         return self.body(channels)
 
 
 class Action(NamedTuple):
-    """One of several operations that a method does, by the last part of the path."""
+    """One of several operations of a method, selected by the last part of the path."""
 
     summary: str
     body: type[Body] | None = None
@@ -92,9 +94,9 @@ def operation(
     body: type[Body] | BodyOfChannels | None = None,
     scope: str = "",
 ) -> Callable[[F], F]:
-    """Declare what a handler's method does; the docstring says it in words.
+    """Declare the operation of a handler's method; the docstring describes it.
 
-    It is named as the last part of its path, or as ``name``.
+    The operation is named after the last part of its path, unless ``name`` is given.
     """
     name = name or path.rpartition("/")[2].strip("{}")
     return _declare(Operation(name, path, answer, query, body, scope))
@@ -103,7 +105,7 @@ def operation(
 def each_action(
     path: str, actions: Mapping[str, Action], answer: Any, name: str = "{}"
 ) -> Callable[[F], F]:
-    """Declare what a handler's method does by each of some actions."""
+    """Declare one operation for each action of a handler's method."""
     return _declare(
         *(
             Operation(
@@ -144,7 +146,7 @@ IN_PATH = {
     "ticket": (_text("^[0-9A-Za-z-]{1,64}$"), "Its id."),
     "transfer": (_text("^[0-9a-f]{32}$"), "Its id."),
 }
-"""Schemas and descriptions of parts of paths."""
+"""Schemas and descriptions of path parameters."""
 
 LIMIT = Parameter(
     "limit",

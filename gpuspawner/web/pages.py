@@ -1,4 +1,4 @@
-"""The base of the service's pages and forms, and a member's own page."""
+"""The base of the service's pages and forms, the member's own page and the admin page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STATES = {
     "drained": "drained",
     "draining": "draining",
 }
-"""A device's state in a word."""
+"""Display names of device states."""
 
 
 OUTCOMES = {
@@ -50,38 +50,39 @@ OUTCOMES = {
     "replaced": "Replaced",
     "member_gone": "Member gone",
 }
-"""What became of a ticket, in a word."""
+"""Display names of ticket outcomes."""
 
 OLD_FORM = "This form is too old, or came from another page. Open the page again, and send it anew."
 
 
 class Page(ServiceHandler):
-    """A handler that answers with a page, errors too."""
+    """A handler that answers with a page, also for errors."""
 
     paused: Closure | None = None
-    """Why no GPUs are given out just now: every page says so."""
+    """Why granting is paused, which every page shows; None if it is not."""
 
     reads_pause = True
-    """Whether the page is told so at its beginning; others learn it with what they show."""
+    """True if :meth:`prepare` reads ``paused``. Other pages set it with their own data."""
 
     async def prepare(self) -> None:
+        """Look up the user and the pause. Raises HTTPError 403 for a form without XSRF proof."""
         await super().prepare()
-        # A token proves nothing here: forms are sent by a browser, from a page of ours.
+        # A token is no proof here: browsers send forms from the service's own pages.
         if self.request.method not in ("GET", "HEAD", "OPTIONS") and not self.has_xsrf_proof:
             raise web.HTTPError(403) from InvalidRequest(OLD_FORM)
         if self.current_user and self.reads_pause:
-            with suppress(GPUSpawnerError):  # whoever needs the store says that it is gone
+            with suppress(GPUSpawnerError):  # code that needs the store reports the error
                 self.paused = (await self.services.read(self.services.devices.closures)).get(
                     GRANTING
                 )
 
     @property
     def xsrf(self) -> Markup:
-        """The field that proves that a form is from our page."""
-        return Markup(self.xsrf_form_html())  # escaped there  # nosec B704
+        """The form field with the XSRF token."""
+        return Markup(self.xsrf_form_html())  # it is escaped  # nosec B704
 
     def show(self, template: str, refusal: GPUSpawnerError | None = None, **values: Any) -> None:
-        """Send a page; ``refusal``: why what was asked for on it was not done."""
+        """Send a page; ``refusal`` is why the requested change was not made."""
         if refusal:
             self.set_status(refusal.status_code)
         usual = {
@@ -103,21 +104,23 @@ class Page(ServiceHandler):
         self.finish(TEMPLATES.get_template(template).render({**usual, **values}))
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Send the error as a page."""
         _, sentence = self.sentence(status_code, **kwargs)
         self._send("error.html", {"status": status_code, "sentence": sentence})
 
 
 class MemberPage(Page):
-    """My balance, my servers, the devices, my sessions, my statement."""
+    """The member's own page: balance, servers, devices, sessions and statement."""
 
     reads_pause = False
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the page."""
         await self.show_mine()
 
     async def show_mine(self, refusal: GPUSpawnerError | None = None) -> None:
-        """Send the page; ``refusal``: why what was asked for on it was not done."""
+        """Send the page; ``refusal`` is why the requested change was not made."""
         warn_minutes = self.context.warn_minutes
         seen = await self.read(
             view_models.look, self.services, self.user, self.groups, warn_minutes
@@ -141,10 +144,11 @@ class MemberPage(Page):
 
 
 class AdminPage(Page):
-    """Everybody's leases and balances, and the devices in full."""
+    """All open leases and their accounts, and the devices in full, for admins."""
 
     @web.authenticated
     async def get(self) -> None:
+        """Send the page."""
         self.need_admin()
         warn_minutes = self.context.warn_minutes
         all_of_them = await self.read(view_models.everyone, self.services, warn_minutes)
@@ -162,16 +166,18 @@ class AdminPage(Page):
 
 
 class SignedIn(Page, HubOAuthCallbackHandler):
-    """Where the Hub sends a browser back to; its errors are pages like ours."""
+    """The OAuth callback, with errors shown as pages."""
 
 
 class NotFound(Page):
-    """Whatever else is asked for, in whatever way."""
+    """The handler of unknown paths, for every method."""
 
     async def prepare(self) -> None:
+        """Raise HTTPError 404."""
         raise web.HTTPError(404)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Send the error as a page, or as JSON below ``api/``."""
         if not self.request.path.startswith(self.context.prefix + "api/"):
             super().write_error(status_code, **kwargs)
             return
@@ -179,17 +185,20 @@ class NotFound(Page):
         self.finish({"status": status_code, "error": reason, "message": sentence})
 
 
-# Values to words.
+# Formatting of values.
 
 
 def credit(micro: int) -> str:
-    """Microcredits as credits with two decimals, or as many as show that it is not nothing."""
+    """Format microcredits as credits with two decimals.
+
+    Small amounts get four or six decimals, so that they are not shown as zero.
+    """
     places = next((n for n in (2, 4) if abs(micro) >= 10 ** (6 - n)), 6) if micro else 2
     return format_credits(micro, places).replace("-", "\N{MINUS SIGN}")
 
 
 def span(length: timedelta) -> str:
-    """``3 h 20 min``, rounded down to the minute."""
+    """Format a duration as ``3 h 20 min``, rounded down to the minute."""
     minutes = int(length.total_seconds()) // 60
     days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
     if days:
@@ -200,7 +209,7 @@ def span(length: timedelta) -> str:
 
 
 def moment(at: datetime, now: datetime) -> Markup:
-    """Date and time of day in the hub's own zone, with the year when it is not this one."""
+    """Format date and time in the hub's own zone, with the year unless it is this year."""
     local = at.astimezone()
     day = local.strftime("%-d %b" if local.year == now.astimezone().year else "%-d %b %Y")
     words = Markup("<span>{}</span> <span>{}</span>").format(day, local.strftime("%H:%M"))
@@ -208,12 +217,15 @@ def moment(at: datetime, now: datetime) -> Markup:
 
 
 def clock_time(at: datetime) -> Markup:
-    """The time of day alone."""
+    """Format the time of day alone."""
     return _time(at, at.astimezone().strftime("%H:%M"))
 
 
 def exactly(at: datetime, now: datetime | None = None) -> Markup:
-    """Date and time to the second in the hub's own zone, without the year when it is this one."""
+    """Format date and time to the second in the hub's own zone.
+
+    The year is left out if ``now`` is given and in the same year.
+    """
     local = at.astimezone()
     this_year = now is not None and local.year == now.astimezone().year
     day = local.strftime("%-d %b" if this_year else "%-d %b %Y")
@@ -222,7 +234,7 @@ def exactly(at: datetime, now: datetime | None = None) -> Markup:
 
 
 def on_day(at: datetime, now: datetime) -> Markup:
-    """The day in the hub's own zone, with the year when it is not this one."""
+    """Format the day in the hub's own zone, with the year unless it is this year."""
     local = at.astimezone()
     return _time(
         at, local.strftime("%-d %b" if local.year == now.astimezone().year else "%-d %b %Y")
@@ -230,29 +242,29 @@ def on_day(at: datetime, now: datetime) -> Markup:
 
 
 def duration(span: timedelta) -> str:
-    """Hours, minutes and seconds: ``3:20:05``."""
+    """Format a duration as hours, minutes and seconds: ``3:20:05``."""
     seconds = max(0, int(span.total_seconds()))
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def gpu_hours(seconds: int) -> str:
-    """Seconds as hours with two decimals, rounded down."""
+    """Format seconds as hours with two decimals, rounded down."""
     return f"{seconds // 36 / 100:,.2f}"
 
 
 def exact(micro: int) -> str:
-    """Microcredits as credits with all six decimals."""
+    """Format microcredits as credits with all six decimals."""
     return format_credits(micro, 6).replace("-", "\N{MINUS SIGN}")
 
 
 def weeks_chart(found: Sequence[view_models.Week], now: datetime) -> Chart:
-    """The drawing of some weeks."""
+    """Return the chart of some weeks."""
     labels = [week.start.astimezone().strftime("%-d %b") for week in found]
     return chart([week.use for week in found], labels)
 
 
 def period(some: view_models.LeaseFigures, now: datetime) -> Markup:
-    """From when to when a session went on; the second day only when it is another one."""
+    """Format a session's start and end; the end has a date only if it is on another day."""
     start, end = some.since, some.lease.ended_at or now
     same_day = start.astimezone().date() == end.astimezone().date()
     return Markup("{} \N{EN DASH} {}").format(
@@ -261,33 +273,33 @@ def period(some: view_models.LeaseFigures, now: datetime) -> Markup:
 
 
 def until(at: datetime, now: datetime) -> Markup:
-    """A time to come, with its day when that is not today."""
+    """Format a future time, with its date unless it is today."""
     return _time(at, clock(at, now))
 
 
 def ends(at: datetime, now: datetime) -> Markup:
-    """A time at which something ends: the minute before, and not the one after."""
+    """Format the time at which something ends, rounded down to the minute."""
     return _time(at, end_clock(at, now))
 
 
 def memory(size: int) -> str:
-    """Bytes as GB, as GPUs are sold."""
+    """Format bytes as GB, as GPU memory is advertised."""
     return f"{round(size / 2**30)} GB"
 
 
 def points(number: float) -> str:
-    """Points with two decimals, and no minus before a zero."""
+    """Format points with two decimals, and zero without a minus sign."""
     return f"{round(number, 2) + 0.0:,.2f}".replace("-", "\N{MINUS SIGN}")
 
 
 def subject(text: str, devices: Sequence[DeviceView]) -> str:
-    """What a line of the audit trail is about; devices by index, for people."""
+    """Return the subject of an audit entry; a device is shown by its index."""
     known = {view.device.uuid: f"GPU {view.device.index}" for view in devices}
     return known.get(text, text)
 
 
 def device_names(devices: tuple[LeasedDevice, ...]) -> str:
-    """``2 x A100-80GB (GPU 0, 1)``; the index is for people to read."""
+    """Format devices as ``2 x A100-80GB (GPU 0, 1)``, with their indexes."""
     if not devices:
         return "No GPU"
     models: dict[str, list[str]] = {}
@@ -301,7 +313,7 @@ def device_names(devices: tuple[LeasedDevice, ...]) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """The text on one line, which may begin a new one."""
+    """Replace all spaces except a leading one with no-break spaces."""
     return text[0] + text[1:].replace(" ", "\N{NO-BREAK SPACE}")
 
 
@@ -348,7 +360,7 @@ TEMPLATES = _environment()
 
 
 def read_templates() -> None:
-    """Read every template, so that the first page after a start waits for none."""
+    """Load every template, so that the first page after a start is fast."""
     for name in TEMPLATES.list_templates():
         TEMPLATES.get_template(name)
 
@@ -357,25 +369,27 @@ HANDLERS = [("", MemberPage), ("admin", AdminPage), ("oauth_callback", SignedIn)
 
 
 class FormPage(Page):
-    """A page whose forms change something."""
+    """A page with forms that change something."""
 
     def field(self, name: str) -> str:
-        """A field of the form; empty when it is not there."""
+        """Return a field of the form, or an empty string if it is missing."""
         return str(self.get_body_argument(name, ""))
 
     def typed(self, model: type[B]) -> B:
-        """The form, checked by the model of the same request. Raises InvalidRequest."""
+        """Parse the form with the API's model of the same request. Raises InvalidRequest."""
         return model.from_form(self.field, self.services.settings.rates.zone)
 
     @property
     def confirmed(self) -> bool:
-        """Whether the member has seen what will be done, and wants it."""
+        """True if the user has confirmed the change."""
         return self.field("confirm") == "yes"
 
     @property
     def key(self) -> str:
-        """By which a form that is sent twice is known; empty when it has none. Raises
-        InvalidRequest."""
+        """The idempotency key of the form, so that it takes effect once; empty if it has none.
+
+        Raises InvalidRequest.
+        """
         text = self.field("key")
         return f"page:{self.actor}:{key_of(text)}" if text else ""
 
@@ -393,8 +407,11 @@ class FormPage(Page):
         why: str | None = None,
         **values: Any,
     ) -> None:
-        """Show what will be done, with a button that does it; ``action`` and ``back`` are paths
-        below the service's own. ``why``: a reason is asked for, and this is in its field."""
+        """Show what will be done, with a button that confirms it.
+
+        ``action`` and ``back`` are paths below the service's own. If ``why`` is given, the page
+        asks for a reason and prefills its field with ``why``.
+        """
         self.show(
             "confirm.html",
             title=title,
@@ -411,10 +428,10 @@ class FormPage(Page):
         )
 
     def go(self, path: str) -> None:
-        """On to another page of ours, after something was done."""
+        """Redirect to another page of the service after a change."""
         self.redirect(self.context.prefix + path, status=303)
 
 
 def part(name: str) -> str:
-    """A name as a part of a path."""
+    """Quote a name for use in a path."""
     return quote(name, safe=":")

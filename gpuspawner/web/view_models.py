@@ -1,6 +1,6 @@
-"""What pages and JSON show, read from the services. Blocks: use :meth:`Services.run`.
+"""Figures for pages and JSON, read from the services. Blocks: use :meth:`Services.run`.
 
-The accounting service charges once a minute; what is shown here is up to the second.
+The accounting service charges once a minute; these figures are exact to the second.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ CHANGES = 50
 
 @dataclass(frozen=True, slots=True)
 class LeaseFigures:
-    """An open or ended lease, and what it cost so far."""
+    """A lease and its cost so far."""
 
     lease: Lease
     cost: int
-    """Microcredits, up to now or to its end."""
+    """Microcredits until now, or until the lease ended."""
     stops_at: datetime | None = None
-    """When the server is stopped unless credits are given: its account ran dry."""
+    """When the server is stopped because its account ran dry, unless credits are added."""
 
     @property
     def since(self) -> datetime:
-        """When it came up, or was granted if it never did."""
+        """When the server started, or when the lease was granted if it never did."""
         return self.lease.started_at or self.lease.granted_at
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Credits that end."""
+    """Credits that expire."""
 
     ends_at: datetime
     left: int
@@ -64,24 +64,26 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Funds:
-    """An account right now."""
+    """An account's current figures."""
 
     account: Account
     rate: int
-    """Microcredits per hour of its running leases together."""
+    """Microcredits per hour of all its running leases."""
     lasts: timedelta | None
-    """How long the balance lasts at that rate, with the overdraft that all of them may take; None
-    when nothing is running that costs."""
+    """How long the balance lasts at that rate, with the overdraft that all leases allow.
+
+    None if nothing that costs credits is running.
+    """
     dry_at: datetime | None
     warning: float | None = None
-    """The warning that is due, in minutes left; None while there is time enough."""
+    """The warning that is due, in minutes left; None if none is due."""
     ending: tuple[Ending, ...] = ()
-    """What of the balance ends, first what ends first."""
+    """Parts of the balance that expire, the earliest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """All that a member sees of their own."""
+    """All figures of a member's own page."""
 
     now: datetime
     funds: Funds
@@ -91,7 +93,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Everyone:
-    """What admins see."""
+    """All open leases and the accounts that pay for them, for admins."""
 
     now: datetime
     accounts: tuple[Funds, ...]
@@ -100,18 +102,18 @@ class Everyone:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFigures:
-    """A device as one member may see it."""
+    """A device as one user may see it."""
 
     view: DeviceView
     rate: int
     lease: Lease | None
-    """The lease on it, when the reader may know: their own, or any for an admin."""
+    """The device's lease if it is the user's own or the user is an admin, else None."""
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class InLine:
-    """A ticket that waits, with the arithmetic of its place."""
+    """A waiting ticket, with its score and position."""
 
     ticket: Ticket
     ranked: Ranked
@@ -120,41 +122,41 @@ class InLine:
 
 @dataclass(frozen=True, slots=True)
 class WholeLine:
-    """The line as admins see it."""
+    """The queue as admins see it."""
 
     now: datetime
     tickets: tuple[InLine, ...]
-    """First next."""
+    """The next one first."""
     closed: dict[str, Closure]
-    """What is drained, and whether granting is paused, by subject."""
+    """Drained devices and a pause of granting, by subject."""
     trail: tuple[AuditEntry, ...]
-    """Newest first."""
+    """Audit entries, newest first."""
 
     @property
     def paused(self) -> Closure | None:
-        """Why nothing is given out, if so."""
+        """Why granting is paused; None if it is not."""
         return self.closed.get(GRANTING)
 
     def find(self, ticket_id: str) -> InLine | None:
-        """The ticket of this id; None when it does not wait."""
+        """Return the waiting ticket with this id, or None."""
         return next((some for some in self.tickets if some.ticket.id == ticket_id), None)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnTickets:
-    """A member's part of the line."""
+    """A member's own tickets."""
 
     now: datetime
     waiting: tuple[tuple[Ticket, Standing | None], ...]
-    """Without a standing: it got its turn, or was ended, a moment ago."""
+    """A ticket without a standing was granted or ended a moment ago."""
     ended: tuple[Ticket, ...]
     """Newest first."""
     of: int
-    """How many tickets wait, of whomever."""
+    """Number of waiting tickets of all members."""
 
 
 def member(services: Services, user: str, warn_minutes: Sequence[float]) -> Member:
-    """The figures of one member."""
+    """Return the figures of one member."""
     now = services.clock()
     opened = services.leases.open_leases()
     account = services.ledger.member(user)
@@ -168,7 +170,7 @@ def member(services: Services, user: str, warn_minutes: Sequence[float]) -> Memb
 
 
 def everyone(services: Services, warn_minutes: Sequence[float]) -> Everyone:
-    """The figures of all open leases, and of the accounts that pay for them."""
+    """Return the figures of all open leases and of the accounts that pay for them."""
     now = services.clock()
     opened = services.leases.open_leases()
     paying = {lease.account for lease in opened}
@@ -188,7 +190,7 @@ def everyone(services: Services, warn_minutes: Sequence[float]) -> Everyone:
 def device_figures(
     services: Services, user: str, admin: bool
 ) -> tuple[Overview, tuple[DeviceFigures, ...]]:
-    """All devices; whose a leased one is, is told to its member and to admins."""
+    """Return all devices; members only see their own leases on them, admins see all."""
     overview = services.monitoring.overview()
     opened = {lease.id: lease for lease in services.leases.open_leases()}
     found = []
@@ -202,7 +204,7 @@ def device_figures(
 
 
 def whole_line(services: Services) -> WholeLine:
-    """Everybody's tickets and what admins changed of late."""
+    """Return all waiting tickets, closed devices and recent changes by admins."""
     return WholeLine(
         now=services.clock(),
         tickets=tuple(InLine(*entry) for entry in services.positions.order()),
@@ -212,20 +214,20 @@ def whole_line(services: Services) -> WholeLine:
 
 
 def own_tickets(services: Services, user: str) -> OwnTickets:
-    """A member's tickets: those that wait, and the last ones that ended."""
+    """Return a member's waiting tickets and the last ones that ended."""
     return with_standings(
         services, services.queue.tickets_of(user, TICKETS), len(services.queue.waiting())
     )
 
 
 def with_standings(services: Services, found: Sequence[Ticket], of: int) -> OwnTickets:
-    """These tickets of a member, newest first, with their places among ``of`` that wait.
+    """Return a member's tickets with their positions among ``of`` waiting ones.
 
-    The line has its own view of the store and may ask another scheduler: call it outside
-    transactions.
+    ``found`` is sorted newest first. Call this outside transactions: the queue reads the store
+    itself and may call an external scheduler.
     """
     waiting = [ticket for ticket in found if not ticket.outcome]
-    # Who does not wait needs no estimate, for which the line learns from thousands of sessions.
+    # Estimates are expensive, as they use thousands of sessions: skip them if nothing waits.
     standings = services.positions.standings() if waiting else {}
     return OwnTickets(
         now=services.clock(),
@@ -238,7 +240,7 @@ def with_standings(services: Services, found: Sequence[Ticket], of: int) -> OwnT
 def lease_figures(
     services: Services, leases: Collection[Lease], now: datetime
 ) -> tuple[LeaseFigures, ...]:
-    """Leases with their cost up to ``now``."""
+    """Return leases with their cost until ``now``."""
     stops = services.exhaustion.dry_stops(leases)
     return tuple(
         LeaseFigures(
@@ -257,7 +259,10 @@ def all_funds(
     now: datetime,
     warn_minutes: Sequence[float],
 ) -> tuple[Funds, ...]:
-    """Several accounts; what of them ends is looked at where something runs that costs."""
+    """Return the figures of several accounts.
+
+    Expiring credits are only read for accounts that pay for a lease.
+    """
     ending = services.ledger.ending_of({lease.account for lease in opened if lease.rate})
     return tuple(
         funds(account, opened, now, warn_minutes, _told(ending.get(account.name, ())))
@@ -266,7 +271,7 @@ def all_funds(
 
 
 def ending_of(services: Services, account: str) -> tuple[Ending, ...]:
-    """What of an account's balance ends."""
+    """Return the credits of an account that expire."""
     return _told(services.ledger.ending_of([account]).get(account, ()))
 
 
@@ -281,8 +286,10 @@ def funds(
     warn_minutes: Sequence[float],
     ending: tuple[Ending, ...] = (),
 ) -> Funds:
-    """An account with all that its running leases owe up to ``now`` taken off; ``ending``: what
-    of its balance ends."""
+    """Return an account's figures, with all charges that are due until ``now`` subtracted.
+
+    ``ending`` are the credits of the account that expire.
+    """
     mine = [lease for lease in opened if lease.account == account.name]
     rate = sum(lease.rate for lease in mine if lease.state is LeaseState.RUNNING)
     dues = {lease.id: ledger_rules.charge_due(lease, now) for lease in mine}
@@ -301,12 +308,12 @@ def funds(
 
 
 def ending(mine: Member, warn_minutes: Sequence[float]) -> tuple[LeaseFigures, ...]:
-    """The member's servers whose session ends so soon that the page warns of it."""
+    """Return the member's servers whose session ends so soon that the page warns of it."""
     return tuple(some for some in mine.running if ends_soon(some, mine.now, warn_minutes))
 
 
 def ends_soon(some: LeaseFigures, now: datetime, warn_minutes: Sequence[float]) -> bool:
-    """Whether a server's session ends so soon that its member is warned."""
+    """Return True if a session ends so soon that its member is warned."""
     end, seconds = some.lease.ends_at, some.lease.seconds
     if end is None or seconds is None or not some.lease.started_at or some.lease.outcome:
         return False
@@ -315,7 +322,7 @@ def ends_soon(some: LeaseFigures, now: datetime, warn_minutes: Sequence[float]) 
 
 
 def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | None:
-    """The smallest of ``minutes`` that covers the time left; None when none does."""
+    """Return the smallest of ``minutes`` that covers the time left, or None."""
     if left is None:
         return None
     return min((m for m in minutes if left <= timedelta(minutes=m)), default=None)
@@ -323,17 +330,17 @@ def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | Non
 
 @dataclass(frozen=True, slots=True)
 class Mine:
-    """A folder as one member sees it."""
+    """A shared folder as one member sees it."""
 
     folder: Folder
     called: str
-    """Its name below ``~/shared``; nothing when they do not have it yet."""
+    """Its name below ``~/shared``; empty if the member has not accepted it."""
     owner: bool
     write: bool
 
 
 def folders_of(services: Services, user: str) -> tuple[list[Mine], list[Mine]]:
-    """What somebody has, and what they are invited to."""
+    """Return the folders that a member has, and those that they are invited to."""
     called = {mount.folder_id: mount.name for mount in services.shared_folders.folder_mounts(user)}
     found = [
         Mine(
@@ -349,22 +356,22 @@ def folders_of(services: Services, user: str) -> tuple[list[Mine], list[Mine]]:
 
 
 LINES = 50
-"""Lines of a statement on a page."""
+"""Statement entries per page."""
 
 WEEKS = 8
-"""Weeks of the chart."""
+"""Weeks in the chart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lasting:
-    """What a balance means in hours of one kind of device."""
+    """How many hours a balance pays for one kind of device."""
 
     model: str
     memory_bytes: int
     rate: int
     """Microcredits per GPU-hour."""
     lasts: timedelta | None
-    """None when it costs nothing."""
+    """None if the device costs nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,21 +385,21 @@ class Week:
 
 @dataclass(frozen=True, slots=True)
 class AccountCredits:
-    """An account's past, and what is left of it."""
+    """An account's statement and its last weeks of use."""
 
     statement: EntryPage
     weeks: tuple[Week, ...]
 
     @property
     def used(self) -> bool:
-        """Whether anything was used in these weeks."""
+        """True if anything was used in these weeks."""
         return any(any(week.use) for week in self.weeks)
 
 
 def credits_of_account(
     services: Services, account: str, before: int | None = None
 ) -> AccountCredits:
-    """The account's statement as people read it, and its last weeks; empty when not opened."""
+    """Return an account's statement and last weeks; empty if it is not opened yet."""
     bounds = core_weeks.last_weeks(services.clock(), WEEKS)
     used = services.reports.use_of_account(account, bounds)
     told = (Week(*parts) for parts in zip(bounds, bounds[1:], used, strict=False))
@@ -400,15 +407,18 @@ def credits_of_account(
 
 
 def account_statement(services: Services, account: str, before: int | None = None) -> EntryPage:
-    """A page of the statement as people read it; empty when the account is not opened yet."""
+    """Return a page of the statement, with the charges of a session combined.
+
+    The page is empty if the account is not opened yet.
+    """
     try:
         return services.reports.statement_page(account, before, LINES, folded=True)
-    except UnknownAccount:  # a member's opens with the first sign-in
+    except UnknownAccount:  # a member's first sign-in opens it
         return EntryPage((), None)
 
 
 def lasting(some: Funds, overview: Overview, now: datetime) -> tuple[Lasting, ...]:
-    """What an account's credits mean in hours of each kind of device, the cheapest last."""
+    """Return how long an account's credits last on each kind of device, most memory first."""
     available = some.account.available
     ending = [(each.ends_at - now, each.left) for each in some.ending]
     return tuple(
@@ -423,21 +433,21 @@ def lasting(some: Funds, overview: Overview, now: datetime) -> tuple[Lasting, ..
 
 
 def funds_of(services: Services, account: str, warn_minutes: tuple[float, ...]) -> Funds:
-    """Balance and holds of an account up to this second. Raises UnknownAccount."""
+    """Return the current figures of an account. Raises UnknownAccount."""
     found: Account = services.ledger.account(account)
     ending = ending_of(services, account)
     return funds(found, services.leases.open_leases(), services.clock(), warn_minutes, ending)
 
 
 def running_of(services: Services, account: str) -> tuple[LeaseFigures, ...]:
-    """The servers that an account pays for just now."""
+    """Return the open leases that an account pays for."""
     mine = [lease for lease in services.leases.open_leases() if lease.account == account]
     return lease_figures(services, mine, services.clock())
 
 
 @dataclass(frozen=True, slots=True)
 class MemberView:
-    """The member's figures, as ``member.html`` names them."""
+    """The member's figures, with the names that ``member.html`` uses."""
 
     mine: Member
     overview: Overview
@@ -458,10 +468,10 @@ class MemberView:
 def look(
     services: Services, user: str, groups: Collection[str], warn_minutes: Sequence[float]
 ) -> MemberView:
-    """Read everything in one transaction, so that all figures are of one moment.
+    """Read everything in one transaction, so that all figures are of the same moment.
 
-    Devices, places in line and directories are looked at before and after it: a driver, another
-    scheduler or a file system may take long.
+    Devices are inspected before it, positions and directories after it, because a driver, an
+    external scheduler or a file system may be slow.
     """
     services.devices.look()
     with services.store.view():
