@@ -18,6 +18,7 @@ from gpuspawner.leases.models import Lease
 from tests.support.clocks import WallClock
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
+from tests.support.tier import SOAK
 
 HOUR = 3600
 YEAR = 365 * 24 * HOUR
@@ -112,7 +113,7 @@ def assert_charged_exactly(hub: PayingHub, lease: Lease, life: Lifetime) -> None
     assert charged(hub, lease) == pytest.approx(life.whole(), abs=EXACT)
 
 
-@pytest.mark.parametrize("who", ["hub", "service", "both"])
+@pytest.mark.parametrize("who", ["hub", "service", *(["both"] if SOAK else [])])
 def test_steps_during_a_session(hub: ClockHub, who: str) -> None:
     lease = hub.start_server("ada", gpus=1, hours=1)
     life = Lifetime(lease)

@@ -29,7 +29,7 @@ def hub(
 
 
 def test_a_long_line_brings_up_a_machine_and_one_that_never_comes_gives_nothing(
-    hub: SlurmHub,
+    soak: None, hub: SlurmHub
 ) -> None:
     cluster = hub.cluster
     assert isinstance(cluster, PoweredCluster)
