@@ -251,7 +251,7 @@ def as_json(notice: Notice) -> bytes:
         "body": notice.body,
         "at": notice.at.astimezone(timezone.utc).isoformat(timespec="milliseconds"),
     }
-    return json.dumps(told).encode() + b"\n"
+    return json.dumps(told | dict(notice.facts)).encode() + b"\n"
 
 
 async def _talk(process: asyncio.subprocess.Process, text: bytes) -> str:

@@ -28,7 +28,15 @@ def services(make: Make) -> Services:
     return make(**SITE)
 
 
-NOTICE = Notice(key="one", user="ada", kind=NoticeKind.TURN, title="t", body="b\nc", at=T0)
+NOTICE = Notice(
+    key="one",
+    user="ada",
+    kind=NoticeKind.TURN,
+    title="t",
+    body="b\nc",
+    at=T0,
+    facts={"event": "turn", "gpus": ["GPU-1"], "minutes": None},
+)
 
 
 # The store.
