@@ -80,6 +80,20 @@ def ran_dry(
     )
 
 
+def credits_back(lease: Lease, purse: Purse, now: datetime) -> Notice:
+    """For the admin's command only: a server goes on whose member was told that nothing is left."""
+    return compose(
+        "credits_back",
+        NoticeKind.CREDITS_LOW,
+        f"credits_back:{lease.id}:{now.timestamp():.6f}",
+        lease.server.user,
+        now,
+        lease=lease,
+        balance=purse.balance,
+        rate=purse.rate,
+    )
+
+
 def stopped(lease: Lease, purse: Purse, now: datetime, credits_help: str) -> Notice:
     """To the member of a server that is being stopped, and why."""
     return compose(
