@@ -85,7 +85,7 @@ RENAMED = {
     "Broker.when_dry": "GPUCredits.when_exhausted",
     "Broker.credits_help": "GPUCredits.help_text",
     "Accounting.warn_minutes": "GPUCredits.warn_minutes",
-    "Accounting.credits_hook": "GPUCredits.hook",
+    "Accounting.credits_hook": "GPUNotifications.hook",
     "Accounting.charge_seconds": "GPUCredits.charge_seconds",
     "Broker.gpu_rates": "GPURates.by_model",
     "Broker.special_rates": "GPURates.special",
@@ -116,7 +116,7 @@ RENAMED = {
     "Broker.slurm_rest": "GPUSlurm.rest_url",
     "Accounting.cluster_seconds": "GPUSlurm.sync_seconds",
     "Accounting.session_warn_minutes": "GPUSessions.warn_minutes",
-    "Accounting.session_hook": "GPUSessions.hook",
+    "Accounting.session_hook": "GPUNotifications.hook",
     "Accounting.look_inside_seconds": "GPUMonitoring.containers_seconds",
     "Accounting.sample_seconds": "GPUMonitoring.sample_seconds",
     "Accounting.keep_minutes_days": "GPUMonitoring.keep_minutes_days",
@@ -125,6 +125,8 @@ RENAMED = {
     "Notifier.channels": "GPUNotifications.channels",
     "Notifier.default_channels": "GPUNotifications.default_channels",
     "Notifier.hook": "GPUNotifications.hook",
+    "GPUCredits.hook": "GPUNotifications.hook",
+    "GPUSessions.hook": "GPUNotifications.hook",
     "Notifier.retry_seconds": "GPUNotifications.retry_seconds",
     **dict.fromkeys(
         (

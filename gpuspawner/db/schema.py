@@ -342,6 +342,8 @@ notices = Table(
     Column("kind", Text, nullable=False),
     Column("title", Text, nullable=False),
     Column("body", Text, nullable=False),
+    # JSON, for the admin's command.
+    Column("facts", Text, nullable=False, default="{}"),
     Column("at", UTCDateTime, nullable=False),
     Column("sent_at", UTCDateTime),
     Column("tries", Integer, nullable=False, default=0),

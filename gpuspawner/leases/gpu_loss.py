@@ -166,4 +166,5 @@ def _restarts(lease: Lease, now: datetime) -> Notice:
 
 def _not_again(lease: Lease, why: str, now: datetime) -> Notice:
     key, user = f"restart:{lease.id}", lease.server.user
-    return compose("not_restarted", NoticeKind.STOPPED, key, user, now, lease=lease, why=why)
+    kind = NoticeKind.STOPPED
+    return compose("not_restarted", kind, key, user, now, lease=lease, reason=why)

@@ -168,6 +168,7 @@ def order_end(
     """
     changes: dict[str, Any] = {"outcome": outcome, "end_reason": reason}
     repository.update(connection, lease.id, **changes)
+    told = replace(told, facts={**told.facts, "reason": reason})
     notifications_repository.add(connection, told)
     log.info("Lease %s of %s is to end: %s", lease.id, lease.server, reason)
     return replace(lease, **changes)
@@ -227,8 +228,16 @@ def _ends_soon(lease: Lease, minutes: float, now: datetime) -> Notice:
     ends_at = _end_of(lease)
     # With the end: after an extension it is told anew.
     key = f"session_ends:{lease.id}:{ends_at.timestamp():.0f}:{minutes:g}"
-    kind, user = NoticeKind.SESSION_ENDS, lease.server.user
-    return compose("session_ends", kind, key, user, now, lease=lease, ends_at=ends_at)
+    return compose(
+        "session_ends",
+        NoticeKind.SESSION_ENDS,
+        key,
+        lease.server.user,
+        now,
+        lease=lease,
+        ends_at=ends_at,
+        minutes=minutes,
+    )
 
 
 def _stopped(template: str, lease: Lease, now: datetime, **values: Any) -> Notice:

@@ -53,14 +53,18 @@ def credits_low(
         now,
         lease=lease,
         left=purse.balance + lease.overdraft,
+        balance=purse.balance,
         rate=purse.rate,
+        minutes=minutes,
         lasts_until=now + (purse.lasts(lease) or timedelta(0)),
         several=several,
         credits_help=credits_help,
     )
 
 
-def ran_dry(lease: Lease, now: datetime, stops_at: datetime | None, credits_help: str) -> Notice:
+def ran_dry(
+    lease: Lease, purse: Purse, now: datetime, stops_at: datetime | None, credits_help: str
+) -> Notice:
     """To the member of a server that the account cannot pay for any more: save your work."""
     return compose(
         "credits_gone",
@@ -69,12 +73,28 @@ def ran_dry(lease: Lease, now: datetime, stops_at: datetime | None, credits_help
         lease.server.user,
         now,
         lease=lease,
+        balance=purse.balance,
+        rate=purse.rate,
         stops_at=stops_at,
         credits_help=credits_help,
     )
 
 
-def stopped(lease: Lease, now: datetime, credits_help: str) -> Notice:
+def credits_back(lease: Lease, purse: Purse, now: datetime) -> Notice:
+    """For the admin's command only: a server goes on whose member was told that nothing is left."""
+    return compose(
+        "credits_back",
+        NoticeKind.CREDITS_LOW,
+        f"credits_back:{lease.id}:{now.timestamp():.6f}",
+        lease.server.user,
+        now,
+        lease=lease,
+        balance=purse.balance,
+        rate=purse.rate,
+    )
+
+
+def stopped(lease: Lease, purse: Purse, now: datetime, credits_help: str) -> Notice:
     """To the member of a server that is being stopped, and why."""
     return compose(
         "credits_gone_stopped",
@@ -83,6 +103,8 @@ def stopped(lease: Lease, now: datetime, credits_help: str) -> Notice:
         lease.server.user,
         now,
         lease=lease,
+        balance=purse.balance,
+        rate=purse.rate,
         credits_help=credits_help,
     )
 
@@ -196,10 +218,11 @@ class ExhaustionService:
             now if step.event == "stop" else credit_policy.stops_at(lease, purse, now, self.grace)
         )
         if step.event == "dry":
-            notice = ran_dry(lease, now, stops_at, self.settings.help_text)
+            notice = ran_dry(lease, purse, now, stops_at, self.settings.help_text)
             notifications_repository.add(connection, notice)
         elif step.event == "stop":
-            notifications_repository.add(connection, stopped(lease, now, self.settings.help_text))
+            notice = stopped(lease, purse, now, self.settings.help_text)
+            notifications_repository.add(connection, notice)
         if step.event == "quiet":
             return None
         return Happened(step.event, lease, purse, step.minutes, stops_at)

@@ -98,20 +98,6 @@ class GPUCredits(LoggingConfigurable):
         """,
     )
 
-    hook = List(
-        Unicode(),
-        config=True,
-        help="""
-        A command that is run when credits run low or dry, for each server that they pay for,
-        with one JSON object on its standard input: ``event`` (``low``, ``dry``, ``back`` for new
-        credits, ``stop``), ``account``, ``balance``, ``rate_per_hour``, ``lease``, ``user``,
-        ``server``, ``environment``, ``when_dry``, ``minutes`` (of a warning), ``stops_at`` and
-        ``at``. Example::
-
-            c.GPUCredits.hook = ["/usr/local/bin/credits-low"]
-        """,
-    )
-
     charge_seconds = Float(
         60.0,
         min=0.1,

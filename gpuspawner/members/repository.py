@@ -257,6 +257,7 @@ AS_WRITTEN = {
     "notices.key": "tells two notices apart",
     "notices.title": "words that were shown",
     "notices.body": "words that were shown",
+    "notices.facts": "what the admin's command was told",
     "notice_choices.address": "the member's own address",
     "roster.mail": "the member's own address",
     "batch_jobs.user": "the name on the nodes, which the cluster's admin gives",

@@ -371,6 +371,7 @@ class HealthService:
             lease=lease,
             device=device,
             sick=sick,
+            reason=sick.reason,
             refund=self.sick_promise(sick, now),
         )
 

@@ -451,5 +451,6 @@ def _told(
         template = "not_used_stops"
     else:
         template = "not_used"
-    user, stops = lease.server.user, stops_at or now
-    return compose(template, kind, key, user, now, lease=lease, stops_at=stops)
+    why = _WHY if event == "stop" else ""
+    user = lease.server.user
+    return compose(template, kind, key, user, now, lease=lease, stops_at=stops_at, reason=why)

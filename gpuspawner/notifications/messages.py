@@ -6,7 +6,8 @@ Apprise, and the pages escape it themselves. So nothing is escaped here.
 
 from __future__ import annotations
 
-from datetime import datetime
+from collections.abc import Mapping
+from datetime import datetime, timezone
 from typing import Any
 
 import jinja2
@@ -47,8 +48,43 @@ def compose(
         key: A notice of the same key is told once.
         user: The member who is told.
         now: When it is told.
-        values: What the template fills in, such as ``lease``.
+        values: What the template fills in, such as ``lease``, and what :func:`_facts` takes.
     """
     words: Any = _TEMPLATES.get_template(f"{template}.txt").make_module({"now": now, **values})
     title, body = words.title.strip(), words.body.strip()
-    return Notice(key=key, user=user, kind=kind, title=title, body=body, at=now)
+    facts = _facts(template, values)
+    return Notice(key=key, user=user, kind=kind, title=title, body=body, at=now, facts=facts)
+
+
+def _facts(template: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the admin's command reads besides the words: the same fields for every notice.
+
+    Those of the lease, if the notice is about one, and ``balance``, ``rate`` (microcredits),
+    ``minutes``, ``stops_at`` and ``reason``, if they are among the values.
+    """
+    lease = values.get("lease")
+    return {
+        "event": template,
+        "lease": lease and lease.id,
+        "server": lease and lease.server.name,
+        "environment": lease and lease.environment,
+        "gpus": list(lease.uuids) if lease else [],
+        "account": lease and lease.account,
+        "balance": _credits(values.get("balance")),
+        "rate_per_hour": _credits(values.get("rate")),
+        "minutes": values.get("minutes"),
+        "ends_at": _instant(lease and lease.ends_at),
+        "stops_at": _instant(values.get("stops_at")),
+        "reason": values.get("reason") or (lease.end_reason if lease else ""),
+    }
+
+
+def _credits(amount: int | None) -> str | None:
+    return None if amount is None else format_credits(amount, 6)
+
+
+def _instant(moment: datetime | None) -> str | None:
+    """Format a time for commands: ISO 8601 in UTC."""
+    if moment is None:
+        return None
+    return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")

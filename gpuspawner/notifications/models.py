@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
+from typing import Any
 
 
 class NoticeKind(str, Enum):
@@ -42,3 +44,5 @@ class Notice:
     sent_at: datetime | None = None
     tries: int = 0
     error: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the admin's command reads besides the words, as values of JSON."""

@@ -5,6 +5,7 @@ A notice is added inside the transaction of what it reports, so it is sent exact
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -61,7 +62,8 @@ def add(connection: sa.Connection, notice: Notice) -> bool:
     if connection.execute(_KNOWN, {"name": notice.key}).first():
         return False
     row = {name: getattr(notice, name) for name in ("key", "user", "title", "body", "at")}
-    connection.execute(_INSERT, row | {"kind": notice.kind.value})
+    row |= {"kind": notice.kind.value, "facts": json.dumps(dict(notice.facts))}
+    connection.execute(_INSERT, row)
     return True
 
 
@@ -147,4 +149,5 @@ def _kinds(text: str) -> frozenset[NoticeKind]:
 
 
 def _notice(row: Any) -> Notice:
-    return Notice(**{**row, "kind": NoticeKind(row["kind"])})
+    kind, facts = NoticeKind(row["kind"]), json.loads(row["facts"])
+    return Notice(**{**row, "kind": kind, "facts": facts})

@@ -167,7 +167,7 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             await stop.wait()
         finally:
             watchdog.stop()
-            await asyncio.gather(notifier.close(), sessions.close(), credits.close())
+            await asyncio.gather(notifier.close(), sessions.close())
             for duty in duties:
                 duty.cancel()
             await asyncio.gather(*duties, return_exceptions=True)
@@ -204,20 +204,15 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
         )
 
     def _session_duty(self, tick: Tick, notifier: Notifier) -> SessionDuty:
-        return SessionDuty(
-            tick,
-            warn_minutes=self.sessions.warn_minutes,
-            command=self.sessions.hook,
-            poke=notifier.poke,
-        )
+        return SessionDuty(tick, warn_minutes=self.sessions.warn_minutes, poke=notifier.poke)
 
     def _credits_duty(self, tick: Tick, notifier: Notifier) -> CreditDuty:
         settings = tick.services.settings.credits
         return CreditDuty(
             tick,
             warn_minutes=settings.warn_minutes,
-            command=settings.hook,
             poke=notifier.poke,
+            tell_admin=notifier.tell_admin,
         )
 
     # Duties.

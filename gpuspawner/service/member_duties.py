@@ -7,41 +7,36 @@ session duty, until the servers are gone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
 
 from ..core.errors import GPUSpawnerError, Unavailable
 from ..core.units import format_credits
 from ..ledger.credit_policy import OVERDRAFT
-from ..ledger.exhaustion import Happened
+from ..ledger.exhaustion import Happened, credits_back
 from ..ledger.refills import Refill
+from ..notifications.models import Notice
 from ..services import Services
-from .notifier import Hook
-from .session_duties import instant
 from .worker import Tick
 
 
 class CreditDuty:
-    """Rounds of this duty, one after the other; hooks run beside them."""
+    """Rounds of this duty, one after the other."""
 
     def __init__(
         self,
         tick: Tick,
         *,
         warn_minutes: Sequence[float],
-        command: Sequence[str] = (),
-        command_seconds: float = 10.0,
         poke: Callable[[], None] = lambda: None,
+        tell_admin: Callable[[Notice], None] = lambda notice: None,
     ) -> None:
         self.tick = tick
         self.services = tick.services
         self.log = tick.log
         self.warn_minutes = tuple(warn_minutes)
-        self.hook = Hook(command, command_seconds, tick.log, "c.GPUCredits.hook")
         self.poke = poke
+        self.tell_admin = tell_admin
 
     async def round(self) -> None:
         """Handle every account with something due about its servers."""
@@ -62,13 +57,10 @@ class CreditDuty:
         )
         for each in happened:
             self._log(each)
-            self.hook.start(told(each, self.services.clock()))
+            if each.event == "back":
+                self.tell_admin(credits_back(each.lease, each.purse, self.services.clock()))
         if happened:
             self.poke()
-
-    async def close(self) -> None:
-        """Leave everything as it is: the next service continues."""
-        await self.hook.close()
 
     def _log(self, it: Happened) -> None:
         lease, left = it.lease, format_credits(it.purse.balance)
@@ -86,25 +78,6 @@ class CreditDuty:
                 why = "its overdraft is used up" if lease.when_dry == OVERDRAFT else "it ran dry"
                 what = "%s has %s credits: %s is to be stopped, %s"
                 self.log.warning(what, lease.account, left, lease.server, why)
-
-
-def told(it: Happened, now: datetime) -> bytes:
-    """Return what the hook reads: one JSON object and a line end."""
-    seen: dict[str, Any] = {
-        "event": it.event,
-        "account": it.lease.account,
-        "balance": format_credits(it.purse.balance, 6),
-        "rate_per_hour": format_credits(it.purse.rate, 6),
-        "lease": it.lease.id,
-        "user": it.lease.server.user,
-        "server": it.lease.server.name,
-        "environment": it.lease.environment,
-        "when_dry": it.lease.when_dry,
-        "minutes": it.minutes or 0,
-        "stops_at": instant(it.stops_at),
-        "at": instant(now),
-    }
-    return json.dumps(seen).encode() + b"\n"
 
 
 MEMBERS_EVERY = 5.0

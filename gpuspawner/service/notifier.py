@@ -1,4 +1,4 @@
-"""The notifier: sends notices through Apprise, and runs the admin's hooks.
+"""The notifier: sends notices through Apprise, and runs the admin's hook.
 
 At least once: a notice stays unsent in the store until every channel has accepted it, or it is
 given up. A process killed between sending and recording may send it again. Each channel has its own
@@ -161,53 +161,12 @@ def _reason(channel: Channel, secrets: dict[str, str], said: list[str]) -> str:
     return text
 
 
-AT_ONCE = 4
-"""How many runs of one command are active at the same time; others wait."""
-
 SHOWN = 300
 """How many characters of a failed command's output its error repeats."""
 
 READ = 64 * 1024
 _PRIVATE = ("JUPYTERHUB_", "GPUSPAWNER_")
 """Variables of the service that are withheld from the command: tokens and database URLs."""
-
-
-class Hook:
-    """A command of the admin's, run beside everything else; errors are logged."""
-
-    def __init__(
-        self, command: Sequence[str], seconds: float, log: logging.Logger, setting: str
-    ) -> None:
-        """Create a hook; ``setting`` is its name in the configuration. May have no command."""
-        self.command = tuple(command)
-        self.seconds = seconds
-        self.log = log
-        self.setting = setting
-        self._running: set[asyncio.Task[None]] = set()
-        self._gate = asyncio.Semaphore(AT_ONCE)
-
-    def start(self, text: bytes) -> None:
-        """Run it with the text on its standard input, without waiting for its end."""
-        if self.command:
-            task = asyncio.ensure_future(self._run(text))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-
-    async def close(self) -> None:
-        """Kill what still runs."""
-        running = list(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-    async def _run(self, text: bytes) -> None:
-        async with self._gate:
-            try:
-                await run(self.command, text, self.seconds)
-            except Unavailable as error:
-                self.log.warning("%s: %s", self.setting, error)
-            except Exception:
-                self.log.exception("%s", self.setting)
 
 
 async def run(command: Sequence[str], text: bytes, seconds: float) -> None:
@@ -251,7 +210,7 @@ def as_json(notice: Notice) -> bytes:
         "body": notice.body,
         "at": notice.at.astimezone(timezone.utc).isoformat(timespec="milliseconds"),
     }
-    return json.dumps(told).encode() + b"\n"
+    return json.dumps(told | dict(notice.facts)).encode() + b"\n"
 
 
 async def _talk(process: asyncio.subprocess.Process, text: bytes) -> str:
@@ -312,8 +271,13 @@ class GPUNotifications(LoggingConfigurable):
         Unicode(),
         config=True,
         help="""
-        A command that is run for each notice of every member, with the notice as JSON on its
-        standard input (``key``, ``user``, ``kind``, ``title``, ``body``, ``at``). Example::
+        A command that is run for each notice of every member, with one JSON object on its
+        standard input: ``key``, ``user``, ``kind``, ``title``, ``body``, ``at``, ``event`` (such
+        as ``session_ends``, ``session_over``, ``credits_low``, ``credits_gone``), ``lease``,
+        ``server``, ``environment``, ``gpus``, ``account``, ``balance``, ``rate_per_hour``,
+        ``minutes`` (of a warning), ``ends_at``, ``stops_at`` and ``reason``. What a notice is not
+        about is null or empty. The event ``credits_back``, for new credits in time, is told to
+        this command only. Example::
 
             c.GPUNotifications.hook = ["/usr/local/bin/gpu-notice", "--from-hub"]
         """,
@@ -351,11 +315,20 @@ class Notifier:
         """When the next try of each is due, by id, in the event loop's time."""
         self._trouble: dict[str, str] = {}
         self._poke = asyncio.Event()
+        self._for_admin: set[asyncio.Task[str]] = set()
+        """Runs of the hook for what no member is told."""
 
     @property
     def most_tries(self) -> int:
         """After how many tries a notice is given up."""
         return len(self.settings.retry_seconds) + 1
+
+    def tell_admin(self, notice: Notice) -> None:
+        """Run the hook, without waiting for it, for something that no member is told."""
+        if self.settings.hook:
+            task = asyncio.create_task(self._run_hook(notice))
+            self._for_admin.add(task)
+            task.add_done_callback(self._for_admin.discard)
 
     # Rounds.
 
@@ -401,7 +374,7 @@ class Notifier:
 
     async def close(self, seconds: float = 3.0) -> None:
         """Give what is being sent a moment to arrive; then stop."""
-        if tasks := list(self._busy.values()):
+        if tasks := [*self._busy.values(), *self._for_admin]:
             await asyncio.wait(tasks, timeout=seconds)
         for task in tasks:
             task.cancel()

@@ -7,18 +7,14 @@ a warning is given once, and an order is carried out until the server is gone.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from typing import Any
 
-from traitlets import Float, List, Unicode
+from traitlets import Float, List
 from traitlets.config import LoggingConfigurable
 
 from ..core.errors import GPUSpawnerError
 from ..leases.models import Lease, LeaseState
-from .notifier import Hook
 from .worker import Tick
 
 AT_ONCE = 10
@@ -47,19 +43,6 @@ class GPUSessions(LoggingConfigurable):
         """,
     )
 
-    hook = List(
-        Unicode(),
-        config=True,
-        help="""
-        A command that is run at each of these warnings and at the end of a session, with one
-        JSON object on its standard input: ``event`` (``warning`` or ``end``), ``lease``,
-        ``user``, ``server``, ``environment``, ``gpus``, ``ends_at``, ``minutes`` (left),
-        ``reason`` and ``at``. Example::
-
-            c.GPUSessions.hook = ["/usr/local/bin/session-ends"]
-        """,
-    )
-
 
 @dataclass(slots=True)
 class Stop:
@@ -77,22 +60,19 @@ class Stop:
 
 
 class SessionDuty:
-    """Rounds of this duty, one after the other; stops and hooks run beside them."""
+    """Rounds of this duty, one after the other; stops run beside them."""
 
     def __init__(
         self,
         tick: Tick,
         *,
         warn_minutes: Sequence[float],
-        command: Sequence[str] = (),
-        command_seconds: float = 10.0,
         poke: Callable[[], None] = lambda: None,
     ) -> None:
         self.services = tick.services
         self.tick = tick
         self.log = tick.log
         self.warn_minutes = tuple(warn_minutes)
-        self.hook = Hook(command, command_seconds, tick.log, "c.GPUSessions.hook")
         self.poke = poke
         self._stops: dict[str, Stop] = {}
         self._gate = asyncio.Semaphore(AT_ONCE)
@@ -110,7 +90,7 @@ class SessionDuty:
         tasks = [stop.task for stop in self._stops.values() if stop.task]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, self.hook.close(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # Warnings and ends.
 
@@ -122,13 +102,11 @@ class SessionDuty:
             return
         self.poke()
         self.log.info("%s was told that its session ends at %s", lease.server, lease.ends_at)
-        self._run_hook("warning", warned)
 
     async def _end(self, lease: Lease) -> Lease | None:
         ended: Lease | None = await self.services.run(self.services.sessions.end_session, lease.id)
         if ended is not None:
             self.poke()
-            self._run_hook("end", ended)
         return ended
 
     # Stops.
@@ -172,30 +150,3 @@ class SessionDuty:
         if known:
             self.log.warning("Stopping %s: %s", lease.server, newest.end_reason)
         return known
-
-    def _run_hook(self, event: str, lease: Lease) -> None:
-        self.hook.start(told(event, lease, self.services.clock()))
-
-
-def told(event: str, lease: Lease, now: datetime) -> bytes:
-    """Return what the hook reads: one JSON object and a line end."""
-    seen: dict[str, Any] = {
-        "event": event,
-        "lease": lease.id,
-        "user": lease.server.user,
-        "server": lease.server.name,
-        "environment": lease.environment,
-        "gpus": list(lease.uuids),
-        "ends_at": instant(lease.ends_at),
-        "minutes": lease.told_minutes if event == "warning" else 0,
-        "reason": lease.end_reason,
-        "at": instant(now),
-    }
-    return json.dumps(seen).encode() + b"\n"
-
-
-def instant(moment: datetime | None) -> str | None:
-    """Format a time for commands: ISO 8601 in UTC."""
-    if moment is None:
-        return None
-    return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")

@@ -30,7 +30,7 @@ c.GPUCredits.when_exhausted = {{
     "*": "stop", "overdrawing": {{"overdraft": 5}}, "planning": "session",
 }}
 c.GPUCredits.warn_minutes = [5, 1]
-c.GPUCredits.hook = {[sys.executable, "-c", KEEP, "told"]!r}
+c.GPUNotifications.hook = {[sys.executable, "-c", KEEP, "told"]!r}
 c.JupyterHub.load_groups = {{
     "overdrawing": {{"users": ["oda"]}}, "planning": {{"users": ["pia"]}},
 }}
@@ -60,10 +60,11 @@ def kill_all(hub: PayingHub) -> None:
 
 
 def heard(hub: PayingHub, user: str) -> list[str]:
-    """The events that the hook heard of a member's server, in order."""
+    """What the hook heard of a member's credits, in order."""
     file = hub.folder / "told"
     lines = map(json.loads, file.read_text().splitlines()) if file.exists() else []
-    return [f"{line['event']} {line['minutes']:g}" for line in lines if line["user"] == user]
+    mine = [line for line in lines if line["user"] == user and "credits" in line["event"]]
+    return [f"{line['event']} {line['minutes'] or 0:g}" for line in mine]
 
 
 def told(hub: PayingHub, user: str) -> list[str]:
@@ -169,7 +170,7 @@ def test_an_overdraft_holds_though_nobody_is_there_to_stop_the_server(hub: Payin
     assert settled.charged == 9 * MICRO
     assert settled.waived >= 5 * MICRO
     assert told(hub, "oda")[-2:] == ALL[1:]
-    assert heard(hub, "oda")[-1] == "stop 0"
+    wait_for(lambda: heard(hub, "oda")[-1:] == ["credits_gone_stopped 0"], "the hook", timeout=SOON)
 
 
 def test_a_planned_session_ends_first(hub: PayingHub) -> None:
@@ -187,19 +188,19 @@ def test_a_planned_session_ends_first(hub: PayingHub) -> None:
     assert hub.services.leases.get(lease.id).outcome == ""
 
     def dry() -> bool:
-        return "dry 0" in heard(hub, "pia")
+        return "credits_gone 0" in heard(hub, "pia")
 
     wait_for(dry, "what the killed service had yet to tell", timeout=SOON)
-    assert "stop 0" not in heard(hub, "pia")
+    assert "credits_gone_stopped 0" not in heard(hub, "pia")
 
 
 def test_each_event_is_heard_once(hub: PayingHub) -> None:
     lease = hub.start_with(1000, "eve", gpus=1)
     expected: list[str] = []
-    for seconds, event in ((240, "low 5"), (50, "low 1"), (2, "dry 0")):
+    for seconds, event in ((240, "credits_low 5"), (50, "credits_low 1"), (2, "credits_gone 0")):
         hub.set_balance("eve", seconds)
         expected.append(event)
         wait_for(lambda: heard(hub, "eve")[: len(expected)] == expected, event, timeout=SOON)
     ended(hub, lease)
     wait_for(lambda: len(heard(hub, "eve")) > 3, "the hook", timeout=SOON)
-    assert heard(hub, "eve") == [*expected, "stop 0"]
+    assert heard(hub, "eve") == [*expected, "credits_gone_stopped 0"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,6 @@ CONFIG = """
 c.GPUQueue.claim_minutes = 0.05
 c.GPUMonitoring.sample_seconds = 0
 c.GPUSessions.warn_minutes = [0.05]
-c.GPUSessions.hook = ["tee", "-a", "hook.json"]
 c.GPUNotifications.hook = ["tee", "-a", "notices.json"]
 """
 
@@ -84,7 +84,7 @@ def told(hub: SlurmHub, user: str, kind: NoticeKind) -> list[str]:
     ]
 
 
-def lines(hub: SlurmHub, name: str) -> list[dict[str, str]]:
+def lines(hub: SlurmHub, name: str) -> list[dict[str, Any]]:
     """What a hook of the service's was told."""
     file = hub.folder / name
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -146,6 +146,10 @@ def test_a_session_is_warned_of_its_end_and_paid_up_to_it(
     (warning,) = told(hub, "ann", NoticeKind.SESSION_ENDS)
     assert warning.startswith("Your server stops at ")
     assert told(hub, "ann", NoticeKind.STOPPED) == ["Your server is stopped: its time is over"]
-    wait_for(lambda: len(lines(hub, "hook.json")) > 1, "the hook, which nobody waits for")
-    seen = [(line["event"], line["gpus"]) for line in lines(hub, "hook.json")]
-    assert seen == [("warning", list(lease.uuids)), ("end", list(lease.uuids))]
+
+    def heard() -> list[tuple[str, list[str]]]:
+        told_ann = [line for line in lines(hub, "notices.json") if line["user"] == "ann"]
+        return [(line["event"], line["gpus"]) for line in told_ann]
+
+    wait_for(lambda: len(heard()) > 1, "the hook, which nobody waits for")
+    assert heard() == [("session_ends", list(lease.uuids)), ("session_over", list(lease.uuids))]

@@ -1,15 +1,12 @@
-"""What becomes of servers whose account has run dry, and who is told when. Real here: SQLite, HTTP,
-commands as hooks. The Hub is a script. ``tests/hub/test_running_dry.py`` has the real one."""
+"""What becomes of servers whose account has run dry, and who is told when. Real here: SQLite,
+HTTP. The Hub is a script. ``tests/hub/test_running_dry.py`` has the real one."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,17 +48,13 @@ def services(make: Make) -> Services:
 
 
 @pytest.fixture
-async def duty(services: Services, hub: ScriptedHub) -> AsyncIterator[Duties]:
-    """The duty; closed at the end, as by a service that stops."""
-    opened: list[CreditDuty] = []
+def duty(services: Services, hub: ScriptedHub) -> Duties:
+    """The duty, as each service has it."""
 
     def make(**settings: Any) -> CreditDuty:
-        opened.append(make_credits(services, hub, **settings))
-        return opened[-1]
+        return make_credits(services, hub, **settings)
 
-    yield make
-    for some in opened:
-        await some.close()
+    return make
 
 
 async def test_a_dry_account_is_told_then_stopped(
@@ -371,7 +364,6 @@ async def test_each_warning_comes_once_and_to_the_second(
     for second in range(1, 15 * 60):
         clock.forward(seconds=1)
         if restarts:
-            await credits.close()
             credits = duty(warn_minutes=(10, 2))
         if second % 50 in (49, 0, 1, 29, 30, 31) or second % 60 in (59, 0, 1):
             await credits.round()
@@ -450,44 +442,3 @@ async def test_a_new_server_is_told_anew(services: Services, clock: Clock, duty:
     for _ in range(3):
         await credits.round()
     assert len(titles(services)) == 2
-
-
-# The hook.
-
-KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
-
-
-async def test_the_hook_hears_of_each_event_once(
-    services: Services, clock: Clock, duty: Duties, tmp_path: Path
-) -> None:
-    file = tmp_path / "told"
-    lease = server(services, "ada")
-    command = [sys.executable, "-c", KEEP, str(file)]
-    poked: list[int] = []
-    for seconds in (360, 540, GRACE):
-        clock.forward(seconds=seconds)
-        credits = duty(warn_minutes=(10,), command=command, poke=lambda: poked.append(1))
-        for _ in range(2):
-            await credits.round()
-    end = asyncio.get_running_loop().time() + 20
-    while not file.exists() or len(file.read_text().splitlines()) < 3:
-        assert asyncio.get_running_loop().time() < end
-        await asyncio.sleep(0.02)
-    low, out, stop = sorted(map(json.loads, file.read_text().splitlines()), key=lambda x: x["at"])
-    assert low == {
-        "event": "low",
-        "account": "member:ada",
-        "balance": "0.600000",
-        "rate_per_hour": "4.000000",
-        "lease": lease.id,
-        "user": "ada",
-        "server": "",
-        "environment": "",
-        "when_dry": "stop",
-        "minutes": 10,
-        "stops_at": None,
-        "at": "2025-03-01T12:06:00.000+00:00",
-    }
-    assert (out["event"], out["stops_at"]) == ("dry", "2025-03-01T12:20:00.000+00:00")
-    assert (stop["event"], stop["balance"]) == ("stop", "-0.333333")
-    assert poked == [1, 1, 1]

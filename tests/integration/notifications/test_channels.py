@@ -453,3 +453,19 @@ async def test_a_hook_that_fails_is_logged_and_forgotten(
     assert sentence in line
     children = psutil.Process().children(recursive=True)
     assert not [p for p in children if "1000.25" in command_of(p)], "what it started is gone too"
+
+
+async def test_a_service_that_stops_leaves_no_hook_behind(services: Services) -> None:
+    command = ["/bin/sh", "-c", "sleep 4712.25 & sleep 4712.25"]
+    notifier = Notifier(GPUNotifications(hook=command), services, services.log)
+
+    def hooks() -> list[psutil.Process]:
+        children = psutil.Process().children(recursive=True)
+        return [p for p in children if command_of(p)[-1:] == ["4712.25"]]
+
+    notifier.tell_admin(tell(services))  # a notice, and what only the admin is told
+    await notifier.round()
+    await until(lambda: len(hooks()) == 4, "both hooks")
+    started = hooks()
+    await notifier.close(0.1)
+    await until(lambda: not any(command_of(p) for p in started), "the end of what they started")

@@ -1,10 +1,15 @@
-"""Notices in the store, and what the accounting rounds tell. Real: SQL; the Hub is a script."""
+"""Notices in the store, and what the accounting rounds tell. Real: SQL, a command as the hook; the
+Hub is a script."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -19,8 +24,8 @@ from gpuspawner.notifications.repository import ChannelChoice, Outcome
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock, Make
 from tests.support.parts import each_database
-from tests.support.rounds import SITE, ScriptedHub, make_credits
-from tests.support.telling import choose, tell
+from tests.support.rounds import GRACE, SITE, ScriptedHub, make_credits, running
+from tests.support.telling import choose, notifying, tell, until
 
 
 @pytest.fixture
@@ -28,7 +33,15 @@ def services(make: Make) -> Services:
     return make(**SITE)
 
 
-NOTICE = Notice(key="one", user="ada", kind=NoticeKind.TURN, title="t", body="b\nc", at=T0)
+NOTICE = Notice(
+    key="one",
+    user="ada",
+    kind=NoticeKind.TURN,
+    title="t",
+    body="b\nc",
+    at=T0,
+    facts={"event": "turn", "gpus": ["GPU-1"], "minutes": None},
+)
 
 
 # The store.
@@ -166,3 +179,62 @@ async def test_everybody_whom_an_account_pays_for_is_told(
         "The credits of the group ml have run out"
     )
     assert "Your server lab will be stopped at" in services.notifications.notices_of("bob")[0].body
+
+
+# The hook.
+
+KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
+
+
+async def test_the_hook_hears_of_each_event_of_credits_once(
+    services: Services, hub: ScriptedHub, clock: Clock, tmp_path: Path
+) -> None:
+    """Also of new credits, which no member is told."""
+    file = tmp_path / "told"
+    lease = running(services, "ada")
+    poked: list[int] = []
+
+    def heard() -> list[dict[str, Any]]:
+        lines = map(json.loads, file.read_text().splitlines()) if file.exists() else []
+        return sorted(lines, key=lambda line: line["at"])
+
+    async with notifying(services, hook=[sys.executable, "-c", KEEP, str(file)]) as notifier:
+        for seconds, given in ((360, 0), (540, MICRO), (1, 0), (899, 0), (GRACE, 0)):
+            clock.forward(seconds=seconds)
+            credits = make_credits(
+                services,
+                hub,
+                warn_minutes=(10,),
+                poke=lambda: poked.append(1),
+                tell_admin=notifier.tell_admin,
+            )
+            for _ in range(2):
+                await credits.round()
+            if given:
+                services.ledger.grant("member:ada", given, actor="kim", reason="more")
+        await until(lambda: len(heard()) >= 5, "the hook")
+    low, gone, back, again, stopped = heard()
+    assert low == low | {
+        "user": "ada",
+        "kind": "credits_low",
+        "event": "credits_low",
+        "lease": lease.id,
+        "server": "",
+        "environment": "",
+        "account": "member:ada",
+        "balance": "0.600000",
+        "rate_per_hour": "4.000000",
+        "minutes": 10,
+        "stops_at": None,
+        "at": "2025-03-01T12:06:00.000+00:00",
+    }
+    assert (gone["event"], gone["balance"]) == ("credits_gone", "0.000000")
+    assert gone["stops_at"] == "2025-03-01T12:20:00.000+00:00"
+    assert (back["event"], back["lease"]) == ("credits_back", lease.id)
+    assert (back["balance"], back["stops_at"]) == ("0.998889", None)
+    assert again["event"] == "credits_gone"
+    assert (stopped["event"], stopped["balance"]) == ("credits_gone_stopped", "-0.333333")
+    assert stopped["reason"] == "the credits ran out"
+    assert poked == [1] * 5
+    keys = {notice.key for notice in services.notifications.notices_of("ada")}
+    assert keys == {line["key"] for line in heard()} - {back["key"]}

@@ -1,5 +1,5 @@
-"""What the service does about sessions. Real here: SQLite, HTTP, commands as
-hooks. The Hub is a script: it can fail for an hour, and be asked how often it was asked."""
+"""What the service does about sessions. Real here: SQLite, HTTP, a command as the hook. The Hub
+is a script: it can fail for an hour, and be asked how often it was asked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
@@ -19,8 +18,8 @@ from gpuspawner.service import session_duties
 from gpuspawner.service.session_duties import SessionDuty
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make
-from tests.support.processes import command_of
 from tests.support.rounds import SITE, ScriptedHub, make_tick, open_services, told
+from tests.support.telling import notifying
 
 WARN = (10.0,)
 Duties = Callable[..., SessionDuty]
@@ -236,64 +235,34 @@ async def test_the_hook_hears_of_each_warning_and_of_the_end_once(
     file = tmp_path / "told"
     lease = session(services, "ada")
     poked: list[int] = []
-    sessions = duty(command=[sys.executable, "-c", KEEP, str(file)], poke=lambda: poked.append(1))
-    for seconds in (3000.5, 10, 589.5):
-        clock.forward(seconds=seconds)
-        for _ in range(2):
-            await sessions.round()
-    await rounds(sessions, lambda: len(kept(file)) == 2)
+    sessions = duty(poke=lambda: poked.append(1))
+    async with notifying(services, hook=[sys.executable, "-c", KEEP, str(file)]):
+        for seconds in (3000.5, 10, 589.5):
+            clock.forward(seconds=seconds)
+            for _ in range(2):
+                await sessions.round()
+        await rounds(sessions, lambda: len(kept(file)) == 2)
     warning, end = sorted(kept(file), key=lambda line: line["at"])
     assert warning == {
-        "event": "warning",
-        "lease": lease.id,
+        "key": f"session_ends:{lease.id}:1740834000:10",
         "user": "ada",
+        "kind": "session_ends",
+        "title": warning["title"],
+        "body": warning["body"],
+        "at": "2025-03-01T12:50:00.500+00:00",
+        "event": "session_ends",
+        "lease": lease.id,
         "server": "",
         "environment": "",
         "gpus": list(lease.uuids),
-        "ends_at": "2025-03-01T13:00:00.000+00:00",
+        "account": "member:ada",
+        "balance": None,
+        "rate_per_hour": None,
         "minutes": 10,
+        "ends_at": "2025-03-01T13:00:00.000+00:00",
+        "stops_at": None,
         "reason": "",
-        "at": "2025-03-01T12:50:00.500+00:00",
     }
-    assert (end["event"], end["minutes"]) == ("end", 0)
+    assert (end["event"], end["lease"], end["minutes"]) == ("session_over", lease.id, None)
     assert end["reason"].startswith("its time was over at ")
     assert poked == [1, 1]
-
-
-async def test_a_hook_that_hangs_or_fails_holds_up_nothing(
-    services: Services,
-    hub: ScriptedHub,
-    clock: Clock,
-    duty: Duties,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "tick")
-    lease = session(services, "ada")
-    hub.has(lease.server)
-    hangs = duty(command=["sleep", "4711"], command_seconds=0.3)
-    clock.forward(seconds=3600)
-    await rounds(hangs, lambda: hub.stopped == ["ada/"])
-    await rounds(hangs, lambda: any("0.3 s" in line for line in told(caplog.records)))
-    assert not any(
-        command_of(p)[-1:] == ["4711"] for p in psutil.Process().children(recursive=True)
-    )
-    session(services, "bob")
-    clock.forward(seconds=3600)
-    missing = duty(command=["/no/such/command"])
-    await rounds(missing, lambda: any("cannot be started" in t for t in told(caplog.records)))
-
-
-async def test_a_service_that_stops_leaves_no_hook_behind(
-    services: Services, clock: Clock, duty: Duties
-) -> None:
-    session(services, "ada")
-    sessions = duty(command=["sleep", "4712"], command_seconds=60)
-    clock.forward(seconds=3600)
-
-    def hooks() -> list[psutil.Process]:
-        children = psutil.Process().children(recursive=True)
-        return [p for p in children if command_of(p)[-1:] == ["4712"]]
-
-    await rounds(sessions, lambda: bool(hooks()))
-    await sessions.close()
-    assert hooks() == []

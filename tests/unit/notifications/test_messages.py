@@ -35,3 +35,20 @@ def test_what_is_filled_in_is_neither_escaped_nor_read_nor_wrapped(reason: str) 
 def test_a_message_that_lacks_a_value_is_a_mistake_of_ours() -> None:
     with pytest.raises(UndefinedError, match="reason"):
         ended()
+
+
+def test_the_facts_for_the_admins_command_have_the_same_fields_without_a_lease() -> None:
+    assert ended(reason="an admin cancelled it").facts == {
+        "event": "ticket_ended",
+        "lease": None,
+        "server": None,
+        "environment": None,
+        "gpus": [],
+        "account": None,
+        "balance": None,
+        "rate_per_hour": None,
+        "minutes": None,
+        "ends_at": None,
+        "stops_at": None,
+        "reason": "an admin cancelled it",
+    }

@@ -253,6 +253,7 @@ def upgrade() -> None:
         sa.Column("kind", sa.Text(), nullable=False),
         sa.Column("title", sa.Text(), nullable=False),
         sa.Column("body", sa.Text(), nullable=False),
+        sa.Column("facts", sa.Text(), nullable=False),
         sa.Column("at", _time(), nullable=False),
         sa.Column("sent_at", _time(), nullable=True),
         sa.Column("tries", sa.Integer(), nullable=False),
