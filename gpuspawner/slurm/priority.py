@@ -19,7 +19,7 @@ from ..core.errors import SlurmRefused
 from ..queue.models import Ticket
 from . import job_spec
 from .jobs import GIVEN_BACK, SlurmJob
-from .programs import Controller
+from .programs import Slurm
 
 FIRST = 4_000_000_000
 """The priority of the first position set by an admin.
@@ -57,7 +57,7 @@ class Hand:
 
     def __init__(
         self,
-        slurm: Controller,
+        slurm: Slurm,
         log: logging.Logger | Any,
         clock: Callable[[], float] = time.monotonic,
         user: int | None = None,
@@ -162,7 +162,7 @@ class Hand:
 
     def _is_ours(self, job: SlurmJob) -> bool:
         """Return True if we hold a held job for a pause, and no admin held it before or since."""
-        if job.reason == "JobHeldUser" and not self._slurm.owner_writes_notes:
+        if job.reason == "JobHeldUser":
             # An owner who is no admin can hold only in this way.
             return MARK not in job.note and job.uid == self._user != 0
         return MARK in job.note

@@ -30,7 +30,7 @@ from .cluster import Cluster, Node
 from .images import NodeImages
 from .jobs import HOLDER, SlurmJob, read_jobs
 from .priority import Hand
-from .programs import AWAY_PATIENCE, PATIENCE, Asker, Controller, Holder, Together
+from .programs import AWAY_PATIENCE, PATIENCE, Asker, Holder, Slurm, Together
 from .telemetry import SamplesNodes
 
 NODES_EVERY = 15.0
@@ -58,7 +58,7 @@ class Nodes:
 
     name: str
 
-    def __init__(self, cluster: Cluster, slurm: Controller, log: logging.Logger | Any) -> None:
+    def __init__(self, cluster: Cluster, slurm: Slurm, log: logging.Logger | Any) -> None:
         self.cluster = cluster
         self.slurm = slurm
         self._log = log
@@ -285,7 +285,7 @@ class Tending(Nodes):
     _jobs: Mapping[str, SlurmJob]
     _began: float
 
-    def __init__(self, cluster: Cluster, slurm: Controller, log: logging.Logger | Any) -> None:
+    def __init__(self, cluster: Cluster, slurm: Slurm, log: logging.Logger | Any) -> None:
         super().__init__(cluster, slurm, log)
         self.images = NodeImages(cluster.nodes, log)
         self._hand = Hand(slurm, log)
@@ -393,7 +393,7 @@ class SlurmDelegate(Tending, SamplesNodes):
     def __init__(
         self,
         cluster: Cluster,
-        slurm: Controller,
+        slurm: Slurm,
         *,
         as_member: bool = True,
         before: Callable[[Ticket], str] = lambda ticket: "",
