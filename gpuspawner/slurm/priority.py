@@ -73,9 +73,9 @@ class Hand:
         """The last change that is not done yet, by ticket."""
         self._refused: set[str] = set()
 
-    def submitted(self, ticket: Ticket) -> None:
-        """Record that a job was submitted with its ticket's points."""
-        self._nice[ticket.id] = job_spec.nice_of(ticket)
+    def submitted(self, ticket: Ticket, nice: int) -> None:
+        """Record the nice value with which a ticket's job was submitted."""
+        self._nice[ticket.id] = nice
 
     def pause(self, jobs: Iterable[SlurmJob]) -> None:
         """Hold each waiting job. Raises SlurmUnavailable."""
