@@ -111,9 +111,6 @@ RENAMED = {
     "Broker.xfs_quota": "GPUFolders.xfs_quota",
     "Broker.cluster": "GPUSlurm.cluster_file",
     "Broker.jobs_of_members": "GPUSlurm.jobs_of_members",
-    "Broker.slurm_rest_token": "GPUSlurm.rest_token_file",  # nosec B105 - the name of a setting
-    "Broker.slurm_rest_ca": "GPUSlurm.rest_ca_file",
-    "Broker.slurm_rest": "GPUSlurm.rest_url",
     "Accounting.cluster_seconds": "GPUSlurm.sync_seconds",
     "Accounting.session_warn_minutes": "GPUSessions.warn_minutes",
     "Accounting.session_hook": "GPUNotifications.hook",
@@ -133,6 +130,7 @@ RENAMED = {
             *("Broker.ticket_days", "Accounting.credits_hook_seconds"),
             *("Accounting.session_hook_seconds", "Accounting.processes_seconds"),
             *("Notifier.hook_seconds", "Notifier.send_seconds"),
+            *("Broker.slurm_rest", "Broker.slurm_rest_token", "Broker.slurm_rest_ca"),
         ),
         "",
     ),

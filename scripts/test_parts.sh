@@ -23,8 +23,6 @@ has mkfs.btrfs || need btrfs-progs
 has zstd || need zstd
 has slurmctld || need slurm-wlm
 has slurmdbd || need slurmdbd
-has slurmrestd || need slurmrestd
-compgen -G '/usr/lib/*/slurm*/auth_jwt.so' > /dev/null || need slurm-wlm-jwt-plugin
 has munged || need munge
 has mariadbd || need mariadb-server
 has busybox || need busybox-static

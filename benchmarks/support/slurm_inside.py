@@ -17,7 +17,7 @@ from tornado.web import RequestHandler
 
 from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.jobs import SlurmJob, read_jobs
-from gpuspawner.slurm.programs import Controller
+from gpuspawner.slurm.programs import Slurm
 from gpuspawner.spawners.slurm import GPUSlurmSpawner
 
 STEPS: list[tuple[float, float, str]] = []
@@ -26,7 +26,7 @@ LOOKS: list[float] = []
 """When Slurm was asked, in seconds of a clock."""
 
 
-def counted(slurm: Controller) -> list[SlurmJob]:
+def counted(slurm: Slurm) -> list[SlurmJob]:
     """As :func:`read_jobs`, and counted."""
     LOOKS.append(time.monotonic())
     return read_jobs(slurm)

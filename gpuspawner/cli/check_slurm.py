@@ -1,17 +1,14 @@
-"""Checks of what a cluster needs: Slurm's daemons or slurmrestd, and every node."""
+"""Checks of what a cluster needs: Slurm's daemons, and every node."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from docker.errors import DockerException, ImageNotFound
 from requests import RequestException
 
 from ..catalog.loader import Catalog
-from ..core.errors import ConfigError, GPUSpawnerError, SlurmUnavailable
+from ..core.errors import GPUSpawnerError
 from ..devices.models import Device, Inventory
 from ..engines.preflight import CheckFinding, Status, check_engine, check_sees, no_answer
 from ..services import utcnow
@@ -29,7 +26,6 @@ from ..slurm.config import TESTED, is_tested
 from ..slurm.images import connector
 from ..slurm.jobs import behind, stays_behind
 from ..slurm.programs import Slurm
-from ..slurm.rest import Rest
 from ..slurm.telemetry import trouble_of
 from .check_hub import check_reachable
 from .check_servers import (
@@ -47,8 +43,6 @@ OFF = "~"
 """Suffix of a state: the node is off, to save power."""
 
 _GPUS = re.compile(r"gpu(?::([^:,(]+))?:(\d+)")
-_NO_WORK = frozenset(("DRAIN", "NOT_RESPONDING", "FAIL", "MAINTENANCE", "INVALID_REG"))
-"""Flags of nodes that take no jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,106 +73,6 @@ def node_states(slurm: Slurm) -> dict[str, NodeState]:
     return found
 
 
-def node_states_of(rest: Rest) -> dict[str, NodeState]:
-    """Return the same from slurmrestd. Raises SlurmUnavailable."""
-    found = {}
-    try:
-        for node in json.loads(rest.nodes())["nodes"]:
-            flags = {str(flag).upper() for flag in node.get("state_flags") or ()}
-            words = [str(node["state"]).lower(), *sorted(f.lower() for f in flags & _NO_WORK)]
-            state = "+".join(words) + (OFF if "POWERED_DOWN" in flags else "")
-            gpus = {kind: int(number) for kind, number in _GPUS.findall(str(node["gres"] or ""))}
-            version = str(node.get("slurmd_version") or "")
-            found[str(node["name"])] = NodeState(
-                state, str(node.get("reason") or ""), gpus, version
-            )
-    except (ValueError, KeyError, TypeError) as error:
-        why = f"slurmrestd did not answer as Slurm 22.05 does ({error!r:.80})"
-        raise SlurmUnavailable(why=why) from None
-    return found
-
-
-SOON = timedelta(days=7)
-"""A token that expires within this time is worth a warning."""
-SOMEBODY = "nobody"
-"""A user for whom we try if we may act; nothing is done for them."""
-
-
-def check_rest(settings: Mapping[str, Any]) -> tuple[list[CheckFinding], Mapping[str, NodeState]]:
-    """Check that slurmrestd accepts the token of ``c.GPUSlurm``, and return the nodes' states."""
-    try:
-        rest = Rest(
-            str(settings["rest_url"]),
-            str(settings.get("rest_token_file", "")),
-            str(settings.get("rest_ca_file", "")),
-        )
-        found = [_check_token(rest)]
-    except ConfigError as error:
-        remedy = "On the controller: scontrol token username=slurm lifespan=31536000"
-        return [CheckFinding("token", Status.FAIL, error.message, remedy)], {}
-    found.append(_check_slurmrestd(rest))
-    states: Mapping[str, NodeState] = {}
-    if found[-1].status is Status.OK:
-        if settings.get("jobs_of_members", True):
-            found.append(_check_members(rest))
-        try:
-            states = node_states_of(rest)
-        except GPUSpawnerError as error:
-            found.append(CheckFinding("nodes", Status.FAIL, error.message))
-    found.append(_check_programs())
-    return found, states
-
-
-def _check_token(rest: Rest) -> CheckFinding:
-    name, token = "token", rest.token()
-    if token.ends_at is None:
-        return CheckFinding(name, Status.OK, f"It is {token.user}'s and has no end")
-    ends = f"{token.ends_at:%Y-%m-%d %H:%M} UTC"
-    remedy = f"On the controller: scontrol token username={token.user} lifespan=31536000"
-    if token.has_ended():
-        return CheckFinding(name, Status.FAIL, f"It ended on {ends}.", remedy)
-    if token.ends_at - utcnow() < SOON:
-        text = f"It ends on {ends}: put the next one into {rest.token_file} before."
-        return CheckFinding(name, Status.UNCHECKED, text, remedy)
-    return CheckFinding(name, Status.OK, f"It is {token.user}'s, until {ends}")
-
-
-def _check_slurmrestd(rest: Rest) -> CheckFinding:
-    name = "controller"
-    remedy = "On the controller: systemctl status slurmrestd slurmctld"
-    try:
-        version, up = rest.ping()
-    except SlurmUnavailable as error:
-        return CheckFinding(name, Status.FAIL, error.message, remedy)
-    if not is_tested(version):
-        text = f"This is Slurm {version}; gpuspawner was tried with {', '.join(TESTED)}."
-        return CheckFinding(name, Status.FAIL, text, "Install one of these (Debian 12 has it).")
-    if not up:
-        return CheckFinding(name, Status.FAIL, "slurmrestd reaches no controller.", remedy)
-    return CheckFinding(name, Status.OK, f"Slurm {version} answers at {rest.url}")
-
-
-def _check_members(rest: Rest) -> CheckFinding:
-    """Check that we may act for others than ourselves."""
-    name = "members' jobs"
-    try:
-        rest.ping(user=SOMEBODY)
-    except SlurmUnavailable:
-        text = f"The token of {rest.token().user} may not act for members."
-        remedy = "Make it for SlurmUser (scontrol token username=slurm), or set "
-        return CheckFinding(name, Status.FAIL, text, f"{remedy}c.GPUSlurm.jobs_of_members = False.")
-    return CheckFinding(name, Status.OK, f"The token of {rest.token().user} may act for members")
-
-
-def _check_programs() -> CheckFinding:
-    name = "slurmdbd"
-    if shutil.which("sacctmgr") is None:
-        text = "Slurm's database is not asked: it takes sacctmgr, which is not on this machine."
-        remedy = "Type gpuspawner slurm sync and audit on a machine that has slurm-client."
-        return CheckFinding(name, Status.UNCHECKED, text, remedy)
-    return CheckFinding(name, Status.OK, "sacctmgr is here, for Slurm's database")
-
-
 SOCKET = "/run/munge/munge.socket.2"
 
 
@@ -187,20 +81,16 @@ def check_slurm(
 ) -> Iterator[CheckFinding]:
     """Yield everything about servers on the nodes of a cluster."""
     states: Mapping[str, NodeState] = {}
-    if hub.app.config.GPUSlurm.get("rest_url"):
-        findings, states = check_rest(hub.app.config.GPUSlurm)
-        yield from findings
-    else:
-        slurm = Slurm(conf=cluster.slurm_conf)
-        yield _check_munge(cluster)
-        finding = _check_slurm_controller(slurm)
-        yield finding
-        if finding.status is Status.OK:
-            yield _check_accounting(slurm, cluster)
-            try:
-                states = node_states(slurm)
-            except GPUSpawnerError as error:
-                yield CheckFinding("nodes", Status.FAIL, error.message)
+    slurm = Slurm(conf=cluster.slurm_conf)
+    yield _check_munge(cluster)
+    finding = _check_slurm_controller(slurm)
+    yield finding
+    if finding.status is Status.OK:
+        yield _check_accounting(slurm, cluster)
+        try:
+            states = node_states(slurm)
+        except GPUSpawnerError as error:
+            yield CheckFinding("nodes", Status.FAIL, error.message)
     if states:  # else the failure was reported already
         yield from (_check_node(node, states.get(node.name)) for node in cluster.nodes)
     clients: dict[Node, docker.APIClient] = {}

@@ -8,7 +8,6 @@ again.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,11 +27,10 @@ from ..engines.base import Engine
 from ..engines.images import Connect
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState, Slot
-from ..slurm.cluster import Cluster, read_cluster
+from ..slurm.cluster import read_cluster
 from ..slurm.engine import SlurmEngine
 from ..slurm.images import WantedImage, reach
-from ..slurm.programs import Controller, Slurm
-from ..slurm.rest import Rest
+from ..slurm.programs import Slurm
 from ..slurm.scheduler import SlurmDelegate
 from . import repository
 from .models import Delegate, Ranked, ScorePart, Ticket, Turn
@@ -41,7 +39,7 @@ from .state import QueueState
 
 
 class GPUSlurm(LoggingConfigurable):
-    """The cluster that Slurm schedules, and the way to its controller."""
+    """The cluster that Slurm schedules."""
 
     cluster_file = Unicode(
         config=True,
@@ -60,51 +58,12 @@ class GPUSlurm(LoggingConfigurable):
         config=True,
         help="""
         Whether a server's job in Slurm belongs to its member's own user on the nodes, which
-        needs a hub that runs as root, or ``rest_url``. Else it belongs to the hub's user, and
-        Slurm's fair share and limits know one member only.
+        needs a hub that runs as root. Else it belongs to the hub's user, and Slurm's fair share
+        and limits know one member only.
 
         Example::
 
             c.GPUSlurm.jobs_of_members = False
-        """,
-    )
-
-    rest_url = Unicode(
-        config=True,
-        help="""
-        Where slurmrestd is, for a hub on a machine without Slurm: an ``https://`` address, or on
-        the hub's own machine ``http://127.0.0.1:6820`` or ``unix:///PATH``. Empty to use Slurm's
-        programs.
-
-        Example::
-
-            c.GPUSlurm.rest_url = "https://head.example.org:6820"
-        """,
-    )
-
-    rest_token_file = Unicode(
-        config=True,
-        help="""
-        The file with the token that slurmrestd asks for, as ``scontrol token`` writes it, which
-        only the hub's user may read. It is read each time, so a new one needs no restart. Jobs of
-        members need a token of SlurmUser; with ``jobs_of_members`` off, one of the user to whom all
-        jobs belong will do.
-
-        Example::
-
-            c.GPUSlurm.rest_token_file = "/etc/gpuspawner/slurm.token"
-        """,
-    )
-
-    rest_ca_file = Unicode(
-        config=True,
-        help="""
-        The CA that signed the certificate of an ``https://`` ``rest_url``; empty for those that
-        the machine trusts.
-
-        Example::
-
-            c.GPUSlurm.rest_ca_file = "/etc/gpuspawner/ca.pem"
         """,
     )
 
@@ -121,20 +80,6 @@ class GPUSlurm(LoggingConfigurable):
             c.GPUSlurm.sync_seconds = 300
         """,
     )
-
-    def controller_of(self, cluster: Cluster) -> Controller:
-        """Return the client of the cluster's controller. Raises ConfigError."""
-        programs = Slurm(conf=cluster.slurm_conf)
-        if not self.rest_url:
-            return programs
-        return Rest(self.rest_url, self.rest_token_file, self.rest_ca_file, programs=programs)
-
-    def has_programs(self) -> bool:
-        """Return True if Slurm's database can be queried, which needs Slurm's programs.
-
-        Without slurmrestd they must be installed here.
-        """
-        return not self.rest_url or shutil.which("sacctmgr") is not None
 
 
 LEAST = 0.05
@@ -161,9 +106,9 @@ def make_delegate(
     if not settings.cluster_file:
         return None
     cluster = read_cluster(settings.cluster_file)
-    slurm = settings.controller_of(cluster)
-    if not settings.jobs_of_members or not settings.has_programs():
-        return SlurmDelegate(cluster, slurm, as_member=settings.jobs_of_members, log=log)
+    slurm = Slurm(conf=cluster.slurm_conf)
+    if not settings.jobs_of_members:
+        return SlurmDelegate(cluster, slurm, as_member=False, log=log)
     return SlurmDelegate(cluster, slurm, before=admit, log=log)
 
 

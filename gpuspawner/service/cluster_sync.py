@@ -31,12 +31,6 @@ class LooksAtCluster(SingletonConfigurable):
         """Return these duties; none without a cluster."""
         if not tick.services.settings.slurm.cluster_file:
             return []
-        if not tick.services.settings.slurm.has_programs():
-            tick.log.warning(
-                "Slurm's database is not asked: sacctmgr is not on this machine. Members' places "
-                "in Slurm stay as they are, and jobs beside servers cost nothing."
-            )
-            return []
         duties, every = OnCluster(tick), tick.services.settings.slurm.sync_seconds
         return [
             (every, "Members in Slurm", duties.members),

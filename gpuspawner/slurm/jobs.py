@@ -14,7 +14,7 @@ from typing import Any
 from ..core.errors import SlurmUnavailable
 from .cluster import Cluster
 from .config import TESTED, is_tested
-from .programs import Controller, Slurm
+from .programs import Slurm
 
 HOLDER = "gpuspawner-"
 """Prefix of the name of a job that holds devices for a ticket; the ticket's id follows."""
@@ -132,12 +132,12 @@ _ENDS = {
 }
 
 
-def read_jobs(slurm: Controller) -> list[SlurmJob]:
+def read_jobs(slurm: Slurm) -> list[SlurmJob]:
     """Return every job that Slurm knows. Blocks. Raises SlurmUnavailable."""
-    return jobs_of(slurm.jobs(), slurm.notes)
+    return jobs_of(slurm.jobs())
 
 
-def jobs_of(text: str, notes: str = "admin_comment") -> list[SlurmJob]:
+def jobs_of(text: str) -> list[SlurmJob]:
     """Parse the output of ``squeue --json``.
 
     Raises SlurmUnavailable if the output is truncated or malformed.
@@ -148,7 +148,7 @@ def jobs_of(text: str, notes: str = "admin_comment") -> list[SlurmJob]:
         _must_be_tested(found.get("meta") or {})
         if errors := found.get("errors"):
             raise SlurmUnavailable(why=f"squeue says {str(errors)[:200]}")
-        return [_job(each, notes) for each in (*found["jobs"], *rows)]
+        return [_job(each) for each in (*found["jobs"], *rows)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"squeue --json did not answer as Slurm 22.05 does ({error!r:.80})"
         raise SlurmUnavailable(why=why) from None
@@ -182,7 +182,7 @@ def _taken_apart(text: str) -> tuple[list[Any], str]:
     return rows, text[: first.end()] + text[at:]
 
 
-def _job(row: Mapping[str, Any], notes: str) -> SlurmJob:
+def _job(row: Mapping[str, Any]) -> SlurmJob:
     state = str(row["job_state"])
     kind, indices = given(row.get("gres_detail") or [])
     lives = state in _LIVES
@@ -199,7 +199,7 @@ def _job(row: Mapping[str, Any], notes: str) -> SlurmJob:
         priority=int(row.get("priority") or 0),
         excluded=str(row.get("excluded_nodes") or ""),
         account=str(row.get("account") or ""),
-        note=str(row.get(notes) or ""),
+        note=str(row.get("admin_comment") or ""),
         submitted_at=_time_of_job(row.get("submit_time")),
         started_at=_time_of_job(row.get("start_time")),
         ended_at=None if lives else _time_of_job(row.get("end_time")),

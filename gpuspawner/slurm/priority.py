@@ -19,7 +19,7 @@ from ..core.errors import SlurmRefused
 from ..queue.models import Ticket
 from . import job_spec
 from .jobs import GIVEN_BACK, SlurmJob
-from .programs import Controller
+from .programs import Slurm
 
 FIRST = 4_000_000_000
 """The priority of the first position set by an admin.
@@ -57,7 +57,7 @@ class Hand:
 
     def __init__(
         self,
-        slurm: Controller,
+        slurm: Slurm,
         log: logging.Logger | Any,
         clock: Callable[[], float] = time.monotonic,
         user: int | None = None,
@@ -73,9 +73,9 @@ class Hand:
         """The last change that is not done yet, by ticket."""
         self._refused: set[str] = set()
 
-    def submitted(self, ticket: Ticket) -> None:
-        """Record that a job was submitted with its ticket's points."""
-        self._nice[ticket.id] = job_spec.nice_of(ticket)
+    def submitted(self, ticket: Ticket, nice: int) -> None:
+        """Record the nice value with which a ticket's job was submitted."""
+        self._nice[ticket.id] = nice
 
     def pause(self, jobs: Iterable[SlurmJob]) -> None:
         """Hold each waiting job. Raises SlurmUnavailable."""
@@ -162,7 +162,7 @@ class Hand:
 
     def _is_ours(self, job: SlurmJob) -> bool:
         """Return True if we hold a held job for a pause, and no admin held it before or since."""
-        if job.reason == "JobHeldUser" and not self._slurm.owner_writes_notes:
+        if job.reason == "JobHeldUser":
             # An owner who is no admin can hold only in this way.
             return MARK not in job.note and job.uid == self._user != 0
         return MARK in job.note

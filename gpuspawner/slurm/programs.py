@@ -1,4 +1,4 @@
-"""Calls of Slurm: its programs, the interface of a controller, and combined calls."""
+"""Calls of Slurm: its programs, and combined calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from ..core.errors import SlurmRefused, SlurmUnavailable
 
@@ -146,69 +146,6 @@ SCRIPT = "#!/bin/sh\nexec sleep infinity\n"
 """The whole job: the server runs beside it, in its cgroup, and the epilog removes that."""
 
 
-class Controller(Protocol):
-    """The interface to Slurm's controller. Every call blocks.
-
-    Calls raise SlurmUnavailable if nobody answers, and SlurmRefused with Slurm's own words if the
-    answer is no.
-    """
-
-    notes: ClassVar[str]
-    """The name, in the JSON of jobs, of the comments that :meth:`note` writes."""
-    owner_writes_notes: ClassVar[bool]
-    """True if a job's owner can write them, False if only an admin can."""
-
-    def jobs(self) -> str:
-        """Return everybody's jobs, including recently ended ones, as the JSON of ``squeue``."""
-
-    def nodes(self) -> str:
-        """Return all nodes, as the JSON of ``sinfo``."""
-
-    def longest(self, partition: str) -> float:
-        """Return the longest time limit of a job there in minutes; infinite if there is none."""
-
-    def submit(self, holder: Holder) -> None:
-        """Submit a job.
-
-        After SlurmUnavailable it may exist all the same: look for its name.
-        """
-
-    def cancel(self, *jobs: int) -> None:
-        """End jobs, waiting or not.
-
-        Jobs that are already over are refused after the others were ended.
-        """
-
-    def cancel_named(self, name: str) -> None:
-        """End every job with this name, waiting or not."""
-
-    def change(
-        self,
-        job: int,
-        *,
-        minutes: int | None = None,
-        priority: int | None = None,
-        nice: int | None = None,
-        excluded: Collection[str] | None = None,
-    ) -> None:
-        """Change a job's time limit, priority, nice value, or excluded nodes."""
-
-    def hold(self, jobs: Collection[int], note: str | None = None) -> None:
-        """Let none of these jobs start until released; optionally write an admin's comment."""
-
-    def note(self, jobs: Collection[int], note: str) -> None:
-        """Write an admin's comment for these jobs, replacing the previous one."""
-
-    def release(self, jobs: Collection[int]) -> None:
-        """Let them start, in the normal order."""
-
-    def close(self, node: str, reason: str) -> None:
-        """Start no more jobs on a node; running ones continue."""
-
-    def reopen(self, node: str) -> None:
-        """Resume a drained node."""
-
-
 def minutes_of(limit: str) -> float:
     """Parse Slurm's time limit, such as ``1-02:30:00``; infinite if there is none."""
     days, _, rest = limit.rpartition("-")
@@ -242,10 +179,11 @@ _PREFIX = re.compile(r"^(?:\w+: )?(?:(?:fatal|error): )?(?:Batch job submission 
 
 @dataclass(frozen=True, slots=True)
 class Slurm:
-    """Slurm through its programs: controller and database. Every call blocks: use a thread."""
+    """Slurm through its programs: controller and database. Every call blocks: use a thread.
 
-    notes: ClassVar[str] = "admin_comment"
-    owner_writes_notes: ClassVar[bool] = False
+    Calls raise SlurmUnavailable if nobody answers, and SlurmRefused with Slurm's own words if the
+    answer is no.
+    """
 
     conf: str = ""
     """Path of slurm.conf; empty for Slurm's default path."""
@@ -257,11 +195,7 @@ class Slurm:
     """Additional variables for the programs."""
 
     def run(self, program: str, *words: str, script: str = "") -> str:
-        """Return the output of a program such as ``squeue``, given ``script`` on standard input.
-
-        Raises SlurmUnavailable if nobody answers, and SlurmRefused with Slurm's own words if the
-        answer is no.
-        """
+        """Return the output of a program such as ``squeue``, given ``script`` on standard input."""
         path = os.path.join(self.folder, program) if self.folder else program
         try:
             done = subprocess.run(
@@ -286,25 +220,37 @@ class Slurm:
             raise _error(program, done.stderr or done.stdout, done.returncode)
         return done.stdout
 
-    # The controller; see :class:`gpuspawner.slurm.programs.Controller`.
+    # The controller.
 
     def jobs(self) -> str:
+        """Return everybody's jobs, including recently ended ones, as the JSON of ``squeue``."""
         return self.run("squeue", "--json")
 
     def nodes(self) -> str:
+        """Return all nodes, as the JSON of ``sinfo``."""
         return self.run("sinfo", "--json")
 
     def longest(self, partition: str) -> float:
+        """Return the longest time limit of a job there in minutes; infinite if there is none."""
         told = self.run("sinfo", "--noheader", f"--partition={partition}", "--format=%l")
         return min(map(minutes_of, told.split()), default=math.inf)
 
     def submit(self, holder: Holder) -> None:
+        """Submit a job.
+
+        After SlurmUnavailable it may exist all the same: look for its name.
+        """
         self.run("sbatch", *words(holder), script=SCRIPT)
 
     def cancel(self, *jobs: int) -> None:
+        """End jobs, waiting or not.
+
+        Jobs that are already over are refused after the others were ended.
+        """
         self.run("scancel", "--quiet", *map(str, jobs))
 
     def cancel_named(self, name: str) -> None:
+        """End every job with this name, waiting or not."""
         self.run("scancel", "--quiet", f"--name={name}")
 
     def change(
@@ -316,12 +262,14 @@ class Slurm:
         nice: int | None = None,
         excluded: Collection[str] | None = None,
     ) -> None:
+        """Change a job's time limit, priority, nice value, or excluded nodes."""
         nodes = None if excluded is None else ",".join(excluded)
         told = {"TimeLimit": minutes, "Priority": priority, "Nice": nice, "ExcNodeList": nodes}
         changes = [f"{key}={value}" for key, value in told.items() if value is not None]
         self.run("scontrol", "update", f"JobId={job}", *changes)
 
     def hold(self, jobs: Collection[int], note: str | None = None) -> None:
+        """Let none of these jobs start until released; optionally write an admin's comment."""
         if note is None:
             self.run("scontrol", "hold", _listed(jobs))
         else:
@@ -329,15 +277,19 @@ class Slurm:
             self.run("scontrol", "update", *words)
 
     def note(self, jobs: Collection[int], note: str) -> None:
+        """Write an admin's comment for these jobs, replacing the previous one."""
         self.run("scontrol", "update", f"JobId={_listed(jobs)}", f"AdminComment={note}")
 
     def release(self, jobs: Collection[int]) -> None:
+        """Let them start, in the normal order."""
         self.run("scontrol", "release", _listed(jobs))
 
     def close(self, node: str, reason: str) -> None:
+        """Start no more jobs on a node; running ones continue."""
         self.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}")
 
     def reopen(self, node: str) -> None:
+        """Resume a drained node."""
         self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def _environment(self) -> dict[str, str]:
@@ -388,14 +340,9 @@ def _listed(jobs: Collection[int]) -> str:
     return ",".join(map(str, sorted(jobs)))
 
 
-def is_away(said: str) -> bool:
-    """Return True if this message of Slurm is not an answer."""
-    return any(part in said.lower() for part in _AWAY)
-
-
 def _error(program: str, said: str, status: int) -> SlurmUnavailable | SlurmRefused:
     lines = [_PREFIX.sub("", line).strip() for line in said.splitlines() if line.strip()]
     why = "; ".join(dict.fromkeys(lines)) or f"{program} ended with status {status}"
-    if is_away(said):
+    if any(part in said.lower() for part in _AWAY):
         return SlurmUnavailable(why=why[:300])
     return SlurmRefused(why=why[:300].rstrip("."))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import pwd
 import random
+import shlex
 import signal
 import threading
 import time
@@ -28,12 +30,14 @@ from gpuspawner.slurm import accounts as slurm_accounts
 from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.slurm.engine import LABEL_JOB, SlurmEngine
+from gpuspawner.slurm.priority import Hand
 from gpuspawner.slurm.programs import Holder, Slurm
-from gpuspawner.slurm.scheduler import EVERY, SAVED, SETTLING, SOON, SlurmDelegate
+from gpuspawner.slurm.scheduler import EVERY, LOG, SAVED, SETTLING, SOON, SlurmDelegate
 from tests.support import images
 from tests.support.brokers import make_services
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_daemons import as_user, program
 from tests.support.slurm_hub import described
 
 
@@ -127,6 +131,67 @@ def test_many_submit_the_same_tickets(delegate: SlurmDelegate, cluster: SlurmClu
     assert len(given) == len(set(given)) == 3
     places = sorted(turn.place for turn in turns if turn.place)
     assert places == list(range(1, 8)) and {turn.of for turn in turns if turn.place} == {7}
+
+
+def test_a_refusal_is_in_slurms_words(delegate: SlurmDelegate, cluster: SlurmCluster) -> None:
+    cluster.users.make("eve")
+    with pytest.raises(SlurmRefused, match="the user eve has no account there"):
+        delegate.submit(replace(ticket(1), server=ServerRef("eve")))
+    with pytest.raises(SlurmRefused, match="lets nothing run for over 24 h"):
+        delegate.submit(replace(ticket(2), seconds=90_000))
+    long = Holder(name="long", comment="{}", partition="gpu", cpus=1, megabytes=100,
+                  gres="gpu:1", minutes=1441, user="ann")  # fmt: skip
+    with pytest.raises(SlurmRefused, match=r"(?i)requested time limit is invalid"):
+        delegate.slurm.submit(long)
+    with pytest.raises(SlurmRefused, match="Invalid job id specified"):
+        delegate.slurm.change(999_999, minutes=5)
+    with pytest.raises(SlurmRefused, match="Invalid job id specified"):
+        delegate.slurm.hold([999_999])
+
+
+def programs_of(user: str, folder: Path) -> str:
+    """A folder with those of Slurm's programs that change something, run as this user."""
+    folder.mkdir()
+    for name in ("sbatch", "scancel", "scontrol"):
+        command = shlex.join(as_user(user, [program(name)]))
+        (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
+        (folder / name).chmod(0o755)
+    for name in ("sinfo", "squeue"):
+        (folder / name).symlink_to(program(name))
+    return str(folder)
+
+
+def test_all_jobs_of_a_user_who_is_no_operator(
+    delegate: SlurmDelegate, cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """A pause ends as it began; places and points are refused, and nothing worse happens."""
+    cluster.user("bob")
+    slurm = Slurm(
+        conf=delegate.slurm.conf, seconds=60, folder=programs_of("bob", tmp_path / "programs")
+    )
+    one = SlurmDelegate(delegate.cluster, slurm, as_member=False)
+    one._hand = Hand(slurm, LOG, user=pwd.getpwnam("bob").pw_uid)
+    running, last = [ticket(number) for number in range(3)], replace(ticket(10), boost=2.5)
+    for each in (*running, last):
+        one.submit(each)
+    wait_for(lambda: all(devices(one, each) for each in running), "three that run")
+    assert set(cluster.run("squeue", "-h", "-o", "%u").split()) == {"bob"}
+
+    def tended(reason: str, *, paused: bool) -> None:
+        """As the rounds of a hub do it, until this is why it waits."""
+
+        def look() -> bool:
+            one.turns()
+            one.tend([replace(last, position=1)], paused=paused)
+            name = f"--name=gpuspawner-{last.id}"
+            return cluster.run("squeue", "-h", name, "-o", "%r").strip() == reason
+
+        wait_for(look, f"{reason} to be why it waits", interval=0.5)
+
+    tended("JobHeldUser", paused=True)
+    tended("Resources", paused=False)
+    one.cancel(running[0].id)
+    wait_for(lambda: devices(one, last), "it to run")
 
 
 class Doomed(Slurm):

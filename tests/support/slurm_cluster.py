@@ -40,7 +40,7 @@ from tests.support.slurm_node import (
 from tests.support.slurm_users import Users
 from tests.support.tls import make_certificates
 
-DAEMONS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "slurmstepd", "slurmrestd")
+DAEMONS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "slurmstepd")
 SLOTS = 16
 """How many clusters one machine can run at once."""
 GIB = 2**30
@@ -272,7 +272,6 @@ class SlurmCluster(SlurmClient):
         self.places = Places(f, f"head{self.slot}", self.address, *ports)
         machines = [node.machine for node in self.nodes]
         folder_of("slurm", f / "state")
-        file_of("slurm", self.places.jwt_key, secrets.token_bytes(32), "0600")
         self._password = secrets.token_hex(12)
         self.conf.write_text(
             slurm_files.slurm_conf(self.cluster_name, self.places, machines, self.settings)

@@ -45,11 +45,6 @@ class Places:
     def munge(self) -> Path:
         return self.folder / "munge/socket"
 
-    @property
-    def jwt_key(self) -> Path:
-        """With which slurmctld signs tokens."""
-        return self.folder / "jwt.key"
-
 
 def slurm_conf(
     name: str, places: Places, machines: Sequence[Machine], more: Mapping[str, object]
@@ -64,9 +59,6 @@ def slurm_conf(
         "AuthType": "auth/munge",
         "AuthInfo": f"socket={places.munge}",
         "CredType": "cred/munge",
-        # For slurmrestd.
-        "AuthAltTypes": "auth/jwt",
-        "AuthAltParameters": f"jwt_key={places.jwt_key},disable_token_creation",
         "StateSaveLocation": f / "state",
         "SlurmdSpoolDir": f / "spool/%n",
         "SlurmctldPidFile": f / "state/slurmctld.pid",
