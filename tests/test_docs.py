@@ -48,7 +48,7 @@ def own_traits(cls: type[Configurable]) -> list[tuple[str, object]]:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_setting_is_in_the_table_and_has_help_with_an_example(
+def test_readme_lists_every_setting_and_help_has_an_example(
     cls: type[Configurable],
 ) -> None:
     for name, trait in own_traits(cls):
@@ -57,36 +57,36 @@ def test_every_setting_is_in_the_table_and_has_help_with_an_example(
         assert re.search(rf"c\.\w+\.{name}", text), f"{cls.__name__}.{name} shows no example"
 
 
-def test_every_setting_of_the_table_exists() -> None:
+def test_every_setting_in_the_readme_exists() -> None:
     known = {name for cls in CLASSES for name, _ in own_traits(cls)}
     named = set(re.findall(r"`c\.(?:\w+)\.(\w+)`", README))
     assert named - known == set()
 
 
-def test_every_command_is_named() -> None:
+def test_readme_names_every_command() -> None:
     assert len(COMMANDS) >= 6
     for command in COMMANDS:
         assert f"`gpuspawner {command}" in README
 
 
-def test_every_scope_is_named() -> None:
+def test_readme_names_every_scope() -> None:
     for scope in (*scopes.ACCOUNTING_SCOPES, *scopes.CULLER_SCOPES, *scopes.CUSTOM_SCOPES):
         assert f"`{scope}`" in README
 
 
-def test_every_field_of_the_form_is_named() -> None:
+def test_readme_names_every_form_field() -> None:
     for field in options.FIELDS:
         assert f"| `{field}` |" in README
 
 
-def test_every_variable_of_a_server_is_named() -> None:
+def test_readme_names_every_server_variable() -> None:
     spawner = GPUDockerSpawner.__new__(GPUDockerSpawner)
     spawner.lease = None
     for name in spawner.with_lease_environment({}):
         assert f"`{name}`" in README
 
 
-def test_every_target_of_the_makefile_is_named() -> None:
+def test_readme_names_every_makefile_target() -> None:
     text = (REPO / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^(\w+):", text, flags=re.MULTILINE)) - {"parts"}
     assert {"demo", "test"} <= targets
@@ -94,7 +94,7 @@ def test_every_target_of_the_makefile_is_named() -> None:
         assert re.search(rf"`(?:make )?{target}\b|make {target}\b", README), target
 
 
-def test_every_file_that_is_named_exists() -> None:
+def test_every_file_named_in_the_readme_exists() -> None:
     named = re.findall(r"`((?:hub_config|benchmarks|images)/[\w./-]+)`", README)
     assert named
     for path in [*named, *re.findall(r"\(`([a-z_/]+\.py)`", README)]:

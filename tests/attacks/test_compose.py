@@ -90,7 +90,7 @@ def start(site: Site) -> None:
     box.run(check.replace(" exec ", " exec -T "))  # nobody sits at a terminal
 
 
-def test_servers_reach_the_hubs_api_and_nothing_else(site: Site, attempt: Attempts) -> None:
+def test_compose_servers_reach_only_the_hub_api(site: Site, attempt: Attempts) -> None:
     box = site.box
     members = [site.member(name) for name in ("mallory", "victoria")]
     for member in members:

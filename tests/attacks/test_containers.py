@@ -78,7 +78,7 @@ HOG_DISK = (
 )
 
 
-def test_a_container_is_closed(hub: AttackHub, attempt: Attempts) -> None:
+def test_root_in_a_container_cannot_escape_it(hub: AttackHub, attempt: Attempts) -> None:
     assert hub.inside("id -u") == (0, "0"), "the worst case: root in the container"
     for what, command in {**OUT, "a setuid program": SETUID}.items():
         code, said = hub.inside(command)
@@ -92,7 +92,7 @@ def test_a_container_is_closed(hub: AttackHub, attempt: Attempts) -> None:
     assert code == 0, f"with Docker's defaults alone: {said}"
 
 
-def test_what_a_container_was_given(hub: AttackHub, attempt: Attempts) -> None:
+def test_containers_get_no_dangerous_privileges(hub: AttackHub, attempt: Attempts) -> None:
     for user in (VICTIM, THIEF):
         container = hub.container(user)
         host = container["HostConfig"]
@@ -108,7 +108,7 @@ def test_what_a_container_was_given(hub: AttackHub, attempt: Attempts) -> None:
         assert host["OomScoreAdj"] == 500
 
 
-def test_nothing_of_the_hub_is_reached_but_its_api(hub: AttackHub, attempt: Attempts) -> None:
+def test_container_reaches_only_the_hub_api(hub: AttackHub, attempt: Attempts) -> None:
     """From Mallory's container to every port on which hub, proxy and service listen."""
     gateway = hub.engine.gateway
     assert hub.reaches(gateway, hub.hub_port), "the hub's API has to be reached"
@@ -148,7 +148,7 @@ def test_nothing_of_the_hub_is_reached_but_its_api(hub: AttackHub, attempt: Atte
     ],
     ids=["processes", "memory", "disk"],
 )
-def test_a_hog_takes_nothing_from_others(
+def test_resource_hog_does_not_affect_other_members(
     hub: AttackHub, attempt: Attempts, command: str, failed: Callable[[int, str], bool]
 ) -> None:
     """Each ends by itself; meanwhile Victoria computes, and the hub answers."""
@@ -168,7 +168,9 @@ def test_a_hog_takes_nothing_from_others(
     assert not hub.container(VICTIM)["State"]["OOMKilled"]
 
 
-def test_secrets_are_nowhere_else(hub: AttackHub, attempt: Attempts) -> None:
+def test_secrets_do_not_leak_to_logs_processes_or_containers(
+    hub: AttackHub, attempt: Attempts
+) -> None:
     """The log, every process of the machine, labels, commands, images, other containers."""
     owners = {user: _tokens_of(hub.container(user)) for user in (VICTIM, THIEF)}
     [service] = [
@@ -207,7 +209,7 @@ def test_secrets_are_nowhere_else(hub: AttackHub, attempt: Attempts) -> None:
             attempt(f"{what} in {user}'s container", refused=secret == own or secret not in told)
 
 
-def test_nothing_was_written_that_should_not(hub: AttackHub, attempt: Attempts) -> None:
+def test_attacker_leaves_no_audit_entry_and_gets_no_gpu(hub: AttackHub, attempt: Attempts) -> None:
     """After all of it: the trail has no line of Mallory's, and no server of his has a GPU."""
     actors = {row.split("actor=")[-1] for row in hub.kept()["audit"]}
     attempt("a line in the audit trail", refused=not any(THIEF in actor for actor in actors))

@@ -65,7 +65,7 @@ def right(hub: AttackHub) -> Requests:
 # What a start may say.
 
 
-def test_nothing_is_smuggled_into_a_start(hub: AttackHub, attempt: Attempts) -> None:
+def test_forbidden_start_options_are_rejected(hub: AttackHub, attempt: Attempts) -> None:
     before = hub.kept()
     running = {c["Id"] for c in hub.containers()}
     for options in SMUGGLED:
@@ -85,7 +85,7 @@ def test_nothing_is_smuggled_into_a_start(hub: AttackHub, attempt: Attempts) -> 
 # What is another member's.
 
 
-def test_every_door_is_closed_to_another_member(
+def test_every_handler_rejects_another_member(
     hub: AttackHub, right: Requests, attempt: Attempts
 ) -> None:
     """Mallory at every method of every handler, with what works for Olga or an admin: what is for
@@ -105,7 +105,7 @@ def test_every_door_is_closed_to_another_member(
     right.assert_known(attempt.uncounted)
 
 
-def test_another_members_server_and_account_at_the_hub(
+def test_member_cannot_access_other_servers_or_hub_admin_api(
     hub: AttackHub, thief: str, attempt: Attempts
 ) -> None:
     sessions = hub.browser_of(THIEF)
@@ -144,7 +144,7 @@ def test_another_members_server_and_account_at_the_hub(
 # Tokens that are not what they seem.
 
 
-def test_tokens_that_are_forged_expired_revoked_or_somebody_elses(
+def test_forged_expired_revoked_or_foreign_tokens_are_rejected(
     hub: AttackHub, attempt: Attempts
 ) -> None:
     made = hub.api("POST", f"users/{VICTIM}/tokens", json={"expires_in": 1}).json()
@@ -186,7 +186,7 @@ def test_tokens_that_are_forged_expired_revoked_or_somebody_elses(
     assert hub.kept() == before
 
 
-def test_a_stolen_server_token_does_little(hub: AttackHub, attempt: Attempts) -> None:
+def test_stolen_server_token_gives_little_access(hub: AttackHub, attempt: Attempts) -> None:
     """What somebody can do who reads Victoria's token in her container."""
     token = _server_token(hub, VICTIM)
     calls: list[tuple[str, str, Mapping[str, Any]]] = [
@@ -227,7 +227,7 @@ def test_a_stolen_server_token_does_little(hub: AttackHub, attempt: Attempts) ->
         attempt(f"{door} by way of the hub's API", refused=answer.status_code == 404)
 
 
-def test_a_service_does_no_more_than_its_scopes(
+def test_service_cannot_exceed_its_scopes(
     hub: AttackHub, right: Requests, attempt: Attempts
 ) -> None:
     grant = {"amount": "5", "reason": "x"}
@@ -270,7 +270,7 @@ def test_a_service_does_no_more_than_its_scopes(
 
 
 @pytest.mark.parametrize("user", [OWNER, FRIEND, ADMIN])
-def test_no_foreign_page_sends_a_form(
+def test_cross_site_requests_are_rejected(
     hub: AttackHub, right: Requests, user: str, attempt: Attempts
 ) -> None:
     """Every POST of ours that works for the member from a page of ours: with their cookies, and
@@ -310,7 +310,7 @@ def test_no_foreign_page_sends_a_form(
 
 
 @pytest.mark.parametrize("signed_in", [True, False])
-def test_no_page_leads_elsewhere(hub: AttackHub, signed_in: bool, attempt: Attempts) -> None:
+def test_redirects_stay_on_the_hub(hub: AttackHub, signed_in: bool, attempt: Attempts) -> None:
     for target in (
         *("https://evil.example/", "//evil.example/", "/\\evil.example/", "\\\\evil.example/"),
         *("https:evil.example", "///evil.example", "/%2f/evil.example", "javascript:alert(1)"),
@@ -343,7 +343,7 @@ def test_no_page_leads_elsewhere(hub: AttackHub, signed_in: bool, attempt: Attem
         attempt(path, refused=_stays(hub, answer.headers.get("Location", "")))
 
 
-def test_no_script_comes_from_what_people_typed(hub: AttackHub, attempt: Attempts) -> None:
+def test_user_input_is_never_rendered_as_script(hub: AttackHub, attempt: Attempts) -> None:
     """A name, a reason, a folder and an environment that are scripts, on every page there is."""
     user = '"><img src=x onerror=window.hacked=1>'
     assert hub.api("POST", f"users/{quote(user, safe='')}").ok

@@ -36,7 +36,7 @@ def shipped_rules() -> list[list[str]]:
     return [shlex.split(line) for line in re.findall(r"^iptables .*$", text, re.MULTILINE)]
 
 
-def test_servers_are_kept_from_one_another_and_from_the_machine(
+def test_shipped_rules_isolate_servers_from_each_other_and_host(
     closed: ClosedEngine, attempt: Attempts
 ) -> None:
     words = shipped_network()
@@ -82,7 +82,7 @@ def test_servers_are_kept_from_one_another_and_from_the_machine(
     assert closed.connects(machine, victoria, 8888), "and the hub reaches every server"
 
 
-def test_a_servers_port_on_a_node_is_for_the_hub_alone(
+def test_only_the_hub_reaches_server_ports_on_a_node(
     closed: ClosedEngine, attempt: Attempts
 ) -> None:
     """The line of README's chapter on several machines, with the addresses that it has there."""

@@ -16,18 +16,18 @@ NAMED = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXT)
 
 
 @pytest.mark.parametrize("who", ["terminal", "browser", "token", "admin", "stranger"])
-def test_everybody_who_could_try_is_there(who: str) -> None:
+def test_threat_model_covers_every_kind_of_attacker(who: str) -> None:
     assert re.search(rf"^### .*{who}", TEXT, re.MULTILINE)
 
 
-def test_every_row_names_a_test() -> None:
+def test_every_threat_row_names_a_test() -> None:
     tables = [block for block in TEXT.split("\n\n") if block.startswith("| tries")]
     assert len(tables) == 4
     for row in (row for table in tables for row in table.splitlines()[2:]):
         assert re.search(r"`tests/[\w/]+\.py", row.split("|")[3]), row
 
 
-def test_every_test_that_is_named_exists() -> None:
+def test_every_test_named_in_the_threat_model_exists() -> None:
     assert len(NAMED) > 20
     for path, name in NAMED:
         assert (REPO / path).exists(), path
@@ -47,7 +47,7 @@ def test_every_attack_is_in_the_threat_model() -> None:
         assert tests <= {name for path, name in NAMED if path.endswith(file.name)}, file.name
 
 
-def test_the_defaults_are_those_of_the_table() -> None:
+def test_security_defaults_match_the_documented_table() -> None:
     for name in KEPT_CAPABILITIES:
         assert f"`{name}`" in TEXT
     traits = GPUDockerSpawner.class_traits(config=True)

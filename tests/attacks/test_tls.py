@@ -67,7 +67,7 @@ def site(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]
             yield Site(hub, nginx, str(pem))
 
 
-def test_plain_http_leads_to_https(site: Site, attempt: Attempts) -> None:
+def test_plain_http_redirects_to_https(site: Site, attempt: Attempts) -> None:
     answer = requests.get(
         f"http://127.0.0.1:{site.nginx.http}/hub/login?next=/x",
         headers={"Host": "evil.example"},
@@ -79,7 +79,7 @@ def test_plain_http_leads_to_https(site: Site, attempt: Attempts) -> None:
     attempt("a Host of somebody else's", refused="evil" not in answer.headers["Location"])
 
 
-def test_a_kernel_runs_and_progress_is_not_held_back(site: Site, attempt: Attempts) -> None:
+def test_kernel_progress_and_secure_cookies_work_over_tls(site: Site, attempt: Attempts) -> None:
     ada = site.visitor("ada")
     sent = ada.post("/hub/spawn", {"gpus": "1"})
     assert sent.ok, sent.text
@@ -111,7 +111,7 @@ def test_a_kernel_runs_and_progress_is_not_held_back(site: Site, attempt: Attemp
     ada.stop()
 
 
-def test_what_a_browser_says_of_itself_counts_for_nothing(site: Site, attempt: Attempts) -> None:
+def test_forged_forwarding_headers_are_ignored(site: Site, attempt: Attempts) -> None:
     forged = {
         "Forwarded": "for=203.0.113.9;proto=http",
         "X-Scheme": "http",
@@ -135,7 +135,7 @@ def test_what_a_browser_says_of_itself_counts_for_nothing(site: Site, attempt: A
     attempt("another address in the log", refused="203.0.113.9" not in site.hub.log_text())
 
 
-def test_only_members_own_servers_take_large_bodies(site: Site, attempt: Attempts) -> None:
+def test_only_member_servers_accept_large_bodies(site: Site, attempt: Attempts) -> None:
     body = b"x" * 5 * 1024 * 1024
     for path in ("hub/login", "services/gpu/payer", "services/gpu/bulk", "hub/api/users"):
         answer = requests.post(f"{site.nginx.url}/{path}", data=body, verify=site.ca, timeout=120)
@@ -144,7 +144,7 @@ def test_only_members_own_servers_take_large_bodies(site: Site, attempt: Attempt
     assert own.status_code != 413
 
 
-def test_passwords_cannot_be_guessed_quickly(site: Site, attempt: Attempts) -> None:
+def test_rapid_login_requests_are_rate_limited(site: Site, attempt: Attempts) -> None:
     codes = []
     with requests.Session() as session:
         session.verify = site.ca

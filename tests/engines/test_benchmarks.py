@@ -56,7 +56,7 @@ ELSEWHERE = {"slurm": "tests/slurm/test_benchmarks.py"}
 
 @pytest.mark.usefixtures("soak", "browsers")
 @pytest.mark.parametrize("name", SHORTEST)
-def test_a_benchmark_ends_with_its_figures(name: str, trace: str) -> None:
+def test_benchmark_reports_its_figures_and_targets(name: str, trace: str) -> None:
     arguments = [trace if each == "TRACE" else each for each in SHORTEST[name]]
     command = [sys.executable, f"benchmarks/{name}.py", "--runs", "1", "--json", *arguments]
     # Only for one that hangs: the first one builds the images, where nobody did before.
@@ -72,7 +72,7 @@ def test_a_benchmark_ends_with_its_figures(name: str, trace: str) -> None:
         assert f"target {'met' if is_met else 'MISSED'}: {target} " in done.stdout
 
 
-def test_make_bench_runs_every_benchmark_and_nothing_else() -> None:
+def test_every_benchmark_is_run_by_a_test() -> None:
     here = {path.stem for path in (REPO / "benchmarks").glob("[a-z]*.py")}
     assert here == SHORTEST.keys() | ELSEWHERE.keys(), "each is run here, in ELSEWHERE, or is gone"
     for name, file in ELSEWHERE.items():

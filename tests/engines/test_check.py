@@ -134,7 +134,7 @@ def left(engine: PrivateEngine) -> list[str]:
 # All green.
 
 
-def test_a_good_hub_is_green_before_its_first_start(check: Check, tmp_path: Path) -> None:
+def test_check_of_a_valid_hub_passes_before_first_start(check: Check, tmp_path: Path) -> None:
     checked = check()
     assert checked.code == 0, checked
     assert {c["name"]: c["status"] for c in checked.checks} == {
@@ -160,7 +160,7 @@ def test_a_good_hub_is_green_before_its_first_start(check: Check, tmp_path: Path
     )
 
 
-def test_a_running_hub_is_reached_itself(
+def test_check_reaches_a_running_hub(
     clean_engine: PrivateEngine,
     images: Any,
     hub_factory: Callable[..., HubProcess],
@@ -178,7 +178,7 @@ def test_a_running_hub_is_reached_itself(
     assert found["hub API"]["status"] == "unchecked", "local servers need no network"
 
 
-def test_the_table_for_people_has_words_and_no_colour(check: Check, tmp_path: Path) -> None:
+def test_check_table_is_plain_text_with_a_summary(check: Check, tmp_path: Path) -> None:
     check("", NO_CONTAINERS)
     process = command(tmp_path, "unix:///nowhere.sock")
     printed, _ = process.communicate()
@@ -194,7 +194,7 @@ def test_the_table_for_people_has_words_and_no_colour(check: Check, tmp_path: Pa
 # Red, one fault each.
 
 
-def test_no_engine(check: Check) -> None:
+def test_missing_engine_fails_with_a_remedy(check: Check) -> None:
     checked = check('\nc.GPUDockerSpawner.client_kwargs = {"base_url": "unix:///nowhere.sock"}\n')
     assert (checked.code, checked.red) == (1, ["engine"])
     assert checked["engine"]["text"] == (
@@ -204,14 +204,16 @@ def test_no_engine(check: Check) -> None:
     assert checked["GPU injection"]["status"] == "unchecked", "and not silently green"
 
 
-def test_a_missing_image(check: Check) -> None:
+def test_missing_image_fails_with_the_pull_command(check: Check) -> None:
     checked = check(image="gpuspawner/nowhere:1")
     assert (checked.code, checked.red) == (1, ["image"])
     assert checked["image"]["remedy"] == "docker pull gpuspawner/nowhere:1"
     assert checked["hub API"]["status"] == "unchecked"
 
 
-def test_every_image_of_the_catalog(check: Check, images: Any, tmp_path: Path) -> None:
+def test_every_catalog_image_and_dataset_is_checked(
+    check: Check, images: Any, tmp_path: Path
+) -> None:
     catalog = tmp_path / "catalog.yaml"
     catalog.write_text(
         "environments:\n"
@@ -226,14 +228,16 @@ def test_every_image_of_the_catalog(check: Check, images: Any, tmp_path: Path) -
     assert checked["datasets"]["text"] == "Not there: mnist (/nowhere/mnist)."
 
 
-def test_a_catalog_with_a_mistake(check: Check, tmp_path: Path) -> None:
+def test_invalid_catalog_fails_the_check(check: Check, tmp_path: Path) -> None:
     (tmp_path / "catalog.yaml").write_text("environments:\n  - {slug: x, imag: y}\n")
     checked = check('\nc.GPUSpawnerMixin.catalog = "catalog.yaml"\n', NO_CONTAINERS)
     assert (checked.code, checked.red) == (1, ["catalog"])
     assert "imag" in checked["catalog"]["text"]
 
 
-def test_a_device_that_the_engine_does_not_know(check: Check, clean_engine: PrivateEngine) -> None:
+def test_device_unknown_to_the_engine_fails_injection(
+    check: Check, clean_engine: PrivateEngine
+) -> None:
     clean_engine.set_devices(["GPU-another"])
     checked = check()
     assert (checked.code, checked.red) == (1, ["GPU injection"])
@@ -241,7 +245,7 @@ def test_a_device_that_the_engine_does_not_know(check: Check, clean_engine: Priv
     assert "nvidia-smi -L" in checked["GPU injection"]["remedy"]
 
 
-def test_the_gpus_of_this_machine_or_that_there_are_none(check: Check) -> None:
+def test_nvml_devices_are_found_or_reported_missing(check: Check) -> None:
     checked = check('\nc.GPUDevices.source = "nvml"\n')
     if glob.glob("/dev/nvidia[0-9]*"):
         assert checked["devices"]["text"].startswith("NVML, driver")
@@ -251,27 +255,27 @@ def test_the_gpus_of_this_machine_or_that_there_are_none(check: Check) -> None:
     assert checked["GPU injection"]["text"] == "There is no device to try with."
 
 
-def test_simulated_devices_are_not_injected_by_themselves(check: Check) -> None:
+def test_automatic_injection_is_unchecked_for_simulated_devices(check: Check) -> None:
     checked = check('\nc.GPUDockerSpawner.gpu_injection = "auto"\n')
     assert (checked.code, checked.red) == (0, [])
     assert checked["GPU injection"]["status"] == "unchecked"
 
 
-def test_a_hub_that_only_listens_to_its_own_machine(check: Check, notebooks: str) -> None:
+def test_hub_on_loopback_fails_with_a_usable_address(check: Check, notebooks: str) -> None:
     checked = check(hub_ip="127.0.0.1")
     assert (checked.code, checked.red) == (1, ["hub API"])
     assert "does not reach the Hub's API at http://127.0.0.1" in checked["hub API"]["text"]
     assert f"such as {notebooks}, this network's gateway" in checked["hub API"]["remedy"]
 
 
-def test_a_hub_at_an_address_of_another_machine(check: Check) -> None:
+def test_hub_on_another_machine_is_unchecked(check: Check) -> None:
     checked = check(hub_ip="192.0.2.1")
     assert checked.code == 0
     assert checked["hub API"]["status"] == "unchecked"
     assert "cannot listen in its place at 192.0.2.1" in checked["hub API"]["text"]
 
 
-def test_something_else_at_the_hubs_address(
+def test_other_service_at_the_hub_address_fails(
     clean_engine: PrivateEngine, images: Any, hub_factory: Callable[..., HubProcess]
 ) -> None:
     hub = hub_factory(hub_ip=clean_engine.gateway)
@@ -281,13 +285,13 @@ def test_something_else_at_the_hubs_address(
         assert finding.status is Status.FAIL, finding
 
 
-def test_a_network_that_is_not_there(check: Check) -> None:
+def test_missing_network_fails_with_the_create_command(check: Check) -> None:
     checked = check(network="nowhere")
     assert (checked.code, checked.red) == (1, ["hub API"])
     assert checked["hub API"]["remedy"] == "docker network create nowhere"
 
 
-def test_workspaces_in_a_directory(check: Check, tmp_path: Path) -> None:
+def test_missing_workspace_directory_fails_until_created(check: Check, tmp_path: Path) -> None:
     root = tmp_path / "work"
     setting = "\nc.GPUDockerSpawner.workspace = {!r}\n"
     missing = check(setting.format(f"{root}/{{username}}"))
@@ -299,13 +303,13 @@ def test_workspaces_in_a_directory(check: Check, tmp_path: Path) -> None:
     assert list(root.iterdir()) == []
 
 
-def test_a_directory_that_takes_nothing(clean_engine: PrivateEngine, images: Any) -> None:
+def test_unwritable_workspace_directory_fails(clean_engine: PrivateEngine, images: Any) -> None:
     finding = check_directory(clean_engine.client, images.INSTANT, "/proc/sys")
     assert finding.status is Status.FAIL
     assert "cannot be made in /proc/sys: mkdir:" in finding.text
 
 
-def test_files_that_go_with_the_container(check: Check) -> None:
+def test_missing_workspace_fails_unless_volumes_are_set(check: Check) -> None:
     checked = check('\nc.GPUDockerSpawner.workspace = ""\n', NO_CONTAINERS)
     assert (checked.code, checked.red) == (1, ["workspace"])
     own = check(
@@ -315,7 +319,7 @@ def test_files_that_go_with_the_container(check: Check) -> None:
     assert (own.code, own["workspace"]["status"]) == (0, "unchecked")
 
 
-def test_no_proxy(check: Check, tmp_path: Path) -> None:
+def test_missing_or_broken_proxy_fails_the_check(check: Check, tmp_path: Path) -> None:
     command = "\nc.ConfigurableHTTPProxy.command = ['a-proxy-that-is-not-there']\n"
     checked = check(command, NO_CONTAINERS)
     assert (checked.code, checked.red) == (1, ["proxy"])
@@ -327,7 +331,7 @@ def test_no_proxy(check: Check, tmp_path: Path) -> None:
     assert checked["proxy"]["text"] == f"{broken} does not run: node: not found."
 
 
-def test_a_proxy_beside_the_hub(
+def test_external_proxy_must_answer_and_accept_its_token(
     check: Check, hub_factory: Callable[..., HubProcess], clean_engine: PrivateEngine
 ) -> None:
     hub = hub_factory(hub_ip=clean_engine.gateway, external_proxy=True)
@@ -348,7 +352,7 @@ c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{hub.proxy_port}"
     assert "does not answer" in check(right, NO_CONTAINERS)["proxy"]["text"]
 
 
-def test_services_without_a_line_or_a_scope(check: Check) -> None:
+def test_missing_services_or_scopes_fail_the_check(check: Check) -> None:
     checked = check("\nc.JupyterHub.services = []\nc.JupyterHub.load_roles = []\n", NO_CONTAINERS)
     assert (checked.code, checked.red) == (1, ["accounting", "idle culler"])
     assert "add_services(c)" in checked["accounting"]["remedy"]
@@ -361,7 +365,7 @@ def test_services_without_a_line_or_a_scope(check: Check) -> None:
     assert "lacks read:users:activity" in checked["idle culler"]["text"]
 
 
-def test_a_spawner_that_leases_nothing_or_does_not_load(check: Check) -> None:
+def test_foreign_or_unloadable_spawner_fails_the_check(check: Check) -> None:
     checked = check('\nc.JupyterHub.spawner_class = "docker"\n', NO_CONTAINERS)
     assert (checked.code, checked.red) == (1, ["configuration", "image", "workspace"])
     assert '"gpu-docker"' in checked["configuration"]["remedy"]
@@ -370,7 +374,7 @@ def test_a_spawner_that_leases_nothing_or_does_not_load(check: Check) -> None:
     assert checked["engine"]["status"] == "unchecked"
 
 
-def test_an_unwritable_database_directory(check: Check, tmp_path: Path) -> None:
+def test_unwritable_database_directory_fails_with_a_remedy(check: Check, tmp_path: Path) -> None:
     checked = check('\nc.GPUDatabase.url = "sqlite:////proc/hub.sqlite"\n', NO_CONTAINERS)
     assert (checked.code, checked.red) == (1, ["database"])
     assert "hub.sqlite cannot be made by" in checked["database"]["text"]
@@ -379,7 +383,7 @@ def test_an_unwritable_database_directory(check: Check, tmp_path: Path) -> None:
     )
 
 
-def test_no_containers(check: Check, clean_engine: PrivateEngine) -> None:
+def test_check_without_containers_creates_none(check: Check, clean_engine: PrivateEngine) -> None:
     since = clean_engine.client.info()["SystemTime"]
     checked = check("", NO_CONTAINERS)
     assert checked.code == 0
@@ -394,7 +398,7 @@ def test_no_containers(check: Check, clean_engine: PrivateEngine) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_check_that_is_interrupted_leaves_no_container(
+def test_interrupted_check_leaves_no_container(
     check: Check, clean_engine: PrivateEngine, tmp_path: Path, number: int
 ) -> None:
     check("", NO_CONTAINERS)  # writes the configuration

@@ -64,7 +64,7 @@ def check(engine: PrivateEngine, limit: int = LIMIT, image: str = SILENT) -> Che
     ("driver", "where", "full"),
     [("overlay2", "overlay2 on xfs", "No space left"), ("btrfs", "btrfs", "quota exceeded")],
 )
-def test_an_engine_that_can_limits_each_container_by_itself(
+def test_engine_with_quotas_limits_each_container(
     told: Any, driver: str, where: str, full: str
 ) -> None:
     found = told[driver]
@@ -81,12 +81,12 @@ def test_an_engine_that_can_limits_each_container_by_itself(
     assert found["untried"] == f"{may}; whether the engine keeps that is not known: nobody tried."
 
 
-def test_no_room_left_is_for_one_alone(told: Any) -> None:
+def test_full_container_does_not_affect_its_neighbor(told: Any) -> None:
     assert "10+0 records out" in told["overlay2"]["neighbour"]
     assert told["overlay2"]["neighbour judged"] == [10 * MB, ""]
 
 
-async def test_what_the_engine_keeps_is_asked_of_it(
+async def test_enforceable_disk_limit_is_passed_to_the_engine(
     clean_engine: PrivateEngine, images: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpuspawner.spawners.container.may_enforce", lambda info: True)
@@ -95,7 +95,7 @@ async def test_what_the_engine_keeps_is_asked_of_it(
     assert await disk_limit(spawner, SILENT) == DiskLimit(LIMIT, LIMIT)
 
 
-async def test_an_engine_that_cannot_is_not_asked_to(
+async def test_engine_without_quotas_only_measures_containers(
     clean_engine: PrivateEngine, images: Any, tmp_path: Path
 ) -> None:
     info = clean_engine.client.info()
@@ -126,7 +126,9 @@ async def test_an_engine_that_cannot_is_not_asked_to(
     assert huge.text.startswith("The engine's disk has ") and "docker system df" in huge.remedy
 
 
-def test_a_refusal_is_told_and_leaves_nothing(clean_engine: PrivateEngine, images: Any) -> None:
+def test_disk_limit_refusal_is_reported_without_leftovers(
+    clean_engine: PrivateEngine, images: Any
+) -> None:
     said = refusal(clean_engine.client, images.SILENT, LIMIT)
     assert "storage-opt" in said
     assert clean_engine.client.containers(all=True) == []
@@ -134,7 +136,7 @@ def test_a_refusal_is_told_and_leaves_nothing(clean_engine: PrivateEngine, image
         refusal(clean_engine.client, "gpuspawner/nowhere:1", LIMIT)
 
 
-async def test_an_engine_that_refuses_all_the_same_starts_its_servers(
+async def test_refused_disk_limit_is_remembered_and_not_enforced(
     clean_engine: PrivateEngine,
     images: Any,
     tmp_path: Path,

@@ -79,7 +79,7 @@ def is_free(services: Services) -> bool:
     return not services.leases.open_leases()
 
 
-def test_a_renamed_container_holds_its_lease(
+def test_renamed_container_holds_its_lease(
     clean_engine: PrivateEngine, services: Services, lease: Lease
 ) -> None:
     engine = open_engine(clean_engine.url)
@@ -92,7 +92,7 @@ def test_a_renamed_container_holds_its_lease(
     assert is_free(services)
 
 
-def test_a_paused_container_holds_its_lease(
+def test_paused_container_holds_its_lease(
     clean_engine: PrivateEngine, services: Services, lease: Lease
 ) -> None:
     clean_engine.client.pause(lease.engine_ref)
@@ -100,7 +100,7 @@ def test_a_paused_container_holds_its_lease(
     assert not is_free(services)
 
 
-def test_a_container_without_a_label_that_got_the_device_holds_the_lease(
+def test_unlabeled_container_with_the_device_holds_the_lease(
     clean_engine: PrivateEngine, images: Any, services: Services, lease: Lease
 ) -> None:
     """Somebody made the container anew by hand: neither label nor id are the lease's."""
@@ -117,7 +117,7 @@ def test_a_container_without_a_label_that_got_the_device_holds_the_lease(
     assert is_free(services)
 
 
-def test_a_container_that_had_the_device_before_the_grant_holds_nothing(
+def test_container_older_than_the_grant_holds_nothing(
     clean_engine: PrivateEngine, images: Any, services: Services
 ) -> None:
     """An admin's own, such as one that watches the GPU for good."""
@@ -128,7 +128,7 @@ def test_a_container_that_had_the_device_before_the_grant_holds_nothing(
     assert open_engine(clean_engine.url).holders(lease) == []
 
 
-def test_another_engine_proves_nothing(
+def test_another_engine_cannot_end_a_lease(
     clean_engine: PrivateEngine, services: Services, lease: Lease
 ) -> None:
     with PrivateEngine() as second:
@@ -146,7 +146,7 @@ def test_another_engine_proves_nothing(
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_a_container_of_the_same_name_on_another_engine_proves_nothing(
+def test_same_named_container_on_another_engine_proves_nothing(
     clean_engine: PrivateEngine, images: Any, services: Services, lease: Lease, started: bool
 ) -> None:
     """Docker was replaced, and has an older server's container that ended or was never started."""
@@ -161,7 +161,7 @@ def test_a_container_of_the_same_name_on_another_engine_proves_nothing(
     assert open_engine(clean_engine.url).holders(lease, "jupyter-ada")
 
 
-def test_another_engine_proves_nothing_of_a_start_that_was_cut(
+def test_another_engine_cannot_end_an_interrupted_start(
     clean_engine: PrivateEngine, services: Services
 ) -> None:
     granted = services.leases.grant(ADA, Request(devices=1), engine="docker")
@@ -170,7 +170,7 @@ def test_another_engine_proves_nothing_of_a_start_that_was_cut(
     assert isinstance(action, Unknown) and action.is_stuck
 
 
-def test_an_engine_that_restarts_is_the_same(
+def test_restarted_engine_keeps_its_identity(
     clean_engine: PrivateEngine, services: Services, lease: Lease
 ) -> None:
     engine = open_engine(clean_engine.url)
@@ -180,7 +180,7 @@ def test_an_engine_that_restarts_is_the_same(
     assert is_free(services), "its containers ended with it"
 
 
-def test_a_container_that_docker_restarts_holds_its_lease(
+def test_auto_restarting_container_holds_its_lease(
     clean_engine: PrivateEngine, images: Any, services: Services
 ) -> None:
     granted = services.leases.grant(ADA, Request(devices=1), engine="docker")
@@ -197,7 +197,9 @@ def test_a_container_that_docker_restarts_holds_its_lease(
         assert not is_free(services)
 
 
-def test_a_cut_connection_proves_nothing(clean_engine: PrivateEngine, lease: Lease) -> None:
+def test_lost_engine_connection_does_not_prove_containers_gone(
+    clean_engine: PrivateEngine, lease: Lease
+) -> None:
     with Gate(clean_engine.url) as gate:
         engine = open_engine(gate.url)
         assert engine.holders(lease)
@@ -209,7 +211,7 @@ def test_a_cut_connection_proves_nothing(clean_engine: PrivateEngine, lease: Lea
         assert engine.holders(lease)
 
 
-def test_release_by_hand_wants_the_right_engine(
+def test_manual_release_requires_the_original_engine(
     clean_engine: PrivateEngine, services: Services, lease: Lease, tmp_path: Path
 ) -> None:
     """`gpuspawner release` goes by the same proof."""

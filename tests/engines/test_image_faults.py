@@ -47,7 +47,7 @@ def refusal(engine: SmallEngine, image: str, silent: float = 60.0) -> str:
     return refused.value.message
 
 
-def test_an_image_comes_with_its_progress(small: SmallEngine, registry: SlowRegistry) -> None:
+def test_image_pull_reports_its_progress(small: SmallEngine, registry: SlowRegistry) -> None:
     registry.rate = 4_000_000
     seen = list(pull(small.connect, f"{registry.repository}:lab"))
     assert seen[-1].done == seen[-1].layers == 2
@@ -57,7 +57,9 @@ def test_an_image_comes_with_its_progress(small: SmallEngine, registry: SlowRegi
     assert here and here.digest_in(f"{registry.repository}:lab") == registry.digest("lab")
 
 
-def test_an_image_that_vanished(small: SmallEngine, registry: SlowRegistry) -> None:
+def test_image_missing_in_the_registry_is_reported(
+    small: SmallEngine, registry: SlowRegistry
+) -> None:
     image = f"{registry.repository}:lab"
     digest = offered_digest(small.client, image)
     assert digest == registry.digest("lab")
@@ -69,7 +71,7 @@ def test_an_image_that_vanished(small: SmallEngine, registry: SlowRegistry) -> N
         offered_digest(small.client, image)
 
 
-def test_a_registry_that_is_gone(small: SmallEngine) -> None:
+def test_unreachable_registry_is_reported(small: SmallEngine) -> None:
     with SlowRegistry(size=0) as gone:
         image = f"{gone.repository}:lab"
     assert "its registry does not answer" in refusal(small, image)
@@ -77,16 +79,16 @@ def test_a_registry_that_is_gone(small: SmallEngine) -> None:
         offered_digest(small.client, image)
 
 
-def test_a_layer_that_is_not_what_its_digest_says(
-    small: SmallEngine, registry: SlowRegistry
-) -> None:
+def test_layer_with_a_wrong_digest_is_rejected(small: SmallEngine, registry: SlowRegistry) -> None:
     registry.lies = True
     assert "is not what the digest says" in refusal(small, f"{registry.repository}:lab")
     registry.lies = False
     list(pull(small.connect, f"{registry.repository}:lab"))
 
 
-def test_another_image_under_a_pinned_digest(small: SmallEngine, registry: SlowRegistry) -> None:
+def test_different_image_under_a_pinned_digest_is_rejected(
+    small: SmallEngine, registry: SlowRegistry
+) -> None:
     registry.add("other", {"program": b"y"}, SETTINGS)
     image = pinned_image(f"{registry.repository}:lab", registry.digest("lab"))
     registry.moved[registry.digest("lab")] = registry.digest("other")
@@ -97,14 +99,18 @@ def test_another_image_under_a_pinned_digest(small: SmallEngine, registry: SlowR
     assert here and not here.tags, "by its digest only: no tag of this engine has moved"
 
 
-def test_a_registry_that_stops_in_the_middle(small: SmallEngine, registry: SlowRegistry) -> None:
+def test_interrupted_pull_is_reported_and_can_be_retried(
+    small: SmallEngine, registry: SlowRegistry
+) -> None:
     registry.stops_after = SIZE // 2
     assert "stopped in the middle" in refusal(small, f"{registry.repository}:lab")
     registry.stops_after = None
     list(pull(small.connect, f"{registry.repository}:lab"))
 
 
-def test_a_registry_that_hangs_in_the_middle(small: SmallEngine, registry: SlowRegistry) -> None:
+def test_hanging_pull_times_out_and_can_be_retried(
+    small: SmallEngine, registry: SlowRegistry
+) -> None:
     registry.hangs_after = SIZE // 2
     message = refusal(small, f"{registry.repository}:lab", silent=3)
     assert "nothing came from its registry for 3 seconds" in message
@@ -112,7 +118,9 @@ def test_a_registry_that_hangs_in_the_middle(small: SmallEngine, registry: SlowR
     list(pull(small.connect, f"{registry.repository}:lab"))
 
 
-def test_a_disk_that_is_full_in_the_middle(small: SmallEngine, registry: SlowRegistry) -> None:
+def test_pull_on_a_full_disk_fails_with_a_remedy(
+    small: SmallEngine, registry: SlowRegistry
+) -> None:
     registry.size = 120_000_000
     registry.add("large", {"program": b"x"}, SETTINGS)
     message = refusal(small, f"{registry.repository}:large")
@@ -120,7 +128,9 @@ def test_a_disk_that_is_full_in_the_middle(small: SmallEngine, registry: SlowReg
     list(pull(small.connect, f"{registry.repository}:lab"))
 
 
-async def test_a_member_hears_why(small: SmallEngine, registry: SlowRegistry) -> None:
+async def test_member_sees_pull_progress_and_failures(
+    small: SmallEngine, registry: SlowRegistry
+) -> None:
     """What a waiting spawn gets, and how far the pull is meanwhile."""
     pulls = Pulls(small.connect)
     said: list[str] = []
@@ -152,7 +162,7 @@ class Service:
         )
 
 
-def test_images_come_ahead_one_after_the_other(
+def test_catalog_images_are_prefetched_and_failures_are_deferred(
     small: SmallEngine, registry: SlowRegistry, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -167,7 +177,7 @@ def test_images_come_ahead_one_after_the_other(
     assert not caplog.text, "what failed is not tried at once again, what is here is left alone"
 
 
-def test_a_newer_image_is_told_of_and_not_pulled(
+def test_newer_image_is_announced_but_not_pulled(
     small: SmallEngine,
     registry: SlowRegistry,
     tmp_path: Path,
@@ -190,7 +200,7 @@ def test_a_newer_image_is_told_of_and_not_pulled(
     assert here and here.digest_in(image) != registry.digest("new")
 
 
-def test_a_member_who_waits_for_another_image_goes_first(
+def test_prefetch_stops_while_a_member_waits_for_an_image(
     small: SmallEngine, registry: SlowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our own pull is given up while theirs is not here, and goes on from there afterwards."""

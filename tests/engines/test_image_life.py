@@ -115,7 +115,7 @@ def site(clean_engine: PrivateEngine, registry: SlowRegistry, tmp_path: Path) ->
                     clean_engine.client.remove_image(name, force=True)
 
 
-def test_from_a_name_to_an_environment(site: Site) -> None:
+def test_new_image_is_added_to_the_catalog_and_tested(site: Site) -> None:
     """An image that nobody has yet: pulled, read, put into the catalog, tried."""
     site.write("# Mine.\nenvironments:\n- slug: other\n  image: gpuspawner/instant:test\n")
     printed = site("add", site.image)
@@ -139,7 +139,7 @@ def test_from_a_name_to_an_environment(site: Site) -> None:
     assert "/home/jovyan/work can be written" in tried and "cannot be written" in tried
 
 
-def test_images_are_pulled_before_anybody_waits(site: Site) -> None:
+def test_catalog_images_are_checked_and_pulled(site: Site) -> None:
     missing = site("check", "--images", code=1)
     assert f"FAIL lab {site.image} is not here" in missing
     assert "-> gpuspawner catalog pull lab" in missing
@@ -152,7 +152,7 @@ def test_images_are_pulled_before_anybody_waits(site: Site) -> None:
     assert "its registry offers a newer one" in offers and "catalog update lab" in offers
 
 
-def test_a_newer_image_is_tried_before_members_get_it(site: Site) -> None:
+def test_image_update_is_smoke_tested_before_it_is_used(site: Site) -> None:
     site("pull")
     before = site.catalog.read_text()
     site.registry.retag("lab", "bad")
@@ -189,7 +189,7 @@ def test_a_newer_image_is_tried_before_members_get_it(site: Site) -> None:
     assert {f"@{old}", f"@{new}", ":lab"} <= site.here
 
 
-def test_pruning_removes_only_what_nobody_needs(site: Site, images: Any) -> None:
+def test_prune_removes_only_unused_images(site: Site, images: Any) -> None:
     client = site.engine.client
     site("pull")
     site.registry.retag("lab", "new")
@@ -215,7 +215,7 @@ def test_pruning_removes_only_what_nobody_needs(site: Site, images: Any) -> None
     assert len(gone) == 1, "images of others are not looked at"
 
 
-def test_without_an_engine_it_says_so(site: Site) -> None:
+def test_catalog_commands_report_a_missing_engine(site: Site) -> None:
     config = CONFIG.format(engine="unix:///nowhere/docker.sock", catalog=str(site.catalog))
     (site.folder / "jupyterhub_config.py").write_text(config)
     for words in (["pull"], ["prune"], ["check", "--images"], ["update", "lab"]):

@@ -71,13 +71,15 @@ def shell(engine: PrivateEngine, image: str, command: str, **kwargs: Any) -> str
     return printed.strip()
 
 
-def test_base_speaks_to_this_hub(clean_engine: PrivateEngine, images: Any) -> None:
+def test_base_image_has_the_hubs_jupyterhub_version(
+    clean_engine: PrivateEngine, images: Any
+) -> None:
     assert shell(clean_engine, images.BASE, "jupyterhub-singleuser --version") == (
         version("jupyterhub")
     )
 
 
-def test_base_imports_no_grammar_and_no_database_before_it_serves(
+def test_base_image_imports_no_unneeded_modules_at_startup(
     clean_engine: PrivateEngine, images: Any
 ) -> None:
     def imported(program: str) -> set[str]:
@@ -98,7 +100,9 @@ def test_base_imports_no_grammar_and_no_database_before_it_serves(
     shell(clean_engine, images.BASE, f'python -c "{code}"')
 
 
-def test_base_is_a_members_own(clean_engine: PrivateEngine, images: Any) -> None:
+def test_base_image_user_can_write_to_work_and_packages(
+    clean_engine: PrivateEngine, images: Any
+) -> None:
     told = shell(clean_engine, images.BASE, "id -un; id -u; pwd; echo $HOME; which python git")
     assert told.splitlines() == [
         "jovyan",
@@ -116,15 +120,13 @@ def test_base_is_a_members_own(clean_engine: PrivateEngine, images: Any) -> None
     )
 
 
-def test_a_new_volume_at_work_belongs_to_the_member(
-    clean_engine: PrivateEngine, images: Any
-) -> None:
+def test_new_work_volume_belongs_to_the_member(clean_engine: PrivateEngine, images: Any) -> None:
     binds = {"workspace-of-ann": {"bind": "/home/jovyan/work", "mode": "rw"}}
     shell(clean_engine, images.BASE, "echo kept > file", binds=binds)
     assert shell(clean_engine, images.BASE, "cat file", binds=binds) == "kept"
 
 
-def test_base_has_no_gpu_unless_one_is_leased(clean_engine: PrivateEngine, images: Any) -> None:
+def test_base_image_sees_no_gpu_unless_leased(clean_engine: PrivateEngine, images: Any) -> None:
     look = "echo $NVIDIA_VISIBLE_DEVICES; ls /dev | grep nvidia; true"
     assert shell(clean_engine, images.BASE, look) == "void"
     assert shell(clean_engine, images.BASE, look, runtime="nvidia") == "void"
@@ -132,7 +134,7 @@ def test_base_has_no_gpu_unless_one_is_leased(clean_engine: PrivateEngine, image
     assert leased.splitlines() == [DEVICES[0], "nvidia0"]
 
 
-def test_base_gives_a_notebook_and_a_terminal_and_stops_at_once(
+def test_base_image_runs_notebook_and_terminal_and_stops_cleanly(
     clean_engine: PrivateEngine, images: Any, hub_factory: Any
 ) -> None:
     hub = hub_factory(
@@ -167,7 +169,7 @@ c.DockerSpawner.environment = {{"GPUSPAWNER_GPU_COUNT": "0"}}
     assert end["Actor"]["Attributes"]["exitCode"] != "137"
 
 
-def test_base_passes_its_smoke_test(clean_engine: PrivateEngine, images: Any) -> None:
+def test_base_image_passes_its_smoke_test(clean_engine: PrivateEngine, images: Any) -> None:
     found = smoke(clean_engine.client, images.BASE, first_page="/lab")
     assert passed(found), found
     assert [finding.name for finding in found] == [
@@ -184,7 +186,7 @@ def test_base_passes_its_smoke_test(clean_engine: PrivateEngine, images: Any) ->
     assert not clean_engine.client.volumes()["Volumes"]
 
 
-def test_base_has_nothing_to_compile_and_says_what_is_inside(
+def test_base_image_is_precompiled_and_has_an_sbom(
     clean_engine: PrivateEngine, images: Any
 ) -> None:
     """Every module that a server imports has bytecode that Python takes as it is."""
@@ -205,7 +207,7 @@ def test_base_has_nothing_to_compile_and_says_what_is_inside(
 
 @pytest.mark.usefixtures("soak")
 @pytest.mark.parametrize("torch", [WHEEL], ids=["torch" if WHEEL else "a-stand-in-for-torch"])
-def test_pytorch_builds_on_base(
+def test_pytorch_image_builds_on_the_base_image(
     clean_engine: PrivateEngine, images: Any, index: str, torch: Path | None
 ) -> None:
     wanted = f"torch=={torch.name.split('-')[1]}" if torch else STAND_IN

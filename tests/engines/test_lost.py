@@ -60,7 +60,7 @@ def docker_engine(clean_engine: PrivateEngine) -> Iterator[DockerEngine]:
     yield DockerEngine(connect)
 
 
-def test_who_lost_theirs_and_who_did_not(
+def test_lost_devices_are_detected_per_container(
     clean_engine: PrivateEngine, docker_engine: DockerEngine, images: Any
 ) -> None:
     loses, keeps, without = (lease_of(clean_engine, images.INSTANT, n) for n in (0, 1, None))
@@ -82,7 +82,7 @@ def test_who_lost_theirs_and_who_did_not(
     assert looks.look(some) == {loses.id: True}
 
 
-def test_who_has_them_by_cdi_keeps_them_and_is_left_alone(cdi_engine: PrivateEngine) -> None:
+def test_containers_with_cdi_devices_are_not_checked(cdi_engine: PrivateEngine) -> None:
     by_hook, by_cdi = (lease_of(cdi_engine, INSTANT, 0), lease_of(cdi_engine, INSTANT, 1, cdi=True))
 
     def connect() -> docker.APIClient:
@@ -97,7 +97,7 @@ def test_who_has_them_by_cdi_keeps_them_and_is_left_alone(cdi_engine: PrivateEng
 HANGS, ANSWERS = b"#!/usr/bin/perl\nsleep 1000;\n", b"#!/usr/bin/perl\nexit 0;\n"
 
 
-def test_one_that_hangs_holds_up_nobody_and_is_not_asked_twice(
+def test_hanging_probe_blocks_nobody_and_is_not_repeated(
     clean_engine: PrivateEngine, docker_engine: DockerEngine, images: Any
 ) -> None:
     hangs, answers = (lease_of(clean_engine, images.INSTANT, n) for n in (0, 1))
@@ -133,7 +133,7 @@ def _put(engine: PrivateEngine, container: str, path: str, content: bytes) -> No
     assert engine.client.put_archive(container, "/", packed.getvalue())
 
 
-def test_an_engine_that_is_away_tells_nothing(images: Any) -> None:
+def test_lost_device_check_fails_without_an_engine(images: Any) -> None:
     nowhere = DockerEngine(lambda: docker.APIClient(base_url="unix:///nowhere.sock"))
     lease = unstored_lease("ada", engine_ref="container")
     with pytest.raises(EngineUnavailable):
@@ -155,7 +155,9 @@ CGROUPFS = {"CgroupDriver": "cgroupfs", "CgroupVersion": "1"}
         (SYSTEMD, "none", Status.UNCHECKED),
     ],
 )
-def test_whether_it_can_happen_here(info: dict[str, str], mode: str, status: Status) -> None:
+def test_check_reports_whether_devices_can_be_lost(
+    info: dict[str, str], mode: str, status: Status
+) -> None:
     finding = check_cgroups(info, mode)
     assert finding.status is status
     assert ("daemon-reload" in finding.text) == (info is SYSTEMD and mode not in ("cdi", "none"))

@@ -63,7 +63,7 @@ def release(folder: Path, lease: Lease, *more: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_running_container_keeps_its_lease(
+def test_release_keeps_the_lease_of_a_running_container(
     clean_engine: PrivateEngine, images: Any, services: Services, tmp_path: Path
 ) -> None:
     lease = start(clean_engine, images.INSTANT, services)
@@ -72,7 +72,7 @@ def test_a_running_container_keeps_its_lease(
     assert f"its container {lease.engine_ref[:12]} is alive" in said
 
 
-def test_an_exited_container_is_settled_up_to_its_exit(
+def test_release_settles_an_exited_container_at_its_exit(
     clean_engine: PrivateEngine, images: Any, services: Services, tmp_path: Path
 ) -> None:
     lease = start(clean_engine, images.INSTANT, services)
@@ -86,7 +86,7 @@ def test_an_exited_container_is_settled_up_to_its_exit(
     assert abs(ended.ended_at - exited) < timedelta(seconds=2)
 
 
-def test_a_removed_container_is_settled_up_to_the_engines_word(
+def test_release_settles_a_removed_container_at_its_removal(
     clean_engine: PrivateEngine, images: Any, services: Services, tmp_path: Path
 ) -> None:
     lease = start(clean_engine, images.INSTANT, services)
@@ -101,7 +101,9 @@ def test_a_removed_container_is_settled_up_to_the_engines_word(
     assert abs(ended.ended_at - removed) < timedelta(seconds=2)
 
 
-def test_a_container_that_is_not_made_yet_is_not_gone(services: Services, tmp_path: Path) -> None:
+def test_release_keeps_a_lease_before_its_container_exists(
+    services: Services, tmp_path: Path
+) -> None:
     lease = services.leases.grant(ServerRef("ada"), Request(devices=1), engine="docker")
     code, said = release(tmp_path, lease)
     assert (code, services.leases.get(lease.id).state) == (1, LeaseState.GRANTED)

@@ -29,7 +29,7 @@ def left(engine: PrivateEngine) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["device_requests", "runtime"])
-def test_a_way_that_works_is_proved_with_the_very_device(
+def test_working_injection_is_proved_with_the_exact_device(
     clean_engine: PrivateEngine, images: Any, mode: str
 ) -> None:
     finding = prove_injection(clean_engine.client, images.INSTANT, mode, DEVICES[2])
@@ -39,7 +39,7 @@ def test_a_way_that_works_is_proved_with_the_very_device(
     assert left(clean_engine) == []
 
 
-def test_an_unknown_device_is_red_in_the_engines_words(
+def test_unknown_device_fails_with_the_engine_message(
     clean_engine: PrivateEngine, images: Any
 ) -> None:
     finding = prove_injection(clean_engine.client, images.INSTANT, "device_requests", "GPU-gone")
@@ -49,21 +49,21 @@ def test_an_unknown_device_is_red_in_the_engines_words(
     assert left(clean_engine) == []
 
 
-def test_another_device_than_the_asked_one_is_red(clean_engine: PrivateEngine, images: Any) -> None:
+def test_different_device_than_requested_fails(clean_engine: PrivateEngine, images: Any) -> None:
     # NVIDIA's hook takes an index too; what comes then is not what was named.
     finding = prove_injection(clean_engine.client, images.INSTANT, "device_requests", "1")
     assert finding.status is Status.FAIL
     assert f"given 1 sees {DEVICES[1]}" in finding.text
 
 
-def test_more_than_the_asked_device_is_red(clean_engine: PrivateEngine, images: Any) -> None:
+def test_more_devices_than_requested_fail(clean_engine: PrivateEngine, images: Any) -> None:
     clean_engine.set_devices([DEVICES[0], DEVICES[0]])
     finding = prove_injection(clean_engine.client, images.INSTANT, "device_requests", DEVICES[0])
     assert finding.status is Status.FAIL
     assert "2 device nodes (/dev/nvidia0 /dev/nvidia1) where one is right" in finding.text
 
 
-def test_a_probe_tries_one_device_in_a_container(clean_engine: PrivateEngine, images: Any) -> None:
+def test_probe_tests_one_device_in_a_container(clean_engine: PrivateEngine, images: Any) -> None:
     client, several = clean_engine.client, ["gpuspawner/nowhere:1", images.INSTANT]
     found = probe_in_container(client, several, "device_requests", DEVICES[1])
     assert found.failure == ""
@@ -82,7 +82,7 @@ chmod 755 /usr/bin/nvidia-smi
 """
 
 
-def test_a_device_for_everybody_is_red(clean_engine: PrivateEngine, images: Any) -> None:
+def test_device_visible_without_a_request_fails(clean_engine: PrivateEngine, images: Any) -> None:
     # An image whose nvidia-smi always lists a device: as on an engine that gives it to all.
     client = clean_engine.client
     tag = "gpuspawner/leaks:test"
@@ -100,7 +100,7 @@ def test_a_device_for_everybody_is_red(clean_engine: PrivateEngine, images: Any)
     assert "daemon.json" in finding.remedy
 
 
-def test_a_way_that_the_engine_does_not_know_is_red(
+def test_unsupported_injection_mode_fails_with_a_remedy(
     clean_engine: PrivateEngine, images: Any
 ) -> None:
     finding = prove_injection(clean_engine.client, images.INSTANT, "cdi", DEVICES[0])
@@ -110,7 +110,7 @@ def test_a_way_that_the_engine_does_not_know_is_red(
     assert left(clean_engine) == []
 
 
-def test_a_missing_image_is_red_with_the_pull(clean_engine: PrivateEngine) -> None:
+def test_missing_image_fails_with_the_pull_command(clean_engine: PrivateEngine) -> None:
     for finding in (
         check_image(clean_engine.client, "gpuspawner/nowhere:1"),
         prove_injection(clean_engine.client, "gpuspawner/nowhere:1", "runtime", DEVICES[0]),
@@ -119,19 +119,19 @@ def test_a_missing_image_is_red_with_the_pull(clean_engine: PrivateEngine) -> No
         assert finding.remedy == "docker pull gpuspawner/nowhere:1"
 
 
-def test_no_injection_is_not_checked(clean_engine: PrivateEngine, images: Any) -> None:
+def test_disabled_injection_is_unchecked(clean_engine: PrivateEngine, images: Any) -> None:
     finding = prove_injection(clean_engine.client, images.INSTANT, "none", DEVICES[0])
     assert finding.status is Status.UNCHECKED
 
 
-def test_an_engine_that_does_not_answer_is_red(images: Any) -> None:
+def test_unreachable_engine_fails_the_proof(images: Any) -> None:
     client = docker.APIClient(base_url="unix:///nowhere/docker.sock", version="1.41", timeout=5)
     finding = prove_injection(client, images.INSTANT, "runtime", DEVICES[0])
     assert finding.status is Status.FAIL
     assert finding.text.endswith("No such file or directory.")
 
 
-def test_an_interrupted_proof_leaves_nothing(
+def test_interrupted_proof_leaves_no_container(
     clean_engine: PrivateEngine, images: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = docker.APIClient(base_url=clean_engine.url, version="auto", timeout=60)
@@ -148,7 +148,7 @@ def test_an_interrupted_proof_leaves_nothing(
     assert left(clean_engine) == []
 
 
-def test_what_a_killed_check_left_goes_with_the_next(
+def test_old_check_leftovers_are_removed_and_recent_ones_kept(
     clean_engine: PrivateEngine, images: Any
 ) -> None:
     client = clean_engine.client

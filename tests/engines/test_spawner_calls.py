@@ -24,7 +24,7 @@ def spawner_on(engine: PrivateEngine, tmp_path: Path, **settings: Any) -> Any:
     return open_hub(config).spawner
 
 
-async def test_the_helper_for_certificates_is_created_as_it_is(
+async def test_certificate_helper_container_is_created_unchanged(
     clean_engine: PrivateEngine, images: Any, tmp_path: Path
 ) -> None:
     """As ``internal_ssl`` asks for it, before the server's own container."""
@@ -40,7 +40,7 @@ async def test_the_helper_for_certificates_is_created_as_it_is(
     assert not any(label.startswith("gpuspawner") for label in made["Config"]["Labels"] or ())
 
 
-async def test_a_call_is_under_way_when_nobody_awaits_it(
+async def test_engine_call_runs_without_being_awaited(
     clean_engine: PrivateEngine, images: Any, tmp_path: Path
 ) -> None:
     """A synchronous hook may start a call and go on, as with DockerSpawner."""

@@ -35,7 +35,7 @@ c.DockerSpawner.remove = True
 # The engine and its hook.
 
 
-def test_a_device_request_gives_exactly_the_asked_devices(
+def test_device_request_gives_exactly_the_requested_devices(
     clean_engine: PrivateEngine, images: Any
 ) -> None:
     code, printed = clean_engine.run(images.INSTANT, LIST, [DEVICES[3], DEVICES[1]])
@@ -49,7 +49,7 @@ def test_a_device_request_gives_exactly_the_asked_devices(
 
 
 @pytest.mark.parametrize("wanted", ["void", "none", ""])
-def test_without_a_request_there_is_no_device(
+def test_container_without_a_request_has_no_device(
     clean_engine: PrivateEngine, images: Any, wanted: str
 ) -> None:
     visible = {"NVIDIA_VISIBLE_DEVICES": wanted}
@@ -58,7 +58,9 @@ def test_without_a_request_there_is_no_device(
     assert in_its_runtime == (0, "")
 
 
-def test_nvidias_runtime_obeys_the_variable(clean_engine: PrivateEngine, images: Any) -> None:
+def test_nvidia_runtime_follows_the_visible_devices_variable(
+    clean_engine: PrivateEngine, images: Any
+) -> None:
     visible = {"NVIDIA_VISIBLE_DEVICES": DEVICES[2]}
     _, printed = clean_engine.run(images.INSTANT, LIST, environment=visible, runtime="nvidia")
     assert printed.splitlines()[0] == "/dev/nvidia2"
@@ -66,12 +68,14 @@ def test_nvidias_runtime_obeys_the_variable(clean_engine: PrivateEngine, images:
     assert plain == "", "the plain runtime has no hook, and so no device"
 
 
-def test_an_unknown_device_fails_the_start(clean_engine: PrivateEngine, images: Any) -> None:
+def test_unknown_device_prevents_the_container_start(
+    clean_engine: PrivateEngine, images: Any
+) -> None:
     with pytest.raises(docker.errors.APIError, match="GPU-nowhere: unknown device"):
         clean_engine.run(images.INSTANT, LIST, ["GPU-nowhere"])
 
 
-def test_a_test_can_set_the_machines_devices(clean_engine: PrivateEngine, images: Any) -> None:
+def test_engine_devices_can_be_replaced(clean_engine: PrivateEngine, images: Any) -> None:
     clean_engine.set_devices(["GPU-other"], model="T4")
     _, printed = clean_engine.run(images.INSTANT, LIST, ["GPU-other"])
     assert printed.splitlines() == ["/dev/nvidia0", "GPU 0: T4 (UUID: GPU-other)"]
@@ -79,7 +83,7 @@ def test_a_test_can_set_the_machines_devices(clean_engine: PrivateEngine, images
         clean_engine.run(images.INSTANT, LIST, [DEVICES[0]])
 
 
-def test_containers_end_with_a_restart_and_outlive_a_kill(
+def test_containers_end_on_engine_restart_but_survive_its_kill(
     clean_engine: PrivateEngine, images: Any
 ) -> None:
     def start() -> str:
@@ -104,7 +108,7 @@ def test_containers_end_with_a_restart_and_outlive_a_kill(
     assert state(second)["Running"] is False
 
 
-def test_a_second_engine_starts_beside_and_clears_up(engines: None, engine: PrivateEngine) -> None:
+def test_second_engine_runs_separately_and_cleans_up(engines: None, engine: PrivateEngine) -> None:
     with PrivateEngine() as other:
         assert other.url != engine.url
         assert other.gateway != engine.gateway
@@ -142,7 +146,7 @@ def test_cdi_gives_exactly_the_named_devices(cdi_engine: PrivateEngine) -> None:
 # The images that stand for broken environments.
 
 
-def test_broken_images_break_as_they_should(clean_engine: PrivateEngine, images: Any) -> None:
+def test_failing_image_exits_with_its_message(clean_engine: PrivateEngine, images: Any) -> None:
     code, printed = clean_engine.run(images.EXITS, None)
     assert (code, "made to fail" in printed) == (3, True)
 
@@ -150,7 +154,7 @@ def test_broken_images_break_as_they_should(clean_engine: PrivateEngine, images:
 # The database server.
 
 
-def test_postgres_keeps_databases_apart_and_survives_a_halt(postgres: Any) -> None:
+def test_postgres_separates_databases_and_survives_a_halt(postgres: Any) -> None:
     first, second = (
         sqlalchemy.create_engine(postgres.fresh_database(), pool_pre_ping=True) for _ in range(2)
     )
@@ -168,14 +172,14 @@ def test_postgres_keeps_databases_apart_and_survives_a_halt(postgres: Any) -> No
     second.dispose()
 
 
-def test_a_test_gets_an_empty_database(empty_database_url: str) -> None:
+def test_empty_database_url_has_no_tables(empty_database_url: str) -> None:
     database = sqlalchemy.create_engine(empty_database_url)
     assert sqlalchemy.inspect(database).get_table_names() == []
     assert database.dialect.name in empty_database_url
     database.dispose()
 
 
-def test_a_test_gets_a_database_with_tables_and_without_rows(database_url: str) -> None:
+def test_database_url_has_tables_without_rows(database_url: str) -> None:
     database = sqlalchemy.create_engine(database_url)
     with database.connect() as connection:
         tables = sqlalchemy.inspect(connection).get_table_names()
@@ -191,7 +195,7 @@ def test_a_test_gets_a_database_with_tables_and_without_rows(database_url: str) 
 # The hub.
 
 
-def test_a_stock_hub_runs_code_in_a_container(
+def test_stock_hub_runs_code_in_a_container(
     clean_engine: PrivateEngine, images: Any, hub_factory: Any
 ) -> None:
     config = docker_config(clean_engine, images.BASE)
@@ -223,7 +227,7 @@ def test_servers_outlive_a_killed_hub(
     assert found and found["ready"]
 
 
-def test_a_failed_spawn_says_why(
+def test_failed_spawn_reports_its_reason(
     clean_engine: PrivateEngine, images: Any, hub_factory: Any
 ) -> None:
     config = docker_config(clean_engine, images.EXITS)
@@ -233,7 +237,7 @@ def test_a_failed_spawn_says_why(
         hub.wait_server("ann")
 
 
-def test_nothing_of_a_hub_is_left_behind(hub_factory: Any) -> None:
+def test_stopped_hub_leaves_no_processes(hub_factory: Any) -> None:
     hub: HubProcess = hub_factory()
     assert hub.login("ann").get(f"{hub.url}/hub/home", timeout=120).status_code == 200
     with pytest.raises(PermissionError, match="ann was not signed in: 403"):
@@ -245,7 +249,7 @@ def test_nothing_of_a_hub_is_left_behind(hub_factory: Any) -> None:
     assert list(hub.children_left()) == []
 
 
-def test_a_kill_spares_the_services_unless_asked(hub_factory: Any) -> None:
+def test_hub_kill_spares_services_unless_requested(hub_factory: Any) -> None:
     config = """
 c.JupyterHub.services = [{"name": "sleeper", "command": ["sleep", "600"]}]
 """
@@ -268,7 +272,7 @@ c.JupyterHub.services = [{"name": "sleeper", "command": ["sleep", "600"]}]
 # The browser.
 
 
-def test_the_browser_shows_the_login_page(hub_factory: Any, browser: Any) -> None:
+def test_browser_shows_the_login_page(hub_factory: Any, browser: Any) -> None:
     from tests.support.browser import screenshot
 
     hub: HubProcess = hub_factory()

@@ -126,7 +126,7 @@ def picture(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ending", ["tar.gz", "tar.zst", "tar"])
-def test_a_directory_is_archived_deleted_and_put_back(site: Site, ending: str) -> None:
+def test_directory_workspace_is_archived_deleted_and_restored(site: Site, ending: str) -> None:
     mine = fill(site, "anna")
     before = picture(mine)
     file = site.folder / f"anna.{ending}"
@@ -155,7 +155,7 @@ def test_a_directory_is_archived_deleted_and_put_back(site: Site, ending: str) -
         assert action in trail
 
 
-def test_a_volume_is_archived_deleted_and_put_back(site: Site, here: PrivateEngine) -> None:
+def test_volume_workspace_is_archived_deleted_and_restored(site: Site, here: PrivateEngine) -> None:
     script = (
         "cd /w && mkdir d && echo hello > d/note && ln -s /etc/passwd out && "
         "chown -R 1000:100 . && chmod 700 d"
@@ -176,7 +176,7 @@ def test_a_volume_is_archived_deleted_and_put_back(site: Site, here: PrivateEngi
     assert [c for c in here.client.containers(all=True) if "archive" in c["Names"][0]] == []
 
 
-def test_nothing_is_touched_while_a_server_has_it(site: Site, here: PrivateEngine) -> None:
+def test_workspace_in_use_is_not_archived_or_deleted(site: Site, here: PrivateEngine) -> None:
     mine = fill(site, "anna")
     before = picture(mine)
     lease = acquire(site.services, "anna", 0)
@@ -200,7 +200,7 @@ def test_nothing_is_touched_while_a_server_has_it(site: Site, here: PrivateEngin
     assert site.services.storage.workspaces()[0].busy == ""
 
 
-def test_a_killed_archive_leaves_no_file_and_says_how_to_go_on(site: Site) -> None:
+def test_killed_archive_leaves_no_file_and_can_be_repeated(site: Site) -> None:
     mine = fill(site, "anna")
     (mine / "huge").write_bytes(os.urandom(60_000_000))
     command = [sys.executable, "-m", "gpuspawner", "workspaces", "archive", "anna"]
@@ -218,7 +218,7 @@ def test_a_killed_archive_leaves_no_file_and_says_how_to_go_on(site: Site) -> No
     assert file.exists()
 
 
-def test_a_damaged_or_hostile_archive_puts_nothing_anywhere(site: Site) -> None:
+def test_damaged_or_hostile_archive_restores_nothing(site: Site) -> None:
     fill(site, "anna")
     file = site.folder / "anna.tar.gz"
     site("workspaces", "archive", "anna", "--to", str(file))
@@ -256,7 +256,7 @@ def test_a_damaged_or_hostile_archive_puts_nothing_anywhere(site: Site) -> None:
     assert {w.user for w in site.services.storage.workspaces()} == {"anna"}
 
 
-def test_a_symlink_in_place_of_a_workspace_is_not_followed(site: Site) -> None:
+def test_symlinked_workspace_is_not_followed(site: Site) -> None:
     mine = fill(site, "anna")
     (site.folder / "members" / "bert").symlink_to(site.folder / "outside")
     site.services.storage.use_workspace(str(site.folder / "members" / "bert"), "bert", None)
@@ -271,7 +271,7 @@ def test_a_symlink_in_place_of_a_workspace_is_not_followed(site: Site) -> None:
     )
 
 
-def test_folders_from_a_shell(site: Site) -> None:
+def test_folders_command_manages_shared_folders(site: Site) -> None:
     made = site.services.shared_folders.make_folder("Daten", actor="anna")
     place = site.folder / "folders" / made.id
     place.mkdir(parents=True)
@@ -295,7 +295,7 @@ def test_folders_from_a_shell(site: Site) -> None:
     assert "There is no folder 'x'" in site("folders", "restore", "x", code=1)
 
 
-def test_check_says_whether_anything_keeps_a_quota(site: Site) -> None:
+def test_check_reports_whether_quotas_are_enforced(site: Site) -> None:
     file = site.folder / "jupyterhub_config.py"
     plain = file.read_text()
     found = {}

@@ -38,7 +38,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def test_the_help_of_every_command(golden: Golden, site: Site) -> None:
+def test_help_of_every_command_matches_the_recording(golden: Golden, site: Site) -> None:
     pages = [f"$ gpuspawner {' '.join(words)}\n{text}" for words, text in helps(site)]
     assert len(pages) > 50
     golden("help.txt", "\n\n".join(pages))
@@ -54,7 +54,7 @@ def helps(site: Site, *words: str) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 @pytest.mark.parametrize("command", READS)
-def test_what_a_command_prints(golden: Golden, site: Site, command: str) -> None:
+def test_read_only_commands_match_the_recording(golden: Golden, site: Site, command: str) -> None:
     words = command.split()
     table, plain = site.command(*words), site.command(*words, "--json")
     json.loads(plain.partition("(exit code")[0])
@@ -64,11 +64,11 @@ def test_what_a_command_prints(golden: Golden, site: Site, command: str) -> None
     )
 
 
-def test_why_a_ticket_is_before_another(golden: Golden, site: Site) -> None:
+def test_queue_order_explanation_matches_the_recording(golden: Golden, site: Site) -> None:
     arguments = ("queue", "--why", "dan", "eve/train")
     text = f"{site.command(*arguments)}\n{site.command(*arguments, '--json')}"
     golden("commands/queue-why.txt", text)
 
 
-def test_the_schema_of_the_catalog(golden: Golden, site: Site) -> None:
+def test_catalog_schema_matches_the_recording(golden: Golden, site: Site) -> None:
     golden("commands/catalog-schema.json", site.command("catalog", "schema"))

@@ -19,11 +19,11 @@ TRIGGERS = {
 }
 
 
-def test_the_schema_of_sqlite(golden: Golden, migrated_file: Path) -> None:
+def test_sqlite_schema_matches_the_recording(golden: Golden, migrated_file: Path) -> None:
     golden("database-sqlite.txt", schema_of(f"sqlite:///{migrated_file}"))
 
 
-def test_the_schema_of_postgresql(golden: Golden, postgres: PrivatePostgres) -> None:
+def test_postgresql_schema_matches_the_recording(golden: Golden, postgres: PrivatePostgres) -> None:
     url = postgres.migrated_database()
     text = schema_of(url)
     postgres.drop(url)

@@ -23,7 +23,7 @@ MODULES = "gpuspawner."
 # Settings.
 
 
-def test_every_setting(golden: Golden) -> None:
+def test_settings_match_the_recording(golden: Golden) -> None:
     found: dict[str, list[str]] = defaultdict(list)
     for cls in configurables():
         for name, trait in cls.class_traits(config=True).items():
@@ -73,7 +73,7 @@ def default_of_ours(cls: type[Configurable], name: str) -> str:
 # Entry points and names for configuration files.
 
 
-def test_entry_points(golden: Golden) -> None:
+def test_entry_points_match_the_recording(golden: Golden) -> None:
     parser = configparser.ConfigParser()
     parser.read(REPO / "setup.cfg", encoding="utf-8")
     lines = []
@@ -84,7 +84,7 @@ def test_entry_points(golden: Golden) -> None:
     golden("entry-points.txt", "\n".join(sorted(lines)))
 
 
-def test_names_for_configuration_files(golden: Golden) -> None:
+def test_public_names_match_the_recording(golden: Golden) -> None:
     documents = [REPO / "README.md", *(REPO / "hub_config").rglob("*.py"), *REPO.glob("docs/*.md")]
     texts = [path.read_text(encoding="utf-8") for path in documents]
     dotted = {name for text in texts for name in re.findall(r"\bgpuspawner(?:\.\w+)+", text)}
@@ -102,7 +102,7 @@ def test_names_for_configuration_files(golden: Golden) -> None:
 # Metrics.
 
 
-def test_metrics(golden: Golden, site: Site) -> None:
+def test_metrics_match_the_recording(golden: Golden, site: Site) -> None:
     _, _, text = site.service(ADMIN, "metrics").partition("\n")
     lines = []
     for family in text_string_to_metric_families(text):

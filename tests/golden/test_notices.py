@@ -36,7 +36,7 @@ def fresh(new_file: Callable[[], str], site: Site) -> Any:
         services.store.close()
 
 
-def test_every_notice(golden: Golden, fresh: Any) -> None:
+def test_every_notice_matches_the_recording(golden: Golden, fresh: Any) -> None:
     told: dict[int, set[str]] = {}
     lines = []
     for situation, services in situations(fresh):

@@ -79,26 +79,26 @@ def filled(site: Site, path: str) -> str:
 
 
 @pytest.mark.parametrize("path", MEMBERS_PAGES)
-def test_a_page_of_a_member(golden: Golden, site: Site, path: str) -> None:
+def test_member_pages_match_the_recording(golden: Golden, site: Site, path: str) -> None:
     golden(f"pages/member-{named(path)}.html", site.service("ada", filled(site, path)))
 
 
 @pytest.mark.parametrize("user", ["bob", "cleo", "dan"])
-def test_the_page_of_a_member_whose_gpu_rests_or_is_sick_or_who_waits(
+def test_idle_sick_and_queued_home_pages_match_the_recording(
     golden: Golden, site: Site, user: str
 ) -> None:
     golden(f"pages/member-home-{user}.html", site.service(user, ""))
 
 
 @pytest.mark.parametrize("path", ADMINS_PAGES)
-def test_a_page_of_an_admin(golden: Golden, site: Site, path: str) -> None:
+def test_admin_pages_match_the_recording(golden: Golden, site: Site, path: str) -> None:
     name = named(path)
     suffix = "" if name.endswith((".csv", ".json")) else ".html"
     golden(f"pages/admin-{name}{suffix}", site.service(ADMIN, filled(site, path)))
 
 
 @pytest.mark.parametrize("path", CONFIRMED)
-def test_what_a_form_shows_before_it_is_done(golden: Golden, site: Site, path: str) -> None:
+def test_confirmation_pages_match_the_recording(golden: Golden, site: Site, path: str) -> None:
     user = "ada" if path.startswith(("folders", "leases/LEASE/restart")) else ADMIN
     text = site.service(user, filled(site, path), CONFIRMED[path])
     golden(f"pages/confirm-{named(path)}.html", text)
@@ -108,14 +108,14 @@ def test_what_a_form_shows_before_it_is_done(golden: Golden, site: Site, path: s
     ("user", "path"),
     [*(("ada", path) for path in MEMBERS_ANSWERS), *((ADMIN, path) for path in ADMINS_ANSWERS)],
 )
-def test_an_answer_in_json(golden: Golden, site: Site, user: str, path: str) -> None:
+def test_json_answers_match_the_recording(golden: Golden, site: Site, user: str, path: str) -> None:
     status, _, body = site.service(user, f"api/{filled(site, path)}").partition("\n")
     who = "admin" if user == ADMIN else "member"
     text = json.dumps(json.loads(body), indent=1, ensure_ascii=False)
     golden(f"api/{who}-{named(path)}.json", f"{status}\n{text}")
 
 
-def test_the_openapi_document(golden: Golden, site: Site) -> None:
+def test_openapi_document_matches_the_recording(golden: Golden, site: Site) -> None:
     _, _, body = site.service("ada", "api/openapi.json").partition("\n")
     document = json.loads(body)
     assert document["info"].pop("version") == gpuspawner.__version__
@@ -131,7 +131,7 @@ def test_the_openapi_document(golden: Golden, site: Site) -> None:
         ("ada", "spawn?opt-environment=files&opt-gpus=0"),
     ],
 )
-def test_a_page_of_the_hub(golden: Golden, site: Site, user: str, path: str) -> None:
+def test_hub_pages_match_the_recording(golden: Golden, site: Site, user: str, path: str) -> None:
     golden(f"hub/{named(path)}-{user or 'nobody'}.html", site.hub(user, path))
 
 
@@ -147,6 +147,8 @@ PARTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_what_we_add_to_a_page_of_jupyterhub(golden: Golden, site: Site, part: str) -> None:
+def test_jupyterhub_template_additions_match_the_recording(
+    golden: Golden, site: Site, part: str
+) -> None:
     text = site.hub_parts(part.split()[0], message="", status_message="Odd", **PARTS[part])
     golden(f"hub/part-{part.replace('.html', '').replace(' ', '-')}.html", text)

@@ -69,7 +69,7 @@ def ended(hub: PayingHub, lease: Lease, timeout: float = 30.0) -> Lease:
     return settled
 
 
-def test_the_service_is_killed_and_comes_back(hub: PayingHub) -> None:
+def test_restarted_service_charges_for_its_downtime(hub: PayingHub) -> None:
     goes_on = hub.start_with(10_000, "goes-on", gpus=1)
     stops = hub.start_with(10_000, "stops", gpus=1)
     hub.kill_service()
@@ -94,7 +94,7 @@ def _charged_after(hub: PayingHub, lease: Lease, charged: int) -> Lease | None:
     return now if now.charged > charged else None
 
 
-def test_a_server_that_dies_behind_the_hubs_back(hub: PayingHub) -> None:
+def test_killed_server_is_not_charged_after_its_end(hub: PayingHub) -> None:
     lease = hub.start_with(10_000, "dies", gpus=2)
     seen_at = wait_for(lambda: hub.services.leases.get(lease.id).seen_at, "the first look")
     pid = int(lease.engine_ref.partition(":")[0])
@@ -111,7 +111,7 @@ def test_a_server_that_dies_behind_the_hubs_back(hub: PayingHub) -> None:
     hub.stop_server("dies")  # the Hub has yet to hear of it
 
 
-def test_a_killed_hub_takes_its_service_along(hub: PayingHub) -> None:
+def test_service_exits_when_the_hub_is_killed(hub: PayingHub) -> None:
     lease = hub.start_with(10_000, "lives", gpus=1)
     old = hub.service()
     assert old is not None
@@ -131,7 +131,7 @@ def test_a_killed_hub_takes_its_service_along(hub: PayingHub) -> None:
     ended(hub, lease)
 
 
-def test_the_service_may_do_nothing_else(hub: PayingHub) -> None:
+def test_service_token_has_minimal_permissions(hub: PayingHub) -> None:
     hub.start_with(10_000, "cara", gpus=1)
     service = hub.service()
     assert service is not None
@@ -177,7 +177,7 @@ def test_the_service_may_do_nothing_else(hub: PayingHub) -> None:
 # Credits of groups, refills and credits that end.
 
 
-def test_a_course_pays_for_its_members_and_for_nobody_else(hub: PayingHub) -> None:
+def test_group_account_pays_only_for_its_members(hub: PayingHub) -> None:
     refused = hub.spawn("ada", {"gpus": 1})
     assert refused.status_code == 402, "her own account is empty"
     lease = hub.start_server("ada", gpus=1, account=COURSE)
@@ -197,7 +197,7 @@ def test_a_course_pays_for_its_members_and_for_nobody_else(hub: PayingHub) -> No
     assert problems(hub.services.store) == []
 
 
-def test_the_form_offers_who_pays(hub: PayingHub) -> None:
+def test_spawn_form_offers_group_accounts(hub: PayingHub) -> None:
     fay, bob = (Visitor(hub.url, name, session=hub.login(name)) for name in ("fay", "bob"))
     form = fay.get("/hub/spawn").text
     assert 'name="account"' in form and "group course-form (500.00 credits)" in form
@@ -214,7 +214,7 @@ def test_the_form_offers_who_pays(hub: PayingHub) -> None:
     hub.stop_server("fay")
 
 
-def test_refills_are_given_by_the_service_once_also_after_a_kill(hub: PayingHub) -> None:
+def test_service_runs_each_refill_once_despite_a_kill(hub: PayingHub) -> None:
     then = datetime.now(timezone.utc).replace(microsecond=0) - timedelta(days=2, minutes=5)
     past = make_services(
         database_url=hub.database_url, device_source=FLEET, opening_grant=0, clock=lambda: then
@@ -261,7 +261,7 @@ def test_refills_are_given_by_the_service_once_also_after_a_kill(hub: PayingHub)
     assert problems(hub.services.store) == []
 
 
-def test_the_service_takes_back_what_has_ended(hub: PayingHub) -> None:
+def test_service_reclaims_expired_credits(hub: PayingHub) -> None:
     hub.services.ledger.open_account("ted")
     give(hub.services, "member:ted", 7, until=hub.services.clock() + timedelta(seconds=3))
 
@@ -273,7 +273,7 @@ def test_the_service_takes_back_what_has_ended(hub: PayingHub) -> None:
     assert hub.services.ledger.member("ted").balance == 0
 
 
-def test_who_leaves_the_group_in_line_loses_its_budget_and_is_told(hub: PayingHub) -> None:
+def test_leaving_the_group_refuses_the_waiting_ticket(hub: PayingHub) -> None:
     hub.services.ledger.open_account("leo")
     give(hub.services, "member:leo", 5000)
     hub.start_server("leo", gpus=2)
@@ -307,7 +307,7 @@ def slow_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         yield hub
 
 
-def test_a_local_server_is_charged_from_its_start_to_its_end(slow_hub: PayingHub) -> None:
+def test_local_server_is_charged_for_its_lifetime(slow_hub: PayingHub) -> None:
     """However late the Hub notices that the process has ended."""
     hub = slow_hub
     lease = hub.start_server("exact", gpus=1)
@@ -328,7 +328,7 @@ def test_a_local_server_is_charged_from_its_start_to_its_end(slow_hub: PayingHub
     assert settled.charged / MICRO == pytest.approx(lived, abs=0.5)
 
 
-def test_taking_the_lines_out_leaves_the_hub_as_it_was(slow_hub: PayingHub) -> None:
+def test_removing_the_config_restores_a_plain_hub(slow_hub: PayingHub) -> None:
     hub = slow_hub
     hub.api("POST", "users/ada").raise_for_status()
     headers = {"Authorization": f"token {hub.user_token('ada')}"}

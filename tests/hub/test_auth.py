@@ -135,7 +135,7 @@ def callback(hub: HubProcess, **answer: str) -> requests.Response:
 # With an identity provider.
 
 
-def test_a_member_signs_in_and_brings_their_groups(
+def test_sign_in_imports_groups_and_opens_account(
     oauth: Lab,
 ) -> None:
     hub, provider = oauth
@@ -152,7 +152,7 @@ def test_a_member_signs_in_and_brings_their_groups(
     assert balance(hub, "ada") == 25 * MICRO
 
 
-def test_an_admin_needs_no_group(oauth: Lab) -> None:
+def test_admin_signs_in_without_a_group(oauth: Lab) -> None:
     hub, provider = oauth
     assert sign_in(requests.Session(), provider, "root", hub.url).status_code == 200
     assert hub.api("GET", "users/root").json()["admin"] is True
@@ -173,7 +173,7 @@ def test_an_admin_needs_no_group(oauth: Lab) -> None:
         ("mallory", "this account is blocked on this hub."),
     ],
 )
-def test_an_outsider_reads_why_and_whom_to_ask(user: str, why: str, oauth: Lab) -> None:
+def test_rejected_oauth_user_sees_reason_and_contact(user: str, why: str, oauth: Lab) -> None:
     hub, provider = oauth
     page = sign_in(requests.Session(), provider, user, hub.url)
 
@@ -188,7 +188,7 @@ def test_an_outsider_reads_why_and_whom_to_ask(user: str, why: str, oauth: Lab) 
     assert balance(hub, user) is None
 
 
-def test_a_code_that_the_provider_does_not_know(
+def test_unknown_authorization_code_is_rejected(
     oauth: Lab,
 ) -> None:
     hub, _ = oauth
@@ -198,7 +198,7 @@ def test_a_code_that_the_provider_does_not_know(
     assert "Lab did not accept this sign-in" in said(page)
 
 
-def test_provider_down_and_back(oauth: Lab) -> None:
+def test_provider_outage_keeps_members_signed_in(oauth: Lab) -> None:
     """Those who are in stay in; those who come read a sentence; then it goes on as before."""
     hub, provider = oauth
     session = requests.Session()
@@ -222,7 +222,7 @@ def test_provider_down_and_back(oauth: Lab) -> None:
     assert sign_in(requests.Session(), provider, "ada", hub.url).url == f"{hub.url}/hub/home"
 
 
-def test_who_leaves_the_group_is_signed_out(oauth: Lab) -> None:
+def test_member_leaving_the_group_is_signed_out(oauth: Lab) -> None:
     hub, provider = oauth
     session = requests.Session()
     assert sign_in(session, provider, "leaver", hub.url).status_code == 200
@@ -257,7 +257,7 @@ def test_who_leaves_the_group_is_signed_out(oauth: Lab) -> None:
         ({"code": "any", "state": "ä"}, 400, "This sign-in began in another browser or too long"),
     ],
 )
-def test_what_the_provider_may_answer_instead(
+def test_provider_errors_show_a_safe_explanation(
     answer: dict[str, str],
     status: int,
     sentence: str,
@@ -272,7 +272,7 @@ def test_what_the_provider_may_answer_instead(
     assert 'href="/hub/oauth_login"' in page.text  # and try again
 
 
-def test_with_another_account_in_the_browser(oauth: Lab, browser: Browser) -> None:
+def test_outsider_can_switch_account_in_the_browser(oauth: Lab, browser: Browser) -> None:
     """The provider knows this browser as an outsider: it asks who it is, and a member comes in."""
     hub, provider = oauth
     page = browser.new_page()
@@ -306,14 +306,14 @@ def form(hub: HubProcess, user: str, password: str = USER_PASSWORD) -> requests.
 
 
 @pytest.mark.parametrize("user", ["member1", "ada"])
-def test_members_by_name_and_by_the_hubs_own_group(user: str, shared: HubProcess) -> None:
+def test_members_sign_in_by_name_or_hub_group(user: str, shared: HubProcess) -> None:
     page = form(shared, user)
 
     assert page.status_code == 200 and page.url == f"{shared.url}/hub/home"
     assert balance(shared, user) == 25 * MICRO
 
 
-def test_a_group_given_while_the_hub_runs_counts(shared: HubProcess) -> None:
+def test_new_group_membership_permits_sign_in(shared: HubProcess) -> None:
     assert form(shared, "late").status_code == 403
     shared.api("POST", "users/late").raise_for_status()
     assert form(shared, "late").status_code == 403
@@ -322,7 +322,7 @@ def test_a_group_given_while_the_hub_runs_counts(shared: HubProcess) -> None:
     assert form(shared, "late").url == f"{shared.url}/hub/home"
 
 
-def test_an_admin_has_a_password_of_their_own(shared: HubProcess) -> None:
+def test_admin_signs_in_only_with_the_admin_password(shared: HubProcess) -> None:
     assert "Invalid username or password" in said(form(shared, "root"))
     assert form(shared, "root", ADMIN_PASSWORD).url == f"{shared.url}/hub/home"
 
@@ -352,7 +352,9 @@ def test_an_admin_has_a_password_of_their_own(shared: HubProcess) -> None:
         ),
     ],
 )
-def test_the_form_says_why_not(user: str, password: str, sentence: str, shared: HubProcess) -> None:
+def test_sign_in_form_explains_rejection(
+    user: str, password: str, sentence: str, shared: HubProcess
+) -> None:
     page = form(shared, user, password)
 
     assert page.status_code == 403 and said(page) == sentence
@@ -360,7 +362,7 @@ def test_the_form_says_why_not(user: str, password: str, sentence: str, shared: 
         assert balance(shared, user) is None
 
 
-def test_a_name_is_shown_and_not_run(shared: HubProcess) -> None:
+def test_rejected_user_name_is_escaped_in_html(shared: HubProcess) -> None:
     page = form(shared, "<img src=x onerror=alert(1)>")
 
     assert page.status_code == 403
@@ -368,7 +370,7 @@ def test_a_name_is_shown_and_not_run(shared: HubProcess) -> None:
     assert "<img src=x" not in page.text
 
 
-def test_a_locked_store_keeps_nobody_out(shared: HubProcess) -> None:
+def test_member_signs_in_while_the_store_is_locked(shared: HubProcess) -> None:
     """The member comes in, and the account is there once the store is free again."""
     other = sqlite3.connect(shared.folder / "store.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

@@ -120,7 +120,9 @@ ENDS: dict[str, Callable[[PrivateEngine, str], Any]] = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_ended_by_hand(hub: GPUHub, engine: PrivateEngine, member: str, how: str) -> None:
+def test_server_ended_by_hand_is_settled(
+    hub: GPUHub, engine: PrivateEngine, member: str, how: str
+) -> None:
     lease, container = started(hub, member)
     lived = now()
     ENDS[how](engine, container)
@@ -134,7 +136,7 @@ def test_ended_by_hand(hub: GPUHub, engine: PrivateEngine, member: str, how: str
 
 
 @pytest.mark.parametrize("how", ["killed", "removed"])
-def test_ended_while_nobody_could_see(
+def test_server_end_during_outage_is_settled(
     hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str, how: str
 ) -> None:
     """However late it is noticed, what is paid ends with the server."""
@@ -154,9 +156,7 @@ def test_ended_while_nobody_could_see(
     assert_next_gets_it(hub, member)
 
 
-def test_an_engine_that_does_not_answer_for_a_while_ends_nothing(
-    hub: GPUHub, gate: Gate, member: str
-) -> None:
+def test_engine_outage_ends_no_session(hub: GPUHub, gate: Gate, member: str) -> None:
     lease, container = started(hub, member)
     gate.shut()
     try:
@@ -172,7 +172,7 @@ def test_an_engine_that_does_not_answer_for_a_while_ends_nothing(
     assert_next_gets_it(hub, member)
 
 
-def test_a_renamed_container_goes_on_and_a_stop_ends_it(
+def test_renamed_container_runs_until_stopped(
     hub: GPUHub, engine: PrivateEngine, member: str
 ) -> None:
     """Its name is not what a server is known by."""
@@ -187,9 +187,7 @@ def test_a_renamed_container_goes_on_and_a_stop_ends_it(
     assert_next_gets_it(hub, member)
 
 
-def test_a_stop_does_not_ask_which_engine_has_the_container(
-    hub: GPUHub, gate: Gate, member: str
-) -> None:
+def test_stop_skips_the_engine_identity_check(hub: GPUHub, gate: Gate, member: str) -> None:
     """It is the one that the server was started on: no other has a container of this id."""
     _, container = started(hub, member)
     gate.asked.clear()
@@ -199,7 +197,7 @@ def test_a_stop_does_not_ask_which_engine_has_the_container(
     assert container in asked and "info" not in asked
 
 
-def test_an_end_that_only_an_absence_tells_is_one_on_the_same_engine(
+def test_missing_container_verifies_engine_identity(
     hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str
 ) -> None:
     """Any other engine has no such container either: which one answers is asked."""
@@ -211,7 +209,7 @@ def test_an_end_that_only_an_absence_tells_is_one_on_the_same_engine(
     assert any(request.endswith("/info") for request in gate.asked)
 
 
-def test_a_container_that_is_started_again_while_it_stops_keeps_its_device(
+def test_device_release_waits_for_restarted_container(
     hub: GPUHub, engine: PrivateEngine, member: str
 ) -> None:
     """The engine does not remove it then, and that it had ended before proves nothing."""
@@ -226,7 +224,7 @@ def test_a_container_that_is_started_again_while_it_stops_keeps_its_device(
     assert_next_gets_it(hub, member)
 
 
-def test_renamed_while_no_engine_answers(
+def test_next_start_ends_a_renamed_container(
     hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str
 ) -> None:
     """The Hub lets go of a server that it could not stop, and finds it under another name."""
@@ -249,7 +247,7 @@ def test_renamed_while_no_engine_answers(
     hub.stop_server(member)
 
 
-def test_made_anew_under_the_same_name(hub: GPUHub, engine: PrivateEngine, member: str) -> None:
+def test_stop_ends_a_recreated_container(hub: GPUHub, engine: PrivateEngine, member: str) -> None:
     """An admin's tool replaced the container, and its label is lost."""
     lease, container = started(hub, member)
     name = hub.containers()[0]["Names"][0].lstrip("/")
@@ -267,7 +265,7 @@ def test_made_anew_under_the_same_name(hub: GPUHub, engine: PrivateEngine, membe
 
 
 @pytest.mark.parametrize("late", [0.0, 2 * EXACT.total_seconds()], ids=["at-once", "late"])
-def test_a_stop_that_nobody_can_carry_out(
+def test_failed_stop_is_charged_until_the_real_end(
     hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str, late: float
 ) -> None:
     """The member stops while the engine does not answer: it costs until it has really ended, and
@@ -297,7 +295,9 @@ def test_a_stop_that_nobody_can_carry_out(
     hub.stop_server(member)
 
 
-def test_engine_restarted(hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str) -> None:
+def test_engine_restart_settles_its_sessions(
+    hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str
+) -> None:
     lease, _ = started(hub, member)
     gate.shut()  # so that the hub learns of it late
     try:
@@ -312,7 +312,9 @@ def test_engine_restarted(hub: GPUHub, engine: PrivateEngine, gate: Gate, member
     assert_next_gets_it(hub, member)
 
 
-def test_engine_killed_and_started_again(hub: GPUHub, engine: PrivateEngine, member: str) -> None:
+def test_session_outlives_engine_until_its_restart(
+    hub: GPUHub, engine: PrivateEngine, member: str
+) -> None:
     """Without live-restore the engine ends what it finds when it comes back."""
     lease, _ = started(hub, member)
     engine.kill9()

@@ -48,7 +48,7 @@ def debian_of_images() -> str:
     return found[1]
 
 
-def test_the_steps_lead_to_a_members_server(site: Site) -> None:
+def test_readme_steps_produce_a_working_server(site: Site) -> None:
     box = site.box
     blocks = readme.filled_in(readme.commands(readme.BOX), site.typed)
     for block in blocks:

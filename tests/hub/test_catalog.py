@@ -91,7 +91,7 @@ def open_page(browser: Browser, hub: PayingHub, path: str = "environments", **ki
 # What anybody sees.
 
 
-def test_a_stranger_sees_what_is_free_and_what_it_costs(hub: PayingHub) -> None:
+def test_public_catalog_shows_free_devices_and_rates(hub: PayingHub) -> None:
     text = words(get(hub, "environments"))
     assert "4 environments" in text and "For the staff" not in text
     assert "PyTorch 2.5.1 CUDA 12.4 up to 2 GPUs" in text
@@ -113,7 +113,7 @@ def test_a_stranger_sees_what_is_free_and_what_it_costs(hub: PayingHub) -> None:
         ({"page": "9" * 400}, ["torch", "jax", "plain", "evil"]),
     ],
 )
-def test_searching_without_javascript(
+def test_catalog_search_works_without_javascript(
     hub: PayingHub, query: dict[str, str], found: list[str]
 ) -> None:
     page = get(hub, "environments", **query)
@@ -122,7 +122,7 @@ def test_searching_without_javascript(
     assert EVIL not in page.text
 
 
-def test_the_page_of_one(hub: PayingHub) -> None:
+def test_environment_page_shows_its_details(hub: PayingHub) -> None:
     page = get(hub, "environments/torch")
     text = words(page)
     for part in (
@@ -143,7 +143,7 @@ def test_the_page_of_one(hub: PayingHub) -> None:
     assert get(hub, "environments/jax/logo").status_code == 404
 
 
-def test_what_is_not_there_is_said_in_words(hub: PayingHub) -> None:
+def test_missing_and_closed_pages_explain_themselves(hub: PayingHub) -> None:
     page = get(hub, "environments/nope")
     assert page.status_code == 404
     assert "There is no such page" in words(page)
@@ -158,7 +158,7 @@ def test_what_is_not_there_is_said_in_words(hub: PayingHub) -> None:
     assert lost.status_code == 404 and "There is no such page" in words(lost)
 
 
-def test_no_member_is_named_and_what_is_free_stays_true(hub: PayingHub) -> None:
+def test_public_catalog_is_current_and_names_no_member(hub: PayingHub) -> None:
     """Somebody has the T4, somebody waits for it: that is all that a stranger learns."""
     first = hub.start_server("carol", gpus=1, gpu_model="T4", hours=2)
     hub.spawn("dave", {"gpus": 1, "gpu_model": "T4", "hours": 1})
@@ -183,7 +183,7 @@ def test_no_member_is_named_and_what_is_free_stays_true(hub: PayingHub) -> None:
 # Into a server.
 
 
-def test_browse_launch_sign_in_choose_land(hub: PayingHub, browser: Browser) -> None:
+def test_visitor_launches_a_server_from_the_catalog(hub: PayingHub, browser: Browser) -> None:
     page = open_page(browser, hub)
     elsewhere: list[str] = []
     errors: list[str] = []
@@ -239,7 +239,7 @@ def test_browse_launch_sign_in_choose_land(hub: PayingHub, browser: Browser) -> 
     page.context.close()
 
 
-def test_in_the_dark(hub: PayingHub, browser: Browser) -> None:
+def test_catalog_is_accessible_in_dark_mode(hub: PayingHub, browser: Browser) -> None:
     page = open_page(browser, hub, color_scheme="dark")
     screenshot(page, "catalog-8-dark")
     assert axe.troubles(page) == []
@@ -248,7 +248,7 @@ def test_in_the_dark(hub: PayingHub, browser: Browser) -> None:
     page.context.close()
 
 
-def test_without_javascript(hub: PayingHub, browser: Browser) -> None:
+def test_launch_works_without_javascript(hub: PayingHub, browser: Browser) -> None:
     page = open_page(browser, hub, java_script_enabled=False)
     page.get_by_label("GPU", exact=True).select_option("without")
     page.get_by_role("button", name="Search").click()
@@ -266,7 +266,7 @@ def test_without_javascript(hub: PayingHub, browser: Browser) -> None:
     page.context.close()
 
 
-def test_by_keyboard_alone(hub: PayingHub, browser: Browser) -> None:
+def test_launch_works_with_the_keyboard_alone(hub: PayingHub, browser: Browser) -> None:
     page = open_page(browser, hub, "spawn?opt-environment=plain")
     page.keyboard.type("cleo")  # the field has the focus
     page.keyboard.press("Tab")
@@ -295,7 +295,7 @@ def test_by_keyboard_alone(hub: PayingHub, browser: Browser) -> None:
     page.context.close()
 
 
-def test_nothing_that_an_admin_pastes_runs(hub: PayingHub, browser: Browser) -> None:
+def test_catalog_markup_is_never_executed(hub: PayingHub, browser: Browser) -> None:
     page = open_page(browser, hub, "environments/evil")
     expect(page.get_by_role("heading", level=1)).to_contain_text(EVIL)
     assert page.locator("main script, main img, main a[href^=javascript]").count() == 0
@@ -318,7 +318,7 @@ OURS = ("environments", "environments/torch", "environments/torch/logo", "enviro
 MORE = ("welcome", "welcome/first", "api/gpuspawner/leases/0/now", "api/gpuspawner/leases/0/end")
 
 
-def test_our_pages_answer_whatever_is_forged(hub: PayingHub) -> None:
+def test_forged_requests_to_pages_are_rejected(hub: PayingHub) -> None:
     signed_in = hub.login("frida").cookies
     session = signed_in.get("jupyterhub-hub-login", path="/hub/")
     for path in (*OURS, *MORE):
@@ -333,7 +333,7 @@ def test_our_pages_answer_whatever_is_forged(hub: PayingHub) -> None:
 
 
 @pytest.mark.parametrize("path", [*OURS, *MORE])
-def test_our_pages_take_no_large_body(hub: PayingHub, path: str) -> None:
+def test_oversized_request_body_closes_connection(hub: PayingHub, path: str) -> None:
     """The connection ends before the body was read, of which the Hub keeps nothing."""
     head = f"POST /hub/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99000000\r\n\r\n"
     with socket.create_connection((hub.hub_ip, hub.hub_port), timeout=60) as connection:
@@ -347,7 +347,7 @@ def test_our_pages_take_no_large_body(hub: PayingHub, path: str) -> None:
 # Links.
 
 
-def test_a_link_starts_nothing_whatever_it_says(hub: PayingHub) -> None:
+def test_launch_link_never_starts_a_server(hub: PayingHub) -> None:
     session = hub.login("emil")
 
     def follow(query: str) -> requests.Response:
@@ -386,7 +386,7 @@ def test_a_link_starts_nothing_whatever_it_says(hub: PayingHub) -> None:
     assert "gpuspawner-by-link" not in plain.text
 
 
-def test_ten_thousand_environments(hub: CatalogHub) -> None:
+def test_catalog_handles_ten_thousand_environments(hub: CatalogHub) -> None:
     """Edited in while the hub runs; the pages and the form show some, and lead to all."""
     many = [{"slug": f"e{n}", "display_name": f"Number {n}", "image": "x"} for n in range(10_000)]
     hub.form("gerd")
@@ -423,7 +423,7 @@ def message(answer: requests.Response) -> str:
     return said
 
 
-def test_who_may_sees_what_is_for_their_group(hub: PayingHub) -> None:
+def test_group_member_sees_group_environments(hub: PayingHub) -> None:
     hub.api("POST", "groups/staff").raise_for_status()
     hub.api("POST", "users/fritz").raise_for_status()
     hub.api("POST", "groups/staff/users", json={"users": ["fritz"]}).raise_for_status()
@@ -482,7 +482,7 @@ def edited(hub: CatalogHub) -> Iterator[CatalogHub]:
     wait_for(lambda: "4 environments" in get(hub, "environments").text, "the edit", timeout=30)
 
 
-def test_an_edit_counts_without_a_restart(edited: CatalogHub) -> None:
+def test_catalog_edit_applies_without_a_restart(edited: CatalogHub) -> None:
     assert "Number two" in edited.form("ada")
     edited.write(EDITED.replace("Number two", "Second to none"))
     assert "Second to none" in edited.form("ada")
@@ -492,7 +492,7 @@ def test_an_edit_counts_without_a_restart(edited: CatalogHub) -> None:
     assert lease.environment == "new"
 
 
-def test_a_broken_edit_is_for_admins_and_changes_nothing(edited: CatalogHub) -> None:
+def test_broken_catalog_edit_is_shown_only_to_admins(edited: CatalogHub) -> None:
     assert "Number two" in edited.form("ada")
     edited.write(EDITED + "      - {slug: new, image: none, colour: red}\n")
     told = f"{edited.file}, line 15: environment &#39;new&#39; has an unknown key &#39;colour&#39;"
@@ -509,7 +509,7 @@ def test_a_broken_edit_is_for_admins_and_changes_nothing(edited: CatalogHub) -> 
     assert "Only admins see this" not in edited.form(ADMIN)
 
 
-def test_an_environment_that_is_gone_ends_the_wait_for_it_in_words(edited: CatalogHub) -> None:
+def test_removing_an_environment_refuses_its_tickets(edited: CatalogHub) -> None:
     fill(edited, "bob", "cleo", "dan")
     (ticket,) = line_up(edited, "eve", environment="two")
     edited.write(EDITED.replace("slug: two", "slug: too"))
@@ -525,7 +525,7 @@ def test_an_environment_that_is_gone_ends_the_wait_for_it_in_words(edited: Catal
     assert notice.kind is NoticeKind.TICKET_ENDED and why.rstrip("?") in notice.body
 
 
-def test_an_edit_of_what_an_environment_needs_costs_nobody_their_place(edited: CatalogHub) -> None:
+def test_editing_requirements_keeps_waiting_tickets(edited: CatalogHub) -> None:
     fill(edited, "bob", "cleo", "dan")
     (ticket,) = line_up(edited, "ned", environment="two")
     needs = "slug: two, min_driver: '550.54', min_cuda: '12.4'"
@@ -536,7 +536,7 @@ def test_an_edit_of_what_an_environment_needs_costs_nobody_their_place(edited: C
     assert edited.services.queue.ticket(ticket.id).outcome == "granted"
 
 
-def test_an_environment_that_is_gone_and_was_had_last_time(edited: CatalogHub) -> None:
+def test_start_with_a_removed_environment_is_refused(edited: CatalogHub) -> None:
     edited.start_server("fay", environment="two", gpus=0)
     edited.stop_server("fay")
     edited.write(EDITED.replace("slug: two", "slug: 'off'"))
@@ -546,7 +546,7 @@ def test_an_environment_that_is_gone_and_was_had_last_time(edited: CatalogHub) -
     assert edited.start_server("fay", environment="one", gpus=0).environment == "one"
 
 
-def test_choices_within_an_environment_reach_the_server(edited: CatalogHub) -> None:
+def test_environment_options_reach_the_server(edited: CatalogHub) -> None:
     def variables(user: str) -> dict[str, str]:
         seen = map(environment_of, edited.children_left())
         return next(each for each in seen if each.get("JUPYTERHUB_USER") == user)
@@ -568,13 +568,13 @@ def test_choices_within_an_environment_reach_the_server(edited: CatalogHub) -> N
     assert "must hold texts such as 'memory=large'" in message(wrong)
 
 
-def test_an_environment_may_need_a_gpu(edited: CatalogHub) -> None:
+def test_environment_can_require_a_gpu(edited: CatalogHub) -> None:
     refused = edited.spawn("jon", {"environment": "needy", "gpus": 0})
     assert message(refused) == "needy does not run without a GPU. Ask for 1 or more."
     assert len(edited.start_server("jon", environment="needy").devices) == 1
 
 
-def test_markup_stays_words_on_every_page(edited: CatalogHub) -> None:
+def test_environment_markup_is_escaped_on_every_page(edited: CatalogHub) -> None:
     bad = '<script>alert("file")</script><img src=x onerror=alert("file")>'
     (edited.file.parent / "wild.md").write_text(f"{bad}\n\n[x](javascript:alert(1))")
     (edited.file.parent / "wild.txt").write_text(f"{bad}==1.0\n")
@@ -609,7 +609,7 @@ def test_markup_stays_words_on_every_page(edited: CatalogHub) -> None:
     assert refused.startswith("You may not use the environment 'wild'")
 
 
-def test_the_schema_for_editors_is_there_for_everybody(edited: CatalogHub) -> None:
+def test_catalog_schema_is_public(edited: CatalogHub) -> None:
     answer = requests.get(f"{edited.url}/services/gpu/catalog.schema.json", timeout=SOON)
     assert answer.status_code == 200
     jsonschema.Draft202012Validator.check_schema(answer.json())

@@ -114,7 +114,7 @@ def assert_charged_exactly(hub: PayingHub, lease: Lease, life: Lifetime) -> None
 
 
 @pytest.mark.parametrize("who", ["hub", "service", *(["both"] if SOAK else [])])
-def test_steps_during_a_session(hub: ClockHub, who: str) -> None:
+def test_clock_steps_do_not_change_the_charge(hub: ClockHub, who: str) -> None:
     lease = hub.start_server("ada", gpus=1, hours=1)
     life = Lifetime(lease)
     for step in STEPS:
@@ -125,7 +125,7 @@ def test_steps_during_a_session(hub: ClockHub, who: str) -> None:
 
 
 @pytest.mark.parametrize("step", [2 * HOUR, -2 * HOUR])
-def test_a_step_between_a_crash_and_a_restart(hub: ClockHub, step: int) -> None:
+def test_clock_step_while_down_keeps_charge_exact(hub: ClockHub, step: int) -> None:
     lease = hub.start_server("ada", gpus=1, hours=1)
     life = Lifetime(lease)
     hub.wait_rounds(2, "clock")  # so that the service knows the time from which this test steps

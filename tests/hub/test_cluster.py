@@ -94,7 +94,7 @@ def watch(hub: PayingHub, user: str, url: str = "", pictures: int = 1) -> reques
 # Who is told what.
 
 
-def test_a_member_sees_all_gpus_and_no_other_members_name(scene: Scene) -> None:
+def test_member_sees_all_devices_but_no_other_names(scene: Scene) -> None:
     hub = scene.hub
     page = hub.page("ada", "cluster")
     with watch(hub, "ada", pictures=2) as stream:
@@ -120,7 +120,7 @@ def test_a_member_sees_all_gpus_and_no_other_members_name(scene: Scene) -> None:
     assert [bool(some["since"]) for some in devices] == [True, True, False]
 
 
-def test_an_admin_sees_who_has_what_and_a_site_may_tell_all(scene: Scene) -> None:
+def test_names_are_shown_to_admins_or_by_setting(scene: Scene) -> None:
     hub = scene.hub
     assert "bob/secret-plan" in words(hub.page(ADMIN, "cluster"))
     with watch(hub, ADMIN) as stream:
@@ -134,7 +134,7 @@ def test_an_admin_sees_who_has_what_and_a_site_may_tell_all(scene: Scene) -> Non
         assert users == ["ada", "bob", None]
 
 
-def test_strangers_and_services_see_nothing(scene: Scene) -> None:
+def test_cluster_is_hidden_from_strangers_and_services(scene: Scene) -> None:
     hub = scene.hub
     for path in ("cluster/live", "api/cluster"):
         for token, status in (("", 401), ("made-up", 401), ("token-of-bot", 403)):
@@ -153,7 +153,7 @@ def test_strangers_and_services_see_nothing(scene: Scene) -> None:
 # As it goes on.
 
 
-def test_the_page_goes_on_by_itself(scene: Scene, browser: Browser) -> None:
+def test_cluster_page_updates_live(scene: Scene, browser: Browser) -> None:
     hub = scene.hub
     troubles: list[str] = []
     page = browser.new_page(viewport=WIDE)
@@ -192,7 +192,7 @@ def test_the_page_goes_on_by_itself(scene: Scene, browser: Browser) -> None:
     assert troubles == []
 
 
-def test_without_a_script_it_is_a_page(scene: Scene, browser: Browser) -> None:
+def test_cluster_page_works_without_javascript(scene: Scene, browser: Browser) -> None:
     context = browser.new_context(java_script_enabled=False, viewport=PHONE)
     page = context.new_page()
     sign_in(page, scene.hub, "ada", "cluster")
@@ -216,7 +216,7 @@ def some_services(folder: Path, devices: int) -> Iterator[Services]:
     services.store.close()
 
 
-def test_who_never_reads_is_let_go_and_holds_up_nobody(
+def test_stalled_stream_is_dropped_without_blocking(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = scene.hub
@@ -255,7 +255,7 @@ def test_who_never_reads_is_let_go_and_holds_up_nobody(
             pass  # what had been sent before; then the connection ends
 
 
-def test_a_member_has_so_many_streams_and_no_more(scene: Scene, tmp_path: Path) -> None:
+def test_live_streams_per_member_are_limited(scene: Scene, tmp_path: Path) -> None:
     hub = scene.hub
     with some_services(tmp_path, 2) as services, served(hub, services) as url:
         streams = [
@@ -277,7 +277,7 @@ def test_a_member_has_so_many_streams_and_no_more(scene: Scene, tmp_path: Path) 
             stream.close()
 
 
-def test_a_stream_ends_so_that_it_is_asked_again_who_watches(
+def test_live_stream_has_a_maximum_lifetime(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -298,7 +298,7 @@ def test_a_stream_ends_so_that_it_is_asked_again_who_watches(
     assert second < first <= cluster_views.LASTS, "what is left of its time"
 
 
-def test_a_store_that_is_away_is_said_and_comes_back(
+def test_live_stream_reports_errors_and_recovers(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = scene.hub
@@ -360,7 +360,9 @@ def past(scene: Scene, tmp_path: Path) -> Iterator[str]:
     services.store.close()
 
 
-def test_admins_see_who_held_and_did_not_use(scene: Scene, past: str, browser: Browser) -> None:
+def test_use_report_shows_idle_time_to_admins_only(
+    scene: Scene, past: str, browser: Browser
+) -> None:
     page = words(ask(scene.hub, ADMIN, past + "used"))
     assert "bob 1 8.00 0.30 5.70 5 % ada 1 4.00 2.85 0.15 95 %" in page
     total = "All together 2 12.00 3.15 5.85 35 %"
@@ -393,7 +395,7 @@ def test_admins_see_who_held_and_did_not_use(scene: Scene, past: str, browser: B
         assert "bob" not in answer.text
 
 
-def test_a_member_sees_what_their_gpu_did(scene: Scene, past: str, browser: Browser) -> None:
+def test_member_sees_usage_curves_of_own_device(scene: Scene, past: str, browser: Browser) -> None:
     hub = scene.hub
     told = words(ask(hub, "ada", past))
     assert "Whole session: used 45 % on average, 99 % at most; memory 49.5 of 80 GB at" in told
@@ -409,7 +411,7 @@ def test_a_member_sees_what_their_gpu_did(scene: Scene, past: str, browser: Brow
 # What falls sick.
 
 
-def test_a_gpu_falls_sick_and_comes_back(scene: Scene, browser: Browser) -> None:
+def test_sick_device_is_drained_until_it_recovers(scene: Scene, browser: Browser) -> None:
     hub, t4 = scene.hub, {"gpus": 1, "gpu_model": "T4"}
 
     def state() -> str:

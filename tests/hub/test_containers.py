@@ -55,7 +55,7 @@ def hub(module_hub: GPUHub) -> Iterator[GPUHub]:
         module_hub.stop_server(lease.server.user)
 
 
-def test_a_container_removed_behind_the_hubs_back(hub: GPUHub) -> None:
+def test_removed_container_is_settled_at_its_end(hub: GPUHub) -> None:
     hub.spawn_and_wait("ada", {"gpus": 1})
     (container,) = hub.containers()
     (lease,) = hub.open_leases("ada")
@@ -76,7 +76,7 @@ def test_a_container_removed_behind_the_hubs_back(hub: GPUHub) -> None:
     wait_for(lambda: said in service_lines(hub), "a line of it", timeout=5)
 
 
-def test_a_container_that_loses_its_gpus(hub: GPUHub, browser: Browser) -> None:
+def test_server_that_lost_devices_restarts_with_them(hub: GPUHub, browser: Browser) -> None:
     """Its member is told, and it starts again with them, though somebody waits for any."""
     hub.api("POST", "users/bea")
     for user in ("bea", "carl"):
@@ -151,7 +151,7 @@ def write(hub: GPUHub, user: str, file: str, megabytes: int) -> None:
     client.exec_start(client.exec_create(container["Id"], words, user="0")["Id"])
 
 
-def test_a_server_over_its_limit_is_stopped_and_no_other(hub: GPUHub, services: Services) -> None:
+def test_only_server_over_its_disk_limit_is_stopped(hub: GPUHub, services: Services) -> None:
     said_before = len(hub.log_text())
     for user, environment in (("eva", "instant"), ("bob", "cpu")):
         hub.spawn_and_wait(user, {"environment": environment})

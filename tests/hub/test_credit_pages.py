@@ -102,7 +102,7 @@ def past_lease(hub: PayingHub) -> Lease:
 # What it looks like, and whether everybody can use it.
 
 
-def test_pages_in_a_browser(hub: PayingHub, browser: Browser) -> None:
+def test_credit_pages_fit_and_are_accessible(hub: PayingHub, browser: Browser) -> None:
     """Nothing sticks out, nothing comes from elsewhere, and axe finds nothing serious."""
     transfer = hub.services.reports.statement_page("member:ada").entries[-1].transfer
     lease = past_lease(hub).id
@@ -129,7 +129,7 @@ def test_pages_in_a_browser(hub: PayingHub, browser: Browser) -> None:
     look_over_all(browser, hub, ADMIN, of_admin)
 
 
-def test_a_finding_of_axe_would_be_seen(browser: Browser) -> None:
+def test_axe_check_detects_a_missing_label(browser: Browser) -> None:
     """The check above is not blind."""
     page = browser.new_page()
     page.set_content("<html lang=en><title>x</title><main><h1>x</h1><input></main></html>")
@@ -139,7 +139,7 @@ def test_a_finding_of_axe_would_be_seen(browser: Browser) -> None:
 # A member's own.
 
 
-def test_a_member_sees_what_their_balance_means(hub: PayingHub) -> None:
+def test_member_page_shows_runway_per_device_model(hub: PayingHub) -> None:
     page = words(hub.page("ada"))
     assert re.search(r"\d+ d \d+ h on one A100-80GB \(80 GB, 4\.00 an hour\)", page)
     assert re.search(r"on one T4 \(16 GB, 1\.00 an hour\)", page)
@@ -148,7 +148,7 @@ def test_a_member_sees_what_their_balance_means(hub: PayingHub) -> None:
     assert "Receipt so far" in page
 
 
-def test_a_receipt_adds_up(hub: PayingHub) -> None:
+def test_receipt_amounts_add_up_to_the_total(hub: PayingHub) -> None:
     lease = past_lease(hub)
     page = words(hub.page("ada", f"leases/{lease.id}"))
     total = f"{lease.charged // MICRO}.{lease.charged % MICRO:06}"
@@ -162,7 +162,7 @@ def test_a_receipt_adds_up(hub: PayingHub) -> None:
     assert rows[-1]["cost"] == total
 
 
-def test_a_receipt_tells_what_the_gpus_did(hub: PayingHub) -> None:
+def test_receipt_shows_device_utilization(hub: PayingHub) -> None:
     some = past_lease(hub)
     assert "Mean use" not in words(hub.page("ada", f"leases/{some.id}"))
     began = some.granted_at.replace(minute=0, second=0, microsecond=0) - timedelta(days=2)
@@ -191,7 +191,7 @@ def test_a_receipt_tells_what_the_gpus_did(hub: PayingHub) -> None:
     ]
 
 
-def test_a_statement_as_csv_is_whole_and_harmless(hub: PayingHub) -> None:
+def test_statement_csv_is_complete_and_escaped(hub: PayingHub) -> None:
     answer = hub.page("ada", "statement.csv")
     assert 'filename="statement-member-ada.csv"' in answer.headers["Content-Disposition"]
     rows = list(csv.DictReader(io.StringIO(answer.text)))
@@ -219,7 +219,7 @@ def test_a_statement_as_csv_is_whole_and_harmless(hub: PayingHub) -> None:
         ("bob", "transfers/{transfer}", "This page is not for you."),
     ],
 )
-def test_what_is_anothers_is_refused_in_words(
+def test_member_cannot_open_pages_of_others(
     hub: PayingHub, user: str, path: str, sentence: str
 ) -> None:
     transfer = hub.services.reports.statement_page("member:ada").entries[-1].transfer
@@ -230,7 +230,7 @@ def test_what_is_anothers_is_refused_in_words(
         assert hidden not in answer.text
 
 
-def test_a_member_stops_their_server(hub: PayingHub) -> None:
+def test_member_stops_own_server_after_confirmation(hub: PayingHub) -> None:
     lease = hub.start_server("ada", "to-stop", gpus=0)
     stranger = hub.send("bob", f"leases/{lease.id}/stop", confirm="yes")
     assert stranger.status_code == 404
@@ -255,7 +255,7 @@ def press(page: Page, name: str) -> None:
         page.keyboard.press("Enter")
 
 
-def test_an_admin_gives_credits_and_takes_them_back(hub: PayingHub, browser: Browser) -> None:
+def test_admin_grants_and_reverses_credits(hub: PayingHub, browser: Browser) -> None:
     """Without JavaScript, by keyboard: given, undone by its opposite, and given again."""
     before = hub.services.ledger.member("bob").balance
     context = browser.new_context(viewport=PHONE, java_script_enabled=False)
@@ -284,7 +284,7 @@ def test_an_admin_gives_credits_and_takes_them_back(hub: PayingHub, browser: Bro
     assert "grant member:bob" in trail and "the wrong Bob" in trail
 
 
-def test_a_form_that_is_sent_twice_gives_once(hub: PayingHub) -> None:
+def test_resubmitted_grant_form_applies_once(hub: PayingHub) -> None:
     before = hub.services.ledger.member("bob").balance
     fields = {"amount": "3", "reason": "once", "confirm": "yes", "key": "0123456789abcdef"}
     assert "The credits were given." in words(
@@ -306,7 +306,7 @@ def test_a_form_that_is_sent_twice_gives_once(hub: PayingHub) -> None:
         ("5", "y" * 301, "300 is the most"),
     ],
 )
-def test_a_grant_with_a_mistake_is_shown_again(
+def test_invalid_grant_form_changes_nothing(
     hub: PayingHub, amount: str, reason: str, sentence: str
 ) -> None:
     before = hub.services.ledger.member("bob")
@@ -318,7 +318,7 @@ def test_a_grant_with_a_mistake_is_shown_again(
     assert hub.services.ledger.member("bob") == before
 
 
-def test_changes_need_our_own_form_and_an_admin(hub: PayingHub) -> None:
+def test_changes_require_an_admin_and_a_valid_form(hub: PayingHub) -> None:
     before = hub.services.ledger.member("bob")
     path = "accounts/member:bob/grant"
     fields = {"amount": "5", "reason": "x", "confirm": "yes", "key": "k"}
@@ -334,7 +334,7 @@ def test_changes_need_our_own_form_and_an_admin(hub: PayingHub) -> None:
     assert hub.services.ledger.member("bob") == before
 
 
-def test_a_session_is_refunded_once(hub: PayingHub) -> None:
+def test_session_is_refunded_only_once(hub: PayingHub) -> None:
     lease = past_lease(hub)
     path = f"leases/{lease.id}/refund"
     asked = words(hub.send(ADMIN, path, reason="the GPU was sick"))
@@ -362,7 +362,7 @@ def test_a_session_is_refunded_once(hub: PayingHub) -> None:
     assert (row["credits"], row["sessions"]) == ("0.000000", 1)
 
 
-def test_accounts_are_found(hub: PayingHub) -> None:
+def test_account_search_matches_part_of_the_name(hub: PayingHub) -> None:
     page = words(hub.page(ADMIN, "accounts?search=BO"))
     assert "member:bob" in page and "member:ada" not in page
     nobody = words(hub.page(ADMIN, "accounts?search=nobody"))
@@ -373,7 +373,7 @@ def test_accounts_are_found(hub: PayingHub) -> None:
     assert own.url.endswith("/services/gpu/")
 
 
-def test_reports_say_the_same_in_every_form(hub: PayingHub) -> None:
+def test_reports_agree_across_json_csv_and_html(hub: PayingHub) -> None:
     for by in ("member", "group", "account", "model", "environment", "week"):
         told = hub.json(ADMIN, f"usage?by={by}").json()
         rows = list(csv.reader(io.StringIO(hub.page(ADMIN, f"usage.csv?by={by}").text)))
@@ -405,7 +405,7 @@ def nobody_pays(hub: PayingHub) -> None:
 
 
 @pytest.mark.parametrize("path", ["rates", "refills", "bulk"])
-def test_they_are_for_admins(hub: PayingHub, path: str) -> None:
+def test_rates_refills_and_bulk_are_for_admins_only(hub: PayingHub, path: str) -> None:
     assert hub.page("ada", path).status_code == 403
     refused = hub.send("ada", path, confirm="yes", lines="ada,5,x", rate="0", **WEEKLY)
     assert refused.status_code == 403
@@ -421,7 +421,7 @@ def test_they_are_for_admins(hub: PayingHub, path: str) -> None:
 
 
 @pytest.mark.usefixtures("nobody_pays")
-def test_a_file_is_shown_then_given_once(hub: PayingHub) -> None:
+def test_bulk_grant_is_previewed_and_applied_once(hub: PayingHub) -> None:
     before = {user: hub.services.ledger.member(user).balance for user in ("ada", "bob")}
     lines = "\ufeffmember;amount;reason\r\nada;2.5;week 1\r\nbob;3;<week> 1\r\n"
     shown = words(hub.send(ADMIN, "bulk", lines=lines))
@@ -437,7 +437,7 @@ def test_a_file_is_shown_then_given_once(hub: PayingHub) -> None:
     assert hub.services.ledger.member("bob").balance == before["bob"] + 3 * MICRO
 
 
-def test_a_file_is_uploaded_and_confirmed(hub: PayingHub, browser: Browser) -> None:
+def test_admin_uploads_and_confirms_a_bulk_grant(hub: PayingHub, browser: Browser) -> None:
     before = hub.services.ledger.member("cleo").balance
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
@@ -463,7 +463,7 @@ def test_a_file_is_uploaded_and_confirmed(hub: PayingHub, browser: Browser) -> N
     assert hub.json("ada", "accounts/group:ml101/statement").status_code == 403
 
 
-def test_a_member_keeps_who_pays(hub: PayingHub) -> None:
+def test_member_chooses_a_default_payer(hub: PayingHub) -> None:
     hub.services.bulk_grants.grant_file(
         b"group:ml101,20", actor="kim", reason="x", open_accounts=True, again=True
     )
@@ -492,7 +492,7 @@ def test_a_member_keeps_who_pays(hub: PayingHub) -> None:
         ("ada,-5,x", "Line 1"),
     ],
 )
-def test_a_file_with_a_mistake_gives_nothing(hub: PayingHub, lines: str, sentence: str) -> None:
+def test_invalid_bulk_grant_changes_nothing(hub: PayingHub, lines: str, sentence: str) -> None:
     before = hub.services.ledger.accounts()
     answer = hub.send(ADMIN, "bulk", lines=lines, confirm="yes")
     assert answer.status_code == 400
@@ -504,7 +504,7 @@ def test_a_file_with_a_mistake_gives_nothing(hub: PayingHub, lines: str, sentenc
 # What a running server is told.
 
 
-def test_an_admin_stops_a_server_for_a_reason(hub: PayingHub, browser: Browser) -> None:
+def test_admin_stops_a_server_and_member_sees_why(hub: PayingHub, browser: Browser) -> None:
     """Without JavaScript, by keyboard; its member reads the reason."""
     lease = hub.start_server("cleo", gpus=1)
     context = browser.new_context(viewport=PHONE, java_script_enabled=False)
@@ -530,7 +530,7 @@ def test_an_admin_stops_a_server_for_a_reason(hub: PayingHub, browser: Browser) 
     assert (again.status_code, "has stopped already" in again.text) == (409, True)
 
 
-def test_a_stop_needs_an_admin_and_a_reason(hub: PayingHub) -> None:
+def test_stop_requires_an_admin_and_a_reason(hub: PayingHub) -> None:
     lease = hub.start_server("cleo", "kept", gpus=0)
     path = f"leases/{lease.id}/stop"
     assert hub.send("ada", path, reason="x", confirm="yes").status_code == 404
@@ -541,7 +541,7 @@ def test_a_stop_needs_an_admin_and_a_reason(hub: PayingHub) -> None:
     assert hub.services.leases.get(lease.id).outcome == "" and hub.server("cleo", "kept")
 
 
-def test_credits_are_given_until_a_day(hub: PayingHub) -> None:
+def test_granted_credits_can_expire_on_a_date(hub: PayingHub) -> None:
     """By the clock of the hub's own zone for dates: Vienna's."""
     path, sent = "accounts/member:bob/grant", {"amount": "7", "reason": "term", "key": "term-7"}
     asked = words(hub.send(ADMIN, path, until="2999-07-01", **sent))
@@ -560,7 +560,7 @@ def test_credits_are_given_until_a_day(hub: PayingHub) -> None:
 # Rates and refills.
 
 
-def test_a_rate_is_set_and_removed(hub: PayingHub) -> None:
+def test_admin_sets_and_removes_a_rate(hub: PayingHub) -> None:
     fields = {"rate": "7.25", "model": "A100", "environment": "course", "reason": "a course"}
     before = hub.services.prices.all_rates().rates
     asked = words(hub.send(ADMIN, "rates", **fields))
@@ -589,7 +589,7 @@ def test_a_rate_is_set_and_removed(hub: PayingHub) -> None:
         ({"reason": "x" * 400}, "300 is the most"),
     ],
 )
-def test_a_rate_with_a_mistake_changes_nothing(
+def test_invalid_rate_changes_nothing(
     hub: PayingHub, fields: dict[str, str], sentence: str
 ) -> None:
     before = hub.services.prices.all_rates().rates
@@ -601,7 +601,7 @@ def test_a_rate_with_a_mistake_changes_nothing(
     assert hub.services.prices.all_rates().rates == before
 
 
-def test_a_refill_is_previewed_made_and_ended(hub: PayingHub) -> None:
+def test_admin_previews_creates_and_ends_a_refill(hub: PayingHub) -> None:
     asked = words(hub.send(ADMIN, "refills", **WEEKLY))
     assert "Make this refill?" in asked
     assert "50.00 credits to 2 accounts: member:ada 25.00, member:bob 25.00" in asked
@@ -630,9 +630,7 @@ def test_a_refill_is_previewed_made_and_ended(hub: PayingHub) -> None:
         ({"reason": ""}, "The reason is missing"),
     ],
 )
-def test_a_refill_with_a_mistake_is_not_made(
-    hub: PayingHub, fields: dict[str, str], sentence: str
-) -> None:
+def test_invalid_refill_is_rejected(hub: PayingHub, fields: dict[str, str], sentence: str) -> None:
     answer = hub.send(ADMIN, "refills", confirm="yes", **{**WEEKLY, **fields})
     assert answer.status_code == 400
     assert sentence in words(answer)

@@ -75,7 +75,7 @@ def pending(hub: GPUHub, member: str) -> bool:
     return server is not None and server["pending"] == "spawn"
 
 
-def test_a_start_while_the_database_is_locked(hub: GPUHub, member: str) -> None:
+def test_start_fails_cleanly_on_a_locked_database(hub: GPUHub, member: str) -> None:
     hub.spawn_and_wait("bystander", {"gpus": 1})
     hub.browser_of(member)
     hub.spawn_and_wait(member, {"environment": "cpu"})
@@ -99,7 +99,7 @@ def test_a_start_while_the_database_is_locked(hub: GPUHub, member: str) -> None:
     hub.stop_server("bystander")
 
 
-def test_cancelled_while_it_waits_for_the_database(hub: GPUHub, member: str) -> None:
+def test_start_cancelled_during_lock_leaves_no_lease(hub: GPUHub, member: str) -> None:
     """The grant that comes after all is given back at once."""
     hub.api("POST", f"users/{member}")
     asking = threading.Thread(target=lambda: hub.spawn(member, {"gpus": 1}))
@@ -118,7 +118,7 @@ def test_cancelled_while_it_waits_for_the_database(hub: GPUHub, member: str) -> 
     assert not hub.containers()
 
 
-def test_locked_between_the_grant_and_the_start(hub: GPUHub) -> None:
+def test_database_locked_after_grant_fails_the_start(hub: GPUHub) -> None:
     member = "slow-one"
     hub.api("POST", f"users/{member}")
     answer: list[requests.Response] = []
@@ -139,7 +139,7 @@ def test_locked_between_the_grant_and_the_start(hub: GPUHub) -> None:
     hub.stop_server(member)
 
 
-def test_a_stop_while_the_database_is_locked(
+def test_stop_on_locked_database_is_charged_exactly(
     hub: GPUHub, engine: PrivateEngine, member: str
 ) -> None:
     hub.spawn_and_wait(member, {"gpus": 1})
@@ -159,7 +159,7 @@ def test_a_stop_while_the_database_is_locked(
     hub.stop_server(member)
 
 
-def test_a_server_whose_lease_ended_before_it_answered_does_not_run(hub: GPUHub) -> None:
+def test_server_does_not_start_after_its_lease_ended(hub: GPUHub) -> None:
     """Whoever ended it, the device may be somebody else's by now."""
     services = open_services(hub.database_url, device_source="simulated:2xT4")
     (hub.folder / "go-on").unlink(missing_ok=True)  # of the test before
@@ -219,7 +219,7 @@ def asked_in_vain(port: int) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_a_locked_database_and_the_line(hubs: None, tmp_path: Path) -> None:
+def test_locked_database_does_not_lose_tickets(hubs: None, tmp_path: Path) -> None:
     with PayingHub(tmp_path / "hub", LINE + COUNTED + IMPATIENT) as hub:
         fill(hub, "ada", "bob", "cleo")
         before = line_up(hub, "dan", "eve")
@@ -228,7 +228,9 @@ def test_a_locked_database_and_the_line(hubs: None, tmp_path: Path) -> None:
         _goes_on(hub, before)
 
 
-def test_a_database_that_is_gone(hubs: None, tmp_path: Path, postgres: PrivatePostgres) -> None:
+def test_database_outage_keeps_sessions_and_tickets(
+    hubs: None, tmp_path: Path, postgres: PrivatePostgres
+) -> None:
     """Whoever asks reads a sentence, who runs runs, who waits waits, and the service says once
     that its database is away."""
     url = postgres.fresh_database()

@@ -219,7 +219,7 @@ def check_nothing_runs(demo: DemoProcess, processes: list[psutil.Process]) -> No
         assert services.leases.open_leases() == []
 
 
-def test_without_docker(local: DemoProcess) -> None:
+def test_demo_runs_without_docker(local: DemoProcess) -> None:
     local.start()
     said = local.said()
     assert "GPUs: simulating 4 (2 x A100-80GB, 2 x T4)" in said
@@ -264,7 +264,7 @@ def test_without_docker(local: DemoProcess) -> None:
     check_nothing_runs(local, processes)
 
 
-def test_with_docker(docker: DemoProcess, clean_engine: PrivateEngine) -> None:
+def test_demo_runs_servers_in_docker(docker: DemoProcess, clean_engine: PrivateEngine) -> None:
     docker.start()
     assert f"Servers: in Docker, from the image {images.BASE}" in docker.said()
 
@@ -295,7 +295,7 @@ def test_with_docker(docker: DemoProcess, clean_engine: PrivateEngine) -> None:
     assert docker.interrupt() == 0
 
 
-def test_with_the_gpus_of_this_machine(
+def test_demo_uses_the_gpus_of_the_host(
     docker: DemoProcess, clean_engine: PrivateEngine, tmp_path: Path
 ) -> None:
     """As NVML shows them (here a stand-in); a container proves that the engine hands them over."""
@@ -338,7 +338,7 @@ def test_with_the_gpus_of_this_machine(
         ({"GPUSPAWNER_DEMO_DIR": "/proc/demo"}, "The folder /proc/demo cannot be used"),
     ],
 )
-def test_what_cannot_be_used_is_a_sentence(
+def test_demo_reports_unusable_settings(
     environment: dict[str, str], sentence: str, local: DemoProcess
 ) -> None:
     local.environment |= environment
@@ -347,7 +347,7 @@ def test_what_cannot_be_used_is_a_sentence(
     assert sentence in local.said() and "Traceback" not in local.said()
 
 
-def test_a_taken_port_a_taken_folder_and_a_hub_that_is_killed(local: DemoProcess) -> None:
+def test_demo_handles_conflicts_and_a_killed_hub(local: DemoProcess) -> None:
     """The first two are sentences; of a dead hub nothing is left, and its member pays up to when
     the server was last seen."""
     local.environment["GPUSPAWNER_DEMO_PASSWORD"] = "chosen by the newcomer"

@@ -160,7 +160,7 @@ def environment_of(container: dict[str, Any]) -> dict[str, str]:
     return dict(item.split("=", 1) for item in container["Config"]["Env"])
 
 
-def test_three_lines_in_and_out_again(club: Club) -> None:
+def test_gpuspawner_can_be_added_and_removed_cleanly(club: Club) -> None:
     # Today.
     ada, bob = club.visitor("ada"), club.visitor("bob")
     ada.spawn({"course": "ml"})

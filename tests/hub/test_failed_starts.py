@@ -134,7 +134,7 @@ def assert_next_start_works(hub: GPUHub, user: str) -> None:
     hub.stop_server("another")
 
 
-def test_image_missing(hub: GPUHub, member: str) -> None:
+def test_missing_image_is_explained_and_costs_nothing(hub: GPUHub, member: str) -> None:
     assert fails(hub, member, "absent") == (
         500,
         "Your server did not start: the image gpuspawner/nowhere:1 is not on this machine, and "
@@ -144,7 +144,7 @@ def test_image_missing(hub: GPUHub, member: str) -> None:
     assert_next_start_works(hub, member)
 
 
-def test_pull_fails(hub: GPUHub, member: str) -> None:
+def test_failed_pull_is_explained_and_costs_nothing(hub: GPUHub, member: str) -> None:
     status, sentence = fails(hub, member, "unreachable")
     start = "Your server did not start: the image 127.0.0.1:1/gpuspawner/nowhere:1 could not be "
     assert status == 500 and sentence.startswith(f"{start}pulled (")
@@ -154,7 +154,7 @@ def test_pull_fails(hub: GPUHub, member: str) -> None:
     assert_next_start_works(hub, member)
 
 
-def test_container_exits_at_once(hub: GPUHub, member: str) -> None:
+def test_early_exit_is_explained_and_costs_nothing(hub: GPUHub, member: str) -> None:
     assert fails(hub, member, "exits") == (
         500,
         "Your server did not start: it exited at once with code 3. Nothing was charged.",
@@ -166,7 +166,7 @@ def test_container_exits_at_once(hub: GPUHub, member: str) -> None:
     assert_next_start_works(hub, member)
 
 
-def test_the_reason_is_said_however_long_it_takes_to_clear_away(hub: GPUHub) -> None:
+def test_failure_reason_survives_a_slow_cleanup(hub: GPUHub) -> None:
     """The Hub gives up looking on after ten seconds, and asks whether the server lives."""
     assert fails(hub, "tidy", "exits") == (
         500,
@@ -175,7 +175,7 @@ def test_the_reason_is_said_however_long_it_takes_to_clear_away(hub: GPUHub) -> 
     assert_cost_nothing(hub, "tidy")
 
 
-def test_server_never_answers(hub: GPUHub, member: str) -> None:
+def test_silent_server_is_explained_and_costs_nothing(hub: GPUHub, member: str) -> None:
     assert fails(hub, member, "silent") == (
         500,
         "Your server did not start: it did not answer within 2 seconds. Nothing was charged.",
@@ -185,7 +185,7 @@ def test_server_never_answers(hub: GPUHub, member: str) -> None:
     assert_next_start_works(hub, member)
 
 
-def test_start_times_out(hub: GPUHub, member: str) -> None:
+def test_start_timeout_is_explained_and_costs_nothing(hub: GPUHub, member: str) -> None:
     status, sentence = fails(hub, member, "crawling")
     start = "Your server did not start: it was not up within 5 seconds (it got as far as: "
     assert status == 500 and sentence.startswith(f"{start}Pulling 127.0.0.1:"), sentence
@@ -194,7 +194,7 @@ def test_start_times_out(hub: GPUHub, member: str) -> None:
     assert_next_start_works(hub, member)
 
 
-def test_server_may_answer_or_die_after_the_start_timeout(
+def test_http_timeout_applies_after_container_start(
     hub: GPUHub, member: str, engine: PrivateEngine
 ) -> None:
     """``start_timeout`` ends with the container's start; then ``http_timeout`` counts."""
@@ -247,7 +247,9 @@ def events_of(hub: GPUHub, member: str) -> list[dict[str, Any]]:
         ("absent", "pulling is off"),
     ],
 )
-def test_pages_say_the_same(hub: GPUHub, member: str, environment: str, sentence: str) -> None:
+def test_start_failure_is_explained_on_the_pages(
+    hub: GPUHub, member: str, environment: str, sentence: str
+) -> None:
     """By the form: in its red box when it fails at once, else on the page that waits."""
     page = hub.send_form(member, {"environment": environment, "gpus": "1"})
     assert_in_words(page.text)
@@ -271,7 +273,7 @@ def test_pages_say_the_same(hub: GPUHub, member: str, environment: str, sentence
     assert form.ok and "1 of 1 GPU free" in text_of(form.text)
 
 
-def test_engine_down(hub: GPUHub, member: str, gate: Gate) -> None:
+def test_engine_outage_refuses_starts_at_no_cost(hub: GPUHub, member: str, gate: Gate) -> None:
     gate.shut()
     try:
         assert fails(hub, member, "instant") == (
@@ -285,7 +287,7 @@ def test_engine_down(hub: GPUHub, member: str, gate: Gate) -> None:
     assert_next_start_works(hub, member)
 
 
-def test_engine_dies_under_a_start(hub: GPUHub, member: str, gate: Gate) -> None:
+def test_engine_outage_during_start_keeps_the_device(hub: GPUHub, member: str, gate: Gate) -> None:
     """Nobody can say whether the container lives: the device stays, until somebody can."""
     answers = hub.ask_and_go("POST", member, {"environment": "patient", "gpus": 1})
     wait_for(lambda: _running(hub), "the container")
@@ -310,7 +312,9 @@ def test_engine_dies_under_a_start(hub: GPUHub, member: str, gate: Gate) -> None
     answers.join()
 
 
-def test_engine_killed_and_started_again(hub: GPUHub, member: str, engine: PrivateEngine) -> None:
+def test_start_fails_only_while_the_engine_is_down(
+    hub: GPUHub, member: str, engine: PrivateEngine
+) -> None:
     engine.kill9()
     try:
         assert fails(hub, member, "instant")[0] == 503
@@ -323,7 +327,7 @@ def test_engine_killed_and_started_again(hub: GPUHub, member: str, engine: Priva
 # Cancelled.
 
 
-def test_cancelled_while_the_image_is_pulled(hub: GPUHub, member: str) -> None:
+def test_start_cancelled_during_pull_costs_nothing(hub: GPUHub, member: str) -> None:
     answers = hub.ask_and_go("POST", member, {"environment": "hanging", "gpus": 1})
     wait_for(lambda: hub.open_leases(member), "the lease")
     assert "Pulling 127.0.0.1:" in list(islice(hub.events(member), 3))[-1]["message"]
@@ -333,7 +337,7 @@ def test_cancelled_while_the_image_is_pulled(hub: GPUHub, member: str) -> None:
     assert_next_start_works(hub, member)
 
 
-def test_cancelled_while_the_server_comes_up(hub: GPUHub, member: str) -> None:
+def test_start_cancelled_before_ready_costs_nothing(hub: GPUHub, member: str) -> None:
     answers = hub.ask_and_go("POST", member, {"environment": "patient", "gpus": 1})
     wait_for(lambda: _running(hub), "the container")
     page = hub.open_page(member, f"/hub/spawn-pending/{member}")
@@ -344,7 +348,7 @@ def test_cancelled_while_the_server_comes_up(hub: GPUHub, member: str) -> None:
     assert_next_start_works(hub, member)
 
 
-def test_cancelled_at_any_moment(
+def test_cancelled_starts_are_charged_only_if_running(
     hub: GPUHub, member: str, rounds: Rounds, chance: random.Random
 ) -> None:
     """Stopped again and again after some hundredths of a second."""

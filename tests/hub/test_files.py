@@ -113,7 +113,7 @@ def hub(
 # A new workspace.
 
 
-def test_the_first_sign_in_opens_the_workspace(hub: FilesHub) -> None:
+def test_first_sign_in_creates_the_workspace(hub: FilesHub) -> None:
     """It is there before any start."""
     folder = hub.files / "members" / "dora"
     assert not folder.exists()
@@ -125,7 +125,7 @@ def test_the_first_sign_in_opens_the_workspace(hub: FilesHub) -> None:
 # A full workspace.
 
 
-def test_a_full_workspace_opens_a_server_without_a_gpu_to_clean_up(hub: FilesHub) -> None:
+def test_full_workspace_refuses_gpus_until_cleaned_up(hub: FilesHub) -> None:
     hub.write("anna", 6_000_000)
     before = hub.records()
     refused = hub.spawn("anna", {"gpus": 1})
@@ -148,7 +148,7 @@ def test_a_full_workspace_opens_a_server_without_a_gpu_to_clean_up(hub: FilesHub
     assert "of 5.0 MB." in text_of(hub.open_page("anna", "/hub/spawn").text)
 
 
-def test_a_group_has_a_quota_of_its_own(hub: FilesHub) -> None:
+def test_group_quota_overrides_the_default(hub: FilesHub) -> None:
     hub.browser_of("lara")
     hub.write("lara", 6_000_000)
     assert "of 1.0 GB." in text_of(hub.open_page("lara", "/hub/spawn").text)
@@ -158,7 +158,7 @@ def test_a_group_has_a_quota_of_its_own(hub: FilesHub) -> None:
     assert (known.source, known.quota) == (str(hub.files / "members" / "lara"), 2**30)
 
 
-def test_what_symlinks_point_to_is_not_counted(hub: FilesHub) -> None:
+def test_symlink_targets_do_not_count_towards_quota(hub: FilesHub) -> None:
     outside = hub.files / "outside"
     outside.mkdir(exist_ok=True)
     (outside / "huge").write_bytes(os.urandom(8_000_000))
@@ -171,7 +171,7 @@ def test_what_symlinks_point_to_is_not_counted(hub: FilesHub) -> None:
     hub.stop_server("bert")
 
 
-def test_an_admin_who_has_a_workspace_in_hand_keeps_servers_away(hub: FilesHub) -> None:
+def test_server_cannot_start_on_a_claimed_workspace(hub: FilesHub) -> None:
     source = str(hub.files / "members" / "carl")
     hub.spawn_and_wait("carl", {"gpus": 0})
     hub.stop_server("carl")
@@ -193,7 +193,7 @@ def test_an_admin_who_has_a_workspace_in_hand_keeps_servers_away(hub: FilesHub) 
 # Shared folders.
 
 
-def test_a_folder_is_shared_read_and_left(hub: FilesHub) -> None:
+def test_shared_folder_is_mounted_for_invited_members(hub: FilesHub) -> None:
     made = hub.rest("anna", "POST", name="Daten für alle").json()
     place = hub.files / "folders" / made["id"]
     assert not place.exists()
@@ -223,7 +223,7 @@ def test_a_folder_is_shared_read_and_left(hub: FilesHub) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../etc", "a/b", "a:ro", "..", "x\n", "{username}", ""])
-def test_no_name_becomes_a_path(hub: FilesHub, name: str) -> None:
+def test_unsafe_shared_folder_names_are_rejected(hub: FilesHub, name: str) -> None:
     before = [some.id for some in hub.services.shared_folders.all_folders()]
     refused = hub.rest("carl", "POST", name=name)
     assert (refused.status_code, refused.json()["error"]) == (400, "invalid_request")
@@ -231,7 +231,7 @@ def test_no_name_becomes_a_path(hub: FilesHub, name: str) -> None:
     assert [some.id for some in hub.services.shared_folders.all_folders()] == before
 
 
-def test_a_stranger_learns_nothing_of_a_folder(hub: FilesHub) -> None:
+def test_stranger_cannot_detect_a_shared_folder(hub: FilesHub) -> None:
     made = hub.rest("anna", "POST", name="Private").json()
     for action, body in (
         ("accept", {}),
@@ -256,7 +256,7 @@ def test_a_stranger_learns_nothing_of_a_folder(hub: FilesHub) -> None:
     hub.rest("anna", "POST", f"/{made['id']}/delete", name="Private").raise_for_status()
 
 
-def test_who_is_removed_at_the_hub_has_nothing_more(hub: FilesHub) -> None:
+def test_removed_user_loses_all_shared_folders(hub: FilesHub) -> None:
     hub.browser_of("dora")
     owned = hub.rest("dora", "POST", name="Dora's").json()
     given = hub.rest("anna", "POST", name="For Dora").json()
@@ -278,7 +278,7 @@ def test_who_is_removed_at_the_hub_has_nothing_more(hub: FilesHub) -> None:
         hub.rest("anna", "POST", f"/{some['id']}/delete", name=some["name"]).raise_for_status()
 
 
-def test_the_pages_by_hand(hub: FilesHub, browser: Browser) -> None:
+def test_shared_folders_are_managed_in_the_browser(hub: FilesHub, browser: Browser) -> None:
     """Make, invite, accept, delete: in a browser without JavaScript, wide and on a phone."""
     anna = browser.new_context(viewport=WIDE, java_script_enabled=False).new_page()
     carl = browser.new_context(viewport=PHONE).new_page()
@@ -328,9 +328,7 @@ def test_the_pages_by_hand(hub: FilesHub, browser: Browser) -> None:
 # Images of their own.
 
 
-def test_an_image_of_ones_own_takes_the_place_of_the_environments(
-    hub: FilesHub, registry: SlowRegistry
-) -> None:
+def test_own_image_replaces_the_environment_image(hub: FilesHub, registry: SlowRegistry) -> None:
     own = f"{registry.repository}:good"
     assert hub.spawn("anna", {"environment": "instant", "gpus": 1, "own_image": own}).ok
     hub.wait_server("anna", timeout=90)
@@ -345,9 +343,7 @@ def test_an_image_of_ones_own_takes_the_place_of_the_environments(
     hub.stop_server("anna")
 
 
-def test_what_is_not_there_is_said_before_anything_is_leased(
-    hub: FilesHub, registry: SlowRegistry
-) -> None:
+def test_missing_own_image_fails_before_any_lease(hub: FilesHub, registry: SlowRegistry) -> None:
     before = hub.records()
     refused = hub.spawn("anna", {"gpus": 1, "own_image": f"{registry.repository}:missing"})
     assert refused.status_code == 503
@@ -357,7 +353,7 @@ def test_what_is_not_there_is_said_before_anything_is_leased(
     assert hub.records() == before and hub.containers() == []
 
 
-def test_what_is_not_scanned_does_not_start_and_does_not_stay(
+def test_unscanned_own_image_is_refused_and_removed(
     hub: FilesHub, engine: PrivateEngine, registry: SlowRegistry
 ) -> None:
     own = f"{registry.repository}:bad"
@@ -381,7 +377,7 @@ def test_what_is_not_scanned_does_not_start_and_does_not_stay(
         ("anna", "../../etc", 400, "write an image as for docker pull"),
     ],
 )
-def test_what_may_not_be_brought(
+def test_disallowed_own_image_is_refused(
     hub: FilesHub, user: str, image: str, status: int, says: str
 ) -> None:
     before = hub.records()
@@ -390,6 +386,6 @@ def test_what_may_not_be_brought(
     assert hub.records() == before
 
 
-def test_the_form_has_the_field_for_those_who_may(hub: FilesHub) -> None:
+def test_spawn_form_shows_own_image_only_if_permitted(hub: FilesHub) -> None:
     assert 'name="own_image"' in hub.open_page("anna", "/hub/spawn").text
     assert 'name="own_image"' not in hub.open_page("bert", "/hub/spawn").text

@@ -103,7 +103,7 @@ def assert_paid_exactly(hub: GPUHub, lease: Lease) -> None:
     assert hub.balance(lease.server.user) == GRANT * MICRO - now.charged - others
 
 
-def test_running_servers_live_through_it(hub: GPUHub, member: str) -> None:
+def test_running_servers_survive_a_hub_kill(hub: GPUHub, member: str) -> None:
     for user in (member, f"{member}-two"):
         hub.spawn_and_wait(user, {"gpus": 1})
     before = hub.open_leases()
@@ -127,7 +127,7 @@ def test_running_servers_live_through_it(hub: GPUHub, member: str) -> None:
     hub.spawn_and_wait(f"{member}-three", {"gpus": 1})
 
 
-def test_another_hub_on_the_same_engine_is_left_alone(
+def test_hub_leaves_servers_of_other_hubs_alone(
     hubs: None, hub: GPUHub, engine: PrivateEngine, tmp_path: Path
 ) -> None:
     """A first start ends what nobody owns; a lease of another store is somebody's."""
@@ -144,7 +144,7 @@ def test_another_hub_on_the_same_engine_is_left_alone(
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
-def test_a_renamed_member_keeps_the_server(hub: GPUHub, member: str, restart: bool) -> None:
+def test_renamed_member_keeps_the_running_server(hub: GPUHub, member: str, restart: bool) -> None:
     hub.spawn_and_wait(member, {"gpus": 1})
     [lease] = hub.open_leases()
     [container] = hub.containers()
@@ -166,7 +166,7 @@ def test_a_renamed_member_keeps_the_server(hub: GPUHub, member: str, restart: bo
     hub.spawn_and_wait(f"{member}-next", ALL)
 
 
-def test_servers_that_ended_meanwhile_are_settled(
+def test_servers_ended_while_hub_is_down_are_settled(
     hub: GPUHub, member: str, engine: PrivateEngine
 ) -> None:
     """One was killed, one is removed."""
@@ -191,7 +191,7 @@ def test_servers_that_ended_meanwhile_are_settled(
     assert [c["Labels"][LABEL_LEASE] for c in hub.containers()] == [hub.open_leases()[0].id]
 
 
-def test_the_container_of_a_settled_lease_is_removed(
+def test_container_of_a_settled_lease_is_removed(
     hub: GPUHub, member: str, engine: PrivateEngine
 ) -> None:
     """Killed during a stop, the hub leaves the lease to the accounting service."""
@@ -210,7 +210,7 @@ def test_the_container_of_a_settled_lease_is_removed(
     assert_paid_exactly(hub, lease)
 
 
-def test_killed_in_the_middle_of_two_starts(hub: GPUHub, member: str) -> None:
+def test_starts_interrupted_by_a_kill_cost_nothing(hub: GPUHub, member: str) -> None:
     """With the container up but not its server, and before there is a container."""
     members = {f"{member}-{environment}": environment for environment in ("silent", "hanging")}
     for user, environment in members.items():
@@ -231,7 +231,7 @@ def test_killed_in_the_middle_of_two_starts(hub: GPUHub, member: str) -> None:
         hub.spawn_and_wait(user, {"environment": "cpu"})
 
 
-def test_a_start_that_the_next_hub_adopts_is_charged_from_its_start(
+def test_adopted_server_is_charged_from_its_start(
     hub: GPUHub, engine: PrivateEngine, member: str
 ) -> None:
     """There is no accounting service here: the hub itself sees that the server answers."""
@@ -257,7 +257,7 @@ def test_a_start_that_the_next_hub_adopts_is_charged_from_its_start(
     assert ended.charged / MICRO == pytest.approx(lived, abs=0.5)
 
 
-def test_nothing_is_granted_before_all_is_known(hub: GPUHub, member: str, gate: Gate) -> None:
+def test_hub_grants_nothing_until_the_engine_answers(hub: GPUHub, member: str, gate: Gate) -> None:
     hub.spawn_and_wait(member, {"gpus": 1})
     [lease] = hub.open_leases()
     hub.browser_of(f"{member}-two")
@@ -285,7 +285,7 @@ def test_nothing_is_granted_before_all_is_known(hub: GPUHub, member: str, gate: 
     assert_paid_exactly(hub, lease)
 
 
-def test_told_to_end_while_an_image_is_pulled(hub: GPUHub, member: str) -> None:
+def test_hub_shuts_down_during_an_image_pull(hub: GPUHub, member: str) -> None:
     """A service manager's stop is not held up by what may take an hour."""
     hub.ask_and_go("POST", member, ALL | {"environment": "hanging"})
     wait_for(lambda: hub.open_leases(member), "the lease")
@@ -300,7 +300,7 @@ def test_told_to_end_while_an_image_is_pulled(hub: GPUHub, member: str) -> None:
     assert "could not be pulled" not in hub.log_text(), "it waited for the pull to fail"
 
 
-def test_killed_between_a_stop_and_its_release(hub: GPUHub, member: str) -> None:
+def test_kill_before_release_keeps_the_exact_charge(hub: GPUHub, member: str) -> None:
     """The container is removed, and nobody has written down when: the engine still knows."""
     hub.spawn_and_wait(member, ALL)
     [lease] = hub.open_leases()
@@ -318,7 +318,7 @@ def test_killed_between_a_stop_and_its_release(hub: GPUHub, member: str) -> None
     assert_paid_exactly(hub, lease)
 
 
-def test_killed_at_any_moment_of_a_stop(
+def test_hub_killed_during_stop_recovers_consistently(
     hub: GPUHub, member: str, rounds: Rounds, chance: random.Random
 ) -> None:
     """Afterwards the server runs or has ended, and hub, leases and containers say the same."""

@@ -117,7 +117,7 @@ def gone(hub: PayingHub, user: str) -> bool:
     return hub.services.leases.of_server(ServerRef(user)) is None
 
 
-def test_who_trains_goes_on_and_who_rests_is_stopped(
+def test_only_idle_servers_are_warned_and_stopped(
     hub: PayingHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trains = hub.start_server("trains", environment="strict")

@@ -44,7 +44,7 @@ print(json.dumps([url, json.load(answer)]))
 """
 
 
-def test_hub_service_server_and_culler_with_internal_ssl(
+def test_all_components_work_with_internal_ssl(
     hubs: None, clean_engine: PrivateEngine, images: Any, tmp_path: Path
 ) -> None:
     config = CONFIG.format(gateway=clean_engine.gateway, helper=images.EXITS, port=free_port())

@@ -159,7 +159,7 @@ def type_in_terminal(page: Page, command: str) -> None:
     page.keyboard.type(f"{command}\n")
 
 
-def test_two_members(browser: Browser, hub: GPUHub) -> None:
+def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub) -> None:
     # Member 1 signs in, and sees what there is and what it costs.
     one = sign_in(browser, hub, "member1")
     form = one.locator("#spawn_form")
@@ -246,7 +246,7 @@ def test_two_members(browser: Browser, hub: GPUHub) -> None:
     assert _file(hub, "member2", "notes.txt") == "by member2"
 
 
-def test_who_waits_in_line_lands_by_itself(browser: Browser, hub: GPUHub) -> None:
+def test_waiting_member_reaches_lab_after_a_hub_kill(browser: Browser, hub: GPUHub) -> None:
     hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
     page = sign_in(browser, hub, "member6")
     start(page, "JupyterLab", "1")
@@ -274,7 +274,7 @@ def test_who_waits_in_line_lands_by_itself(browser: Browser, hub: GPUHub) -> Non
     assert lease.ticket_id, "it came from the line"
 
 
-def test_a_member_changes_their_mind(browser: Browser, hub: GPUHub) -> None:
+def test_member_can_stop_a_start_on_the_pending_page(browser: Browser, hub: GPUHub) -> None:
     """The page that waits says how far it is, and its button stops the start or leaves the line."""
     hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
     page = sign_in(browser, hub, "member4")

@@ -45,7 +45,7 @@ def shell(engine: PrivateEngine, member: str, command: str) -> str:
     return str(engine.client.exec_start(made["Id"]).decode())
 
 
-def test_files_of_the_container_itself_are_there_next_time(
+def test_kept_container_files_survive_the_next_start(
     hub: HubProcess, engine: PrivateEngine
 ) -> None:
     hub.spawn_and_wait("member1", {"gpus": 1})
@@ -79,7 +79,7 @@ def test_files_of_the_container_itself_are_there_next_time(
     hub.stop_server("member1")
 
 
-def test_a_kept_image_never_becomes_too_deep(hub: HubProcess, engine: PrivateEngine) -> None:
+def test_kept_image_layers_stay_bounded(hub: HubProcess, engine: PrivateEngine) -> None:
     depths = []
     for turn in range(5):
         hub.spawn_and_wait("member2", {"gpus": 1})
@@ -94,7 +94,7 @@ def test_a_kept_image_never_becomes_too_deep(hub: HubProcess, engine: PrivateEng
     assert 1 in depths[1:], "it was never flattened"
 
 
-def test_tokens_are_emptied_and_the_rest_is_kept() -> None:
+def test_secret_variables_are_blanked_in_kept_images() -> None:
     environment = ["PATH=/bin", "JUPYTERHUB_API_TOKEN=abc", "MY_TOKEN=x", "GPUSPAWNER_RATE=1"]
     environment.append("NVIDIA_VISIBLE_DEVICES=GPU-1")
     assert member_images.without_secrets(environment, ["NVIDIA_VISIBLE_DEVICES=void"]) == [

@@ -176,7 +176,7 @@ def is_at_rest(hub: GPUHub, member: str) -> bool:
     return server is None or bool(server["ready"])
 
 
-def test_every_second_is_charged_whichever_part_is_killed(
+def test_sessions_are_charged_exactly_despite_any_kill(
     hub_on_postgres: GPUHub,
     engine: PrivateEngine,
     postgres: PrivatePostgres,
@@ -219,7 +219,7 @@ def test_every_second_is_charged_whichever_part_is_killed(
     store.close()
 
 
-def test_nothing_leaks_wherever_the_hub_is_killed(
+def test_hub_killed_during_a_spawn_leaks_nothing(
     hub: GPUHub, engine: PrivateEngine, rounds: Rounds, chance: random.Random
 ) -> None:
     hub.spawn_and_wait("bystander", {"gpus": 1})

@@ -116,7 +116,7 @@ def ask(
     return requests.request(method, f"{base}/{path}", headers=headers, timeout=60)
 
 
-def test_a_servers_first_kernel_is_ready_and_the_next_is_another(hub: PayingHub) -> None:
+def test_first_kernel_uses_the_standby_process(hub: PayingHub) -> None:
     wait_for(lambda: "A kernel is made ready" in hub.log_text(), "a kernel in advance", timeout=60)
     whose = "import os; print(open('/proc/self/cmdline').read().split(chr(0))[1], os.getcwd())"
     first, second = (hub.kernel_run("ada", whose).split() for _ in range(2))
@@ -131,7 +131,7 @@ def test_a_servers_first_kernel_is_ready_and_the_next_is_another(hub: PayingHub)
 # What the token of a server may do.
 
 
-def test_a_server_asks_about_itself_by_the_hubs_api(hub: PayingHub, lease: Lease) -> None:
+def test_server_reads_its_own_session_via_the_hub_api(hub: PayingHub, lease: Lease) -> None:
     def now() -> dict[str, Any] | None:
         answer = ask(hub, token_of(lease), f"leases/{lease.id}/now", by_hub=True)
         assert answer.status_code == 200, answer.text
@@ -150,7 +150,7 @@ def test_a_server_asks_about_itself_by_the_hubs_api(hub: PayingHub, lease: Lease
     assert told["page"] == "/services/gpu/"
 
 
-def test_a_server_does_nothing_else_with_our_service(hub: PayingHub, lease: Lease) -> None:
+def test_server_token_is_limited_to_its_own_session(hub: PayingHub, lease: Lease) -> None:
     token = token_of(lease)
     other = hub.start_server("bob", environment="quick", gpus=0)
     second = hub.start_server("ada", "second", environment="quick", gpus=0)
@@ -181,7 +181,7 @@ def test_a_server_does_nothing_else_with_our_service(hub: PayingHub, lease: Leas
         hub.stop_server(theirs.server.user, theirs.server.name)
 
 
-def test_an_admins_server_is_no_admin(hub: PayingHub, lease: Lease) -> None:
+def test_admin_server_token_has_no_admin_rights(hub: PayingHub, lease: Lease) -> None:
     theirs = hub.start_server(ADMIN, environment="quick", gpus=0)
     token = token_of(theirs)
     assert ask(hub, token, f"leases/{theirs.id}/now").ok
@@ -195,7 +195,7 @@ def test_an_admins_server_is_no_admin(hub: PayingHub, lease: Lease) -> None:
 # What members see.
 
 
-def test_the_item_the_warnings_and_the_panel(
+def test_lab_shows_gpu_status_warnings_and_panel(
     hub: PayingHub, lease: Lease, browser: Browser
 ) -> None:
     rest(hub, lease)
@@ -267,7 +267,7 @@ def test_the_item_the_warnings_and_the_panel(
     assert errors == [], errors
 
 
-def test_a_service_that_is_away_alarms_nobody_and_the_panel_stops_the_server(
+def test_lab_survives_service_outage_and_stops_server(
     hub: PayingHub, lease: Lease, browser: Browser
 ) -> None:
     service = hub.service()
@@ -303,7 +303,7 @@ def test_a_service_that_is_away_alarms_nobody_and_the_panel_stops_the_server(
     )
 
 
-def test_jupyterlab_without_a_hub(tmp_path: Path, browser: Browser) -> None:
+def test_lab_extension_is_inactive_without_a_hub(tmp_path: Path, browser: Browser) -> None:
     """The same extensions in a plain JupyterLab add nothing, and complain about nothing."""
     port = free_port()
     command = [

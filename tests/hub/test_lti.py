@@ -121,7 +121,7 @@ def hub(
         yield hub
 
 
-def test_who_is_on_the_roster_comes_in_from_the_course(hub: PayingHub, platform: Platform) -> None:
+def test_roster_member_signs_in_from_the_course(hub: PayingHub, platform: Platform) -> None:
     page = platform.launch(hub, "Ada@lab.example")
     assert page.status_code == 200, page.text
     assert page.url.endswith("/hub/welcome/first")
@@ -130,7 +130,7 @@ def test_who_is_on_the_roster_comes_in_from_the_course(hub: PayingHub, platform:
     assert known is not None and known.by_roster
 
 
-def test_who_is_not_reads_why(hub: PayingHub, platform: Platform) -> None:
+def test_user_off_the_roster_is_refused_with_a_reason(hub: PayingHub, platform: Platform) -> None:
     page = platform.launch(hub, "bob@lab.example")
     said = text_of(page.text)
     assert page.status_code == 403
@@ -139,9 +139,7 @@ def test_who_is_not_reads_why(hub: PayingHub, platform: Platform) -> None:
     assert hub.services.members.membership("bob@lab.example") is None
 
 
-def test_a_launch_that_the_platform_did_not_sign_is_refused(
-    hub: PayingHub, platform: Platform
-) -> None:
+def test_invalid_lti_launch_is_rejected(hub: PayingHub, platform: Platform) -> None:
     forged = rsa.generate_private_key(65537, 2048)
     assert platform.launch(hub, "ada@lab.example", forged).status_code == 400
     assert platform.launch(hub, "ada@lab.example", aud="another").status_code == 401

@@ -41,7 +41,7 @@ def put_on_roster(hub: PayingHub, *lines: str) -> None:
     assert hub.services.roster.import_roster(text.encode(), actor="eva").done
 
 
-def test_a_newcomer_is_welcomed_once(hub: PayingHub, browser: Browser) -> None:
+def test_new_member_sees_the_welcome_page_once(hub: PayingHub, browser: Browser) -> None:
     page = browser.new_context(viewport=WIDE).new_page()
     page.set_default_timeout(SLOW)
     page.goto(hub.url)
@@ -68,14 +68,14 @@ def test_a_newcomer_is_welcomed_once(hub: PayingHub, browser: Browser) -> None:
     page.context.close()
 
 
-def test_a_link_leads_to_its_page_and_the_welcome_waits(hub: PayingHub) -> None:
+def test_welcome_page_does_not_replace_a_direct_link(hub: PayingHub) -> None:
     session = hub.login("bob")  # to /hub/home
     assert "Welcome, bob" not in session.get(f"{hub.url}/hub/home", timeout=60).text
     assert "Welcome, bob" in session.get(hub.url, timeout=60).text
     assert "Welcome, bob" not in session.get(hub.url, timeout=60).text
 
 
-def test_whose_time_is_over_is_warned_and_stopped_and_comes_back_to_all_they_had(
+def test_expired_member_is_stopped_and_can_return(
     hub: PayingHub,
 ) -> None:
     session = hub.login("cara")

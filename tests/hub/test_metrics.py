@@ -55,7 +55,7 @@ def scrape(hub: PayingHub, token: str = "") -> requests.Response:
     return requests.get(url, headers=headers, timeout=120, allow_redirects=False)
 
 
-def test_prometheus_reads_what_happens(hub: PayingHub) -> None:
+def test_prometheus_scrapes_leases_and_charges(hub: PayingHub) -> None:
     hub.start_server("ada", gpus=1)
 
     def charged() -> float:
@@ -73,7 +73,7 @@ def test_prometheus_reads_what_happens(hub: PayingHub) -> None:
     assert wait_for(charged, "a charge") > 0
 
 
-def test_admins_may_read_them_and_nobody_else(hub: PayingHub) -> None:
+def test_metrics_are_denied_to_members_and_strangers(hub: PayingHub) -> None:
     assert scrape(hub, hub.user_token("admin")).status_code == 200
     for token in (hub.user_token("ada"), "secret-of-another", "made up", ""):
         answer = scrape(hub, token)
@@ -82,7 +82,7 @@ def test_admins_may_read_them_and_nobody_else(hub: PayingHub) -> None:
         assert answer.text.startswith(("The metrics are for admins", "This page is not for you"))
 
 
-def test_a_member_puts_a_stop_off(hub: PayingHub, browser: Browser) -> None:
+def test_member_snoozes_an_idle_stop(hub: PayingHub, browser: Browser) -> None:
     lease = hub.services.leases.of_server(ServerRef("ada"))
     assert lease
     now = hub.services.clock()
@@ -113,7 +113,7 @@ def test_a_member_puts_a_stop_off(hub: PayingHub, browser: Browser) -> None:
     assert found and found.state.stops_at == now + timedelta(minutes=70)
 
 
-def test_the_culler_asks_whether_gpus_rest(hub: PayingHub) -> None:
+def test_culler_spares_servers_until_gpus_are_idle(hub: PayingHub) -> None:
     """Both servers are without activity for longer than the culler allows."""
     hub.start_server("bob", gpus=0)
     wait_for(
@@ -137,7 +137,7 @@ def test_the_culler_asks_whether_gpus_rest(hub: PayingHub) -> None:
     assert "Culling server ada" in hub.log_text()
 
 
-def test_the_service_samples_the_gpus(hub: PayingHub) -> None:
+def test_service_samples_every_device(hub: PayingHub) -> None:
     hub.stop()  # so that the minute that goes on is written too
     with hub.services.store.read() as connection:
         rows = connection.execute(sa.select(device_use.c.uuid, device_use.c.samples)).all()

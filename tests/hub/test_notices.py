@@ -67,7 +67,7 @@ def mails_to(mail: MailServer, address: str) -> list[str]:
 # The form.
 
 
-def test_a_member_chooses(hub: PayingHub) -> None:
+def test_member_saves_notification_choices(hub: PayingHub) -> None:
     page = words(hub.page("ada", "notices"))
     for text in ("How I am told", "Mail", "The lab's chat", "My credits run low", "Nothing yet."):
         assert text in page
@@ -100,7 +100,7 @@ def test_a_member_chooses(hub: PayingHub) -> None:
         ({"address-mail": "<b>cleo</b>"}, "is no address for Mail"),
     ],
 )
-def test_a_mistake_is_a_sentence_and_saves_nothing(
+def test_invalid_notice_choices_are_not_saved(
     hub: PayingHub, fields: dict[str, str], sentence: str
 ) -> None:
     choose(hub.services, "cleo", "push", "cleos-topic")
@@ -115,14 +115,14 @@ def test_a_mistake_is_a_sentence_and_saves_nothing(
     assert hub.services.notifications.choices("cleo") == before
 
 
-def test_a_field_that_is_not_in_the_form_is_refused(hub: PayingHub) -> None:
+def test_unknown_form_field_is_rejected(hub: PayingHub) -> None:
     for field in ("url-mail", "address-sms", "kinds-gone", "user"):
         answer = send_form(hub, "cleo", {field: "x"})
         assert answer.status_code == 400
         assert f"'{field}' is nothing that you can choose." in words(answer)
 
 
-def test_a_form_from_elsewhere_changes_nothing(hub: PayingHub) -> None:
+def test_forged_form_changes_nothing(hub: PayingHub) -> None:
     hub.page("dan", "notices")
     fields = {"address-mail": "eve@evil.example", "kinds-mail": "turn"}
     url = f"{hub.url}/services/gpu/notices"
@@ -149,7 +149,7 @@ def refused_test(hub: PayingHub, user: str) -> requests.Response:
     return found[0]
 
 
-def test_a_test_arrives(hub: PayingHub, mail: MailServer) -> None:
+def test_member_sends_a_test_notice_by_mail(hub: PayingHub, mail: MailServer) -> None:
     answer = send_form(hub, "dan", {}, "notices/test")
     assert answer.status_code == 400
     assert "Nothing is chosen yet" in words(answer)
@@ -164,7 +164,7 @@ def test_a_test_arrives(hub: PayingHub, mail: MailServer) -> None:
     assert len(mails_to(mail, "dan@lab.example")) == len(tests), "none of the refused one"
 
 
-def test_a_test_that_does_not_get_through_says_so(hub: PayingHub) -> None:
+def test_failed_test_notice_is_reported(hub: PayingHub) -> None:
     choose(hub.services, "gus", "push", "his-topic")
     answer = send_form(hub, "gus", {}, "notices/test")
     assert answer.ok
@@ -184,7 +184,7 @@ def test_members_see_their_own_notices_escaped(hub: PayingHub) -> None:
     assert "script-src" not in page.headers["Content-Security-Policy"]
 
 
-def test_nobody_sees_where_channels_lead(hub: PayingHub) -> None:
+def test_channel_urls_are_never_shown(hub: PayingHub) -> None:
     for user in ("ada", ADMIN):
         for answer in (hub.page(user, "notices"), hub.json(user, "notices")):
             assert answer.ok
@@ -195,7 +195,7 @@ def test_nobody_sees_where_channels_lead(hub: PayingHub) -> None:
 # The same as JSON.
 
 
-def test_json_tells_and_changes_the_choices(hub: PayingHub, mail: MailServer) -> None:
+def test_json_api_reads_and_updates_choices(hub: PayingHub, mail: MailServer) -> None:
     choose(hub.services, "bob", "push", "bobs-topic")
     wish = {"mail": {"address": "bob@lab.example", "kinds": ["credits_low", "stopped"]}}
     answer = hub.call("bob", "PUT", "notices/choices", data=json.dumps(wish | {"push": {}}))
@@ -228,9 +228,7 @@ def test_json_tells_and_changes_the_choices(hub: PayingHub, mail: MailServer) ->
         ('{"mail": {"address": "b@x.example", "kinds": [{}]}}', "is nothing to be told of"),
     ],
 )
-def test_json_with_a_mistake_is_refused_in_a_sentence(
-    hub: PayingHub, body: str, sentence: str
-) -> None:
+def test_invalid_json_choices_are_rejected(hub: PayingHub, body: str, sentence: str) -> None:
     before = hub.services.notifications.choices("bob")
     answer = hub.call("bob", "PUT", "notices/choices", data=body)
     assert answer.status_code == 400
@@ -238,7 +236,7 @@ def test_json_with_a_mistake_is_refused_in_a_sentence(
     assert hub.services.notifications.choices("bob") == before
 
 
-def test_json_needs_a_token_or_a_proof(hub: PayingHub) -> None:
+def test_json_changes_require_token_or_xsrf_proof(hub: PayingHub) -> None:
     hub.page("cleo", "notices")
     for method, path in (("PUT", "notices/choices"), ("POST", "notices/test")):
         url = f"{hub.url}/services/gpu/api/{path}"
@@ -249,7 +247,7 @@ def test_json_needs_a_token_or_a_proof(hub: PayingHub) -> None:
     assert hub.call("cleo", "GET", "notices/test").status_code == 405
 
 
-def test_a_hub_without_channels_says_so(hub: PayingHub) -> None:
+def test_page_explains_missing_channels(hub: PayingHub) -> None:
     with served(hub, hub.services) as url:
         page = words(ask(hub, "cleo", url + "notices"))
         assert "This hub has no mail, chat or push set up" in page
@@ -259,7 +257,7 @@ def test_a_hub_without_channels_says_so(hub: PayingHub) -> None:
 # The whole way.
 
 
-def test_credits_that_run_out_are_told_by_mail(hub: PayingHub, mail: MailServer) -> None:
+def test_running_out_of_credits_sends_mail_once(hub: PayingHub, mail: MailServer) -> None:
     address = "eve@lab.example"
     hub.api("POST", "users/eve").raise_for_status()
     choose(hub.services, "eve", address=address)
@@ -276,7 +274,7 @@ def test_credits_that_run_out_are_told_by_mail(hub: PayingHub, mail: MailServer)
     assert "Your files are where you left them" in page
 
 
-def test_a_killed_service_loses_nothing(hub: PayingHub, mail: MailServer) -> None:
+def test_killed_service_loses_no_notices(hub: PayingHub, mail: MailServer) -> None:
     """The mail server is down, the service is killed, and both come back."""
     address = "kai@lab.example"
     choose(hub.services, "kai")
@@ -301,7 +299,9 @@ def test_a_killed_service_loses_nothing(hub: PayingHub, mail: MailServer) -> Non
 # What it looks like.
 
 
-def test_the_page_in_a_browser(hub: PayingHub, browser: Browser, mail: MailServer) -> None:
+def test_notices_page_works_without_javascript(
+    hub: PayingHub, browser: Browser, mail: MailServer
+) -> None:
     """By hand and without scripts: choose, save, be told what is wrong, send a test."""
     page = browser.new_context(viewport=WIDE, java_script_enabled=False).new_page()
     sign_in(page, hub, "fay", "notices")

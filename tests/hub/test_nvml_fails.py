@@ -72,7 +72,7 @@ def form_text(hub: GPUHub, member: str) -> str:
     return text_of(page.text)
 
 
-def test_a_gpu_that_is_lost_and_found(hub: GPUHub, fleet: Path) -> None:
+def test_lost_device_is_granted_only_after_recovery(hub: GPUHub, fleet: Path) -> None:
     assert "2 of 2 GPUs free" in form_text(hub, "member1")
     hub.spawn_and_wait("member1", {"gpus": 1})
     assert "GPUs get into containers by device_requests" in hub.log_text()
@@ -102,7 +102,7 @@ def test_a_gpu_that_is_lost_and_found(hub: GPUHub, fleet: Path) -> None:
     assert hub.open_leases("member3")[0].uuids == (free.uuid,)
 
 
-def test_the_gpu_of_a_running_server_is_lost(hub: GPUHub, fleet: Path) -> None:
+def test_lost_device_is_not_reused_after_its_session(hub: GPUHub, fleet: Path) -> None:
     """The lease goes on, and its device is nobody else's, also after it ended."""
     hub.spawn_and_wait("member4", {"gpus": 1})
     [lease] = hub.open_leases()
@@ -126,7 +126,7 @@ def test_the_gpu_of_a_running_server_is_lost(hub: GPUHub, fleet: Path) -> None:
     assert hub.spawn("member5", {"gpus": 1, "wait": "no"}).status_code == 503
 
 
-def test_nvml_is_lost_altogether(hub: GPUHub, fleet: Path) -> None:
+def test_nvml_loss_pauses_grants_but_not_sessions(hub: GPUHub, fleet: Path) -> None:
     """As after a driver update: the library no longer fits the driver."""
     hub.spawn_and_wait("member6", {"gpus": 1})
     [lease] = hub.open_leases()

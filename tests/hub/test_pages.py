@@ -67,7 +67,7 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
 # Who may see what.
 
 
-def test_a_stranger_is_sent_to_the_login_page(hub: PayingHub) -> None:
+def test_stranger_is_redirected_to_sign_in(hub: PayingHub) -> None:
     for path in ("", "admin"):
         page = requests.get(f"{hub.url}/services/gpu/{path}", headers=NAVIGATION, timeout=120)
         assert "/hub/login" in page.url
@@ -80,7 +80,7 @@ def test_a_stranger_is_sent_to_the_login_page(hub: PayingHub) -> None:
         assert answer.headers["WWW-Authenticate"] == "Bearer"
 
 
-def test_a_member_sees_their_own(hub: PayingHub) -> None:
+def test_member_page_shows_own_servers_and_devices(hub: PayingHub) -> None:
     page = words(hub.page("ada"))
     assert "My GPUs and credits" in page
     assert "at 8.00 credits an hour, until" in page
@@ -92,7 +92,7 @@ def test_a_member_sees_their_own(hub: PayingHub) -> None:
     assert "Your credits" not in page
 
 
-def test_a_member_sees_no_other_members_name(hub: PayingHub) -> None:
+def test_member_sees_no_names_of_others(hub: PayingHub) -> None:
     answers = [hub.page("ada")] + [hub.json("ada", path) for path in ("me", "devices", "leases")]
     for answer in answers:
         assert answer.ok
@@ -105,7 +105,7 @@ def test_a_member_sees_no_other_members_name(hub: PayingHub) -> None:
 
 
 @pytest.mark.parametrize("path", ["accounts", "leases?all=1"])
-def test_a_member_is_refused_what_is_everybodys(hub: PayingHub, path: str) -> None:
+def test_member_cannot_read_admin_pages(hub: PayingHub, path: str) -> None:
     answer = hub.json("ada", path)
     assert answer.status_code == 403
     said = "The list of accounts is for admins" if path == "accounts" else "This page is not for"
@@ -117,7 +117,7 @@ def test_a_member_is_refused_what_is_everybodys(hub: PayingHub, path: str) -> No
     assert "Everyone" not in hub.page("ada").text
 
 
-def test_a_service_that_bears_a_members_name_is_not_the_member(hub: PayingHub) -> None:
+def test_service_named_like_a_member_has_no_access(hub: PayingHub) -> None:
     headers = {"Authorization": "token service-called-ada"}
     for path in ("api/me", "api/leases", ""):
         answer = requests.get(f"{hub.url}/services/gpu/{path}", headers=headers, timeout=120)
@@ -125,14 +125,14 @@ def test_a_service_that_bears_a_members_name_is_not_the_member(hub: PayingHub) -
         assert "A100" not in answer.text
 
 
-def test_a_token_without_access_is_refused(hub: PayingHub) -> None:
+def test_token_without_service_scope_is_rejected(hub: PayingHub) -> None:
     made = hub.api("POST", "users/ada/tokens", json={"scopes": ["read:users:name!user"]})
     headers = {"Authorization": f"token {made.json()['token']}"}
     answer = requests.get(f"{hub.url}/services/gpu/api/me", headers=headers, timeout=120)
     assert answer.status_code == 403
 
 
-def test_an_admin_sees_everybody(hub: PayingHub) -> None:
+def test_admin_sees_all_members_and_devices(hub: PayingHub) -> None:
     page = words(hub.page(ADMIN, "admin"))
     for text in ("ada", "bob/training", "member:cleo", "out of credits", TWO):
         assert text in page
@@ -149,7 +149,7 @@ def test_an_admin_sees_everybody(hub: PayingHub) -> None:
 # What is said.
 
 
-def test_credits_that_ran_out_are_said(hub: PayingHub) -> None:
+def test_page_warns_about_exhausted_credits(hub: PayingHub) -> None:
     page = hub.page("bob")
     text = words(page)
     assert "Your credits have run out. Your server training will be stopped at" in text
@@ -161,7 +161,7 @@ def test_credits_that_ran_out_are_said(hub: PayingHub) -> None:
     assert lease["warned_at"] < lease["stops_at"]
 
 
-def test_low_credits_are_said(hub: PayingHub) -> None:
+def test_page_warns_about_low_credits(hub: PayingHub) -> None:
     account = member_account("ada")
     before = hub.services.ledger.account(account).balance
     hub.services.ledger.grant(account, 2 * MICRO - before, actor="admin", reason="a test")
@@ -173,7 +173,7 @@ def test_low_credits_are_said(hub: PayingHub) -> None:
         )
 
 
-def test_who_has_nothing_sees_that_kindly(hub: PayingHub) -> None:
+def test_page_explains_a_missing_account(hub: PayingHub) -> None:
     page = words(hub.page("dan"))
     assert "0.00 credits" in page
     assert "You have no server running" in page
@@ -181,7 +181,7 @@ def test_who_has_nothing_sees_that_kindly(hub: PayingHub) -> None:
     assert hub.json("dan", "me").json()["statement"] == []
 
 
-def test_json_has_decimal_strings_and_utc(hub: PayingHub) -> None:
+def test_json_uses_decimal_strings_and_utc(hub: PayingHub) -> None:
     me = hub.json("ada", "me").json()
     assert me["name"] == "ada"
     assert me["admin"] is False
@@ -200,7 +200,7 @@ def test_json_has_decimal_strings_and_utc(hub: PayingHub) -> None:
     )
 
 
-def test_the_cost_is_up_to_the_second(hub: PayingHub) -> None:
+def test_lease_cost_is_current_to_the_second(hub: PayingHub) -> None:
     """The rate is 8 credits an hour, and charges come only now and then."""
     me = hub.json("ada", "me").json()
     (lease,) = me["running"]
@@ -213,14 +213,14 @@ def test_the_cost_is_up_to_the_second(hub: PayingHub) -> None:
 
 
 @pytest.mark.parametrize("limit", ["0", "501", "x", "1.5"])
-def test_a_limit_that_makes_no_sense_is_named(hub: PayingHub, limit: str) -> None:
+def test_invalid_limit_is_rejected(hub: PayingHub, limit: str) -> None:
     answer = hub.json("ada", f"leases?limit={limit}")
     assert answer.status_code == 400
     assert answer.json()["error"] == "invalid_request"
     assert "'limit'" in answer.json()["message"]
 
 
-def test_a_limit_is_kept(hub: PayingHub) -> None:
+def test_limit_caps_the_number_of_leases(hub: PayingHub) -> None:
     assert len(hub.json("ada", "leases").json()["leases"]) == 2
     assert len(hub.json("ada", "leases?limit=1").json()["leases"]) == 1
 
@@ -228,7 +228,7 @@ def test_a_limit_is_kept(hub: PayingHub) -> None:
 # How it is sent.
 
 
-def test_headers_and_escapes(hub: PayingHub) -> None:
+def test_pages_send_security_headers_and_escape_text(hub: PayingHub) -> None:
     page = hub.page("ada")
     policy = page.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy
@@ -244,7 +244,7 @@ def test_headers_and_escapes(hub: PayingHub) -> None:
     assert requests.get(f"{hub.url}/services/gpu", timeout=120).ok
 
 
-def test_nothing_can_be_changed_and_errors_are_pages(hub: PayingHub) -> None:
+def test_unsupported_requests_change_nothing(hub: PayingHub) -> None:
     before = hub.services.ledger.statement("member:ada", limit=1000)[-1]
     browser = hub.login("ada")
     for method in ("POST", "PUT", "DELETE", "PATCH"):
@@ -281,7 +281,7 @@ def rare(hub: PayingHub, tmp_path: Path) -> Iterator[tuple[str, SimulatedDevices
     services.store.close()
 
 
-def test_devices_in_every_state(
+def test_device_states_hide_details_from_members(
     hub: PayingHub, rare: tuple[str, SimulatedDevices, Services], browser: Browser
 ) -> None:
     url, source, services = rare
@@ -301,7 +301,9 @@ def test_devices_in_every_state(
     picture(browser, hub, url + "admin", "pages-admin-states-wide", WIDE)
 
 
-def test_nvml_lost(hub: PayingHub, rare: tuple[str, SimulatedDevices, Services]) -> None:
+def test_nvml_error_details_are_shown_only_to_admins(
+    hub: PayingHub, rare: tuple[str, SimulatedDevices, Services]
+) -> None:
     url, source, _ = rare
     source.lose("The driver says: secret detail.")
     page = words(ask(hub, "ada", url))
@@ -315,7 +317,7 @@ def test_nvml_lost(hub: PayingHub, rare: tuple[str, SimulatedDevices, Services])
     assert "secret detail" in ask(hub, ADMIN, url + "api/devices").json()["error"]
 
 
-def test_a_mistake_of_ours_is_no_traceback(
+def test_internal_errors_show_no_traceback(
     hub: PayingHub,
     rare: tuple[str, SimulatedDevices, Services],
     monkeypatch: pytest.MonkeyPatch,
@@ -338,7 +340,7 @@ def test_a_mistake_of_ours_is_no_traceback(
                 assert trace not in answer.text
 
 
-def test_a_hub_that_does_not_answer_is_said(
+def test_unreachable_hub_is_reported(
     hub: PayingHub, rare: tuple[str, SimulatedDevices, Services]
 ) -> None:
     nobody = f"http://127.0.0.1:{free_port()}/hub/api"
@@ -357,7 +359,7 @@ def test_a_hub_that_does_not_answer_is_said(
     ("user", "path", "name"),
     [("ada", "", "member"), ("bob", "", "dry"), ("dan", "", "empty"), (ADMIN, "admin", "admin")],
 )
-def test_pages_in_a_browser(
+def test_pages_fit_and_are_accessible(
     hub: PayingHub, browser: Browser, user: str, path: str, name: str
 ) -> None:
     """No script of ours is needed, nothing comes from elsewhere, nothing sticks out."""

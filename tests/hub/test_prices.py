@@ -64,7 +64,7 @@ def shown(page: Page) -> str:
     return page.inner_text("#gpuspawner-price")
 
 
-def test_the_price_of_the_choice_is_the_price_paid(hub: PayingHub, browser: Browser) -> None:
+def test_price_shown_is_the_price_paid(hub: PayingHub, browser: Browser) -> None:
     page = browser.new_context(viewport=WIDE).new_page()
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -103,7 +103,7 @@ def test_the_price_of_the_choice_is_the_price_paid(hub: PayingHub, browser: Brow
         assert settled.charged == owed(rate * MICRO, settled.started_at, settled.ended_at)
 
 
-def test_the_form_works_without_javascript_and_says_until_when(hub: PayingHub) -> None:
+def test_price_table_includes_future_rates_and_expiry(hub: PayingHub) -> None:
     url = ["--database", hub.database_url]
     assert main(["rates", "set", "T4", "1", "--from", "2100-01-01", *url]) == 0
     text = page_text(hub, "cleo")

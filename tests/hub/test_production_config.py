@@ -120,7 +120,7 @@ def lab(hubs: None, tmp_path: Path, clean_engine: PrivateEngine) -> Iterator[Lab
         provider.stop()
 
 
-def test_members_only_and_a_gpu_of_their_own(lab: Lab) -> None:
+def test_shipped_config_runs_isolated_member_servers(lab: Lab) -> None:
     refused = sign_in(requests.Session(), lab.provider, "eve", lab.hub.url)
     assert refused.status_code == 403 and "gpu-admin@example.org" in text_of(refused)
     lab.member("boss")

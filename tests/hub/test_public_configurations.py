@@ -221,7 +221,7 @@ def variables(container: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_containers_differ_only_where_the_page_says(
+def test_container_changes_match_the_documentation(
     hub: HubProcess, engine: PrivateEngine, style: str
 ) -> None:
     plain, ours = (inspected(engine, kind + style) for kind in ("plain", "gpu"))
@@ -238,7 +238,7 @@ def test_containers_differ_only_where_the_page_says(
     assert plain["Config"]["Labels"].items() <= ours["Config"]["Labels"].items()
 
 
-def test_each_style_means_what_it_meant(hub: HubProcess, engine: PrivateEngine) -> None:
+def test_each_configuration_style_keeps_its_effect(hub: HubProcess, engine: PrivateEngine) -> None:
     containers = {style: inspected(engine, f"gpu{style}") for style in STYLES}
     assert variables(containers["form"])["COURSE"] == "ml 2"
     assert containers["lab"]["Config"]["User"] == "4711:4712"
@@ -264,14 +264,14 @@ def test_each_style_means_what_it_meant(hub: HubProcess, engine: PrivateEngine) 
     assert b"No such file" not in engine.client.exec_start(made["Id"])
 
 
-def test_fields_that_nobody_reads_are_refused_in_words(hub: HubProcess) -> None:
+def test_unknown_form_fields_are_rejected(hub: HubProcess) -> None:
     hub.stop_server("gpucallables")
     answer = hub.spawn("gpucallables", {"course": "ml"})
     assert answer.status_code == 400 and "An admin of this hub can allow" in message_of(answer)
     assert "c.GPUSpawnerMixin.extra_options" in hub.log_text()
 
 
-def test_a_link_sets_fields_of_the_admins_form_and_says_so(
+def test_link_prefills_custom_form_fields(
     hub: HubProcess, engine: PrivateEngine, browser: Browser
 ) -> None:
     """By a link of a course, in the browser of a member who then presses Start."""
@@ -293,7 +293,7 @@ def test_a_link_sets_fields_of_the_admins_form_and_says_so(
     assert variables(inspected(engine, "gpuform"))["COURSE"] == "stats 7"
 
 
-def test_a_link_for_another_image_opens_the_form_with_words(hub: HubProcess) -> None:
+def test_link_cannot_preselect_another_image(hub: HubProcess) -> None:
     """As a browser without scripts shows it."""
     hub.stop_server("gpuimages")
     member = hub.login("gpuimages")

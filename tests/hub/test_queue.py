@@ -79,7 +79,7 @@ def hub(module_hub: PayingHub) -> Iterator[PayingHub]:
 # Turns.
 
 
-def test_the_turn_comes_by_itself_and_in_order(hub: PayingHub) -> None:
+def test_tickets_are_granted_in_queue_order(hub: PayingHub) -> None:
     line_up(hub, "dan", "eve")
     said = (event["message"] for event in hub.events("eve"))
     assert "none is free" in next(each for each in said if "number 2 of 2 in line" in each)
@@ -95,7 +95,7 @@ def test_the_turn_comes_by_itself_and_in_order(hub: PayingHub) -> None:
     assert not hub.services.queue.waiting()
 
 
-def test_stopping_gives_the_place_up(hub: PayingHub) -> None:
+def test_stopping_the_server_cancels_its_ticket(hub: PayingHub) -> None:
     line_up(hub, "gus", "hal")
     hub.stop_server("gus")
     assert users_in_line(hub) == ["hal"]
@@ -106,7 +106,7 @@ def test_stopping_gives_the_place_up(hub: PayingHub) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill9", "sigterm"])
-def test_a_restart_of_the_hub_keeps_every_place(hub: PayingHub, how: str) -> None:
+def test_hub_restart_keeps_every_ticket(hub: PayingHub, how: str) -> None:
     first, second, third = (f"{name}-{how}" for name in ("ida", "jan", "kim"))
     line_up(hub, first, second, third)
     before = [(ticket.id, ticket.created_at) for ticket in hub.services.queue.waiting()]
@@ -141,7 +141,7 @@ def command(hub: PayingHub, *arguments: str) -> str:
     return done.stdout
 
 
-def test_an_admins_cancel_ends_the_spawn_with_the_reason(hub: PayingHub) -> None:
+def test_admin_cancel_ends_the_spawn_with_its_reason(hub: PayingHub) -> None:
     (ticket,) = line_up(hub, "nils")
 
     def cancel() -> None:
@@ -161,7 +161,7 @@ def test_an_admins_cancel_ends_the_spawn_with_the_reason(hub: PayingHub) -> None
     assert (again.status_code, again.json()["error"]) == (409, "ticket_ended")
 
 
-def test_a_member_gives_up_on_their_page(hub: PayingHub, browser: Browser) -> None:
+def test_member_cancels_a_ticket_on_their_page(hub: PayingHub, browser: Browser) -> None:
     line_up(hub, "paul", "rosa")
     page = browser.new_context().new_page()
     sign_in(page, hub, "paul", "")
@@ -179,7 +179,7 @@ def test_a_member_gives_up_on_their_page(hub: PayingHub, browser: Browser) -> No
     hub.stop_server("rosa")
 
 
-def test_nobody_gets_a_gpu_while_granting_is_paused(hub: PayingHub) -> None:
+def test_paused_queue_grants_nothing(hub: PayingHub) -> None:
     line_up(hub, "sven")
     command(hub, "pause", "--reason", "new fans")
     try:
@@ -195,7 +195,7 @@ def test_nobody_gets_a_gpu_while_granting_is_paused(hub: PayingHub) -> None:
     fill(hub, "ada")
 
 
-def test_nobody_gets_a_device_that_is_drained(hub: PayingHub) -> None:
+def test_drained_device_is_not_granted(hub: PayingHub) -> None:
     lease = hub.services.leases.of_server(ServerRef("bob"))
     assert lease is not None
     (uuid,) = lease.uuids
@@ -216,7 +216,7 @@ def test_nobody_gets_a_device_that_is_drained(hub: PayingHub) -> None:
     fill(hub, "bob")
 
 
-def test_who_is_moved_starts_first(hub: PayingHub) -> None:
+def test_ticket_moved_to_the_front_starts_first(hub: PayingHub) -> None:
     _, _, last = line_up(hub, "uli", "vera", "willi")
     assert command(hub, "queue", "move", last.id, "1").endswith("it is number 1 in line now.\n")
     hub.stop_server("cleo")
@@ -250,7 +250,7 @@ def assert_only_one_in_line(hub: PayingHub, user: str) -> None:
     assert any("You are the only one in line" in each for each in said)
 
 
-def test_renamed(hub: PayingHub) -> None:
+def test_renaming_a_member_ends_their_ticket(hub: PayingHub) -> None:
     dora, _ = line_up(hub, "dora", "emil")
     said = last_word(
         hub,
@@ -268,7 +268,7 @@ def test_renamed(hub: PayingHub) -> None:
     )
 
 
-def test_removed(hub: PayingHub) -> None:
+def test_removing_a_member_ends_their_tickets(hub: PayingHub) -> None:
     """JupyterHub by itself cannot remove a member whose spawn is pending."""
     one, _ = line_up(hub, "fred", "gina")
     hub.spawn("fred", {"gpus": 1}, "second")
@@ -293,7 +293,7 @@ def test_removed(hub: PayingHub) -> None:
 
 
 @pytest.mark.parametrize("how", ["left", "gone"])
-def test_the_group_that_the_environment_needs(hub: PayingHub, how: str) -> None:
+def test_losing_the_required_group_refuses_the_ticket(hub: PayingHub, how: str) -> None:
     """The member is taken out of it, or there is no such group any more."""
     user, behind = f"hal-{how}", f"ida-{how}"
     hub.api("POST", f"users/{user}")
@@ -314,7 +314,7 @@ def test_the_group_that_the_environment_needs(hub: PayingHub, how: str) -> None:
     hub.api("DELETE", "groups/lab")
 
 
-def test_waited_too_long(hub: PayingHub) -> None:
+def test_ticket_expires_after_its_maximum_wait(hub: PayingHub) -> None:
     jon, _ = line_up(hub, "jon", "klaus")
 
     def age() -> None:
@@ -330,7 +330,7 @@ def test_waited_too_long(hub: PayingHub) -> None:
     assert_only_one_in_line(hub, "klaus")
 
 
-def test_cancelled_by_an_admin_in_a_shell(hub: PayingHub) -> None:
+def test_admin_cancels_a_ticket_from_the_shell(hub: PayingHub) -> None:
     lars, _ = line_up(hub, "lars", "max")
     cancel = ("queue", "cancel", "lars", "--reason", "a mistake")
     said = last_word(hub, "lars", lambda: command(hub, *cancel))
@@ -340,7 +340,7 @@ def test_cancelled_by_an_admin_in_a_shell(hub: PayingHub) -> None:
     assert_only_one_in_line(hub, "max")
 
 
-def test_a_server_that_fails_when_its_turn_has_come(hub: PayingHub) -> None:
+def test_failed_start_passes_the_device_to_the_next(hub: PayingHub) -> None:
     """It costs nothing, and the next one's turn comes at once."""
     [ned] = line_up(hub, "ned", environment="broken")
     line_up(hub, "ola")

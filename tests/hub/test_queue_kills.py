@@ -58,7 +58,9 @@ def assert_books(hub: PayingHub) -> None:
         pytest.fail("; ".join(problems(hub.services.store)))
 
 
-def test_two_hubs_on_one_store(hubs: None, tmp_path: Path, database_url: str) -> None:
+def test_second_hub_needs_a_takeover_to_use_the_store(
+    hubs: None, tmp_path: Path, database_url: str
+) -> None:
     one = PayingHub(tmp_path / "one", CONFIG, database_url=database_url, name="one")
     two = PayingHub(tmp_path / "two", CONFIG, database_url=database_url, name="two")
     with one, two:
@@ -125,7 +127,7 @@ def take_over(hub: PayingHub) -> None:
 # The hub is killed.
 
 
-def test_every_turn_comes_wherever_the_hub_is_killed(
+def test_every_ticket_is_granted_once_despite_kills(
     hub: PayingHub, rounds: Rounds, chance: random.Random
 ) -> None:
     """While three servers stop, those who wait are granted theirs, and others come to the line."""

@@ -35,7 +35,7 @@ def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paying
 # What it looks like.
 
 
-def test_pages_in_a_browser(hub: PayingHub, browser: Browser) -> None:
+def test_queue_pages_fit_and_are_accessible(hub: PayingHub, browser: Browser) -> None:
     """No script is needed, nothing comes from elsewhere, nothing sticks out."""
     dan, eve = (tickets(hub)[user].id for user in ("dan", "eve"))
     of_admin = {
@@ -57,7 +57,7 @@ def test_pages_in_a_browser(hub: PayingHub, browser: Browser) -> None:
 # Who may see and change what.
 
 
-def test_admins_see_everything_and_members_their_own(hub: PayingHub) -> None:
+def test_only_admins_see_all_tickets(hub: PayingHub) -> None:
     everything = hub.json(ADMIN, "queue").json()
     assert [ticket["user"] for ticket in everything["tickets"]] == ["dan", "eve", "fay"]
     for place, ticket in enumerate(everything["tickets"], start=1):
@@ -78,7 +78,7 @@ def test_admins_see_everything_and_members_their_own(hub: PayingHub) -> None:
     assert "number 2 of 3" in page and "a GPU; none is free" in page
 
 
-def test_a_stranger_sees_and_changes_nothing(hub: PayingHub) -> None:
+def test_stranger_cannot_read_or_change_the_queue(hub: PayingHub) -> None:
     dan = tickets(hub)["dan"].id
     for path in ("api/queue", "queue"):
         answer = requests.get(f"{hub.url}/services/gpu/{path}", headers=NAVIGATION, timeout=120)
@@ -89,7 +89,7 @@ def test_a_stranger_sees_and_changes_nothing(hub: PayingHub) -> None:
     assert users_in_line(hub) == ["dan", "eve", "fay"]
 
 
-def test_a_member_changes_nothing_of_others(hub: PayingHub) -> None:
+def test_member_cannot_use_queue_administration(hub: PayingHub) -> None:
     dan = tickets(hub)["dan"].id
     gpu = hub.services.monitoring.overview().devices[0].device.uuid
     before = hub.services.audit.trail()
@@ -124,7 +124,7 @@ def test_a_member_changes_nothing_of_others(hub: PayingHub) -> None:
 # Cookies need proof that a page of ours sent the request; tokens are proof enough.
 
 
-def test_a_form_from_elsewhere_is_refused(hub: PayingHub) -> None:
+def test_forged_queue_form_is_rejected(hub: PayingHub) -> None:
     fay = tickets(hub)["fay"].id
     for path in (f"queue/{fay}/cancel", f"tickets/{fay}/cancel", "queue/granting"):
         for proof in ("", "forged"):
@@ -135,7 +135,7 @@ def test_a_form_from_elsewhere_is_refused(hub: PayingHub) -> None:
     assert hub.services.devices.closures() == {}
 
 
-def test_json_with_cookies_needs_the_proof_in_a_header(hub: PayingHub) -> None:
+def test_cookie_json_requests_require_an_xsrf_header(hub: PayingHub) -> None:
     fay = tickets(hub)["fay"].id
     url = f"{hub.url}/services/gpu/api/queue/{fay}/boost"
     hub.page(ADMIN, "queue")
@@ -158,7 +158,7 @@ def test_json_with_cookies_needs_the_proof_in_a_header(hub: PayingHub) -> None:
 # What admins change.
 
 
-def test_a_move_and_a_boost_change_the_order_and_are_in_the_trail(hub: PayingHub) -> None:
+def test_move_and_boost_reorder_queue_and_are_audited(hub: PayingHub) -> None:
     found = tickets(hub)
     answer = hub.send(
         ADMIN, f"queue/{found['fay'].id}/move", position="1", reason="  a demo\tat noon "
@@ -202,7 +202,7 @@ def test_a_move_and_a_boost_change_the_order_and_are_in_the_trail(hub: PayingHub
         ("cancel", {"reason": " "}, "The reason is missing"),
     ],
 )
-def test_a_form_with_a_mistake_comes_back_with_a_sentence(
+def test_invalid_queue_form_changes_nothing(
     hub: PayingHub, action: str, fields: dict[str, str], sentence: str
 ) -> None:
     before, trail = hub.services.queue.waiting(), hub.services.audit.trail()
@@ -233,7 +233,7 @@ def test_a_form_with_a_mistake_comes_back_with_a_sentence(
         ("devices/GPU-0/drain", "{}", "No device has the UUID or index 'GPU-0'"),
     ],
 )
-def test_json_with_a_mistake_is_refused_with_a_sentence_that_names_it(
+def test_invalid_queue_json_is_rejected_and_explained(
     hub: PayingHub, path: str, body: str, sentence: str
 ) -> None:
     before, trail = hub.services.queue.waiting(), hub.services.audit.trail()
@@ -247,7 +247,7 @@ def test_json_with_a_mistake_is_refused_with_a_sentence_that_names_it(
     assert hub.services.devices.closures() == {}
 
 
-def test_a_ticket_that_is_not_there(hub: PayingHub) -> None:
+def test_unknown_ticket_is_not_found(hub: PayingHub) -> None:
     assert change(hub, ADMIN, "queue/no-such/boost", points=1).status_code == 404
     assert hub.page(ADMIN, "queue/no-such").status_code == 404
     assert hub.send(ADMIN, "queue/no-such/move", position="1").status_code == 404
@@ -257,7 +257,7 @@ def test_a_ticket_that_is_not_there(hub: PayingHub) -> None:
     assert "One of the two tickets does not wait any more." in words(page)
 
 
-def test_a_pause_is_said_on_every_page(hub: PayingHub) -> None:
+def test_pause_is_shown_on_every_page(hub: PayingHub) -> None:
     reason = "new fans <until> 15:00"
     answer = hub.send(ADMIN, "queue/granting", paused="yes", reason=reason)
     try:
@@ -280,7 +280,7 @@ def test_a_pause_is_said_on_every_page(hub: PayingHub) -> None:
     assert [change.action for change in hub.services.audit.trail(2)] == ["resume", "pause"]
 
 
-def test_a_drain_is_on_every_page_with_devices(hub: PayingHub) -> None:
+def test_drained_device_is_shown_on_every_page(hub: PayingHub) -> None:
     gpu = hub.services.monitoring.overview().devices[0].device.uuid
     answer = hub.send(ADMIN, "queue/devices", drained="yes", device=gpu, reason="a fan")
     try:

@@ -120,7 +120,7 @@ ENTRANCES = (rest, form, link, stored)
 
 
 @pytest.mark.parametrize("ask", [rest, form])
-def test_no_device_free(hub: GPUHub, ask: Any) -> None:
+def test_start_is_refused_when_no_device_is_free(hub: GPUHub, ask: Any) -> None:
     hub.spawn_and_wait("holder", {"gpus": 2, "gpu_model": "A100"})
     hub.spawn_and_wait("other", {"gpus": 1, "gpu_model": "T4"})
     held = hub.taken()
@@ -135,7 +135,7 @@ def test_no_device_free(hub: GPUHub, ask: Any) -> None:
     assert hub.environment_of("member1")["NVIDIA_VISIBLE_DEVICES"] == "void"
 
 
-def test_of_the_model_asked_for_none_is_free(hub: GPUHub) -> None:
+def test_unavailable_gpu_model_or_memory_is_refused(hub: GPUHub) -> None:
     hub.spawn_and_wait("holder", {"gpus": 1, "gpu_model": "T4"})
     status, sentence = rest(hub, "member1", {"gpus": 1, "gpu_model": "T4", "wait": False})
     assert status == 503 and sentence.startswith("The only T4 GPU is in use")
@@ -148,7 +148,7 @@ def test_of_the_model_asked_for_none_is_free(hub: GPUHub) -> None:
 
 
 @pytest.mark.parametrize("ask", [rest, form])
-def test_no_credits(hub: GPUHub, ask: Any) -> None:
+def test_insufficient_credits_refuse_a_gpu_start(hub: GPUHub, ask: Any) -> None:
     user = f"poor-{ask.__name__}"
     hub.browser_of(user)
     services = make_services(database_url=hub.database_url)
@@ -199,7 +199,7 @@ def test_no_credits(hub: GPUHub, ask: Any) -> None:
         ("member1", {"gpus": 2000}, "You asked for 2000 GPUs, and no server gets that many."),
     ],
 )
-def test_more_than_allowed_or_existing(
+def test_too_many_gpus_are_refused_with_the_limit(
     hub: GPUHub, user: str, options: dict[str, Any], sentence: str
 ) -> None:
     hub.browser_of(user)
@@ -223,7 +223,9 @@ def test_more_than_allowed_or_existing(
         ({"<script>alert(1)</script>": "x"}, "<script>alert(1)</script>"),
     ],
 )
-def test_unknown_or_smuggled_fields(hub: GPUHub, options: dict[str, Any], field: str) -> None:
+def test_unknown_or_injected_fields_are_rejected(
+    hub: GPUHub, options: dict[str, Any], field: str
+) -> None:
     hub.browser_of("member1")
     before = hub.records()
     for ask in ENTRANCES:
@@ -245,7 +247,7 @@ def test_unknown_or_smuggled_fields(hub: GPUHub, options: dict[str, Any], field:
         ({"devices": [DEVICE], "gpus": 0}, "devices"),
     ],
 )
-def test_values_that_only_json_can_hold(hub: GPUHub, options: dict[str, Any], field: str) -> None:
+def test_invalid_json_values_are_rejected(hub: GPUHub, options: dict[str, Any], field: str) -> None:
     hub.browser_of("member1")
     before = hub.records()
     for ask in (rest, stored):
@@ -255,13 +257,13 @@ def test_values_that_only_json_can_hold(hub: GPUHub, options: dict[str, Any], fi
     assert not hub.containers()
 
 
-def test_a_form_shows_a_smuggled_name_as_text(hub: GPUHub) -> None:
+def test_injected_field_name_is_escaped(hub: GPUHub) -> None:
     page = hub.send_refused_form("member1", {"<script>alert(1)</script>": "x"}).text
     assert "<script>alert(1)" not in page
     assert "<script>alert(1)</script>" in text_of(page)
 
 
-def test_an_environment_for_others(hub: GPUHub) -> None:
+def test_restricted_environment_is_hidden_and_refused(hub: GPUHub) -> None:
     hub.browser_of("member1")
     before = hub.records()
     for ask in ENTRANCES:
@@ -272,7 +274,7 @@ def test_an_environment_for_others(hub: GPUHub) -> None:
     assert "For the staff" not in page
 
 
-def test_after_a_refusal_the_next_start_is_a_plain_one(hub: GPUHub) -> None:
+def test_refused_options_do_not_affect_the_next_start(hub: GPUHub) -> None:
     """Nothing of what was refused sticks: not the device, not the image, not the count."""
     rest(hub, "member1", {"devices": DEVICE, "image": "evil:latest", "gpus": 2})
     assert hub.send_form("member1", {"environment": "cpu"}).ok
@@ -285,7 +287,7 @@ def test_after_a_refusal_the_next_start_is_a_plain_one(hub: GPUHub) -> None:
     assert hub.device_nodes("member1") == []
 
 
-def test_a_running_server_is_not_started_twice(hub: GPUHub) -> None:
+def test_running_server_cannot_be_started_twice(hub: GPUHub) -> None:
     hub.spawn_and_wait("member1", {"gpus": 1})
     [lease] = hub.open_leases("member1")
     status, sentence = rest(hub, "member1", {"gpus": 1})
@@ -298,7 +300,7 @@ def test_a_running_server_is_not_started_twice(hub: GPUHub) -> None:
     assert len(set(hub.taken())) == 2
 
 
-def test_two_members_one_gpu_the_same_millisecond(hub: GPUHub) -> None:
+def test_two_members_racing_for_one_gpu_get_one_lease(hub: GPUHub) -> None:
     members = ["member1", "member2"]
     for member in members:
         hub.browser_of(member)
@@ -316,7 +318,7 @@ def test_two_members_one_gpu_the_same_millisecond(hub: GPUHub) -> None:
     assert len(hub.leases("member1")) + len(hub.leases("member2")) >= 5
 
 
-def test_a_crowd_gets_exactly_what_there_is(hub: GPUHub) -> None:
+def test_concurrent_starts_grant_each_device_once(hub: GPUHub) -> None:
     members = [f"crowd{n}" for n in range(8)]
     answers = _at_once(hub, members, {"gpus": 1, "wait": False})
     assert sorted(a.status_code for a in answers.values()) == [201] * 3 + [503] * 5
@@ -328,7 +330,7 @@ def test_a_crowd_gets_exactly_what_there_is(hub: GPUHub) -> None:
     assert seen == set(hub.devices), "each one sees its own device and no other"
 
 
-def test_a_crowd_that_waits_gets_it_one_after_the_other(hub: GPUHub) -> None:
+def test_every_waiting_member_is_served_exactly_once(hub: GPUHub) -> None:
     members = [f"patient{n}" for n in range(8)]
     answers = _at_once(hub, members, {"gpus": 1})
     assert {a.status_code for a in answers.values()} == {201, 202}

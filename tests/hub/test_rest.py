@@ -69,7 +69,7 @@ def grant(hub: PayingHub, who: str, account: str, amount: Any = "5", **more: Any
 # A course's bot.
 
 
-def test_a_bot_gives_to_the_members_of_its_group(hub: PayingHub) -> None:
+def test_bot_grants_credits_to_its_group_once(hub: PayingHub) -> None:
     before = hub.services.ledger.member("bob").balance
     answer = grant(hub, "bot", "member:bob", "2.5", key="week-3")
     assert answer.status_code == 200, answer.text
@@ -88,7 +88,7 @@ def test_a_bot_gives_to_the_members_of_its_group(hub: PayingHub) -> None:
 @pytest.mark.parametrize(
     "account", ["member:cleo", "group:other", "member:admin", "member:bot", "member:nobody-known"]
 )
-def test_a_bot_gives_to_nobody_else(hub: PayingHub, account: str) -> None:
+def test_bot_cannot_access_other_accounts(hub: PayingHub, account: str) -> None:
     before = hub.services.ledger.accounts()
     answer = grant(hub, "bot", account)
     assert (answer.status_code, answer.json()["error"]) == (403, "not_allowed")
@@ -103,7 +103,7 @@ def test_a_bot_gives_to_nobody_else(hub: PayingHub, account: str) -> None:
     assert all(after[a.name] <= a.balance for a in before)
 
 
-def test_a_bot_sees_the_accounts_of_its_group_alone(hub: PayingHub) -> None:
+def test_bot_reads_only_accounts_of_its_group(hub: PayingHub) -> None:
     found = call(hub, "bot", "GET", "accounts").json()
     names = {account["account"] for account in found["accounts"]}
     assert {"member:ada", "member:bob"} <= names <= {"member:ada", "member:bob", "group:ml101"}
@@ -116,7 +116,7 @@ def test_a_bot_sees_the_accounts_of_its_group_alone(hub: PayingHub) -> None:
         assert call(hub, "bot", "GET", path).status_code == 403, path
 
 
-def test_a_bot_takes_nothing_back(hub: PayingHub) -> None:
+def test_bot_cannot_revoke_or_administer_credits(hub: PayingHub) -> None:
     """It may give: what members have is not the bot's to drain."""
     before = hub.services.ledger.member("bob").balance
     refused = grant(hub, "bot", "member:bob", "-5")
@@ -135,7 +135,7 @@ def test_a_bot_takes_nothing_back(hub: PayingHub) -> None:
     assert grant(hub, "bot", "member:bob", "5").ok
 
 
-def test_who_leaves_the_group_gets_nothing_more(hub: PayingHub) -> None:
+def test_bot_cannot_grant_to_former_group_members(hub: PayingHub) -> None:
     hub.api("DELETE", "groups/ml101/users", json={"users": ["bob"]}).raise_for_status()
     try:
         assert grant(hub, "bot", "member:bob").status_code == 403
@@ -145,7 +145,7 @@ def test_who_leaves_the_group_gets_nothing_more(hub: PayingHub) -> None:
     assert grant(hub, "bot", "member:bob").ok
 
 
-def test_a_service_without_a_scope_of_ours_may_nothing(hub: PayingHub) -> None:
+def test_service_needs_a_scope_for_each_api(hub: PayingHub) -> None:
     for path in ("accounts", "accounts/member:ada", "usage", "me"):
         assert call(hub, "nobody", "GET", path).status_code == 403
     assert grant(hub, "nobody", "member:ada").status_code == 403
@@ -157,7 +157,7 @@ def test_a_service_without_a_scope_of_ours_may_nothing(hub: PayingHub) -> None:
 # Members and admins.
 
 
-def test_a_member_reads_their_own_and_gives_nothing(hub: PayingHub) -> None:
+def test_member_reads_own_account_and_grants_nothing(hub: PayingHub) -> None:
     assert call(hub, "ada", "GET", "accounts/member:ada").ok
     for account in ("member:bob", "group:other", "member:nobody"):
         refused = call(hub, "ada", "GET", f"accounts/{account}/statement")
@@ -172,7 +172,7 @@ def test_a_member_reads_their_own_and_gives_nothing(hub: PayingHub) -> None:
     assert call(hub, "cleo", "GET", f"leases/{'0' * 16}/receipt").json() == refused.json()
 
 
-def test_pages_go_through_a_whole_statement(hub: PayingHub) -> None:
+def test_statement_pagination_covers_every_entry(hub: PayingHub) -> None:
     for number in range(6):
         hub.services.ledger.grant(
             "member:cleo", MICRO + number, actor="kim", reason=f"number {number}"
@@ -208,7 +208,7 @@ def test_pages_go_through_a_whole_statement(hub: PayingHub) -> None:
         ({"device": "GPU-1"}, "There is no field 'device'"),
     ],
 )
-def test_a_grant_with_a_mistake_changes_nothing(
+def test_invalid_grant_changes_nothing(
     hub: PayingHub, fields: dict[str, Any], sentence: str
 ) -> None:
     before = hub.services.ledger.member("cleo")
@@ -219,7 +219,7 @@ def test_a_grant_with_a_mistake_changes_nothing(
     assert hub.services.ledger.member("cleo") == before
 
 
-def test_an_account_that_is_not_there(hub: PayingHub) -> None:
+def test_unknown_account_is_rejected(hub: PayingHub) -> None:
     for account in ("member:nobody", "group:nobody", "nobody", "system:grants", "member:%00"):
         answer = grant(hub, ADMIN, account)
         assert answer.status_code in (403, 404), account
@@ -227,7 +227,7 @@ def test_an_account_that_is_not_there(hub: PayingHub) -> None:
         assert call(hub, ADMIN, "GET", f"accounts/{account}").status_code in (403, 404)
 
 
-def test_a_report_of_use(hub: PayingHub) -> None:
+def test_usage_report_adds_up_by_every_grouping(hub: PayingHub) -> None:
     lease = hub.services.reports.find_leases(user="ada").found[-1]
     for by, names in {
         "member": {"ada"},
@@ -250,7 +250,7 @@ def test_a_report_of_use(hub: PayingHub) -> None:
 # What admins change.
 
 
-def test_many_are_given_at_once_after_a_dry_run(hub: PayingHub) -> None:
+def test_bulk_grant_applies_once_after_a_dry_run(hub: PayingHub) -> None:
     before = hub.services.ledger.member("bob").balance
     body = {"csv": "bob,2.5,\ncleo,1,hello", "reason": "homework"}
     dry = call(hub, ADMIN, "POST", "grants", json={**body, "dry_run": True}).json()
@@ -269,14 +269,14 @@ def test_many_are_given_at_once_after_a_dry_run(hub: PayingHub) -> None:
     assert call(hub, ADMIN, "POST", "grants", json={"csv": 5}).status_code == 400
 
 
-def test_credits_that_end_are_given_until_a_moment(hub: PayingHub) -> None:
+def test_grant_expiry_must_be_in_the_future(hub: PayingHub) -> None:
     given = grant(hub, ADMIN, "member:cleo", "4", until="2999-01-01T01:00:00+01:00")
     assert given.json()["until"] == "2999-01-01T00:00:00.000Z"
     over = grant(hub, ADMIN, "member:cleo", "4", until="2020-01-01T00:00:00Z")
     assert (over.status_code, "over already" in over.json()["message"]) == (409, True)
 
 
-def test_a_rate_is_set_and_removed(hub: PayingHub) -> None:
+def test_admin_sets_and_removes_a_rate(hub: PayingHub) -> None:
     body = {"rate": "2.5", "model": "T4", "hours": "Sat, Sun", "zone": "Europe/Vienna"}
     body |= {"from": "2999-01-01T00:00:00Z", "reason": "weekends"}
     made = call(hub, ADMIN, "POST", "rates", json=body).json()
@@ -291,7 +291,7 @@ def test_a_rate_is_set_and_removed(hub: PayingHub) -> None:
     assert call(hub, ADMIN, "POST", path, json={}).status_code == 404
 
 
-def test_a_refill_is_tried_made_once_and_ended(hub: PayingHub) -> None:
+def test_refill_is_previewed_created_once_and_ended(hub: PayingHub) -> None:
     body = {"rule": "FREQ=WEEKLY;BYDAY=MO", "amount": "5", "audience": ["members:ml101"]}
     body |= {"from": "2999-01-01T00:00:00Z", "keep_days": 7, "reason": "term", "key": "term"}
     tried = call(hub, ADMIN, "POST", "refills", json={**body, "dry_run": True}).json()
@@ -313,7 +313,7 @@ def test_a_refill_is_tried_made_once_and_ended(hub: PayingHub) -> None:
     assert ended["comes_at"] == [] and hub.services.refills.all_refills() == []
 
 
-def test_a_session_is_stopped_and_given_back_in_parts(hub: PayingHub) -> None:
+def test_session_is_stopped_and_refunded_in_parts(hub: PayingHub) -> None:
     lease = hub.start_server("cleo", "stopped", gpus=1, gpu_model="A100")
     wait_for(lambda: hub.services.leases.get(lease.id).charged > 2, "a charge", timeout=60)
     refused = call(hub, ADMIN, "POST", f"leases/{lease.id}/refund", json={"reason": "x"})
@@ -345,7 +345,7 @@ def test_a_session_is_stopped_and_given_back_in_parts(hub: PayingHub) -> None:
 # The document.
 
 
-def test_the_document_is_for_everybody(hub: PayingHub) -> None:
+def test_openapi_document_is_public(hub: PayingHub) -> None:
     answer = requests.get(f"{hub.url}/services/gpu/api/openapi.json", timeout=120)
     assert answer.ok
     assert answer.json()["openapi"] == "3.1.0"
@@ -353,7 +353,7 @@ def test_the_document_is_for_everybody(hub: PayingHub) -> None:
 
 
 @pytest.mark.parametrize("who", [ADMIN, "ada", *(["bot"] if SOAK else [])])
-def test_the_service_does_what_its_document_says(
+def test_service_conforms_to_its_openapi_document(
     hubs: None, hub: PayingHub, who: str, tmp_path: Path
 ) -> None:
     """As whom nearly all is refused, what is made up at random is enough; as an admin also every

@@ -100,7 +100,7 @@ ALL = [
 ]
 
 
-def test_an_account_runs_dry(hub: PayingHub) -> None:
+def test_server_stops_after_credits_and_grace_run_out(hub: PayingHub) -> None:
     lease = hub.start_with(3, "ada", gpus=1)
     dry = warned(hub, lease)
     assert dry.warned_at is not None
@@ -124,7 +124,7 @@ def test_an_account_runs_dry(hub: PayingHub) -> None:
     assert hub.services.leases.get(free.id).state is LeaseState.RUNNING
 
 
-def test_credits_in_time_keep_the_server(hub: PayingHub) -> None:
+def test_credits_granted_during_grace_keep_the_server(hub: PayingHub) -> None:
     lease = hub.start_with(3, "bob", gpus=1)
     warned_at = warned(hub, lease).warned_at
     hub.set_balance("bob", 1000)
@@ -137,7 +137,7 @@ def test_credits_in_time_keep_the_server(hub: PayingHub) -> None:
     ended(hub, lease)
 
 
-def test_killed_at_the_warning_in_the_grace_and_at_the_stop(hub: PayingHub) -> None:
+def test_exhausted_account_is_stopped_despite_kills(hub: PayingHub) -> None:
     """Each is told once, and the server is stopped in the end."""
     lease = hub.start_with(12, "cleo", gpus=1)
     wait_for(lambda: told(hub, "cleo"), "the warning", timeout=SOON)
@@ -154,7 +154,7 @@ def test_killed_at_the_warning_in_the_grace_and_at_the_stop(hub: PayingHub) -> N
     assert hub.services.ledger.member("cleo").balance == 12 * MICRO - settled.charged
 
 
-def test_an_overdraft_holds_though_nobody_is_there_to_stop_the_server(hub: PayingHub) -> None:
+def test_overdraft_limit_holds_while_the_hub_is_down(hub: PayingHub) -> None:
     lease = hub.start_with(4, "oda", gpus=1)
     warned(hub, lease)
     refused = hub.spawn("oda", {"gpus": 1}, "another")
@@ -173,7 +173,7 @@ def test_an_overdraft_holds_though_nobody_is_there_to_stop_the_server(hub: Payin
     wait_for(lambda: heard(hub, "oda")[-1:] == ["credits_gone_stopped 0"], "the hook", timeout=SOON)
 
 
-def test_a_planned_session_ends_first(hub: PayingHub) -> None:
+def test_planned_session_outlasts_the_credit_grace(hub: PayingHub) -> None:
     lease = hub.start_with(5, "pia", gpus=1, hours=0.25)
     warned_at = warned(hub, lease).warned_at
     hub.kill_service()
@@ -194,7 +194,7 @@ def test_a_planned_session_ends_first(hub: PayingHub) -> None:
     assert "credits_gone_stopped 0" not in heard(hub, "pia")
 
 
-def test_each_event_is_heard_once(hub: PayingHub) -> None:
+def test_each_credit_event_is_reported_once(hub: PayingHub) -> None:
     lease = hub.start_with(1000, "eve", gpus=1)
     expected: list[str] = []
     for seconds, event in ((240, "credits_low 5"), (50, "credits_low 1"), (2, "credits_gone 0")):

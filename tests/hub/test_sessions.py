@@ -126,7 +126,7 @@ def wait_told(hub: PayingHub, user: str, count: int) -> None:
     )
 
 
-def test_a_session_ends_by_itself_and_is_charged_to_its_end(hub: PayingHub) -> None:
+def test_session_ends_on_time_and_is_charged_exactly(hub: PayingHub) -> None:
     lease = hub.start_server("ada")
     endless = hub.start_server("bob", gpus=0)
     assert lease.seconds == 7 and endless.seconds is None
@@ -144,7 +144,7 @@ def test_a_session_ends_by_itself_and_is_charged_to_its_end(hub: PayingHub) -> N
     assert hub.services.sessions.due_sessions().stop == ()
 
 
-def test_hub_and_service_killed_in_between_warn_once_and_end_all_the_same(hub: PayingHub) -> None:
+def test_session_end_and_warnings_survive_kills(hub: PayingHub) -> None:
     lease = hub.start_server("dora", environment="long", hours=2)
     second = hub.start_server("emil", environment="long", hours=2)
     let_end_in(hub, lease, 25)
@@ -179,7 +179,7 @@ def test_hub_and_service_killed_in_between_warn_once_and_end_all_the_same(hub: P
     assert heard() == [("session_ends", 30), ("session_ends", 10), ("session_over", None)]
 
 
-def test_an_extension_moves_the_end_unless_somebody_waits(hub: PayingHub) -> None:
+def test_session_extends_only_while_nobody_waits(hub: PayingHub) -> None:
     lease = hub.start_server("ada", **T4, hours=2)
     assert lease.ends_at is not None and lease.seconds == 7200
     assert "Extend to" in words(hub.page("ada"))
@@ -240,7 +240,7 @@ def extend(
     return hub.call(user, method, f"leases/{lease_id or lease.id}/extend")
 
 
-def test_a_no_show_stops_costs_nothing_and_twice_waits_at_the_end(hub: PayingHub) -> None:
+def test_repeated_no_show_is_free_but_queues_last(hub: PayingHub) -> None:
     (hub.folder / "claim-minutes").write_text("0.05")
 
     def ask_in_line(user: str) -> Ticket:
@@ -276,7 +276,7 @@ def test_a_no_show_stops_costs_nothing_and_twice_waits_at_the_end(hub: PayingHub
     assert not ask_in_line("cleo").last
 
 
-def test_who_comes_in_time_keeps_the_server(hub: PayingHub) -> None:
+def test_connecting_in_time_keeps_the_server(hub: PayingHub) -> None:
     (hub.folder / "claim-minutes").write_text("10")
     hub.start_server("bob", **T4)
     hub.spawn("eve", T4)
@@ -302,7 +302,7 @@ def test_who_comes_in_time_keeps_the_server(hub: PayingHub) -> None:
     assert hub.services.leases.get(lease.id).state is LeaseState.RUNNING
 
 
-def test_the_form_offers_what_the_group_allows(hub: PayingHub) -> None:
+def test_form_offers_hours_allowed_for_the_group(hub: PayingHub) -> None:
     gina = hub.login("gina")
 
     def offered() -> list[str]:
@@ -316,7 +316,7 @@ def test_the_form_offers_what_the_group_allows(hub: PayingHub) -> None:
     assert offered() == ["1 h", "2 h", "4 h", "8 h", "12 h"]
 
 
-def test_hours_on_the_form_and_over_rest(hub: PayingHub, browser: Browser) -> None:
+def test_session_hours_are_limited_and_selectable(hub: PayingHub, browser: Browser) -> None:
     answer = hub.spawn("fay", {"environment": "long", "hours": 13})
     message = hub.failure("fay") if answer.status_code in (201, 202) else answer.json()["message"]
     assert "Long work allows 12 for one session. Write 12 or less." in message
@@ -351,7 +351,7 @@ def test_hours_on_the_form_and_over_rest(hub: PayingHub, browser: Browser) -> No
     look_over(page, "session")
 
 
-def test_who_does_not_wait_is_told_at_once(hub: PayingHub) -> None:
+def test_request_without_waiting_is_refused_at_once(hub: PayingHub) -> None:
     hub.start_server("ada", **T4)
     answer = hub.spawn("bob", {**T4, "wait": "no"})
     message = hub.failure("bob") if answer.status_code in (201, 202) else answer.json()["message"]

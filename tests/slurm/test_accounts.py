@@ -39,7 +39,7 @@ def associations(books: Books, *words: str) -> list[str]:
     return books.cluster.run("sacctmgr", "-n", "-P", "show", "assoc", *which, shown).splitlines()
 
 
-def test_sync_is_shown_first_killed_anywhere_and_done_once(
+def test_slurm_sync_is_previewed_and_resumes_after_a_kill(
     books: Books, cluster: SlurmCluster
 ) -> None:
     cluster.user("gsann", "lab1")
@@ -72,9 +72,7 @@ def test_sync_is_shown_first_killed_anywhere_and_done_once(
     assert theirs and [line for line in theirs if line not in found] == []
 
 
-def test_an_empty_account_keeps_gpu_jobs_waiting_and_no_others(
-    books: Books, cluster: SlurmCluster
-) -> None:
+def test_empty_account_holds_gpu_jobs_but_no_others(books: Books, cluster: SlurmCluster) -> None:
     user = member(books, "gseve")
     books.sync()
     books.services.ledger.grant("member:gseve", -1000 * MICRO, actor="admin", reason="gone")
@@ -97,7 +95,7 @@ def test_an_empty_account_keeps_gpu_jobs_waiting_and_no_others(
     cluster.wait_state(waiting, "RUNNING")
 
 
-def test_who_has_left_hands_in_nothing_any_more(books: Books, cluster: SlurmCluster) -> None:
+def test_former_member_cannot_submit_jobs_until_return(books: Books, cluster: SlurmCluster) -> None:
     user = member(books, "gsfay")
     books.sync()
     books.services.members.membership_ended("gsfay", "the course is over", actor="admin")
@@ -109,9 +107,7 @@ def test_who_has_left_hands_in_nothing_any_more(books: Books, cluster: SlurmClus
     cluster.hold(user, "--account=gpuspawner-members", script=QUICK)
 
 
-def test_sessions_are_held_against_slurms_jobs_to_the_second(
-    books: Books, cluster: SlurmCluster
-) -> None:
+def test_audit_reports_sessions_that_differ_from_slurm(books: Books, cluster: SlurmCluster) -> None:
     member(books, "gsgil")
     lease = begin(books, "gsgil")
     job = f"--name=gpuspawner-{lease.ticket_id}"
@@ -152,7 +148,7 @@ def test_sessions_are_held_against_slurms_jobs_to_the_second(
         assert (change.action, lease.id in change.subject) == ("slurm audit", True)
 
 
-def test_a_server_counts_on_its_members_group_whatever_their_default_is(
+def test_server_job_runs_under_the_members_group_account(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     cluster.user("gsmia", "lab1")  # the site's own

@@ -64,9 +64,7 @@ def checked(books: Books) -> CheckFinding:
     return next(finding for finding in found if finding.name == "slurmdbd")
 
 
-def test_jobs_beside_servers_are_paid_from_the_members_account(
-    books: Books, cluster: SlurmCluster
-) -> None:
+def test_batch_jobs_are_charged_to_the_member_account(books: Books, cluster: SlurmCluster) -> None:
     user = member(books, "Dan G", "u-_44an_20_47")
     cluster.user("gsbob", "lab1")  # whom the hub does not know
     books.sync()
@@ -98,7 +96,7 @@ def test_jobs_beside_servers_are_paid_from_the_members_account(
     assert f"1 batch job of members paid {2 * seconds}.000000 credits." in text
 
 
-def test_an_end_that_becomes_known_late_is_looked_for(
+def test_late_job_end_is_found_and_charged(
     books: Books, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user = member(books, "gshal")
@@ -124,7 +122,7 @@ def test_an_end_that_becomes_known_late_is_looked_for(
     assert books.debit().amount == books.ended(job) * MICRO
 
 
-def test_what_was_missed_is_found_on_another_day(books: Books, cluster: SlurmCluster) -> None:
+def test_missed_batch_job_is_charged_on_a_later_day(books: Books, cluster: SlurmCluster) -> None:
     """As when somebody has put an older database of Slurm's in its place for a while."""
     user = member(books, "gsmiss")
     books.sync()
@@ -140,7 +138,7 @@ def test_what_was_missed_is_found_on_another_day(books: Books, cluster: SlurmClu
     assert settled_round(books).amount == 0
 
 
-def test_a_job_by_a_servers_name_is_paid(books: Books, cluster: SlurmCluster) -> None:
+def test_job_named_like_a_server_is_still_charged(books: Books, cluster: SlurmCluster) -> None:
     """Anybody can call a job as the hub calls those that servers run on."""
     user = member(books, "gsfake")
     books.sync()
@@ -172,9 +170,7 @@ def test_a_job_by_a_servers_name_is_paid(books: Books, cluster: SlurmCluster) ->
     assert books.services.job_billing.debit_cluster().jobs == 0
 
 
-def test_a_database_that_is_hours_behind_loses_no_debit(
-    books: Books, cluster: SlurmCluster
-) -> None:
+def test_delayed_slurm_database_loses_no_debit(books: Books, cluster: SlurmCluster) -> None:
     """Two jobs come and go while it is away. When it is back it answers at once, and knows
     nothing of them yet; and by then the last hour is long after their end."""
     user = member(books, "gslag")
@@ -220,7 +216,7 @@ def test_a_database_that_is_hours_behind_loses_no_debit(
     assert books.services.job_billing.unread_since() is None
 
 
-def test_admins_are_told_of_a_database_that_stays_behind(
+def test_admins_are_warned_daily_of_a_delayed_database(
     books: Books,
     cluster: SlurmCluster,
     tmp_path: Path,

@@ -25,7 +25,7 @@ def said(part: str, *words: str) -> dict[str, Any]:
     return found
 
 
-def test_a_spawn_of_each_side_ends_with_its_figures(soak: None, clusters: None) -> None:
+def test_spawn_benchmark_reports_figures_for_both_sides(soak: None, clusters: None) -> None:
     found = said("spawns", "--runs", "1", "--kernels", "1")
     figures = found["figures"]
     assert figures["runs"] == 1 and found["targets"].keys() == {"kernel_ratio"}
@@ -33,14 +33,14 @@ def test_a_spawn_of_each_side_ends_with_its_figures(soak: None, clusters: None) 
         assert figures[f"{what}_cluster_s"] > 0 and figures[f"{what}_single_s"] > 0
 
 
-def test_one_of_each_fault_ends_with_its_figures(soak: None, clusters: None) -> None:
+def test_fault_benchmark_reports_figures_for_each_fault(soak: None, clusters: None) -> None:
     found = said("faults", "--runs", "1", "--faults", "1")
     faults = {"GPU_freed", "container_dead", "node_lost"}
     assert found["targets"].keys() == {f"{fault}_worst_s" for fault in faults}
     assert all(found["figures"][f"{fault}_s"] > 0 for fault in faults)
 
 
-def test_a_short_day_ends_with_its_figures(soak: None, clusters: None) -> None:
+def test_day_benchmark_reports_its_figures(soak: None, clusters: None) -> None:
     found = said("day", "--sessions", "4", "--minutes", "0.1", "--nodes", "1")
     figures = found["figures"]
     assert figures["day_lost"] == 0 and figures["day_sessions"] == 4

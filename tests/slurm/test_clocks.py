@@ -25,7 +25,7 @@ from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import described
 
 
-def test_a_node_whose_clock_is_another_is_named_with_the_difference(
+def test_node_with_a_wrong_clock_is_reported_with_offset(
     cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = cluster.nodes

@@ -61,7 +61,7 @@ def members(shared_cluster: SlurmCluster) -> None:
     shared_cluster.user("bob", "lab2", "high")
 
 
-def test_a_job_says_which_devices_it_has(cluster: SlurmCluster) -> None:
+def test_job_reports_its_allocated_devices(cluster: SlurmCluster) -> None:
     first, second = cluster.nodes
     both = running(cluster, "--gres=gpu:a100:2", "--job-name=gpuspawner-1", "--comment=hub ann")
     job = seen(cluster, both)
@@ -82,7 +82,7 @@ def test_a_job_says_which_devices_it_has(cluster: SlurmCluster) -> None:
         second.engine.run(images.INSTANT, LIST, [first.devices[1].uuid])
 
 
-def test_who_waits_is_told_why_and_until_when(cluster: SlurmCluster) -> None:
+def test_waiting_job_has_a_reason_and_expected_start(cluster: SlurmCluster) -> None:
     holder = running(cluster, "--gres=gpu:h100:1", "--time=10")
     waiting = cluster.hold("bob", "--gres=gpu:h100:1", "--time=5")
     behind = cluster.hold("ann", "--gres=gpu:h100:1", "--time=5")
@@ -104,7 +104,7 @@ def test_who_waits_is_told_why_and_until_when(cluster: SlurmCluster) -> None:
         cluster.hold("ann", "--gres=gpu:h100:1", "--time=2-0")
 
 
-def test_shards_of_one_device_and_who_may_preempt(cluster: SlurmCluster) -> None:
+def test_shards_share_a_device_and_high_priority_preempts(cluster: SlurmCluster) -> None:
     jobs = [running(cluster, "--gres=shard:2", "--constraint=h100", user=u) for u in ("ann", "bob")]
     assert [seen(cluster, job)["gres_detail"] for job in jobs] == [["shard:2(IDX:0)"]] * 2
     whole = cluster.hold("ann", "--gres=gpu:h100:1")
@@ -116,7 +116,7 @@ def test_shards_of_one_device_and_who_may_preempt(cluster: SlurmCluster) -> None
     assert cluster.state(whole) == "PREEMPTED"
 
 
-def test_a_container_is_bound_by_its_job_and_ends_before_the_next(cluster: SlurmCluster) -> None:
+def test_job_container_is_limited_and_ends_before_next_job(cluster: SlurmCluster) -> None:
     node = cluster.nodes[1]
     job = running(cluster, "--gres=gpu:h100:1")
     parent = cluster.group(job)

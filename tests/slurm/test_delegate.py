@@ -114,7 +114,9 @@ def names(cluster: SlurmCluster) -> list[str]:
     return sorted(cluster.run("squeue", "-h", "-o", "%j").split())
 
 
-def test_many_submit_the_same_tickets(delegate: SlurmDelegate, cluster: SlurmCluster) -> None:
+def test_concurrent_submits_create_one_job_per_ticket(
+    delegate: SlurmDelegate, cluster: SlurmCluster
+) -> None:
     """Who asks and the rounds race for each of ten tickets: ten jobs."""
     tickets = [ticket(number) for number in range(10)]
     with ThreadPoolExecutor(12) as threads:
@@ -217,7 +219,7 @@ def _submit(file: Path, tickets: list[Ticket], jobs: int, seconds: float) -> Non
         delegate.submit(each)
 
 
-def test_killed_in_the_middle_of_submits(
+def test_interrupted_submits_leave_one_job_per_ticket(
     delegate: SlurmDelegate, cluster: SlurmCluster, tmp_path: Path, chance: random.Random
 ) -> None:
     """However often a hub is killed while it hands tickets over, each has one job in the end."""
@@ -243,7 +245,7 @@ def test_killed_in_the_middle_of_submits(
     wait_for(one_each, "one job for each ticket", interval=0.5)
 
 
-def test_jobs_are_ended_by_number_and_those_nobody_has_seen_by_name(
+def test_known_jobs_are_cancelled_by_number_others_by_name(
     delegate: SlurmDelegate, cluster: SlurmCluster
 ) -> None:
     """To find a job by its name, Slurm is asked for everybody's."""
@@ -274,7 +276,7 @@ def test_jobs_are_ended_by_number_and_those_nobody_has_seen_by_name(
     wait_for(lambda: not names(cluster), "the last one to go")
 
 
-def test_a_job_that_is_over_keeps_no_other_alive(
+def test_cancel_ends_a_job_listed_with_unknown_ones(
     delegate: SlurmDelegate, cluster: SlurmCluster
 ) -> None:
     delegate.submit(ticket(104))
@@ -284,7 +286,7 @@ def test_a_job_that_is_over_keeps_no_other_alive(
     wait_for(lambda: not names(cluster), "it to go")
 
 
-def test_who_missed_the_turn_twice_waits_behind_everybody(
+def test_ticket_marked_last_waits_behind_all_others(
     delegate: SlurmDelegate, cluster: SlurmCluster
 ) -> None:
     for number in range(3):
@@ -305,7 +307,9 @@ def test_who_missed_the_turn_twice_waits_behind_everybody(
         assert places() == [1, 2]
 
 
-def test_no_answer_is_no_end(delegate: SlurmDelegate, cluster: SlurmCluster) -> None:
+def test_unreachable_controller_does_not_end_jobs(
+    delegate: SlurmDelegate, cluster: SlurmCluster
+) -> None:
     """While the controller is away nothing has ended, and afterwards all is as it was."""
     one = ticket(1)
     delegate.submit(one)
@@ -346,7 +350,7 @@ def test_no_answer_is_no_end(delegate: SlurmDelegate, cluster: SlurmCluster) -> 
     assert wait_for(again, "an answer") == given
 
 
-def test_it_is_asked_less_than_once_a_second_in_the_long_run(
+def test_slurm_polling_rate_is_limited_in_the_long_run(
     delegate: SlurmDelegate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[float] = []
@@ -383,7 +387,7 @@ def test_it_is_asked_less_than_once_a_second_in_the_long_run(
     assert len(gaps) <= SAVED + (looks[-1] - looks[0]) / EVERY
 
 
-def test_two_hubs_on_one_cluster_leave_each_others_jobs(
+def test_two_hubs_leave_each_others_jobs_alone(
     delegate: SlurmDelegate, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     """What one hub's store knows nothing of is the other's; what nobody waits for any more goes."""
@@ -425,7 +429,7 @@ def test_two_hubs_on_one_cluster_leave_each_others_jobs(
         services.store.close()
 
 
-def test_a_whole_course_comes_at_once(
+def test_many_new_members_are_registered_in_few_calls(
     delegate: SlurmDelegate,
     cluster: SlurmCluster,
     tmp_path: Path,
@@ -455,7 +459,7 @@ def test_a_whole_course_comes_at_once(
     services.store.close()
 
 
-def test_what_slurm_does_not_name_is_not_ended(
+def test_container_of_an_unknown_job_is_not_ended(
     delegate: SlurmDelegate, cluster: SlurmCluster
 ) -> None:
     """A container of a job that began after the look, or that a controller has lost, lives on."""
@@ -470,7 +474,7 @@ def test_what_slurm_does_not_name_is_not_ended(
     assert engine.running() == set(), "nothing of it is promised either"
 
 
-def test_nobody_waits_for_a_node_that_is_lost(
+def test_look_does_not_wait_for_an_unreachable_node(
     delegate: SlurmDelegate, cluster: SlurmCluster
 ) -> None:
     """What ran there runs on as far as anybody knows, until Slurm says that the node is lost."""

@@ -95,7 +95,7 @@ def containers(node: Node) -> list[str]:
     return [c["Id"] for c in node.engine.client.containers()]
 
 
-def test_the_device_that_slurm_counts_is_the_one_in_the_file(
+def test_slurm_device_index_matches_the_cluster_file(
     cluster: ConfiguredCluster, described: Cluster
 ) -> None:
     first = described.nodes[0]
@@ -116,7 +116,7 @@ def test_the_device_that_slurm_counts_is_the_one_in_the_file(
     ]
 
 
-def test_containers_of_jobs_that_are_over_go_before_a_node_takes_work(
+def test_containers_of_ended_jobs_are_removed(
     cluster: ConfiguredCluster,
 ) -> None:
     node = cluster.nodes[0]
@@ -133,7 +133,7 @@ def test_containers_of_jobs_that_are_over_go_before_a_node_takes_work(
     cluster.wait_nodes(node)
 
 
-def test_check_finds_a_cluster_that_is_well(hub: HubSettings, described: Cluster) -> None:
+def test_check_passes_for_a_healthy_cluster(hub: HubSettings, described: Cluster) -> None:
     found = checked(hub, described)
     assert red(found) == [], found
     for node in described.nodes:
@@ -155,7 +155,7 @@ def only_here(cluster: ConfiguredCluster) -> Iterator[str]:
     client.remove_image(f"{name}:latest", noprune=True)
 
 
-def test_check_names_what_is_wrong_and_where(
+def test_check_reports_cluster_faults_by_node(
     hub: HubSettings, described: Cluster, cluster: ConfiguredCluster, only_here: str
 ) -> None:
     first, second = cluster.nodes
@@ -175,7 +175,7 @@ def test_check_names_what_is_wrong_and_where(
     assert found["munge"].status is Status.OK
 
 
-def test_the_command_says_when_slurm_is_down(
+def test_check_command_reports_a_stopped_slurm(
     described: Cluster,
     cluster: ConfiguredCluster,
     only_here: str,
@@ -204,7 +204,7 @@ def test_the_command_says_when_slurm_is_down(
     assert not [name for name in found if name.startswith("node ")]
 
 
-def test_images_are_pulled_onto_every_node(
+def test_catalog_pull_reports_the_image_on_every_node(
     described: Cluster,
     cluster: ConfiguredCluster,
     only_here: str,
@@ -232,7 +232,7 @@ def test_images_are_pulled_onto_every_node(
     assert lines[3].startswith("away: its Docker Engine does not answer")
 
 
-def test_there_and_back_again(
+def test_database_moves_from_one_host_to_slurm_and_back(
     described: Cluster, cluster: ConfiguredCluster, tmp_path: Path
 ) -> None:
     """One database: one box, then two machines, then the one box. Nobody loses anything."""

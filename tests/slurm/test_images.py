@@ -93,7 +93,7 @@ def waits(hub: SlurmHub, ticket: Ticket) -> str:
     return next(str(each["waits_for"]) for each in line["tickets"] if each["id"] == ticket.id)
 
 
-def test_a_ticket_waits_for_its_image_and_holds_nothing_meanwhile(
+def test_ticket_waits_for_its_image_without_holding_gpus(
     hub: SlurmHub, cluster: SlurmCluster, registry: SlowRegistry
 ) -> None:
     image = f"{registry.repository}:later"
@@ -113,7 +113,7 @@ def test_a_ticket_waits_for_its_image_and_holds_nothing_meanwhile(
     hub.stop_server("ann")
 
 
-def test_what_nobody_asked_for_is_fetched_to_the_node_that_lacks_it(
+def test_unrequested_image_is_prefetched_to_the_node_lacking_it(
     hub: SlurmHub, cluster: SlurmCluster, registry: SlowRegistry
 ) -> None:
     image, (first, second) = f"{registry.repository}:ahead", cluster.nodes
@@ -130,7 +130,7 @@ def test_what_nobody_asked_for_is_fetched_to_the_node_that_lacks_it(
     assert "ahead" not in asked
 
 
-def test_a_node_without_the_image_is_not_chosen_until_it_has_it(
+def test_node_without_the_image_is_not_chosen_until_pulled(
     hub: SlurmHub, cluster: SlurmCluster, registry: SlowRegistry
 ) -> None:
     """The image of a member's own, which nobody pulls ahead."""
@@ -151,7 +151,7 @@ def test_a_node_without_the_image_is_not_chosen_until_it_has_it(
         hub.stop_server(user)
 
 
-def test_an_image_that_is_nowhere_is_refused_in_words(
+def test_image_that_cannot_be_pulled_ends_the_ticket(
     hub: SlurmHub, cluster: SlurmCluster, registry: SlowRegistry
 ) -> None:
     hub.ask("cara", environment="missing", gpus=1)

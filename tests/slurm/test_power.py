@@ -27,7 +27,7 @@ def powered(clusters: None) -> Iterator[PoweredCluster]:
         yield cluster
 
 
-def test_what_is_said_of_machines_that_are_off_or_drained(
+def test_powered_off_and_drained_nodes_are_described(
     powered: PoweredCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No sampler runs on any: of the one that is off, nobody is to expect it."""
@@ -84,7 +84,7 @@ def test_what_is_said_of_machines_that_are_off_or_drained(
     says(spare.uuid, DeviceStatus.OK, "off (power saving)")
 
 
-def test_a_node_is_on_while_it_is_needed(powered: PoweredCluster) -> None:
+def test_node_is_powered_on_only_while_needed(powered: PoweredCluster) -> None:
     (spare,) = powered.spare
     wait_for(lambda: powered.node_state(spare) == "idle~", "the node to be off")
     powered.user("ann")

@@ -78,7 +78,7 @@ def hub(
         yield hub
 
 
-def test_a_server_gets_what_slurm_chose_and_gives_it_back(
+def test_server_gets_its_slurm_devices_and_returns_them(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
     hub.ask("ann", gpus=2)
@@ -98,7 +98,7 @@ def test_a_server_gets_what_slurm_chose_and_gives_it_back(
     assert cluster.state(job) == "CANCELLED"
 
 
-def test_who_waits_sees_place_and_reason_and_starts_by_itself(
+def test_waiting_member_sees_position_and_starts_automatically(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
     hub.ask("ann", gpus=2)
@@ -120,14 +120,14 @@ def test_who_waits_sees_place_and_reason_and_starts_by_itself(
         hub.stop_server(user)
 
 
-def test_a_server_without_a_gpu_needs_no_job(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_server_without_a_gpu_needs_no_job(hub: SlurmHub, cluster: SlurmCluster) -> None:
     hub.ask("dora", gpus=0)
     lease = hub.wait_lease("dora")
     assert lease.engine == "docker" and not cluster.run("squeue", "-h")
     hub.stop_server("dora")
 
 
-def test_a_container_that_dies_gives_its_gpus_back(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_dead_container_releases_its_gpus(hub: SlurmHub, cluster: SlurmCluster) -> None:
     hub.ask("ann", gpus=2)
     lease = hub.wait_lease("ann")
     (container,) = hub.containers(hub.node_of(lease))
@@ -139,7 +139,7 @@ def test_a_container_that_dies_gives_its_gpus_back(hub: SlurmHub, cluster: Slurm
     hub.stop_server("bob")
 
 
-def test_a_job_that_is_cancelled_behind_our_back(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_job_cancelled_in_slurm_ends_server_or_ticket(hub: SlurmHub, cluster: SlurmCluster) -> None:
     """One server runs, one waits: both are told, and neither leaves anything."""
     hub.ask("ann", gpus=2)
     lease = hub.wait_lease("ann")
@@ -158,7 +158,7 @@ def test_a_job_that_is_cancelled_behind_our_back(hub: SlurmHub, cluster: SlurmCl
     assert not hub.containers(cluster.nodes[0])
 
 
-def test_a_lost_node_ends_its_servers_and_they_start_elsewhere(
+def test_lost_node_ends_servers_that_restart_elsewhere(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
     hub.ask("ann", gpus=1, gpu_model="H100")
@@ -176,7 +176,7 @@ def test_a_lost_node_ends_its_servers_and_they_start_elsewhere(
     hub.stop_server("ann")
 
 
-def test_a_place_in_line_is_given_up(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_stopping_a_waiting_server_cancels_its_job(hub: SlurmHub, cluster: SlurmCluster) -> None:
     hub.ask("ann", gpus=2)
     hub.wait_lease("ann")
     hub.ask("bob", gpus=2, wait=True)
@@ -186,7 +186,7 @@ def test_a_place_in_line_is_given_up(hub: SlurmHub, cluster: SlurmCluster) -> No
     hub.stop_server("ann")
 
 
-def test_what_there_is_not_is_refused_in_words(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_impossible_request_is_refused_with_a_reason(hub: SlurmHub, cluster: SlurmCluster) -> None:
     assert "Ask for 2 at most" in hub.refusal("ann", gpus=3)
     assert "Titan" in hub.refusal("ann", gpus=1, gpu_model="Titan")
     said = hub.refusal("ann", environment="days", gpus=1, hours=30)
@@ -197,7 +197,7 @@ def test_what_there_is_not_is_refused_in_words(hub: SlurmHub, cluster: SlurmClus
     hub.stop_server("ann")
 
 
-def test_an_account_that_is_closed(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_closed_slurm_account_refuses_the_request(hub: SlurmHub, cluster: SlurmCluster) -> None:
     """By the cluster's admin, for everybody of the hub's; who has left is in test_accounts.py."""
     closed = ("sacctmgr", "-i", "modify", "account", "where", "name=gpuspawner", "set")
     wait_for(lambda: cluster.run("sacctmgr", "-n", "-P", "show", "account", "gpuspawner"), "it")
@@ -209,7 +209,9 @@ def test_an_account_that_is_closed(hub: SlurmHub, cluster: SlurmCluster) -> None
     assert "Slurm refused it" in said and "AssocGrpSubmitJobsLimit" in said
 
 
-def test_a_partition_that_takes_no_jobs(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_drained_partition_refuses_and_down_partition_queues(
+    hub: SlurmHub, cluster: SlurmCluster
+) -> None:
     cluster.run("scontrol", "update", "partitionname=gpu", "state=drain")
     try:
         assert "partition" in hub.refusal("ann", gpus=1)
@@ -223,7 +225,7 @@ def test_a_partition_that_takes_no_jobs(hub: SlurmHub, cluster: SlurmCluster) ->
     hub.stop_server("ann")
 
 
-def test_names_that_neither_linux_nor_slurm_takes(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_member_with_special_characters_gets_a_server(hub: SlurmHub, cluster: SlurmCluster) -> None:
     member, server = "o'neil $(id);", "second"
     user = user_of(member)
     cluster.users.make(user)
@@ -238,7 +240,9 @@ def test_names_that_neither_linux_nor_slurm_takes(hub: SlurmHub, cluster: SlurmC
     hub.wait_end(lease)
 
 
-def test_a_container_outside_its_jobs_control_group(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_container_outside_the_job_cgroup_ends_with_the_job(
+    hub: SlurmHub, cluster: SlurmCluster
+) -> None:
     """As on nodes with cgroup v2: the limits are the environment's, and the rest is as ever."""
     hub.ask("ann", environment="outside", gpus=1)
     lease = hub.wait_lease("ann")
@@ -253,9 +257,7 @@ def test_a_container_outside_its_jobs_control_group(hub: SlurmHub, cluster: Slur
     wait_for(lambda: hub.server("ann") is None, "the hub to know")
 
 
-def test_the_line_goes_on_in_order_and_who_used_much_waits_behind(
-    hub: SlurmHub, cluster: SlurmCluster
-) -> None:
+def test_queue_keeps_order_and_heavy_users_wait(hub: SlurmHub, cluster: SlurmCluster) -> None:
     """Slurm counts who used how much once a minute and when it starts, and what servers use is
     theirs."""
     hub.ask("ann", gpus=1, gpu_model="H100")
@@ -284,7 +286,7 @@ def test_the_line_goes_on_in_order_and_who_used_much_waits_behind(
     hub.stop_server("ann", "second")
 
 
-def test_a_job_beside_servers_is_paid_by_its_member(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_batch_job_is_charged_to_its_member(hub: SlurmHub, cluster: SlurmCluster) -> None:
     hub.ask("zoe", gpus=0)
     hub.wait_lease("zoe")
     job = cluster.hold("zoe", "--gres=gpu:h100:1", script="#!/bin/sh\nexec sleep 2\n")
@@ -318,7 +320,7 @@ def assert_once(hub: SlurmHub) -> None:
 
 
 @pytest.mark.parametrize("again", [1, 2] if SOAK else [1])
-def test_all_of_them_die_in_some_order(
+def test_server_and_ticket_survive_a_crash_of_all_daemons(
     hub: SlurmHub, cluster: SlurmCluster, chance: random.Random, again: int
 ) -> None:
     hub.ask("ann", gpus=1, gpu_model="H100")
@@ -349,7 +351,9 @@ def test_all_of_them_die_in_some_order(
     hub.stop_server("bob")
 
 
-def test_grants_go_on_without_the_accounting_database(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_grants_continue_without_the_accounting_database(
+    hub: SlurmHub, cluster: SlurmCluster
+) -> None:
     hub.ask("ann", gpus=1)
     first = hub.wait_lease("ann")
     cluster.kill("slurmdbd")
@@ -361,7 +365,7 @@ def test_grants_go_on_without_the_accounting_database(hub: SlurmHub, cluster: Sl
     hub.stop_server("ann")
 
 
-def test_nobody_gets_a_gpu_whose_epilog_failed(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_gpu_with_a_failed_epilog_is_not_granted(hub: SlurmHub, cluster: SlurmCluster) -> None:
     hub.ask("ann", gpus=1, gpu_model="H100")
     lease = hub.wait_lease("ann")
     node = hub.node_of(lease)
@@ -386,7 +390,7 @@ def test_nobody_gets_a_gpu_whose_epilog_failed(hub: SlurmHub, cluster: SlurmClus
     hub.stop_server("bob")
 
 
-def test_who_is_preempted_is_told_why(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_preempted_server_ends_with_the_reason(hub: SlurmHub, cluster: SlurmCluster) -> None:
     hub.ask("ann", gpus=1, gpu_model="H100")
     lease = hub.wait_lease("ann")
     cluster.user("urgent", "lab", "high")
@@ -403,7 +407,7 @@ def test_who_is_preempted_is_told_why(hub: SlurmHub, cluster: SlurmCluster) -> N
     assert not [name for name in jobs(cluster) if name.startswith("gpuspawner-")]
 
 
-def test_many_new_members_at_once_are_all_known(hub: SlurmHub, cluster: SlurmCluster) -> None:
+def test_many_new_members_at_once_are_all_registered(hub: SlurmHub, cluster: SlurmCluster) -> None:
     """The database forgets what two tell it at the same moment."""
     names = [f"newcomer{number}" for number in range(8)]
     for name in names:
@@ -448,7 +452,7 @@ def said(cluster: SlurmCluster, waits: Ticket | Lease) -> tuple[int, str, str]:
     return (int(priority), reason, limit) if limit else (0, "", "")
 
 
-def test_a_drained_gpu_drains_its_machine(
+def test_draining_a_gpu_drains_its_node(
     hub: SlurmHub, cluster: SlurmCluster, browser: Browser
 ) -> None:
     first, second = cluster.nodes
@@ -489,9 +493,7 @@ def test_a_drained_gpu_drains_its_machine(
     assert call(hub, ADMIN, f"devices/{gpu}/undrain", reason="").json()["changed"]
 
 
-def test_an_admin_changes_the_order_and_a_pause_holds_it(
-    hub: SlurmHub, cluster: SlurmCluster
-) -> None:
+def test_admin_reorders_the_queue_and_pauses_granting(hub: SlurmHub, cluster: SlurmCluster) -> None:
     hub.ask("ann", gpus=2)
     hub.wait_lease("ann")
     hub.ask("bob", gpus=1)
@@ -530,7 +532,7 @@ def places(hub: SlurmHub) -> list[str]:
     return [ticket.server.user for ticket, _, _ in hub.services.positions.order()]
 
 
-def test_a_longer_session_is_a_longer_job_where_the_partition_allows(
+def test_session_extension_lengthens_the_job_within_limits(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
     hub.ask("ann", environment="days", gpus=1, hours=1)
@@ -548,7 +550,7 @@ def test_a_longer_session_is_a_longer_job_where_the_partition_allows(
         hub.stop_server(user)
 
 
-def test_the_end_of_a_session_and_of_credits_ends_container_and_job(
+def test_session_end_or_empty_account_ends_container_and_job(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
     hub.ask("ann", environment="brief", gpus=1)

@@ -97,7 +97,7 @@ def gone(hub: SlurmHub, cluster: SlurmCluster, lease: Lease) -> bool:
     return hub.server(lease.server.user) is None and not container and not job
 
 
-def test_who_rests_makes_way_for_who_waits_and_who_is_not_there_pays_nothing(
+def test_idle_server_yields_and_no_show_is_not_charged(
     hub: SlurmHub,
     cluster: SlurmCluster,
     samplers: list[NodeSampler],
@@ -131,9 +131,7 @@ def test_who_rests_makes_way_for_who_waits_and_who_is_not_there_pays_nothing(
     hub.stop_server("works")
 
 
-def test_a_session_is_warned_of_its_end_and_paid_up_to_it(
-    hub: SlurmHub, cluster: SlurmCluster
-) -> None:
+def test_session_is_warned_and_charged_up_to_its_end(hub: SlurmHub, cluster: SlurmCluster) -> None:
     hub.ask("ann", environment="brief", gpus=2)
     lease = hub.wait_lease("ann")
     # It came at once: ann need not show that she is there.

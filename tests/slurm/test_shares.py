@@ -12,7 +12,9 @@ from tests.support.slurm_hub import SlurmHub
 MICRO = 1_000_000
 
 
-def test_members_on_parts_of_one_gpu(hubs: None, tmp_path: Path, cluster: SlurmCluster) -> None:
+def test_members_share_the_slots_of_one_gpu(
+    hubs: None, tmp_path: Path, cluster: SlurmCluster
+) -> None:
     """Five servers want the H100, which has four parts: the fifth waits for one of them."""
     users = [f"part{number}" for number in range(5)]
     with SlurmHub(tmp_path / "hub", cluster, shards=4) as hub:

@@ -28,9 +28,7 @@ def hub(
             yield hub
 
 
-def test_a_long_line_brings_up_a_machine_and_one_that_never_comes_gives_nothing(
-    soak: None, hub: SlurmHub
-) -> None:
+def test_queue_powers_on_a_node_and_survives_its_failure(soak: None, hub: SlurmHub) -> None:
     cluster = hub.cluster
     assert isinstance(cluster, PoweredCluster)
     (spare,) = cluster.spare

@@ -74,7 +74,7 @@ def shows(page: Page, uuid: str, text: str) -> None:
     page.wait_for_selector(f".tile[data-uuid='{uuid}']:has-text('{text}')", timeout=90_000)
 
 
-def test_the_live_page_shows_the_devices_of_all_nodes(
+def test_live_page_shows_the_devices_of_all_nodes(
     hub: SlurmHub, cluster: SlurmCluster, browser: Browser
 ) -> None:
     (one, two), (other,) = (node.devices for node in cluster.nodes)
@@ -95,7 +95,7 @@ def test_the_live_page_shows_the_devices_of_all_nodes(
     hub.stop_server("ann")
 
 
-def test_a_sick_gpu_is_tried_on_its_own_machine(
+def test_sick_gpu_drains_its_node_until_the_probe_passes(
     hub: SlurmHub, cluster: SlurmCluster, samplers: list[NodeSampler]
 ) -> None:
     (gpu,) = works(cluster.nodes[1])
@@ -122,7 +122,7 @@ def test_a_sick_gpu_is_tried_on_its_own_machine(
     wait_for(lambda: cluster.node_state(machine) == "idle", "it to take jobs", timeout=30)
 
 
-def test_a_silent_machine_is_named_and_takes_no_other_along(
+def test_silent_node_is_named_without_affecting_others(
     hub: SlurmHub, cluster: SlurmCluster, samplers: list[NodeSampler], browser: Browser
 ) -> None:
     first, second = cluster.nodes

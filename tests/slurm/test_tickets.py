@@ -76,7 +76,7 @@ END_JOB: dict[str, Callable[[SlurmDelegate, str, int], None]] = {
 
 
 @pytest.mark.parametrize("why", END_JOB)
-def test_a_ticket_gets_nothing_from_a_job_that_was_told_to_end(
+def test_ticket_gets_no_devices_from_a_cancelled_job(
     services: Services, cluster: SlurmCluster, why: str
 ) -> None:
     ticket = asked(services, "ann")
@@ -97,7 +97,7 @@ def test_a_ticket_gets_nothing_from_a_job_that_was_told_to_end(
     assert lease.ticket_id == ticket.id and has_job(cluster, ticket) == "RUNNING"
 
 
-def test_a_job_that_slurm_does_not_let_us_end_counts_again(
+def test_job_that_slurm_refuses_to_end_counts_again(
     services: Services, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*jobs: int) -> None:
@@ -113,7 +113,7 @@ def test_a_job_that_slurm_does_not_let_us_end_counts_again(
     assert has_job(cluster, ticket) == "RUNNING"
 
 
-def test_a_ticket_that_becomes_a_lease_while_the_store_is_read_keeps_its_job(
+def test_ticket_granted_during_cleanup_keeps_its_job(
     services: Services, cluster: SlurmCluster
 ) -> None:
     ticket = asked(services, "ann")
@@ -134,7 +134,7 @@ def test_a_ticket_that_becomes_a_lease_while_the_store_is_read_keeps_its_job(
     assert has_job(cluster, ticket) == "RUNNING"
 
 
-def test_a_session_can_be_extended_right_after_its_start(
+def test_session_can_be_extended_right_after_its_start(
     services: Services, cluster: SlurmCluster
 ) -> None:
     """The accounting service extends it; its last look at Slurm was before the job was there."""
@@ -168,7 +168,7 @@ def why(cluster: SlurmCluster, node: Node) -> str:
     return reason if state.startswith("drain") else ""
 
 
-def test_a_sick_gpu_closes_its_machine_until_all_of_it_is_well(
+def test_sick_gpu_closes_its_node_until_all_are_well(
     services: Services, cluster: SlurmCluster
 ) -> None:
     node = cluster.nodes[0]
@@ -188,7 +188,7 @@ def test_a_sick_gpu_closes_its_machine_until_all_of_it_is_well(
     assert not why(cluster, node)
 
 
-def test_what_slurm_was_not_told_it_is_told_later(
+def test_node_closures_reach_slurm_after_an_outage(
     services: Services, cluster: SlurmCluster
 ) -> None:
     first, second = cluster.nodes
@@ -207,7 +207,7 @@ def test_what_slurm_was_not_told_it_is_told_later(
     assert not why(cluster, second)
 
 
-def test_what_others_drained_they_open(
+def test_node_drained_by_others_is_not_reopened(
     services: Services, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     """A node whose epilog failed may still have somebody's container on its GPU."""
@@ -257,7 +257,7 @@ def closed(services: Services, uuid: str) -> None:
         closures.close(connection, Closure(uuid, services.clock(), HEALTH, GONE))
 
 
-def test_a_ticket_does_not_wait_with_what_is_closed(
+def test_ticket_moves_from_a_closed_node_to_another(
     services: Services, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     first, second = cluster.nodes
@@ -270,7 +270,7 @@ def test_a_ticket_does_not_wait_with_what_is_closed(
     assert GONE in why(cluster, first)
 
 
-def test_a_hub_that_dies_while_it_gives_something_back(
+def test_declined_job_is_replaced_after_a_hub_restart(
     services: Services, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     """The job is ended, nobody has handed in another one, and nobody remembers why."""
@@ -284,7 +284,7 @@ def test_a_hub_that_dies_while_it_gives_something_back(
     assert anew.queue.start_ticket(ticket.id).ticket_id == ticket.id
 
 
-def test_what_slurm_does_not_close_is_left_out(
+def test_node_that_slurm_cannot_drain_is_excluded(
     services: Services, cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hub without an admin's rights cannot drain a node."""
@@ -311,7 +311,7 @@ def test_what_slurm_does_not_close_is_left_out(
 
 
 @pytest.mark.usefixtures("all_in_use")
-def test_the_end_of_a_pause_releases_what_it_held(
+def test_end_of_a_pause_releases_only_its_own_holds(
     services: Services, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     """Also of a hub that was started anew meanwhile; and nothing of what somebody else held, or
@@ -343,7 +343,7 @@ def test_the_end_of_a_pause_releases_what_it_held(
 
 
 @pytest.mark.usefixtures("all_in_use")
-def test_who_uses_sbatch_goes_on_in_a_pause(
+def test_sbatch_jobs_run_during_a_pause(
     services: Services, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     ticket = asked(services, "ann")
@@ -356,7 +356,7 @@ def test_who_uses_sbatch_goes_on_in_a_pause(
 
 
 @pytest.mark.usefixtures("all_in_use")
-def test_a_hub_without_rights_holds_and_releases_its_own(
+def test_unprivileged_hub_holds_and_releases_its_own_jobs(
     services: Services, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A job's owner may hold it, and nobody can lift an admin's hold but an admin."""
@@ -383,7 +383,7 @@ def test_a_hub_without_rights_holds_and_releases_its_own(
 
 
 @pytest.mark.usefixtures("all_in_use")
-def test_what_slurm_refused_is_told_again_and_ever_more_seldom(
+def test_refused_changes_are_retried_with_growing_pauses(
     services: Services, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "bin"
@@ -415,7 +415,7 @@ def test_what_slurm_refused_is_told_again_and_ever_more_seldom(
 
 
 @pytest.mark.usefixtures("all_in_use")
-def test_a_controller_that_hangs_holds_up_nobody(
+def test_hanging_controller_blocks_no_requests(
     services: Services, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     """Its programs would wait for minutes; who asks, leaves or is refused waits for none of it."""

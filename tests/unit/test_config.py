@@ -72,7 +72,7 @@ def database_url(c: Config) -> str:
     return str(service_of(c)["environment"]["GPUSPAWNER_DATABASE_URL"])
 
 
-def test_an_empty_configuration_gets_service_role_and_access() -> None:
+def test_empty_config_gets_service_roles_and_scopes() -> None:
     c = Config()
     gpuspawner.add_services(c)
 
@@ -104,7 +104,7 @@ def add(c: Config, setting: str, entry: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["list", "append", "extend", "insert", "prepend", "tuple"])
-def test_services_and_roles_of_the_admin_stay(how: str) -> None:
+def test_admin_services_and_roles_are_kept(how: str) -> None:
     c = Config()
     add(c, "services", {"name": "theirs", "url": "http://127.0.0.1:1"}, how)
     role = {"name": "theirs", "scopes": ["list:users"], "services": ["theirs"]}
@@ -132,7 +132,7 @@ OUR_SERVER = "custom:gpuspawner:session!server"
         ("server", None, [*SERVER, OUR_SERVER]),
     ],
 )
-def test_a_role_of_the_admin_is_extended_and_one_without_scopes_keeps_jupyterhubs_own(
+def test_admin_roles_are_extended_and_default_scopes_kept(
     name: str, theirs: list[str] | None, scopes: list[str], how: str
 ) -> None:
     c = Config()
@@ -145,7 +145,7 @@ def test_a_role_of_the_admin_is_extended_and_one_without_scopes_keeps_jupyterhub
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_extra_user_scopes_and_custom_scopes_go_on_counting(lazy: bool) -> None:
+def test_extra_user_scopes_and_custom_scopes_are_kept(lazy: bool) -> None:
     """JupyterHub ignores the extra ones as soon as there is a role named user."""
     c = Config()
     theirs = {"custom:lab:door": {"description": "Open the door"}}
@@ -162,7 +162,7 @@ def test_extra_user_scopes_and_custom_scopes_go_on_counting(lazy: bool) -> None:
     assert value_of(c, "custom_scopes", {}) == {**theirs, **CUSTOM_SCOPES}
 
 
-def test_the_idle_culler_comes_when_asked() -> None:
+def test_idle_culler_is_added_on_request() -> None:
     c = served(cull_idle_after=3600)
     culler = service_of(c, "idle-culler")
     classic = [sys.executable, "-m", "jupyterhub_idle_culler", "--timeout=3600"]
@@ -184,13 +184,13 @@ def test_the_idle_culler_comes_when_asked() -> None:
 
 
 @pytest.mark.parametrize("url", ["https://127.0.0.1:10190", "http://10.0.0.5:10190", "127.0.0.1"])
-def test_a_service_that_internal_ssl_does_not_reach_is_refused(url: str) -> None:
+def test_service_url_unusable_with_internal_ssl_is_rejected(url: str) -> None:
     served(url=url)  # whatever it is without internal_ssl
     with pytest.raises(ConfigError, match="internal_ssl"):
         served({"JupyterHub": {"internal_ssl": True}}, url=url)
 
 
-def test_mistakes_are_sentences() -> None:
+def test_invalid_config_raises_a_clear_error() -> None:
     with pytest.raises(ConfigError, match="cull_idle_after is 0"):
         served(cull_idle_after=0)
     c = served()
@@ -206,7 +206,7 @@ def test_mistakes_are_sentences() -> None:
         add_services(c)
 
 
-def test_the_package_itself_is_cheap_to_import() -> None:
+def test_package_import_loads_no_heavy_modules() -> None:
     code = (
         "import sys, gpuspawner; print(gpuspawner.__version__); "
         "print(sorted({'sqlalchemy', 'tornado', 'traitlets', 'docker'} & set(sys.modules)))"
@@ -218,7 +218,7 @@ def test_the_package_itself_is_cheap_to_import() -> None:
 
 
 @pytest.mark.parametrize("how", ["nothing", "list", "insert"])
-def test_our_pages_come_after_the_admins_and_before_the_hubs(how: str) -> None:
+def test_templates_rank_between_admin_and_jupyterhub(how: str) -> None:
     c = Config()
     if how != "nothing":
         add(c, "template_paths", "/mine", how)
@@ -242,13 +242,13 @@ def test_our_pages_come_after_the_admins_and_before_the_hubs(how: str) -> None:
         ([f"{GRANT}!user", f"{GRANT}!group=", f"{GRANT}!server=ada/x", f"{GRANT}ed"], Reach()),
     ],
 )
-def test_whom_a_scope_reaches(held: list[str], found: Reach) -> None:
+def test_scope_reach_follows_its_group_and_user_filters(held: list[str], found: Reach) -> None:
     assert reach(held, GRANT) == found
     assert bool(found) is bool(found.everybody or found.accounts())
 
 
 @pytest.mark.parametrize("how", ["none", "set", "update", "theirs"])
-def test_pages_stand_beside_what_the_admin_set(how: str) -> None:
+def test_hub_pages_are_added_beside_admin_settings(how: str) -> None:
     c = Config()
     if how in ("set", "theirs"):
         c.JupyterHub.extra_handlers = [(r"/mine", object)]
@@ -273,7 +273,7 @@ def test_pages_stand_beside_what_the_admin_set(how: str) -> None:
 # What the service hears.
 
 
-def test_the_database_url_reaches_the_service_by_environment_alone() -> None:
+def test_database_url_reaches_the_service_by_environment_only() -> None:
     url = "postgresql://gpu:s3cret@db.example/gpu"
     c = served({"GPUDatabase": {"url": url}, "GPUCredits": {"grace_seconds": 7}})
     assert database_url(c) == c.GPUDatabase.url == url
@@ -291,7 +291,7 @@ def test_the_database_url_reaches_the_service_by_environment_alone() -> None:
         (None, "sqlite:///{here}/gpuspawner.sqlite"),
     ],
 )
-def test_a_relative_file_is_the_hubs(
+def test_relative_sqlite_path_resolves_in_the_hub_folder(
     given: str | None, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -317,7 +317,7 @@ def test_a_relative_file_is_the_hubs(
         ({}, None),
     ],
 )
-def test_the_service_hears_whose_images_it_pulls_ahead(
+def test_service_gets_the_catalog_whose_images_it_prepulls(
     settings: dict[str, Any], told_of: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -337,14 +337,14 @@ def test_the_service_hears_whose_images_it_pulls_ahead(
         ({}, (None, None)),
     ],
 )
-def test_the_service_hears_how_servers_get_gpus(
+def test_service_gets_probe_image_and_gpu_injection(
     settings: dict[str, Any], expected: tuple[str | None, str | None]
 ) -> None:
     found = told(served(settings)).get("GPUHealth", {})
     assert (found.get("probe_image"), found.get("probe_injection")) == expected
 
 
-def test_settings_of_every_plain_kind_reach_the_service() -> None:
+def test_settings_of_every_plain_type_reach_the_service() -> None:
     c = Config()
     c.GPURates.by_model.update({"A100": 4})
     c.GPUCredits.opening_grant = "12.5"
@@ -365,7 +365,7 @@ def test_settings_of_every_plain_kind_reach_the_service() -> None:
     assert c.GPURates.by_model.get_value({"*": 1}) == {"*": 1, "A100": 4, "T4": 2}
 
 
-def test_the_service_gets_the_variables_that_channels_docker_and_postgresql_need(
+def test_service_gets_only_the_environment_variables_it_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     passed = {
@@ -397,20 +397,18 @@ def test_the_service_gets_the_variables_that_channels_docker_and_postgresql_need
         ({"GPUDatabase": {"hub_id_file": "/etc/hub_id"}}, "/etc/hub_id"),
     ],
 )
-def test_the_hubs_id_is_beside_its_cookie_secret_or_where_the_admin_puts_it(
-    settings: dict[str, Any], file: str
-) -> None:
+def test_hub_id_file_follows_cookie_secret_or_setting(settings: dict[str, Any], file: str) -> None:
     c = served(settings)
     told(c)
     assert c.GPUDatabase.hub_id_file == file
 
 
-def test_the_service_is_told_of_every_section_that_it_reads() -> None:
+def test_service_gets_every_config_section_it_reads() -> None:
     assert {*SECTIONS} == {each.__name__ for each in Accounting.classes} | {Accounting.__name__}
 
 
 @pytest.mark.parametrize("old", RENAMED)
-def test_a_setting_that_has_another_name_now_is_named(old: str) -> None:
+def test_renamed_or_removed_setting_is_rejected(old: str) -> None:
     """traitlets says nothing of a section that no class reads."""
     section, _, name = old.partition(".")
     known = {each.__name__: each for each in Accounting.classes}

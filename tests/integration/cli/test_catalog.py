@@ -37,7 +37,7 @@ def cli(tmp_path: Path) -> Command:
     return Command(folder, f"sqlite:///{folder}/none.sqlite")
 
 
-def test_the_environments_are_listed(cli: Command) -> None:
+def test_catalog_list_prints_environments(cli: Command) -> None:
     lines = cli("catalog", "list", "catalog.yaml").stdout.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["SLUG", "torch", "needy", "cpu"]
     assert " ".join(lines[1].split()) == (
@@ -50,7 +50,7 @@ def test_the_environments_are_listed(cli: Command) -> None:
     assert (torch["min_memory"], torch["devices"]) == (80 * 10**9, {"default": 1, "max": 4})
 
 
-def test_the_hub_s_own_catalog_is_found(cli: Command) -> None:
+def test_catalog_defaults_to_the_hub_configuration(cli: Command) -> None:
     refused = cli("catalog", code=2)
     assert "No catalog is set" in refused.stderr and "Name a file, or set" in refused.stderr
     config = cli.folder / "jupyterhub_config.py"
@@ -65,7 +65,7 @@ def test_the_hub_s_own_catalog_is_found(cli: Command) -> None:
     )
 
 
-def test_a_mistake_is_one_sentence_with_its_line(cli: Command) -> None:
+def test_catalog_check_reports_a_mistake_with_its_line(cli: Command) -> None:
     assert cli.json("catalog", "check", "catalog.yaml") == {
         "file": "catalog.yaml",
         "environments": 3,
@@ -87,7 +87,7 @@ def test_a_mistake_is_one_sentence_with_its_line(cli: Command) -> None:
     assert "\x1b" not in refused.stderr
 
 
-def test_a_driver_that_is_too_old_for_an_environment_is_red(cli: Command, tmp_path: Path) -> None:
+def test_driver_too_old_for_an_environment_fails_the_check(cli: Command, tmp_path: Path) -> None:
     library = nvml.build_nvml_library(tmp_path)
     nvml.write_fleet(tmp_path / "fleet", gpus(1))
     seen = nvml.environment(library, tmp_path / "fleet")

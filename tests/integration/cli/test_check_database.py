@@ -48,7 +48,7 @@ def rows(services: Services) -> dict[str, Any]:
         }
 
 
-def test_a_database_in_order_is_green_and_unchanged(services: Services) -> None:
+def test_healthy_database_passes_and_stays_unchanged(services: Services) -> None:
     before = rows(services)
     finding, readable = check_database(services.settings.database.url)
     assert (finding.status, readable) == (Status.OK, True), finding
@@ -70,7 +70,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("allowed", DAMAGE)
-def test_a_missing_constraint_is_red_by_name(services: Services, allowed: str) -> None:
+def test_missing_constraint_fails_and_is_named(services: Services, allowed: str) -> None:
     statements = DAMAGE[allowed]
     if services.store.dialect == "postgresql" and "posting" in allowed:
         statements = ("DROP TRIGGER postings_append_only ON postings",)
@@ -80,14 +80,14 @@ def test_a_missing_constraint_is_red_by_name(services: Services, allowed: str) -
     assert f"does not forbid {allowed}: constraints are missing" in finding.text
 
 
-def test_a_database_of_a_newer_program_is_red(services: Services) -> None:
+def test_database_of_a_newer_version_fails(services: Services) -> None:
     change(services, "UPDATE gpuspawner_version SET version_num = '9999'")
     finding, readable = check_database(services.settings.database.url)
     assert (finding.status, readable) == (Status.FAIL, False)
     assert "is of version 9999, which this gpuspawner does not know" in finding.text
 
 
-def test_an_empty_postgresql_database_is_green_and_stays_empty(postgres: Any) -> None:
+def test_empty_postgresql_database_passes_and_stays_empty(postgres: Any) -> None:
     url = postgres.fresh_database()
     finding, readable = check_database(url)
     assert (finding.status, readable) == (Status.OK, False), finding
@@ -97,14 +97,14 @@ def test_an_empty_postgresql_database_is_green_and_stays_empty(postgres: Any) ->
     engine.dispose()
 
 
-def test_a_database_that_does_not_answer_is_red_without_its_password() -> None:
+def test_unreachable_database_fails_without_showing_its_password() -> None:
     finding, _ = check_database("postgresql+psycopg://hub:hunter2@127.0.0.1:1/hub")
     assert finding.status is Status.FAIL
     assert "postgresql+psycopg://hub:***@127.0.0.1:1/hub cannot be used" in finding.text
     assert "psql" in finding.remedy
 
 
-def test_a_file_that_is_no_database_is_red(tmp_path: Path) -> None:
+def test_file_that_is_not_a_database_fails(tmp_path: Path) -> None:
     path = tmp_path / "hub.sqlite"
     path.write_text("this is a letter, and not a database\n" * 100)
     finding, _ = check_database(f"sqlite:///{path}")
@@ -132,7 +132,7 @@ def checked_with_permissions(url: str) -> str:
     return done.stdout
 
 
-def test_a_directory_that_cannot_be_written_is_red(tmp_path: Path) -> None:
+def test_unwritable_directory_fails(tmp_path: Path) -> None:
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o555)
     said = checked_with_permissions(f"sqlite:///{folder}/hub.sqlite")
@@ -143,7 +143,7 @@ def test_a_directory_that_cannot_be_written_is_red(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_written_is_red(tmp_path: Path) -> None:
+def test_read_only_database_file_fails(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/hub.sqlite"
     make_services(database_url=url, device_source="simulated:1xT4").ledger.open_account("ada")
     Store.open(url).close()
@@ -177,10 +177,10 @@ short line
         ("/mnt/hub.sqlite", ""),
     ],
 )
-def test_network_file_systems(path: str, kind: str) -> None:
+def test_network_file_system_is_found_in_the_mounts(path: str, kind: str) -> None:
     assert network_file_system(Path(path), MOUNTS) == kind
 
 
-def test_the_mounts_of_this_machine_are_read(tmp_path: Path) -> None:
+def test_local_paths_are_not_on_a_network_file_system(tmp_path: Path) -> None:
     assert network_file_system(Path("/proc/x")) == ""
     assert network_file_system(tmp_path) == ""

@@ -14,7 +14,7 @@ from tests.support.brokers import acquire
 from tests.support.command import Command
 
 
-def test_the_audit(cli: Command, services: Services) -> None:
+def test_audit_reports_a_wrong_balance(cli: Command, services: Services) -> None:
     said = cli("audit").stdout
     assert said.splitlines()[0].startswith("ok      ")
     assert "Every invariant holds. Rows: 3 accounts, 0 leases, 2 transfers" in said
@@ -30,7 +30,9 @@ def test_the_audit(cli: Command, services: Services) -> None:
     assert [x["name"] for x in told["invariants"] if not x["ok"]] == ["balances"]
 
 
-def test_backup_and_restore(cli: Command, services: Services, tmp_path: Path) -> None:
+def test_backup_can_be_checked_and_restored(
+    cli: Command, services: Services, tmp_path: Path
+) -> None:
     acquire(services, "ada")
     said = cli("backup", "monday.copy").stdout
     assert said.startswith("Copied the database to monday.copy (")
@@ -47,7 +49,7 @@ def test_backup_and_restore(cli: Command, services: Services, tmp_path: Path) ->
     assert "cut short" in cli("restore", "--check", "monday.copy", code=1).stderr
 
 
-def test_the_command_prints_the_head_and_finds_it_again(
+def test_audit_prints_the_chain_head_and_finds_it_later(
     cli: Command, services: Services, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     services.ledger.open_account("anna")

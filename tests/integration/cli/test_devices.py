@@ -14,7 +14,7 @@ from gpuspawner.services import Services, utcnow
 from tests.support.command import ADA, FLEET, Command, grant
 
 
-def test_devices_say_who_has_them(cli: Command, services: Services) -> None:
+def test_devices_command_shows_leases_use_and_rates(cli: Command, services: Services) -> None:
     lease = grant(services, ADA, devices=1, model="A100")
     minute = utcnow().replace(second=0, microsecond=0)
     counts = {"samples": 60, "known": 60, "measured": 60, "busy": 45, "use_sum": 60 * 71}
@@ -46,7 +46,7 @@ def test_devices_say_who_has_them(cli: Command, services: Services) -> None:
     }
 
 
-def test_devices_before_there_is_a_database(tmp_path: Path) -> None:
+def test_devices_command_works_without_a_database(tmp_path: Path) -> None:
     cli = Command(tmp_path, f"sqlite:///{tmp_path}/not-yet.sqlite")
     done = cli("devices")
     assert "3 of 3 devices free" in done.stdout
@@ -54,14 +54,16 @@ def test_devices_before_there_is_a_database(tmp_path: Path) -> None:
     assert not (tmp_path / "not-yet.sqlite").exists()
 
 
-def test_a_device_source_with_a_mistake(cli: Command, services: Services, tmp_path: Path) -> None:
+def test_invalid_device_source_is_rejected(
+    cli: Command, services: Services, tmp_path: Path
+) -> None:
     grant(services, ADA, devices=1)
     config = tmp_path / "jupyterhub_config.py"
     config.write_text(config.read_text().replace(FLEET, "simulated:0xT4"))
     assert "'0xT4' is not part of a simulated fleet" in cli("devices", code=2).stderr
 
 
-def test_looking_changes_nothing_of_what_the_hub_saw(
+def test_devices_command_leaves_device_records_unchanged(
     cli: Command, services: Services, tmp_path: Path
 ) -> None:
     services.monitoring.overview()
@@ -87,9 +89,7 @@ def find(services: Services, index: int, cause: str, said: str) -> str:
     return uuid
 
 
-def test_who_types_sees_what_is_sick_and_gives_it_out_again(
-    cli: Command, services: Services
-) -> None:
+def test_sick_devices_are_shown_and_can_be_undrained(cli: Command, services: Services) -> None:
     lease = grant(services, ADA, devices=1, model="A100")
     find(services, 0, "xid link", "Xid 79: it lost power, NVLink or the bus")
     find(services, 2, "slowed", "slowed down: power brake")

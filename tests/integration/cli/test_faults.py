@@ -18,14 +18,14 @@ from tests.support.brokers import make_services
 from tests.support.command import FLEET, Command
 
 
-def test_a_missing_sqlite_file_is_not_made(tmp_path: Path) -> None:
+def test_missing_sqlite_file_is_not_created(tmp_path: Path) -> None:
     cli = Command(tmp_path, f"sqlite:///{tmp_path}/mistyped.sqlite")
     for command in (["leases"], ["accounts"], ["grant", "ada", "1", "--reason", "x", "--open"]):
         assert f"There is no database at {tmp_path}/mistyped.sqlite" in cli(*command, code=1).stderr
     assert not (tmp_path / "mistyped.sqlite").exists()
 
 
-def test_the_database_can_be_named_in_three_ways(
+def test_database_can_be_named_in_three_ways(
     cli: Command, services: Services, tmp_path: Path, database_url: str
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -46,7 +46,7 @@ def test_the_database_can_be_named_in_three_ways(
         ("c.GPUDevices.refresh_seconds = 'soon'\n", "refresh_seconds"),
     ],
 )
-def test_a_configuration_that_does_not_load(tmp_path: Path, text: str, sentence: str) -> None:
+def test_broken_configuration_file_is_reported(tmp_path: Path, text: str, sentence: str) -> None:
     cli = Command(tmp_path, "sqlite:///x.sqlite")
     (tmp_path / "jupyterhub_config.py").write_text(text)
     assert sentence in cli("leases", code=2).stderr
@@ -62,7 +62,7 @@ def test_a_configuration_that_does_not_load(tmp_path: Path, text: str, sentence:
         ("oracle://hub:hunter@2@127.0.0.1:1/hub", ["check", "--no-containers"]),
     ],
 )
-def test_a_password_is_never_shown(
+def test_database_password_is_never_printed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -76,14 +76,14 @@ def test_a_password_is_never_shown(
     assert "database" in printed
 
 
-def test_a_database_that_is_gone(tmp_path: Path) -> None:
+def test_unreachable_database_is_reported(tmp_path: Path) -> None:
     cli = Command(tmp_path, "postgresql+psycopg://hub@127.0.0.1:1/hub")
     done = cli("accounts", code=1)
     assert done.stderr.startswith("gpuspawner: The database does not answer.")
     assert "Connection refused" in done.stderr
 
 
-def test_a_database_that_refuses_this_user(postgres: Any, tmp_path: Path) -> None:
+def test_database_permission_error_is_reported(postgres: Any, tmp_path: Path) -> None:
     url = postgres.fresh_database()
     make_services(database_url=url, device_source=FLEET).ledger.open_account("ada")
     Store.open(url).close()
@@ -97,7 +97,7 @@ def test_a_database_that_refuses_this_user(postgres: Any, tmp_path: Path) -> Non
     assert done.stderr.startswith("gpuspawner: The database refused: permission denied"), done
 
 
-def test_a_reader_that_has_enough_is_no_error(cli: Command, services: Services) -> None:
+def test_closed_output_pipe_is_not_an_error(cli: Command, services: Services) -> None:
     for number in range(300):
         services.ledger.open_account(f"member-with-a-rather-long-name-{number}")
     done = subprocess.run(
@@ -112,7 +112,7 @@ def test_a_reader_that_has_enough_is_no_error(cli: Command, services: Services) 
     assert done.stdout.startswith("ACCOUNT")
 
 
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     for command in ("check", "devices", "leases", "release", "grant", "statement", "accounts"):

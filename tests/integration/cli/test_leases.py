@@ -15,7 +15,7 @@ from gpuspawner.services import Services, utcnow
 from tests.support.command import ADA, GRACE, Command, grant
 
 
-def test_a_live_server_keeps_its_lease_unless_forced(
+def test_live_server_keeps_its_lease_unless_forced(
     cli: Command, services: Services, server: Callable[[Lease], subprocess.Popen[bytes]]
 ) -> None:
     lease = services.leases.grant(ADA, Request(devices=1, model="A100"), engine="local")
@@ -36,9 +36,7 @@ def test_a_live_server_keeps_its_lease_unless_forced(
     assert "ended already" in again.stderr
 
 
-def test_a_server_that_is_gone_is_settled_up_to_its_last_sight(
-    cli: Command, services: Services
-) -> None:
+def test_release_charges_a_gone_server_until_last_seen(cli: Command, services: Services) -> None:
     lease = grant(services, ADA, ref="999999999:1", devices=2, model="A100")
     services.forward(minutes=30)
     services.leases._mark_seen([lease.id], services.clock())
@@ -63,7 +61,7 @@ def test_a_server_that_is_gone_is_settled_up_to_its_last_sight(
     assert services.monitoring.overview().free == 3
 
 
-def test_an_engine_that_cannot_be_asked_needs_force(cli: Command, services: Services) -> None:
+def test_release_needs_force_if_the_engine_is_unreachable(cli: Command, services: Services) -> None:
     docker = grant(services, ADA, engine="docker", ref="c0ffee", devices=1)
     done = cli("release", docker.id, "--yes", code=1, DOCKER_HOST="unix:///nowhere.sock")
     assert "the Docker Engine does not answer" in done.stderr
@@ -78,7 +76,9 @@ def test_an_engine_that_cannot_be_asked_needs_force(cli: Command, services: Serv
     assert [lease.id for lease in services.leases.open_leases()] == [other.id]
 
 
-def test_a_start_under_way_is_not_gone(cli: Command, services: Services) -> None:
+def test_release_needs_force_while_a_server_may_be_starting(
+    cli: Command, services: Services
+) -> None:
     lease = services.leases.grant(ADA, Request(devices=1), engine="local")
     done = cli("release", lease.id, "--yes", code=1)
     assert "the start may be under way" in done.stderr
@@ -87,7 +87,9 @@ def test_a_start_under_way_is_not_gone(cli: Command, services: Services) -> None
     assert services.ledger.member("ada").available == 100_000_000
 
 
-def test_a_server_is_ordered_to_stop_for_a_reason(cli: Command, services: Services) -> None:
+def test_stop_command_orders_the_end_and_notifies_the_member(
+    cli: Command, services: Services
+) -> None:
     lease, other = grant(services, ADA, devices=1), grant(services, GRACE)
     done = cli("stop", "ada", "--reason", "the machine gets a new fan").stdout
     assert f"Lease {lease.id} of ada is to end" in done
@@ -108,7 +110,7 @@ def test_a_server_is_ordered_to_stop_for_a_reason(cli: Command, services: Servic
     assert "it has stopped already" in cli("stop", other.id, "--reason", "x", code=1).stderr
 
 
-def test_leases_open_and_ended(cli: Command, services: Services) -> None:
+def test_leases_command_lists_open_and_ended_leases(cli: Command, services: Services) -> None:
     ended = grant(services, ADA, devices=2, model="A100", environment="pytorch")
     services.forward(minutes=30)
     services.leases.release(ended.id, ended_at=services.clock(), reason="stopped")
@@ -141,13 +143,13 @@ def test_leases_open_and_ended(cli: Command, services: Services) -> None:
     assert cli("leases", "--member", "bob").stdout == "No open leases of bob.\n"
 
 
-def test_local_times_carry_their_zone(cli: Command, services: Services) -> None:
+def test_local_times_show_their_time_zone(cli: Command, services: Services) -> None:
     grant(services, ADA, devices=1)
     printed = cli("leases", TZ="Asia/Tokyo").stdout
     assert "2025-03-01 21:00:00 JST" in printed
 
 
-def test_a_session_is_extended_by_hand(cli: Command, services: Services) -> None:
+def test_extend_command_moves_the_session_end(cli: Command, services: Services) -> None:
     services.clock = lambda: utcnow() - timedelta(minutes=10)
     terms = Terms(seconds=3600, groups=frozenset({"guests"}))
     request = Request(devices=1, model="A100")

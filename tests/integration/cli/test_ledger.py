@@ -20,7 +20,7 @@ def write(tmp_path: Path, text: str | bytes, name: str = "course.csv") -> str:
     return str(path)
 
 
-def test_a_dry_run_says_line_by_line_what_would_happen(
+def test_grant_file_has_dry_run_and_repeats_on_request(
     cli: Command, services: Services, tmp_path: Path
 ) -> None:
     file = write(tmp_path, "\ufeffmember;amount;reason\r\nada;12.5;homework\r\ngrace;1;\r\n")
@@ -45,7 +45,7 @@ def test_a_dry_run_says_line_by_line_what_would_happen(
     assert services.ledger.member("ada").balance == 125 * MICRO
 
 
-def test_what_is_wrong_with_a_file_is_said_all_at_once(
+def test_grant_file_reports_all_mistakes_and_grants_nothing(
     cli: Command, services: Services, tmp_path: Path
 ) -> None:
     """Each mistake that a line may have is in ``tests/unit/test_bulk.py``."""
@@ -62,7 +62,7 @@ def test_what_is_wrong_with_a_file_is_said_all_at_once(
     assert plain["problems"][0]["line"] == 2 and not plain["done"]
 
 
-def test_a_file_opens_accounts_when_told_to_and_its_credits_can_end(
+def test_grant_file_can_open_accounts_and_set_an_end(
     cli: Command, services: Services, tmp_path: Path
 ) -> None:
     file = write(tmp_path, "zoe,1\ngroup:lab,2\n")
@@ -80,7 +80,7 @@ def test_a_file_opens_accounts_when_told_to_and_its_credits_can_end(
 # Corrections.
 
 
-def test_a_part_of_a_lease_is_refunded_once(cli: Command, services: Services) -> None:
+def test_lease_is_refunded_in_parts_up_to_its_charge(cli: Command, services: Services) -> None:
     lease = grant(services, ADA, devices=1, model="A100")
     services.forward(hours=2)
     services.leases.release(lease.id, ended_at=services.clock(), reason="stopped")
@@ -103,9 +103,7 @@ def test_a_part_of_a_lease_is_refunded_once(cli: Command, services: Services) ->
     assert "refunded already" in cli("refund", lease.id, "--reason", "again", code=1).stderr
 
 
-def test_a_transfer_is_reversed_by_the_first_letters_of_its_id(
-    cli: Command, services: Services
-) -> None:
+def test_transfer_is_reversed_once_by_its_id_prefix(cli: Command, services: Services) -> None:
     cli("grant", "ada", "5", "--reason", "course")
     listed = cli("statement", "ada").stdout
     assert "TRANSFER" in listed.splitlines()[2]
@@ -116,7 +114,7 @@ def test_a_transfer_is_reversed_by_the_first_letters_of_its_id(
     assert "reversed already" in cli("reverse", name, "--reason", "again", code=1).stderr
 
 
-def test_who_pays_for_a_member(cli: Command, services: Services) -> None:
+def test_payer_command_changes_the_paying_account(cli: Command, services: Services) -> None:
     cli("grant", "group:lab", "5", "--reason", "budget", "--open")
     assert "as long as they are in the group" in cli("payer", "ada", "group:lab").stdout
     assert services.ledger.payers("ada", ["lab"]).usual == "group:lab"
@@ -127,9 +125,7 @@ def test_who_pays_for_a_member(cli: Command, services: Services) -> None:
 # Refills.
 
 
-def test_a_group_account_that_is_opened_is_in_the_audit_trail(
-    cli: Command, services: Services
-) -> None:
+def test_opened_group_account_is_in_the_audit_trail(cli: Command, services: Services) -> None:
     for _ in range(2):
         cli("grant", "group:lab", "5", "--reason", "budget", "--open", "--actor", "eva")
     found = [
@@ -138,7 +134,7 @@ def test_a_group_account_that_is_opened_is_in_the_audit_trail(
     assert sorted(found) == [("grant", "eva"), ("grant", "eva"), ("open_account", "eva")]
 
 
-def test_a_refill_from_the_first_to_the_last(cli: Command, services: Services) -> None:
+def test_refill_is_added_listed_previewed_and_removed(cli: Command, services: Services) -> None:
     rule = ["FREQ=WEEKLY;BYDAY=MO;BYHOUR=6;BYMINUTE=0", "10"]
     options = ["--zone", "Europe/Vienna", "--reason", "term", "--top-up", "--cap", "20"]
     tried = cli("refills", "add", *rule, *options, "--dry-run").stdout
@@ -158,7 +154,7 @@ def test_a_refill_from_the_first_to_the_last(cli: Command, services: Services) -
     assert "It comes no more" in cli("refills", "preview", made["id"]).stdout
 
 
-def test_groups_of_a_refill_are_the_hubs_to_say(cli: Command, services: Services) -> None:
+def test_group_refill_says_the_hub_decides_its_members(cli: Command, services: Services) -> None:
     done = cli("refills", "add", "FREQ=DAILY", "5", "--for", "members:ml", "--reason", "x")
     assert "each member of ml gets it: who that is, the Hub says then" in done.stderr
 
@@ -206,7 +202,7 @@ def test_rates_are_listed_set_and_removed(cli: Command, services: Services) -> N
     assert cli.json("trail")[0]["detail"].endswith(": a slip")
 
 
-def test_a_rate_holds_for_the_hub_at_once(cli: Command, services: Services) -> None:
+def test_new_rate_applies_to_the_running_hub(cli: Command, services: Services) -> None:
     cli("rates", "set", "A100", "9")
     services.clock = utcnow  # the commands' own
     assert grant(services, ADA, devices=1, model="A100").rate == 9 * MICRO
@@ -214,7 +210,7 @@ def test_a_rate_holds_for_the_hub_at_once(cli: Command, services: Services) -> N
     assert models["A100-80GB"] == "9.000000"
 
 
-def test_what_has_no_effect_is_said(cli: Command, services: Services) -> None:
+def test_rates_command_warns_of_rates_without_effect(cli: Command, services: Services) -> None:
     services.devices.look()
     said = cli("rates", "set", "B200", "9").stderr
     assert said == "No device of this hub is a B200 (there are: A100-80GB, T4).\n"
@@ -223,7 +219,7 @@ def test_what_has_no_effect_is_said(cli: Command, services: Services) -> None:
     assert said == "Rate 2 is more particular and goes before it where both fit.\n"
 
 
-def test_grant_and_statement(cli: Command, services: Services) -> None:
+def test_grants_appear_in_the_statement(cli: Command, services: Services) -> None:
     done = cli("grant", "ada", "12.5", "--reason", "for the paper", "--actor", "prof")
     assert done.stdout == (
         "Gave 12.50 credits to member:ada. The balance is 112.50 credits (was 100.00).\n"
@@ -252,12 +248,12 @@ def test_grant_and_statement(cli: Command, services: Services) -> None:
     assert printed[-1] == "These are the newest 1 line; --limit shows more."
 
 
-def test_the_actor_below_sudo_is_who_called_it(cli: Command, services: Services) -> None:
+def test_actor_under_sudo_is_the_calling_user(cli: Command, services: Services) -> None:
     cli("grant", "ada", "1", "--reason", "x", SUDO_USER="operator")
     assert services.ledger.statement("member:ada")[0].actor == "operator"
 
 
-def test_a_key_makes_a_grant_once(cli: Command, services: Services) -> None:
+def test_grant_with_a_key_is_made_once(cli: Command, services: Services) -> None:
     again = ("grant", "ada", "5", "--reason", "March", "--key", "2025-03")
     assert cli.json(*again)["granted"] is True
     assert cli.json(*again)["granted"] is False
@@ -266,7 +262,7 @@ def test_a_key_makes_a_grant_once(cli: Command, services: Services) -> None:
     assert "another amount or account" in other.stderr
 
 
-def test_unknown_accounts_are_named_and_opened_when_asked(cli: Command, services: Services) -> None:
+def test_grant_opens_an_unknown_account_only_on_request(cli: Command, services: Services) -> None:
     done = cli("grant", "gracie", "5", "--reason", "x", code=1)
     assert done.stderr == (
         "gpuspawner: There is no account 'member:gracie'. Did you mean member:grace? "
@@ -281,7 +277,7 @@ def test_unknown_accounts_are_named_and_opened_when_asked(cli: Command, services
     assert services.ledger.account("group:ml").balance == 7_000_000
 
 
-def test_names_of_any_width_stay_aligned_and_move_no_cursor(
+def test_wide_names_align_and_control_characters_are_replaced(
     cli: Command, services: Services
 ) -> None:
     services.ledger.open_account("学生" * 10)

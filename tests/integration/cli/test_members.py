@@ -37,7 +37,7 @@ def know(services: Services, source: str, user: str = "ada") -> None:
     )
 
 
-def test_a_member_is_renamed_once_and_asked_before(
+def test_member_is_renamed_once_after_confirmation(
     cli: Command, services: Services, files: Path
 ) -> None:
     know(services, f"{files}/ada")
@@ -61,7 +61,7 @@ def test_a_member_is_renamed_once_and_asked_before(
 @pytest.mark.parametrize(
     "known", [True, False], ids=["was killed after it", "no server got it yet"]
 )
-def test_a_directory_is_renamed_too(
+def test_rename_leaves_the_workspace_under_the_new_name(
     cli: Command, services: Services, files: Path, known: bool
 ) -> None:
     if known:
@@ -75,7 +75,7 @@ def test_a_directory_is_renamed_too(
     assert found == [f"{files}/lovelace"] * known
 
 
-def test_two_directories_with_files_are_left_to_the_admin(
+def test_rename_is_refused_if_both_directories_have_files(
     cli: Command, services: Services, files: Path
 ) -> None:
     know(services, f"{files}/ada")
@@ -88,7 +88,7 @@ def test_two_directories_with_files_are_left_to_the_admin(
     assert (files / "lovelace" / "notebook").exists()
 
 
-def test_what_is_renamed_by_hand_is_said_with_the_commands(
+def test_rename_prints_commands_for_manual_steps(
     cli: Command, services: Services, files: Path
 ) -> None:
     know(services, "work-ada")
@@ -108,7 +108,7 @@ def test_what_is_renamed_by_hand_is_said_with_the_commands(
     assert done["volumes"] == {"work-eve": "work-eva"}
 
 
-def test_a_running_server_keeps_its_directory(
+def test_rename_is_refused_while_a_server_uses_the_directory(
     cli: Command, services: Services, files: Path
 ) -> None:
     lease = grant(services, ADA, engine="docker", devices=1)
@@ -122,7 +122,9 @@ def test_a_running_server_keeps_its_directory(
     cli("members", "rename", "ada", "lovelace", "--yes")
 
 
-def test_a_server_without_a_directory_goes_on(cli: Command, services: Services) -> None:
+def test_rename_keeps_a_server_without_a_directory_running(
+    cli: Command, services: Services
+) -> None:
     lease = grant(services, ADA, engine="docker", devices=1)
     services.leases.follow_rename(lease.id, ServerRef("lovelace"))
     said = cli("members", "rename", "ada", "lovelace", "--yes").stderr
@@ -137,7 +139,7 @@ TABLE = (
 )
 
 
-def test_a_roster_is_tried_imported_shown_and_ended(
+def test_roster_is_previewed_imported_shown_and_ended(
     cli: Command, services: Services, tmp_path: Path
 ) -> None:
     file = tmp_path / "course.csv"
@@ -181,7 +183,7 @@ def test_a_roster_is_tried_imported_shown_and_ended(
     assert {entry["holds"] for entry in cli.json("roster", "show")} == {False}
 
 
-def test_who_is_no_member_any_more_is_listed(cli: Command, services: Services) -> None:
+def test_former_members_are_listed(cli: Command, services: Services) -> None:
     assert cli("roster", "--former").stdout == "Everybody who was a member still is.\n"
     services.members.membership_ended(
         "ada", "the group lab is not theirs any more", actor="sign-in"

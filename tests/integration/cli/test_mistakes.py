@@ -137,7 +137,7 @@ def state(services: Services) -> list[Any]:
 
 
 @pytest.mark.parametrize(("command", "more", "code", "sentence"), MISTAKES, ids=NAMES)
-def test_mistakes_are_sentences_and_change_nothing(
+def test_mistaken_command_is_explained_and_changes_nothing(
     site: Services,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -45,7 +45,9 @@ def rows(text: str) -> list[list[str]]:
     return [re.split(r"  +", line.strip()) for line in table]
 
 
-def test_the_line(cli: Command, services: Services, line: list[Ticket]) -> None:
+def test_queue_command_lists_waiting_tickets(
+    cli: Command, services: Services, line: list[Ticket]
+) -> None:
     printed = cli("queue").stdout
     assert [row[:5] for row in rows(printed)] == [
         [str(place), ticket.id, server, "-", "a GPU of model A100 with 40 GB; none is free"]
@@ -65,13 +67,13 @@ def test_the_line(cli: Command, services: Services, line: list[Ticket]) -> None:
     assert datetime.fromisoformat(first["since"]) == line[0].created_at
 
 
-def test_an_empty_line(cli: Command, services: Services) -> None:
+def test_empty_queue_and_trail_are_reported(cli: Command, services: Services) -> None:
     assert cli("queue").stdout == "Nobody waits in line.\n"
     assert cli.json("queue")["tickets"] == []
     assert cli("trail").stdout == "Nobody has changed anything yet.\n"
 
 
-def test_why_one_is_before_the_other(cli: Command, line: list[Ticket]) -> None:
+def test_queue_explains_why_one_ticket_precedes_another(cli: Command, line: list[Ticket]) -> None:
     cli("queue", "boost", "cleo", "7.5", "--reason", "a paper")
     printed = cli("queue", "--why", "bob", line[1].id).stdout
     assert printed.splitlines()[0] == (
@@ -84,7 +86,7 @@ def test_why_one_is_before_the_other(cli: Command, line: list[Ticket]) -> None:
     assert total == pytest.approx(plain["points"])
 
 
-def test_changes_are_done_and_in_the_trail(
+def test_queue_changes_take_effect_and_are_audited(
     cli: Command, services: Services, line: list[Ticket]
 ) -> None:
     bob, cleo, dan = line
@@ -118,7 +120,9 @@ def test_changes_are_done_and_in_the_trail(
     assert "newest 1 line" in printed.stderr
 
 
-def test_pause_and_resume(cli: Command, services: Services, line: list[Ticket]) -> None:
+def test_granting_is_paused_and_resumed(
+    cli: Command, services: Services, line: list[Ticket]
+) -> None:
     assert cli("pause", "--reason", "new fans").stdout.startswith("Granting is paused")
     assert "Nothing changed: cli:root paused granting at" in cli("pause").stdout
     listed = cli("queue").stdout
@@ -130,7 +134,9 @@ def test_pause_and_resume(cli: Command, services: Services, line: list[Ticket]) 
     assert [change.action for change in services.audit.trail()] == ["resume", "pause"]
 
 
-def test_drain_and_undrain(cli: Command, services: Services, line: list[Ticket]) -> None:
+def test_device_is_drained_and_undrained(
+    cli: Command, services: Services, line: list[Ticket]
+) -> None:
     night = services.leases.of_server(ServerRef("ada", "night"))
     assert night is not None
     (uuid,) = night.uuids
@@ -154,7 +160,7 @@ def test_drain_and_undrain(cli: Command, services: Services, line: list[Ticket])
     assert "1 of 3 devices free" in cli("devices").stdout
 
 
-def test_the_line_goes_by_what_the_hub_saw_and_changes_nothing_of_it(
+def test_queue_commands_leave_device_records_unchanged(
     cli: Command, services: Services, line: list[Ticket], tmp_path: Path
 ) -> None:
     def device_table() -> list[object]:
@@ -171,7 +177,7 @@ def test_the_line_goes_by_what_the_hub_saw_and_changes_nothing_of_it(
     assert device_table() == before
 
 
-def test_options_count_before_and_after_the_subcommand(
+def test_options_work_before_and_after_the_subcommand(
     cli: Command, services: Services, line: list[Ticket]
 ) -> None:
     ticket = line[0].id
@@ -182,13 +188,15 @@ def test_options_count_before_and_after_the_subcommand(
     assert cli.json("queue", "--database", wrong, "boost", ticket, "1", *right)["boost"] == 1
 
 
-def test_a_ticket_that_ended_says_how(cli: Command, services: Services, line: list[Ticket]) -> None:
+def test_boost_of_an_ended_ticket_says_how_it_ended(
+    cli: Command, services: Services, line: list[Ticket]
+) -> None:
     services.queue.end_ticket(line[0].id, "expired", "it waited for 14 days")
     done = cli("queue", "boost", line[0].id, "5", code=1)
     assert "of bob does not wait any more (expired: it waited for 14 days)." in done.stderr
 
 
-def test_a_beginning_that_fits_several(
+def test_ambiguous_ticket_prefix_is_rejected(
     cli: Command, services: Services, line: list[Ticket]
 ) -> None:
     with services.store.write() as connection:
@@ -207,7 +215,7 @@ TRACE = "timestamp,duration,num_gpus,cluster\n" + "".join(
 )
 
 
-def test_a_trace_is_played_under_every_policy(cli: Command, tmp_path: Path) -> None:
+def test_trace_is_simulated_under_every_policy(cli: Command, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(TRACE)
     printed = cli("simulate", "--trace", str(trace), "--gpus", "1").stdout
@@ -220,7 +228,7 @@ def test_a_trace_is_played_under_every_policy(cli: Command, tmp_path: Path) -> N
     assert found["policies"]["fifo"]["longest"] == pytest.approx(3)
 
 
-def test_the_sites_own_past(cli: Command, services: Services) -> None:
+def test_simulation_replays_past_sessions_of_the_site(cli: Command, services: Services) -> None:
     now = datetime.now(timezone.utc)
     for hours, user in enumerate(("ada", "bob", "cleo"), start=1):
         start = now - timedelta(days=2, seconds=-hours)
@@ -237,7 +245,7 @@ def test_the_sites_own_past(cli: Command, services: Services) -> None:
     assert crowded["policies"]["fifo"]["longest"] == pytest.approx(3, rel=0.01)
 
 
-def test_a_trace_with_a_mistake_is_a_sentence(cli: Command, tmp_path: Path) -> None:
+def test_invalid_trace_file_is_reported(cli: Command, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(TRACE + "2026-10-01 07:00:00,soon,1,a\n")
     for file, sentence in (

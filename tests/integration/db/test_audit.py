@@ -78,7 +78,7 @@ def unguarded(services: Services) -> Iterator[sa.Connection]:
         connection.invalidate()
 
 
-def test_books_that_are_right(used: Services) -> None:
+def test_correct_database_passes_every_check(used: Services) -> None:
     findings, rows = used.audit.check()
     assert broken_invariants(used) == {}
     assert [finding.name for finding in findings] == list(audit.CHECKS)
@@ -131,14 +131,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_first_row_that_is_wrong_is_named(used: Services, name: str) -> None:
+def test_audit_names_the_first_wrong_row(used: Services, name: str) -> None:
     statement, sentence = WRONG[name]
     with unguarded(used) as connection:
         assert connection.exec_driver_sql(statement).rowcount >= 1
     assert sentence in broken_invariants(used)[name]
 
 
-def test_a_failed_start_that_was_charged(used: Services) -> None:
+def test_audit_finds_an_uncharged_ended_lease(used: Services) -> None:
     with unguarded(used) as connection:
         connection.exec_driver_sql("UPDATE leases SET outcome = '' WHERE outcome = 'failed'")
     assert (
@@ -147,7 +147,7 @@ def test_a_failed_start_that_was_charged(used: Services) -> None:
     )
 
 
-def test_refills_and_credits_that_end(used: Services) -> None:
+def test_audit_finds_wrong_refills_and_expired_credits(used: Services) -> None:
     clock = Clock.of(used)
     used.refills.add_refill(
         used.refills.plan_refill(
@@ -177,7 +177,7 @@ def test_refills_and_credits_that_end(used: Services) -> None:
     )
 
 
-def test_a_key_that_was_posted_twice(used: Services) -> None:
+def test_audit_finds_a_transfer_key_posted_twice(used: Services) -> None:
     if used.store.dialect == "sqlite":  # whose unique constraint cannot be taken away
         with used.store.engine.connect() as connection:
             columns = "id, key, kind, at, actor, reason, lease_id"
@@ -211,7 +211,7 @@ def unguarded_if_needed(services: Services) -> Iterator[sa.Connection]:
             yield connection
 
 
-def test_a_damaged_file_is_said_and_nothing_else_asked(used: Services) -> None:
+def test_damaged_sqlite_file_stops_the_audit(used: Services) -> None:
     if used.store.dialect == "postgresql":
         # It looks after its own pages; what it says of them is an error like any other.
         with used.store.read() as connection:
@@ -231,7 +231,7 @@ def test_a_damaged_file_is_said_and_nothing_else_asked(used: Services) -> None:
     assert findings[-1].problem
 
 
-def test_it_needs_no_more_memory_for_more_leases(database_url: str) -> None:
+def test_audit_of_many_leases_uses_little_memory(database_url: str) -> None:
     """Leases are looked at a few hundred at a time."""
     store = Store(database_url)
     write_year(store, Year(members=20, devices=8, leases=1500, days=90))

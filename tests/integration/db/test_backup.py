@@ -74,7 +74,7 @@ def another(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
 
 
 @each_database
-def test_a_copy_is_one_private_file_with_every_row(used: Services, tmp_path: Path) -> None:
+def test_backup_is_one_private_file_with_every_row(used: Services, tmp_path: Path) -> None:
     file = tmp_path / "copies" / "monday.copy"
     file.parent.mkdir()
     size = backup.back_up(used.store, file)
@@ -86,7 +86,7 @@ def test_a_copy_is_one_private_file_with_every_row(used: Services, tmp_path: Pat
 
 
 @each_database
-def test_a_copy_is_put_back_and_life_goes_on(
+def test_restored_backup_is_complete_and_usable(
     used: Services, database_url: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     file = tmp_path / "copy"
@@ -109,7 +109,7 @@ def test_a_copy_is_put_back_and_life_goes_on(
 
 
 @each_database
-def test_it_overwrites_only_when_told_and_keeps_what_was_there(
+def test_overwriting_must_be_explicit_and_keeps_the_old_database(
     used: Services, database_url: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "copy"
@@ -142,7 +142,7 @@ def test_it_overwrites_only_when_told_and_keeps_what_was_there(
 
 
 @each_database
-def test_nothing_is_restored_under_a_hub_or_its_service(
+def test_restore_is_refused_while_the_database_is_in_use(
     used: Services, database_url: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "copy"
@@ -159,7 +159,7 @@ def test_nothing_is_restored_under_a_hub_or_its_service(
 
 
 @pytest.mark.parametrize("part", [0.0, 0.02, 0.5, 0.9, 0.999])
-def test_a_copy_that_was_cut_short_is_not_put_in_place(
+def test_truncated_backup_is_not_restored(
     used: Services, database_url: str, tmp_path: Path, part: float
 ) -> None:
     file = tmp_path / "copy"
@@ -173,7 +173,7 @@ def test_a_copy_that_was_cut_short_is_not_put_in_place(
     store.close()
 
 
-def test_a_copy_whose_books_are_wrong_is_not_put_in_place(
+def test_backup_with_a_wrong_balance_is_not_restored(
     used: Services, database_url: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "copy"
@@ -186,7 +186,7 @@ def test_a_copy_whose_books_are_wrong_is_not_put_in_place(
         backup.restore(database_url, file, overwrite=True)
 
 
-def test_what_is_no_copy(empty_database_url: str, tmp_path: Path) -> None:
+def test_file_that_is_not_a_backup_is_rejected(empty_database_url: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     with closing(sqlite3.connect(other)) as connection:
         connection.execute("CREATE TABLE recipes (name TEXT)")
@@ -199,7 +199,9 @@ def test_what_is_no_copy(empty_database_url: str, tmp_path: Path) -> None:
     assert names == ["recipes"], "what is somebody else's stays as it is"
 
 
-def test_a_copy_of_a_newer_gpuspawner(used: Services, database_url: str, tmp_path: Path) -> None:
+def test_backup_of_a_newer_version_is_rejected(
+    used: Services, database_url: str, tmp_path: Path
+) -> None:
     file = tmp_path / "copy"
     backup.back_up(used.store, file)
     with closing(sqlite3.connect(file)) as connection:
@@ -210,7 +212,7 @@ def test_a_copy_of_a_newer_gpuspawner(used: Services, database_url: str, tmp_pat
         backup.restore(database_url, file, overwrite=True)
 
 
-def test_the_database_itself_is_no_copy_of_it(tmp_path: Path) -> None:
+def test_database_cannot_be_restored_from_itself(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/hub.sqlite"
     services = open_services(url)
     services.ledger.open_account("anna")
@@ -219,7 +221,7 @@ def test_the_database_itself_is_no_copy_of_it(tmp_path: Path) -> None:
         backup.restore(url, tmp_path / "hub.sqlite", overwrite=True)
 
 
-def test_a_damaged_database_is_replaced(tmp_path: Path) -> None:
+def test_restore_replaces_a_damaged_database(tmp_path: Path) -> None:
     url, file = f"sqlite:///{tmp_path}/hub.sqlite", tmp_path / "copy"
     services = open_services(url)
     services.ledger.open_account("anna")
@@ -234,7 +236,7 @@ def test_a_damaged_database_is_replaced(tmp_path: Path) -> None:
 
 
 @each_database
-def test_copies_made_among_writers_are_whole(
+def test_backups_made_during_writes_are_consistent(
     used: Services, database_url: str, tmp_path: Path
 ) -> None:
     used.store.close()
@@ -271,7 +273,7 @@ while True:
 
 
 @each_database
-def test_killed_in_mid_copy(
+def test_killed_backup_never_leaves_a_partial_backup(
     database_url: str, tmp_path: Path, rounds: Rounds, chance: random.Random
 ) -> None:
     """Under the wanted name there is the last whole copy, or none; never half of one."""

@@ -145,7 +145,7 @@ def over(services: Services) -> list[str]:
 
 
 @STEPS
-def test_a_step_during_a_session_changes_neither_charge_nor_end(
+def test_clock_step_changes_neither_charge_nor_session_end(
     start: Start, machine: Machine, step: int
 ) -> None:
     services = start()
@@ -163,7 +163,7 @@ def test_a_step_during_a_session_changes_neither_charge_nor_end(
 
 
 @STEPS
-def test_a_server_that_starts_before_a_step_and_ends_after_it_is_charged_for_its_time(
+def test_server_is_charged_correctly_across_a_clock_step(
     start: Start, machine: Machine, step: int
 ) -> None:
     """Docker stamps both with the wall clock."""
@@ -184,7 +184,7 @@ def test_a_server_that_starts_before_a_step_and_ends_after_it_is_charged_for_its
 
 
 @STEPS
-def test_a_step_between_a_crash_and_a_restart_changes_nothing(
+def test_clock_step_between_crash_and_restart_has_no_effect(
     start: Start, machine: Machine, step: int
 ) -> None:
     lease = session(start(), machine)
@@ -208,7 +208,7 @@ def test_a_step_between_a_crash_and_a_restart_changes_nothing(
 @pytest.mark.parametrize(
     ("step", "lasts"), [(2 * HOUR, LASTS), (-2 * HOUR, LASTS), (YEAR, LASTS_LONG)]
 )
-def test_times_follow_a_step_that_lasts_and_no_duration_changes(
+def test_times_follow_a_lasting_clock_step_but_durations_stay(
     start: Start, machine: Machine, step: int, lasts: int
 ) -> None:
     services = start()
@@ -233,9 +233,7 @@ def test_times_follow_a_step_that_lasts_and_no_duration_changes(
     assert len(told) == 2 and all("wall clock" in text for text in told)
 
 
-async def test_other_processes_follow_when_one_moved_the_clock(
-    start: Start, machine: Machine
-) -> None:
+async def test_other_processes_follow_a_corrected_clock(start: Start, machine: Machine) -> None:
     """What was begun by the old time is done again by the new one."""
     hub, service = start("hub"), start("service")
     lease = session(hub, machine)
@@ -252,7 +250,7 @@ async def test_other_processes_follow_when_one_moved_the_clock(
     assert hub.clock() == service.clock() == machine.engine_now
 
 
-def test_a_time_read_before_another_thread_moved_the_clock_is_not_written(
+def test_write_fails_once_after_another_thread_moves_the_clock(
     start: Start, machine: Machine
 ) -> None:
     services = start()
@@ -269,7 +267,7 @@ def test_a_time_read_before_another_thread_moved_the_clock_is_not_written(
         pass
 
 
-def test_who_waits_has_waited_as_long_as_before(start: Start, machine: Machine) -> None:
+def test_waiting_time_is_unchanged_by_a_clock_step(start: Start, machine: Machine) -> None:
     services = start()
     for user in "abcd":
         session(services, machine, user)
@@ -288,7 +286,7 @@ def test_who_waits_has_waited_as_long_as_before(start: Start, machine: Machine) 
 
 
 @SMALL
-def test_small_corrections_are_followed_and_change_no_charge(
+def test_small_clock_correction_leaves_charges_unchanged(
     start: Start, machine: Machine, small: int
 ) -> None:
     """Neither of what ended just before one, nor of what starts long after it."""
@@ -326,7 +324,7 @@ def test_small_corrections_are_followed_and_change_no_charge(
 
 
 @pytest.mark.parametrize("boot_id", ["boot-2", "boot-1"], ids=["its own id", "boots have no id"])
-def test_a_crash_of_the_machine_ends_what_ran_on_it_then(
+def test_machine_crash_stops_charges_at_the_last_check(
     start: Start, machine: Machine, boot_id: str
 ) -> None:
     """Docker says of what the crash ended that it ended after the boot."""
@@ -361,7 +359,7 @@ def restart_with_a_wrong_clock(
 
 
 @pytest.mark.parametrize("wrong", [-2 * HOUR, -YEAR, YEAR])
-def test_a_wall_clock_that_is_wrong_after_a_boot_ends_and_charges_nothing(
+def test_wrong_clock_after_boot_does_not_end_or_overcharge(
     start: Start, machine: Machine, wrong: int
 ) -> None:
     services, lease, event = restart_with_a_wrong_clock(start, machine, wrong)
@@ -380,7 +378,7 @@ def receipt(services: Services, lease: Lease) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("when", ["at the end", "after the end"])
-def test_what_a_clock_ahead_after_a_boot_charged_comes_back(
+def test_overcharge_by_a_fast_clock_after_boot_is_refunded(
     start: Start, machine: Machine, when: str
 ) -> None:
     """Nobody can tell two hours from having been off."""
@@ -410,7 +408,7 @@ def test_what_a_clock_ahead_after_a_boot_charged_comes_back(
 
 @pytest.mark.parametrize("step", [2 * HOUR, -2 * HOUR])
 @pytest.mark.parametrize("lasts", [0, LASTS])
-def test_a_container_given_the_device_after_the_grant_holds_it_whatever_the_clock_says(
+def test_container_holds_its_device_despite_a_clock_step(
     start: Start, machine: Machine, step: int, lasts: int
 ) -> None:
     services = start()
@@ -436,7 +434,7 @@ def test_a_container_given_the_device_after_the_grant_holds_it_whatever_the_cloc
 # What admins are told.
 
 
-async def test_admins_are_told_while_a_step_is_doubted(start: Start, machine: Machine) -> None:
+async def test_admins_are_warned_of_a_doubtful_clock_step(start: Start, machine: Machine) -> None:
     services = start()
     async with ScriptedHub().serving() as hub:
         tick = make_tick(services, hub)
@@ -467,7 +465,7 @@ print(json.dumps([verdict.event, lease.charged, over, services.clock().isoformat
 
 
 @pytest.mark.parametrize("step", [7200, -31_536_000])
-def test_a_service_that_starts_after_a_step_goes_on_as_before(
+def test_service_started_after_a_clock_step_charges_correctly(
     processes: None, database_url: str, step: int
 ) -> None:
     """The hub's process keeps the old time; the new one has only the kernel and the store."""
@@ -489,7 +487,7 @@ def test_a_service_that_starts_after_a_step_goes_on_as_before(
 
 
 @pytest.mark.parametrize("step", [7200, -31_536_000])
-def test_a_step_on_the_host_of_the_database_changes_nothing(
+def test_clock_step_on_the_database_host_has_no_effect(
     postgres_servers: None, machine: Machine, step: int
 ) -> None:
     with PrivatePostgres() as server:
@@ -514,7 +512,7 @@ def test_a_step_on_the_host_of_the_database_changes_nothing(
         services.store.close()
 
 
-def test_the_machines_own_clocks_agree() -> None:
+def test_machine_clocks_agree() -> None:
     one, two = read_clocks(), read_clocks()
     assert one.boot_id == two.boot_id
     passed = two.since_boot - one.since_boot

@@ -83,7 +83,7 @@ def ticket_row(name: str, **changes: Any) -> dict[str, Any]:
 
 
 @each_database
-def test_a_slot_has_one_open_lease(store: Store) -> None:
+def test_slot_has_at_most_one_open_lease(store: Store) -> None:
     for name in ("one", "two"):
         insert(store, db_schema.leases, **lease_row(name))
     insert(store, db_schema.lease_places, **place_row("one"))
@@ -95,7 +95,7 @@ def test_a_slot_has_one_open_lease(store: Store) -> None:
 
 
 @each_database
-def test_no_update_gets_around_it(store: Store) -> None:
+def test_update_cannot_give_a_slot_two_leases(store: Store) -> None:
     for name, uuid in (("one", "GPU-1"), ("two", "GPU-2")):
         insert(store, db_schema.leases, **lease_row(name))
         insert(store, db_schema.lease_places, **place_row(name, uuid))
@@ -109,7 +109,7 @@ def test_no_update_gets_around_it(store: Store) -> None:
 
 
 @each_database
-def test_an_ended_lease_frees_its_place_for_one(store: Store) -> None:
+def test_ended_lease_frees_its_slot_for_one_lease(store: Store) -> None:
     for name in ("one", "two", "three"):
         insert(store, db_schema.leases, **lease_row(name))
     insert(store, db_schema.lease_places, **place_row("one"))
@@ -128,7 +128,7 @@ def test_an_ended_lease_frees_its_place_for_one(store: Store) -> None:
 
 
 @each_database
-def test_a_server_has_one_open_lease(store: Store) -> None:
+def test_server_has_at_most_one_open_lease(store: Store) -> None:
     insert(store, db_schema.leases, **lease_row("one", user="anna"))
     with pytest.raises(IntegrityError):
         insert(store, db_schema.leases, **lease_row("two", user="anna", state="running"))
@@ -145,7 +145,7 @@ def test_a_server_has_one_open_lease(store: Store) -> None:
 
 
 @each_database
-def test_a_server_has_one_waiting_ticket(store: Store) -> None:
+def test_server_has_at_most_one_waiting_ticket(store: Store) -> None:
     insert(store, db_schema.tickets, **ticket_row("one"))
     with pytest.raises(IntegrityError):
         insert(store, db_schema.tickets, **ticket_row("two"))
@@ -180,7 +180,7 @@ def test_a_server_has_one_waiting_ticket(store: Store) -> None:
         ),
     ],
 )
-def test_rows_that_cannot_be(store: Store, table: sa.Table, row: dict[str, Any]) -> None:
+def test_impossible_rows_are_rejected(store: Store, table: sa.Table, row: dict[str, Any]) -> None:
     with pytest.raises(IntegrityError):
         insert(store, table, **row)
     assert count(store, table) == 0
@@ -198,7 +198,7 @@ def grant(key: str, amount: int = 5, account: str = ANNA) -> Any:
     "table", [db_schema.transfers, db_schema.postings], ids=lambda t: str(t.name)
 )
 @pytest.mark.parametrize("verb", ["update", "delete"])
-def test_what_was_posted_never_changes(store: Store, table: sa.Table, verb: str) -> None:
+def test_posted_rows_cannot_be_updated_or_deleted(store: Store, table: sa.Table, verb: str) -> None:
     with store.write() as connection:
         ledger_repository.post(connection, grant("gift"))
         before = ledger_repository.all_transfers(connection)
@@ -217,13 +217,13 @@ def test_what_was_posted_never_changes(store: Store, table: sa.Table, verb: str)
 # SQLite has no TRUNCATE.
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 @pytest.mark.parametrize("table", ["postings", "transfers CASCADE"])
-def test_the_ledger_cannot_be_emptied_at_once(store: Store, table: str) -> None:
+def test_ledger_tables_cannot_be_truncated(store: Store, table: str) -> None:
     with pytest.raises(IntegrityError, match="append-only"), store.write() as connection:
         connection.execute(sa.text(f"TRUNCATE {table}"))
 
 
 @each_database
-def test_a_key_is_posted_once(store: Store) -> None:
+def test_transfer_key_is_unique(store: Store) -> None:
     with store.write() as connection:
         ledger_repository.post(connection, grant("gift"))
     row = {"id": "other", "key": "gift", "kind": "grant", "at": T0, "actor": "a", "reason": "r"}
@@ -240,7 +240,7 @@ def test_a_key_is_posted_once(store: Store) -> None:
         {"transfer_id": ledger_rules.transfer_id("gift"), "account": "member:nobody", "amount": 1},
     ],
 )
-def test_a_posting_belongs_to_a_transfer_and_an_account(store: Store, row: dict[str, Any]) -> None:
+def test_posting_needs_an_existing_transfer_and_account(store: Store, row: dict[str, Any]) -> None:
     with store.write() as connection:
         ledger_repository.post(connection, grant("gift"))
     with pytest.raises(IntegrityError):
@@ -264,7 +264,7 @@ def lease(name: str, user: str, *uuids: str) -> Lease:
 
 
 @each_database
-def test_a_transfer_of_a_lease_that_is_not_there_writes_nothing(store: Store) -> None:
+def test_transfer_for_an_unknown_lease_writes_nothing(store: Store) -> None:
     of_nothing = replace(grant("gift"), lease_id="no such lease")
     with pytest.raises(IntegrityError), store.write() as connection:
         ledger_repository.open_account(connection, "system:grants", T0)
@@ -273,7 +273,7 @@ def test_a_transfer_of_a_lease_that_is_not_there_writes_nothing(store: Store) ->
 
 
 @each_database
-def test_a_taken_place_is_a_sentence(store: Store) -> None:
+def test_lease_of_a_taken_slot_is_refused(store: Store) -> None:
     with store.write() as connection:
         leases_repository.insert(connection, lease("one", "anna", "GPU-1"))
     with (
@@ -288,7 +288,7 @@ def test_a_taken_place_is_a_sentence(store: Store) -> None:
 
 
 @each_database
-def test_a_second_lease_of_a_server_is_a_sentence(store: Store) -> None:
+def test_second_lease_of_a_server_is_refused(store: Store) -> None:
     with store.write() as connection:
         leases_repository.insert(connection, lease("one", "anna", "GPU-1"))
     with pytest.raises(ServerHasLease), store.write() as connection:
@@ -296,7 +296,7 @@ def test_a_second_lease_of_a_server_is_a_sentence(store: Store) -> None:
 
 
 @each_database
-def test_what_goes_in_comes_out(store: Store) -> None:
+def test_lease_is_read_back_as_written(store: Store) -> None:
     zone = timezone(timedelta(hours=-5))
     exact = datetime(2025, 3, 1, 7, 0, 0, 123456, tzinfo=zone)
     put = lease("one", "anna", "GPU-1", "GPU-0")
@@ -321,13 +321,13 @@ def test_what_goes_in_comes_out(store: Store) -> None:
 
 
 @each_database
-def test_a_time_without_a_zone_is_refused(store: Store) -> None:
+def test_time_without_a_time_zone_is_rejected(store: Store) -> None:
     with pytest.raises(sa.exc.StatementError, match="time zone"):
         insert(store, db_schema.leases, **lease_row("one", granted_at=datetime(2025, 3, 1)))
 
 
 @each_database
-def test_more_leases_than_a_statement_takes_parameters(store: Store) -> None:
+def test_more_than_1000_open_leases_are_read(store: Store) -> None:
     with store.write() as connection:
         for number in range(1001):
             leases_repository.insert(
@@ -342,7 +342,7 @@ def test_more_leases_than_a_statement_takes_parameters(store: Store) -> None:
 
 
 @each_database
-def test_a_transfer_moves_balances_once(store: Store) -> None:
+def test_transfer_changes_balances_once(store: Store) -> None:
     with store.write() as connection:
         assert ledger_repository.post(connection, grant("gift")) is True
         assert ledger_repository.post(connection, grant("gift")) is False
@@ -355,7 +355,7 @@ def test_a_transfer_moves_balances_once(store: Store) -> None:
 
 
 @each_database
-def test_many_transfers_are_posted_as_one_after_the_other(store: Store) -> None:
+def test_transfer_batch_skips_those_already_posted(store: Store) -> None:
     """In their order; what is posted already is left out, also when it is among them twice."""
     some = [grant(f"gift{number % 4}", number % 4 + 1) for number in range(6)]
     with store.write() as connection:
@@ -381,7 +381,7 @@ def test_many_transfers_are_posted_as_one_after_the_other(store: Store) -> None:
 
 @each_database
 @pytest.mark.parametrize("at_once", [True, False])
-def test_of_many_transfers_all_are_posted_or_none(store: Store, at_once: bool) -> None:
+def test_transfer_batch_is_posted_entirely_or_not_at_all(store: Store, at_once: bool) -> None:
     wrong = {
         "the key 'gift' was used for another amount": [grant("gift"), grant("gift", 6)],
         "would have more than an account can hold": [grant("one"), grant("two", 2**63 - 1)],
@@ -399,7 +399,7 @@ def test_of_many_transfers_all_are_posted_or_none(store: Store, at_once: bool) -
 
 
 @each_database
-def test_a_transfer_to_nobody_leaves_no_trace(store: Store) -> None:
+def test_transfer_to_an_unknown_account_writes_nothing(store: Store) -> None:
     gift = grant("gift", account="member:nobody")
     with pytest.raises(UnknownAccount, match="'member:nobody'"), store.write() as connection:
         ledger_repository.post(connection, gift)
@@ -410,7 +410,7 @@ def test_a_transfer_to_nobody_leaves_no_trace(store: Store) -> None:
 
 @each_database
 @pytest.mark.parametrize("amount", [2**62, 2**63 - 1])
-def test_a_balance_never_leaves_whole_numbers(store: Store, amount: int) -> None:
+def test_balance_beyond_the_limit_is_rejected(store: Store, amount: int) -> None:
     """Beyond 64 bits SQLite would go on with a float."""
     with store.write() as connection:
         ledger_repository.post(connection, grant("first", amount=2**62 - 1))
@@ -424,7 +424,7 @@ def test_a_balance_never_leaves_whole_numbers(store: Store, amount: int) -> None
 
 
 @each_database
-def test_a_statement_says_the_balance_after_each_line(store: Store) -> None:
+def test_statement_shows_the_balance_after_each_line(store: Store) -> None:
     with store.write() as connection:
         for number in range(1, 5):
             ledger_repository.post(connection, grant(f"gift{number}", amount=number))
@@ -442,7 +442,7 @@ def test_a_statement_says_the_balance_after_each_line(store: Store) -> None:
 
 
 @each_database
-def test_a_process_that_starts_does_not_wait_for_a_writer(database_url: str) -> None:
+def test_starting_process_does_not_wait_for_a_writer(database_url: str) -> None:
     """It would have to, were a schema that is up to date looked at with a lock."""
     writing, starting = Store(database_url), Store(database_url)
     with writing.write():
@@ -451,7 +451,7 @@ def test_a_process_that_starts_does_not_wait_for_a_writer(database_url: str) -> 
     starting.close()
 
 
-def test_a_process_that_starts_waits_for_one_that_upgrades(
+def test_starting_process_waits_for_a_schema_upgrade(
     empty_database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for longer than a writer waits for another one."""

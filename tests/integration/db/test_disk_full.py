@@ -102,7 +102,9 @@ def short() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_a_disk_that_fills_up_in_mid_tick(tmp_path: Path, short: Path, kind: str) -> None:
+def test_full_disk_during_a_tick_leaves_nothing_half_written(
+    tmp_path: Path, short: Path, kind: str
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     place = tmp_path / "disk"

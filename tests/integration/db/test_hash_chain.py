@@ -136,7 +136,7 @@ CHANGED = {
 
 
 @each_database
-def test_a_row_that_was_changed_by_hand_is_named(services: Services) -> None:
+def test_chain_check_names_a_row_changed_by_hand(services: Services) -> None:
     assert broken_invariants(services) == {}
     with by_hand(services) as connection:
         connection.commit()
@@ -163,9 +163,7 @@ FORGED = (
 @pytest.mark.parametrize(
     "link", ["NULL", "link", "(SELECT link FROM postings ORDER BY id DESC LIMIT 1)"]
 )
-def test_a_forged_grant_that_is_consistent_in_itself_is_found(
-    services: Services, link: str
-) -> None:
+def test_self_consistent_forged_grant_is_found(services: Services, link: str) -> None:
     with by_hand(services) as connection:
         for statement in FORGED:
             text = statement.format(GRANT=GRANT, link=link)
@@ -194,9 +192,7 @@ def together(services: Services) -> list[str]:
     return found
 
 
-def test_transfers_that_are_posted_together_have_one_link(
-    services: Services, together: list[str]
-) -> None:
+def test_transfers_posted_together_share_one_link(services: Services, together: list[str]) -> None:
     query = (
         sa.select(postings.c.link)
         .where(postings.c.transfer_id.in_(together))
@@ -224,7 +220,7 @@ TOGETHER = {
 
 
 @each_database
-def test_a_change_to_one_of_several_that_were_posted_together_is_found(
+def test_change_within_a_batch_of_transfers_is_found(
     services: Services, together: list[str]
 ) -> None:
     with by_hand(services) as connection:
@@ -240,7 +236,7 @@ def test_a_change_to_one_of_several_that_were_posted_together_is_found(
             connection.rollback()
 
 
-def test_the_last_of_several_that_were_posted_together_deleted_is_found(services: Services) -> None:
+def test_deleted_last_transfer_of_a_batch_is_found(services: Services) -> None:
     """Also while nothing was written after them: the others then have no link."""
     for user in ("eva", "finn"):
         running(services, user, 1)
@@ -255,7 +251,7 @@ def test_the_last_of_several_that_were_posted_together_deleted_is_found(services
     assert found.endswith("it was put in by hand, or what was written with it was deleted.")
 
 
-def test_the_newest_grant_deleted_with_all_that_it_did_is_found(services: Services) -> None:
+def test_deletion_of_the_newest_grant_is_found(services: Services) -> None:
     services.ledger.grant("member:anna", MICRO, actor="root", reason="last")
     last = "(SELECT id FROM transfers WHERE reason = 'last')"
     with by_hand(services) as connection:
@@ -272,7 +268,7 @@ def test_the_newest_grant_deleted_with_all_that_it_did_is_found(services: Servic
     )
 
 
-def test_transfers_deleted_after_the_newest_seal_are_found_by_a_noted_head(
+def test_noted_head_reveals_a_transfer_deleted_after_last_seal(
     services: Services,
 ) -> None:
     Clock.of(services).forward(minutes=1)
@@ -287,7 +283,7 @@ def test_transfers_deleted_after_the_newest_seal_are_found_by_a_noted_head(
     assert not services.audit.knows_head(noted)
 
 
-def test_what_is_changed_before_the_next_write_stays_found(services: Services) -> None:
+def test_tampering_is_still_found_after_the_next_write(services: Services) -> None:
     with by_hand(services) as connection:
         connection.exec_driver_sql("UPDATE transfers SET actor = 'eve' WHERE reason = 'prize'")
     services.ledger.grant("member:anna", MICRO, actor="root", reason="later")
@@ -295,7 +291,7 @@ def test_what_is_changed_before_the_next_write_stays_found(services: Services) -
 
 
 @each_database
-def test_writers_in_many_threads_make_one_chain(services: Services) -> None:
+def test_concurrent_writers_make_one_chain(services: Services) -> None:
     def write(number: int) -> None:
         user = f"user{number}"
         services.ledger.open_account(user)
@@ -309,7 +305,7 @@ def test_writers_in_many_threads_make_one_chain(services: Services) -> None:
 
 
 @each_database
-def test_a_write_that_fails_leaves_no_gap(services: Services) -> None:
+def test_failed_write_leaves_no_gap_in_the_chain(services: Services) -> None:
     with pytest.raises(ZeroDivisionError), services.store.write() as connection:
         note(connection, "root", "drain", "GPU-x", "", Clock.of(services).now)
         raise ZeroDivisionError
@@ -319,7 +315,7 @@ def test_a_write_that_fails_leaves_no_gap(services: Services) -> None:
 
 
 @each_database
-def test_a_head_that_was_noted_proves_what_was_before_it(services: Services) -> None:
+def test_noted_head_is_known_and_wrong_heads_are_not(services: Services) -> None:
     noted = services.audit.chain_head()
     assert services.audit.chain_head() == noted
     services.ledger.grant("member:anna", MICRO, actor="root", reason="later")
@@ -333,7 +329,7 @@ def test_a_head_that_was_noted_proves_what_was_before_it(services: Services) -> 
 
 
 @each_database
-def test_rows_that_were_written_without_a_chain_can_be_chained(services: Services) -> None:
+def test_unchained_rows_can_be_chained_later(services: Services) -> None:
     """The links are those that would have been written with the rows, which came one by one."""
     links = sa.select(postings.c.link).order_by(postings.c.id)
     with by_hand(services) as connection:

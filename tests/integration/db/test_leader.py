@@ -49,7 +49,7 @@ def take_and_let_go(services: Services, identity: str) -> None:
 # The identity.
 
 
-def test_an_identity_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
+def test_hub_identity_is_created_once_and_private(tmp_path: Path) -> None:
     path = identity_file(Config({"JupyterHub": {"cookie_secret_file": str(tmp_path / "secret")}}))
     assert path == tmp_path / "gpuspawner_hub_id"
     assert read_identity(path) == ""
@@ -60,16 +60,14 @@ def test_an_identity_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
-def test_without_a_setting_it_is_beside_the_hub(
+def test_identity_file_defaults_to_the_hub_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert identity_file(Config()) == tmp_path / "gpuspawner_hub_id"
 
 
-def test_pages_and_spawners_share_services_that_know_the_hub(
-    tmp_path: Path, database_url: str
-) -> None:
+def test_pages_and_spawners_share_services_and_identity(tmp_path: Path, database_url: str) -> None:
     """A page may be the first to ask: a catalog that is public, say."""
     file = tmp_path / "gpuspawner_hub_id"
     config = Config({"GPUDatabase": {"url": database_url, "hub_id_file": str(file)}})
@@ -81,7 +79,7 @@ def test_pages_and_spawners_share_services_that_know_the_hub(
     services.store.close()
 
 
-def test_a_damaged_identity_is_not_replaced(tmp_path: Path) -> None:
+def test_damaged_identity_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "gpuspawner_hub_id"
     path.write_text("half of an i")
     with pytest.raises(ConfigError, match="does not hold a hub's id"):
@@ -94,7 +92,7 @@ def test_a_damaged_identity_is_not_replaced(tmp_path: Path) -> None:
 
 @each_database
 @pytest.mark.parametrize("what", ["lease", "ticket"])
-def test_another_hub_may_not_grant_while_anything_is_open(services: Services, what: str) -> None:
+def test_other_hub_cannot_grant_with_open_lease_or_ticket(services: Services, what: str) -> None:
     take_and_let_go(services, A)
     lease = services.leases.grant(ADA, Request(devices=1), engine="local")
     if what == "ticket":
@@ -118,7 +116,7 @@ def test_another_hub_may_not_grant_while_anything_is_open(services: Services, wh
 
 
 @each_database
-def test_while_the_owner_runs_another_hub_is_told_so(services: Services) -> None:
+def test_second_hub_cannot_take_an_owned_database(services: Services) -> None:
     services.leases.grant(ADA, Request(devices=1), engine="local")
     one, two = Granter(services.store, A), Granter(services.store, B)
     assert one.take()  # a database from before belongs to the first hub
@@ -130,7 +128,7 @@ def test_while_the_owner_runs_another_hub_is_told_so(services: Services) -> None
 
 
 @each_database
-def test_two_that_start_at_once_are_not_both_owners(services: Services) -> None:
+def test_only_one_of_several_starting_hubs_becomes_owner(services: Services) -> None:
     services.leases.grant(ADA, Request(devices=1), engine="local")
     hubs = [Granter(services.store, f"{number:016x}") for number in range(6)]
 
@@ -149,7 +147,7 @@ def test_two_that_start_at_once_are_not_both_owners(services: Services) -> None:
 
 
 @each_database
-def test_takeover_is_refused_while_a_hub_runs_and_is_written_down(services: Services) -> None:
+def test_takeover_is_refused_under_a_running_hub_and_audited(services: Services) -> None:
     one, two = Granter(services.store, A), Granter(services.store, B)
     assert one.take()
     services.leases.grant(ADA, Request(devices=1), engine="local")
@@ -170,7 +168,7 @@ def test_takeover_is_refused_while_a_hub_runs_and_is_written_down(services: Serv
 # The accounting service of a hub that was refused.
 
 
-async def test_a_refused_hubs_service_changes_nothing(services: Services) -> None:
+async def test_service_of_a_refused_hub_changes_nothing(services: Services) -> None:
     take_and_let_go(services, A)
     lease = services.leases.grant(ADA, Request(devices=1), engine="local")
     services.leases.confirm(lease.id, "1:1")  # no such process: whoever looks finds it gone
@@ -218,7 +216,7 @@ def command(folder: Path, *words: str) -> tuple[int, str]:
 
 
 @each_database
-def test_the_command_asks_and_takes_over(
+def test_takeover_command_asks_before_taking_over(
     services: Services, database_url: str, tmp_path: Path
 ) -> None:
     words = ("takeover", "--database", database_url)

@@ -75,13 +75,13 @@ def triggers(connection: sa.Connection) -> set[str]:
     return set(connection.execute(sa.text(query)).scalars())
 
 
-def test_the_versions_are_those_that_alembic_finds() -> None:
+def test_schema_versions_match_the_alembic_scripts() -> None:
     scripts = ScriptDirectory.from_config(upgrades.config())
     found = [script.revision for script in scripts.walk_revisions()]
     assert found[::-1] == upgrades.versions()
 
 
-def test_the_migrations_make_the_schema(empty_database_url: str) -> None:
+def test_migrations_produce_the_declared_schema(empty_database_url: str) -> None:
     store = Store(empty_database_url)
     with store.read() as connection:
         assert differences(connection) == []
@@ -101,7 +101,7 @@ def test_the_migrations_make_the_schema(empty_database_url: str) -> None:
     bare.dispose()
 
 
-def test_a_difference_would_be_seen(empty_database_url: str) -> None:
+def test_schema_comparison_detects_differences(empty_database_url: str) -> None:
     """The comparison above is not blind."""
     store = Store(empty_database_url)
     with store.write() as connection:
@@ -112,7 +112,7 @@ def test_a_difference_would_be_seen(empty_database_url: str) -> None:
     assert kinds == {"remove_column", "add_index"}
 
 
-def test_running_twice_changes_nothing(empty_database_url: str) -> None:
+def test_second_migration_changes_nothing(empty_database_url: str) -> None:
     for number in range(2):
         store = Store(empty_database_url)
         with store.write() as connection:
@@ -137,7 +137,7 @@ def _open_account(url: str, gate: Any, name: str, said: Any) -> None:
         store.close()
 
 
-def test_several_processes_find_an_empty_database_at_once(empty_database_url: str) -> None:
+def test_concurrent_processes_migrate_an_empty_database(empty_database_url: str) -> None:
     names = [f"member:user{number}" for number in range(6)]
     gate, said = FORKSERVER.Barrier(len(names)), FORKSERVER.Queue()
     workers = [
@@ -157,9 +157,7 @@ def test_several_processes_find_an_empty_database_at_once(empty_database_url: st
 
 
 @pytest.mark.parametrize("version", ["9999", "0001"])
-def test_a_database_of_an_unknown_version_is_left_alone(
-    empty_database_url: str, version: str
-) -> None:
+def test_database_of_an_unknown_version_is_rejected(empty_database_url: str, version: str) -> None:
     """A newer gpuspawner wrote it, or a state from before the first release."""
     store = Store(empty_database_url)
     with store.write() as connection:
@@ -171,7 +169,7 @@ def test_a_database_of_an_unknown_version_is_left_alone(
     older.close()
 
 
-def test_an_sqlite_database_is_the_hubs_alone(tmp_path: Path) -> None:
+def test_sqlite_files_are_accessible_by_their_owner_only(tmp_path: Path) -> None:
     """Who used what is nobody else's business, the log beside the database included."""
     path = tmp_path / "gpu spawner #1 100%.sqlite"
     store = Store(f"sqlite:///{path}")
@@ -182,7 +180,7 @@ def test_an_sqlite_database_is_the_hubs_alone(tmp_path: Path) -> None:
     assert modes == {path.name + end: 0o600 for end in ("", "-wal", "-shm")}
 
 
-def test_an_upgrade_that_fails_changes_nothing(
+def test_failed_migration_changes_nothing_and_can_be_repeated(
     empty_database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The power goes in the middle: the next start finds an empty database, and fills it."""
@@ -211,7 +209,7 @@ def test_an_upgrade_that_fails_changes_nothing(
     store.close()
 
 
-def test_a_plain_postgresql_url_works_with_every_sqlalchemy(postgres: PrivatePostgres) -> None:
+def test_plain_postgresql_url_is_accepted(postgres: PrivatePostgres) -> None:
     url = sa.make_url(postgres.fresh_database()).set(drivername="postgresql")
     store = Store(url.render_as_string(hide_password=False))
     assert store.run(ledger_repository.all_accounts) == []
@@ -227,12 +225,12 @@ def test_a_plain_postgresql_url_works_with_every_sqlalchemy(postgres: PrivatePos
         ("not a url", "write it like"),
     ],
 )
-def test_what_cannot_be_used_is_said(url: str, said: str) -> None:
+def test_unsupported_database_url_is_rejected(url: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Store(url)
 
 
-def test_jupyterhubs_own_database_can_be_shared(postgres: PrivatePostgres) -> None:
+def test_database_can_be_shared_with_jupyterhub(postgres: PrivatePostgres) -> None:
     """Its tables and its Alembic version are not ours."""
     url = postgres.fresh_database()
     orm.new_session_factory(url)

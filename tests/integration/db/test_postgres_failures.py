@@ -38,7 +38,7 @@ def server(postgres_servers: None) -> Iterator[PrivatePostgres]:
         yield server
 
 
-def test_postgresql_stops_and_comes_back(server: PrivatePostgres) -> None:
+def test_store_recovers_after_postgresql_restarts(server: PrivatePostgres) -> None:
     with in_use(server.fresh_database()) as services:
         server.halt()
         assert_unavailable(services)
@@ -47,7 +47,7 @@ def test_postgresql_stops_and_comes_back(server: PrivatePostgres) -> None:
         assert_works(services)
 
 
-def test_postgresql_stops_within_a_transaction(server: PrivatePostgres) -> None:
+def test_transaction_is_rolled_back_if_postgresql_stops(server: PrivatePostgres) -> None:
     with in_use(server.fresh_database()) as services:
         before = services.leases.open_leases()[0]
         with pytest.raises(StoreUnavailable), services.store.write() as connection:
@@ -81,7 +81,7 @@ def throw_out(server: PrivatePostgres) -> Iterator[ThrowOut]:
     admin.dispose()
 
 
-def test_postgresql_throws_its_clients_out(throw_out: ThrowOut) -> None:
+def test_store_reconnects_after_postgresql_ends_its_connections(throw_out: ThrowOut) -> None:
     """A restart between two transactions is not even noticed."""
     url, all_others = throw_out
     with in_use(url) as services:
@@ -93,9 +93,7 @@ def test_postgresql_throws_its_clients_out(throw_out: ThrowOut) -> None:
 
 
 @pytest.mark.parametrize("careless", [False, True], ids=["before the commit", "nobody notices"])
-def test_a_connection_that_is_lost_within_a_transaction(
-    throw_out: ThrowOut, careless: bool
-) -> None:
+def test_lost_connection_rolls_back_the_transaction(throw_out: ThrowOut, careless: bool) -> None:
     """Nothing of it is there, whoever wrote. Nor is what somebody writes who takes no notice: it
     would be written by itself."""
     url, all_others = throw_out
@@ -120,7 +118,7 @@ def test_a_connection_that_is_lost_within_a_transaction(
         assert_works(services)
 
 
-def test_threads_of_the_store_do_not_notice_either(throw_out: ThrowOut) -> None:
+def test_store_threads_reconnect_without_an_error(throw_out: ThrowOut) -> None:
     url, all_others = throw_out
     with in_use(url) as services:
         for work in (
@@ -133,7 +131,7 @@ def test_threads_of_the_store_do_not_notice_either(throw_out: ThrowOut) -> None:
         services.store.executor.submit(assert_works, services).result()
 
 
-def test_another_writer_of_postgresql_that_does_not_let_go(server: PrivatePostgres) -> None:
+def test_other_postgresql_writer_blocks_writes_but_not_reads(server: PrivatePostgres) -> None:
     url = server.fresh_database()
     with in_use(url) as services:
         other = open_services(f"{url}?application_name=other")
@@ -144,7 +142,7 @@ def test_another_writer_of_postgresql_that_does_not_let_go(server: PrivatePostgr
         assert_works(services)
 
 
-def test_an_upgrade_waits_for_another_one_that_takes_longer_than_a_writer_may(
+def test_starting_store_waits_for_a_long_schema_upgrade(
     server: PrivatePostgres,
 ) -> None:
     url = server.fresh_database()
@@ -162,7 +160,7 @@ def test_an_upgrade_waits_for_another_one_that_takes_longer_than_a_writer_may(
     another.dispose()
 
 
-def test_postgresql_takes_no_more_clients(server: PrivatePostgres) -> None:
+def test_connection_limit_makes_the_store_unavailable(server: PrivatePostgres) -> None:
     url = server.fresh_database()
     admin = sa.create_engine(url, isolation_level="AUTOCOMMIT")
     with in_use(url) as services, admin.connect() as connection:

@@ -98,13 +98,13 @@ def steps(store: Store, question: Callable[[sa.Connection], Any]) -> list[tuple[
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_what_has_ended_is_not_read(store: Store, question: str) -> None:
+def test_frequent_queries_do_not_scan_whole_tables(store: Store, question: str) -> None:
     for statement, step in steps(store, QUESTIONS[question]):
         fine = "USING" in step or step in ("SCAN CONSTANT ROW", "SCAN rates", "SCAN closures")
         assert fine or "SCAN" not in step, f"{step}, for {statement}"
 
 
-def test_credits_that_end_are_settled_without_the_charges(store: Store) -> None:
+def test_expiring_credits_are_settled_without_reading_charges(store: Store) -> None:
     """Of a year of charges, one a minute, none is read: the index has only what is apart."""
     found = steps(store, lambda c: credit_repository.flow_of_account(c, "member:anna"))
     ledger = [step for _, step in found if "postings" in step]
@@ -112,7 +112,7 @@ def test_credits_that_end_are_settled_without_the_charges(store: Store) -> None:
 
 
 @each_database
-def test_a_life_of_a_lease_takes_few_statements(database_url: str) -> None:
+def test_lease_lifetime_takes_few_statements(database_url: str) -> None:
     """Each is a hand-over of Python's lock, which the hub's event loop waits for."""
     services = open_services(database_url, device_source="simulated:2xA100-80GB")
     said: list[str] = []
@@ -140,7 +140,7 @@ def test_a_life_of_a_lease_takes_few_statements(database_url: str) -> None:
 
 
 @each_database
-def test_places_read_as_one_text_are_those_read_row_by_row(database_url: str) -> None:
+def test_slots_read_as_text_match_slots_read_as_rows(database_url: str) -> None:
     store = Store(database_url)
     uuids = ("GPU-1", "MIG-GPU-5/1/0", "odd:name:3", "GPU-größer")
     devices = tuple(LeasedDevice(u, n, n, "A100", 80) for n, u in enumerate(uuids))

@@ -71,7 +71,7 @@ def held(path: Path, *statements: str) -> Iterator[None]:
         other.communicate()
 
 
-def test_another_writer_that_does_not_let_go(path: Path) -> None:
+def test_other_sqlite_writer_blocks_writes_but_not_reads(path: Path) -> None:
     with in_use(f"sqlite:///{path}") as services:
         with held(path, "BEGIN IMMEDIATE"):
             assert_unavailable(services, reads=False)
@@ -79,7 +79,7 @@ def test_another_writer_that_does_not_let_go(path: Path) -> None:
         assert_works(services)
 
 
-def test_the_whole_file_locked(path: Path) -> None:
+def test_locked_sqlite_file_makes_the_store_unavailable(path: Path) -> None:
     with in_use(f"sqlite:///{path}") as services:
         services.store.engine.dispose()  # a lock of the whole file waits for who has it open
         whole = ("PRAGMA locking_mode = EXCLUSIVE", "BEGIN EXCLUSIVE", "SELECT * FROM accounts")
@@ -88,7 +88,7 @@ def test_the_whole_file_locked(path: Path) -> None:
         assert_works(services)
 
 
-def test_a_lock_that_lets_go_in_time_is_waited_for(
+def test_write_waits_for_a_lock_released_in_time(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(db_engine, "BUSY_SECONDS", 10)
@@ -111,7 +111,7 @@ def test_a_lock_that_lets_go_in_time_is_waited_for(
 # SQLite, gone.
 
 
-def test_the_folder_is_gone_and_comes_back(path: Path) -> None:
+def test_store_recovers_when_its_missing_folder_returns(path: Path) -> None:
     with in_use(f"sqlite:///{path}") as services:
         path.parent.rename(path.parent.with_name("elsewhere"))
         assert_unavailable(services)
@@ -124,7 +124,7 @@ def test_the_folder_is_gone_and_comes_back(path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["threads that keep their connection", "others"])
-def test_the_file_is_deleted(path: Path, own: bool) -> None:
+def test_deleted_database_file_makes_the_store_unavailable(path: Path, own: bool) -> None:
     """Nothing is written to a file that nobody can read any more."""
     with in_use(f"sqlite:///{path}") as services:
         copy = path.with_name("copy.sqlite")
@@ -144,7 +144,7 @@ def test_the_file_is_deleted(path: Path, own: bool) -> None:
         run(assert_works, services)
 
 
-def test_it_was_never_there(tmp_path: Path) -> None:
+def test_store_works_once_its_folder_is_created(tmp_path: Path) -> None:
     services = open_services(f"sqlite:///{tmp_path}/not/yet/gpuspawner.sqlite")
     assert_unavailable(services)
     (tmp_path / "not" / "yet").mkdir(parents=True)
@@ -152,7 +152,7 @@ def test_it_was_never_there(tmp_path: Path) -> None:
     services.store.close()
 
 
-def test_it_is_no_database(path: Path) -> None:
+def test_file_that_is_not_a_database_is_left_unchanged(path: Path) -> None:
     path.write_text("a letter that somebody saved here by mistake " * 100)
     services = open_services(f"sqlite:///{path}")
     assert_unavailable(services)
@@ -182,7 +182,7 @@ def _as_somebody_else(gate: Barrier, url: str, mode: int) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444])
-def test_a_file_that_others_own(mode: int) -> None:
+def test_file_without_permission_makes_the_store_unavailable(mode: int) -> None:
     folder = Path(tempfile.mkdtemp(prefix="gpuspawner-rights-"))  # not in a folder of root's own
     try:
         folder.chmod(0o755)
@@ -218,7 +218,7 @@ def _come_and_go(services: Services, user: str) -> None:
     services.leases.release(lease.id, reason="stopped")
 
 
-def test_a_full_disk(path: Path) -> None:
+def test_full_disk_makes_the_store_unavailable_until_freed(path: Path) -> None:
     """A limit of the process's file size stands for the disk's end: the same write fails."""
     ((said, after, wrong),) = racers.together((_on_a_full_disk, f"sqlite:///{path}"))
     assert (said[0], said[-1]) == ("lease", "StoreUnavailable")

@@ -67,7 +67,7 @@ class Mistake(Exception):
     """What somebody's code raises in the middle."""
 
 
-def test_all_is_committed_or_nothing(store: Store, run: Run) -> None:
+def test_transaction_is_committed_entirely_or_not_at_all(store: Store, run: Run) -> None:
     def write(mark: str, mistake: bool) -> None:
         with store.write() as connection:
             add(connection, f"one{mark}")
@@ -85,7 +85,7 @@ def test_all_is_committed_or_nothing(store: Store, run: Run) -> None:
     assert run(lambda: names(store)) == names(store) == ["one", "one again", "two", "two again"]
 
 
-def test_a_database_that_refuses_is_not_there(store: Store) -> None:
+def test_write_in_a_read_transaction_fails(store: Store) -> None:
     """A read transaction of PostgreSQL, a query-only connection of SQLite: neither writes."""
     with pytest.raises(StoreUnavailable), store.read() as connection:
         if store.dialect == "sqlite":
@@ -94,7 +94,7 @@ def test_a_database_that_refuses_is_not_there(store: Store) -> None:
     assert names(store) == []
 
 
-def test_threads_that_write_come_one_at_a_time(store: Store) -> None:
+def test_writing_threads_take_turns(store: Store) -> None:
     """Each reads what the one before has written, whoever's thread it is."""
 
     def write(_: int) -> None:
@@ -110,7 +110,7 @@ def test_threads_that_write_come_one_at_a_time(store: Store) -> None:
     assert names(store) == [f"{number:03}" for number in range(120)]
 
 
-def test_a_read_is_one_view_in_every_thread(store: Store, run: Run) -> None:
+def test_read_transaction_keeps_one_snapshot(store: Store, run: Run) -> None:
     def view() -> list[list[str]]:
         with store.read() as connection:
             before = all_of(connection)
@@ -122,7 +122,7 @@ def test_a_read_is_one_view_in_every_thread(store: Store, run: Run) -> None:
     assert run(lambda: names(store)) == ["new"]
 
 
-def test_others_read_and_write_while_every_thread_of_the_store_is_busy(store: Store) -> None:
+def test_busy_store_threads_do_not_block_other_threads(store: Store) -> None:
     workers = store.executor._max_workers
     everybody = threading.Barrier(workers + 1)
 
@@ -143,7 +143,7 @@ def test_others_read_and_write_while_every_thread_of_the_store_is_busy(store: St
     assert names(store) == ["new"]
 
 
-def test_a_commit_that_is_refused_leaves_nothing_behind(store: Store, run: Run) -> None:
+def test_refused_commit_leaves_nothing_behind(store: Store, run: Run) -> None:
     """The database says no at the very end: no row, no open transaction, no lock."""
 
     def write() -> None:
@@ -163,7 +163,7 @@ def test_a_commit_that_is_refused_leaves_nothing_behind(store: Store, run: Run) 
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_transaction_that_does_not_begin_leaves_nothing_behind(
+def test_transaction_that_cannot_begin_leaves_nothing_behind(
     store: Store, monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
     monkeypatch.setattr("gpuspawner.db.engine.BUSY_SECONDS", 0.3)
@@ -190,7 +190,7 @@ def test_a_transaction_that_does_not_begin_leaves_nothing_behind(
     impatient.close()
 
 
-def test_a_write_within_a_write_raises_at_once_and_undoes_both(run: Run, store: Store) -> None:
+def test_nested_write_fails_and_undoes_both_writes(run: Run, store: Store) -> None:
     def nested() -> None:
         with store.write() as connection:
             add(connection, "outer")
@@ -204,7 +204,7 @@ def test_a_write_within_a_write_raises_at_once_and_undoes_both(run: Run, store: 
     assert names(store) == ["later"]
 
 
-def test_reads_within_a_view_share_it(run: Run, store: Store) -> None:
+def test_reads_within_a_view_share_one_snapshot(run: Run, store: Store) -> None:
     def nested() -> list[list[str]]:
         with store.view():
             seen = [store.run(all_of)]
@@ -222,7 +222,7 @@ def test_reads_within_a_view_share_it(run: Run, store: Store) -> None:
     assert run(nested) == [[], [], [], ["by itself", "meanwhile"]]
 
 
-def test_a_database_error_within_a_view_becomes_store_unavailable(run: Run, store: Store) -> None:
+def test_database_error_within_a_view_becomes_store_unavailable(run: Run, store: Store) -> None:
     def nested() -> None:
         with store.view(), store.read() as connection:
             connection.exec_driver_sql("SELECT 1").all()
@@ -241,7 +241,7 @@ def services(make: Make) -> Services:
     return make(device_source=f"simulated:{RELEASES}xA100-80GB", opening_grant=1000)
 
 
-async def test_reports_pages_and_requests_delay_no_release(services: Services) -> None:
+async def test_reports_pages_and_requests_do_not_delay_releases(services: Services) -> None:
     """More of each than there are threads, and all of them hold a transaction open."""
     leases = [running(services, f"member{n}") for n in range(RELEASES)]
     done = threading.Event()

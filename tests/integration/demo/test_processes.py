@@ -67,7 +67,7 @@ if os.fork() == 0:
 
 
 @pytest.mark.parametrize("hub", HUBS)
-def test_nothing_is_left(hub: str) -> None:
+def test_demo_leaves_no_process_running(hub: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", DEMO, SLEEP + HUBS[hub]],
         env={**os.environ, "PYTHONPATH": str(REPO / "scripts")},

@@ -20,7 +20,7 @@ from tests.support.nvml.nvml_library import GIB, gpus, mig_gpu
 # What a healthy machine shows.
 
 
-def test_every_field_of_a_healthy_gpu(machine: Machine) -> None:
+def test_healthy_gpu_is_reported_with_every_field(machine: Machine) -> None:
     first, second = gpus(2)
     first.compute, first.graphics = [(os.getpid(), 3 * GIB)], [(4_000_001, 2**20)]
     second = replace(second, name="Tesla T4", memory_bytes=16106127360, mode=3)
@@ -70,7 +70,7 @@ def test_every_field_of_a_healthy_gpu(machine: Machine) -> None:
     ]
 
 
-def test_what_computes_or_holds_memory_occupies_and_what_only_draws_does_not(
+def test_compute_and_memory_use_occupy_but_graphics_does_not(
     machine: Machine,
 ) -> None:
     idle = computing, drawing, both, holding, driver = gpus(5)
@@ -91,20 +91,20 @@ def test_what_computes_or_holds_memory_occupies_and_what_only_draws_does_not(
     assert len(placement.free_places(as_devices(machine.look()), ())) == 5, "they are gone"
 
 
-def test_compute_modes(machine: Machine) -> None:
+def test_nvml_compute_modes_are_reported_by_name(machine: Machine) -> None:
     names = {0: "default", 1: "exclusive_process", 2: "prohibited", 3: "exclusive_process"}
     machine.has(*(replace(gpu, mode=mode) for gpu, mode in zip(gpus(4), names, strict=True)))
     assert [d["compute_mode"] for d in machine.look()["devices"]] == [*names.values()]
 
 
-def test_a_machine_with_a_driver_and_no_gpu(machine: Machine) -> None:
+def test_machine_without_a_gpu_reports_no_devices(machine: Machine) -> None:
     machine.has()
     inventory = machine.look()
     assert (inventory["devices"], inventory["error"]) == ([], "")
     assert inventory["driver_version"] == "550.54.15"
 
 
-def test_what_a_device_does_not_support_is_empty_and_no_failure(machine: Machine) -> None:
+def test_unsupported_queries_leave_fields_empty(machine: Machine) -> None:
     (gpu,) = gpus(1)
     gpu.compute = [(7, 1)]
     unsupported = (
@@ -123,7 +123,7 @@ def test_what_a_device_does_not_support_is_empty_and_no_failure(machine: Machine
     assert (device["compute_mode"], device["model"]) == ("default", gpu.name)
 
 
-def test_a_driver_before_510_is_asked_as_it_understands(machine: Machine) -> None:
+def test_driver_before_510_still_reports_processes(machine: Machine) -> None:
     (gpu,) = gpus(1)
     gpu.compute, gpu.graphics = [(7, 1)], [(8, 1)]
     newer = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v3")
@@ -132,7 +132,7 @@ def test_a_driver_before_510_is_asked_as_it_understands(machine: Machine) -> Non
     assert [(p["pid"], p["kind"]) for p in device["processes"]] == [(7, "compute"), (8, "graphics")]
 
 
-def test_a_driver_that_cannot_say_who_uses_a_gpu_leaves_it_unknown(machine: Machine) -> None:
+def test_driver_without_process_lists_leaves_devices_unknown(machine: Machine) -> None:
     older = "nvmlDeviceGetComputeRunningProcesses_v2"
     newer = "nvmlDeviceGetComputeRunningProcesses_v3"
     machine.has(*gpus(1), fails=dict.fromkeys((older, newer), nvml.FUNCTION_NOT_FOUND))
@@ -146,7 +146,7 @@ def test_a_driver_that_cannot_say_who_uses_a_gpu_leaves_it_unknown(machine: Mach
 # MIG.
 
 
-def test_instances_are_devices_and_their_gpu_is_the_parent(machine: Machine) -> None:
+def test_mig_instances_are_devices_and_their_gpu_the_parent(machine: Machine) -> None:
     plain = replace(gpus(1)[0], mig=False)
     parent = mig_gpu(0, 3, mode=2, nvlinks=[plain.bus])
     first, second = parent.instances
@@ -170,7 +170,7 @@ def test_instances_are_devices_and_their_gpu_is_the_parent(machine: Machine) -> 
     assert inventory["links"] == [], "instances are linked to nothing"
 
 
-def test_an_instance_is_leased_and_its_parent_never(machine: Machine) -> None:
+def test_mig_instance_is_leased_but_never_its_parent(machine: Machine) -> None:
     machine.has(mig_gpu(0, 1))
     devices = as_devices(machine.look())
     (place,) = placement.choose(Request(devices=1, model="A100"), devices, (), {})
@@ -184,7 +184,7 @@ def test_an_instance_is_leased_and_its_parent_never(machine: Machine) -> None:
 # Topology.
 
 
-def test_pcie_steps_follow_the_scale(machine: Machine) -> None:
+def test_pcie_levels_map_to_the_topology_scale(machine: Machine) -> None:
     fleet = gpus(7)
     levels = {(0, 1): 0, (0, 2): 10, (0, 3): 20, (0, 4): 30, (0, 5): 40, (0, 6): 50}
     machine.has(*fleet, levels=levels)
@@ -208,7 +208,7 @@ def test_nvlinks_are_counted_and_outweigh_pcie(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("mute", [0, 1])
-def test_a_link_that_only_one_side_tells_of_counts(machine: Machine, mute: int) -> None:
+def test_nvlink_reported_by_one_side_counts(machine: Machine, mute: int) -> None:
     fleet = gpus(2)
     fleet[0].nvlinks, fleet[1].nvlinks = [fleet[1].bus] * 3, [fleet[0].bus] * 3
     fleet[mute].fails = {"nvmlDeviceGetNvLinkState": nvml.NOT_SUPPORTED}
@@ -216,7 +216,7 @@ def test_a_link_that_only_one_side_tells_of_counts(machine: Machine, mute: int) 
     assert links(machine.look(), fleet) == {(0, 1): topology.nvlinks(3)}
 
 
-def test_links_to_a_switch_join_everyone_on_it(machine: Machine) -> None:
+def test_nvswitch_links_join_all_connected_gpus(machine: Machine) -> None:
     fleet = gpus(3)
     for gpu, count in zip(fleet, (12, 12, 6), strict=True):
         gpu.nvlinks = ["switch"] * count
@@ -228,7 +228,7 @@ def test_links_to_a_switch_join_everyone_on_it(machine: Machine) -> None:
     }
 
 
-def test_the_pool_picks_the_pair_that_nvlink_joins(machine: Machine) -> None:
+def test_placement_picks_the_pair_joined_by_nvlink(machine: Machine) -> None:
     fleet = gpus(4)
     fleet[1].nvlinks, fleet[3].nvlinks = [fleet[3].bus] * 2, [fleet[1].bus] * 2
     machine.has(*fleet, levels={(0, 1): 10, (2, 3): 10, (0, 2): 50})
@@ -248,7 +248,7 @@ def test_topology_is_read_once_for_each_set_of_gpus(machine: Machine) -> None:
     assert links(machine.look(), fleet) == {(0, 1): topology.PXB}
 
 
-def test_importing_and_making_the_source_touches_no_driver(library: Path, tmp_path: Path) -> None:
+def test_driver_library_is_loaded_only_on_first_observation(library: Path, tmp_path: Path) -> None:
     """The stand-in would be in the process's memory map if it had been loaded."""
     program = (
         "import gpuspawner.devices.nvml as nvml\n"

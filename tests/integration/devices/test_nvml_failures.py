@@ -35,7 +35,7 @@ CALLS = [
 NAMELESS_CALLS = ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID"]
 
 
-def test_a_device_that_fails_later_is_unknown_and_hides_no_other(machine: Machine) -> None:
+def test_failing_device_becomes_unknown_and_others_stay_ok(machine: Machine) -> None:
     fleet = gpus(3)
     machine.has(*fleet)
     healthy = machine.look()
@@ -56,9 +56,7 @@ def test_a_device_that_fails_later_is_unknown_and_hides_no_other(machine: Machin
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_device_that_fails_from_the_start_is_shown_by_its_uuid(
-    machine: Machine, call: str
-) -> None:
+def test_device_failing_from_the_start_is_listed_by_uuid(machine: Machine, call: str) -> None:
     fleet = gpus(2)
     fleet[0].fails = {call: nvml.RESET_REQUIRED}
     machine.has(*fleet)
@@ -68,9 +66,7 @@ def test_a_device_that_fails_from_the_start_is_shown_by_its_uuid(
 
 
 @pytest.mark.parametrize("call", NAMELESS_CALLS)
-def test_a_device_that_never_had_a_name_is_left_out_and_logged_once(
-    machine: Machine, call: str
-) -> None:
+def test_device_without_known_uuid_is_skipped_and_logged_once(machine: Machine, call: str) -> None:
     fleet = gpus(3)
     fleet[1].fails = {call: nvml.GPU_IS_LOST}
     machine.has(*fleet)
@@ -81,7 +77,7 @@ def test_a_device_that_never_had_a_name_is_left_out_and_logged_once(
     assert machine.log.read_text().count("GPU 1, or an instance of it, does not answer.") == 1
 
 
-def test_when_no_device_can_be_named_the_error_says_so(machine: Machine) -> None:
+def test_error_is_reported_if_no_device_can_be_identified(machine: Machine) -> None:
     fails = {"nvmlDeviceGetHandleByIndex_v2": nvml.NO_PERMISSION}
     machine.has(*(replace(gpu, fails=fails) for gpu in gpus(2)))
     inventory = machine.look()
@@ -90,7 +86,7 @@ def test_when_no_device_can_be_named_the_error_says_so(machine: Machine) -> None
     assert "nvidia-smi" in inventory["error"]
 
 
-def test_a_gpu_that_fell_off_the_bus_is_unknown_though_the_others_moved_up(
+def test_gpu_off_the_bus_is_unknown_after_indexes_shift(
     machine: Machine,
 ) -> None:
     fleet = gpus(3)
@@ -109,7 +105,7 @@ def test_a_gpu_that_fell_off_the_bus_is_unknown_though_the_others_moved_up(
     assert list(statuses(machine.look()).values()) == ["ok"] * 3
 
 
-def test_a_name_that_is_no_text_makes_one_device_unknown(machine: Machine) -> None:
+def test_undecodable_name_makes_only_that_device_unknown(machine: Machine) -> None:
     fleet = gpus(2)
     machine.has(*fleet)
     text = machine.fleet.read_bytes().replace(b"name NVIDIA", b"name \xff\xfe", 1)
@@ -119,7 +115,7 @@ def test_a_name_that_is_no_text_makes_one_device_unknown(machine: Machine) -> No
     assert "name makes no sense" in reasons(inventory)[fleet[0].uuid]
 
 
-def test_while_a_device_is_unknown_nvml_is_opened_anew_each_minute(machine: Machine) -> None:
+def test_nvml_is_reopened_each_minute_while_device_is_unknown(machine: Machine) -> None:
     """A fresh start that fails tells that one was made: the answer is an error then."""
     fleet = gpus(2)
     sick = replace(fleet[0], fails={"nvmlDeviceGetName": nvml.UNKNOWN})
@@ -145,7 +141,7 @@ def test_while_a_device_is_unknown_nvml_is_opened_anew_each_minute(machine: Mach
         assert nvml.times_open(machine.fleet) == 1
 
 
-def test_a_failing_instance_hides_no_other(machine: Machine) -> None:
+def test_failing_mig_instance_does_not_affect_others(machine: Machine) -> None:
     parent = mig_gpu(0, 1, 2)
     machine.has(parent)
     assert set(statuses(machine.look()).values()) == {"parent", "ok"}
@@ -162,7 +158,7 @@ def test_a_failing_instance_hides_no_other(machine: Machine) -> None:
         assert "unknown error" in reasons(inventory)[parent.instances[1].uuid]
 
 
-def test_instances_of_a_gpu_that_does_not_answer_are_unknown_with_it(machine: Machine) -> None:
+def test_mig_instances_of_an_unresponsive_gpu_are_unknown(machine: Machine) -> None:
     parent = mig_gpu(0, 1)
     machine.has(*gpus(1), parent)
     machine.look()
@@ -178,7 +174,7 @@ def test_instances_of_a_gpu_that_does_not_answer_are_unknown_with_it(machine: Ma
     assert list(statuses(machine.look()).values()) == ["ok", "parent", "ok", "ok"]
 
 
-def test_an_instance_that_was_taken_apart_is_gone_and_not_unknown(machine: Machine) -> None:
+def test_removed_mig_instance_is_no_longer_listed(machine: Machine) -> None:
     machine.has(mig_gpu(0, 1))
     machine.look()
     machine.has(mig_gpu(1, 4))
@@ -189,7 +185,7 @@ def test_an_instance_that_was_taken_apart_is_gone_and_not_unknown(machine: Machi
     assert statuses(machine.look()) == {whole.uuid: "ok"}
 
 
-def test_a_topology_that_fails_costs_closeness_only_and_is_asked_again(machine: Machine) -> None:
+def test_failed_topology_query_loses_only_links_and_is_retried(machine: Machine) -> None:
     first, *others = gpus(5)
     calls = (
         "nvmlDeviceGetTopologyCommonAncestor",
@@ -212,7 +208,7 @@ def test_a_topology_that_fails_costs_closeness_only_and_is_asked_again(machine: 
 # NVML as a whole.
 
 
-def test_no_driver_at_all(tmp_path: Path) -> None:
+def test_missing_driver_is_reported(tmp_path: Path) -> None:
     """A file that is no library hides a driver that this machine may have."""
     no_library = tmp_path / nvml.LIBRARY
     no_library.write_text("this is no library")
@@ -225,7 +221,7 @@ def test_no_driver_at_all(tmp_path: Path) -> None:
     assert inventory["error"].startswith("This machine has no NVIDIA driver")
 
 
-def test_lost_at_the_start_and_found_later(machine: Machine) -> None:
+def test_driver_loaded_after_the_start_is_found(machine: Machine) -> None:
     inventory = machine.look()
     assert (inventory["devices"], inventory["links"]) == ([], [])
     assert inventory["error"].startswith("The NVIDIA driver is not loaded: run nvidia-smi")
@@ -235,7 +231,7 @@ def test_lost_at_the_start_and_found_later(machine: Machine) -> None:
     assert list(statuses(inventory).values()) == ["ok", "ok"]
 
 
-def test_lost_in_mid_run_and_back_again(machine: Machine) -> None:
+def test_lost_driver_is_reported_and_devices_return(machine: Machine) -> None:
     fleet = gpus(2)
     machine.has(*fleet)
     before = machine.look()
@@ -257,7 +253,7 @@ def test_lost_in_mid_run_and_back_again(machine: Machine) -> None:
         assert again["error"] == "", call
 
 
-def test_lost_because_the_driver_forgot_us(machine: Machine) -> None:
+def test_nvml_shutdown_is_reported_and_recovered_from(machine: Machine) -> None:
     machine.has(*gpus(2))
     machine.look()
     machine.fleet.unlink()
@@ -267,21 +263,21 @@ def test_lost_because_the_driver_forgot_us(machine: Machine) -> None:
     assert list(statuses(machine.look()).values()) == ["ok", "ok"]
 
 
-def test_an_unknown_error_of_the_driver_is_lost_too(machine: Machine) -> None:
+def test_unknown_driver_error_is_reported(machine: Machine) -> None:
     machine.has(*gpus(1), fails={"nvmlInitWithFlags": nvml.UNKNOWN})
     assert "restart the container" in machine.look()["error"]
     machine.has(*gpus(1), fails={"nvmlDeviceGetCount_v2": 77})
     assert machine.look()["error"] == "NVML says: Stand-in error 77."
 
 
-def test_a_version_that_cannot_be_read_hides_nothing(machine: Machine) -> None:
+def test_unreadable_driver_version_hides_no_device(machine: Machine) -> None:
     machine.has(*gpus(1), fails={"nvmlSystemGetDriverVersion": nvml.UNKNOWN})
     inventory = machine.look()
     assert (inventory["driver_version"], inventory["error"]) == ("", "")
     assert len(inventory["devices"]) == 1
 
 
-def test_closing_lets_go_and_the_next_look_opens_again(machine: Machine) -> None:
+def test_closed_nvml_source_reopens_at_the_next_look(machine: Machine) -> None:
     machine.has(*gpus(1))
     machine.look()
     assert nvml.times_open(machine.fleet) == 1
@@ -339,9 +335,7 @@ asyncio.run(main())
 """
 
 
-def test_a_driver_that_hangs_holds_up_no_release_and_recovers(
-    library: Path, tmp_path: Path
-) -> None:
+def test_hanging_driver_delays_no_release_and_recovers(library: Path, tmp_path: Path) -> None:
     """Pages that wait for the driver block nothing; after the time-out its devices are unknown."""
     fleet, shown = tmp_path / "fleet", gpus(2)
     nvml.write_fleet(fleet, shown)

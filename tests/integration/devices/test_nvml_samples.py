@@ -31,7 +31,7 @@ def by_uuid(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {sample["uuid"]: sample for sample in samples}
 
 
-def test_every_reading_of_a_healthy_gpu(machine: Machine) -> None:
+def test_healthy_gpu_is_sampled_with_every_reading(machine: Machine) -> None:
     (gpu,) = gpus(1)
     gpu.use, gpu.used_bytes, gpu.milliwatts, gpu.celsius = (87, 40), 30 * GIB, 251_000, 66
     gpu.clocks, gpu.throttle, gpu.ecc_errors = (1290, 1593), 0x24, 3
@@ -78,7 +78,7 @@ def test_every_reading_of_a_healthy_gpu(machine: Machine) -> None:
     ]
 
 
-def test_the_condition_is_read_once_a_minute(machine: Machine) -> None:
+def test_device_condition_is_read_once_a_minute(machine: Machine) -> None:
     (gpu,) = gpus(1)
     machine.has(gpu)
     assert machine.sample()[0]["condition"]["remap_pending"] is False
@@ -89,7 +89,7 @@ def test_the_condition_is_read_once_a_minute(machine: Machine) -> None:
     assert found["remap_pending"] and found["pages_pending"] and not found["remap_failed"]
 
 
-def test_a_condition_that_makes_no_sense_is_none(machine: Machine) -> None:
+def test_implausible_condition_values_become_none(machine: Machine) -> None:
     gpu, other = gpus(2)
     gpu.lanes, gpu.limits = (4_000_000_000, 0), (0, 4_294_967_295)
     failing = ("nvmlDeviceGetRemappedRows", "nvmlDeviceGetRetiredPagesPendingStatus")
@@ -101,7 +101,7 @@ def test_a_condition_that_makes_no_sense_is_none(machine: Machine) -> None:
     assert None not in seen[other.uuid]["condition"].values()
 
 
-def test_processes_are_listed_seldom_and_one_device_at_a_time(machine: Machine) -> None:
+def test_process_lists_are_read_in_turn_once_a_minute(machine: Machine) -> None:
     fleet = gpus(3)
     machine.has(*fleet)
     for listed in (1, 2, 3):
@@ -116,7 +116,7 @@ def test_processes_are_listed_seldom_and_one_device_at_a_time(machine: Machine) 
         assert [bool(s["processes"]) for s in samples] == [n < listed for n in range(3)]
 
 
-def test_an_instance_has_its_own_memory_and_processes_and_no_use(machine: Machine) -> None:
+def test_mig_instance_has_memory_and_processes_but_no_use(machine: Machine) -> None:
     gpu = mig_gpu(0, 3)
     gpu.instances[0].used_bytes, gpu.instances[0].compute = 2 * GIB, [(9, 2 * GIB)]
     gpu.celsius, gpu.milliwatts = 51, 200_000
@@ -131,7 +131,7 @@ def test_an_instance_has_its_own_memory_and_processes_and_no_use(machine: Machin
     assert (first["celsius"], second["celsius"]) == (51, 51)
 
 
-def test_errors_of_the_driver_are_told_once_each(machine: Machine) -> None:
+def test_xid_errors_are_reported_once_each(machine: Machine) -> None:
     first, second = gpus(2)
     first.xids = [(1, 31)]
     machine.has(first, second)
@@ -142,7 +142,7 @@ def test_errors_of_the_driver_are_told_once_each(machine: Machine) -> None:
     assert [s["xids"] for s in machine.sample()] == [[], []]
 
 
-def test_what_a_device_does_not_support_stays_empty(machine: Machine) -> None:
+def test_unsupported_readings_stay_empty(machine: Machine) -> None:
     first, second = gpus(2)
     first.use = second.use = (50, 20)
     for call in READINGS:
@@ -156,7 +156,7 @@ def test_what_a_device_does_not_support_stays_empty(machine: Machine) -> None:
     assert missing == set()  # the last was MIG, which few devices support
 
 
-def test_an_old_driver_does_not_know_the_questions(machine: Machine) -> None:
+def test_old_driver_still_reports_use(machine: Machine) -> None:
     (gpu,) = gpus(1)
     gpu.use = (50, 20)
     machine.has(gpu, fails=dict.fromkeys(READINGS[1:], nvml.FUNCTION_NOT_FOUND))
@@ -164,14 +164,14 @@ def test_an_old_driver_does_not_know_the_questions(machine: Machine) -> None:
     assert (sample["use"], sample["used_bytes"], sample["error"]) == (50, None, "")
 
 
-def test_a_driver_without_events_still_tells_the_use(machine: Machine) -> None:
+def test_driver_without_events_still_reports_use(machine: Machine) -> None:
     (gpu,) = gpus(1)
     gpu.use, gpu.xids = (50, 20), [(1, 79)]
     machine.has(gpu, fails={"nvmlEventSetCreate": nvml.FUNCTION_NOT_FOUND})
     assert [(s["use"], s["xids"], s["error"]) for s in machine.sample()] == [(50, [], "")]
 
 
-def test_a_lost_gpu_hides_no_other_and_comes_back(machine: Machine) -> None:
+def test_lost_gpu_hides_no_other_and_recovers(machine: Machine) -> None:
     first, second = gpus(2)
     machine.has(first, second)
     machine.sample()
@@ -184,7 +184,7 @@ def test_a_lost_gpu_hides_no_other_and_comes_back(machine: Machine) -> None:
         assert [sample["error"] for sample in machine.sample()] == ["", ""], call
 
 
-def test_nonsense_of_one_device_is_no_reading(machine: Machine) -> None:
+def test_implausible_readings_are_discarded(machine: Machine) -> None:
     first, second = gpus(2)
     machine.has(replace(first, use=(4_000_000_000, 3)), replace(second, celsius=65535))
     seen = by_uuid(machine.sample())
@@ -192,7 +192,7 @@ def test_nonsense_of_one_device_is_no_reading(machine: Machine) -> None:
     assert (seen[second.uuid]["celsius"], seen[second.uuid]["error"]) == (None, "")
 
 
-def test_a_device_that_comes_back_under_another_index_keeps_its_name(machine: Machine) -> None:
+def test_device_returning_at_another_index_keeps_its_uuid(machine: Machine) -> None:
     first, second = gpus(2)
     first.use, second.use = (11, 0), (22, 0)
     machine.has(first, second)
@@ -210,13 +210,13 @@ def test_a_device_that_comes_back_under_another_index_keeps_its_name(machine: Ma
     assert seen[second.uuid]["use"] == 22
 
 
-def test_no_driver_is_a_sentence_and_it_is_tried_again(machine: Machine) -> None:
+def test_missing_driver_is_reported_and_retried(machine: Machine) -> None:
     assert "driver is not loaded" in str(machine.sample())
     machine.has(*gpus(1))
     assert len(by_uuid(machine.sample())) == 1
 
 
-def test_what_others_close_and_open_does_not_disturb_the_sampler(machine: Machine) -> None:
+def test_closing_the_device_source_does_not_disturb_the_sampler(machine: Machine) -> None:
     (gpu,) = gpus(1)
     machine.has(gpu)
     machine.sample()

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("dies", UUID, Probed("a program on it broke: it said nothing")),
     ],
 )
-def test_what_a_probe_finds(
+def test_probe_reports_success_or_the_failure_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch, does: str, uuid: str, found: Probed
 ) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
@@ -40,6 +40,6 @@ def test_what_a_probe_finds(
     assert probe_by_process(uuid) == found
 
 
-def test_a_program_that_hangs_on_it_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_probe_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_probe, "PATIENCE", 0.01)
     assert probe_by_process(UUID).failure == "a program on it did not end within 0 s"

@@ -139,7 +139,9 @@ def pid_of(manager: KernelManager) -> int:
     return process_of(manager).pid
 
 
-def test_it_is_as_any_other_kernel(started: Kernels, caplog: pytest.LogCaptureFixture) -> None:
+def test_standby_kernel_behaves_like_a_regular_kernel(
+    started: Kernels, caplog: pytest.LogCaptureFixture
+) -> None:
     waiting = started.make_ready()
     wait_for(lambda: any("zmq" in m.path for m in waiting.memory_maps()), "its imports")
     manager, client = started.start()
@@ -169,7 +171,7 @@ def test_it_is_as_any_other_kernel(started: Kernels, caplog: pytest.LogCaptureFi
     assert run(connect(manager), "print(6 * 7)") == "42\n"
 
 
-def test_it_ends_when_it_is_asked_to(started: Kernels) -> None:
+def test_standby_kernel_shuts_down_on_request(started: Kernels) -> None:
     waiting = started.make_ready()
     manager, client = started.start()
     file = Path(manager.connection_file)
@@ -180,7 +182,7 @@ def test_it_ends_when_it_is_asked_to(started: Kernels) -> None:
     assert process.returncode == 0 and not waiting.is_running() and not file.exists()
 
 
-def test_another_environment_is_that_of_a_kernel_from_the_start(
+def test_changed_variables_fall_back_to_a_regular_kernel(
     started: Kernels, capfd: pytest.CaptureFixture[str]
 ) -> None:
     waiting = started.make_ready()
@@ -193,7 +195,7 @@ def test_another_environment_is_that_of_a_kernel_from_the_start(
     assert "The kernel is started as ever: other environment variables" in capfd.readouterr().err
 
 
-def test_modules_that_could_not_be_imported_are_imported_anew(
+def test_failed_imports_fall_back_to_a_regular_kernel(
     started: Kernels, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (started.folder / "sqlite3.py").write_text(
@@ -208,7 +210,7 @@ def test_modules_that_could_not_be_imported_are_imported_anew(
     assert "started as ever: its modules could not be imported" in capfd.readouterr().err
 
 
-def test_a_package_that_came_meanwhile_is_seen(
+def test_newly_installed_package_is_seen_by_the_kernel(
     started: Kernels, capfd: pytest.CaptureFixture[str]
 ) -> None:
     waiting = started.make_ready()
@@ -222,7 +224,7 @@ def test_a_package_that_came_meanwhile_is_seen(
     assert "started as ever: packages were installed since" in capfd.readouterr().err
 
 
-def test_a_module_that_was_overwritten_meanwhile_is_seen(
+def test_overwritten_module_is_seen_by_the_kernel(
     started: Kernels, capfd: pytest.CaptureFixture[str]
 ) -> None:
     module = started.folder / "sitecustomize.py"  # which is imported before all others
@@ -237,7 +239,7 @@ def test_a_module_that_was_overwritten_meanwhile_is_seen(
     assert "started as ever: a module was changed since" in capfd.readouterr().err
 
 
-def test_what_is_unusual_is_started_as_ever(
+def test_unusual_start_options_do_not_use_the_standby_kernel(
     started: Kernels, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     usual = [sys.executable, "-m", "ipykernel_launcher", "-f", "file.json"]
@@ -260,7 +262,7 @@ def test_what_is_unusual_is_started_as_ever(
     refused("its environment is very large", usual, {**place, "env": large})
 
 
-def test_one_that_was_killed_is_no_kernel(
+def test_killed_standby_kernel_is_replaced_by_a_regular_one(
     started: Kernels, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = started.make_ready()
@@ -271,7 +273,7 @@ def test_one_that_was_killed_is_no_kernel(
     assert "the process that was ready has ended (-9)" in caplog.text
 
 
-def test_it_ends_with_its_server(tmp_path: Path) -> None:
+def test_standby_kernel_ends_with_its_server(tmp_path: Path) -> None:
     """A server that is killed closes the pipe, whatever else it leaves undone."""
     code = (
         "import logging, sys, time; import gpuspawner_kernels as kernels; "
@@ -300,12 +302,14 @@ def test_it_ends_with_its_server(tmp_path: Path) -> None:
         ({"PYTHONPATH": "/opt/lib:"}, False),
     ],
 )
-def test_where_one_is_made_ready(variables: dict[str, str], wanted: bool) -> None:
+def test_standby_kernel_is_wanted_only_on_suitable_servers(
+    variables: dict[str, str], wanted: bool
+) -> None:
     assert kernels.wanted({"GPUSPAWNER_GPU_COUNT": "0", **variables}) is wanted
     assert kernels.wanted(variables) is False, "no server of gpuspawner's"
 
 
-async def test_the_export_formats_are_those_that_the_server_would_list(
+async def test_export_formats_match_those_the_server_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('a file of the member')")
@@ -326,7 +330,7 @@ async def test_the_export_formats_are_those_that_the_server_would_list(
         (sys.executable, "-c", "import time; time.sleep(600)"),
     ],
 )
-async def test_formats_that_cannot_be_listed_there_are_listed_as_ever(
+async def test_failed_export_list_returns_none_and_leaves_no_process(
     command: tuple[str, ...],
 ) -> None:
     patience = 1.0 if "sleep" in command[-1] else SLOW

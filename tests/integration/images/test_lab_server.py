@@ -78,7 +78,7 @@ def session(url: str, clock: Clock) -> Any:
     return lab.Session(f"{url}/gpuspawner/leases/0a/", "t0ken", None, clock)
 
 
-async def test_all_tabs_together_ask_once(url: str) -> None:
+async def test_all_tabs_share_one_request_to_the_hub(url: str) -> None:
     Hub.body = json.dumps({"devices": []}).encode()
     clock = Clock()
     it = session(url, clock)
@@ -106,7 +106,7 @@ async def pauses(it: Any, clock: Clock, count: int) -> list[float]:
 
 
 @pytest.mark.parametrize("body", [b"{}", b"<html>", b"[]", b"\xff"])
-async def test_who_does_not_answer_is_asked_more_and_more_seldom(url: str, body: bytes) -> None:
+async def test_failing_hub_is_asked_less_and_less_often(url: str, body: bytes) -> None:
     Hub.status, Hub.body = 503, body
     clock = Clock()
     found = await pauses(session(url, clock), clock, 8)
@@ -114,7 +114,7 @@ async def test_who_does_not_answer_is_asked_more_and_more_seldom(url: str, body:
     assert len(Hub.asked) == 8
 
 
-async def test_nobody_listens(url: str) -> None:
+async def test_unreachable_hub_is_retried_with_growing_pauses(url: str) -> None:
     socket, port = bind_unused_port()
     socket.close()
     clock = Clock()
@@ -123,7 +123,7 @@ async def test_nobody_listens(url: str) -> None:
     assert await it.act("extend") == (503, {"message": lab.AWAY})
 
 
-async def test_who_is_refused_hardly_asks_again_and_an_answer_ends_that(url: str) -> None:
+async def test_refusal_causes_a_long_pause_and_success_resets_it(url: str) -> None:
     clock = Clock()
     it = session(url, clock)
     Hub.status = 403
@@ -135,7 +135,7 @@ async def test_who_is_refused_hardly_asks_again_and_an_answer_ends_that(url: str
     assert await pauses(it, clock, 1) == [15]
 
 
-async def test_a_button_is_sent_once_and_what_came_of_it_is_asked_at_once(url: str) -> None:
+async def test_button_press_is_sent_once_and_state_is_refreshed(url: str) -> None:
     clock = Clock()
     it = session(url, clock)
     await it.now()
@@ -150,7 +150,7 @@ async def test_a_button_is_sent_once_and_what_came_of_it_is_asked_at_once(url: s
     ]
 
 
-def test_without_hub_token_or_lease_there_is_no_session() -> None:
+def test_session_needs_hub_url_token_and_lease() -> None:
     whole = {
         "JUPYTERHUB_API_URL": "http://10.0.0.1:8081/hub/api",
         "JUPYTERHUB_API_TOKEN": "t0ken",
@@ -162,7 +162,7 @@ def test_without_hub_token_or_lease_there_is_no_session() -> None:
         assert lab.session_of({k: v for k, v in whole.items() if k != name}) is None
 
 
-def test_a_start_imports_nothing_for_it_that_was_not_there() -> None:
+def test_lab_modules_import_nothing_else_at_the_start() -> None:
     names = "gpuspawner_lab, gpuspawner_kernels, gpuspawner_exporters"
     code = (
         "import sys, jupyterhub.singleuser.extension, jupyter_server.serverapp; "

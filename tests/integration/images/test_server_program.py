@@ -61,7 +61,7 @@ def early(folder: Path, changed: dict[str, str]) -> list[str]:
     return done.stdout.split()
 
 
-def test_what_no_server_needs_comes_when_it_is_used(tmp_path: Path) -> None:
+def test_unneeded_packages_are_imported_only_when_used(tmp_path: Path) -> None:
     assert early(tmp_path, {}) == []
 
 
@@ -73,5 +73,5 @@ def test_what_no_server_needs_comes_when_it_is_used(tmp_path: Path) -> None:
         ("jupyterhub/scopes.py", "import sqlalchemy as sa; from jupyterhub import orm; sa.inspect"),
     ],
 )
-def test_a_version_that_needs_more_gets_it(tmp_path: Path, file: str, text: str) -> None:
+def test_other_package_versions_import_what_they_need(tmp_path: Path, file: str, text: str) -> None:
     assert set(early(tmp_path, {file: text})) <= {"sqlalchemy"}

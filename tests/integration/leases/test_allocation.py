@@ -83,7 +83,7 @@ def seen(store: Store) -> set[str]:
     return inside(store, look)
 
 
-def test_what_a_hub_itself_grants_and_ends_is_seen(store: Store) -> None:
+def test_allocation_sees_grants_and_ends_of_its_own_hub(store: Store) -> None:
     assert seen(store) == set()
     for number in range(6):  # on whichever of the threads
         grant(store, f"lease-{number}", "GPU-1", number)
@@ -93,7 +93,7 @@ def test_what_a_hub_itself_grants_and_ends_is_seen(store: Store) -> None:
     assert seen(store) == texts(Slot("GPU-1", slot) for slot in (0, 1, 3, 4))
 
 
-def test_an_end_that_comes_twice_frees_nobody_elses_place(store: Store) -> None:
+def test_repeated_end_frees_no_slot_of_another_lease(store: Store) -> None:
     assert seen(store) == set()
     grant(store, "one", "GPU-1")
     end(store, "one")
@@ -102,7 +102,7 @@ def test_an_end_that_comes_twice_frees_nobody_elses_place(store: Store) -> None:
     assert seen(store) == {"GPU-1:0"}
 
 
-def test_what_others_write_is_seen(store: Store) -> None:
+def test_allocation_sees_changes_by_other_writers(store: Store) -> None:
     grant(store, "one", "GPU-1")
     assert seen(store) == {"GPU-1:0"}
     with store.write() as connection:  # a thread that is none of the store's
@@ -115,7 +115,7 @@ def test_what_others_write_is_seen(store: Store) -> None:
     assert seen(store) == {"GPU-1:0", "GPU-2:0", "GPU-3:0"}
 
 
-def test_what_was_not_committed_is_not_seen(store: Store) -> None:
+def test_rolled_back_changes_do_not_affect_allocation(store: Store) -> None:
     grant(store, "one", "GPU-1")
     assert seen(store) == {"GPU-1:0"}
 
@@ -132,7 +132,7 @@ def test_what_was_not_committed_is_not_seen(store: Store) -> None:
     assert seen(store) == {"GPU-1:0"}
 
 
-def test_a_device_that_is_closed_stays_so_when_its_lease_ends(store: Store) -> None:
+def test_drained_device_stays_taken_after_its_lease_ends(store: Store) -> None:
     grant(store, "one", "GPU-1")
     assert seen(store) == {"GPU-1:0"}
     closed = closures.Closure("GPU-1", T0, "kim", "a new fan")

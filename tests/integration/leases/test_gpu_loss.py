@@ -56,7 +56,7 @@ def restarted(services: Services, devices: int = 2) -> Lease:
     return services.leases.release(lease.id, reason="stopped")
 
 
-def test_the_same_devices_and_nobody_between(services: Services) -> None:
+def test_restarted_server_gets_its_devices_back_exclusively(services: Services) -> None:
     for name in "bcd":
         running(services, name)
     lease = running(services, "ada")
@@ -94,7 +94,7 @@ def running_of(services: Services, user: str) -> Lease:
     return lease
 
 
-def test_who_waits_does_not_come_before(services: Services) -> None:
+def test_waiting_ticket_does_not_overtake_a_restart(services: Services) -> None:
     running(services, "bob", 2)
     lease = running(services, "ada", 2)
     ticket = asked(services, "eve", wait=True)
@@ -110,7 +110,7 @@ def test_who_waits_does_not_come_before(services: Services) -> None:
 
 
 @each_database
-def test_a_race_for_what_is_kept(services: Services) -> None:
+def test_devices_kept_for_a_restart_survive_a_race(services: Services) -> None:
     running(services, "bob", 2)
     lease = restarted(services)
     users = ["eve", "mal", "ada", "ada", "oscar", "trudy", "ada", "peggy"]
@@ -120,7 +120,7 @@ def test_a_race_for_what_is_kept(services: Services) -> None:
     assert sum(isinstance(each, GPUSpawnerError) for each in got) == 7
 
 
-def test_the_session_ends_when_it_would_have(services: Services, clock: Clock) -> None:
+def test_restarted_session_keeps_its_original_end(services: Services, clock: Clock) -> None:
     got = started(services, "ada", seconds=7200)
     services.leases.confirm(got.id)
     clock.forward(minutes=50)
@@ -136,7 +136,7 @@ def test_the_session_ends_when_it_would_have(services: Services, clock: Clock) -
     assert later.seconds == 7200
 
 
-def test_a_restart_gains_no_time_for_who_rests(services: Services, clock: Clock) -> None:
+def test_restart_does_not_delay_the_idle_stop(services: Services, clock: Clock) -> None:
     """Whoever is root in a container can make it look as if its GPUs were lost."""
     services.settings.idle.policy = {"*": {"mode": "enforce", "first_minutes": 1}}
     lease = running(services, "ada")
@@ -165,7 +165,7 @@ def test_a_restart_gains_no_time_for_who_rests(services: Services, clock: Clock)
     assert rest(again, 7) == ["stop"]
 
 
-def test_a_clock_that_is_set_back_keeps_it(services: Services, clock: Clock) -> None:
+def test_restart_survives_a_clock_set_back(services: Services, clock: Clock) -> None:
     restarted(services)
     clock.forward(hours=-3)
     (going_on,) = services.restarts.all_restarts()
@@ -173,7 +173,7 @@ def test_a_clock_that_is_set_back_keeps_it(services: Services, clock: Clock) -> 
     started(services, "ada", 2)
 
 
-def test_who_asks_for_something_else_keeps_nothing(services: Services) -> None:
+def test_request_for_fewer_devices_releases_the_kept_ones(services: Services) -> None:
     restarted(services)
     got = started(services, "ada", 1)
     assert services.devices.closures() == {}
@@ -183,7 +183,7 @@ def test_who_asks_for_something_else_keeps_nothing(services: Services) -> None:
     assert services.devices.closures() == {}
 
 
-def test_who_asks_for_more_than_is_kept_waits_like_everybody(services: Services) -> None:
+def test_request_for_more_than_kept_waits_in_the_queue(services: Services) -> None:
     for name in "bc":
         running(services, name)
     restarted(services, devices=1)  # and one is free
@@ -194,7 +194,7 @@ def test_who_asks_for_more_than_is_kept_waits_like_everybody(services: Services)
     assert len(services.leases.open_leases()) == 2
 
 
-def test_another_server_of_the_same_member_is_another_and_no_other_device_is_taken(
+def test_other_server_of_the_member_gets_no_kept_device(
     services: Services,
 ) -> None:
     other = running(services, "bob", 2)
@@ -207,7 +207,7 @@ def test_another_server_of_the_same_member_is_another_and_no_other_device_is_tak
     assert started(services, "ada", 2).uuids == lease.uuids
 
 
-def test_what_does_not_come_back_is_opened_to_all(services: Services, clock: Clock) -> None:
+def test_failed_restart_frees_the_kept_devices(services: Services, clock: Clock) -> None:
     lease = restarted(services)
     (going_on,) = services.restarts.all_restarts()
     assert going_on.since == lease.ended_at
@@ -223,7 +223,7 @@ def test_what_does_not_come_back_is_opened_to_all(services: Services, clock: Clo
     assert len([x for x in services.notifications.notices_of("ada") if "did not" in x.title]) == 1
 
 
-def test_when_it_cannot_be(services: Services) -> None:
+def test_impossible_restart_is_refused_with_the_reason(services: Services) -> None:
     lease = acquire(services, "ada")
     with pytest.raises(CannotRestart, match="it does not run"):
         services.restarts.restart(lease.id, actor="ada")
@@ -252,7 +252,7 @@ def test_when_it_cannot_be(services: Services) -> None:
         services.restarts.restart(lease.id, actor="ada")
 
 
-def test_a_session_that_ends_anyway_is_not_restarted(services: Services, clock: Clock) -> None:
+def test_session_about_to_end_is_not_restarted(services: Services, clock: Clock) -> None:
     got = started(services, "ada", seconds=3600)
     services.leases.confirm(got.id)
     services.restarts.tell_lost(got.id)
@@ -261,7 +261,7 @@ def test_a_session_that_ends_anyway_is_not_restarted(services: Services, clock: 
         services.restarts.restart(got.id, actor="ada")
 
 
-def test_what_the_member_is_told(services: Services) -> None:
+def test_member_is_notified_of_gpu_loss_and_restart(services: Services) -> None:
     lease = running(services, "ada", 2, server="a b/ç")
     services.restarts.tell_lost(lease.id)
     (told,) = services.notifications.notices_of("ada")

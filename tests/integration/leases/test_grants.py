@@ -32,7 +32,7 @@ ANNA, BERT = ServerRef("anna"), ServerRef("bert")
 
 
 @each_database
-def test_a_lease_from_grant_to_release(services: Services, clock: Clock) -> None:
+def test_lease_passes_from_grant_to_release(services: Services, clock: Clock) -> None:
     lease = acquire(services, "anna", 2, server="lab")
     assert (lease.state, lease.granted_at, lease.engine) == (LeaseState.GRANTED, T0, "docker")
     assert (lease.server, lease.account) == (ServerRef("anna", "lab"), "member:anna")
@@ -58,7 +58,7 @@ def test_a_lease_from_grant_to_release(services: Services, clock: Clock) -> None
     assert acquire(services, "bert", 4).uuids[:2] == lease.uuids, "free at once for the next"
 
 
-def test_the_price_at_the_grant_is_the_price_paid(make: Make, clock: Clock) -> None:
+def test_rate_at_the_grant_is_the_rate_charged(make: Make, clock: Clock) -> None:
     before = make(gpu_rates={"A100": 4, "T4": "0.5"}, device_source="simulated:1xA100-80GB,1xT4")
     lease = running(before, "anna", model="A100")
     assert lease.rate == 4 * MICRO
@@ -73,7 +73,7 @@ def test_the_price_at_the_grant_is_the_price_paid(make: Make, clock: Clock) -> N
 # Credits.
 
 
-def test_an_account_opens_once(services: Services) -> None:
+def test_account_is_opened_once(services: Services) -> None:
     assert services.ledger.member("anna").balance == 0
     assert services.ledger.open_account("anna").balance == 100 * MICRO
     assert services.ledger.open_account("anna").balance == 100 * MICRO
@@ -85,7 +85,7 @@ def test_an_account_opens_once(services: Services) -> None:
 
 
 @pytest.mark.parametrize(("amount", "balance"), [(0, 0), ("12.5", 12.5), (0.000001, 0.000001)])
-def test_the_opening_grant_is_the_admins(make: Make, amount: Any, balance: float) -> None:
+def test_opening_grant_follows_the_configuration(make: Make, amount: Any, balance: float) -> None:
     wrong = make(opening_grant="plenty")
     with pytest.raises(ConfigError, match=r"c\.GPUCredits\.opening_grant: 'plenty'"):
         wrong.ledger.open_account("anna")
@@ -94,7 +94,7 @@ def test_the_opening_grant_is_the_admins(make: Make, amount: Any, balance: float
 
 
 @each_database
-def test_a_grant_comes_once(services: Services) -> None:
+def test_grant_with_the_same_key_is_given_once(services: Services) -> None:
     services.ledger.open_account("anna")
 
     def give(amount: int, key: str = "") -> bool:
@@ -114,9 +114,7 @@ def test_a_grant_comes_once(services: Services) -> None:
 
 
 @each_database
-def test_a_hold_is_set_aside_until_it_is_charged_or_the_lease_ends(
-    services: Services, clock: Clock
-) -> None:
+def test_hold_lasts_until_it_is_charged(services: Services, clock: Clock) -> None:
     lease = running(services, "anna", 3)
     assert lease.hold == 2 * MICRO  # 3 x 4 credits an hour, 10 minutes
     account = services.ledger.member("anna")
@@ -138,7 +136,7 @@ def test_a_hold_is_set_aside_until_it_is_charged_or_the_lease_ends(
     assert services.ledger.member("anna").held == 0
 
 
-def test_no_credits_says_what_there_is_and_how_to_get_more(make: Make) -> None:
+def test_missing_credits_are_explained_with_cost_and_help(make: Make) -> None:
     services = make(
         opening_grant="0.5", gpu_rates={"*": 4}, credits_help="Write to gpu@lab.example."
     )
@@ -154,7 +152,7 @@ def test_no_credits_says_what_there_is_and_how_to_get_more(make: Make) -> None:
     assert acquire(services, "anna", devices=0).devices == ()
 
 
-def test_what_running_servers_hold_is_not_there_for_the_next(make: Make) -> None:
+def test_credits_on_hold_cannot_pay_for_another_lease(make: Make) -> None:
     services = make(opening_grant=1, gpu_rates={"*": 4})
     acquire(services, "anna")
     with pytest.raises(NoCredits, match=r"balance of 0.33 credits \(0.66 more are set aside"):
@@ -162,9 +160,7 @@ def test_what_running_servers_hold_is_not_there_for_the_next(make: Make) -> None
 
 
 @pytest.mark.parametrize("balance", [0, -5])
-def test_an_empty_account_starts_without_a_gpu_and_with_one_that_is_free_of_charge(
-    make: Make, balance: int
-) -> None:
+def test_empty_account_can_start_servers_that_cost_nothing(make: Make, balance: int) -> None:
     services = make(opening_grant=1, gpu_rates={"A100": 4, "T4": 0}, device_source="simulated:1xT4")
     services.ledger.open_account("anna")
     services.ledger.grant("member:anna", (balance - 1) * MICRO, actor="admin", reason="spent")
@@ -175,7 +171,9 @@ def test_an_empty_account_starts_without_a_gpu_and_with_one_that_is_free_of_char
 # No device free.
 
 
-def test_all_in_use_says_when_some_are_free_at_the_latest(services: Services, clock: Clock) -> None:
+def test_refusal_says_when_devices_become_free_at_the_latest(
+    services: Services, clock: Clock
+) -> None:
     running(services, "anna", 2)  # 100 credits at 8 an hour: dry in 12 h 30 min
     clock.forward(minutes=30)
     running(services, "bert", 1)
@@ -193,7 +191,7 @@ def test_all_in_use_says_when_some_are_free_at_the_latest(services: Services, cl
     assert acquire(services, "dora", devices=0).devices == ()
 
 
-def test_only_devices_that_would_do_are_promised(make: Make) -> None:
+def test_refusal_counts_only_devices_that_match_the_request(make: Make) -> None:
     services = make(
         device_source="simulated:1xA100-80GB,1xT4", gpu_rates={"A100": 4, "T4": 1}, opening_grant=2
     )
@@ -209,9 +207,7 @@ def test_only_devices_that_would_do_are_promised(make: Make) -> None:
         acquire(services, "cara", memory_bytes=80 * 2**30)
 
 
-def test_a_device_used_by_a_stranger_is_shown_and_not_leased(
-    services: Services, clock: Clock
-) -> None:
+def test_device_used_by_an_outside_program_is_not_leased(services: Services, clock: Clock) -> None:
     uuids = [view.device.uuid for view in services.monitoring.overview().devices]
     for uuid in uuids[:3]:
         fleet(services).occupy(uuid, pid=4711, name="miner")
@@ -227,7 +223,7 @@ def test_a_device_used_by_a_stranger_is_shown_and_not_leased(
     assert acquire(services, "bert").uuids == (uuids[0],)
 
 
-def test_what_a_server_left_running_is_no_stranger_until_its_lease_ends(
+def test_leftover_process_occupies_a_device_after_the_lease_ends(
     services: Services, clock: Clock
 ) -> None:
     lease = running(services, "anna", 4)
@@ -275,7 +271,9 @@ class Driven:
         ("", "", ""),
     ],
 )
-def test_an_old_driver_is_refused_in_words(make: Make, driver: str, cuda: str, words: str) -> None:
+def test_driver_requirement_of_an_environment_is_enforced(
+    make: Make, driver: str, cuda: str, words: str
+) -> None:
     services = make()
     Driven(services, driver, cuda)
     if not words:
@@ -288,7 +286,7 @@ def test_an_old_driver_is_refused_in_words(make: Make, driver: str, cuda: str, w
     assert services.leases.grant(ServerRef("ada"), without, engine="docker").devices == ()
 
 
-def test_nobody_waits_in_line_for_a_driver(make: Make) -> None:
+def test_request_that_needs_a_newer_driver_is_not_queued(make: Make) -> None:
     services = make(device_source="simulated:1xT4")
     Driven(services, "470.1", "11.4")
     running(services, "bob")
@@ -298,7 +296,7 @@ def test_nobody_waits_in_line_for_a_driver(make: Make) -> None:
         services.positions.require_fit(NEEDS)
 
 
-def test_what_is_needed_stays_with_the_ticket(make: Make, clock: Clock) -> None:
+def test_ticket_keeps_its_driver_requirement(make: Make, clock: Clock) -> None:
     """The driver was set back while somebody waited: they are told, and nobody else waits less."""
     services = make(device_source="simulated:1xT4")
     driven = Driven(services, "550.54", "12.4")

@@ -365,9 +365,13 @@ def run(new_url: Callable[[], str], examples: int, steps: int) -> None:
     )
 
 
-def test_whatever_happens_on_sqlite(new_file: Callable[[], str], rounds: Rounds) -> None:
+def test_lease_invariants_hold_in_any_order_on_sqlite(
+    new_file: Callable[[], str], rounds: Rounds
+) -> None:
     run(new_file, examples=rounds(500), steps=50 if SOAK else 30)
 
 
-def test_whatever_happens_on_postgresql(postgres: PrivatePostgres, rounds: Rounds) -> None:
+def test_lease_invariants_hold_in_any_order_on_postgresql(
+    postgres: PrivatePostgres, rounds: Rounds
+) -> None:
     run(postgres.migrated_database, examples=rounds(50), steps=30)

@@ -34,7 +34,9 @@ def kinds(answers: Iterable[str]) -> Counter[str]:
     return Counter(answer.partition(":")[0] for answer in answers)
 
 
-def test_200_ask_for_4_gpus_at_the_same_instant(services: Services, database_url: str) -> None:
+def test_200_simultaneous_requests_for_4_gpus_get_4_leases(
+    services: Services, database_url: str
+) -> None:
     hubs = [(racers.many_ask, database_url, f"hub{number}", 25) for number in range(8)]
     assert kinds(chain(*racers.together(*hubs))) == {"lease": 4, "NoDeviceFree": 196}
     leases = services.leases.open_leases()
@@ -52,7 +54,9 @@ def in_rounds(rounds: int, url: str, *servers: tuple[str, str], **settings: Any)
     return list(zip(*racers.together(*each), strict=True))
 
 
-def test_two_members_one_gpu_the_same_millisecond(services: Services, database_url: str) -> None:
+def test_one_of_two_simultaneous_members_gets_the_only_gpu(
+    services: Services, database_url: str
+) -> None:
     members = (("anna", ""), ("bert", ""))
     for pair in in_rounds(25, database_url, *members, device_source="simulated:1xT4"):
         winner, loser = sorted(pair, key=lambda answer: answer != "lease")
@@ -64,7 +68,7 @@ def test_two_members_one_gpu_the_same_millisecond(services: Services, database_u
     assert problems(services.store) == []
 
 
-def test_one_server_started_twice_at_once_holds_one_lease(
+def test_simultaneous_starts_of_one_server_get_one_lease(
     services: Services, database_url: str
 ) -> None:
     for answers in in_rounds(10, database_url, *[("anna", "lab")] * 3):
@@ -72,7 +76,7 @@ def test_one_server_started_twice_at_once_holds_one_lease(
     assert problems(services.store) == []
 
 
-def test_credits_for_one_server_start_one(services: Services, database_url: str) -> None:
+def test_credits_for_one_server_start_only_one(services: Services, database_url: str) -> None:
     """Two servers of one member, and a balance that covers the hold of one."""
     servers = (("anna", "one"), ("anna", "two"))
     price = {"opening_grant": 1, "gpu_rates": {"*": 6}, "hold_minutes": 10}
@@ -82,7 +86,7 @@ def test_credits_for_one_server_start_one(services: Services, database_url: str)
     assert problems(services.store) == []
 
 
-def test_grants_charges_and_releases_of_one_account_at_once(
+def test_concurrent_grants_charges_and_releases_add_up(
     services: Services, database_url: str
 ) -> None:
     began = time.time()
@@ -102,7 +106,7 @@ def test_grants_charges_and_releases_of_one_account_at_once(
     assert problems(services.store) == []
 
 
-def test_killed_in_the_midst_of_writing(
+def test_killed_writer_leaves_the_database_consistent(
     services: Services, database_url: str, rounds: Rounds, chance: random.Random
 ) -> None:
     """Nothing is half-written, nobody waits for the dead, and the books are right."""

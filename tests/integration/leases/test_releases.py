@@ -24,7 +24,7 @@ ANNA, BERT = ServerRef("anna"), ServerRef("bert")
 # Unknown is never free.
 
 
-def test_a_device_that_fails_is_not_leased_and_its_lease_goes_on(
+def test_failed_device_is_not_leased_but_its_lease_continues(
     services: Services, clock: Clock
 ) -> None:
     lease = running(services, "anna", 1)
@@ -49,7 +49,7 @@ def test_a_device_that_fails_is_not_leased_and_its_lease_goes_on(
     assert acquire(services, "cara").uuids == (uuids[2],)
 
 
-def test_nothing_is_granted_while_the_driver_is_lost(services: Services, clock: Clock) -> None:
+def test_no_device_is_granted_while_the_driver_is_lost(services: Services, clock: Clock) -> None:
     lease = running(services, "anna", 1)
     fleet(services).lose("The NVIDIA driver is not loaded.")
     clock.forward(hours=1)
@@ -67,7 +67,7 @@ def test_nothing_is_granted_while_the_driver_is_lost(services: Services, clock: 
     assert states(services) == ["free"] * 4
 
 
-def test_a_hub_that_starts_without_a_driver_knows_its_devices_from_the_store(make: Make) -> None:
+def test_hub_without_a_driver_knows_devices_from_the_database(make: Make) -> None:
     new = make()
     fleet(new).lose("the driver does not answer")
     with pytest.raises(NoDeviceFree, match=r"cannot be seen just now.*the driver"):
@@ -82,7 +82,7 @@ def test_a_hub_that_starts_without_a_driver_knows_its_devices_from_the_store(mak
         acquire(blind, "anna")
 
 
-def test_a_device_that_was_taken_out_is_not_free(make: Make) -> None:
+def test_removed_device_is_unknown_and_not_leased(make: Make) -> None:
     make(device_source="simulated:3xT4").monitoring.overview()
     fewer = make(device_source="simulated:2xT4")
     assert states(fewer) == ["free", "free", "unknown"]
@@ -91,9 +91,7 @@ def test_a_device_that_was_taken_out_is_not_free(make: Make) -> None:
         acquire(fewer, "bert")
 
 
-def test_a_look_serves_everybody_for_a_while_and_a_clock_set_back_does_not_freeze_it(
-    services: Services, clock: Clock
-) -> None:
+def test_device_look_is_cached_unless_the_clock_goes_back(services: Services, clock: Clock) -> None:
     first = services.devices.look()
     clock.forward(seconds=1)
     assert services.devices.look() is first
@@ -110,7 +108,7 @@ def test_a_look_serves_everybody_for_a_while_and_a_clock_set_back_does_not_freez
 
 
 @pytest.mark.parametrize("work", [LeaseService.confirm, LeaseService.get])
-def test_a_lease_that_nobody_knows(services: Services, work: Any) -> None:
+def test_unknown_lease_is_rejected(services: Services, work: Any) -> None:
     with pytest.raises(UnknownLease, match="no lease 'nothing'"):
         work(services.leases, "nothing")
     with pytest.raises(UnknownLease):
@@ -119,7 +117,7 @@ def test_a_lease_that_nobody_knows(services: Services, work: Any) -> None:
         asyncio.run(services.run(services.leases.get, "nothing"))
 
 
-def test_a_failed_start_gives_back_what_was_charged(
+def test_failed_start_refunds_the_charge(
     failed: set[str], services: Services, clock: Clock
 ) -> None:
     lease = running(services, "anna")
@@ -136,7 +134,7 @@ def test_a_failed_start_gives_back_what_was_charged(
     assert kinds == ["refund", "charge", "grant"]
 
 
-def test_an_end_that_nobody_saw_is_charged_up_to_the_last_proof_of_life(
+def test_unobserved_end_is_charged_up_to_the_last_sighting(
     services: Services, clock: Clock
 ) -> None:
     lease = running(services, "anna")
@@ -158,7 +156,7 @@ def test_an_end_that_nobody_saw_is_charged_up_to_the_last_proof_of_life(
         (timedelta(minutes=30), timedelta(minutes=30)),
     ],
 )
-def test_an_end_lies_between_start_and_now(
+def test_reported_end_is_kept_between_start_and_now(
     services: Services, clock: Clock, said: timedelta, kept: timedelta
 ) -> None:
     lease = running(services, "anna")
@@ -171,7 +169,7 @@ def test_an_end_lies_between_start_and_now(
 
 
 @each_database
-def test_charges_late_doubled_or_lost_are_the_same_sum(services: Services, clock: Clock) -> None:
+def test_late_or_repeated_charges_reach_the_same_sum(services: Services, clock: Clock) -> None:
     lease = running(services, "anna", 3)
 
     def owed() -> int:
@@ -191,9 +189,7 @@ def test_charges_late_doubled_or_lost_are_the_same_sum(services: Services, clock
     assert charged == owed()
 
 
-def test_a_charge_takes_the_account_below_zero_and_not_the_server_down(
-    make: Make, clock: Clock
-) -> None:
+def test_overdrawn_account_keeps_its_lease_but_gets_no_other(make: Make, clock: Clock) -> None:
     services = make(opening_grant=1, gpu_rates={"*": 4})
     running(services, "anna")
     clock.forward(hours=1)
@@ -212,7 +208,7 @@ def sighting(lease: Lease, **changes: Any) -> Sighting:
 
 
 @each_database
-def test_reconcile_adopts_settles_and_leaves_alone(services: Services, clock: Clock) -> None:
+def test_reconcile_adopts_live_servers_and_ends_gone_ones(services: Services, clock: Clock) -> None:
     adopted = acquire(services, "anna")
     clock.forward(seconds=1)
     gone = running(services, "bert")
@@ -246,7 +242,7 @@ def test_reconcile_adopts_settles_and_leaves_alone(services: Services, clock: Cl
 # Off the event loop.
 
 
-async def test_a_cancelled_caller_does_not_cancel_the_work(services: Services) -> None:
+async def test_cancelled_caller_does_not_cancel_the_grant(services: Services) -> None:
     waiting = asyncio.ensure_future(
         services.run(services.leases.grant, ANNA, Request(devices=1), engine="docker")
     )

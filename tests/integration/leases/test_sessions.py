@@ -62,7 +62,7 @@ def from_the_queue(services: Services, user: str) -> Lease:
     return turn(services, ticket)
 
 
-def test_nobody_connected_in_time(services: Services, clock: Clock) -> None:
+def test_no_show_is_stopped_and_not_charged(services: Services, clock: Clock) -> None:
     lease = from_the_queue(services, "ada")
     clock.forward(seconds=599)
     services.ledger.charge_all()
@@ -82,7 +82,7 @@ def test_nobody_connected_in_time(services: Services, clock: Clock) -> None:
     assert "Nothing was charged." in notice.body and "end of the line" not in notice.body
 
 
-def test_who_connected_keeps_the_server(services: Services, clock: Clock) -> None:
+def test_connected_member_keeps_the_session(services: Services, clock: Clock) -> None:
     lease = from_the_queue(services, "ada")
     clock.forward(seconds=599)
     claimed = services.sessions.claim(lease.id)
@@ -96,7 +96,7 @@ def test_who_connected_keeps_the_server(services: Services, clock: Clock) -> Non
     )
 
 
-def test_after_two_no_shows_in_a_row_the_next_ticket_is_last(
+def test_two_consecutive_no_shows_put_the_next_ticket_last(
     services: Services, clock: Clock
 ) -> None:
     def misses(user: str) -> str:
@@ -123,7 +123,7 @@ def test_after_two_no_shows_in_a_row_the_next_ticket_is_last(
 # Orders of admins.
 
 
-def test_an_order_stays_and_says_who_gave_it(services: Services, clock: Clock) -> None:
+def test_first_stop_order_stays_with_actor_and_reason(services: Services, clock: Clock) -> None:
     lease = session(services, "ada")
     why = "The machine gets a new fan"
     ordered = services.sessions.order_stop(lease.id, "admin", actor="kim", reason=why)
@@ -142,7 +142,7 @@ def test_an_order_stays_and_says_who_gave_it(services: Services, clock: Clock) -
     assert notice.body.startswith("The machine gets a new fan. Your files")
 
 
-def test_an_admin_hears_that_there_is_nothing_to_stop(services: Services, clock: Clock) -> None:
+def test_impossible_stop_is_refused_with_the_reason(services: Services, clock: Clock) -> None:
     lease = session(services, "ada")
     for reason, words in (("", "reason is missing"), ("x" * 301, "300 is the most")):
         with pytest.raises(InvalidRequest, match=words):
@@ -163,7 +163,7 @@ def test_an_admin_hears_that_there_is_nothing_to_stop(services: Services, clock:
 
 
 @each_database
-def test_each_warning_is_given_once_whoever_restarts(database_url: str, clock: Clock) -> None:
+def test_session_warnings_are_given_once_across_restarts(database_url: str, clock: Clock) -> None:
     given = []
     services = open_services(database_url, clock)
     session(services, "ada")
@@ -184,7 +184,7 @@ def test_each_warning_is_given_once_whoever_restarts(database_url: str, clock: C
     [(HOUR, [(HOUR - 90, [2]), (0, [])]), (900, [(0, []), (300, [10])])],
     ids=["who comes late tells only the last", "none at the start of a short session"],
 )
-def test_which_warnings_are_given(
+def test_only_the_latest_due_session_warning_is_given(
     services: Services, clock: Clock, seconds: int, looks: list[tuple[int, list[float]]]
 ) -> None:
     session(services, "ada", seconds=seconds)
@@ -194,7 +194,7 @@ def test_which_warnings_are_given(
     assert len(told(services, "ada", NoticeKind.SESSION_ENDS)) == 1
 
 
-def test_what_has_no_end_or_has_not_begun_is_not_warned(services: Services, clock: Clock) -> None:
+def test_session_without_an_end_or_start_is_not_warned(services: Services, clock: Clock) -> None:
     session(services, "ada", seconds=None)
     session(services, "bob", devices=0)
     request = Request(devices=1, model="A100")
@@ -212,7 +212,7 @@ def test_what_has_no_end_or_has_not_begun_is_not_warned(services: Services, cloc
 # The end.
 
 
-def test_a_session_ends_once_and_says_why(services: Services, clock: Clock) -> None:
+def test_session_is_ended_once_with_its_reason(services: Services, clock: Clock) -> None:
     lease = session(services, "ada")
     clock.forward(seconds=HOUR - 0.001)
     assert services.sessions.end_session(lease.id) is None
@@ -237,9 +237,7 @@ def test_a_session_ends_once_and_says_why(services: Services, clock: Clock) -> N
     assert services.sessions.due_sessions(WARN).stop == ()
 
 
-def test_a_clock_set_back_tells_nothing_twice_and_ends_nothing_early(
-    services: Services, clock: Clock
-) -> None:
+def test_clock_set_back_repeats_no_warning_nor_ends_early(services: Services, clock: Clock) -> None:
     lease = session(services, "ada", seconds=2 * HOUR)
     clock.forward(seconds=2 * HOUR - 599)
     assert warn(services) == [10]
@@ -269,7 +267,7 @@ def test_a_clock_set_back_tells_nothing_twice_and_ends_nothing_early(
 
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(0, 1200), max_size=10), st.integers(1, 7200))
-def test_warnings_come_in_order_and_the_end_after_them(
+def test_session_warnings_come_in_order_before_the_end(
     fresh: Callable[[], Services], pauses: list[float], seconds: int
 ) -> None:
     """However late or often somebody looks, and however long the session is."""
@@ -294,7 +292,7 @@ def test_warnings_come_in_order_and_the_end_after_them(
 
 
 @each_database
-def test_services_killed_in_the_midst_of_it_warn_once_and_in_order(
+def test_killed_services_warn_once_and_in_order(
     database_url: str, tmp_path: Path, rounds: Rounds, chance: random.Random
 ) -> None:
     """Two at a time, as a service that is not dead yet and the one that comes after it."""
@@ -331,7 +329,7 @@ def test_services_killed_in_the_midst_of_it_warn_once_and_in_order(
     services.store.close()
 
 
-def test_an_extension_begins_the_whole_length_anew_and_is_warned_anew(
+def test_extension_renews_the_whole_length_and_the_warnings(
     services: Services, clock: Clock
 ) -> None:
     lease = session(services, "ada")
@@ -354,7 +352,9 @@ def test_an_extension_begins_the_whole_length_anew_and_is_warned_anew(
     )
 
 
-def test_nobody_who_waits_is_delayed(services: Services, clock: Clock) -> None:
+def test_extension_that_delays_a_waiting_member_is_refused(
+    services: Services, clock: Clock
+) -> None:
     mine, bobs = session(services, "ada"), session(services, "bob")
     session(services, "eve", model="T4")
     clock.forward(seconds=300)
@@ -382,7 +382,7 @@ def test_nobody_who_waits_is_delayed(services: Services, clock: Clock) -> None:
     assert services.audit.trail() == []
 
 
-def test_another_process_sees_the_extension_and_the_line(
+def test_other_processes_see_the_extension_and_the_queue(
     database_url: str, services: Services, clock: Clock
 ) -> None:
     """The service extends, the hub decides: each has a line of its own."""
@@ -405,7 +405,9 @@ def test_another_process_sees_the_extension_and_the_line(
 
 
 @pytest.mark.parametrize("actor", ["ada", "kim"])
-def test_what_cannot_be_extended_says_why(services: Services, clock: Clock, actor: str) -> None:
+def test_impossible_extension_is_refused_with_the_reason(
+    services: Services, clock: Clock, actor: str
+) -> None:
     def refused(lease_id: str) -> str:
         with pytest.raises(CannotExtend) as caught:
             services.extensions.extend(lease_id, actor=actor)
@@ -438,7 +440,7 @@ def test_what_cannot_be_extended_says_why(services: Services, clock: Clock, acto
     assert "its server is being stopped" in refused(lease.id)
 
 
-def test_hours_held_are_limited(services: Services, clock: Clock) -> None:
+def test_gpu_hours_limit_applies_to_extensions(services: Services, clock: Clock) -> None:
     services.settings.queue.member_limits = {"gpu_hours": 1.5}
     mine = session(services, "ada")
     clock.forward(seconds=1800)
@@ -470,7 +472,7 @@ steps = st.lists(
 
 @settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
-def test_no_extension_moves_a_planned_start_to_later(
+def test_extension_never_delays_a_planned_start(
     fresh: Callable[[], Services], steps: list[tuple[str, int, float]]
 ) -> None:
     """Whatever was asked, ended and extended before: every promise is kept, all in the store."""

@@ -102,7 +102,7 @@ def some_life(services: Services, clock: Clock, tick: Any) -> list[int]:
 
 
 @each_database
-def test_all_at_once_is_one_after_the_other(
+def test_batch_charging_equals_charging_one_by_one(
     services: Services, clock: Clock, tmp_path: Any
 ) -> None:
     other_clock = Clock()
@@ -121,7 +121,7 @@ def test_all_at_once_is_one_after_the_other(
 
 @each_database
 @pytest.mark.parametrize("at_once", [True, False], ids=["all at once", "in portions"])
-def test_a_charge_that_was_posted_before_is_taken_once(
+def test_charge_posted_before_is_taken_once(
     services: Services, clock: Clock, at_once: bool
 ) -> None:
     """The key is there already; the others are charged all the same."""
@@ -142,9 +142,7 @@ def test_a_charge_that_was_posted_before_is_taken_once(
 
 
 @each_database
-def test_an_account_that_would_hold_too_much_ends_the_tick(
-    services: Services, clock: Clock
-) -> None:
+def test_account_overflow_cancels_the_whole_charging_tick(services: Services, clock: Clock) -> None:
     running(services, "anna", model="A100")
     running(services, "bert", model="A100")
 
@@ -170,7 +168,7 @@ def charges_of(services: Services) -> Counter[str]:
     return Counter(services.store.run(lambda c: c.execute(query).scalars().all()))
 
 
-def test_each_is_charged_once_a_minute_at_a_moment_of_its_own(
+def test_leases_are_charged_each_minute_at_their_own_times(
     services: Services, clock: Clock
 ) -> None:
     some = []
@@ -188,7 +186,7 @@ def test_each_is_charged_once_a_minute_at_a_moment_of_its_own(
         assert 0 <= late <= 61.001, "and none waits longer"
 
 
-def test_after_a_pause_all_are_charged_portion_by_portion(services: Services, clock: Clock) -> None:
+def test_overdue_charges_are_posted_in_portions(services: Services, clock: Clock) -> None:
     for number in range(7):
         running(services, f"user{number % 3}", 1 + number % 2, server=f"{number}", model="A100")
     clock.forward(hours=2, seconds=11)
@@ -207,9 +205,7 @@ def test_after_a_pause_all_are_charged_portion_by_portion(services: Services, cl
 
 
 @each_database
-def test_portions_at_any_moments_charge_what_one_tick_does(
-    services: Services, clock: Clock
-) -> None:
+def test_charges_in_portions_equal_one_tick(services: Services, clock: Clock) -> None:
     """Cheap ones, of which a minute costs less than a microcredit, and an overdraft among them."""
     some_life(services, clock, lambda: 0)
     chance = random.Random(5)

@@ -57,7 +57,7 @@ def duty(services: Services, hub: ScriptedHub) -> Duties:
     return make
 
 
-async def test_a_dry_account_is_told_then_stopped(
+async def test_exhausted_account_is_warned_and_its_server_stopped(
     services: Services, hub: ScriptedHub, clock: Clock, duty: Duties
 ) -> None:
     lease = running(services, "ada")
@@ -84,7 +84,7 @@ async def test_a_dry_account_is_told_then_stopped(
     assert services.ledger.member("ada").balance == -owed(RATE, T0, T0 + timedelta(seconds=GRACE))
 
 
-async def test_the_stop_is_carried_out_with_those_of_sessions(
+async def test_credit_stop_is_carried_out_with_session_stops(
     services: Services, hub: ScriptedHub, clock: Clock, duty: Duties
 ) -> None:
     lease = running(services, "ada")
@@ -100,7 +100,7 @@ async def test_the_stop_is_carried_out_with_those_of_sessions(
     assert hub.stopped == ["ada/"]
 
 
-async def test_credits_in_time_take_the_warning_back(
+async def test_timely_credits_withdraw_the_warning(
     services: Services, clock: Clock, duty: Duties
 ) -> None:
     lease = running(services, "ada")
@@ -124,7 +124,7 @@ async def test_credits_in_time_take_the_warning_back(
     assert services.leases.get(lease.id).outcome == "credits"
 
 
-async def test_servers_that_cost_nothing_go_on(
+async def test_servers_that_cost_nothing_continue_without_credits(
     services: Services, clock: Clock, duty: Duties
 ) -> None:
     free = running(services, "ada", devices=0)
@@ -145,7 +145,7 @@ async def test_servers_that_cost_nothing_go_on(
 # The session ends first.
 
 
-async def test_a_planned_session_ends_before_anything_is_stopped(
+async def test_session_policy_lets_a_planned_session_finish(
     services: Services, clock: Clock, duty: Duties
 ) -> None:
     lease = server(services, "ada", "course", seconds=7200)
@@ -167,9 +167,7 @@ async def test_a_planned_session_ends_before_anything_is_stopped(
     assert services.ledger.member("ada").balance == -7 * MICRO
 
 
-def test_a_session_that_may_go_on_without_credits_is_not_extended_without(
-    services: Services, clock: Clock
-) -> None:
+def test_session_without_credits_cannot_be_extended(services: Services, clock: Clock) -> None:
     lease = server(services, "ada", "course", seconds=3600)
     clock.forward(seconds=14 * MINUTE)
     assert services.extensions.extend(lease.id, actor="ada").extended == 14 * MINUTE
@@ -180,7 +178,7 @@ def test_a_session_that_may_go_on_without_credits_is_not_extended_without(
     assert services.extensions.extend(lease.id, actor="ada").extended == 15 * MINUTE - 1
 
 
-async def test_a_session_without_an_end_is_stopped_after_the_grace(
+async def test_session_without_an_end_is_stopped_after_the_grace(
     services: Services, clock: Clock, duty: Duties
 ) -> None:
     lease = server(services, "ada", "course")
@@ -193,7 +191,7 @@ async def test_a_session_without_an_end_is_stopped_after_the_grace(
 # A bounded overdraft.
 
 
-async def test_an_overdraft_ends_at_its_bound_to_the_microcredit(
+async def test_overdraft_ends_exactly_at_its_limit(
     services: Services, clock: Clock, duty: Duties
 ) -> None:
     lease = server(services, "ada", "lab")
@@ -227,7 +225,7 @@ async def test_an_overdraft_ends_at_its_bound_to_the_microcredit(
     assert settled.charged + settled.waived == owed(RATE, T0, clock.now)
 
 
-async def test_credits_in_the_overdraft_pay_for_what_was_used(
+async def test_grant_during_an_overdraft_pays_for_past_use(
     services: Services, clock: Clock, duty: Duties
 ) -> None:
     lease = server(services, "ada", "lab")
@@ -264,7 +262,7 @@ def test_servers_of_an_account_share_one_overdraft(
     assert problems(services.store) == []
 
 
-async def test_a_failed_start_in_the_overdraft_gives_all_back(
+async def test_failed_start_in_an_overdraft_is_fully_refunded(
     services: Services, clock: Clock
 ) -> None:
     lease = server(services, "ada", "lab")
@@ -280,7 +278,7 @@ async def test_a_failed_start_in_the_overdraft_gives_all_back(
 # Whose policy it is.
 
 
-def test_the_first_group_that_is_named_counts(services: Services) -> None:
+def test_first_matching_group_sets_the_credit_policy(services: Services) -> None:
     both = services.settings.credits.policy_for("member:ada", {"course", "lab"})
     assert (both.when_dry, both.overdraft) == ("overdraft", 500_000)
     assert services.settings.credits.policy_for("member:ada", {"other"}).when_dry == "stop"
@@ -296,7 +294,7 @@ def test_the_first_group_that_is_named_counts(services: Services) -> None:
     ],
     ids=["stays in the group", "leaves it while waiting"],
 )
-def test_who_waits_in_line_has_the_policy_of_their_group(
+def test_ticket_gets_the_credit_policy_of_the_group(
     services: Services, clock: Clock, group: str, changes: dict[str, Any], policy: tuple[str, int]
 ) -> None:
     services.settings.credits.opening_grant = 100
@@ -319,14 +317,14 @@ def test_who_waits_in_line_has_the_policy_of_their_group(
      {"overdraft": "1,5"}, {"overdraft": "NaN"}, {"overdraft": 0}, {"overdraft": -1},
      {"overdraft": 10**30}, {"overdraft": "0." + "1" * 18}],
 )  # fmt: skip
-def test_a_policy_that_is_none_stops_the_start(
+def test_invalid_exhaustion_policy_stops_the_start(
     database_url: str, clock: Clock, policy: object
 ) -> None:
     with pytest.raises(ConfigError, match=r"GPUCredits\.when_exhausted\['lab'\]"):
         open_services(database_url, clock, when_dry={"lab": policy})
 
 
-async def test_an_account_that_cannot_be_seen_to_holds_up_no_other(
+async def test_failing_account_does_not_block_other_accounts(
     services: Services, clock: Clock, duty: Duties, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The database refuses one row, and takes it later."""
@@ -355,7 +353,7 @@ async def test_an_account_that_cannot_be_seen_to_holds_up_no_other(
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_each_warning_comes_once_and_to_the_second(
+async def test_credit_warnings_are_given_once_and_on_time(
     services: Services, clock: Clock, duty: Duties, restarts: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tick")
@@ -376,7 +374,7 @@ async def test_each_warning_comes_once_and_to_the_second(
     ]
 
 
-async def test_credits_that_end_soon_do_not_count_as_lasting(
+async def test_expiring_credits_do_not_count_as_lasting(
     services: Services, clock: Clock, duty: Duties
 ) -> None:
     """Six credits at four an hour, of which five end in half an hour: 45 minutes, and not 90."""
@@ -397,7 +395,7 @@ async def test_credits_that_end_soon_do_not_count_as_lasting(
     assert services.ledger.member("ada").balance == 0
 
 
-async def test_two_services_at_once_tell_it_once(
+async def test_concurrent_services_notify_the_member_once(
     database_url: str, services: Services, hub: ScriptedHub, clock: Clock
 ) -> None:
     """One that is not dead yet, and the one that the Hub started after it."""
@@ -415,7 +413,7 @@ async def test_two_services_at_once_tell_it_once(
     assert services.leases.get(lease.id).outcome == "credits"
 
 
-async def test_a_warning_that_was_passed_on_the_way_up_comes_again(
+async def test_credit_warning_is_repeated_when_credits_fall_again(
     services: Services, clock: Clock, duty: Duties
 ) -> None:
     server(services, "ada", name="one")
@@ -431,7 +429,9 @@ async def test_a_warning_that_was_passed_on_the_way_up_comes_again(
     assert len(titles(services)) == 2
 
 
-async def test_a_new_server_is_told_anew(services: Services, clock: Clock, duty: Duties) -> None:
+async def test_new_server_gets_its_own_credit_warning(
+    services: Services, clock: Clock, duty: Duties
+) -> None:
     one = server(services, "ada", name="one")
     credits = duty(warn_minutes=(10,))
     clock.forward(seconds=6 * MINUTE)

@@ -28,7 +28,7 @@ def grant(services: Services, data: bytes = FILE, **more: bool) -> Bulk:
     return services.bulk_grants.grant_file(data, actor="root", reason="course", **more)
 
 
-def test_a_file_is_granted_as_a_whole(services: Services) -> None:
+def test_grant_file_gives_what_the_dry_run_foresees(services: Services) -> None:
     foreseen = grant(services, dry_run=True)
     assert not foreseen.done and foreseen.problems == () and foreseen.total == 12_500_000
     assert [(g.row.account, g.before, g.after) for g in foreseen.gifts] == [
@@ -43,7 +43,7 @@ def test_a_file_is_granted_as_a_whole(services: Services) -> None:
     assert change.action == "grant_file" and change.detail == "12.50 credits to 2 accounts: course"
 
 
-def test_the_same_file_twice_is_granted_once(services: Services, clock: Clock) -> None:
+def test_repeated_grant_file_is_refused_without_again(services: Services, clock: Clock) -> None:
     grant(services)
     clock.forward(days=1)
     for again in (FILE, b"\xef\xbb\xbfbert;2.50\r\nanna;10\r\n"):
@@ -57,7 +57,7 @@ def test_the_same_file_twice_is_granted_once(services: Services, clock: Clock) -
     assert credits_of(services) == 31
 
 
-def test_one_bad_line_gives_nothing_to_anybody(services: Services) -> None:
+def test_grant_file_with_a_bad_line_grants_nothing(services: Services) -> None:
     refused = grant(services, b"anna,10\nbret,5\nbert,1e3\nanna,1\n")
     assert [str(problem) for problem in refused.problems] == [
         "Line 2: there is no account 'member:bret'. Did you mean member:bert? --open opens it.",
@@ -67,7 +67,7 @@ def test_one_bad_line_gives_nothing_to_anybody(services: Services) -> None:
     assert not refused.done and credits_of(services) == 1 and services.audit.trail() == []
 
 
-def test_accounts_can_be_opened(services: Services) -> None:
+def test_grant_file_can_open_accounts(services: Services) -> None:
     data = b"anna,1\nzoe,1\ngroup:lab,1\n"
     foreseen = grant(services, data, dry_run=True, open_accounts=True)
     assert [(gift.opened, gift.after) for gift in foreseen.gifts] == [
@@ -82,7 +82,7 @@ def test_accounts_can_be_opened(services: Services) -> None:
     ]
 
 
-def test_what_a_file_gives_can_end(services: Services, clock: Clock) -> None:
+def test_credits_from_a_grant_file_can_expire(services: Services, clock: Clock) -> None:
     until = clock.now + timedelta(days=1)
     services.bulk_grants.grant_file(FILE, actor="root", reason="course", until=until)
     assert [left for _, left in services.ledger.lots_of("member:anna")] == [10 * MICRO]
@@ -91,7 +91,7 @@ def test_what_a_file_gives_can_end(services: Services, clock: Clock) -> None:
 
 
 @each_database
-def test_two_admins_grant_the_same_file_at_once(services: Services) -> None:
+def test_concurrent_grants_of_one_file_happen_once(services: Services) -> None:
     done = at_once(4, lambda number: grant(services).done)
     assert sorted(done) == [False, False, False, True]
     assert credits_of(services) == 11 and len(services.audit.trail()) == 1

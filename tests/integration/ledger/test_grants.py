@@ -48,7 +48,7 @@ def services(make: Make) -> Services:
 # Refunds.
 
 
-def test_a_refund_gives_back_all_that_a_lease_cost(services: Services, clock: Clock) -> None:
+def test_refund_returns_all_that_a_lease_cost(services: Services, clock: Clock) -> None:
     give(services, 10)
     lease = running(services, "anna")
     clock.forward(hours=2)
@@ -66,7 +66,7 @@ def test_a_refund_gives_back_all_that_a_lease_cost(services: Services, clock: Cl
     assert (change.action, change.detail) == ("refund", f"3.00 credits to {ANNA}: ECC errors")
 
 
-def test_what_cannot_be_refunded_says_why(services: Services, clock: Clock) -> None:
+def test_impossible_refund_is_refused_with_the_reason(services: Services, clock: Clock) -> None:
     give(services, 10)
     lease = running(services, "anna")
     clock.forward(hours=1)
@@ -91,7 +91,7 @@ def test_what_cannot_be_refunded_says_why(services: Services, clock: Clock) -> N
 # Reversals.
 
 
-def test_a_reversal_is_the_opposite_once(services: Services) -> None:
+def test_reversal_undoes_a_transfer_once(services: Services) -> None:
     name = give(services, 10)
     reversal = services.ledger.reverse(name[:10], actor="root", reason="wrong member")
     assert reversal.kind is TransferKind.REVERSAL and reversal.amount_for(ANNA) == -10 * MICRO
@@ -106,13 +106,13 @@ def test_a_reversal_is_the_opposite_once(services: Services) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "%", "_"])
-def test_a_transfer_that_is_not_there(services: Services, name: str) -> None:
+def test_unknown_transfer_cannot_be_reversed(services: Services, name: str) -> None:
     give(services, 10)
     with pytest.raises(InvalidRequest, match="no transfer that begins with"):
         services.ledger.reverse(name, actor="root", reason="wrong")
 
 
-def test_a_charge_can_be_reversed_and_the_lease_goes_on(services: Services, clock: Clock) -> None:
+def test_reversed_charge_leaves_the_lease_running(services: Services, clock: Clock) -> None:
     give(services, 10)
     lease = running(services, "anna")
     clock.forward(hours=1)
@@ -125,7 +125,7 @@ def test_a_charge_can_be_reversed_and_the_lease_goes_on(services: Services, cloc
     assert credits_of(services) == 8 and services.leases.get(lease.id).charged == 3 * MICRO
 
 
-def test_nothing_is_given_back_twice(services: Services, clock: Clock) -> None:
+def test_refund_and_reversal_never_repay_twice(services: Services, clock: Clock) -> None:
     """By a refund and by a reversal of what was refunded."""
     give(services, 10)
     first, second = running(services, "anna"), running(services, "anna", server="b")
@@ -143,14 +143,14 @@ def test_nothing_is_given_back_twice(services: Services, clock: Clock) -> None:
     assert credits_of(services) == 10
 
 
-def test_two_admins_reverse_at_once(services: Services) -> None:
+def test_concurrent_reversals_happen_once(services: Services) -> None:
     name = give(services, 10)
     said = at_once(8, lambda n: services.ledger.reverse(name, actor=f"admin{n}", reason="wrong"))
     assert sum(isinstance(answer, InvalidRequest) for answer in said) == 7
     assert credits_of(services) == 0
 
 
-def test_two_admins_grant_at_once(services: Services) -> None:
+def test_concurrent_grants_with_one_key_happen_once(services: Services) -> None:
     def grant(number: int) -> bool:
         key = "" if number % 2 else "the same"
         given = {"actor": f"admin{number}", "reason": "course", "until": hours(1)}
@@ -169,7 +169,7 @@ def test_two_admins_grant_at_once(services: Services) -> None:
 
 
 @pytest.mark.parametrize(("spent", "left"), [(4, 6), (10, 0)], ids=["a part spent", "all spent"])
-def test_what_is_left_at_the_end_is_taken_back_and_starts_nothing(
+def test_unspent_credits_expire_and_cannot_be_used(
     services: Services, clock: Clock, spent: float, left: int
 ) -> None:
     give(services, 10, until=hours(24))
@@ -190,7 +190,7 @@ def test_what_is_left_at_the_end_is_taken_back_and_starts_nothing(
     assert line.reason == "Credits that ended at 2025-03-02 12:00 UTC"
 
 
-def test_a_no_show_spent_nothing_of_what_has_ended(services: Services, clock: Clock) -> None:
+def test_no_show_spends_no_expired_credits(services: Services, clock: Clock) -> None:
     give(services, 5, until=hours(1))
     lease = running(services, "anna")
     clock.now = hours(1)
@@ -207,7 +207,7 @@ def test_a_no_show_spent_nothing_of_what_has_ended(services: Services, clock: Cl
     ]
 
 
-def test_a_refund_gives_credits_that_stay(services: Services, clock: Clock) -> None:
+def test_refunded_credits_do_not_expire(services: Services, clock: Clock) -> None:
     """Its member could not use them in time because of the device."""
     give(services, 5, until=hours(4))
     lease = running(services, "anna")
@@ -224,7 +224,7 @@ def test_a_refund_gives_credits_that_stay(services: Services, clock: Clock) -> N
     assert credits_of(services) == 3
 
 
-def test_a_reversed_grant_is_not_taken_back_a_second_time(services: Services, clock: Clock) -> None:
+def test_reversed_grant_is_not_taken_back_again(services: Services, clock: Clock) -> None:
     wrong = give(services, 10, until=hours(10))
     give(services, 10, until=hours(20))
     lease = running(services, "anna")
@@ -249,7 +249,7 @@ def test_a_reversed_grant_is_not_taken_back_a_second_time(services: Services, cl
     ("credits", "until", "words"),
     [(5, hours(0), "over already"), (5, hours(-1), "over already"), (-5, hours(1), "no end")],
 )
-def test_an_end_that_cannot_be(
+def test_invalid_expiry_of_a_grant_is_rejected(
     services: Services, credits: int, until: datetime, words: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=words):
@@ -257,7 +257,7 @@ def test_an_end_that_cannot_be(
     assert credits_of(services) == 0 and services.audit.trail() == []
 
 
-def test_the_service_looks_late_and_two_look_at_once(services: Services, clock: Clock) -> None:
+def test_late_and_concurrent_expiry_takes_credits_once(services: Services, clock: Clock) -> None:
     for number in range(6):
         give(services, 1, until=hours(1 + number))
     clock.now = hours(48)
@@ -267,7 +267,7 @@ def test_the_service_looks_late_and_two_look_at_once(services: Services, clock: 
     assert kinds.count("expiry") == 6
 
 
-def test_the_clock_goes_back_a_day_and_on_again(services: Services, clock: Clock) -> None:
+def test_clock_set_back_does_not_repeat_an_expiry(services: Services, clock: Clock) -> None:
     give(services, 5, until=hours(24))
     clock.now = hours(25)
     services.ledger.end_lots()
@@ -279,7 +279,7 @@ def test_the_clock_goes_back_a_day_and_on_again(services: Services, clock: Clock
     assert credits_of(services) == 0
 
 
-def test_no_more_than_was_given_can_be_taken_back(services: Services) -> None:
+def test_database_rejects_taking_more_than_was_granted(services: Services) -> None:
     """The database itself says so."""
     name = give(services, 5, until=hours(24))
     with pytest.raises(sa.exc.IntegrityError), services.store.write() as connection:

@@ -46,7 +46,7 @@ def written(journal: Path, before: int, lines: int) -> bool:
     return not lines or (journal.exists() and journal.read_bytes()[before:].count(b"\n") >= lines)
 
 
-def test_killed_among_grants_holds_ticks_settlements_and_refunds(
+def test_killed_services_lose_or_double_no_transfer(
     services: Services, database_url: str, tmp_path: Path, rounds: Rounds, chance: random.Random
 ) -> None:
     kills = rounds(1000)
@@ -103,7 +103,7 @@ print("done", flush=True)
 """
 
 
-def test_each_occurrence_is_given_once_whenever_it_is_killed(
+def test_refill_is_given_once_whenever_the_service_is_killed(
     database_url: str, rounds: Rounds, chance: random.Random
 ) -> None:
     clock = Clock(T0)

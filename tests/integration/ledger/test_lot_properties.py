@@ -43,7 +43,7 @@ def at(minute: float) -> datetime:
     ],
 )
 @given(given_=grants, ran=sessions, some=looks, others=looks)
-def test_what_is_left_does_not_depend_on_who_looks_when(
+def test_remaining_credits_do_not_depend_on_check_times(
     new_file: Callable[[], str],
     given_: list[tuple[int, int, int | None]],
     ran: list[Session],

@@ -41,7 +41,7 @@ def ask(services: Services, server: ServerRef = ANNA, asked: Terms | None = None
     return lease
 
 
-def test_the_account_that_a_member_names_pays(services: Services, clock: Clock) -> None:
+def test_requested_account_pays_for_the_lease(services: Services, clock: Clock) -> None:
     give(services)
     lease = ask(services, ANNA, terms(COURSE))
     assert lease.account == COURSE and services.ledger.account(COURSE).held > 0
@@ -60,7 +60,7 @@ def test_the_account_that_a_member_names_pays(services: Services, clock: Clock) 
 @pytest.mark.parametrize(
     "asked", ["group:other", "member:bert", "group:", "system:grants", "group:Course", "course"]
 )
-def test_nobody_draws_on_an_account_of_others(services: Services, asked: str) -> None:
+def test_account_of_others_cannot_pay(services: Services, asked: str) -> None:
     give(services, "group:other")
     services.ledger.open_account("bert")
     before = services.ledger.accounts()
@@ -72,14 +72,14 @@ def test_nobody_draws_on_an_account_of_others(services: Services, asked: str) ->
     assert services.ledger.accounts() == before and services.leases.open_leases() == []
 
 
-def test_a_group_without_credits_is_no_group_with_a_debt(services: Services) -> None:
+def test_group_without_an_account_cannot_pay(services: Services) -> None:
     """An account is opened by an admin, not by whoever names it."""
     with pytest.raises(NotAllowed, match="has no credits yet: an admin gives it some"):
         ask(services, ANNA, terms(COURSE))
     assert [account.name for account in services.ledger.accounts()] == []
 
 
-def test_a_groups_budget_is_its_balance(services: Services, clock: Clock) -> None:
+def test_group_balance_limits_the_leases_it_pays(services: Services, clock: Clock) -> None:
     give(services, credits=1)
     first = ask(services, ANNA, terms(COURSE))
     with pytest.raises(NoCredits, match=r"The group course's balance of 0\.33 credits"):
@@ -88,7 +88,7 @@ def test_a_groups_budget_is_its_balance(services: Services, clock: Clock) -> Non
     assert ask(services, BERT, terms(COURSE)).account == COURSE
 
 
-def test_a_server_without_a_gpu_needs_nobodys_budget(services: Services) -> None:
+def test_server_without_gpu_uses_the_members_own_account(services: Services) -> None:
     give(services)
     services.ledger.keep_payer("anna", COURSE, actor="anna", groups=["course"])
     lease = services.leases.grant(
@@ -100,7 +100,7 @@ def test_a_server_without_a_gpu_needs_nobodys_budget(services: Services) -> None
 # What a member keeps.
 
 
-def test_a_member_keeps_a_usual_payer(services: Services) -> None:
+def test_member_can_choose_a_usual_paying_account(services: Services) -> None:
     give(services)
     services.ledger.keep_payer("anna", COURSE, actor="anna", groups=["course", "lab"])
     payers = services.ledger.payers("anna", ["course", "lab"])
@@ -118,7 +118,7 @@ def test_a_member_keeps_a_usual_payer(services: Services) -> None:
     assert changes(services) == [], "what members choose for themselves is no admin's change"
 
 
-def test_an_admin_sets_who_pays_and_it_is_in_the_trail(services: Services) -> None:
+def test_paying_account_set_by_an_admin_is_audited(services: Services) -> None:
     give(services)
     services.ledger.keep_payer("anna", COURSE, actor="cli:root")
     services.ledger.keep_payer("anna", COURSE, actor="cli:root")
@@ -140,7 +140,7 @@ def test_an_admin_sets_who_pays_and_it_is_in_the_trail(services: Services) -> No
         (COURSE, ["lab"], NotAllowed),
     ],
 )
-def test_a_payer_that_cannot_be_is_not_kept(
+def test_invalid_paying_account_is_rejected(
     services: Services, account: str, groups: list[str] | None, error: type[Exception]
 ) -> None:
     give(services)
@@ -161,7 +161,7 @@ def wait(services: Services, server: ServerRef, account: str) -> Ticket:
     return ticket
 
 
-def test_a_ticket_says_who_pays_and_another_payer_keeps_the_place(make: Make, clock: Clock) -> None:
+def test_changed_paying_account_keeps_the_queue_position(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:1xA100-80GB")
     give(services)
     first = ask(services, ServerRef("zoe"))
@@ -178,7 +178,7 @@ def test_a_ticket_says_who_pays_and_another_payer_keeps_the_place(make: Make, cl
     assert services.queue.start_ticket(ticket.id).account == COURSE
 
 
-def test_a_payer_without_credits_takes_no_place(make: Make) -> None:
+def test_account_without_credits_cannot_take_over_a_ticket(make: Make) -> None:
     services = make(device_source="simulated:1xA100-80GB", opening_grant=1)
     give(services)
     ask(services, ServerRef("zoe"))
@@ -192,7 +192,7 @@ def test_a_payer_without_credits_takes_no_place(make: Make) -> None:
 # Whole sessions on hold.
 
 
-def test_a_whole_session_can_be_set_aside(make: Make, clock: Clock) -> None:
+def test_whole_session_can_be_put_on_hold(make: Make, clock: Clock) -> None:
     services = make(gpu_rates={"*": 4}, opening_grant=20, hold_session=True)
     with pytest.raises(NoCredits, match=r"whole session of 6 h \(24.00\) must be there"):
         ask(services, ANNA, terms(seconds=6 * 3600))
@@ -209,7 +209,7 @@ def test_a_whole_session_can_be_set_aside(make: Make, clock: Clock) -> None:
     assert services.ledger.member("anna").held == 0 and credits_of(services) == 16
 
 
-def test_what_waits_must_be_paid_whole_too(make: Make) -> None:
+def test_ticket_needs_credits_for_the_whole_session(make: Make) -> None:
     services = make(device_source="simulated:1xA100-80GB", hold_session=True, opening_grant=5)
     ask(services, BERT)
     asked = terms(seconds=6 * 3600, wait=True)
@@ -217,7 +217,7 @@ def test_what_waits_must_be_paid_whole_too(make: Make) -> None:
         services.queue.ask(ANNA, ONE, engine="docker", terms=asked)
 
 
-def test_a_longer_session_holds_more_or_is_refused(make: Make, clock: Clock) -> None:
+def test_extension_raises_the_hold_or_is_refused(make: Make, clock: Clock) -> None:
     services = make(gpu_rates={"*": 4}, opening_grant=20, hold_session=True)
     lease = ask(services, ANNA, terms(seconds=4 * 3600))
     services.leases.confirm(lease.id)

@@ -26,7 +26,7 @@ def price(services: Services, user: str = "anna") -> int:
     return lease.rate
 
 
-def test_an_admins_rate_goes_before_the_configurations_and_changes_no_running_lease(
+def test_admin_rate_overrides_configuration_but_not_open_leases(
     services: Services, clock: Clock
 ) -> None:
     lease = running(services, "bert")
@@ -49,7 +49,7 @@ def test_an_admins_rate_goes_before_the_configurations_and_changes_no_running_le
     assert services.prices.rates.rate_of("A100") == 2_500_000
 
 
-def test_a_rate_holds_from_its_date_on(services: Services, clock: Clock) -> None:
+def test_rate_applies_from_its_start_date(services: Services, clock: Clock) -> None:
     services.prices.set_rate(1, since="2025-03-02", zone=VIENNA, actor="kim")
     clock.now = datetime(2025, 3, 1, 22, 59, 59, tzinfo=timezone.utc)
     assert price(services) == 4 * MICRO
@@ -57,9 +57,7 @@ def test_a_rate_holds_from_its_date_on(services: Services, clock: Clock) -> None
     assert price(services) == MICRO
 
 
-def test_a_session_from_night_into_day_keeps_the_price_of_the_night(
-    make: Make, clock: Clock
-) -> None:
+def test_session_keeps_the_night_rate_into_the_day(make: Make, clock: Clock) -> None:
     """The last night of winter is an hour shorter, and costs an hour less."""
     night = {"model": "A100", "hours": "20-8", "rate": 2}
     services = make(gpu_rates={"A100": 4}, special_rates=[night], rate_zone=VIENNA)
@@ -78,7 +76,7 @@ def test_a_session_from_night_into_day_keeps_the_price_of_the_night(
 
 
 @each_database
-def test_a_rate_that_is_removed_brings_back_no_old_one(services: Services, clock: Clock) -> None:
+def test_removed_rate_does_not_restore_an_older_one(services: Services, clock: Clock) -> None:
     for amount in (1, 2, 3):
         services.prices.set_rate(amount, model="A100", actor="kim")
         clock.forward(minutes=1)
@@ -114,7 +112,7 @@ def test_a_rate_that_is_removed_brings_back_no_old_one(services: Services, clock
         ({"since": "2025-03-01 12:59", "zone": VIENNA}, "from", "12:59 CET: that is over"),
     ],
 )
-def test_what_cannot_be_is_a_sentence_and_changes_nothing(
+def test_invalid_rate_is_rejected_and_changes_nothing(
     services: Services, fields: dict[str, Any], field: str, sentence: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -126,7 +124,7 @@ def test_what_cannot_be_is_a_sentence_and_changes_nothing(
 
 
 @each_database
-def test_two_admins_at_once(make: Make) -> None:
+def test_concurrent_rates_for_one_moment_conflict(make: Make) -> None:
     """Of two rates from the same moment on, one is written and the other one is told."""
     brokers = [make(), make()]
 
@@ -139,7 +137,7 @@ def test_two_admins_at_once(make: Make) -> None:
     assert len(brokers[0].audit.trail()) == 1
 
 
-def test_the_clock_set_back_and_forward_a_day(services: Services, clock: Clock) -> None:
+def test_rates_follow_a_clock_set_back(services: Services, clock: Clock) -> None:
     services.prices.set_rate(1, model="A100", actor="kim")
     clock.forward(days=-1)
     assert price(services) == 4 * MICRO, "it holds from when it was set"
@@ -159,7 +157,7 @@ def test_the_clock_set_back_and_forward_a_day(services: Services, clock: Clock) 
         ({"rate_zone": "Mars"}, "GPURates.zone: 'Mars' is no time zone"),
     ],
 )
-def test_a_configuration_that_is_none_stops_the_start(
+def test_invalid_rate_configuration_stops_the_start(
     make: Make, settings: dict[str, Any], sentence: str
 ) -> None:
     make()
@@ -168,9 +166,7 @@ def test_a_configuration_that_is_none_stops_the_start(
     assert sentence in caught.value.message
 
 
-def test_what_is_shown_is_what_is_paid_whatever_is_set_meanwhile(
-    services: Services, clock: Clock
-) -> None:
+def test_displayed_rate_is_always_the_rate_charged(services: Services, clock: Clock) -> None:
     """Over a day of changes: each start pays what the form showed at its moment."""
     services.prices.set_rate(3, model="A100", hours="20-8", zone=VIENNA, actor="kim")
     services.prices.set_rate("0.5", environment="pytorch", since="2025-03-02 06:00", actor="kim")
@@ -205,7 +201,7 @@ def test_what_is_shown_is_what_is_paid_whatever_is_set_meanwhile(
     ],
     ids=str,
 )
-def test_what_a_form_showed_holds_for_ten_minutes_unless_the_price_fell(
+def test_displayed_rate_applies_for_ten_minutes_unless_it_falls(
     services: Services,
     clock: Clock,
     shown: float,

@@ -51,7 +51,7 @@ def balances(services: Services) -> dict[str, float]:
     return {account.name: account.balance / MICRO for account in services.ledger.accounts()}
 
 
-def test_an_occurrence_is_given_when_it_has_come(services: Services, clock: Clock) -> None:
+def test_refill_is_given_when_it_is_due(services: Services, clock: Clock) -> None:
     made = refill(services)
     assert made.next_at == T0 + timedelta(days=1) and services.refills.all_refills() == [made]
     assert catch_up(services) == 0 and services.refills.give_refill(made.id) is None
@@ -65,9 +65,7 @@ def test_an_occurrence_is_given_when_it_has_come(services: Services, clock: Cloc
     assert [change.action for change in services.audit.trail()] == ["refill", "refill_add"]
 
 
-def test_a_service_that_was_down_gives_each_occurrence_once(
-    services: Services, clock: Clock
-) -> None:
+def test_missed_refills_are_each_given_once(services: Services, clock: Clock) -> None:
     made = refill(services, "FREQ=DAILY;BYHOUR=0,6,12,18", 1)
     clock.forward(days=1, minutes=1)
     assert catch_up(services) == 5 and catch_up(services) == 0
@@ -78,7 +76,7 @@ def test_a_service_that_was_down_gives_each_occurrence_once(
 
 
 @each_database
-def test_two_services_at_once_give_once(services: Services, clock: Clock) -> None:
+def test_concurrent_services_give_each_refill_once(services: Services, clock: Clock) -> None:
     refill(services, credits=1)
     refill(services, credits=2, mode=Mode.TOP_UP, audience=["member:bert"])
     clock.forward(days=3)
@@ -93,7 +91,7 @@ def test_two_services_at_once_give_once(services: Services, clock: Clock) -> Non
     [([1, -1, 1.5, 0.5], [1, 0, 0, 1]), ([2, -1, 1], [2, 0, 0])],
     ids=["back a day and on", "ahead a day and back"],
 )
-def test_a_clock_that_is_set_gives_nothing_twice(
+def test_clock_changes_never_repeat_a_refill(
     services: Services, clock: Clock, steps: list[float], given: list[int]
 ) -> None:
     refill(services)
@@ -103,7 +101,7 @@ def test_a_clock_that_is_set_gives_nothing_twice(
     assert credits_of(services) == 10 * sum(given)
 
 
-def test_a_day_of_23_hours_has_one_occurrence(make: Make, clock: Clock) -> None:
+def test_day_of_23_hours_has_one_refill(make: Make, clock: Clock) -> None:
     clock.now = datetime(2027, 3, 26, 12, tzinfo=timezone.utc)
     services = make(opening_grant=0)
     services.ledger.open_account("anna")
@@ -119,9 +117,7 @@ def test_a_day_of_23_hours_has_one_occurrence(make: Make, clock: Clock) -> None:
     assert credits_of(services) == 4
 
 
-def test_the_beginning_is_the_first_occurrence_if_the_rule_allows_it(
-    services: Services, clock: Clock
-) -> None:
+def test_first_refill_is_at_the_start_if_allowed(services: Services, clock: Clock) -> None:
     clock.forward(seconds=20.5)
     amount = {"amount": MICRO, "audience": ["everybody"], "actor": "root", "reason": "term"}
     first = services.refills.add_refill(
@@ -139,7 +135,7 @@ def test_the_beginning_is_the_first_occurrence_if_the_rule_allows_it(
 
 
 @each_database
-def test_the_same_key_makes_it_once(services: Services) -> None:
+def test_refill_with_the_same_key_is_created_once(services: Services) -> None:
     made = refill(services, key="term-1")
     assert refill(services, key="term-1").id == made.id and len(services.refills.all_refills()) == 1
     with pytest.raises(InvalidRequest, match="with the same key, and is another one"):
@@ -157,7 +153,7 @@ def test_the_same_key_makes_it_once(services: Services) -> None:
 
 
 @each_database
-def test_eight_make_it_with_one_key_at_once(services: Services) -> None:
+def test_concurrent_creation_with_one_key_makes_one_refill(services: Services) -> None:
     assert len(set(at_once(8, lambda number: refill(services, key="term-1").id))) == 1
     assert len(services.refills.all_refills()) == 1 and len(services.audit.trail()) == 1
 
@@ -174,7 +170,7 @@ def test_eight_make_it_with_one_key_at_once(services: Services) -> None:
     ],
     ids=["topped up", "a debt is topped up too", "up to the cap"],
 )
-def test_how_much_is_given_depends_on_the_balance(
+def test_refill_amount_depends_on_the_balance(
     services: Services,
     clock: Clock,
     before: tuple[int, int],
@@ -194,7 +190,7 @@ def test_how_much_is_given_depends_on_the_balance(
     assert sum(run.total for run in runs) == (sum(after) - sum(before)) * MICRO
 
 
-def test_credits_of_a_refill_can_end(services: Services, clock: Clock) -> None:
+def test_refilled_credits_can_expire(services: Services, clock: Clock) -> None:
     refill(services, "FREQ=DAILY;COUNT=2", keep=timedelta(days=1))
     clock.forward(days=1)
     catch_up(services)
@@ -205,7 +201,7 @@ def test_credits_of_a_refill_can_end(services: Services, clock: Clock) -> None:
     assert credits_of(services) == 10, "what the first one gave has ended"
 
 
-def test_what_comes_late_could_be_spent_in_time(services: Services, clock: Clock) -> None:
+def test_late_refill_pays_for_earlier_use(services: Services, clock: Clock) -> None:
     """The service was down for days: who worked meanwhile has what they would have had."""
     services.ledger.grant("member:anna", 30 * MICRO, actor="root", reason="before")
     refill(services, "FREQ=DAILY;COUNT=3", 10, keep=timedelta(days=1))
@@ -223,7 +219,7 @@ def test_what_comes_late_could_be_spent_in_time(services: Services, clock: Clock
 # For whom.
 
 
-def test_groups_and_lists(services: Services, clock: Clock) -> None:
+def test_refill_reaches_group_members_and_listed_accounts(services: Services, clock: Clock) -> None:
     services.ledger.open_account("eva")
     now = clock.now
     services.store.run(lambda c: ledger_repository.open_account(c, "group:lab", now), write=True)
@@ -239,7 +235,7 @@ def test_groups_and_lists(services: Services, clock: Clock) -> None:
     }
 
 
-def test_who_came_after_an_occurrence_gets_the_next(services: Services, clock: Clock) -> None:
+def test_account_opened_after_a_refill_gets_the_next(services: Services, clock: Clock) -> None:
     refill(services)
     clock.forward(days=1, hours=1)
     services.ledger.open_account("late")
@@ -248,7 +244,7 @@ def test_who_came_after_an_occurrence_gets_the_next(services: Services, clock: C
     assert catch_up(services) == 1 and credits_of(services, "late") == 10
 
 
-def test_a_preview_changes_nothing(services: Services) -> None:
+def test_refill_preview_changes_nothing(services: Services) -> None:
     made = refill(services, "FREQ=WEEKLY;BYDAY=MO", mode=Mode.TOP_UP, audience=["members:course"])
     services.ledger.grant("member:anna", 4 * MICRO, actor="root", reason="before")
     moments, gifts = services.refills.preview_refill(made, {"course": ["anna", "bert"]}, count=2)
@@ -263,7 +259,7 @@ def test_a_preview_changes_nothing(services: Services) -> None:
 # Ends, and what is refused.
 
 
-def test_a_refill_that_was_ended_gives_nothing(services: Services, clock: Clock) -> None:
+def test_ended_refill_gives_nothing(services: Services, clock: Clock) -> None:
     made = refill(services)
     clock.forward(days=1)
     ended = services.refills.end_refill(made.id, actor="eva", reason="term over")
@@ -277,7 +273,7 @@ def test_a_refill_that_was_ended_gives_nothing(services: Services, clock: Clock)
     )
 
 
-def test_the_last_occurrence_ends_a_refill(services: Services, clock: Clock) -> None:
+def test_refill_ends_after_its_last_occurrence(services: Services, clock: Clock) -> None:
     made = refill(services, "FREQ=DAILY;COUNT=3")
     clock.forward(days=30)
     assert catch_up(services) == 3
@@ -285,7 +281,7 @@ def test_the_last_occurrence_ends_a_refill(services: Services, clock: Clock) -> 
     assert services.refills.preview_refill(services.refills.refill(made.id)) == ([], [])
 
 
-def test_a_refill_that_is_not_there(services: Services) -> None:
+def test_unknown_refill_is_rejected(services: Services) -> None:
     for name in ("", "zzz"):
         with pytest.raises(UnknownRefill, match="`gpuspawner refills` lists them"):
             services.refills.refill(name)
@@ -317,9 +313,7 @@ def test_a_refill_that_is_not_there(services: Services) -> None:
         ({"reason": " "}, "reason is missing"),
     ],
 )
-def test_a_refill_that_makes_no_sense_is_refused(
-    services: Services, wrong: dict[str, Any], words: str
-) -> None:
+def test_invalid_refill_is_rejected(services: Services, wrong: dict[str, Any], words: str) -> None:
     values = {"rule": "FREQ=DAILY", "credits": 10, "audience": ["everybody"], "reason": "x"}
     values |= wrong
     amount = values.pop("credits") * MICRO
@@ -331,9 +325,7 @@ def test_a_refill_that_makes_no_sense_is_refused(
 
 
 @each_database
-def test_too_much_for_one_account_gives_nothing_to_anybody(
-    services: Services, clock: Clock
-) -> None:
+def test_refill_beyond_the_account_limit_fails(services: Services, clock: Clock) -> None:
     made = refill(services, credits=2**61 / MICRO, audience=["everybody"])
     clock.forward(days=1)
     assert catch_up(services) == 1

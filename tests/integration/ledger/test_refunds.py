@@ -46,7 +46,7 @@ def refund(services: Services, lease: Lease, credits: float | None = None, key: 
     return services.ledger.refund(lease.id, amount, actor="root", reason="a slow disk", key=key)
 
 
-def test_a_part_and_then_the_rest(services: Services, over: Lease) -> None:
+def test_lease_is_refunded_in_part_and_then_fully(services: Services, over: Lease) -> None:
     part = refund(services, over, 0.5)
     assert (part.charged, part.refunded, part.outcome) == (2_500_000, 500_000, "")
     assert credits_of(services) == 7.5
@@ -63,14 +63,16 @@ def test_a_part_and_then_the_rest(services: Services, over: Lease) -> None:
 
 
 @pytest.mark.parametrize("credits", [0, -1, 2.500001, 10**12])
-def test_no_more_than_is_left(services: Services, over: Lease, credits: float) -> None:
+def test_refund_outside_the_remaining_charge_is_rejected(
+    services: Services, over: Lease, credits: float
+) -> None:
     refund(services, over, 0.5)
     with pytest.raises(InvalidRequest, match=r"at most 2\.500000, which is what is left"):
         refund(services, over, credits)
     assert credits_of(services) == 7.5 and len(services.audit.trail()) == 1
 
 
-def test_the_same_key_gives_back_once(services: Services, over: Lease) -> None:
+def test_refund_with_the_same_key_is_given_once(services: Services, over: Lease) -> None:
     first = refund(services, over, 2, "ticket-7")
     assert refund(services, over, 2, "ticket-7") == first
     assert refund(services, over, None, "ticket-7") == first
@@ -83,7 +85,7 @@ def test_the_same_key_gives_back_once(services: Services, over: Lease) -> None:
     assert credits_of(services) == 10 and len(services.audit.trail()) == 2
 
 
-def test_refunds_and_reversals_together_give_back_no_more(services: Services, over: Lease) -> None:
+def test_refunds_and_reversals_never_exceed_the_charge(services: Services, over: Lease) -> None:
     """Whatever comes first: what was charged is the most."""
     last, first, _opening = services.ledger.statement(ANNA)
     services.ledger.reverse(last.transfer_id, actor="root", reason="a slow disk")
@@ -99,7 +101,7 @@ def test_refunds_and_reversals_together_give_back_no_more(services: Services, ov
     assert broken_invariants(services) == {}
 
 
-def test_a_refund_is_undone_by_its_opposite(services: Services, over: Lease) -> None:
+def test_refund_can_be_reversed_and_restored(services: Services, over: Lease) -> None:
     refund(services, over, 2)
     given = services.ledger.statement(ANNA, 1)[0].transfer_id
     undone = services.ledger.reverse(given, actor="root", reason="the wrong session")
@@ -110,7 +112,9 @@ def test_a_refund_is_undone_by_its_opposite(services: Services, over: Lease) -> 
 
 
 @each_database
-def test_twenty_admins_refund_parts_at_once(services: Services, over: Lease) -> None:
+def test_concurrent_partial_refunds_never_exceed_the_charge(
+    services: Services, over: Lease
+) -> None:
     """With three credits, three parts of one credit are given back, and no fourth one."""
     at_once(20, lambda number: refund(services, over, 1, f"part-{number % 10}"))
     assert credits_of(services) == 10
@@ -120,7 +124,7 @@ def test_twenty_admins_refund_parts_at_once(services: Services, over: Lease) -> 
 
 
 @pytest.mark.parametrize("order", list(permutations(["part", "rest", "look"])))
-def test_credits_that_ended_take_no_part_back(
+def test_refund_of_expired_credits_stays_in_any_order(
     services: Services, clock: Clock, order: tuple[str, ...]
 ) -> None:
     """What is refunded stays, whenever the service looks at the lots that ended meanwhile."""
@@ -142,7 +146,7 @@ def test_credits_that_ended_take_no_part_back(
     assert broken_invariants(services) == {}
 
 
-def test_a_sessions_waiver_stays_in_its_books(make: Make, clock: Clock) -> None:
+def test_refund_leaves_the_waived_amount_unchanged(make: Make, clock: Clock) -> None:
     services = make(gpu_rates={"*": 1}, opening_grant=1, when_dry={"*": {"overdraft": 1}})
     services.ledger.open_account("anna")
     lease = session(services, clock)

@@ -85,7 +85,7 @@ def pages(ask: Callable[[int | None], Any]) -> list[Any]:
             return found
 
 
-def test_pages_are_the_whole_statement(past: Services) -> None:
+def test_statement_pages_match_the_whole_statement(past: Services) -> None:
     fields = ("at", "kind", "reason", "actor", "amount", "balance", "lease_id")
     for user, limit in product(("ada", "bob", "cleo"), (7, 1000)):
         account = member_account(user)
@@ -100,7 +100,9 @@ def test_pages_are_the_whole_statement(past: Services) -> None:
         assert streamed == found
 
 
-def test_folded_pages_add_up(past: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folded_statement_pages_add_up_to_the_balance(
+    past: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
     account = member_account("ada")
     single = pages(partial(past.reports.statement_page, account, limit=100))
     for limit, (most_read, at_first) in product((3, 50), [(5, 200), (5000, 2), (5000, 200)]):
@@ -123,7 +125,7 @@ def test_folded_pages_add_up(past: Services, monkeypatch: pytest.MonkeyPatch) ->
             assert len(found) < len(single) / 2
 
 
-def test_what_is_posted_meanwhile_moves_no_page(past: Services) -> None:
+def test_new_postings_do_not_shift_older_pages(past: Services) -> None:
     account = member_account("ada")
     first = past.reports.statement_page(account, None, 5)
     second = past.reports.statement_page(account, first.older, 5)
@@ -131,7 +133,7 @@ def test_what_is_posted_meanwhile_moves_no_page(past: Services) -> None:
     assert past.reports.statement_page(account, first.older, 5) == second
 
 
-def test_a_receipt_has_every_item(past: Services) -> None:
+def test_receipt_lists_every_item_of_a_lease(past: Services) -> None:
     for lease in past.leases.of_account(member_account("ada"), 100):
         whole = past.reports.receipt(lease.id, limit=10_000)
         assert whole.lease == lease
@@ -150,7 +152,7 @@ def test_a_receipt_has_every_item(past: Services) -> None:
         assert moments == sorted(moments)
 
 
-def test_who_is_not_there_is_said(past: Services) -> None:
+def test_reports_reject_unknown_names_and_find_transfers(past: Services) -> None:
     with pytest.raises(UnknownAccount, match="member:nobody"):
         past.reports.statement_page("member:nobody")
     with pytest.raises(UnknownLease):
@@ -164,7 +166,7 @@ def test_who_is_not_there_is_said(past: Services) -> None:
     assert past.reports.reversal_of(transfer.id) == reversal
 
 
-def test_accounts_are_found_by_a_part_of_their_name(services: Services) -> None:
+def test_accounts_are_found_by_part_of_their_name(services: Services) -> None:
     names = ["Ada", "a_da", "a%da", "bob", "adam", "mar%y"]
     for name in names:
         services.ledger.open_account(name)
@@ -211,7 +213,7 @@ def test_leases_are_paged_by_member_and_by_account(past: Services) -> None:
         past.reports.find_leases(before="nothing")
 
 
-def test_the_trail_is_searched_and_paged(services: Services) -> None:
+def test_audit_trail_can_be_searched_and_paged(services: Services) -> None:
     for number in range(5):
         services.devices.pause(actor="kim", reason=f"Fan {number}")
         services.devices.resume(actor="lee")
@@ -256,7 +258,7 @@ BOUNDS = {
 }
 
 
-def test_use_is_the_sum_of_the_leases(past: Services, clock: Clock) -> None:
+def test_reported_use_is_the_sum_of_the_leases(past: Services, clock: Clock) -> None:
     """Whatever has been added up of it, and in whatever zone the days begin."""
     leases = past.leases.of_account(None, 10_000)
     assert any(lease.state is not LeaseState.ENDED for lease in leases)
@@ -276,7 +278,7 @@ def test_use_is_the_sum_of_the_leases(past: Services, clock: Clock) -> None:
             assert use == by_hand(leases, start, end, clock())["account"].get(account, LeaseUse())
 
 
-def test_a_long_session_is_a_part_of_each_of_its_days(services: Services, clock: Clock) -> None:
+def test_long_session_counts_toward_each_of_its_days(services: Services, clock: Clock) -> None:
     """Of five weeks; it ends long after the day that is asked for."""
     clock.now = MONDAY + timedelta(hours=23)
     long = running(services, "ada", 2, model="A100")
@@ -303,7 +305,7 @@ def test_a_long_session_is_a_part_of_each_of_its_days(services: Services, clock:
             assert empty == LeaseUse(sessions=int(start <= clock.now - 36 * DAY < end))
 
 
-def test_a_session_that_is_refunded_is_added_up_anew(past: Services) -> None:
+def test_refunded_session_is_added_up_again(past: Services) -> None:
     bounds = [MONDAY + n * WEEK for n in range(4)]
     while past.reports.add_up():
         pass
@@ -319,9 +321,7 @@ def test_a_session_that_is_refunded_is_added_up_anew(past: Services) -> None:
     assert broken_invariants(past) == {}
 
 
-def test_a_session_that_ended_long_before_is_in_its_own_days(
-    services: Services, clock: Clock
-) -> None:
+def test_session_end_in_the_past_lowers_reported_use(services: Services, clock: Clock) -> None:
     clock.forward(hours=1)
     lease = running(services, "ada", model="A100")
     clock.now = MONDAY + 8 * DAY
@@ -333,7 +333,7 @@ def test_a_session_that_ended_long_before_is_in_its_own_days(
         services.reports.add_up()
 
 
-def test_many_that_nobody_added_up_are_added_up_before_the_answer(
+def test_missing_totals_are_added_up_before_the_answer(
     past: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an upgrade of a site of years, nobody reads all its leases for one page."""

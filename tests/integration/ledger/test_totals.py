@@ -54,7 +54,7 @@ def ever(services: Services) -> dict[str, dict[str, LeaseUse]]:
     return {name: services.reports.use_by(bounds, name)[0] for name in Kind._fields}
 
 
-def test_what_ends_later_is_added_to_what_is_there(services: Services) -> None:
+def test_totals_grow_in_portions_without_changing_reports(services: Services) -> None:
     expected, told = ever(services), services.reports.until_now()
     steps = []
     while step := services.store.run(lambda c: totals.add_up(c, 5), write=True):
@@ -69,7 +69,7 @@ def test_what_ends_later_is_added_to_what_is_there(services: Services) -> None:
     assert months == [1, 12]
 
 
-def test_what_moved_is_added_up_in_portions(
+def test_credit_totals_are_added_up_in_portions(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(totals, "POSTINGS_AT_ONCE", 7)
@@ -88,7 +88,7 @@ def test_what_moved_is_added_up_in_portions(
     assert services.reports.until_now()[0] == told[0]._replace(taken=5, left=told[0].left - 5)
 
 
-def test_the_audit_names_a_total_that_is_wrong(services: Services) -> None:
+def test_audit_names_a_wrong_total_of_use(services: Services) -> None:
     services.reports.add_up()
     assert broken_invariants(services) == {}
     for by in (*Kind._fields, totals.OUTCOME, totals.MODEL_AND_GROUP):
@@ -104,7 +104,7 @@ def test_the_audit_names_a_total_that_is_wrong(services: Services) -> None:
             assert all(sentence.startswith(f"The total by {by} of ") for sentence in found)
 
 
-def test_the_audit_sees_a_lease_that_was_changed_behind_the_totals(services: Services) -> None:
+def test_audit_finds_a_lease_changed_behind_the_totals(services: Services) -> None:
     services.reports.add_up()
     query = sa.update(leases).where(leases.c.user == "user1").values(group="lab")
     services.store.run(lambda c: c.execute(query), write=True)
@@ -116,7 +116,7 @@ def test_the_audit_sees_a_lease_that_was_changed_behind_the_totals(services: Ser
     )
 
 
-def test_many_add_up_while_leases_end_and_are_refunded(services: Services) -> None:
+def test_concurrent_updates_count_each_lease_once_in_totals(services: Services) -> None:
     """Whoever comes first: each lease is in the totals once, as it is in the end."""
     clock = Clock.of(services)
     paid = [

@@ -79,7 +79,7 @@ def told(services: Services, user: str, kind: NoticeKind) -> list[str]:
 # On the roster.
 
 
-def test_the_roster_says_who_is_a_member_until_when_and_else_why_not(
+def test_roster_reports_membership_period_and_refusal_reason(
     services: Services, clock: Clock
 ) -> None:
     assert services.roster.roster_member("ada").why == "this name is not on the roster of members"
@@ -112,7 +112,7 @@ def test_the_roster_says_who_is_a_member_until_when_and_else_why_not(
 
 
 @each_database
-def test_an_import_is_all_or_nothing_and_changes_only_what_is_new(services: Services) -> None:
+def test_roster_import_is_atomic_and_applies_only_changes(services: Services) -> None:
     broken = b"name,ends\nada,2025-04-01\nbob,soon\n"
     assert not services.roster.import_roster(broken, actor="eva").done
     assert services.roster.entries() == [] and services.audit.trail() == []
@@ -140,7 +140,7 @@ def test_an_import_is_all_or_nothing_and_changes_only_what_is_new(services: Serv
     assert services.audit.trail()[0].detail == "1 new, 1 changed, 1 ended"
 
 
-def test_an_end_is_now_and_is_told_of_whom_there_is_nothing_to_end(services: Services) -> None:
+def test_roster_end_is_immediate_and_rejects_unknown_users(services: Services) -> None:
     list_until(services, "")
     with pytest.raises(InvalidRequest, match="'bob' on the roster is not there"):
         services.roster.end_on_roster("bob", actor="eva")
@@ -156,7 +156,7 @@ def test_an_end_is_now_and_is_told_of_whom_there_is_nothing_to_end(services: Ser
     )
 
 
-def test_one_of_two_courses_may_end(services: Services) -> None:
+def test_membership_lasts_until_the_last_course_ends(services: Services) -> None:
     services.roster.import_roster(b"name,course\nada,ml\nada,vision\n", actor="eva")
     with pytest.raises(InvalidRequest, match="'ada' on the roster for 'nlp' is not there"):
         services.roster.end_on_roster("ada", actor="eva", course="nlp")
@@ -169,9 +169,7 @@ def test_one_of_two_courses_may_end(services: Services) -> None:
 # No longer a member, and back.
 
 
-def test_when_the_time_is_over_what_runs_is_warned_and_stopped_and_all_else_stays(
-    services: Services, clock: Clock
-) -> None:
+def test_expired_membership_warns_and_then_stops_sessions(services: Services, clock: Clock) -> None:
     list_until(services, "2025-03-01")
     assert sign_in(services)
     lease, waiting = running(services, "ada", 1), wait(services, "ada")
@@ -221,9 +219,7 @@ def test_when_the_time_is_over_what_runs_is_warned_and_stopped_and_all_else_stay
     ]
 
 
-def test_who_is_on_the_roster_again_is_a_member_with_all_that_they_had(
-    services: Services, clock: Clock
-) -> None:
+def test_returning_to_the_roster_restores_membership(services: Services, clock: Clock) -> None:
     list_until(services, "2025-03-01")
     sign_in(services)
     lease = running(services, "ada")
@@ -246,7 +242,9 @@ def test_who_is_on_the_roster_again_is_a_member_with_all_that_they_had(
     ]
 
 
-def test_what_sign_in_ended_the_roster_does_not_give_back(services: Services, clock: Clock) -> None:
+def test_roster_does_not_restore_membership_ended_at_sign_in(
+    services: Services, clock: Clock
+) -> None:
     list_until(services, "")
     sign_in(services)
     assert services.members.membership_ended("ada", "on the deny list.", actor=SIGN_IN)
@@ -259,9 +257,7 @@ def test_what_sign_in_ended_the_roster_does_not_give_back(services: Services, cl
     assert services.members.former_members() == []
 
 
-def test_who_is_a_member_by_more_than_the_roster_stays_one(
-    services: Services, clock: Clock
-) -> None:
+def test_roster_end_keeps_members_admitted_by_other_means(services: Services, clock: Clock) -> None:
     list_until(services, "2025-03-01")
     sign_in(services, by_roster=False)
     clock.forward(days=3)
@@ -271,7 +267,7 @@ def test_who_is_a_member_by_more_than_the_roster_stays_one(
     assert services.roster.see_to_roster() == 1
 
 
-def test_strangers_at_the_door_leave_no_trace(services: Services) -> None:
+def test_rejected_strangers_leave_no_record(services: Services) -> None:
     assert not services.members.membership_ended("mallory", "not on the list", actor=SIGN_IN)
     assert services.members.membership("mallory") is None and services.audit.trail() == []
     services.ledger.open_account("old")  # of before anybody wrote down who is a member
@@ -279,7 +275,7 @@ def test_strangers_at_the_door_leave_no_trace(services: Services) -> None:
     assert [known.user for known in services.members.former_members()] == ["old"]
 
 
-def test_credits_of_former_members_stay_as_they_are(services: Services, clock: Clock) -> None:
+def test_former_members_receive_no_refills(services: Services, clock: Clock) -> None:
     sign_in(services)
     sign_in(services, "bob")
     plan = services.refills.plan_refill(
@@ -303,7 +299,7 @@ def test_credits_of_former_members_stay_as_they_are(services: Services, clock: C
 
 
 @each_database
-def test_many_sign_in_at_once_and_one_membership_begins(services: Services) -> None:
+def test_concurrent_sign_ins_start_one_membership(services: Services) -> None:
     began = services.members.membership_returned
     found = at_once(8, lambda _: began("ada", actor=SIGN_IN, by_roster=True))
     assert sorted(found) == [False] * 7 + [True]
@@ -311,7 +307,7 @@ def test_many_sign_in_at_once_and_one_membership_begins(services: Services) -> N
 
 
 @each_database
-def test_starts_that_race_with_the_end_are_refused_or_seen_to(
+def test_starts_racing_membership_end_are_refused_or_stopped(
     services: Services, clock: Clock
 ) -> None:
     """Whatever slips in beside the end is warned and stopped like what ran before."""

@@ -78,7 +78,7 @@ def assert_holds(services: Services) -> None:
     assert problems(services.store) == []
 
 
-def test_every_column_of_text_is_renamed_or_stays_for_a_reason() -> None:
+def test_every_text_column_is_renamed_or_exempt() -> None:
     texts = {
         f"{table.name}.{column.name}"
         for table in metadata.sorted_tables
@@ -95,7 +95,7 @@ def test_every_column_of_text_is_renamed_or_stays_for_a_reason() -> None:
 
 
 @each_database
-def test_all_that_a_member_has_gets_the_new_name(services: Services, tmp_path: Path) -> None:
+def test_rename_moves_all_data_of_a_member(services: Services, tmp_path: Path) -> None:
     old, new = str(tmp_path / OLD), str(tmp_path / NEW)
     give_everything(services, OLD, [old, f"work-{OLD}"])
     before = columns_with(services, OLD)
@@ -130,7 +130,7 @@ def test_all_that_a_member_has_gets_the_new_name(services: Services, tmp_path: P
     assert done is not None and done.actor == "root"
 
 
-def test_life_goes_on_under_the_new_name(services: Services) -> None:
+def test_accounting_continues_under_the_new_name(services: Services) -> None:
     clock = Clock.of(services)
     give_everything(services, OLD, [])
     services.renames.rename_member(OLD, NEW, actor="root")
@@ -149,7 +149,7 @@ def test_life_goes_on_under_the_new_name(services: Services) -> None:
     assert_holds(services)
 
 
-def test_somebody_else_can_have_the_old_name(services: Services) -> None:
+def test_old_name_can_be_reused_by_another_member(services: Services) -> None:
     give_everything(services, OLD, [])
     services.renames.rename_member(OLD, NEW, actor="root")
     balance = services.ledger.member(NEW).balance
@@ -163,7 +163,7 @@ def test_somebody_else_can_have_the_old_name(services: Services) -> None:
     assert_holds(services)
 
 
-def test_a_member_can_be_renamed_back_and_again(services: Services) -> None:
+def test_member_can_be_renamed_repeatedly_and_back(services: Services) -> None:
     give_everything(services, OLD, [])
     balance = services.ledger.member(OLD).balance
     for names in ((OLD, NEW), (NEW, OLD), (OLD, "third"), ("third", NEW)):
@@ -174,7 +174,7 @@ def test_a_member_can_be_renamed_back_and_again(services: Services) -> None:
         assert_holds(services)
 
 
-def test_what_the_new_name_got_at_its_first_sign_in_is_no_history(services: Services) -> None:
+def test_opening_grant_of_new_name_does_not_block_rename(services: Services) -> None:
     """Who is renamed at the Hub signs in there before an admin types anything."""
     give_everything(services, OLD, [])
     balance = services.ledger.member(OLD).balance
@@ -190,7 +190,7 @@ def test_what_the_new_name_got_at_its_first_sign_in_is_no_history(services: Serv
     assert_holds(services)
 
 
-def test_a_server_that_the_hub_has_renamed_goes_on(services: Services) -> None:
+def test_rename_keeps_the_running_session_and_its_charge(services: Services) -> None:
     clock = Clock.of(services)
     services.ledger.open_account(OLD)
     lease = running(services, OLD)
@@ -208,7 +208,7 @@ def test_a_server_that_the_hub_has_renamed_goes_on(services: Services) -> None:
     assert_holds(services)
 
 
-def test_a_session_that_was_renamed_and_ended_is_no_history_of_the_new_name(
+def test_session_renamed_by_the_hub_does_not_block_rename(
     services: Services,
 ) -> None:
     services.ledger.open_account(OLD)
@@ -222,7 +222,7 @@ def test_a_session_that_was_renamed_and_ended_is_no_history_of_the_new_name(
     assert_holds(services)
 
 
-def test_what_cannot_be_renamed_is_refused_in_words_and_changes_nothing(services: Services) -> None:
+def test_invalid_rename_is_refused_and_changes_nothing(services: Services) -> None:
     def refused(old: str, new: str) -> str:
         before = {table.name: _rows(services, table) for table in metadata.sorted_tables}
         with pytest.raises(Refused) as error:
@@ -251,7 +251,7 @@ def test_what_cannot_be_renamed_is_refused_in_words_and_changes_nothing(services
     assert "(1 entry in the ledger)" in refused(OLD, "third")
 
 
-def test_a_row_that_was_changed_by_hand_is_not_made_good(services: Services) -> None:
+def test_rename_refuses_a_lease_changed_by_hand(services: Services) -> None:
     give_everything(services, OLD, [])
     [lease, *_] = services.leases.of_account(f"member:{OLD}", 1)
     services.store.run(
@@ -265,7 +265,7 @@ def test_a_row_that_was_changed_by_hand_is_not_made_good(services: Services) -> 
 
 
 @pytest.mark.parametrize("what", ["posting", "rename", "unsealed rename", "rename deleted"])
-def test_the_audit_finds_what_is_changed_after_a_rename(services: Services, what: str) -> None:
+def test_audit_detects_tampering_after_a_rename(services: Services, what: str) -> None:
     give_everything(services, OLD, [])
     services.renames.rename_member(OLD, NEW, actor="root")
     assert_holds(services)
@@ -306,7 +306,7 @@ def rename_until(
 @pytest.mark.parametrize(
     "how", ["UPDATE postings", "UPDATE workspaces", "COMMIT", "a directory", "a statement"]
 )
-def test_a_rename_that_fails_leaves_the_trigger_of_the_ledger_on_and_all_rows_as_before(
+def test_failed_rename_keeps_all_rows_and_the_ledger_trigger(
     services: Services, database_url: str, how: str
 ) -> None:
     """Killed before a statement, the first of which comes while the trigger is off; or refused."""
@@ -336,7 +336,7 @@ def test_a_rename_that_fails_leaves_the_trigger_of_the_ledger_on_and_all_rows_as
 
 
 @each_database
-def test_a_rename_that_is_killed_at_any_step_is_complete_when_it_is_said_again(
+def test_killed_rename_completes_when_repeated(
     services: Services, database_url: str, tmp_path: Path, rounds: Rounds, chance: random.Random
 ) -> None:
     clock, names = Clock.of(services), (OLD, NEW)

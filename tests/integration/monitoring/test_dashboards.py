@@ -66,7 +66,7 @@ def rules() -> list[dict[str, Any]]:
 # Alerts.
 
 
-def test_alerts_fire_when_they_should_and_on_a_quiet_day_none(tmp_path: Path) -> None:
+def test_alerts_fire_on_faults_and_stay_quiet_otherwise(tmp_path: Path) -> None:
     checked = promtool("check", "rules", "--lint-fatal", ALERTS)
     assert checked.returncode == 0, checked.stderr
     file = tmp_path / "series.yaml"
@@ -78,7 +78,7 @@ def test_alerts_fire_when_they_should_and_on_a_quiet_day_none(tmp_path: Path) ->
     assert promtool("test", "rules", wrong).returncode != 0, "the test can fail"
 
 
-def test_every_alert_is_tried_and_says_what_to_do() -> None:
+def test_every_alert_is_tested_and_has_annotations() -> None:
     series = SERIES.read_text(encoding="utf-8")
     for rule in rules():
         assert series.count(rule["alert"]) >= 2, f"{rule['alert']}: once quiet, once firing"
@@ -86,12 +86,12 @@ def test_every_alert_is_tried_and_says_what_to_do() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
 
 
-def test_alerts_are_about_metrics_that_there_are(told: set[str]) -> None:
+def test_alerts_use_only_existing_metrics(told: set[str]) -> None:
     for rule in rules():
         assert set(re.findall(r"gpuspawner_\w+", rule["expr"])) <= told, rule["alert"]
 
 
-def test_no_alert_for_what_members_programs_do() -> None:
+def test_xid_alert_excludes_errors_of_member_programs() -> None:
     """The same errors as those that drain nothing."""
     (program,) = (kind for kind in XIDS if kind.cause == "xid program")
     (rule,) = (rule for rule in rules() if rule["alert"] == "GPUReportsAnError")
@@ -103,12 +103,12 @@ def test_no_alert_for_what_members_programs_do() -> None:
 # The dashboard.
 
 
-def test_the_dashboard_shows_every_metric_and_no_other(told: set[str]) -> None:
+def test_dashboard_shows_exactly_the_exported_metrics(told: set[str]) -> None:
     asked = {name for query in queries() for name in re.findall(r"gpuspawner_\w+", query)}
     assert asked == told
 
 
-def test_prometheus_understands_every_query(tmp_path: Path) -> None:
+def test_prometheus_parses_every_dashboard_query(tmp_path: Path) -> None:
     found = [query.replace("$__rate_interval", "5m") for query in queries()]
     assert len(found) >= 20
     named = [{"record": f"query:{n}", "expr": query} for n, query in enumerate(found)]
@@ -118,7 +118,7 @@ def test_prometheus_understands_every_query(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-def test_grafana_knows_every_field_of_the_dashboard() -> None:
+def test_grafana_accepts_every_dashboard_field() -> None:
     """Read by Grafana's own classes and written again, nothing is lost: no name is misspelt."""
     register_default_plugins()
     ours = json.loads(DASHBOARD.read_text(encoding="utf-8"))
@@ -129,7 +129,7 @@ def test_grafana_knows_every_field_of_the_dashboard() -> None:
     assert found == ["panels.1.gridPos.wide", "panels.2.targets.0.expression"], "it would be seen"
 
 
-def test_panels_lie_beside_each_other() -> None:
+def test_dashboard_panels_do_not_overlap() -> None:
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()

@@ -50,7 +50,7 @@ def minute(number: int, uuid: str = "GPU-a", **fields: Any) -> DeviceUse:
 
 
 @each_database
-def test_a_minute_comes_back_as_it_was(services: Services) -> None:
+def test_stored_minute_is_read_back_unchanged(services: Services) -> None:
     full = minute(
         *(0, "GPU-a"),
         use_max=97,
@@ -77,7 +77,7 @@ def test_a_minute_comes_back_as_it_was(services: Services) -> None:
 
 
 @each_database
-def test_a_minute_that_comes_twice_has_both(services: Services) -> None:
+def test_repeated_minute_is_merged(services: Services) -> None:
     """The clock was set back, or the service was started anew within the minute."""
     services.monitoring.remember_use(
         [minute(0, samples=20, known=20, busy=20, measured=20, use_sum=2000)]
@@ -89,9 +89,7 @@ def test_a_minute_that_comes_twice_has_both(services: Services) -> None:
     assert (found.samples, found.busy, found.use) == (50, 20, 40.0)
 
 
-def test_what_a_device_does_now_is_its_last_minute_and_no_old_one(
-    services: Services, clock: Clock
-) -> None:
+def test_current_use_is_the_latest_recent_minute(services: Services, clock: Clock) -> None:
     services.monitoring.remember_use([minute(0, use_sum=0), minute(1), minute(1, "GPU-b")])
     clock.forward(minutes=2)
     assert {u: m.use for u, m in services.monitoring.use_now().items()} == {
@@ -116,7 +114,7 @@ def session(services: Services, begins: float, length: float) -> Lease:
     )
 
 
-def test_a_session_is_told_by_whole_minutes_of_its_own_devices(services: Services) -> None:
+def test_session_use_counts_whole_minutes_of_own_devices(services: Services) -> None:
     services.monitoring.remember_use(
         [minute(n, use_sum=60 * n, use_max=n, memory_max=n) for n in range(9)]
     )
@@ -131,9 +129,7 @@ def test_a_session_is_told_by_whole_minutes_of_its_own_devices(services: Service
 
 
 @each_database
-def test_a_long_session_is_told_by_its_hours_and_so_is_one_of_long_ago(
-    services: Services, clock: Clock
-) -> None:
+def test_long_or_old_session_use_is_read_from_hours(services: Services, clock: Clock) -> None:
     services.monitoring.remember_use([minute(n, use_max=n) for n in range(10 * 60)])
     clock.forward(hours=10)
     services.monitoring.tidy_use(*KEEP)
@@ -148,7 +144,7 @@ def test_a_long_session_is_told_by_its_hours_and_so_is_one_of_long_ago(
 
 
 @each_database
-def test_hours_are_made_of_minutes_and_outlive_them(services: Services, clock: Clock) -> None:
+def test_hourly_use_is_aggregated_and_outlives_minutes(services: Services, clock: Clock) -> None:
     services.monitoring.remember_use([minute(n, busy=n % 2, memory_max=n) for n in range(150)])
     clock.forward(minutes=150)
     for _ in range(2):  # a second time is nothing
@@ -176,7 +172,7 @@ def test_hours_are_made_of_minutes_and_outlive_them(services: Services, clock: C
     assert services.monitoring.use_between(T0, services.clock(), seconds=HOUR) == []
 
 
-async def test_a_store_that_is_away_costs_no_minute(tmp_path: Path) -> None:
+async def test_unavailable_store_loses_no_minutes(tmp_path: Path) -> None:
     file = tmp_path / "gpuspawner.sqlite"
     services = open_services(f"sqlite:///{file}", device_source="simulated:1xT4")
     services.monitoring.remember_use([])
@@ -211,7 +207,7 @@ async def test_a_store_that_is_away_costs_no_minute(tmp_path: Path) -> None:
     services.store.close()
 
 
-def test_what_waits_for_a_store_has_a_bound() -> None:
+def test_unwritten_minutes_are_bounded() -> None:
     devices = SimulatedDevices("1xT4")
     sampling = Sampling(devices.sampler(), utcnow, 1.0, logging.getLogger("service"))
     sampling._complete.extend(minute(n) for n in range(MOST_MINUTES + 10))
@@ -265,7 +261,7 @@ class Child:
         wait_for(look, what)
 
 
-def test_the_thread_samples_and_a_driver_that_hangs_is_said(tmp_path: Path) -> None:
+def test_hanging_driver_is_reported_while_sampling_continues(tmp_path: Path) -> None:
     library = nvml.build_nvml_library(tmp_path / "lib")
     fleet = tmp_path / "fleet"
     first, second = (replace(gpu, use=(40, 0)) for gpu in gpus(2))
@@ -326,7 +322,7 @@ def seconds(some: Worked) -> tuple[int, int, int]:
 
 
 @each_database
-def test_each_minute_counts_for_who_held_the_gpu(services: Services, clock: Clock) -> None:
+def test_each_minute_counts_for_the_lease_holder(services: Services, clock: Clock) -> None:
     ada = running(services, "ada", 1)
     gpu = ada.uuids[0]
     clock.forward(minutes=30)
@@ -350,7 +346,7 @@ def test_each_minute_counts_for_who_held_the_gpu(services: Services, clock: Cloc
 
 
 @each_database
-def test_hours_tell_what_minutes_do_not_any_more(services: Services, clock: Clock) -> None:
+def test_hourly_use_replaces_deleted_minutes_in_reports(services: Services, clock: Clock) -> None:
     ada = running(services, "ada", 1)
     gpu = ada.uuids[0]
     clock.forward(hours=2, minutes=10)
@@ -377,9 +373,7 @@ def test_hours_tell_what_minutes_do_not_any_more(services: Services, clock: Cloc
 
 
 @each_database
-def test_the_newest_time_by_minutes_and_the_older_by_hours(
-    services: Services, clock: Clock
-) -> None:
+def test_use_report_combines_minutes_and_hours(services: Services, clock: Clock) -> None:
     lease = running(services, "ada", 1)
     work(services, lease.uuids[0], 0, 600, 0.2)
     clock.forward(hours=10)
@@ -388,9 +382,7 @@ def test_the_newest_time_by_minutes_and_the_older_by_hours(
     assert seconds(worked(services)["ada"]) == seconds(exact) == (36000, 36000, 7200)
 
 
-def test_what_was_not_measured_is_neither_used_nor_at_rest(
-    services: Services, clock: Clock
-) -> None:
+def test_unmeasured_time_counts_as_neither_busy_nor_idle(services: Services, clock: Clock) -> None:
     running(services, "ada", 2)
     running(services, "cpu", 0)
     clock.forward(hours=1)
@@ -400,7 +392,7 @@ def test_what_was_not_measured_is_neither_used_nor_at_rest(
     assert found["ada"].rested == 0
 
 
-def test_a_server_that_never_came_up_held_nothing(services: Services, clock: Clock) -> None:
+def test_server_that_never_started_counts_no_held_time(services: Services, clock: Clock) -> None:
     acquire(services, "ada", 1)
     clock.forward(hours=1)
     assert worked(services) == {}

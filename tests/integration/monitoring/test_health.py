@@ -41,7 +41,9 @@ def services(make: Make) -> Iterator[Services]:
 
 
 @each_database
-def test_from_the_fault_to_the_return(services: Services, clock: Clock) -> None:
+def test_sick_device_is_drained_refunded_probed_and_returned(
+    services: Services, clock: Clock
+) -> None:
     lease = running(services, "ada")
     uuid = lease.uuids[0]
     clock.forward(minutes=20)
@@ -84,7 +86,7 @@ def test_from_the_fault_to_the_return(services: Services, clock: Clock) -> None:
     assert services.health.device_states()[uuid].state.verdict == "watch"
 
 
-def test_it_is_not_probed_while_somebody_has_it(services: Services, clock: Clock) -> None:
+def test_leased_device_is_not_probed(services: Services, clock: Clock) -> None:
     lease = running(services, "ada")
     find(services, lease.uuids[0], "ecc")
     clock.forward(hours=5)
@@ -93,7 +95,7 @@ def test_it_is_not_probed_while_somebody_has_it(services: Services, clock: Clock
     assert find(services, lease.uuids[0]) == "probe"
 
 
-def test_what_is_watched_is_given_out(services: Services, clock: Clock) -> None:
+def test_watched_device_stays_available(services: Services, clock: Clock) -> None:
     uuid = uuids(services)[0]
     assert find(services, uuid, "slowed", lasting=True) == "watch"
     assert find(services, uuid, "xid program") == ""
@@ -107,7 +109,9 @@ def test_what_is_watched_is_given_out(services: Services, clock: Clock) -> None:
     ("rule", "minutes", "back"),
     [("since_fault", 60, 10), ("since_fault", 4, 4), ("session", 60, 30), ("none", 60, 0)],
 )
-def test_what_comes_back(make: Make, clock: Clock, rule: str, minutes: int, back: int) -> None:
+def test_refund_amount_follows_the_sick_refund_rule(
+    make: Make, clock: Clock, rule: str, minutes: int, back: int
+) -> None:
     services = make(**RATE, sick_refund=rule, sick_refund_minutes=minutes)
     lease = running(services, "ada")
     clock.forward(minutes=20)
@@ -119,7 +123,7 @@ def test_what_comes_back(make: Make, clock: Clock, rule: str, minutes: int, back
     assert credits_of(services, "ada") == 970 + back
 
 
-def test_no_more_comes_back_than_is_left(services: Services, clock: Clock) -> None:
+def test_sick_refund_never_exceeds_the_remaining_charge(services: Services, clock: Clock) -> None:
     lease = running(services, "ada")
     clock.forward(minutes=20)
     find(services, lease.uuids[0], "xid link", ago=900)
@@ -130,7 +134,7 @@ def test_no_more_comes_back_than_is_left(services: Services, clock: Clock) -> No
     assert services.leases.get(lease.id).outcome == "refunded"
 
 
-def test_who_stopped_just_before_it_was_noticed_is_told_too(
+def test_fault_found_after_a_stop_still_notifies_and_refunds(
     services: Services, clock: Clock
 ) -> None:
     lease = running(services, "ada")
@@ -143,7 +147,7 @@ def test_who_stopped_just_before_it_was_noticed_is_told_too(
     assert credits_of(services, "ada") == 981
 
 
-def test_what_an_admin_drains_or_takes_back_stays_so(services: Services, clock: Clock) -> None:
+def test_health_checks_respect_admin_drain_and_undrain(services: Services, clock: Clock) -> None:
     uuid = uuids(services)[0]
     find(services, uuid, "remap pending", lasting=True)
     assert services.devices.undrain("0", actor="root", reason="it will do")
@@ -158,7 +162,9 @@ def test_what_an_admin_drains_or_takes_back_stays_so(services: Services, clock: 
     assert services.devices.closures()[uuid].actor == "root"
 
 
-def test_a_device_that_comes_and_goes_waits_for_an_admin(services: Services, clock: Clock) -> None:
+def test_flapping_device_stays_drained_until_an_admin_acts(
+    services: Services, clock: Clock
+) -> None:
     uuid = uuids(services)[0]
     for minutes in (10, 20, 40):
         assert find(services, uuid, "lost") == "sick"
@@ -172,13 +178,13 @@ def test_a_device_that_comes_and_goes_waits_for_an_admin(services: Services, clo
     assert find(services, uuid) == ""
 
 
-def test_mistakes_are_said_at_the_start(database_url: str) -> None:
+def test_invalid_health_action_is_a_config_error(database_url: str) -> None:
     with pytest.raises(ConfigError, match=r"c.GPUHealth.actions: 'hot' is to 'fry'"):
         open_services(database_url, when_sick={"hot": "fry"})
 
 
 @each_database
-def test_several_services_tell_and_give_back_once(
+def test_concurrent_services_notify_and_refund_once(
     services: Services, clock: Clock, database_url: str
 ) -> None:
     """As when one is started while the one before still ends."""
@@ -195,7 +201,7 @@ def test_several_services_tell_and_give_back_once(
 
 
 @each_database
-def test_services_killed_in_the_midst_of_it_do_all_or_nothing(
+def test_killed_health_check_applies_all_or_nothing(
     services: Services, database_url: str, rounds: Rounds, chance: random.Random
 ) -> None:
     uuid = uuids(services)[0]

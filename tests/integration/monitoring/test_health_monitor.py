@@ -46,7 +46,7 @@ def services(make: Make) -> Iterator[Services]:
 # Something of nobody's.
 
 
-def test_what_holds_a_free_gpu_keeps_it_out_until_it_is_gone(
+def test_leaking_device_is_quarantined_until_it_is_empty(
     services: Services, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "script.json"
@@ -79,7 +79,7 @@ def test_what_holds_a_free_gpu_keeps_it_out_until_it_is_gone(
     ]
 
 
-def test_a_quarantine_is_no_drain_of_an_admin_s(
+def test_quarantine_does_not_override_an_admin_drain(
     services: Services, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "script.json"
@@ -101,7 +101,7 @@ def test_a_quarantine_is_no_drain_of_an_admin_s(
 # The service: real samples of simulated devices, whose faults are scripted.
 
 
-async def test_the_service_finds_drains_probes_and_returns(
+async def test_service_drains_probes_and_returns_sick_devices(
     database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "script.json"
@@ -150,7 +150,7 @@ def seen_xids(sampling: Sampling) -> set[int]:
     return {xid for some in sampling.recent().values() for each in some for xid in each.xids}
 
 
-def test_a_lost_gpu_that_comes_back_under_another_index_is_the_same(
+def test_lost_device_is_recognized_under_a_new_index(
     services: Services, clock: Clock, tmp_path: Path
 ) -> None:
     """Through pynvml, whose library is a stand-in: what falls off the bus is sick, and nonsense of

@@ -54,7 +54,7 @@ def told(services: Services, kind: NoticeKind) -> list[str]:
     ]
 
 
-def test_from_the_first_minute_to_the_stop(services: Services) -> None:
+def test_idle_session_is_warned_and_then_stopped(services: Services) -> None:
     lease = running(services, "ada")
     minutes(services, lease, 30)
     assert judged(services) == []  # of these, the minute in which it started is not all its own
@@ -75,7 +75,7 @@ def test_from_the_first_minute_to_the_stop(services: Services) -> None:
     assert judged(services) == []
 
 
-def test_work_calls_it_off_and_unknown_is_not_idle(services: Services) -> None:
+def test_activity_cancels_idle_stop_and_unknown_use_is_ignored(services: Services) -> None:
     lease = running(services, "ada")
     minutes(services, lease, 31)
     assert judged(services) == ["warn"]
@@ -87,7 +87,7 @@ def test_work_calls_it_off_and_unknown_is_not_idle(services: Services) -> None:
     assert services.leases.get(lease.id).outcome == ""
 
 
-def test_a_second_countdown_is_told_too(services: Services) -> None:
+def test_second_idle_countdown_sends_another_warning(services: Services) -> None:
     """Also when work ended the first one, and all of it is judged at once."""
     lease = running(services, "ada")
     minutes(services, lease, 31)
@@ -99,14 +99,14 @@ def test_a_second_countdown_is_told_too(services: Services) -> None:
     assert services.leases.get(lease.id).outcome == ""
 
 
-def test_what_the_hub_does_not_tell_is_not_judged(services: Services) -> None:
+def test_session_missing_from_hub_data_is_not_judged(services: Services) -> None:
     lease = running(services, "ada")
     minutes(services, lease, 120)
     assert services.idle.judge_idle({}) == []
     assert judged(services, output=services.clock()) == ["warn"]
 
 
-def test_a_countdown_stands_still_while_nobody_samples(services: Services, clock: Clock) -> None:
+def test_idle_countdown_pauses_while_sampling_stops(services: Services, clock: Clock) -> None:
     """The service was away, or the clock was set forward: nobody could snooze meanwhile."""
     lease = running(services, "ada")
     minutes(services, lease, 35)
@@ -120,7 +120,7 @@ def test_a_countdown_stands_still_while_nobody_samples(services: Services, clock
     assert judged(services) == ["stop"]
 
 
-def test_a_clock_that_is_set_back_stops_nobody_sooner(services: Services, clock: Clock) -> None:
+def test_clock_set_back_does_not_hasten_an_idle_stop(services: Services, clock: Clock) -> None:
     lease = running(services, "ada")
     minutes(services, lease, 35)
     assert judged(services) == ["warn"]
@@ -130,7 +130,7 @@ def test_a_clock_that_is_set_back_stops_nobody_sooner(services: Services, clock:
     assert services.leases.get(lease.id).outcome == ""
 
 
-def test_who_was_advised_has_a_countdown_when_others_come_to_wait(services: Services) -> None:
+def test_idle_advice_becomes_a_countdown_when_others_wait(services: Services) -> None:
     services.settings.idle.policy = {"*": {"mode": "advise", "mode_waiting": "enforce"}}
     lease = running(services, "ada")
     minutes(services, lease, 60)
@@ -166,7 +166,7 @@ def test_who_was_advised_has_a_countdown_when_others_come_to_wait(services: Serv
     assert judged(services) == ["stop"]
 
 
-def test_snoozing(services: Services) -> None:
+def test_idle_stop_can_be_snoozed_only_twice(services: Services) -> None:
     lease = running(services, "ada")
     with pytest.raises(CannotSnooze, match="not going to be stopped"):
         services.idle.snooze(lease.id)
@@ -184,14 +184,14 @@ def test_snoozing(services: Services) -> None:
         services.idle.snooze(lease.id)
 
 
-def test_a_server_without_gpus_and_one_that_starts_are_not_judged(services: Services) -> None:
+def test_servers_without_gpus_or_still_starting_are_not_judged(services: Services) -> None:
     running(services, "ada", devices=0)
     acquire(services, "grace")
     assert services.idle.holding_gpus() == []
 
 
 @each_database
-def test_the_end_of_a_lease_is_the_end_of_its_row(services: Services) -> None:
+def test_idle_state_is_deleted_when_the_lease_ends(services: Services) -> None:
     lease = running(services, "ada")
     minutes(services, lease, 2)
     judged(services)
@@ -204,9 +204,7 @@ def test_the_end_of_a_lease_is_the_end_of_its_row(services: Services) -> None:
 
 
 @pytest.mark.parametrize("policy", [{"ml101": {"mode": "enforce"}}, {"*": "enforce"}])
-def test_a_mistake_in_the_policy_is_said_at_the_start(
-    database_url: str, policy: dict[str, Any]
-) -> None:
+def test_invalid_idle_policy_is_a_config_error(database_url: str, policy: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"GPUIdle\.policy"):
         open_services(database_url, when_idle=policy)
 
@@ -229,7 +227,7 @@ def culls(user: str, inactive: timedelta = HOUR_AGO, name: str = "") -> bool:
     )
 
 
-def test_the_culler_spares_whose_gpus_work(asked: Services) -> None:
+def test_culler_spares_servers_with_busy_gpus(asked: Services) -> None:
     lease = running(asked, "ada")
     assert not culls("ada")  # nothing is known yet
     minutes(asked, lease, 60, use=70)
@@ -241,7 +239,7 @@ def test_the_culler_spares_whose_gpus_work(asked: Services) -> None:
     assert culls("ada")
 
 
-def test_the_culler_stops_whose_gpus_rest_too(asked: Services) -> None:
+def test_culler_stops_inactive_servers_with_idle_gpus(asked: Services) -> None:
     asked.settings.idle.policy = {}
     lease = running(asked, "ada", server="night")
     minutes(asked, lease, 60)
@@ -250,7 +248,7 @@ def test_the_culler_stops_whose_gpus_rest_too(asked: Services) -> None:
     assert not culls("ada", name="night", inactive=timedelta(minutes=5))
 
 
-def test_the_culler_keeps_to_what_the_member_was_told(asked: Services) -> None:
+def test_culler_respects_announced_and_snoozed_stops(asked: Services) -> None:
     lease = running(asked, "ada")
     Clock.of(asked).now = utcnow() - timedelta(minutes=32)
     minutes(asked, lease, 32)
@@ -260,7 +258,7 @@ def test_the_culler_keeps_to_what_the_member_was_told(asked: Services) -> None:
     assert not culls("ada")
 
 
-def test_what_was_judged_long_ago_tells_nothing_of_now(asked: Services) -> None:
+def test_outdated_idle_state_does_not_allow_culling(asked: Services) -> None:
     lease = running(asked, "ada")
     minutes(asked, lease, 40)
     judged(asked)
@@ -279,7 +277,7 @@ def test_what_was_judged_long_ago_tells_nothing_of_now(asked: Services) -> None:
         (None, "", None),
     ],
 )
-def test_whose_server_the_hub_speaks_of(
+def test_server_is_identified_from_the_hub_url(
     url: str | None, name: str, found: ServerRef | None
 ) -> None:
     assert idle_culler.server_of({"name": name, "url": url}) == found

@@ -36,7 +36,7 @@ def read(site: HubCollector) -> dict[str, float]:
     return found
 
 
-async def test_rounds_of_each_duty_are_counted_failed_ones_too(services: Services) -> None:
+async def test_duty_rounds_are_counted_including_failures(services: Services) -> None:
     async with ScriptedHub().serving() as hub:
         tick = make_tick(services, hub)
 
@@ -57,7 +57,7 @@ def stopped(services: Services, lease_id: str) -> None:
     services.leases.release(lease_id, ended_at=services.clock(), reason="stopped")
 
 
-def test_a_day_is_told_as_it_was(services: Services) -> None:
+def test_metrics_match_credits_leases_and_devices(services: Services) -> None:
     clock = Clock.of(services)
     site = HubCollector(services)
     before = read(site)
@@ -93,7 +93,7 @@ def test_a_day_is_told_as_it_was(services: Services) -> None:
     assert seen['gpuspawner_queue_wait_seconds{quantile="0.5"}'] == 0
 
 
-def test_the_line(services: Services) -> None:
+def test_queue_metrics_report_length_and_wait_time(services: Services) -> None:
     clock = Clock.of(services)
     all_of_them = running(services, "anna", 4)
     ticket = services.queue.ask(
@@ -112,7 +112,7 @@ def test_the_line(services: Services) -> None:
     assert seen['gpuspawner_queue_wait_seconds{quantile="1"}'] == 420
 
 
-def test_totals_that_go_on_are_those_that_are_added_up_anew(services: Services) -> None:
+def test_incremental_totals_equal_recomputed_totals(services: Services) -> None:
     """Over ten days of leases: totals of the store, and what no total has yet."""
     clock = Clock.of(services)
     services.settings.credits.opening_grant = 10_000
@@ -147,7 +147,7 @@ def test_totals_that_go_on_are_those_that_are_added_up_anew(services: Services) 
     )
 
 
-def test_the_clock_that_was_set_back_counts_nothing_twice(services: Services) -> None:
+def test_clock_set_back_counts_nothing_twice(services: Services) -> None:
     clock = Clock.of(services)
     for number in range(3):
         lease = running(services, "anna")
@@ -160,7 +160,7 @@ def test_the_clock_that_was_set_back_counts_nothing_twice(services: Services) ->
     assert used.ended == {"": 3}
 
 
-def test_what_was_given_back_is_not_counted_twice(services: Services) -> None:
+def test_refund_is_counted_once(services: Services) -> None:
     clock = Clock.of(services)
     lease = running(services, "anna")
     clock.forward(hours=1)
@@ -175,7 +175,7 @@ def test_what_was_given_back_is_not_counted_twice(services: Services) -> None:
         services.reports.add_up()
 
 
-def test_what_each_gpu_did_in_the_last_minute(services: Services) -> None:
+def test_device_metrics_report_the_last_minute(services: Services) -> None:
     lease = running(services, "ada", 1)
     first, second = (view.device for view in services.monitoring.overview().devices[:2])
     assert lease.uuids == (first.uuid,)
@@ -207,7 +207,7 @@ def test_what_each_gpu_did_in_the_last_minute(services: Services) -> None:
     }
 
 
-def test_jobs_beside_servers_are_told_by_model(services: Services) -> None:
+def test_batch_job_metrics_are_grouped_by_model(services: Services) -> None:
     site = HubCollector(services)
     services.job_billing.debit(CLUSTER, [])
     services.ledger.open_account("anna")
@@ -233,7 +233,7 @@ def test_jobs_beside_servers_are_told_by_model(services: Services) -> None:
     assert seen["gpuspawner_credits_charged_total"] > 0
 
 
-def test_prometheus_hears_how_devices_are(services: Services) -> None:
+def test_health_and_drain_metrics_reflect_device_states(services: Services) -> None:
     sick, watched, drained = (device.uuid for device in services.devices.look().devices[:3])
     for uuid, cause in ((sick, "ecc"), (watched, "slowed")):
         symptom = Symptom(cause, "it was seen", services.clock())

@@ -75,7 +75,7 @@ async def chat() -> Any:
 # What arrives.
 
 
-async def test_a_notice_arrives_as_mail_once(services: Services, mail: MailServer) -> None:
+async def test_notice_is_mailed_exactly_once(services: Services, mail: MailServer) -> None:
     choose(services, "ada", address="ada+gpu@lab.example")
     title, body = "Deine GPU ist frei: Josés Platz \N{ROCKET}", "Größe <b>80 GB</b>\nbis 14:20"
     async with notifying(services, channels={"mail": mail.url}) as notifier:
@@ -93,7 +93,7 @@ async def test_a_notice_arrives_as_mail_once(services: Services, mail: MailServe
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\u2028", "\x85", "\x0b"])
-async def test_names_cannot_add_to_the_header(
+async def test_line_breaks_cannot_inject_mail_headers(
     services: Services, mail: MailServer, end: str
 ) -> None:
     """Names of servers are members' own words, and so are parts of titles."""
@@ -108,7 +108,7 @@ async def test_names_cannot_add_to_the_header(
     assert "Bcc: eve@evil.example" in got.text
 
 
-async def test_who_chose_nothing_is_told_by_the_default(
+async def test_default_channel_serves_members_without_a_choice(
     services: Services, mail: MailServer
 ) -> None:
     settings = {"channels": {"mail": mail.url}, "default_channels": {"mail": "{user}@lab.example"}}
@@ -119,7 +119,7 @@ async def test_who_chose_nothing_is_told_by_the_default(
     assert [got.to for got in mail.received] == [("ada@lab.example",)]
 
 
-async def test_only_the_kinds_that_were_chosen(services: Services, mail: MailServer) -> None:
+async def test_only_chosen_kinds_and_tests_are_mailed(services: Services, mail: MailServer) -> None:
     choose(services, "ada", kinds=[NoticeKind.STOPPED, NoticeKind.CREDITS_LOW])
     async with notifying(services, channels={"mail": mail.url}):
         for kind in NoticeKind:
@@ -128,7 +128,7 @@ async def test_only_the_kinds_that_were_chosen(services: Services, mail: MailSer
     assert {got.subject for got in mail.received} == {"stopped", "credits_low", "test"}
 
 
-async def test_many_arrive_once_each(services: Services, mail: MailServer) -> None:
+async def test_many_notices_are_each_mailed_once(services: Services, mail: MailServer) -> None:
     users = [f"user{n}" for n in range(60)]
     for user in users:
         choose(services, user)
@@ -139,7 +139,7 @@ async def test_many_arrive_once_each(services: Services, mail: MailServer) -> No
     assert sorted(got.to[0] for got in mail.received) == sorted(f"{u}@lab.example" for u in users)
 
 
-async def test_mail_goes_encrypted_to_a_server_that_proves_its_name(
+async def test_mail_requires_a_verified_tls_certificate(
     services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``mailtos://``: STARTTLS, the server's certificate is checked, and then the login."""
@@ -166,7 +166,7 @@ async def test_mail_goes_encrypted_to_a_server_that_proves_its_name(
 # What does not arrive, yet or ever.
 
 
-async def test_a_server_that_is_down_and_comes_back(
+async def test_mail_is_retried_until_the_server_returns(
     services: Services, mail: MailServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -189,7 +189,7 @@ async def test_a_server_that_is_down_and_comes_back(
     assert len(said) == 2, "it is said when it begins and when it ends"
 
 
-async def test_an_address_that_nobody_knows_is_given_up(
+async def test_rejected_address_is_given_up_after_retries(
     services: Services, mail: MailServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     mail.refused.add("ada@lab.example")
@@ -207,7 +207,7 @@ async def test_an_address_that_nobody_knows_is_given_up(
     assert bad.key in line and "ada" in line
 
 
-async def test_a_test_is_tried_once(services: Services, mail: MailServer) -> None:
+async def test_failed_test_notice_is_not_retried(services: Services, mail: MailServer) -> None:
     mail.stop()
     choose(services, "ada")
     async with notifying(services, channels={"mail": mail.url}) as notifier:
@@ -216,7 +216,7 @@ async def test_a_test_is_tried_once(services: Services, mail: MailServer) -> Non
         assert services.notifications.unsent(notifier.most_tries) == []
 
 
-async def test_a_channel_that_hangs_holds_up_no_other(
+async def test_hanging_channel_does_not_delay_others(
     services: Services, mail: MailServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifier, "SEND_SECONDS", 2.0)
@@ -242,7 +242,7 @@ async def test_a_channel_that_hangs_holds_up_no_other(
     assert len(mail.received) == 1, "what has arrived is not sent again"
 
 
-async def test_after_a_restart_only_what_failed_is_sent_again(
+async def test_restart_resends_only_failed_channels(
     services: Services, mail: MailServer, chat: Chat
 ) -> None:
     channels = {"mail": mail.url, "chat": f"json://127.0.0.1:{chat.port}/hook"}
@@ -258,7 +258,7 @@ async def test_after_a_restart_only_what_failed_is_sent_again(
     assert (len(mail.received), len(chat.posted)) == (1, 2)
 
 
-async def test_a_store_that_does_not_write_sends_nothing_twice(
+async def test_failing_store_writes_cause_no_duplicate_mail(
     services: Services, mail: MailServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk: reading works, writing does not. The failure is put in by hand."""
@@ -284,7 +284,7 @@ async def test_a_store_that_does_not_write_sends_nothing_twice(
     assert len(mail.received) == 1
 
 
-async def test_old_news_is_not_sent_and_stays_on_the_page(
+async def test_outdated_notice_is_kept_but_not_sent(
     services: Services, mail: MailServer, clock: Clock
 ) -> None:
     choose(services, "ada")
@@ -297,7 +297,9 @@ async def test_old_news_is_not_sent_and_stays_on_the_page(
     assert len(mail.received) == 1
 
 
-async def test_choices_that_the_admin_took_away(services: Services, mail: MailServer) -> None:
+async def test_removed_channel_is_skipped_and_bad_address_reported(
+    services: Services, mail: MailServer
+) -> None:
     choose(services, "ada", "gone")
     choose(services, "bob", address="#bob")
     async with notifying(services, channels={"mail": mail.url}):
@@ -309,14 +311,14 @@ async def test_choices_that_the_admin_took_away(services: Services, mail: MailSe
     assert [got.to for got in mail.received] == [("bob@lab.example",)]
 
 
-async def test_a_url_that_apprise_does_not_know(services: Services) -> None:
+async def test_unknown_url_scheme_fails_the_notice(services: Services) -> None:
     choose(services, "ada", "odd", "x")
     async with notifying(services, channels={"odd": "nosuchthing://host/{address}"}):
         failed = await tried(services, tell(services))
     assert failing(failed.error)["odd"]
 
 
-def test_a_mistake_in_the_settings_is_a_sentence(services: Services) -> None:
+def test_invalid_channel_url_is_a_config_error(services: Services) -> None:
     with pytest.raises(ConfigError, match=r"c\.GPUNotifications\.channels\['mail'\] is no URL"):
         Notifier(GPUNotifications(channels={"mail": "smtp.lab.example"}), services, services.log)
     environment = {
@@ -341,7 +343,7 @@ def test_a_mistake_in_the_settings_is_a_sentence(services: Services) -> None:
 # Secrets.
 
 
-async def test_a_secret_comes_from_a_file_of_mode_600(
+async def test_channel_secret_file_requires_mode_600(
     services: Services, chat: Chat, tmp_path: Path
 ) -> None:
     secret = tmp_path / "token"
@@ -368,7 +370,7 @@ async def test_a_secret_comes_from_a_file_of_mode_600(
             assert form not in failed.error
 
 
-async def test_a_secret_comes_from_a_variable_and_is_in_no_error(
+async def test_environment_secret_is_used_and_hidden_in_errors(
     services: Services, chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose(services, "ada", "chat", "ada")
@@ -388,7 +390,9 @@ async def test_a_secret_comes_from_a_variable_and_is_in_no_error(
     assert '"(secret)"' in failed.error and "127.0.0.1" not in failed.error
 
 
-async def test_a_whole_url_can_be_a_secret(services: Services, chat: Chat, tmp_path: Path) -> None:
+async def test_channel_url_can_be_a_secret_file(
+    services: Services, chat: Chat, tmp_path: Path
+) -> None:
     secret = tmp_path / "url"
     secret.write_text(f"json://127.0.0.1:{chat.port}/T0/B1/x?:key=a%20b\n")
     secret.chmod(0o600)
@@ -401,7 +405,7 @@ async def test_a_whole_url_can_be_a_secret(services: Services, chat: Chat, tmp_p
 # The admin's command, run for each notice.
 
 
-async def test_the_hook_gets_each_notice_once(
+async def test_hook_receives_each_notice_once(
     services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "a secret of the service")
@@ -439,7 +443,7 @@ async def test_the_hook_gets_each_notice_once(
         (["/bin/sh", "-c", "kill -9 $$"], "ended with -9"),
     ],
 )
-async def test_a_hook_that_fails_is_logged_and_forgotten(
+async def test_failing_hook_is_logged_once_and_leaves_no_process(
     services: Services,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

@@ -47,7 +47,7 @@ NOTICE = Notice(
 # The store.
 
 
-def test_a_key_is_told_once(services: Services) -> None:
+def test_notice_with_a_known_key_is_not_added_again(services: Services) -> None:
     assert services.notifications.add_notice(NOTICE)
     assert not services.notifications.add_notice(replace(NOTICE, user="bob", title="other"))
     (told,) = services.notifications.notices_of("ada")
@@ -56,7 +56,7 @@ def test_a_key_is_told_once(services: Services) -> None:
 
 
 @each_database
-async def test_several_who_tell_the_same_at_once(database_url: str) -> None:
+async def test_concurrent_writers_add_a_notice_once(database_url: str) -> None:
     stores = [Store(database_url) for _ in range(4)]
 
     def add(store: Store) -> bool:
@@ -69,7 +69,7 @@ async def test_several_who_tell_the_same_at_once(database_url: str) -> None:
         store.close()
 
 
-def test_what_is_told_is_gone_with_its_transaction(services: Services) -> None:
+def test_notice_is_rolled_back_with_its_transaction(services: Services) -> None:
     with pytest.raises(ZeroDivisionError), services.store.write() as connection:
         assert notifications_repository.add(connection, NOTICE)
         raise ZeroDivisionError
@@ -77,7 +77,7 @@ def test_what_is_told_is_gone_with_its_transaction(services: Services) -> None:
 
 
 @each_database
-def test_what_is_unsent_comes_in_order(services: Services, clock: Clock) -> None:
+def test_unsent_notices_are_listed_in_order(services: Services, clock: Clock) -> None:
     first, second, third = (tell(services, user) for user in ("ada", "bob", "ada"))
     assert services.notifications.unsent(3) == [first.id, second.id, third.id]
     services.notifications.mark(
@@ -92,7 +92,7 @@ def test_what_is_unsent_comes_in_order(services: Services, clock: Clock) -> None
 
 
 @each_database
-def test_many_are_read_at_once(services: Services) -> None:
+def test_many_notices_are_read_with_their_choices(services: Services) -> None:
     with services.store.write() as connection:
         for number in range(1203):
             notifications_repository.add(
@@ -107,7 +107,7 @@ def test_many_are_read_at_once(services: Services) -> None:
 
 
 @each_database
-def test_choices_are_kept_by_channel(services: Services) -> None:
+def test_choices_are_stored_per_member_and_channel(services: Services) -> None:
     assert services.notifications.choices("ada") == {}
     mail = ChannelChoice(
         "mail", "ada@lab.example", frozenset({NoticeKind.TURN, NoticeKind.STOPPED})
@@ -122,7 +122,7 @@ def test_choices_are_kept_by_channel(services: Services) -> None:
     assert set(services.notifications.choices("bob")) == {"mail"}
 
 
-def test_a_kind_that_this_version_does_not_know_is_left_out(services: Services) -> None:
+def test_unknown_notice_kind_is_ignored(services: Services) -> None:
     services.notifications.choose(
         "ada", [ChannelChoice("mail", "a@b.example", frozenset({NoticeKind.TURN}))]
     )
@@ -149,7 +149,7 @@ async def minutes(services: Services, hub: ScriptedHub, clock: Clock, count: int
         await make_credits(services, hub, warn_minutes=(10, 2)).round()
 
 
-async def test_everybody_whom_an_account_pays_for_is_told(
+async def test_low_group_account_notifies_every_session_owner(
     services: Services, hub: ScriptedHub, clock: Clock
 ) -> None:
     with services.store.write() as connection:

@@ -33,11 +33,11 @@ TOOLS = (
 SENT = tuple(
     f"tests/integration/notifications/test_channels.py::test_{name}"
     for name in (
-        "a_notice_arrives_as_mail_once",
-        "names_cannot_add_to_the_header",
-        "a_server_that_is_down_and_comes_back",
-        "mail_goes_encrypted_to_a_server_that_proves_its_name",
-        "a_secret_comes_from_a_file_of_mode_600",
+        "notice_is_mailed_exactly_once",
+        "line_breaks_cannot_inject_mail_headers",
+        "mail_is_retried_until_the_server_returns",
+        "mail_requires_a_verified_tls_certificate",
+        "channel_secret_file_requires_mode_600",
     )
 )
 """What an older Apprise could do in another way."""
@@ -48,7 +48,7 @@ STORED = tuple(
 )
 """What older ways to a database could do in another way. The rules are pure, and tested once."""
 
-RACES = "several_processes"
+RACES = "concurrent_processes"
 """Tests of what processes do to one another: the same with any version, and long."""
 
 PURE = (
@@ -182,7 +182,7 @@ def oldest(soak: None, wheel: Path) -> Installed:
     return Installed(python, wheel.parent / "installed")
 
 
-def test_the_wheel_runs_outside_the_checkout(processes: None, wheel: Path, tmp_path: Path) -> None:
+def test_wheel_runs_outside_the_checkout(processes: None, wheel: Path, tmp_path: Path) -> None:
     """With the versions that are installed here; pages and migrations come from the wheel."""
     target = tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -190,7 +190,7 @@ def test_the_wheel_runs_outside_the_checkout(processes: None, wheel: Path, tmp_p
     assert_runs(Installed(Path(sys.executable), target), tmp_path)
 
 
-def test_the_wheel_runs_with_the_oldest_versions(oldest: Installed, tmp_path: Path) -> None:
+def test_wheel_runs_with_the_oldest_versions(oldest: Installed, tmp_path: Path) -> None:
     assert_runs(oldest, tmp_path)
 
 
@@ -217,7 +217,7 @@ def assert_runs(installed: Installed, folder: Path) -> None:
     assert "member:alice" in accounts
 
 
-def test_the_unit_tests_pass_with_the_oldest_versions(oldest: Installed) -> None:
+def test_unit_tests_pass_with_the_oldest_versions(oldest: Installed) -> None:
     installed = oldest.run("-m", "pip", "list", "--format=json", cwd=REPO)
     versions = {entry["name"].lower(): entry["version"] for entry in json.loads(installed)}
     for name, bound in lower_bounds().items():

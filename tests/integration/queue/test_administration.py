@@ -67,7 +67,7 @@ def trail(services: Services) -> list[tuple[str, str, str, str]]:
 # Pause and drain.
 
 
-def test_while_paused_nobody_gets_a_device_and_who_asks_waits(services: Services) -> None:
+def test_paused_granting_refuses_devices_and_keeps_tickets(services: Services) -> None:
     assert services.devices.pause(actor=KIM, reason="new fans")
     assert not services.devices.pause(actor="other", reason="something else")
     ticket = wait(services, "anna")
@@ -92,7 +92,7 @@ def test_while_paused_nobody_gets_a_device_and_who_asks_waits(services: Services
     ]
 
 
-def test_a_drained_device_ends_its_session_and_gets_nobody_new(services: Services) -> None:
+def test_drained_device_keeps_session_and_gets_no_new_one(services: Services) -> None:
     lease = acquire(services, "anna")
     (uuid,) = lease.uuids
     assert services.devices.drain(uuid, actor=KIM, reason="a fan")
@@ -135,7 +135,7 @@ def test_devices_are_named_by_index_or_uuid(make: Make) -> None:
     assert trail(services) == []
 
 
-def test_a_device_that_is_gone_can_be_undrained(make: Make) -> None:
+def test_removed_device_can_be_undrained(make: Make) -> None:
     before = make(device_source="simulated:2xT4")
     gone = before.monitoring.overview().devices[1].device.uuid
     before.devices.drain(gone, actor=KIM)
@@ -148,9 +148,7 @@ def test_a_device_that_is_gone_can_be_undrained(make: Make) -> None:
 # The order.
 
 
-def test_moves_and_boosts_change_the_order_and_are_written_down(
-    full: Services, clock: Clock
-) -> None:
+def test_moves_and_boosts_reorder_the_queue_and_are_audited(full: Services, clock: Clock) -> None:
     first, second, third = each_a_minute_later(full, clock, "anna", "bert", "cara")
     moved = full.queue.move(third.id, 1, actor=KIM, reason="a demo")
     assert (moved.position, moved.version) == (1, third.version + 1)
@@ -185,7 +183,7 @@ def test_moves_and_boosts_change_the_order_and_are_written_down(
     ],
     ids=["boost", "move"],
 )
-def test_a_boost_or_a_position_that_is_none_is_refused(
+def test_invalid_boost_or_queue_position_is_rejected(
     full: Services, change: Callable[..., Ticket], values: list[Any], sentence: str
 ) -> None:
     ticket = wait(full, "anna")
@@ -199,7 +197,7 @@ def test_a_boost_or_a_position_that_is_none_is_refused(
     ("reason", "sentence"),
     [("x" * 301, "301 characters"), ("a\x00b", "nobody can read"), ("\ud800", "nobody can read")],
 )
-def test_a_reason_that_nobody_could_read_changes_nothing(
+def test_invalid_reason_is_rejected_and_changes_nothing(
     full: Services, reason: str, sentence: str
 ) -> None:
     ticket = wait(full, "anna")
@@ -221,9 +219,7 @@ def test_a_reason_that_nobody_could_read_changes_nothing(
 # Cancelling.
 
 
-def test_a_cancelled_ticket_has_its_end_written_and_its_member_is_told(
-    full: Services, clock: Clock
-) -> None:
+def test_cancelled_ticket_is_recorded_and_notifies_its_member(full: Services, clock: Clock) -> None:
     ticket, waiting = each_a_minute_later(full, clock, "anna", "bert")
     ended = full.queue.cancel(ticket.id, actor=KIM, reason=" the course\nis over ")
     assert (ended.outcome, ended.ended_at) == ("cancelled", clock.now)
@@ -246,7 +242,7 @@ def test_a_cancelled_ticket_has_its_end_written_and_its_member_is_told(
     assert full.queue.ticket(waiting.id) == waiting
 
 
-def test_a_cancel_needs_a_reason_and_a_ticket(full: Services) -> None:
+def test_cancel_requires_a_reason_and_a_known_ticket(full: Services) -> None:
     ticket = wait(full, "anna")
     with pytest.raises(InvalidRequest, match="The reason is missing"):
         full.queue.cancel(ticket.id, actor=KIM, reason="  ")
@@ -255,7 +251,7 @@ def test_a_cancel_needs_a_reason_and_a_ticket(full: Services) -> None:
     assert (full.queue.ticket(ticket.id), trail(full)) == (ticket, [])
 
 
-def test_a_cancel_that_comes_after_the_turn_is_refused(services: Services) -> None:
+def test_cancel_after_the_grant_is_refused(services: Services) -> None:
     lease = acquire(services, "owner", 4)
     ticket = wait(services, "anna")
     services.leases.release(lease.id, reason="stopped")
@@ -269,7 +265,7 @@ def test_a_cancel_that_comes_after_the_turn_is_refused(services: Services) -> No
 # Two processes: the service and the command line change what the hub grants from.
 
 
-def test_what_another_process_changed_is_seen_at_the_next_look(
+def test_queue_changes_of_other_processes_take_effect(
     full: Services, make: Make, clock: Clock
 ) -> None:
     service = make(gpu_rates={"A100": 4, "T4": "0.5"})
@@ -296,7 +292,7 @@ def test_what_another_process_changed_is_seen_at_the_next_look(
 
 
 @each_database
-def test_nothing_in_the_trail_can_be_changed_or_removed(services: Services) -> None:
+def test_audit_trail_is_append_only(services: Services) -> None:
     services.devices.pause(actor=KIM)
     before = services.audit.trail()
     for statement in ("UPDATE audit SET actor = 'me'", "DELETE FROM audit"):

@@ -74,7 +74,7 @@ def day(services: Services, clock: Clock, asked: int, seed: int = 1) -> list[boo
     return held
 
 
-def test_before_anybody_has_waited_the_ends_of_sessions_tell(make: Make, clock: Clock) -> None:
+def test_first_estimates_follow_the_session_ends(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:1xT4")
     first = services.queue.ask(
         ServerRef("ada"), ONE, engine="docker", terms=Terms(seconds=3 * 3600)
@@ -96,7 +96,7 @@ def test_before_anybody_has_waited_the_ends_of_sessions_tell(make: Make, clock: 
     assert standings[last.id].when(clock.now).endswith("(a first guess).")
 
 
-def test_a_session_without_an_end_gives_a_guess_that_says_so(
+def test_estimate_without_session_end_is_marked_as_a_guess(
     services: Services, clock: Clock
 ) -> None:
     running(services, "ada", devices=4)
@@ -106,14 +106,14 @@ def test_a_session_without_an_end_gives_a_guess_that_says_so(
     assert said.endswith("(a first guess).")
 
 
-def test_those_who_waited_teach_how_long_it_takes(make: Make, clock: Clock) -> None:
+def test_learned_estimates_hold_for_most_tickets(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:1xT4")
     held = day(services, clock, asked=160)
     assert len(held) > 40
     assert sum(held) >= 0.7 * len(held)
 
 
-def test_services_that_begin_learn_from_the_store(make: Make, clock: Clock) -> None:
+def test_new_service_learns_estimates_from_the_store(make: Make, clock: Clock) -> None:
     day(make(device_source="simulated:1xT4"), clock, asked=80)
     services = make(device_source="simulated:1xT4")
     running(services, "ada")
@@ -124,7 +124,7 @@ def test_services_that_begin_learn_from_the_store(make: Make, clock: Clock) -> N
     assert standing.estimate.high <= clock.now.timestamp() + 4 * 3600
 
 
-def test_nobody_is_promised_anything_while_granting_is_paused(make: Make, clock: Clock) -> None:
+def test_paused_granting_gives_no_start_estimate(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:1xT4")
     day(services, clock, asked=80)
     running(services, "ada")
@@ -136,7 +136,7 @@ def test_nobody_is_promised_anything_while_granting_is_paused(make: Make, clock:
     assert services.positions.standings()[ticket.id].start(clock.now)
 
 
-def test_nobody_can_say_when_a_limit_of_their_own_ends(make: Make, clock: Clock) -> None:
+def test_ticket_held_by_a_member_limit_has_no_estimate(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:1xT4,1xA100-80GB", member_limits={"devices": 1})
     day(services, clock, asked=80)
     running(services, "ada")
@@ -167,7 +167,7 @@ def start(services: Services, user: str, hours: float | None, request: Request =
     return lease.id
 
 
-def test_what_is_free_starts_at_once(make: Make, clock: Clock) -> None:
+def test_outlook_is_immediate_when_devices_are_free(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:2xA100-80GB,1xT4")
     assert outlook(services, clock, ONE) == Outlook(3, 3, at_once=True)
     assert outlook(services, clock, BIG) == Outlook(2, 2, at_once=True)
@@ -183,7 +183,7 @@ def _left(hours: float, seconds: int) -> timedelta:
     return timedelta(hours=hours) - timedelta(seconds=seconds - 3)
 
 
-def test_the_ends_of_sessions_say_how_long_at_most(make: Make, clock: Clock) -> None:
+def test_outlook_maximum_follows_the_session_ends(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:2xT4")
     start(services, "ada", 1)
     start(services, "bob", 3)
@@ -200,7 +200,7 @@ def test_the_ends_of_sessions_say_how_long_at_most(make: Make, clock: Clock) -> 
     assert start_free.ahead == 1
 
 
-def test_while_granting_is_paused_nothing_is_promised(make: Make, clock: Clock) -> None:
+def test_outlook_is_not_immediate_while_granting_is_paused(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:1xT4")
     services.devices.pause(actor="root", reason="new fans")
     assert outlook(services, clock, ONE) == Outlook(1, 1, at_once=False)
@@ -208,7 +208,7 @@ def test_while_granting_is_paused_nothing_is_promised(make: Make, clock: Clock) 
     assert outlook(services, clock, ONE).at_once
 
 
-def test_those_who_waited_tell_how_long_it_takes(make: Make, clock: Clock) -> None:
+def test_outlook_likely_wait_follows_past_waits(make: Make, clock: Clock) -> None:
     """An hour each, one after the other: who comes now is told about that of a wait."""
     services = make(device_source="simulated:1xT4")
     for number in range(40):
@@ -231,7 +231,7 @@ def test_those_who_waited_tell_how_long_it_takes(make: Make, clock: Clock) -> No
     assert likely is not None and timedelta(minutes=20) <= likely <= 3 * HOUR
 
 
-def test_one_look_serves_everybody_for_a_moment(make: Make, clock: Clock) -> None:
+def test_outlook_is_cached_briefly(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:1xT4")
     assert outlook(services, clock, ONE).at_once
     start(services, "ada", None)
@@ -239,7 +239,7 @@ def test_one_look_serves_everybody_for_a_moment(make: Make, clock: Clock) -> Non
     assert not outlook(services, clock, ONE).at_once
 
 
-def test_a_request_that_never_fits_is_named(make: Make) -> None:
+def test_request_that_can_never_fit_is_rejected(make: Make) -> None:
     services = make(device_source="simulated:1xT4")
     services.positions.require_fit(ONE)
     start(services, "ada", None)

@@ -52,7 +52,7 @@ def check(
     assert problems(services.store) == []
 
 
-def test_200_cancels_while_200_grants_run_in_processes(
+def test_concurrent_cancels_and_grants_agree_across_processes(
     services: Services, database_url: str
 ) -> None:
     """The hub grants; two accounting services, of which each cancels on four threads."""
@@ -66,7 +66,7 @@ def test_200_cancels_while_200_grants_run_in_processes(
     check(services, ids, started, [entry for some in cancels for entry in some])
 
 
-def test_200_cancels_while_200_grants_run_in_threads(services: Services) -> None:
+def test_concurrent_cancels_and_grants_agree_across_threads(services: Services) -> None:
     """One hub, whose members stop their spawns while others get their turn."""
     ids, pace = racing_line.make_line(services, TICKETS), racing_line.Pace(CANCELS)
     granting = services.store.executor.submit(racing_line.grant_all, services, ids, pace)

@@ -25,9 +25,7 @@ def ask(services: Services, user: str, server: str = "", devices: int = 1, **ter
 @pytest.mark.parametrize(
     "limits", [{"member_limits": {"devices": 2}}, {"group_limits": {"guests": {"devices": 2}}}]
 )
-def test_more_than_a_limit_allows_is_refused_and_not_left_waiting(
-    make: Make, limits: dict[str, Any]
-) -> None:
+def test_request_above_a_device_limit_is_refused(make: Make, limits: dict[str, Any]) -> None:
     services = make(**limits)
     with pytest.raises(TooMuchAsked, match=r"You asked for 3 GPUs, and 2 at once is your limit\."):
         ask(services, "anna", devices=3)
@@ -37,14 +35,14 @@ def test_more_than_a_limit_allows_is_refused_and_not_left_waiting(
     assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
 
 
-def test_more_hours_than_a_limit_allows_are_refused(make: Make) -> None:
+def test_request_above_the_gpu_hour_limit_is_refused(make: Make) -> None:
     services = make(member_limits={"gpu_hours": 4})
     with pytest.raises(TooMuchAsked, match="You asked for 6 GPU-hours, and 4 is your limit"):
         ask(services, "anna", devices=2, seconds=3 * 3600)
     assert isinstance(ask(services, "anna", devices=2, seconds=2 * 3600), Ticket)
 
 
-def test_a_limit_that_is_reached_keeps_waiting_and_says_so(make: Make) -> None:
+def test_ticket_at_a_device_limit_waits_with_a_reason(make: Make) -> None:
     services = make(member_limits={"devices": 2, "tickets": 3})
     lease = acquire(services, "anna", 2, "one")
     ticket = ask(services, "anna", "two")
@@ -54,7 +52,7 @@ def test_a_limit_that_is_reached_keeps_waiting_and_says_so(make: Make) -> None:
     assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
 
 
-def test_another_request_for_the_same_server_takes_the_place_of_the_first(make: Make) -> None:
+def test_new_request_for_a_server_replaces_its_ticket(make: Make) -> None:
     services = make(member_limits={"tickets": 1})
     acquire(services, "owner", 4)
     first = ask(services, "anna")
@@ -67,7 +65,7 @@ def test_another_request_for_the_same_server_takes_the_place_of_the_first(make: 
     assert not isinstance(second, Lease)
 
 
-def test_other_hours_for_the_same_devices_keep_the_place(make: Make) -> None:
+def test_changed_hours_keep_the_queue_position(make: Make) -> None:
     services = make(
         member_limits={"tickets": 1, "gpu_hours": 8}, group_limits={"guests": {"tickets": 2}}
     )
@@ -117,7 +115,7 @@ def turns(services: Services) -> list[str]:
     return [users[ticket] for ticket in services.queue.turns(frozenset(users))]
 
 
-def test_the_line_goes_on(services: Services, clock: Clock) -> None:
+def test_queue_continues_after_the_clock_is_set_back(services: Services, clock: Clock) -> None:
     line_up(services, "dan")
     clock.forward(minutes=10)
     line_up(services, "eve")
@@ -137,7 +135,7 @@ def test_the_line_goes_on(services: Services, clock: Clock) -> None:
     assert services.queue.waiting() == []
 
 
-def test_nobody_pays_twice_and_nobody_is_paid_back(services: Services, clock: Clock) -> None:
+def test_clock_set_back_causes_no_double_charge_or_refund(services: Services, clock: Clock) -> None:
     half_an_hour = 2_000_000
     clock.forward(hours=-1)
     assert services.ledger.charge_all() == 0, "that time was paid for"
@@ -154,7 +152,7 @@ def test_nobody_pays_twice_and_nobody_is_paid_back(services: Services, clock: Cl
     assert still.charged == owed(still.rate, T0, clock.now) == 2 * half_an_hour
 
 
-def test_who_was_seen_last_pays_up_to_then(services: Services, clock: Clock) -> None:
+def test_clock_set_back_charges_up_to_the_last_sighting(services: Services, clock: Clock) -> None:
     lease = lease_of(services, "runner0")
     open_leases = services.leases.open_leases()
     seen = [Sighting(lease_id=x.id, ref="c", server=x.server, alive=True) for x in open_leases]
@@ -164,7 +162,9 @@ def test_who_was_seen_last_pays_up_to_then(services: Services, clock: Clock) -> 
     assert ended.charged == lease.charged == owed(lease.rate, T0, ended.ended_at or T0)
 
 
-def test_a_ticket_without_a_spawn_gives_way_all_the_same(services: Services, clock: Clock) -> None:
+def test_ticket_without_a_spawn_yields_after_clock_set_back(
+    services: Services, clock: Clock
+) -> None:
     dan = line_up(services, "dan")
     clock.forward(minutes=1)
     eve = line_up(services, "eve")

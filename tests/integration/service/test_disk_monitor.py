@@ -90,7 +90,7 @@ def server(services: Services, user: str, devices: int = 0) -> Lease:
     return services.leases.confirm(lease.id, f"container-{lease.id}")
 
 
-async def test_who_is_near_is_warned_once_and_who_is_over_is_stopped(
+async def test_container_is_warned_near_limit_and_stopped_above_it(
     services: Services, engine: ScriptedEngine, now: None
 ) -> None:
     ada, bob, carl = server(services, "ada", 1), server(services, "bob"), server(services, "carl")
@@ -135,7 +135,7 @@ async def test_who_is_near_is_warned_once_and_who_is_over_is_stopped(
     assert not services.leases.get(ada.id).outcome and not services.leases.get(carl.id).outcome
 
 
-async def test_a_container_that_takes_long_holds_up_no_other(
+async def test_slow_disk_check_does_not_delay_other_containers(
     services: Services, engine: ScriptedEngine, now: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_monitor, "ROUND_SECONDS", 0.2)
@@ -157,7 +157,7 @@ async def test_a_container_that_takes_long_holds_up_no_other(
         await asyncio.sleep(0.01)
 
 
-async def test_what_an_admin_has_to_see_to_is_in_the_log(
+async def test_engine_outage_and_low_disk_space_are_logged(
     services: Services,
     engine: ScriptedEngine,
     now: None,
@@ -183,7 +183,7 @@ async def test_what_an_admin_has_to_see_to_is_in_the_log(
     )
 
 
-async def test_an_engine_without_servers_is_not_asked(
+async def test_engine_without_servers_is_not_queried(
     services: Services, engine: ScriptedEngine
 ) -> None:
     """Where servers are local processes there may be none at all."""

@@ -27,7 +27,7 @@ async def test_every_page_of_servers_is_read(hub: ScriptedHub) -> None:
     assert len(hub.asked) == 3
 
 
-async def test_names_are_quoted(hub: ScriptedHub) -> None:
+async def test_user_and_server_names_are_url_quoted(hub: ScriptedHub) -> None:
     odd = ServerRef("a/b ü@c", "x/y?z")
     hub.has(odd)
     client = hub.client()
@@ -48,7 +48,7 @@ async def test_names_are_quoted(hub: ScriptedHub) -> None:
         (200, '{"items": [{"name": "ada"}], "_pagination": {"next": null}}', "holds servers"),
     ],
 )
-async def test_other_answers_are_sentences(
+async def test_unexpected_hub_responses_raise_unavailable(
     hub: ScriptedHub, status: int, body: str | None, sentence: str
 ) -> None:
     hub.status, hub.body = status, body
@@ -57,7 +57,7 @@ async def test_other_answers_are_sentences(
         await client.servers()
 
 
-async def test_no_answer_is_a_sentence() -> None:
+async def test_unreachable_hub_raises_unavailable() -> None:
     listening, port = bind_unused_port()
     listening.close()
     with pytest.raises(Unavailable, match="does not answer"):

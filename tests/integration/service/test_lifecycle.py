@@ -39,9 +39,7 @@ signal.signal(signal.SIGUSR1, hang_for_good)
 """
 
 
-def test_a_duty_that_fails_is_restarted_and_seen_in_the_metrics(
-    processes: None, tmp_path: Path
-) -> None:
+def test_failed_duty_is_restarted_and_counted_in_metrics(processes: None, tmp_path: Path) -> None:
     sampled = {"GPUMonitoring": {"sample_seconds": 1}}
     with ServiceProcess(tmp_path, sampled, before=FAILS_ONCE) as service:
         wait_for(lambda: service.rounds("sick_gpus") > 0, "sampling after its failure")
@@ -54,7 +52,7 @@ def test_a_duty_that_fails_is_restarted_and_seen_in_the_metrics(
         assert "ValueError: nobody foresaw this" in service.log_text()
 
 
-def test_a_service_that_hangs_ends_itself_and_says_where(processes: None, tmp_path: Path) -> None:
+def test_hanging_service_exits_and_logs_where_it_hung(processes: None, tmp_path: Path) -> None:
     with ServiceProcess(tmp_path, before=HANGS) as service:
         service.wait_rounds(2)
         ended = service.process
@@ -72,7 +70,7 @@ def test_a_service_that_hangs_ends_itself_and_says_where(processes: None, tmp_pa
 LOG = logging.getLogger("secret")
 
 
-def test_a_form_that_is_open_during_a_restart_is_taken(processes: None, tmp_path: Path) -> None:
+def test_form_opened_before_a_restart_is_accepted(processes: None, tmp_path: Path) -> None:
     with ServiceProcess(tmp_path) as service:
         ada = service.sign_in("ada")
         form = {"account": "member:ada", "_xsrf": ada.cookies.get("_xsrf", path=PREFIX)}
@@ -84,7 +82,7 @@ def test_a_form_that_is_open_during_a_restart_is_taken(processes: None, tmp_path
         assert sent.status_code in (302, 303), sent.text
 
 
-def test_the_cookie_secret_is_kept_for_the_service_alone(tmp_path: Path) -> None:
+def test_cookie_secret_is_persistent_and_private(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/gpu.sqlite"
     secret = read_cookie_secret(url, LOG)
     path = tmp_path / NAME
@@ -94,7 +92,7 @@ def test_the_cookie_secret_is_kept_for_the_service_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("spoil", ["mode", "length", "link"])
-def test_a_cookie_secret_that_cannot_be_trusted_is_not_used(tmp_path: Path, spoil: str) -> None:
+def test_untrusted_cookie_secret_is_not_used(tmp_path: Path, spoil: str) -> None:
     url = f"sqlite:///{tmp_path}/gpu.sqlite"
     secret = read_cookie_secret(url, LOG)
     path = tmp_path / NAME
@@ -112,7 +110,7 @@ def test_a_cookie_secret_that_cannot_be_trusted_is_not_used(tmp_path: Path, spoi
         assert read_cookie_secret(url, LOG) == found
 
 
-def test_a_folder_that_cannot_be_written_to_costs_no_start(
+def test_unwritable_secret_folder_only_logs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"sqlite:///{tmp_path}/missing/gpu.sqlite"
@@ -120,6 +118,6 @@ def test_a_folder_that_cannot_be_written_to_costs_no_start(
     assert "forms that are open at a restart will be refused" in caplog.text
 
 
-def test_a_database_on_a_server_leaves_the_secret_in_the_working_directory() -> None:
+def test_secret_without_database_file_is_in_working_directory() -> None:
     assert secret_file("postgresql://db/gpus") == Path(NAME)
     assert secret_file("sqlite://") == Path(NAME)

@@ -27,7 +27,7 @@ def services(make: Make) -> Services:
     return make(**SITE)
 
 
-async def test_what_lives_is_adopted_and_what_is_gone_is_settled(
+async def test_running_server_is_adopted_and_ended_server_is_settled(
     services: Services, hub: ScriptedHub, clock: Clock, server: Start
 ) -> None:
     lease = services.leases.grant(
@@ -58,7 +58,7 @@ async def test_what_lives_is_adopted_and_what_is_gone_is_settled(
 
 
 @pytest.mark.parametrize("why", ["nobody owns it", "its member was removed", "its lease ended"])
-async def test_a_server_that_should_not_run_is_ended_and_then_settled(
+async def test_unwanted_server_is_stopped_and_then_settled(
     services: Services, hub: ScriptedHub, clock: Clock, server: Start, why: str
 ) -> None:
     lease, other = running(services, "ada"), running(services, "eve", devices=0)
@@ -81,7 +81,7 @@ async def test_a_server_that_should_not_run_is_ended_and_then_settled(
     assert services.leases.get(lease.id).state is LeaseState.ENDED
 
 
-async def test_a_server_that_the_list_missed_is_left_alone(
+async def test_server_missing_from_hub_list_is_checked_by_name(
     services: Services, hub: ScriptedHub, clock: Clock, server: Start
 ) -> None:
     """Pages shift when others stop between them; the Hub is asked by name before an end."""
@@ -96,7 +96,7 @@ async def test_a_server_that_the_list_missed_is_left_alone(
     assert services.leases.get(lease.id).state is LeaseState.RUNNING
 
 
-async def test_a_server_of_a_renamed_member_goes_on(
+async def test_server_of_a_renamed_member_keeps_running(
     services: Services, hub: ScriptedHub, clock: Clock, server: Start
 ) -> None:
     """The Hub has it under the new name alone, and writes that down at its next look."""
@@ -122,7 +122,7 @@ async def test_a_server_of_a_renamed_member_goes_on(
     assert process.wait(timeout=120) != 0, "the Hub does not know it any more"
 
 
-def test_a_rename_does_not_touch_an_ended_lease_or_another(services: Services) -> None:
+def test_rename_changes_neither_ended_nor_other_leases(services: Services) -> None:
     lease, other = running(services, "ada"), running(services, "eve")
     assert services.leases.follow_rename(lease.id, other.server).server == lease.server
     services.leases.release(lease.id, reason="stopped")
@@ -130,7 +130,7 @@ def test_a_rename_does_not_touch_an_ended_lease_or_another(services: Services) -
     assert services.audit.trail() == []
 
 
-async def test_a_server_of_another_hub_is_left_alone(
+async def test_server_of_another_hub_is_left_alone(
     services: Services, hub: ScriptedHub, clock: Clock, server: Start
 ) -> None:
     ours = running(services, "ada", devices=0)
@@ -156,7 +156,7 @@ class Meanwhile(LocalEngine):
         return found
 
 
-async def test_a_server_that_comes_up_during_the_look_keeps_its_lease(
+async def test_server_starting_during_reconciliation_keeps_its_lease(
     services: Services, hub: ScriptedHub, clock: Clock, server: Start
 ) -> None:
     """The image was pulled for an hour, and the container came up behind the engine's list."""
@@ -184,7 +184,7 @@ class Silent(LocalEngine):
         raise EngineUnavailable()
 
 
-async def test_what_does_not_answer_changes_nothing_and_is_said_once(
+async def test_engine_or_hub_outage_changes_nothing_and_logs_once(
     services: Services,
     hub: ScriptedHub,
     clock: Clock,
@@ -217,7 +217,9 @@ async def test_what_does_not_answer_changes_nothing_and_is_said_once(
     assert told(caplog.records)[3].endswith("all is well again")
 
 
-async def test_the_store_gone_and_back(postgres: Any, clock: Clock, hub: ScriptedHub) -> None:
+async def test_charging_catches_up_after_a_database_outage(
+    postgres: Any, clock: Clock, hub: ScriptedHub
+) -> None:
     services = make_services(
         database_url=postgres.fresh_database(),
         device_source="simulated:1xA100-80GB",

@@ -51,7 +51,7 @@ def service(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield service
 
 
-def test_a_form_without_its_xsrf_cookie_is_refused_and_charging_goes_on(
+def test_form_without_xsrf_cookie_is_rejected(
     service: ServiceProcess,
 ) -> None:
     ada = service.sign_in("ada")
@@ -67,7 +67,7 @@ def test_a_form_without_its_xsrf_cookie_is_refused_and_charging_goes_on(
     service.wait_rounds(2)
 
 
-def test_every_route_answers_whatever_is_forged(service: ServiceProcess) -> None:
+def test_every_route_survives_forged_requests(service: ServiceProcess) -> None:
     """Session cookies, XSRF cookies, proofs and bodies that are missing, wrong or another's."""
     ada, bob = service.sign_in("ada"), service.sign_in("bob")
     foreign = bob.cookies.get("_xsrf", path=PREFIX)
@@ -131,7 +131,7 @@ MOST_BYTES = 256 * 1024 * 1024
 """What :mod:`gpuspawner.web.app` says that so many connections hold at the most."""
 
 
-def test_a_thousand_hostile_connections_hold_little_memory(service: ServiceProcess) -> None:
+def test_hostile_connections_use_bounded_memory(service: ServiceProcess) -> None:
     """Headers without an end, bodies just below the limit, and bodies far above it."""
     service.ask("GET", "api/me", "ada")
     before = service.rss
@@ -159,7 +159,7 @@ def test_a_thousand_hostile_connections_hold_little_memory(service: ServiceProce
         assert service.rss - before < MOST_BYTES
 
 
-def test_only_admins_send_large_bodies(service: ServiceProcess) -> None:
+def test_only_admins_can_send_large_bodies(service: ServiceProcess) -> None:
     lines = "\n".join(f"member{number},5" for number in range(30_000))
     assert BODY_BYTES < len(lines) < 1024 * 1024
     sent = {"json": {"csv": lines, "reason": "x", "dry_run": True}}
@@ -181,7 +181,7 @@ def _is_refused_early(service: ServiceProcess, path: str, user: str, **sent: Any
         return True
 
 
-def test_a_request_that_is_never_finished_is_ended(processes: None, tmp_path: Path) -> None:
+def test_unfinished_request_is_closed_after_a_timeout(processes: None, tmp_path: Path) -> None:
     head = f"POST {PREFIX}payer HTTP/1.1\r\nHost: x\r\n".encode()
     quick = "from gpuspawner.web import app\napp.HEADER_SECONDS = app.BODY_SECONDS = 0.5"
     with ServiceProcess(tmp_path, before=quick) as service, ExitStack() as stack:
@@ -192,7 +192,7 @@ def test_a_request_that_is_never_finished_is_ended(processes: None, tmp_path: Pa
             assert connection.recv(1000) == b"", sent
 
 
-def test_connections_beyond_the_most_are_closed(processes: None, tmp_path: Path) -> None:
+def test_connections_above_the_limit_are_closed(processes: None, tmp_path: Path) -> None:
     few = "from gpuspawner.web import app\napp.MOST_CONNECTIONS = 10"
     with ServiceProcess(tmp_path, before=few) as service:
         with ExitStack() as stack:

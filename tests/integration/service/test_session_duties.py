@@ -69,7 +69,7 @@ async def rounds(sessions: SessionDuty, until: Callable[[], bool], limit: float 
         await asyncio.sleep(0.01)
 
 
-async def test_a_session_that_is_over_is_stopped_until_it_is_gone(
+async def test_expired_session_is_stopped_until_it_is_gone(
     services: Services, hub: ScriptedHub, clock: Clock, duty: Duties, pauses: None
 ) -> None:
     lease = session(services, "ada")
@@ -90,7 +90,7 @@ async def test_a_session_that_is_over_is_stopped_until_it_is_gone(
     assert len(hub.stopped) <= asked + 1, "one may have been on its way"
 
 
-async def test_a_stop_is_not_asked_for_again_while_one_is_under_way(
+async def test_stop_in_progress_is_not_requested_again(
     services: Services,
     hub: ScriptedHub,
     clock: Clock,
@@ -119,7 +119,7 @@ async def test_a_stop_is_not_asked_for_again_while_one_is_under_way(
     await rounds(sessions, lambda: asked.count("ada") >= 2)
 
 
-async def test_an_hour_of_failures_and_it_is_still_tried(
+async def test_failing_stop_is_retried_until_it_succeeds(
     services: Services,
     hub: ScriptedHub,
     clock: Clock,
@@ -143,7 +143,7 @@ async def test_an_hour_of_failures_and_it_is_still_tried(
     assert len(services.notifications.notices_of("ada")) == 1
 
 
-async def test_pauses_between_tries_grow_to_a_minute(
+async def test_retry_delay_doubles_up_to_a_minute(
     services: Services,
     hub: ScriptedHub,
     clock: Clock,
@@ -171,7 +171,7 @@ async def test_pauses_between_tries_grow_to_a_minute(
     assert waited == [2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
 
 
-async def test_a_new_server_under_the_same_name_is_left_alone(
+async def test_stop_spares_a_newer_server_of_the_same_name(
     services: Services, hub: ScriptedHub, clock: Clock, duty: Duties, pauses: None
 ) -> None:
     lease = session(services, "ada")
@@ -189,7 +189,7 @@ async def test_a_new_server_under_the_same_name_is_left_alone(
     assert hub.stopped == []
 
 
-async def test_orders_of_other_processes_are_carried_out(
+async def test_stop_orders_of_other_processes_are_executed(
     database_url: str,
     services: Services,
     hub: ScriptedHub,
@@ -207,7 +207,7 @@ async def test_orders_of_other_processes_are_carried_out(
     await rounds(duty(), lambda: {"ada/", "bob/"} <= set(hub.stopped))
 
 
-async def test_a_server_that_the_hub_does_not_know_is_left_to_the_engine(
+async def test_session_unknown_to_the_hub_keeps_its_lease(
     services: Services,
     hub: ScriptedHub,
     clock: Clock,
@@ -229,7 +229,7 @@ def kept(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-async def test_the_hook_hears_of_each_warning_and_of_the_end_once(
+async def test_hook_runs_once_per_warning_and_session_end(
     services: Services, clock: Clock, duty: Duties, tmp_path: Path
 ) -> None:
     file = tmp_path / "told"

@@ -42,7 +42,7 @@ def people(database_url: str, tmp_path: Path) -> Iterator[Services]:
     services.store.close()
 
 
-def test_members_are_known_by_the_group_that_they_count_on(people: Services) -> None:
+def test_members_map_to_slurm_accounts_by_group(people: Services) -> None:
     with people.store.write() as connection:
         put_roster(connection, [RosterEntry("bert", groups=("research",))], T0)
     people.cluster_members.note_groups({"research": ["anna"], "course": ["anna", "Ann Lee"]})
@@ -59,7 +59,7 @@ def test_members_are_known_by_the_group_that_they_count_on(people: Services) -> 
     assert asked.qos["gpuspawner-low"] == 0 < asked.qos["gpuspawner-course"]
 
 
-def test_before_the_hub_says_it_the_roster_does(people: Services) -> None:
+def test_roster_groups_apply_until_the_hub_reports_groups(people: Services) -> None:
     with people.store.write() as connection:
         put_roster(connection, [RosterEntry("bert", groups=("research",))], T0)
     assert {each.member: each.group for each in people.cluster_members.people()}[
@@ -67,7 +67,7 @@ def test_before_the_hub_says_it_the_roster_does(people: Services) -> None:
     ] == "research"
 
 
-def test_whose_account_is_empty_gets_no_gpu_unless_another_one_pays(people: Services) -> None:
+def test_empty_account_blocks_gpus_unless_another_account_pays(people: Services) -> None:
     people.ledger.grant("member:anna", -MICRO, actor="admin", reason="gone")
     people.ledger.grant("member:bert", -MICRO, actor="admin", reason="gone")
 

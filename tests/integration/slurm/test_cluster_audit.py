@@ -55,7 +55,7 @@ def holder(ticket: str, number: int = 1, **cells: Any) -> JobRun:
     return run(number, name=f"gpuspawner-{ticket}", **cells)
 
 
-def test_a_session_and_its_job(services: Services) -> None:
+def test_audit_reports_sessions_that_differ_from_slurm_jobs(services: Services) -> None:
     wait_in_line(services, "aa")
     lease = session(services, "aa")
     cases: list[tuple[list[JobRun], list[str]]] = [
@@ -80,13 +80,13 @@ def test_a_session_and_its_job(services: Services) -> None:
         assert all(each.subject == "lease laa0 of anna/aa" for each in found)
 
 
-def test_one_job_for_two_sessions_of_a_ticket_after_a_crash(services: Services) -> None:
+def test_one_job_may_cover_two_sessions_after_a_crash(services: Services) -> None:
     wait_in_line(services, "aa")
     mine = [session(services, "aa", 0, 100), session(services, "aa", 160, 3600)]
     assert services.cluster_audit.compare(mine, {"aa": [holder("aa")]}) == []
 
 
-def test_devices_that_no_session_had(services: Services) -> None:
+def test_audit_reports_jobs_without_a_session(services: Services) -> None:
     wait_in_line(services, "aa")
     runs = [holder("aa", seconds=90), holder("unknown", 2)]
     assert [str(each) for each in services.cluster_audit.compare([], {}, runs)] == [

@@ -58,7 +58,7 @@ def lines(services: Services, account: str = "member:anna") -> list[str]:
 
 
 @each_database
-def test_a_job_is_paid_once_at_the_rate_of_its_devices(services: Services) -> None:
+def test_job_is_charged_once_at_its_device_rate(services: Services) -> None:
     runs = [run(7, seconds=5400, gpus={"a100": 2})]
     assert services.job_billing.debit(CLUSTER, runs).amount == 12 * MICRO
     assert services.job_billing.debit(CLUSTER, runs).amount == 0
@@ -80,7 +80,9 @@ def test_a_job_is_paid_once_at_the_rate_of_its_devices(services: Services) -> No
     ],
     ids=str,
 )
-def test_what_a_job_pays(services: Services, cells: dict[str, Any], paid: float) -> None:
+def test_job_charge_follows_devices_time_and_rate(
+    services: Services, cells: dict[str, Any], paid: float
+) -> None:
     services.ledger.open_account("Ann Lee")
     assert services.job_billing.debit(CLUSTER, [run(1, **cells)]).amount == round(paid * MICRO)
     again = run(1, T0 + timedelta(hours=3))  # the same number, and another job
@@ -90,7 +92,7 @@ def test_what_a_job_pays(services: Services, cells: dict[str, Any], paid: float)
     assert services.job_billing.debit(CLUSTER, [again, later]).amount == 40 * MICRO
 
 
-def test_one_that_goes_on_is_paid_by_the_hour_and_to_the_second_at_its_end(
+def test_running_job_is_charged_hourly_and_exactly_at_end(
     services: Services,
 ) -> None:
     for minutes, paid in ((59, 0), (60, 4), (61, 4), (119, 4), (125, 8)):
@@ -111,13 +113,13 @@ def test_one_that_goes_on_is_paid_by_the_hour_and_to_the_second_at_its_end(
     ]
 
 
-def test_what_the_controller_lost_is_not_paid_on_and_on(services: Services) -> None:
+def test_job_lost_by_the_controller_is_not_charged(services: Services) -> None:
     going = [run(1, seconds=None, ran=3600), run(2, seconds=None, ran=3600)]
     services.job_billing.debit(CLUSTER, going, living={"1"})
     assert credits_of(services) == 96
 
 
-def test_somebody_unknown_pays_nothing_and_is_named(services: Services) -> None:
+def test_unknown_user_is_reported_and_not_charged(services: Services) -> None:
     runs = [run(1, user="bert"), run(2, user="u-_zz")]
     assert services.job_billing.debit(CLUSTER, runs).unknown == ("bert", "u-_zz")
     services.ledger.open_account("bert")  # for what comes, not for what was
@@ -129,7 +131,7 @@ def test_somebody_unknown_pays_nothing_and_is_named(services: Services) -> None:
     }
 
 
-def test_the_group_pays_that_usually_does(services: Services) -> None:
+def test_default_group_account_pays_only_for_its_members(services: Services) -> None:
     open_group(services, "lab")
     services.ledger.grant("group:lab", 50 * MICRO, actor="admin", reason="start")
     services.ledger.keep_payer("anna", "group:lab", actor="anna", groups=["lab"])
@@ -142,13 +144,13 @@ def test_the_group_pays_that_usually_does(services: Services) -> None:
     assert credits_of(services) == 96
 
 
-def test_any_name_can_stand_on_a_statement(services: Services) -> None:
+def test_job_name_is_sanitized_on_the_statement(services: Services) -> None:
     services.job_billing.debit(CLUSTER, [run(1, name="a\nb\x1b[31m" + "x" * 200)])
     assert lines(services)[0].startswith("Batch job 1 (a?b?[31mxxx")
     assert len(lines(services)[0]) < 200
 
 
-def test_late_news_of_a_job_spends_the_credits_that_were_there_then(services: Services) -> None:
+def test_late_job_uses_credits_valid_at_its_time(services: Services) -> None:
     ends = T0 + LATER + timedelta(hours=1)
     services.ledger.grant("member:anna", 10 * MICRO, actor="admin", reason="week", until=ends)
     Clock.of(services).forward(hours=2)
@@ -162,7 +164,7 @@ def test_late_news_of_a_job_spends_the_credits_that_were_there_then(services: Se
 # Which jobs are servers'.
 
 
-def test_what_a_server_runs_on_is_no_job_beside_it_and_a_name_alone_makes_none_free(
+def test_only_the_genuine_server_job_is_free_of_charge(
     services: Services,
 ) -> None:
     wait_in_line(services, "cc")
@@ -186,7 +188,7 @@ def test_what_a_server_runs_on_is_no_job_beside_it_and_a_name_alone_makes_none_f
 
 
 @each_database
-def test_what_was_once_paid_is_paid_when_its_namesakes_are_forgotten(services: Services) -> None:
+def test_forged_server_job_is_charged_when_listed_alone(services: Services) -> None:
     """A second job by a server's name goes on for days, and nothing is read of the first one."""
     ticket = wait_in_line(services, "aa")
     with services.store.write() as connection:
@@ -210,14 +212,14 @@ def paid_exactly(services: Services) -> None:
 
 
 @each_database
-def test_two_services_at_once_charge_once(services: Services, database_url: str) -> None:
+def test_concurrent_services_charge_each_job_once(services: Services, database_url: str) -> None:
     amounts = racers.together(*[(debit_together, database_url)] * 3)
     paid_exactly(services)
     assert sum(amounts) == 100 * MICRO - services.ledger.account("member:anna").balance
 
 
 @each_database
-def test_killed_anywhere_every_job_is_paid_once(
+def test_job_is_charged_once_whenever_the_service_is_killed(
     services: Services, database_url: str, rounds: Rounds, chance: random.Random
 ) -> None:
     for _ in range(rounds(60)):
@@ -266,7 +268,7 @@ def writes(services: Services, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
 # What is known only later.
 
 
-def test_a_price_waits_for_the_model_that_comes_late(services: Services, clock: Clock) -> None:
+def test_charge_waits_until_the_device_model_is_known(services: Services, clock: Clock) -> None:
     half = {"gpus": {"": 1}, "nodes": ("m1", "m2")}
     for _ in range(2):
         assert services.job_billing.debit(CLUSTER, [run(1, **half)], until=clock.now).jobs == 0
@@ -278,7 +280,9 @@ def test_a_price_waits_for_the_model_that_comes_late(services: Services, clock: 
     assert read_up_to(services) == LATER
 
 
-def test_what_nobody_can_ever_say_costs_the_lowest(services: Services, clock: Clock) -> None:
+def test_unknown_device_model_is_charged_at_the_lowest_rate(
+    services: Services, clock: Clock
+) -> None:
     lost = [
         run(1, gpus={"": 1}, nodes=("gone",)),
         run(2, seconds=None, ran=7200, gpus={"": 1}, nodes=()),
@@ -296,7 +300,7 @@ def test_what_nobody_can_ever_say_costs_the_lowest(services: Services, clock: Cl
     }
 
 
-def test_what_a_job_had_may_come_after_its_end(services: Services, clock: Clock) -> None:
+def test_devices_reported_after_the_job_end_are_charged(services: Services, clock: Clock) -> None:
     nothing = {"gpus": {}, "told": False}
     services.job_billing.debit(
         CLUSTER, [run(1, **nothing), run(2, seconds=0, **nothing)], until=clock.now
@@ -309,7 +313,7 @@ def test_what_a_job_had_may_come_after_its_end(services: Services, clock: Clock)
 # How far it was read.
 
 
-def test_what_a_clock_ahead_wrote_is_taken_back(services: Services, clock: Clock) -> None:
+def test_read_position_from_a_fast_clock_is_reset(services: Services, clock: Clock) -> None:
     services.job_billing.debit(CLUSTER, [], until=clock.now)
     clock.forward(days=2)
     services.job_billing.debit(CLUSTER, [], until=clock.now)
@@ -319,7 +323,7 @@ def test_what_a_clock_ahead_wrote_is_taken_back(services: Services, clock: Clock
     assert read_up_to(services) == LATER + timedelta(minutes=1)
 
 
-def test_who_reads_only_a_part_says_nothing_of_the_rest(services: Services) -> None:
+def test_partial_read_does_not_move_the_read_position(services: Services) -> None:
     services.job_billing.debit(CLUSTER, [run(1)])
     assert (credits_of(services), read_up_to(services)) == (96, timedelta())
 
@@ -327,7 +331,7 @@ def test_who_reads_only_a_part_says_nothing_of_the_rest(services: Services) -> N
 # What fails.
 
 
-def test_a_job_that_cannot_be_charged_keeps_no_other_from_it(
+def test_unchargeable_job_does_not_block_other_jobs(
     services: Services, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """More devices than any number in a database: no other is the worse for it."""
@@ -355,7 +359,7 @@ def test_a_job_that_cannot_be_charged_keeps_no_other_from_it(
 # What is written.
 
 
-def test_a_round_without_news_writes_nothing(
+def test_billing_round_without_news_writes_nothing(
     services: Services, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going = [run(1), run(2, seconds=None, ran=3700), run(3, user="nobody"), run(4, gpus={})]

@@ -97,7 +97,7 @@ def by_hand(some: list[tuple[JobRun, int, str, int]], bounds: list[Any], by: str
 
 
 @each_database
-def test_use_is_the_sum_of_the_jobs(services: Services) -> None:
+def test_job_usage_report_equals_the_sum_of_jobs(services: Services) -> None:
     some = some_jobs()
     Clock.of(services).forward(days=3)
     services.job_billing.debit(CLUSTER, [job for job, *_ in some])
@@ -111,7 +111,7 @@ def test_use_is_the_sum_of_the_jobs(services: Services) -> None:
 
 
 @each_database
-def test_an_accounts_weeks_have_its_jobs_in_them(services: Services) -> None:
+def test_account_usage_includes_its_jobs(services: Services) -> None:
     bounds = [T0, T0 + timedelta(days=1)]
     Clock.of(services).forward(days=3)
     before = services.reports.use_of_account(member_account("anna"), bounds)
@@ -123,7 +123,7 @@ def test_an_accounts_weeks_have_its_jobs_in_them(services: Services) -> None:
     assert after == LeaseUse(3600 * 1_000_000, 4 * MICRO, 0)
 
 
-def test_words_are_read_as_they_were_written() -> None:
+def test_job_device_text_round_trips() -> None:
     cases: list[tuple[list[tuple[int, int, list[str]]], tuple[int, str]]] = [
         ([(2, 1, ["NVIDIA A100"])], (2, "NVIDIA A100")),
         ([(3, 4, ["Tesla T4"])], (3, "Tesla T4")),

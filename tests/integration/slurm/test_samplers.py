@@ -121,7 +121,7 @@ class Asked:
         return [self.newest[gpu.uuid].use if gpu.uuid in self.newest else None for gpu in FLEET]
 
 
-def test_the_devices_of_all_nodes(asked: Asked, samplers: list[NodeSampler]) -> None:
+def test_samples_of_all_nodes_are_collected_once(asked: Asked, samplers: list[NodeSampler]) -> None:
     asked.until("a sample of each", lambda _: asked.use() == [50, 50, 70])
     assert {s.uuid: s.index for s in asked.newest.values()} == {
         gpu.uuid: index for index, gpu in enumerate(FLEET)
@@ -135,7 +135,7 @@ def test_the_devices_of_all_nodes(asked: Asked, samplers: list[NodeSampler]) -> 
     assert len(set(moments)) == len(moments), "none is told twice"
 
 
-def test_a_node_that_is_killed_or_hangs_takes_no_other_along(
+def test_dead_or_hanging_node_does_not_affect_others(
     asked: Asked, samplers: list[NodeSampler]
 ) -> None:
     asked.until("a sample of each", lambda _: asked.use() == [50, 50, 70])
@@ -156,7 +156,7 @@ def test_a_node_that_is_killed_or_hangs_takes_no_other_along(
     assert not any(errors), "silence is no fault of a GPU"
 
 
-def test_what_a_node_saw_while_nobody_reached_it_is_made_up_for(nodes: list[Node]) -> None:
+def test_samples_taken_while_unreachable_are_delivered_later(nodes: list[Node]) -> None:
     with Gate(nodes[1].sampler) as gate:
         asked = Asked(replace(nodes[1], sampler=gate.url))
         asked.until("a sample", lambda _: asked.use() == [None, None, 70])
@@ -181,7 +181,7 @@ def go_on(sampler: NodeSampler) -> Callable[[], None]:
     return lambda: sampler.send(signal.SIGCONT)
 
 
-def test_a_device_that_its_node_does_not_list(nodes: list[Node], tls: Path) -> None:
+def test_device_not_listed_by_its_node_is_reported(nodes: list[Node], tls: Path) -> None:
     strangers = [replace(FLEET[0], uuid=f"GPU-not-there-{n}") for n in range(2)]
     some = Asked(
         node("gpu1", nodes[0].sampler, tls, FLEET[0], strangers[0]),
@@ -196,7 +196,7 @@ def test_a_device_that_its_node_does_not_list(nodes: list[Node], tls: Path) -> N
     ]
 
 
-def test_who_has_no_certificate_of_ours_is_neither_answered_nor_believed(
+def test_sampler_and_hub_require_trusted_certificates(
     nodes: list[Node], asked: Asked, tls: Path, tmp_path: Path
 ) -> None:
     asked.until("a sample of each", lambda _: asked.use() == [50, 50, 70])
@@ -235,7 +235,7 @@ LIES = {
 }
 
 
-def test_whatever_a_node_answers_costs_its_own_devices_alone(
+def test_invalid_answer_of_a_node_affects_only_its_devices(
     nodes: list[Node], tmp_path: Path
 ) -> None:
     liars, cluster, why = [], [nodes[1]], {}
@@ -271,7 +271,7 @@ class Scripted:
         return (Sample(uuid=FLEET[0].uuid, index=0, at=now, use=self.use),)
 
 
-def test_a_look_that_makes_no_sense_costs_itself_alone(tmp_path: Path) -> None:
+def test_invalid_sample_is_skipped_and_others_are_kept(tmp_path: Path) -> None:
     driver = Scripted()
     recorder = Recorder(driver)
     url = f"unix://{tmp_path}/socket"
@@ -286,7 +286,7 @@ def test_a_look_that_makes_no_sense_costs_itself_alone(tmp_path: Path) -> None:
         assert [s.use for s in some.all if not s.silent] == [50, 60], "none is told twice"
 
 
-def test_a_node_with_another_clock_is_dated_by_ours_and_named(
+def test_node_with_a_wrong_clock_is_corrected_and_reported(
     library: Path, tls: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"https://127.0.0.1:{free_port()}"
@@ -311,7 +311,7 @@ def test_a_node_with_another_clock_is_dated_by_ours_and_named(
     assert warned.startswith("the clock of the machine gpu1 is ") and "behind ours" in warned
 
 
-def test_a_clock_of_another_age_makes_certificates_expire(
+def test_node_clock_far_ahead_reports_expired_certificate(
     library: Path, tls: Path, tmp_path: Path
 ) -> None:
     url = f"https://127.0.0.1:{free_port()}"
@@ -322,7 +322,7 @@ def test_a_clock_of_another_age_makes_certificates_expire(
         some.until("the reason", lambda newest: word in newest[FLEET[0].uuid].silent)
 
 
-def test_a_node_of_our_own_time(nodes: list[Node]) -> None:
+def test_clock_check_passes_for_synchronized_nodes(nodes: list[Node]) -> None:
     wait_for(lambda: seconds_ahead(nodes[0]) is not None, "it to answer")
     found = [check_clock(each, None) for each in nodes]
     assert [each and each.status for each in found] == [Status.OK, Status.OK]
@@ -345,9 +345,7 @@ print(why or "it tells of all")
 """
 
 
-def test_an_address_without_a_port_is_the_same_one_on_both_sides(
-    library: Path, tmp_path: Path
-) -> None:
+def test_default_sampler_port_is_the_same_on_both_sides(library: Path, tmp_path: Path) -> None:
     """In a network of its own, where no program of this machine's has the port."""
     nvml.write_fleet(tmp_path / "fleet", FLEET[:1])
     variables = nvml.environment(library, tmp_path / "fleet") | {"PYTHONPATH": str(REPO)}
@@ -358,7 +356,7 @@ def test_an_address_without_a_port_is_the_same_one_on_both_sides(
     assert run(as_root([*own, *words])).splitlines()[-1] == "it tells of all"
 
 
-def test_check_says_what_is_wrong_with_a_sampler(nodes: list[Node], tls: Path) -> None:
+def test_check_reports_sampler_problems(nodes: list[Node], tls: Path) -> None:
     def told() -> list[tuple[Status, str]]:
         return [(found.status, found.text) for found in map(check_sampler, nodes)]
 
@@ -370,7 +368,7 @@ def test_check_says_what_is_wrong_with_a_sampler(nodes: list[Node], tls: Path) -
     assert "systemctl status gpuspawner-sampler" in check_sampler(gone).remedy
 
 
-def test_mistakes_in_its_words_are_sentences(
+def test_invalid_sampler_arguments_are_explained(
     samplers: list[NodeSampler], tls: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     taken = samplers[0].url

@@ -78,11 +78,13 @@ async def asked(
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort", False),
     ],
 )
-async def test_what_counts_as_an_answer(said: bytes, answered: bool) -> None:
+async def test_readiness_requires_a_complete_response_below_500(
+    said: bytes, answered: bool
+) -> None:
     assert await asked(saying(said)) is answered
 
 
-async def test_nobody_is_asked_where_an_answer_leads() -> None:
+async def test_readiness_probe_does_not_follow_redirects() -> None:
     redirect, requests = saying(b"HTTP/1.1 302 Found\r\nLocation: /hub/login\r\n\r\n"), []
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -94,7 +96,7 @@ async def test_nobody_is_asked_where_an_answer_leads() -> None:
 
 
 @pytest.mark.parametrize("end", ["it answered", "it was too slow", "nobody waits any more"])
-async def test_the_connection_is_closed_afterwards(
+async def test_readiness_probe_always_closes_its_connection(
     end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, closed = asyncio.Event(), asyncio.Event()
@@ -122,30 +124,30 @@ async def test_the_connection_is_closed_afterwards(
 
 
 @pytest.mark.parametrize(("host", "written"), [("localhost", "localhost"), ("::1", "[::1]")])
-async def test_a_server_by_name_and_by_another_kind_of_address(host: str, written: str) -> None:
+async def test_readiness_probe_supports_host_names_and_ipv6(host: str, written: str) -> None:
     async with await asyncio.start_server(saying(b"HTTP/1.1 200 OK\r\n\r\n"), host, 0) as server:
         port = server.sockets[0].getsockname()[1]
         assert await answers(f"http://{written}:{port}/user/anna/api", None)
 
 
-async def test_an_address_is_asked_without_a_look_up_in_a_thread() -> None:
+async def test_readiness_probe_of_an_ip_needs_no_lookup_thread() -> None:
     assert await asked(saying(b"HTTP/1.1 200 OK\r\n\r\n"))
     names = [thread.name for thread in threading.enumerate()]
     assert not any(name.startswith("asyncio_") for name in names), names
 
 
-async def test_nobody_listens() -> None:
+async def test_closed_port_is_not_ready() -> None:
     assert not await answers(f"http://127.0.0.1:{free_port()}/api", None)
 
 
-async def test_a_silent_server_is_not_waited_for_longer_than_one_attempt(
+async def test_silent_server_is_not_ready_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(readiness, "PATIENCE", 0.2)
     assert not await asyncio.wait_for(asked(silent), 60)
 
 
-async def test_a_server_with_the_hubs_own_certificates_and_one_with_others(tmp_path: Path) -> None:
+async def test_readiness_probe_requires_certificates_of_the_hub(tmp_path: Path) -> None:
     def certificates(name: str) -> tuple[str, str, str]:
         """Key, certificate and authority, as ``JupyterHub.internal_ssl`` makes them."""
         maker = Certipy(store_dir=str(tmp_path / name))
@@ -164,7 +166,7 @@ async def test_a_server_with_the_hubs_own_certificates_and_one_with_others(tmp_p
     )
 
 
-async def test_a_connection_that_is_closed_before_tls_begins(
+async def test_connection_closed_before_tls_is_not_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As by Docker's proxy, while nobody listens behind it yet."""

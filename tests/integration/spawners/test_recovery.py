@@ -66,7 +66,7 @@ async def until(look: Callable[[], object], what: str) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_an_adoption_that_failed_is_tried_again_at_the_next_poll(
+async def test_failed_adoption_is_retried_at_the_next_poll(
     services: Services,
     lease: Lease,
     process: subprocess.Popen[bytes],

@@ -156,7 +156,7 @@ def busy(services: Services) -> Iterator[None]:
         writer.join()
 
 
-async def test_who_may_not_any_more_loses_the_place_at_once(
+async def test_losing_permission_refuses_the_ticket_at_once(
     services: Services, spawn: Line
 ) -> None:
     dan, eve = spawn("dan"), spawn("eve")
@@ -174,7 +174,7 @@ async def test_who_may_not_any_more_loses_the_place_at_once(
     assert (await eve.lease()).server == ServerRef("eve")
 
 
-async def test_who_is_gone(services: Services, spawn: Line) -> None:
+async def test_renamed_member_loses_the_waiting_ticket(services: Services, spawn: Line) -> None:
     dan = spawn("dan")
     dan.refusal = MemberGone(why="the member was renamed")
     said = (await dan.refused()).message
@@ -185,7 +185,7 @@ async def test_who_is_gone(services: Services, spawn: Line) -> None:
 @pytest.mark.parametrize(
     "trouble", [ConfigError(what="line 3 of the catalog"), ZeroDivisionError("an admin's function")]
 )
-async def test_what_nobody_can_tell_costs_no_place(
+async def test_failing_permission_check_keeps_the_ticket(
     services: Services, clock: Clock, spawn: Line, trouble: Exception
 ) -> None:
     """It holds nobody up for long either."""
@@ -205,7 +205,7 @@ async def test_what_nobody_can_tell_costs_no_place(
     await fay.hears("the only one in line")
 
 
-async def test_a_group_that_is_left_has_no_say_any_more(services: Services, spawn: Line) -> None:
+async def test_ticket_priority_follows_current_groups(services: Services, spawn: Line) -> None:
     dan = spawn("dan")
     eve = spawn("eve", "course")
     await eve.hears("next in line")
@@ -217,9 +217,7 @@ async def test_a_group_that_is_left_has_no_say_any_more(services: Services, spaw
     assert dan.ticket.priority > eve.ticket.priority
 
 
-async def test_a_grant_of_which_nobody_heard_is_handed_over(
-    services: Services, spawn: Line
-) -> None:
+async def test_unreported_grant_is_handed_to_the_spawn(services: Services, spawn: Line) -> None:
     """As when the connection to the database is cut after it had written everything."""
 
     dan = spawn("dan")
@@ -230,9 +228,7 @@ async def test_a_grant_of_which_nobody_heard_is_handed_over(
     assert (await dan.lease()).id == granted.id
 
 
-async def test_a_grant_that_came_to_nothing_meanwhile_is_not(
-    services: Services, spawn: Line
-) -> None:
+async def test_released_grant_ends_the_waiting_spawn(services: Services, spawn: Line) -> None:
     dan = spawn("dan")
     await dan.hears("in line")
     with services.line.lock:
@@ -244,7 +240,7 @@ async def test_a_grant_that_came_to_nothing_meanwhile_is_not(
 
 
 @each_database
-async def test_an_end_outlasts_a_busy_database(services: Services, spawn: Line) -> None:
+async def test_ticket_end_is_written_after_a_busy_database(services: Services, spawn: Line) -> None:
     dan, eve = spawn("dan"), spawn("eve")
     await eve.hears("number 2 of 2")
     dan.wait.cancel()
@@ -257,7 +253,7 @@ async def test_an_end_outlasts_a_busy_database(services: Services, spawn: Line) 
 
 
 @each_database
-async def test_who_is_back_before_the_end_was_written_keeps_the_place(
+async def test_returning_before_the_end_is_written_keeps_the_ticket(
     services: Services, spawn: Line
 ) -> None:
     dan, _ = spawn("dan"), spawn("eve")
@@ -283,9 +279,7 @@ def granted(services: Services, user: str) -> tuple[Ticket, Lease]:
     return ticket, services.queue.start_ticket(ticket.id)
 
 
-def test_a_start_that_was_lost_with_its_hub_is_back_at_its_place(
-    services: Services, clock: Clock
-) -> None:
+def test_start_lost_with_its_hub_returns_to_its_position(services: Services, clock: Clock) -> None:
     ticket, lease = granted(services, "dan")
     clock.forward(minutes=5)
     later = services.queue.ask(ServerRef("eve"), ONE, engine="docker", terms=Terms(wait=True))
@@ -302,9 +296,7 @@ def test_a_start_that_was_lost_with_its_hub_is_back_at_its_place(
     assert len(turns) == 2, "told of each turn"
 
 
-def test_a_server_that_was_lost_before_its_member_came_costs_nothing(
-    services: Services, clock: Clock
-) -> None:
+def test_server_lost_before_its_claim_costs_nothing(services: Services, clock: Clock) -> None:
     ticket, lease = granted(services, "dan")
     services.leases.confirm(lease.id)
     clock.forward(minutes=5)
@@ -316,7 +308,7 @@ def test_a_server_that_was_lost_before_its_member_came_costs_nothing(
 
 
 @pytest.mark.parametrize("how", ["its member came", "it was stopped", "it failed", "asked anew"])
-def test_what_else_ended_does_not_come_back(services: Services, how: str) -> None:
+def test_only_lost_unclaimed_starts_return_to_the_queue(services: Services, how: str) -> None:
     ticket, lease = granted(services, "dan")
     if how == "its member came":
         services.leases.confirm(lease.id)
@@ -334,7 +326,7 @@ def test_what_else_ended_does_not_come_back(services: Services, how: str) -> Non
 
 
 @each_database
-def test_one_grants_for_as_long_as_it_lives(services: Services) -> None:
+def test_only_one_hub_holds_the_granting_lock(services: Services) -> None:
     one, two = Granter(services.store), Granter(services.store)
     assert two.holder() == "" and not one.sure
     assert one.take() and one.take() and one.sure
@@ -347,7 +339,9 @@ def test_one_grants_for_as_long_as_it_lives(services: Services) -> None:
 
 
 @each_database
-async def test_nobody_starts_while_another_hub_grants(services: Services, spawn: Line) -> None:
+async def test_ticket_waits_while_another_hub_holds_the_lock(
+    services: Services, spawn: Line
+) -> None:
     other = Granter(services.store)
     assert other.take()
     dan = spawn("dan")

@@ -48,21 +48,21 @@ SCENES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_what_the_file_system_keeps(told: dict[str, Any], scene: str) -> None:
+def test_xfs_quota_behaves_as_expected_in_each_scenario(told: dict[str, Any], scene: str) -> None:
     facts = SCENES[scene]
     assert {name: told[name] for name in facts} == facts
 
 
-def test_files_that_were_there_count(told: dict[str, Any]) -> None:
+def test_existing_files_count_towards_the_quota(told: dict[str, Any]) -> None:
     assert 3 * MB <= told["old files"]["used"] < 3 * MB + 65536
     assert abs(told["old files"]["used"] - told["by looking"]) < 65536
 
 
-def test_in_a_user_namespace_the_kernel_refuses_to_move_it_out(told: dict[str, Any]) -> None:
+def test_user_namespace_cannot_change_the_project_id(told: dict[str, Any]) -> None:
     """As README says of userns-remap."""
     assert f"projid = {told['project of bert']}" in told["in a user namespace"]
 
 
-def test_a_hub_that_is_not_root_is_told_what_to_set(told: dict[str, Any]) -> None:
+def test_unprivileged_hub_is_told_how_to_set_quotas(told: dict[str, Any]) -> None:
     assert told["not root"].startswith("A quota for /run/xfs cannot be kept: ")
     assert 'c.GPUFolders.xfs_quota = ["sudo", "-n", "xfs_quota"]' in told["not root"]

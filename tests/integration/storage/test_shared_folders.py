@@ -24,7 +24,7 @@ def trail(services: Services) -> list[tuple[str, str]]:
 
 
 @each_database
-def test_a_folder_from_its_making_to_its_end(services: Services) -> None:
+def test_shared_folder_lifecycle_updates_mounts_and_audit(services: Services) -> None:
     made = services.shared_folders.make_folder("Thesis", actor="anna")
     assert mounts(services, "anna") == [("Thesis", True)]
 
@@ -68,7 +68,7 @@ def test_a_folder_from_its_making_to_its_end(services: Services) -> None:
     ]
 
 
-def test_where_the_files_lie_is_made_from_the_id_alone(services: Services) -> None:
+def test_folder_path_is_derived_from_its_id_alone(services: Services) -> None:
     made = services.shared_folders.make_folder("Zoë's 数据 (1)", actor="anna")
     [mount] = services.shared_folders.folder_mounts("anna")
     assert mount.source == f"/srv/folders/{made.id}" and made.id.isalnum() and made.id.isascii()
@@ -76,13 +76,13 @@ def test_where_the_files_lie_is_made_from_the_id_alone(services: Services) -> No
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", "a\x00", "a:ro", "{username}", "x" * 61])
-def test_no_folder_is_made_of_what_is_no_name(services: Services, name: str) -> None:
+def test_invalid_folder_name_is_rejected(services: Services, name: str) -> None:
     with pytest.raises(InvalidRequest):
         services.shared_folders.make_folder(name, actor="anna")
     assert services.shared_folders.all_folders() == [] and trail(services) == []
 
 
-def test_what_others_may_not_do(services: Services) -> None:
+def test_only_the_owner_can_manage_a_folder(services: Services) -> None:
     made = services.shared_folders.make_folder("Data", actor="anna")
     for attempt in (
         lambda: services.shared_folders.accept(made.id, actor="bert"),
@@ -109,7 +109,7 @@ def test_what_others_may_not_do(services: Services) -> None:
     )
 
 
-def test_mistakes_of_an_owner_are_sentences(services: Services, clock: Clock) -> None:
+def test_invalid_owner_actions_are_refused(services: Services, clock: Clock) -> None:
     made = services.shared_folders.make_folder("Data", actor="anna")
     with pytest.raises(FolderRefused, match="you have a folder named DATA already"):
         services.shared_folders.make_folder("DATA", actor="anna")
@@ -130,9 +130,7 @@ def test_mistakes_of_an_owner_are_sentences(services: Services, clock: Clock) ->
     assert [name for name, _ in mounts(services, "anna")] == ["Data", "Two", "Three"]
 
 
-def test_folders_of_one_name_are_told_apart_and_keep_their_names(
-    services: Services, clock: Clock
-) -> None:
+def test_folders_with_equal_names_are_mounted_distinctly(services: Services, clock: Clock) -> None:
     first = services.shared_folders.make_folder("Data", actor="anna")
     clock.forward(minutes=1)
     second = services.shared_folders.make_folder("data", actor="bert")
@@ -144,7 +142,7 @@ def test_folders_of_one_name_are_told_apart_and_keep_their_names(
     assert [name for name, _ in mounts(services, "carl")] == ["data", f"Data ({first.id[:8]})"]
 
 
-def test_who_left_the_hub_has_nothing_and_what_they_owned_is_handed_on(services: Services) -> None:
+def test_former_member_loses_all_shared_folders(services: Services) -> None:
     owned = services.shared_folders.make_folder("Owned", actor="anna")
     given = services.shared_folders.make_folder("Given", actor="bert")
     services.shared_folders.invite(owned.id, "bert", write=False, actor="anna")
@@ -163,7 +161,7 @@ def test_who_left_the_hub_has_nothing_and_what_they_owned_is_handed_on(services:
     assert services.shared_folders.folder(owned.id).left_at is None
 
 
-def test_without_a_place_for_them_there_are_no_folders(database_url: str) -> None:
+def test_folders_require_a_configured_location(database_url: str) -> None:
     services = open_services(database_url)
     with pytest.raises(FolderRefused, match=r"c\.GPUFolders\.source"):
         services.shared_folders.make_folder("Data", actor="anna")
@@ -172,7 +170,7 @@ def test_without_a_place_for_them_there_are_no_folders(database_url: str) -> Non
 
 
 @each_database
-def test_many_at_once_never_make_more_than_the_most(services: Services) -> None:
+def test_concurrent_creation_respects_the_folder_limit(services: Services) -> None:
     make = services.shared_folders.make_folder
     made = at_once(12, lambda number: make(f"Folder {number}", actor="anna"))
     assert sum(isinstance(each, FolderRefused) for each in made) == 9
@@ -180,7 +178,7 @@ def test_many_at_once_never_make_more_than_the_most(services: Services) -> None:
 
 
 @each_database
-def test_an_owner_who_takes_it_back_and_a_member_who_accepts_at_once(services: Services) -> None:
+def test_concurrent_uninvite_and_accept_leave_no_member(services: Services) -> None:
     """Whoever comes second finds what the first left: never a member without an invitation."""
     folders = services.shared_folders
     made = folders.make_folder("Data", actor="anna")

@@ -16,7 +16,7 @@ from tests.support.parts import each_database
 from tests.support.threads import at_once
 
 
-def test_a_workspace_is_kept_from_servers_while_it_is_claimed(services: Services) -> None:
+def test_claimed_workspace_is_unavailable_to_servers(services: Services) -> None:
     services.storage.use_workspace("/srv/w/anna", "anna", None)
     claimed = services.storage.claim_workspace("/srv/w/anna", "an admin archives them")
     assert (claimed.user, claimed.busy) == ("anna", "an admin archives them")
@@ -30,7 +30,7 @@ def test_a_workspace_is_kept_from_servers_while_it_is_claimed(services: Services
     assert not services.storage.use_workspace("/srv/w/anna", "anna", None)
 
 
-def test_whose_server_runs_keeps_their_workspace(services: Services) -> None:
+def test_workspace_of_a_running_server_cannot_be_claimed(services: Services) -> None:
     services.storage.use_workspace("/srv/w/anna", "anna", None)
     lease = acquire(services, "anna", 0)
     with pytest.raises(WorkspaceBusy, match=f"anna, whose server runs .lease {lease.id}"):
@@ -42,7 +42,7 @@ def test_whose_server_runs_keeps_their_workspace(services: Services) -> None:
 
 
 @each_database
-def test_a_server_and_an_admin_never_have_it_at_once(services: Services) -> None:
+def test_server_and_admin_never_share_a_workspace(services: Services) -> None:
     """A start takes its lease and then the workspace, a claim looks for leases: one loses."""
     services.storage.use_workspace("/srv/w/anna", "anna", None)
 
@@ -62,7 +62,7 @@ def test_a_server_and_an_admin_never_have_it_at_once(services: Services) -> None
 
 
 @each_database
-def test_what_is_known_of_a_workspace_is_written_when_it_changes(
+def test_workspace_record_is_updated_on_change_or_when_stale(
     services: Services, clock: Clock
 ) -> None:
     assert services.storage.use_workspace("work-anna", "anna", 10)
@@ -80,7 +80,7 @@ def test_what_is_known_of_a_workspace_is_written_when_it_changes(
 
 
 @each_database
-def test_a_project_is_given_once_and_never_again(services: Services) -> None:
+def test_quota_project_id_is_unique_per_workspace(services: Services) -> None:
     with services.store.write() as connection:
         ids = [storage_repository.give_project(connection, f"/srv/{name}") for name in "abab"]
         assert ids[:2] == ids[2:] and len(set(ids)) == 2
@@ -88,7 +88,7 @@ def test_a_project_is_given_once_and_never_again(services: Services) -> None:
         assert storage_repository.project_of(connection, "/srv/c") is None
 
 
-def test_what_a_directory_holds_without_what_its_symlinks_point_to(tmp_path: Path) -> None:
+def test_measured_size_excludes_symlink_targets(tmp_path: Path) -> None:
     outside, inside = tmp_path / "outside", tmp_path / "inside"
     outside.mkdir()
     (outside / "large").write_bytes(os.urandom(4 << 20))
@@ -109,7 +109,7 @@ def test_what_a_directory_holds_without_what_its_symlinks_point_to(tmp_path: Pat
     assert measure(str(inside), patience=0) is None
 
 
-def test_a_limit_that_no_file_system_keeps_still_counts(services: Services, tmp_path: Path) -> None:
+def test_limit_is_measured_without_file_system_quotas(services: Services, tmp_path: Path) -> None:
     """Here nothing keeps projects: what is there is counted by looking."""
     mine = tmp_path / "anna"
     mine.mkdir()
@@ -133,11 +133,11 @@ def test_a_limit_that_no_file_system_keeps_still_counts(services: Services, tmp_
         (2**40 - 2**26 + 1, 2**40, True),
     ],
 )
-def test_when_it_is_full(used: int, limit: int | None, full: bool) -> None:
+def test_quota_is_full_at_or_just_below_its_limit(used: int, limit: int | None, full: bool) -> None:
     assert QuotaUse(used, limit).full is full
 
 
-def test_why_a_quota_cannot_be_kept_is_a_sentence(services: Services, tmp_path: Path) -> None:
+def test_unavailable_quota_is_explained(services: Services, tmp_path: Path) -> None:
     spaced = tmp_path / "a b"
     spaced.mkdir()
     missing = Quotas(["gpuspawner-has-no-such-command"])

@@ -55,7 +55,7 @@ def facts(folder: Path, start: Any) -> tuple[dict[str, Any], str]:
     return found, chance
 
 
-def test_a_forked_process_is_as_one_that_python_started(tmp_path: Path) -> None:
+def test_forked_process_matches_a_fresh_python_process(tmp_path: Path) -> None:
     plain, _ = facts(tmp_path / "plain", start_plainly)
     forked, chance = facts(tmp_path / "forked", PRELOADED.start)
     _, other = facts(tmp_path / "other", PRELOADED.start)
@@ -63,7 +63,7 @@ def test_a_forked_process_is_as_one_that_python_started(tmp_path: Path) -> None:
     assert chance != other
 
 
-def test_an_end_is_seen(tmp_path: Path) -> None:
+def test_process_exit_status_is_reported(tmp_path: Path) -> None:
     null = [os.devnull] * 3
     sleeps = ["-c", "import time; time.sleep(600)"]
     process = PRELOADED.start(sleeps, tmp_path, environment(), null)
@@ -88,7 +88,9 @@ def test_an_end_is_seen(tmp_path: Path) -> None:
         ("JUPYTERHUB_METRICS_PREFIX", "other", False),
     ],
 )
-def test_what_is_read_early_is_read(name: str, value: str, forked: bool, tmp_path: Path) -> None:
+def test_import_time_variables_prevent_forking(
+    name: str, value: str, forked: bool, tmp_path: Path
+) -> None:
     sleeps = ["-c", "import time; time.sleep(600)"]
     given = environment(**{name: value})
     process = PRELOADED.start(sleeps, tmp_path, given, [os.devnull] * 3)
@@ -99,7 +101,7 @@ def test_what_is_read_early_is_read(name: str, value: str, forked: bool, tmp_pat
         process.wait()
 
 
-def test_nothing_is_left_of_a_run_that_was_killed(tmp_path: Path) -> None:
+def test_killed_run_leaves_no_processes(tmp_path: Path) -> None:
     """The process to fork from and those that were forked end with who asked for them."""
     run = f"""
 import os, signal, time

@@ -37,7 +37,7 @@ def look(services: Services) -> view_models.MemberView:
     return view_models.look(services, "ada", frozenset({"lab"}), (30,))
 
 
-def test_a_member_page_is_one_transaction(services: Services) -> None:
+def test_member_page_uses_one_transaction(services: Services) -> None:
     look(services)  # the first look at the devices writes what it saw
     begun: list[sa.Connection] = []
     sa.event.listen(services.store.engine, "begin", begun.append)
@@ -46,7 +46,7 @@ def test_a_member_page_is_one_transaction(services: Services) -> None:
     assert len(seen.mine.running) == 1 and len(seen.devices) == 4
 
 
-def test_its_figures_are_of_one_moment_while_others_write(services: Services) -> None:
+def test_member_page_is_consistent_during_concurrent_writes(services: Services) -> None:
     """After each statement of the page, somebody else gives a credit and closes another device."""
     look(services)
     uuids = [device.uuid for device in services.devices.look().devices]

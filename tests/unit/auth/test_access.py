@@ -169,7 +169,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("kind", "settings", "given", "verdict"), ROWS)
-def test_verdict(
+def test_membership_rules_decide_sign_in_and_account_opening(
     kind: type[MemberMixin], settings: dict[str, Any], given: Any, verdict: str, services: Services
 ) -> None:
     authenticator = make(kind, settings, services=services)
@@ -187,7 +187,7 @@ def test_verdict(
     )
 
 
-def test_the_page_names_the_account_the_reason_and_whom_to_ask(services: Services) -> None:
+def test_refusal_names_account_reason_and_contact(services: Services) -> None:
     settings = {**OAUTH_GROUPS, "login_service": "Lab", "contact": "gpu@lab.example"}
     authenticator = make(Claims, settings, services=services)
 
@@ -209,7 +209,7 @@ def test_the_page_names_the_account_the_reason_and_whom_to_ask(services: Service
         ('"x"onclick=y@lab.example', '<a href="mailto:%22x%22onclick%3Dy@lab.example">&quot;x&quo'),
     ],
 )
-def test_contact_is_shown_as_text(contact: str, shown: str) -> None:
+def test_refusal_page_escapes_contact_and_username(contact: str, shown: str) -> None:
     authenticator = make(Plain, {"contact": contact})
     with pytest.raises(web.HTTPError) as page:
         asyncio.run(authenticator.check_allowed("<b>eve", {"name": "<b>eve", "groups": []}))
@@ -219,7 +219,7 @@ def test_contact_is_shown_as_text(contact: str, shown: str) -> None:
     assert "&lt;b&gt;eve" in markup and "<b>" not in markup and "<script" not in markup
 
 
-def test_without_an_auth_model_the_verdict_is_returned() -> None:
+def test_membership_checks_work_without_an_auth_model() -> None:
     who = {"allowed_users": {"ada"}, "admin_users": {"root"}, "blocked_users": {"eve"}}
     authenticator = make(Plain, who)
     asked = [asyncio.run(authenticator.check_allowed(name)) for name in ("ada", "root", "eve")]
@@ -231,7 +231,7 @@ def test_without_an_auth_model_the_verdict_is_returned() -> None:
 
 @pytest.mark.parametrize("kind", [Plain, Claims, MemberSharedPasswordAuthenticator])
 @pytest.mark.parametrize("existing", [None, True])
-def test_being_known_to_the_hub_is_no_membership(
+def test_existing_hub_users_are_members_only_if_enabled(
     kind: type[MemberMixin], existing: bool | None
 ) -> None:
     settings: dict[str, Any] = {"allowed_users": {"ada"}}

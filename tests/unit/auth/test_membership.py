@@ -76,7 +76,9 @@ def who(mail: str, *groups: str, confirmed: Any = True) -> dict[str, Any]:
         ({**CLAIM, "membership": "all"}, who("ada@lab.example"), "not on the list of members"),
     ],
 )
-def test_rules(settings: dict[str, Any], claims: Any, verdict: str, services: Services) -> None:
+def test_mail_domain_and_group_rules_decide_sign_in(
+    settings: dict[str, Any], claims: Any, verdict: str, services: Services
+) -> None:
     seen = sign_in(make(Claims, settings, services=services), claims)
 
     if verdict in ("in", "in as admin"):
@@ -103,7 +105,7 @@ NAMES = {"CN=Machine Learning": "ml", "secret": "", "one": "ml"}
         ({}, 7, []),
     ],
 )
-def test_groups_by_the_names_of_this_hub(
+def test_group_claims_map_to_hub_names_or_are_ignored(
     names: dict[str, str], claim: Any, groups: list[str], services: Services
 ) -> None:
     settings = {**CLAIM, "manage_groups": True, "group_names": names, "allow_all": True}
@@ -117,7 +119,7 @@ def test_groups_by_the_names_of_this_hub(
 # The roster.
 
 
-def test_the_roster_lets_in_for_its_time_with_its_groups(services: Services) -> None:
+def test_roster_grants_membership_and_groups_until_it_ends(services: Services) -> None:
     settings = {**CLAIM, "manage_groups": True, "roster": True}
     authenticator = make(Claims, settings, services=services)
     assert "this name is not on the roster of members" in sign_in(authenticator, {"sub": "ada"})
@@ -135,9 +137,7 @@ def test_the_roster_lets_in_for_its_time_with_its_groups(services: Services) -> 
 
 
 @pytest.mark.parametrize("rules", ["any", "all"])
-def test_who_needs_nothing_but_the_roster_or_all_ends_with_it(
-    rules: str, services: Services
-) -> None:
+def test_membership_all_ties_a_mail_member_to_the_roster(rules: str, services: Services) -> None:
     enrol(services, days=10)
     authenticator = make(Claims, {**MAIL, "roster": True, "membership": rules}, services=services)
     assert sign_in(authenticator, who("ada@lab.example")) == "in"
@@ -145,7 +145,7 @@ def test_who_needs_nothing_but_the_roster_or_all_ends_with_it(
     assert known is not None and known.by_roster is (rules == "all")
 
 
-def test_a_roster_that_cannot_be_read_is_no_verdict() -> None:
+def test_unreadable_roster_makes_sign_in_answer_503() -> None:
     services = make_services(
         database_url="postgresql://nobody@127.0.0.1:1/none", device_source="simulated:1xT4"
     )
@@ -156,7 +156,7 @@ def test_a_roster_that_cannot_be_read_is_no_verdict() -> None:
 # What the services hear.
 
 
-def test_out_and_in_again_is_written_once_each(services: Services) -> None:
+def test_sign_in_records_end_and_return_of_membership(services: Services) -> None:
     member = make(Plain, {"allowed_users": {"ada"}}, services=services)
     nobody = make(Plain, {}, services=services)
     assert sign_in(nobody, ADA).startswith("403")
@@ -201,7 +201,7 @@ TOKEN = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhZGEifQ.c2lnbmF0dXJl"
         (web.HTTPError(403, "Your tenant is closed."), 403, "Your tenant is closed."),
     ],
 )
-def test_a_failing_provider_is_a_sentence(
+def test_provider_failure_is_explained_without_leaking_tokens(
     failure: Exception, status: int, phrase: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     authenticator = make(Plain, {"allow_all": True})
@@ -213,7 +213,7 @@ def test_a_failing_provider_is_a_sentence(
     assert "Sign-in failed" in caplog.text or status != 502
 
 
-def test_the_admins_hook_may_still_refuse(services: Services) -> None:
+def test_post_auth_hook_can_still_refuse_sign_in(services: Services) -> None:
     def hook(authenticator: Any, handler: Any, model: Any) -> None:
         return None
 
@@ -228,7 +228,7 @@ def test_the_admins_hook_may_still_refuse(services: Services) -> None:
     ["postgresql://nobody@127.0.0.1:1/none", "sqlite:////nowhere/at/all/store.sqlite", "no url"],
     ids=["PostgreSQL down", "folder missing", "URL wrong"],
 )
-def test_a_store_that_is_gone_keeps_nobody_out(
+def test_sign_in_succeeds_if_the_database_is_unavailable(
     url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config({"Plain": {"allow_all": True}, "GPUDatabase": {"url": url}})
@@ -241,7 +241,7 @@ def test_a_store_that_is_gone_keeps_nobody_out(
     assert "Traceback" not in caplog.text
 
 
-def test_a_busy_store_makes_nobody_wait(
+def test_sign_in_does_not_wait_for_a_busy_database(
     services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sign-in goes on; the account is there once the other writer is through."""
@@ -293,7 +293,9 @@ FRESH = [
     ("settings", "user", "fresh", "verdict"),
     [pytest.param(*row[1:], id=row[0].replace(" ", "-")) for row in FRESH],
 )
-def test_refresh(settings: dict[str, Any], user: Any, fresh: Any, verdict: Any) -> None:
+def test_auth_refresh_rechecks_membership(
+    settings: dict[str, Any], user: Any, fresh: Any, verdict: Any
+) -> None:
     authenticator = make(Plain, settings)
     authenticator.fresh = fresh
 

@@ -45,7 +45,7 @@ def groups_of(authenticator: MemberMixin) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_each_recipe_names_a_class_that_is_there_and_settings_that_it_has(
+def test_auth_recipes_use_existing_classes_and_settings(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LDAP_PASSWORD", "secret")
@@ -80,7 +80,7 @@ def github(there: Vendor, services: Services, **settings: Any) -> MemberMixin:
     return from_recipe(kind, "github", {**urls, **settings}, services=services)
 
 
-def test_github_teams_make_members_and_hub_groups(there: Vendor, services: Services) -> None:
+def test_github_teams_decide_membership_and_hub_groups(there: Vendor, services: Services) -> None:
     there.answers["/orgs/lab-example/teams/gpu/members/ada"] = 204
     assert groups_of(github(there, services)) == ["lab-example", "lab-example:gpu"]
     there.answers["/user/teams"].append(
@@ -100,7 +100,7 @@ def test_github_teams_make_members_and_hub_groups(there: Vendor, services: Servi
 @pytest.mark.parametrize(
     ("domain", "verdict"), [("lab.example", "in"), ("bank.example", "403"), ("x.example", "403")]
 )
-def test_github_only_a_confirmed_address_counts(
+def test_github_counts_only_verified_mail_addresses(
     domain: str, verdict: str, there: Vendor, services: Services
 ) -> None:
     authenticator = github(
@@ -110,7 +110,7 @@ def test_github_only_a_confirmed_address_counts(
 
 
 @pytest.mark.parametrize(("in_team", "verdict"), [(True, "in"), (False, "403")])
-def test_github_all_rules_together(
+def test_github_membership_all_also_requires_the_team(
     in_team: bool, verdict: str, there: Vendor, services: Services
 ) -> None:
     there.answers["/orgs/lab-example/teams/gpu/members/ada"] = 204 if in_team else 404
@@ -137,7 +137,7 @@ def gitlab(there: Vendor, services: Services, **settings: Any) -> MemberMixin:
 GITLAB_MEMBER = "/api/v4/groups/lab-example%252Fgpu/members/all/7"
 
 
-def test_gitlab(there: Vendor, services: Services) -> None:
+def test_gitlab_groups_decide_membership_and_hub_groups(there: Vendor, services: Services) -> None:
     there.answers[GITLAB_MEMBER] = 404
     assert sign_in(gitlab(there, services), None).startswith("403")
     there.answers[GITLAB_MEMBER] = {"id": 7}
@@ -166,7 +166,9 @@ def test_gitlab(there: Vendor, services: Services) -> None:
         ({"email": "ada@lab.example", "verified_email": False}, "403"),
     ],
 )
-def test_google(claims: dict[str, Any], verdict: str, there: Vendor, services: Services) -> None:
+def test_google_requires_allowed_domain_and_verified_mail(
+    claims: dict[str, Any], verdict: str, there: Vendor, services: Services
+) -> None:
     there.token()
     said = {"verified_email": True, "hd": "lab.example", **claims}
     there.answers["/oauth2/v1/userinfo"] = {k: v for k, v in said.items() if v is not None}
@@ -187,7 +189,7 @@ def microsoft(there: Vendor, services: Services, **settings: Any) -> MemberMixin
     return from_recipe(kind, "microsoft", {**urls, **settings}, services=services)
 
 
-def test_microsoft_groups_get_names_and_others_are_left_out(
+def test_microsoft_groups_are_mapped_and_unknown_ones_dropped(
     there: Vendor, services: Services
 ) -> None:
     there.token(**CLAIMS)
@@ -195,7 +197,7 @@ def test_microsoft_groups_get_names_and_others_are_left_out(
 
 
 @pytest.mark.parametrize("tenant", ["", "common", "organizations"])
-def test_microsoft_without_a_tenant_is_refused(tenant: str) -> None:
+def test_microsoft_requires_a_single_tenant(tenant: str) -> None:
     authenticator = MemberMicrosoftOAuthenticator(tenant_id=tenant)
     with pytest.raises(TraitError, match="anybody with a Microsoft account"):
         assert authenticator.authorize_url
@@ -214,7 +216,7 @@ EARLY = {"iat": time.time() + 7200, "nbf": time.time() + 7200}
     ],
     ids=["late", "early", "for somebody else"],
 )
-def test_an_id_token_of_another_time_or_for_somebody_else(
+def test_id_token_with_wrong_time_or_audience_is_rejected(
     token: dict[str, Any], said: str, there: Vendor, services: Services
 ) -> None:
     there.token(**CLAIMS, **token)
@@ -223,7 +225,9 @@ def test_an_id_token_of_another_time_or_for_somebody_else(
     assert "aud" in token or "Ask gpu-admin@lab.example to set the time." in seen
 
 
-def test_a_refresh_asks_for_a_new_id_token(there: Vendor, services: Services) -> None:
+def test_microsoft_refresh_reads_groups_from_a_new_id_token(
+    there: Vendor, services: Services
+) -> None:
     """The one of the sign-in would name its groups for ever."""
     there.token(**CLAIMS)
     authenticator = microsoft(there, services)
@@ -256,7 +260,9 @@ def test_a_refresh_asks_for_a_new_id_token(there: Vendor, services: Services) ->
     ("eppn", "verdict"),
     [("ada@lab.example", "in"), ("eve@art.example", "403 You signed in to CILogon as")],
 )
-def test_cilogon(eppn: str, verdict: str, there: Vendor, services: Services) -> None:
+def test_cilogon_admits_only_allowed_eppn_domains(
+    eppn: str, verdict: str, there: Vendor, services: Services
+) -> None:
     there.token()
     there.answers["/userinfo"] = {"eppn": eppn, "idp": "https://idp.lab.example/shibboleth"}
     urls = {"token_url": f"{there.url}/token", "userdata_url": f"{there.url}/userinfo"}
@@ -268,7 +274,7 @@ def test_cilogon(eppn: str, verdict: str, there: Vendor, services: Services) -> 
 
 
 @pytest.mark.parametrize("given", [{}, {"ca_certs_file": "/etc/ssl/lab.pem"}])
-def test_ldap_takes_no_certificate_on_trust(given: dict[str, str]) -> None:
+def test_ldap_validates_certificates_and_rejects_group_dns(given: dict[str, str]) -> None:
     from gpuspawner.auth.ldap import MemberLDAPAuthenticator
 
     settings: dict[str, Any] = {"tls_kwargs": given} if given else {}

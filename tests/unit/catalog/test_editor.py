@@ -47,14 +47,14 @@ def catalog(tmp_path: Path, text: str) -> CatalogFile:
         ),
     ],
 )
-def test_an_image_is_changed_in_its_place(tmp_path: Path, before: str, after: str) -> None:
+def test_image_edit_preserves_the_rest_of_the_file(tmp_path: Path, before: str, after: str) -> None:
     file = catalog(tmp_path, f"environments:\n{before}")
     file.set_keys("a", {"image": NEW})
     assert file.path.read_text(encoding="utf-8") == f"environments:\n{after}".replace("NEW", NEW)
     assert load(file.path).get("a").image == NEW
 
 
-def test_a_key_that_is_missing_is_added(tmp_path: Path) -> None:
+def test_missing_keys_are_added_to_the_entry(tmp_path: Path) -> None:
     file = catalog(
         tmp_path, "environments:\n- image: lab:1\n  slug: a # first\n\n- slug: b\n  image: x"
     )
@@ -76,7 +76,9 @@ def test_a_key_that_is_missing_is_added(tmp_path: Path) -> None:
         ("environments:\n- {slug: a, image: x}\n", "braces"),
     ],
 )
-def test_what_only_its_author_can_change_stays(tmp_path: Path, text: str, why: str) -> None:
+def test_unsafe_edit_is_rejected_and_file_stays_unchanged(
+    tmp_path: Path, text: str, why: str
+) -> None:
     file = catalog(tmp_path, text)
     with pytest.raises(ConfigError, match=f"was not changed: .*{why}.* Edit it by hand."):
         file.set_keys("a", {"image": NEW, "tested_on": "2026-11-22"})
@@ -92,7 +94,9 @@ def test_what_only_its_author_can_change_stays(tmp_path: Path, text: str, why: s
         ("environments:\n- slug: a\n  image: x\n  devices: {max: 2}\n\n\ndatasets: {}\n", None),
     ],
 )
-def test_an_entry_comes_after_the_last(tmp_path: Path, before: str, after: str | None) -> None:
+def test_new_entry_is_appended_after_the_last_one(
+    tmp_path: Path, before: str, after: str | None
+) -> None:
     file = catalog(tmp_path, before)
     file.add({"slug": "new", "display_name": "日本: 2.10", "image": NEW, "devices": {"max": 0}})
     text = file.path.read_text(encoding="utf-8")
@@ -105,7 +109,7 @@ def test_an_entry_comes_after_the_last(tmp_path: Path, before: str, after: str |
         assert text.startswith(before + after.replace("NEW", "- slug: new"))
 
 
-def test_a_broken_entry_changes_nothing(tmp_path: Path) -> None:
+def test_invalid_new_entry_leaves_the_file_unchanged(tmp_path: Path) -> None:
     text = "environments:\n- slug: a\n  image: x\n"
     file = catalog(tmp_path, text)
     for entry in ({"slug": "a", "image": "y"}, {"slug": "../b", "image": "y"}, {"slug": "b"}):
@@ -118,7 +122,7 @@ def test_a_broken_entry_changes_nothing(tmp_path: Path) -> None:
         file.add({"slug": "b", "image": "y"})
 
 
-def test_mode_and_link_stay(tmp_path: Path) -> None:
+def test_edit_keeps_file_mode_and_symlink(tmp_path: Path) -> None:
     file = catalog(tmp_path, "environments:\n- slug: a\n  image: x\n")
     file.path.chmod(0o640)
     link = tmp_path / "link.yaml"
@@ -131,7 +135,7 @@ def test_mode_and_link_stay(tmp_path: Path) -> None:
 # Entries from labels.
 
 
-def test_an_image_without_labels_has_an_entry_by_its_name() -> None:
+def test_unlabelled_image_gets_an_entry_from_its_name() -> None:
     entry = entry_of("registry.example.org:5000/team/My_Image:2.1", {}, {"numpy": "2.0"})
     assert entry == {
         "slug": "my-image",
@@ -141,7 +145,7 @@ def test_an_image_without_labels_has_an_entry_by_its_name() -> None:
     assert entry_of("___", {}, {})["slug"] == "image"
 
 
-def test_labels_make_an_entry() -> None:
+def test_image_labels_become_a_catalog_entry() -> None:
     labels = {
         "org.opencontainers.image.title": "  PyTorch\n2 ",
         "org.opencontainers.image.documentation": "https://example.org/docs",
@@ -165,7 +169,7 @@ def test_labels_make_an_entry() -> None:
 
 
 @pytest.mark.parametrize("text", ["4", "4-1", "-1-2", "1-4000", "one-two"])
-def test_a_label_that_means_nothing_is_named(text: str) -> None:
+def test_invalid_devices_label_is_named_in_the_error(text: str) -> None:
     with pytest.raises(ConfigError, match=r"label gpuspawner\.catalog\.devices of x"):
         entry_of("x", {ENTRY + "devices": text}, {})
 
@@ -178,7 +182,7 @@ OLD_PACKAGES = {"torch": "2.12.0", "numpy": "2.4.6", "Attrs": "25.1"}
 NEW_PACKAGES = {"torch": "2.13.0", "numpy": "2.4.6", "tqdm": "4.70"}
 
 
-def test_packages_are_lines_in_a_file_of_the_environments_name(tmp_path: Path) -> None:
+def test_packages_file_lists_pinned_versions_and_keeps_mode(tmp_path: Path) -> None:
     assert packages_file(tmp_path, "lab", "", NEW_PACKAGES) == "lab.packages.txt"
     text = "torch==2.13.0\nnumpy==2.4.6\ntqdm==4.70\n"
     assert (tmp_path / "lab.packages.txt").read_text() == text
@@ -192,7 +196,7 @@ def test_packages_are_lines_in_a_file_of_the_environments_name(tmp_path: Path) -
         packages_file(tmp_path / "nowhere", "lab", "", NEW_PACKAGES)
 
 
-def test_the_newest_changes_come_first_and_the_oldest_go(tmp_path: Path) -> None:
+def test_changes_file_puts_newest_first_and_is_truncated(tmp_path: Path) -> None:
     lab = Environment(slug="lab", display_name="Lab", image="lab")
     assert changes_file(tmp_path, lab, NEW_PACKAGES, NEW_PACKAGES, DAY) == "lab.changes.md"
     first = (tmp_path / "lab.changes.md").read_text(encoding="utf-8")

@@ -50,7 +50,7 @@ shared_folders:
 """
 
 
-def test_every_key_is_read() -> None:
+def test_card_and_requirement_keys_of_an_entry_are_read() -> None:
     assert by_schema(ENTRY) == []
     found = Catalog.from_text(ENTRY).get("pytorch")
     assert found.display_name == "PyTorch & friends"
@@ -87,7 +87,7 @@ def test_every_key_is_read() -> None:
         ("a/b.py", "/lab/tree/a/b.py"),
     ],
 )
-def test_the_first_page_has_a_name(page: str, path: str) -> None:
+def test_first_page_name_becomes_the_default_url(page: str, path: str) -> None:
     text = entry(f"first_page: {page}")
     assert Catalog.from_text(text).get("base").default_url == path
     assert by_schema(text) == []
@@ -104,7 +104,7 @@ def test_the_first_page_has_a_name(page: str, path: str) -> None:
         (f"host:5000/a:1@{DIGEST}", "1", DIGEST),
     ],
 )
-def test_images_have_tags_and_digests(image: str, tag: str, digest: str) -> None:
+def test_image_reference_is_split_into_tag_and_digest(image: str, tag: str, digest: str) -> None:
     text = f"environments: [{{slug: a, image: '{image}'}}]"
     found = Catalog.from_text(text).get("a")
     assert (found.image, found.image_tag, found.image_digest) == (image, tag, digest)
@@ -138,12 +138,12 @@ GOOD = [
 
 
 @pytest.mark.parametrize("lines", GOOD)
-def test_what_is_right_is_right_for_both(lines: str) -> None:
+def test_valid_entries_pass_parser_and_schema(lines: str) -> None:
     assert by_parser(entry(lines)) == ""
     assert by_schema(entry(lines)) == []
 
 
-def test_the_readme_has_every_key_and_an_example_that_is_right_for_both() -> None:
+def test_readme_documents_every_key_with_a_valid_example() -> None:
     jsonschema.Draft202012Validator.check_schema(schema())
     readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     section = readme.partition("## The catalog\n")[2].partition("\n## ")[0]

@@ -35,7 +35,7 @@ def write(folder: Path, key: str, name: str) -> Path:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_file_beside_the_catalog_is_found(tmp_path: Path, key: str) -> None:
+def test_file_beside_the_catalog_is_found(tmp_path: Path, key: str) -> None:
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / KEYS[key]).write_text("content ü", encoding="utf-8")
     read = load(write(tmp_path, key, f"more/./{KEYS[key]}"))
@@ -46,7 +46,7 @@ def test_a_file_beside_the_catalog_is_found(tmp_path: Path, key: str) -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("prefix", ["../", "a/../../", "..\\", "a/..\\"])
-def test_no_path_leads_out(folder: Path, key: str, prefix: str) -> None:
+def test_file_paths_cannot_escape_the_catalog_folder(folder: Path, key: str, prefix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(folder, key, prefix + KEYS[key]))
     assert f"catalog.yaml, line 4: '{key}' of environment 'base'" in caught.value.message
@@ -56,7 +56,7 @@ def test_no_path_leads_out(folder: Path, key: str, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_no_link_leads_out(folder: Path, key: str) -> None:
+def test_symlinks_cannot_escape_the_catalog_folder(folder: Path, key: str) -> None:
     (folder / KEYS[key]).symlink_to(folder.parent / KEYS[key])
     (folder / "out").symlink_to(folder.parent)
     for name in (KEYS[key], f"out/{KEYS[key]}"):
@@ -64,7 +64,7 @@ def test_no_link_leads_out(folder: Path, key: str) -> None:
             load(write(folder, key, name))
 
 
-def test_a_link_within_the_folder_is_fine_as_mounted_configuration_has_them(tmp_path: Path) -> None:
+def test_symlink_within_the_catalog_folder_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "..data").mkdir()
     (tmp_path / "..data" / "changes.md").write_text("* new")
     (tmp_path / "changes.md").symlink_to("..data/changes.md")
@@ -72,7 +72,7 @@ def test_a_link_within_the_folder_is_fine_as_mounted_configuration_has_them(tmp_
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_what_is_not_there_no_file_or_too_large_is_refused(tmp_path: Path, key: str) -> None:
+def test_missing_irregular_or_oversized_file_is_rejected(tmp_path: Path, key: str) -> None:
     path, file = write(tmp_path, key, KEYS[key]), tmp_path / KEYS[key]
     with pytest.raises(ConfigError, match="cannot be read beside the catalog: No such file"):
         load(path)
@@ -96,13 +96,13 @@ def test_what_is_not_there_no_file_or_too_large_is_refused(tmp_path: Path, key: 
 
 
 @pytest.mark.parametrize("key", ["packages", "sample_notebook", "changes"])
-def test_text_is_in_utf_8(tmp_path: Path, key: str) -> None:
+def test_text_file_must_be_utf_8(tmp_path: Path, key: str) -> None:
     (tmp_path / KEYS[key]).write_bytes("ü".encode("latin-1"))
     with pytest.raises(ConfigError, match="which is not text in UTF-8"):
         load(write(tmp_path, key, KEYS[key]))
 
 
-def test_a_logo_may_be_a_path_of_the_hub_and_of_no_other_host(tmp_path: Path) -> None:
+def test_logo_accepts_hub_paths_and_rejects_external_urls(tmp_path: Path) -> None:
     read = load(write(tmp_path, "logo", "/hub/static/images/jupyter.png"))
     assert read.get("base").logo == "/hub/static/images/jupyter.png"
     for logo in ("https://example.org/a.png", "//example.org/a.png", "data:x"):
@@ -110,7 +110,7 @@ def test_a_logo_may_be_a_path_of_the_hub_and_of_no_other_host(tmp_path: Path) ->
             load(write(tmp_path, "logo", logo))
 
 
-def test_the_catalog_itself_is_bounded_and_waits_for_nobody(tmp_path: Path) -> None:
+def test_oversized_catalog_is_rejected_and_fifo_does_not_block(tmp_path: Path) -> None:
     path = tmp_path / "catalog.yaml"
     path.write_bytes(b"\xef\xbb\xbfenvironments: [{slug: a, image: b}]\n")  # with its mark
     assert load(path).get("a").image == "b"

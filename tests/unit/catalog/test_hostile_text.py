@@ -19,7 +19,7 @@ from tests.unit.catalog.texts import VALIDATOR, refusal
 KEYS = sorted(schema()["$defs"]["Environment"]["properties"])
 
 
-def test_large_catalogs_are_read_also_where_they_share_what_they_have_in_common() -> None:
+def test_very_large_catalogs_with_merge_keys_are_read() -> None:
     text = "environments:\n" + "".join(
         f"  - {{slug: e-{n}, image: 'lab:{n}', devices: {{max: 4}}, allowed_groups: [g{n % 7}]}}\n"
         for n in range(10_000)
@@ -38,7 +38,7 @@ def test_large_catalogs_are_read_also_where_they_share_what_they_have_in_common(
     assert Catalog.from_text(text).get("e-77").mem_limit == 4 * 2**30
 
 
-def test_aliases_do_not_multiply_without_end() -> None:
+def test_exponential_yaml_aliases_are_rejected() -> None:
     """Nine levels of ten aliases each: a thousand million values in a few lines."""
     bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
@@ -51,7 +51,7 @@ def test_aliases_do_not_multiply_without_end() -> None:
     assert "aliases repeat too much of what is written" in refusal(many)
 
 
-def test_merge_keys_do_not_multiply_at_all_and_are_of_mappings_only() -> None:
+def test_merge_keys_accept_only_mappings_and_stay_bounded() -> None:
     assert refusal("<<: 1") == (
         "catalog.yaml, line 1: only mappings can be merged with '<<'. Name one."
     )
@@ -65,19 +65,19 @@ def test_merge_keys_do_not_multiply_at_all_and_are_of_mappings_only() -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "- " * 100_000, "? " * 5000])
-def test_endless_nesting_is_refused(text: str) -> None:
+def test_deeply_nested_yaml_is_rejected(text: str) -> None:
     assert re.match(r"catalog.yaml, line 1: this is (nested too deeply|not valid)", refusal(text))
 
 
 @pytest.mark.parametrize(
     "text", ["a: &a {<<: *a}", "a: &a [*a]", "a: &a {b: {<<: *a}}", "a: &a {b: &b {<<: *a}, c: *b}"]
 )
-def test_what_refers_to_itself_is_refused(text: str) -> None:
+def test_self_referencing_yaml_is_rejected(text: str) -> None:
     assert "refers to itself" in refusal(text)
 
 
 @pytest.mark.parametrize("key", ["cpu_limit", "mem_limit", "shm_size", "min_memory", "devices"])
-def test_numbers_beyond_all_bounds_are_refused(key: str) -> None:
+def test_out_of_range_numbers_are_rejected(key: str) -> None:
     sevens = "0o" + "7" * 9
     for number in ("0x" + "f" * 5000, "9" * 4000, "-" + "9" * 4000, "1e308", ".inf", sevens):
         value = f"{{max: {number}}}" if key == "devices" else number
@@ -130,14 +130,14 @@ def assert_read_or_refused(text: str) -> None:
 
 
 @given(st.one_of(catalogs, values))
-def test_any_values_are_read_or_refused(data: Any) -> None:
+def test_arbitrary_values_are_read_or_cleanly_rejected(data: Any) -> None:
     assert_read_or_refused(yaml.safe_dump(data, allow_unicode=True))
 
 
 @given(st.text(max_size=200))
 @example("a: \x85b: [")
 @example("\ufeff")
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_arbitrary_text_is_read_or_cleanly_rejected(text: str) -> None:
     assert_read_or_refused(text)
 
 
@@ -148,7 +148,7 @@ environments: - slug:_a image:_b &x *x <<: { } [ ] , : ? !!int !!python/name:os.
 
 
 @given(st.lists(st.sampled_from(["\n", "  ", "\t", " ", *PIECES.split()]), max_size=30))
-def test_any_mixture_of_yaml_is_read_or_refused(pieces: list[str]) -> None:
+def test_arbitrary_yaml_tokens_are_read_or_cleanly_rejected(pieces: list[str]) -> None:
     assert_read_or_refused(" ".join(pieces).replace("_", " "))
 
 
@@ -226,10 +226,10 @@ def disagreement(data: Any) -> str:
 
 @settings(max_examples=examples(400), suppress_health_check=[HealthCheck.too_slow])
 @given(alike)
-def test_an_entry_is_right_or_wrong_for_both(entry: dict[str, Any]) -> None:
+def test_parser_and_schema_agree_on_entries(entry: dict[str, Any]) -> None:
     assert disagreement({"environments": [entry]}) == ""
 
 
 @given(mounts, st.sampled_from(["datasets", "shared_folders"]))
-def test_a_mount_is_right_or_wrong_for_both(found: dict[str, Any], key: str) -> None:
+def test_parser_and_schema_agree_on_mounts(found: dict[str, Any], key: str) -> None:
     assert disagreement({"environments": [{"slug": "e", "image": "i"}], key: found}) == ""

@@ -86,7 +86,7 @@ def test_every_key_of_an_environment_is_read() -> None:
     assert catalog(FULL).get("base") == Environment(slug="base", display_name="base", image="base")
 
 
-def test_datasets_are_read_only_and_shared_folders_are_not_unless_they_say_so() -> None:
+def test_datasets_are_read_only_and_folders_writable_by_default() -> None:
     def mount(name: str, source: str, target: str, **more: Any) -> Mount:
         return Mount(name=name, source=source, target=target, **more)
 
@@ -104,7 +104,7 @@ def test_datasets_are_read_only_and_shared_folders_are_not_unless_they_say_so() 
     )
 
 
-def test_mounts_follow_the_environment_and_the_groups() -> None:
+def test_mounts_depend_on_environment_and_groups() -> None:
     read = catalog(FULL)
     pytorch, base = read.environments
 
@@ -130,7 +130,9 @@ def test_mounts_follow_the_environment_and_the_groups() -> None:
         ("{}", (1, 1)),
     ],
 )
-def test_one_device_limit_follows_from_the_other(devices: str, limits: tuple[int, int]) -> None:
+def test_missing_device_limit_is_derived_from_the_other(
+    devices: str, limits: tuple[int, int]
+) -> None:
     environment = catalog(entry(f"devices: {devices}")).get("base")
     assert environment.devices == DeviceLimits(default=limits[0], max=limits[1])
     assert environment.cpu_only == (limits[1] == 0)
@@ -149,11 +151,11 @@ def test_one_device_limit_follows_from_the_other(devices: str, limits: tuple[int
         ("shm_size", "8Gi", 2**33),
     ],
 )
-def test_sizes(key: str, written: str, size: int) -> None:
+def test_memory_sizes_are_parsed_into_bytes(key: str, written: str, size: int) -> None:
     assert getattr(catalog(entry(f"{key}: {written}")).get("base"), key) == size
 
 
-def test_anchors_and_merge_keys_work_and_own_keys_win() -> None:
+def test_own_keys_override_merged_yaml_keys() -> None:
     read = catalog(
         """
         environments:
@@ -173,7 +175,7 @@ def test_anchors_and_merge_keys_work_and_own_keys_win() -> None:
 # Asking the catalog.
 
 
-def test_an_unknown_environment_is_refused_with_what_there_is() -> None:
+def test_unknown_environment_error_suggests_alternatives() -> None:
     read = catalog(FULL)
     with pytest.raises(InvalidRequest) as caught:
         read.get("PyTorch2")
@@ -185,7 +187,7 @@ def test_an_unknown_environment_is_refused_with_what_there_is() -> None:
         read.get("x")
 
 
-def test_groups_decide_what_a_member_sees_may_use_and_gets_by_default() -> None:
+def test_groups_decide_visible_usable_and_default_environments() -> None:
     nobodys = Environment.model_construct(slug="a", image="a", allowed_groups=frozenset())
     assert not nobodys.visible_to(["research"])
     read = catalog(FULL)
@@ -207,7 +209,7 @@ def test_groups_decide_what_a_member_sees_may_use_and_gets_by_default() -> None:
         closed.default_for(["research"])
 
 
-def test_the_built_in_catalog_and_one_from_a_mapping() -> None:
+def test_catalog_can_come_from_defaults_or_a_mapping() -> None:
     read = Catalog.single(devices=DeviceLimits(default=1, max=2))
     only = read.default_for([])
     assert (only.slug, only.image, only.devices.max) == ("default", "", 2)
@@ -231,7 +233,7 @@ def test_the_built_in_catalog_and_one_from_a_mapping() -> None:
 # The file.
 
 
-def test_the_catalog_that_we_ship_is_valid_with_the_examples_in_its_comments() -> None:
+def test_shipped_catalog_and_its_commented_examples_are_valid() -> None:
     """What the comments show works when an admin takes the '#' away."""
     read = load(SHIPPED)
     assert [(e.slug, e.devices) for e in read.environments] == [
@@ -251,7 +253,7 @@ def test_the_catalog_that_we_ship_is_valid_with_the_examples_in_its_comments() -
     assert [m.name for m in read.datasets] == ["imagenet", "models"]
 
 
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_unusable_catalog_file_is_named_in_the_error(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     with pytest.raises(ConfigError, match=r"mine\.yaml cannot be read: No such file"):
         load(path)

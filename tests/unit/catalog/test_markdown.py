@@ -61,7 +61,7 @@ def assert_harmless(html: str) -> None:
         "|<script>|\n|---|\n|<b onclick=x>|",
     ],
 )
-def test_nothing_runs_and_nothing_is_asked_of_another_host(text: str) -> None:
+def test_hostile_markdown_renders_as_harmless_html(text: str) -> None:
     assert_harmless(to_html(text))
 
 
@@ -71,13 +71,13 @@ PIECES = """
 
 
 @given(st.lists(st.sampled_from(["\n", " ", "\x00", "\u202e", *PIECES.split()]), max_size=25))
-def test_no_mixture_of_it_does_either(pieces: list[str]) -> None:
+def test_arbitrary_markdown_renders_as_harmless_html(pieces: list[str]) -> None:
     text = "".join(pieces).replace("_", " ")
     assert_harmless(to_html(text))
     assert len(first_words(text)) <= 200
 
 
-def test_markdown_is_shown_as_such_and_its_first_words_plain() -> None:
+def test_markdown_renders_to_html_and_a_plain_summary() -> None:
     html = to_html(
         "# New\n\nWith **CUDA**, see [the guide](https://example.org/guide).\n\n- a\n- b"
     )

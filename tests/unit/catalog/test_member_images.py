@@ -35,7 +35,7 @@ DIGEST = "sha256:" + "0" * 64
         ("label/tools", False),
     ],
 )
-def test_which_images_a_pattern_fits(reference: str, allowed: bool) -> None:
+def test_own_image_must_match_an_allowed_pattern(reference: str, allowed: bool) -> None:
     rules = own_images(RULES, {"research", "ml"})
     try:
         assert check_own_image(reference, rules) != []
@@ -51,12 +51,12 @@ def test_which_images_a_pattern_fits(reference: str, allowed: bool) -> None:
     "reference",
     ["", "-v", "../etc", "a b", "lab/tools;rm", "LAB/TOOLS", "lab//tools", "x" * 256, "lab/é"],
 )
-def test_what_is_no_reference_is_refused(reference: str) -> None:
+def test_invalid_image_reference_is_rejected(reference: str) -> None:
     with pytest.raises(InvalidRequest, match="docker pull"):
         check_own_image(reference, own_images({"*": {"images": ["**"]}}, ()))
 
 
-def test_size_labels_groups_and_kept_containers_decide() -> None:
+def test_own_images_are_limited_by_size_labels_and_groups() -> None:
     research, ml = own_images(RULES, {"research"}), own_images(RULES, {"ml"})
     check_contents("lab/tools", 2**31, {}, research)
     with pytest.raises(NotAllowed, match=r"takes 3\.0 GB, and 2\.0 GB is the most"):
@@ -89,6 +89,6 @@ def test_size_labels_groups_and_kept_containers_decide() -> None:
         *({"images": ["x"]} | more for more in ({"most": "5 GB"}, {"labels": ["a"]}, {"other": 1})),
     ],
 )
-def test_a_mistake_of_the_admin_is_named(rule: Any) -> None:
+def test_invalid_own_image_rule_names_the_setting(rule: Any) -> None:
     with pytest.raises(ConfigError, match=r"c\.GPUDockerSpawner\.own_images\['lab'\]"):
         own_images({"lab": rule}, {"lab"})

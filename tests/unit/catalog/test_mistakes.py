@@ -130,14 +130,14 @@ LONG = [
 
 
 @pytest.mark.parametrize(("lines", "words"), [*rows(FOR_BOTH), *LONG])
-def test_a_mistake_in_an_entry_names_its_line_and_remedy(lines: str, words: str) -> None:
+def test_entry_error_names_line_and_remedy(lines: str, words: str) -> None:
     message = refusal(entry(lines))
     assert message.startswith("catalog.yaml, line 4: ") and words in message
     assert by_schema(entry(lines))
 
 
 @pytest.mark.parametrize("mark", ["n", "u202e", "u2028", "x1b", "x85", "u2066", "t"])
-def test_names_turn_nothing_around_and_move_no_cursor(mark: str) -> None:
+def test_control_characters_in_a_summary_are_rejected(mark: str) -> None:
     text = entry(f'summary: "a\\{mark}b"')
     assert "with a line break or a control character" in refusal(text)
     assert by_schema(text)
@@ -162,7 +162,7 @@ profile_options: {m: {choices: {x: {default: true}, y: {default: true}}}} => 'x'
 
 
 @pytest.mark.parametrize(("lines", "words"), rows(FOR_THE_PARSER))
-def test_what_needs_more_than_one_value_is_the_parsers(lines: str, words: str) -> None:
+def test_errors_beyond_the_schema_are_found_by_the_parser(lines: str, words: str) -> None:
     """The module of the schema says so; editors do not see these."""
     message = refusal(entry(lines))
     assert message.startswith(("catalog.yaml, line 4: ", "catalog.yaml, line 5: "))
@@ -190,7 +190,7 @@ OPEN = "  - {slug: b, image: b}\n"
         ),
     ],
 )
-def test_without_a_gpu_there_is_another(lines: str, rest: str, words: str) -> None:
+def test_gpu_only_environment_requires_a_cpu_alternative(lines: str, rest: str, words: str) -> None:
     said = by_parser(entry(lines, rest))
     assert words in said and bool(said) is bool(words)
     assert by_schema(entry(lines, rest)) == []
@@ -234,7 +234,7 @@ def test_without_a_gpu_there_is_another(lines: str, rest: str, words: str) -> No
         ),
     ],
 )
-def test_a_mistake_elsewhere_names_its_line(text: str, line: int, words: str) -> None:
+def test_structure_errors_name_their_line(text: str, line: int, words: str) -> None:
     message = refusal(text)
     assert message.startswith(f"catalog.yaml, line {line}: " if line else "catalog.yaml: ")
     assert words in message
@@ -270,7 +270,7 @@ def test_a_mistake_elsewhere_names_its_line(text: str, line: int, words: str) ->
         ("a: \x00", 0, "this is not valid YAML"),
     ],
 )
-def test_what_only_a_reader_of_yaml_sees_names_its_line(text: str, line: int, words: str) -> None:
+def test_yaml_and_reference_errors_name_their_line(text: str, line: int, words: str) -> None:
     message = refusal(text)
     assert message.startswith(f"catalog.yaml, line {line}: " if line else "catalog.yaml: ")
     assert words in message
@@ -305,7 +305,7 @@ MOUNTS = r"""
 
 
 @pytest.mark.parametrize(("lines", "words"), rows(MOUNTS))
-def test_a_mistake_in_a_dataset_names_its_line(lines: str, words: str) -> None:
+def test_dataset_error_names_its_line(lines: str, words: str) -> None:
     text = entry(top=f"datasets:\n  images: {lines}\n")
     message = refusal(text)
     assert message.startswith("catalog.yaml, line 5: ") and words in message
@@ -326,14 +326,14 @@ def test_a_mistake_in_a_dataset_names_its_line(lines: str, words: str) -> None:
         ),
     ],
 )
-def test_mounts_have_a_usable_name_and_mode(top: str, words: str) -> None:
+def test_mount_names_and_modes_are_validated(top: str, words: str) -> None:
     text = entry(top=f"{top}\n")
     said = by_parser(text)
     assert words in said and bool(said) is bool(words) is bool(by_schema(text))
 
 
 @pytest.mark.parametrize("target", ["/datasets/a", "/datasets/a/b", "/datasets", "//datasets/a/"])
-def test_no_mount_hides_another(target: str) -> None:
+def test_overlapping_mount_targets_are_rejected(target: str) -> None:
     folders = f"shared_folders:\n  b:\n    source: /srv/b\n    target: {target}\n"
     message = refusal(entry(top=f"datasets:\n  a: {{source: /srv/a}}\n{folders}"))
     assert message.startswith("catalog.yaml, line 9: ") and "one would hide the other" in message

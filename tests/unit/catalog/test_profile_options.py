@@ -32,7 +32,7 @@ environments:
 """
 
 
-def test_what_is_not_said_is_as_usual() -> None:
+def test_unchosen_options_use_their_defaults() -> None:
     assert by_schema(TEXT) == []
     own = Catalog.from_text(TEXT).get("pytorch")
     assert [option.usual for option in own.profile_options.values()] == ["small", "2_5"]
@@ -43,7 +43,7 @@ def test_what_is_not_said_is_as_usual() -> None:
     assert own.images == ("torch:2.5", "torch:2.4")
 
 
-def test_a_choice_changes_what_it_names_and_adds_to_variables() -> None:
+def test_choice_overrides_its_keys_and_merges_variables() -> None:
     own = Catalog.from_text(TEXT).get("pytorch")
     made = own.with_options({"memory": "large", "version": "2_4"})
     assert (made.image, made.mem_limit, made.default_url) == ("torch:2.4", 32 * 2**30, "/tree")
@@ -52,7 +52,7 @@ def test_a_choice_changes_what_it_names_and_adds_to_variables() -> None:
     assert own.environment == {"A": "own", "B": "own"}  # nobody else's
 
 
-def test_what_there_is_not_is_refused_with_what_there_is() -> None:
+def test_unknown_option_or_choice_is_rejected() -> None:
     pytorch, base = Catalog.from_text(TEXT).environments
     with pytest.raises(InvalidRequest, match=r"has no 'huge' for 'memory'\. Choose one of: small"):
         pytorch.with_options({"memory": "huge"})
@@ -62,7 +62,7 @@ def test_what_there_is_not_is_refused_with_what_there_is() -> None:
         base.with_options({"memory": "large"})
 
 
-def test_a_form_without_scripts_sends_the_choices_of_all_environments() -> None:
+def test_form_choices_of_other_environments_are_ignored() -> None:
     pytorch, base = Catalog.from_text(TEXT).environments
     sent = {"environment": ["pytorch"], "options": ["pytorch.memory=large", "other.x=y"]}
     choice = options.parse(sent)
@@ -77,7 +77,7 @@ def test_a_form_without_scripts_sends_the_choices_of_all_environments() -> None:
     "value",
     [5, True, ["memory"], [5], ["a=b=c"], ["<b>=x"], {"a": None}, {"a": "../x"}, ["a" * 300]],
 )
-def test_what_is_no_choice_is_refused_in_words(value: Any) -> None:
+def test_malformed_options_field_is_rejected(value: Any) -> None:
     with pytest.raises(GPUSpawnerError, match="The field 'options' must"):
         options.parse({"options": value})
     with pytest.raises(GPUSpawnerError, match="The field 'options' must"):

@@ -30,7 +30,7 @@ def slugs(catalog: WatchedCatalog) -> list[str]:
     return [environment.slug for environment in catalog.current().environments]
 
 
-def test_an_edit_counts_from_the_next_use_on(path: Path) -> None:
+def test_catalog_edit_applies_from_the_next_use(path: Path) -> None:
     settings: dict[str, object] = {}
     kept = watched(settings, os.fspath(path))
     assert watched(settings, os.fspath(path)) is kept, "a hub reads a file once for all"
@@ -43,7 +43,7 @@ def test_an_edit_counts_from_the_next_use_on(path: Path) -> None:
     assert slugs(kept) == ["one"]
 
 
-def test_a_broken_edit_changes_nothing_and_is_told_once(
+def test_invalid_edit_keeps_last_good_catalog_and_logs_once(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = WatchedCatalog(path)
@@ -64,7 +64,7 @@ def test_a_broken_edit_changes_nothing_and_is_told_once(
     assert "cannot be read: No such file" in kept.problem
 
 
-def test_a_hub_that_begins_with_a_broken_file_says_so_until_it_is_right(path: Path) -> None:
+def test_catalog_broken_at_startup_fails_until_it_is_fixed(path: Path) -> None:
     path.write_text(BROKEN)
     kept = WatchedCatalog(path)
     for _ in range(2):
@@ -74,7 +74,7 @@ def test_a_hub_that_begins_with_a_broken_file_says_so_until_it_is_right(path: Pa
     assert slugs(kept) == ["one"]
 
 
-def test_what_was_wrong_beside_the_file_is_looked_at_again(
+def test_missing_referenced_file_is_checked_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = WatchedCatalog(path)
@@ -88,7 +88,7 @@ def test_what_was_wrong_beside_the_file_is_looked_at_again(
     assert slugs(kept) == ["new"]
 
 
-async def test_an_event_loop_reads_no_change_itself(
+async def test_event_loop_leaves_catalog_reads_to_a_thread(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = WatchedCatalog(path)
@@ -116,7 +116,7 @@ async def test_an_event_loop_reads_no_change_itself(
     assert slugs(kept) == ["one", "three"]
 
 
-def test_a_file_that_changes_under_many_readers_is_always_one_of_its_states(path: Path) -> None:
+def test_concurrent_readers_see_only_valid_catalog_states(path: Path) -> None:
     kept = WatchedCatalog(path)
     assert slugs(kept) == ["one"]  # a file that never was right is refused
     seen: set[tuple[str, ...]] = set()

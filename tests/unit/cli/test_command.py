@@ -40,13 +40,13 @@ def test_help_imports_neither_the_hub_nor_the_database() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_has_the_help_of_the_list(name: str) -> None:
+def test_command_help_matches_the_command_list(name: str) -> None:
     module, sentence = COMMANDS[name]
     command = UnloadedCommand(name, module, sentence).load()
     assert (command.name, command.help) == (name, sentence)
 
 
-def test_a_shell_completes_commands_and_their_options() -> None:
+def test_shell_completes_commands_and_options() -> None:
     def completed(words: str) -> list[str]:
         environment = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
         code = "from gpuspawner.cli.app import main; main()"
@@ -71,7 +71,7 @@ HEADERS = ("ID", "CREDITS", "REASON")
 ROWS = [("1", "12.50", "[bold]for 学生\x1b[31m " + "and more " * 20), ("2", "7.00", "-")]
 
 
-def test_a_table_fits_a_terminal_and_is_plain_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_fits_the_terminal_and_is_plain_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Screen(True))
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("LINES", "20")
@@ -109,7 +109,7 @@ def screen_of(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> Screen:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_each_step_is_shown(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_progress_shows_each_step(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = screen_of(terminal, monkeypatch)
     output.follow("lab", iter([*STEPS, STEPS[-1]]))
     text = screen.getvalue()
@@ -124,7 +124,9 @@ def test_each_step_is_shown(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_pull_that_fails_leaves_its_line(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_pull_ends_its_progress_line(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     screen = screen_of(terminal, monkeypatch)
 
     def failing() -> Iterator[PullProgress]:

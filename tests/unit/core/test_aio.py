@@ -9,7 +9,7 @@ import pytest
 from gpuspawner.core.aio import side_by_side, within
 
 
-async def test_what_comes_in_time_is_given_and_what_takes_longer_is_cancelled() -> None:
+async def test_within_returns_results_and_cancels_late_work() -> None:
     assert await within(10, asyncio.sleep(0, "done")) == "done"
     with pytest.raises(ZeroDivisionError):
         await within(10, fail())
@@ -32,7 +32,7 @@ async def fail() -> None:
 
 
 @pytest.mark.parametrize("steps", range(4))
-async def test_a_cancellation_that_comes_as_the_work_is_done_is_heard(steps: int) -> None:
+async def test_cancellation_during_completion_is_not_lost(steps: int) -> None:
     event = asyncio.Event()
     went_on = False
 
@@ -54,7 +54,7 @@ async def test_a_cancellation_that_comes_as_the_work_is_done_is_heard(steps: int
     assert not went_on
 
 
-async def test_side_by_side_every_work_comes_to_its_own_end() -> None:
+async def test_side_by_side_waits_for_cleanup_of_every_task() -> None:
     """Cancelled or failed: who has more to do at the end than the others is waited for."""
     ended, begun = [], asyncio.Event()
 

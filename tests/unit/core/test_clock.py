@@ -50,7 +50,7 @@ def first() -> Offset:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_does_not_move_the_steady_time_and_leaves_no_trace_when_it_is_corrected(
+def test_corrected_clock_step_does_not_change_steady_time(
     step: int,
 ) -> None:
     verdict = judge(first(), reading(HOUR, step))
@@ -63,7 +63,7 @@ def test_a_step_does_not_move_the_steady_time_and_leaves_no_trace_when_it_is_cor
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_is_followed_when_it_has_lasted(step: int) -> None:
+def test_lasting_clock_step_is_followed(step: int) -> None:
     lasts = LASTS_LONG if abs(step) > DAY else LASTS
     stepped = judge(first(), reading(HOUR, step)).offset
     assert judge(stepped, reading(HOUR + lasts - 1, step)).event == ""
@@ -74,7 +74,7 @@ def test_a_step_is_followed_when_it_has_lasted(step: int) -> None:
     assert judge(verdict.offset, reading(2 * HOUR, step)).offset == verdict.offset
 
 
-def test_another_step_must_last_from_its_own_begin() -> None:
+def test_second_clock_step_restarts_the_waiting_period() -> None:
     offset = judge(first(), reading(HOUR, 2 * HOUR)).offset
     verdict = judge(offset, reading(HOUR + LASTS, 5 * HOUR))
     assert (verdict.event, verdict.shift) == ("stepped", 0)
@@ -83,9 +83,7 @@ def test_another_step_must_last_from_its_own_begin() -> None:
 
 @pytest.mark.parametrize("difference", [0, TOLERATED, TOLERATED + 1, STEP])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_tiny_difference_is_left_alone_and_a_small_one_followed_at_once(
-    difference: int, sign: int
-) -> None:
+def test_tiny_drift_is_ignored_and_small_drift_corrected(difference: int, sign: int) -> None:
     verdict = judge(first(), reading(HOUR, sign * difference))
     if difference <= TOLERATED:
         assert verdict.offset == first()
@@ -103,7 +101,7 @@ def test_a_tiny_difference_is_left_alone_and_a_small_one_followed_at_once(
         max_size=12,
     )
 )
-def test_no_steps_change_a_duration(moves: list[tuple[int, int]]) -> None:
+def test_clock_steps_never_change_durations(moves: list[tuple[int, int]]) -> None:
     """A lease that began at the start is moved with each shift: its age is the time that passed."""
     offset = first()
     since_boot, began_at, wall_step = 5 * SECOND, NOW + 5 * SECOND, 0
@@ -120,7 +118,7 @@ def test_no_steps_change_a_duration(moves: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("off", [0, 30 * SECOND, 8 * HOUR, LONGEST_OFF])
-def test_after_a_reboot_the_wall_clock_says_how_long_it_was_off(off: int) -> None:
+def test_wall_clock_measures_downtime_after_a_reboot(off: int) -> None:
     last = NOW - off
     offset = begin(reading(0, boot_id="b"), last)
     assert offset.at(0) == NOW
@@ -130,7 +128,7 @@ def test_after_a_reboot_the_wall_clock_says_how_long_it_was_off(off: int) -> Non
 
 
 @pytest.mark.parametrize("gap", [-2 * HOUR, -YEAR, LONGEST_OFF + 1, YEAR])
-def test_after_a_reboot_a_doubtful_wall_clock_is_not_followed(gap: int) -> None:
+def test_implausible_wall_clock_after_reboot_is_not_followed(gap: int) -> None:
     last = NOW - gap
     new = reading(90 * SECOND, boot_id="b")
     offset = begin(new, last)
@@ -144,7 +142,7 @@ def after_boot(off: int, wrong: int) -> Offset:
 
 
 @pytest.mark.parametrize("wrong", [2 * HOUR, 20 * DAY, -2 * HOUR, YEAR, -YEAR])
-def test_a_clock_corrected_soon_after_a_boot_tells_anew_how_long_the_machine_was_off(
+def test_early_clock_correction_recounts_the_downtime(
     wrong: int,
 ) -> None:
     off, soon = 5 * MINUTE, 2 * MINUTE
@@ -160,7 +158,7 @@ def test_a_clock_corrected_soon_after_a_boot_tells_anew_how_long_the_machine_was
     assert verdict.offset.before == NOW - off
 
 
-def test_a_clock_set_long_after_a_boot_says_nothing_of_it_nor_less_than_it_was_up() -> None:
+def test_recount_ignores_late_steps_and_never_undercuts_uptime() -> None:
     offset = after_boot(HOUR, 0)
     later = SETTLES + MINUTE
     stepped = judge(offset, Reading(NOW + later + 2 * HOUR, 90 * SECOND + later, "b")).offset
@@ -186,7 +184,7 @@ def told(stamp: int, offset: Offset, now: Reading) -> list[int]:
 
 @pytest.mark.parametrize("step", [*STEPS, 59 * SECOND, -59 * SECOND, 3 * SECOND, -3 * SECOND])
 @pytest.mark.parametrize("later", [5 * SECOND, 5 * MINUTE, LASTS_LONG + MINUTE])
-def test_events_before_and_after_a_step_have_their_times(step: int, later: int) -> None:
+def test_engine_times_around_a_clock_step_are_resolved(step: int, later: int) -> None:
     """While the step is not noticed, while it is not followed, and when it is. A clock that is set
     back tells some times twice."""
     offset = kept(first(), reading(HOUR))
@@ -205,7 +203,7 @@ def test_events_before_and_after_a_step_have_their_times(step: int, later: int) 
             assert len(found) == 1 or step < 0
 
 
-def test_a_time_close_to_a_step_may_be_either_and_one_after_a_wrong_boot_is_wrong() -> None:
+def test_ambiguous_times_near_a_step_keep_both_readings() -> None:
     before = kept(first(), reading(HOUR))
     offset = judge(before, reading(HOUR + 5 * SECOND, 3 * SECOND)).offset
     now = reading(2 * HOUR, 3 * SECOND)
@@ -228,7 +226,7 @@ def test_a_time_close_to_a_step_may_be_either_and_one_after_a_wrong_boot_is_wron
     low=st.integers(0, HOUR),
     lasted=st.integers(0, HOUR),
 )
-def test_an_engines_time_stays_near_what_is_proved(times: list[int], low: int, lasted: int) -> None:
+def test_engine_time_stays_near_the_proven_bounds(times: list[int], low: int, lasted: int) -> None:
     def moment(micros: int) -> datetime:
         return AT + timedelta(microseconds=micros)
 
@@ -238,7 +236,7 @@ def test_an_engines_time_stays_near_what_is_proved(times: list[int], low: int, l
         assert found is None or earliest - slack <= found <= latest + slack
 
 
-def test_a_time_in_the_bounds_goes_before_one_close_to_them_and_others_say_nothing() -> None:
+def test_engine_time_prefers_values_within_bounds() -> None:
     def found(*ago: timedelta) -> datetime | None:
         times = [AT - each for each in ago]
         return engine_time(times, AT, AT + timedelta(hours=1), costs_least=min)
@@ -251,9 +249,7 @@ def test_a_time_in_the_bounds_goes_before_one_close_to_them_and_others_say_nothi
 
 @pytest.mark.parametrize("step", [2 * HOUR, -2 * HOUR, YEAR])
 @pytest.mark.parametrize("is_followed", [True, False])
-def test_an_engines_time_lies_before_ours_by_the_steps_at_the_most(
-    step: int, is_followed: bool
-) -> None:
+def test_stamp_error_covers_the_lag_of_engine_times(step: int, is_followed: bool) -> None:
     """Of an event before the step when it is followed, and of one after it when it is not."""
     offset, since_boot = judge(first(), reading(HOUR, step)).offset, HOUR
     if is_followed:

@@ -24,7 +24,7 @@ def new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def test_weeks_begin_on_the_hubs_own_monday() -> None:
+def test_weeks_begin_on_monday_in_the_hub_time_zone() -> None:
     bounds = weeks.last_weeks(NOW, 3)
     local = [moment.astimezone() for moment in bounds]
     assert [moment.strftime("%a %H:%M") for moment in local] == ["Mon 00:00"] * 4
@@ -34,7 +34,7 @@ def test_weeks_begin_on_the_hubs_own_monday() -> None:
     assert bounds[2] - bounds[1] == timedelta(weeks=1) - timedelta(hours=1)  # the clocks went on
 
 
-def test_a_period_is_split_at_mondays_and_is_usually_this_week_and_three_before_it() -> None:
+def test_period_splits_at_mondays_and_defaults_to_four_weeks() -> None:
     march = [date(2026, 3, day) for day in range(1, 17)]
     found = list(weeks.split(march[3], march[15]))
     assert found == [(march[3], march[7]), (march[8], march[14]), (march[15], march[15])]
@@ -55,6 +55,6 @@ def test_a_period_is_split_at_mondays_and_is_usually_this_week_and_three_before_
         ("2024-01-01", "2026-03-01", "two years at the most"),
     ],
 )
-def test_a_period_that_makes_no_sense_is_named(since: str, until: str, said: str) -> None:
+def test_invalid_period_is_rejected_with_a_reason(since: str, until: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said.replace(".", r"\.")):
         weeks.period(since, until, NOW)

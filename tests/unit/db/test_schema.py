@@ -18,7 +18,7 @@ EXACT = datetime(2025, 3, 1, 7, 0, 0, 123456, tzinfo=timezone(timedelta(hours=-5
     "moment",
     [EXACT, datetime(1, 1, 1, tzinfo=timezone.utc), datetime(9999, 12, 31, tzinfo=timezone.utc)],
 )
-def test_times_in_sqlite_are_written_as_sqlalchemy_writes_them(moment: datetime) -> None:
+def test_sqlite_times_match_the_sqlalchemy_format(moment: datetime) -> None:
     """Who reads the database with another program, and what was written before, sees no change."""
     dialect = sqlite.dialect()
     theirs = sa.DateTime().dialect_impl(dialect).bind_processor(dialect)

@@ -51,7 +51,7 @@ def labels(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_base_is_an_argument_and_pinned(name: str) -> None:
+def test_base_image_is_a_pinned_build_argument(name: str) -> None:
     first, second = instructions(name)[:2]
     assert first[0] == "ARG" and second == ("FROM", second[1])
     assert second[1].split()[0] == "${BASE_IMAGE}"
@@ -63,7 +63,7 @@ def test_the_base_is_an_argument_and_pinned(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_server_does_not_run_as_root(name: str) -> None:
+def test_images_do_not_run_as_root(name: str) -> None:
     stage = last_stage(name)
     users = [rest for word, rest in stage if word == "USER"]
     inherited = stage[0][1]
@@ -76,7 +76,7 @@ def test_a_server_does_not_run_as_root(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_left_of_the_packagers_and_nothing_comes_from_elsewhere(name: str) -> None:
+def test_dockerfiles_leave_no_caches_and_fetch_no_urls(name: str) -> None:
     for word, rest in instructions(name):
         assert word != "ADD"
         assert "://" not in rest, "addresses are the engine's and pip's own matter"
@@ -89,7 +89,7 @@ def test_nothing_is_left_of_the_packagers_and_nothing_comes_from_elsewhere(name:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_gpu_unless_a_lease_says_so_and_the_labels_make_a_catalog_entry(name: str) -> None:
+def test_images_hide_gpus_and_carry_catalog_labels(name: str) -> None:
     assert any("NVIDIA_VISIBLE_DEVICES=void" in rest for rest in said(name, "ENV"))
     found = labels(name)
     assert found["org.opencontainers.image.base.name"] == "${BASE_IMAGE}"
@@ -103,7 +103,7 @@ def test_no_gpu_unless_a_lease_says_so_and_the_labels_make_a_catalog_entry(name:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ngc"])
-def test_versions_are_locked_and_listed(name: str) -> None:
+def test_image_packages_are_locked_and_listed_in_an_sbom(name: str) -> None:
     text = (IMAGES / name / "requirements.lock").read_text(encoding="utf-8")
     first, *lines = text.splitlines()
     assert first.startswith("# Made by images/lock") and lines
@@ -119,7 +119,7 @@ def test_versions_are_locked_and_listed(name: str) -> None:
             assert re.search(r"[=@]\d", found[1]), f"{found[1]} is not pinned"
 
 
-def test_no_package_has_two_versions_in_images_that_stand_on_one_another() -> None:
+def test_derived_images_lock_no_package_of_the_base() -> None:
     base = set((IMAGES / "base" / "requirements.lock").read_text().splitlines())
     names = {line.partition("==")[0] for line in base}
     for name in NAMES:
@@ -135,7 +135,7 @@ def build(*words: str) -> list[list[str]]:
     return [shlex.split(line) for line in printed.splitlines() if line and line[0] != "["]
 
 
-def test_the_build_script_builds_below_first() -> None:
+def test_build_script_builds_base_images_first() -> None:
     def built(*words: str) -> list[str]:
         return [command[3].split("/")[1].removesuffix(":latest") for command in build(*words)]
 
@@ -150,7 +150,7 @@ def test_the_build_script_builds_below_first() -> None:
     assert done.stderr.startswith("There is no images/pytorhc: base, jax,")
 
 
-def test_the_build_script_builds_for_the_hubs_version_without_cuda_or_on_ones_own_image() -> None:
+def test_build_script_accepts_hub_version_cpu_and_base_image() -> None:
     base, jax = build("jax", "--cpu", "--hub-version", "6.1.0")
     assert "JUPYTERHUB_REQUIREMENT=jupyterhub==6.1.0" in base
     version = re.search(r"jax\[cuda\d+\]==(\S+)\"", " ".join(said("jax", "ARG")))
@@ -160,9 +160,7 @@ def test_the_build_script_builds_for_the_hubs_version_without_cuda_or_on_ones_ow
     assert trial[-3:] == ["catalog", "smoke", "wrapped:1"]
 
 
-def test_a_bill_of_materials_says_what_is_inside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sbom_lists_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "bill" / "sbom.cdx.json"
     monkeypatch.setattr(sys, "argv", ["seal.py", str(file)])
     with pytest.raises(SystemExit) as done:
@@ -175,7 +173,7 @@ def test_a_bill_of_materials_says_what_is_inside(
     assert any(r.startswith("pkg:pypi/jupyterhub@") for r in references)
 
 
-def test_the_item_in_jupyterlab_is_built_from_this_source() -> None:
+def test_committed_labextension_matches_its_source() -> None:
     """Else `make labextension` and commit what it writes."""
     source = IMAGES / "labextension"
     built = IMAGES / "common/lab/share/jupyter/labextensions/gpuspawner"
@@ -200,7 +198,7 @@ def test_the_item_in_jupyterlab_is_built_from_this_source() -> None:
 @pytest.mark.parametrize(
     "name", [n for n in NAMES if '"jupyterlab' in (IMAGES / n / "Dockerfile").read_text()]
 )
-def test_images_have_the_item(name: str) -> None:
+def test_jupyterlab_images_install_the_labextension(name: str) -> None:
     if said(name, "ARG")[0] != f"BASE_IMAGE={ON_BASE}":
         assert "common/lab /opt/gpuspawner/lab" in said(name, "COPY")
         assert any("python /opt/gpuspawner/lab/install.py" in run for run in said(name, "RUN"))

@@ -91,7 +91,7 @@ def services(c: Config) -> list[dict[str, Any]]:
 # Production.
 
 
-def test_production_is_short_and_says_only_what_there_is(read: Read) -> None:
+def test_production_config_is_short_and_uses_known_settings(read: Read) -> None:
     check_settings(read("jupyterhub_config.py"))
     assert len((HERE / "jupyterhub_config.py").read_text().splitlines()) <= 60
     for environment in load(HERE / "catalog.yaml").environments:
@@ -101,7 +101,7 @@ def test_production_is_short_and_says_only_what_there_is(read: Read) -> None:
         assert re.search(r"^ARG BASE_IMAGE\b.*\n+FROM \$\{BASE_IMAGE\}", text, re.MULTILINE)
 
 
-def test_production_follows_its_environment(read: Read) -> None:
+def test_production_config_follows_environment_variables(read: Read) -> None:
     plain = read("jupyterhub_config.py", CONFIGPROXY_AUTH_TOKEN="token")
     assert plain.JupyterHub.hub_connect_url == plain.JupyterHub.hub_bind_url
     assert plain.ConfigurableHTTPProxy.auth_token == "token"
@@ -122,7 +122,7 @@ def test_production_follows_its_environment(read: Read) -> None:
     assert service["environment"]["GPUSPAWNER_DATABASE_URL"] == postgres
 
 
-def test_a_secret_comes_from_the_environment_or_from_a_closed_file(
+def test_secret_is_read_from_environment_or_private_file(
     read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def secret(**environment: str) -> Any:
@@ -148,7 +148,7 @@ def test_a_secret_comes_from_the_environment_or_from_a_closed_file(
 # Several machines.
 
 
-def test_several_machines_say_only_what_there_is(read: Read) -> None:
+def test_multi_node_config_uses_known_settings(read: Read) -> None:
     c = read("slurm/nodes.py", CLUSTER_FILE="/srv/cluster.yaml")
     check_settings(c)
     assert c.GPUSlurm.cluster_file == "/srv/cluster.yaml"
@@ -167,7 +167,7 @@ def run_script(name: str, **environment: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", ["epilog", "prolog"])
-def test_an_engine_that_does_not_answer_proves_nothing(name: str, tmp_path: Path) -> None:
+def test_slurm_hooks_fail_if_docker_does_not_answer(name: str, tmp_path: Path) -> None:
     """Slurm drains the node then, and gives its GPUs to nobody."""
     silent = {"DOCKER_HOST": f"unix://{tmp_path}/none", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n"}
     code, said = run_script(name, **silent)
@@ -175,12 +175,12 @@ def test_an_engine_that_does_not_answer_proves_nothing(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("job", ["", "7; reboot", "-1", "7 8"])
-def test_the_epilog_takes_numbers_of_jobs_only(job: str) -> None:
+def test_epilog_rejects_invalid_job_ids(job: str) -> None:
     code, said = run_script("epilog", SLURM_JOB_ID=job)
     assert code == 1 and "no job is named" in said
 
 
-def test_certificates_name_their_machine_and_are_kept(tmp_path: Path) -> None:
+def test_node_certificates_are_private_and_survive_reruns(tmp_path: Path) -> None:
     script, folder = HERE / "slurm/certificates", tmp_path / "tls"
 
     def run(*addresses: str) -> int:
@@ -203,7 +203,9 @@ def test_certificates_name_their_machine_and_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("docker", ["", "172.17.0.1"])
-def test_trying_out_says_only_what_there_is(docker: str, read: Read, tmp_path: Path) -> None:
+def test_demo_config_requires_password_and_uses_known_settings(
+    docker: str, read: Read, tmp_path: Path
+) -> None:
     with pytest.raises(SystemExit, match="Set GPUSPAWNER_DEMO_PASSWORD"):
         read("try_out.py")
     c = read(
@@ -229,7 +231,9 @@ def test_trying_out_says_only_what_there_is(docker: str, read: Read, tmp_path: P
         ),
     ],
 )
-def test_the_demos_catalog(choice: dict[str, Any], slugs: list[str], usual: str) -> None:
+def test_demo_catalog_offers_the_chosen_environments(
+    choice: dict[str, Any], slugs: list[str], usual: str
+) -> None:
     catalog = Catalog.from_mapping(demo_catalog(image="base:1", **choice))
     assert [each.slug for each in catalog.environments] == slugs
     assert catalog.default_for(()).slug == usual
@@ -248,7 +252,7 @@ def compose() -> dict[str, Any]:
     return loaded
 
 
-def test_the_steps_set_every_variable_that_the_configuration_needs(compose: dict[str, Any]) -> None:
+def test_install_steps_set_every_required_variable(compose: dict[str, Any]) -> None:
     text = (HERE / "jupyterhub_config.py").read_text()
     needed = set(re.findall(r'secret\("([A-Z0-9_]+)"', text))
     needed |= set(re.findall(r"\bOAUTH2?_[A-Z_]+", text))
@@ -265,7 +269,7 @@ def test_the_steps_set_every_variable_that_the_configuration_needs(compose: dict
     assert not set(hub["environment"]) & {"HUB_BIND_URL", "PROXY_API_URL", "SERVICE_URL"}
 
 
-def test_compose_keeps_members_away_from_the_engine_and_the_database(
+def test_compose_isolates_engine_and_database_from_members(
     compose: dict[str, Any],
 ) -> None:
     services = compose["services"]
@@ -282,9 +286,7 @@ def test_compose_keeps_members_away_from_the_engine_and_the_database(
             assert source.startswith("/") or source in compose["volumes"], volume
 
 
-def test_proxy_and_hub_are_at_the_same_addresses_in_units_and_in_compose(
-    compose: dict[str, Any], read: Read
-) -> None:
+def test_units_and_compose_use_the_same_addresses(compose: dict[str, Any], read: Read) -> None:
     unit = (HERE / "gpuspawner-proxy.service").read_text().replace("\\\n", " ")
     (started,) = re.findall(r"^ExecStart=(.+)$", unit, re.MULTILINE)
     command = " ".join(compose["services"]["proxy"]["command"])
@@ -319,7 +321,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("name", [*UNITS[:2], "Dockerfile", "compose.yaml", "jupyterhub_config.py"])
-def test_every_path_is_one_that_the_steps_make(name: str) -> None:
+def test_every_deployment_path_is_created_by_the_steps(name: str) -> None:
     steps = "\n".join(
         line for block in readme.commands(readme.BOX) for line in readme.joined(block)
     )
@@ -332,7 +334,7 @@ def test_every_path_is_one_that_the_steps_make(name: str) -> None:
         assert known, f"{path} is in the steps, and nobody makes it"
 
 
-def test_the_steps_are_in_one_place_and_copy_files_that_are_there() -> None:
+def test_install_steps_appear_once_and_copy_existing_files() -> None:
     steps = "\n".join(readme.commands(readme.BOX))
     copied = set(re.findall(r"\b(?:hub_config|images)/[\w./-]+", steps))
     assert len(copied) > 5
@@ -346,7 +348,7 @@ def test_the_steps_are_in_one_place_and_copy_files_that_are_there() -> None:
         assert readme.BOX in (HERE / name).read_text(), name
 
 
-def test_the_image_of_the_hub_can_be_built_on_another_base(compose: dict[str, Any]) -> None:
+def test_hub_dockerfile_takes_its_base_image_as_argument(compose: dict[str, Any]) -> None:
     build = compose["services"]["hub"]["build"]
     dockerfile = (HERE / build["context"] / build["dockerfile"]).resolve()
     text = dockerfile.read_text()
@@ -359,7 +361,7 @@ def test_the_image_of_the_hub_can_be_built_on_another_base(compose: dict[str, An
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_systemd_takes_the_units(name: str, tmp_path: Path) -> None:
+def test_systemd_units_are_hardened_and_valid(name: str, tmp_path: Path) -> None:
     text = (HERE / name).read_text()
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]  # how the module says it

@@ -80,11 +80,11 @@ def chosen(
         ("2g.10gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", False),
     ],
 )
-def test_a_model_is_matched_by_whole_words(wanted: str | None, model: str, matches: bool) -> None:
+def test_model_names_match_by_whole_words(wanted: str | None, model: str, matches: bool) -> None:
     assert model_matches(wanted or "", model) is matches
 
 
-def test_a_name_means_that_model_first_and_then_its_words() -> None:
+def test_exact_model_name_beats_a_partial_match() -> None:
     whole, part = "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     devices = [device(0, part, 5), device(1, whole, 40)]
     assert chosen(devices, model=whole) == [1]
@@ -116,13 +116,13 @@ def test_a_name_means_that_model_first_and_then_its_words() -> None:
         ({"compute_mode": "prohibited"}, "nvidia-smi --compute-mode=0"),
     ],
 )
-def test_what_cannot_be_leased_says_why(fields: dict[str, Any], says: str | None) -> None:
+def test_unleasable_device_states_its_reason(fields: dict[str, Any], says: str | None) -> None:
     reason = placement.leasable(device(0, **fields))
     assert reason is None if says is None else reason is not None and says in reason
     assert bool(placement.free_places([device(0, **fields)], ())) is (says is None)
 
 
-def test_a_compute_process_occupies_a_device_only_when_no_lease_explains_it() -> None:
+def test_only_unleased_compute_processes_occupy_a_device() -> None:
     used = device(0, slots=2, processes=(DeviceProcess(7),))
     drawn = device(1, processes=(DeviceProcess(8, kind="graphics"),))
     assert placement.occupied(used, ()) and not placement.occupied(used, in_use(0))
@@ -138,7 +138,7 @@ def test_a_compute_process_occupies_a_device_only_when_no_lease_explains_it() ->
 
 
 @pytest.mark.parametrize("models", [("A", "B"), ("B", "A"), ("A", "A")])
-def test_models_of_equal_memory_compete_by_connection(models: tuple[str, str]) -> None:
+def test_best_linked_model_wins_at_equal_memory(models: tuple[str, str]) -> None:
     devices = fleet((3, models[0], 80), (3, models[1], 80))
     strong = {(3, 4): 100, (3, 5): 100, (4, 5): 50}
     for other, expected in (
@@ -151,7 +151,7 @@ def test_models_of_equal_memory_compete_by_connection(models: tuple[str, str]) -
     assert chosen(devices, devices=3) == [0, 1, 2]
 
 
-def test_several_whole_gpus_go_before_instances_that_cuda_cannot_combine() -> None:
+def test_multi_gpu_request_prefers_whole_gpus_over_mig() -> None:
     instances = [
         replace(device(n, "A100 MIG 1g.5gb", 5), uuid=f"MIG-{n}", parent_uuid="GPU-0000")
         for n in range(3)
@@ -190,7 +190,9 @@ SIX = fleet((4, "A100-80GB", 80), (2, "T4", 16))
         ),
     ],
 )
-def test_too_many_says_how_many_would_fit(asked: dict[str, Any], of_them: str) -> None:
+def test_oversized_request_states_the_largest_possible_count(
+    asked: dict[str, Any], of_them: str
+) -> None:
     count = asked["devices"]
     kind, said, fields = refusal(Request(**asked), SIX)
     assert (kind, said) == (
@@ -237,7 +239,7 @@ NEITHER = [device(0, status=DeviceStatus.PARENT), device(1, compute_mode="prohib
         ),
     ],
 )
-def test_what_no_device_has_is_named(
+def test_impossible_request_names_what_is_missing(
     devices: list[Device], asked: dict[str, Any], message: str
 ) -> None:
     assert refusal(Request(**{"devices": 1, **asked}), devices)[:2] == (TooMuchAsked, message)
@@ -256,7 +258,9 @@ def test_what_no_device_has_is_named(
         (SIX, {"models": ("A100", "H100")}, "All 4 A100 or H100 GPUs are in use."),
     ],
 )
-def test_all_in_use(devices: list[Device], asked: dict[str, Any], message: str) -> None:
+def test_refusal_says_that_all_matching_gpus_are_in_use(
+    devices: list[Device], asked: dict[str, Any], message: str
+) -> None:
     found = refusal(Request(devices=1, **asked), devices, in_use(0, 1, 2, 3))
     assert found[:2] == (NoDeviceFree, message)
 
@@ -265,15 +269,13 @@ def test_all_in_use(devices: list[Device], asked: dict[str, Any], message: str) 
     ("status", "why"),
     [(DeviceStatus.UNKNOWN, "4 do not answer"), (DeviceStatus.DRAINED, "4 are drained")],
 )
-def test_a_device_that_is_out_comes_back_so_waiting_may_help(
-    status: DeviceStatus, why: str
-) -> None:
+def test_drained_or_silent_devices_count_as_not_free(status: DeviceStatus, why: str) -> None:
     out = [replace(device, status=status) for device in SIX]
     kind, said, _ = refusal(Request(devices=4, model="A100"), out)
     assert (kind, said) == (NoDeviceFree, f"No A100 GPU is free: of 4, {why}.")
 
 
-def test_each_reason_is_counted_once_and_said() -> None:
+def test_refusal_counts_each_unavailable_device_once() -> None:
     sick = replace(SIX[1], status=DeviceStatus.UNKNOWN)
     sick_in_use = replace(SIX[0], status=DeviceStatus.UNKNOWN)
     used = replace(SIX[2], processes=(DeviceProcess(7),))
@@ -298,7 +300,7 @@ def test_each_reason_is_counted_once_and_said() -> None:
     ("memory_bytes", "text"),
     [(80 * GIB, "80 GB"), (80 * 10**9, "80 GB"), (81559 * 2**20, "85 GB"), (0, "0 GB")],
 )
-def test_memory_is_named_as_people_name_it(memory_bytes: int, text: str) -> None:
+def test_device_memory_is_formatted_in_gb(memory_bytes: int, text: str) -> None:
     assert placement.format_memory(memory_bytes) == text
 
 
@@ -315,7 +317,7 @@ def eights(count: int) -> Links:
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_in_a_large_fleet_whole_groups_are_found(count: int) -> None:
+def test_large_fleet_request_gets_a_fully_linked_group(count: int) -> None:
     devices = fleet((400, "A100-80GB", 80))
     # One of each eight is in use, but for the eight at 320.
     taken = in_use(*(first + 5 for first in range(0, 400, 8) if first != 320))
@@ -416,7 +418,7 @@ def closeness(some: Sequence[Device], links: Links) -> tuple[int, int]:
 
 @settings(max_examples=examples(400))
 @given(devices_and_taken(), requests, links_between())
-def test_what_is_given_could_be_given_and_what_could_be_is(
+def test_placement_matches_exhaustive_search(
     fleet_and_taken: tuple[list[Device], list[Slot]], request: Request, links: Links
 ) -> None:
     devices, taken = fleet_and_taken
@@ -458,7 +460,7 @@ def test_what_is_given_could_be_given_and_what_could_be_is(
     st.lists(st.tuples(requests, st.lists(st.integers(0, 17), unique=True)), min_size=2),
     links_between(),
 )
-def test_what_was_asked_before_changes_no_answer(
+def test_earlier_requests_do_not_change_placement(
     fleet_and_taken: tuple[list[Device], list[Slot]],
     questions: list[tuple[Request, list[int]]],
     links: Links,
@@ -482,7 +484,7 @@ def answer(fleet: placement.Fleet, request: Request, taken: frozenset[str]) -> o
 
 @settings(max_examples=examples(200))
 @given(devices_and_taken(), links_between())
-def test_a_single_device_costs_the_others_as_little_closeness_as_can_be(
+def test_single_device_choice_preserves_links_of_the_rest(
     fleet_and_taken: tuple[list[Device], list[Slot]], links: Links
 ) -> None:
     devices, taken = fleet_and_taken
@@ -511,7 +513,7 @@ def test_a_single_device_costs_the_others_as_little_closeness_as_can_be(
     st.randoms(use_true_random=False),
     st.sampled_from([(0, 1000), (0, 2), (10, 10), (0, 0)]),
 )
-def test_up_to_sixteen_the_best_connected_set_is_found(
+def test_best_connected_set_is_exact_up_to_sixteen_devices(
     shape: tuple[int, int], random: Any, span: tuple[int, int]
 ) -> None:
     size, count = shape
@@ -531,7 +533,9 @@ def test_up_to_sixteen_the_best_connected_set_is_found(
 
 @settings(max_examples=examples(40))
 @given(st.integers(17, 24), st.integers(2, 3), st.randoms(use_true_random=False))
-def test_beyond_sixteen_the_set_comes_close_to_the_best(size: int, count: int, random: Any) -> None:
+def test_connected_set_is_near_optimal_beyond_sixteen_devices(
+    size: int, count: int, random: Any
+) -> None:
     names = [f"{n:02d}" for n in range(size)]
     links = {key: random.randint(0, 1000) for key in itertools.combinations(names, 2)}
     best = max(

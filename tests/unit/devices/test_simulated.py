@@ -40,7 +40,7 @@ def test_spec_gives_models_and_memory_in_order() -> None:
     assert (inventory.observed_at, inventory.error) == (NOW, "")
 
 
-def test_uuids_are_real_in_shape_distinct_and_the_same_in_another_process_and_spec() -> None:
+def test_simulated_uuids_are_well_formed_distinct_and_stable() -> None:
     uuids = [d.uuid for d in SimulatedDevices("3xA100-40GB,3xT4").observe(NOW).devices]
     shape = re.compile(r"GPU-sim-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
     assert all(shape.fullmatch(uuid) for uuid in uuids)
@@ -62,7 +62,7 @@ def test_bus_ids_are_distinct_and_well_formed() -> None:
     assert all(re.fullmatch(r"[0-9A-F]{8}:[0-9A-F]{2}:00\.0", bus_id) for bus_id in bus_ids)
 
 
-def test_neighbours_are_linked_in_pairs_fours_and_eights_on_a_scale_that_prefers_nvlink() -> None:
+def test_neighbours_are_linked_in_pairs_fours_and_eights() -> None:
     inventory = SimulatedDevices("10xA100,2xT4").observe(NOW)
     uuids = [d.uuid for d in inventory.devices]
 
@@ -95,12 +95,12 @@ def test_neighbours_are_linked_in_pairs_fours_and_eights_on_a_scale_that_prefers
         ("20000xT4", "more than 10000"),
     ],
 )
-def test_a_bad_spec_is_refused_with_what_to_write(spec: str, says: str) -> None:
+def test_invalid_fleet_spec_is_rejected_with_a_hint(spec: str, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         SimulatedDevices(spec)
 
 
-def test_a_failing_device_is_unknown_and_hides_no_other() -> None:
+def test_failing_device_is_unknown_and_others_stay_visible() -> None:
     source = SimulatedDevices("3xT4")
     sick = source.observe(NOW).devices[1].uuid
     source.fail(sick, "It fell off the bus.")
@@ -115,7 +115,7 @@ def test_a_failing_device_is_unknown_and_hides_no_other() -> None:
             change("GPU-other")
 
 
-def test_processes_and_losses_are_seen_until_restored() -> None:
+def test_simulated_processes_and_losses_last_until_restored() -> None:
     source = SimulatedDevices("2xT4")
     first, second = (d.uuid for d in source.observe(NOW).devices)
     source.occupy(first, 41)
@@ -139,7 +139,7 @@ def test_processes_and_losses_are_seen_until_restored() -> None:
     assert source.observe(NOW) == before
 
 
-def test_looks_and_changes_from_several_threads_lose_nothing() -> None:
+def test_concurrent_changes_and_observations_lose_nothing() -> None:
     source = SimulatedDevices("8xT4")
     uuids = [d.uuid for d in source.observe(NOW).devices]
 
@@ -157,17 +157,17 @@ def test_looks_and_changes_from_several_threads_lose_nothing() -> None:
 
 
 @pytest.mark.parametrize("spec", ["", "auto", "nvml", " NVML "])
-def test_the_gpus_of_the_machine_are_the_default_source(spec: str) -> None:
+def test_nvml_is_the_default_device_source(spec: str) -> None:
     assert open_source(spec).name == "nvml"
 
 
 @pytest.mark.parametrize("spec", ["cuda", "simulated", "simulated:", "nvml:0", "4xT4", "auto:"])
-def test_an_unknown_source_is_refused_with_an_example(spec: str) -> None:
+def test_unknown_device_source_is_rejected_with_an_example(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"4xA100-80GB,2xT4"):
         open_source(spec)
 
 
-def test_held_memory_is_what_no_process_explains() -> None:
+def test_held_memory_excludes_memory_of_known_processes() -> None:
     drawing = DeviceProcess(7, 3 * GIB, "graphics", "Xorg")
     assert held_bytes(2 * GIB, ()) == 0  # a driver's own
     assert held_bytes(5 * GIB + 1, ()) == 5 * GIB
@@ -215,7 +215,7 @@ def look(sampler: SimulatedSampler, at: float = 0.0) -> list[Sample]:
     return list(sampler.sample(NOW, at))
 
 
-def test_a_device_works_as_its_processes_do(
+def test_simulated_utilization_follows_process_load(
     devices: SimulatedDevices, process: subprocess.Popen[str]
 ) -> None:
     sampler = devices.sampler()
@@ -243,7 +243,7 @@ def test_a_device_works_as_its_processes_do(
     assert (gone.use, gone.processes) == (0, ())
 
 
-def test_a_script_makes_devices_fail(devices: SimulatedDevices, script: Path) -> None:
+def test_script_makes_simulated_devices_fail(devices: SimulatedDevices, script: Path) -> None:
     first = devices.observe(NOW).devices[0].uuid
     sampler = SimulatedSampler(devices)
     assert [sample.celsius for sample in look(sampler)] == [35, 35]
@@ -268,7 +268,7 @@ def test_a_script_makes_devices_fail(devices: SimulatedDevices, script: Path) ->
         ("{", "cannot be used"),
     ],
 )
-def test_a_script_with_a_mistake_changes_nothing(
+def test_invalid_script_keeps_the_previous_values(
     devices: SimulatedDevices, script: Path, caplog: pytest.LogCaptureFixture, text: str, said: str
 ) -> None:
     sampler = SimulatedSampler(devices)
@@ -279,7 +279,7 @@ def test_a_script_with_a_mistake_changes_nothing(
     assert said in caplog.text
 
 
-def test_a_driver_that_is_lost_is_said(devices: SimulatedDevices) -> None:
+def test_lost_driver_is_reported_by_the_sampler(devices: SimulatedDevices) -> None:
     sampler = SimulatedSampler(devices)
     devices.lose("The driver is gone.")
     with pytest.raises(LooksLost, match="The driver is gone"):
@@ -289,7 +289,7 @@ def test_a_driver_that_is_lost_is_said(devices: SimulatedDevices) -> None:
     assert [sample.error for sample in look(sampler)] == ["It is sick.", ""]
 
 
-def test_a_script_says_in_which_condition_a_device_is(
+def test_script_sets_device_condition_and_probe_result(
     devices: SimulatedDevices, script: Path
 ) -> None:
     sampler = SimulatedSampler(devices)

@@ -76,7 +76,7 @@ TAKEN_OUT: dict[str, Any] = {"status": DeviceStatus.DRAINED, "reason": "drained 
         ),
     ],
 )
-def test_each_device_says_what_it_does(
+def test_device_view_shows_state_and_detail(
     fields: dict[str, Any], taken: bool, state: str, detail: str
 ) -> None:
     one = device(0, **fields)
@@ -101,7 +101,7 @@ CLOSED = Closure("GPU-0", NOW, "kim", "a new fan")
     ],
 )
 @pytest.mark.parametrize("reason", ["a new fan", ""])
-def test_a_drained_device_says_so_and_why_and_is_not_free(
+def test_drained_device_shows_its_reason_and_is_not_free(
     fields: dict[str, Any], taken: bool, state: str, before: str, reason: str
 ) -> None:
     leased = {Slot("GPU-0"): "lease-1"} if taken else {}
@@ -114,7 +114,7 @@ def test_a_drained_device_says_so_and_why_and_is_not_free(
     assert (count.total, count.free) == (1 if state == "unknown" else 2, 1)
 
 
-def test_models_are_counted_with_their_price_and_without_what_nobody_can_get() -> None:
+def test_model_counts_include_rates_and_skip_unusable_devices() -> None:
     rates = RateCard.from_config({"*": 1, "A100": 4, "T4": "0.5"})
     devices = [
         device(0, "T4", 16),
@@ -164,21 +164,21 @@ def accounts(**balances: float) -> dict[str, Account]:
     [(8, {}, 2), (8, {"charged": 0}, 1), (-3, {}, 0)],
     ids=["until it is dry", "what is not charged yet is gone already", "dry"],
 )
-def test_a_lease_ends_when_its_account_is_dry_and_the_grace_is_over(
+def test_latest_end_is_when_credits_and_grace_run_out(
     balance: float, changes: dict[str, Any], hours: float
 ) -> None:
     ends = latest_ends([lease(1, "anna", **changes)], accounts(anna=balance), GRACE, NOW)
     assert ends == {"lease-1": NOW + hours * HOUR + GRACE}
 
 
-def test_leases_of_one_account_draw_on_it_together() -> None:
+def test_leases_of_one_account_share_its_balance() -> None:
     several = [lease(1, "anna"), lease(2, "anna", rate=12 * MICRO), lease(3, "bert")]
     ends = latest_ends(several, accounts(anna=8, bert=4), GRACE, NOW)
     hours = {"lease-1": 0.5, "lease-2": 0.5, "lease-3": 1}
     assert ends == {name: NOW + each * HOUR + GRACE for name, each in hours.items()}
 
 
-def test_nobody_can_say_when_what_is_free_of_charge_or_lasts_for_ages_ends() -> None:
+def test_leases_without_a_predictable_end_are_left_out() -> None:
     free = lease(1, "anna", rate=0)
     starting = lease(2, "bert", state=LeaseState.GRANTED, started_at=None, charged=0)
     strange = lease(3, "nobody")
@@ -214,7 +214,9 @@ def new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ([60 * 24 * 2 + 1], 1, ""),
     ],
 )
-def test_when_enough_are_free(minutes: list[int], wanted: int, said: str) -> None:
+def test_message_says_when_enough_devices_become_free(
+    minutes: list[int], wanted: int, said: str
+) -> None:
     ends = [NOW + timedelta(minutes=m) for m in minutes]
     assert free_by(ends, wanted, NOW) == said
 
@@ -230,5 +232,5 @@ def test_when_enough_are_free(minutes: list[int], wanted: int, said: str) -> Non
         (datetime(2025, 3, 9, 7, 30, tzinfo=timezone.utc), "03:30 on 9 March"),
     ],
 )
-def test_the_time_is_the_hubs_own_and_never_too_early(moment: datetime, said: str) -> None:
+def test_shown_time_rounds_up_in_the_hub_time_zone(moment: datetime, said: str) -> None:
     assert clock(moment, NOW) == said

@@ -47,7 +47,7 @@ def names_in(path: Path) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_a_page_names_exists(page: Path) -> None:
+def test_files_and_names_in_contributing_pages_exist(page: Path) -> None:
     references = REFERENCE.findall(page.read_text(encoding="utf-8"))
     assert references or page.stem == "README"
     for file, name in references:
@@ -57,7 +57,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_is_short_and_its_links_lead_somewhere(page: Path) -> None:
+def test_contributing_pages_are_short_with_working_links(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert len(text.split()) <= MOST_WORDS
     for target in re.findall(r"\]\((\w+\.md)\)", text):
@@ -76,7 +76,7 @@ class Rebased(GPUDockerSpawner, SystemUserSpawner):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_setting_has_a_row_that_says_all(cls: type[Configurable]) -> None:
+def test_compatibility_table_covers_every_inherited_setting(cls: type[Configurable]) -> None:
     rows = setting_rows(cls.__name__)
     names = [row.name for row in rows]
     assert sorted(names) == sorted(n for n in cls.class_own_traits() if not n.startswith("_"))
@@ -95,7 +95,7 @@ def _defines(cls: type, name: str) -> bool:
     return by_handler or not {name, f"_{name}_default", f"_{name}_changed"}.isdisjoint(vars(cls))
 
 
-def test_every_setting_that_switches_something_off_exists() -> None:
+def test_off_switches_in_the_compatibility_page_exist() -> None:
     texts = [row.off for row in container_rows()]
     texts += [row.off for cls in CLASSES for row in setting_rows(cls.__name__)]
     named = {match for text in texts for match in re.findall(r"`c\.(\w+)\.(\w+)", text)}
@@ -106,7 +106,7 @@ def test_every_setting_that_switches_something_off_exists() -> None:
     assert "`docs/compatibility.md`" in README
 
 
-def test_usernames_of_a_hub_that_had_microsofts_own_class_can_be_kept() -> None:
+def test_usernames_from_azure_ad_authenticator_can_be_kept() -> None:
     claims = {"name": "Ada L.", "preferred_username": "ada@lab.example"}
 
     def username(cls: Any, **settings: Any) -> Any:

@@ -42,11 +42,13 @@ CONTAINERD = [["driver-type", "io.containerd.snapshotter.v1"]]
         ("", [[]], False),
     ],
 )
-def test_which_engines_may_limit_containers(driver: str, status: Any, able: bool) -> None:
+def test_only_some_storage_drivers_can_enforce_disk_limits(
+    driver: str, status: Any, able: bool
+) -> None:
     assert may_enforce({"Driver": driver, "DriverStatus": status}) is able
 
 
-def test_sizes_of_containers_are_judged_with_some_drivers_by_their_image_too() -> None:
+def test_disk_usage_is_sized_judged_and_formatted() -> None:
     assert storage_bytes("overlay2", 10 * GB, 15 * GB) == 10 * GB
     assert storage_bytes("zfs", 10 * GB, 15 * GB) == 10 * GB
     assert storage_bytes("btrfs", 10 * GB, 20 * GB) == 32 * GB
@@ -74,7 +76,7 @@ def test_sizes_of_containers_are_judged_with_some_drivers_by_their_image_too() -
         (DiskLimit(GB, GB), {"StorageOpt": {"size": "5G"}}, {"size": "5G"}, None),
     ],
 )
-def test_how_a_container_gets_its_limit(
+def test_container_gets_disk_limit_option_and_label(
     disk: DiskLimit | None, host: dict[str, Any], option: Any, label: str | None
 ) -> None:
     settings = ContainerSettings(injection="none", environment={}, disk=disk)
@@ -98,7 +100,7 @@ class Listing:
         return [{"Id": "c", "Labels": each, "Mounts": mounts} for each in self.labels]
 
 
-def test_what_is_read_of_a_container() -> None:
+def test_disk_limits_are_read_from_container_labels() -> None:
     lease = {"gpuspawner.lease": "lease-1"}
     client: Any = Listing(
         lease | {"gpuspawner.disk_limit": label_of(GB, True)},
@@ -129,13 +131,13 @@ def test_what_is_read_of_a_container() -> None:
         (Measured(100, 0.1, None, 500 * MB), 115, None, True),
     ],
 )
-def test_when_containers_are_measured(
+def test_container_measurement_is_due_by_time_and_disk_growth(
     last: Measured | None, now: float, free: int | None, due: bool
 ) -> None:
     assert is_due(last, now, free) is due
 
 
-def test_on_which_machine_a_server_is() -> None:
+def test_node_of_a_lease_is_found_by_its_device() -> None:
     devices = (NodeDevice("GPU-1", "T4", 16 * GB),)
     one = Node(name="one", address="", engine="")
     nodes = (one, Node(name="two", address="", engine="", devices=devices))

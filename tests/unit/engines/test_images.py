@@ -26,7 +26,9 @@ DIGEST = "sha256:" + "0" * 64
         (f"host:5000/lab:1@{DIGEST}", ("host:5000/lab", DIGEST)),
     ],
 )
-def test_an_image_has_a_repository_and_a_version(image: str, parts: tuple[str, str]) -> None:
+def test_image_name_is_split_into_repository_and_version(
+    image: str, parts: tuple[str, str]
+) -> None:
     assert split_image(image) == parts
 
 
@@ -54,7 +56,7 @@ def layer(name: str, status: str, *bytes_: int) -> dict[str, Any]:
     return {"id": name, "status": status, "progressDetail": detail}
 
 
-def test_layers_are_added_up() -> None:
+def test_pull_progress_sums_all_layers() -> None:
     events = [
         {"id": "1", "status": "Pulling from lab"},
         layer("a", "Already exists"),
@@ -95,7 +97,7 @@ def test_layers_are_added_up() -> None:
         ("something new\n  of the engine.", "could not be pulled: something new of the engine. "),
     ],
 )
-def test_the_engines_words_become_a_reason(said: str, why: str) -> None:
+def test_engine_pull_errors_become_clear_reasons(said: str, why: str) -> None:
     assert why in unavailable("lab:9", said).message
     with pytest.raises(ImageUnavailable) as refused:
         list(pull(Engine([layer("a", "Waiting"), {"error": said}]), "lab:9"))

@@ -35,11 +35,11 @@ LEASE = lease_of("ada", engine_ref=ID)
         (f"0::/x{ID}ff\n", ""),
     ],
 )
-def test_a_container_is_found_in_every_way_of_writing_it(cgroup: str, found: str) -> None:
+def test_container_id_is_found_in_every_cgroup_format(cgroup: str, found: str) -> None:
     assert container_in(cgroup) == found
 
 
-def test_a_process_is_its_containers_whatever_it_says_itself(tmp_path: Path) -> None:
+def test_process_owner_prefers_container_over_variable(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "cgroup").write_text(f"0::/docker/{ID}\n")
     (tmp_path / "7" / "environ").write_bytes(f"A=1\0{LEASE_VARIABLE}=lease-2\0".encode())
@@ -51,7 +51,7 @@ def test_a_process_is_its_containers_whatever_it_says_itself(tmp_path: Path) -> 
     assert ProcessOwners([LEASE], tmp_path).lease_of(8) is None
 
 
-def test_real_processes_of_a_lease() -> None:
+def test_real_process_is_attributed_to_its_lease() -> None:
     lease = replace(LEASE, engine_ref="")
     started = subprocess.Popen(
         [sys.executable, "-c", "print(1, flush=True); input()"],
@@ -101,5 +101,5 @@ def container(requests: Any, *, runtime: str = "runc", sees: str = "", later: in
         (container([{"DeviceIDs": ["GPU-a"]}], later=-1), False),  # it was there before the grant
     ],
 )
-def test_a_device_is_given_by_uuid_index_cdi_name_or_variable(given: Any, is_given: bool) -> None:
+def test_device_access_matches_uuid_index_cdi_or_variable(given: Any, is_given: bool) -> None:
     assert was_given(given, ON_GPU_A) is is_given

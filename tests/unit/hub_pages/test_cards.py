@@ -65,7 +65,7 @@ def busy(**known: Any) -> Outlook:
         (busy(), "", "you would wait in line."),
     ],
 )
-def test_what_is_free_in_words(outlook: Outlook, card: str, wait: str) -> None:
+def test_card_and_form_state_free_gpus_and_wait(outlook: Outlook, card: str, wait: str) -> None:
     assert said(outlook) == f"{outlook.free} of 8 GPUs free now{card}"
     assert sentence(outlook) == f"Not enough are free now: {wait}"
 
@@ -78,7 +78,9 @@ def test_what_is_free_in_words(outlook: Outlook, card: str, wait: str) -> None:
         (Outlook(0, 0, at_once=False), "No GPU here that fits", ""),
     ],
 )
-def test_what_starts_at_once_or_never(outlook: Outlook, card: str, form: str) -> None:
+def test_card_and_form_show_immediate_or_impossible_starts(
+    outlook: Outlook, card: str, form: str
+) -> None:
     assert (said(outlook), sentence(outlook)) == (card, form)
     assert usual_request(CPU) == Request()
     assert said(Outlook(0, 0, at_once=True), cpu_only=True) == "Starts at once"
@@ -96,11 +98,11 @@ def test_what_starts_at_once_or_never(outlook: Outlook, card: str, form: str) ->
         (CardFilter(framework="JAX"), []),
     ],
 )
-def test_searching(wanted: CardFilter, found: list[str]) -> None:
+def test_card_filter_finds_matching_environments(wanted: CardFilter, found: list[str]) -> None:
     assert [e.slug for e in (TORCH, CPU) if wanted.takes(e)] == found
 
 
-def test_each_choice_says_what_it_would_wait() -> None:
+def test_each_choice_shows_its_expected_wait() -> None:
     asked: list[Request] = []
 
     def ask(requests: Mapping[str, Request]) -> dict[str, Outlook]:
@@ -119,7 +121,7 @@ def test_each_choice_says_what_it_would_wait() -> None:
     assert {request.models for request in asked} == {("A100",), ("T4",)}
 
 
-def test_a_list_of_packages() -> None:
+def test_package_list_is_parsed_and_sorted() -> None:
     text = """
 # made by a tool
 torch==2.5.1+cu124 \\
@@ -151,7 +153,7 @@ def code(*outputs: dict[str, Any], source: Any = "1 + 1") -> dict[str, Any]:
     return {"cell_type": "code", "source": source, "outputs": list(outputs)}
 
 
-def test_cells_and_outputs() -> None:
+def test_notebook_cells_and_outputs_are_read() -> None:
     text = notebook(
         {"cell_type": "markdown", "source": ["# Train\n", "a *model*"]},
         code(
@@ -175,7 +177,7 @@ def test_cells_and_outputs() -> None:
     )
 
 
-def test_nothing_in_it_runs() -> None:
+def test_notebook_preview_contains_no_active_content() -> None:
     text = notebook(
         {"cell_type": "markdown", "source": EVIL + "[x](javascript:alert(3))"},
         code({"output_type": "display_data", "data": {"text/html": EVIL}}, source=EVIL),
@@ -188,7 +190,7 @@ def test_nothing_in_it_runs() -> None:
     assert shown[2].outputs == (Output(text="text"),)
 
 
-def test_much_is_cut_short() -> None:
+def test_large_notebooks_are_truncated() -> None:
     large = base64.b64encode(b"x" * 60_000).decode()
     pictures = [code({"data": {"image/png": large, "text/plain": "a plot"}}) for _ in range(3)]
     shown = read_notebook(notebook(*pictures)).cells
@@ -203,7 +205,7 @@ def test_much_is_cut_short() -> None:
     "text",
     ["", "{", "[]", "null", '{"cells": []}', '{"nbformat": 3, "worksheets": []}', "[" * 9**6],
 )
-def test_what_is_no_notebook_is_said(text: str) -> None:
+def test_invalid_notebook_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"^is no notebook"):
         read_notebook(text)
 
@@ -224,7 +226,7 @@ _anything = st.recursive(
 
 
 @given(st.lists(_anything, max_size=5), st.sampled_from(["code", "markdown", "raw", None]))
-def test_any_json_is_shown_or_left_out(cells: list[Any], kind: str | None) -> None:
+def test_arbitrary_notebook_cells_are_shown_or_skipped(cells: list[Any], kind: str | None) -> None:
     for cell in cells:
         if isinstance(cell, dict):
             cell["cell_type"] = kind

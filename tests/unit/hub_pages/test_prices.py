@@ -50,7 +50,7 @@ def lines(*rates: Rate, now: datetime = NOON) -> list[tuple[str, str, str, str]]
     return [(line.label, line.where, line.price, line.lasts) for line in found]
 
 
-def test_a_line_for_each_model_and_each_price_where_environments_differ() -> None:
+def test_price_list_has_one_line_per_model_and_price() -> None:
     assert lines(*TWO_PRICES) == [
         ("A100-80GB", "", "4.00", "2 h 30 min"),
         ("T4, 16 GB", "", "1.00", "10 h"),
@@ -68,7 +68,7 @@ def test_a_line_for_each_model_and_each_price_where_environments_differ() -> Non
     assert line == PriceLine("A100-80GB", 2, 2, "", MICRO, "less than a minute")
 
 
-def test_the_price_of_the_night_is_shown_at_night_and_until_when() -> None:
+def test_price_list_shows_current_rate_and_when_it_changes() -> None:
     rates = [Rate(amount=4 * MICRO), Rate(amount=MICRO, hours=NIGHT)]
     evening = NOON + timedelta(hours=7)
     assert [line[2] for line in lines(*rates, now=evening)] == ["1.00", "1.00"]
@@ -95,7 +95,7 @@ def test_the_price_of_the_night_is_shown_at_night_and_until_when() -> None:
         ),
     ],
 )
-def test_each_choice_has_its_price(key: str, sentence: str) -> None:
+def test_each_choice_states_its_price(key: str, sentence: str) -> None:
     prices = PriceList(overview(*TWO_PRICES), [TORCH, LAB, OLD, CPU], NOON)
     group = Account(name="group:ml", balance=MICRO)
     found = prices.tables(range(4), [("", ADA), ("group:ml", group)])
@@ -106,7 +106,7 @@ def test_each_choice_has_its_price(key: str, sentence: str) -> None:
     assert found.sentence(CPU, choice) == ""
 
 
-def test_environments_on_the_same_terms_share_their_sentences() -> None:
+def test_environments_with_equal_terms_share_price_tables() -> None:
     more = [
         TORCH.model_copy(update={"slug": f"torch-{n}", "display_name": f"Torch {n}"})
         for n in range(50)
@@ -118,7 +118,7 @@ def test_environments_on_the_same_terms_share_their_sentences() -> None:
     assert found.sentence(more[7], "1||").startswith("1 GPU: 2.00 credits an hour.")
 
 
-def test_what_is_free_or_needs_a_gpu_says_so_and_too_many_choices_are_left_to_the_table() -> None:
+def test_price_text_covers_free_gpu_only_and_many_choices() -> None:
     prices = PriceList(overview(Rate(amount=0)), [TORCH], NOON)
     assert prices.tables([1], [("", ADA)]).sentence(TORCH, "1||") == "1 GPU: free of charge."
     assert prices.of(TORCH) == prices.of(CPU) == "free of charge"
@@ -133,7 +133,7 @@ def test_what_is_free_or_needs_a_gpu_says_so_and_too_many_choices_are_left_to_th
     assert prices.of(nowhere) == ""
 
 
-def test_credits_that_end_count_as_long_as_they_are_there() -> None:
+def test_expiring_credits_count_until_they_expire() -> None:
     """6 of 10 credits end in 2 hours, and 1 of the 4 of a group in 30 minutes."""
     group = Account(name="group:ml", balance=4 * MICRO)
     ending = {
@@ -159,7 +159,7 @@ def count(model: str, credits: int, memory: int = 1) -> ModelCount:
     return ModelCount(model, memory, total=1, free=1, rate=credits * MICRO)
 
 
-def test_the_welcome_page_has_a_few_models_the_cheapest_first_each_once() -> None:
+def test_welcome_page_lists_four_cheapest_models_once() -> None:
     account = Account(name="member:ada", balance=10 * MICRO, held=MICRO)
     models = [count("H100", 10), count("A100", 4, 80), count("A100", 3, 40), count("T4", 0)]
     assert prices(account, models) == [

@@ -95,7 +95,7 @@ UNKNOWN_TO_HUB = Remove("docker", LIVES, "the Hub does not know its server any m
         *("exited without a lease", "just created"),
     ],
 )
-def test_what_is_done(
+def test_reconciliation_plans_the_expected_action(
     lease: Lease | None,
     sightings: list[Sighting] | None,
     hub: list[dict[ServerRef, HubState] | None],
@@ -109,7 +109,7 @@ def test_what_is_done(
             assert found == ([] if action is None else [action])
 
 
-def test_an_engine_that_was_not_asked_proves_nothing_and_hides_no_other() -> None:
+def test_unasked_engine_leaves_its_leases_unknown() -> None:
     local = replace(LEASE, id="lease-2", server=ServerRef("bert"), engine="local")
     actions = plan([local, LEASE], {"docker": [EXITED]}, READY, NOW, GRACE)
     assert [type(action) for action in actions] == [Unknown, Release]
@@ -160,7 +160,7 @@ def sightings(draw: st.DrawFn) -> list[Sighting]:
 
 
 @given(open_leases(), sightings() | st.none(), sightings() | st.none(), hubs)
-def test_unknown_is_never_free_and_who_lives_is_never_released(
+def test_live_or_unknown_servers_are_never_released(
     leases: list[Lease], docker: Any, local: Any, servers: Any
 ) -> None:
     found = {"docker": docker, "local": local}

@@ -107,7 +107,7 @@ GUESTS = {"group_limits": {"guests": QueueLimits(devices=1)}}
         *("an unknown lease", "an unknown kind"),
     ],
 )
-def test_who_is_delayed(
+def test_extension_names_the_tickets_it_delays(
     leases: list[Running],
     tickets: list[Waiting],
     settings: dict[str, Any],
@@ -117,7 +117,7 @@ def test_who_is_delayed(
     assert late(scheduler(leases, tickets, **settings), 2, free) == named
 
 
-def test_who_waits_for_a_limit_alone_is_in_nobodys_way() -> None:
+def test_ticket_blocked_only_by_its_limit_is_not_delayed() -> None:
     """Bob may have one device and has one: his second ticket does not wait for mine."""
     bobs = running("bobs", member="bob")
     line = scheduler(
@@ -129,7 +129,7 @@ def test_who_waits_for_a_limit_alone_is_in_nobodys_way() -> None:
     assert late(line, 2, {A100: 1}) == {"second"}, "the free one is Cleo's"
 
 
-def test_who_is_far_back_in_a_long_line_counts_as_delayed() -> None:
+def test_ticket_far_back_in_long_queue_counts_as_delayed() -> None:
     tickets = [waiting(f"t{n:04}", asked_at=NOW - 10_000 + n) for n in range(2000)]
     leases = [MINE, *(running(f"r{n}", hours=0.5) for n in range(40))]
     line = scheduler(leases, tickets)
@@ -178,7 +178,7 @@ some_waiting = st.builds(
     st.floats(0, 12),
     st.floats(0, 48),
 )
-def test_an_extension_that_is_allowed_delays_nobody_who_was_planned(
+def test_named_delays_match_the_schedule_after_extension(
     leases: list[Running], tickets: list[Waiting], free: dict[str, int], hours: float, longer: float
 ) -> None:
     line = scheduler([*leases, running("mine", 2, hours, member="ada", group="x")], tickets)
@@ -203,7 +203,7 @@ def test_an_extension_that_is_allowed_delays_nobody_who_was_planned(
 # Limits, drains, words.
 
 
-def test_hours_that_are_held_are_counted_to_the_new_end() -> None:
+def test_gpu_hour_limit_counts_hours_to_the_new_end() -> None:
     others = [running("mine", 1, 0.1), running("b", 2, 3.0), running("endless", 1, None)]
     until = NOW + 4 * HOUR
     assert too_many_hours(others, lease(2), until, NOW, QueueLimits()) == ""
@@ -215,7 +215,7 @@ def test_hours_that_are_held_are_counted_to_the_new_end() -> None:
     assert too_many_hours(over, lease(1), until, NOW, QueueLimits(gpu_hours=4)) == ""
 
 
-def test_drains_and_members_who_wait_are_named() -> None:
+def test_extension_refusal_names_drains_and_waiting_members() -> None:
     closed = {"GPU-1": Closure("GPU-1", AT + timedelta(hours=1), "kim", "a new fan")}
     assert drained(lease(1), closed) == ""
     assert drained(lease(2), closed) == (

@@ -215,13 +215,13 @@ HELD = Account(name=ANNA, held=MICRO)
         ("settled", {"leases": (replace(ENDED, ended_at=None),)}, "nobody wrote down when"),
     ],
 )
-def test_each_check_finds_its_fault(check: str, books: dict[str, Any], words: str) -> None:
+def test_each_ledger_check_reports_its_fault(check: str, books: dict[str, Any], words: str) -> None:
     found = checks.Books(**books)
     (problem,) = getattr(checks, f"check_{check}")(found)
     assert words in problem
     assert problem in checks.check_all(found)
 
 
-def test_the_system_accounts_may_be_left_out_of_the_accounts() -> None:
+def test_ledger_checks_accept_missing_system_accounts() -> None:
     books = checks.Books(postings=ROWS, accounts=(Account(name=ANNA, balance=5),))
     assert checks.check_all(books) == []

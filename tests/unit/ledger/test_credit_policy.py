@@ -74,7 +74,9 @@ BOUND = {"when_dry": OVERDRAFT, "overdraft": 20 * MICRO}
         (-20, lease(**BOUND), 0, PolicyStep("stop")),
     ],
 )  # fmt: skip
-def test_what_is_due(balance: float, some: Lease, minutes: float, due: PolicyStep | None) -> None:
+def test_credit_step_follows_balance_and_lease_state(
+    balance: float, some: Lease, minutes: float, due: PolicyStep | None
+) -> None:
     assert step(balance, some, minutes) == due
 
 
@@ -89,12 +91,12 @@ def test_what_is_due(balance: float, some: Lease, minutes: float, due: PolicySte
         (replace(WARNED, state=LeaseState.ENDED), None),
     ],
 )
-def test_when_a_server_is_stopped(some: Lease, minutes: int | None) -> None:
+def test_stop_time_follows_grace_session_and_overdraft(some: Lease, minutes: int | None) -> None:
     found = credit_policy.stops_at(some, Purse(-5 * MICRO, RATE), T0 + 7 * MINUTE, GRACE)
     assert found == (None if minutes is None else T0 + minutes * MINUTE)
 
 
-def test_a_purse_is_up_to_the_moment() -> None:
+def test_purse_deducts_charges_due_and_sums_rates() -> None:
     waiting = lease(state=LeaseState.GRANTED, started_at=None)
     some = [lease(charged=MICRO), lease(), waiting]
     assert Purse.of(9 * MICRO, some, T0 + timedelta(minutes=2)) == Purse(6 * MICRO, 2 * RATE)
@@ -108,7 +110,7 @@ def test_a_purse_is_up_to_the_moment() -> None:
     st.lists(st.tuples(st.integers(1, 400), st.booleans()), min_size=1, max_size=40),
     st.sampled_from([{}, {"when_dry": SESSION, "seconds": 10**6}, BOUND]),
 )
-def test_nothing_is_told_twice_on_the_way_down(
+def test_low_credit_warnings_are_given_once_in_order(
     rounds: list[tuple[int, bool]], policy: dict[str, Any]
 ) -> None:
     """Rounds come at any time, twice, or not at all; each warning is given once and in order."""
@@ -192,7 +194,7 @@ GIVEN = st.lists(st.tuples(st.integers(0, 6500), st.integers(1, 50 * MICRO)), ma
 
 
 @given(SERVERS, GIVEN, TIMES, TIMES, BOUNDS)
-def test_who_is_let_off_does_not_depend_on_the_ticks(
+def test_overdraft_charges_do_not_depend_on_tick_times(
     servers: list[tuple[int, int, int, int]],
     grants: list[tuple[int, int]],
     some: list[int],
@@ -211,7 +213,7 @@ def test_who_is_let_off_does_not_depend_on_the_ticks(
 
 
 @given(SERVERS, GIVEN, TIMES, st.tuples(BOUNDS, BOUNDS))
-def test_no_bound_is_passed_where_there_are_two(
+def test_balance_stays_within_the_larger_overdraft_bound(
     servers: list[tuple[int, int, int, int]],
     grants: list[tuple[int, int]],
     ticks: list[int],

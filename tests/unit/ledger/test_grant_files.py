@@ -26,14 +26,14 @@ ADA, BOB = ("member:ada", 10 * MICRO), ("member:bob", 1_500_000)
         b"user,credits\nada,00010\nbob,1.500000000000000000\n",
     ],
 )
-def test_tables_as_spreadsheets_write_them(data: bytes) -> None:
+def test_spreadsheet_grant_tables_are_parsed(data: bytes) -> None:
     rows, problems = parse(data, "course")
     assert problems == []
     assert [(row.account, row.amount) for row in rows] == [ADA, BOB]
     assert {row.reason for row in rows} == {"course"}
 
 
-def test_lines_have_their_number_reason_and_member_once() -> None:
+def test_grant_lines_have_a_number_reason_and_unique_member() -> None:
     rows, problems = parse(b'member,amount,reason\n\nada,1,"homework, late"\ngroup:lab,2,\n', "x")
     assert problems == []
     assert [(row.number, row.account, row.reason) for row in rows] == [
@@ -78,7 +78,7 @@ NO_NUMBERS = ("Infinity", "1_000", "\u0661", "9" * 5000)
         (b"group:;5;r", "no usable name"),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said_with_its_number(line: bytes, words: str | None) -> None:
+def test_invalid_grant_line_is_reported_with_its_number(line: bytes, words: str | None) -> None:
     rows, problems = parse(b"member;amount;reason\nzoe;1;r\n" + line + b"\n", "")
     if words is None:  # a member may be called anything
         assert not problems and rows[1].account == "member:system:grants"
@@ -104,12 +104,12 @@ def test_what_is_wrong_with_a_line_is_said_with_its_number(line: bytes, words: s
         (b"\xff\xfea", "no text in UTF-8"),
     ],
 )
-def test_what_is_no_table_is_said_as_a_whole(data: bytes, words: str) -> None:
+def test_invalid_grant_file_reports_one_problem(data: bytes, words: str) -> None:
     rows, problems = parse(data, "r")
     assert rows == [] and len(problems) == 1 and words in str(problems[0])
 
 
-def test_the_same_grants_have_the_same_digest_however_they_are_written() -> None:
+def test_grant_digest_ignores_how_the_file_is_written() -> None:
     one, _ = parse(b"member,amount\nada,10\nbob,1.5\n", "r")
     other, _ = parse(b"\xef\xbb\xbfbob;1.50;r\r\nmember:ada;10;\r\n", "r")
     assert digest(one) == digest(other)
@@ -119,7 +119,7 @@ def test_the_same_grants_have_the_same_digest_however_they_are_written() -> None
 
 
 @given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode), st.text(max_size=20))
-def test_whatever_is_sent_is_understood_or_refused_in_words(data: bytes, reason: str) -> None:
+def test_any_grant_upload_gives_rows_or_problems(data: bytes, reason: str) -> None:
     rows, problems = parse(data, reason)
     assert rows or problems
     assert all(0 < row.amount <= MOST * MICRO and row.reason for row in rows)
@@ -127,5 +127,5 @@ def test_whatever_is_sent_is_understood_or_refused_in_words(data: bytes, reason:
 
 
 @given(st.integers(1, MOST * MICRO))
-def test_an_amount_reads_back_exactly(amount: int) -> None:
+def test_credit_amount_is_parsed_exactly(amount: int) -> None:
     assert parse_amount(f"{amount // MICRO}.{amount % MICRO:06d}") == amount

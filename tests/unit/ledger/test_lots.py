@@ -82,14 +82,14 @@ WRONG = lot("wrong", 10, 0, 10, cancelled=4)
         ),
     ],
 )
-def test_what_is_left_of_lots(
+def test_lot_balances_follow_spending_expiry_and_reversal(
     lots: list[Lot], flow: LotFlow, moments: dict[int, dict[str, int]]
 ) -> None:
     for at, expected in moments.items():
         assert credits(left_of(lots, flow, hour(at))) == expected
 
 
-def test_a_transfer_moves_only_what_is_new_and_lots_begin_before_their_end() -> None:
+def test_expiry_moves_the_difference_and_lot_dates_are_checked() -> None:
     mine = lot("a", 5, 0, 10)
     taken = expiry(mine, 3 * MICRO, hour(10))
     assert taken and taken.kind is TransferKind.EXPIRY and taken.key == "expiry:a:0"
@@ -135,7 +135,7 @@ moves = st.lists(st.tuples(times.map(hour), st.integers(-10 * MICRO, 10 * MICRO)
 
 
 @given(some_lots(), some_uses(), moves, st.lists(times, min_size=1))
-def test_no_lot_has_less_than_nothing_or_grows(
+def test_lot_balance_never_grows_or_goes_negative(
     lots: list[Lot], uses: list[LotUse], moved: list[tuple[datetime, int]], looks: list[float]
 ) -> None:
     flow = LotFlow(uses, moved)
@@ -150,7 +150,7 @@ def test_no_lot_has_less_than_nothing_or_grows(
 
 
 @given(some_lots(), some_uses(), moves)
-def test_nobody_loses_what_they_could_have_spent(
+def test_lots_lose_no_more_than_was_spent(
     lots: list[Lot], uses: list[LotUse], moved: list[tuple[datetime, int]]
 ) -> None:
     """What was taken from lots is no more than what was spent."""
@@ -162,7 +162,7 @@ def test_nobody_loses_what_they_could_have_spent(
 
 
 @given(some_lots(), some_uses(), st.lists(times, min_size=1))
-def test_the_time_of_an_end_is_what_counts_and_not_when_it_is_known(
+def test_lots_ignore_when_a_server_end_becomes_known(
     lots: list[Lot], uses: list[LotUse], looks: list[float]
 ) -> None:
     """A server that was believed to run on leaves no trace once its end is known."""
@@ -178,7 +178,7 @@ def test_the_time_of_an_end_is_what_counts_and_not_when_it_is_known(
 # How long they last.
 
 
-def test_what_ends_soon_does_not_last() -> None:
+def test_runway_excludes_credits_that_expire_unspent() -> None:
     day = timedelta(days=1)
     assert lasts([], 10, 0) is None
     assert lasts([], 10 * MICRO, MICRO) == timedelta(hours=10)
@@ -195,7 +195,7 @@ def test_what_ends_soon_does_not_last() -> None:
     st.integers(0, 10**9),
     st.integers(3_600_000, 10**9),
 )
-def test_they_last_until_nothing_is_left(
+def test_runway_ends_when_no_credits_are_left(
     ending: list[tuple[int, int]], free: int, rate: int
 ) -> None:
     """As the lots themselves are settled."""
@@ -219,7 +219,7 @@ def test_they_last_until_nothing_is_left(
         assert left(found - timedelta(seconds=1)) > 0
 
 
-def test_what_moved_along_many_moments_is_what_moved_up_to_each() -> None:
+def test_lot_flow_totals_match_the_sums_at_each_moment() -> None:
     chance = random.Random(5)
 
     def some() -> datetime:

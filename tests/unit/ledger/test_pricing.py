@@ -42,7 +42,7 @@ def price(
     return rates.card(at, environment).rate_of(model, slots)
 
 
-def test_the_store_goes_first_then_the_more_particular_rate_then_the_first_written() -> None:
+def test_stored_then_most_specific_then_first_rate_wins() -> None:
     # Environment before model before share before hours before the date.
     found = [
         Rate(amount=1),
@@ -69,7 +69,7 @@ def test_the_store_goes_first_then_the_more_particular_rate_then_the_first_writt
     assert price(Rates.of([evening, night]), at) == 2
 
 
-def test_hours_and_dates_hold_at_their_time() -> None:
+def test_rates_apply_at_their_hours_and_dates() -> None:
     rates = Rates.of(
         [
             Rate(amount=4),
@@ -87,7 +87,7 @@ def test_hours_and_dates_hold_at_their_time() -> None:
     assert Rates.of([Rate(amount=4)]).next_change(NOON) is None
 
 
-def test_a_lease_costs_its_devices_and_a_share_its_part_rounded_up() -> None:
+def test_lease_rate_sums_devices_and_rounds_slots_up() -> None:
     rates = Rates.of([Rate(amount=100), Rate(amount=40, slots=4)])
     assert [price(rates, slots=n) for n in (1, 2, 3, 4)] == [100, 50, 34, 40]
     assert RateCard().rate_of("any", 3) == 333_334
@@ -102,7 +102,7 @@ def test_a_lease_costs_its_devices_and_a_share_its_part_rounded_up() -> None:
     assert RateCard.from_config({"*": 0}).rate_of("Tesla T4") == 0
 
 
-def test_special_rates_are_read_and_moments_may_say_their_offset() -> None:
+def test_special_rates_are_parsed_in_their_time_zone() -> None:
     config: list[dict[str, Any]] = [
         {"model": "A100", "hours": "Mon-Fri 20-8", "rate": "2.5"},
         {"environment": "course", "rate": 0, "from": "2026-10-01"},
@@ -135,7 +135,7 @@ def test_special_rates_are_read_and_moments_may_say_their_offset() -> None:
         ({"rate": 1, "from": "0001-01-01"}, "is no date"),
     ],
 )
-def test_a_special_rate_that_is_none_is_refused_by_its_number(entry: Any, sentence: str) -> None:
+def test_invalid_special_rate_is_rejected_with_its_number(entry: Any, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         special_rates([{"rate": 1}, entry], "Asia/Tokyo")
     assert caught.value.message.startswith("Entry 2 of c.GPURates.special is not valid: ")
@@ -177,7 +177,7 @@ RATES = st.lists(
     st.lists(st.floats(0, 1), max_size=6),
     RATES,
 )
-def test_the_price_shown_is_the_price_paid(
+def test_price_shown_is_the_price_paid(
     found: list[Rate],
     at: datetime,
     models: list[str],
@@ -201,7 +201,7 @@ def test_the_price_shown_is_the_price_paid(
 
 
 @given(RATES, MOMENTS, st.sampled_from(DEVICES))
-def test_a_price_is_the_same_until_the_next_change(
+def test_price_is_constant_until_the_next_change(
     found: list[Rate], at: datetime, model: str
 ) -> None:
     rates = Rates.of(found)
@@ -221,7 +221,7 @@ def test_all_slots_together_cost_at_least_the_device(amount: int, slots: int) ->
 # The card of one moment.
 
 
-def test_the_longest_pattern_wins_whatever_the_order() -> None:
+def test_longest_model_pattern_wins_in_any_order() -> None:
     rates: dict[str, Any] = {"A100": 4, "A100 SXM4": 5, "A100 SXM4 80GB": Decimal("9.000001")}
     rates |= {"A100 MIG 1g.5gb": "0.6", "L4": 0.75}
     for config in (rates, dict(reversed(rates.items()))):
@@ -242,7 +242,7 @@ def test_the_longest_pattern_wins_whatever_the_order() -> None:
         *("0.0000001", 1e-7, MAX_RATE // MICRO + 1),
     ],
 )
-def test_a_rate_that_is_none_is_refused_by_its_key(value: Any) -> None:
+def test_invalid_rate_is_rejected_with_its_model(value: Any) -> None:
     with pytest.raises(ConfigError, match="rate of 'A100' is not valid") as caught:
         RateCard.from_config({"A100": value})
     with pytest.raises(ValueError, match=r"such as 4 or '0\.5'") as said:
@@ -258,13 +258,13 @@ def test_a_rate_that_is_none_is_refused_by_its_key(value: Any) -> None:
         ([("A100", 1)], "is no mapping"),
     ],
 )
-def test_what_is_no_card_is_refused(config: Any, said: str) -> None:
+def test_invalid_rate_card_is_rejected(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         RateCard.from_config(config)
 
 
 @given(st.decimals(0, 1_000_000, places=6))
-def test_every_rate_of_six_decimals_is_kept_exactly(credits: Decimal) -> None:
+def test_rates_keep_six_decimals_exactly(credits: Decimal) -> None:
     card = RateCard.from_config({"*": f"{credits:f}"})
     assert card.rate_of("any") == int(credits.scaleb(6))
 
@@ -296,25 +296,25 @@ def utc(text: str) -> datetime:
         ("0-24", set(range(168))),
     ],
 )
-def test_hours_are_read(text: str, hours: set[int]) -> None:
+def test_week_hours_are_parsed(text: str, hours: set[int]) -> None:
     assert WeekHours.parse(text, "UTC").hours == hours
 
 
 @pytest.mark.parametrize(
     "text", ["", "Moon", "Mon,", "Mon 25-3", "24-3", "8-8", "1:30-3", "Mon-", "9", "-1-3", 5, None]
 )
-def test_what_is_no_hour_is_refused_by_its_name(text: object) -> None:
+def test_invalid_week_hours_are_rejected(text: object) -> None:
     with pytest.raises(ValueError, match=r"are no hours of .* like 'Mon-Fri 20-8, Sat, Sun'"):
         WeekHours.parse(text, "UTC")
 
 
 @pytest.mark.parametrize("zone", ["", "Mars/Base", "..", "/etc/passwd", "Europe", "a\0b"])
-def test_a_zone_that_is_none_is_refused_by_its_name(zone: str) -> None:
+def test_invalid_time_zone_is_rejected(zone: str) -> None:
     with pytest.raises(ValueError, match="is no time zone: write a name such as 'Europe/Vienna'"):
         WeekHours.parse("20-8", zone)
 
 
-def test_daylight_saving_moves_with_the_clock_on_the_wall() -> None:
+def test_week_hours_follow_local_time_across_daylight_saving() -> None:
     assert not NIGHT_IN_VIENNA.holds(utc("2026-03-28 18:59"))
     assert NIGHT_IN_VIENNA.holds(utc("2026-03-28 19:00")), "20:00 in winter"
     assert NIGHT_IN_VIENNA.holds(utc("2026-03-29 05:59")), "7:59 in summer, from that night on"
@@ -328,7 +328,7 @@ def test_daylight_saving_moves_with_the_clock_on_the_wall() -> None:
     )
 
 
-def test_an_hour_that_does_not_come_and_one_that_comes_twice() -> None:
+def test_week_hours_handle_skipped_and_repeated_hours() -> None:
     at_two = WeekHours.parse("2-3", "Europe/Vienna")
     day = [utc("2026-03-29 00:00") + timedelta(minutes=15 * n) for n in range(80)]
     assert not any(at_two.holds(moment) for moment in day)
@@ -338,7 +338,7 @@ def test_an_hour_that_does_not_come_and_one_that_comes_twice() -> None:
 
 
 @given(ANY_MOMENT, st.sampled_from(ZONES), st.sets(st.integers(0, 167), min_size=1, max_size=167))
-def test_nothing_changes_before_the_next_change(at: datetime, zone: str, hours: set[int]) -> None:
+def test_week_hours_hold_until_the_next_change(at: datetime, zone: str, hours: set[int]) -> None:
     some = WeekHours("", frozenset(hours), zone)
     change = some.next_change(at)
     assert change is not None and change > at
@@ -349,7 +349,7 @@ def test_nothing_changes_before_the_next_change(at: datetime, zone: str, hours: 
 
 
 @given(ANY_MOMENT, st.sampled_from(ZONES))
-def test_an_hour_is_the_one_on_the_wall(at: datetime, zone: str) -> None:
+def test_week_hours_use_local_time(at: datetime, zone: str) -> None:
     local = at.astimezone(open_zone(zone))
     wall = WeekHours.parse(f"{local:%a} {local.hour}-{local.hour + 1}", zone)
     assert wall.holds(at)

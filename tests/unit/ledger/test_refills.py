@@ -39,7 +39,7 @@ def local(rule: str, zone: str = VIENNA, start: datetime = START, count: int = 3
         ("FREQ=DAILY;BYHOUR=0,12;INTERVAL=2;", ["2027-01-01 12:00", "2027-01-03 00:00"]),
     ],
 )
-def test_a_rule_says_when(rule: str, days: list[str]) -> None:
+def test_recurrence_rule_gives_its_dates(rule: str, days: list[str]) -> None:
     assert local(rule, count=len(days)) == days
     if "COUNT" in rule or "UNTIL" in rule:
         assert local(rule, count=50) == days
@@ -50,7 +50,7 @@ def test_a_rule_says_when(rule: str, days: list[str]) -> None:
     [(datetime(2027, 3, 26, 7), [24, 23, 24]), (datetime(2027, 10, 29, 6), [24, 25, 24])],
     ids=["28 March at 2", "31 October at 3"],
 )
-def test_daylight_saving_does_not_move_the_clock_on_the_wall(
+def test_recurrence_keeps_local_time_across_daylight_saving(
     first: datetime, hours: list[int]
 ) -> None:
     start = first.replace(tzinfo=timezone.utc)
@@ -60,7 +60,7 @@ def test_daylight_saving_does_not_move_the_clock_on_the_wall(
     assert [later - one for one, later in pairwise(found)] == [timedelta(hours=n) for n in hours]
 
 
-def test_an_hour_that_is_left_out_or_comes_twice_is_one_occurrence() -> None:
+def test_skipped_or_repeated_hour_recurs_once() -> None:
     rule = "FREQ=DAILY;BYHOUR=2;BYMINUTE=30"
     march = datetime(2027, 3, 27, tzinfo=timezone.utc)
     assert local(rule, start=march) == [
@@ -72,7 +72,7 @@ def test_an_hour_that_is_left_out_or_comes_twice_is_one_occurrence() -> None:
     assert found == ["30 00:30", "31 00:30", "01 01:30"]
 
 
-def test_every_hour_of_a_day_with_23_is_23_times() -> None:
+def test_rule_recurs_every_hour_of_a_23_hour_day() -> None:
     rule = f"FREQ=DAILY;BYHOUR={','.join(map(str, range(24)))}"
     start = datetime(2027, 3, 27, 23, tzinfo=timezone.utc)  # 28 March, midnight
     found = list(islice(Recurrence.parse(rule, VIENNA, start).after(start, inclusive=True), 23))
@@ -103,7 +103,7 @@ NO_RULES = (
         *((rule, "no recurrence rule") for rule in NO_RULES),
     ],
 )
-def test_what_is_no_rule_is_refused_in_words(rule: str, words: str) -> None:
+def test_invalid_recurrence_rule_is_rejected_with_an_example(rule: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         Recurrence.parse(rule, VIENNA, START)
     assert "FREQ=WEEKLY;BYDAY=MO;BYHOUR=8" in str(caught.value)
@@ -126,9 +126,7 @@ frequency = st.sampled_from(["YEARLY", "MONTHLY"])
 
 
 @given(frequency, parts, st.sampled_from([VIENNA, "UTC", "Australia/Lord_Howe"]))
-def test_whatever_is_accepted_comes_in_order_and_not_too_often(
-    freq: str, more: list[str], zone: str
-) -> None:
+def test_recurrences_are_ordered_and_spaced_apart(freq: str, more: list[str], zone: str) -> None:
     try:
         made = Recurrence.parse(";".join([f"FREQ={freq}", *more]), zone, START)
     except ValueError as error:

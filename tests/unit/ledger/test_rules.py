@@ -58,13 +58,13 @@ def transfer(**changes: Any) -> Transfer:
         ({"at": datetime(2025, 3, 1, tzinfo=timezone(HOUR))}, "not in UTC"),
     ],
 )
-def test_a_transfer_refuses_any_other_shape(changes: dict[str, Any], words: str) -> None:
+def test_invalid_transfer_is_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(LedgerError, match=words):
         transfer(**changes)
 
 
 @pytest.mark.parametrize("amount", [1.0, True, "5", None, 0, MAX_AMOUNT + 1, -MAX_AMOUNT - 1])
-def test_a_posting_is_a_whole_number_that_fits_and_moves_something(amount: Any) -> None:
+def test_invalid_posting_amount_is_rejected(amount: Any) -> None:
     with pytest.raises(LedgerError, match=ANNA):
         Posting(ANNA, amount)
 
@@ -72,12 +72,12 @@ def test_a_posting_is_a_whole_number_that_fits_and_moves_something(amount: Any) 
 @pytest.mark.parametrize(
     "name", ["anna", "user:anna", "member:", "member: anna", "member:an\nna", "", ":", "MEMBER:a"]
 )
-def test_account_names_are_checked(name: str) -> None:
+def test_invalid_account_name_is_rejected(name: str) -> None:
     with pytest.raises(LedgerError, match="account name"):
         check_account(name)
 
 
-def test_account_names_of_members_groups_and_the_system() -> None:
+def test_member_group_and_system_account_names_are_valid() -> None:
     group = group_account("system")
     for name in (member_account("anna@example.org"), group_account("lab:1"), SYSTEM_USAGE):
         assert check_account(name) == name
@@ -95,7 +95,9 @@ rates = st.integers(0, 1000 * MICRO)
 @example(3_600, T0, T0 + timedelta(microseconds=999_999))
 @example(MICRO, T0, T0 - HOUR)
 @given(rates, instants, instants)
-def test_owed_is_the_exact_product_rounded_down(rate: int, start: datetime, end: datetime) -> None:
+def test_amount_owed_is_the_exact_product_rounded_down(
+    rate: int, start: datetime, end: datetime
+) -> None:
     exact = Fraction(rate) * Fraction((end - start) // timedelta(microseconds=1), 3_600_000_000)
     amount = ledger_rules.owed(rate, start, end)
     assert type(amount) is int
@@ -117,7 +119,7 @@ NEVER = {"state": LeaseState.GRANTED, "started_at": None}
     ],
     ids=["rest", "too much: no tick gives back", "never started", "settled already"],
 )
-def test_a_tick_and_a_settlement_charge_what_is_owed_less_what_was_charged(
+def test_tick_and_settlement_charge_only_the_unpaid_amount(
     changes: dict[str, Any], due: int, settled: int, failed: int
 ) -> None:
     """A start that failed costs nothing."""
@@ -131,13 +133,13 @@ def test_a_tick_and_a_settlement_charge_what_is_owed_less_what_was_charged(
 
 
 @given(st.integers(1, 1000 * MICRO), st.timedeltas(timedelta(0), timedelta(days=30)))
-def test_a_hold_covers_its_lead_and_not_a_microcredit_more(rate: int, lead: timedelta) -> None:
+def test_hold_covers_exactly_its_lead_time(rate: int, lead: timedelta) -> None:
     hold = ledger_rules.hold_for(rate, lead)
     assert hold >= max(1, ledger_rules.owed(rate, T0, T0 + lead))
     assert hold - 1 <= ledger_rules.owed(rate, T0, T0 + lead)
 
 
-def test_an_empty_account_gets_nothing_that_costs_even_without_a_lead() -> None:
+def test_empty_account_cannot_afford_a_paid_lease() -> None:
     assert ledger_rules.hold_for(0, HOUR) == 0 and ledger_rules.can_afford(-5 * MICRO, 0)
     hold = ledger_rules.hold_for(MICRO, timedelta(0))
     affordable = [ledger_rules.can_afford(balance, hold) for balance in (0, hold - 1, hold)]
@@ -145,7 +147,7 @@ def test_an_empty_account_gets_nothing_that_costs_even_without_a_lead() -> None:
 
 
 @given(st.integers(0, 10**12), st.integers(1, 1000 * MICRO))
-def test_credits_last_until_they_run_dry(available: int, rate: int) -> None:
+def test_credits_run_out_at_the_computed_time(available: int, rate: int) -> None:
     dry = ledger_rules.runs_dry_at(available, rate, T0)
     if dry is None:  # later than a datetime can say
         assert ledger_rules.owed(rate, T0, datetime.max.replace(tzinfo=timezone.utc)) <= available
@@ -154,7 +156,7 @@ def test_credits_last_until_they_run_dry(available: int, rate: int) -> None:
     assert ledger_rules.owed(rate, T0, dry + timedelta(microseconds=1)) >= available
 
 
-def test_running_dry_at_once_and_never() -> None:
+def test_credits_may_run_out_at_once_or_never() -> None:
     assert ledger_rules.runs_dry_at(-5, MICRO, T0) == T0
     assert ledger_rules.runs_dry_at(0, MICRO, T0) == T0
     assert ledger_rules.runs_dry_at(5, 0, T0) is None
@@ -175,14 +177,14 @@ def test_running_dry_at_once_and_never() -> None:
         (timedelta(days=2, minutes=9), "2 d"),
     ],
 )
-def test_time_left_in_words(left: timedelta, words: str) -> None:
+def test_time_left_is_formatted_in_words(left: timedelta, words: str) -> None:
     assert ledger_rules.format_time_left(left) == words
 
 
 # Builders.
 
 
-def test_grants_and_adjustments_move_credits_of_people() -> None:
+def test_grants_and_adjustments_reject_system_accounts() -> None:
     how: dict[str, Any] = {"key": "k", "at": T0, "actor": "admin", "reason": "welcome"}
     entry = ledger_rules.grant(ANNA, 5, **how)
     assert entry.kind is TransferKind.GRANT
@@ -197,7 +199,7 @@ def test_grants_and_adjustments_move_credits_of_people() -> None:
             move(SYSTEM_USAGE, 5, **how)
 
 
-def test_an_account_opens_once() -> None:
+def test_opening_grant_has_one_key_per_account() -> None:
     first = ledger_rules.opening_grant(ANNA, 5, at=T0, actor="hub")
     again = ledger_rules.opening_grant(ANNA, 5, at=T0 + HOUR, actor="hub")
     assert first is not None and again is not None
@@ -206,7 +208,7 @@ def test_an_account_opens_once() -> None:
     assert ledger_rules.opening_grant(ANNA, 0, at=T0, actor="hub") is None
 
 
-def test_two_ticks_that_saw_the_same_lease_have_one_key_and_the_next_another() -> None:
+def test_duplicate_ticks_share_a_key_unlike_later_ticks() -> None:
     device = LeasedDevice(uuid="GPU-1", slot=0, index=0, model="A100", memory_bytes=40 * 10**9)
     seen = lease(charged=MICRO, devices=(device,))
     one, two = (ledger_rules.charge(seen, 5, T0 + HOUR) for _ in range(2))
@@ -222,7 +224,7 @@ def test_two_ticks_that_saw_the_same_lease_have_one_key_and_the_next_another() -
         ledger_rules.charge(lease(), -1, T0)
 
 
-def test_a_settlement_charges_or_refunds_under_one_key() -> None:
+def test_settlement_charges_or_refunds_under_one_key() -> None:
     more = ledger_rules.settle(lease(), 5, T0 + HOUR)
     less = ledger_rules.settle(lease(charged=10), -5, T0 + HOUR)
     assert more is not None and less is not None
@@ -233,7 +235,7 @@ def test_a_settlement_charges_or_refunds_under_one_key() -> None:
 
 
 @given(st.lists(st.integers(-(10**15), 10**15).filter(bool), min_size=1, max_size=6))
-def test_a_reversal_nets_zero_for_every_account(amounts: list[int]) -> None:
+def test_reversal_nets_zero_for_every_account(amounts: list[int]) -> None:
     lines = [Posting(member_account(f"m{i % 3}"), amount) for i, amount in enumerate(amounts)]
     lines += [Posting(SYSTEM_GRANTS, -amount) for amount in amounts]
     entry = transfer(postings=tuple(lines))
@@ -253,7 +255,7 @@ SECONDS = st.integers(0, 10**8)
 
 
 @given(st.integers(0, 10**12), st.lists(SECONDS, max_size=8), SECONDS)
-def test_whatever_is_looked_at_when_a_job_pays_what_its_time_costs(
+def test_job_pays_for_its_time_whenever_it_is_sampled(
     rate: int, looks: list[int], lasted: int
 ) -> None:
     charged = 0
@@ -268,7 +270,7 @@ def test_whatever_is_looked_at_when_a_job_pays_what_its_time_costs(
 
 
 @given(st.integers(-(10**15), 10**15))
-def test_a_debit_moves_what_it_says_and_nothing_is_no_transfer(amount: int) -> None:
+def test_job_debit_moves_its_amount_and_zero_posts_nothing(amount: int) -> None:
     found = usage.debit_for_job("member:ada", amount, key="slurm:x:0", at=T0, reason="Batch job 1")
     if amount == 0:
         assert found is None

@@ -42,14 +42,14 @@ ADA = RosterEntry(
         "2027-02-28,ml,course-ml;gpu\n".encode("utf-16"),
     ],
 )
-def test_tables_as_spreadsheets_write_them(data: bytes) -> None:
+def test_spreadsheet_rosters_are_parsed(data: bytes) -> None:
     found, problems = parse(data, VIENNA)
     assert problems == []
     assert [each.entry for each in found] == [ADA]
     assert found[0].number == 2
 
 
-def test_a_name_is_enough() -> None:
+def test_roster_line_needs_only_a_name() -> None:
     found, problems = parse(b"name\nada\n\nbob\n", "UTC")
     assert problems == []
     assert [(each.number, each.entry) for each in found] == [
@@ -76,7 +76,7 @@ def test_a_name_is_enough() -> None:
         (b"Zoe;;;;", "zoe is on line 2 already: leave one"),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said_with_its_number(line: bytes, words: str) -> None:
+def test_invalid_roster_line_is_reported_with_its_number(line: bytes, words: str) -> None:
     found, problems = parse(b"name;ends;starts;mail;groups\nzoe;;;;\n" + line + b"\n", VIENNA)
     (problem,) = problems
     assert problem.number == 3 and words in problem.sentence and len(problem.sentence) < 400
@@ -97,13 +97,13 @@ def test_what_is_wrong_with_a_line_is_said_with_its_number(line: bytes, words: s
         (b"name\n" + b"x" * 4_000_000, "send it in parts"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_a_sentence(data: bytes, words: str) -> None:
+def test_invalid_roster_file_reports_one_problem(data: bytes, words: str) -> None:
     found, problems = parse(data, VIENNA)
     (problem,) = problems
     assert found == [] and words in str(problem)
 
 
-def test_a_member_of_two_courses_is_on_two_lines() -> None:
+def test_member_may_have_one_roster_line_per_course() -> None:
     found, problems = parse(b"name,course\nada,ml\nada,vision\nada,ml\n", "UTC")
     assert [str(problem) for problem in problems] == [
         "Line 4: ada is on line 2 already for ml: leave one."
@@ -112,7 +112,7 @@ def test_a_member_of_two_courses_is_on_two_lines() -> None:
 
 
 @given(st.binary(max_size=300))
-def test_no_bytes_make_it_fall_over(data: bytes) -> None:
+def test_roster_parser_survives_arbitrary_bytes(data: bytes) -> None:
     found, problems = parse(b"name,groups,course,starts,ends,mail\n" + data, VIENNA)
     for each in found:
         assert each.entry.user == each.entry.user.lower().strip() != ""

@@ -27,7 +27,7 @@ from gpuspawner.monitoring.models import DeviceUse
 
 
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=12))
-def test_bars_stay_in_the_drawing_and_in_order(costs: list[int]) -> None:
+def test_chart_bars_stay_inside_and_follow_cost_order(costs: list[int]) -> None:
     drawn = chart([LeaseUse(cost=cost) for cost in costs], ["x"] * len(costs))
     for bar, cost in zip(drawn.bars, costs, strict=True):
         assert 0 <= bar.x < bar.middle < bar.x + bar.width <= CHART_WIDTH
@@ -56,7 +56,7 @@ def test_bars_stay_in_the_drawing_and_in_order(costs: list[int]) -> None:
         (10**9, "1000M"),
     ],
 )
-def test_values_are_short_and_never_too_high(credits: float, said: str) -> None:
+def test_short_values_are_rounded_down(credits: float, said: str) -> None:
     assert short(round(credits * MICRO)) == said
     assert len(said) <= 5
 
@@ -86,7 +86,7 @@ def places(path: str) -> list[tuple[float, float]]:
     return found
 
 
-def test_a_line_goes_up_with_the_use() -> None:
+def test_usage_curve_rises_with_utilization() -> None:
     it = drawn([part(n, use) for n, use in enumerate((0, 50, 100))])
     (_, low), (x1, low_again), (x2, middle), (x3, high) = places(it.use)
     assert low == low_again == it.ground
@@ -96,7 +96,7 @@ def test_a_line_goes_up_with_the_use() -> None:
     assert it.summary == "used 50 % on average, 100 % at most; memory 0.0 of 80 GB at most"
 
 
-def test_there_is_no_line_where_nothing_is_known() -> None:
+def test_curve_has_gaps_where_samples_are_missing() -> None:
     silent = part(2, None, known=0, busy=0, error="It is lost.")
     it = drawn([part(0), part(1), silent, part(3), part(30)])
     assert it.use.count("M") == 3
@@ -106,7 +106,7 @@ def test_there_is_no_line_where_nothing_is_known() -> None:
     assert drawn([silent]).use == ""
 
 
-def test_a_mig_instance_is_judged_by_its_processes() -> None:
+def test_mig_curve_shows_time_with_processes() -> None:
     it = drawn([part(0, None, memory_max=8 * GB), part(1, None)])
     assert it.use
     assert it.summary == (
@@ -118,12 +118,12 @@ def test_a_mig_instance_is_judged_by_its_processes() -> None:
 @pytest.mark.parametrize(
     ("count", "seconds"), [(60, 60), (61, 60), (719, 60), (13, 3600), (24 * 90, 3600)]
 )
-def test_a_long_session_has_as_many_points_as_a_short_one(count: int, seconds: int) -> None:
+def test_curve_point_count_is_bounded_for_long_sessions(count: int, seconds: int) -> None:
     it = drawn([part(n, n % 100, seconds) for n in range(count)], count * seconds // 60)
     assert min(count, POINTS // 2) <= len(places(it.use)) - 1 <= POINTS + 1
     assert it.use.count("M") == 1
 
 
-def test_the_clock_that_was_set_draws_nothing_outside() -> None:
+def test_curve_stays_inside_after_a_clock_change() -> None:
     assert len(places(drawn([part(0), part(500)], 1).use)) == 4
     assert places(drawn([part(0, 100, memory_max=100 * GB)], 0).memory)

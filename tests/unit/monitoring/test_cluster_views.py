@@ -49,7 +49,7 @@ def tile(
 # Who is told what.
 
 
-def test_names_are_told_to_whom_they_may_be_told() -> None:
+def test_holder_name_shown_depends_on_the_viewer() -> None:
     some = tile()
     assert holder(some, Sight.ADMIN) == "ada/training"
     assert holder(some, Sight.NAMES) == "ada"
@@ -86,12 +86,12 @@ DRAINS = "lease abc123; drained by kim: a loud fan."
         (tile(state="occupied", detail=USED, held=False), "", USED),
     ],
 )
-def test_what_is_wrong_is_said_in_full_to_admins(some: Tile, member: str, admin: str) -> None:
+def test_device_faults_are_detailed_only_for_admins(some: Tile, member: str, admin: str) -> None:
     assert some.health(Sight.PLAIN) == some.health(Sight.NAMES) == member
     assert some.health(Sight.ADMIN) == admin
 
 
-def test_a_machine_that_is_off_until_it_is_needed_is_nothing_wrong() -> None:
+def test_powered_off_machine_is_not_reported_as_faulty() -> None:
     off = replace(GPU, reason="off (power saving)")
     silent = Doing(silent="the machine gpu2 is off (power saving)", resting=True)
     some = Tile(DeviceView(off, "free", off.reason), None, silent)
@@ -111,7 +111,7 @@ def second(ago: float, **fields: Any) -> Sample:
     return Sample(uuid="GPU-1", index=0, at=NOW - timedelta(seconds=ago), **fields)
 
 
-def test_the_newest_second_counts_first_and_an_error_for_some_minutes() -> None:
+def test_newest_sample_wins_and_xid_errors_persist() -> None:
     counts: dict[str, Any] = {"samples": 60, "known": 60, "measured": 60, "use_sum": 600}
     minute = DeviceUse(uuid="GPU-1", since=NOW, seconds=60, **counts)
     fresh, old, ahead = second(2, use=73, celsius=61), second(120, use=73), second(-3600, use=73)
@@ -139,14 +139,14 @@ def test_the_newest_second_counts_first_and_an_error_for_some_minutes() -> None:
         (Doing(use=100, used_bytes=2**50), "100 %", "1048576.0 of 80 GB"),
     ],
 )
-def test_numbers_as_words(doing: Doing, use: str, memory: str) -> None:
+def test_device_use_and_memory_are_formatted(doing: Doing, use: str, memory: str) -> None:
     told = words(tile(doing), Sight.PLAIN, NOW)
     assert (told["use"], told["memory"]) == (use, memory)
     assert 0 <= told["level"] <= 100
     assert 0 <= told["filled"] <= 100
 
 
-def test_since_when_and_how_many_wait() -> None:
+def test_tile_start_time_and_queue_summary_are_formatted() -> None:
     at = (NOW - timedelta(hours=1)).astimezone()
     assert words(tile(), Sight.PLAIN, NOW)["since"] == f"since {at:%H:%M}"
     later = NOW + timedelta(days=2)
@@ -172,7 +172,7 @@ def events(text: str | None) -> dict[str, Any]:
     }
 
 
-async def test_what_stays_as_it_was_is_told_once() -> None:
+async def test_viewer_receives_only_changed_events() -> None:
     viewer = Viewer("ada", Sight.PLAIN)
     viewer.offer(frame("12:00:00", '{"a":1}', ada={"GPU-1": "training"}, bob={"GPU-2": "x"}))
     assert events(await viewer.next(5)) == {
@@ -190,7 +190,7 @@ async def test_what_stays_as_it_was_is_told_once() -> None:
     assert events(await viewer.next(5)) == {"mine": {}, "trouble": "", "time": "12:00:06"}
 
 
-async def test_there_is_room_for_one_picture_and_none_for_who_is_gone() -> None:
+async def test_viewer_gets_only_the_newest_picture_until_it_leaves() -> None:
     viewer = Viewer("ada", Sight.PLAIN)
     for number in range(1000):
         viewer.offer(frame(str(number), json.dumps({"number": number})))

@@ -74,7 +74,9 @@ def found(*some: Sample) -> dict[str, str]:
         ),
     ],
 )
-def test_what_counts_at_once(shows: dict[str, Any], cause: str, said: str) -> None:
+def test_some_symptoms_are_found_in_one_sample(
+    shows: dict[str, Any], cause: str, said: str
+) -> None:
     assert found(*samples(1, **shows)) == {cause: said}
 
 
@@ -98,7 +100,9 @@ WEAK = Condition(**FULL | {"limit_milliwatts": 200_000})
         ({"condition": WEAK}, 60, "weak", "limited to 200 of 400 W"),
     ],
 )
-def test_what_must_last(shows: dict[str, Any], seconds: int, cause: str, said: str) -> None:
+def test_lasting_symptoms_are_reported_only_after_their_duration(
+    shows: dict[str, Any], seconds: int, cause: str, said: str
+) -> None:
     assert found(*samples(seconds, **shows)) == {}
     assert found(*samples(seconds + 1, **shows)) == {cause: said}
     later = NOW + timedelta(seconds=seconds + 1)
@@ -106,7 +110,7 @@ def test_what_must_last(shows: dict[str, Any], seconds: int, cause: str, said: s
     assert found(*samples(seconds + 1, **shows), *well) == {}
 
 
-def test_what_is_well_or_not_for_long_is_no_symptom() -> None:
+def test_healthy_or_brief_readings_are_not_symptoms() -> None:
     well = dict.fromkeys(("remap_pending", "remap_failed", "pages_pending"), False)
     condition = Condition(**well, **FULL)
     assert not found(*samples(90, use=100, celsius=84, ecc_errors=0, condition=condition))
@@ -125,7 +129,7 @@ def test_what_is_well_or_not_for_long_is_no_symptom() -> None:
     assert found(*samples(20, celsius=99), *back) == {}
 
 
-def test_errors_count_by_how_new_and_how_many_they_are() -> None:
+def test_symptoms_reflect_new_and_repeated_errors() -> None:
     signs = Signs()
     signs.add(samples(3, ecc_errors=2))
     assert [each.cause for each in signs.take()] == ["ecc before"]
@@ -151,7 +155,7 @@ def test_errors_count_by_how_new_and_how_many_they_are() -> None:
     assert signs.take() == ()
 
 
-def test_every_code_has_one_class_that_the_readme_tells() -> None:
+def test_xid_classes_are_unique_and_match_the_readme() -> None:
     codes = [code for each in XIDS for code in each.codes]
     assert len(codes) == len(set(codes))
     assert {each.cause for each in XIDS} <= CAUSES.keys()
@@ -200,7 +204,7 @@ class Device:
         self.state = returned(self.state, self.now, by_hand=by_hand)
 
 
-def test_watch_and_fine_again() -> None:
+def test_slowed_device_is_watched_and_then_fine() -> None:
     it = Device()
     assert it.goes_on("xid program") == "", "a program's mistake is nothing"
     assert it.goes_on("slowed", lasting=True) == "watch"
@@ -210,7 +214,7 @@ def test_watch_and_fine_again() -> None:
     assert it.state.reason == ""
 
 
-def test_sick_quiet_probed_and_back() -> None:
+def test_sick_device_is_probed_after_quiet_and_returns() -> None:
     it = Device()
     assert it.goes_on("slowed", "xid link") == "sick"
     assert (it.state.cause, it.state.fault_at) == ("xid link", NOW)
@@ -226,7 +230,7 @@ def test_sick_quiet_probed_and_back() -> None:
     assert it.goes_on(minutes=61) == "fine"
 
 
-def test_who_falls_again_is_out_for_longer_and_at_last_until_an_admin_comes() -> None:
+def test_relapsing_device_waits_longer_and_then_needs_an_admin() -> None:
     it = Device()
     for quiet in (10, 20):
         assert it.goes_on("lost", lasting=True, minutes=1) == "sick"
@@ -241,7 +245,7 @@ def test_who_falls_again_is_out_for_longer_and_at_last_until_an_admin_comes() ->
     assert it.goes_on(minutes=10) == "probe"
 
 
-def test_time_heals_and_a_clock_that_is_set_back_does_not() -> None:
+def test_relapses_expire_and_clock_changes_do_not_end_quarantine() -> None:
     it = Device()
     it.goes_on("lost")
     it.comes_back()
@@ -255,7 +259,7 @@ def test_time_heals_and_a_clock_that_is_set_back_does_not() -> None:
     assert it.goes_on(minutes=5) == "probe"
 
 
-def test_an_admin_takes_it_back_as_it_is() -> None:
+def test_admin_return_accepts_known_symptoms_but_not_new_ones() -> None:
     it = Device()
     assert it.goes_on("remap pending", lasting=True) == "sick"
     it.comes_back(by_hand=True)
@@ -266,7 +270,7 @@ def test_an_admin_takes_it_back_as_it_is() -> None:
     assert it.goes_on("remap pending", lasting=True, minutes=1) == "sick"
 
 
-def test_what_an_admin_says_counts() -> None:
+def test_configured_actions_override_health_defaults() -> None:
     policy = replace(POLICY, actions={"hot": "watch", "xid 79": "watch", "xid program": "drain"})
     it = Device(policy)
     assert it.goes_on("hot", lasting=True) == "watch"

@@ -85,13 +85,13 @@ STRICTER = replace(POLICY, mode="advise", mode_waiting="enforce", sooner_minutes
         *("stricter, nobody waits", "stricter, others wait", "memory held", "no process"),
     ],
 )
-def test_who_is_warned_and_stopped_when(
+def test_idle_servers_are_warned_and_stopped_on_schedule(
     minutes: list[Activity], policy: IdlePolicy, waiting: bool, events: list[tuple[int, str]]
 ) -> None:
     assert list(day(minutes, policy, waiting=waiting)) == events
 
 
-def test_work_earns_a_break_and_a_trickle_little() -> None:
+def test_work_extends_idle_time_and_tiny_use_barely_does() -> None:
     # Two minutes at most of a GPU are worth more than those who never work have.
     assert next(day([WORKS] * 2 + [RESTS] * 600)) == (30 + 2 * 24 + 2, "warn")
     # A second in each minute: it would be use for whoever asks whether there is any.
@@ -104,7 +104,7 @@ def test_work_earns_a_break_and_a_trickle_little() -> None:
     assert judge(STRICTER, state, RESTS, T0).event == "back", "nobody waits any more"
 
 
-def test_snoozing_has_its_limits() -> None:
+def test_snooze_extends_the_deadline_a_limited_number_of_times() -> None:
     warned = IdleState(credit=0, warned_at=T0, stops_at=T0 + timedelta(minutes=10))
     first = snooze(POLICY, warned, T0)
     assert first and first.stops_at == T0 + timedelta(minutes=40)
@@ -124,7 +124,7 @@ activities = st.builds(
 
 
 @given(credit=st.floats(0, 260 * 60), it=activities, more=st.floats(0, 100))
-def test_credit_has_bounds_and_more_work_is_never_worth_less(
+def test_idle_credit_is_bounded_and_never_falls_with_work(
     credit: float, it: Activity, more: float
 ) -> None:
     after = credit_after(POLICY, credit, it)
@@ -143,7 +143,7 @@ def minute(uuid: str, **fields: Any) -> DeviceUse:
     return DeviceUse(uuid=uuid, since=T0, seconds=60, samples=60, **fields)
 
 
-def test_of_several_devices_the_one_that_works_counts() -> None:
+def test_server_activity_is_that_of_its_busiest_device() -> None:
     rests = minute("a", known=60, measured=60)
     works = minute("b", known=30, measured=30, busy=15, use_sum=30 * 40)
     assert activity_of([rests, works], 60, output=False) == Activity(60, 40.0, 30.0)
@@ -159,7 +159,7 @@ def test_of_several_devices_the_one_that_works_counts() -> None:
 # The configuration.
 
 
-def test_each_entry_changes_what_it_names() -> None:
+def test_idle_policy_entries_override_only_their_settings() -> None:
     policies = IdlePolicies(
         {
             "*": {"mode": "advise", "first_minutes": 20},
@@ -188,6 +188,8 @@ def test_each_entry_changes_what_it_names() -> None:
         ({"*": {"gain": float("nan")}}, "write a number from 0 on"),
     ],
 )
-def test_a_mistake_is_a_sentence(config: dict[str, dict[str, object]], said: str) -> None:
+def test_invalid_idle_policy_is_rejected_with_an_explanation(
+    config: dict[str, dict[str, object]], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         IdlePolicies(config)

@@ -34,7 +34,7 @@ def rolled(*samples: Sample, rollups: Rollups | None = None) -> list[DeviceUse]:
     return done + rollups.rest()
 
 
-def test_a_minute_of_work_and_rest() -> None:
+def test_minute_rollup_aggregates_use_and_sensors() -> None:
     samples = [
         second(
             n, use=80 if n < 15 else 0, used_bytes=n * 10, milliwatts=100_000 + n, celsius=40 + n
@@ -48,7 +48,7 @@ def test_a_minute_of_work_and_rest() -> None:
     assert use.judged_by == "use"
 
 
-def test_each_minute_and_each_device_by_itself() -> None:
+def test_rollups_are_split_by_minute_and_device() -> None:
     rollups = Rollups()
     done = []
     for n in range(130):
@@ -61,7 +61,7 @@ def test_each_minute_and_each_device_by_itself() -> None:
     assert [use.uuid for use in done] == ["GPU-a", "GPU-b"], "also of a device that is gone"
 
 
-def test_a_device_is_judged_by_its_processes_and_is_not_idle_while_it_is_silent() -> None:
+def test_rollup_judges_by_processes_and_skips_silent_seconds() -> None:
     (use,) = rolled(second(0), second(1, processes=()), second(2, processes=TRAINS))
     assert (use.known, use.busy, use.use, use.processes) == (2, 1, None, 1)
     assert use.judged_by == "processes"
@@ -77,7 +77,7 @@ def test_a_device_is_judged_by_its_processes_and_is_not_idle_while_it_is_silent(
     assert (use.processes, use.strangers) == (2, 1)
 
 
-def test_errors_that_are_new_are_counted_and_few_are_kept() -> None:
+def test_rollup_counts_new_ecc_errors_and_limits_xids() -> None:
     rollups = Rollups()
     counts = [7, 7, 9, 0, 2]  # the driver was loaded anew after the third
     found = rolled(*[second(60 * n, ecc_errors=e) for n, e in enumerate(counts)], rollups=rollups)
@@ -89,7 +89,7 @@ def test_errors_that_are_new_are_counted_and_few_are_kept() -> None:
     assert [(use.since, use.use) for use in found] == [(T0 + timedelta(minutes=1), 50), (T0, 70)]
 
 
-def test_an_hour_is_the_same_however_it_was_cut() -> None:
+def test_hour_rollup_is_the_same_for_any_partition() -> None:
     random = Random(7)
     minutes = rolled(
         *[
@@ -118,7 +118,7 @@ def test_an_hour_is_the_same_however_it_was_cut() -> None:
         assert combine(halves, T0, HOUR) == whole
 
 
-def test_when_a_minute_and_an_hour_begin_and_that_there_is_none_of_nothing() -> None:
+def test_rollup_periods_are_aligned_and_empty_input_is_rejected() -> None:
     at = T0 + timedelta(hours=1, minutes=59, seconds=59, microseconds=999_999)
     assert beginning(at, MINUTE) == T0 + timedelta(hours=1, minutes=59)
     assert beginning(at, HOUR) == T0 + timedelta(hours=1)

@@ -43,7 +43,7 @@ def notice(kind: NoticeKind = NoticeKind.TURN) -> Notice:
 # What an admin writes.
 
 
-def test_a_url_alone_is_a_channel() -> None:
+def test_channel_can_be_configured_by_url_alone() -> None:
     channel = one(MAIL)
     assert (channel.label, channel.needs_address, channel.mail) == ("One", True, True)
     assert channel.secrets() == ["file:/etc/smtp"]
@@ -86,7 +86,7 @@ def test_a_url_alone_is_a_channel() -> None:
         ({"url": CHAT, "pattern": "@.+", "example": "#ada"}, "'#ada' is no address"),
     ],
 )
-def test_a_mistake_of_the_admins_is_a_sentence(value: Any, sentence: str) -> None:
+def test_invalid_channel_is_rejected_by_name(value: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as raised:
         one(value)
     assert "'one'" in raised.value.message
@@ -106,7 +106,7 @@ def test_a_mistake_of_the_admins_is_a_sentence(value: Any, sentence: str) -> Non
         (BOTH, {"team": "{user}"}, 'the channel needs none: write ""'),
     ],
 )
-def test_a_name_is_a_word_and_a_default_one_that_can_be(
+def test_invalid_channel_names_and_defaults_are_rejected(
     channels: Any, default: Any, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
@@ -116,7 +116,7 @@ def test_a_name_is_a_word_and_a_default_one_that_can_be(
 # What a member types.
 
 
-def test_addresses_of_mail_and_of_any_pattern_hold_nothing_dangerous() -> None:
+def test_addresses_are_trimmed_and_unsafe_characters_rejected() -> None:
     fine = ["ada@lab.example", " ada.lovelace+gpu@sub.lab-1.example ", "a_b=c@localhost"]
     assert [one(MAIL).check(address) for address in fine] == [each.strip() for each in fine]
 
@@ -142,7 +142,7 @@ ADA = "ada@lab.example"
         *("a" * 65 + "@lab.example", "ada@" + "x" * 300 + ".example"),
     ],
 )
-def test_what_is_no_address_is_refused_in_a_sentence(address: str) -> None:
+def test_invalid_mail_address_is_rejected_with_an_example(address: str) -> None:
     with pytest.raises(InvalidRequest, match="address") as raised:
         one(MAIL).check(address)
     assert raised.value.fields["field"] == "one"
@@ -150,7 +150,7 @@ def test_what_is_no_address_is_refused_in_a_sentence(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", [".", "..", "../x", "x/..", "x/./y", "/..", "x/../../y"])
-def test_an_address_cannot_name_another_path(address: str) -> None:
+def test_address_cannot_change_the_url_path(address: str) -> None:
     channel = one({"url": "json://chat.example/hook/{address}", "pattern": ".+"})
     with pytest.raises(InvalidRequest, match="is no address"):
         channel.check(address)
@@ -172,7 +172,7 @@ def test_an_address_cannot_name_another_path(address: str) -> None:
 )
 @example(url=URLS[0], address="x@evil.example/?a", secret="p@ss/word:#?%41")
 @example(url=URLS[5], address="http://evil.example", secret="x")
-def test_nothing_typed_changes_the_rest_of_a_url(url: str, address: str, secret: str) -> None:
+def test_address_changes_no_other_part_of_the_url(url: str, address: str, secret: str) -> None:
     """Whatever a pattern allows: scheme, host, port and the names of parameters stay."""
     channel = one({"url": url, "pattern": "(?s).*", "example": ""})
     try:
@@ -198,7 +198,7 @@ def test_nothing_typed_changes_the_rest_of_a_url(url: str, address: str, secret:
 # Who is told how.
 
 
-def test_kinds_are_checked() -> None:
+def test_invalid_notice_kinds_and_addresses_are_rejected() -> None:
     channel = one(MAIL)
     choice = channel.choice("ada@lab.example", ["turn", "stopped"])
     assert choice.kinds == {NoticeKind.TURN, NoticeKind.STOPPED}
@@ -218,7 +218,7 @@ def test_kinds_are_checked() -> None:
             channel.choice(address, kinds)
 
 
-def test_who_chose_nothing_has_the_defaults() -> None:
+def test_member_without_a_choice_gets_default_channels() -> None:
     channels = read(BOTH, {"mail": "{user}@lab.example"})
     assert chosen(channels, {}, "ada") == {
         "mail": ChannelChoice("mail", "ada@lab.example", frozenset(KINDS))
@@ -234,7 +234,7 @@ def test_who_chose_nothing_has_the_defaults() -> None:
     assert set(chosen(channels, own, "ada")) == {"mail", "team"}
 
 
-def test_a_kind_goes_by_the_channels_that_have_it() -> None:
+def test_notice_goes_to_channels_that_want_its_kind() -> None:
     choices = {
         "mail": ChannelChoice("mail", "ada@lab.example", frozenset({NoticeKind.TURN})),
         "chat": ChannelChoice("chat", "@ada", frozenset({NoticeKind.STOPPED})),
@@ -251,7 +251,7 @@ def test_a_kind_goes_by_the_channels_that_have_it() -> None:
         st.from_regex(r"[a-z][a-z0-9_-]{0,30}", fullmatch=True), st.text(max_size=3000), max_size=40
     )
 )
-def test_errors_are_kept_as_text(errors: dict[str, str]) -> None:
+def test_channel_errors_are_kept_as_bounded_text(errors: dict[str, str]) -> None:
     text = errors_text(errors)
     assert set(failing(text)) == set(errors)
     assert len(text) <= 2000 + 34 * len(errors)

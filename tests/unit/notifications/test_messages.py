@@ -18,7 +18,7 @@ def ended(**values: Any) -> Notice:
     return compose("ticket_ended", NoticeKind.TICKET_ENDED, "ended:1", "ada", NOW, **values)
 
 
-def test_a_message_is_a_title_and_a_body_of_one_line() -> None:
+def test_message_has_a_title_and_a_one_line_body() -> None:
     notice = ended(reason="an admin cancelled it")
     assert (notice.key, notice.user, notice.at) == ("ended:1", "ada", NOW)
     assert notice.title == "Your place in line is gone"
@@ -27,12 +27,12 @@ def test_a_message_is_a_title_and_a_body_of_one_line() -> None:
 
 
 @pytest.mark.parametrize("reason", ["a < b & 'c'", "{{ now }} {% if %}", "two  spaces\nand a line"])
-def test_what_is_filled_in_is_neither_escaped_nor_read_nor_wrapped(reason: str) -> None:
+def test_message_values_are_inserted_verbatim(reason: str) -> None:
     body = f"{reason}. Start the server again to get a new place."
     assert ended(reason=reason).body == body
 
 
-def test_a_message_that_lacks_a_value_is_a_mistake_of_ours() -> None:
+def test_message_with_a_missing_value_raises_an_error() -> None:
     with pytest.raises(UndefinedError, match="reason"):
         ended()
 

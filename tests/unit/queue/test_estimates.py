@@ -94,7 +94,7 @@ def inside(
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_eight_of_ten_start_within_what_they_were_told_once_enough_have_started(seed: int) -> None:
+def test_estimates_cover_eight_of_ten_starts_after_warm_up(seed: int) -> None:
     played, told = play(jobs(seed, 3000, 0.95))
     count, part = inside(played, told)
     assert count > 1000
@@ -115,7 +115,7 @@ def test_eight_of_ten_start_within_what_they_were_told_once_enough_have_started(
     assert widths[len(widths) // 2] < 0.8 * waits[int(0.8 * len(waits))]
 
 
-def test_holds_when_twice_as_many_come() -> None:
+def test_estimates_stay_accurate_when_load_increases() -> None:
     quiet = jobs(5, 1500, 0.8)
     busy = jobs(6, 1500, 1.1, at=quiet[-1].asked_at)
     played, told = play([*quiet, *busy])
@@ -124,7 +124,7 @@ def test_holds_when_twice_as_many_come() -> None:
     assert part > 0.7
 
 
-def test_history_speaks_for_a_new_estimator() -> None:
+def test_new_estimator_is_accurate_after_learning_history() -> None:
     past = jobs(8, 2000, 0.95)
     before, _ = play(past)
     history = [
@@ -139,7 +139,7 @@ def test_history_speaks_for_a_new_estimator() -> None:
     assert 0.72 < inside(played, told)[1] < 0.9
 
 
-def test_a_start_that_is_certain_ends_the_interval_and_more_ahead_is_later() -> None:
+def test_estimate_ends_at_certain_start_and_grows_with_queue() -> None:
     estimator = Estimator()
     play(jobs(10, 1000, 0.95), estimator)
     now = T0 + 400 * DAY
@@ -178,7 +178,7 @@ def high_after(stuck: int = 0, every_other: str = "starts early", looks: int = 1
     return told.high - now
 
 
-def test_those_who_wait_or_gave_up_count_and_looking_changes_nothing() -> None:
+def test_estimates_count_waiting_and_withdrawn_tickets_not_views() -> None:
     assert high_after(every_other="leaves") > 1.5 * high_after()
     assert high_after(every_other="leaves") > 0.9 * high_after(every_other="starts late")
     assert high_after(stuck=200) > 2 * high_after()
@@ -186,7 +186,7 @@ def test_those_who_wait_or_gave_up_count_and_looking_changes_nothing() -> None:
     assert high_after(looks=50) == high_after()
 
 
-def test_unknown_tickets_and_a_clock_that_is_set_back() -> None:
+def test_estimates_handle_unknown_tickets_and_clock_changes() -> None:
     estimator = Estimator()
     assert estimator.estimate("nobody", T0, 0) is None
     estimator.withdrawn("nobody", T0)
@@ -211,7 +211,9 @@ event = st.tuples(
 
 @settings(max_examples=examples(50))
 @given(st.lists(event, min_size=30, max_size=200))
-def test_in_order_and_never_in_the_past(events: list[tuple[str, int, int, float]]) -> None:
+def test_estimates_are_ordered_and_never_in_the_past(
+    events: list[tuple[str, int, int, float]],
+) -> None:
     estimator = Estimator()
     play(jobs(13, 150, 1.2), estimator)
     now = T0 + DAY
@@ -234,7 +236,7 @@ def test_in_order_and_never_in_the_past(events: list[tuple[str, int, int, float]
 @given(
     st.lists(st.tuples(st.integers(1, 8), st.sets(st.sampled_from("abc"), min_size=1)), max_size=30)
 )
-def test_ahead_counts_devices_on_kinds_in_common(line: list[tuple[int, set[str]]]) -> None:
+def test_devices_ahead_are_counted_by_common_kinds(line: list[tuple[int, set[str]]]) -> None:
     ahead = Ahead()
     for place, (devices, kinds) in enumerate(line):
         expected = sum(d for d, k in line[:place] if k & kinds)

@@ -37,7 +37,7 @@ def part(ranked: Ranked, name: str) -> float:
     return next(p.points for p in ranked.parts if p.name == name)
 
 
-def test_newcomers_go_before_those_who_used_much_of_late_or_do_now() -> None:
+def test_newcomers_go_before_past_and_current_heavy_users() -> None:
     past, now = of(), of()
     past.learn([used("heavy", hours=100), used("newcomer's friend", hours=8)])
     now.started(lease("running", {"a": 3}, T0 - 5 * DAY, member="heavy"))
@@ -47,7 +47,7 @@ def test_newcomers_go_before_those_who_used_much_of_late_or_do_now() -> None:
         assert line(scheduler) == ["late", "early"]
 
 
-def test_use_fades_with_the_half_life() -> None:
+def test_past_use_fades_with_its_half_life() -> None:
     scheduler = of(policy=QueuePolicy(half_life_seconds=DAY))
     scheduler.learn([used("member", hours=24)])
     scheduler.submit(ticket("t", member="member", at=T0))
@@ -58,7 +58,7 @@ def test_use_fades_with_the_half_life() -> None:
     assert later == pytest.approx(now / 2)
 
 
-def test_a_share_is_one_of_the_capacity_and_not_of_what_others_use() -> None:
+def test_fair_share_is_relative_to_capacity_not_other_use() -> None:
     """Who is alone is not punished for it: a tenth of the site costs a tenth of the points."""
     points = []
     for others in (0, 500):
@@ -77,7 +77,7 @@ def test_a_share_is_one_of_the_capacity_and_not_of_what_others_use() -> None:
     assert of_four == pytest.approx(2 * of_eight)
 
 
-def test_a_group_of_twice_the_weight_may_use_twice_as_much() -> None:
+def test_group_with_double_weight_may_use_twice_as_much() -> None:
     scheduler = of(group_weights={"research": 2.0})
     scheduler.learn([used("", 40, group="research"), used("", 20, group="course")])
     scheduler.submit(ticket("r", group="research", at=T0))
@@ -87,7 +87,7 @@ def test_a_group_of_twice_the_weight_may_use_twice_as_much() -> None:
     assert shares["r"] == pytest.approx(shares["c"], rel=0.05)
 
 
-def test_a_class_goes_before_all_below_and_waiting_wins_in_the_end() -> None:
+def test_priority_class_wins_until_a_ticket_is_overdue() -> None:
     scheduler = of()
     scheduler.learn([used("heavy", hours=2000)])
     scheduler.submit(ticket("low", seconds=60.0, priority=Priority.LOW))
@@ -106,7 +106,7 @@ def test_a_class_goes_before_all_below_and_waiting_wins_in_the_end() -> None:
     assert line(scheduler, overdue + 1) == ["low", "admin"]
 
 
-def test_small_requests_go_first_and_waiting_makes_up_for_size_but_no_more() -> None:
+def test_small_requests_go_first_and_waiting_offsets_size() -> None:
     policy = QueuePolicy()
     scheduler = of()
     hours = {"small": 1.0, "large": 2 * policy.level_gpu_hours, "long": 8 * policy.level_gpu_hours}
@@ -125,7 +125,7 @@ def test_small_requests_go_first_and_waiting_makes_up_for_size_but_no_more() -> 
     assert line(scheduler, level) == ["small", "long", "large"]
 
 
-def test_positions_boosts_age_and_the_last_who_get_their_turn_as_well() -> None:
+def test_queue_orders_by_position_boost_and_age_then_last() -> None:
     scheduler = of(
         ticket("plain", at=T0),
         ticket("later", at=T0 + 1),
@@ -139,7 +139,7 @@ def test_positions_boosts_age_and_the_last_who_get_their_turn_as_well() -> None:
     assert line(scheduler, T0 + QueuePolicy().overdue_seconds + HOUR) == ["last", "plain"]
 
 
-def test_a_replaced_ticket_counts_as_it_is_now_and_who_is_gone_is_no_error() -> None:
+def test_resubmitted_ticket_is_updated_and_unknown_ids_ignored() -> None:
     scheduler = of(ticket("a"), ticket("b", at=T0 + 1))
     scheduler.submit(ticket("b", at=T0 + 1, boost=9.0))
     scheduler.submit(ticket("b", at=T0 + 1, boost=9.0))
@@ -185,7 +185,7 @@ histories = st.lists(
 
 
 @given(st.lists(tickets, max_size=25), histories, st.floats(-DAY, 3 * DAY))
-def test_scores_are_the_sums_of_their_parts_and_fall_along_the_line(
+def test_scores_sum_their_parts_and_fall_along_the_queue(
     waiting: list[Waiting], history: list[EndedSession], later: float
 ) -> None:
     scheduler = of()
@@ -214,7 +214,9 @@ sessions = st.lists(
 
 
 @given(sessions, st.integers(0, 30 * 24))
-def test_use_is_the_sum_of_every_faded_hour(held: list[tuple[int, int, int]], later: int) -> None:
+def test_fair_share_use_sums_decayed_device_hours(
+    held: list[tuple[int, int, int]], later: int
+) -> None:
     """Against a sum over steps of six minutes, up to the last of the sessions and on."""
     half_life = 7 * DAY
     use = FairShareUse(half_life)
@@ -236,7 +238,7 @@ def test_use_is_the_sum_of_every_faded_hour(held: list[tuple[int, int, int]], la
     assert use.of("m", now) == pytest.approx(expected, rel=1e-3, abs=1e-2)
 
 
-def test_use_of_what_is_held_for_ever_comes_to_a_most() -> None:
+def test_fair_share_use_of_a_permanent_lease_levels_off() -> None:
     use = FairShareUse(DAY)
     use.change("m", 3, T0)
 
@@ -246,7 +248,7 @@ def test_use_of_what_is_held_for_ever_comes_to_a_most() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.floats(-1e12, 1e12)), max_size=20))
-def test_no_date_is_too_far_for_use(changes: list[tuple[int, float]]) -> None:
+def test_fair_share_use_accepts_any_date(changes: list[tuple[int, float]]) -> None:
     use = FairShareUse(DAY)
     for devices, at in changes:
         use.change("m", devices, at)
@@ -273,7 +275,7 @@ others = st.builds(
 
 
 @given(one=others, other=others)
-def test_the_parts_of_the_difference_are_all_of_it(one: Waiting, other: Waiting) -> None:
+def test_score_differences_add_up_to_the_total(one: Waiting, other: Waiting) -> None:
     weights = {"research": 2}
     scheduler = scheduler_of(one, other, capacity={"A100": 8}, group_weights=weights)
     first, second = scheduler.order(T0)
@@ -286,7 +288,7 @@ def test_the_parts_of_the_difference_are_all_of_it(one: Waiting, other: Waiting)
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_part_that_only_one_has_counts_in_full() -> None:
+def test_score_part_missing_in_one_ticket_counts_fully() -> None:
     first = Ranked(
         "a", 1, 7.0, (ScorePart("waiting", 2.0, "2 hours"), ScorePart("boost", 5.0, "mine"))
     )

@@ -63,7 +63,7 @@ BY_HISTORY = [*PAST, job(20_000, 500, 1, "c"), job(20_001, 900, 1, "b"), job(20_
     ],
     ids=["nobody passes", "the least use first", "groups alternate", "learns who is short"],
 )
-def test_the_order_of_each_policy(
+def test_each_replay_policy_has_its_expected_order(
     name: str, jobs: list[TraceJob], devices: int, last: list[float]
 ) -> None:
     assert waits(name, jobs, devices)[-len(last) :] == last
@@ -80,7 +80,7 @@ def test_the_order_of_each_policy(
     ),
     st.sampled_from(["ours", *replay.NAMES]),
 )
-def test_everybody_runs_once_and_nothing_is_given_twice(
+def test_replay_runs_every_fitting_job_within_capacity(
     some: list[tuple[float, float, int, str]], name: str
 ) -> None:
     jobs = sorted((job(*values) for values in some), key=lambda each: each.asked_at)
@@ -97,7 +97,7 @@ def test_everybody_runs_once_and_nothing_is_given_twice(
         assert at_once <= 4
 
 
-def test_figures_of_one_queue_and_backfill_that_delays_nobody() -> None:
+def test_replay_figures_are_correct_and_backfill_delays_nobody() -> None:
     jobs = [job(0, 3600), job(0, 3600, 1, "b")]
     found = figures(replay_trace(jobs, {ANY: 1}, replay.make("fifo", jobs)))
     assert (found.mean, found.longest, found.worst_group) == (0.5, 1.0, 1.0)
@@ -112,7 +112,7 @@ def test_figures_of_one_queue_and_backfill_that_delays_nobody() -> None:
 # Traces.
 
 
-def test_a_trace_is_read_in_the_order_of_its_times(tmp_path: Path) -> None:
+def test_trace_is_sorted_by_submission_time(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv.gz"
     with gzip.open(path, "wt") as file:
         file.write(f"{HEADER}\n2017-10-09 07:00:10,5,2,x\n2017-10-09 07:00:00,7.5,1,y\n")
@@ -130,7 +130,7 @@ def test_a_trace_is_read_in_the_order_of_its_times(tmp_path: Path) -> None:
         ("2017-10-09 07:00:00,1", "num_gpus is missing"),
     ],
 )
-def test_a_broken_line_is_named(line: str, what: str) -> None:
+def test_invalid_trace_line_is_rejected_with_its_number(line: str, what: str) -> None:
     with pytest.raises(TraceError, match=f"^month.csv, line 3: {what}"):
         parse_trace([HEADER, "2017-10-09 07:00:00,1,1,x", line], "month.csv")
     for lines in ([], ["a,b"], [HEADER]):

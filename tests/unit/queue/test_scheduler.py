@@ -12,7 +12,7 @@ from gpuspawner.queue.rounds import ReleasePlan, Releases
 from tests.unit.queue.site import DAY, HOUR, T0, Site, lease, scheduler_of, ticket
 
 
-def test_a_decision_changes_nothing() -> None:
+def test_decision_does_not_change_the_scheduler() -> None:
     scheduler = scheduler_of(*(ticket(f"t{n}", at=T0 + n) for n in range(6)), capacity={"a": 4})
     first = scheduler.decide(T0 + 60, {"a": 4}, planned=3)
 
@@ -24,7 +24,7 @@ def test_a_decision_changes_nothing() -> None:
     assert scheduler_of(capacity={"a": 4}).decide(T0, {"a": 4}).starts == ()
 
 
-def test_a_planned_start_is_on_the_kind_that_is_free_first() -> None:
+def test_planned_start_uses_the_kind_that_frees_first() -> None:
     scheduler = scheduler_of(capacity={"a": 2, "b": 2})
     scheduler.started(lease("on a", {"a": 2}, ends_at=T0 + 9 * HOUR))
     scheduler.started(lease("on b", {"b": 1}, ends_at=T0 + HOUR))
@@ -37,7 +37,7 @@ def test_a_planned_start_is_on_the_kind_that_is_free_first() -> None:
     assert decision.starts == ("short",)
 
 
-def test_ends_that_are_not_known_are_guessed_from_the_past() -> None:
+def test_unknown_session_ends_are_estimated_from_history() -> None:
     scheduler = scheduler_of(capacity={"a": 2})
     scheduler.learn(
         EndedSession(
@@ -53,7 +53,7 @@ def test_ends_that_are_not_known_are_guessed_from_the_past() -> None:
     assert scheduler.decide(later, {"a": 1}).planned["wide"] > later
 
 
-def test_a_session_that_should_be_over_does_not_look_as_if_it_would_end_at_once() -> None:
+def test_overdue_session_is_not_expected_to_end_at_once() -> None:
     scheduler = scheduler_of(capacity={"a": 2})
     scheduler.started(lease("stuck", {"a": 1}, ends_at=T0))
     scheduler.submit(ticket("wide", 2, priority=Priority.COURSE))
@@ -63,7 +63,7 @@ def test_a_session_that_should_be_over_does_not_look_as_if_it_would_end_at_once(
     assert scheduler.decide(T0 + 2 * HOUR, {"a": 1}).starts == ("short",)
 
 
-def test_an_extension_moves_the_planned_start() -> None:
+def test_extension_moves_the_planned_start() -> None:
     scheduler = scheduler_of(capacity={"a": 2})
     scheduler.started(lease("running", {"a": 2}, ends_at=T0 + HOUR))
     for name in ("first", "second", "third"):
@@ -78,7 +78,7 @@ def test_an_extension_moves_the_planned_start() -> None:
     assert scheduler.decide(T0, {}, planned=3).planned == before
 
 
-def test_who_waited_too_long_is_first_and_guesses_do_not_get_in_the_way() -> None:
+def test_overdue_ticket_is_planned_without_blocking_other_starts() -> None:
     policy = QueuePolicy()
     scheduler = scheduler_of(capacity={"a": 20}, policy=policy)
     now = T0 + policy.overdue_seconds
@@ -98,7 +98,7 @@ def test_who_waited_too_long_is_first_and_guesses_do_not_get_in_the_way() -> Non
     assert "known" in starts and sum(name.startswith("g") for name in starts) == 8
 
 
-def test_those_who_waited_too_long_get_a_share_and_no_more() -> None:
+def test_overdue_tickets_get_only_their_share_of_capacity() -> None:
     policy = QueuePolicy(overdue_share=0.25)
     site = Site(
         scheduler_of(capacity={"a": 8}, policy=policy), {"a": 8}, now=T0 + policy.overdue_seconds
@@ -112,7 +112,7 @@ def test_those_who_waited_too_long_get_a_share_and_no_more() -> None:
     assert {*starts[2:]} == {f"new{n}" for n in range(6)}
 
 
-def test_a_part_of_many_devices_is_kept_for_small_requests() -> None:
+def test_some_devices_are_reserved_for_small_requests() -> None:
     scheduler = scheduler_of(capacity={"a": 200})
     scheduler.learn(
         EndedSession(
@@ -135,7 +135,7 @@ def test_a_part_of_many_devices_is_kept_for_small_requests() -> None:
 # Limits.
 
 
-def test_a_member_at_the_limit_waits_and_others_do_not() -> None:
+def test_member_at_the_limit_waits_and_others_start() -> None:
     scheduler = scheduler_of(capacity={"a": 4}, member_limits=QueueLimits(devices=2))
     scheduler.started(lease("one", {"a": 1}, member="m"))
     for n in range(3):
@@ -153,7 +153,7 @@ def test_a_member_at_the_limit_waits_and_others_do_not() -> None:
     assert "may have 0 GPUs" in nothing_free.held_back["t"]
 
 
-def test_a_group_shares_its_limit() -> None:
+def test_group_members_share_their_device_limit() -> None:
     scheduler = scheduler_of(capacity={"a": 8}, group_limits={"guests": QueueLimits(devices=3)})
     for n in range(4):
         scheduler.submit(ticket(f"g{n}", member=f"m{n}", group="guests", at=T0 + n))
@@ -164,7 +164,7 @@ def test_a_group_shares_its_limit() -> None:
     assert decision.held_back == {"g3": "The group may have 3 GPUs at once and has 3."}
 
 
-def test_gpu_hours_that_are_held_get_fewer_as_time_passes() -> None:
+def test_held_gpu_hours_decrease_as_time_passes() -> None:
     scheduler = scheduler_of(capacity={"a": 4}, member_limits=QueueLimits(gpu_hours=10.0))
     scheduler.started(lease("one", {"a": 2}, member="m", ends_at=T0 + 4 * HOUR))
     scheduler.submit(ticket("t", member="m", seconds=4 * HOUR))
@@ -179,7 +179,7 @@ def test_gpu_hours_that_are_held_get_fewer_as_time_passes() -> None:
     assert scheduler.decide(T0 + HOUR, {"a": 2}).starts == ()
 
 
-def test_a_wide_request_that_a_limit_keeps_does_not_gather_devices() -> None:
+def test_limited_wide_request_does_not_reserve_devices() -> None:
     scheduler = scheduler_of(capacity={"a": 4}, member_limits=QueueLimits(devices=2))
     scheduler.started(lease("running", {"a": 2}, ends_at=T0 + HOUR))
     scheduler.submit(ticket("wide", 4, priority=Priority.ADMIN))
@@ -188,7 +188,7 @@ def test_a_wide_request_that_a_limit_keeps_does_not_gather_devices() -> None:
     assert scheduler.decide(T0, {"a": 2}).starts == ("long",)
 
 
-def test_a_lease_that_has_an_id_of_its_own_takes_its_ticket_out_of_the_line() -> None:
+def test_lease_with_its_own_id_removes_its_ticket() -> None:
     scheduler = scheduler_of(capacity={"a": 2})
     scheduler.submit(ticket("t", member="m"))
     scheduler.started(Running(id="lease", member="m", held={"a": 1}, started_at=T0, ticket_id="t"))
@@ -199,7 +199,7 @@ def test_a_lease_that_has_an_id_of_its_own_takes_its_ticket_out_of_the_line() ->
 # What comes back when.
 
 
-def test_releases_come_back_in_order_and_what_is_late_gets_as_long_again() -> None:
+def test_releases_are_ordered_and_late_ones_are_postponed() -> None:
     releases = Releases()
     releases.put("one", {"a": 2}, T0 + 60, guess=False)
     releases.put("two", {"a": 1, "b": 1}, T0 + 30, guess=True)
@@ -225,7 +225,7 @@ def test_releases_come_back_in_order_and_what_is_late_gets_as_long_again() -> No
     assert [at - T0 for at, _, _ in releases.ahead("a", T0)] == [600, 900, 1200]
 
 
-def test_promises_are_kept_free() -> None:
+def test_release_plan_keeps_promised_devices_free() -> None:
     plan = ReleasePlan(T0, 1, [(T0 + 100, 2), (T0 + 50, 1)])
 
     assert plan.earliest(1, 10) == T0
@@ -249,7 +249,7 @@ def test_promises_are_kept_free() -> None:
         ("member_share_points", [True]),
     ],
 )
-def test_a_wrong_parameter_is_named_and_some_may_be_zero(name: str, values: list[Any]) -> None:
+def test_invalid_queue_policy_parameter_is_named(name: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(ValueError, match=name):
             QueuePolicy(**{name: value})

@@ -84,7 +84,7 @@ def check_fits(scheduler: Scheduler, free: Mapping[str, int], decision: Decision
 
 
 @given(moments())
-def test_who_starts_delays_no_planned_start_and_no_device_is_idle_that_somebody_could_use(
+def test_backfill_delays_no_planned_start_and_wastes_no_device(
     moment: tuple[Scheduler, dict[str, int], float],
 ) -> None:
     scheduler, free, now = moment
@@ -130,7 +130,7 @@ def _is_in_the_way(
 
 
 @given(moments())
-def test_of_two_that_are_alike_the_one_before_starts_before(
+def test_identical_tickets_start_in_queue_order(
     moment: tuple[Scheduler, dict[str, int], float],
 ) -> None:
     scheduler, free, now = moment
@@ -144,7 +144,7 @@ def test_of_two_that_are_alike_the_one_before_starts_before(
 
 
 @given(moments(limits=QueueLimits(devices=5, gpu_hours=30.0)))
-def test_limits_hold_and_who_is_kept_by_one_is_told(
+def test_limits_hold_and_held_back_tickets_are_reported(
     moment: tuple[Scheduler, dict[str, int], float],
 ) -> None:
     scheduler, free, now = moment
@@ -200,7 +200,7 @@ class _Crowd:
     st.booleans(),
     st.booleans(),
 )
-def test_nobody_starves(
+def test_old_tickets_do_not_starve_behind_priority_requests(
     devices: int, wide: int, old: int, lasts: float, known: bool, last: bool
 ) -> None:
     """Requests of the lowest class, as wide as the site, among a crowd of the highest that wants
@@ -245,7 +245,7 @@ events = st.lists(
 
 
 @given(events)
-def test_a_clock_that_jumps_breaks_nothing(happens: list[tuple[str, int, float]]) -> None:
+def test_clock_jumps_do_not_break_the_scheduler(happens: list[tuple[str, int, float]]) -> None:
     scheduler = Scheduler(member_limits=QueueLimits(devices=6))
     capacity = {"a": 8}
     scheduler.set_capacity(capacity)

@@ -26,7 +26,7 @@ def expect(lengths: Lengths, most: float | None = None, now: float = T0) -> Leng
     return lengths.estimate(alike, alike.asked, now, most)
 
 
-def test_a_session_lasts_as_long_as_those_alike_and_never_longer_than_was_asked_for() -> None:
+def test_length_estimate_follows_similar_sessions_up_to_limit() -> None:
     assert expect(learned(*9 * [HOUR])) == Length(HOUR, HOUR)
     assert expect(learned(*5 * [60.0], *9 * [HOUR])) == Length(HOUR, HOUR)
 
@@ -51,7 +51,7 @@ def test_a_session_lasts_as_long_as_those_alike_and_never_longer_than_was_asked_
     assert expect(lengths).seconds == pytest.approx(4996, abs=5)
 
 
-def test_witnesses_stand_near_in_the_row() -> None:
+def test_length_estimate_uses_sessions_requested_nearby() -> None:
     """Of those asked for long before much is known; of these nothing yet."""
     lengths = learned(*99 * [HOUR])
     alike = lengths.alike("m", "g", 1)
@@ -64,7 +64,7 @@ def test_witnesses_stand_near_in_the_row() -> None:
     assert lengths.estimate(alike, alike.asked + 500, T0, None).seconds == 60.0
 
 
-def test_those_that_still_run_say_that_it_takes_longer() -> None:
+def test_running_sessions_lengthen_the_estimate() -> None:
     lengths = learned(*9 * [HOUR])
     alike = lengths.alike("m", "g", 1)
     for n in range(5):
@@ -83,7 +83,7 @@ def test_those_that_still_run_say_that_it_takes_longer() -> None:
     st.floats(-DAY, 9 * DAY),
     st.none() | st.floats(60, DAY),
 )
-def test_an_estimate_is_always_a_length(
+def test_length_estimate_is_positive_and_within_the_limit(
     ended: list[float], running: list[float], later: float, most: float | None
 ) -> None:
     lengths = learned(*ended)
@@ -101,7 +101,7 @@ def test_an_estimate_is_always_a_length(
 
 
 @given(st.lists(st.integers(0, 99), max_size=60), st.integers(0, 99))
-def test_the_nearest_are_chosen(numbers: list[int], near: int) -> None:
+def test_nearest_similar_sessions_are_selected(numbers: list[int], near: int) -> None:
     lengths = Lengths(1800.0, 9)
     alike = lengths.alike("m", "", 1)
     for number in numbers:

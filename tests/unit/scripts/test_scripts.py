@@ -25,7 +25,7 @@ PASSWORD = "".join(("password = ", '"hunter', '2-and-more"'))
         ("nothing = here", (), []),
     ],
 )
-def test_a_secret_is_found(
+def test_secret_scan_reports_secrets_with_their_line(
     text: str, without: tuple[str, ...], found: list[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "settings.py"
@@ -35,7 +35,7 @@ def test_a_secret_is_found(
     assert all(":1: " in line for line in lines)
 
 
-def test_what_nobody_looked_up_is_not_called_well() -> None:
+def test_audit_reports_packages_that_were_not_checked() -> None:
     lost = {"name": "lost", "skip_reason": "not found"}
     well = {"name": "well", "version": "1", "vulns": []}
     hole = {"id": "CVE-1", "fix_versions": ["2"]}
@@ -140,7 +140,7 @@ def code(root: Path) -> Code:
     return Code.read(root / "gpuspawner")
 
 
-def test_classes_and_what_they_offer(code: Code, root: Path) -> None:
+def test_structure_script_finds_classes_methods_and_services(code: Code, root: Path) -> None:
     spawner = ("gpuspawner.spawner", "Spawner")
     assert code.ancestry(spawner) == [spawner, ("gpuspawner.form", "Form")]
     service = ("gpuspawner.leases.service", "LeaseService")
@@ -150,7 +150,7 @@ def test_classes_and_what_they_offer(code: Code, root: Path) -> None:
     assert entry_points(root / "setup.cfg")["jupyterhub.spawners"] == {"gpu-docker": spawner}
 
 
-def test_imports_with_and_without_those_for_functions_and_the_type_checker(code: Code) -> None:
+def test_structure_script_separates_imports_and_finds_cycles(code: Code) -> None:
     at_import = code.imports(everywhere=False)
     assert at_import["gpuspawner.spawner"] == {"gpuspawner.form", "gpuspawner.leases"}
     assert at_import["gpuspawner.leases.service"] == set()
@@ -167,7 +167,7 @@ def test_imports_with_and_without_those_for_functions_and_the_type_checker(code:
     assert passed == ["gpuspawner.leases", "gpuspawner.leases.service", "gpuspawner.spawner"]
 
 
-def test_the_table(root: Path) -> None:
+def test_structure_script_measures_the_expected_figures(root: Path) -> None:
     figures = {name: figure for name, figure, _ in measure(root)}
     assert figures == {
         "modules in gpuspawner/": "8",

@@ -35,7 +35,7 @@ async def until(look: Callable[[], object]) -> None:
     await asyncio.wait_for(wait(), 60)
 
 
-async def test_a_duty_that_fails_once_is_logged_counted_and_restarted(
+async def test_failed_duty_is_logged_counted_and_restarted(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
     rounds = {"fails": 0, "other": 0}
@@ -66,7 +66,7 @@ async def test_a_duty_that_fails_once_is_logged_counted_and_restarted(
     assert not any(state.is_running for state in supervisor.states.values())
 
 
-async def test_a_duty_that_always_fails_is_tried_again_and_again(supervisor: Supervisor) -> None:
+async def test_duty_that_always_fails_is_retried(supervisor: Supervisor) -> None:
     async def fail() -> None:
         raise ValueError
 
@@ -76,7 +76,7 @@ async def test_a_duty_that_always_fails_is_tried_again_and_again(supervisor: Sup
     task.cancel()
 
 
-async def test_a_duty_with_nothing_to_do_is_no_failure(
+async def test_duty_that_returns_is_not_a_failure(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
     await supervisor.keep("returns", lambda: asyncio.sleep(0))
@@ -122,7 +122,7 @@ def ticket(environment: str, **options: Any) -> Ticket:
     )
 
 
-def test_the_image_of_an_environment_or_a_members_own_and_nobody_guesses(
+def test_ticket_image_is_known_only_when_unambiguous(
     catalog: WatchedCatalog, tmp_path: Path
 ) -> None:
     assert image_of(catalog, ticket("lab")) == "lab:1"
@@ -146,7 +146,7 @@ def control(text: str) -> list[str]:
 @given(ANY)
 @example("Your server x\r\nBcc: eve@evil.example\r\n\r\nbody")
 @example("a\u2028b\u2029c\x85d\x0be\x1cf\ud800g\x00h")
-def test_a_title_is_one_line(text: str) -> None:
+def test_notice_title_is_one_line_without_control_characters(text: str) -> None:
     line = one_line(text)
     assert control(line) == []
     assert len(line.splitlines()) <= 1
@@ -156,7 +156,7 @@ def test_a_title_is_one_line(text: str) -> None:
 
 @given(ANY)
 @example("one\r\ntwo\n\nthree\tfour\x1b[31m")
-def test_a_body_has_lines_and_no_other_control_characters(text: str) -> None:
+def test_notice_body_has_only_newline_and_tab_control_characters(text: str) -> None:
     body = plain(text)
     assert set(control(body)) <= {"\n", "\t"}
     assert len(body) <= BODY
@@ -164,6 +164,6 @@ def test_a_body_has_lines_and_no_other_control_characters(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["Größe: 80 GB", "José \N{ROCKET} 日本", "a <b> & 'c'"])
-def test_what_people_write_stays(text: str) -> None:
+def test_notice_text_keeps_ordinary_characters(text: str) -> None:
     assert one_line(text) == text
     assert plain(f"{text}\n{text}") == f"{text}\n{text}"

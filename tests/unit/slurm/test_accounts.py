@@ -119,7 +119,7 @@ def row(database: Database, account: str, user: str = "") -> AssociationRow:
 ADA = Person(member="ada", group="research", priority="course")
 
 
-def test_a_new_cluster_gets_everything_and_a_second_run_nothing() -> None:
+def test_new_cluster_is_fully_synced_by_one_run() -> None:
     database = Database()
     limits = AssociationLimits(devices=4, tickets=10, gpu_hours=12.5)
     bring(database, wanted([ADA, Person(member="Žofie")], research=Group(weight=3, limits=limits)))
@@ -135,7 +135,7 @@ def test_a_new_cluster_gets_everything_and_a_second_run_nothing() -> None:
     assert found.qos["gpuspawner-low"] == 0 and found.qos["gpuspawner-admin"] == 120
 
 
-def test_who_counts_on_another_group_has_no_open_place_in_the_old_one() -> None:
+def test_member_who_changes_group_cannot_submit_to_old_one() -> None:
     database = Database()
     guest = Person(member="ada", group="guests", priority="low")
     for person, (research, guests) in ((ADA, (5, None)), (guest, (0, 5)), (ADA, (5, 0))):
@@ -148,7 +148,7 @@ def test_who_counts_on_another_group_has_no_open_place_in_the_old_one() -> None:
 @pytest.mark.parametrize(
     ("state", "submits"), [({"dry": True}, 5), ({"closed": True}, 0)], ids=["dry", "left"]
 )
-def test_who_has_no_credits_gets_no_gpu_and_who_has_left_no_job(
+def test_dry_member_cannot_use_gpus_and_closed_cannot_submit(
     state: dict[str, Any], submits: int
 ) -> None:
     database = Database()
@@ -159,7 +159,7 @@ def test_who_has_no_credits_gets_no_gpu_and_who_has_left_no_job(
     assert row(database, "gpuspawner-members", "ada") == AssociationRow(gpus=2, submits=5)
 
 
-def test_what_a_site_made_itself_stays() -> None:
+def test_sync_keeps_accounts_made_by_the_site() -> None:
     theirs = [
         "physics|||root|7|||||normal|",
         "g-research|||root|1|||||normal|",
@@ -179,7 +179,7 @@ def test_what_a_site_made_itself_stays() -> None:
     assert ("gpuspawner-members", "bob") in database.rows
 
 
-def test_what_an_admin_added_to_ours_stays() -> None:
+def test_sync_keeps_admin_additions_to_managed_accounts() -> None:
     database = Database()
     bring(database, wanted([ADA], research=Group()))
     mine = database.rows["g-research", "ada"]
@@ -191,7 +191,7 @@ def test_what_an_admin_added_to_ours_stays() -> None:
     assert said == [f"ada: in g-research: GrpTRES=gres/gpu=2, {qos}"]
 
 
-def test_many_are_one_step_and_no_word_of_a_member_is_one_of_sacctmgr() -> None:
+def test_bulk_sync_takes_few_steps_and_names_are_escaped() -> None:
     database = Database()
     crowd = [Person(member=f"m{number}") for number in range(250)]
     bring(database, wanted())
@@ -228,7 +228,7 @@ DAYS = st.tuples(PEOPLE, GROUPS, SOME_LIMITS, st.integers(0, 40))
 
 @settings(max_examples=examples(60))
 @given(st.lists(DAYS, min_size=1, max_size=4))
-def test_killed_anywhere_the_next_run_ends_where_one_run_would_have(
+def test_interrupted_sync_is_completed_by_the_next_run(
     days: list[tuple[list[Person], dict[str, Group], AssociationLimits, int]],
 ) -> None:
     database = Database()
@@ -263,7 +263,7 @@ TRIED = ["slurm-wlm 22.05.11", "slurm 22.05.2"]
 @pytest.mark.parametrize(
     "version", [*TRIED, "slurm-wlm 21.08.8", "slurm 23.11.4", "slurm", "", "slurm 20.11.7"]
 )
-def test_another_slurm_is_refused_with_the_one_that_was_tried(version: str) -> None:
+def test_untested_slurm_version_is_rejected(version: str) -> None:
     slurm: Any = Recorder(version)
     if version in TRIED:
         account_sync.check_version(slurm)
@@ -300,12 +300,12 @@ SIMILAR = st.text("aAb.u-h_g2", min_size=1, max_size=40)
         ("艾达", "u-_e8_89_be_e8_be_be"),
     ],
 )
-def test_a_members_user(member: str, user: str) -> None:
+def test_member_name_maps_to_its_linux_user(member: str, user: str) -> None:
     assert accounts.user_of(member) == user
     assert accounts.member_of(user) == member
 
 
-def test_a_long_name_is_a_digest_that_is_found_among_the_members() -> None:
+def test_long_member_name_becomes_a_resolvable_digest() -> None:
     long = ["ada.lovelace@mathematics.example." + tail for tail in ("org", "net")]
     users = [accounts.user_of(member) for member in long]
     assert [len(user) for user in users] == [32, 32]
@@ -314,7 +314,7 @@ def test_a_long_name_is_a_digest_that_is_found_among_the_members() -> None:
 
 
 @given(ANY_NAME | SIMILAR)
-def test_every_name_is_one_that_linux_and_slurm_take_and_is_found_again(member: str) -> None:
+def test_every_member_name_maps_to_a_valid_user(member: str) -> None:
     user = accounts.user_of(member)
     assert ALLOWED.fullmatch(user)
     assert user not in accounts.SYSTEM_USERS
@@ -325,7 +325,7 @@ def test_every_name_is_one_that_linux_and_slurm_take_and_is_found_again(member: 
 
 
 @given(st.lists(ANY_NAME | SIMILAR, unique=True, max_size=30))
-def test_no_two_members_are_the_same_user_and_no_two_groups_the_same_account(
+def test_members_and_groups_map_to_unique_slurm_names(
     some: list[str],
 ) -> None:
     assert len(accounts.by_user(some)) == len(some)
@@ -335,7 +335,7 @@ def test_no_two_members_are_the_same_user_and_no_two_groups_the_same_account(
 
 
 @given(st.text("abgu-h_0123456789f", max_size=34))
-def test_what_is_read_back_is_what_was_written(word: str) -> None:
+def test_slurm_names_round_trip(word: str) -> None:
     if (member := accounts.member_of(word)) is not None:
         assert accounts.user_of(member) == word
     if (group := accounts.group_of(word)) is not None:
@@ -343,13 +343,13 @@ def test_what_is_read_back_is_what_was_written(word: str) -> None:
 
 
 @given(ANY_NAME)
-def test_a_groups_account(group: str) -> None:
+def test_group_name_maps_to_a_valid_account(group: str) -> None:
     account = accounts.account_of(group)
     assert ALLOWED.fullmatch(account)
     assert accounts.group_of(account) == (None if account.startswith("gh-") else group)
 
 
-def test_accounts_that_are_no_groups_and_users_of_the_system() -> None:
+def test_accounts_without_group_and_system_users_are_recognized() -> None:
     assert accounts.account_of("") == "gpuspawner-members"
     assert accounts.group_of("gpuspawner-members") == ""
     for name in ("research", "g-", "g-_zz", "g-_61"):  # an a is written as an a

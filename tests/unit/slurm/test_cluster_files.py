@@ -80,7 +80,7 @@ def nodes_of(conf: str) -> dict[str, dict[str, str]]:
     return {words["NodeName"]: words for words in told}
 
 
-def test_files_say_what_the_hosts_have(config: Callable[..., int], tmp_path: Path) -> None:
+def test_generated_files_describe_the_hosts(config: Callable[..., int], tmp_path: Path) -> None:
     assert config("--shards", "4", "--name", "lab", "--set", "SlurmctldPort=7000") == 0
     out = tmp_path / "out"
     conf = (out / "slurm.conf").read_text()
@@ -108,7 +108,7 @@ def test_files_say_what_the_hosts_have(config: Callable[..., int], tmp_path: Pat
     assert cluster.types_of("h100") == ("h100",)
 
 
-def test_the_controllers_own_engine_is_on_its_socket(
+def test_controller_engine_uses_the_local_socket(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "head.json").write_text(host("head", A100).to_json())
@@ -120,7 +120,7 @@ def test_the_controllers_own_engine_is_on_its_socket(
     assert (node.engine, node.address) == ("unix:///var/run/docker.sock", "10.0.0.1")
 
 
-def test_a_second_run_changes_nothing_and_an_edit_is_not_lost(
+def test_second_config_run_changes_nothing_and_keeps_edits(
     config: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert config() == 0
@@ -162,7 +162,7 @@ def test_a_second_run_changes_nothing_and_an_edit_is_not_lost(
         (["--set", "Epilog=/x\nNodeName=evil"], "NAME=VALUE"),
     ],
 )
-def test_what_cannot_be_is_named_and_nothing_written(
+def test_invalid_config_option_is_named_and_nothing_written(
     refusal: Callable[..., str], words: list[str], said: str
 ) -> None:
     assert said in refusal(*words)
@@ -188,7 +188,7 @@ DEVICE = {"uuid": "GPU-9", "model": "x", "memory_bytes": GIB, "file": "/dev/nvid
         ({"devices": [DEVICE | {"model": "a\nb"}]}, "one line"),
     ],
 )
-def test_what_a_host_must_not_say(
+def test_invalid_host_inventory_is_rejected(
     refusal: Callable[..., str], tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
     path = tmp_path / "gpu2.json"
@@ -211,7 +211,7 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return words
 
 
-def test_a_host_without_a_file_is_asked_by_ssh(
+def test_host_without_a_file_is_inventoried_over_ssh(
     config: Callable[..., int], tmp_path: Path, ssh: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert config(hosts=["10.0.0.12"]) == 0
@@ -228,7 +228,7 @@ def test_a_host_without_a_file_is_asked_by_ssh(
 
 
 @pytest.mark.parametrize("written", ["", "[]", "{", "<html>", "9" * 10_000, "[" * 100_000])
-def test_what_is_no_inventory(written: str) -> None:
+def test_unreadable_inventory_is_rejected_with_its_source(written: str) -> None:
     with pytest.raises(ConfigError, match="what gpu7 printed"):
         read_inventory(written, "what gpu7 printed")
 
@@ -274,14 +274,16 @@ ENGINE = "ssh://gpuspawner@10.0.0.11"
         ("    devices:", "    devices:\n      - {uuid: GPU-1111, model: x, memory: 8G}", "already"),
     ],
 )
-def test_mistakes_in_the_file_name_their_line(old: str, new: str, said: str) -> None:
+def test_invalid_cluster_file_is_rejected_with_an_explanation(
+    old: str, new: str, said: str
+) -> None:
     assert cluster_of(GOOD).node("gpu1").device_at(0).gres == "a100"
     assert old in GOOD
     with pytest.raises(ConfigError, match=re.compile(f"cluster.yaml.*{said}", re.DOTALL)):
         cluster_of(GOOD.replace(old, new, 1))
 
 
-def test_keys_of_tls_are_there_and_private(tmp_path: Path) -> None:
+def test_tls_files_must_exist_and_key_must_be_private(tmp_path: Path) -> None:
     tls = "\n    tls: {ca: ca.pem, certificate: cert.pem, key: key.pem}"
     written = GOOD.replace(ENGINE, f"https://10.0.0.11:2376{tls}")
     path = tmp_path / "cluster.yaml"
@@ -299,7 +301,7 @@ def test_keys_of_tls_are_there_and_private(tmp_path: Path) -> None:
     assert cluster_of(cluster_yaml(replace(read_cluster(path)))).nodes[0] == node
 
 
-def test_a_sampler_is_told_over_tls_or_on_the_hubs_own_machine(
+def test_remote_sampler_needs_tls_and_local_one_does_not(
     config: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("ca.pem", "cert.pem", "key.pem"):
@@ -313,7 +315,7 @@ def test_a_sampler_is_told_over_tls_or_on_the_hubs_own_machine(
     assert cluster_of(cluster_yaml(read_cluster(tmp_path / "out/cluster.yaml"))).nodes == nodes
 
 
-def test_what_slurm_names_and_the_file_does_not() -> None:
+def test_unknown_cluster_nodes_and_devices_are_not_found() -> None:
     cluster = cluster_of(GOOD)
     assert cluster.device("GPU-2222") is None
     with pytest.raises(ConfigError, match="gpu9"):
@@ -323,7 +325,7 @@ def test_what_slurm_names_and_the_file_does_not() -> None:
             cluster.nodes[0].device_at(place)
 
 
-def test_models_have_words_of_their_own() -> None:
+def test_gpu_models_get_distinct_gres_types() -> None:
     named = {
         "NVIDIA A100-SXM4-80GB": "a100",
         "NVIDIA GeForce RTX 4090": "rtx-4090",
@@ -336,14 +338,16 @@ def test_models_have_words_of_their_own() -> None:
 
 
 @given(st.lists(st.text(min_size=1, max_size=120), max_size=6))
-def test_any_model_has_a_word_of_its_own_that_slurm_takes(models: list[str]) -> None:
+def test_every_gpu_model_gets_a_valid_unique_gres_type(models: list[str]) -> None:
     words = gres_types(models).values()
     assert all(re.fullmatch(GRES_TYPE, word) for word in words)
     assert len(set(words)) == len(set(models))
 
 
 @given(st.integers(1, 4), st.integers(0, 4), st.sampled_from([0, 1, 8]))
-def test_what_is_written_is_read_back(hosts: int, devices: int, shards: int) -> None:
+def test_cluster_file_round_trips_and_matches_slurm_conf(
+    hosts: int, devices: int, shards: int
+) -> None:
     nodes = tuple(
         Node(
             name=f"n{n}",
@@ -369,7 +373,7 @@ def seen(*devices: Device) -> Inventory:
     return Inventory(devices=devices, observed_at=datetime.now(timezone.utc))
 
 
-def test_devices_go_by_the_drivers_own_count(tmp_path: Path) -> None:
+def test_device_files_follow_driver_minor_numbers(tmp_path: Path) -> None:
     devices = [
         Device(
             uuid=f"GPU-{i}", index=i, model="T4", memory_bytes=GIB, pci_bus_id=f"00000000:0{i}:0"

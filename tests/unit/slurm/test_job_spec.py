@@ -70,7 +70,7 @@ def without(told: list[str]) -> str:
     return value(told, "--exclude=")
 
 
-def test_any_gpu() -> None:
+def test_plain_job_spec_has_name_comment_and_no_limits() -> None:
     told = asked()
     assert "--job-name=gpuspawner-0a1b" in told and "--no-requeue" in told
     assert json.loads(value(told, "--comment=")) == {"server": "ann/my; server"}
@@ -92,7 +92,9 @@ def test_any_gpu() -> None:
         ({}, "gpu:1", ""),
     ],
 )
-def test_only_what_suits(request_: dict[str, Any], wanted: str, not_on: str) -> None:
+def test_job_spec_selects_only_suitable_devices(
+    request_: dict[str, Any], wanted: str, not_on: str
+) -> None:
     told = asked(**request_)
     assert (gres(told), without(told)) == (wanted, not_on)
 
@@ -106,12 +108,12 @@ def test_only_what_suits(request_: dict[str, Any], wanted: str, not_on: str) -> 
         ({"model": "B200"}, "No machine has GPUs of model B200. Choose another."),
     ],
 )
-def test_what_no_machine_has(request_: dict[str, Any], sentence: str) -> None:
+def test_request_that_no_node_can_meet_is_rejected(request_: dict[str, Any], sentence: str) -> None:
     with pytest.raises(TooMuchAsked, match=sentence):
         asked(**request_)
 
 
-def test_a_share_of_a_machine_goes_with_each_gpu_or_part_of_one() -> None:
+def test_job_gets_a_node_share_per_gpu_or_shard() -> None:
     told = asked(model="A100", devices=1)
     assert "--cpus-per-task=8" in told and f"--mem={int(64 * 1024 * 0.9 / 2)}M" in told
     assert "--cpus-per-task=16" in asked(model="A100", devices=2)
@@ -124,7 +126,7 @@ def test_a_share_of_a_machine_goes_with_each_gpu_or_part_of_one() -> None:
         asked(shared, devices=2)
 
 
-def test_hours_owner_and_points_of_an_admin() -> None:
+def test_job_spec_contains_time_limit_owner_and_boost() -> None:
     told = told_of(replace(TICKET, seconds=3601), CLUSTER, user="ann", account="g-course")
     assert {"--time=81", "--uid=ann", "--account=g-course"} <= set(told)
     told = told_of(replace(TICKET, boost=2.5), CLUSTER)
@@ -132,7 +134,7 @@ def test_hours_owner_and_points_of_an_admin() -> None:
     assert "--nice=1999997500" in told_of(replace(TICKET, boost=2.5, last=True), CLUSTER)
 
 
-def test_which_nodes_would_do_and_which_are_left_out() -> None:
+def test_suitable_nodes_are_listed_and_lacking_ones_excluded() -> None:
     def nodes(**request: Any) -> frozenset[str]:
         return able(Request(**{"devices": 1, **request}), CLUSTER)
 
@@ -151,5 +153,5 @@ def test_which_nodes_would_do_and_which_are_left_out() -> None:
     ("limit", "minutes"),
     [("1-00:00:00", 1440), ("10:00", 10), ("2:30:00", 150), ("infinite", math.inf), ("", math.inf)],
 )
-def test_the_limit_of_a_partition(limit: str, minutes: float) -> None:
+def test_partition_time_limit_is_parsed_to_minutes(limit: str, minutes: float) -> None:
     assert minutes_of(limit) == minutes

@@ -42,7 +42,7 @@ def at(seconds: int) -> datetime:
     return datetime.fromtimestamp(seconds, timezone.utc)
 
 
-def test_a_job_that_runs() -> None:
+def test_running_job_is_parsed() -> None:
     found = job(RUNS)
     seen = (found.ticket_id, found.node, found.kind, found.indices)
     assert seen == ("0a1b", "gpu0a", "gpu", (0, 1))
@@ -52,7 +52,7 @@ def test_a_job_that_runs() -> None:
     assert found.ended_at is None, "its end_time is only where its limit is"
 
 
-def test_a_job_that_waits() -> None:
+def test_waiting_job_is_parsed_with_its_reason() -> None:
     found = job(WAITS)
     assert found.waits and found.lives and not found.indices
     assert found.started_at is None and found.why == ""
@@ -72,7 +72,7 @@ def test_a_job_that_waits() -> None:
         ("A_NEW_WORD", False, "A_NEW_WORD"),
     ],
 )
-def test_a_job_that_has_ended(state: str, again: bool, words: str) -> None:
+def test_ended_job_is_parsed_with_its_cause(state: str, again: bool, words: str) -> None:
     found = job(RUNS | {"job_state": state, "gres_detail": []})
     assert not found.lives and found.may_come_again is again
     assert found.ended_at == at(1795348331) and words in found.end
@@ -92,20 +92,22 @@ def test_a_job_that_has_ended(state: str, again: bool, words: str) -> None:
         ([], "", ()),
     ],
 )
-def test_which_devices(details: list[str], kind: str, indices: tuple[int, ...]) -> None:
+def test_allocated_devices_are_parsed_from_gres_detail(
+    details: list[str], kind: str, indices: tuple[int, ...]
+) -> None:
     assert jobs.given(details) == (kind, indices)
 
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("count", [0, 1, 2, 100])
-def test_as_many_as_there_are(count: int, indent: int | None) -> None:
+def test_all_jobs_are_parsed_despite_misleading_names(count: int, indent: int | None) -> None:
     """What people write into names is no end of a list."""
     rows = [RUNS | {"job_id": number, "name": '"jobs": [ ]}, {'} for number in range(count)]
     text = json.dumps({"meta": {}, "errors": [], "jobs": rows}, indent=indent)
     assert [each.id for each in jobs_of(text)] == list(range(count))
 
 
-def test_an_answer_that_is_cut_off_anywhere_is_none() -> None:
+def test_truncated_slurm_output_is_rejected() -> None:
     text = json.dumps({"errors": [], "jobs": [RUNS, WAITS, RUNS]}, indent=1)
     assert len(jobs_of(text)) == 3
     for most in range(len(text)):
@@ -120,14 +122,14 @@ def test_an_answer_that_is_cut_off_anywhere_is_none() -> None:
         '{"errors": [{"error": "no controller"}], "jobs": []}',
     ],
 )
-def test_half_an_answer_is_no_answer(text: str) -> None:
+def test_invalid_slurm_output_is_rejected(text: str) -> None:
     """An empty list would mean that every server has ended."""
     with pytest.raises(SlurmUnavailable):
         jobs_of(text)
 
 
 @pytest.mark.parametrize("release", ["21.08.8", "22.05.8", "22.05.11", "23.02.1", "24.11.0-0rc1"])
-def test_another_slurm_is_named_and_not_believed(release: str) -> None:
+def test_output_of_an_untested_slurm_version_is_rejected(release: str) -> None:
     text = json.dumps({"meta": {"Slurm": {"release": release}}, "errors": [], "jobs": [RUNS]})
     if release.startswith("22.05."):
         assert [found.id for found in jobs_of(text)] == [1]
@@ -171,7 +173,7 @@ def changed(**cells: str) -> tuple[str, ...]:
     return tuple(cells.get(name, cell) for name, cell in zip(jobs._COLUMNS, ROW, strict=True))
 
 
-def test_a_run() -> None:
+def test_sacct_run_is_parsed() -> None:
     (run,) = parse(ROW)
     start = datetime(2026, 11, 22, 11, 20, 12, tzinfo=timezone.utc)
     assert run == JobRun(
@@ -193,7 +195,7 @@ def test_a_run() -> None:
     assert run.key == "7:1795346412" and run.uses_devices and not run.ticket_id
 
 
-def test_a_run_that_goes_on_and_a_job_that_waits() -> None:
+def test_running_waiting_and_cancelled_runs_are_parsed() -> None:
     going, waiting, cancelled = parse(
         changed(state="RUNNING", end="Unknown", jobname="gpuspawner-0af3"),
         changed(state="PENDING", start="Unknown", end="Unknown", alloctres="", elapsedraw="0"),
@@ -210,7 +212,7 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
 @given(st.lists(ANY_TEXT, min_size=1, max_size=4))
-def test_a_job_may_have_any_name_and_no_name_is_a_row(names: list[str]) -> None:
+def test_job_name_cannot_forge_a_sacct_row(names: list[str]) -> None:
     forged = [f"{name}\n" + "|".join(ROW) for name in names]
     for some in (names, forged):
         runs = parse(*(changed(jobname=name) for name in some), delimiter="0123456789abcdef")
@@ -228,7 +230,7 @@ def test_a_job_may_have_any_name_and_no_name_is_a_row(names: list[str]) -> None:
         None,
     ],
 )
-def test_what_sacct_never_prints_is_refused(cells: dict[str, str] | None) -> None:
+def test_malformed_sacct_output_is_rejected(cells: dict[str, str] | None) -> None:
     said = ["7~x~5_1~x~ada", "slurm: a banner"]
     if cells is not None:
         said = ["~x~".join(changed(**cells))]
@@ -248,7 +250,9 @@ def test_what_sacct_never_prints_is_refused(cells: dict[str, str] | None) -> Non
         ("gres/shard:a100=3,gres/shard=3,gres/tpu=9", {}, {"a100": 3}),
     ],
 )
-def test_devices(tres: str, gpus: dict[str, int], shards: dict[str, int]) -> None:
+def test_run_devices_are_parsed_from_tres(
+    tres: str, gpus: dict[str, int], shards: dict[str, int]
+) -> None:
     (run,) = parse(changed(alloctres=tres))
     assert (run.gpus, run.shards) == (gpus, shards)
 
@@ -265,7 +269,7 @@ def test_devices(tres: str, gpus: dict[str, int], shards: dict[str, int]) -> Non
         ("m[1-2-3]", None),
     ],
 )
-def test_nodes(text: str, nodes: tuple[str, ...] | None) -> None:
+def test_slurm_node_list_is_expanded_or_rejected(text: str, nodes: tuple[str, ...] | None) -> None:
     if nodes is None:
         with pytest.raises(ValueError, match="m"):
             jobs.hosts(text)
@@ -285,7 +289,7 @@ def test_nodes(text: str, nodes: tuple[str, ...] | None) -> None:
         ({"alloctres": "cpu=4"}, ()),
     ],
 )
-def test_devices_are_known_by_their_type_or_else_by_their_node(
+def test_run_models_come_from_gres_type_or_node(
     cells: dict[str, str], parts: tuple[UsagePart, ...]
 ) -> None:
     (run,) = parse(changed(**cells))
@@ -311,7 +315,7 @@ def recorder(text: str = "") -> Any:
     return Recorder(text)
 
 
-def test_a_long_time_is_asked_for_in_weeks_without_a_gap() -> None:
+def test_usage_is_read_in_weeks_without_gaps() -> None:
     slurm, start = recorder(), datetime(2026, 3, 1, tzinfo=timezone.utc)
     assert jobs.read_usage(slurm, start, start + timedelta(days=15, hours=1)) == []
     assert slurm.values("-S") == [f"2026-03-{day:02}T00:00:00" for day in (1, 8, 15)]
@@ -329,7 +333,7 @@ Jobs submitted: 12
 """
 
 
-def test_how_far_the_database_is_behind() -> None:
+def test_database_backlog_is_read_from_sdiag() -> None:
     for size in (0, 3, 41_000):
         assert jobs.behind(recorder(SDIAG.format(size))) == size
     for text in ("", SDIAG.format("many"), SDIAG.replace("DBD ", "")):
@@ -337,7 +341,7 @@ def test_how_far_the_database_is_behind() -> None:
             jobs.behind(recorder(text))
 
 
-def test_many_holders_are_asked_for_by_name_some_at_once() -> None:
+def test_many_holders_are_queried_in_batches() -> None:
     slurm, start = recorder(), datetime(2026, 3, 1, tzinfo=timezone.utc)
     tickets = [f"{number:04}" for number in range(450)]
     assert jobs.read_holders(slurm, tickets, start, start + timedelta(days=99)) == {}

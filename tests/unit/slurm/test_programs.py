@@ -20,7 +20,7 @@ def program(folder: Path, text: str) -> Slurm:
     return Slurm(folder=str(folder), conf="/etc/our.conf", seconds=5)
 
 
-def test_words_reach_the_program_as_they_are_and_the_settings_of_whoever_started_us_do_not(
+def test_program_arguments_are_verbatim_and_environment_is_clean(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm = program(tmp_path, 'for w; do echo "<$w>"; done; cat')
@@ -50,14 +50,14 @@ NO_DATABASE = "sacctmgr: error: Problem talking to the database: Connection refu
         (REFUSED, SlurmRefused, r"^Slurm refused it: Requested node configuration"),
     ],
 )
-def test_a_failure_is_no_answer_or_a_refusal_in_slurms_words(
+def test_program_failure_is_reported_as_unavailable_or_refused(
     tmp_path: Path, text: str, error: type[Exception], why: str
 ) -> None:
     with pytest.raises(error, match=why):
         program(tmp_path, f"echo '{text}' >&2; exit 1").run("squeue")
 
 
-def test_programs_that_are_missing_or_hang(tmp_path: Path) -> None:
+def test_missing_or_hanging_program_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(SlurmUnavailable, match="scontrol is not on this machine"):
         program(tmp_path, "").run("scontrol")
     with pytest.raises(SlurmUnavailable, match=r"did not answer within 0\.2 seconds"):
@@ -67,7 +67,7 @@ def test_programs_that_are_missing_or_hang(tmp_path: Path) -> None:
 # One question for many threads.
 
 
-def test_threads_wait_for_one_question() -> None:
+def test_concurrent_callers_share_one_query() -> None:
     """Whoever asks while it is being asked gets the same answer, or leaves after a while."""
     answers: list[int] = []
     go_on = threading.Event()
@@ -86,7 +86,7 @@ def test_threads_wait_for_one_question() -> None:
     assert answers == [0] and asker.seconds == 0
 
 
-def test_a_question_that_fails_or_gets_no_thread_is_not_the_last_one(
+def test_failed_query_is_retried_by_the_next_caller(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -145,13 +145,13 @@ def all_at_once(told: Told, together: Together[int, int]) -> list[int | BaseExce
         return [each.exception(60) or each.result() for each in (first, *others)]
 
 
-def test_those_who_ask_meanwhile_share_a_call() -> None:
+def test_requests_during_a_call_share_the_next_one() -> None:
     told = Told()
     assert all_at_once(told, Together(told)) == [1] + [9] * 9
     assert told.calls == [[1], list(range(2, 11))]
 
 
-def test_everybody_hears_that_nobody_answered_and_may_try_again() -> None:
+def test_failed_shared_call_is_reported_to_all_and_retryable() -> None:
     away = SlurmUnavailable(why="it is away")
     told = Told(away)
     together = Together(told)

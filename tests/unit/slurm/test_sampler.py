@@ -48,7 +48,7 @@ def said(*samples: Sample, age: float = 0.0, **more: Any) -> bytes:
     return json.dumps(told | more).encode()
 
 
-def test_a_sample_comes_over_whole_and_with_the_hubs_own_time() -> None:
+def test_sample_is_read_completely_with_hub_time() -> None:
     ours = replace(FULL, index=0, at=NOW + timedelta(hours=5))  # the node counts anew, and is fast
     found = read(said(ours, Sample(uuid="GPU-a", index=1, at=NOW), age=2.5), NOW, INDICES)
     at = NOW - timedelta(seconds=2.5)
@@ -62,7 +62,7 @@ def test_a_sample_comes_over_whole_and_with_the_hubs_own_time() -> None:
     )
 
 
-def test_what_a_device_says_comes_over_as_far_as_it_makes_sense() -> None:
+def test_sampler_values_are_cleaned_and_unknown_devices_dropped() -> None:
     lost = Sample(uuid="GPU-a", index=0, at=NOW, xids=(79,), error="It fell off\nthe bus.")
     found = read(said(lost, Sample(uuid="GPU-of-nobody", index=1, at=NOW)), NOW, INDICES)
     assert found.samples == (replace(lost, error="It fell offthe bus."),)
@@ -72,7 +72,7 @@ def test_what_a_device_says_comes_over_as_far_as_it_makes_sense() -> None:
     assert (some.use, some.celsius) == (FULL.use, FULL.celsius)
 
 
-def test_a_node_says_which_of_its_processes_are_nobodys() -> None:
+def test_sampler_marks_unknown_compute_processes_as_strange() -> None:
     draws, mine, theirs = DeviceProcess(1, kind="graphics"), DeviceProcess(2), DeviceProcess(3)
     sample = Sample(uuid="GPU-a", index=0, at=NOW, processes=(draws, mine, theirs))
     devices = json.loads(packed([sample], lambda process: process.pid != 2))
@@ -84,7 +84,7 @@ def test_a_node_says_which_of_its_processes_are_nobodys() -> None:
     }
 
 
-def test_a_port_that_is_not_written() -> None:
+def test_missing_port_defaults_to_the_url_scheme() -> None:
     urls = ("http://127.0.0.1", "https://10.0.0.11", "http://a:9401", "https://a:9401")
     assert [port_of(urlsplit(url)) for url in urls] == [80, 443, 9401, 9401]
 
@@ -106,7 +106,7 @@ NO_ANSWERS = {
 
 
 @pytest.mark.parametrize("why", NO_ANSWERS)
-def test_nonsense_is_refused_with_the_reason(why: str) -> None:
+def test_invalid_sampler_answer_is_rejected_with_the_reason(why: str) -> None:
     for body in NO_ANSWERS[why]:
         with pytest.raises(Nonsense, match=why):
             read(body, NOW, INDICES)
@@ -132,7 +132,7 @@ BAD_PROCESSES = [
         ("uuid", [7]),
     ],
 )
-def test_one_wrong_value_makes_the_whole_answer_nonsense(key: str, values: list[Any]) -> None:
+def test_one_invalid_value_rejects_the_whole_answer(key: str, values: list[Any]) -> None:
     for value in values:
         looks: Any = [{"age": 0, "devices": [{"uuid": "GPU-a", key: value}]}]
         with pytest.raises(Nonsense):
@@ -154,7 +154,7 @@ PLAIN = st.recursive(
 
 
 @given(looks=PLAIN, more=st.dictionaries(st.sampled_from(["of", "last", "trouble"]), PLAIN))
-def test_whatever_is_said_it_is_believed_or_refused(looks: Any, more: dict[str, Any]) -> None:
+def test_any_sampler_answer_is_read_or_rejected(looks: Any, more: dict[str, Any]) -> None:
     try:
         found = read(said(looks=looks, **more), NOW, INDICES)
     except Nonsense:
@@ -197,7 +197,7 @@ def ask(recorder: Recorder) -> Callable[..., Said]:
     return ask
 
 
-def test_each_look_is_told_once_and_the_newest_to_who_is_new(
+def test_each_look_is_sent_once_and_newcomers_get_newest(
     looks: Looks, recorder: Recorder, ask: Callable[..., Said]
 ) -> None:
     assert (ask().last, ask().samples) == (0, ())
@@ -218,7 +218,7 @@ def test_each_look_is_told_once_and_the_newest_to_who_is_new(
     assert len(ask(found.of, found.last).samples) == MOST_LOOKS
 
 
-def test_a_driver_that_fails_or_hangs_is_said(
+def test_failing_or_hanging_driver_is_reported(
     looks: Looks, recorder: Recorder, ask: Callable[..., Said]
 ) -> None:
     recorder.look()
@@ -235,7 +235,7 @@ def test_a_driver_that_fails_or_hangs_is_said(
     assert ask().trouble == "the driver has not answered for 30 s"
 
 
-def test_a_driver_that_was_lost_for_long_is_named_to_a_new_hub(
+def test_long_lost_driver_is_reported_to_a_new_hub(
     looks: Looks, recorder: Recorder, ask: Callable[..., Said]
 ) -> None:
     recorder.look()
@@ -255,7 +255,7 @@ def test_a_driver_that_was_lost_for_long_is_named_to_a_new_hub(
 # What is silent is neither well nor sick, neither idle nor busy.
 
 
-def test_a_silent_device_is_not_judged_and_its_minute_ends() -> None:
+def test_silent_device_is_not_judged_and_its_minute_ends() -> None:
     signs, rollups = Signs(), Rollups()
     done: list[DeviceUse] = []
     rollups.add([Sample(uuid="GPU-a", index=0, at=NOW, use=50)])

@@ -62,7 +62,7 @@ LABELS = {
 # The whole container.
 
 
-def test_a_plain_container_with_two_devices() -> None:
+def test_container_spec_for_two_devices_is_complete() -> None:
     create = {
         "image": "lab/pytorch",
         "name": "jupyter-anna--lab",
@@ -99,7 +99,7 @@ def test_a_plain_container_with_two_devices() -> None:
     }
 
 
-def test_an_empty_one_without_devices() -> None:
+def test_container_spec_without_devices_is_minimal() -> None:
     bare = settings(injection="none", shm_size=None, ulimits=())
     assert build({}, lease(), bare) == {
         "environment": {
@@ -131,7 +131,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("host", OTHERS)
-def test_devices_that_came_from_elsewhere_are_dropped(host: dict[str, Any]) -> None:
+def test_gpus_from_other_settings_are_dropped(host: dict[str, Any]) -> None:
     without = host_of(host)
     assert {"DeviceRequests", "Runtime", "Devices"}.isdisjoint(without)
     with_one = host_of(host, ONE)
@@ -139,7 +139,7 @@ def test_devices_that_came_from_elsewhere_are_dropped(host: dict[str, Any]) -> N
     assert {"Runtime", "Devices"}.isdisjoint(with_one)
 
 
-def test_what_is_no_gpu_stays() -> None:
+def test_settings_other_than_gpus_are_kept() -> None:
     assert without_gpus({}) == {}
     assert without_gpus({"DeviceRequests": [], "Memory": 1}) == {"Memory": 1}
     fuse = {"PathOnHost": "/dev/fuse", "PathInContainer": "/dev/fuse"}
@@ -166,7 +166,7 @@ CDI_REQUEST = {"Driver": "cdi", "DeviceIDs": [f"nvidia.com/gpu={uuid}" for uuid 
         ("none", {}),
     ],
 )
-def test_each_way_of_injection(injection: str, host: dict[str, Any]) -> None:
+def test_each_injection_mode_sets_its_host_config(injection: str, host: dict[str, Any]) -> None:
     assert gpu_host_config(injection, [ONE, TWO]) == host
     assert gpu_host_config(injection, []) == {}
     built = build({}, lease(ONE, TWO), settings(injection=injection))
@@ -185,7 +185,7 @@ def test_each_way_of_injection(injection: str, host: dict[str, Any]) -> None:
     ],
 )
 @pytest.mark.parametrize(("uuids", "visible"), [((ONE,), ONE), ((), "void")])
-def test_variables_about_devices_are_set_anew(
+def test_gpu_environment_variables_come_from_the_lease(
     environment: Any, uuids: tuple[str, ...], visible: str
 ) -> None:
     built = build({"environment": environment}, lease(*uuids), settings())
@@ -220,7 +220,7 @@ STACK = {"Name": "stack", "Soft": 67108864, "Hard": 67108864}
         ({"AutoRemove": True}, {"AutoRemove": False}),
     ],
 )
-def test_what_is_set_unless_the_admin_said_something_else(
+def test_container_defaults_respect_admin_settings(
     host: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     before = copy.deepcopy(host)
@@ -241,7 +241,7 @@ def test_what_is_set_unless_the_admin_said_something_else(
         ({}, {}),
     ],
 )
-def test_labels_join_the_admins_and_win(given: Any, kept: dict[str, str]) -> None:
+def test_lease_labels_override_admin_labels(given: Any, kept: dict[str, str]) -> None:
     again = settings(image="gpuspawner-kept:anna")
     built = build({"labels": given, "image": "lab/pytorch"}, lease(ONE), again)
     assert built["labels"] == {**kept, **LABELS}
@@ -271,7 +271,7 @@ CDI_DEVICE = {"Source": "cdi", "ID": f"nvidia.com/gpu={ONE}"}
         ),
     ],
 )
-def test_the_ways_worth_trying_best_first(info: dict[str, Any], ways: list[str]) -> None:
+def test_injection_modes_are_listed_best_first(info: dict[str, Any], ways: list[str]) -> None:
     assert candidates(info) == ways
     assert detect_injection(info) == ways[0]
 
@@ -286,7 +286,7 @@ DOCKERS_OWN = {
 USUAL = Hardening(memory=2**30)
 
 
-def test_an_admin_who_said_nothing() -> None:
+def test_default_hardening_limits_the_container() -> None:
     assert harden({"NetworkMode": "lab"}, USUAL) == {
         "NetworkMode": "lab",
         "CapDrop": ["ALL"],
@@ -299,7 +299,7 @@ def test_an_admin_who_said_nothing() -> None:
     assert set(KEPT_CAPABILITIES) < DOCKERS_OWN, "nothing that Docker does not give anyway"
 
 
-def test_turned_off_it_changes_nothing() -> None:
+def test_disabled_hardening_changes_nothing() -> None:
     off = Hardening(capabilities=None, no_new_privileges=False, pids=0, memory=0, oom_score_adj=0)
     assert harden({"CapAdd": ["SYS_PTRACE"]}, off) == {"CapAdd": ["SYS_PTRACE"]}
 
@@ -324,7 +324,7 @@ AS_SAID: list[dict[str, Any]] = [
         ({"Privileged": True}, {"CapDrop": None, "CapAdd": None, "SecurityOpt": None}),
     ],
 )
-def test_what_the_admin_said_counts(said: dict[str, Any], kept: dict[str, Any]) -> None:
+def test_hardening_respects_admin_settings(said: dict[str, Any], kept: dict[str, Any]) -> None:
     before = dict(said)
     hard = harden(said, USUAL)
     assert {key: sorted(v) if isinstance(v := hard.get(key), list) else v for key in kept} == {
@@ -344,7 +344,7 @@ def test_what_the_admin_said_counts(said: dict[str, Any], kept: dict[str, Any]) 
         ({"PidMode": "host", "NetworkMode": "host"}, ["PidMode", "NetworkMode"]),
     ],
 )
-def test_what_opens_the_machine_is_named(host: dict[str, Any], words: list[str]) -> None:
+def test_settings_that_expose_the_host_are_named(host: dict[str, Any], words: list[str]) -> None:
     found = dangers(host)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))

@@ -72,7 +72,7 @@ def spawner_of(cls: type, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("cls", [ByName, ByDecorator, ByAttribute, ByMethod])
-def test_form_of_a_rebased_class_is_seen(cls: type) -> None:
+def test_custom_form_of_a_rebased_class_is_used(cls: type) -> None:
     spawner = spawner_of(type("Rebased", (GPUDockerSpawner, cls), {}))
     assert spawner.shows_own_form() and spawner.takes_foreign_options()
     sent = {"course": ["ml"], "gpus": ["1"], "_xsrf": ["x"]}
@@ -85,7 +85,7 @@ def test_form_of_a_rebased_class_is_seen(cls: type) -> None:
 
 
 @pytest.mark.parametrize("cls", [GPUDockerSpawner, SystemUserSpawner])
-def test_classes_as_shipped_have_no_own_form(cls: type) -> None:
+def test_default_spawner_classes_have_no_custom_form(cls: type) -> None:
     rebased = cls if cls is GPUDockerSpawner else type("Rebased", (GPUDockerSpawner, cls), {})
     spawner = spawner_of(rebased)
     assert not spawner.shows_own_form() and not spawner.takes_foreign_options()
@@ -96,7 +96,7 @@ def test_classes_as_shipped_have_no_own_form(cls: type) -> None:
 # Fields that only hooks read.
 
 
-def test_extra_options_reach_hooks_and_others_are_refused(
+def test_extra_options_reach_hooks_and_others_are_rejected(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spawner = spawner_of(GPUDockerSpawner, extra_options=["course"])
@@ -119,7 +119,7 @@ def test_extra_options_reach_hooks_and_others_are_refused(
 # Links.
 
 
-def test_a_link_is_told_of_the_admins_fields_alone() -> None:
+def test_link_note_shows_only_fields_of_the_admin_form() -> None:
     spawner = spawner_of(type("Rebased", (GPUDockerSpawner, ByName), {}), extra_options=["week"])
     assert not spawner._note_of_link(COURSES)
     spawner.asked_beside = {
@@ -172,9 +172,7 @@ c.JupyterHub.spawner_class = GPUSystemUserSpawner
         (REBASED, ""),
     ],
 )
-def test_check_names_a_class_that_ours_takes_the_place_of(
-    text: str, replaced: str, tmp_path: Path
-) -> None:
+def test_check_reports_a_replaced_spawner_class(text: str, replaced: str, tmp_path: Path) -> None:
     file = tmp_path / "jupyterhub_config.py"
     ours = "" if text == REBASED else 'c.JupyterHub.spawner_class = "gpu-docker"\n'
     file.write_text(f"{text}\n{ours}", encoding="utf-8")
@@ -195,7 +193,7 @@ def spawner_with(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["allowed_images", "image_whitelist"])
-def test_a_list_of_images_makes_an_own_form(name: str) -> None:
+def test_image_list_creates_a_custom_form(name: str) -> None:
     spawner = spawner_with(**{name: {"plain": "lab/plain", "other": "lab/other"}})
     assert spawner.shows_own_form() and spawner.takes_foreign_options()
     assert 'value="other"' in spawner.options_form
@@ -217,7 +215,7 @@ def test_a_list_of_images_makes_an_own_form(name: str) -> None:
         ({"extra_host_config": {"privileged": False, "cpu_shares": 0}}, {}, {}),
     ],
 )
-def test_a_zero_that_the_admin_wrote_is_kept(
+def test_zero_set_by_the_admin_is_kept(
     settings: dict[str, Any], sent: dict[str, Any], kept: dict[str, Any]
 ) -> None:
     assert spawner_with(**settings)._with_own_zeros(sent) == kept
@@ -239,7 +237,7 @@ class OnNode(GPUSlurmSpawner):
     ("pending", "seconds"),
     [("_spawn_pending", 60), ("_stop_pending", 60), ("_check_pending", QUICK), ("", QUICK)],
 )
-def test_a_look_at_a_node_gives_up_soon(pending: str, seconds: float) -> None:
+def test_node_poll_uses_a_short_timeout(pending: str, seconds: float) -> None:
     """A start may pull and a stop may take its time; a poll may not hold up others."""
     user = SimpleNamespace(
         name="ada", escaped_name="ada", settings={}, groups=[], url="/", admin=False
@@ -255,7 +253,7 @@ def test_a_look_at_a_node_gives_up_soon(pending: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("cls", [GPUDockerSpawner, GPUSlurmSpawner, GPULocalSpawner])
-def test_a_spawner_has_few_classes_of_ours(cls: type) -> None:
+def test_spawner_has_at_most_four_gpuspawner_classes(cls: type) -> None:
     """What a spawner needs beside them it holds."""
     ours = [each for each in cls.__mro__ if each.__module__.startswith("gpuspawner.")]
     assert len(ours) <= 4

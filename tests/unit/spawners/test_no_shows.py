@@ -49,7 +49,7 @@ def _plain(at: datetime | None) -> datetime | None:
     return at.replace(tzinfo=None) if at else None
 
 
-async def test_a_member_who_came_is_seen_by_activity_or_by_a_token(
+async def test_member_connection_is_detected_by_activity_or_token(
     db: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(no_shows, "LOOK", 0.0)
@@ -75,7 +75,7 @@ async def test_a_member_who_came_is_seen_by_activity_or_by_a_token(
     }
 
 
-async def test_many_servers_cost_no_more_queries_than_one(
+async def test_many_servers_need_no_more_queries_than_one(
     db: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(no_shows, "LOOK", 0.0)
@@ -89,7 +89,7 @@ async def test_many_servers_cost_no_more_queries_than_one(
     assert len(selects) == 3 * 2
 
 
-async def test_records_that_cannot_be_read_are_read_anew(
+async def test_failed_read_of_hub_records_is_retried(
     db: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(no_shows, "LOOK", 0.0)

@@ -91,11 +91,11 @@ PLAIN = Environment(
         ({"shown_at": ["2026-10-01T08:00:00+02:00"]}, {"shown_at": "2026-10-01T06:00:00+00:00"}),
     ],
 )
-def test_values_as_forms_links_and_rest_send_them(fields: Any, choice: dict[str, Any]) -> None:
+def test_options_from_forms_links_and_rest_are_parsed(fields: Any, choice: dict[str, Any]) -> None:
     assert parse(fields) == FormChoice(**choice)
 
 
-def test_what_is_stored_is_what_was_said_and_reads_back_the_same() -> None:
+def test_stored_options_read_back_unchanged() -> None:
     choice = parse({"environment": ["pytorch"], "gpus": ["0"], "gpu_model": [""]})
     assert choice.as_user_options() == {"environment": "pytorch", "gpus": 0}
     assert parse(choice.as_user_options()) == choice
@@ -117,7 +117,7 @@ SMUGGLED = [
 
 
 @pytest.mark.parametrize("fields", SMUGGLED)
-def test_nothing_else_can_be_smuggled_in(fields: dict[str, Any]) -> None:
+def test_unknown_option_is_rejected_by_name(fields: dict[str, Any]) -> None:
     """Fields of an admin's own form pass, and change nothing."""
     (name,) = fields
     with pytest.raises(InvalidRequest) as caught:
@@ -161,7 +161,7 @@ NO_HOURS = [
         *(("wait", wait, "must be yes or no") for wait in (1, {"no": 1})),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_named(field: str, value: Any, words: str) -> None:
+def test_invalid_option_value_is_rejected_by_field(field: str, value: Any, words: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse({field: value})
     assert f"The field {field!r} " in caught.value.message and words in caught.value.message
@@ -172,13 +172,13 @@ def test_a_value_of_the_wrong_kind_is_named(field: str, value: Any, words: str) 
 @pytest.mark.parametrize(
     "value", ["now", "2026-10-01T08:00:00", "0001-01-01T00:00:00+14:00", "9" * 99, "-1"]
 )
-def test_a_time_that_is_none_is_named(value: str) -> None:
+def test_invalid_time_is_rejected_with_an_example(value: str) -> None:
     with pytest.raises(InvalidRequest, match="'shown_at' must be a time such as '2026-10-01T08"):
         parse({"shown_at": value})
 
 
 @pytest.mark.parametrize("fields", [None, [], "gpus=1", 3])
-def test_what_is_no_fields_at_all_is_refused(fields: Any) -> None:
+def test_non_mapping_options_and_huge_numbers_are_rejected(fields: Any) -> None:
     with pytest.raises(InvalidRequest, match="must be fields with values"):
         parse(fields)
     with pytest.raises(TooMuchAsked, match="You asked for 1025 GPUs"):
@@ -197,7 +197,7 @@ anything = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS) | st.text(), anything), st.booleans())
-def test_whatever_is_sent_is_understood_or_refused_in_words(fields: Any, foreign: bool) -> None:
+def test_any_options_are_parsed_or_rejected_with_a_message(fields: Any, foreign: bool) -> None:
     try:
         choice = parse(fields, foreign=foreign)
     except GPUSpawnerError as error:
@@ -230,13 +230,13 @@ USUAL = Request(devices=1, environment="pytorch", models=("A100", "H100"), memor
     ],
     ids=["not said", "said", "the environment needs more", "without", "without, of a model"],
 )
-def test_what_is_said_is_asked_for_within_what_the_environment_needs(
+def test_request_combines_choice_and_environment_needs(
     choice: dict[str, Any], asked: Request
 ) -> None:
     assert resolve(FormChoice(**choice), PYTORCH, limit=8) == asked
 
 
-def test_an_environment_may_need_a_gpu_and_a_limit_below_its_default_counts() -> None:
+def test_environment_may_require_gpu_and_limit_caps_its_default() -> None:
     needy = PYTORCH.model_copy(
         update={"cpu_variant": False, "min_driver": "550.54", "min_cuda": "12.4"}
     )
@@ -267,7 +267,7 @@ def test_an_environment_may_need_a_gpu_and_a_limit_below_its_default_counts() ->
         (1, PLAIN, 0, "1 GPU; Plain Python allows 0. Ask for 0."),
     ],
 )
-def test_too_much_says_which_limit_and_what_would_fit(
+def test_request_above_a_limit_says_what_would_fit(
     gpus: int, environment: Environment, limit: int, rest: str
 ) -> None:
     with pytest.raises(TooMuchAsked) as caught:
@@ -297,13 +297,13 @@ def limited(usual: float | None, most: float | None) -> SessionHours:
         ((4, None), (None, None), (4, None)),
     ],
 )
-def test_the_smaller_limit_holds_and_the_environments_own_usual(
+def test_smaller_session_limit_and_environment_default_win(
     own: Any, general: Any, holds: Any
 ) -> None:
     assert combine(limited(*own), limited(*general)) == limited(*holds)
 
 
-def test_a_session_is_as_long_as_was_said_or_as_usual_and_more_says_whose_limit_it_is() -> None:
+def test_session_length_is_chosen_or_default_within_limits() -> None:
     limits = SessionHours(default=8, max=24)
     assert session_seconds(FormChoice(), limits, PYTORCH) == 8 * 3600
     assert session_seconds(FormChoice(hours=1.5), limits, PYTORCH) == 5400
@@ -347,7 +347,7 @@ def mounted(chosen: Any, *, course: bool = False, groups: tuple[str, ...] = ()) 
     return [mount.name for mount in CATALOG.mounts_for(environment, groups)]
 
 
-def test_all_unless_they_say_and_nothing_that_another_environment_has() -> None:
+def test_members_get_all_or_chosen_data_of_their_environment() -> None:
     assert mounted(None) == ["flowers", "team"]
     assert mounted(None, groups=("staff",)) == ["flowers", "secrets", "team"]
     assert mounted(["team"]) == ["team"]
@@ -358,7 +358,7 @@ def test_all_unless_they_say_and_nothing_that_another_environment_has() -> None:
 
 
 @pytest.mark.parametrize("name", ["nope", "secrets", "../flowers", "/srv/secrets"])
-def test_what_one_may_not_have_is_refused_by_name(name: str) -> None:
+def test_unavailable_data_is_rejected_by_name(name: str) -> None:
     with pytest.raises(InvalidRequest, match="There are: flowers, team") as refusal:
         mounted([name])
     assert repr(name) in refusal.value.message
@@ -367,12 +367,12 @@ def test_what_one_may_not_have_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     "value", [5, {"flowers": True}, [["flowers"]], ["a\nb"], ["x" * 200], ["x"] * 300]
 )
-def test_what_is_no_list_of_names_is_refused(value: Any) -> None:
+def test_invalid_data_list_is_rejected(value: Any) -> None:
     with pytest.raises(InvalidRequest, match="'data'"):
         parse({"data": value})
 
 
-def test_data_that_is_stored_comes_back_and_is_offered_anew() -> None:
+def test_stored_data_choice_is_restored_in_the_form() -> None:
     stored = parse({"data": ["", "team"]}).as_user_options()
     assert stored == {"data": ["team"]}
     assert parse(stored).data == ("team",)
@@ -396,7 +396,7 @@ def labels(*limits: SessionHours, last: float | None = None, rates: Any = ()) ->
     return [choice.label for choice in hour_choices(limits, last, rates)]
 
 
-def test_the_form_offers_steps_up_to_the_greatest_limit_with_what_they_cost() -> None:
+def test_form_offers_session_lengths_with_prices() -> None:
     assert labels(SessionHours(max=6)) == ["1 h", "2 h", "4 h", "6 h"]
     assert labels(SessionHours(max=6), SessionHours(max=1.5)) == ["1 h", "2 h", "4 h", "6 h"]
     assert labels(SessionHours(max=0.5)) == ["30 min"]
@@ -431,7 +431,7 @@ limits = st.builds(
 
 
 @given(limits, st.none() | st.floats(LEAST_HOURS, 8760))
-def test_every_line_of_the_form_can_be_chosen(limit: SessionHours, last: float | None) -> None:
+def test_every_offered_session_length_is_accepted(limit: SessionHours, last: float | None) -> None:
     for choice in hour_choices([limit], last, [MICRO]):
         chosen = parse({"hours": [choice.value]})
         assert chosen.hours == choice.hours
@@ -446,7 +446,7 @@ def hours(**settings: Any) -> GPUSpawnerMixin:
     return GPUSpawnerMixin(config=Config({"GPUSpawnerMixin": settings}))
 
 
-def test_settings_are_numbers_or_callables() -> None:
+def test_session_hour_settings_accept_numbers_or_callables() -> None:
     assert hours().session_hours(ANY) == SessionHours()
     assert hours(most_hours=24, default_hours=8.5).session_hours(ANY) == SessionHours(
         default=8.5, max=24
@@ -465,7 +465,7 @@ def test_settings_are_numbers_or_callables() -> None:
 
 @pytest.mark.parametrize("trait", ["most_hours", "default_hours"])
 @pytest.mark.parametrize("value", [0, -1, 8761, 1e9, float("nan"), float("inf"), True, "two"])
-def test_a_setting_that_makes_no_sense_is_named(trait: str, value: Any) -> None:
+def test_invalid_session_hour_setting_is_named(trait: str, value: Any) -> None:
     spawner = hours(**{trait: lambda spawner: value})
     with pytest.raises(ConfigError) as caught:
         spawner.session_hours(ANY)

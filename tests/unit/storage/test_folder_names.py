@@ -19,7 +19,7 @@ from gpuspawner.storage.rules import LONGEST, check_name, is_same, told_apart
         *("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "1.2_final-version", "🚀 launch"),
     ],
 )
-def test_names_in_any_script_are_kept(name: str) -> None:
+def test_folder_names_in_any_script_are_kept(name: str) -> None:
     assert check_name(f"  {name} ") == unicodedata.normalize("NFC", name)
 
 
@@ -37,7 +37,7 @@ def test_names_in_any_script_are_kept(name: str) -> None:
         *((name, "is text") for name in (7, None)),
     ],
 )
-def test_what_is_no_name_is_refused_in_words(name: object, says: str) -> None:
+def test_invalid_folder_name_is_rejected_with_a_reason(name: object, says: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         check_name(name)
     assert says in refused.value.message
@@ -45,7 +45,7 @@ def test_what_is_no_name_is_refused_in_words(name: object, says: str) -> None:
 
 
 @given(st.text(max_size=80))
-def test_what_passes_is_one_part_of_a_path_and_stays_as_it_is(text: str) -> None:
+def test_accepted_folder_name_is_one_safe_path_component(text: str) -> None:
     try:
         name = check_name(text)
     except InvalidRequest as error:
@@ -62,7 +62,7 @@ def test_what_passes_is_one_part_of_a_path_and_stays_as_it_is(text: str) -> None
         max_size=9,
     )
 )
-def test_folders_of_one_name_are_told_apart(names: list[str]) -> None:
+def test_folders_of_the_same_name_get_distinct_labels(names: list[str]) -> None:
     ids = [f"{number:08x}" for number in range(len(names))]
     called = told_apart(zip(ids, names, strict=True))
     assert list(called) == ids

@@ -15,7 +15,7 @@ from tests.support.processes import REPO
 
 
 @pytest.mark.parametrize("door", ["POST refills", "POST api/refills"])
-def test_no_refill_that_an_attack_makes_comes_while_the_tests_run(door: str) -> None:
+def test_attack_refills_are_not_due_within_a_month(door: str) -> None:
     """One that came would change accounts, and the attacks compare them."""
     sent = RIGHT[door].sent
     assert isinstance(sent, dict)
@@ -34,7 +34,7 @@ TAKE = "from tests.support.processes import free_port; print(free_port(), flush=
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_port_that_another_run_was_given_is_not_given_here(
+def test_port_reserved_by_another_run_is_not_reused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though nobody listens on it yet."""

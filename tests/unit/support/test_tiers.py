@@ -25,14 +25,14 @@ from tests.support.slurm_cluster import SlurmCluster
         (lambda folder: HubProcess(folder).start(), "`hubs`"),
     ],
 )
-def test_an_undeclared_part_does_not_start(
+def test_undeclared_part_does_not_start(
     start: Callable[[Path], object], fixture: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UndeclaredPart, match=fixture):
         start(tmp_path)
 
 
-def test_a_tier_follows_from_the_fixtures_of_a_test(
+def test_tier_follows_from_the_fixtures_of_a_test(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert parts_of(request.node) == frozenset() and is_quick(request.node)
@@ -42,5 +42,5 @@ def test_a_tier_follows_from_the_fixtures_of_a_test(
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_test_with_processes_of_its_own_is_not_quick(request: pytest.FixtureRequest) -> None:
+def test_process_fixture_makes_a_test_not_quick(request: pytest.FixtureRequest) -> None:
     assert parts_of(request.node) == {"process"} and not is_quick(request.node)

@@ -37,24 +37,24 @@ EXAMPLES = {
 @pytest.mark.parametrize(
     ("method", "path"), [(method, found.path) for method, found, _ in declarations(HANDLERS)]
 )
-def test_an_operation_is_done_by_the_handler_that_declares_it(method: str, path: str) -> None:
+def test_each_operation_is_routed_to_its_handler(method: str, path: str) -> None:
     address = "api/" + path.format(**EXAMPLES)
     (handler,) = {handler for pattern, handler in ROUTES if re.fullmatch(pattern, address)}
     assert path in [found.path for name, found, _ in declarations([handler]) if name == method]
 
 
-def test_each_json_handler_declares_what_it_does() -> None:
+def test_each_api_handler_declares_its_operations() -> None:
     of_api = {handler for pattern, handler in ROUTES if pattern.startswith("api/")}
     assert {handler for handler in of_api if not list(declarations([handler]))} == set()
 
 
-def test_an_operation_has_a_name_of_its_own_and_words() -> None:
+def test_operations_have_unique_names_and_descriptions() -> None:
     found = [(operation.name, words) for _, operation, words in declarations(HANDLERS)]
     assert len(dict(found)) == len(found)
     assert all(words for _, words in found)
 
 
-def test_parameters_are_as_their_paths_take_them() -> None:
+def test_path_parameter_examples_match_their_patterns() -> None:
     for _, found, _ in declarations(HANDLERS):
         for parameter in found.parameters:
             if parameter.where == "path" and "pattern" in parameter.schema:
@@ -64,7 +64,7 @@ def test_parameters_are_as_their_paths_take_them() -> None:
 # The document.
 
 
-def test_what_the_document_refers_to_is_in_it() -> None:
+def test_schema_references_resolve_in_the_document() -> None:
     made = document("/services/gpu/", HANDLERS, ["mail"])
     names = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(made)))
     assert names <= set(made["components"]["schemas"])
@@ -72,7 +72,7 @@ def test_what_the_document_refers_to_is_in_it() -> None:
 
 
 @pytest.mark.parametrize("channels", [[], ["mail", "chat"]])
-def test_the_channels_of_a_hub_are_what_a_member_may_choose(channels: list[str]) -> None:
+def test_notice_schema_lists_the_configured_channels(channels: list[str]) -> None:
     made = document("/", HANDLERS, channels)
     body = made["paths"]["/api/notices/choices"]["put"]["requestBody"]
     name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
@@ -80,7 +80,7 @@ def test_the_channels_of_a_hub_are_what_a_member_may_choose(channels: list[str])
     assert list(made["components"]["schemas"][name]["properties"]) == channels
 
 
-def test_a_body_that_needs_nothing_may_be_left_out() -> None:
+def test_request_body_without_required_fields_is_optional() -> None:
     made = document("/", HANDLERS)
     needed = {
         path: operation["post"]["requestBody"]["required"]
@@ -91,7 +91,7 @@ def test_a_body_that_needs_nothing_may_be_left_out() -> None:
     assert needed["/api/accounts/{account}/grants"]
 
 
-def test_an_amount_is_described_as_it_is_written() -> None:
+def test_amount_schema_matches_the_written_format() -> None:
     made = document("/", HANDLERS)
     amount = made["components"]["schemas"]["EntryAnswer"]["properties"]["amount"]
     assert amount["type"] == "string"
@@ -125,7 +125,9 @@ def test_an_amount_is_described_as_it_is_written() -> None:
         (InvitationBody, {"member": "ada"}, "The field 'write' is true or false."),
     ],
 )
-def test_a_mistake_in_a_body_is_a_sentence(model: type[Body], sent: object, sentence: str) -> None:
+def test_invalid_json_body_is_rejected_with_a_message(
+    model: type[Body], sent: object, sentence: str
+) -> None:
     whole = {"rule": "x", "amount": "1", "audience": [], "reason": "x"}
     sent = {**whole, **sent} if model is RefillBody and isinstance(sent, dict) else sent
     with pytest.raises(InvalidRequest) as refused:
@@ -133,7 +135,7 @@ def test_a_mistake_in_a_body_is_a_sentence(model: type[Body], sent: object, sent
     assert refused.value.message.startswith(sentence)
 
 
-def test_a_form_is_read_as_people_write_it() -> None:
+def test_grant_form_values_are_normalized() -> None:
     form = {"amount": " +12.50 ", "reason": " Week\n3 ", "until": "2027-07-01 09:00"}
     grant = GrantBody.from_form(lambda name: form.get(name, ""), "Europe/Vienna")
     assert (grant.amount, grant.reason, grant.key) == (12_500_000, "Week 3", "")
@@ -141,7 +143,7 @@ def test_a_form_is_read_as_people_write_it() -> None:
     assert grant.until.isoformat() == "2027-07-01T07:00:00+00:00"
 
 
-def test_fields_of_a_form_that_are_empty_have_their_defaults() -> None:
+def test_empty_form_fields_get_their_defaults() -> None:
     form = {"rule": "FREQ=DAILY", "amount": "5", "audience": "everybody, group:a", "reason": "x"}
     planned = RefillBody.from_form(lambda name: form.get(name, ""), "UTC").planned()
     expected: dict[str, Any] = {"zone": "UTC", "cap": None, "keep": None, "key": ""}
@@ -159,7 +161,7 @@ def test_fields_of_a_form_that_are_empty_have_their_defaults() -> None:
         (BoostBody, {}, "The field 'points' is '': write a number, such as 12.5."),
     ],
 )
-def test_a_mistake_in_a_form_is_a_sentence(
+def test_invalid_form_is_rejected_with_a_message(
     model: type[Body], form: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
