@@ -26,8 +26,8 @@ from support.report import Report, argument_parser
 from gpuspawner.queue import replay
 from gpuspawner.queue.replay import (
     ANY,
-    Figures,
-    Player,
+    ReplayFigures,
+    ReplayTarget,
     TraceJob,
     figures,
     read_trace,
@@ -90,14 +90,16 @@ def play(report: Report, jobs: list[TraceJob], gpus: int, name: str) -> None:
         report.figure(f"{name}_{gpus}_{what}", value, most)
 
 
-def ours(gpus: int) -> Player:
+def ours(gpus: int) -> ReplayTarget:
     """The hub's own scheduler as it comes."""
     scheduler = Scheduler()
     scheduler.set_capacity({ANY: gpus})
     return scheduler
 
 
-def add_row(report: Report, gpus: int, name: str, half: str, some: Figures, seconds: str) -> None:
+def add_row(
+    report: Report, gpus: int, name: str, half: str, some: ReplayFigures, seconds: str
+) -> None:
     report.row(
         str(gpus),
         name,

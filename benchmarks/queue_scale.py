@@ -28,8 +28,8 @@ from typing import TypeVar
 
 from support.report import Report, Series, argument_parser, quantile
 
-from gpuspawner.queue.estimates import Ahead, Estimator
-from gpuspawner.queue.models import Decision, QueueLimits, Running, Waiting
+from gpuspawner.queue.estimates import DevicesAhead, Estimator
+from gpuspawner.queue.models import Decision, QueueLimits, RunningLease, WaitingTicket
 from gpuspawner.queue.scheduler import Scheduler
 
 TICKETS = 10_000
@@ -73,7 +73,7 @@ class Site:
         """One more ticket."""
         self._number += 1
         member = self.random.randrange(3000)
-        ticket = Waiting(
+        ticket = WaitingTicket(
             id=f"{self._number:08x}",
             member=f"member {member}",
             group=f"group {member % 40}",
@@ -89,7 +89,7 @@ class Site:
     def start(self, ticket_id: str, kind: str) -> None:
         ticket = self.scheduler.waiting[ticket_id]
         lasts = self.random.expovariate(1 / (3 * HOUR))
-        lease = Running(
+        lease = RunningLease(
             id=ticket_id,
             member=ticket.member,
             group=ticket.group,
@@ -210,7 +210,7 @@ def follow(site: Site, decision: Decision) -> str:
 
 def estimate_all(site: Site) -> int:
     """An estimate for each ticket in line, as the pages ask for them; how many there are."""
-    ahead, said = Ahead(), 0
+    ahead, said = DevicesAhead(), 0
     for ticket_id in site.scheduler.in_line(site.now):
         before = ahead.of(site.scheduler.waiting[ticket_id])
         said += site.estimator.estimate(ticket_id, site.now, before) is not None
@@ -220,7 +220,7 @@ def estimate_all(site: Site) -> int:
 def sort_and_walk(site: Site) -> list[str]:
     """The baseline: score everybody, sort, start who fits."""
 
-    def score(ticket: Waiting) -> tuple[float, str]:
+    def score(ticket: WaitingTicket) -> tuple[float, str]:
         hours = ticket.devices * (ticket.seconds or 2 * HOUR) / HOUR
         return (site.now - ticket.asked_at) / HOUR / 15 - math.log2(hours), ticket.id
 

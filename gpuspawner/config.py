@@ -52,11 +52,11 @@ TEMPLATES = Path(__file__).parent / "spawners" / "hub_templates"
 PAGES = (
     (r"/environments/?", "gpuspawner.hub_pages.handlers.Environments"),
     (r"/environments/-/live", "gpuspawner.hub_pages.handlers.LiveEnvironments"),
-    (r"/environments/([^/]+)", "gpuspawner.hub_pages.handlers.OneEnvironment"),
+    (r"/environments/([^/]+)", "gpuspawner.hub_pages.handlers.EnvironmentPage"),
     (r"/environments/([^/]+)/logo", "gpuspawner.hub_pages.handlers.Logo"),
     (r"/welcome/?", "gpuspawner.hub_pages.welcome.Welcome"),
     (r"/welcome/first", "gpuspawner.hub_pages.welcome.FirstWelcome"),
-    (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.Relay"),
+    (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.ServiceRelay"),
 )
 """Pages that gpuspawner adds to the Hub, below ``/hub``.
 

@@ -17,7 +17,7 @@ from .core.errors import ClockWasSet
 from .db.audit import AuditService
 from .db.clock import Timekeeper
 from .db.engine import Store
-from .db.leader import Granter, identity_file, make_identity
+from .db.leader import LeaderLock, identity_file, make_identity
 from .devices.discovery import open_source
 from .devices.service import DeviceService, LeakService, MachineService
 from .devices.snapshots import InventoryCache
@@ -119,7 +119,7 @@ class Services(LoggingConfigurable):
         self.store = store = Store.open(settings.database.url)
         self.time = now = Timekeeper(clock or store.clock)
         self._outside = ThreadPoolExecutor(OUTSIDE, thread_name_prefix="gpuspawner-outside")
-        self.granter = Granter(store)
+        self.granter = LeaderLock(store)
         self.prices = PriceService(store, now, settings.rates, self.log)
         self.cluster_members = ClusterMemberService(
             store, now, settings.queue, settings.slurm.cluster_file, self.prices, self.log

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuspawner.queue.estimates import Ahead, Estimator
-from gpuspawner.queue.models import Decision, Running, Waiting
+from gpuspawner.queue.estimates import DevicesAhead, Estimator
+from gpuspawner.queue.models import Decision, RunningLease, WaitingTicket
 from gpuspawner.queue.scheduler import Scheduler
 from support.report import quantile
 
@@ -24,7 +24,7 @@ FIRST_AGE = 60.0
 class Told:
     """What one ticket was told at one moment, by all who say something; seconds since 1970."""
 
-    ticket: Waiting
+    ticket: WaitingTicket
     at: float
     first: bool
     """When it was asked for, and not later."""
@@ -72,14 +72,14 @@ class Telling:
         self._again: list[tuple[float, str]] = []
         self._waits: deque[float] = deque(maxlen=LATEST)
 
-    def submit(self, ticket: Waiting) -> None:
+    def submit(self, ticket: WaitingTicket) -> None:
         self._tell_before(ticket.asked_at)
         self._moment = ticket.asked_at
         self._new[ticket.id] = None
         self.scheduler.submit(ticket)
         self.estimator.asked(ticket)
 
-    def started(self, lease: Running) -> None:
+    def started(self, lease: RunningLease) -> None:
         ticket = self.scheduler.waiting[lease.id]
         if lease.started_at > ticket.asked_at:
             self._waits.append(lease.started_at - ticket.asked_at)
@@ -107,14 +107,14 @@ class Telling:
             ticket_id = heapq.heappop(self._again)[1]
             if ticket_id in self.scheduler.waiting:
                 wanted[ticket_id] = None
-        ahead = Ahead()
+        ahead = DevicesAhead()
         for ticket_id in self.scheduler.in_line(now):
             ticket = self.scheduler.waiting[ticket_id]
             before = ahead.of(ticket)
             if ticket_id in wanted:
                 self._tell(ticket, now, before)
 
-    def _tell(self, ticket: Waiting, now: float, ahead: int) -> None:
+    def _tell(self, ticket: WaitingTicket, now: float, ahead: int) -> None:
         begun = time.process_time()
         estimate = self.estimator.estimate(ticket.id, now, ahead)
         self.seconds += time.process_time() - begun

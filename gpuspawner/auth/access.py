@@ -18,7 +18,7 @@ from tornado.httpclient import HTTPClientError
 from traitlets import Any as AnyTrait
 from traitlets import Bool, Dict, Enum, Set, Unicode, default
 
-from ..members.roster import OnRoster
+from ..members.roster import RosterVerdict
 
 _MAIL_ADDRESS = re.compile(r"[^\s@<>]+@[^\s@<>]+")
 _TOKEN = re.compile(r"[\w.~+/=-]{24,}")
@@ -317,7 +317,7 @@ class Rules(Sentences):
     # Rules.
 
     async def _each_rule(
-        self, model: dict[str, Any], own: bool, roster: OnRoster | None
+        self, model: dict[str, Any], own: bool, roster: RosterVerdict | None
     ) -> AsyncIterator[Rule]:
         """Yield the result of each rule that is set. ``own``: the result of the base class."""
         if own or self._own_rule():

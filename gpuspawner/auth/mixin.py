@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jupyterhub.handlers import BaseHandler
     from jupyterhub.user import User
 
-    from ..members.roster import OnRoster
+    from ..members.roster import RosterVerdict
 
 
 OPEN_ACCOUNT_SECONDS = 3.0
@@ -242,13 +242,13 @@ class MemberMixin(Rules):
 
     # Roster.
 
-    async def _on_roster(self, username: str) -> OnRoster | None:
+    async def _on_roster(self, username: str) -> RosterVerdict | None:
         """Return the roster's answer; None without a roster. Raises a page if it is unavailable."""
         if not self.roster:
             return None
         try:
             asked = self.services.read(self.services.roster.roster_member, username)
-            said: OnRoster = await within(OPEN_ACCOUNT_SECONDS, asked)
+            said: RosterVerdict = await within(OPEN_ACCOUNT_SECONDS, asked)
         except (GPUSpawnerError, asyncio.TimeoutError) as failure:
             self.log.warning("The roster cannot be read: %s", failure or "it took too long")
             raise self._roster_away() from failure

@@ -51,7 +51,7 @@ Ask about itself, and snooze, extend and end its own session, for the item in it
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class ScopeFilter:
     """Whom a scope covers, for its holder."""
 
     everybody: bool = False
@@ -67,7 +67,7 @@ class Reach:
         return (*members, *(f"group:{group}" for group in sorted(self.groups)))
 
 
-def reach(held: Iterable[str], scope: str) -> Reach:
+def reach(held: Iterable[str], scope: str) -> ScopeFilter:
     """Return whom ``scope`` covers, among somebody's scopes as the Hub expanded them."""
     named: dict[str, set[str]] = {"user": set(), "group": set()}
     for text in held:
@@ -75,8 +75,8 @@ def reach(held: Iterable[str], scope: str) -> Reach:
         if name != scope:
             continue
         if not narrowed:
-            return Reach(everybody=True)
+            return ScopeFilter(everybody=True)
         kind, _, whom = narrowing.partition("=")
         if kind in named and whom:
             named[kind].add(whom)
-    return Reach(users=frozenset(named["user"]), groups=frozenset(named["group"]))
+    return ScopeFilter(users=frozenset(named["user"]), groups=frozenset(named["group"]))

@@ -24,7 +24,7 @@ import sqlalchemy as sa
 from ..core.errors import BackupRefused, GPUSpawnerError
 from . import audit, hash_chain
 from .engine import BUSY_SECONDS, Store
-from .leader import Granter
+from .leader import LeaderLock
 from .schema import metadata
 from .upgrades import VERSION_TABLE, upgrade
 
@@ -43,7 +43,7 @@ _FUNCTIONS = sa.text(
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoreResult:
     """The result of a restore."""
 
     rows: dict[str, int]
@@ -200,14 +200,14 @@ def check(file: Path) -> dict[str, int]:
         return prove(file, Path(folder) / "copy.sqlite")
 
 
-def restore(url: str, file: Path, *, overwrite: bool = False) -> Restored:
+def restore(url: str, file: Path, *, overwrite: bool = False) -> RestoreResult:
     """Check a backup, then replace the database at ``url`` with it.
 
     An existing database is moved aside, and only with ``overwrite``. Raises BackupRefused, also
     while the database is in use; then nothing was changed.
     """
     store = Store(url)
-    granter = Granter(store)
+    granter = LeaderLock(store)
     try:
         if store.dialect == "sqlite":
             return _restore_file(store, granter, file, overwrite)
@@ -217,7 +217,7 @@ def restore(url: str, file: Path, *, overwrite: bool = False) -> Restored:
         store.close()
 
 
-def _restore_file(store: Store, granter: Granter, file: Path, overwrite: bool) -> Restored:
+def _restore_file(store: Store, granter: LeaderLock, file: Path, overwrite: bool) -> RestoreResult:
     place = Path(store.engine.url.database or "")
     if place.exists() and file.exists() and place.samefile(file):
         raise BackupRefused(f"{file} is the database itself: name a copy of it.")
@@ -232,14 +232,14 @@ def _restore_file(store: Store, granter: Granter, file: Path, overwrite: bool) -
             _rename(part, place)
     except OSError as error:
         raise BackupRefused(f"{file} could not be put in place: {_said(error)}.") from error
-    return Restored(rows, kept)
+    return RestoreResult(rows, kept)
 
 
 _THERE = "There is a database already: {what}. Say --overwrite to replace it ({how})."
 _USED = "The database is in use{whose}. Stop the hub and its services first; nothing was changed."
 
 
-def _nobody_grants(granter: Granter) -> None:
+def _nobody_grants(granter: LeaderLock) -> None:
     """Take the leader lock, so that no hub starts granting meanwhile."""
     if not granter.take():
         raise BackupRefused(_USED.format(whose=f" by the hub {granter.holder()}"))
@@ -268,7 +268,7 @@ def _move_aside(place: Path) -> str:
     return str(aside)
 
 
-def _restore_rows(store: Store, granter: Granter, file: Path, overwrite: bool) -> Restored:
+def _restore_rows(store: Store, granter: LeaderLock, file: Path, overwrite: bool) -> RestoreResult:
     with tempfile.TemporaryDirectory(prefix="gpuspawner-") as folder:
         copy = Path(folder) / "copy.sqlite"
         rows = prove(file, copy)
@@ -290,7 +290,7 @@ def _restore_rows(store: Store, granter: Granter, file: Path, overwrite: bool) -
             finally:
                 source.close()
             _count_on(target)
-    return Restored(rows, kept)
+    return RestoreResult(rows, kept)
 
 
 def _tables_aside(connection: sa.Connection) -> str:

@@ -13,7 +13,7 @@ from ..cli.parameters import PATH, argument, flag, option, yes_option
 from ..core.errors import AnotherHubGrants, Refused
 from . import backup as db_backup
 from .audit import AuditFinding
-from .leader import Granter, identity_file, read_identity
+from .leader import LeaderLock, identity_file, read_identity
 
 UNKNOWN_HEAD = "rows up to it were changed or deleted by hand, or it is of another database."
 
@@ -124,7 +124,7 @@ def takeover(settings: Settings, yes: bool) -> None:
             "directory, with its configuration (-f)."
         )
     services = settings.open_services()
-    granter = Granter(services.store, identity)
+    granter = LeaderLock(services.store, identity)
     found, has_something = granter.owner()
     if found is None or found.hub == identity:
         text = "Nothing to do: the database belongs to this hub, or to nobody yet."

@@ -135,7 +135,7 @@ TAKE_OVER = (
 """What an admin can do about NotTheOwner."""
 
 
-class Granter:
+class LeaderLock:
     """The right to grant in one store. Every method raises StoreUnavailable.
 
     ``identity`` is the hub's own (:mod:`gpuspawner.db.leader`); without one, ownership is not

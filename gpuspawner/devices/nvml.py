@@ -26,7 +26,7 @@ import pynvml
 from ..monitoring.models import Condition, Sample
 from . import topology
 from .models import Device, DeviceProcess, DeviceStatus, Inventory
-from .source import DeviceScan, LooksLost, Sampler, held_bytes, unknown
+from .source import DeviceScan, DevicesUnavailable, Sampler, held_bytes, unknown
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class DriverLost(Exception):
     """NVML as a whole does not answer. The message is a sentence for the inventory."""
 
 
-class Unanswered(Exception):
+class QueryFailed(Exception):
     """A query of one device failed. The message is a reason for the device."""
 
     def __init__(self, text: str, code: int) -> None:
@@ -69,11 +69,11 @@ class Unanswered(Exception):
         self.code = code
 
 
-class Unsupported(Unanswered):
+class Unsupported(QueryFailed):
     """The device does not support this query."""
 
 
-class TooOld(Unanswered):
+class DriverTooOld(QueryFailed):
     """The driver does not know this query."""
 
 
@@ -95,19 +95,19 @@ def ask(what: str, call: Callable[..., T], *args: Any) -> T:
             raise DriverLost(sentence_of(error)) from error
         kind = {
             pynvml.NVML_ERROR_NOT_SUPPORTED: Unsupported,
-            pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: TooOld,
-        }.get(code, Unanswered)
+            pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: DriverTooOld,
+        }.get(code, QueryFailed)
         raise kind(f"Its {what} could not be read. {sentence_of(error)}", code) from error
     except ValueError as error:  # a sick device may return something other than text
         text = f"Its {what} makes no sense: {error}."
-        raise Unanswered(text, pynvml.NVML_ERROR_UNKNOWN) from error
+        raise QueryFailed(text, pynvml.NVML_ERROR_UNKNOWN) from error
 
 
 def ask_or(default: T, what: str, call: Callable[..., T], *args: Any) -> T:
     """Query a device, with a default if the device or the driver does not support the query."""
     try:
         return ask(what, call, *args)
-    except (Unsupported, TooOld):
+    except (Unsupported, DriverTooOld):
         return default
 
 
@@ -161,7 +161,7 @@ def _number(
 def _read(what: str, call: Callable[[Any], Any], handle: Any) -> Any:
     try:
         return ask_or(None, what, call, handle)
-    except Unanswered as failure:
+    except QueryFailed as failure:
         if failure.code in LOST:
             raise
         return None
@@ -315,7 +315,7 @@ class NVMLDevices:
         for index in range(ask_driver(pynvml.nvmlDeviceGetCount)):
             try:
                 self._look_at_gpu(index, look)
-            except Unanswered as failure:
+            except QueryFailed as failure:
                 look.silent[index] = str(failure)
         look.add_missing(self._known)
         self._ailing = look.ailing
@@ -342,7 +342,7 @@ class NVMLDevices:
             try:
                 part = ask("instance", pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
                 instance = _read_instance(self._recall(part, gpu.index), part, gpu)
-            except Unanswered as failure:
+            except QueryFailed as failure:
                 if failure.code != pynvml.NVML_ERROR_NOT_FOUND:  # an empty slot is no failure
                     look.silent[gpu.index] = str(failure)
                 continue
@@ -393,7 +393,7 @@ def _read_gpu(base: Device, handle: Any) -> Device:
             return replace(base, **found, status=DeviceStatus.PARENT, reason=PARENT_REASON)
         found["processes"] = running_processes(handle, ("graphics", "compute"))
         found["held_bytes"] = held_bytes(memory.used if memory else 0, found["processes"])
-    except Unanswered as failure:
+    except QueryFailed as failure:
         return unknown(replace(base, **found), str(failure))
     return replace(base, **found)
 
@@ -411,7 +411,7 @@ def _read_instance(base: Device, handle: Any, gpu: Device) -> Device:
         found["memory_bytes"] = int(memory.total) if memory else 0
         found["processes"] = running_processes(handle, ("compute",))
         found["held_bytes"] = held_bytes(memory.used if memory else 0, found["processes"])
-    except Unanswered as failure:
+    except QueryFailed as failure:
         return unknown(replace(base, **found), str(failure))
     return replace(base, **found)
 
@@ -451,7 +451,7 @@ def _running(kind: str, handle: Any) -> Sequence[Any]:
     try:
         try:
             return ask(what, newer, handle)
-        except TooOld:
+        except DriverTooOld:
             return ask(what, older, handle)
     except Unsupported:
         return ()
@@ -476,19 +476,19 @@ def _read_links(gpus: Mapping[str, Any]) -> tuple[dict[tuple[str, str], int], bo
             call = pynvml.nvmlDeviceGetTopologyCommonAncestor
             level = ask_or(None, "PCIe path", call, handle, other_handle)
             pcie[topology.pair(one, other)] = topology.PCIE_STEPS.get(level, 0)
-        except Unanswered:
+        except QueryFailed:
             complete = False
     ends: dict[str, Counter[str]] = {}
     try:
         at = {_address(ask("address", pynvml.nvmlDeviceGetPciInfo, gpus[u])): u for u in gpus}
-    except Unanswered:
+    except QueryFailed:
         return topology.closeness(pcie, ends), False
     for uuid, handle in gpus.items():
         ends[uuid] = Counter()
         for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
             try:
                 end = _end_of(handle, link, at)
-            except Unanswered as failure:
+            except QueryFailed as failure:
                 # A link number beyond the GPU's last one is an invalid argument.
                 complete = complete and failure.code == pynvml.NVML_ERROR_INVALID_ARGUMENT
             else:
@@ -520,7 +520,7 @@ def _read_versions() -> tuple[str, str]:
     try:
         driver = ask("driver version", pynvml.nvmlSystemGetDriverVersion)
         cuda = ask("CUDA version", pynvml.nvmlSystemGetCudaDriverVersion_v2)
-    except Unanswered:
+    except QueryFailed:
         return "", ""
     return driver, f"{cuda // 1000}.{cuda % 1000 // 10}"
 
@@ -580,7 +580,7 @@ class NVMLSampler:
         except DriverLost as lost:
             self._opening = -1
             self._devices.close()
-            raise LooksLost(str(lost)) from lost
+            raise DevicesUnavailable(str(lost)) from lost
 
     def _sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
         opening = self._devices.openings(now, ailing=self._ailing)
@@ -594,7 +594,7 @@ class NVMLSampler:
             try:
                 handle = ask("handle", pynvml.nvmlDeviceGetHandleByIndex, index)
                 uuid = ask("UUID", pynvml.nvmlDeviceGetUUID, handle)
-            except Unanswered as failure:
+            except QueryFailed as failure:
                 silent[index] = str(failure)
                 continue
             for sample in self._of_gpu(uuid, handle, index, now, xids.get(uuid, ())):
@@ -612,7 +612,7 @@ class NVMLSampler:
         self._opening, self._kept, self._events = opening, {}, None
         try:
             self._events = ask("events", pynvml.nvmlEventSetCreate)
-        except Unanswered as failure:
+        except QueryFailed as failure:
             log.info("Errors of GPUs (Xid) are not reported here. %s", failure)
 
     def _of_gpu(
@@ -634,7 +634,7 @@ class NVMLSampler:
                 yield from self._of_instances(handle, index, now, kept, xids)
                 return
             yield self._read(uuid, handle, index, now, kept, xids)
-        except Unanswered as failure:
+        except QueryFailed as failure:
             yield Sample(uuid=uuid, index=index, at=now, xids=xids, error=str(failure))
 
     def _of_instances(
@@ -646,13 +646,13 @@ class NVMLSampler:
             try:
                 part = ask("instance", pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
                 uuid = ask("UUID", pynvml.nvmlDeviceGetUUID, part)
-            except Unanswered:
+            except QueryFailed:
                 continue  # an empty slot; an instance that disappeared is missed by its UUID
             kept = self._kept_of(uuid)
             kept.slow, kept.condition = gpu.slow | {"milliwatts": None}, gpu.condition
             try:
                 yield self._read(uuid, part, index, now, kept, xids, whole=False)
-            except Unanswered as failure:
+            except QueryFailed as failure:
                 yield Sample(uuid=uuid, index=index, at=now, xids=xids, error=str(failure))
 
     def _read(
@@ -776,7 +776,7 @@ def _slow(handle: Any) -> dict[str, Any]:
         try:
             value = ask_or(None, what, call, handle)
             found[name] = None if value is None else _sensible(what, value, most)
-        except Unanswered as failure:
+        except QueryFailed as failure:
             if failure.code in LOST:
                 raise
             found[name] = None
@@ -787,5 +787,5 @@ def _slow(handle: Any) -> dict[str, Any]:
 def _sensible(what: str, value: int, most: int) -> int:
     if not 0 <= value <= most:
         text = f"Its {what} makes no sense: {value}."
-        raise Unanswered(text, pynvml.NVML_ERROR_UNKNOWN)
+        raise QueryFailed(text, pynvml.NVML_ERROR_UNKNOWN)
     return value

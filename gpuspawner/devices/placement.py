@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ..core.errors import NoDeviceFree, TooMuchAsked
 from ..leases.models import Request, Slot
 from .models import Device, DeviceStatus, Inventory, model_matches, model_words
-from .topology import ALONE, Links, Near, best_connected, neighbours
+from .topology import ALONE, LinkedDevices, Links, best_connected, neighbours
 
 
 def must_run(request: Request, inventory: Inventory) -> None:
@@ -282,7 +282,7 @@ def occupied(device: Device, taken: Collection[Slot]) -> bool:
 
 def free_places(devices: Iterable[Device], taken: Collection[Slot]) -> list[Slot]:
     """Return every slot that could be granted now, in the order of ``devices``."""
-    fleet = Fleet(list(devices), {})
+    fleet = PlacementIndex(list(devices), {})
     held = texts(taken)
     free = fleet.free(held)
     return [p for device in fleet.devices if device.uuid in free for p in _left(device, held)]
@@ -300,15 +300,15 @@ def choose(
     :attr:`gpuspawner.devices.models.Inventory.links`. Raises NoDeviceFree if other devices would
     have to become free first, TooMuchAsked if waiting would not help.
     """
-    return Fleet(devices, links).choose(request, texts(taken))
+    return PlacementIndex(devices, links).choose(request, texts(taken))
 
 
 def texts(places: Iterable[Slot]) -> frozenset[str]:
-    """Convert slots to the texts that :class:`Fleet` uses."""
+    """Convert slots to the texts that :class:`PlacementIndex` uses."""
     return frozenset(place.text for place in places)
 
 
-class Fleet:
+class PlacementIndex:
     """All devices and their links, prepared for many questions with changing taken slots.
 
     Immutable apart from its caches: what depends on devices and links alone is calculated once, and
@@ -445,7 +445,7 @@ class _Rank(NamedTuple):
     group: int | None
 
 
-def _rank(device: Device, near: Near) -> _Rank:
+def _rank(device: Device, near: LinkedDevices) -> _Rank:
     return _Rank(device.memory_bytes, near.worth, _by_index(device), device.uuid, near.group)
 
 

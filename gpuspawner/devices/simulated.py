@@ -27,7 +27,7 @@ from typing import Any
 from ..core.errors import ConfigError
 from ..monitoring.models import Condition, Sample
 from .models import Device, DeviceProcess, DeviceStatus, Inventory
-from .source import LooksLost, Sampler, unknown
+from .source import DevicesUnavailable, Sampler, unknown
 from .topology import NODE, PIX, nvlinks, pair
 
 log = logging.getLogger(__name__)
@@ -344,7 +344,7 @@ class SimulatedSampler:
         """Sample the fleet; see :class:`gpuspawner.devices.source.Sampler`."""
         inventory = self._devices.observe(now)
         if inventory.error:
-            raise LooksLost(inventory.error)
+            raise DevicesUnavailable(inventory.error)
         pids, script = self.pids, self._devices.script
         alive: dict[int, _SeenProcess] = {}
         samples = []

@@ -19,7 +19,7 @@ from ..ledger.pricing import RateCard, Rates
 from . import repository
 from .closures import LEAK, Closure, kept_for
 from .models import Device, DeviceStatus, Inventory
-from .placement import Fleet, leasable
+from .placement import PlacementIndex, leasable
 from .source import DeviceSource
 
 SAVE_EVERY = timedelta(minutes=1)
@@ -32,7 +32,7 @@ class InventorySnapshot:
 
     devices: tuple[Device, ...]
     inventory: Inventory
-    fleet: Fleet
+    fleet: PlacementIndex
     """The same devices, prepared for placement."""
 
 
@@ -65,7 +65,7 @@ class InventoryCache:
                 seen, fleet = last.devices, last.fleet
             else:
                 seen = repository.as_seen(self._known, inventory)
-                fleet = Fleet(seen, inventory.links)
+                fleet = PlacementIndex(seen, inventory.links)
             if self._must_save(seen, now):
                 self._save(inventory)
                 self._saved_at = now

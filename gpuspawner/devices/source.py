@@ -29,7 +29,7 @@ class DeviceSource(Protocol):
         """
 
 
-class LooksLost(Exception):
+class DevicesUnavailable(Exception):
     """Nothing can be seen. The message is a sentence that says why."""
 
 
@@ -44,7 +44,7 @@ class Sampler(Protocol):
 
 
 @runtime_checkable
-class Sampled(Protocol):
+class SamplingSource(Protocol):
     """A source that can also sample its devices."""
 
     def sampler(self, processes_every: float = 60.0) -> Sampler:

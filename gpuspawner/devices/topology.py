@@ -94,7 +94,7 @@ _SWAPS = 32
 
 
 @dataclass(frozen=True, order=True)
-class Connected:
+class ConnectedSet:
     """A set of candidates and its closeness: greater is better."""
 
     total: int
@@ -105,7 +105,7 @@ class Connected:
     """Positions among the candidates, ascending."""
 
 
-def best_connected(candidates: Sequence[str], count: int, links: Links) -> Connected:
+def best_connected(candidates: Sequence[str], count: int, links: Links) -> ConnectedSet:
     """Return the ``count`` closest of the candidates (at least ``count``, and at least 2).
 
     Greatest sum over the pairs, then greatest worst pair, then the earliest candidates.
@@ -116,7 +116,7 @@ def best_connected(candidates: Sequence[str], count: int, links: Links) -> Conne
 
 
 @dataclass(frozen=True, slots=True)
-class Near:
+class LinkedDevices:
     """The devices that one device is linked to."""
 
     closeness: Mapping[str, int]
@@ -130,11 +130,11 @@ class Near:
         return sum(value for other, value in self.closeness.items() if other in free)
 
 
-ALONE = Near({}, 0, None)
+ALONE = LinkedDevices({}, 0, None)
 """The value for a device without links."""
 
 
-def neighbours(links: Links) -> dict[str, Near]:
+def neighbours(links: Links) -> dict[str, LinkedDevices]:
     """Return each linked device's links."""
     found: dict[str, dict[str, int]] = {}
     for (one, other), closeness in links.items():
@@ -148,7 +148,9 @@ def neighbours(links: Links) -> dict[str, Near]:
             if member not in group:
                 group[member] = number
                 reached += found[member]
-    return {uuid: Near(near, sum(near.values()), group[uuid]) for uuid, near in found.items()}
+    return {
+        uuid: LinkedDevices(near, sum(near.values()), group[uuid]) for uuid, near in found.items()
+    }
 
 
 Neighbours = list[dict[int, int]]
@@ -165,23 +167,23 @@ def _neighbours(candidates: Sequence[str], links: Links) -> Neighbours:
     return near
 
 
-def _measure(near: Neighbours, members: Collection[int]) -> Connected:
+def _measure(near: Neighbours, members: Collection[int]) -> ConnectedSet:
     ordered = tuple(sorted(members))
     scores = [
         near[one].get(other, 0)
         for at, one in enumerate(ordered)
         for other in ordered[at + 1 :]
     ]  # fmt: skip
-    return Connected(sum(scores), min(scores), ordered)
+    return ConnectedSet(sum(scores), min(scores), ordered)
 
 
 # Many candidates: grow, then swap.
 
 
-def _greedy(near: Neighbours, count: int) -> Connected:
+def _greedy(near: Neighbours, count: int) -> ConnectedSet:
     strength = [sum(heapq.nlargest(count - 1, links.values())) for links in near]
     strongest = sorted(range(len(near)), key=lambda number: -strength[number])
-    best: Connected | None = None
+    best: ConnectedSet | None = None
     for seed in strongest[:_SEEDS]:
         found = _measure(near, _swap(near, _grow(near, seed, count, strongest)))
         if best is None or found > best:
@@ -237,19 +239,19 @@ def _swap(near: Neighbours, members: set[int]) -> set[int]:
 # Few candidates: all sets, except those that cannot beat the best one so far.
 
 
-def _exact(near: Neighbours, count: int, good: Connected) -> Connected:
+def _exact(near: Neighbours, count: int, good: ConnectedSet) -> ConnectedSet:
     """Return the best set, the earliest of equals. ``good`` is one that it must equal or beat."""
     size = len(near)
     row = [[links.get(other, 0) for other in range(size)] for links in near]
     reach = [_reach(scores, count) for scores in row]
-    best = Connected(good.total, good.least - 1, good.members)
+    best = ConnectedSet(good.total, good.least - 1, good.members)
 
     def extend(members: tuple[int, ...], total: int, least: int, gain: list[int]) -> None:
         """Try all additions; ``gain`` is each candidate's summed closeness to the members."""
         nonlocal best
         missing = count - len(members)
         if not missing:
-            best = max(best, Connected(total, least, members))
+            best = max(best, ConnectedSet(total, least, members))
             return
         first = members[-1] + 1 if members else 0
         # Each addition is worth at most its links to the members and half of its best links to the

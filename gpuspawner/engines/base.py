@@ -20,7 +20,7 @@ LABELS = (LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER, LABEL_ENVIRONMENT, LABEL_DISK
 
 
 @runtime_checkable
-class Remembers(Protocol):
+class EngineWithHistory(Protocol):
     """An engine that knows more about open leases than what carries the lease's id."""
 
     def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:

@@ -37,12 +37,12 @@ PATIENCE = 60.0
 _WORDS = ("ok", "failed", "untried")
 
 
-class Untried(Exception):
+class ProbeNotPossible(Exception):
     """The device cannot be probed at the moment. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class ProbeResult:
     """The result of a probe."""
 
     failure: str = ""
@@ -53,7 +53,7 @@ class Probed:
 
 def probe_in_container(
     client: docker.APIClient, images: Sequence[str], mode: str, uuid: str
-) -> Probed:
+) -> ProbeResult:
     """Probe a device in a container that gets it.
 
     The container must see exactly this device; if the image has Python and CUDA's library is
@@ -63,21 +63,21 @@ def probe_in_container(
     try:
         image = next((image for image in images if image and local_images(client, image)), "")
         if not image:
-            raise Untried("none of the images of this hub is on the engine")
+            raise ProbeNotPossible("none of the images of this hub is on the engine")
         if mode == "auto":
             mode = candidates(client.info())[0]
         found = prove_injection(client, image, mode, uuid)
         if found.status is Status.UNCHECKED:
-            raise Untried(found.text.rstrip("."))
+            raise ProbeNotPossible(found.text.rstrip("."))
         if found.status is Status.FAIL:
-            return Probed(found.text.rstrip("."))
+            return ProbeResult(found.text.rstrip("."))
         tried = _try_in_container(client, image, mode, uuid)
     except (DockerException, requests.RequestException, OSError, EngineUnavailable) as error:
-        raise Untried(f"the engine did not answer: {words_of(error)}") from error
-    return tried if tried.failure else Probed(text=f"{found.text}; {tried.text}")
+        raise ProbeNotPossible(f"the engine did not answer: {words_of(error)}") from error
+    return tried if tried.failure else ProbeResult(text=f"{found.text}; {tried.text}")
 
 
-def probe_by_process(uuid: str) -> Probed:
+def probe_by_process(uuid: str) -> ProbeResult:
     """Probe the device with a process of this host. Raises Untried."""
     environment = os.environ | gpu_environment("none", [uuid]) | {"CUDA_VISIBLE_DEVICES": uuid}
     try:
@@ -90,13 +90,13 @@ def probe_by_process(uuid: str) -> Probed:
             timeout=PATIENCE,
         )
     except subprocess.TimeoutExpired:
-        return Probed(f"a program on it did not end within {PATIENCE:.0f} s")
+        return ProbeResult(f"a program on it did not end within {PATIENCE:.0f} s")
     except OSError as error:
-        raise Untried(f"no process could be started: {error}") from error
+        raise ProbeNotPossible(f"no process could be started: {error}") from error
     return _told(done.stdout, done.stderr)
 
 
-def _try_in_container(client: docker.APIClient, image: str, mode: str, uuid: str) -> Probed:
+def _try_in_container(client: docker.APIClient, image: str, mode: str, uuid: str) -> ProbeResult:
     program = f"python3 -c {shlex.quote(_source())} {shlex.quote(uuid)}"
     script = f"command -v python3 >/dev/null || {{ echo untried no Python; exit; }}; {program}"
     environment = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **gpu_environment(mode, [uuid])}
@@ -108,20 +108,20 @@ def _try_in_container(client: docker.APIClient, image: str, mode: str, uuid: str
             return _told(output_of(client, container))
     except DockerException as error:
         if lacks_shell(str(error)):
-            return Probed(text="its memory was not tried: the image has no shell")
+            return ProbeResult(text="its memory was not tried: the image has no shell")
         raise
 
 
-def _told(output: str, errors: str = "") -> Probed:
+def _told(output: str, errors: str = "") -> ProbeResult:
     """Parse the probe's last output line; one killed by the device prints none and failed."""
     lines = [line.partition(" ") for line in output.splitlines()]
     word, _, text = next((line for line in reversed(lines) if line[0] in _WORDS), ("", "", ""))
     if word == "ok":
-        return Probed(text=text)
+        return ProbeResult(text=text)
     if word == "untried":
-        return Probed(text=f"its memory was not tried: {text}")
+        return ProbeResult(text=f"its memory was not tried: {text}")
     last = (errors or output).strip().splitlines()[-1:] or ["it said nothing"]
-    return Probed(text if word else f"a program on it broke: {last[0][:200]}")
+    return ProbeResult(text if word else f"a program on it broke: {last[0][:200]}")
 
 
 def _source() -> str:

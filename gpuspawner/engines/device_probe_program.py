@@ -20,7 +20,7 @@ SECONDS = 15.0
 """Testing stops after this time."""
 
 
-class Failed(Exception):
+class ProbeFailed(Exception):
     """The device failed. The message says at what."""
 
 
@@ -32,7 +32,7 @@ def main(uuid: str) -> str:
         return "untried there is no CUDA library here"
     try:
         return f"ok {probe(cuda, uuid)}"
-    except Failed as failure:
+    except ProbeFailed as failure:
         return f"failed {failure}"
 
 
@@ -42,7 +42,7 @@ def probe(cuda: Any, uuid: str) -> str:
     count, device = ctypes.c_int(), ctypes.c_int()
     ask(cuda, "count devices", "cuDeviceGetCount", ctypes.byref(count))
     if count.value != 1:
-        raise Failed(f"{count.value} devices are there where one is right")
+        raise ProbeFailed(f"{count.value} devices are there where one is right")
     ask(cuda, "find the device", "cuDeviceGet", ctypes.byref(device), 0)
     must_be(cuda, device, uuid)
     context = ctypes.c_void_p()
@@ -62,7 +62,7 @@ def must_be(cuda: Any, device: Any, uuid: str) -> None:
     found = (ctypes.c_ubyte * 16)()
     ask(cuda, "name the device", "cuDeviceGetUuid", ctypes.byref(found), device)
     if bytes(found).hex() != uuid[4:].replace("-", "").lower():
-        raise Failed(f"the device there is another one ({bytes(found).hex()})")
+        raise ProbeFailed(f"the device there is another one ({bytes(found).hex()})")
 
 
 def try_memory(cuda: Any) -> int:
@@ -79,7 +79,7 @@ def try_memory(cuda: Any) -> int:
         ask(cuda, "write memory", "cuMemsetD32_v2", piece, value, ctypes.c_size_t(size // 4))
         pieces.append(piece)
     if not pieces:
-        raise Failed("no memory is free")
+        raise ProbeFailed("no memory is free")
     return sum(size for _ in read_back(cuda, pieces, size))
 
 
@@ -90,7 +90,7 @@ def read_back(cuda: Any, pieces: Any, size: int) -> Any:
         ask(cuda, "read memory", "cuMemcpyDtoH_v2", buffer, piece, ctypes.c_size_t(size))
         word = pattern(number).to_bytes(4, sys.byteorder)
         if buffer.raw != word * (size // 4):
-            raise Failed(
+            raise ProbeFailed(
                 f"memory changed by itself, {number * size / 2**30:.1f} GiB from its start"
             )
         yield piece
@@ -109,7 +109,7 @@ def ask(cuda: Any, what: str, function: str, *arguments: Any) -> None:
     if code:
         name = ctypes.c_char_p()
         cuda.cuGetErrorName(code, ctypes.byref(name))
-        raise Failed(f"it could not {what} ({(name.value or b'').decode() or code})")
+        raise ProbeFailed(f"it could not {what} ({(name.value or b'').decode() or code})")
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def _status(info: Mapping[str, Any]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Limited:
+class LimitedContainer:
     """A running container with a limit."""
 
     lease_id: str
@@ -142,14 +142,14 @@ def label_of(limit_bytes: int, is_enforced: bool) -> str:
     return f"{limit_bytes} {ENFORCED}" if is_enforced else str(limit_bytes)
 
 
-def limited(client: docker.APIClient) -> list[Limited]:
+def limited(client: docker.APIClient) -> list[LimitedContainer]:
     """Return the running containers of leases that have a limit. Blocks."""
     wanted = {"label": [LABEL_LEASE, LABEL_DISK]}
     found = (_limited(each) for each in client.containers(filters=wanted))
     return [each for each in found if each]
 
 
-def _limited(listed: Mapping[str, Any]) -> Limited | None:
+def _limited(listed: Mapping[str, Any]) -> LimitedContainer | None:
     labels = listed.get("Labels") or {}
     size, _, word = str(labels.get(LABEL_DISK, "")).partition(" ")
     if not size.isdigit() or not int(size) or not labels.get(LABEL_LEASE):
@@ -159,7 +159,7 @@ def _limited(listed: Mapping[str, Any]) -> Limited | None:
         for mount in listed.get("Mounts") or []
         if mount.get("RW") and not _ANONYMOUS.fullmatch(str(mount.get("Name", "")))
     ]
-    return Limited(
+    return LimitedContainer(
         str(labels[LABEL_LEASE]), listed["Id"], int(size), word == ENFORCED, tuple(sorted(folders))
     )
 

@@ -255,14 +255,14 @@ def pinned_image(reference: str, digest: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Removable:
+class RemovableImage:
     """An image that is no longer needed."""
 
     image: LocalImage
     why: str
 
 
-def removable(client: docker.APIClient, named: Collection[str]) -> list[Removable]:
+def removable(client: docker.APIClient, named: Collection[str]) -> list[RemovableImage]:
     """Return images that are no longer environments. Raises EngineUnavailable.
 
     ``named`` are the references that must stay: those of the catalog, including pinned ones. Only
@@ -282,7 +282,7 @@ def removable(client: docker.APIClient, named: Collection[str]) -> list[Removabl
     except (DockerException, requests.RequestException, OSError) as error:
         raise _no_answer(error) from error
     needed = [x for x in images if x.id in used or KEPT in x.repositories]
-    result: list[Removable] = []
+    result: list[RemovableImage] = []
     for image in images:
         ours = any(label.startswith(ENTRY) for label in image.labels)
         nameless = ours and not (image.tags or image.digests)
@@ -290,7 +290,7 @@ def removable(client: docker.APIClient, named: Collection[str]) -> list[Removabl
             continue
         if any(_is_part_of(image, other) for other in needed):
             continue  # another image has its layers: nothing would be freed
-        result.append(Removable(image, "left by a build" if nameless else "an older version"))
+        result.append(RemovableImage(image, "left by a build" if nameless else "an older version"))
     return sorted(result, key=lambda each: each.image.name)
 
 

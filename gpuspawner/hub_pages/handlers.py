@@ -362,7 +362,7 @@ class LiveEnvironments(HubPageHandler):
         self.finish({card.slug: {"now": card.now, "at_once": card.at_once} for card in state.cards})
 
 
-class OneEnvironment(HubPageHandler):
+class EnvironmentPage(HubPageHandler):
     """The page of one environment."""
 
     async def get(self, slug: str) -> None:
@@ -415,7 +415,7 @@ TIMEOUTS = {"GET": 8.0, "POST": 20.0}
 """Timeouts in seconds. A stop is answered after the Hub's ``slow_stop_timeout`` of 10."""
 
 
-class Relay(DropsBody, APIHandler):
+class ServiceRelay(DropsBody, APIHandler):
     """Forwards requests for :data:`PATHS` that carry a token, without their bodies."""
 
     async def get(self, path: str) -> None:

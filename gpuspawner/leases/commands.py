@@ -145,7 +145,7 @@ def _row(lease: Lease, ended: bool) -> list[str]:
     return [*row, local(lease.ends_at) if lease.started_at else "-"]
 
 
-class Fate(str, Enum):
+class EngineState(str, Enum):
     """The state of a lease's server according to its engine."""
 
     ALIVE = "alive"
@@ -157,7 +157,7 @@ class Fate(str, Enum):
 class ReleaseProof:
     """The engine's answer, with an explanation and the end of the server if it is known."""
 
-    fate: Fate
+    fate: EngineState
     text: str
     ended_at: datetime | None = None
 
@@ -174,14 +174,14 @@ def release(settings: Settings, lease_id: str, yes: bool, force: bool) -> None:
         raise Refused(f"Lease {lease.id} ended already, at {local(lease.ended_at)}: nothing to do.")
     proof = ask_engine(lease, settings, services)
     note(_intent(lease, proof, services.clock()))
-    if proof.fate is not Fate.GONE and not force:
+    if proof.fate is not EngineState.GONE and not force:
         raise Refused(_refusal(lease, proof))
     if not yes and not confirmed("Free it?"):
         raise Refused("Nothing was changed.")
     ended = services.leases.release(
         lease.id,
         ended_at=proof.ended_at,
-        stopped_at=services.clock() if proof.fate is Fate.ALIVE else None,
+        stopped_at=services.clock() if proof.fate is EngineState.ALIVE else None,
         reason=f"released by hand by {default_actor()} ({proof.fate.value})",
     )
     text = f"Lease {ended.id} ended: {credits(ended.charged)} credits charged in all."
@@ -210,7 +210,9 @@ def ask_engine(lease: Lease, settings: Settings, services: Services) -> ReleaseP
         return _ask_docker(lease, settings, services)
     if lease.engine == "local":
         return _ask_local(lease)
-    return ReleaseProof(Fate.UNKNOWN, f"this command cannot ask the engine {lease.engine!r}.")
+    return ReleaseProof(
+        EngineState.UNKNOWN, f"this command cannot ask the engine {lease.engine!r}."
+    )
 
 
 def _ask_docker(lease: Lease, settings: Settings, services: Services) -> ReleaseProof:
@@ -220,21 +222,21 @@ def _ask_docker(lease: Lease, settings: Settings, services: Services) -> Release
         connect = engine_client(settings.config)
     except GPUSpawnerError as error:
         return ReleaseProof(
-            Fate.UNKNOWN, f"the spawner's configuration does not load: {error.message}"
+            EngineState.UNKNOWN, f"the spawner's configuration does not load: {error.message}"
         )
     engine = DockerEngine(connect, lambda: services.time.stamp_error)
     try:
         holders = engine.holders(lease)
     except AnotherEngine:
         return ReleaseProof(
-            Fate.UNKNOWN, "another Docker Engine answers than the one it was started on."
+            EngineState.UNKNOWN, "another Docker Engine answers than the one it was started on."
         )
     except EngineUnavailable:
-        return ReleaseProof(Fate.UNKNOWN, "the Docker Engine does not answer.")
+        return ReleaseProof(EngineState.UNKNOWN, "the Docker Engine does not answer.")
     if foreign := [each for each in holders if is_alive(each) and not belongs_to(each, lease)]:
         name = foreign[0]["Name"].lstrip("/")
         return ReleaseProof(
-            Fate.UNKNOWN, f"the container {name}, of no lease, was given one of its GPUs."
+            EngineState.UNKNOWN, f"the container {name}, of no lease, was given one of its GPUs."
         )
     found = _first([sighting_of(each) for each in holders])
     if found is None and lease.engine_ref:
@@ -247,9 +249,9 @@ def _ask_local(lease: Lease) -> ReleaseProof:
     found = _mine(LocalEngine(), lease)
     if found is None and lease.engine_ref:
         if process_ref(_pid(lease.engine_ref)) == lease.engine_ref:
-            return ReleaseProof(Fate.ALIVE, f"its process {_pid(lease.engine_ref)} runs.")
+            return ReleaseProof(EngineState.ALIVE, f"its process {_pid(lease.engine_ref)} runs.")
     elif found is None and os.geteuid() != 0:
-        return ReleaseProof(Fate.UNKNOWN, "other users' processes can be seen as root only.")
+        return ReleaseProof(EngineState.UNKNOWN, "other users' processes can be seen as root only.")
     return _judged(lease, found, "process")
 
 
@@ -267,20 +269,23 @@ def _judged(
     lease: Lease, found: Sighting | None, noun: str, died: datetime | None = None
 ) -> ReleaseProof:
     if found is not None and found.alive:
-        return ReleaseProof(Fate.ALIVE, f"its {noun} {found.ref[:12]} is alive.")
+        return ReleaseProof(EngineState.ALIVE, f"its {noun} {found.ref[:12]} is alive.")
     if found is not None:
         when = f" at {local(found.ended_at)}" if found.ended_at else ""
-        return ReleaseProof(Fate.GONE, f"its {noun} exited{when} ({found.detail}).", found.ended_at)
+        return ReleaseProof(
+            EngineState.GONE, f"its {noun} exited{when} ({found.detail}).", found.ended_at
+        )
     if lease.state is LeaseState.GRANTED and not lease.engine_ref:
         return ReleaseProof(
-            Fate.UNKNOWN, f"it has no {noun} yet: the start may be under way (an image is pulled)."
+            EngineState.UNKNOWN,
+            f"it has no {noun} yet: the start may be under way (an image is pulled).",
         )
     when = f", ended at {local(died)}" if died else ""
-    return ReleaseProof(Fate.GONE, f"its {noun} is gone{when}.", died)
+    return ReleaseProof(EngineState.GONE, f"its {noun} is gone{when}.", died)
 
 
 def _intent(lease: Lease, proof: ReleaseProof, now: datetime) -> str:
-    until = now if proof.fate is Fate.ALIVE else proof.ended_at
+    until = now if proof.fate is EngineState.ALIVE else proof.ended_at
     until = until or lease.seen_at or lease.started_at or lease.granted_at
     total = ledger_rules.owed(lease.rate, lease.started_at, until)
     started = f"running since {local(lease.started_at)}" if lease.started_at else "never started"
@@ -292,12 +297,12 @@ def _intent(lease: Lease, proof: ReleaseProof, now: datetime) -> str:
         f"The engine ({lease.engine or 'not known'}) says: {proof.text}",
         f"Releasing it {frees}{costs if lease.started_at else 'costs nothing'}.",
     ]
-    if proof.fate is Fate.ALIVE:
+    if proof.fate is EngineState.ALIVE:
         lines.append(
             "Its server would go on using the devices until the accounting service ends it, "
             "which it does when a server has no open lease."
         )
-    elif proof.fate is Fate.UNKNOWN and lease.devices:
+    elif proof.fate is EngineState.UNKNOWN and lease.devices:
         lines.append(
             "If its server lives after all, the next member's server shares the devices with it."
         )
@@ -305,7 +310,7 @@ def _intent(lease: Lease, proof: ReleaseProof, now: datetime) -> str:
 
 
 def _refusal(lease: Lease, proof: ReleaseProof) -> str:
-    if proof.fate is Fate.ALIVE:
+    if proof.fate is EngineState.ALIVE:
         return (
             f"Lease {lease.id} was not released: its server is alive. Stop it on the hub's admin "
             "page, which releases the lease by itself, or insist with --force."

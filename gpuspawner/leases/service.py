@@ -21,7 +21,7 @@ from ..devices import closures as devices_closures
 from ..devices import snapshots
 from ..devices.closures import GRANTING
 from ..devices.models import Device, model_matches
-from ..devices.placement import Fleet, asks_for, must_run, texts
+from ..devices.placement import PlacementIndex, asks_for, must_run, texts
 from ..devices.service import DeviceService
 from ..devices.snapshots import InventorySnapshot
 from ..ledger import charges
@@ -490,7 +490,7 @@ def _awaited(lease: Lease) -> bool:
     return lease.state is LeaseState.GRANTED or unclaimed
 
 
-def _all_but(uuids: frozenset[str], fleet: Fleet) -> frozenset[str]:
+def _all_but(uuids: frozenset[str], fleet: PlacementIndex) -> frozenset[str]:
     """Return the slots on all other devices."""
     others = [device for device in fleet.devices if device.uuid not in uuids]
     return texts(Slot(device.uuid, slot) for device in others for slot in range(device.slots))

@@ -22,7 +22,7 @@ from ..core.errors import (
 )
 from ..core.scopes import SESSION
 from ..monitoring.models import DeviceUse, Sample
-from ..monitoring.service import Resting
+from ..monitoring.service import IdleServer
 from ..services import Services
 from ..web import view_models
 from ..web.answers import LeaseAnswer
@@ -329,7 +329,7 @@ Recent = Mapping[str, Sequence[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
-class Now:
+class CurrentSession:
     """A running server with its account, its devices' last hour and its next events."""
 
     at: datetime
@@ -338,7 +338,7 @@ class Now:
     minutes: tuple[DeviceUse, ...]
     ending: bool
     """True if its session ends so soon that its member is warned."""
-    resting: Resting | None
+    resting: IdleServer | None
     lost: bool
     """True if the server has lost access to its devices."""
     sick: bool
@@ -350,7 +350,7 @@ def look(
     it: Lease,
     warn_minutes: Sequence[float],
     session_warn_minutes: Sequence[float],
-) -> Now:
+) -> CurrentSession:
     """Read a server's current figures. Blocks: use :meth:`Services.run`."""
     now = services.clock()
     since = max(now - CURVE, it.started_at or it.granted_at)
@@ -360,7 +360,7 @@ def look(
     paying = view_models.ending_of(services, account.name)
     (told,) = view_models.lease_figures(services, [it], now)
     user = it.server.user
-    return Now(
+    return CurrentSession(
         at=now,
         lease=told,
         funds=view_models.funds(account, opened, now, warn_minutes, paying),
@@ -383,7 +383,7 @@ class NowAPI(APIHandler):
         """What a server's GPUs do, and what comes: for its member, and for the server itself."""
         it = await own_lease(self, lease_id)
         warn, session_warn = self.context.warn_minutes, self.context.session_warn_minutes
-        found: Now = await self.read(look, self.services, it, warn, session_warn)
+        found: CurrentSession = await self.read(look, self.services, it, warn, session_warn)
         recent = self.context.recent()
         mine = may_see_balance(self, it.account)
         self.answer(
@@ -397,7 +397,7 @@ class NowAPI(APIHandler):
         )
 
 
-def device(it: LeasedDevice, found: Now, recent: Recent) -> schemas.DeviceNowAnswer:
+def device(it: LeasedDevice, found: CurrentSession, recent: Recent) -> schemas.DeviceNowAnswer:
     """Return a device's current figures and its last hour."""
     since = max(found.lease.since, found.at - FRESH)
     samples = [some for some in recent.get(it.uuid, ()) if some.at >= since]
@@ -419,7 +419,7 @@ def device(it: LeasedDevice, found: Now, recent: Recent) -> schemas.DeviceNowAns
     )
 
 
-def warnings(found: Now, may_see_funds: bool) -> list[schemas.WarningAnswer]:
+def warnings(found: CurrentSession, may_see_funds: bool) -> list[schemas.WarningAnswer]:
     """Return the current warnings; a warning keeps its key for as long as it stays the same."""
     told: list[schemas.WarningAnswer] = []
     it = found.lease.lease

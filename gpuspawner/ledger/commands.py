@@ -34,7 +34,7 @@ from ..cli.parameters import (
 from ..core.errors import ConfigError, UnknownAccount, UnknownLease
 from ..services import Services
 from .grant_files import MOST_BYTES
-from .grants import Bulk
+from .grants import BulkGrantResult
 from .models import Account, member_account
 from .repository import StatementLine
 
@@ -299,7 +299,7 @@ def payer(settings: Settings, member_name: str, name: str) -> None:
     show({"member": member_name, "account": name}, text)
 
 
-def _show_file(done: Bulk, dry_run: bool) -> int:
+def _show_file(done: BulkGrantResult, dry_run: bool) -> int:
     """Print what a file granted, or would grant. Return 1 if it has mistakes."""
     show(_plain_transfer(done), _told(done, dry_run))
     for problem in done.problems:
@@ -309,7 +309,7 @@ def _show_file(done: Bulk, dry_run: bool) -> int:
     return 1 if done.problems else 0
 
 
-def _told(done: Bulk, dry_run: bool) -> str:
+def _told(done: BulkGrantResult, dry_run: bool) -> str:
     headers = ("LINE", "ACCOUNT", "AMOUNT", "BALANCE", "THEN", "REASON")
     rows = [
         (
@@ -327,7 +327,7 @@ def _told(done: Bulk, dry_run: bool) -> str:
     return f"{table(headers, rows, right=headers[2:5])}\n\n{total}" if rows else total
 
 
-def _plain_transfer(done: Bulk) -> dict[str, Any]:
+def _plain_transfer(done: BulkGrantResult) -> dict[str, Any]:
     return {
         "done": done.done,
         "total": exact(done.total),

@@ -19,7 +19,7 @@ from ..web.operations import Parameter, operation
 from ..web.pages import FormPage, credit
 from ..web.schemas import ReasonBody
 from .grant_files import Problem
-from .grants import Bulk
+from .grants import BulkGrantResult
 from .models import Transfer
 from .schemas import GrantsAnswer, GrantsBody, ProblemAnswer, RefundBody, TransferAnswer
 
@@ -237,7 +237,7 @@ class BulkPage(FormPage):
 
     def show_form(
         self,
-        found: Bulk | None = None,
+        found: BulkGrantResult | None = None,
         refusal: GPUSpawnerError | None = None,
         typed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -304,7 +304,7 @@ class BulkAPI(ChangingAPI):
         """
         self.need_admin()
         sent = self.sent(GrantsBody, longest=2 * MOST)
-        found: Bulk = await self.do(
+        found: BulkGrantResult = await self.do(
             self.services.bulk_grants.grant_file,
             sent.csv.encode(),
             reason=sent.reason,

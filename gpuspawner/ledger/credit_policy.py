@@ -68,7 +68,7 @@ class CreditPolicies:
 
 
 @dataclass(frozen=True, slots=True)
-class Purse:
+class AccountRunway:
     """An account and the running leases that it pays for, at one moment."""
 
     balance: int
@@ -85,7 +85,7 @@ class Purse:
         leases: Iterable[Lease],
         now: datetime,
         ending: Iterable[tuple[datetime, int]] = (),
-    ) -> Purse:
+    ) -> AccountRunway:
         """Create it from the account's posted ``balance`` and the ``leases`` that it pays for."""
         due = rate = 0
         for lease in leases:
@@ -154,7 +154,11 @@ def _owed(leases: Iterable[Lease], at: datetime) -> int:
 
 
 def next_step(
-    lease: Lease, purse: Purse, now: datetime, grace: timedelta, warn_minutes: Sequence[float]
+    lease: Lease,
+    purse: AccountRunway,
+    now: datetime,
+    grace: timedelta,
+    warn_minutes: Sequence[float],
 ) -> PolicyStep | None:
     """Return what is due now about a running lease that costs something, or None."""
     if lease.state is not LeaseState.RUNNING or lease.rate <= 0 or lease.outcome:
@@ -168,7 +172,9 @@ def next_step(
     return _warning(lease, purse, warn_minutes)
 
 
-def stops_at(lease: Lease, purse: Purse, now: datetime, grace: timedelta) -> datetime | None:
+def stops_at(
+    lease: Lease, purse: AccountRunway, now: datetime, grace: timedelta
+) -> datetime | None:
     """Return when a lease ends whose member was told that the account is dry, else None."""
     if lease.warned_at is None or lease.state is LeaseState.ENDED:
         return None
@@ -195,7 +201,7 @@ def _was_told(lease: Lease, now: datetime) -> bool:
     return lease.warned_at is not None and lease.warned_at <= now + _SKEW
 
 
-def _must_stop(lease: Lease, purse: Purse, now: datetime, grace: timedelta) -> bool:
+def _must_stop(lease: Lease, purse: AccountRunway, now: datetime, grace: timedelta) -> bool:
     if lease.when_dry == OVERDRAFT:
         return purse.balance <= -lease.overdraft
     if lease.when_dry == SESSION and lease.ends_at:
@@ -203,7 +209,9 @@ def _must_stop(lease: Lease, purse: Purse, now: datetime, grace: timedelta) -> b
     return purse.balance <= 0 and lease.warned_at is not None and now - lease.warned_at >= grace
 
 
-def _warning(lease: Lease, purse: Purse, warn_minutes: Sequence[float]) -> PolicyStep | None:
+def _warning(
+    lease: Lease, purse: AccountRunway, warn_minutes: Sequence[float]
+) -> PolicyStep | None:
     """Return the warning due: each once on the way down; a new top-up can bring it back."""
     if purse.balance <= 0 and lease.when_dry != OVERDRAFT:
         return None  # there is nothing to add to what was said then

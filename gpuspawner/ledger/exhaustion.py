@@ -21,7 +21,7 @@ from ..notifications import repository as notifications_repository
 from ..notifications.messages import compose
 from ..notifications.models import Notice, NoticeKind
 from . import charges, credit_policy, credit_repository, rules
-from .credit_policy import PolicyStep, Purse
+from .credit_policy import AccountRunway, PolicyStep
 
 if TYPE_CHECKING:
     from .settings import GPUCredits
@@ -37,7 +37,7 @@ def first_of_each(leases: Collection[Lease]) -> dict[str, Lease]:
 
 def credits_low(
     lease: Lease,
-    purse: Purse,
+    purse: AccountRunway,
     minutes: float,
     now: datetime,
     credits_help: str,
@@ -63,7 +63,7 @@ def credits_low(
 
 
 def ran_dry(
-    lease: Lease, purse: Purse, now: datetime, stops_at: datetime | None, credits_help: str
+    lease: Lease, purse: AccountRunway, now: datetime, stops_at: datetime | None, credits_help: str
 ) -> Notice:
     """To the member of a server that the account cannot pay for any more: save your work."""
     return compose(
@@ -80,7 +80,7 @@ def ran_dry(
     )
 
 
-def credits_back(lease: Lease, purse: Purse, now: datetime) -> Notice:
+def credits_back(lease: Lease, purse: AccountRunway, now: datetime) -> Notice:
     """For the admin's command only: a server goes on whose member was told that nothing is left."""
     return compose(
         "credits_back",
@@ -94,7 +94,7 @@ def credits_back(lease: Lease, purse: Purse, now: datetime) -> Notice:
     )
 
 
-def stopped(lease: Lease, purse: Purse, now: datetime, credits_help: str) -> Notice:
+def stopped(lease: Lease, purse: AccountRunway, now: datetime, credits_help: str) -> Notice:
     """To the member of a server that is being stopped, and why."""
     return compose(
         "credits_gone_stopped",
@@ -110,13 +110,13 @@ def stopped(lease: Lease, purse: Purse, now: datetime, credits_help: str) -> Not
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
+class CreditEvent:
     """What was just reported or ordered about a lease."""
 
     event: str
     """As in :attr:`gpuspawner.ledger.credit_policy.PolicyStep.event`, but never ``quiet``."""
     lease: Lease
-    purse: Purse
+    purse: AccountRunway
     minutes: float | None = None
     """For ``low``: which warning it was."""
     stops_at: datetime | None = None
@@ -144,7 +144,7 @@ class ExhaustionService:
             soon = credit_repository.lots_due(connection, now + timedelta(minutes=most))
             for name in _worth_a_look(leases_repository.sums(connection), now, most, soon):
                 balance, paid_for = _paying(connection, name)[name]
-                purse = Purse.of(
+                purse = AccountRunway.of(
                     balance, paid_for, now, charges.ending_credits(connection, name, now)
                 )
                 steps = (
@@ -155,13 +155,13 @@ class ExhaustionService:
                     found.append(name)
         return found
 
-    def see_to(self, account: str, warn_minutes: Sequence[float]) -> list[Happened]:
+    def see_to(self, account: str, warn_minutes: Sequence[float]) -> list[CreditEvent]:
         """Report and order what is due about the leases of one account, each thing once."""
         now = self.clock()
         with self.store.write() as connection:
             charges.end_due_lots(connection, account, now)
             balance, paid_for = _paying(connection, account).get(account, (0, []))
-            purse = Purse.of(
+            purse = AccountRunway.of(
                 balance, paid_for, now, charges.ending_credits(connection, account, now)
             )
             due = [
@@ -190,7 +190,7 @@ class ExhaustionService:
             return {}
         now, found = self.clock(), {}
         for account, (balance, paid_for) in self.store.run(_paying).items():
-            purse = Purse.of(balance, paid_for, now)
+            purse = AccountRunway.of(balance, paid_for, now)
             for lease in some:
                 if lease.account == account:
                     found[lease.id] = credit_policy.stops_at(lease, purse, now, self.grace)
@@ -199,8 +199,13 @@ class ExhaustionService:
     # Helpers.
 
     def _do(
-        self, connection: sa.Connection, lease: Lease, step: PolicyStep, purse: Purse, now: datetime
-    ) -> Happened | None:
+        self,
+        connection: sa.Connection,
+        lease: Lease,
+        step: PolicyStep,
+        purse: AccountRunway,
+        now: datetime,
+    ) -> CreditEvent | None:
         """Carry out and record one step; None if there is nobody to tell."""
         changes: dict[str, Any] = {}
         match step.event:
@@ -225,7 +230,7 @@ class ExhaustionService:
             notifications_repository.add(connection, notice)
         if step.event == "quiet":
             return None
-        return Happened(step.event, lease, purse, step.minutes, stops_at)
+        return CreditEvent(step.event, lease, purse, step.minutes, stops_at)
 
 
 def _worth_a_look(

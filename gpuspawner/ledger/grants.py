@@ -281,7 +281,7 @@ def _told(refill: Refill) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Gift:
+class GrantResult:
     """What a line did, or would do."""
 
     row: GrantRow
@@ -293,10 +293,10 @@ class Gift:
 
 
 @dataclass(frozen=True, slots=True)
-class Bulk:
+class BulkGrantResult:
     """What a file did, or would do."""
 
-    gifts: tuple[Gift, ...]
+    gifts: tuple[GrantResult, ...]
     problems: tuple[Problem, ...]
     """If there are any, nothing was granted to anybody."""
     done: bool
@@ -326,7 +326,7 @@ class BulkGrantService:
         open_accounts: bool = False,
         again: bool = False,
         until: datetime | None = None,
-    ) -> Bulk:
+    ) -> BulkGrantResult:
         """Grant what a CSV file says, or report what that would do.
 
         The same grants are only made once, unless ``again``. ``reason`` is for lines without one.
@@ -341,12 +341,12 @@ class BulkGrantService:
             with self.store.read() as connection:
                 found = [] if again else self._granted_before(connection, rows, key)
                 gifts, unknown = self._foresee(connection, rows, open_accounts)
-            return Bulk(tuple(gifts), _sorted(problems, found, unknown), done=False)
+            return BulkGrantResult(tuple(gifts), _sorted(problems, found, unknown), done=False)
         with self.store.write() as connection:
             found = [] if again else self._granted_before(connection, rows, key)
             gifts, unknown = self._foresee(connection, rows, open_accounts)
             if found or unknown:
-                return Bulk(tuple(gifts), _sorted(found, unknown), done=False)
+                return BulkGrantResult(tuple(gifts), _sorted(found, unknown), done=False)
             for row in rows:
                 self.ledger.open_in(connection, row.account, now)
                 give(
@@ -359,7 +359,7 @@ class BulkGrantService:
                     key=f"{again_key if again else key}:{row.account}",
                     until=until,
                 )
-            done = Bulk(tuple(gifts), (), done=True)
+            done = BulkGrantResult(tuple(gifts), (), done=True)
             detail = f"{format_credits(done.total)} credits to {len(rows)} accounts: {reason}"
             note(connection, actor, "grant_file", key, detail.rstrip(": "), now)
         return done
@@ -368,17 +368,17 @@ class BulkGrantService:
 
     def _foresee(
         self, connection: sa.Connection, rows: Sequence[GrantRow], open_accounts: bool
-    ) -> tuple[list[Gift], list[Problem]]:
+    ) -> tuple[list[GrantResult], list[Problem]]:
         """Return what each line would do, and problems for accounts that do not exist."""
         gifts, problems = [], []
         known = {account.name: account.balance for account in repository.all_accounts(connection)}
         for row in rows:
             if row.account in known:
                 before = known[row.account]
-                gifts.append(Gift(row, before, before + row.amount))
+                gifts.append(GrantResult(row, before, before + row.amount))
             elif open_accounts:
                 before = self.ledger.opening_amount() if row.account.startswith("member:") else 0
-                gifts.append(Gift(row, before, before + row.amount, opened=True))
+                gifts.append(GrantResult(row, before, before + row.amount, opened=True))
             else:
                 problems.append(Problem(row.number, _unknown(row.account, known)))
         return gifts, problems

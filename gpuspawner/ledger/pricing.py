@@ -138,7 +138,7 @@ MOST_SLOTS = 64
 _DECIMAL = re.compile(r"\d+(\.\d+)?", re.ASCII)
 
 
-class Priced(Protocol):
+class PricedDevice(Protocol):
     """Something with a price: the relevant properties of a device."""
 
     @property
@@ -232,7 +232,7 @@ class RateCard:
         """Return the microcredits per hour for whole devices of these models; 0 for none."""
         return sum(self.rate_of(model) for model in models)
 
-    def price(self, devices: Iterable[Priced]) -> int:
+    def price(self, devices: Iterable[PricedDevice]) -> int:
         """Return the microcredits per hour for a slot on each of these devices; 0 for none."""
         return sum(self.rate_of(device.model, device.slots) for device in devices)
 

@@ -16,8 +16,8 @@ from ..leases.models import Lease
 from ..monitoring import repository as monitoring_repository
 from . import repository, rules, statements, totals
 from .models import Transfer
-from .statements import EntryPage, Items
-from .totals import Moved, TotalUse
+from .statements import EntryPage, ReceiptItems
+from .totals import SystemTotals, TotalUse
 from .usage import LeaseUse
 
 MOST_LEFT = 1000
@@ -29,7 +29,7 @@ class Receipt:
     """A session, and some of what it paid."""
 
     lease: Lease
-    items: Items
+    items: ReceiptItems
 
 
 class ReportService:
@@ -145,7 +145,7 @@ class ReportService:
             lambda connection: totals.use_between(connection, bounds, by, now, name)
         )
 
-    def until_now(self) -> tuple[Moved, TotalUse, list[Lease]]:
+    def until_now(self) -> tuple[SystemTotals, TotalUse, list[Lease]]:
         """Return all credits ever moved, all use of ended leases, and the open leases."""
         self._catch_up()
         now = self.clock()

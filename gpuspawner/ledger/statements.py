@@ -111,7 +111,7 @@ class EntryPage:
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class ReceiptItems:
     """Some of what a lease paid, oldest first, and the total."""
 
     entries: tuple[StatementEntry, ...]
@@ -163,7 +163,7 @@ def folded(
 
 def items_of_account(
     connection: sa.Connection, lease_id: str, account: str, after: int = 0, limit: int = 100
-) -> Items:
+) -> ReceiptItems:
     """Return what a lease paid from its account, and got back."""
     named = {"lease": lease_id, "account": account, "after": after}
     count, total, upto = connection.execute(_SUMS_OF_LEASE, named).one()
@@ -174,7 +174,7 @@ def items_of_account(
         cost -= row[6]
         entries.append(_entry(row, cost))
     newer = entries[-1].id if len(rows) > limit else None
-    return Items(tuple(entries), newer, int(count), -int(total))
+    return ReceiptItems(tuple(entries), newer, int(count), -int(total))
 
 
 def every_line(connection: sa.Connection, account: str, size: int = 2000) -> Iterator[EntryPage]:

@@ -190,7 +190,7 @@ def _upsert(
 # Reading for the metrics.
 
 
-class Moved(NamedTuple):
+class SystemTotals(NamedTuple):
     """Microcredits that ever went from and to the ledger's own accounts."""
 
     granted: int = 0
@@ -213,9 +213,9 @@ class TotalUse(NamedTuple):
     """How many seconds each lease of the last day was waited for, in order."""
 
 
-def all_moved(connection: sa.Connection) -> Moved:
+def all_moved(connection: sa.Connection) -> SystemTotals:
     """Return what moved until now."""
-    found = Moved()
+    found = SystemTotals()
     newest = connection.execute(_NEWEST).scalar_one()
     for name, balance, came, went, last in connection.execute(_OWN).all():
         values = {"account": name, "since": last or 0, "until": newest}

@@ -21,7 +21,7 @@ from ..storage import directories as storage_directories
 from ..storage.commands import LABEL
 from .renames import Belongings
 from .repository import Membership, RosterEntry
-from .roster import Import, RosterChange
+from .roster import RosterChange, RosterImport
 
 if TYPE_CHECKING:
     from ..cli.hub import HubSettings
@@ -148,7 +148,7 @@ def _now(services: Services, entry: RosterEntry) -> str:
     return "over" if entry.ends_at and entry.ends_at <= now else "to come"
 
 
-def _told(services: Services, done: Import) -> str:
+def _told(services: Services, done: RosterImport) -> str:
     headers = ("LINE", "NAME", "COURSE", "GROUPS", "STARTS", "ENDS", "MAIL", "WHAT")
     rows = [
         (str(change.number or "-"), *_cells(services, change.after), _what(services, change))

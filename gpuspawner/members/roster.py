@@ -50,7 +50,7 @@ _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class RosterLine:
     """A line of the table."""
 
     number: int
@@ -58,18 +58,18 @@ class Listed:
     entry: RosterEntry
 
 
-def parse(data: bytes, zone: str) -> tuple[list[Listed], list[Problem]]:
+def parse(data: bytes, zone: str) -> tuple[list[RosterLine], list[Problem]]:
     """Parse a file into its entries and problems. Dates are in ``zone``."""
     try:
         rows = list(cells_of(decoded(data)))
         columns = _columns(rows)
     except ValueError as error:
         return [], [Problem(0, str(error))]
-    found: list[Listed] = []
+    found: list[RosterLine] = []
     problems: list[Problem] = []
     for number, cells in rows[1:]:
         try:
-            found.append(Listed(number, _entry(cells, columns, zone)))
+            found.append(RosterLine(number, _entry(cells, columns, zone)))
         except (ValueError, LedgerError) as error:
             problems.append(Problem(number, str(error)))
     if len(rows) < 2:
@@ -165,7 +165,7 @@ def _mail(text: str) -> str:
     return text
 
 
-def _twice(found: Sequence[Listed]) -> Iterator[Problem]:
+def _twice(found: Sequence[RosterLine]) -> Iterator[Problem]:
     lines: dict[tuple[str, str], int] = {}
     for each in found:
         key = (each.entry.user, each.entry.course)
@@ -178,7 +178,7 @@ def _twice(found: Sequence[Listed]) -> Iterator[Problem]:
 
 
 @dataclass(frozen=True, slots=True)
-class OnRoster:
+class RosterVerdict:
     """What the roster says about a name at one moment."""
 
     member: bool
@@ -210,7 +210,7 @@ class RosterChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Import:
+class RosterImport:
     """What a file did to the roster, or would do."""
 
     changes: tuple[RosterChange, ...]
@@ -243,7 +243,7 @@ class RosterService:
         """Return the whole roster, by name and course, including expired entries."""
         return self.store.run(repository.whole_roster)
 
-    def roster_member(self, user: str, now: datetime | None = None) -> OnRoster:
+    def roster_member(self, user: str, now: datetime | None = None) -> RosterVerdict:
         """Return if a name is on the roster now, with its groups and end, or why it is not."""
         now = now or self.clock()
         entries = self.store.run(lambda connection: repository.roster_of_user(connection, user))
@@ -251,7 +251,7 @@ class RosterService:
 
     def import_roster(
         self, data: bytes, *, actor: str, dry_run: bool = False, whole: bool = False
-    ) -> Import:
+    ) -> RosterImport:
         """Import a CSV file, all of it or nothing, or report what that would do.
 
         ``whole``: the file is complete for its courses, and their entries that are not in it end
@@ -262,10 +262,10 @@ class RosterService:
         if dry_run or problems:
             with self.store.read() as connection:
                 changes = _changes(connection, listed, whole, now)
-            return Import(changes, tuple(problems), done=False)
+            return RosterImport(changes, tuple(problems), done=False)
         with self.store.write() as connection:
             changes = _changes(connection, listed, whole, now)
-            done = Import(changes, (), done=True)
+            done = RosterImport(changes, (), done=True)
             events = {event: done.count(event) for event in ("new", "changed", "ended")}
             if any(events.values()):
                 repository.put_roster(
@@ -345,28 +345,30 @@ class RosterService:
             connection, at=now, actor=actor, action=action, subject=subject, detail=detail
         )
 
-    def _verdict(self, entries: list[RosterEntry], now: datetime) -> OnRoster:
+    def _verdict(self, entries: list[RosterEntry], now: datetime) -> RosterVerdict:
         holding = [entry for entry in entries if entry.holds(now)]
         if holding:
             ends = [entry.ends_at for entry in holding]
             known = [end for end in ends if end is not None]
-            return OnRoster(
+            return RosterVerdict(
                 member=True,
                 groups=frozenset(group for entry in holding for group in entry.groups),
                 until=max(known) if len(known) == len(ends) else None,
             )
         if not entries:
-            return OnRoster(member=False, why="this name is not on the roster of members")
+            return RosterVerdict(member=False, why="this name is not on the roster of members")
         coming = [e for e in entries if e.starts_at and e.starts_at > now and not _over(e, now)]
         if coming:
             first = min(coming, key=lambda entry: entry.starts_at or now)
             starts = self.roster_day(first.starts_at)
-            return OnRoster(
+            return RosterVerdict(
                 member=False, why=f"the time on the roster{_of(first)} starts on {starts}"
             )
         last = max(entries, key=lambda entry: entry.ends_at or now)
         ended = self.roster_day(last.ends_at, end=True)
-        return OnRoster(member=False, why=f"the time on the roster{_of(last)} ended on {ended}")
+        return RosterVerdict(
+            member=False, why=f"the time on the roster{_of(last)} ended on {ended}"
+        )
 
     def roster_day(self, moment: datetime | None, *, end: bool = False) -> str:
         """Format a time as admins write it, in the zone of ``c.GPURates.zone``.
@@ -383,7 +385,7 @@ class RosterService:
 
 
 def _changes(
-    connection: sa.Connection, listed: Sequence[Listed], whole: bool, now: datetime
+    connection: sa.Connection, listed: Sequence[RosterLine], whole: bool, now: datetime
 ) -> tuple[RosterChange, ...]:
     known = {(entry.user, entry.course): entry for entry in repository.whole_roster(connection)}
     found = [

@@ -48,7 +48,7 @@ Recent = Callable[[], Mapping[str, Sequence[Sample]]]
 """A function that returns the newest samples of each device by its UUID, oldest first."""
 
 
-class Sight(Enum):
+class ViewerScope(Enum):
     """What a viewer may see of other members."""
 
     PLAIN = "plain"
@@ -57,7 +57,7 @@ class Sight(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
+class DeviceActivity:
     """A device's current figures; None if unknown."""
 
     use: float | None = None
@@ -85,7 +85,7 @@ class Tile:
 
     view: DeviceView
     lease: Lease | None
-    doing: Doing
+    doing: DeviceActivity
 
     @property
     def device(self) -> Device:
@@ -102,7 +102,7 @@ class Tile:
         """True if its server is not up yet."""
         return self.lease is not None and self.lease.state is LeaseState.GRANTED
 
-    def health(self, sight: Sight) -> str:
+    def health(self, sight: ViewerScope) -> str:
         """Return the device's problems as this viewer may see them; empty if there are none."""
         told, doing = [], self.doing
         if doing.error:
@@ -127,7 +127,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ClusterSnapshot:
     """All devices at one moment."""
 
     at: datetime
@@ -142,7 +142,7 @@ class Picture:
     """For each member, the names of their servers by the UUIDs of the devices."""
 
 
-def look(services: Services, recent: Recent) -> Picture:
+def look(services: Services, recent: Recent) -> ClusterSnapshot:
     """Take a picture. Raises StoreUnavailable."""
     now = services.clock()
     overview = services.monitoring.overview()
@@ -156,7 +156,7 @@ def look(services: Services, recent: Recent) -> Picture:
         tiles.append(Tile(view, lease, doing))
         if lease:
             own.setdefault(lease.server.user, {})[uuid] = lease.server.name
-    return Picture(
+    return ClusterSnapshot(
         at=now,
         tiles=tuple(tiles),
         total=overview.total,
@@ -167,13 +167,13 @@ def look(services: Services, recent: Recent) -> Picture:
     )
 
 
-def doing_of(samples: Sequence[Sample], minute: DeviceUse | None, now: datetime) -> Doing:
+def doing_of(samples: Sequence[Sample], minute: DeviceUse | None, now: datetime) -> DeviceActivity:
     """Return the figures of the newest sample if it is fresh, else those of the last minute."""
     found = [xid for sample in samples for xid in sample.xids]
     xids = tuple(dict.fromkeys([*found, *(minute.xids if minute else ())]))
     sample = samples[-1] if samples else None
     if sample is not None and abs(now - sample.at) <= FRESH:
-        return Doing(
+        return DeviceActivity(
             use=sample.use,
             busy=sample.busy,
             used_bytes=sample.used_bytes,
@@ -187,8 +187,8 @@ def doing_of(samples: Sequence[Sample], minute: DeviceUse | None, now: datetime)
             xids=xids,
         )
     if minute is None:
-        return Doing()
-    return Doing(
+        return DeviceActivity()
+    return DeviceActivity(
         use=minute.use,
         busy=minute.busy > 0 if minute.known else None,
         used_bytes=minute.memory_max if minute.known else None,
@@ -205,20 +205,20 @@ def _slowed(bits: int) -> tuple[str, ...]:
     return tuple(why for bit, why in THROTTLE.items() if bits & bit)
 
 
-def _full(sight: Sight) -> bool:
-    return sight is Sight.ADMIN
+def _full(sight: ViewerScope) -> bool:
+    return sight is ViewerScope.ADMIN
 
 
-def holder(tile: Tile, sight: Sight) -> str:
+def holder(tile: Tile, sight: ViewerScope) -> str:
     """Return who has the device, as this viewer may see it; empty if nobody has it."""
     if tile.lease is None:
         return ""
-    if sight is Sight.ADMIN:
+    if sight is ViewerScope.ADMIN:
         return str(tile.lease.server)
-    return tile.lease.server.user if sight is Sight.NAMES else "in use"
+    return tile.lease.server.user if sight is ViewerScope.NAMES else "in use"
 
 
-def words(tile: Tile, sight: Sight, now: datetime) -> dict[str, Any]:
+def words(tile: Tile, sight: ViewerScope, now: datetime) -> dict[str, Any]:
     """Return a tile's text and the lengths of its two bars, in percent."""
     doing, size = tile.doing, tile.device.memory_bytes
     filled = None if doing.used_bytes is None or not size else 100 * doing.used_bytes / size
@@ -250,7 +250,7 @@ def _since(tile: Tile, now: datetime) -> str:
     return f"{'starts, since' if tile.starting else 'since'} {when}"
 
 
-def _use(doing: Doing) -> str:
+def _use(doing: DeviceActivity) -> str:
     if doing.use is not None:
         return f"{doing.use:.0f} %"
     if doing.busy is None:
@@ -258,13 +258,13 @@ def _use(doing: Doing) -> str:
     return "has processes" if doing.busy else "no process"
 
 
-def _memory(doing: Doing, size: int) -> str:
+def _memory(doing: DeviceActivity, size: int) -> str:
     if doing.used_bytes is None:
         return f"{size / 2**30:.0f} GB"
     return f"{doing.used_bytes / 2**30:.1f} of {size / 2**30:.0f} GB"
 
 
-def summary(picture: Picture) -> str:
+def summary(picture: ClusterSnapshot) -> str:
     """Return how many devices are free and how many tickets wait."""
     waiting = picture.waiting
     line = {0: "nobody waits in line", 1: "one waits in line"}.get(
@@ -296,18 +296,18 @@ The pause keeps the event loop free for other work.
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class SerializedSnapshot:
     """A picture in serialized form."""
 
     at: str
     """The time of day at which it was taken."""
-    texts: Mapping[Sight, str]
+    texts: Mapping[ViewerScope, str]
     """One line of JSON for each kind of viewer."""
     own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     trouble: str = ""
     """Why there is no picture now, as a message."""
 
-    def is_for(self, sight: Sight) -> bool:
+    def is_for(self, sight: ViewerScope) -> bool:
         """Return True if it contains something for this kind of viewer."""
         return bool(self.trouble) or sight in self.texts
 
@@ -320,15 +320,15 @@ class Frame:
 class Viewer:
     """One client of the live stream."""
 
-    def __init__(self, user: str, sight: Sight) -> None:
+    def __init__(self, user: str, sight: ViewerScope) -> None:
         self.user = user
         self.sight = sight
-        self._frame: Frame | None = None
+        self._frame: SerializedSnapshot | None = None
         self._new = asyncio.Event()
         self._gone = False
         self._sent: dict[str, str] = {}
 
-    def offer(self, frame: Frame) -> None:
+    def offer(self, frame: SerializedSnapshot) -> None:
         """Replace the pending picture by a newer one."""
         self._frame = frame
         self._new.set()
@@ -351,7 +351,7 @@ class Viewer:
         frame = self._frame
         return None if self._gone or frame is None else self._events(frame)
 
-    def _events(self, frame: Frame) -> str:
+    def _events(self, frame: SerializedSnapshot) -> str:
         """Return the events for what has changed since the last frame."""
         told = {"trouble": json.dumps(frame.trouble)}
         if not frame.trouble:
@@ -370,9 +370,9 @@ class LiveCluster:
         self._recent = recent
         self._viewers: list[Viewer] = []
         self._task: asyncio.Task[None] | None = None
-        self._frame: Frame | None = None
+        self._frame: SerializedSnapshot | None = None
 
-    def join(self, user: str, sight: Sight) -> Viewer:
+    def join(self, user: str, sight: ViewerScope) -> Viewer:
         """Add a viewer. Raises TooManyViewers."""
         if len(self._viewers) >= MOST or self._of(user) >= MOST_OF_ONE:
             raise TooManyViewers
@@ -408,7 +408,7 @@ class LiveCluster:
                     await asyncio.sleep(PAUSE)
             await asyncio.sleep(EVERY)
 
-    async def _take(self) -> Frame:
+    async def _take(self) -> SerializedSnapshot:
         sights = {viewer.sight for viewer in self._viewers}
         try:
             return await self._services.read(take, self._services, self._recent, sights)
@@ -418,20 +418,20 @@ class LiveCluster:
             log.exception("The picture of the cluster could not be taken")
             trouble = OTHERWISE
         at = self._services.clock().astimezone().strftime("%H:%M:%S")
-        return Frame(at, {}, trouble=trouble)
+        return SerializedSnapshot(at, {}, trouble=trouble)
 
 
-def take(services: Services, recent: Recent, sights: Collection[Sight]) -> Frame:
+def take(services: Services, recent: Recent, sights: Collection[ViewerScope]) -> SerializedSnapshot:
     """Take a picture and serialize it for these kinds of viewers. Blocks."""
     picture = look(services, recent)
-    return Frame(
+    return SerializedSnapshot(
         at=picture.at.astimezone().strftime("%H:%M:%S"),
         texts={sight: as_text(picture, sight) for sight in sights},
         own=picture.own,
     )
 
 
-def as_text(picture: Picture, sight: Sight) -> str:
+def as_text(picture: ClusterSnapshot, sight: ViewerScope) -> str:
     """Return the picture as one line of JSON, as this kind of viewer may see it."""
     tiles = {tile.device.uuid: words(tile, sight, picture.at) for tile in picture.tiles}
     told = {"summary": summary(picture), "seen": not picture.error, "tiles": tiles}
@@ -446,18 +446,18 @@ MOST_PICTURES = 1000
 UNSEEN = "The GPUs cannot be seen just now. Running servers go on; your admin sees why."
 
 
-class Watching(ServiceHandler):
+class ClusterHandler(ServiceHandler):
     """What the page, the stream and the API have in common."""
 
     @property
-    def sight(self) -> Sight:
+    def sight(self) -> ViewerScope:
         """What the user may see of other members."""
         if self.admin:
-            return Sight.ADMIN
-        return Sight.NAMES if self.context.members_see_names else Sight.PLAIN
+            return ViewerScope.ADMIN
+        return ViewerScope.NAMES if self.context.members_see_names else ViewerScope.PLAIN
 
 
-class ClusterPage(Watching, Page):
+class ClusterPage(ClusterHandler, Page):
     """All devices as tiles. A script keeps the page up to date; it also works without one."""
 
     def set_default_headers(self) -> None:
@@ -489,7 +489,7 @@ class ClusterPage(Watching, Page):
         )
 
 
-class ClusterStream(Watching, APIHandler):
+class ClusterStream(ClusterHandler, APIHandler):
     """Pictures as server-sent events, until the browser has to connect again."""
 
     _viewer: Viewer | None = None
@@ -551,29 +551,29 @@ class ClusterStream(Watching, APIHandler):
             self._viewer.go()
 
 
-class ClusterAPI(Watching, APIHandler):
+class ClusterAPI(ClusterHandler, APIHandler):
     """All devices as JSON."""
 
     @operation("cluster", ClusterAnswer)
     @web.authenticated
     async def get(self) -> None:
         """Every device, and what it does just now."""
-        picture: Picture = await self.read(look, self.services, self.context.recent)
+        picture: ClusterSnapshot = await self.read(look, self.services, self.context.recent)
         devices = [device(tile, self.user, self.sight) for tile in picture.tiles]
         seen = not picture.error
         self.answer(ClusterAnswer, picture, as_of=picture.at, seen=seen, devices=devices)
 
 
-def device(tile: Tile, user: str, sight: Sight) -> ClusterDeviceAnswer:
+def device(tile: Tile, user: str, sight: ViewerScope) -> ClusterDeviceAnswer:
     """Return a device as JSON, with what this user may see."""
     server = tile.lease.server if tile.lease else None
     mine = server is not None and server.user == user
-    named = server is not None and (mine or sight is not Sight.PLAIN)
+    named = server is not None and (mine or sight is not ViewerScope.PLAIN)
     return ClusterDeviceAnswer.of(
         tile,
         mine=mine,
         user=server.user if server and named else None,
-        server=server.name if server and (mine or sight is Sight.ADMIN) else None,
+        server=server.name if server and (mine or sight is ViewerScope.ADMIN) else None,
         health=tile.health(sight),
     )
 

@@ -92,7 +92,7 @@ def xid_class(code: int) -> XidClass:
     return next(each for each in XIDS if code in each.codes or not each.codes)
 
 
-class Signs:
+class SymptomWindow:
     """Symptoms found in consecutive samples of one device."""
 
     def __init__(self) -> None:

@@ -74,7 +74,7 @@ class HealthChange:
 
 
 @dataclass(frozen=True, slots=True)
-class OnSick:
+class AffectedServer:
     """A server on a sick device."""
 
     lease: Lease
@@ -262,7 +262,7 @@ class HealthService:
             self.machines.open_there(uuid)  # it may have been closed again before this was written
         return True
 
-    def sick_of(self, user: str) -> list[OnSick]:
+    def sick_of(self, user: str) -> list[AffectedServer]:
         """Return a member's servers on devices that became sick during their leases."""
         now = self.clock()
         with self.store.read() as connection:
@@ -273,7 +273,7 @@ class HealthService:
                 else []
             )
         return [
-            OnSick(lease, known[lease.id], self.sick_promise(known[lease.id], now))
+            AffectedServer(lease, known[lease.id], self.sick_promise(known[lease.id], now))
             for lease in mine
             if lease.server.user == user
         ]

@@ -28,7 +28,7 @@ from ..devices.models import Device
 from ..devices.repository import StoredHealth
 from ..leases.models import Lease, LeaseState
 from ..ledger import rules as ledger_rules
-from ..ledger.totals import Moved, TotalUse
+from ..ledger.totals import SystemTotals, TotalUse
 from ..services import Services
 from ..web.base import Duty, ServiceHandler
 from .health import FINE, SICK, WATCH
@@ -219,7 +219,7 @@ class HubCollector(Collector):
         yield running
         yield failures
 
-    def _credits(self, moved: Moved, opened: Collection[Lease]) -> Iterator[Metric]:
+    def _credits(self, moved: SystemTotals, opened: Collection[Lease]) -> Iterator[Metric]:
         for name, what, total in (
             ("granted", "Credits that were given to members and groups", moved.granted),
             ("taken", "Credits that admins took back, or that expired", moved.taken),

@@ -47,7 +47,7 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
-class FarProcess(DeviceProcess):
+class RemoteProcess(DeviceProcess):
     """A process on another machine, whose id is meaningless here."""
 
     strange: bool = False

@@ -195,7 +195,7 @@ _HALF = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worked:
+class LeaseUtilization:
     """What a lease's GPUs did between two times. All in seconds of one GPU."""
 
     lease_id: str
@@ -218,7 +218,9 @@ class Worked:
         return max(0.0, self.measured - self.busy)
 
 
-def worked_between(connection: sa.Connection, start: datetime, end: datetime) -> list[Worked]:
+def worked_between(
+    connection: sa.Connection, start: datetime, end: datetime
+) -> list[LeaseUtilization]:
     """Return every lease with GPUs whose server was up between the two times."""
     found, places = _leases(connection, start, end)
     exact = _exact_from(connection, start, end)
@@ -235,7 +237,7 @@ def worked_between(connection: sa.Connection, start: datetime, end: datetime) ->
 
 def _leases(
     connection: sa.Connection, start: datetime, end: datetime
-) -> tuple[dict[str, Worked], dict[str, list[str]]]:
+) -> tuple[dict[str, LeaseUtilization], dict[str, list[str]]]:
     """Return the leases by id, without work yet, and which of them held each GPU."""
     query = (
         sa.select(
@@ -253,7 +255,7 @@ def _leases(
         .where(sa.or_(leases.c.ended_at.is_(None), leases.c.ended_at > start))
         .order_by(leases.c.started_at, leases.c.id)
     )
-    found: dict[str, Worked] = {}
+    found: dict[str, LeaseUtilization] = {}
     places: dict[str, list[str]] = {}
     for row in connection.execute(query):
         began, ended = max(start, row.started_at), min(end, row.ended_at or end)
@@ -264,7 +266,7 @@ def _leases(
             held += so_far.held
             found[row.id] = replace(so_far, devices=so_far.devices + 1, held=held, model=model)
             continue
-        found[row.id] = Worked(
+        found[row.id] = LeaseUtilization(
             lease_id=row.id,
             server=ServerRef(row.user, row.server_name),
             group=row.group,
@@ -328,7 +330,7 @@ def _by_hours(
     connection: sa.Connection,
     start: datetime,
     end: datetime,
-    found: dict[str, Worked],
+    found: dict[str, LeaseUtilization],
     places: dict[str, list[str]],
 ) -> Iterable[tuple[str, float, float]]:
     """Yield the same from hours, for the lease that held the GPU in the middle of each."""

@@ -28,7 +28,7 @@ from ..queue.service import AT_ONCE
 from . import repository
 from .idle import IdlePolicies, IdlePolicy, IdleState, activity_of, after_gap, begin, judge, snooze
 from .models import HOUR, MINUTE, DeviceUse, combine
-from .repository import WatchedLease, Worked
+from .repository import LeaseUtilization, WatchedLease
 
 BY_MINUTES = timedelta(hours=6)
 """Sessions up to this length are summed from minutes, longer ones from hours."""
@@ -101,7 +101,7 @@ class MonitoringService:
             )
         )
 
-    def worked_between(self, since: datetime, until: datetime) -> list[Worked]:
+    def worked_between(self, since: datetime, until: datetime) -> list[LeaseUtilization]:
         """Return every lease with GPUs in this period and how much they worked, by start."""
         until = min(until, self.clock())
         if until <= since:
@@ -141,7 +141,7 @@ The Hub learns of it with a delay.
 
 
 @dataclass(frozen=True, slots=True)
-class Idled:
+class IdleEvent:
     """What was reported or ordered about an idle server."""
 
     lease: Lease
@@ -151,7 +151,7 @@ class Idled:
 
 
 @dataclass(frozen=True, slots=True)
-class Resting:
+class IdleServer:
     """A server whose member was told that its GPUs are idle."""
 
     lease: Lease
@@ -285,7 +285,7 @@ class IdleService:
             lease for lease in self.store.run(leases_repository.open_leases) if _is_watched(lease)
         ]
 
-    def judge_idle(self, last_output: Mapping[ServerRef, datetime | None]) -> list[Idled]:
+    def judge_idle(self, last_output: Mapping[ServerRef, datetime | None]) -> list[IdleEvent]:
         """Judge the minutes complete by now, and return what was reported or ordered.
 
         ``last_output``: when each server last had output or an action of its member. A missing
@@ -296,7 +296,7 @@ class IdleService:
         # The Hub records what it sees by the wall clock, before or after it was set.
         ahead = max(-self.skew(), timedelta())
         policies = self.settings.read_policies()
-        done: list[Idled] = []
+        done: list[IdleEvent] = []
         with self.store.write() as connection:
             going_on = leases_repository.open_leases(connection)
             held = [lease for lease in going_on if _is_watched(lease)]
@@ -344,7 +344,7 @@ class IdleService:
             lease = leases_repository.open_of(connection, server)
             return lease, repository.get_watched(connection, lease.id) if lease else None
 
-    def resting(self, user: str) -> list[Resting]:
+    def resting(self, user: str) -> list[IdleServer]:
         """Return a member's servers that were reported to have idle GPUs."""
         waiting = _others_wait(self.store.run(queue_repository.waiting_tickets), self.clock())
         with self.store.read() as connection:
@@ -360,7 +360,7 @@ class IdleService:
             if lease.server.user == user and state.warned_at is not None:
                 stops_at = state.stops_at if policy.mode_now(waiting) == "enforce" else None
                 more = stops_at is not None and state.snoozes < policy.most_snoozes
-                found.append(Resting(lease, stops_at, policy.snooze_minutes if more else 0.0))
+                found.append(IdleServer(lease, stops_at, policy.snooze_minutes if more else 0.0))
         return found
 
     # Helpers.
@@ -374,7 +374,7 @@ class IdleService:
         last_output: datetime | None,
         waiting: bool,
         now: datetime,
-    ) -> Idled | None:
+    ) -> IdleEvent | None:
         since = max(before.judged_until, now - LONGEST_LOOK_BACK)
         rows = repository.device_use_between(connection, since, now, uuids=lease.uuids)
         state, until, stops = before.state, before.judged_until, False
@@ -398,7 +398,7 @@ class IdleService:
             connection, _told(lease, policy, event, state.stops_at, waiting, now)
         )
         self.log.info("Lease %s of %s rests: %s", lease.id, lease.server, event)
-        return Idled(lease, event, state.stops_at)
+        return IdleEvent(lease, event, state.stops_at)
 
 
 def _others_wait(waiting: Iterable[Ticket], now: datetime) -> bool:

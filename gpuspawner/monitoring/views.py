@@ -22,7 +22,7 @@ from ..web.base import ServiceHandler
 from ..web.fields import one_of
 from ..web.operations import DAY, FROM_DAY, Parameter, operation
 from ..web.pages import Page
-from .repository import Worked
+from .repository import LeaseUtilization
 from .schemas import JobTimeAnswer, JobUseAnswer, NamedUseAnswer, UsageAnswer, UseAnswer, UsedAnswer
 
 USAGE_BY = {
@@ -261,7 +261,7 @@ class UtilizationRow:
         """Percent of the measured time that was busy; None if nothing was measured."""
         return 100 * self.busy / self.measured if self.measured else None
 
-    def plus(self, some: Worked) -> UtilizationRow:
+    def plus(self, some: LeaseUtilization) -> UtilizationRow:
         """Return a copy with the session's figures added."""
         return UtilizationRow(
             self.name,
@@ -285,7 +285,7 @@ class UtilizationReport:
     total: UtilizationRow
     batch: int
     """GPU-seconds that cluster jobs held; their utilization is not measured."""
-    sessions: tuple[Worked, ...]
+    sessions: tuple[LeaseUtilization, ...]
     """The sessions with the longest idle times, the longest first."""
 
 
@@ -313,7 +313,7 @@ def utilization_report(services: Services, by: str, first: date, last: date) -> 
     )
 
 
-class WorkedHandler(ServiceHandler):
+class UtilizationHandler(ServiceHandler):
     """What the page, the CSV file and the API have in common."""
 
     async def asked(self) -> UtilizationReport:
@@ -332,7 +332,7 @@ class WorkedHandler(ServiceHandler):
         return await self.report(utilization_report, self.services, by, first, last)
 
 
-class WorkedPage(WorkedHandler, Page):
+class UtilizationPage(UtilizationHandler, Page):
     """A utilization report as a page, with a form for another one."""
 
     @web.authenticated
@@ -350,7 +350,7 @@ class WorkedPage(WorkedHandler, Page):
         )
 
 
-class WorkedCSV(WorkedHandler, CSVHandler):
+class UtilizationCSV(UtilizationHandler, CSVHandler):
     """A utilization report as CSV."""
 
     @web.authenticated
@@ -369,7 +369,7 @@ class WorkedCSV(WorkedHandler, CSVHandler):
         self.finish(table([(found.by, *UTILIZATION_COLUMNS), *lines]))
 
 
-class WorkedAPI(WorkedHandler, APIHandler):
+class UtilizationAPI(UtilizationHandler, APIHandler):
     """A utilization report as JSON."""
 
     for_services = True
@@ -398,7 +398,7 @@ def hours(seconds: float) -> str:
 
 
 UTILIZATION_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
-    ("used", WorkedPage),
-    (r"used\.csv", WorkedCSV),
-    ("api/used", WorkedAPI),
+    ("used", UtilizationPage),
+    (r"used\.csv", UtilizationCSV),
+    ("api/used", UtilizationAPI),
 ]

@@ -32,13 +32,22 @@ from ..devices.placement import leasable
 from ..devices.snapshots import InventoryCache
 from ..services import Services
 from . import replay
-from .models import Estimate, Priority, Ranked, ScorePart, Ticket
-from .replay import ANY, Figures, Player, TraceError, TraceJob, figures, read_trace, replay_trace
-from .standing import Comparison, ScoreDifference, Standing, compare
+from .models import Estimate, Priority, RankedTicket, ScorePart, Ticket
+from .replay import (
+    ANY,
+    ReplayFigures,
+    ReplayTarget,
+    TraceError,
+    TraceJob,
+    figures,
+    read_trace,
+    replay_trace,
+)
+from .standing import QueuePosition, ScoreDifference, TicketComparison, compare
 from .state import kind_of
 
 
-class KnownDevices:
+class ListedDevices:
     """The devices as the store lists them, independent of what this process can see."""
 
     def __init__(self, store: Store) -> None:
@@ -53,7 +62,7 @@ class KnownDevices:
         return Inventory(devices=known, observed_at=now, source=self.name)
 
 
-class Glance(InventoryCache):
+class ReadOnlyInventory(InventoryCache):
     """An inventory cache that writes nothing: the device table belongs to the hub."""
 
     def _save(self, inventory: Inventory) -> None:
@@ -66,8 +75,8 @@ def queue_services(settings: Settings) -> Services:
     Raises StoreUnavailable if there is no database yet.
     """
     services = settings.open_services()
-    glance = Glance(
-        KnownDevices(services.store),
+    glance = ReadOnlyInventory(
+        ListedDevices(services.store),
         services.store,
         timedelta(seconds=services.settings.devices.refresh_seconds),
     )
@@ -75,7 +84,7 @@ def queue_services(settings: Settings) -> Services:
     return services
 
 
-InLine = tuple[Ticket, Ranked, Standing]
+InLine = tuple[Ticket, RankedTicket, QueuePosition]
 
 device_argument = argument("device_name", "DEVICE", "its index or its UUID")
 ticket_argument = argument(
@@ -146,7 +155,7 @@ def cancel(settings: Settings, ticket_name: str, reason: str) -> None:
     show(value, f"Ticket {ended.id} of {ended.server} is cancelled.")
 
 
-def plain(ticket: Ticket, ranked: Ranked, standing: Standing) -> dict[str, Any]:
+def plain(ticket: Ticket, ranked: RankedTicket, standing: QueuePosition) -> dict[str, Any]:
     """Return a waiting ticket as plain values, for scripts."""
     request = ticket.request
     return {
@@ -223,7 +232,9 @@ def _text(line: list[InLine], paused: Closure | None, now: datetime) -> str:
     return "\n".join(lines)
 
 
-def _queue_row(ticket: Ticket, ranked: Ranked, standing: Standing, now: datetime) -> list[str]:
+def _queue_row(
+    ticket: Ticket, ranked: RankedTicket, standing: QueuePosition, now: datetime
+) -> list[str]:
     return [
         str(ranked.place),
         ticket.id,
@@ -236,7 +247,7 @@ def _queue_row(ticket: Ticket, ranked: Ranked, standing: Standing, now: datetime
     ]
 
 
-def _compared(found: Comparison, tickets: dict[str, Ticket]) -> str:
+def _compared(found: TicketComparison, tickets: dict[str, Ticket]) -> str:
     first, second = found.first, found.second
     ahead, behind = str(tickets[first.id].server), str(tickets[second.id].server)
     lines = [
@@ -285,7 +296,7 @@ def _plain_part(part: ScorePart) -> dict[str, Any]:
     return {"name": part.name, "points": part.points, "why": part.why}
 
 
-def _plain_comparison(found: Comparison) -> dict[str, Any]:
+def _plain_comparison(found: TicketComparison) -> dict[str, Any]:
     return {
         "first": found.first.id,
         "second": found.second.id,
@@ -437,7 +448,7 @@ def simulate(
         jobs, devices = _of_trace(trace, gpus, settings)
     else:
         jobs, devices = _of_store(settings.open_services(), days, gpus)
-    found: dict[str, tuple[Figures, int]] = {}
+    found: dict[str, tuple[ReplayFigures, int]] = {}
     for name in names:
         player = _ours(settings, devices) if name == OURS else replay.make(name, jobs)
         replayed = replay_trace(jobs, devices, player, replay.wakes(name))
@@ -462,7 +473,7 @@ OURS = "gpuspawner"
 """The hub's own scheduler, with its configured settings."""
 
 
-def _ours(settings: Settings, devices: Mapping[str, int]) -> Player:
+def _ours(settings: Settings, devices: Mapping[str, int]) -> ReplayTarget:
     scheduler = settings.scheduler()
     scheduler.set_capacity(devices)
     return scheduler
@@ -524,7 +535,7 @@ def _devices(services: Services) -> Counter[str]:
     return Counter(kind_of(d) for d in services.devices.look().devices if leasable(d) is None)
 
 
-def _simulate_row(name: str, some: Figures) -> tuple[Any, ...]:
+def _simulate_row(name: str, some: ReplayFigures) -> tuple[Any, ...]:
     hours = (some.mean, some.p50, some.p95, some.longest, some.worst_group)
     numbers = [f"{value:.2f}" for value in hours]
     ratios = [f"{some.slowdown:.1f}", f"{some.utilisation:.0%}", f"{some.fairness:.3f}"]

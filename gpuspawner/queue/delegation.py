@@ -21,7 +21,7 @@ from ..core.errors import GPUSpawnerError, GrantingPaused, NoDeviceFree, Unavail
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices import closures
-from ..devices.placement import Fleet, texts
+from ..devices.placement import PlacementIndex, texts
 from ..devices.service import DeviceService, closed_devices
 from ..engines.base import Engine
 from ..engines.images import Connect
@@ -33,8 +33,8 @@ from ..slurm.images import WantedImage, reach
 from ..slurm.programs import Slurm
 from ..slurm.scheduler import SlurmDelegate
 from . import repository
-from .models import Delegate, Ranked, ScorePart, Ticket, Turn
-from .standing import Standing, waits_for
+from .models import Delegate, RankedTicket, ScorePart, Ticket, Turn
+from .standing import QueuePosition, waits_for
 from .state import QueueState
 
 
@@ -259,7 +259,7 @@ class DelegationService:
             sentence = f"{who} for a GPU before you. Start without a GPU, or wait in line."
             raise NoDeviceFree(sentence, waiting=others)
 
-    def allotted(self, ticket: Ticket, fleet: Fleet) -> tuple[Turn, frozenset[str]]:
+    def allotted(self, ticket: Ticket, fleet: PlacementIndex) -> tuple[Turn, frozenset[str]]:
         """Return the ticket's allocation and the slots on all other devices.
 
         Raises NoDeviceFree if it has no allocation at the moment.
@@ -271,7 +271,7 @@ class DelegationService:
         kept = texts(Slot(each.uuid, slot) for each in others for slot in range(each.slots))
         return turn, kept
 
-    def standings(self) -> dict[str, Standing]:
+    def standings(self) -> dict[str, QueuePosition]:
         """Return the standing of every ticket according to the external scheduler."""
         with self.line.lock:
             self._see_line()
@@ -280,20 +280,20 @@ class DelegationService:
             self._said = self._other().turns()
         return {ticket.id: self._standing(ticket) for ticket in waiting}
 
-    def _standing(self, ticket: Ticket) -> Standing:
+    def _standing(self, ticket: Ticket) -> QueuePosition:
         turn = self._said.get(ticket.id)
         why = waits_for(ticket.request, self.line.free_for(ticket.request))
         if paused := self.line.closed.get(closures.GRANTING):
             why = f"the GPUs to be given out again ({paused.reason or 'maintenance'})"
         if turn is None or turn.over:
             reason = "" if paused else self._other().why_not_yet(ticket) or self._trouble(ticket)
-            return Standing(place=1, of=1, why=f"{why} ({reason or 'about to be handed over'})",
-                            estimate=None, planned=None)  # fmt: skip
+            why = f"{why} ({reason or 'about to be handed over'})"
+            return QueuePosition(place=1, of=1, why=why, estimate=None, planned=None)
         if paused:
             place = max(1, turn.place)
-            return Standing(place=place, of=max(place, turn.of), why=why, estimate=None,
-                            planned=None)  # fmt: skip
-        return Standing(
+            of = max(place, turn.of)
+            return QueuePosition(place=place, of=of, why=why, estimate=None, planned=None)
+        return QueuePosition(
             place=max(1, turn.place),
             of=max(1, turn.of),
             why=f"{why} ({turn.why})" if turn.why else why,
@@ -308,7 +308,7 @@ class DelegationService:
         who = self._other().engine.capitalize()
         return f"{who} does not answer just now; it is asked again until it does"
 
-    def order(self) -> list[tuple[Ticket, Ranked, Standing]]:
+    def order(self) -> list[tuple[Ticket, RankedTicket, QueuePosition]]:
         """Return the queue in the order of the external scheduler, first to start first."""
         standings = self.standings()
         found = []
@@ -317,7 +317,7 @@ class DelegationService:
                 turn = self._said.get(ticket.id)
                 score = turn.score if turn else 0.0
                 parts = (ScorePart(self._other().engine, score, "what the order goes by there"),)
-                ranked = Ranked(ticket.id, standings[ticket.id].place, score, parts)
+                ranked = RankedTicket(ticket.id, standings[ticket.id].place, score, parts)
                 found.append((ticket, ranked, standings[ticket.id]))
         return sorted(found, key=lambda each: (each[1].place, each[0].created_at))
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .models import Estimate, Running, Waiting
+from .models import Estimate, RunningLease, WaitingTicket
 from .rounds import GrantRate
 
 _LEAST_GAIN = 0.001
@@ -182,7 +182,7 @@ Key = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waited:
+class PastWait:
     """A past ticket that got its devices: estimates are learned from these."""
 
     asked_at: float
@@ -196,7 +196,7 @@ class Waited:
 class _Ticket:
     __slots__ = ("looks", "next_look", "ticket")
 
-    def __init__(self, ticket: Waiting) -> None:
+    def __init__(self, ticket: WaitingTicket) -> None:
         self.ticket = ticket
         self.looks: list[WaitObservation] = []
         self.next_look = ticket.asked_at
@@ -220,7 +220,7 @@ class Estimator:
 
     # Events.
 
-    def asked(self, ticket: Waiting) -> None:
+    def asked(self, ticket: WaitingTicket) -> None:
         """Record that a ticket waits; one with a known id was changed and keeps waiting."""
         known = self._tickets.get(ticket.id)
         if known is None:
@@ -228,7 +228,7 @@ class Estimator:
         else:
             known.ticket = ticket
 
-    def started(self, lease: Running) -> None:
+    def started(self, lease: RunningLease) -> None:
         """Record that a lease began; its ticket, if it had one, shows how long it waited."""
         at = lease.started_at
         self._flow.give(lease.held, at)
@@ -243,7 +243,7 @@ class Estimator:
         for look in known.looks if known else ():
             look.over(at, started=False)
 
-    def learn(self, history: Iterable[Waited]) -> None:
+    def learn(self, history: Iterable[PastWait]) -> None:
         """Learn from tickets that started before this estimator was created, in any order.
 
         What was ahead of them was not recorded; it is assumed to be everything that was requested
@@ -258,7 +258,7 @@ class Estimator:
             if asks:
                 first = (past[o] for o in waiting if past[o].started_at <= this.started_at)
                 ahead = sum(o.devices for o in first if o.kinds & this.kinds)
-                ticket = Waiting(
+                ticket = WaitingTicket(
                     id=f"past {at}",
                     member="",
                     group=this.group,
@@ -273,7 +273,7 @@ class Estimator:
                     continue
             waiting.discard(at)
             held = dict.fromkeys(sorted(this.kinds)[:1], this.devices)
-            self.started(Running(id=f"past {at}", member="", held=held, started_at=now))
+            self.started(RunningLease(id=f"past {at}", member="", held=held, started_at=now))
 
     # Results.
 
@@ -288,7 +288,7 @@ class Estimator:
             ticket_id: The ticket.
             now: The current time.
             ahead: How many devices the tickets before it request on kinds that fit it (see
-                :class:`Ahead`).
+                :class:`DevicesAhead`).
             latest: A time by which it certainly starts.
 
         A ticket's first estimate, and some later ones, are kept to learn from their outcome.
@@ -311,7 +311,7 @@ class Estimator:
         return estimate
 
     def guess(
-        self, newcomer: Waiting, now: float, ahead: int, latest: float | None = None
+        self, newcomer: WaitingTicket, now: float, ahead: int, latest: float | None = None
     ) -> Estimate | None:
         """Return what :meth:`estimate` would for a ticket requested now; nothing is kept."""
         pace = self._flow.seconds_for(ahead + newcomer.devices, newcomer.kinds, now)
@@ -378,13 +378,13 @@ class Estimator:
             self._calibration.compare(look.classes, look.told.low <= at <= look.told.high)
 
 
-class Ahead:
+class DevicesAhead:
     """Counts, while walking along the queue, the devices that go before each ticket."""
 
     def __init__(self) -> None:
         self._asked: dict[frozenset[str], int] = {}
 
-    def of(self, ticket: Waiting) -> int:
+    def of(self, ticket: WaitingTicket) -> int:
         """Return the devices requested before it on kinds that fit it, and add its own."""
         kinds = ticket.kinds
         ahead = sum(count for other, count in self._asked.items() if not kinds.isdisjoint(other))
@@ -392,7 +392,9 @@ class Ahead:
         return ahead
 
 
-def _like(ticket: Waiting, waited: float, pace: float) -> tuple[tuple[Key, ...], tuple[Class, ...]]:
+def _like(
+    ticket: WaitingTicket, waited: float, pace: float
+) -> tuple[tuple[Key, ...], tuple[Class, ...]]:
     """Return how to find similar past tickets, nearest likeness first, and the ticket's classes."""
     age = bisect_left(_AGES, waited + 1e-9)
     width = min(4, ticket.devices.bit_length())

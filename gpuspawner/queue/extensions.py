@@ -26,7 +26,7 @@ from ..ledger import rules as ledger_rules
 from ..ledger.credit_policy import SESSION
 from ..ledger.settings import GPUCredits
 from .delegation import DelegationService
-from .models import Decision, QueueLimits, Running, Waiting
+from .models import Decision, QueueLimits, RunningLease, WaitingTicket
 from .positions import PositionService
 from .scheduler import Scheduler
 from .settings import GPUQueue
@@ -43,7 +43,7 @@ NO_KIND = ""
 
 def delayed(
     scheduler: Scheduler, lease_id: str, ends_at: float, now: float, free: Mapping[str, int]
-) -> list[Waiting]:
+) -> list[WaitingTicket]:
     """Return the tickets that would start later if the lease continued until ``ends_at``.
 
     Times are in seconds since 1970; ``free`` counts devices by kind. A ticket without a planned
@@ -68,7 +68,7 @@ def delayed(
 
 
 def too_many_hours(
-    running: Collection[Running], lease: Lease, ends_at: float, now: float, limits: QueueLimits
+    running: Collection[RunningLease], lease: Lease, ends_at: float, now: float, limits: QueueLimits
 ) -> str:
     """Return why ``limits`` do not allow the lease to continue until ``ends_at``, or "".
 
@@ -97,7 +97,7 @@ def drained(lease: Lease, closed: Mapping[str, Closure]) -> str:
     return ""
 
 
-def who_waits(tickets: Collection[Waiting], lease: Lease) -> str:
+def who_waits(tickets: Collection[WaitingTicket], lease: Lease) -> str:
     """Format who waits: ``2 members wait for this GPU and would start later``."""
     members = len({ticket.member for ticket in tickets})
     what = "this GPU" if len(lease.devices) == 1 else "these GPUs"
@@ -106,7 +106,11 @@ def who_waits(tickets: Collection[Waiting], lease: Lease) -> str:
 
 
 def _starts_later(
-    ticket: Waiting, lease: Running, before: Decision, after: Decision, left: Mapping[str, int]
+    ticket: WaitingTicket,
+    lease: RunningLease,
+    before: Decision,
+    after: Decision,
+    left: Mapping[str, int],
 ) -> bool:
     """Return True if the ticket would start later; ``left`` are the devices nobody needs now."""
     if ticket.id in after.starts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .models import HOUR, QueueLimits, Running
+from .models import HOUR, QueueLimits, RunningLease
 
 
 class Party:
@@ -98,7 +98,7 @@ class Limiter:
             found.append(self._party("The group", group, limits))
         return tuple(found)
 
-    def put(self, lease: Running, until: float) -> None:
+    def put(self, lease: RunningLease, until: float) -> None:
         """Record that a lease began, or that its end ``until`` (known or expected) changed."""
         if not self.any:
             return
@@ -108,7 +108,7 @@ class Limiter:
             party.leases[lease.id] = lease.devices
             party.version += 1
 
-    def remove(self, lease: Running) -> None:
+    def remove(self, lease: RunningLease) -> None:
         """Record that a lease ended."""
         if not self.any:
             return

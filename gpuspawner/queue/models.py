@@ -29,7 +29,7 @@ class Priority(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class WaitingTicket:
     """What the order depends on in a ticket."""
 
     id: str
@@ -54,7 +54,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunningLease:
     """What the order depends on in a lease."""
 
     id: str
@@ -111,7 +111,7 @@ class ScorePart:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
+class RankedTicket:
     """A ticket at its position in the queue."""
 
     id: str

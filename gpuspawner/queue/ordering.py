@@ -23,8 +23,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from .limits import LimitedRequests, Limiter, Party
-from .models import HOUR, Priority, QueuePolicy, ScorePart, Waiting
-from .session_lengths import Alike, Length, Lengths
+from .models import HOUR, Priority, QueuePolicy, ScorePart, WaitingTicket
+from .session_lengths import ExpectedLength, SessionLengths, SimilarSessions
 
 _FARTHEST = 256.0
 """How many half-lives from the reference time until that is moved."""
@@ -84,7 +84,7 @@ BY_AGE = 1e6
 """Points of an overdue ticket."""
 
 
-class Reckoning(NamedTuple):
+class ScoredRequest(NamedTuple):
     """The points of a request, and the figures behind them."""
 
     size: float = 0.0
@@ -127,7 +127,9 @@ class Points:
         """Record that this many devices were returned."""
         self.start(member, group, -devices, at)
 
-    def reckon(self, member: str, group: str, devices: int, cost: float, now: float) -> Reckoning:
+    def reckon(
+        self, member: str, group: str, devices: int, cost: float, now: float
+    ) -> ScoredRequest:
         """Return the points of a request for devices that is expected to cost ``cost`` seconds."""
         policy = self._policy
         gpu_hours = devices * cost / HOUR
@@ -141,15 +143,15 @@ class Points:
             group_used = self._groups.of(group, now)
             share = group_used / (self._whole * self._group_weights.get(group, 1.0))
             group_points = -policy.group_share_points * share
-        return Reckoning(size, gpu_hours, member_points, member_used, group_points, group_used)
+        return ScoredRequest(size, gpu_hours, member_points, member_used, group_points, group_used)
 
-    def sum(self, reckoning: Reckoning, priority: Priority, boost: float) -> float:
+    def sum(self, reckoning: ScoredRequest, priority: Priority, boost: float) -> float:
         """Return all points except those for waiting."""
         own = reckoning.size + reckoning.member + reckoning.group
         return own + self._policy.priority_points.get(priority, 0.0) + boost
 
     def parts(
-        self, reckoning: Reckoning, member: str, group: str, priority: Priority, boost: float
+        self, reckoning: ScoredRequest, member: str, group: str, priority: Priority, boost: float
     ) -> list[ScorePart]:
         """Return the same points as separate items."""
         level = self._policy.level_gpu_hours
@@ -243,10 +245,10 @@ class TicketBatch(LimitedRequests):
 
     def __init__(
         self,
-        ticket: Waiting,
+        ticket: WaitingTicket,
         terms: Terms,
         shape: Shape,
-        alike: Alike,
+        alike: SimilarSessions,
         parties: tuple[Party, ...],
         per_point: float,
     ) -> None:
@@ -268,8 +270,8 @@ class TicketBatch(LimitedRequests):
         self.count = 0
         """How many tickets were ever in it."""
         self.asked_until = ticket.asked_at
-        self.length = Length(0.0, 0.0)
-        self.reckoning = Reckoning()
+        self.length = ExpectedLength(0.0, 0.0)
+        self.reckoning = ScoredRequest()
         self.points = 0.0
         """All but the waiting."""
         self.which = 0
@@ -293,7 +295,7 @@ class TicketBatch(LimitedRequests):
             return (LEVEL, asked_at, asked_at, ticket_id)
         return (RISING, due, asked_at, ticket_id)
 
-    def reckoned(self, length: Length, reckoning: Reckoning, points: float) -> None:
+    def reckoned(self, length: ExpectedLength, reckoning: ScoredRequest, points: float) -> None:
         """Store the results of a calculation."""
         self.length, self.reckoning, self.points = length, reckoning, points
         self.seconds = length.seconds if self.asked_seconds is None else self.asked_seconds
@@ -417,14 +419,14 @@ class Book:
     """All tickets, found by id, by age and in the order of their points."""
 
     def __init__(
-        self, policy: QueuePolicy, lengths: Lengths, points: Points, limiter: Limiter
+        self, policy: QueuePolicy, lengths: SessionLengths, points: Points, limiter: Limiter
     ) -> None:
         self._policy = policy
         self._lengths = lengths
         self._points = points
         self._limiter = limiter
-        self.tickets: dict[str, Waiting] = {}
-        self.waiting: Mapping[str, Waiting] = MappingProxyType(self.tickets)
+        self.tickets: dict[str, WaitingTicket] = {}
+        self.waiting: Mapping[str, WaitingTicket] = MappingProxyType(self.tickets)
         self.line = OrderedBatches(policy.waiting_point_seconds)
         self.limited: dict[TicketBatch, None] = {}
         """Batches that a limit may keep waiting."""
@@ -447,7 +449,7 @@ class Book:
         """Return the batch of a waiting ticket."""
         return self._batches[ticket_id]
 
-    def add(self, ticket: Waiting, now: float) -> None:
+    def add(self, ticket: WaitingTicket, now: float) -> None:
         """Add a ticket."""
         batch = self._batch_for(ticket)
         place = (ticket.asked_at, ticket.id)
@@ -525,7 +527,7 @@ class Book:
                 self.look(entry[4], now)
         self.line.settle(now)
 
-    def _batch_for(self, ticket: Waiting) -> TicketBatch:
+    def _batch_for(self, ticket: WaitingTicket) -> TicketBatch:
         terms = (
             ticket.member,
             ticket.group,

@@ -19,10 +19,10 @@ from ..devices.service import DeviceService
 from ..devices.snapshots import InventorySnapshot
 from ..leases.models import Request
 from .delegation import DelegationService
-from .estimates import Ahead
-from .models import Decision, Estimate, Ranked, Ticket, Waiting
+from .estimates import DevicesAhead
+from .models import Decision, Estimate, RankedTicket, Ticket, WaitingTicket
 from .settings import GPUQueue
-from .standing import Standing, waits_for
+from .standing import QueuePosition, waits_for
 from .state import QueueState
 
 PLANNED = 8
@@ -76,10 +76,10 @@ class PositionService:
         self.line = line
         self.devices = devices
         self.delegation = delegation
-        self._standings: tuple[tuple[int, float], dict[str, Standing]] = ((-1, 0.0), {})
+        self._standings: tuple[tuple[int, float], dict[str, QueuePosition]] = ((-1, 0.0), {})
         self._outlooks: tuple[float, dict[Request, Outlook]] = (-math.inf, {})
 
-    def standings(self) -> dict[str, Standing]:
+    def standings(self) -> dict[str, QueuePosition]:
         """Return every ticket's position, reason and estimate, by ticket id."""
         if self.delegation.delegate is not None:
             return self.delegation.standings()
@@ -95,7 +95,7 @@ class PositionService:
         self._standings = ((revision, now), found)
         return found
 
-    def order(self) -> list[tuple[Ticket, Ranked, Standing]]:
+    def order(self) -> list[tuple[Ticket, RankedTicket, QueuePosition]]:
         """Return the whole queue with all scores and their parts, first next, for admins."""
         if self.delegation.delegate is not None:
             return self.delegation.order()
@@ -177,7 +177,7 @@ class PositionService:
 
     def _stand(
         self, waiting: Sequence[Ticket], decision: Decision, now: float
-    ) -> dict[str, Standing]:
+    ) -> dict[str, QueuePosition]:
         """Return the standings of all waiting tickets, first next."""
         found = {}
         why_of = self._reasons()
@@ -185,7 +185,7 @@ class PositionService:
         estimates = self._estimates(waiting, decision, latest, now)
         for place, ticket in enumerate(waiting, start=1):
             planned = decision.planned.get(ticket.id)
-            found[ticket.id] = Standing(
+            found[ticket.id] = QueuePosition(
                 place=place,
                 of=len(waiting),
                 why=why_of(ticket.request, decision.held_back.get(ticket.id, "")),
@@ -220,7 +220,7 @@ class PositionService:
         found: dict[str, Estimate] = {}
         if closures.GRANTING in self.line.closed:
             return found
-        ahead = Ahead()
+        ahead = DevicesAhead()
         for some in _batches(waiting):
             # Release the lock in between: a new request need not wait for all of them.
             with self.line.lock:
@@ -265,7 +265,7 @@ class PositionService:
         if paused:
             return Outlook(free, total, at_once=False, ahead=ahead)
         most = self._ends(kinds, ahead + request.devices - free, now)
-        newcomer = Waiting(
+        newcomer = WaitingTicket(
             id="", member="", devices=request.devices, kinds=kinds, asked_at=now
         )  # fmt: skip
         estimate = self.line.expected.guess(newcomer, ahead, now, most)

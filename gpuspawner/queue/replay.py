@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Protocol
 
-from .models import Decision, Running, Waiting
+from .models import Decision, RunningLease, WaitingTicket
 
 ANY = "any"
 """The kind of all devices if kinds do not matter."""
@@ -40,13 +40,13 @@ class TraceJob:
     """The requested session length; None if there was none."""
 
 
-class Player(Protocol):
+class ReplayTarget(Protocol):
     """What a replay drives: :class:`gpuspawner.queue.scheduler.Scheduler`, or another policy."""
 
-    def submit(self, ticket: Waiting) -> None:
+    def submit(self, ticket: WaitingTicket) -> None:
         """Add a waiting ticket."""
 
-    def started(self, lease: Running) -> None:
+    def started(self, lease: RunningLease) -> None:
         """Record that a lease began; it has the id of its ticket."""
 
     def ended(self, lease_id: str, at: float) -> None:
@@ -57,7 +57,7 @@ class Player(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayResult:
     """The start of each job."""
 
     jobs: Sequence[TraceJob]
@@ -72,8 +72,11 @@ class Replayed:
 
 
 def replay_trace(
-    jobs: Sequence[TraceJob], devices: Mapping[str, int], player: Player, wake_seconds: float = 0.0
-) -> Replayed:
+    jobs: Sequence[TraceJob],
+    devices: Mapping[str, int],
+    player: ReplayTarget,
+    wake_seconds: float = 0.0,
+) -> ReplayResult:
     """Replay ``jobs`` (in the order of their requests) on this many devices by kind.
 
     At each moment ends come first, then requests, then one decision. A job that does not fit even
@@ -129,11 +132,11 @@ def replay_trace(
             wake_at = now + wake_seconds
     if waiting:
         raise RuntimeError(f"{waiting} tickets wait for ever: the policy starts none of them")
-    return Replayed(jobs, starts, devices)
+    return ReplayResult(jobs, starts, devices)
 
 
-def _ticket(at: int, job: TraceJob) -> Waiting:
-    return Waiting(
+def _ticket(at: int, job: TraceJob) -> WaitingTicket:
+    return WaitingTicket(
         id=str(at),
         member=job.member,
         group=job.group,
@@ -144,8 +147,8 @@ def _ticket(at: int, job: TraceJob) -> Waiting:
     )
 
 
-def _lease(at: int, job: TraceJob, kind: str, now: float) -> Running:
-    return Running(
+def _lease(at: int, job: TraceJob, kind: str, now: float) -> RunningLease:
+    return RunningLease(
         id=str(at),
         member=job.member,
         group=job.group,
@@ -170,7 +173,7 @@ So a few seconds of waiting are no disaster for a job that lasted none.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class ReplayFigures:
     """Figures of a replay. Waits are in hours."""
 
     jobs: int
@@ -192,7 +195,7 @@ class Figures:
     """
 
 
-def figures(replayed: Replayed, first: int = 0, last: int | None = None) -> Figures:
+def figures(replayed: ReplayResult, first: int = 0, last: int | None = None) -> ReplayFigures:
     """Return the figures of the jobs from ``first`` up to ``last`` (exclusive), without refused."""
     chosen = [
         (job, start - job.asked_at)
@@ -200,7 +203,7 @@ def figures(replayed: Replayed, first: int = 0, last: int | None = None) -> Figu
         if not math.isnan(start)
     ]
     if not chosen:
-        return Figures(
+        return ReplayFigures(
             jobs=0, mean=0.0, p50=0.0, p95=0.0, longest=0.0,
             worst_group=0.0, slowdown=1.0, utilisation=0.0, fairness=1.0,
         )  # fmt: skip
@@ -215,7 +218,7 @@ def figures(replayed: Replayed, first: int = 0, last: int | None = None) -> Figu
     begin = min(job.asked_at for job, _ in chosen)
     end = max(job.asked_at + wait + job.duration for job, wait in chosen)
     whole = sum(replayed.devices.values()) * (end - begin)
-    return Figures(
+    return ReplayFigures(
         jobs=len(chosen),
         mean=_mean(waits) / HOUR,
         p50=waits[len(waits) // 2] / HOUR,
@@ -352,7 +355,7 @@ NEWEST = 0.1
 """The weight of the newest duration in the average that history ranking uses."""
 
 
-def make(name: str, jobs: Sequence[TraceJob]) -> Player:
+def make(name: str, jobs: Sequence[TraceJob]) -> ReplayTarget:
     """Create a policy of :data:`NAMES`; ``jobs`` is for those that know the future."""
     return NAMES[name](jobs)
 
@@ -366,12 +369,12 @@ class _Fifo:
     """First come, first served; a ticket that does not fit holds up everybody behind it."""
 
     def __init__(self) -> None:
-        self.line: deque[Waiting] = deque()
+        self.line: deque[WaitingTicket] = deque()
 
-    def submit(self, ticket: Waiting) -> None:
+    def submit(self, ticket: WaitingTicket) -> None:
         self.line.append(ticket)
 
-    def started(self, lease: Running) -> None:
+    def started(self, lease: RunningLease) -> None:
         pass
 
     def ended(self, lease_id: str, at: float) -> None:
@@ -399,7 +402,7 @@ class _Easy(_Fifo):
         self.ends: dict[str, list[tuple[float, str, int]]] = defaultdict(list)
         self.looked_at = -math.inf
 
-    def started(self, lease: Running) -> None:
+    def started(self, lease: RunningLease) -> None:
         for kind, devices in lease.held.items():
             end = lease.started_at + self.jobs[int(lease.id)].duration
             insort(self.ends[kind], (end, lease.id, devices))
@@ -448,17 +451,17 @@ class _Easy(_Fifo):
 class _Ranked:
     """The smallest key goes first; a ticket that does not fit lets others pass."""
 
-    def __init__(self, key: Callable[[Waiting], float]) -> None:
+    def __init__(self, key: Callable[[WaitingTicket], float]) -> None:
         self.key = key
-        self.lines: dict[tuple[frozenset[str], int], list[tuple[float, int, Waiting]]] = {}
+        self.lines: dict[tuple[frozenset[str], int], list[tuple[float, int, WaitingTicket]]] = {}
         self.count = 0
 
-    def submit(self, ticket: Waiting) -> None:
+    def submit(self, ticket: WaitingTicket) -> None:
         self.count += 1
         line = self.lines.setdefault((ticket.kinds, ticket.devices), [])
         heapq.heappush(line, (self.key(ticket), self.count, ticket))
 
-    def started(self, lease: Running) -> None:
+    def started(self, lease: RunningLease) -> None:
         pass
 
     def ended(self, lease_id: str, at: float) -> None:
@@ -483,9 +486,9 @@ class _History(_Ranked):
     def __init__(self) -> None:
         super().__init__(lambda ticket: ticket.devices * math.exp(self._expected(ticket)))
         self.known: dict[tuple[str, int], float] = {}
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningLease] = {}
 
-    def started(self, lease: Running) -> None:
+    def started(self, lease: RunningLease) -> None:
         self.running[lease.id] = lease
 
     def ended(self, lease_id: str, at: float) -> None:
@@ -494,7 +497,7 @@ class _History(_Ranked):
         like = lease.group or lease.member, lease.devices
         self.known[like] = seen * NEWEST + self.known.get(like, seen) * (1 - NEWEST)
 
-    def _expected(self, ticket: Waiting) -> float:
+    def _expected(self, ticket: WaitingTicket) -> float:
         return self.known.get((ticket.group or ticket.member, ticket.devices), math.log(3600.0))
 
 
@@ -505,15 +508,15 @@ class _FairShare:
     """
 
     def __init__(self) -> None:
-        self.lines: dict[str, deque[Waiting]] = {}
-        self.running: dict[str, Running] = {}
+        self.lines: dict[str, deque[WaitingTicket]] = {}
+        self.running: dict[str, RunningLease] = {}
         self.used: dict[str, tuple[float, int, float]] = {}
         """By group: device-seconds as of a moment, devices in use, the moment."""
 
-    def submit(self, ticket: Waiting) -> None:
+    def submit(self, ticket: WaitingTicket) -> None:
         self.lines.setdefault(ticket.group or ticket.member, deque()).append(ticket)
 
-    def started(self, lease: Running) -> None:
+    def started(self, lease: RunningLease) -> None:
         self.running[lease.id] = lease
         self._change(lease.group or lease.member, lease.devices, lease.started_at)
 
@@ -544,13 +547,13 @@ class _FairShare:
         self.used[group] = self._use(group, now), before + devices, now
 
 
-def _fits(ticket: Waiting, left: Mapping[str, int]) -> str:
+def _fits(ticket: WaitingTicket, left: Mapping[str, int]) -> str:
     """Return the fitting kind with the most free devices, or ``""`` if none has enough."""
     best = max(ticket.kinds, key=lambda kind: left.get(kind, 0))
     return best if left.get(best, 0) >= ticket.devices else ""
 
 
-NAMES: Mapping[str, Callable[[Sequence[TraceJob]], Player]] = {
+NAMES: Mapping[str, Callable[[Sequence[TraceJob]], ReplayTarget]] = {
     "fifo": lambda jobs: _Fifo(),
     "easy": _Easy,
     "fair-share": lambda jobs: _FairShare(),

@@ -81,7 +81,7 @@ _Release = tuple[float, str, int]
 """When, which lease, how many devices of one kind."""
 
 
-class Planned(NamedTuple):
+class PlannedStart(NamedTuple):
     """When enough devices of a kind are free together."""
 
     at: float
@@ -89,7 +89,7 @@ class Planned(NamedTuple):
     """How many more are free then."""
 
 
-class Releases:
+class ReleaseTimes:
     """The ends of leases, by kind and in order."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Releases:
 
     def together(
         self, kind: str, devices: int, free: int, now: float, starts: Sequence[_Release]
-    ) -> Planned | None:
+    ) -> PlannedStart | None:
         """Return when ``devices`` are free at once, with ``free`` now and no other grants.
 
         ``starts`` are releases of what starts now. Returns None if there will never be enough.
@@ -157,7 +157,7 @@ class Releases:
             free += count
             if reached is None and free >= devices:
                 reached = at
-        return None if reached is None else Planned(reached, free - devices)
+        return None if reached is None else PlannedStart(reached, free - devices)
 
 
 class ReleasePlan:
@@ -215,7 +215,7 @@ class _KeptDevices:
 
     __slots__ = ("at", "no_guess", "spare")
 
-    def __init__(self, planned: Planned, no_guess: bool) -> None:
+    def __init__(self, planned: PlannedStart, no_guess: bool) -> None:
         self.at = planned.at
         self.spare = planned.spare
         self.no_guess = no_guess
@@ -234,7 +234,7 @@ class Round:
         now: float,
         free: Mapping[str, int],
         capacity: Capacity,
-        releases: Releases,
+        releases: ReleaseTimes,
         guess_again: Callable[[float], None],
     ) -> None:
         """Start a round.
@@ -337,7 +337,7 @@ class Round:
         return (-1.0, room, -1.0, room_of_guess)
 
 
-class Aged:
+class OverdueTickets:
     """Overdue tickets: served first as devices allow, within a share of them."""
 
     def __init__(self, policy: QueuePolicy) -> None:

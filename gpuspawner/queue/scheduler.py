@@ -15,24 +15,24 @@ from .models import (
     EndedSession,
     QueueLimits,
     QueuePolicy,
-    Ranked,
-    Running,
+    RankedTicket,
+    RunningLease,
     ScorePart,
-    Waiting,
+    WaitingTicket,
 )
 from .ordering import BY_AGE, FIRST, LAST, POSITION, Book, Key, Points, TicketBatch
-from .rounds import Aged, Capacity, ReleasePlan, Releases, Round, Walk
-from .session_lengths import Alike, Lengths
+from .rounds import Capacity, OverdueTickets, ReleasePlan, ReleaseTimes, Round, Walk
+from .session_lengths import SessionLengths, SimilarSessions
 
 
 @dataclass(slots=True)
 class _Lease:
     """A running lease and what its end will teach."""
 
-    lease: Running
+    lease: RunningLease
     devices: int
     number: int
-    alike: Alike
+    alike: SimilarSessions
     batch: TicketBatch | None
     aged: bool
     """It went first because it was overdue."""
@@ -58,16 +58,16 @@ class Scheduler:
         self.policy = policy or QueuePolicy()
         self._points = Points(self.policy, member_weights or {}, group_weights or {})
         self._limiter = Limiter(member_limits or QueueLimits(), group_limits or {})
-        self._lengths = Lengths(self.policy.default_seconds, self.policy.samples)
+        self._lengths = SessionLengths(self.policy.default_seconds, self.policy.samples)
         self._book = Book(self.policy, self._lengths, self._points, self._limiter)
-        self._aged = Aged(self.policy)
-        self._releases = Releases()
+        self._aged = OverdueTickets(self.policy)
+        self._releases = ReleaseTimes()
         self._capacity = Capacity({}, 0.0)
         self._leases: dict[str, _Lease] = {}
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningLease] = {}
         self._latest = -math.inf
-        self.waiting: Mapping[str, Waiting] = self._book.waiting
-        self.running: Mapping[str, Running] = MappingProxyType(self._running)
+        self.waiting: Mapping[str, WaitingTicket] = self._book.waiting
+        self.running: Mapping[str, RunningLease] = MappingProxyType(self._running)
 
     def set_capacity(self, devices: Mapping[str, int]) -> None:
         """Set how many devices can be leased at all, by kind: shares are fractions of them."""
@@ -76,7 +76,7 @@ class Scheduler:
 
     # Events.
 
-    def submit(self, ticket: Waiting) -> None:
+    def submit(self, ticket: WaitingTicket) -> None:
         """Add a waiting ticket; one with the same id is replaced."""
         now = max(self._latest, ticket.asked_at)
         before = self.waiting.get(ticket.id)
@@ -91,7 +91,7 @@ class Scheduler:
         if ticket_id in self.waiting:
             self._book.remove(ticket_id, self._latest)
 
-    def started(self, lease: Running) -> None:
+    def started(self, lease: RunningLease) -> None:
         """Record that a lease began; its ticket, if it had one, leaves the queue."""
         if lease.id in self._leases:
             self.ended(lease.id, lease.started_at)
@@ -182,7 +182,7 @@ class Scheduler:
         self._limiter.give_back()
         return Decision(tuple(walk.starts), round_.planned, held_back, round_.on)
 
-    def order(self, now: float) -> list[Ranked]:
+    def order(self, now: float) -> list[RankedTicket]:
         """Return all waiting tickets, first next, each with the parts of its score."""
         self._latest = now
         self._book.look_at_all(now)
@@ -191,7 +191,7 @@ class Scheduler:
         ranked = []
         for place, key in enumerate(self._in_order(now, aged), start=1):
             parts = self._parts(key, now, key[3] in first)
-            ranked.append(Ranked(key[3], place, sum(part.points for part in parts), parts))
+            ranked.append(RankedTicket(key[3], place, sum(part.points for part in parts), parts))
         return ranked
 
     def in_line(self, now: float) -> list[str]:
@@ -230,7 +230,7 @@ class Scheduler:
             if ticket_id not in starting
         }
 
-    def _ends(self, lease: Running, at: float) -> None:
+    def _ends(self, lease: RunningLease, at: float) -> None:
         self._releases.put(lease.id, lease.held, at, guess=lease.ends_at is None)
         self._limiter.put(lease, at)
 

@@ -37,7 +37,7 @@ _MEDIAN = 0.6
 """The share of sessions that end before the expected length: a little on the safe side."""
 
 
-class Length(NamedTuple):
+class ExpectedLength(NamedTuple):
     """The expected length of a session."""
 
     seconds: float
@@ -53,14 +53,14 @@ class Length(NamedTuple):
 class _Estimated(NamedTuple):
     """The latest estimate for similar sessions, and what it was made of."""
 
-    length: Length
+    length: ExpectedLength
     ends: int
     most: float | None
     number: int
     at: float
 
 
-class Alike:
+class SimilarSessions:
     """Sessions of one member, group and number of devices, numbered in order of request."""
 
     __slots__ = (
@@ -148,24 +148,24 @@ class Alike:
         return self._ended[low:high], self._since[max(first, last - 2 * most) : last]
 
 
-class Lengths:
+class SessionLengths:
     """Everything known about session lengths."""
 
     def __init__(self, default: float, samples: int) -> None:
         self._default = default
         self._samples = samples
-        self._alike: dict[tuple[str, str, int], Alike] = {}
+        self._alike: dict[tuple[str, str, int], SimilarSessions] = {}
         self._latest: dict[tuple[str, ...], deque[float]] = {}
 
-    def alike(self, member: str, group: str, devices: int) -> Alike:
+    def alike(self, member: str, group: str, devices: int) -> SimilarSessions:
         """Return the record of sessions of these three."""
         key = (member, group, devices)
         found = self._alike.get(key)
         if found is None:
-            found = self._alike[key] = Alike(member, group, devices)
+            found = self._alike[key] = SimilarSessions(member, group, devices)
         return found
 
-    def end(self, alike: Alike, number: int, started_at: float, seconds: float) -> None:
+    def end(self, alike: SimilarSessions, number: int, started_at: float, seconds: float) -> None:
         """Record that a session ended after ``seconds``."""
         alike.end(number, started_at, seconds)
         if alike.ends > 2 * _FEW:
@@ -173,7 +173,9 @@ class Lengths:
         for key in _wider(alike):
             self._latest.setdefault(key, deque(maxlen=_FEW)).append(seconds)
 
-    def estimate(self, alike: Alike, number: int, now: float, most: float | None) -> Length:
+    def estimate(
+        self, alike: SimilarSessions, number: int, now: float, most: float | None
+    ) -> ExpectedLength:
         """Return the expected length of the session with this number, at most ``most`` seconds."""
         last = alike.estimated
         if (
@@ -189,11 +191,11 @@ class Lengths:
             done += self._otherwise(alike, most)
         length = _weigh(done, [now - start for start in since])
         if most is not None:
-            length = Length(min(length.seconds, most), min(length.cost, most))
+            length = ExpectedLength(min(length.seconds, most), min(length.cost, most))
         alike.estimated = _Estimated(length, alike.ends, most, number, now)
         return length
 
-    def end_of(self, alike: Alike, number: int, started_at: float, now: float) -> float:
+    def end_of(self, alike: SimilarSessions, number: int, started_at: float, now: float) -> float:
         """Return when a running session is expected to end, in seconds since 1970."""
         age = now - started_at
         done, _ = alike.witnesses(number, self._samples)
@@ -204,7 +206,7 @@ class Lengths:
         length = longer[len(longer) // 2] if longer else max(2 * age, age + 600.0)
         return started_at + length
 
-    def _otherwise(self, alike: Alike, most: float | None) -> list[float]:
+    def _otherwise(self, alike: SimilarSessions, most: float | None) -> list[float]:
         """Return lengths to use without evidence.
 
         Lengths of others if similar sessions were hardly ever seen; else from very short to very
@@ -219,7 +221,7 @@ class Lengths:
         return [typical / 30, typical, 10 * typical]
 
 
-def _wider(alike: Alike) -> tuple[tuple[str, ...], ...]:
+def _wider(alike: SimilarSessions) -> tuple[tuple[str, ...], ...]:
     """Return keys from the nearest likeness to the farthest."""
     size = str(alike.devices)
     keys: list[tuple[str, ...]] = [("size", size), ("all",)]
@@ -230,7 +232,7 @@ def _wider(alike: Alike) -> tuple[tuple[str, ...], ...]:
     return tuple(keys)
 
 
-def _weigh(done: list[float], ages: list[float]) -> Length:
+def _weigh(done: list[float], ages: list[float]) -> ExpectedLength:
     """Return the expected length, where some lengths are only known to exceed an age.
 
     The curve for running sessions is the product-limit estimate of survival.
@@ -257,4 +259,4 @@ def _weigh(done: list[float], ages: list[float]) -> Length:
             expected = value
     if not expected:
         expected = 2 * max(before, ages[-1])
-    return Length(expected, math.sqrt(expected / most_ends))
+    return ExpectedLength(expected, math.sqrt(expected / most_ends))

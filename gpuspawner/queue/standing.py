@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from ..core.times import clock
 from ..devices.placement import format_memory
 from ..leases.models import Request
-from .models import Estimate, Ranked, ScorePart
+from .models import Estimate, RankedTicket, ScorePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class ScoreDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class TicketComparison:
     """Two tickets at their positions, and the differences between their scores."""
 
-    first: Ranked
+    first: RankedTicket
     """The ticket that goes first."""
-    second: Ranked
+    second: RankedTicket
     differences: tuple[ScoreDifference, ...]
     """All parts that either has, the largest difference first."""
 
@@ -41,7 +41,7 @@ class Comparison:
         return self.first.score - self.second.score
 
 
-def compare(one: Ranked, other: Ranked) -> Comparison:
+def compare(one: RankedTicket, other: RankedTicket) -> TicketComparison:
     """Compare two tickets, given in any order."""
     first, second = sorted((one, other), key=lambda ranked: ranked.place)
     mine = {part.name: part for part in first.parts}
@@ -50,7 +50,7 @@ def compare(one: Ranked, other: Ranked) -> Comparison:
         ScoreDifference(name, mine.get(name), theirs.get(name)) for name in {**mine, **theirs}
     ]
     differences.sort(key=lambda difference: -abs(difference.points))
-    return Comparison(first, second, tuple(differences))
+    return TicketComparison(first, second, tuple(differences))
 
 
 def _points(part: ScorePart | None) -> float:
@@ -58,7 +58,7 @@ def _points(part: ScorePart | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class QueuePosition:
     """A ticket's position and estimate at one moment."""
 
     place: int

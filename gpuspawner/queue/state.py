@@ -13,13 +13,13 @@ import sqlalchemy as sa
 
 from ..devices import closures
 from ..devices.models import Device
-from ..devices.placement import Fleet, leasable, suitable
+from ..devices.placement import PlacementIndex, leasable, suitable
 from ..devices.snapshots import InventorySnapshot
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, Request, Slot
 from . import repository
-from .estimates import Ahead, Estimator, Waited
-from .models import EndedSession, Estimate, Priority, Running, Ticket, Waiting
+from .estimates import DevicesAhead, Estimator, PastWait
+from .models import EndedSession, Estimate, Priority, RunningLease, Ticket, WaitingTicket
 from .repository import Start
 from .scheduler import Scheduler
 
@@ -29,7 +29,7 @@ def kind(model: str, memory_bytes: int) -> str:
     return f"{model}/{memory_bytes}"
 
 
-class Expected:
+class QueueEstimator:
     """An :class:`Estimator` that gets every event of its queue.
 
     Callers hold the lock of the queue.
@@ -43,7 +43,7 @@ class Expected:
     def learn(self, starts: Iterable[Start]) -> None:
         """Learn from starts before this process first read the store."""
         self._estimator.learn(
-            Waited(
+            PastWait(
                 asked_at=start.asked_at.timestamp(),
                 started_at=start.granted_at.timestamp(),
                 devices=start.devices,
@@ -53,7 +53,7 @@ class Expected:
             for start in starts
         )
 
-    def asked(self, ticket: Waiting) -> None:
+    def asked(self, ticket: WaitingTicket) -> None:
         """Record that a ticket waits or was changed."""
         self._known.add(ticket.id)
         self._estimator.asked(ticket)
@@ -62,7 +62,7 @@ class Expected:
         """Record that devices were granted, with or without a ticket."""
         self._known.discard(lease.ticket_id or "")
         self._estimator.started(
-            Running(
+            RunningLease(
                 id=lease.id,
                 member=lease.server.user,
                 group=lease.group,
@@ -80,13 +80,17 @@ class Expected:
         self._known -= gone
 
     def guess(
-        self, newcomer: Waiting, ahead: int, now: float, most: float | None
+        self, newcomer: WaitingTicket, ahead: int, now: float, most: float | None
     ) -> Estimate | None:
         """Return the estimate of a ticket if it were requested now; nothing is kept."""
         return self._estimator.guess(newcomer, now, ahead, most)
 
     def estimates(
-        self, line: Sequence[Waiting], ahead: Ahead, latest: Mapping[str, float], now: float
+        self,
+        line: Sequence[WaitingTicket],
+        ahead: DevicesAhead,
+        latest: Mapping[str, float],
+        now: float,
     ) -> dict[str, Estimate]:
         """Return the estimates of the next tickets on a walk along the queue, where there are any.
 
@@ -119,10 +123,10 @@ def model_of(kind: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
+class DeviceSupply:
     """What the queue is served from, at one moment."""
 
-    fleet: Fleet
+    fleet: PlacementIndex
     free: Mapping[str, int]
     """Devices that could be granted now, by kind."""
     usable: Mapping[str, int]
@@ -139,10 +143,10 @@ class QueueState:
     def __init__(self, scheduler: Scheduler) -> None:
         self.lock = threading.RLock()
         self.scheduler = scheduler
-        self.expected = Expected()
+        self.expected = QueueEstimator()
         self.tickets: dict[str, Ticket] = {}
         self.closed: dict[str, closures.Closure] = {}
-        self.supply = Supply(Fleet((), {}), {}, {})
+        self.supply = DeviceSupply(PlacementIndex((), {}), {}, {})
         self.revision = 0
         """Increases with everything that may change an order, a position or an estimate."""
         self.clock_version = 0
@@ -157,7 +161,7 @@ class QueueState:
         """Read everything again, because the clock was set and all stored times were moved."""
         self.scheduler, self.tickets, self._synced_at = scheduler, {}, None
         self._alone, self._versions, self._leases = {}, {}, {}
-        self.supply = Supply(Fleet((), {}), {}, {})
+        self.supply = DeviceSupply(PlacementIndex((), {}), {}, {})
         self.revision += 1
 
     @property
@@ -231,14 +235,14 @@ class QueueState:
 
     # Parts of a sync.
 
-    def _sync_supply(self, fleet: Fleet, taken: frozenset[str]) -> bool:
+    def _sync_supply(self, fleet: PlacementIndex, taken: frozenset[str]) -> bool:
         before = self.supply
         closed = {Slot(uuid).text for uuid in self.closed if uuid in fleet.by_uuid}
         free = fleet.free(taken | closed) - self.closed.keys()
         able = [
             d for d in fleet.devices if leasable(d) is None and d.uuid not in self.closed
         ]  # fmt: skip
-        self.supply = Supply(
+        self.supply = DeviceSupply(
             fleet,
             Counter(kind_of(fleet.by_uuid[uuid]) for uuid in free),
             Counter(kind_of(device) for device in able),
@@ -250,7 +254,7 @@ class QueueState:
             self.scheduler.set_capacity(self.supply.usable)
         return fleet is not before.fleet or self.supply != before
 
-    def _sync_leases(self, connection: sa.Connection, fleet: Fleet, now: datetime) -> bool:
+    def _sync_leases(self, connection: sa.Connection, fleet: PlacementIndex, now: datetime) -> bool:
         found = repository.lease_marks(connection)
         if found == self._leases and self._synced_at is not None:
             return False
@@ -273,7 +277,7 @@ class QueueState:
         self._leases = found
         return True
 
-    def _tell_of(self, lease: Lease, fleet: Fleet) -> None:
+    def _tell_of(self, lease: Lease, fleet: PlacementIndex) -> None:
         """Tell the scheduler about a lease that is new or whose end moved."""
         ends_at = _seconds(lease.ends_at) if lease.ends_at else None
         if lease.id in self.scheduler.running:
@@ -285,7 +289,7 @@ class QueueState:
             self.expected.granted(lease, held)
         if held:
             self.scheduler.started(
-                Running(
+                RunningLease(
                     id=lease.id,
                     member=lease.server.user,
                     group=lease.group,
@@ -315,9 +319,9 @@ class QueueState:
         self.scheduler.submit(waiting)
         self.expected.asked(waiting)
 
-    def waiting(self, ticket: Ticket) -> Waiting:
+    def waiting(self, ticket: Ticket) -> WaitingTicket:
         """Return a ticket as the scheduler sees it."""
-        return Waiting(
+        return WaitingTicket(
             id=ticket.id,
             member=ticket.server.user,
             group=ticket.group,
@@ -339,7 +343,7 @@ class QueueState:
         return frozenset(kind for kind, devices in fitting.items() if devices >= count)
 
 
-def _kind_held(uuid: str, fleet: Fleet) -> str:
+def _kind_held(uuid: str, fleet: PlacementIndex) -> str:
     device = fleet.by_uuid.get(uuid)
     return kind_of(device) if device else ""
 

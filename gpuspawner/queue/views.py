@@ -21,7 +21,7 @@ from ..web.pages import FormPage, Page
 from ..web.schemas import WhyBody
 from . import schemas
 from .models import Ticket
-from .standing import Comparison, compare
+from .standing import TicketComparison, compare
 
 MOST = 200
 """Maximum number of tickets on the page."""
@@ -197,7 +197,7 @@ class TicketPage(QueueForms):
         )
 
 
-class GiveUp(Page):
+class CancelTicketPage(Page):
     """The form that cancels a member's own ticket."""
 
     async def get(self, ticket_id: str) -> None:
@@ -244,7 +244,7 @@ def change_of(
     return partial(services.queue.cancel, reason=sent(WhyBody).reason)
 
 
-def _comparison(line: view_models.WholeLine, one: str, other: str) -> Comparison | None:
+def _comparison(line: view_models.QueueView, one: str, other: str) -> TicketComparison | None:
     """Return the comparison of two tickets, or None if none are named."""
     if not one and not other:
         return None
@@ -264,7 +264,7 @@ QUEUE_HANDLERS = [
     ("queue/devices", DrainForm),
     (f"queue/{_TICKET}", TicketPage),
     (f"queue/{_TICKET}/(move|boost|cancel)", TicketPage),
-    (f"tickets/{_TICKET}/cancel", GiveUp),
+    (f"tickets/{_TICKET}/cancel", CancelTicketPage),
 ]
 
 

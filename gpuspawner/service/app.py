@@ -34,12 +34,12 @@ from ..services import Services
 from ..settings import CLASSES
 from ..web import app as web_app
 from ..web import pages
-from .cluster_sync import LooksAtCluster
-from .device_monitor import WatchesContainers
+from .cluster_sync import ClusterSync
+from .device_monitor import GPULossMonitor
 from .disk_monitor import disk_rounds
 from .hub_client import HubClient
-from .image_prefetch import PullsAhead
-from .member_duties import MEMBERS_EVERY, CreditDuty, Leaving, Members, Refilling
+from .image_prefetch import ImagePrefetcher
+from .member_duties import MEMBERS_EVERY, CreditDuty, FolderOwnerDuty, Members, RefillDuty
 from .notifier import GPUNotifications, Notifier
 from .session_duties import GPUSessions, SessionDuty
 from .supervisor import Supervisor, Watchdog
@@ -75,7 +75,7 @@ ENGINES: dict[str, Callable[[Services], Engine]] = {
 }
 
 
-class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
+class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
     """Charges, warns, stops what nobody pays for, reconciles, tells members, serves the pages.
 
     The Hub runs it as a service; ``gpuspawner.add_services(c)`` says so in its configuration.
@@ -231,9 +231,9 @@ class Accounting(WatchesContainers, PullsAhead, LooksAtCluster, Application):
             (tick.charge_pause, "Charges", tick.charge),
             (SESSIONS_EVERY, "Sessions", sessions.round),
             (CREDITS_EVERY, "Credits", credits.round),
-            (REFILLS_EVERY, "Refills", Refilling(tick).round),
+            (REFILLS_EVERY, "Refills", RefillDuty(tick).round),
             (MEMBERS_EVERY, "Members", Members(tick, sessions.poke).round),
-            (LEAVING_EVERY, "Folders", Leaving(tick).round),
+            (LEAVING_EVERY, "Folders", FolderOwnerDuty(tick).round),
             *self.cluster_rounds(tick),
             *disk_rounds(tick, sessions.poke),
         ]

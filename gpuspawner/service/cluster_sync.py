@@ -24,14 +24,14 @@ SETTLED = timedelta(minutes=10)
 """After this time both sides know the end of a session."""
 
 
-class LooksAtCluster(SingletonConfigurable):
+class ClusterSync(SingletonConfigurable):
     """A service that keeps a cluster's scheduler and the ledger in agreement."""
 
     def cluster_rounds(self, tick: Tick) -> list[Round]:
         """Return these duties; none without a cluster."""
         if not tick.services.settings.slurm.cluster_file:
             return []
-        duties, every = OnCluster(tick), tick.services.settings.slurm.sync_seconds
+        duties, every = ClusterDuty(tick), tick.services.settings.slurm.sync_seconds
         return [
             (every, "Members in Slurm", duties.members),
             (every, "Jobs beside servers", duties.jobs),
@@ -39,7 +39,7 @@ class LooksAtCluster(SingletonConfigurable):
         ]
 
 
-class OnCluster:
+class ClusterDuty:
     """Rounds of these duties, one after the other each."""
 
     def __init__(self, tick: Tick) -> None:

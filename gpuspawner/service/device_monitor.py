@@ -14,7 +14,7 @@ from functools import partial
 from ..core.aio import side_by_side
 from ..core.errors import EngineUnavailable, GPUSpawnerError, Unavailable
 from ..devices.simulated import SimulatedSampler
-from ..devices.source import Sampled, Sampler
+from ..devices.source import Sampler, SamplingSource
 from ..engines.base import ProcessOwners
 from ..engines.docker import DockerEngine
 from ..engines.gpu_loss import LostDevices, cause_and_remedy
@@ -22,8 +22,8 @@ from ..leases.gpu_loss import KEPT, Restart
 from ..leases.models import Lease, ServerRef
 from ..monitoring.models import Sample
 from ..monitoring.service import GPUMonitoring
-from .health_monitor import ProbesDevices
-from .hub_client import Started
+from .health_monitor import HealthMonitor
+from .hub_client import StartAnswer
 from .sampler import Sampling, days
 from .supervisor import Supervisor
 from .worker import Round, Tick
@@ -74,7 +74,7 @@ PROCESSES_EVERY = 60.0
 """Seconds between two lists of the processes on a GPU, the driver's slowest query."""
 
 
-class SamplesUse(ProbesDevices):
+class GPUSampler(HealthMonitor):
     """A service that samples the devices of its host."""
 
     monitoring: GPUMonitoring
@@ -91,7 +91,7 @@ class SamplesUse(ProbesDevices):
         """Sample, and store complete minutes, until cancelled."""
         services = tick.services
         source = services.watch.source
-        if not self.monitoring.sample_seconds or not isinstance(source, Sampled):
+        if not self.monitoring.sample_seconds or not isinstance(source, SamplingSource):
             return
         sampler = source.sampler(PROCESSES_EVERY)
         sampling = Sampling(sampler, services.clock, self.monitoring.sample_seconds, tick.log)
@@ -162,23 +162,23 @@ TRIES = 3
 """After this many attempts, its member is asked to start it."""
 
 
-class WatchesContainers(SamplesUse):
+class GPULossMonitor(GPUSampler):
     """A service that checks containers with devices."""
 
     async def watch_devices(
         self, tick: Tick, supervisor: Supervisor, poke: Callable[[], None]
     ) -> None:
         """Sample devices, and check containers, until cancelled."""
-        rounds: list[Round] = [(RESTARTS_EVERY, "Restarts", Restarting(tick).round)]
+        rounds: list[Round] = [(RESTARTS_EVERY, "Restarts", RestartDuty(tick).round)]
         if seconds := self.monitoring.containers_seconds:
-            rounds.append((seconds, "GPUs in containers", Lost(tick, poke).round))
+            rounds.append((seconds, "GPUs in containers", GPULossDuty(tick, poke).round))
         await side_by_side(
             supervisor.keep("Use of GPUs", partial(self.remember_use, tick)),
             *(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds),
         )
 
 
-class Lost:
+class GPULossDuty:
     """Rounds of checks, one after the other; nothing blocks the event loop."""
 
     def __init__(self, tick: Tick, poke: Callable[[], None] = lambda: None) -> None:
@@ -216,7 +216,7 @@ class Lost:
         self._lost.add(lease.id)
 
 
-class Restarting:
+class RestartDuty:
     """Rounds that start servers again which have stopped for a restart."""
 
     def __init__(self, tick: Tick) -> None:
@@ -247,7 +247,7 @@ class Restarting:
             return
         self._tries[restart.server] = (tries + 1, now + AGAIN)
         started = await self.tick.hub.start_server(restart.server, None)
-        if started is Started.YES:
+        if started is StartAnswer.YES:
             self.tick.log.info("%s starts again with the GPUs that it had", restart.server)
         else:
             await self._give_up(restart, "the Hub does not start it any more")

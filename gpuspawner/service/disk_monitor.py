@@ -21,7 +21,7 @@ from docker.errors import NotFound
 from docker.utils import kwargs_from_env
 
 from ..core.errors import EngineUnavailable, Unavailable
-from ..engines.disk_usage import SPARE, Limited, limited, room, size, written_bytes
+from ..engines.disk_usage import SPARE, LimitedContainer, limited, room, size, written_bytes
 from ..engines.docker import DockerEngine
 from ..leases.models import Lease
 from ..slurm.cluster import Cluster
@@ -52,7 +52,7 @@ HERE = "this machine"
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class DiskMeasurement:
     """The last measurement on one engine, by a monotonic clock."""
 
     at: float
@@ -63,7 +63,7 @@ class Measured:
     step_bytes: float
 
 
-def is_due(last: Measured | None, now: float, free_bytes: int | None) -> bool:
+def is_due(last: DiskMeasurement | None, now: float, free_bytes: int | None) -> bool:
     """Return True if it is time to measure again. Pure."""
     if last is None:
         return True
@@ -122,7 +122,7 @@ class Disk:
         self._part = f"Disk of {machine}"
         self._is_here = machine == HERE
         self._root: str | None = None
-        self._last: Measured | None = None
+        self._last: DiskMeasurement | None = None
         self._warned: set[str] = set()
         self._measuring: dict[str, asyncio.Task[int | None]] = {}
         """Unfinished measurements, by lease id."""
@@ -165,7 +165,7 @@ class Disk:
         # Without any container, nobody knows how fast one may grow.
         step = STEP * min((x.limit_bytes for x in here), default=0)
         ended = time.monotonic()
-        self._last = Measured(ended, ended - began, free, step) if here else None
+        self._last = DiskMeasurement(ended, ended - began, free, step) if here else None
 
     def _room(self) -> tuple[int, int] | None:
         """Return free and total bytes of the engine's disk; None if unknown from here."""
@@ -174,7 +174,7 @@ class Disk:
             self._root = str(info.get("DockerRootDir", ""))
         return room(self._root)
 
-    async def _see_to(self, container: Limited, lease: Lease) -> int | None:
+    async def _see_to(self, container: LimitedContainer, lease: Lease) -> int | None:
         """Measure one container, and act on its size; None if its size is unknown."""
         try:
             async with self._gate:

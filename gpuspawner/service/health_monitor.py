@@ -18,8 +18,13 @@ from ..catalog.loader import WatchedCatalog
 from ..core.errors import GPUSpawnerError, Unavailable
 from ..devices.simulated import SimulatedSampler
 from ..devices.source import Sampler
-from ..engines.device_probe import Probed, Untried, probe_by_process, probe_in_container
-from ..monitoring.health import Signs
+from ..engines.device_probe import (
+    ProbeNotPossible,
+    ProbeResult,
+    probe_by_process,
+    probe_in_container,
+)
+from ..monitoring.health import SymptomWindow
 from ..monitoring.health_service import FoundSymptoms
 from ..monitoring.models import Sample
 from ..slurm.cluster import Node
@@ -37,39 +42,39 @@ LEAKS_EVERY = 6
 ONCE_MORE = 15.0
 """Seconds until a new probe, if the result could not be stored or passed on."""
 
-Probe = Callable[[str], Probed]
+Probe = Callable[[str], ProbeResult]
 """Probes the device with this UUID. Blocks. Raises Untried."""
 
 
-class ProbesDevices(SingletonConfigurable):
+class HealthMonitor(SingletonConfigurable):
     """A service that probes devices."""
 
     def health_duty(self, tick: Tick, sampling: Sampling, sampler: Sampler) -> HealthDuty:
         """Return the judge of this host's samples."""
         injection = tick.services.settings.health.probe_injection
 
-        def probe(uuid: str) -> Probed:
+        def probe(uuid: str) -> ProbeResult:
             if isinstance(sampler, SimulatedSampler):
                 if failure := sampler.fails_probe(uuid):
-                    return Probed(failure.rstrip("."))
+                    return ProbeResult(failure.rstrip("."))
                 if injection in ("auto", "process", "none"):
-                    return Probed(text="a simulated device")
+                    return ProbeResult(text="a simulated device")
             if injection in ("process", "none"):
                 if _node_of(tick, uuid):
                     how = f"c.GPUHealth.probe_injection is {injection!r}"
-                    raise Untried(f"{how}, and it is on a machine of the cluster")
+                    raise ProbeNotPossible(f"{how}, and it is on a machine of the cluster")
                 return probe_by_process(uuid)
             return self._in_container(tick, uuid)
 
         return HealthDuty(tick, sampling, probe)
 
-    def _in_container(self, tick: Tick, uuid: str) -> Probed:
+    def _in_container(self, tick: Tick, uuid: str) -> ProbeResult:
         settings = tick.services.settings.health
         try:
             images = [settings.probe_image, *self._images(tick)]
             client = _engine_of(tick, uuid)
         except (GPUSpawnerError, DockerException, OSError) as error:
-            raise Untried(str(error)) from error
+            raise ProbeNotPossible(str(error)) from error
         try:
             return probe_in_container(client, images, settings.probe_injection, uuid)
         finally:
@@ -91,7 +96,7 @@ class HealthDuty:
         self.services = tick.services
         self.sampling = sampling
         self._probe = probe
-        self._signs: dict[str, Signs] = {}
+        self._signs: dict[str, SymptomWindow] = {}
         self._last: dict[str, Sample] = {}
         self._rounds = 0
         self._probing: dict[str, asyncio.Task[None]] = {}
@@ -126,14 +131,14 @@ class HealthDuty:
             task.cancel()
         await asyncio.gather(*probing, return_exceptions=True)
 
-    def _new(self) -> dict[str, Signs]:
+    def _new(self) -> dict[str, SymptomWindow]:
         """Return the devices with new samples, and all symptoms found."""
         found = {}
         for uuid, samples in self.sampling.recent().items():
             fresh = _after(samples, self._last.get(uuid))
             if fresh:
                 self._last[uuid] = fresh[-1]
-                found[uuid] = self._signs.setdefault(uuid, Signs())
+                found[uuid] = self._signs.setdefault(uuid, SymptomWindow())
                 found[uuid].add(fresh)
         return found
 
@@ -148,7 +153,7 @@ class HealthDuty:
         try:
             found = await asyncio.to_thread(self._probe, uuid)
             done = await self.services.run(self.services.health.probed, uuid, found.failure)
-        except Untried as reason:
+        except ProbeNotPossible as reason:
             said = f"it stays out and is tried again, for it could not be tried: {reason}"
             self.tick.trouble(part, Unavailable(said))
         except Unavailable as error:

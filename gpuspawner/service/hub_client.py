@@ -34,7 +34,7 @@ TAKEN_UP = 3.0
 _PAGINATED = {"Accept": "application/jupyterhub-pagination+json"}
 
 
-class Started(Enum):
+class StartAnswer(Enum):
     """The Hub's answer to a start."""
 
     YES = "yes"
@@ -127,7 +127,9 @@ class HubClient:
         response = await self._ask("DELETE", path, missing_is_answer=True)
         return response.code != 404
 
-    async def start_server(self, server: ServerRef, options: Mapping[str, Any] | None) -> Started:
+    async def start_server(
+        self, server: ServerRef, options: Mapping[str, Any] | None
+    ) -> StartAnswer:
         """Request a server's start with these options; None: the options of its last start."""
         path = f"/users/{_quote(server.user)}/server"
         if server.name:
@@ -145,18 +147,18 @@ class HubClient:
             await AsyncHTTPClient().fetch(request)
         except HTTPClientError as error:
             if error.code == 599:  # our own timeout
-                return Started.YES
+                return StartAnswer.YES
             if error.code == 404:
-                return Started.NO_MEMBER
+                return StartAnswer.NO_MEMBER
             if error.code == 400:
                 # It is pending or running already, unless the Hub refuses it for good.
-                return Started.YES if await self.server(server) else Started.REFUSED
+                return StartAnswer.YES if await self.server(server) else StartAnswer.REFUSED
             if error.code in (403, 401):
                 raise _not_allowed("POST", path) from None
             raise Unavailable(f"The Hub answered POST {path} with {error.code}.") from None
         except (OSError, ValueError) as error:
             raise Unavailable(f"The Hub at {self.api_url} does not answer ({error}).") from None
-        return Started.YES
+        return StartAnswer.YES
 
     async def _ask(
         self,

@@ -37,7 +37,7 @@ AGAIN = (300.0, 1800.0, 7200.0)
 """Seconds until a failed image is tried again; the last value repeats."""
 
 
-class PullsAhead(SingletonConfigurable):
+class ImagePrefetcher(SingletonConfigurable):
     """A service that pulls the images that its hub's members can choose."""
 
     catalog = Unicode(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..core.errors import GPUSpawnerError, Unavailable
 from ..core.units import format_credits
 from ..ledger.credit_policy import OVERDRAFT
-from ..ledger.exhaustion import Happened, credits_back
+from ..ledger.exhaustion import CreditEvent, credits_back
 from ..ledger.refills import Refill
 from ..notifications.models import Notice
 from ..services import Services
@@ -62,7 +62,7 @@ class CreditDuty:
         if happened:
             self.poke()
 
-    def _log(self, it: Happened) -> None:
+    def _log(self, it: CreditEvent) -> None:
         lease, left = it.lease, format_credits(it.purse.balance)
         match it.event:
             case "low":
@@ -108,7 +108,7 @@ class Members:
 
 
 @dataclass(slots=True)
-class Leaving:
+class FolderOwnerDuty:
     """Checks with the Hub that everybody with a shared folder still exists.
 
     A hub that removes a member takes their folders from them at once; this is for members removed
@@ -126,7 +126,7 @@ class Leaving:
                 self.tick.log.info("%s left the hub, and has no shared folder any more", user)
 
 
-class Refilling:
+class RefillDuty:
     """Rounds of this duty, one after the other."""
 
     def __init__(self, tick: Tick) -> None:

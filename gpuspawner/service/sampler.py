@@ -16,8 +16,8 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from ..devices.models import DeviceProcess
-from ..devices.source import LooksLost, Sampler
-from ..monitoring.models import DeviceUse, FarProcess, Rollups, Sample
+from ..devices.source import DevicesUnavailable, Sampler
+from ..monitoring.models import DeviceUse, RemoteProcess, Rollups, Sample
 
 if TYPE_CHECKING:
     from ..engines.base import ProcessOwners
@@ -122,7 +122,7 @@ class Sampling:
     def _look(self) -> bool:
         try:
             samples = self._sampler.sample(self._clock(), self._monotonic())
-        except LooksLost as lost:
+        except DevicesUnavailable as lost:
             self._error = str(lost)
             self._answered_at = self._monotonic()
             return False
@@ -144,7 +144,7 @@ class Sampling:
 
     def _is_strange(self, process: DeviceProcess) -> bool:
         """Return True if it belongs to no lease; reads ``/proc`` once per set of open leases."""
-        if isinstance(process, FarProcess):
+        if isinstance(process, RemoteProcess):
             return process.strange
         if (owners := self.owners) is None:
             return False  # the owners are not known yet

@@ -26,13 +26,13 @@ from ..core.errors import (
     UnknownTicket,
 )
 from ..db.leader import TAKE_OVER
-from ..engines.base import Engine, Remembers
+from ..engines.base import Engine, EngineWithHistory
 from ..leases.clock_corrections import clock_says
 from ..leases.models import Lease, LeaseState, ServerRef, Sighting
 from ..leases.reconciliation import Action, Confirm, HubState, Release, Remove, Unknown
 from ..queue.models import Ticket
 from ..services import Services
-from .hub_client import HubClient, Started
+from .hub_client import HubClient, StartAnswer
 
 THE_HUB_FIRST = 3.0
 """Seconds in which the Hub itself can end tickets without a spawn.
@@ -47,7 +47,7 @@ AT_ONCE = 50
 """Spawns requested at once: the Hub handles each in some hundredths of a second."""
 
 
-class Resuming:
+class SpawnResumer:
     """Ensures that every ticket has a spawn that waits with it."""
 
     def __init__(self, services: Services, hub: HubClient, log: logging.Logger) -> None:
@@ -92,9 +92,9 @@ class Resuming:
 
     async def _start(self, ticket: Ticket) -> None:
         started = await self.hub.start_server(ticket.server, ticket.options)
-        if started is Started.NO_MEMBER:
+        if started is StartAnswer.NO_MEMBER:
             await self._end(ticket, "member_gone", "the member was removed or renamed")
-        elif started is Started.REFUSED:
+        elif started is StartAnswer.REFUSED:
             await self._end(ticket, "refused", "the Hub does not start this server any more")
         else:
             self.log.info("Ticket %s: %s waits on", ticket.id, ticket.server)
@@ -148,7 +148,7 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
     def _look(self, engine: Engine) -> Sequence[Sighting] | None:
         try:
             found = engine.sightings()
-            if isinstance(engine, Remembers):
+            if isinstance(engine, EngineWithHistory):
                 found += engine.removed(self._leases, found)
         except EngineUnavailable as error:
             self.errors[engine.name] = error
@@ -290,7 +290,7 @@ class Tick:
             return
         pause = THE_HUB_FIRST if self._resumed else 0.0  # a Hub that has just started ends none
         try:
-            await Resuming(self.services, self.hub, self.log).resume(servers, pause)
+            await SpawnResumer(self.services, self.hub, self.log).resume(servers, pause)
         except Unavailable as error:
             self.trouble("Line", error)
         else:

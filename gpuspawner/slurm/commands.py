@@ -23,7 +23,7 @@ from ..cli.parameters import PATH, argument, flag, option
 from ..core.config_files import read_text
 from ..core.errors import ConfigError
 from ..devices.discovery import open_source
-from ..devices.source import Sampled
+from ..devices.source import SamplingSource
 from . import cluster_commands
 from .cluster import TLS, Cluster, Node, cluster_of, sampler_address
 from .cluster_commands import fetched, this_host
@@ -50,7 +50,7 @@ PRIVATE = ("slurmdbd.conf",)
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PlannedFile:
     """A planned file, and the existing one."""
 
     path: Path
@@ -80,7 +80,7 @@ class Draft:
         return "\n".join(lines)
 
 
-def drafts(folder: Path, bodies: Mapping[str, str]) -> list[Draft]:
+def drafts(folder: Path, bodies: Mapping[str, str]) -> list[PlannedFile]:
     """Return the planned files, with those in the folder. Raises ConfigError."""
     found = []
     for name, body in bodies.items():
@@ -91,7 +91,7 @@ def drafts(folder: Path, bodies: Mapping[str, str]) -> list[Draft]:
             before = None
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-        found.append(Draft(path, stamped(body), before))
+        found.append(PlannedFile(path, stamped(body), before))
     return found
 
 
@@ -100,7 +100,7 @@ def stamped(body: str) -> str:
     return _HEADER.format(digest=_digest(body)) + "\n" + body
 
 
-def write(changed: Sequence[Draft]) -> None:
+def write(changed: Sequence[PlannedFile]) -> None:
     """Write the files, each completely or not at all. Raises ConfigError."""
     for draft in changed:
         folder = draft.path.parent
@@ -247,7 +247,10 @@ def config(
 
 
 def _show_drafts(
-    cluster: Cluster, changed: Sequence[Draft], lost: Sequence[Draft], written: Sequence[Draft]
+    cluster: Cluster,
+    changed: Sequence[PlannedFile],
+    lost: Sequence[PlannedFile],
+    written: Sequence[PlannedFile],
 ) -> None:
     plain = {
         "written": bool(written),
@@ -435,7 +438,7 @@ def sampler(settings: Settings, listen: str, tls: Path, processes_seconds: float
     if not LEAST_SECONDS <= processes_seconds <= 86_400:
         raise ConfigError(f"--processes {processes_seconds:g}: write {LEAST_SECONDS:.0f} to 86400.")
     source = open_source(settings.services.devices.source)
-    if not isinstance(source, Sampled):
+    if not isinstance(source, SamplingSource):
         raise ConfigError(f"{source.name} does not tell what its devices do.")
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
     recorder = Recorder(source.sampler(processes_seconds))

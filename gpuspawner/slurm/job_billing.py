@@ -92,7 +92,7 @@ AT_ONCE = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Debited:
+class BillingResult:
     """The result of a billing round."""
 
     jobs: int = 0
@@ -126,7 +126,7 @@ class JobBillingService:
         self._in_step: datetime | None = None
         """Since when Slurm's database has had everything that its controller knows."""
 
-    def debit_cluster(self) -> Debited:
+    def debit_cluster(self) -> BillingResult:
         """Read the use of the cluster's jobs and charge what is due. Blocks.
 
         Raises SlurmUnavailable or SlurmRefused.
@@ -158,7 +158,7 @@ class JobBillingService:
         *,
         living: Collection[str] | None = None,
         until: datetime | None = None,
-    ) -> Debited:
+    ) -> BillingResult:
         """Charge what is due for these runs and was not charged yet.
 
         It may be done twice, late, or be killed anywhere: what a run owes follows from its rate and
@@ -188,7 +188,9 @@ class JobBillingService:
             unknown += strangers
         if until is not None:
             self._read_up_to(cluster.name, marks, min([until, now, *open_since]), now)
-        return Debited(len(done), sum(amount for _, amount in done), tuple(dict.fromkeys(unknown)))
+        return BillingResult(
+            len(done), sum(amount for _, amount in done), tuple(dict.fromkeys(unknown))
+        )
 
     def unread_since(self) -> datetime | None:
         """Return the time up to which all is paid, if that is long ago and unresolved.
@@ -206,7 +208,7 @@ class JobBillingService:
 
     # Helpers.
 
-    def marks(self, cluster: str, now: datetime) -> repository.Marks:
+    def marks(self, cluster: str, now: datetime) -> repository.BillingMarks:
         """Return how far this cluster's jobs were read; initialized at the first call."""
         found = self.store.run(lambda connection: repository.find_marks(connection, cluster))
         if found is None:
@@ -215,7 +217,7 @@ class JobBillingService:
         return found
 
     def _read_up_to(
-        self, cluster: str, marks: repository.Marks, until: datetime, now: datetime
+        self, cluster: str, marks: repository.BillingMarks, until: datetime, now: datetime
     ) -> None:
         """Record that everything up to then was read, now and then, because reads overlap.
 

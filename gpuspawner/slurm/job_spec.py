@@ -14,7 +14,7 @@ from ..leases.models import Request
 from ..queue.models import Ticket
 from .cluster import Cluster, Node
 from .jobs import HOLDER
-from .programs import Holder
+from .programs import JobSpec
 
 STARTING = 20
 """Minutes that a job gets beyond the session, which begins when its server responds."""
@@ -66,7 +66,7 @@ def of(
     user: str = "",
     account: str = "",
     lacking: Collection[str] = (),
-) -> Holder:
+) -> JobSpec:
     """Return the job of a ticket.
 
     The only free text in it is the comment, which is JSON. ``lacking``: suitable nodes that must
@@ -76,7 +76,7 @@ def of(
     kind, types, without = _wanted(request, cluster)
     some = [node for node in cluster.nodes if node.name not in without and node.devices]
     share = request.devices / max(1, cluster.shards)
-    return Holder(
+    return JobSpec(
         name=f"{HOLDER}{ticket.id}",
         comment=json.dumps({"server": str(ticket.server)}),
         partition=cluster.partition,

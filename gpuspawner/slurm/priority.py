@@ -52,7 +52,7 @@ class _Told:
     pause: float
 
 
-class Hand:
+class PriorityOverrides:
     """Keeps the jobs of one process's waiting tickets as admins want them."""
 
     def __init__(

@@ -24,7 +24,7 @@ A hub has few threads for everything that its members want.
 """
 
 
-class Asker:
+class SingleFlight:
     """Queries in one thread, while any number of callers wait for it, none of them for long.
 
     A caller that queried in its own thread would block it for as long as nobody answers, and a hub
@@ -88,7 +88,7 @@ class _Call(Generic[T, R]):
         self.error: Exception | None = None
 
 
-class Together(Generic[T, R]):
+class CallBatcher(Generic[T, R]):
     """Combines what several threads want into one call at a time."""
 
     def __init__(self, tell: Callable[[list[T]], R]) -> None:
@@ -120,7 +120,7 @@ class Together(Generic[T, R]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class JobSpec:
     """A job to submit that only holds what Slurm allocates."""
 
     name: str
@@ -235,7 +235,7 @@ class Slurm:
         told = self.run("sinfo", "--noheader", f"--partition={partition}", "--format=%l")
         return min(map(minutes_of, told.split()), default=math.inf)
 
-    def submit(self, holder: Holder) -> None:
+    def submit(self, holder: JobSpec) -> None:
         """Submit a job.
 
         After SlurmUnavailable it may exist all the same: look for its name.
@@ -305,7 +305,7 @@ class Slurm:
         return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "TZ": "UTC"} | self.environment
 
 
-def words(holder: Holder) -> list[str]:
+def words(holder: JobSpec) -> list[str]:
     """Return the arguments of ``sbatch`` for a job."""
     told = [
         "--parsable",

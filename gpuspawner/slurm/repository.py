@@ -57,7 +57,7 @@ class BatchJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class BillingMarks:
     """How far the jobs of a cluster were read."""
 
     since: datetime
@@ -137,17 +137,17 @@ def served(connection: sa.Connection, ticket_ids: Collection[str]) -> set[str]:
 # Marks.
 
 
-def find_marks(connection: sa.Connection, cluster: str) -> Marks | None:
+def find_marks(connection: sa.Connection, cluster: str) -> BillingMarks | None:
     """Return the marks of a cluster; None if there are none yet."""
     row = connection.execute(sa.select(batch_marks).where(batch_marks.c.cluster == cluster)).first()
-    return Marks(*row[1:]) if row else None
+    return BillingMarks(*row[1:]) if row else None
 
 
-def marks(connection: sa.Connection, cluster: str, now: datetime) -> Marks:
+def marks(connection: sa.Connection, cluster: str, now: datetime) -> BillingMarks:
     """Return the marks of a cluster, set to now if there are none. Writers only."""
     if known := find_marks(connection, cluster):
         return known
-    found = Marks(now, now, now)
+    found = BillingMarks(now, now, now)
     row_now = {"cluster": cluster, "since": now, "until": now, "audited_until": now}
     connection.execute(sa.insert(batch_marks).values(row_now))
     return found

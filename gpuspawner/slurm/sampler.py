@@ -34,9 +34,9 @@ from tornado.netutil import bind_sockets, bind_unix_socket
 
 from ..core.errors import ConfigError
 from ..devices.models import DeviceProcess
-from ..devices.source import LooksLost, Sampler
+from ..devices.source import DevicesUnavailable, Sampler
 from ..engines.base import container_in
-from ..monitoring.models import Condition, FarProcess, Sample
+from ..monitoring.models import Condition, RemoteProcess, Sample
 
 VERSION = 1
 """The version of the format: a sampler and a hub with different ones refuse each other."""
@@ -76,12 +76,12 @@ def port_of(parts: SplitResult) -> int:
     return parts.port or (80 if parts.scheme == "http" else 443)
 
 
-class Nonsense(Exception):
+class InvalidAnswer(Exception):
     """A nonsensical answer. The message is the end of a sentence that says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SamplerReport:
     """An answer of a sampler."""
 
     of: str
@@ -130,7 +130,7 @@ def _known(said: Mapping[str, Any]) -> dict[str, Any]:
 # What the hub accepts.
 
 
-def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> Said:
+def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> SamplerReport:
     """Parse a sampler's answer, without devices that ``indices`` does not name.
 
     ``now`` is the hub's time, from which ages are counted. Raises Nonsense.
@@ -138,11 +138,11 @@ def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> Said:
     try:
         told: Any = json.loads(body)
     except (ValueError, RecursionError):
-        raise Nonsense("what it says is no JSON") from None
+        raise InvalidAnswer("what it says is no JSON") from None
     if not isinstance(told, dict) or "version" not in told:
-        raise Nonsense("it is no sampler of gpuspawner")
+        raise InvalidAnswer("it is no sampler of gpuspawner")
     if told["version"] != VERSION:
-        raise Nonsense(
+        raise InvalidAnswer(
             f"it is of another version (it says {told['version']!r:.20}, and {VERSION} is wanted): "
             "install the same gpuspawner there as here"
         )
@@ -154,7 +154,7 @@ def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> Said:
             found = list(_look(look, now, indices))
             samples += found
             seen = frozenset(sample.uuid for sample in found)
-        return Said(
+        return SamplerReport(
             of=_word(told["of"]),
             last=_number(told["last"], 2**53),
             samples=tuple(samples),
@@ -162,7 +162,7 @@ def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> Said:
             trouble=_word(told["trouble"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise Nonsense(f"what it says makes no sense ({error!r:.80})") from None
+        raise InvalidAnswer(f"what it says makes no sense ({error!r:.80})") from None
 
 
 def _look(look: Any, now: datetime, indices: Mapping[str, int]) -> Iterable[Sample]:
@@ -203,11 +203,11 @@ def _sample(said: Mapping[str, Any], uuid: str, index: int, at: datetime) -> Sam
     )
 
 
-def _process(pid: Any, used: Any, kind: Any, name: Any, strange: Any) -> FarProcess:
+def _process(pid: Any, used: Any, kind: Any, name: Any, strange: Any) -> RemoteProcess:
     if kind not in ("compute", "graphics"):
         raise ValueError("a process of no known kind")
     held = None if used is None else _number(used, 2**50)
-    return FarProcess(_number(pid, 2**31), held, kind, _word(name), _flag(strange))
+    return RemoteProcess(_number(pid, 2**31), held, kind, _word(name), _flag(strange))
 
 
 def _condition(said: Mapping[str, Any]) -> Condition:
@@ -304,7 +304,7 @@ class Recorder:
         try:
             samples = self._sampler.sample(datetime.now(timezone.utc), at)
             said = packed(samples, is_strange)
-        except LooksLost as lost:
+        except DevicesUnavailable as lost:
             self._failed(str(lost))
             return False
         except Exception as error:  # whatever a driver does, the next look follows

@@ -29,9 +29,9 @@ from .accounts import user_of
 from .cluster import Cluster, Node
 from .images import NodeImages
 from .jobs import HOLDER, SlurmJob, read_jobs
-from .priority import Hand
-from .programs import AWAY_PATIENCE, PATIENCE, Asker, Holder, Slurm, Together
-from .telemetry import SamplesNodes
+from .priority import PriorityOverrides
+from .programs import AWAY_PATIENCE, PATIENCE, CallBatcher, JobSpec, SingleFlight, Slurm
+from .telemetry import SampledCluster
 
 NODES_EVERY = 15.0
 """Seconds between two queries of the nodes."""
@@ -67,7 +67,7 @@ class Nodes:
         self._drained: frozenset[str] = frozenset()
         """The nodes that are closed in Slurm, as of its last answer."""
         self._nodes_at = self._nodes_told_at = float("-inf")
-        self._nodes_asker = Asker(self._look_at_nodes)
+        self._nodes_asker = SingleFlight(self._look_at_nodes)
         self._untold: Mapping[str, str] = {}
         """The nodes that are closed here and open in Slurm, with the reasons."""
         self._refused_at: dict[str, float] = {}
@@ -279,7 +279,7 @@ def _state(node: Mapping[str, Any]) -> _State:
     return state
 
 
-class Tending(Nodes):
+class JobAdjustments(Nodes):
     """Adjustments of waiting jobs, besides submits and cancels."""
 
     _jobs: Mapping[str, SlurmJob]
@@ -288,7 +288,7 @@ class Tending(Nodes):
     def __init__(self, cluster: Cluster, slurm: Slurm, log: logging.Logger | Any) -> None:
         super().__init__(cluster, slurm, log)
         self.images = NodeImages(cluster.nodes, log)
-        self._hand = Hand(slurm, log)
+        self._hand = PriorityOverrides(slurm, log)
         self._tended = float("-inf"), False
         """When jobs were last told something, and True if that was in a pause."""
 
@@ -384,7 +384,7 @@ FRESH = 2.0
 SWITCHED_ON = "its machine is being switched on"
 
 
-class SlurmDelegate(Tending, SamplesNodes):
+class SlurmDelegate(JobAdjustments, SampledCluster):
     """Tickets as jobs, and jobs as turns; see :class:`gpuspawner.queue.models.Delegate`."""
 
     engine = "slurm"
@@ -406,11 +406,11 @@ class SlurmDelegate(Tending, SamplesNodes):
         counts against, or "" for the user's default.
         """
         super().__init__(cluster, slurm, log)
-        self._ending = Together(self._end)
+        self._ending = CallBatcher(self._end)
         self._as_member = as_member
         self._before = before
         self._log = log
-        self._asker = Asker(lambda: self._look())
+        self._asker = SingleFlight(lambda: self._look())
         self._jobs: dict[str, SlurmJob] = {}
         self._turns: dict[str, Turn] = {}
         self._told_to_end: dict[str, float] = {}
@@ -460,7 +460,7 @@ class SlurmDelegate(Tending, SamplesNodes):
         self._hand.submitted(ticket, job.nice)
         self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
 
-    def _hand_in(self, job: Holder) -> None:
+    def _hand_in(self, job: JobSpec) -> None:
         """Submit a job to Slurm. Raises SlurmRefused or SlurmUnavailable."""
         try:
             self.slurm.submit(job)

@@ -34,7 +34,7 @@ from .accounts import (
     read_associations,
 )
 from .cluster import Cluster, read_cluster
-from .programs import Slurm, Together
+from .programs import CallBatcher, Slurm
 
 PATIENCE = 5.0
 """Seconds that the start of a server waits for Slurm's database."""
@@ -196,8 +196,8 @@ class ClusterMemberService:
     # Helpers.
 
     @cached_property
-    def _newcomers(self) -> Together[Person, dict[Person, tuple[str, ...]]]:
-        return Together(self._admit)
+    def _newcomers(self) -> CallBatcher[Person, dict[Person, tuple[str, ...]]]:
+        return CallBatcher(self._admit)
 
     def _admit(self, people: list[Person]) -> dict[Person, tuple[str, ...]]:
         """Return what could not be done for each. Raises SlurmUnavailable.

@@ -23,7 +23,7 @@ from urllib.parse import urlencode, urlsplit
 from ..monitoring.models import Sample
 from .cluster import Cluster, Node
 from .job_spec import devices_of
-from .sampler import MOST_BYTES, Nonsense, Said, port_of, read
+from .sampler import MOST_BYTES, InvalidAnswer, SamplerReport, port_of, read
 
 LOG = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class _Source:
         answer, self._answer = self._answer, None
         return answer
 
-    def heard(self, said: Said | None, why: str, resting: str = "") -> None:
+    def heard(self, said: SamplerReport | None, why: str, resting: str = "") -> None:
         """Process an answer ``said``, or the reason why there is none."""
         self._why, self.resting = why, resting
         if resting:
@@ -189,7 +189,7 @@ class _Source:
     def _fetch(self) -> None:
         try:
             self._answer = _SamplerAnswer(body=self._asked())
-        except (OSError, http.client.HTTPException, Nonsense) as error:
+        except (OSError, http.client.HTTPException, InvalidAnswer) as error:
             self._close()
             self._answer = _SamplerAnswer(
                 why=_in_words(error), resting=self._is_resting(self.node.name)
@@ -213,11 +213,11 @@ class _Source:
             while chunk := response.read1(65_536):
                 body += chunk
                 if len(body) > MOST_BYTES:
-                    raise Nonsense(f"it says more than {MOST_BYTES} bytes")
+                    raise InvalidAnswer(f"it says more than {MOST_BYTES} bytes")
                 if time.monotonic() > end:
-                    raise Nonsense(f"it takes longer than {LONGEST:.0f} s to say anything")
+                    raise InvalidAnswer(f"it takes longer than {LONGEST:.0f} s to say anything")
         if response.status != 200:
-            raise Nonsense(f"it says {response.status} where samples should be")
+            raise InvalidAnswer(f"it says {response.status} where samples should be")
         return body
 
     def _close(self) -> None:
@@ -232,7 +232,7 @@ def _told(source: _Source, answer: _SamplerAnswer, now: datetime) -> tuple[Sampl
         return ()
     try:
         said = read(answer.body, now, source.indices)
-    except Nonsense as error:
+    except InvalidAnswer as error:
         source.heard(None, str(error))
         source.of = ""  # from the newest on: a nonsensical answer never becomes valid
         return ()
@@ -269,7 +269,7 @@ def trouble_of(node: Node, now: datetime) -> str:
         return answer.why
     try:
         said = read(answer.body, now, source.indices)
-    except Nonsense as error:
+    except InvalidAnswer as error:
         return str(error)
     missing = [device.uuid for device in node.devices if device.uuid not in (said.newest or ())]
     return said.trouble or ("it does not list " + ", ".join(missing) if missing else "")
@@ -305,7 +305,7 @@ def _connection(node: Node) -> http.client.HTTPConnection:
     if parts.scheme == "http":
         return http.client.HTTPConnection(host, port_of(parts), timeout=SECONDS)
     if node.tls is None:
-        raise Nonsense("cluster.yaml names no certificates for it")
+        raise InvalidAnswer("cluster.yaml names no certificates for it")
     context = ssl.create_default_context(cafile=node.tls.ca)
     context.load_cert_chain(node.tls.certificate, node.tls.key)
     return http.client.HTTPSConnection(host, port_of(parts), timeout=SECONDS, context=context)
@@ -322,10 +322,10 @@ class _SamplerConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-class SamplesNodes:
+class SampledCluster:
     """A source of the devices of a cluster that can also sample them.
 
-    See :class:`gpuspawner.devices.source.Sampled`.
+    See :class:`gpuspawner.devices.source.SamplingSource`.
     """
 
     cluster: Cluster

@@ -44,12 +44,12 @@ from .container import (
     is_unstarted,
     with_zeros,
 )
-from .engine_calls import FRESH_SECONDS, AskedAhead, EngineCalls, explanation, make_threads
-from .member_images import Kept, KeptImages, Plain, judge_here, look_for, own_image_field
+from .engine_calls import FRESH_SECONDS, EngineCalls, PrefetchedAnswer, explanation, make_threads
+from .member_images import KeptImages, Plain, SavedContainer, judge_here, look_for, own_image_field
 from .mixin import ExitStatus, GPUSpawnerMixin
 from .progress import Pulls, spawn_exception
 from .recovery import forget_folders
-from .workspaces import MountedWorkspace, Prepared, Storage
+from .workspaces import MountedWorkspace, PreparedWorkspaces, Storage
 
 
 class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
@@ -254,7 +254,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     lease's devices; and the ids of the container and the lease."""
     _removed = ""
     """The id of the container that this spawner removed last."""
-    _kept = Kept()
+    _kept = SavedContainer()
     _plain: Plain | None = None
     _folders: tuple[FolderMount, ...] = ()
 
@@ -262,7 +262,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         # DockerSpawner's own method, without what this class adds to it.
         self.calls = EngineCalls(super().docker, lambda: self.client, lambda: self.executor)
         # Queried in parallel with the other queries before the container is created.
-        self._identity = AskedAhead(lambda: self.calls.ask(self.server_engine().identity))
+        self._identity = PrefetchedAnswer(lambda: self.calls.ask(self.server_engine().identity))
         super().__init__(*args, **kwargs)
 
     @property
@@ -504,7 +504,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             self.services,
             self.docker,
             self.calls,
-            self.shared("gpuspawner_workspaces", Prepared),
+            self.shared("gpuspawner_workspaces", PreparedWorkspaces),
             self.log,
             user=self.user.name,
             workspace=workspace,
@@ -569,7 +569,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     async def start(self) -> Any:
         """Start as DockerSpawner does, and explain every failure in words."""
         try:
-            self._kept = Kept() if self.remove else await self._keep()
+            self._kept = SavedContainer() if self.remove else await self._keep()
             self._identity.ask()
             return await super().start()
         except ImageNotFound as error:
@@ -582,7 +582,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             self.log.error("The Docker Engine does not answer: %s", error)
             raise spawn_exception(EngineUnavailable()) from error
 
-    async def _keep(self) -> Kept:
+    async def _keep(self) -> SavedContainer:
         """Turn the server's old container into an image, and return what to start from."""
         old = await self.get_object()
         if old is not None:

@@ -74,7 +74,7 @@ class EngineCalls:
             await self.call("remove_container", created["Id"], force=True)
 
 
-class AskedAhead:
+class PrefetchedAnswer:
     """A query that starts before its answer is needed, in parallel with others."""
 
     def __init__(self, question: Callable[[], Coroutine[Any, Any, str]]) -> None:

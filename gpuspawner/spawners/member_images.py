@@ -91,7 +91,7 @@ _OURS = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedContainer:
     """What is kept from the last container of a server."""
 
     image: str = ""
@@ -143,7 +143,7 @@ class KeptImages:
         self._connect = connect
         self._name = container_name
 
-    async def keep(self, old: dict[str, Any] | None, environment: str) -> Kept:
+    async def keep(self, old: dict[str, Any] | None, environment: str) -> SavedContainer:
         """Turn the old container, which has ended, into an image; return what to start from."""
         wanted = image_name(self._name, environment)
         binds: tuple[str, ...] = ()
@@ -156,8 +156,8 @@ class KeptImages:
         try:
             await self._call("inspect_image", wanted)
         except ImageNotFound:
-            return Kept()
-        return Kept(wanted, binds)
+            return SavedContainer()
+        return SavedContainer(wanted, binds)
 
     async def leave_plain(
         self, old: dict[str, Any] | None, create: Callable[[Plain], Awaitable[None]]

@@ -52,7 +52,7 @@ from .options import with_data
 from .progress import SpawnProgress, spawn_exception
 from .readiness import StartTime, wait_for_answer
 from .recovery import Recovery, end_waits_first
-from .turns import Acquisition, Queueing, what_you_got
+from .turns import Acquisition, TurnDispatcher, what_you_got
 
 CLEARING = 60.0
 """Seconds that the Hub waits for the cleanup after a failed start."""
@@ -247,10 +247,10 @@ class GPUSpawnerMixin(Spawner):
         return self.hub_settings[key]
 
     @property
-    def queueing(self) -> Queueing:
+    def queueing(self) -> TurnDispatcher:
         """The waiting spawns of this hub."""
-        found: Queueing = self.shared(
-            "gpuspawner_queueing", lambda: Queueing(self.services, self.log)
+        found: TurnDispatcher = self.shared(
+            "gpuspawner_queueing", lambda: TurnDispatcher(self.services, self.log)
         )
         return found
 

@@ -26,13 +26,13 @@ from ..core.errors import (
     NotTheOwner,
 )
 from ..db.leader import TAKE_OVER
-from ..engines.base import Engine, Remembers
+from ..engines.base import Engine, EngineWithHistory
 from ..engines.docker import DockerEngine
 from ..engines.local import LocalEngine
 from ..leases.models import Lease, ServerRef, Sighting
 from ..leases.reconciliation import HubState, Remove
 from ..services import Services
-from .turns import Queueing
+from .turns import TurnDispatcher
 
 
 class Recovery:
@@ -149,7 +149,7 @@ def _look(
     for name, engine in engines.items():
         try:
             seen = engine.sightings()
-            if isinstance(engine, Remembers):
+            if isinstance(engine, EngineWithHistory):
                 seen += engine.removed(leases, seen)
         except EngineUnavailable:
             found[name] = None
@@ -178,7 +178,7 @@ PATIENCE = 10.0
 """Seconds to wait for the spawns of a removed member to end."""
 
 
-def end_waits_first(authenticator: Authenticator, queueing: Queueing) -> None:
+def end_waits_first(authenticator: Authenticator, queueing: TurnDispatcher) -> None:
     """Make the authenticator's ``delete_user`` end the member's waits before anything else."""
     stock = authenticator.delete_user
     if "ends_waits" in _DOES.get(authenticator, ()):

@@ -48,7 +48,7 @@ checked at its turn."""
 
 
 @dataclass(slots=True, eq=False)
-class Waiter:
+class PendingSpawn:
     """A spawn of this hub that waits for its turn."""
 
     ticket: Ticket
@@ -60,7 +60,7 @@ class Waiter:
     """True if the last check had no result: the waiter gets no turn until a check succeeds."""
 
 
-class Queueing:
+class TurnDispatcher:
     """All spawns of this hub that wait in the queue."""
 
     def __init__(self, services: Services, log: logging.Logger | Any) -> None:
@@ -68,7 +68,7 @@ class Queueing:
         self.log = log
         self.looks = 0
         """How often the queue was checked, including failed attempts."""
-        self._waiters: dict[str, Waiter] = {}
+        self._waiters: dict[str, PendingSpawn] = {}
         self._ending: dict[str, Callable[[], Ticket]] = {}
         """Functions, by ticket id, that end a ticket as soon as the database answers."""
         self._wake = asyncio.Event()
@@ -103,7 +103,7 @@ class Queueing:
         that shuts down does not.
         """
         turn: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        waiter = self._waiters[ticket.id] = Waiter(ticket, turn, check, said)
+        waiter = self._waiters[ticket.id] = PendingSpawn(ticket, turn, check, said)
         self._ending.pop(ticket.id, None)  # the member is back before the end was written
         if self.services.positions.could_start(ticket):
             self._wake.set()
@@ -213,7 +213,7 @@ class Queueing:
             await self._may_still(waiter)
             await asyncio.sleep(0)
 
-    async def _may_still(self, waiter: Waiter) -> bool:
+    async def _may_still(self, waiter: PendingSpawn) -> bool:
         """Return True if the member may still have what they wait for; a refusal ends the wait."""
         if waiter.turn.done():
             return False
@@ -238,7 +238,7 @@ class Queueing:
             waiter.ticket = await self.services.run(regroup, waiter.ticket.id, changes)
         return True
 
-    async def _refuse(self, waiter: Waiter, error: GPUSpawnerError) -> None:
+    async def _refuse(self, waiter: PendingSpawn, error: GPUSpawnerError) -> None:
         """End a wait, and record the reason in the ticket."""
         if waiter.turn.done():
             return
@@ -249,7 +249,7 @@ class Queueing:
 
     # Turns, and tickets that others ended.
 
-    async def _start(self, waiter: Waiter) -> None:
+    async def _start(self, waiter: PendingSpawn) -> None:
         """Give a waiter its turn, unless its member may no longer have it."""
         if not await self._may_still(waiter):
             return
@@ -264,7 +264,7 @@ class Queueing:
         else:
             await self._hand_over(waiter, lease)
 
-    async def _ended(self, waiter: Waiter) -> None:
+    async def _ended(self, waiter: PendingSpawn) -> None:
         """Handle a ticket that left the queue: tell why, or hand over what it was granted.
 
         If the connection to the database was lost, a grant may have been written unnoticed.
@@ -281,7 +281,7 @@ class Queueing:
         elif ticket.outcome:
             _fail(waiter, TicketEnded(why=ticket.end_reason.rstrip(".")))
 
-    async def _hand_over(self, waiter: Waiter, lease: Lease) -> None:
+    async def _hand_over(self, waiter: PendingSpawn, lease: Lease) -> None:
         if lease.state is LeaseState.ENDED:
             _fail(waiter, TicketEnded(why="its devices were taken back"))
         elif waiter.turn.done():
@@ -300,7 +300,7 @@ class Queueing:
 class Acquisition:
     """How one server gets its leases: it asks, waits in the queue, and can be cancelled anytime."""
 
-    def __init__(self, queueing: Queueing) -> None:
+    def __init__(self, queueing: TurnDispatcher) -> None:
         self.queueing = queueing
         self._acquiring: asyncio.Future[Lease | Ticket] | None = None
         self._asked: asyncio.Future[Lease | Ticket] | None = None
@@ -389,6 +389,6 @@ def _tell(said: SpawnProgress, sentence: str) -> None:
     said.say(sentence, 5, replaces=True)
 
 
-def _fail(waiter: Waiter, error: GPUSpawnerError) -> None:
+def _fail(waiter: PendingSpawn, error: GPUSpawnerError) -> None:
     if not waiter.turn.done():
         waiter.turn.set_exception(error)

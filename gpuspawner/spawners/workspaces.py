@@ -26,7 +26,7 @@ _PLACE = "/workspace"
 
 
 @dataclass
-class Prepared:
+class PreparedWorkspaces:
     """The workspaces and folders that a hub has already prepared."""
 
     sources: set[tuple[str, int]] = field(default_factory=set)
@@ -76,7 +76,7 @@ class Storage:
         services: Services,
         docker: Callable[..., Awaitable[Any]],
         calls: EngineCalls,
-        prepared: Prepared,
+        prepared: PreparedWorkspaces,
         log: logging.Logger | Any,
         *,
         user: str,

@@ -56,7 +56,7 @@ NOBODY = "-"
 
 
 @dataclass(frozen=True, slots=True)
-class KnownWorkspace:
+class WorkspaceRecord:
     """A workspace as known by the database, the disk or the engine."""
 
     workspace: Workspace
@@ -207,15 +207,15 @@ class WorkspaceSite:
                 raise EngineUnavailable() from error
         return self._client
 
-    def all(self, *, sizes: bool = False) -> list[KnownWorkspace]:
+    def all(self, *, sizes: bool = False) -> list[WorkspaceRecord]:
         """Return every known workspace, by name."""
         found = {
-            some.source: KnownWorkspace(some, True, some.seen_at)
+            some.source: WorkspaceRecord(some, True, some.seen_at)
             for some in self.services.storage.workspaces()
         }
         for source, user in (*self._directories(), *self._volumes()):
             new = Workspace(source=source, user=user, seen_at=self.services.clock())
-            found.setdefault(source, KnownWorkspace(new, True, None))
+            found.setdefault(source, WorkspaceRecord(new, True, None))
         if not sizes:
             return sorted(found.values(), key=lambda some: some.workspace.source)
         volumes = self._volume_sizes() if any(f.workspace.is_volume for f in found.values()) else {}
@@ -232,7 +232,7 @@ class WorkspaceSite:
             for source, some in sorted(found.items())
         ]
 
-    def find(self, name: str) -> KnownWorkspace:
+    def find(self, name: str) -> WorkspaceRecord:
         """Return a workspace by its own name or its member's. Raises UnknownWorkspace."""
         every = self.all()
         path = os.path.abspath(name) if "/" in name else name
@@ -245,7 +245,7 @@ class WorkspaceSite:
             raise UnknownWorkspace(f"{name} has {len(named)} workspaces: {some}. Name one of them.")
         raise UnknownWorkspace(name=name[:300])
 
-    def find_or_new(self, name: str, member: str) -> KnownWorkspace:
+    def find_or_new(self, name: str, member: str) -> WorkspaceRecord:
         """Return a workspace, maybe a future one. Raises UnknownWorkspace without a member."""
         try:
             return self.find(name)
@@ -256,7 +256,7 @@ class WorkspaceSite:
                 ) from None
         source = os.path.abspath(name) if "/" in name else name
         new = Workspace(source=source, user=member, seen_at=self.services.clock())
-        return KnownWorkspace(new, False, None)
+        return WorkspaceRecord(new, False, None)
 
     def size_of(self, workspace: Workspace) -> int | None:
         """Return the size of a workspace in bytes, if it is known quickly."""
@@ -266,7 +266,7 @@ class WorkspaceSite:
         return use.used if use else None
 
     @contextmanager
-    def claimed(self, known: KnownWorkspace, what: str) -> Iterator[Tree]:
+    def claimed(self, known: WorkspaceRecord, what: str) -> Iterator[Tree]:
         """Yield a workspace's files while no server can get it."""
         source = known.workspace.source
         self.services.storage.claim_workspace(source, what, user=known.workspace.user)
@@ -318,7 +318,7 @@ class WorkspaceSite:
             return {}
 
 
-def _workspace_now(some: KnownWorkspace, running: set[str]) -> str:
+def _workspace_now(some: WorkspaceRecord, running: set[str]) -> str:
     if some.workspace.busy:
         return some.workspace.busy
     if some.workspace.user in running:
@@ -326,7 +326,7 @@ def _workspace_now(some: KnownWorkspace, running: set[str]) -> str:
     return "" if some.there else "gone"
 
 
-def _plain(some: KnownWorkspace, running: set[str]) -> dict[str, Any]:
+def _plain(some: WorkspaceRecord, running: set[str]) -> dict[str, Any]:
     """Return a workspace as plain values, for scripts."""
     return {
         "workspace": some.workspace.source,

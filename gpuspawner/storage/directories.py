@@ -34,7 +34,7 @@ ENDINGS = (".tar.zst", ".tar.gz", ".tar")
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ArchiveContents:
     """The contents of an archive."""
 
     entries: int
@@ -52,7 +52,7 @@ def ending(file: Path) -> str:
     raise ArchiveRefused(what=f"{file.name} ends in none of {', '.join(ENDINGS)}")
 
 
-def write_archive(tar: Iterable[bytes], file: Path) -> Contents:
+def write_archive(tar: Iterable[bytes], file: Path) -> ArchiveContents:
     """Write a tar into a new file of mode 600, check it, then rename it to its final name.
 
     Raises ArchiveRefused; then there is no such file.
@@ -76,7 +76,7 @@ def write_archive(tar: Iterable[bytes], file: Path) -> Contents:
         part.unlink(missing_ok=True)
 
 
-def check_archive(file: Path) -> Contents:
+def check_archive(file: Path) -> ArchiveContents:
     """Read an archive to its end, and return what it contains.
 
     Raises ArchiveRefused if it is damaged or truncated, or contains anything that could leave the
@@ -99,7 +99,7 @@ def check_archive(file: Path) -> Contents:
         raise ArchiveRefused(what=f"{file}: {error.strerror or error}") from error
     if not entries:
         raise ArchiveRefused(what=f"{file} is damaged or cut short (nothing is in it)")
-    return Contents(entries, size, top)
+    return ArchiveContents(entries, size, top)
 
 
 def read_archive(file: Path) -> Iterator[bytes]:

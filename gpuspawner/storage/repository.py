@@ -92,7 +92,7 @@ _COLUMNS = tuple(workspaces.c[name] for name in Workspace.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True)
-class Invited:
+class FolderMember:
     """A member whom a folder is shared with."""
 
     user: str
@@ -116,9 +116,9 @@ class Folder:
     """When its owner left the hub: an admin can give it to somebody else."""
     deleted_at: datetime | None = None
     """When its owner deleted it: no server gets it, and an admin can restore it."""
-    members: tuple[Invited, ...] = ()
+    members: tuple[FolderMember, ...] = ()
 
-    def invited(self, user: str) -> Invited | None:
+    def invited(self, user: str) -> FolderMember | None:
         """Return how it is shared with a user; None for its owner, and without an invitation."""
         return next((some for some in self.members if some.user == user), None)
 
@@ -182,10 +182,10 @@ def remove_folder(connection: sa.Connection, folder_id: str) -> None:
     connection.execute(sa.delete(folders).where(folders.c.id == folder_id))
 
 
-def invite_to_folder(connection: sa.Connection, folder_id: str, invited: Invited) -> None:
+def invite_to_folder(connection: sa.Connection, folder_id: str, invited: FolderMember) -> None:
     """Write how a folder is shared with somebody, replacing what was before."""
     uninvite_from_folder(connection, folder_id, invited.user)
-    row = {name: getattr(invited, name) for name in Invited.__dataclass_fields__}
+    row = {name: getattr(invited, name) for name in FolderMember.__dataclass_fields__}
     connection.execute(sa.insert(folder_members).values(folder_id=folder_id, **row))
 
 
@@ -196,20 +196,20 @@ def uninvite_from_folder(connection: sa.Connection, folder_id: str, user: str) -
 
 
 def _with_members(connection: sa.Connection, rows: Sequence[Any]) -> list[Folder]:
-    shared: dict[str, list[Invited]] = {row["id"]: [] for row in rows}
+    shared: dict[str, list[FolderMember]] = {row["id"]: [] for row in rows}
     for folder_id, invited in _members(connection, shared):
         shared[folder_id].append(invited)
     return [Folder(**row, members=tuple(shared[row["id"]])) for row in rows]
 
 
-def _members(connection: sa.Connection, ids: Iterable[str]) -> Iterable[tuple[str, Invited]]:
+def _members(connection: sa.Connection, ids: Iterable[str]) -> Iterable[tuple[str, FolderMember]]:
     wanted = list(ids)
-    columns = [folder_members.c[name] for name in Invited.__dataclass_fields__]
+    columns = [folder_members.c[name] for name in FolderMember.__dataclass_fields__]
     for start in range(0, len(wanted), 500):  # SQLite limits the number of parameters
         query = sa.select(folder_members.c.folder_id, *columns)
         query = query.where(folder_members.c.folder_id.in_(wanted[start : start + 500]))
         for row in connection.execute(query.order_by(folder_members.c.user)):
-            yield row[0], Invited(*row[1:])
+            yield row[0], FolderMember(*row[1:])
 
 
 _ORDER = (folders.c.made_at, folders.c.id)

@@ -28,7 +28,7 @@ from ..ledger import repository as ledger_repository
 from ..ledger.models import member_account
 from . import repository
 from .quotas import Quotas, QuotaUse, measure
-from .repository import Folder, Invited, Workspace
+from .repository import Folder, FolderMember, Workspace
 from .rules import check_name, is_same, told_apart
 
 SEEN_EVERY = timedelta(hours=1)
@@ -94,7 +94,7 @@ class GPUFolders(LoggingConfigurable):
     )
 
 
-class Held(NamedTuple):
+class WorkspaceUse(NamedTuple):
     """A workspace and its use."""
 
     workspace: Workspace
@@ -163,7 +163,7 @@ class StorageService:
         project = self.store.run(lambda c: repository.project_of(c, source))
         return self._use_of(source, quota, project, patience)
 
-    def files_of(self, user: str) -> list[Held]:
+    def files_of(self, user: str) -> list[WorkspaceUse]:
         """Return a member's workspaces with their use."""
         return self.held_in(self.workspaces_of(user))
 
@@ -173,10 +173,10 @@ class StorageService:
             found = repository.workspaces_of_user(connection, user)
             return [(each, repository.project_of(connection, each.source)) for each in found]
 
-    def held_in(self, some: Iterable[tuple[Workspace, int | None]]) -> list[Held]:
+    def held_in(self, some: Iterable[tuple[Workspace, int | None]]) -> list[WorkspaceUse]:
         """Return the use of workspaces. Queries the file system: call it outside transactions."""
         return [
-            Held(each, self._use_of(each.source, each.quota, project, GLANCE))
+            WorkspaceUse(each, self._use_of(each.source, each.quota, project, GLANCE))
             for each, project in some
         ]
 
@@ -357,7 +357,7 @@ class SharedFolderService:
                 raise FolderRefused(why=f"it is shared with {MOST_MEMBERS} members, the most")
             accepted = before.accepted_at if before else None
             repository.invite_to_folder(
-                connection, folder_id, Invited(user, write, actor, now, accepted)
+                connection, folder_id, FolderMember(user, write, actor, now, accepted)
             )
             how = "read and write" if write else "read"
             self._note_folder(connection, folder, "invite", actor, f"{user}, to {how}")
@@ -423,7 +423,7 @@ class SharedFolderService:
             repository.uninvite_from_folder(connection, folder_id, user)
             if folder.left_at is None:
                 now = self.clock()
-                before = Invited(folder.owner, True, actor, now, now)
+                before = FolderMember(folder.owner, True, actor, now, now)
                 repository.invite_to_folder(connection, folder_id, before)
             repository.update_folder(connection, folder_id, owner=user, left_at=None)
             self._note_folder(

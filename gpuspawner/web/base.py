@@ -10,7 +10,7 @@ from jupyterhub.services.auth import HubOAuth, HubOAuthenticated, UserNotAllowed
 from tornado import web
 
 from ..core.errors import GPUSpawnerError, NotAllowed, Unavailable, UnknownAccount
-from ..core.scopes import CUSTOM_SCOPES, GRANT, READ_ACCOUNTS, SESSION, Reach, reach
+from ..core.scopes import CUSTOM_SCOPES, GRANT, READ_ACCOUNTS, SESSION, ScopeFilter, reach
 from ..leases.models import ServerRef
 from ..ledger.models import group_account, member_account
 from ..monitoring.models import Sample
@@ -221,10 +221,10 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
         """The member's groups at the Hub."""
         return frozenset(self.current_user.get("groups") or ())
 
-    def reach(self, scope: str) -> Reach:
+    def reach(self, scope: str) -> ScopeFilter:
         """Return whom the user may access with one of our scopes; admins may access everybody."""
         if self.admin:
-            return Reach(everybody=True)
+            return ScopeFilter(everybody=True)
         return reach(self.current_user.get("scopes") or (), scope)
 
     def need_admin(self) -> None:
@@ -320,14 +320,14 @@ def may_see_balance(handler: ServiceHandler, account: str) -> bool:
     return not handler.is_service and account in own
 
 
-async def reaches(handler: ServiceHandler, whom: Reach, account: str) -> bool:
+async def reaches(handler: ServiceHandler, whom: ScopeFilter, account: str) -> bool:
     """Return True if the scope covers the account. No scope covers the ledger's system accounts."""
     if account.startswith("system:"):
         return False
     return whom.everybody or account in await accounts_of(handler, whom)
 
 
-async def accounts_of(handler: ServiceHandler, whom: Reach) -> frozenset[str]:
+async def accounts_of(handler: ServiceHandler, whom: ScopeFilter) -> frozenset[str]:
     """Return the names of all accounts that a narrowed scope covers, even if not opened yet."""
     names = set(whom.accounts())
     for group in whom.groups:

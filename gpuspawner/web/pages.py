@@ -165,7 +165,7 @@ class AdminPage(Page):
         )
 
 
-class SignedIn(Page, HubOAuthCallbackHandler):
+class OAuthCallback(Page, HubOAuthCallbackHandler):
     """The OAuth callback, with errors shown as pages."""
 
 
@@ -365,7 +365,7 @@ def read_templates() -> None:
         TEMPLATES.get_template(name)
 
 
-HANDLERS = [("", MemberPage), ("admin", AdminPage), ("oauth_callback", SignedIn)]
+HANDLERS = [("", MemberPage), ("admin", AdminPage), ("oauth_callback", OAuthCallback)]
 
 
 class FormPage(Page):

@@ -23,13 +23,13 @@ from ..ledger.statements import EntryPage
 from ..ledger.usage import LeaseUse
 from ..members.service import EndedMembership
 from ..monitoring.charts import DeviceCurves, of_leases
-from ..monitoring.health_service import OnSick
-from ..monitoring.service import Resting
-from ..queue.models import Ranked, Ticket
-from ..queue.standing import Standing
+from ..monitoring.health_service import AffectedServer
+from ..monitoring.service import IdleServer
+from ..queue.models import RankedTicket, Ticket
+from ..queue.standing import QueuePosition
 from ..services import Services
 from ..storage.repository import Folder
-from ..storage.service import Held
+from ..storage.service import WorkspaceUse
 
 SESSIONS = 10
 TICKETS = 20
@@ -54,7 +54,7 @@ class LeaseFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class ExpiringCredits:
     """Credits that expire."""
 
     ends_at: datetime
@@ -77,7 +77,7 @@ class Funds:
     dry_at: datetime | None
     warning: float | None = None
     """The warning that is due, in minutes left; None if none is due."""
-    ending: tuple[Ending, ...] = ()
+    ending: tuple[ExpiringCredits, ...] = ()
     """Parts of the balance that expire, the earliest first."""
 
 
@@ -92,7 +92,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Everyone:
+class AllSessions:
     """All open leases and the accounts that pay for them, for admins."""
 
     now: datetime
@@ -116,12 +116,12 @@ class InLine:
     """A waiting ticket, with its score and position."""
 
     ticket: Ticket
-    ranked: Ranked
-    standing: Standing
+    ranked: RankedTicket
+    standing: QueuePosition
 
 
 @dataclass(frozen=True, slots=True)
-class WholeLine:
+class QueueView:
     """The queue as admins see it."""
 
     now: datetime
@@ -147,7 +147,7 @@ class OwnTickets:
     """A member's own tickets."""
 
     now: datetime
-    waiting: tuple[tuple[Ticket, Standing | None], ...]
+    waiting: tuple[tuple[Ticket, QueuePosition | None], ...]
     """A ticket without a standing was granted or ended a moment ago."""
     ended: tuple[Ticket, ...]
     """Newest first."""
@@ -169,12 +169,12 @@ def member(services: Services, user: str, warn_minutes: Sequence[float]) -> Memb
     )
 
 
-def everyone(services: Services, warn_minutes: Sequence[float]) -> Everyone:
+def everyone(services: Services, warn_minutes: Sequence[float]) -> AllSessions:
     """Return the figures of all open leases and of the accounts that pay for them."""
     now = services.clock()
     opened = services.leases.open_leases()
     paying = {lease.account for lease in opened}
-    return Everyone(
+    return AllSessions(
         now=now,
         accounts=all_funds(
             services,
@@ -203,9 +203,9 @@ def device_figures(
     return overview, tuple(found)
 
 
-def whole_line(services: Services) -> WholeLine:
+def whole_line(services: Services) -> QueueView:
     """Return all waiting tickets, closed devices and recent changes by admins."""
-    return WholeLine(
+    return QueueView(
         now=services.clock(),
         tickets=tuple(InLine(*entry) for entry in services.positions.order()),
         closed=services.devices.closures(),
@@ -270,13 +270,13 @@ def all_funds(
     )
 
 
-def ending_of(services: Services, account: str) -> tuple[Ending, ...]:
+def ending_of(services: Services, account: str) -> tuple[ExpiringCredits, ...]:
     """Return the credits of an account that expire."""
     return _told(services.ledger.ending_of([account]).get(account, ()))
 
 
-def _told(ending: Collection[tuple[datetime, int]]) -> tuple[Ending, ...]:
-    return tuple(Ending(*some) for some in ending)
+def _told(ending: Collection[tuple[datetime, int]]) -> tuple[ExpiringCredits, ...]:
+    return tuple(ExpiringCredits(*some) for some in ending)
 
 
 def funds(
@@ -284,7 +284,7 @@ def funds(
     opened: Collection[Lease],
     now: datetime,
     warn_minutes: Sequence[float],
-    ending: tuple[Ending, ...] = (),
+    ending: tuple[ExpiringCredits, ...] = (),
 ) -> Funds:
     """Return an account's figures, with all charges that are due until ``now`` subtracted.
 
@@ -329,7 +329,7 @@ def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | Non
 
 
 @dataclass(frozen=True, slots=True)
-class Mine:
+class MyFolder:
     """A shared folder as one member sees it."""
 
     folder: Folder
@@ -339,11 +339,11 @@ class Mine:
     write: bool
 
 
-def folders_of(services: Services, user: str) -> tuple[list[Mine], list[Mine]]:
+def folders_of(services: Services, user: str) -> tuple[list[MyFolder], list[MyFolder]]:
     """Return the folders that a member has, and those that they are invited to."""
     called = {mount.folder_id: mount.name for mount in services.shared_folders.folder_mounts(user)}
     found = [
-        Mine(
+        MyFolder(
             folder=folder,
             called=called.get(folder.id, ""),
             owner=folder.owner == user and folder.left_at is None,
@@ -363,7 +363,7 @@ WEEKS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Lasting:
+class Runway:
     """How many hours a balance pays for one kind of device."""
 
     model: str
@@ -417,12 +417,12 @@ def account_statement(services: Services, account: str, before: int | None = Non
         return EntryPage((), None)
 
 
-def lasting(some: Funds, overview: Overview, now: datetime) -> tuple[Lasting, ...]:
+def lasting(some: Funds, overview: Overview, now: datetime) -> tuple[Runway, ...]:
     """Return how long an account's credits last on each kind of device, most memory first."""
     available = some.account.available
     ending = [(each.ends_at - now, each.left) for each in some.ending]
     return tuple(
-        Lasting(
+        Runway(
             model=count.model,
             memory_bytes=count.memory_bytes,
             rate=count.rate,
@@ -455,12 +455,12 @@ class MemberView:
     tickets: OwnTickets
     past: AccountCredits
     ended: EndedMembership | None
-    files: list[Held]
-    folders: list[Mine]
-    offered: list[Mine]
+    files: list[WorkspaceUse]
+    folders: list[MyFolder]
+    offered: list[MyFolder]
     payers: Payers
-    resting: list[Resting]
-    sick: list[OnSick]
+    resting: list[IdleServer]
+    sick: list[AffectedServer]
     lost: list[Lease]
     curves: dict[str, list[DeviceCurves]]
 

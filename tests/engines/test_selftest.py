@@ -10,7 +10,7 @@ import docker
 import docker.errors
 import pytest
 
-from gpuspawner.engines.device_probe import Untried, probe_in_container
+from gpuspawner.engines.device_probe import ProbeNotPossible, probe_in_container
 from gpuspawner.engines.preflight import (
     LABEL_CHECK,
     LEFTOVER_AFTER,
@@ -71,7 +71,7 @@ def test_probe_tests_one_device_in_a_container(clean_engine: PrivateEngine, imag
     assert "its memory was not tried" in found.text  # nobody's container has CUDA here
     found = probe_in_container(client, several, "device_requests", "GPU-gone")
     assert "GPU-gone: unknown device" in found.failure
-    with pytest.raises(Untried, match="none of the images"):
+    with pytest.raises(ProbeNotPossible, match="none of the images"):
         probe_in_container(client, several[:1], "auto", DEVICES[1])
     assert left(clean_engine) == []
 

@@ -12,7 +12,7 @@ import pytest
 from gpuspawner.devices import placement
 from gpuspawner.devices.discovery import open_source
 from gpuspawner.devices.models import DeviceStatus, Inventory
-from gpuspawner.devices.source import Sampled
+from gpuspawner.devices.source import SamplingSource
 from gpuspawner.engines.device_probe import probe_by_process
 from gpuspawner.leases.models import Request
 
@@ -98,7 +98,7 @@ def test_a_gpu_that_nobody_uses_passes_a_probe(inventory: Inventory) -> None:
 
 def test_conditions_are_as_nvidia_smi_tells(inventory: Inventory) -> None:
     source = open_source("nvml")
-    assert isinstance(source, Sampled)
+    assert isinstance(source, SamplingSource)
     samples = {s.uuid: s for s in source.sampler().sample(datetime.now(timezone.utc), 0.0)}
     fields = ("pcie.link.width.max", "enforced.power.limit", "power.default_limit")
     for uuid, lanes, limit, usual in query("uuid", *fields):
@@ -115,7 +115,7 @@ def test_conditions_are_as_nvidia_smi_tells(inventory: Inventory) -> None:
 
 def test_samples_are_as_nvidia_smi_tells() -> None:
     source = open_source("nvml")
-    assert isinstance(source, Sampled)
+    assert isinstance(source, SamplingSource)
     sampler, at = source.sampler(), datetime.now(timezone.utc)
     for second in range(3):
         samples = {s.uuid: s for s in sampler.sample(at, float(second))}

@@ -20,7 +20,7 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.db.schema import leases
 from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.queue.models import Ticket
-from gpuspawner.service.cluster_sync import OnCluster
+from gpuspawner.service.cluster_sync import ClusterDuty
 from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.worker import Tick
 from gpuspawner.slurm.accounts import user_of
@@ -138,12 +138,12 @@ def test_audit_reports_sessions_that_differ_from_slurm(books: Books, cluster: Sl
     tick = Tick(
         services=books.services, hub=HubClient("http://127.0.0.1:9", ""), engines={}, log=LOG
     )
-    asyncio.run(OnCluster(tick).audit())
+    asyncio.run(ClusterDuty(tick).audit())
     assert books.services.audit.trail() == []
     now = books.services.clock() + timedelta(days=1, hours=1)
     books.services.clock = lambda: now
     for _ in range(2):
-        asyncio.run(OnCluster(tick).audit())
+        asyncio.run(ClusterDuty(tick).audit())
         (change,) = books.services.audit.trail()
         assert (change.action, lease.id in change.subject) == ("slurm audit", True)
 

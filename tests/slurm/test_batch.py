@@ -21,12 +21,12 @@ from gpuspawner.cli.hub import open_hub
 from gpuspawner.core.errors import SlurmUnavailable
 from gpuspawner.core.units import MICRO
 from gpuspawner.engines.preflight import CheckFinding, Status
-from gpuspawner.service.cluster_sync import OnCluster
+from gpuspawner.service.cluster_sync import ClusterDuty
 from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.worker import Tick
 from gpuspawner.services import utcnow
 from gpuspawner.slurm import repository as slurm_repository
-from gpuspawner.slurm.job_billing import LATE, OVERLAP, SETTLED, Debited
+from gpuspawner.slurm.job_billing import LATE, OVERLAP, SETTLED, BillingResult
 from gpuspawner.slurm.jobs import behind
 from tests.support.processes import wait_for
 from tests.support.slurm_books import QUICK, Books, begin, finish, member, moved_database
@@ -51,7 +51,7 @@ def read_up_to(books: Books) -> Any:
     return found.until
 
 
-def settled_round(books: Books) -> Debited:
+def settled_round(books: Books) -> BillingResult:
     """One after a while. The controller may have something to tell its database just then."""
     forward(books, seconds=SETTLED.total_seconds() + 1)
     return books.services.job_billing.debit_cluster()
@@ -188,7 +188,7 @@ def test_delayed_slurm_database_loses_no_debit(books: Books, cluster: SlurmClust
     forward(books, seconds=LATE.total_seconds() + 60)
     assert books.services.job_billing.unread_since() == read_up_to(books) < begun + OVERLAP
     cluster.restart("slurmdbd")
-    paid: list[Debited] = []
+    paid: list[BillingResult] = []
 
     def answered() -> bool:
         with suppress(SlurmUnavailable):
@@ -230,7 +230,7 @@ def test_admins_are_warned_daily_of_a_delayed_database(
     tick = Tick(
         services=books.services, hub=HubClient("http://127.0.0.1:9", ""), engines={}, log=LOG
     )
-    duties = OnCluster(tick)
+    duties = ClusterDuty(tick)
 
     def told() -> list[str]:
         """What two rounds say of it."""

@@ -30,8 +30,8 @@ from gpuspawner.slurm import accounts as slurm_accounts
 from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.slurm.engine import LABEL_JOB, SlurmEngine
-from gpuspawner.slurm.priority import Hand
-from gpuspawner.slurm.programs import Holder, Slurm
+from gpuspawner.slurm.priority import PriorityOverrides
+from gpuspawner.slurm.programs import JobSpec, Slurm
 from gpuspawner.slurm.scheduler import EVERY, LOG, SAVED, SETTLING, SOON, SlurmDelegate
 from tests.support import images
 from tests.support.brokers import make_services
@@ -141,7 +141,7 @@ def test_a_refusal_is_in_slurms_words(delegate: SlurmDelegate, cluster: SlurmClu
         delegate.submit(replace(ticket(1), server=ServerRef("eve")))
     with pytest.raises(SlurmRefused, match="lets nothing run for over 24 h"):
         delegate.submit(replace(ticket(2), seconds=90_000))
-    long = Holder(name="long", comment="{}", partition="gpu", cpus=1, megabytes=100,
+    long = JobSpec(name="long", comment="{}", partition="gpu", cpus=1, megabytes=100,
                   gres="gpu:1", minutes=1441, user="ann")  # fmt: skip
     with pytest.raises(SlurmRefused, match=r"(?i)requested time limit is invalid"):
         delegate.slurm.submit(long)
@@ -172,7 +172,7 @@ def test_all_jobs_of_a_user_who_is_no_operator(
         conf=delegate.slurm.conf, seconds=60, folder=programs_of("bob", tmp_path / "programs")
     )
     one = SlurmDelegate(delegate.cluster, slurm, as_member=False)
-    one._hand = Hand(slurm, LOG, user=pwd.getpwnam("bob").pw_uid)
+    one._hand = PriorityOverrides(slurm, LOG, user=pwd.getpwnam("bob").pw_uid)
     running, last = [ticket(number) for number in range(3)], replace(ticket(10), boost=2.5)
     for each in (*running, last):
         one.submit(each)
@@ -202,7 +202,7 @@ class Doomed(Slurm):
     jobs_left: ClassVar[int] = 0
     delay_seconds: ClassVar[float] = 0.0
 
-    def submit(self, holder: Holder) -> None:
+    def submit(self, holder: JobSpec) -> None:
         Doomed.jobs_left -= 1
         if not Doomed.jobs_left:
             kill = (os.getpid(), signal.SIGKILL)

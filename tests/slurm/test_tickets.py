@@ -32,7 +32,7 @@ from gpuspawner.services import Services
 from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.cluster import read_cluster
 from gpuspawner.slurm.jobs import SlurmJob, read_jobs
-from gpuspawner.slurm.priority import FIRST_PAUSE, MARK, Hand
+from gpuspawner.slurm.priority import FIRST_PAUSE, MARK, PriorityOverrides
 from gpuspawner.slurm.programs import Slurm
 from gpuspawner.slurm.scheduler import SlurmDelegate
 from tests.support.processes import wait_for
@@ -370,7 +370,7 @@ def test_unprivileged_hub_holds_and_releases_its_own_jobs(
 
     # Slurm still lists the ended jobs of other members, of minutes ago.
     ann = next(job.uid for job in jobs() if job.ticket_id == mine.id)
-    hand = Hand(slurm, logging.getLogger(__name__), user=ann)
+    hand = PriorityOverrides(slurm, logging.getLogger(__name__), user=ann)
     hand.pause(jobs())
     assert has_job(cluster, mine, "%r") == "JobHeldUser"
 
@@ -390,7 +390,7 @@ def test_refused_changes_are_retried_with_growing_pauses(
     monkeypatch.setenv("PATH", weak_programs(folder, "ann", "*Nice=* | *Priority=*"))
     ticket = asked(services, "ann")
     slurm, now = Slurm(conf=str(cluster.conf)), [0.0]
-    hand = Hand(slurm, logging.getLogger(__name__), clock=lambda: now[0])
+    hand = PriorityOverrides(slurm, logging.getLogger(__name__), clock=lambda: now[0])
 
     def told(wanted: Ticket, *, up_to: float = 0.0) -> int:
         """How often it was, while it was wanted each second until then."""

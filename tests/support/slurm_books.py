@@ -16,7 +16,7 @@ import yaml
 from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm import account_sync
-from gpuspawner.slurm.job_billing import Debited
+from gpuspawner.slurm.job_billing import BillingResult
 from tests.support import slurm_files
 from tests.support.brokers import make_services
 from tests.support.preloaded import PRELOADED
@@ -107,10 +107,10 @@ class Books:
 
         return int(wait_for(look, f"the end of {which[-1]} in the database", interval=0.2))
 
-    def debit(self) -> Debited:
+    def debit(self) -> BillingResult:
         """As soon as there is something to pay: what a job had is known some seconds later."""
 
-        def look() -> Debited | None:
+        def look() -> BillingResult | None:
             return done if (done := self.services.job_billing.debit_cluster()).jobs else None
 
         return wait_for(look, "a debit", interval=0.5)

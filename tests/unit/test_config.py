@@ -27,7 +27,7 @@ from gpuspawner.core.scopes import (
     CUSTOM_SCOPES,
     GRANT,
     READ_ACCOUNTS,
-    Reach,
+    ScopeFilter,
     reach,
 )
 from gpuspawner.service.app import Accounting
@@ -233,16 +233,21 @@ def test_templates_rank_between_admin_and_jupyterhub(how: str) -> None:
 @pytest.mark.parametrize(
     ("held", "found"),
     [
-        ([], Reach()),
-        ([READ_ACCOUNTS, "self"], Reach()),
-        ([GRANT], Reach(everybody=True)),
-        ([f"{GRANT}!group=ml", GRANT], Reach(everybody=True)),
-        ([f"{GRANT}!group=ml", f"{GRANT}!group=a=b"], Reach(groups=frozenset({"ml", "a=b"}))),
-        ([f"{GRANT}!user=ada", f"{READ_ACCOUNTS}!user=bob"], Reach(users=frozenset({"ada"}))),
-        ([f"{GRANT}!user", f"{GRANT}!group=", f"{GRANT}!server=ada/x", f"{GRANT}ed"], Reach()),
+        ([], ScopeFilter()),
+        ([READ_ACCOUNTS, "self"], ScopeFilter()),
+        ([GRANT], ScopeFilter(everybody=True)),
+        ([f"{GRANT}!group=ml", GRANT], ScopeFilter(everybody=True)),
+        ([f"{GRANT}!group=ml", f"{GRANT}!group=a=b"], ScopeFilter(groups=frozenset({"ml", "a=b"}))),
+        ([f"{GRANT}!user=ada", f"{READ_ACCOUNTS}!user=bob"], ScopeFilter(users=frozenset({"ada"}))),
+        (
+            [f"{GRANT}!user", f"{GRANT}!group=", f"{GRANT}!server=ada/x", f"{GRANT}ed"],
+            ScopeFilter(),
+        ),
     ],
 )
-def test_scope_reach_follows_its_group_and_user_filters(held: list[str], found: Reach) -> None:
+def test_scope_reach_follows_its_group_and_user_filters(
+    held: list[str], found: ScopeFilter
+) -> None:
     assert reach(held, GRANT) == found
     assert bool(found) is bool(found.everybody or found.accounts())
 

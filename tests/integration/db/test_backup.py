@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from gpuspawner.core.errors import BackupRefused, ConfigError
 from gpuspawner.db import backup
 from gpuspawner.db.engine import Store
-from gpuspawner.db.leader import Granter
+from gpuspawner.db.leader import LeaderLock
 from gpuspawner.db.schema import metadata
 from gpuspawner.services import Services
 from tests.support import racers, spending
@@ -150,7 +150,7 @@ def test_restore_is_refused_while_the_database_is_in_use(
     before = contents(used.store)
     with pytest.raises(BackupRefused, match="in use"):  # a service: it has connections open
         backup.restore(database_url, file, overwrite=True)
-    hub = Granter(used.store)
+    hub = LeaderLock(used.store)
     assert hub.take()
     with pytest.raises(BackupRefused, match="in use"):
         backup.restore(database_url, file, overwrite=True)

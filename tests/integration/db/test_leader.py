@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from traitlets.config import Config
 
 from gpuspawner.core.errors import AnotherHubGrants, ConfigError, NotTheOwner
-from gpuspawner.db.leader import Granter, identity_file, make_identity, read_identity
+from gpuspawner.db.leader import LeaderLock, identity_file, make_identity, read_identity
 from gpuspawner.hub_pages.handlers import CatalogPages
 from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.services import Services, hub_services
@@ -39,7 +39,7 @@ def services(database_url: str) -> Iterator[Services]:
 
 def take_and_let_go(services: Services, identity: str) -> None:
     """A hub of this identity starts, gives something out, and is killed."""
-    hub = Granter(services.store, identity)
+    hub = LeaderLock(services.store, identity)
     # PostgreSQL lets go of a lock some time after the connection that held it was closed.
     wait_for(hub.take, "the lock of whoever had it before")
     hub.give_up()
@@ -100,7 +100,7 @@ def test_other_hub_cannot_grant_with_open_lease_or_ticket(services: Services, wh
             ServerRef("bob"), Request(devices=1), engine="local", terms=Terms(wait=True)
         )
         services.leases.release(lease.id, reason="stopped")
-    other = Granter(services.store, B)
+    other = LeaderLock(services.store, B)
     for _ in range(2):
         with pytest.raises(NotTheOwner, match="are those of another hub"):
             other.take()
@@ -118,7 +118,7 @@ def test_other_hub_cannot_grant_with_open_lease_or_ticket(services: Services, wh
 @each_database
 def test_second_hub_cannot_take_an_owned_database(services: Services) -> None:
     services.leases.grant(ADA, Request(devices=1), engine="local")
-    one, two = Granter(services.store, A), Granter(services.store, B)
+    one, two = LeaderLock(services.store, A), LeaderLock(services.store, B)
     assert one.take()  # a database from before belongs to the first hub
     assert not two.take() and not two.sure
     one.give_up()
@@ -130,9 +130,9 @@ def test_second_hub_cannot_take_an_owned_database(services: Services) -> None:
 @each_database
 def test_only_one_of_several_starting_hubs_becomes_owner(services: Services) -> None:
     services.leases.grant(ADA, Request(devices=1), engine="local")
-    hubs = [Granter(services.store, f"{number:016x}") for number in range(6)]
+    hubs = [LeaderLock(services.store, f"{number:016x}") for number in range(6)]
 
-    def take(hub: Granter) -> bool:
+    def take(hub: LeaderLock) -> bool:
         try:
             return hub.take()
         except NotTheOwner:
@@ -148,7 +148,7 @@ def test_only_one_of_several_starting_hubs_becomes_owner(services: Services) -> 
 
 @each_database
 def test_takeover_is_refused_under_a_running_hub_and_audited(services: Services) -> None:
-    one, two = Granter(services.store, A), Granter(services.store, B)
+    one, two = LeaderLock(services.store, A), LeaderLock(services.store, B)
     assert one.take()
     services.leases.grant(ADA, Request(devices=1), engine="local")
     with pytest.raises(AnotherHubGrants):
@@ -228,7 +228,7 @@ def test_takeover_command_asks_before_taking_over(
     code, said = command(tmp_path, *words)
     assert code == 1 and "1 open lease and 0 waiting tickets" in said
     assert "Nothing was changed." in said
-    holder = Granter(services.store, A)
+    holder = LeaderLock(services.store, A)
     assert holder.take()
     code, said = command(tmp_path, *words, "--yes")
     assert code == 1 and f"A hub runs on this database ({A}@" in said

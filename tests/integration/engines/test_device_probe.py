@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuspawner.engines import device_probe
-from gpuspawner.engines.device_probe import Probed, probe_by_process
+from gpuspawner.engines.device_probe import ProbeResult, probe_by_process
 from tests.support.nvml.nvml_library import build_cuda_library
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
@@ -23,17 +23,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("does", "uuid", "found"),
     [
-        ("", UUID, Probed(text="0.1 GiB filled and read back")),
-        ("", "MIG-1", Probed(text="0.1 GiB filled and read back")),
-        ("", UUID.replace("f", "e"), Probed(f"the device there is another one ({DIGITS})")),
-        ("bad", UUID, Probed("memory changed by itself, 0.0 GiB from its start")),
-        ("lost", UUID, Probed("it could not open the device (CUDA_ERROR_LAUNCH_FAILED)")),
-        ("two", UUID, Probed("2 devices are there where one is right")),
-        ("dies", UUID, Probed("a program on it broke: it said nothing")),
+        ("", UUID, ProbeResult(text="0.1 GiB filled and read back")),
+        ("", "MIG-1", ProbeResult(text="0.1 GiB filled and read back")),
+        ("", UUID.replace("f", "e"), ProbeResult(f"the device there is another one ({DIGITS})")),
+        ("bad", UUID, ProbeResult("memory changed by itself, 0.0 GiB from its start")),
+        ("lost", UUID, ProbeResult("it could not open the device (CUDA_ERROR_LAUNCH_FAILED)")),
+        ("two", UUID, ProbeResult("2 devices are there where one is right")),
+        ("dies", UUID, ProbeResult("a program on it broke: it said nothing")),
     ],
 )
 def test_probe_reports_success_or_the_failure_found(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, does: str, uuid: str, found: Probed
+    folder: Path, monkeypatch: pytest.MonkeyPatch, does: str, uuid: str, found: ProbeResult
 ) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
     monkeypatch.setenv("GPUSPAWNER_STANDIN_CUDA", f"{DIGITS} {does}")

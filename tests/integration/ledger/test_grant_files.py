@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from gpuspawner.core.units import MICRO
-from gpuspawner.ledger.grants import Bulk
+from gpuspawner.ledger.grants import BulkGrantResult
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make, credits_of
 from tests.support.parts import each_database
@@ -24,7 +24,7 @@ def services(make: Make) -> Services:
     return services
 
 
-def grant(services: Services, data: bytes = FILE, **more: bool) -> Bulk:
+def grant(services: Services, data: bytes = FILE, **more: bool) -> BulkGrantResult:
     return services.bulk_grants.grant_file(data, actor="root", reason="course", **more)
 
 

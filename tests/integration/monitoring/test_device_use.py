@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from gpuspawner.devices.simulated import SimulatedDevices
-from gpuspawner.devices.source import Sampled
+from gpuspawner.devices.source import SamplingSource
 from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState
 from gpuspawner.monitoring.models import HOUR, MINUTE, DeviceUse
-from gpuspawner.monitoring.repository import Worked
-from gpuspawner.service.device_monitor import SamplesUse
+from gpuspawner.monitoring.repository import LeaseUtilization
+from gpuspawner.service.device_monitor import GPUSampler
 from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.sampler import MOST_MINUTES, Sampling
 from gpuspawner.service.worker import Tick
@@ -178,13 +178,13 @@ async def test_unavailable_store_loses_no_minutes(tmp_path: Path) -> None:
     services.monitoring.remember_use([])
     minutes = (T0 + timedelta(minutes=n) for n in itertools.count())
     source = services.watch.source
-    assert isinstance(source, Sampled)
+    assert isinstance(source, SamplingSource)
     sampler = source.sampler()
     sampling = Sampling(sampler, lambda: next(minutes), 0.02, services.log)
     tick = Tick(
         services, HubClient("http://127.0.0.1:1", "no token"), {}, logging.getLogger("service")
     )
-    duty = SamplesUse()
+    duty = GPUSampler()
     sampling.start()
     try:
         file.rename(tmp_path / "away")
@@ -317,7 +317,7 @@ def worked(
     return {some.server.user: some for some in found}
 
 
-def seconds(some: Worked) -> tuple[int, int, int]:
+def seconds(some: LeaseUtilization) -> tuple[int, int, int]:
     return round(some.held), round(some.measured), round(some.busy)
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from gpuspawner.core.errors import NoDeviceFree
-from gpuspawner.devices.source import Sampled
-from gpuspawner.monitoring.health import Signs
+from gpuspawner.devices.source import SamplingSource
+from gpuspawner.monitoring.health import SymptomWindow
 from gpuspawner.monitoring.health_service import FoundSymptoms
 from gpuspawner.monitoring.models import Sample
-from gpuspawner.service.health_monitor import HealthDuty, ProbesDevices
+from gpuspawner.service.health_monitor import HealthDuty, HealthMonitor
 from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.sampler import Sampling
 from gpuspawner.service.worker import Tick
@@ -108,11 +108,11 @@ async def test_service_drains_probes_and_returns_sick_devices(
     monkeypatch.setenv("GPUSPAWNER_SIMULATION", str(script))
     services = open_services(database_url, sick_quiet_minutes=0.005, **RATE)
     source = services.watch.source
-    assert isinstance(source, Sampled)
+    assert isinstance(source, SamplingSource)
     sampler = source.sampler()
     sampling = Sampling(sampler, services.clock, 0.05, logging.getLogger("test"))
     tick = Tick(services, HubClient("http://127.0.0.1:1", "none"), {}, logging.getLogger("test"))
-    service = ProbesDevices()
+    service = HealthMonitor()
     duty = service.health_duty(tick, sampling, sampler)
     lease = running(services, "ada")
     sampling.start()
@@ -156,7 +156,7 @@ def test_lost_device_is_recognized_under_a_new_index(
     """Through pynvml, whose library is a stand-in: what falls off the bus is sick, and nonsense of
     one reading is nothing."""
     machine = Machine(nvml.build_nvml_library(tmp_path), tmp_path / "fleet")
-    signs: dict[str, Signs] = {}
+    signs: dict[str, SymptomWindow] = {}
 
     def look(seconds: int) -> dict[str, str]:
         for _ in range(seconds):
@@ -164,7 +164,7 @@ def test_lost_device_is_recognized_under_a_new_index(
                 fields = {"uuid", "index", "celsius", "ecc_errors", "error"}
                 values = {name: value for name, value in sample.items() if name in fields}
                 values["xids"] = tuple(sample["xids"])
-                its = signs.setdefault(sample["uuid"], Signs())
+                its = signs.setdefault(sample["uuid"], SymptomWindow())
                 its.add([Sample(at=machine.now, **values)])
         found = {uuid: FoundSymptoms(its.take(), its.going_on) for uuid, its in signs.items()}
         return {change.uuid: change.event for change in services.health.judge_health(found)}

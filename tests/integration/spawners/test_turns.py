@@ -16,13 +16,13 @@ import pytest
 
 from gpuspawner.core.errors import ConfigError, GPUSpawnerError, MemberGone, NotAllowed, TicketEnded
 from gpuspawner.db import engine as db_engine
-from gpuspawner.db.leader import Granter, hub_name
+from gpuspawner.db.leader import LeaderLock, hub_name
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Terms
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from gpuspawner.spawners.progress import SpawnProgress
-from gpuspawner.spawners.turns import Queueing
+from gpuspawner.spawners.turns import TurnDispatcher
 from tests.support.brokers import Clock, Make, running
 from tests.support.parts import each_database
 from tests.support.processes import wait_for
@@ -54,7 +54,7 @@ async def until(true: Callable[[], bool]) -> None:
 class Spawn:
     """A spawn that waits, and what is said to it."""
 
-    def __init__(self, queueing: Queueing, user: str, groups: tuple[str, ...] = ()) -> None:
+    def __init__(self, queueing: TurnDispatcher, user: str, groups: tuple[str, ...] = ()) -> None:
         self.services, self.user = queueing.services, user
         self.groups = frozenset(groups)
         self.refusal: Exception | None = None
@@ -99,7 +99,7 @@ class Line:
     """Lets members ask one after the other: ``spawn("dan")``."""
 
     def __init__(self, services: Services, clock: Clock) -> None:
-        self.queueing = Queueing(services, logging.getLogger("line"))
+        self.queueing = TurnDispatcher(services, logging.getLogger("line"))
         self.spawns: list[Spawn] = []
         self.clock = clock
 
@@ -327,7 +327,7 @@ def test_only_lost_unclaimed_starts_return_to_the_queue(services: Services, how:
 
 @each_database
 def test_only_one_hub_holds_the_granting_lock(services: Services) -> None:
-    one, two = Granter(services.store), Granter(services.store)
+    one, two = LeaderLock(services.store), LeaderLock(services.store)
     assert two.holder() == "" and not one.sure
     assert one.take() and one.take() and one.sure
     assert not two.take() and not two.sure
@@ -342,7 +342,7 @@ def test_only_one_hub_holds_the_granting_lock(services: Services) -> None:
 async def test_ticket_waits_while_another_hub_holds_the_lock(
     services: Services, spawn: Line
 ) -> None:
-    other = Granter(services.store)
+    other = LeaderLock(services.store)
     assert other.take()
     dan = spawn("dan")
     free_one(services)

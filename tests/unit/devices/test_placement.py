@@ -467,15 +467,15 @@ def test_earlier_requests_do_not_change_placement(
 ) -> None:
     devices, _ = fleet_and_taken
     every = [Slot(d.uuid, slot) for d in devices for slot in range(d.slots)]
-    asked = placement.Fleet(devices, links)
+    asked = placement.PlacementIndex(devices, links)
     for request, numbers in questions:
         taken = placement.texts([*(every[n] for n in numbers if n < len(every)), Slot("GPU-gone")])
-        new = placement.Fleet(devices, links)
+        new = placement.PlacementIndex(devices, links)
         assert asked.free(taken) == new.free(taken)
         assert answer(asked, request, taken) == answer(new, request, taken)
 
 
-def answer(fleet: placement.Fleet, request: Request, taken: frozenset[str]) -> object:
+def answer(fleet: placement.PlacementIndex, request: Request, taken: frozenset[str]) -> object:
     try:
         return fleet.choose(request, taken)
     except (NoDeviceFree, TooMuchAsked) as error:

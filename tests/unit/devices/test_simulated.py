@@ -19,7 +19,7 @@ from gpuspawner.devices import topology
 from gpuspawner.devices.discovery import open_source
 from gpuspawner.devices.models import DeviceProcess, DeviceStatus
 from gpuspawner.devices.simulated import GIB, SCRIPT, SimulatedDevices, SimulatedSampler
-from gpuspawner.devices.source import LooksLost, held_bytes
+from gpuspawner.devices.source import DevicesUnavailable, held_bytes
 from gpuspawner.monitoring.models import Condition, Sample
 from tests.support.processes import wait_for
 
@@ -282,7 +282,7 @@ def test_invalid_script_keeps_the_previous_values(
 def test_lost_driver_is_reported_by_the_sampler(devices: SimulatedDevices) -> None:
     sampler = SimulatedSampler(devices)
     devices.lose("The driver is gone.")
-    with pytest.raises(LooksLost, match="The driver is gone"):
+    with pytest.raises(DevicesUnavailable, match="The driver is gone"):
         look(sampler)
     devices.restore()
     devices.fail(devices.observe(NOW).devices[0].uuid, "It is sick.")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpuspawner.engines.disk_usage import (
-    Limited,
+    LimitedContainer,
     label_of,
     limited,
     may_enforce,
@@ -15,7 +15,7 @@ from gpuspawner.engines.disk_usage import (
     storage_bytes,
 )
 from gpuspawner.leases.models import LeasedDevice
-from gpuspawner.service.disk_monitor import Measured, is_due, node_of
+from gpuspawner.service.disk_monitor import DiskMeasurement, is_due, node_of
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
 from gpuspawner.spawners.container import ContainerSettings, DiskLimit, build
 from tests.support.leases import lease_of
@@ -59,8 +59,8 @@ def test_disk_usage_is_sized_judged_and_formatted() -> None:
         (1000, "near", "near"),
         (1001, "over", "near"),
     ):
-        assert Limited("lease-1", "c", 1000, False).judge(written) == watched
-        assert Limited("lease-1", "c", 1000, True).judge(written) == enforced
+        assert LimitedContainer("lease-1", "c", 1000, False).judge(written) == watched
+        assert LimitedContainer("lease-1", "c", 1000, True).judge(written) == enforced
 
     assert [size(n) for n in (0, 20 * MB, 1023 * MB, GB, 1.55 * GB, 10 * GB)] == [
         *("0 MB", "20 MB", "1023 MB", "1 GB", "1.6 GB", "10 GB")
@@ -110,8 +110,8 @@ def test_disk_limits_are_read_from_container_labels() -> None:
     )
     folders = ("/home/jovyan/work",)
     assert limited(client) == [
-        Limited("lease-1", "c", GB, True, folders),
-        Limited("lease-1", "c", GB, False, folders),
+        LimitedContainer("lease-1", "c", GB, True, folders),
+        LimitedContainer("lease-1", "c", GB, False, folders),
     ]
 
 
@@ -119,20 +119,20 @@ def test_disk_limits_are_read_from_container_labels() -> None:
     ("last", "now", "free", "due"),
     [
         (None, 0, None, True),
-        (Measured(100, 0.1, 50 * GB, 500 * MB), 101, 50 * GB, False),
-        (Measured(100, 0.1, 50 * GB, 500 * MB), 101, 49 * GB, True),
-        (Measured(100, 0.1, 50 * GB, 500 * MB), 159, 51 * GB, False),
-        (Measured(100, 0.1, 50 * GB, 500 * MB), 160, 51 * GB, True),
+        (DiskMeasurement(100, 0.1, 50 * GB, 500 * MB), 101, 50 * GB, False),
+        (DiskMeasurement(100, 0.1, 50 * GB, 500 * MB), 101, 49 * GB, True),
+        (DiskMeasurement(100, 0.1, 50 * GB, 500 * MB), 159, 51 * GB, False),
+        (DiskMeasurement(100, 0.1, 50 * GB, 500 * MB), 160, 51 * GB, True),
         # What takes long is not done all the time.
-        (Measured(100, 2, 50 * GB, 500 * MB), 109, 20 * GB, False),
-        (Measured(100, 2, 50 * GB, 500 * MB), 110, 20 * GB, True),
+        (DiskMeasurement(100, 2, 50 * GB, 500 * MB), 109, 20 * GB, False),
+        (DiskMeasurement(100, 2, 50 * GB, 500 * MB), 110, 20 * GB, True),
         # Where nobody sees the disk, time alone counts.
-        (Measured(100, 0.1, None, 500 * MB), 114, None, False),
-        (Measured(100, 0.1, None, 500 * MB), 115, None, True),
+        (DiskMeasurement(100, 0.1, None, 500 * MB), 114, None, False),
+        (DiskMeasurement(100, 0.1, None, 500 * MB), 115, None, True),
     ],
 )
 def test_container_measurement_is_due_by_time_and_disk_growth(
-    last: Measured | None, now: float, free: int | None, due: bool
+    last: DiskMeasurement | None, now: float, free: int | None, due: bool
 ) -> None:
     assert is_due(last, now, free) is due
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpuspawner.devices.closures import Closure
 from gpuspawner.leases.models import Lease, LeasedDevice
 from gpuspawner.queue.extensions import EXACT, PLANNED, delayed, drained, too_many_hours, who_waits
-from gpuspawner.queue.models import QueueLimits, Running, Waiting
+from gpuspawner.queue.models import QueueLimits, RunningLease, WaitingTicket
 from gpuspawner.queue.scheduler import Scheduler
 from tests.support.leases import lease_of
 
@@ -30,7 +30,7 @@ def lease(devices: int = 1) -> Lease:
     return lease_of("ada", id="mine", devices=held, **times)
 
 
-def running(name: str, devices: int = 1, hours: float | None = 1.0, **kwargs: Any) -> Running:
+def running(name: str, devices: int = 1, hours: float | None = 1.0, **kwargs: Any) -> RunningLease:
     values: dict[str, Any] = {
         "id": name,
         "member": name,
@@ -38,20 +38,22 @@ def running(name: str, devices: int = 1, hours: float | None = 1.0, **kwargs: An
         "started_at": NOW - HOUR,
     }
     ends_at = None if hours is None else NOW + hours * HOUR
-    return Running(**{**values, "ends_at": ends_at, **kwargs})
+    return RunningLease(**{**values, "ends_at": ends_at, **kwargs})
 
 
-def waiting(name: str, devices: int = 1, **kwargs: Any) -> Waiting:
+def waiting(name: str, devices: int = 1, **kwargs: Any) -> WaitingTicket:
     values: dict[str, Any] = {
         "id": name,
         "member": name,
         "devices": devices,
         "kinds": frozenset({A100}),
     }
-    return Waiting(**{"asked_at": NOW - 60, "seconds": HOUR, **values, **kwargs})
+    return WaitingTicket(**{"asked_at": NOW - 60, "seconds": HOUR, **values, **kwargs})
 
 
-def scheduler(leases: list[Running], tickets: list[Waiting], **settings: Any) -> Scheduler:
+def scheduler(
+    leases: list[RunningLease], tickets: list[WaitingTicket], **settings: Any
+) -> Scheduler:
     found = Scheduler(**settings)
     capacity: Counter[str] = Counter({A100: 0, T4: 2})
     for each in leases:
@@ -108,8 +110,8 @@ GUESTS = {"group_limits": {"guests": QueueLimits(devices=1)}}
     ],
 )
 def test_extension_names_the_tickets_it_delays(
-    leases: list[Running],
-    tickets: list[Waiting],
+    leases: list[RunningLease],
+    tickets: list[WaitingTicket],
     settings: dict[str, Any],
     free: dict[str, int],
     named: set[str],
@@ -179,7 +181,11 @@ some_waiting = st.builds(
     st.floats(0, 48),
 )
 def test_named_delays_match_the_schedule_after_extension(
-    leases: list[Running], tickets: list[Waiting], free: dict[str, int], hours: float, longer: float
+    leases: list[RunningLease],
+    tickets: list[WaitingTicket],
+    free: dict[str, int],
+    hours: float,
+    longer: float,
 ) -> None:
     line = scheduler([*leases, running("mine", 2, hours, member="ada", group="x")], tickets)
     state = dict(line.running), dict(line.waiting)

@@ -14,7 +14,13 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger import credit_policy
 from gpuspawner.ledger import rules as ledger_rules
-from gpuspawner.ledger.credit_policy import OVERDRAFT, SESSION, CreditPolicies, PolicyStep, Purse
+from gpuspawner.ledger.credit_policy import (
+    OVERDRAFT,
+    SESSION,
+    AccountRunway,
+    CreditPolicies,
+    PolicyStep,
+)
 from tests.support.leases import lease_of
 
 T0 = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
@@ -31,7 +37,7 @@ def lease(**changes: Any) -> Lease:
 
 def step(balance: float, some: Lease | None = None, minutes: float = 0) -> PolicyStep | None:
     """What is due with so many credits left, up to now, ``minutes`` after T0."""
-    purse = Purse(round(balance * MICRO), RATE)
+    purse = AccountRunway(round(balance * MICRO), RATE)
     now = T0 + timedelta(minutes=minutes)
     return credit_policy.next_step(some or lease(), purse, now, GRACE, (30, 10, 2))
 
@@ -92,14 +98,16 @@ def test_credit_step_follows_balance_and_lease_state(
     ],
 )
 def test_stop_time_follows_grace_session_and_overdraft(some: Lease, minutes: int | None) -> None:
-    found = credit_policy.stops_at(some, Purse(-5 * MICRO, RATE), T0 + 7 * MINUTE, GRACE)
+    found = credit_policy.stops_at(some, AccountRunway(-5 * MICRO, RATE), T0 + 7 * MINUTE, GRACE)
     assert found == (None if minutes is None else T0 + minutes * MINUTE)
 
 
 def test_purse_deducts_charges_due_and_sums_rates() -> None:
     waiting = lease(state=LeaseState.GRANTED, started_at=None)
     some = [lease(charged=MICRO), lease(), waiting]
-    assert Purse.of(9 * MICRO, some, T0 + timedelta(minutes=2)) == Purse(6 * MICRO, 2 * RATE)
+    assert AccountRunway.of(9 * MICRO, some, T0 + timedelta(minutes=2)) == AccountRunway(
+        6 * MICRO, 2 * RATE
+    )
     assert CreditPolicies.from_config({}).of("member:ada", {"lab"}) == credit_policy.CreditPolicy()
 
 
@@ -118,7 +126,7 @@ def test_low_credit_warnings_are_given_once_in_order(
     for seconds, twice in rounds:
         now += timedelta(seconds=seconds)
         for _ in range(1 + twice):
-            purse = Purse.of(40 * MICRO, [some], now)
+            purse = AccountRunway.of(40 * MICRO, [some], now)
             due = credit_policy.next_step(some, purse, now, GRACE, (30, 10, 2))
             if due is None:
                 continue

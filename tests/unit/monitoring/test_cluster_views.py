@@ -14,12 +14,12 @@ from gpuspawner.devices.models import Device, DeviceStatus
 from gpuspawner.devices.snapshots import DeviceView
 from gpuspawner.leases.models import Lease, LeaseState, ServerRef
 from gpuspawner.monitoring.cluster_views import (
-    Doing,
-    Frame,
-    Picture,
-    Sight,
+    ClusterSnapshot,
+    DeviceActivity,
+    SerializedSnapshot,
     Tile,
     Viewer,
+    ViewerScope,
     as_text,
     doing_of,
     holder,
@@ -40,10 +40,16 @@ def lease() -> Lease:
 
 
 def tile(
-    doing: Doing | None = None, *, state: str = "leased", detail: str = "", held: bool = True
+    doing: DeviceActivity | None = None,
+    *,
+    state: str = "leased",
+    detail: str = "",
+    held: bool = True,
 ) -> Tile:
     some = lease() if held else None
-    return Tile(DeviceView(GPU, state, detail, some.id if some else None), some, doing or Doing())
+    return Tile(
+        DeviceView(GPU, state, detail, some.id if some else None), some, doing or DeviceActivity()
+    )
 
 
 # Who is told what.
@@ -51,26 +57,28 @@ def tile(
 
 def test_holder_name_shown_depends_on_the_viewer() -> None:
     some = tile()
-    assert holder(some, Sight.ADMIN) == "ada/training"
-    assert holder(some, Sight.NAMES) == "ada"
-    assert holder(some, Sight.PLAIN) == "in use"
-    assert holder(tile(held=False, state="free"), Sight.ADMIN) == ""
-    for sight in (Sight.PLAIN, Sight.NAMES):
+    assert holder(some, ViewerScope.ADMIN) == "ada/training"
+    assert holder(some, ViewerScope.NAMES) == "ada"
+    assert holder(some, ViewerScope.PLAIN) == "in use"
+    assert holder(tile(held=False, state="free"), ViewerScope.ADMIN) == ""
+    for sight in (ViewerScope.PLAIN, ViewerScope.NAMES):
         assert "training" not in json.dumps(words(some, sight, NOW))
-    assert "abc123" not in json.dumps(words(some, Sight.ADMIN, NOW))
+    assert "abc123" not in json.dumps(words(some, ViewerScope.ADMIN, NOW))
 
-    picture = Picture(NOW, (tile(),), 1, 0, 2, "", {"ada": {"GPU-1": "training"}})
-    text = as_text(picture, Sight.PLAIN)
+    picture = ClusterSnapshot(NOW, (tile(),), 1, 0, 2, "", {"ada": {"GPU-1": "training"}})
+    text = as_text(picture, ViewerScope.PLAIN)
     assert "\n" not in text
     assert "ada" not in text and "training" not in text
     assert json.loads(text)["tiles"]["GPU-1"]["who"] == "in use"
-    assert json.loads(as_text(picture, Sight.ADMIN))["tiles"]["GPU-1"]["who"] == "ada/training"
+    assert (
+        json.loads(as_text(picture, ViewerScope.ADMIN))["tiles"]["GPU-1"]["who"] == "ada/training"
+    )
 
 
 GPU2 = "the machine gpu2 does not tell what its GPUs do: Connection refused"
 USED = "used without a lease by x (pid 4711)"
-LOST = Doing(error="GPU is lost (pid 4711).", xids=(79,))
-WARM = Doing(slowed=("too warm (hardware)",), warm=True)
+LOST = DeviceActivity(error="GPU is lost (pid 4711).", xids=(79,))
+WARM = DeviceActivity(slowed=("too warm (hardware)",), warm=True)
 DRAINS = "lease abc123; drained by kim: a loud fan."
 
 
@@ -80,26 +88,26 @@ DRAINS = "lease abc123; drained by kim: a loud fan."
         (tile(), "", ""),
         (tile(LOST), "does not answer", "does not answer: GPU is lost (pid 4711); Xid 79"),
         (tile(WARM), "too warm", "slowed: too warm (hardware)"),
-        (tile(Doing(slowed=("power cap",))), "", "slowed: power cap"),
-        (tile(Doing(silent=GPU2)), "its machine does not tell what it does", GPU2),
+        (tile(DeviceActivity(slowed=("power cap",))), "", "slowed: power cap"),
+        (tile(DeviceActivity(silent=GPU2)), "its machine does not tell what it does", GPU2),
         (tile(state="draining", detail=DRAINS), "", "drained by kim: a loud fan"),
         (tile(state="occupied", detail=USED, held=False), "", USED),
     ],
 )
 def test_device_faults_are_detailed_only_for_admins(some: Tile, member: str, admin: str) -> None:
-    assert some.health(Sight.PLAIN) == some.health(Sight.NAMES) == member
-    assert some.health(Sight.ADMIN) == admin
+    assert some.health(ViewerScope.PLAIN) == some.health(ViewerScope.NAMES) == member
+    assert some.health(ViewerScope.ADMIN) == admin
 
 
 def test_powered_off_machine_is_not_reported_as_faulty() -> None:
     off = replace(GPU, reason="off (power saving)")
-    silent = Doing(silent="the machine gpu2 is off (power saving)", resting=True)
+    silent = DeviceActivity(silent="the machine gpu2 is off (power saving)", resting=True)
     some = Tile(DeviceView(off, "free", off.reason), None, silent)
-    for sight in Sight:
+    for sight in ViewerScope:
         told = words(some, sight, NOW)
         assert (told["health"], told["note"]) == ("", "off (power saving)")
     drained = Tile(DeviceView(off, "drained", "off (power saving); drained by kim"), None, silent)
-    assert drained.health(Sight.ADMIN) == "off (power saving); drained by kim"
+    assert drained.health(ViewerScope.ADMIN) == "off (power saving); drained by kim"
     broken = replace(GPU, status=DeviceStatus.UNKNOWN, reason="the machine gpu2 gets no work")
     assert words(Tile(DeviceView(broken, "unknown", ""), None, silent), sight, NOW)["note"] == ""
 
@@ -117,9 +125,9 @@ def test_newest_sample_wins_and_xid_errors_persist() -> None:
     fresh, old, ahead = second(2, use=73, celsius=61), second(120, use=73), second(-3600, use=73)
     assert doing_of([old, fresh], minute, NOW).use == 73
     assert doing_of([old], minute, NOW).use == 10
-    assert doing_of([old], None, NOW) == doing_of([], None, NOW) == Doing()
+    assert doing_of([old], None, NOW) == doing_of([], None, NOW) == DeviceActivity()
     silent = second(0, silent="nobody asked it")
-    assert doing_of([fresh, silent], minute, NOW) == Doing(silent="nobody asked it")
+    assert doing_of([fresh, silent], minute, NOW) == DeviceActivity(silent="nobody asked it")
     assert doing_of([ahead], minute, NOW).use == 10, "the clock was set back"
 
     # The driver reports it once.
@@ -131,16 +139,16 @@ def test_newest_sample_wins_and_xid_errors_persist() -> None:
 @pytest.mark.parametrize(
     ("doing", "use", "memory"),
     [
-        (Doing(), "not known", "80 GB"),
-        (Doing(use=0.4, used_bytes=0), "0 %", "0.0 of 80 GB"),
-        (Doing(use=73, used_bytes=13 * 2**29), "73 %", "6.5 of 80 GB"),
-        (Doing(busy=True, used_bytes=2**30), "has processes", "1.0 of 80 GB"),
-        (Doing(busy=False), "no process", "80 GB"),
-        (Doing(use=100, used_bytes=2**50), "100 %", "1048576.0 of 80 GB"),
+        (DeviceActivity(), "not known", "80 GB"),
+        (DeviceActivity(use=0.4, used_bytes=0), "0 %", "0.0 of 80 GB"),
+        (DeviceActivity(use=73, used_bytes=13 * 2**29), "73 %", "6.5 of 80 GB"),
+        (DeviceActivity(busy=True, used_bytes=2**30), "has processes", "1.0 of 80 GB"),
+        (DeviceActivity(busy=False), "no process", "80 GB"),
+        (DeviceActivity(use=100, used_bytes=2**50), "100 %", "1048576.0 of 80 GB"),
     ],
 )
-def test_device_use_and_memory_are_formatted(doing: Doing, use: str, memory: str) -> None:
-    told = words(tile(doing), Sight.PLAIN, NOW)
+def test_device_use_and_memory_are_formatted(doing: DeviceActivity, use: str, memory: str) -> None:
+    told = words(tile(doing), ViewerScope.PLAIN, NOW)
     assert (told["use"], told["memory"]) == (use, memory)
     assert 0 <= told["level"] <= 100
     assert 0 <= told["filled"] <= 100
@@ -148,19 +156,21 @@ def test_device_use_and_memory_are_formatted(doing: Doing, use: str, memory: str
 
 def test_tile_start_time_and_queue_summary_are_formatted() -> None:
     at = (NOW - timedelta(hours=1)).astimezone()
-    assert words(tile(), Sight.PLAIN, NOW)["since"] == f"since {at:%H:%M}"
+    assert words(tile(), ViewerScope.PLAIN, NOW)["since"] == f"since {at:%H:%M}"
     later = NOW + timedelta(days=2)
-    assert words(tile(), Sight.PLAIN, later)["since"] == f"since {at:%-d %b %H:%M}"
-    assert words(tile(held=False, state="free"), Sight.PLAIN, NOW)["since"] == ""
+    assert words(tile(), ViewerScope.PLAIN, later)["since"] == f"since {at:%-d %b %H:%M}"
+    assert words(tile(held=False, state="free"), ViewerScope.PLAIN, NOW)["since"] == ""
     for count, said in ((0, "nobody waits"), (1, "one waits"), (7, "7 wait")):
-        assert summary(Picture(NOW, (), 8, 3, count, "")) == f"3 of 8 free, {said} in line"
+        assert summary(ClusterSnapshot(NOW, (), 8, 3, count, "")) == f"3 of 8 free, {said} in line"
 
 
 # What is sent.
 
 
-def frame(at: str, text: str = "{}", trouble: str = "", **own: dict[str, str]) -> Frame:
-    return Frame(at, {Sight.PLAIN: text}, own, trouble)
+def frame(
+    at: str, text: str = "{}", trouble: str = "", **own: dict[str, str]
+) -> SerializedSnapshot:
+    return SerializedSnapshot(at, {ViewerScope.PLAIN: text}, own, trouble)
 
 
 def events(text: str | None) -> dict[str, Any]:
@@ -173,7 +183,7 @@ def events(text: str | None) -> dict[str, Any]:
 
 
 async def test_viewer_receives_only_changed_events() -> None:
-    viewer = Viewer("ada", Sight.PLAIN)
+    viewer = Viewer("ada", ViewerScope.PLAIN)
     viewer.offer(frame("12:00:00", '{"a":1}', ada={"GPU-1": "training"}, bob={"GPU-2": "x"}))
     assert events(await viewer.next(5)) == {
         "picture": {"a": 1},
@@ -183,7 +193,7 @@ async def test_viewer_receives_only_changed_events() -> None:
     }
     viewer.offer(frame("12:00:02", '{"a":1}', ada={"GPU-1": "training"}))
     assert events(await viewer.next(5)) == {"time": "12:00:02"}
-    viewer.offer(Frame("12:00:04", {}, trouble="The database does not answer."))
+    viewer.offer(SerializedSnapshot("12:00:04", {}, trouble="The database does not answer."))
     told = events(await viewer.next(5))
     assert told == {"trouble": "The database does not answer.", "time": "12:00:04"}
     viewer.offer(frame("12:00:06", '{"a":1}'))
@@ -191,7 +201,7 @@ async def test_viewer_receives_only_changed_events() -> None:
 
 
 async def test_viewer_gets_only_the_newest_picture_until_it_leaves() -> None:
-    viewer = Viewer("ada", Sight.PLAIN)
+    viewer = Viewer("ada", ViewerScope.PLAIN)
     for number in range(1000):
         viewer.offer(frame(str(number), json.dumps({"number": number})))
     assert events(await viewer.next(5))["picture"] == {"number": 999}

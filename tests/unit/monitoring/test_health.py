@@ -17,8 +17,8 @@ from gpuspawner.monitoring.health import (
     HealthPolicy,
     HealthState,
     HealthVerdict,
-    Signs,
     Symptom,
+    SymptomWindow,
     checked_actions,
     judge,
     needs_admin,
@@ -41,7 +41,7 @@ def samples(count: int, since: datetime = NOW, **shows: Any) -> Iterator[Sample]
 
 def found(*some: Sample) -> dict[str, str]:
     """What is wrong, by cause."""
-    signs = Signs()
+    signs = SymptomWindow()
     signs.add(some)
     return {each.cause: each.said for each in signs.take()}
 
@@ -130,7 +130,7 @@ def test_healthy_or_brief_readings_are_not_symptoms() -> None:
 
 
 def test_symptoms_reflect_new_and_repeated_errors() -> None:
-    signs = Signs()
+    signs = SymptomWindow()
     signs.add(samples(3, ecc_errors=2))
     assert [each.cause for each in signs.take()] == ["ecc before"]
     signs.add(samples(3, ecc_errors=5))
@@ -141,13 +141,13 @@ def test_symptoms_reflect_new_and_repeated_errors() -> None:
     signs.add(samples(3, ecc_errors=0))  # the driver was loaded anew
     assert signs.take() == ()
 
-    signs = Signs()
+    signs = SymptomWindow()
     for minutes, expected in ((0, 1), (30, 1), (70, 1), (80, 2)):
         signs.add(samples(1, NOW + timedelta(minutes=minutes), xids=(63,)))
         causes = [each.cause for each in signs.take()]
         assert causes == ["xid minor", "xid often"][:expected]
 
-    signs = Signs()
+    signs = SymptomWindow()
     for second in range(1000):
         signs.add(samples(1, NOW + timedelta(seconds=second), xids=(79, 48), ecc_errors=second))
     found = [(each.cause, each.at) for each in signs.take()]
@@ -274,7 +274,7 @@ def test_configured_actions_override_health_defaults() -> None:
     policy = replace(POLICY, actions={"hot": "watch", "xid 79": "watch", "xid program": "drain"})
     it = Device(policy)
     assert it.goes_on("hot", lasting=True) == "watch"
-    signs = Signs()
+    signs = SymptomWindow()
     signs.add(samples(1, xids=(79,)))
     assert judge(policy, it.state, signs.take(), NOW).event == "watch"
     signs.add(samples(1, xids=(79, 54)))

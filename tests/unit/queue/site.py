@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Mapping
 from typing import Any
 
-from gpuspawner.queue.models import Decision, Running, Waiting
+from gpuspawner.queue.models import Decision, RunningLease, WaitingTicket
 from gpuspawner.queue.scheduler import Scheduler
 
 T0 = 1_700_000_000.0
@@ -14,18 +14,24 @@ HOUR = 3600.0
 DAY = 24 * HOUR
 
 
-def ticket(name: str, devices: int = 1, kinds: str = "a", at: float = T0, **more: Any) -> Waiting:
+def ticket(
+    name: str, devices: int = 1, kinds: str = "a", at: float = T0, **more: Any
+) -> WaitingTicket:
     """One that waits; each letter of ``kinds`` is a kind."""
     more = {"member": f"member of {name}", "seconds": HOUR, **more}
-    return Waiting(id=name, devices=devices, kinds=frozenset(kinds), asked_at=at, **more)
+    return WaitingTicket(id=name, devices=devices, kinds=frozenset(kinds), asked_at=at, **more)
 
 
-def lease(name: str, held: Mapping[str, int], at: float = T0, **more: Any) -> Running:
+def lease(name: str, held: Mapping[str, int], at: float = T0, **more: Any) -> RunningLease:
     """One that runs; without ``ends_at`` its end is not known."""
-    return Running(id=name, held=held, started_at=at, **{"member": f"member of {name}", **more})
+    return RunningLease(
+        id=name, held=held, started_at=at, **{"member": f"member of {name}", **more}
+    )
 
 
-def scheduler_of(*tickets: Waiting, capacity: Mapping[str, int], **settings: Any) -> Scheduler:
+def scheduler_of(
+    *tickets: WaitingTicket, capacity: Mapping[str, int], **settings: Any
+) -> Scheduler:
     """A scheduler of so many devices of each kind, with these tickets."""
     scheduler = Scheduler(**settings)
     scheduler.set_capacity(capacity)
@@ -58,7 +64,7 @@ class Site:
         heapq.heappush(self._ends, (self.now + lasts, name))
         self.started_at[name] = self.now
         self.scheduler.started(
-            Running(
+            RunningLease(
                 id=name,
                 member=waiting.member,
                 group=waiting.group,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuspawner.queue.estimates import Ahead, Estimator, Waited
-from gpuspawner.queue.models import Decision, Estimate, Running, Waiting
-from gpuspawner.queue.replay import Replayed, TraceJob, replay_trace
+from gpuspawner.queue.estimates import DevicesAhead, Estimator, PastWait
+from gpuspawner.queue.models import Decision, Estimate, RunningLease, WaitingTicket
+from gpuspawner.queue.replay import ReplayResult, TraceJob, replay_trace
 from gpuspawner.queue.scheduler import Scheduler
 from tests.support.tier import examples
 from tests.unit.queue.site import DAY, HOUR, T0, lease, ticket
@@ -28,15 +28,15 @@ class Told:
         self.scheduler.set_capacity({"a": DEVICES})
         self.estimator = estimator
         self.first: dict[int, Estimate | None] = {}
-        self._new: list[Waiting] = []
+        self._new: list[WaitingTicket] = []
 
-    def submit(self, waiting: Waiting) -> None:
+    def submit(self, waiting: WaitingTicket) -> None:
         self._tell(waiting.asked_at)
         self._new.append(waiting)
         self.scheduler.submit(waiting)
         self.estimator.asked(waiting)
 
-    def started(self, running: Running) -> None:
+    def started(self, running: RunningLease) -> None:
         self.scheduler.started(running)
         self.estimator.started(running)
 
@@ -53,7 +53,7 @@ class Told:
             return
         now = self._new[-1].asked_at
         self._new.clear()
-        ahead = Ahead()
+        ahead = DevicesAhead()
         for ticket_id in self.scheduler.in_line(now):
             devices = ahead.of(self.scheduler.waiting[ticket_id])
             if ticket_id in new:
@@ -76,13 +76,15 @@ def jobs(seed: int, count: int, load: float, at: float = T0) -> list[TraceJob]:
     return found
 
 
-def play(those: Sequence[TraceJob], estimator: Estimator | None = None) -> tuple[Replayed, Told]:
+def play(
+    those: Sequence[TraceJob], estimator: Estimator | None = None
+) -> tuple[ReplayResult, Told]:
     told = Told(estimator or Estimator())
     return replay_trace(those, {"a": DEVICES}, told), told
 
 
 def inside(
-    played: Replayed, told: Told, which: Callable[[int], bool] = lambda at: True
+    played: ReplayResult, told: Told, which: Callable[[int], bool] = lambda at: True
 ) -> tuple[int, float]:
     """How many tickets were told when they start, and the part of them that was told right."""
     right = [
@@ -128,7 +130,7 @@ def test_new_estimator_is_accurate_after_learning_history() -> None:
     past = jobs(8, 2000, 0.95)
     before, _ = play(past)
     history = [
-        Waited(asked_at=j.asked_at, started_at=at, devices=j.devices, kinds=KINDS, group=j.group)
+        PastWait(asked_at=j.asked_at, started_at=at, devices=j.devices, kinds=KINDS, group=j.group)
         for j, at in zip(before.jobs, before.starts, strict=True)
     ]
     random.Random(0).shuffle(history)
@@ -237,7 +239,7 @@ def test_estimates_are_ordered_and_never_in_the_past(
     st.lists(st.tuples(st.integers(1, 8), st.sets(st.sampled_from("abc"), min_size=1)), max_size=30)
 )
 def test_devices_ahead_are_counted_by_common_kinds(line: list[tuple[int, set[str]]]) -> None:
-    ahead = Ahead()
+    ahead = DevicesAhead()
     for place, (devices, kinds) in enumerate(line):
         expected = sum(d for d, k in line[:place] if k & kinds)
         assert ahead.of(ticket(f"{place}", devices, "".join(kinds))) == expected

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.queue.models import EndedSession, Priority, QueuePolicy, Ranked, ScorePart, Waiting
+from gpuspawner.queue.models import (
+    EndedSession,
+    Priority,
+    QueuePolicy,
+    RankedTicket,
+    ScorePart,
+    WaitingTicket,
+)
 from gpuspawner.queue.ordering import FairShareUse
 from gpuspawner.queue.scheduler import Scheduler
 from gpuspawner.queue.standing import compare
@@ -21,7 +28,7 @@ def line(scheduler: Scheduler, now: float = T0 + HOUR) -> list[str]:
     return [ranked.id for ranked in scheduler.order(now)]
 
 
-def of(*tickets: Waiting, **settings: Any) -> Scheduler:
+def of(*tickets: WaitingTicket, **settings: Any) -> Scheduler:
     return scheduler_of(*tickets, capacity={"a": 4}, **settings)
 
 
@@ -33,7 +40,7 @@ def used(member: str, hours: float, ago: float = 1.0, group: str = "") -> EndedS
     )
 
 
-def part(ranked: Ranked, name: str) -> float:
+def part(ranked: RankedTicket, name: str) -> float:
     return next(p.points for p in ranked.parts if p.name == name)
 
 
@@ -186,7 +193,7 @@ histories = st.lists(
 
 @given(st.lists(tickets, max_size=25), histories, st.floats(-DAY, 3 * DAY))
 def test_scores_sum_their_parts_and_fall_along_the_queue(
-    waiting: list[Waiting], history: list[EndedSession], later: float
+    waiting: list[WaitingTicket], history: list[EndedSession], later: float
 ) -> None:
     scheduler = of()
     scheduler.learn(history)
@@ -259,7 +266,7 @@ def test_fair_share_use_accepts_any_date(changes: list[tuple[int, float]]) -> No
 
 
 others = st.builds(
-    Waiting,
+    WaitingTicket,
     id=st.uuids().map(str),
     member=st.sampled_from(["anna", "bert"]),
     group=st.sampled_from(["", "research"]),
@@ -275,7 +282,7 @@ others = st.builds(
 
 
 @given(one=others, other=others)
-def test_score_differences_add_up_to_the_total(one: Waiting, other: Waiting) -> None:
+def test_score_differences_add_up_to_the_total(one: WaitingTicket, other: WaitingTicket) -> None:
     weights = {"research": 2}
     scheduler = scheduler_of(one, other, capacity={"A100": 8}, group_weights=weights)
     first, second = scheduler.order(T0)
@@ -289,10 +296,10 @@ def test_score_differences_add_up_to_the_total(one: Waiting, other: Waiting) -> 
 
 
 def test_score_part_missing_in_one_ticket_counts_fully() -> None:
-    first = Ranked(
+    first = RankedTicket(
         "a", 1, 7.0, (ScorePart("waiting", 2.0, "2 hours"), ScorePart("boost", 5.0, "mine"))
     )
-    second = Ranked("b", 2, 3.0, (ScorePart("waiting", 3.0, "3 hours"),))
+    second = RankedTicket("b", 2, 3.0, (ScorePart("waiting", 3.0, "3 hours"),))
     boost, waited = compare(first, second).differences
     assert (boost.name, boost.points, boost.second) == ("boost", 5.0, None)
     assert (waited.name, waited.points) == ("waiting", -1.0)

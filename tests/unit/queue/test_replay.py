@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpuspawner.queue import replay
 from gpuspawner.queue.replay import (
     ANY,
-    Player,
+    ReplayTarget,
     TraceError,
     TraceJob,
     figures,
@@ -26,7 +26,7 @@ from tests.support.tier import examples
 HEADER = "timestamp,duration,num_gpus,cluster"
 
 
-def player(name: str, jobs: list[TraceJob], devices: int) -> Player:
+def player(name: str, jobs: list[TraceJob], devices: int) -> ReplayTarget:
     if name != "ours":
         return replay.make(name, jobs)
     scheduler = Scheduler()

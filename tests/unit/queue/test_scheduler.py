@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.queue.models import EndedSession, Priority, QueueLimits, QueuePolicy, Running
-from gpuspawner.queue.rounds import ReleasePlan, Releases
+from gpuspawner.queue.models import EndedSession, Priority, QueueLimits, QueuePolicy, RunningLease
+from gpuspawner.queue.rounds import ReleasePlan, ReleaseTimes
 from tests.unit.queue.site import DAY, HOUR, T0, Site, lease, scheduler_of, ticket
 
 
@@ -191,7 +191,9 @@ def test_limited_wide_request_does_not_reserve_devices() -> None:
 def test_lease_with_its_own_id_removes_its_ticket() -> None:
     scheduler = scheduler_of(capacity={"a": 2})
     scheduler.submit(ticket("t", member="m"))
-    scheduler.started(Running(id="lease", member="m", held={"a": 1}, started_at=T0, ticket_id="t"))
+    scheduler.started(
+        RunningLease(id="lease", member="m", held={"a": 1}, started_at=T0, ticket_id="t")
+    )
 
     assert not scheduler.waiting and set(scheduler.running) == {"lease"}
 
@@ -200,7 +202,7 @@ def test_lease_with_its_own_id_removes_its_ticket() -> None:
 
 
 def test_releases_are_ordered_and_late_ones_are_postponed() -> None:
-    releases = Releases()
+    releases = ReleaseTimes()
     releases.put("one", {"a": 2}, T0 + 60, guess=False)
     releases.put("two", {"a": 1, "b": 1}, T0 + 30, guess=True)
     releases.put("two", {"a": 1, "b": 1}, T0 + 90, guess=True)
@@ -217,7 +219,7 @@ def test_releases_are_ordered_and_late_ones_are_postponed() -> None:
     assert releases.together("a", 2, 1, T0, ()) == (T0 + 90, 0)
     assert releases.ahead("never seen", T0) == ()
 
-    releases = Releases()
+    releases = ReleaseTimes()
     releases.put("late", {"a": 1}, T0 - 600, guess=False)
     releases.put("later", {"a": 1}, T0 - 1200, guess=False)
     releases.put("due", {"a": 1}, T0 + 900, guess=False)

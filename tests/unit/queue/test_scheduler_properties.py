@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuspawner.queue.models import Decision, Priority, QueueLimits, QueuePolicy, Running, Waiting
+from gpuspawner.queue.models import (
+    Decision,
+    Priority,
+    QueueLimits,
+    QueuePolicy,
+    RunningLease,
+    WaitingTicket,
+)
 from gpuspawner.queue.scheduler import Scheduler
 from tests.support.tier import examples
 from tests.unit.queue.site import DAY, HOUR, T0, Site, lease, scheduler_of, ticket
@@ -55,7 +62,7 @@ def when_together(
     free: Mapping[str, int],
     now: float,
     starts: Mapping[str, str],
-    asked: Waiting,
+    asked: WaitingTicket,
 ) -> float:
     """When ``asked`` could start at the soonest if ``starts`` (ticket to kind) begin now."""
     ends = [(r.ends_at or math.inf, r.held) for r in scheduler.running.values()]
@@ -266,7 +273,7 @@ def test_clock_jumps_do_not_break_the_scheduler(happens: list[tuple[str, int, fl
                 waiting = scheduler.waiting[name]
                 ends_at = None if waiting.seconds is None else now + waiting.seconds
                 scheduler.started(
-                    Running(
+                    RunningLease(
                         id=f"l{count}-{name}",
                         ticket_id=name,
                         member=waiting.member,

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.queue.session_lengths import Length, Lengths
+from gpuspawner.queue.session_lengths import ExpectedLength, SessionLengths
 from tests.unit.queue.site import DAY, HOUR, T0
 
 
-def learned(*seconds: float, default: float = 1800.0, samples: int = 9) -> Lengths:
-    lengths = Lengths(default, samples)
+def learned(*seconds: float, default: float = 1800.0, samples: int = 9) -> SessionLengths:
+    lengths = SessionLengths(default, samples)
     alike = lengths.alike("m", "g", 1)
     for each in seconds:
         lengths.end(alike, alike.asked, T0, each)
@@ -21,16 +21,16 @@ def learned(*seconds: float, default: float = 1800.0, samples: int = 9) -> Lengt
     return lengths
 
 
-def expect(lengths: Lengths, most: float | None = None, now: float = T0) -> Length:
+def expect(lengths: SessionLengths, most: float | None = None, now: float = T0) -> ExpectedLength:
     alike = lengths.alike("m", "g", 1)
     return lengths.estimate(alike, alike.asked, now, most)
 
 
 def test_length_estimate_follows_similar_sessions_up_to_limit() -> None:
-    assert expect(learned(*9 * [HOUR])) == Length(HOUR, HOUR)
-    assert expect(learned(*5 * [60.0], *9 * [HOUR])) == Length(HOUR, HOUR)
+    assert expect(learned(*9 * [HOUR])) == ExpectedLength(HOUR, HOUR)
+    assert expect(learned(*5 * [60.0], *9 * [HOUR])) == ExpectedLength(HOUR, HOUR)
 
-    assert expect(learned(*9 * [HOUR]), most=600.0) == Length(600.0, 600.0)
+    assert expect(learned(*9 * [HOUR]), most=600.0) == ExpectedLength(600.0, 600.0)
 
     length = expect(learned(*4 * [60.0], *5 * [10 * HOUR]))
 
@@ -102,7 +102,7 @@ def test_length_estimate_is_positive_and_within_the_limit(
 
 @given(st.lists(st.integers(0, 99), max_size=60), st.integers(0, 99))
 def test_nearest_similar_sessions_are_selected(numbers: list[int], near: int) -> None:
-    lengths = Lengths(1800.0, 9)
+    lengths = SessionLengths(1800.0, 9)
     alike = lengths.alike("m", "", 1)
     for number in numbers:
         lengths.end(alike, number, T0, float(number))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuspawner.core.errors import SlurmRefused, SlurmUnavailable
-from gpuspawner.slurm.programs import Asker, Slurm, Together
+from gpuspawner.slurm.programs import CallBatcher, SingleFlight, Slurm
 from tests.support.processes import wait_for
 
 
@@ -76,7 +76,7 @@ def test_concurrent_callers_share_one_query() -> None:
         go_on.wait(60)
         answers.append(len(answers))
 
-    asker = Asker(ask)
+    asker = SingleFlight(ask)
     assert not asker.wait(lambda: True, 0.01), "it goes on"
     with ThreadPoolExecutor(8) as threads:
         waiting = [threads.submit(asker.wait, lambda: not answers, 60.0) for _ in range(8)]
@@ -95,7 +95,7 @@ def test_failed_query_is_retried_by_the_next_caller(
         asked.append(1)
         raise ValueError("a mistake")
 
-    asker = Asker(ask)
+    asker = SingleFlight(ask)
     assert asker.wait(lambda: True, 60.0) and asker.wait(lambda: True, 60.0)
     assert asker.wait(lambda: False, 60.0), "not due"
     assert len(asked) == 2 and "a mistake" in caplog.text
@@ -106,7 +106,7 @@ def test_failed_query_is_retried_by_the_next_caller(
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    asker = Asker(lambda: asked.append(1))
+    asker = SingleFlight(lambda: asked.append(1))
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError):
@@ -134,7 +134,7 @@ class Told:
         return len(wanted)
 
 
-def all_at_once(told: Told, together: Together[int, int]) -> list[int | BaseException]:
+def all_at_once(told: Told, together: CallBatcher[int, int]) -> list[int | BaseException]:
     """One call runs, nine more are asked for meanwhile: what became of each."""
     with ThreadPoolExecutor(10) as threads:
         first = threads.submit(together.tell, 1)
@@ -147,14 +147,14 @@ def all_at_once(told: Told, together: Together[int, int]) -> list[int | BaseExce
 
 def test_requests_during_a_call_share_the_next_one() -> None:
     told = Told()
-    assert all_at_once(told, Together(told)) == [1] + [9] * 9
+    assert all_at_once(told, CallBatcher(told)) == [1] + [9] * 9
     assert told.calls == [[1], list(range(2, 11))]
 
 
 def test_failed_shared_call_is_reported_to_all_and_retryable() -> None:
     away = SlurmUnavailable(why="it is away")
     told = Told(away)
-    together = Together(told)
+    together = CallBatcher(told)
     assert all_at_once(told, together) == [away] * 10
     with pytest.raises(SlurmUnavailable):
         together.tell(2)

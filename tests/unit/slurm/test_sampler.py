@@ -14,10 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuspawner.devices.models import DeviceProcess
-from gpuspawner.devices.source import LooksLost
-from gpuspawner.monitoring.health import Signs
-from gpuspawner.monitoring.models import Condition, DeviceUse, FarProcess, Rollups, Sample
-from gpuspawner.slurm.sampler import MOST_LOOKS, Nonsense, Recorder, Said, packed, port_of, read
+from gpuspawner.devices.source import DevicesUnavailable
+from gpuspawner.monitoring.health import SymptomWindow
+from gpuspawner.monitoring.models import Condition, DeviceUse, RemoteProcess, Rollups, Sample
+from gpuspawner.slurm.sampler import (
+    MOST_LOOKS,
+    InvalidAnswer,
+    Recorder,
+    SamplerReport,
+    packed,
+    port_of,
+    read,
+)
 
 NOW = datetime(2026, 3, 2, 12, 0, 30, tzinfo=timezone.utc)
 INDICES = {"GPU-a": 0, "GPU-b": 7}
@@ -52,8 +60,8 @@ def test_sample_is_read_completely_with_hub_time() -> None:
     ours = replace(FULL, index=0, at=NOW + timedelta(hours=5))  # the node counts anew, and is fast
     found = read(said(ours, Sample(uuid="GPU-a", index=1, at=NOW), age=2.5), NOW, INDICES)
     at = NOW - timedelta(seconds=2.5)
-    far = (FarProcess(4711, 2**30, "compute", "python", strange=False),)
-    assert found == Said(
+    far = (RemoteProcess(4711, 2**30, "compute", "python", strange=False),)
+    assert found == SamplerReport(
         of="run",
         last=5,
         samples=(replace(FULL, at=at, processes=far), Sample(uuid="GPU-a", index=0, at=at)),
@@ -77,7 +85,7 @@ def test_sampler_marks_unknown_compute_processes_as_strange() -> None:
     sample = Sample(uuid="GPU-a", index=0, at=NOW, processes=(draws, mine, theirs))
     devices = json.loads(packed([sample], lambda process: process.pid != 2))
     (found,) = read(said(looks=[{"age": 0, "devices": devices}]), NOW, INDICES).samples
-    assert {p.pid: p.strange for p in found.processes or () if isinstance(p, FarProcess)} == {
+    assert {p.pid: p.strange for p in found.processes or () if isinstance(p, RemoteProcess)} == {
         1: False,
         2: False,
         3: True,
@@ -108,7 +116,7 @@ NO_ANSWERS = {
 @pytest.mark.parametrize("why", NO_ANSWERS)
 def test_invalid_sampler_answer_is_rejected_with_the_reason(why: str) -> None:
     for body in NO_ANSWERS[why]:
-        with pytest.raises(Nonsense, match=why):
+        with pytest.raises(InvalidAnswer, match=why):
             read(body, NOW, INDICES)
 
 
@@ -135,7 +143,7 @@ BAD_PROCESSES = [
 def test_one_invalid_value_rejects_the_whole_answer(key: str, values: list[Any]) -> None:
     for value in values:
         looks: Any = [{"age": 0, "devices": [{"uuid": "GPU-a", key: value}]}]
-        with pytest.raises(Nonsense):
+        with pytest.raises(InvalidAnswer):
             read(said(looks=looks), NOW, INDICES)
 
 
@@ -157,7 +165,7 @@ PLAIN = st.recursive(
 def test_any_sampler_answer_is_read_or_rejected(looks: Any, more: dict[str, Any]) -> None:
     try:
         found = read(said(looks=looks, **more), NOW, INDICES)
-    except Nonsense:
+    except InvalidAnswer:
         return
     assert {sample.uuid for sample in found.samples} <= set(INDICES)
 
@@ -190,15 +198,15 @@ def recorder(looks: Looks) -> Recorder:
 
 
 @pytest.fixture
-def ask(recorder: Recorder) -> Callable[..., Said]:
-    def ask(of: str = "", number: int = 0) -> Said:
+def ask(recorder: Recorder) -> Callable[..., SamplerReport]:
+    def ask(of: str = "", number: int = 0) -> SamplerReport:
         return read(recorder.since(of, number).encode(), NOW, INDICES)
 
     return ask
 
 
 def test_each_look_is_sent_once_and_newcomers_get_newest(
-    looks: Looks, recorder: Recorder, ask: Callable[..., Said]
+    looks: Looks, recorder: Recorder, ask: Callable[..., SamplerReport]
 ) -> None:
     assert (ask().last, ask().samples) == (0, ())
     for looks.use in (1, 2, 3):
@@ -219,10 +227,10 @@ def test_each_look_is_sent_once_and_newcomers_get_newest(
 
 
 def test_failing_or_hanging_driver_is_reported(
-    looks: Looks, recorder: Recorder, ask: Callable[..., Said]
+    looks: Looks, recorder: Recorder, ask: Callable[..., SamplerReport]
 ) -> None:
     recorder.look()
-    looks.fails = LooksLost("The driver is not loaded.")
+    looks.fails = DevicesUnavailable("The driver is not loaded.")
     assert not recorder.look()
     assert ask().trouble == "The driver is not loaded."
     looks.fails = ZeroDivisionError("oh")
@@ -236,11 +244,11 @@ def test_failing_or_hanging_driver_is_reported(
 
 
 def test_long_lost_driver_is_reported_to_a_new_hub(
-    looks: Looks, recorder: Recorder, ask: Callable[..., Said]
+    looks: Looks, recorder: Recorder, ask: Callable[..., SamplerReport]
 ) -> None:
     recorder.look()
     known = ask()
-    looks.fails = LooksLost("The driver is not loaded.")
+    looks.fails = DevicesUnavailable("The driver is not loaded.")
     for looks.clock in (60.0, 530.0, 550.0, 650.0, 90_000.0):
         assert not recorder.look()
         for said in (ask(), ask(known.of, 0), ask(known.of, known.last)):
@@ -256,7 +264,7 @@ def test_long_lost_driver_is_reported_to_a_new_hub(
 
 
 def test_silent_device_is_not_judged_and_its_minute_ends() -> None:
-    signs, rollups = Signs(), Rollups()
+    signs, rollups = SymptomWindow(), Rollups()
     done: list[DeviceUse] = []
     rollups.add([Sample(uuid="GPU-a", index=0, at=NOW, use=50)])
     for second in range(1, 200):
