@@ -43,12 +43,13 @@ class GPURates(LoggingConfigurable):
         Dict(),
         config=True,
         help="""
-        Rates that hold in one ``environment``, at some ``hours`` of the week, ``from`` a date on,
-        or for one of the ``slots`` of a shared device. Each has a ``rate``, and maybe a ``model``.
+        Rates for special cases: in one ``environment``, at certain ``hours`` of the week, ``from``
+        a date on, or for one of the ``slots`` of a shared device. Each entry has a ``rate``, and a
+        ``model`` if it is not for all models.
 
-        Of all that fit, the environment's own goes first, then the one of the longest model, then
-        share, hours and date; ``by_model`` are for the rest. A server keeps the rate that it
-        starts with, day and night. Example::
+        If several rates match, those of ``by_model`` included, the most specific wins: by
+        environment first, then by the longest model name, then slots, hours and date. A server
+        keeps the rate that it starts with, day and night. Example::
 
             c.GPURates.special = [
                 {"model": "A100", "hours": "Mon-Fri 20-8, Sat, Sun", "rate": 2},

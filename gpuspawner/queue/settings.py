@@ -35,9 +35,10 @@ class GPUQueue(LoggingConfigurable):
     group_priority = Dict(
         config=True,
         help="""
-        Groups that are served before others: ``course`` before ``normal`` before ``low``.
+        The priority of groups: ``admin`` is served before ``course``, ``course`` before ``normal``
+        (the default), ``normal`` before ``low``.
 
-        Waiting time wins over a priority in the end. Example::
+        A long wait outweighs a priority in the end. Example::
 
             c.GPUQueue.group_priority = {"course-ml": "course", "guests": "low"}
         """,
