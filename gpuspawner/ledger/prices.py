@@ -30,9 +30,10 @@ class GPURates(LoggingConfigurable):
         {"*": 1},
         config=True,
         help="""
-        Credits per GPU-hour by device model; the longest pattern that fits wins.
+        Credits per GPU-hour by device model. If several patterns match, the longest wins; ``*``
+        matches every model.
 
-        A rate is copied into the lease at the grant: a change holds for new servers only.
+        A rate is copied into the lease when it is granted, so a change applies to new servers only.
         Example::
 
             c.GPURates.by_model = {"*": 1, "A100": 4, "T4": "0.5"}
@@ -63,7 +64,7 @@ class GPURates(LoggingConfigurable):
         "UTC",
         config=True,
         help="""
-        The time zone of the hours and dates of rates, by its name. Example::
+        The name of the time zone for the hours and dates of rates. Example::
 
             c.GPURates.zone = "Europe/Vienna"
         """,
