@@ -41,8 +41,8 @@ class GPUDatabase(LoggingConfigurable):
     hub_id_file = Unicode(
         config=True,
         help="""
-        The file with the id of this hub, by which its leases are known as its own. It is made at
-        the first start, and belongs into the backup of the hub's working directory.
+        The file with the id of this hub, by which it knows its own leases. The hub creates it at
+        the first start. Back it up together with the hub's working directory.
 
         The default is ``gpuspawner_hub_id`` beside the hub's cookie secret. Example::
 
@@ -70,7 +70,8 @@ class GPUDevices(LoggingConfigurable):
         2.0,
         config=True,
         help="""
-        Seconds for which one look at the devices serves everybody who asks.
+        Seconds for which one snapshot of the devices is used before a new one is taken. Everybody
+        who asks gets the same snapshot.
 
         Example::
 

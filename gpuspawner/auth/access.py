@@ -54,8 +54,9 @@ class Sentences(Authenticator):
     contact = Unicode(
         config=True,
         help="""
-        Whom to ask for membership: a mail address, or a sentence. It ends the page that
-        someone reads who may not sign in. Shown as text: HTML in it has no effect.
+        Whom to ask for membership: a mail address or a sentence. It ends the page that refuses a
+        sign-in. Without it, the page says to ask the admin of this hub. It is shown as plain text:
+        HTML in it has no effect.
 
         Example::
 
@@ -204,12 +205,12 @@ class Rules(Sentences):
         default_value="any",
         config=True,
         help="""
-        Whether one rule that holds makes a member, or only all of them that are set together:
-        the base class's own (an organisation, a project, a filter), `allowed_groups`,
-        `allowed_mail_domains` and `roster`.
+        Which rules an account must meet to be a member: `any` one of them (the default) or `all`.
+        The rules are those that are set: the base class's own (an organisation, a project, a
+        filter), `allowed_groups`, `allowed_mail_domains` and `roster`.
 
-        Whoever is named in `allowed_users` or is an admin needs none of them, and
-        `blocked_users` come in by none of them.
+        Admins and users in `allowed_users` need to meet none of them. Users in `blocked_users` are
+        refused whatever rules they meet.
 
         Example::
 
@@ -221,12 +222,13 @@ class Rules(Sentences):
         Unicode(),
         config=True,
         help="""
-        Members of any of these groups may sign in, beside those in `allowed_users`.
+        Groups whose members may sign in, in addition to the users in `allowed_users`. Membership of
+        one of the groups is enough.
 
-        With `manage_groups` the groups are those that the authenticator reports, such as an
-        identity provider's groups claim. Without it they are JupyterHub's own groups, from
-        `c.JupyterHub.load_groups`, the admin page or the REST API; an OAuthenticator refuses
-        to start in that case, as it does without this package.
+        With `manage_groups`, these are the groups that the authenticator reports, such as an
+        identity provider's groups claim. Without it, they are JupyterHub's own groups, from
+        `c.JupyterHub.load_groups`, the admin page or the REST API. An OAuthenticator refuses to
+        start in the latter case, as it does without this package.
 
         Example::
 
@@ -239,9 +241,9 @@ class Rules(Sentences):
         Unicode(),
         config=True,
         help="""
-        Whoever has a mail address in one of these domains may sign in. `*.lab.example` stands
-        for every domain below `lab.example`, and not for that itself. Only an address counts
-        that the identity provider says it has confirmed.
+        People with a mail address in one of these domains may sign in. `*.lab.example` matches
+        every subdomain of `lab.example`, but not `lab.example` itself. An address counts only if
+        the identity provider reports it as confirmed (or with `mail_is_confirmed`).
 
         Example::
 
@@ -253,8 +255,9 @@ class Rules(Sentences):
         False,
         config=True,
         help="""
-        Believe the mail addresses of an identity provider that does not say which of them it
-        has confirmed. Only for one where people cannot write any address they like.
+        Trust the mail addresses of an identity provider that does not report which of them it has
+        confirmed. Off by default. Turn it on only if people cannot enter any address they like at
+        the provider.
 
         Example::
 
@@ -266,8 +269,9 @@ class Rules(Sentences):
         False,
         config=True,
         help="""
-        Whoever is on the roster may sign in, from the start of their time on it to its end.
-        With `manage_groups` they are in its groups, too. See `gpuspawner roster import`.
+        People on the roster may sign in, from the start of their entry to its end. With
+        `manage_groups`, they also get the groups of their entry. Off by default. See
+        `gpuspawner roster import`.
 
         Example::
 
@@ -280,9 +284,9 @@ class Rules(Sentences):
         Unicode(),
         config=True,
         help="""
-        What groups of the identity provider are called on this hub, with `manage_groups`. An
-        empty name leaves a group out, `"*"` stands for all that are not named, and without it
-        these keep their names.
+        The names on this hub of the identity provider's groups, with `manage_groups`. An empty name
+        leaves a group out. `"*"` names all groups that are not listed; without it, they keep their
+        names.
 
         Example::
 

@@ -47,8 +47,9 @@ class Directory(LDAPAuthenticator):
     member_filter = Unicode(
         config=True,
         help="""
-        Whom this LDAP filter finds is a member. `search_filter`, which the base class has, must
-        hold of everybody as well, and makes nobody a member.
+        The LDAP filter that finds members: everybody whose entry matches it is one. The base
+        class's `search_filter` is a further condition: everybody must match it, and it makes nobody
+        a member.
 
         Example::
 
@@ -62,8 +63,9 @@ class Directory(LDAPAuthenticator):
     group_search_base = Unicode(
         config=True,
         help="""
-        Below which entry the directory keeps its groups. With `manage_groups`, those that
-        `group_search_filter` finds for somebody become their groups on the hub.
+        The entry below which the directory keeps its groups. With `manage_groups`, the groups that
+        `group_search_filter` finds for a user become the user's groups on the hub. Empty: no groups
+        are read.
 
         Example::
 
@@ -75,7 +77,7 @@ class Directory(LDAPAuthenticator):
         "cn",
         config=True,
         help="""
-        Which attribute of a group is its name on the hub.
+        The attribute of a group that holds its name on the hub.
 
         Example::
 
@@ -87,8 +89,8 @@ class Directory(LDAPAuthenticator):
         "mail",
         config=True,
         help="""
-        Which attribute holds mail addresses, for `allowed_mail_domains`. They are believed: see
-        to it that people cannot write their own in the directory.
+        The attribute that holds a user's mail addresses, for `allowed_mail_domains`. They count as
+        confirmed: make sure that people cannot set their own address in the directory.
 
         Example::
 
@@ -300,8 +302,9 @@ class MemberLDAPAuthenticator(MemberMixin, Directory):
         Unicode(),
         config=True,
         help="""
-        Members of these groups are admins of the hub, with `manage_groups`. Who is in none of
-        them, nor in `admin_users`, is an admin no more after the next sign-in or refresh.
+        Groups whose members are admins of the hub, with `manage_groups`. Once this is set, an admin
+        who is neither in one of these groups nor in `admin_users` stops being one at the next
+        sign-in or refresh.
 
         Example::
 

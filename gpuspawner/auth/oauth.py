@@ -85,9 +85,10 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         "select_account",
         config=True,
         help="""
-        How a person can sign in with another account of the same provider: the `prompt` that
-        makes it ask which (`select_account`, or `login` to ask for the password again), or the
-        address of a page that signs out there. Empty if it knows neither.
+        How a person signs in with another account of the same provider: a `prompt` or an address.
+        The `prompt` makes the provider ask: `select_account` (the default) for the account, `login`
+        for the password again. The address is that of a page that signs out at the provider. Empty
+        if the provider supports neither.
 
         Example::
 

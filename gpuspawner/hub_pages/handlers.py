@@ -82,9 +82,10 @@ class CatalogPages(Configurable):
         True,
         config=True,
         help="""
-        Whether environments, prices and what is free are shown to whoever has not signed in.
+        Show environments, prices and free GPUs to people who have not signed in. On by default. If
+        it is off, they must sign in first.
 
-        No name of a member is on these pages. Example::
+        These pages never name a member. Example::
 
             c.CatalogPages.public = False
         """,
@@ -94,9 +95,9 @@ class CatalogPages(Configurable):
         False,
         config=True,
         help="""
-        Whether environments with ``allowed_groups`` are shown to others too, marked so.
+        Show environments with ``allowed_groups`` to everybody, marked as restricted.
 
-        Without it nobody but those groups hears of them. Example::
+        Off by default: only members of those groups see them. Example::
 
             c.CatalogPages.show_restricted = True
         """,

@@ -30,9 +30,10 @@ class GPURates(LoggingConfigurable):
         {"*": 1},
         config=True,
         help="""
-        Credits per GPU-hour by device model; the longest pattern that fits wins.
+        Credits per GPU-hour by device model. If several patterns match, the longest wins; ``*``
+        matches every model.
 
-        A rate is copied into the lease at the grant: a change holds for new servers only.
+        A rate is copied into the lease when it is granted, so a change applies to new servers only.
         Example::
 
             c.GPURates.by_model = {"*": 1, "A100": 4, "T4": "0.5"}
@@ -43,12 +44,13 @@ class GPURates(LoggingConfigurable):
         Dict(),
         config=True,
         help="""
-        Rates that hold in one ``environment``, at some ``hours`` of the week, ``from`` a date on,
-        or for one of the ``slots`` of a shared device. Each has a ``rate``, and maybe a ``model``.
+        Rates for special cases: in one ``environment``, at certain ``hours`` of the week, ``from``
+        a date on, or for one of the ``slots`` of a shared device. Each entry has a ``rate``, and a
+        ``model`` if it is not for all models.
 
-        Of all that fit, the environment's own goes first, then the one of the longest model, then
-        share, hours and date; ``by_model`` are for the rest. A server keeps the rate that it
-        starts with, day and night. Example::
+        If several rates match, those of ``by_model`` included, the most specific wins: by
+        environment first, then by the longest model name, then slots, hours and date. A server
+        keeps the rate that it starts with, day and night. Example::
 
             c.GPURates.special = [
                 {"model": "A100", "hours": "Mon-Fri 20-8, Sat, Sun", "rate": 2},
@@ -62,7 +64,7 @@ class GPURates(LoggingConfigurable):
         "UTC",
         config=True,
         help="""
-        The time zone of the hours and dates of rates, by its name. Example::
+        The name of the time zone for the hours and dates of rates. Example::
 
             c.GPURates.zone = "Europe/Vienna"
         """,

@@ -32,7 +32,8 @@ class GPUCredits(LoggingConfigurable):
         10.0,
         config=True,
         help="""
-        Minutes of GPU time that a balance must cover to start, and that are set aside.
+        Minutes of GPU time that the account must be able to pay for when a server starts. Credits
+        for this time are held.
 
         Example::
 
@@ -44,9 +45,9 @@ class GPUCredits(LoggingConfigurable):
         False,
         config=True,
         help="""
-        Whether a balance must cover the whole session that is asked for, which is then set
-        aside, and not only its first ``hold_minutes``. What is not used comes back at the end;
-        a session without an end holds ``hold_minutes``.
+        Require and hold credits for the whole session that is requested, instead of its first
+        ``hold_minutes``. Off by default. Unused credits come back at the end. A session without an
+        end holds credits for ``hold_minutes``.
 
         Example::
 
@@ -58,15 +59,19 @@ class GPUCredits(LoggingConfigurable):
         {"*": "stop"},
         config=True,
         help="""
-        What becomes of a server when its account has run dry, by group; ``*`` is for all others.
+        What happens to a server when its account has no credits left, by group; ``*`` applies to
+        all others.
 
-        ``stop``: it is stopped ``grace_seconds`` after its member was told. ``session``: its
-        planned session ends first (one without an end is stopped). ``{"overdraft": 20}``: it
-        goes on until the account is 20 credits below zero, and not a microcredit more. Nobody
-        starts a GPU that costs something meanwhile. Of several groups, the first that is named
-        here counts; a group's own account goes by that group. A running server keeps the policy
-        that it started with, and servers of one account share one overdraft: another amount
-        counts once none of them runs. Example::
+        * ``stop`` (the default): it stops ``grace_seconds`` after its member was told.
+        * ``session``: it continues to the end of its planned session. A session without an end
+          stops as with ``stop``.
+        * ``{"overdraft": 20}``: it continues until the account is 20 credits below zero, and never
+          beyond that.
+
+        Meanwhile the account cannot start a server with GPUs that cost anything. If a member is in
+        several groups, the first one named here applies; a group's own account uses that group's
+        policy. A running server keeps the policy that it started with. Servers of one account share
+        one overdraft: a changed amount applies once none of them runs. Example::
 
             c.GPUCredits.when_exhausted = {"research": {"overdraft": 20}, "course-ml": "session"}
         """,
@@ -76,7 +81,8 @@ class GPUCredits(LoggingConfigurable):
         300,
         config=True,
         help="""
-        Seconds that a server goes on after its account ran dry and the member was warned.
+        Seconds that a server keeps running after its account has run out of credits and its member
+        was warned.
 
         Example::
 
@@ -89,8 +95,8 @@ class GPUCredits(LoggingConfigurable):
         default_value=[30.0, 10.0, 2.0],
         config=True,
         help="""
-        Minutes that the credits of an account still last, its overdraft included, at which those
-        whose servers it pays for are told, each once.
+        Minutes before an account runs out of credits, its overdraft included, at which the members
+        whose servers it pays for are warned, once each.
 
         Example::
 
@@ -103,8 +109,8 @@ class GPUCredits(LoggingConfigurable):
         min=0.1,
         config=True,
         help="""
-        Seconds between two charges of a server, counted from its own start, so that those of
-        many servers come at many moments. What a server costs does not depend on it.
+        Seconds between two charges of a server. They count from the server's own start, so that the
+        charges of many servers are spread over time. What a server costs does not depend on this.
 
         Example::
 

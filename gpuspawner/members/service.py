@@ -46,7 +46,7 @@ class GPUMembers(LoggingConfigurable):
         min=0.0,
         config=True,
         help="""
-        Minutes that a server goes on after its member is a member no more, and was told so.
+        Minutes that a server keeps running after its member's membership ended and they were told.
 
         Example::
 

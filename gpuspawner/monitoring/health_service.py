@@ -95,10 +95,11 @@ class GPUHealth(LoggingConfigurable):
         {},
         config=True,
         help="""
-        What is done about a GPU by what is wrong with it: ``ignore``, ``watch`` (it is shown) or
-        ``drain`` (nobody new gets it, who has it is told, and it comes back after a probe).
-        ``README.md`` ("Sick GPUs") lists the causes and what each does of itself; ``xid 79`` is
-        one error of the driver. Example::
+        What to do about a GPU, by what is wrong with it: ``ignore``, ``watch`` (only show it) or
+        ``drain`` (give it to nobody new, tell the members who have it, and return it to service
+        after a successful probe). Causes that are not named keep their default. ``README.md``
+        ("Sick GPUs") lists all causes with their defaults; ``xid 79`` is one error of the driver.
+        Example::
 
             c.GPUHealth.actions = {"hot": "watch", "xid minor": "ignore", "xid 63": "drain"}
         """,
@@ -109,8 +110,8 @@ class GPUHealth(LoggingConfigurable):
         min=0.0,
         config=True,
         help="""
-        Minutes without anything wrong after which a sick GPU is probed; twice as many each time
-        that it falls sick again within a day. Example::
+        Minutes without any symptom after which a sick GPU is probed. The time doubles with each
+        relapse within a day. Example::
 
             c.GPUHealth.quiet_minutes = 30
         """,
@@ -121,8 +122,9 @@ class GPUHealth(LoggingConfigurable):
         min=1,
         config=True,
         help="""
-        How often a GPU may fall sick, each time within a day of the one before, until it stays
-        out: then an admin gives it out again (``gpuspawner undrain``). Example::
+        A GPU that falls sick this many times, each time within a day of the one before, stays out
+        of service until an admin returns it (``gpuspawner undrain``). With 1, it stays out from the
+        first time on. Example::
 
             c.GPUHealth.max_relapses = 1
         """,
@@ -133,8 +135,9 @@ class GPUHealth(LoggingConfigurable):
         "since_fault",
         config=True,
         help="""
-        What comes back, when it has ended, to who had a GPU that fell sick: what the server cost
-        ``since_fault``, the whole ``session``, or ``none``. Example::
+        What a member whose GPU fell sick gets back once their server has ended: its cost
+        ``since_fault`` (the default), the cost of the whole ``session``, or ``none``. Cost that
+        arises more than ``refund_minutes`` after the fault is not refunded. Example::
 
             c.GPUHealth.refund = "session"
         """,
@@ -145,7 +148,8 @@ class GPUHealth(LoggingConfigurable):
         min=0.0,
         config=True,
         help="""
-        Minutes after the fault up to which it comes back: who was told, and goes on, pays again.
+        Refunds cover the cost up to this many minutes after the fault. Members are told of the
+        fault; those who continue for longer pay again.
 
         Example::
 
@@ -157,9 +161,9 @@ class GPUHealth(LoggingConfigurable):
         "",
         config=True,
         help="""
-        The image in which a sick GPU is tried; one with Python, so that its memory is too. Where
-        it is not on the engine, or none is named, the first of the catalog that is.
-        ``add_services`` takes it from the spawner's own ``image``.
+        The image in which a sick GPU is probed. Choose one with Python, so that the probe tests the
+        GPU's memory too. If it is empty or not on the engine, the first image of the catalog that
+        is there is used. ``add_services`` takes it from the spawner's own ``image``.
 
         Example::
 
@@ -172,8 +176,9 @@ class GPUHealth(LoggingConfigurable):
         "auto",
         config=True,
         help="""
-        How the container gets the GPU, as ``c.GPUDockerSpawner.gpu_injection``, from which
-        ``add_services`` takes it; ``process``: it is tried by a process of this host.
+        How the probe's container gets the GPU, with the values of
+        ``c.GPUDockerSpawner.gpu_injection``, from which ``add_services`` takes it. ``process``
+        probes in a process of this host instead of a container.
 
         Example::
 

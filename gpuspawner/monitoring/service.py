@@ -168,14 +168,20 @@ class GPUIdle(LoggingConfigurable):
         {},
         config=True,
         help="""
-        What becomes of a server whose GPUs rest: ``"*"`` for all, ``"group:NAME"`` and
-        ``"environment:NAME"`` for some; each changes only what it names.
+        What happens to a server with idle GPUs. ``"*"`` is for all servers, ``"group:NAME"`` and
+        ``"environment:NAME"`` are for some; each changes only the keys that it names.
 
-        ``mode``: ``off`` (the default), ``advise`` (its member is warned) or ``enforce`` (and it
-        is stopped). ``mode_waiting``: the mode while others wait for GPUs. ``first_minutes`` (30)
-        that GPUs may rest at first, ``most_minutes`` (260) that work can earn, ``sooner_minutes``
-        (0) less while others wait, ``countdown_minutes`` (10), ``snooze_minutes`` (30) and
-        ``most_snoozes`` (2). Example::
+        * ``mode``: ``off`` (the default), ``advise`` (the member is warned) or ``enforce`` (the
+          member is warned, then the server is stopped).
+        * ``mode_waiting``: the mode while others wait for GPUs; by default the same.
+        * ``first_minutes`` (30): how long GPUs may be idle at first.
+        * ``most_minutes`` (260): how long they may be idle at most, after much work.
+        * ``sooner_minutes`` (0): how much sooner they count as idle while others wait.
+        * ``countdown_minutes`` (10): from the warning to the stop.
+        * ``snooze_minutes`` (30) and ``most_snoozes`` (2): by how much, and how often, the member
+          can put off the stop.
+
+        ``README.md`` ("Idle GPUs") explains every key, also ``gain`` and ``output``. Example::
 
             c.GPUIdle.policy = {
                 "*": {"mode": "advise", "mode_waiting": "enforce"},
@@ -200,8 +206,8 @@ class GPUMonitoring(LoggingConfigurable):
         min=0.0,
         config=True,
         help="""
-        Seconds between two samples of what each GPU does. 0: none are taken, and nothing that
-        needs them works. Example::
+        Seconds between two samples of what each GPU does. 0: no samples are taken, and whatever
+        needs them (use, idle GPUs, sick GPUs) does not work. Example::
 
             c.GPUMonitoring.sample_seconds = 2
         """,
@@ -212,7 +218,7 @@ class GPUMonitoring(LoggingConfigurable):
         min=1.0,
         config=True,
         help="""
-        Days for which each minute of each GPU is kept. After that there are hours.
+        Days for which the use of each GPU is kept by the minute. Older use is kept by the hour.
 
         Example::
 
@@ -225,7 +231,7 @@ class GPUMonitoring(LoggingConfigurable):
         min=1.0,
         config=True,
         help="""
-        Days for which each hour of each GPU is kept.
+        Days for which the use of each GPU is kept by the hour.
 
         Example::
 
@@ -238,8 +244,9 @@ class GPUMonitoring(LoggingConfigurable):
         min=0.0,
         config=True,
         help="""
-        Seconds between two looks into each container that has GPUs, whether it still reaches
-        them: one small process in it that opens them and ends. 0: nobody looks. Example::
+        Seconds between two checks of each container with GPUs: does it still reach them? A check is
+        one small process in the container, which opens the GPUs and ends. 0 turns the checks off.
+        Example::
 
             c.GPUMonitoring.containers_seconds = 120
         """,
@@ -249,8 +256,8 @@ class GPUMonitoring(LoggingConfigurable):
         False,
         config=True,
         help="""
-        Whether the page of the cluster tells members who has a GPU. Admins always see it, and
-        everybody what is theirs. Example::
+        Show members, on the page of the cluster, who has each GPU. Off by default. Admins always
+        see it, and everybody sees which are their own. Example::
 
             c.GPUMonitoring.members_see_names = True
         """,

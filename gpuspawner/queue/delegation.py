@@ -44,8 +44,8 @@ class GPUSlurm(LoggingConfigurable):
     cluster_file = Unicode(
         config=True,
         help="""
-        The file with the nodes of a cluster that Slurm schedules, which ``gpuspawner slurm
-        config`` writes; empty for the GPUs of this machine.
+        The file with the nodes of a cluster that Slurm schedules, as ``gpuspawner slurm config``
+        writes it. Empty: the hub uses the GPUs of its own machine.
 
         Example::
 
@@ -57,9 +57,9 @@ class GPUSlurm(LoggingConfigurable):
         True,
         config=True,
         help="""
-        Whether a server's job in Slurm belongs to its member's own user on the nodes, which
-        needs a hub that runs as root. Else it belongs to the hub's user, and Slurm's fair share
-        and limits know one member only.
+        Run each server's Slurm job as its member's own user on the nodes. On by default. This needs
+        a hub that runs as root. If it is off, all jobs belong to the hub's user, and Slurm's fair
+        share and limits see a single member.
 
         Example::
 

@@ -23,9 +23,10 @@ class GPUQueue(LoggingConfigurable):
     group_weights = Dict(
         config=True,
         help="""
-        How much of the GPUs a group deserves beside the others; 1 where nothing is said.
+        How much of the GPUs a group deserves compared with other groups. A group that is not named
+        has the weight 1.
 
-        A member of several groups counts on the one with the highest priority, then the
+        A member of several groups counts towards the one with the highest priority, then the
         highest weight. Example::
 
             c.GPUQueue.group_weights = {"research": 3, "course-ml": 2}
@@ -35,9 +36,10 @@ class GPUQueue(LoggingConfigurable):
     group_priority = Dict(
         config=True,
         help="""
-        Groups that are served before others: ``course`` before ``normal`` before ``low``.
+        The priority of groups: ``admin`` is served before ``course``, ``course`` before ``normal``
+        (the default), ``normal`` before ``low``.
 
-        Waiting time wins over a priority in the end. Example::
+        A long wait outweighs a priority in the end. Example::
 
             c.GPUQueue.group_priority = {"course-ml": "course", "guests": "low"}
         """,
@@ -47,9 +49,9 @@ class GPUQueue(LoggingConfigurable):
         {"tickets": 3},
         config=True,
         help="""
-        The most that one member may have: ``devices`` at once, ``tickets`` that wait, and
-        ``gpu_hours`` held (devices times the rest of their sessions). What is absent has no
-        limit. Example::
+        The most that each member may have: ``devices`` at once, waiting ``tickets``, and
+        ``gpu_hours`` held (devices times the rest of their sessions). A key that is not named has
+        no limit. Example::
 
             c.GPUQueue.member_limits = {"devices": 2, "tickets": 2, "gpu_hours": 48}
         """,
@@ -58,7 +60,8 @@ class GPUQueue(LoggingConfigurable):
     group_limits = Dict(
         config=True,
         help="""
-        The same for all members of a group together, by group. Example::
+        The most that all members of a group may have together, by group, with the keys of
+        ``member_limits``. Example::
 
             c.GPUQueue.group_limits = {"guests": {"devices": 1, "tickets": 10}}
         """,
@@ -67,8 +70,8 @@ class GPUQueue(LoggingConfigurable):
     policy = Dict(
         config=True,
         help="""
-        Parameters of the order in line that differ from the defaults; ``gpuspawner simulate``
-        tries them on the site's own past. Example::
+        Parameters of the queue's order that differ from the defaults. ``gpuspawner simulate`` tries
+        them on the site's own past. Example::
 
             c.GPUQueue.policy = {"half_life_seconds": 14 * 86400}
         """,
@@ -79,9 +82,9 @@ class GPUQueue(LoggingConfigurable):
         min=0.0,
         config=True,
         help="""
-        Minutes within which the member must connect to a server that was granted from the
-        queue. Else it stops and costs nothing; who does that twice in a row waits at the end
-        of the line next time. 0 turns it off. Example::
+        Minutes that a member has to connect to a server that started from the queue. If they do not
+        connect, it stops and costs nothing. After the second time in a row, their next request
+        waits at the end of the queue. 0 turns this off. Example::
 
             c.GPUQueue.claim_minutes = 15
         """,

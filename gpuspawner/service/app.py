@@ -91,7 +91,7 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
         min=0.1,
         config=True,
         help="""
-        Seconds between two comparisons of store, engines and Hub.
+        Seconds between two comparisons of the database with the engines and the Hub.
 
         Example::
 
@@ -104,9 +104,9 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
         default_value=[],
         config=True,
         help="""
-        Which engines are asked what they run: ``docker``, ``local``.
+        The engines to ask which servers they run: ``docker``, ``local``.
 
-        None named: the engines of the leases that are open, or were of late. Example::
+        Empty: the engines of all leases that are open or ended recently. Example::
 
             c.Accounting.engines = ["docker"]
         """,

@@ -44,9 +44,9 @@ class ImagePrefetcher(SingletonConfigurable):
         "",
         config=True,
         help="""
-        The file of environments whose images are pulled before anybody waits for one, in the
-        background and one at a time. ``add_services`` takes it from a Docker spawner's own
-        ``catalog``, unless its ``pull_policy`` is ``never`` or ``skip``. Empty: none is pulled.
+        The catalog file whose images are pulled before anybody waits for one, in the background and
+        one at a time. ``add_services`` takes it from a Docker spawner's own ``catalog``, unless its
+        ``pull_policy`` is ``never`` or ``skip``. Empty: no image is pulled ahead.
 
         Example::
 

@@ -243,11 +243,12 @@ class GPUNotifications(LoggingConfigurable):
     channels = Dict(
         config=True,
         help="""
-        How members can be told, by name: a URL of Apprise's, or a dictionary with ``url``,
-        ``label``, ``pattern`` (what an address must match) and ``example`` (of an address).
+        Channels by which members can be told, by name. Each is a URL of Apprise, or a dictionary
+        with ``url``, ``label``, ``pattern`` (what an address must match) and ``example`` (of an
+        address).
 
-        ``{address}`` in the URL is what a member types; without it there is nothing to type.
-        ``{file:/path}`` (mode 600) and ``{env:NAME}`` are secrets. Example::
+        ``{address}`` in the URL stands for what a member types; without it, members type nothing.
+        ``{file:/path}`` (mode 600) and ``{env:NAME}`` stand for secrets. Example::
 
             c.GPUNotifications.channels = {
                 "mail": "mailtos://gpu:{file:/etc/gpuspawner/smtp}@smtp.lab.example"
@@ -260,8 +261,9 @@ class GPUNotifications(LoggingConfigurable):
     default_channels = Dict(
         config=True,
         help="""
-        How members are told who chose nothing: channels with their addresses, in which
-        ``{user}`` is the member's name. None: such members are told on their page only. Example::
+        Channels, each with an address, for members who have chosen nothing. ``{user}`` in an
+        address stands for the member's name. Empty: such members are told on their page only.
+        Example::
 
             c.GPUNotifications.default_channels = {"mail": "{user}@lab.example"}
         """,
@@ -288,8 +290,8 @@ class GPUNotifications(LoggingConfigurable):
         default_value=[10.0, 60.0, 300.0, 900.0, 3600.0, 10800.0, 21600.0],
         config=True,
         help="""
-        Pauses before each further try of a message that was not sent, in seconds. After the last
-        one, and after a day, it is given up; it stays on the member's page. Example::
+        Seconds to wait before each further try to send a message that failed. After the last try,
+        or after a day, it is given up; it stays on the member's page. Example::
 
             c.GPUNotifications.retry_seconds = [30, 300, 3600]
         """,

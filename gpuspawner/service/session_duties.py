@@ -35,7 +35,7 @@ class GPUSessions(LoggingConfigurable):
         default_value=[30.0, 10.0, 2.0],
         config=True,
         help="""
-        Minutes before a session's end at which its member is told, each once.
+        Minutes before the end of a session at which its member is warned, once each.
 
         Example::
 

@@ -67,11 +67,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         default_value="auto",
         config=True,
         help="""
-        How GPUs get into containers: ``auto``, ``device_requests``, ``cdi``, ``runtime``,
-        or ``none`` (only the variables are set: simulated devices).
+        How containers get their GPUs: ``auto``, ``device_requests``, ``cdi``, ``runtime``, or
+        ``none`` (only the variables are set, for simulated devices).
 
-        ``auto`` asks the engine what it offers and proves it once with a container.
-        Example::
+        ``auto`` asks the engine what it offers, and tests it once with a container. Example::
 
             c.GPUDockerSpawner.gpu_injection = "cdi"
         """,
@@ -81,10 +80,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         "8G",
         config=True,
         help="""
-        Size of /dev/shm, which PyTorch's data loaders need; never more than ``mem_limit``.
+        The size of /dev/shm, which PyTorch's data loaders need. It is never more than
+        ``mem_limit``, and takes memory only as it is used.
 
-        It takes memory only as it is used. The environment may say another size, and
-        ``extra_host_config`` wins. Example::
+        An environment can set another size, and ``extra_host_config`` wins over both. Example::
 
             c.GPUDockerSpawner.shm_size = "16G"
         """,
@@ -94,11 +93,11 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         "",
         config=True,
         help="""
-        Where a member's own files are kept: a named volume, or a directory of the host when
-        it starts with "/". It is created with the right owner and mounted at
-        ``workspace_target``. Empty: only what ``volumes`` says.
+        Where a member's own files are kept: a named volume or, if this starts with "/", a directory
+        of the host. It is created with the right owner and mounted at ``workspace_target``. Empty:
+        no workspace, only what ``volumes`` mounts.
 
-        ``{username}`` is the name made safe for Docker, as in ``volumes``. Example::
+        ``{username}`` is the member's name made safe for Docker, as in ``volumes``. Example::
 
             c.GPUDockerSpawner.workspace = "gpuspawner-work-{username}"
             c.GPUDockerSpawner.workspace = "/srv/workspaces/{username}"
@@ -122,10 +121,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         default_value=0,
         config=True,
         help="""
-        How much a member's workspace may hold; 0: no limit.
+        How much a member's workspace may hold: a size, or a callable that takes the spawner. 0: no
+        limit. ``group_overrides`` can set it for a group.
 
-        A size, or a callable that takes the spawner; ``group_overrides`` can set it for a group.
-        The file system keeps it (XFS project quotas), so ``workspace`` has to be a directory of
+        The file system enforces it (XFS project quotas), so ``workspace`` must be a directory of
         the host. Example::
 
             c.GPUDockerSpawner.workspace_quota = "50G"
@@ -136,7 +135,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         "/home/jovyan/shared",
         config=True,
         help="""
-        Where the folders are in the container that members share with one another.
+        Where the folders that members share with one another are in the container.
 
         Example::
 
@@ -147,11 +146,13 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     own_images = Dict(
         config=True,
         help="""
-        Which groups may bring an image of their own, and which images; ``"*"`` is everybody.
+        Which groups may use images of their own, and which images; ``"*"`` is everybody. By default
+        nobody may.
 
-        ``images`` are patterns (``*`` is anything but a slash, ``**`` slashes too), ``most`` is
-        the size on the disk, ``labels`` are those that a scanner of yours gives. Containers have
-        to go when they stop (``c.DockerSpawner.remove = True``). Example::
+        ``images`` are patterns (``*`` matches anything but a slash, ``**`` slashes too), ``most``
+        is the maximum size on the disk, and ``labels`` are labels that the image must have, such as
+        those of your scanner. Containers must be removed when they stop
+        (``c.DockerSpawner.remove = True``). Example::
 
             c.GPUDockerSpawner.own_images = {
                 "research": {"images": ["lab/**"], "most": "20G", "labels": {"scanned": "yes"}},
@@ -165,11 +166,11 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         allow_none=True,
         config=True,
         help="""
-        Linux capabilities that root has in a container; a user who is not root has none.
+        Linux capabilities of root in a container. Users other than root have none.
 
-        The default has what start scripts need that begin as root. ``[]`` is for images that
-        do not, ``None`` leaves it to the engine. Where ``extra_host_config`` has ``cap_drop``,
-        that counts; its ``cap_add`` is added. Example::
+        The default is what start scripts need if they begin as root. Set ``[]`` if your images do
+        not begin as root, or ``None`` to leave it to the engine. If ``extra_host_config`` has
+        ``cap_drop``, that is used instead; its ``cap_add`` is added. Example::
 
             c.GPUDockerSpawner.capabilities = []
         """,
@@ -179,9 +180,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         True,
         config=True,
         help="""
-        Whether programs in a container can gain nothing by setuid bits: ``sudo`` does not work.
+        Keep programs in a container from gaining privileges by setuid bits. ``sudo`` then does not
+        work. On by default.
 
-        Where members may use ``sudo`` (``GRANT_SUDO`` of the docker-stacks images), turn it off.
+        Turn it off if members may use ``sudo`` (``GRANT_SUDO`` of the docker-stacks images).
         Example::
 
             c.GPUDockerSpawner.no_new_privileges = False
@@ -207,8 +209,8 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         max=1.0,
         config=True,
         help="""
-        Part of the machine's memory that a server may have where neither ``mem_limit`` nor its
-        environment says how much; 0 for no limit.
+        The share of the machine's memory, from 0 to 1, that a server may use if neither
+        ``mem_limit`` nor its environment sets a limit. 0: no limit.
 
         Example::
 
@@ -220,13 +222,13 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         "10G",
         config=True,
         help="""
-        What a server may write into its own container, outside of its workspace and of all other
-        mounts; 0 for no limit.
+        How much a server may write into its own container, outside of its workspace and all other
+        mounts. 0: no limit.
 
-        Where the engine's storage driver can keep it (overlay2 on XFS with ``pquota``, btrfs, zfs)
-        the server finds no space left beyond it. Elsewhere the accounting service stops a server
-        that wrote more, and tells its member; ``gpuspawner check`` says which. Where containers
-        are kept (``remove = False``) each start counts anew. ``storage_opt`` in
+        If the engine's storage driver can enforce this (overlay2 on XFS with ``pquota``, btrfs,
+        zfs), the server finds no space left beyond it. Otherwise the accounting service stops a
+        server that has written more, and tells its member. ``gpuspawner check`` says which applies.
+        If containers are kept (``remove = False``), each start counts from zero. ``storage_opt`` in
         ``extra_host_config`` wins. Example::
 
             c.GPUDockerSpawner.disk_limit = "50G"
@@ -239,8 +241,8 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         max=1000,
         config=True,
         help="""
-        How much sooner the kernel ends a member's program than the hub's, the database's or the
-        engine's when the whole machine is out of memory; 0 makes no difference.
+        How much sooner the kernel ends a member's program than those of the hub, the database or
+        the engine when the whole machine is out of memory. From 0 (no difference) to 1000.
 
         Example::
 

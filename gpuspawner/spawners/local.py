@@ -29,9 +29,9 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
         "workspaces/{username}",
         config=True,
         help="""
-        The home directory of a member, with their ``work`` in it.
+        The home directory of a member, which contains their ``work`` folder.
 
-        Relative to the hub's working directory. Example::
+        A relative path begins at the hub's working directory. Example::
 
             c.GPULocalSpawner.workspace = "/srv/trying-out/{username}"
         """,

@@ -85,9 +85,9 @@ class GPUSpawnerMixin(Spawner):
         help="""
         The YAML file with the environments that members choose from.
 
-        Without one there is a single environment: the spawner's own image. An edit counts from
-        the next form or start on; one that is not right changes nothing, and is said in the log
-        and to admins on the form. Example::
+        Without it there is a single environment: the spawner's own image. An edit takes effect at
+        the next form or start. An invalid edit changes nothing, and is reported in the log and to
+        admins on the form. Example::
 
             c.GPUSpawnerMixin.catalog = "/etc/gpuspawner/catalog.yaml"
         """,
@@ -98,10 +98,10 @@ class GPUSpawnerMixin(Spawner):
         default_value=8,
         config=True,
         help="""
-        The most GPUs of one server; the environment may allow fewer.
+        The most GPUs that one server may have. An environment may allow fewer.
 
-        A number, or a callable that takes the spawner. ``group_overrides`` can set it for
-        a group. Example::
+        A number, or a callable that takes the spawner. ``group_overrides`` can set it for a group.
+        Example::
 
             c.GPUSpawnerMixin.gpu_limit = 2
             c.GPUSpawnerMixin.gpu_limit = lambda spawner: 4 if spawner.user.admin else 1
@@ -115,7 +115,7 @@ class GPUSpawnerMixin(Spawner):
         Fields of ``user_options`` that only your own hooks and callables read, such as
         ``pre_spawn_hook`` or a callable in ``environment``.
 
-        They come by REST or by a form and are handed on as they are, unchecked. Others are
+        They come by REST or from a form, and are passed on unchecked. Other unknown fields are
         refused, unless you have a form of your own. Example::
 
             c.GPUSpawnerMixin.extra_options = ["course"]
@@ -128,10 +128,10 @@ class GPUSpawnerMixin(Spawner):
         allow_none=True,
         config=True,
         help="""
-        Hours that a server with a GPU may run when its member does not say how long.
+        Hours that a server with a GPU may run if its member does not choose.
 
-        A number, or a callable that takes the spawner. None: as many as ``most_hours``; an
-        environment of the catalog may say otherwise. Example::
+        A number, or a callable that takes the spawner. None: as long as ``most_hours``. An
+        environment of the catalog can set its own default. Example::
 
             c.GPUSpawnerMixin.default_hours = 8
         """,
@@ -143,11 +143,11 @@ class GPUSpawnerMixin(Spawner):
         allow_none=True,
         config=True,
         help="""
-        The most hours of one session with a GPU; an environment may allow fewer.
+        The most hours that one session with a GPU may last. An environment may allow fewer.
 
-        A number, or a callable that takes the spawner. ``group_overrides`` can set it for
-        a group. None: no limit, and no end unless the member asks for one. Servers without
-        a GPU have no end. Example::
+        A number, or a callable that takes the spawner. ``group_overrides`` can set it for a group.
+        None: no limit, and a session has an end only if the member asks for one. Servers without a
+        GPU have no end. Example::
 
             c.GPUSpawnerMixin.most_hours = 24
             c.GPUSpawnerMixin.most_hours = lambda spawner: 72 if spawner.user.admin else 12

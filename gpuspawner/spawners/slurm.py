@@ -92,8 +92,8 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         True,
         config=True,
         help="""
-        Whether a server's container is removed when it stops. On a cluster it always is: the next
-        start may be on another node. Example::
+        Remove a server's container when it stops. On a cluster this is always on, because the next
+        start may be on another node; ``False`` is refused. Example::
 
             c.GPUSlurmSpawner.remove = True
         """,
@@ -103,9 +103,9 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         CGROUP_V1,
         config=True,
         help="""
-        The cgroup that a server's container is put into, with ``{node}``, ``{uid}`` and
-        ``{job}``: that of its job, so that the job's limits hold for it. Empty leaves it to the
-        engine, and the limits are those of the environment alone. Example::
+        The cgroup for a server's container, with ``{node}``, ``{uid}`` and ``{job}`` filled in. The
+        default is the cgroup of the server's Slurm job, so that the job's limits apply to the
+        container. Empty: the engine chooses, and only the environment's limits apply. Example::
 
             c.GPUSlurmSpawner.job_cgroup = ""
         """,

@@ -46,7 +46,7 @@ class GPUFolders(LoggingConfigurable):
         ["xfs_quota"],
         config=True,
         help="""
-        The command that sets and reads quotas, as a list; it has to run as root.
+        The command that sets and reads quotas, as a list. It must run as root.
 
         Example::
 
@@ -58,8 +58,8 @@ class GPUFolders(LoggingConfigurable):
         "",
         config=True,
         help="""
-        Where the folders lie that members share: a directory of the host, or a volume's name,
-        with ``{id}`` in it. Empty: members cannot make any.
+        Where the folders that members share are kept: a directory of the host, or a volume's name,
+        with ``{id}`` in it. Empty: members cannot create any.
 
         Example::
 
@@ -72,8 +72,8 @@ class GPUFolders(LoggingConfigurable):
         0,
         config=True,
         help="""
-        How many GB a folder that members share may hold; 0: no limit. The file system keeps it,
-        as it keeps ``c.GPUDockerSpawner.workspace_quota``.
+        The most, in GB, that a folder shared by members may hold. 0: no limit. The file system
+        enforces it, like ``c.GPUDockerSpawner.workspace_quota``.
 
         Example::
 
@@ -85,7 +85,7 @@ class GPUFolders(LoggingConfigurable):
         10,
         config=True,
         help="""
-        How many shared folders a member may have made at once.
+        The most shared folders that a member may have created at once. Deleted ones do not count.
 
         Example::
 
