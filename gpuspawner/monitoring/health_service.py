@@ -382,10 +382,11 @@ class HealthService:
 
     def sick_promise(self, sick: SickLease, now: datetime) -> str:
         """Return the refund that the member will get, as a sentence; empty if none."""
-        if self.settings.refund == "none" or not self.settings.refund_minutes:
+        rule, minutes = self.settings.refund, self.settings.refund_minutes
+        if rule == "none" or (rule == "since_fault" and not minutes):
             return ""
-        until = sick.fault_at + timedelta(minutes=self.settings.refund_minutes)
-        what = "since then" if self.settings.refund == "since_fault" else "from its start"
+        until = sick.fault_at + timedelta(minutes=minutes)
+        what = "since then" if rule == "since_fault" else "from its start"
         upto = deadline(until, now)
         return f"What the server costs {what}, up to {upto}, comes back when it has stopped."
 

@@ -107,7 +107,10 @@ def test_watched_device_stays_available(services: Services, clock: Clock) -> Non
 
 @pytest.mark.parametrize(
     ("rule", "minutes", "back"),
-    [("since_fault", 60, 10), ("since_fault", 4, 4), ("session", 60, 30), ("none", 60, 0)],
+    [
+        *[("since_fault", 60, 10), ("since_fault", 4, 4), ("since_fault", 0, 0)],
+        *[("session", 60, 30), ("session", 0, 20), ("none", 60, 0)],
+    ],
 )
 def test_refund_amount_follows_the_sick_refund_rule(
     make: Make, clock: Clock, rule: str, minutes: int, back: int
