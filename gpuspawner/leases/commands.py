@@ -29,9 +29,9 @@ from ..cli.output import (
     utc,
 )
 from ..cli.parameters import (
+    LINES,
     argument,
     flag,
-    limit_option,
     option,
     required_reason_option,
     yes_option,
@@ -51,7 +51,7 @@ lease_argument = argument("lease_id", "LEASE", "the lease's id, or a unique pref
 @command()
 @flag("--all", "include leases that have ended", "with_ended")
 @option("--member", "NAME", "show only this member's leases")
-@limit_option
+@option("--limit", "N", "with --all: show the newest N (default: 50)", type=LINES, default=50)
 def leases(settings: Settings, with_ended: bool, member: str | None, limit: int) -> None:
     """List the open leases, or all of them."""
     services = settings.open_services()
