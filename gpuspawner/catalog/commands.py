@@ -16,7 +16,7 @@ from .models import Environment, ProfileChoice
 from .parser import schema
 
 file_argument = argument(
-    "file", "[FILE]", "the catalog (default: the one of the hub's configuration)", required=False
+    "file", "[FILE]", "the catalog file (default: from the hub's configuration)", required=False
 )
 
 
@@ -52,9 +52,9 @@ def _show_environments(found: Catalog) -> None:
 
 @catalog.command("check")
 @file_argument
-@flag("--images", "also the images: here, as pinned, the newest?")
+@flag("--images", "also check that the images are present, as pinned and up to date")
 def check_catalog(settings: Settings, file: str | None, images: bool) -> int:
-    """Read the catalog and the files that it names."""
+    """Validate the catalog and the files that it refers to."""
     path = catalog_file(file, settings)
     found = load(path)
     if images:

@@ -44,7 +44,7 @@ ENGINE_SECONDS = 20.0
 """Timeout for asking an engine whether it has an image."""
 
 catalog_option = option(
-    "--file", "FILE", "the catalog (default: the one of the hub's configuration)"
+    "--file", "FILE", "the catalog file (default: from the hub's configuration)"
 )
 
 
@@ -52,14 +52,14 @@ catalog_option = option(
 
 
 @command("add")
-@argument("image_name", "IMAGE", "its name; it is pulled if it is not here")
-@option("--slug", "NAME", "of the entry (default: as the image says)")
-@flag("--write", "append it to the catalog (default: print it)")
+@argument("image_name", "IMAGE", "the image's name; it is pulled if it is missing")
+@option("--slug", "NAME", "slug of the entry (default: from the image's label or name)")
+@flag("--write", "append the entry to the catalog (default: only print it)")
 @catalog_option
 def add_entry(
     settings: Settings, image_name: str, slug: str | None, write: bool, file: str | None
 ) -> None:
-    """Make an entry for an image, from what the image says."""
+    """Create a catalog entry for an image from its labels and packages."""
     client, hub = _engine(settings)
     image = _present(client, hub, image_name)
     packages = packages_of_image(client, image_name)
@@ -82,10 +82,10 @@ def add_entry(
 
 
 @command("pull")
-@argument("slugs", "[SLUG]...", "these only (default: all)", nargs=-1)
+@argument("slugs", "[SLUG]...", "only these environments (default: all)", nargs=-1)
 @catalog_option
 def pull_images(settings: Settings, slugs: Sequence[str], file: str | None) -> int:
-    """Pull the images that are not here, with progress."""
+    """Pull the missing images and show the progress."""
     chosen = _chosen(load(catalog_file(file, settings)), slugs)
     images = dict.fromkeys(image for each in chosen for image in each.images)
     _, hub = _engine(settings)
@@ -129,7 +129,7 @@ def _on(image: str, told: dict[str, str]) -> str:
 @argument("name", "IMAGE", "an image, or the slug of an environment")
 @catalog_option
 def smoke_image(settings: Settings, name: str, file: str | None) -> int:
-    """Try an image: imports, devices, files, a server."""
+    """Run the smoke test of an image: imports, devices, files, a server."""
     client, _ = _engine(settings)
     image, first_page = name, ""
     environment = _named(settings, name, file)
@@ -185,11 +185,11 @@ def _look(client: docker.APIClient, name: str, image: str) -> CheckFinding:
 
 
 @command()
-@argument("slug", "SLUG", "the environment")
-@option("--keep-as", "NAME", "keep the image that it has as an environment of its own")
+@argument("slug", "SLUG", "the environment's slug")
+@option("--keep-as", "NAME", "keep the current image as a separate environment with this slug")
 @catalog_option
 def update(settings: Settings, slug: str, keep_as: str | None, file: str | None) -> int:
-    """Take an environment's newest image, once it passes its test."""
+    """Update an environment to its newest image if it passes its test."""
     catalog = CatalogFile(catalog_file(file, settings))
     environment = catalog.catalog.get(slug)
     if keep_as:
@@ -275,10 +275,10 @@ def _plain(environment: Environment, digest: str, found: Sequence[CheckFinding])
 
 
 @command()
-@flag("--yes", "remove them")
+@flag("--yes", "remove the images")
 @catalog_option
 def prune(settings: Settings, yes: bool, file: str | None) -> int:
-    """Show the images that nothing needs any more."""
+    """List the images that are no longer needed, or remove them."""
     found = load(catalog_file(file, settings))
     client, hub = _engine(settings, REMOVAL_SECONDS)
     named = [image for each in found.environments for image in each.images]

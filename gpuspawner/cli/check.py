@@ -115,9 +115,9 @@ WORD_WIDTH, NAME_WIDTH = 11, 14
 
 
 @command()
-@flag("--no-containers", "start no containers: what they would prove is then not checked")
+@flag("--no-containers", "start no containers, and skip the checks that need one")
 def check(settings: Settings, no_containers: bool) -> int:
-    """Run every check; 1 when one is red."""
+    """Run every check. Returns 1 if one fails."""
     found = []
     with _ended_cleanly():
         for finding in findings(settings, containers=not no_containers):

@@ -47,11 +47,11 @@ def _keep(context: click.Context, option: click.Parameter, value: Any) -> None:
 
 def _common_options() -> list[click.Parameter]:
     config = f"the hub's configuration (default: {DEFAULT_FILE})"
-    url = "the hub's database (default: what the configuration or GPUSPAWNER_DATABASE_URL says)"
+    url = "URL of the hub's database (default: from the configuration or GPUSPAWNER_DATABASE_URL)"
     return [
         _common("-f", "--config", metavar="FILE", help=config),
         _common("--database", metavar="URL", help=url),
-        _common("--json", is_flag=True, help="for scripts"),
+        _common("--json", is_flag=True, help="print JSON, for scripts"),
         _common("--debug", is_flag=True, hidden=True),
     ]
 

@@ -116,10 +116,10 @@ RATE_ID = Parsed("id", _number(2**63 - 1, "no number of a rate; the list has it 
 WORDS = Parsed("text", _words)
 """Text that is not empty."""
 
-limit_option = option("--limit", "N", "the newest N (default: 50)", type=LINES, default=50)
-reason_option = option("--reason", "TEXT", "why", default="")
-required_reason_option = option("--reason", "TEXT", "why", type=WORDS, required=True)
-yes_option = flag("--yes", "do not ask")
+limit_option = option("--limit", "N", "show the newest N (default: 50)", type=LINES, default=50)
+reason_option = option("--reason", "TEXT", "the reason, for the audit log", default="")
+required_reason_option = option("--reason", "TEXT", "the reason", type=WORDS, required=True)
+yes_option = flag("--yes", "do not ask for confirmation")
 
 
 def moment(text: str | None, zone: str) -> datetime | None:

@@ -19,11 +19,16 @@ UNKNOWN_HEAD = "rows up to it were changed or deleted by hand, or it is of anoth
 
 
 @command()
-@option("--head", "HEAD", "a head of the chain that an earlier audit or backup printed", default="")
+@option(
+    "--head",
+    "HEAD",
+    "also verify this head of the audit chain, from an earlier audit or backup",
+    default="",
+)
 def audit(settings: Settings, head: str) -> int:
-    """Hold every invariant against every row; 1 when one is broken.
+    """Check every invariant on every row. Returns 1 if one is broken.
 
-    Also 1 when the chain does not have the head that was noted earlier.
+    Also returns 1 if the audit chain does not contain the head that was noted earlier.
     """
     services, noted = settings.open_services(), head
     with services.store.view():
@@ -76,10 +81,10 @@ def text(findings: Sequence[AuditFinding], rows: Mapping[str, int]) -> str:
 
 
 @command()
-@argument("file", "FILE", "the copy: one SQLite file", type=PATH)
-@flag("--overwrite", "replace the file")
+@argument("file", "FILE", "the backup to write, an SQLite file", type=PATH)
+@flag("--overwrite", "replace the file if it exists")
 def backup(settings: Settings, file: Path, overwrite: bool) -> None:
-    """Copy the database into a file, while the hub goes on."""
+    """Back up the database to a file while the hub keeps running."""
     store = settings.open_services().store
     size = db_backup.back_up(store, file, overwrite=overwrite)
     text = f"Copied the database to {file} ({size / 1_000_000:.1f} MB, for its owner only)."
@@ -90,11 +95,11 @@ def backup(settings: Settings, file: Path, overwrite: bool) -> None:
 
 
 @command()
-@argument("file", "FILE", "what `gpuspawner backup` made", type=PATH)
-@flag("--check", "prove it, and change nothing")
-@flag("--overwrite", "replace the database; the old one is kept aside")
+@argument("file", "FILE", "a backup made by `gpuspawner backup`", type=PATH)
+@flag("--check", "only check the backup, and change nothing")
+@flag("--overwrite", "replace an existing database, which is kept under another name")
 def restore(settings: Settings, file: Path, check: bool, overwrite: bool) -> None:
-    """Prove a copy, and put it in the place of the database."""
+    """Check a backup, then replace the database with it."""
     if check:
         rows = db_backup.check(file)
         text = f"{file} can be restored: every invariant holds ({_looked_at(rows)})."
@@ -116,7 +121,7 @@ def _looked_at(rows: Mapping[str, int]) -> str:
 @command()
 @yes_option
 def takeover(settings: Settings, yes: bool) -> None:
-    """Say whose the database is, ask, and make it this hub's."""
+    """Show which hub owns the database, ask, and make this hub its owner."""
     path = Path(settings.services.database.hub_id_file or identity_file(settings.config))
     if not (identity := read_identity(path)):
         raise Refused(

@@ -29,9 +29,9 @@ from ..cli.output import (
     utc,
 )
 from ..cli.parameters import (
+    LINES,
     argument,
     flag,
-    limit_option,
     option,
     required_reason_option,
     yes_option,
@@ -45,13 +45,13 @@ from ..queue.commands import queue_services
 from ..services import Services
 from .models import Lease, LeaseState, ServerRef, Sighting
 
-lease_argument = argument("lease_id", "LEASE", "the lease's id, or its first letters")
+lease_argument = argument("lease_id", "LEASE", "the lease's id, or a unique prefix of it")
 
 
 @command()
-@flag("--all", "also leases that have ended", "with_ended")
-@option("--member", "NAME", "only this member's")
-@limit_option
+@flag("--all", "include leases that have ended", "with_ended")
+@option("--member", "NAME", "show only this member's leases")
+@option("--limit", "N", "with --all: show the newest N (default: 50)", type=LINES, default=50)
 def leases(settings: Settings, with_ended: bool, member: str | None, limit: int) -> None:
     """List the open leases, or all of them."""
     services = settings.open_services()
@@ -165,9 +165,9 @@ class ReleaseProof:
 @command()
 @lease_argument
 @yes_option
-@flag("--force", "even when the server lives or nobody can say whether it does")
+@flag("--force", "release it even if its server is alive or cannot be checked")
 def release(settings: Settings, lease_id: str, yes: bool, force: bool) -> None:
-    """Say what will happen, ask, and free the lease."""
+    """Show what will happen, ask, and release the lease."""
     services = settings.open_services()
     lease = find_lease(services, lease_id)
     if lease.state is LeaseState.ENDED:
@@ -329,7 +329,7 @@ def _pid(ref: str) -> int:
 @command()
 @lease_argument
 def extend(settings: Settings, lease_id: str) -> None:
-    """Begin a session's whole length anew, unless somebody would wait longer for that."""
+    """Restart a session's time limit, unless a waiting ticket would start later."""
     services = queue_services(settings)
     lease = find_lease(services, lease_id)
     extended = services.extensions.extend(lease.id, actor=actor())
@@ -342,11 +342,13 @@ def extend(settings: Settings, lease_id: str) -> None:
 
 @command()
 @argument(
-    "server", "SERVER", "the server (MEMBER or MEMBER/SERVER), or its lease's id or first letters"
+    "server",
+    "SERVER",
+    "the server (MEMBER or MEMBER/SERVER), or its lease's id or a unique prefix of it",
 )
 @required_reason_option
 def stop(settings: Settings, server: str, reason: str) -> None:
-    """Order the stop of a server, which the accounting service carries out."""
+    """Order the stop of a server; the accounting service carries it out."""
     services = settings.open_services()
     lease = _lease_of(services, server)
     ordered = services.sessions.stop(lease.id, actor=actor(), reason=reason)

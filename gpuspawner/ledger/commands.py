@@ -38,7 +38,9 @@ from .grants import BulkGrantResult
 from .models import Account, member_account
 from .repository import StatementLine
 
-key_option = option("--key", "TEXT", "do this once only, however often it is run with this key")
+key_option = option(
+    "--key", "TEXT", "do this only once, even if the command is repeated with this key"
+)
 
 
 @command()
@@ -50,14 +52,20 @@ key_option = option("--key", "TEXT", "do this once only, however often it is run
     required=False,
 )
 @argument("amount", "[AMOUNT]", "credits, such as 12.5", type=CREDITS, required=False)
-@option("--reason", "TEXT", "why, for the statement", type=WORDS)
-@option("--actor", "NAME", "who gives (default: who runs this)", "giver", type=WORDS)
-@flag("--open", "open accounts that are not there", "opens")
+@option("--reason", "TEXT", "the reason, shown in the statement", type=WORDS)
+@option(
+    "--actor",
+    "NAME",
+    "who grants the credits (default: the user who runs this command)",
+    "giver",
+    type=WORDS,
+)
+@flag("--open", "open accounts that do not exist yet", "opens")
 @key_option
-@option("--until", "DATE", "what is left then is taken back: 2027-07-01")
-@option("--file", "FILE", "grant what a CSV says: member, amount, reason (-: stdin)")
-@flag("--dry-run", "with --file: say line by line what would happen")
-@flag("--again", "with --file: also what was granted before")
+@option("--until", "DATE", "take back what is left on this date, such as 2027-07-01")
+@option("--file", "FILE", "grant what a CSV file lists: member, amount, reason (-: stdin)")
+@flag("--dry-run", "with --file: show line by line what would happen, and grant nothing")
+@flag("--again", "with --file: grant even if the same lines were granted before")
 def grant(
     settings: Settings,
     name: str | None,
@@ -71,7 +79,7 @@ def grant(
     dry_run: bool,
     again: bool,
 ) -> int:
-    """Give credits to one account, or what a file says."""
+    """Grant credits to one account, or to the accounts in a file."""
     giver = giver or default_actor()
     if file is not None:
         if name is not None or key is not None:
@@ -125,7 +133,7 @@ def grant(
 @argument("name", "MEMBER", "a member's name, or member:NAME or group:NAME", type=ACCOUNT)
 @limit_option
 def statement(settings: Settings, name: str, limit: int) -> None:
-    """Show the newest lines of an account, newest first."""
+    """Show the balance and the lines of an account, newest first."""
     services = settings.open_services()
     account = find_account(services, name)
     lines, ending = services.ledger.statement(name, limit), services.ledger.lots_of(name)
@@ -227,14 +235,16 @@ def _plain_line(line: StatementLine) -> dict[str, Any]:
 
 
 @command()
-@argument("lease_id", "LEASE", "the lease's id")
-@option("--amount", "AMOUNT", "credits (default: all that is left)", type=CREDITS)
+@argument("lease_id", "LEASE", "the lease's full id")
+@option(
+    "--amount", "AMOUNT", "credits to refund (default: all that is not refunded yet)", type=CREDITS
+)
 @key_option
 @required_reason_option
 def refund(
     settings: Settings, lease_id: str, amount: int | None, key: str | None, reason: str
 ) -> None:
-    """Give back what a lease cost, or a part of it."""
+    """Refund what a lease cost, or a part of it."""
     services = settings.open_services()
     try:
         lease = services.leases.get(lease_id)
@@ -263,10 +273,10 @@ def refund(
 
 
 @command()
-@argument("transfer", "TRANSFER", "its id, or its first letters")
+@argument("transfer", "TRANSFER", "the transfer's id, or a unique prefix of it")
 @required_reason_option
 def reverse(settings: Settings, transfer: str, reason: str) -> None:
-    """Undo a transfer."""
+    """Reverse a transfer."""
     services = settings.open_services()
     opposite = services.ledger.reverse(transfer, actor=actor(), reason=reason)
     moved = {p.account: p.amount for p in opposite.postings if not p.account.startswith("system:")}
@@ -287,7 +297,7 @@ def reverse(settings: Settings, transfer: str, reason: str) -> None:
 @argument("member_name", "MEMBER", "the member's name")
 @argument("name", "ACCOUNT", "group:NAME, or the member's own name", type=ACCOUNT)
 def payer(settings: Settings, member_name: str, name: str) -> None:
-    """Say which account pays for a member."""
+    """Set which account pays for a member."""
     services = settings.open_services()
     member = find_account(services, member_account(member_name))
     if name != member.name:

@@ -17,7 +17,7 @@ from .pricing import ANY, Rate
 
 @group()
 def rates(settings: Settings) -> None:
-    """List every rate that holds or will."""
+    """List every rate that applies now or later."""
     services = settings.open_services()
     found = services.prices.all_rates()
     headers = ("ID", "CREDITS/H", "MODEL", "ENVIRONMENT", "SLOTS", "HOURS", "FROM", "BY", "REASON")
@@ -29,17 +29,28 @@ def rates(settings: Settings) -> None:
     show([plain(rate) for rate in found.rates], text)
 
 
-rates.add_same("list", "List the rates: an admin's own first, then the configuration's.")
+rates.add_same("list", "List the rates: those that admins set, then the configuration's.")
 
 
 @rates.command("set")
-@argument("model", "MODEL", "words of a model's name; '*' is any")
+@argument("model", "MODEL", "words of the model's name, or '*' for every model")
 @argument("rate", "RATE", "credits per GPU-hour, such as 2.5")
-@option("--environment", "NAME", "only in this one", default=ANY)
-@option("--slots", "N", "for one of N slots of a shared device", type=int)
-@option("--hours", "TEXT", "hours of the week: 'Mon-Fri 20-8, Sat, Sun'", default="")
-@option("--from", "DATE", "from then on (default: now)", "since", default="")
-@option("--zone", "NAME", "of hours and date (default: c.GPURates.zone)", default="")
+@option("--environment", "NAME", "only in this environment (default: all)", default=ANY)
+@option("--slots", "N", "the rate is for one of N slots of a shared device", type=int)
+@option(
+    "--hours",
+    "TEXT",
+    "only for servers that start in these hours: 'Mon-Fri 20-8, Sat, Sun'",
+    default="",
+)
+@option(
+    "--from",
+    "DATE",
+    "only for servers that start from this date on (default: now)",
+    "since",
+    default="",
+)
+@option("--zone", "NAME", "time zone of --hours and --from (default: c.GPURates.zone)", default="")
 @reason_option
 def set_rate(
     settings: Settings,
@@ -52,7 +63,7 @@ def set_rate(
     zone: str,
     reason: str,
 ) -> None:
-    """Have new servers pay another rate; those that run keep theirs."""
+    """Set the rate of new servers; running servers keep theirs."""
     services = queue_services(settings)
     new = services.prices.set_rate(
         rate,
@@ -70,10 +81,10 @@ def set_rate(
 
 
 @rates.command("remove")
-@argument("rate_id", "ID", "its number in the list", type=RATE_ID)
+@argument("rate_id", "ID", "the rate's ID in the list", type=RATE_ID)
 @reason_option
 def remove_rate(settings: Settings, rate_id: int, reason: str) -> None:
-    """Have one of an admin's rates hold no more."""
+    """Remove a rate that an admin set."""
     services = queue_services(settings)
     rate = services.prices.remove_rate(rate_id, actor=actor(), reason=reason)
     text = f"Rate {rate.id} holds no more: {words(rate, services.settings.rates.zone)}."

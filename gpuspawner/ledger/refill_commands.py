@@ -13,7 +13,7 @@ from ..cli.parameters import CREDITS, DAYS, argument, flag, moment, option, reas
 from ..services import Services
 from .refills import EVERYBODY, Mode, Refill
 
-refill_argument = argument("refill_id", "ID", "the refill's, or its first letters")
+refill_argument = argument("refill_id", "ID", "the refill's id, or a unique prefix of it")
 
 
 @group()
@@ -40,26 +40,29 @@ def refills(settings: Settings) -> None:
     show([plain(refill) for refill in found], text)
 
 
-refills.add_same("list", "List the refills, and when each comes next.")
+refills.add_same("list", "List the refills and the next date of each.")
 
 
 @refills.command("add")
-@argument("rule", "RULE", "such as 'FREQ=WEEKLY;BYDAY=MO;BYHOUR=6'")
+@argument("rule", "RULE", "a recurrence rule, such as 'FREQ=WEEKLY;BYDAY=MO;BYHOUR=6'")
 @argument("amount", "AMOUNT", "credits, such as 12.5", type=CREDITS)
 @option(
     "--for",
     "WHO",
-    f"{EVERYBODY} (the default), members:GROUP, member:NAME, group:NAME; may be repeated",
+    f"who gets it: {EVERYBODY} (the default), members:GROUP (each member of the group), "
+    "member:NAME or group:NAME (the account of the group); can be repeated",
     "audience",
     multiple=True,
 )
-@flag("--top-up", "fill balances up to the amount, and add no more")
-@option("--cap", "AMOUNT", "bring no balance above this", type=CREDITS)
-@option("--keep-days", "N", "take back what is left after so many days", "keep", type=DAYS)
-@option("--from", "DATE", "not before (default: now)", "since")
-@option("--zone", "NAME", "whose clock (default: c.GPURates.zone)", default="")
-@flag("--dry-run", "only say what would happen")
-@option("--reason", "TEXT", "why, for the statement", required=True)
+@flag("--top-up", "fill balances up to the amount instead of adding it")
+@option("--cap", "AMOUNT", "raise no balance above this many credits", type=CREDITS)
+@option("--keep-days", "N", "take back what is left after N days", "keep", type=DAYS)
+@option("--from", "DATE", "grant nothing before this date (default: now)", "since")
+@option(
+    "--zone", "NAME", "time zone of the rule and of --from (default: c.GPURates.zone)", default=""
+)
+@flag("--dry-run", "show what would happen, and create nothing")
+@option("--reason", "TEXT", "the reason, shown in the statement", required=True)
 def add_refill(
     settings: Settings,
     rule: str,
@@ -73,7 +76,7 @@ def add_refill(
     dry_run: bool,
     reason: str,
 ) -> None:
-    """Give credits again and again, by a rule of RFC 5545."""
+    """Grant credits regularly, by a recurrence rule (RFC 5545)."""
     services = settings.open_services()
     zone = zone or services.settings.rates.zone
     refill = services.refills.plan_refill(
@@ -98,7 +101,7 @@ def add_refill(
 @refill_argument
 @reason_option
 def remove_refill(settings: Settings, refill_id: str, reason: str) -> None:
-    """Give a refill no more; what was given stays."""
+    """Remove a refill; credits that it granted stay."""
     services = settings.open_services()
     refill = services.refills.refill(refill_id)
     ended = services.refills.end_refill(refill.id, actor=actor(), reason=reason)
@@ -109,7 +112,7 @@ def remove_refill(settings: Settings, refill_id: str, reason: str) -> None:
 @refills.command()
 @refill_argument
 def preview(settings: Settings, refill_id: str) -> None:
-    """Say when a refill comes, and what the next would give."""
+    """Show when a refill comes, and what the next one would grant."""
     services = settings.open_services()
     refill = services.refills.refill(refill_id)
     _show(services, refill, f"Refill {refill.id}: {refill.reason}")

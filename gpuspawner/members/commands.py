@@ -31,9 +31,9 @@ _SAID = {"same": "as before", "ended": "not in the file: ends now"}
 
 
 @group()
-@flag("--former", "list who is no member any more, and why")
+@flag("--former", "list former members and why they left")
 def roster(settings: Settings, former: bool) -> None:
-    """List the roster, or who is no member any more."""
+    """List the roster, or the former members."""
     services = settings.open_services()
     if former:
         _show_former(services)
@@ -50,16 +50,18 @@ roster.add_same("show", "List who is on the roster, and until when.")
 
 @roster.command("import")
 @argument(
-    "file", "FILE", "a CSV: name and, if you like, groups, course, starts, ends, mail (-: stdin)"
+    "file",
+    "FILE",
+    "a CSV file: name and, optionally, groups, course, starts, ends, mail (-: stdin)",
 )
-@flag("--dry-run", "say line by line what would happen")
+@flag("--dry-run", "show line by line what would happen, and change nothing")
 @flag(
     "--whole",
-    "the file is all there is of its courses: who is on the roster for one of them, and "
-    "not in the file, is a member by it no more",
+    "the file is complete for its courses: end the roster entries of these courses that are not "
+    "in the file",
 )
 def take(settings: Settings, file: str, dry_run: bool, whole: bool) -> int:
-    """Write what a CSV says: all of it, or nothing."""
+    """Import a CSV file: all of it or, if a line is wrong, nothing."""
     services = settings.open_services()
     done = services.roster.import_roster(
         read_input(file, MOST_BYTES),
@@ -82,10 +84,10 @@ def take(settings: Settings, file: str, dry_run: bool, whole: bool) -> int:
 
 @roster.command()
 @argument("member_name", "NAME", "the member's name")
-@option("--course", "NAME", "in this course only (default: in all)")
+@option("--course", "NAME", "end only the entry for this course (default: all courses)")
 @reason_option
 def end(settings: Settings, member_name: str, course: str | None, reason: str) -> None:
-    """End a member's time on the roster now; files and credits stay."""
+    """End a member's roster entries now; files and credits stay."""
     services = settings.open_services()
     ended = services.roster.end_on_roster(member_name, actor=actor(), reason=reason, course=course)
     name = ended[0].user
@@ -197,16 +199,16 @@ class MemberFiles:
 
 @group()
 def members(settings: Settings) -> None:
-    """Say which word is missing."""
+    """Refuse: a subcommand is needed."""
     raise Refused("Say what to do: `gpuspawner members rename OLD NEW`.")
 
 
 @members.command()
-@argument("old", "OLD", "the name until now")
-@argument("new", "NEW", "the name that they have at the Hub now")
+@argument("old", "OLD", "the old name")
+@argument("new", "NEW", "the new name, which the member already has at the Hub")
 @yes_option
 def rename(settings: Settings, old: str, new: str, yes: bool) -> None:
-    """Give a member another name, with all that is theirs."""
+    """Rename a member, with everything that belongs to them."""
     services = settings.open_services()
     if done := services.renames.last_rename(old, new):
         text = f"{old} was renamed to {new} at {local(done.at)} by {done.actor}. Nothing to do."

@@ -86,18 +86,23 @@ def queue_services(settings: Settings) -> Services:
 
 InLine = tuple[Ticket, RankedTicket, QueuePosition]
 
-device_argument = argument("device_name", "DEVICE", "its index or its UUID")
+device_argument = argument("device_name", "DEVICE", "the GPU's index or UUID")
 ticket_argument = argument(
     "ticket_name",
     "TICKET",
-    "the ticket's id or its first letters, or its server (MEMBER or MEMBER/SERVER)",
+    "the ticket's id or a unique prefix of it, or its server (MEMBER or MEMBER/SERVER)",
 )
 
 
 @group()
-@option("--why", "A B", "why one ticket goes before the other", nargs=2)
+@option(
+    "--why",
+    "A B",
+    "explain why one of two tickets (or their servers) goes before the other",
+    nargs=2,
+)
 def queue(settings: Settings, why: tuple[str, str] | None) -> None:
-    """List the line, or say why one ticket goes before another."""
+    """List the queue, or explain why one ticket goes before another."""
     services = queue_services(settings)
     line = services.positions.order()
     if why:
@@ -119,10 +124,15 @@ def queue(settings: Settings, why: tuple[str, str] | None) -> None:
 
 @queue.command()
 @ticket_argument
-@argument("position", "POSITION", "1 is next; back: to the order again", type=POSITION)
+@argument(
+    "position",
+    "POSITION",
+    "1 is next; 'back' returns the ticket to the order by score",
+    type=POSITION,
+)
 @reason_option
 def move(settings: Settings, ticket_name: str, position: int, reason: str) -> None:
-    """Put a ticket at a position of your own, before the order."""
+    """Move a ticket to a fixed position, ahead of the order by score."""
     services = queue_services(settings)
     ticket = _find(services, ticket_name)
     moved = services.queue.move(ticket.id, position or None, actor=actor(), reason=reason)
@@ -132,10 +142,15 @@ def move(settings: Settings, ticket_name: str, position: int, reason: str) -> No
 
 @queue.command()
 @ticket_argument
-@argument("points", "POINTS", "in place of the boost that it has", type=POINTS)
+@argument(
+    "points",
+    "POINTS",
+    "points to add, such as 5 or -2.5; they replace an earlier boost",
+    type=POINTS,
+)
 @reason_option
 def boost(settings: Settings, ticket_name: str, points: float, reason: str) -> None:
-    """Add points to a ticket's score (0 takes them away)."""
+    """Add points to a ticket's score (0 removes them)."""
     services = queue_services(settings)
     ticket = _find(services, ticket_name)
     boosted = services.queue.boost(ticket.id, points, actor=actor(), reason=reason)
@@ -147,7 +162,7 @@ def boost(settings: Settings, ticket_name: str, points: float, reason: str) -> N
 @ticket_argument
 @required_reason_option
 def cancel(settings: Settings, ticket_name: str, reason: str) -> None:
-    """Take a ticket out of the line; its member is told why."""
+    """Remove a ticket from the queue; its member is told why."""
     services = queue_services(settings)
     ticket = _find(services, ticket_name)
     ended = services.queue.cancel(ticket.id, actor=actor(), reason=reason)
@@ -326,7 +341,7 @@ def _show_change(services: Services, ticket: Ticket, what: str) -> None:
 @command()
 @reason_option
 def pause(settings: Settings, reason: str) -> None:
-    """Give out no devices until ``resume``."""
+    """Grant no devices until ``resume``."""
     services = queue_services(settings)
     done = services.devices.pause(actor=actor(), reason=reason)
     closure = services.devices.closures().get(GRANTING)
@@ -341,7 +356,7 @@ def pause(settings: Settings, reason: str) -> None:
 @command()
 @reason_option
 def resume(settings: Settings, reason: str) -> None:
-    """Give out devices again."""
+    """Grant devices again."""
     services = queue_services(settings)
     done = services.devices.resume(actor=actor(), reason=reason)
     waiting = len(services.queue.waiting())
@@ -355,7 +370,7 @@ def resume(settings: Settings, reason: str) -> None:
 @device_argument
 @reason_option
 def drain(settings: Settings, device_name: str, reason: str) -> None:
-    """Give a device to nobody new."""
+    """Take a device out of service; its session goes on to its end."""
     services = queue_services(settings)
     device = services.devices.find_device(device_name)
     done = services.devices.drain(device.uuid, actor=actor(), reason=reason)
@@ -376,7 +391,7 @@ def drain(settings: Settings, device_name: str, reason: str) -> None:
 @device_argument
 @reason_option
 def undrain(settings: Settings, device_name: str, reason: str) -> None:
-    """Give a device out again."""
+    """Return a drained device to service."""
     services = queue_services(settings)
     done = services.devices.undrain(device_name, actor=actor(), reason=reason)
     text = f"Device {device_name} is given out again."
@@ -435,14 +450,14 @@ HEADERS = ("POLICY", "MEAN", "P50", "P95", "LONGEST", "WORST GROUP", "SLOWDOWN",
 
 
 @command()
-@option("--days", "N", "of the site's own past (30)", type=LINES, default=30)
-@option("--trace", "FILE", "a CSV of sessions instead (or .csv.gz)")
-@option("--gpus", "N", "so many GPUs, all alike (default: this hub's)", type=LINES)
-@option("--policy", "NAME", "only this policy; may be given again", multiple=True)
+@option("--days", "N", "replay the last N days of this site (default: 30)", type=LINES, default=30)
+@option("--trace", "FILE", "replay the sessions of a CSV file instead (.csv or .csv.gz)")
+@option("--gpus", "N", "replay on N identical GPUs (default: this hub's GPUs)", type=LINES)
+@option("--policy", "NAME", "replay only this policy; can be repeated", multiple=True)
 def simulate(
     settings: Settings, days: int, trace: str | None, gpus: int | None, policy: Sequence[str]
 ) -> None:
-    """Play sessions of the past under the hub's own rules, and under others beside them."""
+    """Replay past sessions under the hub's own policy and alternative ones."""
     names = _names(policy)
     if trace:
         jobs, devices = _of_trace(trace, gpus, settings)

@@ -39,7 +39,7 @@ _LAYOUT = ("Boards", "SocketsPerBoard", "CoresPerSocket", "ThreadsPerCore")
 
 @command("inventory")
 def print_inventory(settings: Settings) -> None:
-    """Print what this machine would bring into a cluster, as JSON."""
+    """Print what this machine can add to a cluster, as JSON."""
     print(this_host(settings).to_json())
 
 
@@ -160,9 +160,9 @@ DAYS = 7
 
 
 @command()
-@flag("--dry-run", "say what would be done")
+@flag("--dry-run", "show what would be done, and change nothing")
 def sync(settings: Settings, dry_run: bool) -> int:
-    """Make Slurm's accounts, shares and limits what the hub's are."""
+    """Update Slurm's accounts, shares and limits to match the hub's."""
     services = settings.open_services()
     plan = services.cluster_members.plan_for_cluster()
     problems = plan.problems
@@ -202,12 +202,12 @@ def _done(services: Services, plan: account_sync.SyncPlan) -> tuple[str, ...]:
 @option(
     "--since",
     "WHEN",
-    f"of sessions that ended since, such as 2026-10-01 (default: {DAYS} days ago)",
+    f"compare sessions that ended since this date, such as 2026-10-01 (default: {DAYS} days ago)",
     "since_text",
     default="",
 )
 def audit(settings: Settings, since_text: str) -> int:
-    """Hold sessions against Slurm's jobs, to the second."""
+    """Compare sessions with Slurm's jobs, to the second."""
     services = settings.open_services()
     until = services.clock()
     since = _since(since_text, services.settings.rates.zone, until)

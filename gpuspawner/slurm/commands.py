@@ -146,7 +146,7 @@ _SETTING = re.compile(r"[A-Za-z][A-Za-z0-9]{1,60}")
 
 @group()
 def slurm(settings: Settings) -> None:
-    """Nothing: say what can be said."""
+    """Refuse: a subcommand is needed."""
     raise ConfigError(
         "Say what: gpuspawner slurm config HOST..., inventory, sampler, sync or audit."
     )
@@ -159,45 +159,50 @@ slurm.add_command(cluster_commands.print_inventory)
 @argument(
     "hosts",
     "HOST[=FILE]...",
-    "a machine with GPUs, asked by ssh; or FILE, which gpuspawner slurm inventory wrote there",
+    "a machine with GPUs: queried by ssh, or read from FILE, which gpuspawner slurm inventory "
+    "wrote there",
     nargs=-1,
     required=True,
 )
-@option("--out", "DIR", "where to (./slurm)", type=PATH, default="slurm")
+@option("--out", "DIR", "folder for the files (default: ./slurm)", type=PATH, default="slurm")
 @option(
     "--controller",
     "HOST[=ADDRESS]",
     "where slurmctld, its database and the hub run (default: this machine)",
     default="",
 )
-@option("--name", "NAME", "of the cluster", default="gpuspawner")
-@option("--partition", "NAME", "of all nodes (gpu)", default="gpu")
-@option("--shards", "N", "parts of each device to share (0: none)", type=int, default=0)
-@option("--hours", "N", "the longest job (168: a week)", type=int, default=168)
+@option("--name", "NAME", "name of the cluster (default: gpuspawner)", default="gpuspawner")
+@option("--partition", "NAME", "name of the partition of all nodes (default: gpu)", default="gpu")
+@option(
+    "--shards", "N", "slots on each shared device (default: 0, no sharing)", type=int, default=0
+)
+@option(
+    "--hours", "N", "longest time of a job, in hours (default: 168, a week)", type=int, default=168
+)
 @option(
     "--engine",
     "URL",
     "how the hub reaches a node's Docker Engine: ssh://USER@{host} or, with --tls, "
-    "https://{host}:2376",
+    "https://{host}:2376 (default: ssh://{host}, or the latter with --tls)",
     default="ssh://{host}",
 )
-@option("--tls", "DIR", "of ca.pem, cert.pem and key.pem for the engines", default="")
+@option("--tls", "DIR", "folder with ca.pem, cert.pem and key.pem for the engines", default="")
 @option(
     "--sampler",
     "URL",
-    "where gpuspawner slurm sampler tells on each node what its GPUs do: "
-    "https://{host}:9401, with --tls; on the hub's own machine it is http://127.0.0.1:9401",
+    "where gpuspawner slurm sampler listens on each node: https://{host}:9401, with --tls; on the "
+    "hub's own machine it is http://127.0.0.1:9401 (default: no samplers)",
     default="",
 )
 @option(
     "--set",
     "NAME=VALUE",
-    "another setting of slurm.conf, or another value; may be given again",
+    "add or override a setting of slurm.conf; can be repeated",
     "more",
     multiple=True,
 )
-@flag("--dry-run", "show what would change")
-@flag("--force", "replace files that were edited")
+@flag("--dry-run", "show what would change, and write nothing")
+@flag("--force", "replace files even if they were edited by hand")
 def config(
     settings: Settings,
     hosts: Sequence[str],
@@ -214,7 +219,7 @@ def config(
     dry_run: bool,
     force: bool,
 ) -> int:
-    """Write Slurm's configuration for these hosts, and cluster.yaml."""
+    """Write Slurm's configuration and cluster.yaml for these hosts."""
     head, address = _controller(controller)
     options = SlurmOptions(
         controller=head, address=address, longest_hours=_hours(hours), more=_more(more)
@@ -410,27 +415,27 @@ LEAST_SECONDS = 30.0
 @option(
     "--listen",
     "URL",
-    "https://ADDRESS:9401, http://127.0.0.1:9401 or unix:///PATH, as 'sampler' of this "
-    "node in cluster.yaml",
+    "where to listen: https://ADDRESS:9401, http://127.0.0.1:9401 or unix:///PATH, the same as "
+    "'sampler' of this node in cluster.yaml",
     required=True,
 )
 @option(
     "--tls",
     "DIR",
-    "of ca.pem, server-cert.pem and server-key.pem, for https (/etc/docker/tls)",
+    "folder with ca.pem, server-cert.pem and server-key.pem, for https (default: /etc/docker/tls)",
     type=PATH,
     default="/etc/docker/tls",
 )
 @option(
     "--processes",
     "SECONDS",
-    "between two lists of the processes on a GPU (60; at least 30)",
+    "seconds between two lists of the processes on a GPU (default: 60; at least 30)",
     "processes_seconds",
     type=float,
     default=60.0,
 )
 def sampler(settings: Settings, listen: str, tls: Path, processes_seconds: float) -> None:
-    """Tell the hub what this node's GPUs do, until it is ended."""
+    """Serve this node's GPU measurements to the hub until stopped."""
     try:
         url = sampler_address(listen)
     except ValueError as error:

@@ -68,13 +68,13 @@ class WorkspaceRecord:
 workspace_argument = argument(
     "workspace",
     "WORKSPACE",
-    "a directory or a volume as the list names it, or its member if they have one",
+    "a directory or volume as listed, or its owner if they have only one workspace",
 )
 
 
 @group()
 def workspaces(settings: Settings) -> None:
-    """List them."""
+    """List the workspaces."""
     site = WorkspaceSite(settings)
     found = site.all(sizes=True)
     running = {lease.server.user for lease in site.services.leases.open_leases()}
@@ -101,9 +101,9 @@ workspaces.add_same("list", "List workspaces with their size and owner.")
 
 @workspaces.command("archive")
 @workspace_argument
-@option("--to", "FILE", f"the archive, ending in {', '.join(ENDINGS)}")
+@option("--to", "FILE", f"the archive, ending in {', '.join(ENDINGS)} (default: NAME-DATE.tar.gz)")
 def archive_workspace(settings: Settings, workspace: str, to: str | None) -> None:
-    """Pack a workspace into a file, while no server has it."""
+    """Archive a workspace to a file, while no server uses it."""
     site = WorkspaceSite(settings)
     known = site.find(workspace)
     source = known.workspace.source
@@ -125,11 +125,11 @@ def archive_workspace(settings: Settings, workspace: str, to: str | None) -> Non
 
 
 @workspaces.command("restore")
-@argument("file", "FILE", "what `workspaces archive` made", type=PATH)
+@argument("file", "FILE", "an archive made by `workspaces archive`", type=PATH)
 @workspace_argument
-@option("--member", "NAME", "whose it is, if that is not known yet", default="")
+@option("--member", "NAME", "the owner, if the workspace is not known yet", default="")
 def restore_workspace(settings: Settings, file: Path, workspace: str, member: str) -> None:
-    """Put an archive in place of an empty workspace."""
+    """Restore an archive into an empty workspace."""
     site = WorkspaceSite(settings)
     contents = check_archive(file)
     known = site.find_or_new(workspace, member)
@@ -154,9 +154,9 @@ def restore_workspace(settings: Settings, file: Path, workspace: str, member: st
 
 @workspaces.command("delete")
 @workspace_argument
-@option("--yes-delete", "NAME", "the workspace's name once more", default="")
+@option("--yes-delete", "NAME", "repeat the workspace's name, as listed, to confirm", default="")
 def delete_workspace(settings: Settings, workspace: str, yes_delete: str) -> None:
-    """Delete a workspace and every file in it, for good."""
+    """Delete a workspace and every file in it permanently."""
     site = WorkspaceSite(settings)
     known = site.find(workspace)
     source, owner = known.workspace.source, known.workspace.user
@@ -177,7 +177,7 @@ def delete_workspace(settings: Settings, workspace: str, yes_delete: str) -> Non
 @workspaces.command("free")
 @workspace_argument
 def free_workspace(settings: Settings, workspace: str) -> None:
-    """Let servers have a workspace again after a killed archive."""
+    """Unlock a workspace that an interrupted command left locked."""
     site = WorkspaceSite(settings)
     source = site.find(workspace).workspace.source
     done = site.services.storage.free_workspace(source)
@@ -345,12 +345,12 @@ def _file_name(source: str) -> str:
     return f"{name}-{datetime.now().astimezone():%Y-%m-%d}.tar.gz"
 
 
-folder_argument = argument("folder_id", "FOLDER", "the folder's id, or its first letters")
+folder_argument = argument("folder_id", "FOLDER", "the folder's id, or a unique prefix of it")
 
 
 @group()
 def folders(settings: Settings) -> None:
-    """List them."""
+    """List the shared folders."""
     found = settings.open_services().shared_folders.all_folders()
     headers = ("ID", "NAME", "OWNER", "MEMBERS", "MADE", "NOW")
     rows = [
@@ -384,9 +384,9 @@ def give_folder(settings: Settings, folder_id: str, member: str) -> None:
 
 @folders.command("delete")
 @folder_argument
-@option("--name", "NAME", "the folder's name once more", default="")
+@option("--name", "NAME", "repeat the folder's name to confirm", default="")
 def delete_folder(settings: Settings, folder_id: str, name: str) -> None:
-    """Take a folder from everybody; its files stay."""
+    """Delete a folder for all members, but keep its files."""
     services = settings.open_services()
     folder = find_folder(services, folder_id)
     done = services.shared_folders.delete_folder(folder.id, name, actor=actor(), admin=True)
@@ -399,7 +399,7 @@ def delete_folder(settings: Settings, folder_id: str, name: str) -> None:
 @folders.command("restore")
 @folder_argument
 def restore_folder(settings: Settings, folder_id: str) -> None:
-    """Bring a deleted folder back."""
+    """Restore a deleted folder."""
     services = settings.open_services()
     done = services.shared_folders.bring_back(find_folder(services, folder_id).id, actor=actor())
     show(plain_folder(done), f"{done.name} ({done.id}) is back.")
@@ -407,9 +407,9 @@ def restore_folder(settings: Settings, folder_id: str) -> None:
 
 @folders.command("remove")
 @folder_argument
-@option("--yes-delete", "NAME", "the folder's name once more", default="")
+@option("--yes-delete", "NAME", "repeat the folder's name to confirm", default="")
 def remove_folder(settings: Settings, folder_id: str, yes_delete: str) -> None:
-    """Remove a deleted folder's files, for good."""
+    """Remove a deleted folder and its files permanently."""
     services = settings.open_services()
     folder = find_folder(services, folder_id)
     place = services.shared_folders.folder_place(folder.id)

@@ -36,7 +36,7 @@ def run(*words: str, **environment: str) -> str:
 
 
 def test_help_imports_neither_the_hub_nor_the_database() -> None:
-    assert "List everybody's balance." in run("-c", WITHOUT_HEAVY_MODULES)
+    assert "List the balance of every account." in run("-c", WITHOUT_HEAVY_MODULES)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
