@@ -93,7 +93,7 @@ class TrailAPI(TrailHandler, APIHandler):
     @operation("trail", TrailAnswer, SEARCH, BEFORE, LIMIT)
     @web.authenticated
     async def get(self) -> None:
-        """Who changed what, newest first."""
+        """Return the audit log, newest first."""
         found = await self.found(self.limit)
         self.answer(TrailAnswer, found, as_of=self.services.clock(), next=found.older)
 

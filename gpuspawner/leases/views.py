@@ -62,7 +62,7 @@ class ExtendAPI(APIHandler):
     @operation("leases/{lease}/extend", LeaseAnswer, scope=SESSION)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
-        """Begin a session's length anew; an admin may do it for anybody."""
+        """Restart a session's time limit; an admin may do it for anybody."""
         await own_lease(self, lease_id, or_admin=True)
         extended = await self.read(self._extend, lease_id)
         self.answer_lease(extended)
@@ -147,7 +147,7 @@ class StopPage(FormPage):
 
 
 class StopAPI(ChangingAPI):
-    """Have a server stopped; its member is told why. For admins: ``{"reason": "a new fan"}``."""
+    """Stop a server and tell its member why. For admins: ``{"reason": "a new fan"}``."""
 
     @operation("leases/{lease}/stop", LeaseAnswer, body=ReasonBody)
     @web.authenticated
@@ -166,7 +166,7 @@ class EndAPI(APIHandler):
     @operation("leases/{lease}/end", LeaseAnswer, scope=SESSION)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
-        """Stop a server of one's own."""
+        """Stop my own server."""
         found = await own_lease(self, lease_id)
         if found.state is LeaseState.ENDED:
             raise web.HTTPError(409) from CannotStop(why="it has stopped already")
@@ -304,7 +304,7 @@ class SnoozeAPI(APIHandler):
     @operation("leases/{lease}/snooze", LeaseAnswer, scope=SESSION)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
-        """Put off a stop for GPUs that rest; an admin may do it for anybody."""
+        """Postpone the stop of an idle server; an admin may do it for anybody."""
         await own_lease(self, lease_id, or_admin=True)
         snoozed: Any = await self.read(self.services.idle.snooze, lease_id)
         self.answer_lease(snoozed)
@@ -380,7 +380,7 @@ class NowAPI(APIHandler):
     @operation("leases/{lease}/now", schemas.NowAnswer, scope=SESSION)
     @web.authenticated
     async def get(self, lease_id: str) -> None:
-        """What a server's GPUs do, and what comes: for its member, and for the server itself."""
+        """Return a server's GPU activity and next events, for its member and the server itself."""
         it = await own_lease(self, lease_id)
         warn, session_warn = self.context.warn_minutes, self.context.session_warn_minutes
         found: CurrentSession = await self.read(look, self.services, it, warn, session_warn)

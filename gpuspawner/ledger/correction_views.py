@@ -162,7 +162,7 @@ class TransferAPI(ChangingAPI):
     @operation("transfers/{transfer}", TransferAnswer)
     @web.authenticated
     async def get(self, transfer_id: str) -> None:
-        """One event of the ledger, for admins."""
+        """Return one transfer, for admins."""
         self.need_admin()
         found = await find_transfer(self, transfer_id)
         undone = await self.read(self.services.reports.reversal_of, found.id)
@@ -175,7 +175,7 @@ class ReversalAPI(ChangingAPI):
     @operation("transfers/{transfer}/reversal", TransferAnswer, name="reverse", body=ReasonBody)
     @web.authenticated
     async def post(self, transfer_id: str) -> None:
-        """Undo a transfer by its opposite, once: ``{"reason": "the wrong Ada"}``."""
+        """Reverse a transfer once: ``{"reason": "the wrong Ada"}``."""
         self.need_admin()
         reason = self.sent(ReasonBody).reason
         found = await find_transfer(self, transfer_id)
@@ -189,7 +189,7 @@ class RefundAPI(ChangingAPI):
     @operation("leases/{lease}/refund", LeaseAnswer, body=RefundBody)
     @web.authenticated
     async def post(self, lease_id: str) -> None:
-        """Give back what a session cost: all that is left of it, or a part.
+        """Refund what a session cost: all that is left of it, or a part.
 
         ``{"amount": "1.5", "reason": "the GPU was sick"}``; the same ``key`` is done once.
         """
@@ -298,7 +298,7 @@ class BulkAPI(ChangingAPI):
     @operation("grants", GrantsAnswer, name="grantMany", body=GrantsBody)
     @web.authenticated
     async def post(self) -> None:
-        r"""Give to many at once: all of it or nothing, and the same once; for admins.
+        r"""Grant credits to many accounts: all or nothing, and the same file once; for admins.
 
         ``{"csv": "ada,25\nbob,25", "reason": "week 3", "dry_run": true}``
         """

@@ -145,7 +145,7 @@ class RatesAPI(ChangingAPI):
     @operation("rates", RatesAnswer)
     @web.authenticated
     async def get(self) -> None:
-        """What GPU time costs: of the rates, the first that fits is what a new server pays."""
+        """List the rates. A new server pays the first that matches."""
         found = await self.read(self.services.prices.all_rates)
         now = self.services.clock()
         model = FullRateAnswer if self.admin else RateAnswer
@@ -155,7 +155,7 @@ class RatesAPI(ChangingAPI):
     @operation("rates", FullRateAnswer, name="setRate", body=RateBody)
     @web.authenticated
     async def post(self) -> None:
-        """Have new servers pay so much; for admins.
+        """Add a rate for new servers; for admins.
 
         ``{"rate": "2.5", "model": "A100", "from": "2026-12-01T00:00:00Z"}``
         """
@@ -174,7 +174,7 @@ class RemoveRateAPI(ChangingAPI):
     @operation("rates/{rate}/remove", FullRateAnswer, name="removeRate", body=WhyBody)
     @web.authenticated
     async def post(self, rate_id: str) -> None:
-        """Have one of an admin's rates hold no more: ``{"reason": "the contract is over"}``."""
+        """Remove a rate that an admin added: ``{"reason": "the contract is over"}``."""
         self.need_admin()
         reason = self.sent(WhyBody).reason
         rates = (await self.read(self.services.prices.all_rates)).rates

@@ -134,7 +134,7 @@ class RefillsAPI(ChangingAPI):
     @operation("refills", schemas.RefillsAnswer)
     @web.authenticated
     async def get(self) -> None:
-        """Credits that come again: every refill that is not ended."""
+        """List every refill that has not ended."""
         self.need_admin()
         found = await self.read(self.services.refills.all_refills)
         self.answer(schemas.RefillsAnswer, as_of=self.services.clock(), refills=found)
@@ -142,7 +142,7 @@ class RefillsAPI(ChangingAPI):
     @operation("refills", schemas.FullRefillAnswer, name="makeRefill", body=schemas.RefillBody)
     @web.authenticated
     async def post(self) -> None:
-        """Give credits again and again, or say what that would do.
+        """Add a refill, or preview what it would do.
 
         ``{"rule": "FREQ=WEEKLY;BYDAY=MO", "amount": "5", "audience": ["everybody"], "reason":
         "the week", "dry_run": true}``
@@ -162,7 +162,7 @@ class RefillAPI(ChangingAPI):
     @operation("refills/{refill}", schemas.FullRefillAnswer)
     @web.authenticated
     async def get(self, refill_id: str) -> None:
-        """One refill, with what the next occurrence would give; for admins."""
+        """Return one refill, with what its next occurrence would give; for admins."""
         self.need_admin()
         await answer_with(self, await self.read(self.services.refills.refill, refill_id), made=True)
 
@@ -173,7 +173,7 @@ class EndRefillAPI(ChangingAPI):
     @operation("refills/{refill}/end", schemas.FullRefillAnswer, name="endRefill", body=WhyBody)
     @web.authenticated
     async def post(self, refill_id: str) -> None:
-        """Give a refill no more; what was given stays: ``{"reason": "the term is over"}``."""
+        """End a refill; what it gave stays: ``{"reason": "the term is over"}``."""
         self.need_admin()
         reason = self.sent(WhyBody).reason
         found = await self.read(self.services.refills.refill, refill_id)

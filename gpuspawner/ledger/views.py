@@ -433,7 +433,7 @@ NOT_ALL = (
 
 
 class AccountsAPI(APIHandler):
-    """The accounts that I may see, by name: everybody's, for admins; those that my scopes reach."""
+    """List the accounts that I may see by name: all for admins, else those my scopes reach."""
 
     for_services = True
 
@@ -468,7 +468,7 @@ class AccountAPI(APIHandler):
     @operation("accounts/{account}", schemas.AccountAnswer, scope=READ_ACCOUNTS)
     @web.authenticated
     async def get(self, name: str) -> None:
-        """One account: mine, a group's that I may draw on, or one that my scopes reach."""
+        """Return one account: mine, a group's that I may draw on, or one that my scopes reach."""
         account = account_of(name)
         if not web_base.may_see_balance(self, account):
             await web_base.must_read(self, account)
@@ -487,7 +487,7 @@ class StatementAPI(APIHandler):
     )
     @web.authenticated
     async def get(self, name: str) -> None:
-        """An account's statement, newest first, page by page."""
+        """Return an account's statement, newest first, page by page."""
         account = account_of(name)
         await web_base.must_read(self, account)
         limit, before = self.limit, self.before
@@ -510,7 +510,7 @@ class GrantAPI(ChangingAPI):
     )
     @web.authenticated
     async def post(self, name: str) -> None:
-        """Give credits to an account, until a moment if you like.
+        """Grant credits to an account, optionally until a given time.
 
         ``{"amount": "25", "reason": "week 3", "key": "week-3"}``: the same key with the same amount
         is given once, however often it is sent. ``until`` is when they end. An amount below zero
@@ -551,7 +551,7 @@ class ReceiptAPI(APIHandler):
     @operation("leases/{lease}/receipt", schemas.ReceiptAnswer, AFTER, LIMIT, scope=READ_ACCOUNTS)
     @web.authenticated
     async def get(self, lease_id: str) -> None:
-        """What a session cost, item by item, oldest first."""
+        """Return what a session cost, item by item, oldest first."""
         await may_see(self, lease_id)
         limit = self.limit
         after = whole(self.get_query_argument("after", "0"), "after", 0, LAST)

@@ -557,7 +557,7 @@ class ClusterAPI(ClusterHandler, APIHandler):
     @operation("cluster", ClusterAnswer)
     @web.authenticated
     async def get(self) -> None:
-        """Every device, and what it does just now."""
+        """List every device and its current activity."""
         picture: ClusterSnapshot = await self.read(look, self.services, self.context.recent)
         devices = [device(tile, self.user, self.sight) for tile in picture.tiles]
         seen = not picture.error

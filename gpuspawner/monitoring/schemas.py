@@ -138,7 +138,7 @@ class JobTimeAnswer(Answer):
 
 
 class UsedAnswer(ReportAnswer):
-    """How much of what was held was used, and the sessions that rested most."""
+    """Report how much of the held GPU time was used, and the sessions that were idle most."""
 
     as_of: Instant
     rows: tuple[NamedUtilizationAnswer, ...]

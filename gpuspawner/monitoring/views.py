@@ -191,7 +191,7 @@ class UsageAPI(UsageHandler, APIHandler):
     )
     @web.authenticated
     async def get(self) -> None:
-        """Who used what, added up."""
+        """Report the use of GPUs, added up."""
         need_days(self)
         found = await self.asked()
         self.answer(
@@ -384,7 +384,7 @@ class UtilizationAPI(UtilizationHandler, APIHandler):
     )
     @web.authenticated
     async def get(self) -> None:
-        """How much of what was held was used, and the sessions that rested most."""
+        """Report how much of the held GPU time was used, and the sessions that were idle most."""
         need_days(self)
         found = await self.asked()
         batch = JobTimeAnswer(held_gpu_seconds=found.batch)

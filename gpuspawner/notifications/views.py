@@ -195,7 +195,7 @@ class NoticesAPI(AnyAPI):
     @operation("notices", NoticesAnswer)
     @web.authenticated
     async def get(self) -> None:
-        """What I was told, and what I chose for each channel."""
+        """List my notices and my choices for each channel."""
         await self.answer_all()
 
 
@@ -205,7 +205,7 @@ class ChoicesAPI(AnyAPI):
     @operation("notices/choices", NoticesAnswer, name="choose", body=choices_body)
     @web.authenticated
     async def put(self) -> None:
-        """Change what I chose: ``{"mail": {"address": "ada@lab.example", "kinds": ["turn"]}}``.
+        """Change my choices: ``{"mail": {"address": "ada@lab.example", "kinds": ["turn"]}}``.
 
         Channels that are not named stay as they are.
         """
@@ -245,7 +245,7 @@ class TestAPI(AnyAPI):
     @operation("notices/test", NoticeAnswer)
     @web.authenticated
     async def post(self) -> None:
-        """Send me a test."""
+        """Send me a test notice."""
         try:
             notice = await self.test()
         except InvalidRequest as refusal:

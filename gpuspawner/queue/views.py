@@ -269,7 +269,7 @@ QUEUE_HANDLERS = [
 
 
 class QueueAPI(APIHandler):
-    """The line: all of it for admins; for members their own tickets, and how many wait in all."""
+    """Return the queue to admins; to members their own tickets and the number waiting."""
 
     @operation("queue", schemas.QueueAnswer | schemas.OwnQueueAnswer)
     @web.authenticated
@@ -300,14 +300,14 @@ class QueueAPI(APIHandler):
 
 
 TICKET_ACTIONS = {
-    "cancel": Action("Take a ticket out of the line.", WhyBody),
-    "boost": Action("Add points to its score.", schemas.BoostBody),
-    "move": Action("Give it a place; null ends that.", schemas.MoveBody),
+    "cancel": Action("Cancel a ticket.", WhyBody),
+    "boost": Action("Add points to a ticket's score.", schemas.BoostBody),
+    "move": Action("Move a ticket to a position; null ends that.", schemas.MoveBody),
 }
 
 DEVICE_ACTIONS = {
-    "drain": Action("Give a device to nobody new.", WhyBody),
-    "undrain": Action("Give it out again.", WhyBody),
+    "drain": Action("Drain a device: nobody new gets it.", WhyBody),
+    "undrain": Action("Undrain a device.", WhyBody),
 }
 
 
@@ -346,7 +346,7 @@ class GrantingAPI(ChangingAPI):
     @operation("granting", schemas.PausedAnswer, name="pause", body=schemas.PauseBody)
     @web.authenticated
     async def post(self) -> None:
-        """Give out no GPUs, or go on: ``{"paused": true, "reason": "new fans"}``."""
+        """Pause or resume granting: ``{"paused": true, "reason": "new fans"}``."""
         self.need_admin()
         sent = self.sent(schemas.PauseBody)
         work = self.services.devices.pause if sent.paused else self.services.devices.resume

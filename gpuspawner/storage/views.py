@@ -193,15 +193,15 @@ FOLDER_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
 
 
 FOLDER_ACTIONS = {
-    "invite": Action("Share it with a member, to read or to write too.", schemas.InvitationBody),
-    "accept": Action("Take what was offered: my next server has it."),
-    "leave": Action("Give it back, or say no to it."),
-    "uninvite": Action("Share it with a member no more.", schemas.FolderMemberBody),
-    "hand-on": Action("Make another member its owner.", schemas.FolderMemberBody),
+    "invite": Action("Share a folder with a member.", schemas.InvitationBody),
+    "accept": Action("Accept an invitation: my next server has the folder."),
+    "leave": Action("Leave a folder, or decline an invitation."),
+    "uninvite": Action("Stop sharing a folder with a member.", schemas.FolderMemberBody),
+    "hand-on": Action("Make another member a folder's owner.", schemas.FolderMemberBody),
     "delete": Action(
-        "Take it from everybody; its name is written once more.", schemas.FolderNameBody
+        "Delete a folder for everybody; its name confirms it.", schemas.FolderNameBody
     ),
-    "restore": Action("Bring a deleted one back, for admins."),
+    "restore": Action("Restore a deleted folder, for admins."),
 }
 
 
@@ -211,7 +211,7 @@ class FoldersAPI(ChangingAPI):
     @operation("folders", schemas.FoldersAnswer, ALL)
     @web.authenticated
     async def get(self) -> None:
-        """My folders and invitations; with ``all=1`` everybody's, for admins."""
+        """List my folders and invitations. Admins get everybody's with ``all=1``."""
         of_all = one_of(self.get_query_argument("all", "0"), "all", ("0", "1")) == "1"
         if of_all:
             self.need_admin()
@@ -226,7 +226,7 @@ class FoldersAPI(ChangingAPI):
     @operation("folders", schemas.FolderAnswer, name="makeFolder", body=schemas.NewFolderBody)
     @web.authenticated
     async def post(self) -> None:
-        """Make a shared folder."""
+        """Create a shared folder."""
         name = self.sent(schemas.NewFolderBody).name
         made = await self.read(
             partial(self.services.shared_folders.make_folder, name, actor=self.user)

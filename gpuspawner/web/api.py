@@ -109,7 +109,7 @@ class MeHandler(APIHandler):
     @operation("me", MeAnswer)
     @web.authenticated
     async def get(self) -> None:
-        """My balance, how long it lasts, my servers, my statement."""
+        """Return my balance, how long it lasts, my servers and my statement."""
         mine = await self.read(
             view_models.member, self.services, self.user, self.context.warn_minutes
         )
@@ -137,7 +137,7 @@ class DevicesHandler(APIHandler):
     @operation("devices", DevicesAnswer)
     @web.authenticated
     async def get(self) -> None:
-        """Every device with its state; whose it is only when it is mine, or for admins."""
+        """List every device with its state. Only admins see other members' names."""
         overview, found = await self.read(
             view_models.device_figures, self.services, self.user, self.admin
         )
@@ -160,7 +160,7 @@ class LeasesHandler(APIHandler):
     @operation("leases", LeasesAnswer, ALL, BEFORE_LEASE, LIMIT)
     @web.authenticated
     async def get(self) -> None:
-        """My servers' leases, newest first; with ``?all=1`` everybody's, for admins."""
+        """List my leases, newest first. Admins get everybody's with ``?all=1``."""
         of_all = one_of(self.get_query_argument("all", "0"), "all", ("0", "1")) == "1"
         if of_all:
             self.need_admin()

@@ -164,9 +164,9 @@ class OpenAPIHandler(APIHandler):
 
     @operation("openapi.json", dict[str, Any], name="openapi")
     def get(self) -> None:
-        """This document.
+        """Return this document.
 
-        It says nothing of anybody, so whoever finds the service may read it.
+        It contains nothing about members and is open to everybody.
         """
         settings = self.application.settings
         if "openapi" not in settings:
