@@ -52,6 +52,11 @@ def words(answer: requests.Response) -> str:
     return " ".join(text.replace("&#39;", "'").split())
 
 
+def mentions(text: str, name: str) -> bool:
+    """Return True if a text has this name as a word: an id such as 5ada3c has no name in it."""
+    return re.search(rf"\b{re.escape(name)}\b", text) is not None
+
+
 def ask(hub: PayingHub, user: str, url: str) -> requests.Response:
     """A page that a test serves itself, as this member with a token."""
     headers = {"Authorization": f"token {hub.user_token(user)}"}

@@ -22,8 +22,8 @@ c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 1}
 """Servers that cost little, and spawns that are answered 202 soon."""
 
 COUNTED = """
-from gpuspawner.spawners.turns import Queueing
-look = Queueing._round
+from gpuspawner.spawners.turns import TurnDispatcher
+look = TurnDispatcher._round
 
 async def counted(self):
     try:
@@ -32,7 +32,7 @@ async def counted(self):
         with open("looks", "a") as file:
             file.write(".")
 
-Queueing._round = counted
+TurnDispatcher._round = counted
 """
 """The hub writes down every look at its line: see :func:`wait_looks`."""
 

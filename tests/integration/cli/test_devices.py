@@ -89,7 +89,7 @@ def find(services: Services, index: int, cause: str, said: str) -> str:
     return uuid
 
 
-def test_sick_devices_are_shown_and_can_be_undrained(cli: Command, services: Services) -> None:
+def test_drained_unhealthy_devices_can_be_undrained(cli: Command, services: Services) -> None:
     lease = grant(services, ADA, devices=1, model="A100")
     find(services, 0, "xid link", "Xid 79: it lost power, NVLink or the bus")
     find(services, 2, "slowed", "slowed down: power brake")

@@ -18,14 +18,14 @@ from tests.support.processes import wait_for
 from tests.support.service_process import PREFIX, ServiceProcess
 
 FAILS_ONCE = """
-from gpuspawner.service.device_monitor import SamplesUse
-known, calls = SamplesUse._owners, []
+from gpuspawner.service.device_monitor import GPUSampler
+known, calls = GPUSampler._owners, []
 async def owners(self, *args):
     calls.append(args)
     if len(calls) == 1:
         raise ValueError("nobody foresaw this")
     await known(self, *args)
-SamplesUse._owners = owners
+GPUSampler._owners = owners
 """
 
 HANGS = """

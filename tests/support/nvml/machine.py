@@ -21,7 +21,7 @@ CHILD = """
 import json, sys, threading
 from dataclasses import asdict
 from datetime import datetime
-from gpuspawner.devices.source import LooksLost
+from gpuspawner.devices.source import DevicesUnavailable
 from gpuspawner.devices.nvml import NVMLDevices
 
 source = NVMLDevices()
@@ -37,7 +37,7 @@ for line in sys.stdin:
         try:
             samples = sampler.sample(datetime.fromisoformat(at), float(monotonic))
             print(json.dumps([asdict(sample) for sample in samples], default=str), flush=True)
-        except LooksLost as lost:
+        except DevicesUnavailable as lost:
             print(json.dumps(str(lost)), flush=True)
         continue
     inventory = source.observe(datetime.fromisoformat(rest))
