@@ -274,7 +274,7 @@ class _SchemaGenerator(GenerateJsonSchema):
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> Schema:
         found = super().default_schema(schema)
-        if not found.get("default", True):  # what holds without the key is none of its values
+        if not found.get("default", True):  # null and empty defaults may not be written
             del found["default"]
         return found
 

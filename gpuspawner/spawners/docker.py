@@ -724,12 +724,14 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     async def _remove_settled(self) -> None:
         """Remove the ended container of a lease that the accounting service settled.
 
-        The service does that if the hub was killed during a stop, and leaves the container.
+        The service does that if the hub was killed during a stop, and leaves the container. By
+        then a container of somebody else may have its name: the label decides.
         """
         try:
             container = await self._find_own()
-            if container is not None and not is_alive(container):
-                await self._remove(container["Id"])
+            if container is None or lease_of(container) != self.lease_id or is_alive(container):
+                return
+            await self._remove(container["Id"])
         except (DockerException, requests.RequestException, OSError) as error:
             self.log.warning("The container of %s is left: %s", self.server_ref, error)
 

@@ -194,20 +194,36 @@ def test_servers_ended_while_hub_is_down_are_settled(
 def test_container_of_a_settled_lease_is_removed(
     hub: GPUHub, member: str, engine: PrivateEngine
 ) -> None:
-    """Killed during a stop, the hub leaves the lease to the accounting service."""
-    hub.spawn_and_wait(member, ALL)
-    [lease] = hub.open_leases()
+    """Killed during a stop, the hub leaves the lease to the accounting service.
+
+    The container of a second lease is gone, and somebody else's has its name by now: that one
+    stays.
+    """
+    other = f"{member}-two"
+    for user in (member, other):
+        hub.spawn_and_wait(user, {"gpus": 1})
+    leases = {lease.server.user: lease for lease in hub.open_leases()}
     hub.kill9()
-    engine.client.stop(lease.engine_ref, timeout=10)
+    for lease in leases.values():
+        engine.client.stop(lease.engine_ref, timeout=10)
     services = make_services(database_url=hub.database_url)
     found = {"docker": DockerEngine(lambda: engine.client).sightings()}
-    [settled] = services.leases.reconcile(found, servers=None)
+    settled = services.leases.reconcile(found, servers=None)
     services.store.close()
-    assert isinstance(settled, Release)
+    assert [type(outcome) for outcome in settled] == [Release, Release]
+    replaced = leases[other].engine_ref
+    name = engine.client.inspect_container(replaced)["Name"].lstrip("/")
+    engine.client.remove_container(replaced)
+    foreign = engine.client.create_container(images.INSTANT, ["true"], name=name)["Id"]
+    engine.client.start(foreign)
+    engine.client.wait(foreign)
     hub.start()
     wait_for(lambda: not hub.containers(), "the removal of the container")
-    assert hub.server(member) is None
-    assert_paid_exactly(hub, lease)
+    for user, lease in leases.items():
+        wait_for(lambda u=user: hub.server(u) is None, "the hub to see that the server is gone")
+        assert_paid_exactly(hub, lease)
+    assert engine.client.inspect_container(foreign)["Name"] == f"/{name}"
+    engine.client.remove_container(foreign)
 
 
 def test_starts_interrupted_by_a_kill_cost_nothing(hub: GPUHub, member: str) -> None:
