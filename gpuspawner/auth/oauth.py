@@ -144,7 +144,7 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         return self._named_groups([found] if isinstance(found, str) else found, key)
 
     def _named_groups(self, found: Any, key: Any) -> set[str]:
-        """Return the hub's names for the provider's groups; empty if the claim is no list of names."""
+        """Return the hub's names for the provider's groups; empty if the claim is no list."""
         is_list = isinstance(found, (list, tuple, set, frozenset))
         if not is_list or not all(isinstance(group, str) for group in found):
             self.log.error(
