@@ -193,11 +193,8 @@ def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | Non
 
 
 def _was_told(lease: Lease, now: datetime) -> bool:
-    """Return True if the member was told.
-
-    A warning dated in the future, from before the clock was set back, does not count: otherwise the
-    grace period would last until then.
-    """
+    # A warning dated in the future, from before the clock was set back, does not count: otherwise
+    # the grace period would last until then.
     return lease.warned_at is not None and lease.warned_at <= now + _SKEW
 
 
@@ -223,7 +220,6 @@ def _warning(
 
 
 def _policy(group: object, value: object) -> CreditPolicy:
-    """Parse one policy of the configuration. Raises ConfigError naming the group."""
     if value in (STOP, SESSION):
         return CreditPolicy(str(value))
     if not isinstance(value, Mapping) or list(value) != [OVERDRAFT]:

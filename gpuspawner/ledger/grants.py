@@ -337,16 +337,13 @@ class BulkGrantService:
         rows, problems = grant_files.parse(data, reason)
         key = f"bulk:{grant_files.digest(rows)}"
         again_key = f"{key}:{secrets.token_hex(8)}"
-        if dry_run or problems:
-            with self.store.read() as connection:
-                found = [] if again else self._granted_before(connection, rows, key)
-                gifts, unknown = self._foresee(connection, rows, open_accounts)
-            return BulkGrantResult(tuple(gifts), _sorted(problems, found, unknown), done=False)
-        with self.store.write() as connection:
+        only_foresee = dry_run or bool(problems)
+        with self.store.read() if only_foresee else self.store.write() as connection:
             found = [] if again else self._granted_before(connection, rows, key)
             gifts, unknown = self._foresee(connection, rows, open_accounts)
-            if found or unknown:
-                return BulkGrantResult(tuple(gifts), _sorted(found, unknown), done=False)
+            problems = sorted([*problems, *found, *unknown], key=lambda problem: problem.number)
+            if only_foresee or problems:
+                return BulkGrantResult(tuple(gifts), tuple(problems), done=False)
             for row in rows:
                 self.ledger.open_in(connection, row.account, now)
                 give(
@@ -380,7 +377,9 @@ class BulkGrantService:
                 before = self.ledger.opening_amount() if row.account.startswith("member:") else 0
                 gifts.append(GrantResult(row, before, before + row.amount, opened=True))
             else:
-                problems.append(Problem(row.number, _unknown(row.account, known)))
+                hint = f"{meant(row.account, known)} --open opens it."
+                sentence = f"there is no account {row.account!r}.{hint}"
+                problems.append(Problem(row.number, sentence))
         return gifts, problems
 
     def _granted_before(
@@ -396,12 +395,8 @@ class BulkGrantService:
         return [Problem(0, sentence)]
 
 
-def _sorted(*some: Sequence[Problem]) -> tuple[Problem, ...]:
-    return tuple(sorted((p for each in some for p in each), key=lambda problem: problem.number))
-
-
-def _unknown(account: str, known: dict[str, int]) -> str:
+def meant(account: str, known: Iterable[str]) -> str:
+    """Return the question if one of the known accounts was meant; empty if none is similar."""
     owners = {name.partition(":")[2]: name for name in known}
-    near = difflib.get_close_matches(account.partition(":")[2], owners, n=2)
-    meant = f" Did you mean {' or '.join(owners[name] for name in near)}?" if near else ""
-    return f"there is no account {account!r}.{meant} --open opens it."
+    near = difflib.get_close_matches(account.partition(":")[2], owners, n=3)
+    return f" Did you mean {' or '.join(owners[name] for name in near)}?" if near else ""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from ..core.errors import LedgerError
-from .models import SYSTEM_GRANTS, Posting, Transfer, TransferKind
-from .rules import ACTOR_ACCOUNTING, HOUR, owed, time_left, transfer_id
+from .models import SYSTEM_GRANTS, Transfer, TransferKind
+from .rules import ACTOR_ACCOUNTING, HOUR, move, owed, time_left
 
 _MICROSECOND = timedelta(microseconds=1)
 
@@ -181,13 +181,6 @@ def expiry(lot: Lot, taken: int, at: datetime) -> Transfer | None:
     amount = taken - lot.taken
     if amount == 0:
         return None
-    key = f"expiry:{lot.id}:{lot.takes}"
-    return Transfer(
-        id=transfer_id(key),
-        key=key,
-        kind=TransferKind.EXPIRY,
-        at=at,
-        actor=ACTOR_ACCOUNTING,
-        reason=f"Credits that ended at {lot.ends_at:%Y-%m-%d %H:%M} UTC",
-        postings=(Posting(SYSTEM_GRANTS, amount), Posting(lot.account, -amount)),
-    )
+    key, kind = f"expiry:{lot.id}:{lot.takes}", TransferKind.EXPIRY
+    reason = f"Credits that ended at {lot.ends_at:%Y-%m-%d %H:%M} UTC"
+    return move(lot.account, SYSTEM_GRANTS, amount, kind, key, at, ACTOR_ACCOUNTING, reason)

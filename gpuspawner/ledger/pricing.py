@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from functools import lru_cache
+from itertools import chain
 from typing import Protocol
 from zoneinfo import ZoneInfo
 
@@ -208,18 +209,11 @@ class RateCard:
 
     rates: tuple[Rate, ...] = ()
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, int | float | str | Decimal]) -> RateCard:
-        """Create a card from ``{"*": 1, "A100": 4, "T4": "0.5"}``, in credits per GPU-hour.
-
-        Without ``*``, a model that no pattern names costs 1 credit an hour. To price MIG instances
-        separately from their model, name both: ``A100 MIG 1g.5gb``. Raises ConfigError naming the
-        key.
-        """
-        return cls(in_order(rates_by_model(config)))
-
     def rate_of(self, model: str, slots: int = 1) -> int:
-        """Return the microcredits per hour of a device of this model, or one of its ``slots``."""
+        """Return the microcredits per hour of a device of this model, or one of its ``slots``.
+
+        A model that no rate names costs 1 credit an hour.
+        """
         for rate in self.rates:
             fits = rate.model == ANY or model_matches(rate.model, model)
             if fits and rate.slots is None:
@@ -227,10 +221,6 @@ class RateCard:
             if fits and rate.slots == slots:
                 return rate.amount
         return -(-MICRO // slots)
-
-    def lease_rate(self, models: Iterable[str]) -> int:
-        """Return the microcredits per hour for whole devices of these models; 0 for none."""
-        return sum(self.rate_of(model) for model in models)
 
     def price(self, devices: Iterable[PricedDevice]) -> int:
         """Return the microcredits per hour for a slot on each of these devices; 0 for none."""
@@ -246,7 +236,8 @@ class Rates:
     @classmethod
     def of(cls, *some: Iterable[Rate]) -> Rates:
         """Combine these rates."""
-        return cls(in_order(rate for rates in some for rate in rates))
+        every = chain.from_iterable(some)
+        return cls(tuple(sorted(every, key=lambda rate: rate.particular, reverse=True)))
 
     def card(self, at: datetime, environment: str = "") -> RateCard:
         """Return the prices for servers that start at that time in that environment."""
@@ -270,16 +261,11 @@ class Rates:
         return min(moments, default=None)
 
 
-def in_order(rates: Iterable[Rate]) -> tuple[Rate, ...]:
-    """Sort the rates, the most specific first."""
-    return tuple(sorted(rates, key=lambda rate: rate.particular, reverse=True))
-
-
 # Parsing what admins write.
 
 
 def rates_by_model(config: Mapping[str, int | float | str | Decimal]) -> list[Rate]:
-    """Parse ``{"*": 1, "A100": 4}``. Raises ConfigError naming the key."""
+    """Parse ``{"*": 1, "A100": 4, "A100 MIG 1g.5gb": "0.5"}``. Raises ConfigError with the key."""
     if not isinstance(config, Mapping):
         raise ConfigError(
             f"The rates are not valid: {config!r} is no mapping of model to credits per "

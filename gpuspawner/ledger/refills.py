@@ -93,7 +93,6 @@ class Recurrence:
         return next(self.after(moment), None)
 
     def _wall(self) -> rrule:
-        """Return the rule in local time."""
         zone = open_zone(self.zone)
         start = self.starts_at.astimezone(zone).replace(tzinfo=None)
         rule = _UNTIL_PART.sub(lambda found: f"UNTIL={_until(found[1], self.zone)}", self.rule)

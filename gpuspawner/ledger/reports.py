@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -48,11 +48,6 @@ class ReportService:
         """
         read = statements.folded if folded else statements.page
         return self.store.run(lambda connection: read(connection, account, before, limit))
-
-    def statement_pages(self, account: str) -> Iterator[EntryPage]:
-        """Yield the whole statement in large pages, newest first, from one consistent view."""
-        with self.store.read() as connection:
-            yield from statements.every_line(connection, account)
 
     def receipt(self, lease_id: str, after: int = 0, limit: int = 100) -> Receipt:
         """Return what a session cost, item by item, oldest first. Raises UnknownLease."""

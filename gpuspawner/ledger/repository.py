@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -73,22 +72,6 @@ _OF_KEY = (
     .join(transfers, transfers.c.id == postings.c.transfer_id)
     .where(transfers.c.key == sa.bindparam("key"))
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StatementLine:
-    """One line of an account's statement."""
-
-    at: datetime
-    kind: str
-    reason: str
-    actor: str
-    amount: int
-    """Microcredits into (minus: out of) the account."""
-    balance: int
-    """The balance after it."""
-    lease_id: str | None
-    transfer_id: str = ""
 
 
 def open_account(connection: sa.Connection, name: str, at: datetime) -> bool:
@@ -167,34 +150,6 @@ def post_many(
     return are_new
 
 
-def statement(connection: sa.Connection, name: str, limit: int = 100) -> list[StatementLine]:
-    """Return the newest lines of an account, newest first. Raises UnknownAccount."""
-    balance = get_account(connection, name).balance
-    query = (
-        sa.select(transfers, postings.c.amount)
-        .join(postings, postings.c.transfer_id == transfers.c.id)
-        .where(postings.c.account == name)
-        .order_by(postings.c.id.desc())
-        .limit(limit)
-    )
-    lines = []
-    for row in connection.execute(query).mappings():
-        lines.append(
-            StatementLine(
-                at=row["at"],
-                kind=row["kind"],
-                reason=row["reason"],
-                actor=row["actor"],
-                amount=row["amount"],
-                balance=balance,
-                lease_id=row["lease_id"],
-                transfer_id=row["id"],
-            )
-        )
-        balance -= row["amount"]
-    return lines
-
-
 def of_key(connection: sa.Connection, key: str) -> Transfer | None:
     """Return the transfer with this idempotency key, if it was posted."""
     return next(iter(_transfers(connection, transfers.c.key == key)), None)
@@ -228,34 +183,15 @@ def reversed_of_lease(connection: sa.Connection, lease_id: str, account: str) ->
 def _transfers(
     connection: sa.Connection, condition: sa.ColumnElement[bool], most: int = 2
 ) -> list[Transfer]:
-    rows = connection.execute(
-        sa.select(transfers).where(condition).order_by(transfers.c.id).limit(most)
-    ).mappings()
+    query = sa.select(transfers).where(condition).order_by(transfers.c.id).limit(most)
     found = []
-    for row in rows.all():
+    for row in connection.execute(query).mappings().all():
         lines = sa.select(postings.c.account, postings.c.amount).order_by(postings.c.id)
         mine = connection.execute(lines.where(postings.c.transfer_id == row["id"])).all()
         values = {name: row[name] for name in row if name != "kind"}
         moved = tuple(Posting(account, amount) for account, amount in mine)
         found.append(Transfer(**values, kind=TransferKind(row["kind"]), postings=moved))
     return found
-
-
-def all_transfers(connection: sa.Connection) -> list[Transfer]:
-    """Return the whole ledger, oldest first, for checks and exports."""
-    lines: dict[str, list[Posting]] = {}
-    for row in connection.execute(sa.select(postings).order_by(postings.c.id)).mappings():
-        posting = Posting(row["account"], row["amount"])
-        lines.setdefault(row["transfer_id"], []).append(posting)
-    rows = connection.execute(sa.select(transfers).order_by(transfers.c.at)).mappings()
-    return [
-        Transfer(
-            **{name: row[name] for name in row if name != "kind"},
-            kind=TransferKind(row["kind"]),
-            postings=tuple(lines[row["id"]]),
-        )
-        for row in rows
-    ]
 
 
 def _insert_many(connection: sa.Connection, rows: Sequence[dict[str, Any]]) -> set[str]:
@@ -506,13 +442,11 @@ def put_payer(connection: sa.Connection, user: str, account: str, at: datetime) 
         connection.execute(sa.insert(payers).values(user=user, account=account, at=at))
 
 
-_COLUMNS = (
-    *(rates.c.amount, rates.c.model, rates.c.environment, rates.c.slots, rates.c.hours),
-    *(rates.c.zone, rates.c.since, rates.c.id, rates.c.set_at, rates.c.actor, rates.c.reason),
-)
+_SAME = ("amount", "model", "environment", "slots", "since", "set_at", "actor", "reason")
+"""What a rate and its row have in common."""
 HOLDS = rates.c.removed_at.is_(None)
 """Selects the rates that were not removed."""
-_RATES_IN_FORCE = sa.select(*_COLUMNS).where(HOLDS).order_by(rates.c.id)
+_RATES_IN_FORCE = sa.select(rates).where(HOLDS).order_by(rates.c.id)
 
 
 def load_rates(connection: sa.Connection) -> list[Rate]:
@@ -522,18 +456,8 @@ def load_rates(connection: sa.Connection) -> list[Rate]:
 
 def insert_rate(connection: sa.Connection, rate: Rate, zone: str) -> Rate:
     """Insert a rate and return it with its id. ``zone`` is the admin's."""
-    row = {
-        "amount": rate.amount,
-        "model": rate.model,
-        "environment": rate.environment,
-        "slots": rate.slots,
-        "hours": rate.hours.text if rate.hours else "",
-        "zone": zone,
-        "since": rate.since,
-        "set_at": rate.set_at,
-        "actor": rate.actor,
-        "reason": rate.reason,
-    }
+    row = {name: getattr(rate, name) for name in _SAME}
+    row |= {"hours": rate.hours.text if rate.hours else "", "zone": zone}
     connection.execute(sa.insert(rates).values(row))
     return load_rates(connection)[-1]
 
@@ -544,22 +468,9 @@ def remove_rate(connection: sa.Connection, rate_id: int, at: datetime) -> None:
     connection.execute(changed)
 
 
-def _rate(row: Sequence[Any]) -> Rate:
-    amount, model, environment, slots, hours, zone, since, rate_id, set_at, actor, reason = row
-    return Rate(
-        amount=amount,
-        model=model,
-        environment=environment,
-        slots=slots,
-        hours=_hours(hours, zone) if hours else None,
-        since=since,
-        id=rate_id,
-        set_at=set_at,
-        actor=actor,
-        reason=reason,
-    )
+def _rate(row: Any) -> Rate:
+    hours = _hours(row.hours, row.zone) if row.hours else None
+    return Rate(id=row.id, hours=hours, **{name: getattr(row, name) for name in _SAME})
 
 
-@lru_cache(maxsize=256)
-def _hours(text: str, zone: str) -> WeekHours:
-    return WeekHours.parse(text, zone)
+_hours = lru_cache(maxsize=256)(WeekHours.parse)

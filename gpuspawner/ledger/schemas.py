@@ -182,6 +182,12 @@ class RateBody(Body):
     from_: Moment | None = Field(None, alias="from")
     reason: Reason = ""
 
+    def wanted(self) -> dict[str, Any]:
+        """Return what is asked for, as a rate is set; what was not sent is left out."""
+        since = {} if self.from_ is None else {"since": self.from_.isoformat()}
+        told = self.model_dump(exclude={"rate", "from_"}, exclude_unset=True)
+        return {"amount": self.rate, **told, **since}
+
 
 class RateAnswer(Answer):
     """A rate, as everybody sees it."""

@@ -21,11 +21,11 @@ from ..db import audit_log, hash_chain
 from ..db.engine import Store
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState
-from . import charges, credit_repository, repository, rules, totals
+from . import charges, credit_repository, repository, rules, statements, totals
 from .lots import Lot
 from .models import Account, Transfer, TransferKind, check_account, group_account, member_account
-from .repository import StatementLine
 from .rules import accounts_of, check_payer
+from .statements import StatementEntry
 
 if TYPE_CHECKING:
     from .settings import GPUCredits
@@ -69,9 +69,10 @@ class LedgerService:
         """Return every member's and group's account, by name."""
         return self.store.run(repository.all_accounts)
 
-    def statement(self, account: str, limit: int = 100) -> list[StatementLine]:
+    def statement(self, account: str, limit: int = 100) -> tuple[StatementEntry, ...]:
         """Return the newest lines of an account, newest first. Raises UnknownAccount."""
-        return self.store.run(lambda connection: repository.statement(connection, account, limit))
+        read = statements.page
+        return self.store.run(lambda connection: read(connection, account, None, limit)).entries
 
     def open_account(self, user: str) -> Account:
         """Open a member's account with the opening grant, unless it exists."""
@@ -245,11 +246,8 @@ class LedgerService:
         """
         now = self.clock()
         with self.store.write() as connection:
-            found = (
-                repository.charges_due(connection, now),
-                repository.bounded(connection),
-            )
-            return charges.charge_due_leases(connection, *found, now)
+            due = repository.charges_due(connection, now)
+            return charges.charge_due_leases(connection, due, repository.bounded(connection), now)
 
     def charge_portion(self, every: timedelta, most: int = 200) -> int:
         """Charge running leases up to now that were not charged in their current period.
@@ -293,22 +291,16 @@ class LedgerService:
                 f"{account} cannot pay for {user}: a member's own account can, or group:NAME.",
                 field="account",
             )
+        kept = "" if account == member_account(user) else account
         with self.store.write() as connection:
-            own = account == member_account(user)
-            if not own:
+            if kept:
                 repository.get_account(connection, account)
-            if repository.get_payer(connection, user) == ("" if own else account):
+            if repository.get_payer(connection, user) == kept:
                 return
-            repository.put_payer(connection, user, "" if own else account, now)
+            repository.put_payer(connection, user, kept, now)
             if actor != user:
-                audit_log.note(
-                    connection,
-                    at=now,
-                    actor=actor,
-                    action="payer",
-                    subject=member_account(user),
-                    detail=f"{account} pays for them",
-                )
+                detail = f"{account} pays for them"
+                note(connection, actor, "payer", member_account(user), detail, now)
 
     def payer(self, user: str, groups: Collection[str], asked: str, *, free: bool) -> str:
         """Return the account that pays for a server. Raises NotAllowed for one that may not.
@@ -404,43 +396,28 @@ def _refundable(connection: sa.Connection, lease: Lease, amount: int | None) -> 
 
     Raises InvalidRequest.
     """
-    _must_be_refundable(lease)
-    left = refundable(connection, lease)
-    if not left:
-        raise InvalidRequest(
-            f"All that lease {lease.id} of {lease.server} was charged came back already: there is "
-            "nothing to refund.",
-            field="lease",
-        )
+    named, left = f"{lease.id} of {lease.server}", refundable(connection, lease)
+    why = ""
+    if lease.outcome == REFUNDED:
+        why = f"Lease {lease.id} was refunded already. Nothing was changed."
+    elif lease.state is not LeaseState.ENDED:
+        why = f"Lease {named} goes on: stop its server first, then refund it."
+    elif not lease.charged:
+        why = f"Nothing was charged for lease {named}: there is nothing to refund."
+    elif not left:
+        why = f"All that lease {named} was charged came back already: there is nothing to refund."
+    if why:
+        raise InvalidRequest(why, field="lease")
     if amount is None:
         return left
     if not 0 < amount <= left:
         raise InvalidRequest(
-            f"{format_credits(amount, 6)} credits cannot be given back for lease {lease.id} of "
-            f"{lease.server}: write more than 0 and at most {format_credits(left, 6)}, which is "
-            "what is left of its charges.",
+            f"{format_credits(amount, 6)} credits cannot be given back for lease {named}: write "
+            f"more than 0 and at most {format_credits(left, 6)}, which is what is left of its "
+            "charges.",
             field="amount",
         )
     return amount
-
-
-def _must_be_refundable(lease: Lease) -> None:
-    """Raise InvalidRequest if the lease cannot be refunded."""
-    if lease.outcome == REFUNDED:
-        raise InvalidRequest(
-            f"Lease {lease.id} was refunded already. Nothing was changed.", field="lease"
-        )
-    if lease.state is not LeaseState.ENDED:
-        raise InvalidRequest(
-            f"Lease {lease.id} of {lease.server} goes on: stop its server first, then refund it.",
-            field="lease",
-        )
-    if not lease.charged:
-        raise InvalidRequest(
-            f"Nothing was charged for lease {lease.id} of {lease.server}: there is nothing to "
-            "refund.",
-            field="lease",
-        )
 
 
 def _must_be_reversible(connection: sa.Connection, transfer: Transfer) -> None:

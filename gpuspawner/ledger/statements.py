@@ -47,12 +47,8 @@ _PAGE = (
     .order_by(postings.c.id.desc())
     .limit(sa.bindparam("most", type_=sa.Integer))
 )
-_MARKS = (
-    sa.select(postings.c.id, postings.c.amount, transfers.c.kind, transfers.c.lease_id)
-    .select_from(_JOINED)
-    .where(_account, postings.c.id < sa.bindparam("before"))
-    .order_by(postings.c.id.desc())
-    .limit(sa.bindparam("most", type_=sa.Integer))
+_MARKS = _PAGE.with_only_columns(
+    postings.c.id, postings.c.amount, transfers.c.kind, transfers.c.lease_id
 )
 _SINCE = sa.select(sa.func.coalesce(sa.func.sum(postings.c.amount), 0)).where(
     _account, postings.c.id >= sa.bindparam("before")
@@ -175,17 +171,6 @@ def items_of_account(
         entries.append(_entry(row, cost))
     newer = entries[-1].id if len(rows) > limit else None
     return ReceiptItems(tuple(entries), newer, int(count), -int(total))
-
-
-def every_line(connection: sa.Connection, account: str, size: int = 2000) -> Iterator[EntryPage]:
-    """Yield the whole statement, newest first, in pages that fit into memory."""
-    before: int | None = None
-    while True:
-        found = page(connection, account, before, size)
-        yield found
-        before = found.older
-        if before is None:
-            return
 
 
 def _balance_before(connection: sa.Connection, account: str, before: int | None) -> int:

@@ -13,11 +13,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..leases.models import Lease
-from .models import SYSTEM_USAGE, Posting, Transfer, TransferKind
-from .rules import ACTOR_ACCOUNTING, owed, transfer_id
+from .models import SYSTEM_USAGE, Transfer, TransferKind
+from .rules import ACTOR_ACCOUNTING, move, owed
+
+K = TypeVar("K")
 
 SEVERAL = "several models"
 """The model of a lease with devices of different models."""
@@ -97,12 +99,10 @@ def days_of(lease: Lease) -> Iterator[tuple[datetime, LeaseUse]]:
         day += DAY
 
 
-def together(parts: Iterable[tuple[Kind, LeaseUse]]) -> dict[Kind, LeaseUse]:
-    """Sum up the use of each kind."""
-    found: dict[Kind, LeaseUse] = {}
-    for kind, use in parts:
-        found[kind] = found[kind].plus(use) if kind in found else use
-    return found
+def add_use(sums: dict[K, LeaseUse], parts: Iterable[tuple[K, LeaseUse]]) -> None:
+    """Add the use of each name to the sums."""
+    for name, part in parts:
+        sums[name] = sums[name].plus(part) if name in sums else part
 
 
 def _cost_up_to(lease: Lease, moment: datetime) -> int:
@@ -142,15 +142,8 @@ def debit_for_job(
     """Return the transfer of microcredits from an account (negative: to it); None for zero."""
     if amount == 0:
         return None
-    return Transfer(
-        id=transfer_id(key),
-        key=key,
-        kind=TransferKind.BATCH,
-        at=at,
-        actor=ACTOR_ACCOUNTING,
-        reason=reason,
-        postings=(Posting(account, -amount), Posting(SYSTEM_USAGE, amount)),
-    )
+    kind = TransferKind.BATCH
+    return move(SYSTEM_USAGE, account, -amount, kind, key, at, ACTOR_ACCOUNTING, reason)
 
 
 # A job's devices, in words that are stored.
