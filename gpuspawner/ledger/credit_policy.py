@@ -1,9 +1,8 @@
 """What happens to servers whose account runs dry: warnings first, then the policy. Pure.
 
-A policy is fixed in the lease at the grant, like its price: ``stop`` after a grace period, let the
-planned ``session`` end, or continue into an ``overdraft``, whose limit no charge ever passes. What
-is due follows from the lease, the account at that moment, and earlier warnings; so nothing is lost
-or repeated if the service is killed at any point.
+A policy is fixed in the lease at the grant: ``stop`` after a grace period, let the planned
+``session`` end, or continue into an ``overdraft``, whose limit no charge ever passes. What is due
+follows from the lease, the account and earlier warnings, so a kill loses and repeats nothing.
 """
 
 from __future__ import annotations
@@ -116,10 +115,9 @@ class PolicyStep:
 def shares(leases: Iterable[Lease], balance: int, until: datetime) -> dict[str, int]:
     """Return what can be charged for each running lease with an overdraft, by lease id.
 
-    ``leases`` are all that an account pays for, ``balance`` is the account's posted balance. What
-    all of them owe is paid in the order of time, regardless of how often this is called: they share
-    what there is until it is used up, and later use is not charged. A lease with a larger overdraft
-    continues alone from there.
+    ``leases`` are all that an account pays for, ``balance`` is its posted balance. They share what
+    there is, in the order of time, until it is used up; later use is not charged. A lease with a
+    larger overdraft continues alone from there.
     """
     running = [x for x in leases if x.state is LeaseState.RUNNING and x.started_at and x.rate > 0]
     bounded = [lease for lease in running if lease.when_dry == OVERDRAFT]

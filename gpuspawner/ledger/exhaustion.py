@@ -1,7 +1,6 @@
 """Accounts that run out of credits: the warnings, and the stops that their policy requires.
 
-Each account is handled in one transaction, including its notices: if the process is killed, all or
-nothing was done, and the next one continues from there.
+Each account is handled in one transaction, including its notices, so that a kill loses nothing.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ def _worth_a_look(
     minutes: float,
     ending: Collection[str],
 ) -> list[str]:
-    """Return the accounts that may last at most ``minutes``, or about which something was told.
+    """Return the accounts that may last at most ``minutes``, or whose members were told something.
 
     ``ending``: accounts with credits that expire by then.
     """

@@ -1,7 +1,6 @@
-"""Many grants from one table, as spreadsheets write it. Pure: bytes in, rows and problems out.
+"""Many grants from a CSV file, as spreadsheets write it. Pure: bytes in, rows and problems out.
 
-The columns are ``member`` (or ``account``), ``amount`` and optionally ``reason``, separated by
-commas, semicolons or tabs. The first line may name them.
+Columns: ``member`` (or ``account``), ``amount``, maybe ``reason``. The first line may name them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Grants to many accounts: recurring refills, and grants from a table.
 
-An occurrence is granted once, however many processes try and however late. All of its accounts get
-it in one transaction, under a key that the database accepts only once.
+All accounts get an occurrence in one transaction, under keys that the database accepts only once.
 """
 
 from __future__ import annotations
@@ -41,10 +40,9 @@ class RefillService:
         self.log = log
 
     def add_refill(self, plan: Refill) -> Refill:
-        """Create a planned refill; occurrences before its creation are not granted.
+        """Create a planned refill; a plan with the same key is created once.
 
-        A plan with the same key is created once. Raises InvalidRequest if the key was used for
-        another one.
+        Raises InvalidRequest if the key was used for another one.
         """
         try:
             with self.store.write() as connection:
@@ -74,10 +72,9 @@ class RefillService:
     ) -> Refill:
         """Plan a refill for :meth:`add_refill`, without writing anything.
 
-        ``starts_at`` is the start of the rule and sets the occurrences' time of day; it is the
-        first occurrence itself if the rule allows it. The default is the next full minute. ``key``:
-        plans of the same actor with the same key are the same refill. Raises InvalidRequest for a
-        rule that never occurs or too often, and for invalid amounts and names.
+        ``starts_at`` sets the occurrences' time of day and is the first one itself if the rule
+        allows it; by default it is the next full minute. Plans of the same actor with the same
+        ``key`` are the same refill. Raises InvalidRequest.
         """
         now = self.clock().astimezone(timezone.utc)
         try:
@@ -327,11 +324,10 @@ class BulkGrantService:
         again: bool = False,
         until: datetime | None = None,
     ) -> BulkGrantResult:
-        """Grant what a CSV file says, or report what that would do.
+        """Grant what a CSV file says, or report what that would do; once, unless ``again``.
 
-        The same grants are only made once, unless ``again``. ``reason`` is for lines without one.
-        ``open_accounts``: members who never signed in get an account and its opening grant. Raises
-        InvalidRequest for an invalid ``until``.
+        ``reason`` is for lines without one. ``open_accounts``: members who never signed in get an
+        account and its opening grant. Raises InvalidRequest for an invalid ``until``.
         """
         reason, now = checked_reason(reason), self.clock()
         rows, problems = grant_files.parse(data, reason)

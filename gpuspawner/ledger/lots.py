@@ -1,11 +1,8 @@
 """Credits that expire: which are spent first, and what is left of them at their end. Pure.
 
 A lot is a grant with an end. An account spends from the lot that ends first, then from credits that
-do not expire. What an account owes when it gets a lot is paid from the lot.
-
-What is left of a lot at its end follows from when GPU time passed, not from when it was charged:
-from the rates and times of leases, and the times of grants and corrections. So it does not depend
-on ticks, and can be computed late or repeatedly.
+do not expire; debts are paid from a new lot. What is left at a lot's end follows from the rates and
+times of leases, not of charges, so it can be computed late or repeatedly.
 """
 
 from __future__ import annotations
@@ -136,10 +133,9 @@ def _spend(lots: Iterable[Lot], left: dict[str, int], amount: int) -> int:
 
 
 def lasts(ending: Sequence[tuple[timedelta, int]], available: int, rate: int) -> timedelta | None:
-    """Return how long microcredits last at a rate, when some of them expire.
+    """Return how long microcredits last at a rate, when some of them expire; None for ever.
 
-    ``ending``: in how long, and how many. Those that end first are spent first, and what is left of
-    them then is lost. None if they last for ever.
+    ``ending``: in how long, and how many. Those that end first are spent first.
     """
     if rate <= 0:
         return None
@@ -173,10 +169,9 @@ def _without(amounts: Sequence[int], spent: int) -> list[int]:
 
 
 def expiry(lot: Lot, taken: int, at: datetime) -> Transfer | None:
-    """Return the transfer after which ``taken`` microcredits of a lot are taken back, or None.
+    """Return the transfer after which ``taken`` microcredits of a lot are taken back.
 
-    It takes what was left at the end. If a lease turned out to have cost more before that, it gives
-    back what was taken too much. None if nothing is to be moved.
+    It gives back if too much was taken before. None if nothing is to be moved.
     """
     amount = taken - lot.taken
     if amount == 0:

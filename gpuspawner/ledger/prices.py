@@ -124,10 +124,10 @@ class PriceService:
         actor: str,
         reason: str = "",
     ) -> Rate:
-        """Set a rate for servers that start from ``since`` on; running ones keep theirs.
+        """Set a rate for servers that start from ``since`` (empty: now) on.
 
-        All values as an admin writes them: ``hours`` and ``since`` by the clock of ``zone`` (empty:
-        the site's zone), ``since`` empty for now. Raises InvalidRequest naming the invalid field.
+        All values are as an admin writes them, ``hours`` and ``since`` in ``zone`` (empty: the
+        site's). Raises InvalidRequest naming the invalid field.
         """
         now = self.clock()
         zone = _checked("zone", open_zone, zone or self.settings.zone).key
@@ -164,10 +164,9 @@ class PriceService:
         return rate
 
     def remove_rate(self, rate_id: int, *, actor: str, reason: str = "") -> Rate:
-        """Remove one of the admins' rates for new servers.
+        """Remove an admin's rate for new servers; rates that it replaced do not come back.
 
-        Rates that it replaced do not come back. Raises InvalidRequest if there is none with this
-        number.
+        Raises InvalidRequest if there is none with this number.
         """
         now = self.clock()
         with self.store.write() as connection:

@@ -1,10 +1,8 @@
 """Rates: the price of a GPU-hour by model, environment and hour of the week. Pure.
 
-A rate names the device model and, if needed, the environment, the share of a device, hours of the
-week and the time from which it applies. If several rates match, an admin's rate from the store wins
-over the configuration's; then the most specific wins, in this order: environment, model (the
-longest name), share, hours; then the one that applies since later; then, within the configuration,
-the first.
+If several rates match, an admin's rate from the store wins over the configuration's; then the most
+specific wins, in this order: environment, model (the longest name), share of a device, hours; then
+the one that applies since later; then, within the configuration, the first.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ _PART = re.compile(
 class WeekHours:
     """Some hours of each week, by the local time of a zone.
 
-    An hour that daylight saving skips does not occur that day; an hour that occurs twice counts
-    twice.
+    An hour that daylight saving skips does not occur; one that occurs twice counts twice.
     """
 
     text: str

@@ -155,19 +155,15 @@ def of_key(connection: sa.Connection, key: str) -> Transfer | None:
     return next(iter(_transfers(connection, transfers.c.key == key)), None)
 
 
-def transfers_like(connection: sa.Connection, beginning: str, most: int = 2) -> list[Transfer]:
-    """Return the transfers whose ids start with this text; none for an empty text."""
+def transfers_like(connection: sa.Connection, beginning: str) -> list[Transfer]:
+    """Return up to two transfers whose ids start with this text; none for an empty text."""
     if not beginning:
         return []
-    like = transfers.c.id.startswith(beginning, autoescape=True)
-    return _transfers(connection, like, most)
+    return _transfers(connection, transfers.c.id.startswith(beginning, autoescape=True))
 
 
 def reversed_of_lease(connection: sa.Connection, lease_id: str, account: str) -> int:
-    """Return what reversals of a lease's transfers moved into (minus: out of) an account.
-
-    In microcredits.
-    """
+    """Return the microcredits that reversals of a lease's transfers moved into an account."""
     query = (
         sa.select(sa.func.coalesce(sa.func.sum(postings.c.amount), 0))
         .join(transfers, transfers.c.id == postings.c.transfer_id)
@@ -180,10 +176,8 @@ def reversed_of_lease(connection: sa.Connection, lease_id: str, account: str) ->
     return int(connection.execute(query).scalar_one())
 
 
-def _transfers(
-    connection: sa.Connection, condition: sa.ColumnElement[bool], most: int = 2
-) -> list[Transfer]:
-    query = sa.select(transfers).where(condition).order_by(transfers.c.id).limit(most)
+def _transfers(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[Transfer]:
+    query = sa.select(transfers).where(condition).order_by(transfers.c.id).limit(2)
     found = []
     for row in connection.execute(query).mappings().all():
         lines = sa.select(postings.c.account, postings.c.amount).order_by(postings.c.id)
@@ -382,10 +376,7 @@ def portion_of_charges(
 
 
 def bounded(connection: sa.Connection, accounts: Sequence[str] | None = None) -> list[Lease]:
-    """Return the open leases with an overdraft, oldest first: their charges depend on what is left.
-
-    Of these accounts, or of all if None.
-    """
+    """Return these accounts' open leases with an overdraft, oldest first; None: all accounts'."""
     some = OPEN_LEASE & _bounded
     if accounts is not None:
         some &= leases.c.account.in_(accounts)

@@ -1,12 +1,8 @@
 """The ledger's rules: charges, holds, settlements, and who may pay for whom. Pure.
 
-A charge does not depend on when the tick runs. What a lease owes is a function of its rate and its
-time alone; a tick charges what is owed less what was charged so far. Ticks can be late, doubled or
-lost: after the settlement the sum is the same. Amounts are whole microcredits, rates are
-microcredits per hour.
-
-A transfer's idempotency key follows from what it settles, so that of two ticks (or two releases)
-that saw the same lease, the store accepts one.
+What a lease owes follows from its rate (microcredits per hour) and its time alone; a tick charges
+what is owed less what was charged, so ticks can be late, doubled or lost. A transfer's key follows
+from what it settles: of two ticks that saw the same lease, the store accepts one.
 """
 
 from __future__ import annotations
@@ -78,8 +74,7 @@ def settlement(lease: Lease, ended_at: datetime, failed: bool) -> int:
 def hold_for(rate: int, lead: timedelta) -> int:
     """Return the microcredits to set aside so that ``lead`` of time is covered, rounded up.
 
-    Whatever the lead, a rate above zero holds at least one microcredit: an empty account never gets
-    a GPU that costs something.
+    A rate above zero holds at least one, so that an empty account never gets a paid GPU.
     """
     if rate <= 0:
         return 0

@@ -115,10 +115,9 @@ class LedgerService:
         key: str = "",
         until: datetime | None = None,
     ) -> bool:
-        """Grant microcredits to an account, or take some with a negative amount.
+        """Grant microcredits until a time, or take some. Returns False if ``key`` was used before.
 
-        ``until`` is when they expire: what is left then is taken back. Returns False if ``key`` was
-        already used. Raises UnknownAccount, LedgerError, or InvalidRequest for an invalid end.
+        Raises UnknownAccount, LedgerError, or InvalidRequest for an invalid ``until``.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -150,12 +149,10 @@ class LedgerService:
     def refund(
         self, lease_id: str, amount: int | None = None, *, actor: str, reason: str, key: str = ""
     ) -> Lease:
-        """Refund microcredits of what a lease was charged, or all that is left of it.
+        """Refund microcredits of what a lease was charged (None: all that is left), once per key.
 
-        For example because its device was sick. Never more than was charged, including earlier
-        refunds. The same ``key`` refunds once. Raises UnknownLease, InvalidRequest for an open
-        lease, one that was not charged or has less left, and LedgerError for a key that was used
-        for another amount.
+        Raises UnknownLease, InvalidRequest for an open lease, one that was not charged or has less
+        left, and LedgerError for a key that was used for another amount.
         """
         reason, now = checked_reason(reason, needed=True), self.clock()
         with self.store.write() as connection:
@@ -173,10 +170,9 @@ class LedgerService:
         return self.store.run(lambda connection: _transfer(connection, transfer_id))
 
     def reverse(self, transfer_id: str, *, actor: str, reason: str) -> Transfer:
-        """Undo a transfer by its opposite, and return the reversal.
+        """Undo a transfer (or a reversal) by its opposite, and return that.
 
-        Once per transfer; a reversal can be reversed itself. Raises InvalidRequest for a transfer
-        that does not exist or was reversed before.
+        Raises InvalidRequest for a transfer that does not exist or was reversed before.
         """
         reason, now = checked_reason(reason, needed=True), self.clock()
         with self.store.write() as connection:
@@ -226,10 +222,7 @@ class LedgerService:
         return {name: ending for name, ending in found.items() if ending}
 
     def end_lots(self) -> int:
-        """Take back what is left of expired credits, and return how many accounts had some.
-
-        It may run late, or twice: what is left follows from times in the store.
-        """
+        """Take back what is left of expired credits, and return how many accounts had some."""
         now = self.clock()
         names = self.store.run(lambda connection: credit_repository.lots_due(connection, now))
         for name in names:
@@ -240,20 +233,16 @@ class LedgerService:
     # Charges.
 
     def charge_all(self) -> int:
-        """Charge every running lease up to now, and return how many were charged.
-
-        Late, doubled or killed runs change no sum: see :mod:`gpuspawner.ledger.rules`.
-        """
+        """Charge every running lease up to now, and return how many were charged."""
         now = self.clock()
         with self.store.write() as connection:
             due = repository.charges_due(connection, now)
             return charges.charge_due_leases(connection, due, repository.bounded(connection), now)
 
     def charge_portion(self, every: timedelta, most: int = 200) -> int:
-        """Charge running leases up to now that were not charged in their current period.
+        """Charge up to ``most`` running leases that were not charged in their current period.
 
-        Periods of ``every`` count from each lease's start. Returns how many were charged, at most
-        ``most`` in one transaction, so that nobody waits long for it; then there may be more.
+        Periods of ``every`` count from each lease's start. Returns how many were charged.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -279,9 +268,8 @@ class LedgerService:
     ) -> None:
         """Let this account pay for the member from now on, unless they choose another one.
 
-        An account of a group pays only while the member is in that group; the default is the
-        member's own. ``groups``: those of the member, None if unknown (then checked at each start).
-        Raises NotAllowed or UnknownAccount.
+        An account of a group pays only while the member is in it, which each start checks.
+        ``groups``: the member's, None if unknown. Raises NotAllowed or UnknownAccount.
         """
         now = self.clock()
         if groups is not None:

@@ -1,7 +1,6 @@
 """Statements of an account, page by page, however long they are.
 
-A page starts at a posting and goes back in time; the next one starts where it ended. So every page
-costs the same, and new postings do not shift pages.
+A page starts where the one before ended, so each costs the same, and new postings shift none.
 """
 
 from __future__ import annotations
@@ -136,10 +135,9 @@ def page(
 def folded(
     connection: sa.Connection, account: str, before: int | None = None, limit: int = 50
 ) -> EntryPage:
-    """Return the lines for people: the charges of a lease combined into one.
+    """Return the lines for people: a lease's charges with no other event between them are one.
 
-    Only charges with no other event between them are combined, and every balance is the one below
-    it plus the amount, as in the statement itself. Raises UnknownAccount.
+    Raises UnknownAccount.
     """
     balance = _balance_before(connection, account, before)
     groups, cut = _together(_marks(connection, account, before or NEWEST), limit)
@@ -203,8 +201,7 @@ def _marks(connection: sa.Connection, account: str, before: int) -> Iterator[Seq
 def _together(marks: Iterable[Sequence[Any]], limit: int) -> tuple[list[list[Sequence[Any]]], bool]:
     """Return the postings of each line, newest line first, and True if there are more lines.
 
-    A stretch of nothing but use is one line for each of its leases, in the order of their newest
-    charges. It is cut off in the middle if there would be more lines than ``limit``.
+    A stretch of nothing but use is one line for each lease, in the order of their newest charges.
     """
     groups: list[list[Sequence[Any]]] = []
     stretch: dict[str | None, list[Sequence[Any]]] = {}

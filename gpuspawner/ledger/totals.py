@@ -1,13 +1,11 @@
 """Totals of leases and postings by day and month, the usage read from them, and their check.
 
-Totals are not updated when a lease ends, which a hub waits for: :func:`add_up` does it later, a
-number of leases at a time, and marks them. Readers use the totals plus each unmarked lease. A lease
-that is changed after its end is first taken out again.
+:func:`add_up` adds ended leases later, some at a time, and marks them; readers use the totals plus
+each unmarked lease. A lease that is changed after its end is first taken out again. Postings are
+append-only and writers come one at a time, so a posting's number shows if it is new.
 
-Postings are append-only and writers come one at a time, so a posting's number shows if it is new.
-
-Totals are per day of UTC, and people ask for days of their own zone: what was used between the two
-midnights is added or subtracted, lease by lease.
+Totals are per day of UTC; for days of another zone, what was used between the two midnights is
+added or subtracted, lease by lease.
 """
 
 from __future__ import annotations

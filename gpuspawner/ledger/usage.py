@@ -1,10 +1,7 @@
 """Use and cost of leases and batch jobs. Pure.
 
-The cost of a lease up to a moment follows from its rate, limited by what it was charged in the end.
-So the parts of a lease in several weeks add up to the whole, to the microcredit.
-
-A job's time is counted by its cluster, in whole seconds. What it owes follows from its rate and
-that time alone, so it can be calculated often, late or twice.
+The cost of a lease up to a moment follows from its rate, limited by what it was charged in the end,
+so that parts add up to the whole. A job's time is counted by its cluster, in whole seconds.
 """
 
 from __future__ import annotations
@@ -128,8 +125,7 @@ def cost_of_job(rate: int, seconds: int) -> int:
 def due_for_job(rate: int, seconds: int, charged: int, *, over: bool) -> int:
     """Return the microcredits to charge now; negative ones come back.
 
-    A running job is charged for whole hours and never refunded: its final time is known only at its
-    end.
+    A running job is charged for whole hours; its final time is known only at its end.
     """
     if over:
         return cost_of_job(rate, seconds) - charged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -27,6 +28,19 @@ from gpuspawner.ledger.models import SYSTEM_GRANTS, SYSTEM_USAGE, Account, Trans
 from tests.unit.ledger.books import ANNA, HOUR, T0, lease
 
 rates = st.integers(0, 1000 * MICRO)
+
+
+def rows_of(transfers: Iterable[Transfer]) -> tuple[checks.PostingRow, ...]:
+    return tuple(
+        checks.PostingRow(
+            **{name: getattr(transfer, name) for name in ("key", "kind", "lease_id")},
+            transfer_id=transfer.id,
+            account=posting.account,
+            amount=posting.amount,
+        )
+        for transfer in transfers
+        for posting in transfer.postings
+    )
 
 
 @dataclass
@@ -70,7 +84,7 @@ class Book:
         for item in self.leases.values():
             held[item.account] += item.held
         return checks.Books(
-            postings=checks.rows_of(self.transfers.values()),
+            postings=rows_of(self.transfers.values()),
             accounts=tuple(
                 Account(name=name, balance=self.balances[name], held=held[name])
                 for name in {*self.balances, *held}
@@ -187,7 +201,7 @@ TestBooks = BooksMachine.TestCase
 # The checks find what they are for.
 
 GIFT = ledger_rules.grant(ANNA, 5, key="k", at=T0, actor="admin", reason="gift")
-ROWS = checks.rows_of([GIFT])
+ROWS = rows_of([GIFT])
 ENDED = lease(state=LeaseState.ENDED, ended_at=T0 + HOUR, charged=4 * MICRO)
 
 
