@@ -83,6 +83,11 @@ def flow_of_account(connection: sa.Connection, account: str) -> LotFlow:
     one a minute, is read.
     """
     back = transfers.c.key.like("refund:%")
+    cancelled = sa.select(lots.c.transfer_id).where(
+        lots.c.account == account, lots.c.cancelled_at.isnot(None)
+    )
+    # A lot's reversal is the lot's own end.
+    reversals = [reversal_key(name) for name in connection.execute(cancelled).scalars()]
     query = (
         sa.select(transfers.c.at, postings.c.amount, transfers.c.lease_id, back)
         .join(postings, postings.c.transfer_id == transfers.c.id)
@@ -91,7 +96,7 @@ def flow_of_account(connection: sa.Connection, account: str) -> LotFlow:
             postings.c.account == account,
             APART,
             lots.c.transfer_id.is_(None),
-            transfers.c.key.not_in(_reversals(connection, account)),
+            transfers.c.key.not_in(reversals),
             transfers.c.kind != TransferKind.EXPIRY.value,
         )
         .order_by(postings.c.id)
@@ -102,14 +107,6 @@ def flow_of_account(connection: sa.Connection, account: str) -> LotFlow:
         if is_back:
             refunded[lease] = refunded.get(lease, 0) + amount
     return LotFlow(_uses(connection, account, refunded), [(row[0], row[1]) for row in rows])
-
-
-def _reversals(connection: sa.Connection, account: str) -> list[str]:
-    """Return the keys of the reversals of lots: they are the lots' own end."""
-    query = sa.select(lots.c.transfer_id).where(
-        lots.c.account == account, lots.c.cancelled_at.isnot(None)
-    )
-    return [reversal_key(name) for name in connection.execute(query).scalars()]
 
 
 def _uses(connection: sa.Connection, account: str, refunded: dict[str, int]) -> list[LotUse]:

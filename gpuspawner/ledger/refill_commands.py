@@ -147,11 +147,9 @@ def _show(services: Services, refill: Refill, first: str) -> None:
     if gifts:
         headers = ("ACCOUNT", "BALANCE", "GETS")
         rows = [(a.name, credits(a.balance), credits(gift)) for a, gift in gifts]
+        total = f"{credits(sum(g for _, g in gifts))} credits to {count(len(rows), 'account')}"
         lines += ["", "Given now, it would be", "", table(headers, rows, right=headers[1:])]
-        lines += [
-            "",
-            f"{credits(sum(g for _, g in gifts))} credits to {count(len(rows), 'account')}",
-        ]
+        lines += ["", total]
     value = {
         **plain(refill),
         "comes_at": [utc(at) for at in moments],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -58,20 +59,12 @@ _WITHOUT_POSTINGS = sa.select(transfers.c.id).where(
 )
 AT_ONCE = 500
 """SQLite limits the number of parameters."""
-_THERE = sa.select(accounts.c.name).where(
-    accounts.c.name.in_(sa.bindparam("names", expanding=True))
-)
 _MOVE = (
     sa.update(accounts)
     .where(accounts.c.name == sa.bindparam("account"))
     .values(balance=accounts.c.balance + sa.bindparam("amount", type_=accounts.c.balance.type))
 )
 _AMOUNT_TOO_LARGE = "{name} would have more than an account can hold; use a smaller amount"
-_OF_KEY = (
-    sa.select(postings.c.account, postings.c.amount)
-    .join(transfers, transfers.c.id == postings.c.transfer_id)
-    .where(transfers.c.key == sa.bindparam("key"))
-)
 
 
 def open_account(connection: sa.Connection, name: str, at: datetime) -> bool:
@@ -238,12 +231,11 @@ def _move(connection: sa.Connection, new: Sequence[Transfer], too_much: str) -> 
         raise _overflow(sums, too_much)
     if _add(connection, sums, too_much) == len(sums):
         return
-    if missing := _missing(connection, list(sums)):
-        for name in missing:
-            if not is_system(name):
-                raise UnknownAccount(account=name)
-            connection.execute(_OPEN, {"name": name, "balance": 0, "opened_at": new[0].at})
-        _add(connection, {name: sums[name] for name in missing}, too_much)
+    for name in [name for name in sums if not find_account(connection, name)]:
+        if not is_system(name):
+            raise UnknownAccount(account=name)
+        connection.execute(_OPEN, {"name": name, "balance": 0, "opened_at": new[0].at})
+        _add(connection, {name: sums[name]}, too_much)
 
 
 def _add(connection: sa.Connection, sums: dict[str, int], too_much: str) -> int:
@@ -255,27 +247,15 @@ def _add(connection: sa.Connection, sums: dict[str, int], too_much: str) -> int:
         raise _overflow(sums, too_much) from None
 
 
-def _missing(connection: sa.Connection, names: list[str]) -> list[str]:
-    """Return those of the accounts that do not exist."""
-    there: set[str] = set()
-    for start in range(0, len(names), AT_ONCE):
-        part = {"names": names[start : start + AT_ONCE]}
-        there.update(connection.execute(_THERE, part).scalars())
-    return [name for name in names if name not in there]
-
-
 def _overflow(sums: Iterable[str], too_much: str) -> LedgerError:
     """Return the error for an overflow, naming a member's or group's account if possible."""
-    names = sorted(sums, key=is_system)
-    return LedgerError(what=too_much.format(name=names[0]))
+    return LedgerError(what=too_much.format(name=min(sums, key=is_system)))
 
 
 def _check_known(connection: sa.Connection, transfer: Transfer) -> None:
     """Raise LedgerError unless the transfer's key was posted with the same postings."""
-    known = sorted(
-        (name, amount) for name, amount in connection.execute(_OF_KEY, {"key": transfer.key})
-    )
-    if known != sorted((p.account, p.amount) for p in transfer.postings):
+    known = of_key(connection, transfer.key)
+    if known is None or Counter(known.postings) != Counter(transfer.postings):
         what = f"the key {transfer.key!r} was used for another amount or account"
         raise LedgerError(what=what)
 
@@ -291,11 +271,7 @@ _SELECTED = (
 )
 _bounded = leases.c.when_dry == OVERDRAFT
 """True for leases whose charges are limited one by one."""
-_costs = sa.and_(
-    OPEN_LEASE,
-    leases.c.state == LeaseState.RUNNING.value,
-    leases.c.rate > 0,
-)
+_costs = sa.and_(OPEN_LEASE, leases.c.state == LeaseState.RUNNING.value, leases.c.rate > 0)
 _RUNNING = sa.select(*_SELECTED).where(_costs, ~_bounded)
 _MODELS = sa.select(lease_places.c.lease_id, lease_places.c.model).where(OPEN_PLACE)
 _CHARGED = sa.update(leases).where(leases.c.id == sa.bindparam("lease"))
@@ -319,13 +295,10 @@ _PAID: sa.ColumnElement[Any] = (
     / sa.func.nullif(leases.c.rate, sa.literal_column("0"))
 )
 """Milliseconds from the start up to which nothing more is owed than was charged."""
-_BEGUN = {
-    name: sa.cast(ran, sa.BigInteger) // _period > sa.cast(_PAID, sa.BigInteger) // _period
-    for name, ran in _RAN.items()
-}
 _PORTION = {}
 _ACCOUNTS = {}
-for _name, _begun in _BEGUN.items():
+for _name, _ran in _RAN.items():
+    _begun = sa.cast(_ran, sa.BigInteger) // _period > sa.cast(_PAID, sa.BigInteger) // _period
     _some = sa.select(leases.c.id).where(_costs, ~_bounded, _begun)
     _PORTION[_name] = (
         sa.select(*_SELECTED, lease_places.c.model)
@@ -411,19 +384,15 @@ def charge_leases(connection: sa.Connection, found: Sequence[DueCharge], until: 
     connection.execute(_CHARGED, sums)
 
 
-_OF = sa.select(payers.c.account).where(payers.c.user == sa.bindparam("member"))
-
-
 def get_payer(connection: sa.Connection, user: str) -> str:
     """Return the member's usual paying account; empty if they chose none."""
-    return connection.execute(_OF, {"member": user}).scalar_one_or_none() or ""
+    query = sa.select(payers.c.account).where(payers.c.user == user)
+    return connection.execute(query).scalar_one_or_none() or ""
 
 
 def all_payers(connection: sa.Connection) -> dict[str, str]:
     """Return the usual paying accounts of all members who chose one."""
-    return {
-        row[0]: row[1] for row in connection.execute(sa.select(payers.c.user, payers.c.account))
-    }
+    return dict(connection.execute(sa.select(payers.c.user, payers.c.account)).tuples().all())
 
 
 def put_payer(connection: sa.Connection, user: str, account: str, at: datetime) -> None:

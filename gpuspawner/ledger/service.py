@@ -353,8 +353,13 @@ def give(
     make: Callable[..., Transfer] = rules.grant if amount > 0 else rules.adjustment
     transfer = make(account, amount, key=key, at=now, actor=actor, reason=reason)
     since = since or now
-    if until is not None:
-        _must_end_later(amount, since, until)
+    if until is not None and amount <= 0:
+        raise InvalidRequest("What is taken back has no end: leave the end out.", field="until")
+    if until is not None and until <= since:
+        raise InvalidRequest(
+            f"These credits would end at {_utc(until)}, which is over already. Name a later end.",
+            field="until",
+        )
     if not repository.post(connection, transfer):
         return False
     if until is not None:
@@ -425,17 +430,6 @@ def _must_be_reversible(connection: sa.Connection, transfer: Transfer) -> None:
             f"{format_credits(max(0, left), 6)} credits are left, and this charge is more: refund "
             "what is left of the lease instead.",
             field="transfer",
-        )
-
-
-def _must_end_later(amount: int, since: datetime, until: datetime) -> None:
-    """Raise InvalidRequest for an invalid end of credits."""
-    if amount <= 0:
-        raise InvalidRequest("What is taken back has no end: leave the end out.", field="until")
-    if until <= since:
-        raise InvalidRequest(
-            f"These credits would end at {_utc(until)}, which is over already. Name a later end.",
-            field="until",
         )
 
 
