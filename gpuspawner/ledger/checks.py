@@ -115,7 +115,7 @@ def check_settled(books: Books) -> Iterator[str]:
         if lease.state is not LeaseState.ENDED:
             continue
         if lease.ended_at is None:
-            yield f"Lease {lease.id} has ended, but nobody wrote down when."
+            yield f"Lease {lease.id} has ended at an unknown time."
             continue
         # Refunds from before partial refunds existed are not recorded in the lease.
         free = lease.id in books.failed or (lease.outcome in FREE and not lease.refunded)

@@ -113,7 +113,7 @@ class RemoveRatePage(RatesPage):
         rates = (await self.read(self.services.prices.all_rates)).rates
         rate = next((each for each in rates if each.id == rate_id), None)
         if rate is None:
-            raise InvalidRequest("This rate holds no more: nothing was changed.", field="id")
+            raise InvalidRequest("This rate was removed before: nothing was changed.", field="id")
         self.ask(
             "Remove this rate?",
             [("Rate", words(rate, self.services.settings.rates.zone))],

@@ -139,9 +139,9 @@ class GrantsBody(Body):
         examples=["ada,2.5,week 3\nbob,2.5,week 3"],
     )
     reason: Reason = ""
-    dry_run: Flag = Field(False, description="Only say what it would do.")
-    open: Flag = Field(False, description="Open accounts that are not there.")
-    again: Flag = Field(False, description="Although the same was given before.")
+    dry_run: Flag = Field(False, description="Only report what it would do.")
+    open: Flag = Field(False, description="Open accounts that do not exist.")
+    again: Flag = Field(False, description="Grant even if the same was granted before.")
     until: Moment | None = None
 
 
@@ -210,7 +210,7 @@ class FullRateAnswer(RateAnswer):
 
 
 class RatesAnswer(DatedAnswer):
-    """The rates in the order in which they are looked through."""
+    """The rates in the order in which they are matched."""
 
     next_change: Instant | None
     rates: tuple[FullRateAnswer | RateAnswer, ...]

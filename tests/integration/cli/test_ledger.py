@@ -128,7 +128,7 @@ def test_refill_is_added_listed_previewed_and_removed(cli: Command, services: Se
     rule = ["FREQ=WEEKLY;BYDAY=MO;BYHOUR=6;BYMINUTE=0", "10"]
     options = ["--zone", "Europe/Vienna", "--reason", "term", "--top-up", "--cap", "20"]
     tried = cli("refills", "add", *rule, *options, "--dry-run").stdout
-    assert "Nothing was made" in tried and services.refills.all_refills() == []
+    assert "Nothing was created" in tried and services.refills.all_refills() == []
     made = cli.json("refills", "add", *rule, *options, "--keep-days", "7")
     assert (made["mode"], made["amount"], made["cap"]) == ("top_up", "10.000000", "20.000000")
     assert (made["for"], made["keep_days"]) == (["everybody"], 7)
@@ -140,10 +140,10 @@ def test_refill_is_added_listed_previewed_and_removed(cli: Command, services: Se
     seen = cli("refills", "preview", made["id"][:4])
     assert "member:ada" in seen.stdout and "0.00 credits to 2 accounts" in seen.stdout
     removed = cli("refills", "remove", made["id"], "--reason", "term over").stdout
-    assert "is given no more" in removed and cli("refills").stdout == "No refills.\n"
-    assert "It comes no more" in cli("refills", "preview", made["id"]).stdout
+    assert "is ended" in removed and cli("refills").stdout == "No refills.\n"
+    assert "It has no more occurrences" in cli("refills", "preview", made["id"]).stdout
     done = cli("refills", "add", "FREQ=DAILY", "5", "--for", "members:ml", "--reason", "x")
-    assert "each member of ml gets it: who that is, the Hub says then" in done.stderr
+    assert "Each member of ml gets it, too." in done.stderr
 
 
 def rows(text: str) -> list[list[str]]:
@@ -177,7 +177,7 @@ def test_rates_are_listed_set_and_removed(cli: Command, services: Services) -> N
     assert "2100-10-01" not in cli("rates").stdout.split("\n\n")[1], "nights come sooner"
 
     assert cli("rates", "remove", "1", "--reason", "a slip").stdout.startswith(
-        "Rate 1 holds no more: 2.50 credits an hour"
+        "Rate 1 is removed: 2.50 credits an hour"
     )
     assert [rate["id"] for rate in cli.json("rates")] == [2, None, None]
     assert services.leases.get(lease.id).rate == 3_600_000
@@ -203,7 +203,7 @@ def test_rates_command_warns_of_rates_without_effect(cli: Command, services: Ser
     assert said == "No device of this hub is a B200 (there are: A100-80GB, T4).\n"
     cli("rates", "set", "A100-80GB", "3")
     said = cli("rates", "set", "A100", "2").stderr
-    assert said == "Rate 2 is more particular and goes before it where both fit.\n"
+    assert said == "A more specific rate applies where both match: 2.\n"
 
 
 def test_grants_appear_in_the_statement(cli: Command, services: Services) -> None:
