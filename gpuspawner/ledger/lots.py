@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import accumulate
 
 from ..core.errors import LedgerError
 from .models import SYSTEM_GRANTS, Transfer, TransferKind
@@ -160,12 +161,8 @@ def lasts(ending: Sequence[tuple[timedelta, int]], available: int, rate: int) ->
 
 def _without(amounts: Sequence[int], spent: int) -> list[int]:
     """Return what is left of the amounts, which are spent in order."""
-    left = []
-    for amount in amounts:
-        taken = min(amount, max(0, spent))
-        spent -= taken
-        left.append(amount - taken)
-    return left
+    sums = zip(amounts, accumulate(amounts), strict=True)
+    return [min(amount, max(0, total - spent)) for amount, total in sums]
 
 
 def expiry(lot: Lot, taken: int, at: datetime) -> Transfer | None:

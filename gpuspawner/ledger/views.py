@@ -51,18 +51,24 @@ ITEM_COLUMNS = ("at", "kind", "amount", "cost", "reason", "transfer")
 NOT_YOUR_SESSION = "This session is not yours: its receipt is for its member, and for admins."
 
 
+async def readable_account(handler: ServiceHandler, name: str) -> str:
+    """Return an account that the user may read, by default their own, which may not be open yet."""
+    account = account_of(name) if name else member_account(handler.user)
+    await web_base.must_read(handler, account)
+    if name:
+        await handler.read(handler.services.ledger.account, account)  # raises if it is unknown
+    return account
+
+
 class StatementPage(Page):
     """The statement of the member's own account, or of another one that they may see."""
 
     @web.authenticated
     async def get(self, name: str = "") -> None:
         """Send one page of the statement."""
-        account = account_of(name) if name else member_account(self.user)
-        await web_base.must_read(self, account)
+        account = await readable_account(self, name)
         text = self.get_query_argument("before", "")
         before = whole(text, "before", 1, LAST) if text else None
-        if name:
-            await self.read(self.services.ledger.account, account)  # raises if it is unknown
         own = account == member_account(self.user)
         self.show(
             "statement.html",
@@ -101,10 +107,7 @@ class StatementCSV(CSVHandler):
     @web.authenticated
     async def get(self, name: str = "") -> None:
         """Send the file."""
-        account = account_of(name) if name else member_account(self.user)
-        await web_base.must_read(self, account)
-        if name:
-            await self.read(self.services.ledger.account, account)
+        account = await readable_account(self, name)
         self.begin(f"statement-{account}")
         await self.send(COLUMNS, self._rows(account))
 
