@@ -216,7 +216,7 @@ def runs_of_refill(connection: sa.Connection, refill_id: str, limit: int = 20) -
     return [RefillRun(*row[1:]) for row in connection.execute(newest)]
 
 
-def open_refill_run(connection: sa.Connection) -> Sequence[tuple[Account, datetime]]:
+def accounts_since(connection: sa.Connection) -> Sequence[tuple[Account, datetime]]:
     """Return every account but the ledger's own, with its opening time, by name; without holds."""
     query = sa.select(accounts).order_by(accounts.c.name)
     return [

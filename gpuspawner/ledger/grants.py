@@ -223,7 +223,7 @@ class RefillService:
 
     def _must_be_known(self, connection: sa.Connection, audience: Collection[str]) -> None:
         """Raise InvalidRequest for an account that does not exist: most likely a mistake."""
-        known = {account.name for account, _ in credit_repository.open_refill_run(connection)}
+        known = {account.name for account, _ in credit_repository.accounts_since(connection)}
         for name in audience:
             if name.startswith(("member:", "group:")) and name not in known:
                 raise InvalidRequest(
@@ -237,7 +237,7 @@ def _of_members(connection: sa.Connection) -> list[tuple[Account, datetime]]:
     """Return every account but those of former members, which stay unchanged until they return."""
     former = {member_account(known.user) for known in members_repository.former_members(connection)}
     return [
-        each for each in credit_repository.open_refill_run(connection) if each[0].name not in former
+        each for each in credit_repository.accounts_since(connection) if each[0].name not in former
     ]
 
 
