@@ -40,30 +40,18 @@ class CreditPolicy:
     """Microcredits."""
 
 
-@dataclass(frozen=True, slots=True)
-class CreditPolicies:
-    """The policies of groups, in the order of the configuration."""
+def policy_of(
+    policies: Mapping[str, CreditPolicy], account: str, groups: Collection[str]
+) -> CreditPolicy:
+    """Return the policy for a server of a member of these groups, if this account pays.
 
-    groups: Mapping[str, CreditPolicy]
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, object]) -> CreditPolicies:
-        """Read ``{"*": "stop", "course": "session", "lab": {"overdraft": 20}}``.
-
-        Raises ConfigError naming the group.
-        """
-        return cls({str(group): _policy(group, value) for group, value in config.items()})
-
-    def of(self, account: str, groups: Collection[str]) -> CreditPolicy:
-        """Return the policy for a server of a member of these groups, if this account pays.
-
-        A group's own account uses the group's policy; a member's uses the first group of the
-        configuration that the member is in.
-        """
-        kind, _, name = account.partition(":")
-        mine = [name] if kind == "group" else [each for each in self.groups if each in groups]
-        usual = self.groups.get(DEFAULT, CreditPolicy())
-        return self.groups.get(mine[0], usual) if mine else usual
+    A group's own account uses the group's policy; a member's uses that of the first group, in the
+    order of ``policies``, that the member is in.
+    """
+    kind, _, name = account.partition(":")
+    mine = [name] if kind == "group" else [each for each in policies if each in groups]
+    usual = policies.get(DEFAULT, CreditPolicy())
+    return policies.get(mine[0], usual) if mine else usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +205,8 @@ def _warning(
     return PolicyStep("low" if lower else "quiet", due)
 
 
-def _policy(group: object, value: object) -> CreditPolicy:
+def parse_policy(group: object, value: object) -> CreditPolicy:
+    """Parse a value of ``c.GPUCredits.when_exhausted``. Raises ConfigError naming the group."""
     if value in (STOP, SESSION):
         return CreditPolicy(str(value))
     if not isinstance(value, Mapping) or list(value) != [OVERDRAFT]:

@@ -14,12 +14,11 @@ from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from functools import lru_cache
 from itertools import chain
-from typing import Protocol
 from zoneinfo import ZoneInfo
 
 from ..core.errors import ConfigError
 from ..core.units import MICRO, parse_credits
-from ..devices.models import model_matches, model_words
+from ..devices.models import Device, model_matches, model_words
 
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
@@ -136,18 +135,6 @@ MOST_SLOTS = 64
 _DECIMAL = re.compile(r"\d+(\.\d+)?", re.ASCII)
 
 
-class PricedDevice(Protocol):
-    """Something with a price: the relevant properties of a device."""
-
-    @property
-    def model(self) -> str:
-        """The name of the model."""
-
-    @property
-    def slots(self) -> int:
-        """Into how many slots the device is divided."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
     """Credits per GPU-hour, and what they apply to."""
@@ -219,7 +206,7 @@ class RateCard:
                 return rate.amount
         return -(-MICRO // slots)
 
-    def price(self, devices: Iterable[PricedDevice]) -> int:
+    def price(self, devices: Iterable[Device]) -> int:
         """Return the microcredits per hour for a slot on each of these devices; 0 for none."""
         return sum(self.rate_of(device.model, device.slots) for device in devices)
 

@@ -97,11 +97,7 @@ def test_removed_rate_does_not_restore_an_older_one(services: Services, clock: C
     ("fields", "field", "sentence"),
     [
         ({"amount": "1,5"}, "rate", "'1,5'. Write credits per GPU-hour as a decimal number"),
-        ({"amount": "NaN"}, "rate", "'NaN'"),
         ({"amount": float("nan")}, "rate", "nan"),
-        ({"amount": "-4"}, "rate", "'-4'"),
-        ({"amount": 10**30}, "rate", "more than 1000000"),
-        ({"amount": "0." + "1" * 18}, "rate", "has more than six decimals"),
         ({"model": "--"}, "model", "names no device model"),
         ({"environment": " "}, "environment", "names no environment"),
         ({"slots": 0}, "slots", "is no number of slots"),

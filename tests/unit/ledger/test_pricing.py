@@ -128,6 +128,8 @@ def test_special_rates_are_parsed_in_their_time_zone() -> None:
         ({"rat": 5}, "it has 'rat'"),
         ({"model": "A100"}, "its 'rate' is missing"),
         ({"rate": "1,5"}, "'1,5'. Write credits per GPU-hour as a decimal number"),
+        ({"rate": 10**30}, "more than 1000000"),
+        ({"rate": "0." + "1" * 18}, "has more than six decimals"),
         ({"rate": 1, "model": ""}, "'' names no device model"),
         ({"rate": 1, "environment": 3}, "3 names no environment"),
         ({"rate": 1, "slots": 0}, "0 is no number of slots"),
