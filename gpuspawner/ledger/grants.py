@@ -121,9 +121,8 @@ class RefillService:
 
     def all_refills(self, *, ended: bool = False) -> list[Refill]:
         """Return every refill, oldest first; those that an admin ended only on request."""
-        return self.store.run(
-            lambda connection: credit_repository.all_refills(connection, ended=ended)
-        )
+        with self.store.read() as connection:
+            return credit_repository.all_refills(connection, ended=ended)
 
     def refill(self, refill_id: str) -> Refill:
         """Return a refill by its id or the first letters of it. Raises UnknownRefill."""
@@ -136,9 +135,8 @@ class RefillService:
 
     def refill_runs(self, refill_id: str, limit: int = 20) -> list[RefillRun]:
         """Return the latest granted occurrences of a refill, newest first."""
-        return self.store.run(
-            lambda connection: credit_repository.runs_of_refill(connection, refill_id, limit)
-        )
+        with self.store.read() as connection:
+            return credit_repository.runs_of_refill(connection, refill_id, limit)
 
     def preview_refill(
         self, refill: Refill, members: Mapping[str, Collection[str]] | None = None, count: int = 5
