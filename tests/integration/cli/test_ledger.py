@@ -137,6 +137,7 @@ def test_refill_is_added_listed_previewed_and_removed(cli: Command, services: Se
     assert made["id"] in listed and "Europe/Vienna" in listed and "top up" in listed
     assert cli.json("refills", "list")[0]["id"] == made["id"]
 
+    assert cli.json("refills", "preview", made["id"])["comes_at"] == made["comes_at"]
     seen = cli("refills", "preview", made["id"][:4])
     assert "member:ada" in seen.stdout and "0.00 credits to 2 accounts" in seen.stdout
     removed = cli("refills", "remove", made["id"], "--reason", "term over").stdout

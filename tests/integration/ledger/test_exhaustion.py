@@ -379,10 +379,10 @@ async def test_concurrent_services_notify_the_member_once(
     assert services.leases.get(lease.id).outcome == "credits"
 
 
-async def test_credit_warning_is_repeated_when_credits_fall_again(
+async def test_credit_warning_is_repeated_after_credits_and_for_a_new_server(
     services: Services, clock: Clock, duty: Duties
 ) -> None:
-    server(services, "ada", name="one")
+    one = server(services, "ada", name="one")
     credits = duty(warn_minutes=(10, 2))
     clock.forward(seconds=14 * MINUTE)
     await credits.round()
@@ -393,18 +393,8 @@ async def test_credit_warning_is_repeated_when_credits_fall_again(
     clock.forward(seconds=7 * MINUTE)
     await credits.round()
     assert len(titles(services)) == 2
-
-
-async def test_new_server_gets_its_own_credit_warning(
-    services: Services, clock: Clock, duty: Duties
-) -> None:
-    one = server(services, "ada", name="one")
-    credits = duty(warn_minutes=(10,))
-    clock.forward(seconds=6 * MINUTE)
-    await credits.round()
     services.leases.release(one.id, ended_at=clock.now, reason="stopped")
-
     server(services, "ada", name="two")
     for _ in range(3):
         await credits.round()
-    assert len(titles(services)) == 2
+    assert len(titles(services)) == 3, "a new server has a warning of its own"

@@ -49,14 +49,6 @@ def test_admin_rate_overrides_configuration_but_not_open_leases(
     assert services.prices.rates.rate_of("A100") == 2_500_000
 
 
-def test_rate_applies_from_its_start_date(services: Services, clock: Clock) -> None:
-    services.prices.set_rate(1, since="2025-03-02", zone=VIENNA, actor="kim")
-    clock.now = datetime(2025, 3, 1, 22, 59, 59, tzinfo=timezone.utc)
-    assert price(services) == 4 * MICRO
-    clock.forward(seconds=1)
-    assert price(services) == MICRO
-
-
 def test_session_keeps_the_night_rate_into_the_day(make: Make, clock: Clock) -> None:
     """The last night of winter is an hour shorter, and costs an hour less."""
     night = {"model": "A100", "hours": "20-8", "rate": 2}
