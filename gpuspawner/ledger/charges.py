@@ -130,10 +130,9 @@ def end_due_lots(connection: sa.Connection, account: str, now: datetime) -> None
 def settle_lots_since(
     connection: sa.Connection, lease: Lease, now: datetime, newest: datetime | None
 ) -> None:
-    """Settle lots that ended after an ended lease started.
+    """Settle lots that ended after an ended lease started: it may have spent less from them.
 
-    The lease may have ended before them, although it was believed to spend from them. ``newest`` is
-    the latest end of the account's lots.
+    ``newest`` is the latest end of the account's lots.
     """
     if newest is not None and lease.started_at is not None and lease.started_at < newest:
         settle_lots(connection, lease.account, now)

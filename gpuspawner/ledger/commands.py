@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from ..cli.command import command
@@ -34,9 +33,9 @@ from ..cli.parameters import (
 from ..core.errors import ConfigError, UnknownAccount, UnknownLease
 from ..services import Services
 from .grant_files import MOST_BYTES
-from .grants import BulkGrantResult
+from .grants import BulkGrantResult, meant
 from .models import Account, member_account
-from .repository import StatementLine
+from .statements import StatementEntry
 
 key_option = option(
     "--key", "TEXT", "do this only once, even if the command is repeated with this key"
@@ -151,7 +150,7 @@ def statement(settings: Settings, name: str, limit: int) -> None:
             credits(line.balance),
             line.actor,
             line.lease_id or "-",
-            line.transfer_id[:8],
+            line.transfer[:8],
             line.reason,
         )
         for line in lines
@@ -185,12 +184,10 @@ def find_account(services: Services, name: str, advice: str = "") -> Account:
     try:
         return services.ledger.account(name)
     except UnknownAccount:
-        owners = {a.name.partition(":")[2]: a.name for a in services.ledger.accounts()}
-        near = difflib.get_close_matches(name.partition(":")[2], list(owners), n=3)
-        meant = f" Did you mean {' or '.join(owners[o] for o in near)}?" if near else ""
+        question = meant(name, (account.name for account in services.ledger.accounts()))
         opens = " A member's account opens at their first sign-in." if "member:" in name else ""
         hint = f" {advice}" if advice else ""
-        sentence = f"There is no account {name!r}.{meant}{opens}{hint}"
+        sentence = f"There is no account {name!r}.{question}{opens}{hint}"
         raise UnknownAccount(sentence, account=name) from None
 
 
@@ -221,7 +218,7 @@ def _plain_account(account: Account) -> dict[str, Any]:
     }
 
 
-def _plain_line(line: StatementLine) -> dict[str, Any]:
+def _plain_line(line: StatementEntry) -> dict[str, Any]:
     return {
         "at": utc(line.at),
         "kind": line.kind,
@@ -230,7 +227,7 @@ def _plain_line(line: StatementLine) -> dict[str, Any]:
         "actor": line.actor,
         "reason": line.reason,
         "lease": line.lease_id,
-        "transfer": line.transfer_id,
+        "transfer": line.transfer,
     }
 
 
@@ -310,7 +307,7 @@ def payer(settings: Settings, member_name: str, name: str) -> None:
 
 
 def _show_file(done: BulkGrantResult, dry_run: bool) -> int:
-    """Print what a file granted, or would grant. Return 1 if it has mistakes."""
+    """Print what a file granted, or would grant; return the exit status."""
     show(_plain_transfer(done), _told(done, dry_run))
     for problem in done.problems:
         note(str(problem))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 
 from tornado import web
@@ -23,9 +22,7 @@ from .grants import BulkGrantResult
 from .models import Transfer
 from .schemas import GrantsAnswer, GrantsBody, ProblemAnswer, RefundBody, TransferAnswer
 
-DONE = {
-    "reversed": "The transfer was undone by this one, its opposite.",
-}
+REVERSED = "The transfer was undone by this one, its opposite."
 
 
 async def find_transfer(handler: ServiceHandler, transfer_id: str) -> Transfer:
@@ -57,7 +54,7 @@ class TransferPage(FormPage):
             "transfer.html",
             transfer=found,
             reversal=await self.read(self.services.reports.reversal_of, found.id),
-            done=DONE.get(self.get_query_argument("done", ""), ""),
+            done=REVERSED if self.get_query_argument("done", "") == "reversed" else "",
             refusal=refusal,
             reason=reason,
             xsrf=self.xsrf,
@@ -119,13 +116,8 @@ class RefundPage(FormPage):
             if not self.confirmed:
                 self._ask(found, sent.amount, sent.reason)
                 return
-            work = partial(
-                self.services.ledger.refund,
-                actor=self.actor,
-                reason=sent.reason,
-                key=self.key,
-            )
-            await self.services.run(work, lease_id, sent.amount)
+            refund, told = self.services.ledger.refund, {"reason": sent.reason, "key": self.key}
+            await self.services.run(refund, lease_id, sent.amount, actor=self.actor, **told)
         except LedgerError as refusal:
             raise web.HTTPError(409) from refusal
         except GPUSpawnerError as refusal:
@@ -217,11 +209,9 @@ CORRECTION_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
 ]
 
 
-MOST = 1024 * 1024
-"""Maximum bytes of a file."""
+MOST = 1024 * 1024  # bytes of a file
 
-SHOWN = 10
-"""Problems listed if a file is refused."""
+SHOWN = 10  # problems listed if a file is refused
 
 
 class BulkPage(FormPage):
@@ -241,10 +231,7 @@ class BulkPage(FormPage):
         refusal: GPUSpawnerError | None = None,
         typed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Send the form.
-
-        ``found`` is the preview or the result of the file, ``typed`` is the form's content.
-        """
+        """Send the form; ``found`` is the preview or result of a file, ``typed`` the content."""
         if refusal or (found and found.problems):
             self.set_status(400)
         self.show(
@@ -264,15 +251,13 @@ class BulkPage(FormPage):
             data = self._sent(typed["lines"])
             typed["lines"] = data.decode("utf-8-sig", errors="replace")
             found = await self.services.run(
-                partial(
-                    self.services.bulk_grants.grant_file,
-                    data,
-                    actor=self.actor,
-                    reason=typed["reason"],
-                    dry_run=not self.confirmed,
-                    open_accounts=bool(typed["open"]),
-                    again=bool(typed["again"]),
-                )
+                self.services.bulk_grants.grant_file,
+                data,
+                actor=self.actor,
+                reason=typed["reason"],
+                dry_run=not self.confirmed,
+                open_accounts=bool(typed["open"]),
+                again=bool(typed["again"]),
             )
         except GPUSpawnerError as refusal:
             self.show_form(refusal=refusal, typed=typed)
@@ -320,7 +305,6 @@ class BulkAPI(ChangingAPI):
 
 
 def _told(problems: Sequence[Problem]) -> str:
-    """Describe the problems in a few sentences."""
     more = len(problems) - SHOWN
     rest = [f"And {more} more; a dry run names all of them."] if more > 0 else []
     return " ".join(["Nothing was given.", *(str(p) for p in problems[:SHOWN]), *rest])

@@ -1,9 +1,8 @@
 """What happens to servers whose account runs dry: warnings first, then the policy. Pure.
 
-A policy is fixed in the lease at the grant, like its price: ``stop`` after a grace period, let the
-planned ``session`` end, or continue into an ``overdraft``, whose limit no charge ever passes. What
-is due follows from the lease, the account at that moment, and earlier warnings; so nothing is lost
-or repeated if the service is killed at any point.
+A policy is fixed in the lease at the grant: ``stop`` after a grace period, let the planned
+``session`` end, or continue into an ``overdraft``, whose limit no charge ever passes. What is due
+follows from the lease, the account and earlier warnings, so a kill loses and repeats nothing.
 """
 
 from __future__ import annotations
@@ -41,30 +40,18 @@ class CreditPolicy:
     """Microcredits."""
 
 
-@dataclass(frozen=True, slots=True)
-class CreditPolicies:
-    """The policies of groups, in the order of the configuration."""
+def policy_of(
+    policies: Mapping[str, CreditPolicy], account: str, groups: Collection[str]
+) -> CreditPolicy:
+    """Return the policy for a server of a member of these groups, if this account pays.
 
-    groups: Mapping[str, CreditPolicy]
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, object]) -> CreditPolicies:
-        """Read ``{"*": "stop", "course": "session", "lab": {"overdraft": 20}}``.
-
-        Raises ConfigError naming the group.
-        """
-        return cls({str(group): _policy(group, value) for group, value in config.items()})
-
-    def of(self, account: str, groups: Collection[str]) -> CreditPolicy:
-        """Return the policy for a server of a member of these groups, if this account pays.
-
-        A group's own account uses the group's policy; a member's uses the first group of the
-        configuration that the member is in.
-        """
-        kind, _, name = account.partition(":")
-        mine = [name] if kind == "group" else [each for each in self.groups if each in groups]
-        usual = self.groups.get(DEFAULT, CreditPolicy())
-        return self.groups.get(mine[0], usual) if mine else usual
+    A group's own account uses the group's policy; a member's uses that of the first group, in the
+    order of ``policies``, that the member is in.
+    """
+    kind, _, name = account.partition(":")
+    mine = [name] if kind == "group" else [each for each in policies if each in groups]
+    usual = policies.get(DEFAULT, CreditPolicy())
+    return policies.get(mine[0], usual) if mine else usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +103,9 @@ class PolicyStep:
 def shares(leases: Iterable[Lease], balance: int, until: datetime) -> dict[str, int]:
     """Return what can be charged for each running lease with an overdraft, by lease id.
 
-    ``leases`` are all that an account pays for, ``balance`` is the account's posted balance. What
-    all of them owe is paid in the order of time, regardless of how often this is called: they share
-    what there is until it is used up, and later use is not charged. A lease with a larger overdraft
-    continues alone from there.
+    ``leases`` are all that an account pays for, ``balance`` is its posted balance. They share what
+    there is, in the order of time, until it is used up; later use is not charged. A lease with a
+    larger overdraft continues alone from there.
     """
     running = [x for x in leases if x.state is LeaseState.RUNNING and x.started_at and x.rate > 0]
     bounded = [lease for lease in running if lease.when_dry == OVERDRAFT]
@@ -193,11 +179,8 @@ def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | Non
 
 
 def _was_told(lease: Lease, now: datetime) -> bool:
-    """Return True if the member was told.
-
-    A warning dated in the future, from before the clock was set back, does not count: otherwise the
-    grace period would last until then.
-    """
+    # A warning dated in the future, from before the clock was set back, does not count: otherwise
+    # the grace period would last until then.
     return lease.warned_at is not None and lease.warned_at <= now + _SKEW
 
 
@@ -222,8 +205,8 @@ def _warning(
     return PolicyStep("low" if lower else "quiet", due)
 
 
-def _policy(group: object, value: object) -> CreditPolicy:
-    """Parse one policy of the configuration. Raises ConfigError naming the group."""
+def parse_policy(group: object, value: object) -> CreditPolicy:
+    """Parse a value of ``c.GPUCredits.when_exhausted``. Raises ConfigError naming the group."""
     if value in (STOP, SESSION):
         return CreditPolicy(str(value))
     if not isinstance(value, Mapping) or list(value) != [OVERDRAFT]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -28,45 +28,29 @@ from .models import Account, TransferKind
 from .refills import Mode, Recurrence, Refill
 from .rules import reversal_key
 
-_FIELDS = (
-    "transfer_id",
-    "account",
-    "amount",
-    "starts_at",
-    "ends_at",
-    "cancelled_at",
-    "closed_at",
-    "taken",
-    "takes",
-)
 _account = lots.c.account == sa.bindparam("account")
 _FIRST_DUE = sa.select(sa.func.min(lots.c.ends_at)).where(_account, OPEN_LOT)
-_NEWEST_CLOSED = sa.select(sa.func.max(lots.c.ends_at)).where(
-    _account, lots.c.closed_at.isnot(None)
-)
+_NEWEST_CLOSED = sa.select(sa.func.max(lots.c.ends_at)).where(_account, ~OPEN_LOT)
 _DUE = sa.select(lots.c.account).where(OPEN_LOT, lots.c.ends_at <= sa.bindparam("now")).distinct()
 
 
 def insert_lot(connection: sa.Connection, lot: Lot) -> None:
     """Insert a lot, in the transaction of its grant."""
-    row = {name: getattr(lot, name) for name in _FIELDS[1:5]}
+    row = {name: getattr(lot, name) for name in ("account", "amount", "starts_at", "ends_at")}
     connection.execute(sa.insert(lots), {"transfer_id": lot.id, **row})
 
 
 def lots_of_account(connection: sa.Connection, account: str) -> list[Lot]:
     """Return every lot that the account ever had, first to end first."""
-    query = (
-        sa.select(*(lots.c[name] for name in _FIELDS))
-        .where(lots.c.account == account)
-        .order_by(lots.c.ends_at, lots.c.starts_at, lots.c.transfer_id)
-    )
-    return [_lot(row) for row in connection.execute(query)]
+    query = sa.select(lots).where(lots.c.account == account)
+    ordered = query.order_by(lots.c.ends_at, lots.c.starts_at, lots.c.transfer_id)
+    return [_lot(row) for row in connection.execute(ordered).mappings()]
 
 
 def lots_of_transfer(connection: sa.Connection, transfer: str) -> Lot | None:
     """Return the lot that a transfer created, if it did."""
-    query = sa.select(*(lots.c[name] for name in _FIELDS)).where(lots.c.transfer_id == transfer)
-    row = connection.execute(query).first()
+    query = sa.select(lots).where(lots.c.transfer_id == transfer)
+    row = connection.execute(query).mappings().first()
     return _lot(row) if row else None
 
 
@@ -99,6 +83,11 @@ def flow_of_account(connection: sa.Connection, account: str) -> LotFlow:
     one a minute, is read.
     """
     back = transfers.c.key.like("refund:%")
+    cancelled = sa.select(lots.c.transfer_id).where(
+        lots.c.account == account, lots.c.cancelled_at.isnot(None)
+    )
+    # A lot's reversal is the lot's own end.
+    reversals = [reversal_key(name) for name in connection.execute(cancelled).scalars()]
     query = (
         sa.select(transfers.c.at, postings.c.amount, transfers.c.lease_id, back)
         .join(postings, postings.c.transfer_id == transfers.c.id)
@@ -107,7 +96,7 @@ def flow_of_account(connection: sa.Connection, account: str) -> LotFlow:
             postings.c.account == account,
             APART,
             lots.c.transfer_id.is_(None),
-            transfers.c.key.not_in(_reversals(connection, account)),
+            transfers.c.key.not_in(reversals),
             transfers.c.kind != TransferKind.EXPIRY.value,
         )
         .order_by(postings.c.id)
@@ -118,14 +107,6 @@ def flow_of_account(connection: sa.Connection, account: str) -> LotFlow:
         if is_back:
             refunded[lease] = refunded.get(lease, 0) + amount
     return LotFlow(_uses(connection, account, refunded), [(row[0], row[1]) for row in rows])
-
-
-def _reversals(connection: sa.Connection, account: str) -> list[str]:
-    """Return the keys of the reversals of lots: they are the lots' own end."""
-    query = sa.select(lots.c.transfer_id).where(
-        lots.c.account == account, lots.c.cancelled_at.isnot(None)
-    )
-    return [reversal_key(name) for name in connection.execute(query).scalars()]
 
 
 def _uses(connection: sa.Connection, account: str, refunded: dict[str, int]) -> list[LotUse]:
@@ -149,7 +130,7 @@ def _uses(connection: sa.Connection, account: str, refunded: dict[str, int]) -> 
 
 
 def _lot(row: Any) -> Lot:
-    values = dict(zip(_FIELDS, row, strict=True))
+    values = dict(row)
     return Lot(id=values.pop("transfer_id"), **values)
 
 
@@ -161,28 +142,24 @@ class RefillRun:
     at: datetime
     """When it was granted: later than the occurrence if the service was down."""
     accounts: int
-    """How many accounts got something."""
+    """How many got something."""
     total: int
-    """Microcredits in total."""
+    """Microcredits."""
+
+
+_SAME = ("id", "amount", "cap", "reason", "made_at", "made_by", "next_at", "ended_at")
+"""What a refill and its row have in common."""
+_RECURRENCE = ("rule", "zone", "starts_at")
 
 
 def insert_refill(connection: sa.Connection, refill: Refill) -> None:
     """Insert a refill."""
-    recurrence = refill.recurrence
-    row = {
-        "id": refill.id,
-        "rule": recurrence.rule,
-        "zone": recurrence.zone,
-        "starts_at": recurrence.starts_at,
+    row = {name: getattr(refill, name) for name in _SAME}
+    row |= {name: getattr(refill.recurrence, name) for name in _RECURRENCE}
+    row |= {
         "mode": refill.mode.value,
-        "amount": refill.amount,
-        "cap": refill.cap,
         "audience": json.dumps(refill.audience),
         "keep_seconds": None if refill.keep is None else round(refill.keep.total_seconds()),
-        "reason": refill.reason,
-        "made_at": refill.made_at,
-        "made_by": refill.made_by,
-        "next_at": refill.next_at,
     }
     connection.execute(sa.insert(refills).values(row))
 
@@ -228,23 +205,18 @@ def note_refill_run(
     connection: sa.Connection, refill_id: str, run: RefillRun, next_at: datetime | None
 ) -> None:
     """Record that an occurrence was granted, and which one is next."""
-    row = {name: getattr(run, name) for name in RefillRun.__dataclass_fields__}
-    connection.execute(sa.insert(refill_runs).values(refill_id=refill_id, **row))
+    connection.execute(sa.insert(refill_runs).values(refill_id=refill_id, **asdict(run)))
     connection.execute(sa.update(refills).where(refills.c.id == refill_id).values(next_at=next_at))
 
 
 def runs_of_refill(connection: sa.Connection, refill_id: str, limit: int = 20) -> list[RefillRun]:
     """Return the latest granted occurrences, newest first."""
-    query = (
-        sa.select(*(refill_runs.c[name] for name in RefillRun.__dataclass_fields__))
-        .where(refill_runs.c.refill_id == refill_id)
-        .order_by(refill_runs.c.occurrence.desc())
-        .limit(limit)
-    )
-    return [RefillRun(*row) for row in connection.execute(query)]
+    query = sa.select(refill_runs).where(refill_runs.c.refill_id == refill_id)
+    newest = query.order_by(refill_runs.c.occurrence.desc()).limit(limit)
+    return [RefillRun(*row[1:]) for row in connection.execute(newest)]
 
 
-def open_refill_run(connection: sa.Connection) -> Sequence[tuple[Account, datetime]]:
+def accounts_since(connection: sa.Connection) -> Sequence[tuple[Account, datetime]]:
     """Return every account but the ledger's own, with its opening time, by name; without holds."""
     query = sa.select(accounts).order_by(accounts.c.name)
     return [
@@ -257,16 +229,9 @@ def open_refill_run(connection: sa.Connection) -> Sequence[tuple[Account, dateti
 def _refill(row: Any) -> Refill:
     keep = row["keep_seconds"]
     return Refill(
-        id=row["id"],
-        recurrence=Recurrence(row["rule"], row["zone"], row["starts_at"]),
+        recurrence=Recurrence(*(row[name] for name in _RECURRENCE)),
         mode=Mode(row["mode"]),
-        amount=row["amount"],
         audience=tuple(json.loads(row["audience"])),
-        cap=row["cap"],
         keep=None if keep is None else timedelta(seconds=keep),
-        reason=row["reason"],
-        made_at=row["made_at"],
-        made_by=row["made_by"],
-        next_at=row["next_at"],
-        ended_at=row["ended_at"],
+        **{name: row[name] for name in _SAME},
     )

@@ -1,7 +1,6 @@
 """Accounts that run out of credits: the warnings, and the stops that their policy requires.
 
-Each account is handled in one transaction, including its notices: if the process is killed, all or
-nothing was done, and the next one continues from there.
+Each account is handled in one transaction, including its notices, so that a kill loses nothing.
 """
 
 from __future__ import annotations
@@ -35,78 +34,24 @@ def first_of_each(leases: Collection[Lease]) -> dict[str, Lease]:
     return found
 
 
-def credits_low(
+def _notice(
+    template: str,
+    kind: NoticeKind,
+    key: str,
     lease: Lease,
     purse: AccountRunway,
-    minutes: float,
     now: datetime,
-    credits_help: str,
-    *,
-    several: bool = False,
+    **values: Any,
 ) -> Notice:
-    """To a member: until when the credits last. ``several``: they pay for others of theirs too."""
-    return compose(
-        "credits_low",
-        NoticeKind.CREDITS_LOW,
-        f"credits_low:{lease.id}:{minutes:g}:{now.timestamp():.6f}",
-        lease.server.user,
-        now,
-        lease=lease,
-        left=purse.balance + lease.overdraft,
-        balance=purse.balance,
-        rate=purse.rate,
-        minutes=minutes,
-        lasts_until=now + (purse.lasts(lease) or timedelta(0)),
-        several=several,
-        credits_help=credits_help,
-    )
-
-
-def ran_dry(
-    lease: Lease, purse: AccountRunway, now: datetime, stops_at: datetime | None, credits_help: str
-) -> Notice:
-    """To the member of a server that the account cannot pay for any more: save your work."""
-    return compose(
-        "credits_gone",
-        NoticeKind.CREDITS_LOW,
-        f"credits_low:{lease.id}:0:{now.timestamp():.6f}",
-        lease.server.user,
-        now,
-        lease=lease,
-        balance=purse.balance,
-        rate=purse.rate,
-        stops_at=stops_at,
-        credits_help=credits_help,
-    )
+    """To the lease's member. ``values`` are those of the template besides the usual ones."""
+    values |= {"lease": lease, "balance": purse.balance, "rate": purse.rate}
+    return compose(template, kind, key, lease.server.user, now, **values)
 
 
 def credits_back(lease: Lease, purse: AccountRunway, now: datetime) -> Notice:
     """For the admin's command only: a server goes on whose member was told that nothing is left."""
-    return compose(
-        "credits_back",
-        NoticeKind.CREDITS_LOW,
-        f"credits_back:{lease.id}:{now.timestamp():.6f}",
-        lease.server.user,
-        now,
-        lease=lease,
-        balance=purse.balance,
-        rate=purse.rate,
-    )
-
-
-def stopped(lease: Lease, purse: AccountRunway, now: datetime, credits_help: str) -> Notice:
-    """To the member of a server that is being stopped, and why."""
-    return compose(
-        "credits_gone_stopped",
-        NoticeKind.STOPPED,
-        f"stopped:{lease.id}",
-        lease.server.user,
-        now,
-        lease=lease,
-        balance=purse.balance,
-        rate=purse.rate,
-        credits_help=credits_help,
-    )
+    key = f"credits_back:{lease.id}:{now.timestamp():.6f}"
+    return _notice("credits_back", NoticeKind.CREDITS_LOW, key, lease, purse, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +88,8 @@ class ExhaustionService:
             most = max(warn_minutes, default=0)
             soon = credit_repository.lots_due(connection, now + timedelta(minutes=most))
             for name in _worth_a_look(leases_repository.sums(connection), now, most, soon):
-                balance, paid_for = _paying(connection, name)[name]
-                purse = AccountRunway.of(
-                    balance, paid_for, now, charges.ending_credits(connection, name, now)
-                )
-                steps = (
-                    credit_policy.next_step(x, purse, now, self.grace, warn_minutes)
-                    for x in paid_for
-                )
-                if any(steps):
+                _, steps = self._steps(connection, name, now, warn_minutes)
+                if any(step for _, step in steps):
                     found.append(name)
         return found
 
@@ -160,27 +98,13 @@ class ExhaustionService:
         now = self.clock()
         with self.store.write() as connection:
             charges.end_due_lots(connection, account, now)
-            balance, paid_for = _paying(connection, account).get(account, (0, []))
-            purse = AccountRunway.of(
-                balance, paid_for, now, charges.ending_credits(connection, account, now)
-            )
-            due = [
-                (x, credit_policy.next_step(x, purse, now, self.grace, warn_minutes))
-                for x in paid_for
-            ]
-            done = [self._do(connection, lease, step, purse, now) for lease, step in due if step]
+            purse, steps = self._steps(connection, account, now, warn_minutes)
+            done = [self._do(connection, lease, step, purse, now) for lease, step in steps if step]
             happened = [each for each in done if each]
             low = [each.lease for each in happened if each.event == "low"]
             for lease in first_of_each(low).values():
-                several = sum(x.server.user == lease.server.user for x in paid_for) > 1
-                notice = credits_low(
-                    lease,
-                    purse,
-                    lease.told_dry or 0.0,
-                    now,
-                    self.settings.help_text,
-                    several=several,
-                )
+                several = sum(x.server.user == lease.server.user for x, _ in steps) > 1
+                notice = self._low(lease, purse, now, several=several)
                 notifications_repository.add(connection, notice)
         return happened
 
@@ -197,6 +121,16 @@ class ExhaustionService:
         return {lease_id: moment for lease_id, moment in found.items() if moment}
 
     # Helpers.
+
+    def _steps(
+        self, connection: sa.Connection, account: str, now: datetime, warn_minutes: Sequence[float]
+    ) -> tuple[AccountRunway, list[tuple[Lease, PolicyStep | None]]]:
+        """Return the account, and what is due about each of the leases that it pays for."""
+        balance, paid_for = _paying(connection, account).get(account, (0, []))
+        ending = charges.ending_credits(connection, account, now)
+        purse = AccountRunway.of(balance, paid_for, now, ending)
+        known = (purse, now, self.grace, warn_minutes)
+        return purse, [(lease, credit_policy.next_step(lease, *known)) for lease in paid_for]
 
     def _do(
         self,
@@ -216,21 +150,44 @@ class ExhaustionService:
             case "back":
                 changes = {"warned_at": None}
             case "stop":
-                changes = {"outcome": "credits", "end_reason": _why(lease)}
+                overdrawn = lease.when_dry == credit_policy.OVERDRAFT
+                why = "the overdraft was used up" if overdrawn else "the credits ran out"
+                changes = {"outcome": "credits", "end_reason": why}
         lease = replace(lease, **changes)
         leases_repository.update(connection, lease.id, **changes)
         stops_at = (
             now if step.event == "stop" else credit_policy.stops_at(lease, purse, now, self.grace)
         )
+        told: dict[str, Any] = {"credits_help": self.settings.help_text}
         if step.event == "dry":
-            notice = ran_dry(lease, purse, now, stops_at, self.settings.help_text)
+            key, told["stops_at"] = f"credits_low:{lease.id}:0:{now.timestamp():.6f}", stops_at
+            kind = NoticeKind.CREDITS_LOW
+            notice = _notice("credits_gone", kind, key, lease, purse, now, **told)
             notifications_repository.add(connection, notice)
         elif step.event == "stop":
-            notice = stopped(lease, purse, now, self.settings.help_text)
+            key, kind = f"stopped:{lease.id}", NoticeKind.STOPPED
+            notice = _notice("credits_gone_stopped", kind, key, lease, purse, now, **told)
             notifications_repository.add(connection, notice)
         if step.event == "quiet":
             return None
         return CreditEvent(step.event, lease, purse, step.minutes, stops_at)
+
+    def _low(self, lease: Lease, purse: AccountRunway, now: datetime, *, several: bool) -> Notice:
+        """Say until when the credits last; ``several``: they pay for other servers, too."""
+        minutes = lease.told_dry or 0.0
+        return _notice(
+            "credits_low",
+            NoticeKind.CREDITS_LOW,
+            f"credits_low:{lease.id}:{minutes:g}:{now.timestamp():.6f}",
+            lease,
+            purse,
+            now,
+            left=purse.balance + lease.overdraft,
+            minutes=minutes,
+            lasts_until=now + (purse.lasts(lease) or timedelta(0)),
+            several=several,
+            credits_help=self.settings.help_text,
+        )
 
 
 def _worth_a_look(
@@ -239,7 +196,7 @@ def _worth_a_look(
     minutes: float,
     ending: Collection[str],
 ) -> list[str]:
-    """Return the accounts that may last at most ``minutes``, or about which something was told.
+    """Return the accounts that may last at most ``minutes``, or whose members were told something.
 
     ``ending``: accounts with credits that expire by then.
     """
@@ -266,18 +223,7 @@ def _paying(
     connection: sa.Connection, account: str | None = None
 ) -> dict[str, tuple[int, list[Lease]]]:
     """Return the running leases that cost something, and the paying balance, by account."""
-    found: dict[str, list[Lease]] = defaultdict(list)
-    rows: Iterable[tuple[Lease, int]] = leases_repository.paying(connection, account)
-    balances: dict[str, int] = {}
-    for lease, balance in rows:
-        found[lease.account].append(lease)
-        balances[lease.account] = balance
-    return {name: (balances[name], some) for name, some in found.items()}
-
-
-def _why(lease: Lease) -> str:
-    return (
-        "the overdraft was used up"
-        if lease.when_dry == credit_policy.OVERDRAFT
-        else "the credits ran out"
-    )
+    found: dict[str, tuple[int, list[Lease]]] = {}
+    for lease, balance in leases_repository.paying(connection, account):
+        found.setdefault(lease.account, (balance, []))[1].append(lease)
+    return found

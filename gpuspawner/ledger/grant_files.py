@@ -1,7 +1,6 @@
-"""Many grants from one table, as spreadsheets write it. Pure: bytes in, rows and problems out.
+"""Many grants from a CSV file, as spreadsheets write it. Pure: bytes in, rows and problems out.
 
-The columns are ``member`` (or ``account``), ``amount`` and optionally ``reason``, separated by
-commas, semicolons or tabs. The first line may name them.
+Columns: ``member`` (or ``account``), ``amount``, maybe ``reason``. The first line may name them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ MOST = 1_000_000_000
 MOST_BYTES = 4_000_000
 """The maximum size of a file."""
 
-LONGEST_REASON = 300
-"""Characters."""
+LONGEST_REASON = 300  # characters
 
 _COLUMNS = {
     "member": "account",
@@ -162,7 +160,6 @@ def _columns(rows: list[tuple[int, list[str]]]) -> list[str]:
 
 
 def _row(number: int, cells: Sequence[str], columns: Sequence[str], reason: str) -> GrantRow:
-    """Parse a line. Raises ValueError or LedgerError with a sentence."""
     hint = "an amount is written with a point, like 1.5, and a text with commas in quotes."
     values = by_column(cells, columns, hint)
     if not values.get("account"):

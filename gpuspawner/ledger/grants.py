@@ -1,7 +1,6 @@
 """Grants to many accounts: recurring refills, and grants from a table.
 
-An occurrence is granted once, however many processes try and however late. All of its accounts get
-it in one transaction, under a key that the database accepts only once.
+All accounts get an occurrence in one transaction, under keys that the database accepts only once.
 """
 
 from __future__ import annotations
@@ -41,10 +40,9 @@ class RefillService:
         self.log = log
 
     def add_refill(self, plan: Refill) -> Refill:
-        """Create a planned refill; occurrences before its creation are not granted.
+        """Create a planned refill; a plan with the same key is created once.
 
-        A plan with the same key is created once. Raises InvalidRequest if the key was used for
-        another one.
+        Raises InvalidRequest if the key was used for another one.
         """
         try:
             with self.store.write() as connection:
@@ -74,10 +72,9 @@ class RefillService:
     ) -> Refill:
         """Plan a refill for :meth:`add_refill`, without writing anything.
 
-        ``starts_at`` is the start of the rule and sets the occurrences' time of day; it is the
-        first occurrence itself if the rule allows it. The default is the next full minute. ``key``:
-        plans of the same actor with the same key are the same refill. Raises InvalidRequest for a
-        rule that never occurs or too often, and for invalid amounts and names.
+        ``starts_at`` sets the occurrences' time of day and is the first one itself if the rule
+        allows it; by default it is the next full minute. Plans of the same actor with the same
+        ``key`` are the same refill. Raises InvalidRequest.
         """
         now = self.clock().astimezone(timezone.utc)
         try:
@@ -124,9 +121,8 @@ class RefillService:
 
     def all_refills(self, *, ended: bool = False) -> list[Refill]:
         """Return every refill, oldest first; those that an admin ended only on request."""
-        return self.store.run(
-            lambda connection: credit_repository.all_refills(connection, ended=ended)
-        )
+        with self.store.read() as connection:
+            return credit_repository.all_refills(connection, ended=ended)
 
     def refill(self, refill_id: str) -> Refill:
         """Return a refill by its id or the first letters of it. Raises UnknownRefill."""
@@ -139,9 +135,8 @@ class RefillService:
 
     def refill_runs(self, refill_id: str, limit: int = 20) -> list[RefillRun]:
         """Return the latest granted occurrences of a refill, newest first."""
-        return self.store.run(
-            lambda connection: credit_repository.runs_of_refill(connection, refill_id, limit)
-        )
+        with self.store.read() as connection:
+            return credit_repository.runs_of_refill(connection, refill_id, limit)
 
     def preview_refill(
         self, refill: Refill, members: Mapping[str, Collection[str]] | None = None, count: int = 5
@@ -226,7 +221,7 @@ class RefillService:
 
     def _must_be_known(self, connection: sa.Connection, audience: Collection[str]) -> None:
         """Raise InvalidRequest for an account that does not exist: most likely a mistake."""
-        known = {account.name for account, _ in credit_repository.open_refill_run(connection)}
+        known = {account.name for account, _ in credit_repository.accounts_since(connection)}
         for name in audience:
             if name.startswith(("member:", "group:")) and name not in known:
                 raise InvalidRequest(
@@ -240,7 +235,7 @@ def _of_members(connection: sa.Connection) -> list[tuple[Account, datetime]]:
     """Return every account but those of former members, which stay unchanged until they return."""
     former = {member_account(known.user) for known in members_repository.former_members(connection)}
     return [
-        each for each in credit_repository.open_refill_run(connection) if each[0].name not in former
+        each for each in credit_repository.accounts_since(connection) if each[0].name not in former
     ]
 
 
@@ -327,26 +322,22 @@ class BulkGrantService:
         again: bool = False,
         until: datetime | None = None,
     ) -> BulkGrantResult:
-        """Grant what a CSV file says, or report what that would do.
+        """Grant what a CSV file says, or report what that would do; once, unless ``again``.
 
-        The same grants are only made once, unless ``again``. ``reason`` is for lines without one.
-        ``open_accounts``: members who never signed in get an account and its opening grant. Raises
-        InvalidRequest for an invalid ``until``.
+        ``reason`` is for lines without one. ``open_accounts``: members who never signed in get an
+        account and its opening grant. Raises InvalidRequest for an invalid ``until``.
         """
         reason, now = checked_reason(reason), self.clock()
         rows, problems = grant_files.parse(data, reason)
         key = f"bulk:{grant_files.digest(rows)}"
         again_key = f"{key}:{secrets.token_hex(8)}"
-        if dry_run or problems:
-            with self.store.read() as connection:
-                found = [] if again else self._granted_before(connection, rows, key)
-                gifts, unknown = self._foresee(connection, rows, open_accounts)
-            return BulkGrantResult(tuple(gifts), _sorted(problems, found, unknown), done=False)
-        with self.store.write() as connection:
+        only_foresee = dry_run or bool(problems)
+        with self.store.read() if only_foresee else self.store.write() as connection:
             found = [] if again else self._granted_before(connection, rows, key)
             gifts, unknown = self._foresee(connection, rows, open_accounts)
-            if found or unknown:
-                return BulkGrantResult(tuple(gifts), _sorted(found, unknown), done=False)
+            problems = sorted([*problems, *found, *unknown], key=lambda problem: problem.number)
+            if only_foresee or problems:
+                return BulkGrantResult(tuple(gifts), tuple(problems), done=False)
             for row in rows:
                 self.ledger.open_in(connection, row.account, now)
                 give(
@@ -380,7 +371,9 @@ class BulkGrantService:
                 before = self.ledger.opening_amount() if row.account.startswith("member:") else 0
                 gifts.append(GrantResult(row, before, before + row.amount, opened=True))
             else:
-                problems.append(Problem(row.number, _unknown(row.account, known)))
+                hint = f"{meant(row.account, known)} --open opens it."
+                sentence = f"there is no account {row.account!r}.{hint}"
+                problems.append(Problem(row.number, sentence))
         return gifts, problems
 
     def _granted_before(
@@ -396,12 +389,8 @@ class BulkGrantService:
         return [Problem(0, sentence)]
 
 
-def _sorted(*some: Sequence[Problem]) -> tuple[Problem, ...]:
-    return tuple(sorted((p for each in some for p in each), key=lambda problem: problem.number))
-
-
-def _unknown(account: str, known: dict[str, int]) -> str:
+def meant(account: str, known: Iterable[str]) -> str:
+    """Return the question if one of the known accounts was meant; empty if none is similar."""
     owners = {name.partition(":")[2]: name for name in known}
-    near = difflib.get_close_matches(account.partition(":")[2], owners, n=2)
-    meant = f" Did you mean {' or '.join(owners[name] for name in near)}?" if near else ""
-    return f"there is no account {account!r}.{meant} --open opens it."
+    near = difflib.get_close_matches(account.partition(":")[2], owners, n=3)
+    return f" Did you mean {' or '.join(owners[name] for name in near)}?" if near else ""

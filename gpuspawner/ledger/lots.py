@@ -1,11 +1,8 @@
 """Credits that expire: which are spent first, and what is left of them at their end. Pure.
 
 A lot is a grant with an end. An account spends from the lot that ends first, then from credits that
-do not expire. What an account owes when it gets a lot is paid from the lot.
-
-What is left of a lot at its end follows from when GPU time passed, not from when it was charged:
-from the rates and times of leases, and the times of grants and corrections. So it does not depend
-on ticks, and can be computed late or repeatedly.
+do not expire; debts are paid from a new lot. What is left at a lot's end follows from the rates and
+times of leases, not of charges, so it can be computed late or repeatedly.
 """
 
 from __future__ import annotations
@@ -13,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import accumulate
 
 from ..core.errors import LedgerError
-from .models import SYSTEM_GRANTS, Posting, Transfer, TransferKind
-from .rules import ACTOR_ACCOUNTING, HOUR, owed, time_left, transfer_id
+from .models import SYSTEM_GRANTS, Transfer, TransferKind
+from .rules import ACTOR_ACCOUNTING, HOUR, move, owed, time_left
 
 _MICROSECOND = timedelta(microseconds=1)
 
@@ -136,10 +134,9 @@ def _spend(lots: Iterable[Lot], left: dict[str, int], amount: int) -> int:
 
 
 def lasts(ending: Sequence[tuple[timedelta, int]], available: int, rate: int) -> timedelta | None:
-    """Return how long microcredits last at a rate, when some of them expire.
+    """Return how long microcredits last at a rate, when some of them expire; None for ever.
 
-    ``ending``: in how long, and how many. Those that end first are spent first, and what is left of
-    them then is lost. None if they last for ever.
+    ``ending``: in how long, and how many. Those that end first are spent first.
     """
     if rate <= 0:
         return None
@@ -164,30 +161,18 @@ def lasts(ending: Sequence[tuple[timedelta, int]], available: int, rate: int) ->
 
 def _without(amounts: Sequence[int], spent: int) -> list[int]:
     """Return what is left of the amounts, which are spent in order."""
-    left = []
-    for amount in amounts:
-        taken = min(amount, max(0, spent))
-        spent -= taken
-        left.append(amount - taken)
-    return left
+    sums = zip(amounts, accumulate(amounts), strict=True)
+    return [min(amount, max(0, total - spent)) for amount, total in sums]
 
 
 def expiry(lot: Lot, taken: int, at: datetime) -> Transfer | None:
-    """Return the transfer after which ``taken`` microcredits of a lot are taken back, or None.
+    """Return the transfer after which ``taken`` microcredits of a lot are taken back.
 
-    It takes what was left at the end. If a lease turned out to have cost more before that, it gives
-    back what was taken too much. None if nothing is to be moved.
+    It gives back if too much was taken before. None if nothing is to be moved.
     """
     amount = taken - lot.taken
     if amount == 0:
         return None
-    key = f"expiry:{lot.id}:{lot.takes}"
-    return Transfer(
-        id=transfer_id(key),
-        key=key,
-        kind=TransferKind.EXPIRY,
-        at=at,
-        actor=ACTOR_ACCOUNTING,
-        reason=f"Credits that ended at {lot.ends_at:%Y-%m-%d %H:%M} UTC",
-        postings=(Posting(SYSTEM_GRANTS, amount), Posting(lot.account, -amount)),
-    )
+    key, kind = f"expiry:{lot.id}:{lot.takes}", TransferKind.EXPIRY
+    reason = f"Credits that ended at {lot.ends_at:%Y-%m-%d %H:%M} UTC"
+    return move(lot.account, SYSTEM_GRANTS, amount, kind, key, at, ACTOR_ACCOUNTING, reason)

@@ -1,8 +1,7 @@
 """Postings and transfers: the only way credits move.
 
 A transfer is one event (a grant, a charge, a refund ...) with at least two postings that sum to
-zero, so credits are moved and never created or lost. Both raise a
-:class:`~gpuspawner.core.errors.LedgerError` that says what is wrong if they would be invalid.
+zero. An invalid one raises LedgerError.
 """
 
 from __future__ import annotations
@@ -118,12 +117,9 @@ class Transfer:
 
     @property
     def apart(self) -> bool:
-        """True if it is neither a charge nor the settlement of a lease.
-
-        Such transfers do not follow from the times and the rate of a lease.
-        """
-        told = self.kind in (TransferKind.CHARGE, TransferKind.REFUND)
-        return not told or self.key.startswith("refund:")
+        """True if it does not follow from a lease's times and rate, as its charges do."""
+        of_lease = self.kind in (TransferKind.CHARGE, TransferKind.REFUND)
+        return not of_lease or self.key.startswith("refund:")
 
     def amount_for(self, account: str) -> int:
         """Return the microcredits that this moves into ``account`` (negative: out of it)."""

@@ -14,10 +14,10 @@ from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, InvalidRequest
 from ..core.units import format_credits
-from ..db import audit_log
 from ..db.engine import Store
 from . import pricing, repository
 from .pricing import ANY, Rate, RateCard, Rates, WeekHours, open_zone
+from .service import note
 
 QUOTED = timedelta(minutes=10)
 """How long the price that a form showed is guaranteed to whoever has it open."""
@@ -124,13 +124,13 @@ class PriceService:
         actor: str,
         reason: str = "",
     ) -> Rate:
-        """Set a rate for servers that start from ``since`` on; running ones keep theirs.
+        """Set a rate for servers that start from ``since`` (empty: now) on.
 
-        All values as an admin writes them: ``hours`` and ``since`` by the clock of ``zone`` (empty:
-        the site's zone), ``since`` empty for now. Raises InvalidRequest naming the invalid field.
+        All values are as an admin writes them, ``hours`` and ``since`` in ``zone`` (empty: the
+        site's). Raises InvalidRequest naming the invalid field.
         """
         now = self.clock()
-        zone = _checked("zone", _zone, zone or self.settings.zone)
+        zone = _checked("zone", open_zone, zone or self.settings.zone).key
         begins = _checked("from", pricing.parse_moment, since, zone) if since else now
         if begins < now:
             raise InvalidRequest(
@@ -164,10 +164,9 @@ class PriceService:
         return rate
 
     def remove_rate(self, rate_id: int, *, actor: str, reason: str = "") -> Rate:
-        """Remove one of the admins' rates for new servers.
+        """Remove an admin's rate for new servers; rates that it replaced do not come back.
 
-        Rates that it replaced do not come back. Raises InvalidRequest if there is none with this
-        number.
+        Raises InvalidRequest if there is none with this number.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -195,14 +194,8 @@ class PriceService:
         now: datetime,
     ) -> None:
         detail = words(rate, rate.hours.zone if rate.hours else self.settings.zone)
-        audit_log.note(
-            connection,
-            at=now,
-            actor=actor,
-            action=action,
-            subject=f"rate {rate.id}",
-            detail=f"{detail}: {reason}" if reason else detail,
-        )
+        detail += f": {reason}" if reason else ""
+        note(connection, actor, action, f"rate {rate.id}", detail, now)
 
 
 def priced_at(now: datetime, shown_at: datetime | None) -> tuple[datetime, ...]:
@@ -242,11 +235,6 @@ def _takes_the_place(rate: Rate, other: Rate, now: datetime) -> bool:
         return rate.id == other.id
     same = replace(rate, since=None).subject == replace(other, since=None).subject
     return rate.id == other.id or (same and other.since <= rate.since <= now)
-
-
-def _zone(name: str) -> str:
-    open_zone(name)
-    return name
 
 
 def _checked(field: str, check: Callable[..., Any], *values: object) -> Any:

@@ -1,10 +1,8 @@
 """Rates: the price of a GPU-hour by model, environment and hour of the week. Pure.
 
-A rate names the device model and, if needed, the environment, the share of a device, hours of the
-week and the time from which it applies. If several rates match, an admin's rate from the store wins
-over the configuration's; then the most specific wins, in this order: environment, model (the
-longest name), share, hours; then the one that applies since later; then, within the configuration,
-the first.
+If several rates match, an admin's rate from the store wins over the configuration's; then the most
+specific wins, in this order: environment, model (the longest name), share of a device, hours; then
+the one that applies since later; then, within the configuration, the first.
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from functools import lru_cache
-from typing import Protocol
+from itertools import chain
 from zoneinfo import ZoneInfo
 
 from ..core.errors import ConfigError
 from ..core.units import MICRO, parse_credits
-from ..devices.models import model_matches, model_words
+from ..devices.models import Device, model_matches, model_words
 
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
@@ -41,8 +39,7 @@ _PART = re.compile(
 class WeekHours:
     """Some hours of each week, by the local time of a zone.
 
-    An hour that daylight saving skips does not occur that day; an hour that occurs twice counts
-    twice.
+    An hour that daylight saving skips does not occur; one that occurs twice counts twice.
     """
 
     text: str
@@ -138,18 +135,6 @@ MOST_SLOTS = 64
 _DECIMAL = re.compile(r"\d+(\.\d+)?", re.ASCII)
 
 
-class PricedDevice(Protocol):
-    """Something with a price: the relevant properties of a device."""
-
-    @property
-    def model(self) -> str:
-        """The name of the model."""
-
-    @property
-    def slots(self) -> int:
-        """Into how many slots the device is divided."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
     """Credits per GPU-hour, and what they apply to."""
@@ -208,18 +193,11 @@ class RateCard:
 
     rates: tuple[Rate, ...] = ()
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, int | float | str | Decimal]) -> RateCard:
-        """Create a card from ``{"*": 1, "A100": 4, "T4": "0.5"}``, in credits per GPU-hour.
-
-        Without ``*``, a model that no pattern names costs 1 credit an hour. To price MIG instances
-        separately from their model, name both: ``A100 MIG 1g.5gb``. Raises ConfigError naming the
-        key.
-        """
-        return cls(in_order(rates_by_model(config)))
-
     def rate_of(self, model: str, slots: int = 1) -> int:
-        """Return the microcredits per hour of a device of this model, or one of its ``slots``."""
+        """Return the microcredits per hour of a device of this model, or one of its ``slots``.
+
+        A model that no rate names costs 1 credit an hour.
+        """
         for rate in self.rates:
             fits = rate.model == ANY or model_matches(rate.model, model)
             if fits and rate.slots is None:
@@ -228,11 +206,7 @@ class RateCard:
                 return rate.amount
         return -(-MICRO // slots)
 
-    def lease_rate(self, models: Iterable[str]) -> int:
-        """Return the microcredits per hour for whole devices of these models; 0 for none."""
-        return sum(self.rate_of(model) for model in models)
-
-    def price(self, devices: Iterable[PricedDevice]) -> int:
+    def price(self, devices: Iterable[Device]) -> int:
         """Return the microcredits per hour for a slot on each of these devices; 0 for none."""
         return sum(self.rate_of(device.model, device.slots) for device in devices)
 
@@ -246,7 +220,8 @@ class Rates:
     @classmethod
     def of(cls, *some: Iterable[Rate]) -> Rates:
         """Combine these rates."""
-        return cls(in_order(rate for rates in some for rate in rates))
+        every = chain.from_iterable(some)
+        return cls(tuple(sorted(every, key=lambda rate: rate.particular, reverse=True)))
 
     def card(self, at: datetime, environment: str = "") -> RateCard:
         """Return the prices for servers that start at that time in that environment."""
@@ -270,16 +245,11 @@ class Rates:
         return min(moments, default=None)
 
 
-def in_order(rates: Iterable[Rate]) -> tuple[Rate, ...]:
-    """Sort the rates, the most specific first."""
-    return tuple(sorted(rates, key=lambda rate: rate.particular, reverse=True))
-
-
 # Parsing what admins write.
 
 
 def rates_by_model(config: Mapping[str, int | float | str | Decimal]) -> list[Rate]:
-    """Parse ``{"*": 1, "A100": 4}``. Raises ConfigError naming the key."""
+    """Parse ``{"*": 1, "A100": 4, "A100 MIG 1g.5gb": "0.5"}``. Raises ConfigError with the key."""
     if not isinstance(config, Mapping):
         raise ConfigError(
             f"The rates are not valid: {config!r} is no mapping of model to credits per "

@@ -23,7 +23,7 @@ def rates(settings: Settings) -> None:
     headers = ("ID", "CREDITS/H", "MODEL", "ENVIRONMENT", "SLOTS", "HOURS", "FROM", "BY", "REASON")
     rows = [_row(rate) for rate in found.rates]
     text = table(headers, rows, right=("ID", "CREDITS/H", "SLOTS"))
-    text += "\n\nThe first that fits is what a new server pays; those that run keep their rate."
+    text += "\n\nA new server pays the first rate that matches; running servers keep theirs."
     if change := found.next_change(services.clock()):
         text += f" The next change is at {local(change)}."
     show([plain(rate) for rate in found.rates], text)
@@ -87,7 +87,7 @@ def remove_rate(settings: Settings, rate_id: int, reason: str) -> None:
     """Remove a rate that an admin set."""
     services = queue_services(settings)
     rate = services.prices.remove_rate(rate_id, actor=actor(), reason=reason)
-    text = f"Rate {rate.id} holds no more: {words(rate, services.settings.rates.zone)}."
+    text = f"Rate {rate.id} is removed: {words(rate, services.settings.rates.zone)}."
     show(plain(rate), text)
 
 
@@ -134,7 +134,7 @@ def _warn(services: Services, rate: Rate) -> None:
     held = [x for x in rest if x.particular > rate.particular and _covers(x, rate)]
     if held:
         more = f" and {count(len(held) - 1, 'other')}" if len(held) > 1 else ""
-        note(f"Rate {held[0].id}{more} is more particular and goes before it where both fit.")
+        note(f"A more specific rate applies where both match: {held[0].id}{more}.")
 
 
 def _covers(one: Rate, other: Rate) -> bool:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from functools import partial
 
 from tornado import web
 
 from ..core.errors import GPUSpawnerError, InvalidRequest, UnknownRate
-from ..core.text import checked_reason
 from ..web.api import ChangingAPI
 from ..web.base import ServiceHandler
 from ..web.operations import operation
@@ -56,24 +54,14 @@ class RatesPage(FormPage):
         self.need_admin()
         typed = {name: self.field(name).strip()[:1000] for name in FIELDS}
         try:
-            reason = checked_reason(typed["reason"])
+            wanted = self.typed(RateBody).wanted()
             if not self.confirmed:
                 if not typed["rate"]:
                     raise InvalidRequest("The field 'rate' is empty: write credits an hour.")
                 self._ask(typed)
                 return
-            await self.services.run(
-                partial(
-                    self.services.prices.set_rate,
-                    typed["rate"],
-                    model=typed["model"] or ANY,
-                    environment=typed["environment"] or ANY,
-                    hours=typed["hours"],
-                    since=typed["since"].replace("T", " "),
-                    actor=self.actor,
-                    reason=reason,
-                )
-            )
+            wanted["since"] = typed["since"].replace("T", " ")
+            await self.services.run(self.services.prices.set_rate, **wanted, actor=self.actor)
         except GPUSpawnerError as refusal:
             await self.show_rates(refusal, **typed)
             return
@@ -114,9 +102,8 @@ class RemoveRatePage(RatesPage):
             if not self.confirmed:
                 await self._ask_first(int(rate_id))
                 return
-            await self.services.run(
-                partial(self.services.prices.remove_rate, int(rate_id), actor=self.actor)
-            )
+            remove = self.services.prices.remove_rate
+            await self.services.run(remove, int(rate_id), actor=self.actor)
         except GPUSpawnerError as refusal:
             await self.show_rates(refusal)
             return
@@ -126,7 +113,7 @@ class RemoveRatePage(RatesPage):
         rates = (await self.read(self.services.prices.all_rates)).rates
         rate = next((each for each in rates if each.id == rate_id), None)
         if rate is None:
-            raise InvalidRequest("This rate holds no more: nothing was changed.", field="id")
+            raise InvalidRequest("This rate was removed before: nothing was changed.", field="id")
         self.ask(
             "Remove this rate?",
             [("Rate", words(rate, self.services.settings.rates.zone))],
@@ -160,12 +147,8 @@ class RatesAPI(ChangingAPI):
         ``{"rate": "2.5", "model": "A100", "from": "2026-12-01T00:00:00Z"}``
         """
         self.need_admin()
-        sent = self.sent(RateBody)
-        wanted = sent.model_dump(exclude={"rate", "from_", "reason"}, exclude_unset=True)
-        if sent.from_ is not None:
-            wanted["since"] = sent.from_.isoformat()
-        work = partial(self.services.prices.set_rate, sent.rate, **wanted)
-        self.answer(FullRateAnswer, await self.change(work, reason=sent.reason))
+        wanted = self.sent(RateBody).wanted()
+        self.answer(FullRateAnswer, await self.change(self.services.prices.set_rate, **wanted))
 
 
 class RemoveRateAPI(ChangingAPI):

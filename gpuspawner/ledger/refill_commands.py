@@ -91,9 +91,9 @@ def add_refill(
         cap=cap,
         keep=keep,
     )
-    first = "Nothing was made: this would be"
+    first = "Nothing was created: this would be refill"
     if not dry_run:
-        refill, first = services.refills.add_refill(refill), "There is a new refill,"
+        refill, first = services.refills.add_refill(refill), "Created refill"
     _show(services, refill, f"{first} {refill.id}.")
 
 
@@ -105,7 +105,7 @@ def remove_refill(settings: Settings, refill_id: str, reason: str) -> None:
     services = settings.open_services()
     refill = services.refills.refill(refill_id)
     ended = services.refills.end_refill(refill.id, actor=actor(), reason=reason)
-    text = f"Refill {ended.id} ({ended.reason}) is given no more. What it gave stays."
+    text = f"Refill {ended.id} ({ended.reason}) is ended. What it granted stays."
     show(plain(ended), text)
 
 
@@ -141,17 +141,15 @@ def plain(refill: Refill) -> dict[str, Any]:
 def _show(services: Services, refill: Refill, first: str) -> None:
     """Print a refill with its next occurrences."""
     moments, gifts = services.refills.preview_refill(refill)
-    lines = [first, "", "It comes at", *(f"  {local(at)}" for at in moments)]
+    lines = [first, "", "Next occurrences:", *(f"  {local(at)}" for at in moments)]
     if refill.ended_at is not None or not moments:
-        lines = [first, "", "It comes no more."]
+        lines = [first, "", "It has no more occurrences."]
     if gifts:
         headers = ("ACCOUNT", "BALANCE", "GETS")
         rows = [(a.name, credits(a.balance), credits(gift)) for a, gift in gifts]
-        lines += ["", "Given now, it would be", "", table(headers, rows, right=headers[1:])]
-        lines += [
-            "",
-            f"{credits(sum(g for _, g in gifts))} credits to {count(len(rows), 'account')}",
-        ]
+        total = f"{credits(sum(g for _, g in gifts))} credits to {count(len(rows), 'account')}"
+        lines += ["", "Granted now, it would be:", "", table(headers, rows, right=headers[1:])]
+        lines += ["", total]
     value = {
         **plain(refill),
         "comes_at": [utc(at) for at in moments],
@@ -162,4 +160,4 @@ def _show(services: Services, refill: Refill, first: str) -> None:
     }
     show(value, "\n".join(lines))
     for name in refill.groups:
-        note(f"Beside these, each member of {name} gets it: who that is, the Hub says then.")
+        note(f"Each member of {name} gets it, too. The Hub names them when it is due.")

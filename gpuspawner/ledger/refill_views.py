@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from tornado import web
@@ -56,8 +55,8 @@ class RefillsPage(FormPage):
         typed = {name: self.field(name).strip()[:2000] for name in FIELDS}
         try:
             wanted = self.typed(schemas.RefillBody).planned()
-            plan = partial(self.services.refills.plan_refill, actor=self.actor, **wanted)
-            planned = await self.services.read(plan, key=self.key if self.confirmed else "")
+            wanted |= {"actor": self.actor, "key": self.key if self.confirmed else ""}
+            planned = await self.services.read(self.services.refills.plan_refill, **wanted)
             if not self.confirmed:
                 await self._ask(planned, typed)
                 return
@@ -116,9 +115,7 @@ class EndRefillPage(RefillsPage):
                     here="accounts",
                 )
                 return
-            await self.services.run(
-                partial(self.services.refills.end_refill, found.id, actor=self.actor)
-            )
+            await self.services.run(self.services.refills.end_refill, found.id, actor=self.actor)
         except GPUSpawnerError as refusal:
             await self.show_refills(refusal)
             return
@@ -149,8 +146,7 @@ class RefillsAPI(ChangingAPI):
         """
         self.need_admin()
         sent = self.sent(schemas.RefillBody)
-        plan = partial(self.services.refills.plan_refill, **sent.planned())
-        made: Refill = await self.change(plan)
+        made: Refill = await self.change(self.services.refills.plan_refill, **sent.planned())
         if not sent.dry_run:
             made = await self.read(self.services.refills.add_refill, made)
         await answer_with(self, made, made=not sent.dry_run)

@@ -1,6 +1,6 @@
 """Recurring refills: how much, for whom, and when they recur. Pure.
 
-A rule uses local time. An occurrence in an hour that daylight saving skips comes as late as if the
+Rules use local time. An occurrence in an hour that daylight saving skips comes as late as if the
 clock had not been changed; one in an hour that occurs twice comes at the first.
 """
 
@@ -93,7 +93,6 @@ class Recurrence:
         return next(self.after(moment), None)
 
     def _wall(self) -> rrule:
-        """Return the rule in local time."""
         zone = open_zone(self.zone)
         start = self.starts_at.astimezone(zone).replace(tzinfo=None)
         rule = _UNTIL_PART.sub(lambda found: f"UNTIL={_until(found[1], self.zone)}", self.rule)
@@ -214,10 +213,9 @@ class Refill:
         members: Mapping[str, Collection[str]],
         occurrence: datetime,
     ) -> list[Account]:
-        """Return who gets an occurrence, of the accounts that were open then.
+        """Return who gets an occurrence, of the ``known`` accounts that were open then.
 
-        ``known`` are the accounts with their opening times, ``members`` those of each of
-        :attr:`groups`.
+        ``members`` are those of each of :attr:`groups`.
         """
         named = set(self.audience)
         for group in self.groups:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-
-import sqlalchemy as sa
 
 from ..db import search
 from ..db.engine import Store
@@ -49,22 +47,12 @@ class ReportService:
         read = statements.folded if folded else statements.page
         return self.store.run(lambda connection: read(connection, account, before, limit))
 
-    def statement_pages(self, account: str) -> Iterator[EntryPage]:
-        """Yield the whole statement in large pages, newest first, from one consistent view."""
-        with self.store.read() as connection:
-            yield from statements.every_line(connection, account)
-
     def receipt(self, lease_id: str, after: int = 0, limit: int = 100) -> Receipt:
         """Return what a session cost, item by item, oldest first. Raises UnknownLease."""
-
-        def read(connection: sa.Connection) -> Receipt:
+        read = statements.items_of_account
+        with self.store.read() as connection:
             lease = leases_repository.get(connection, lease_id)
-            return Receipt(
-                lease,
-                statements.items_of_account(connection, lease_id, lease.account, after, limit),
-            )
-
-        return self.store.run(read)
+            return Receipt(lease, read(connection, lease_id, lease.account, after, limit))
 
     def reversal_of(self, transfer_id: str) -> Transfer | None:
         """Return the transfer that reversed another one, if any."""
@@ -79,9 +67,8 @@ class ReportService:
         among: Collection[str] | None = None,
     ) -> Accounts:
         """Return members' and groups' accounts with this text in their names, by name."""
-        return self.store.run(
-            lambda connection: search.find_accounts(connection, text, after, limit, among)
-        )
+        with self.store.read() as connection:
+            return search.find_accounts(connection, text, after, limit, among)
 
     def find_leases(
         self,
@@ -95,38 +82,33 @@ class ReportService:
 
         Raises UnknownLease.
         """
-        return self.store.run(
-            lambda connection: search.find_leases(
+        with self.store.read() as connection:
+            return search.find_leases(
                 connection, user=user, account=account, before=before, limit=limit
             )
-        )
 
     def find_changes(self, text: str = "", before: int | None = None, limit: int = 50) -> Trail:
         """Return the admins' changes that contain this text, newest first."""
-        return self.store.run(
-            lambda connection: search.find_changes(connection, text, before, limit)
-        )
+        with self.store.read() as connection:
+            return search.find_changes(connection, text, before, limit)
 
     # Usage.
 
     def use_of_account(self, account: str, bounds: Sequence[datetime]) -> list[LeaseUse]:
         """Return what an account paid for between each two times: sessions and batch jobs."""
         found = [_sum(used.values()) for used in self.use_by(bounds, "account", account)]
-        beside = self.store.run(
-            lambda c: monitoring_repository.job_use_between(c, bounds, "account", account)
-        )
-        for at, jobs in enumerate(beside):
-            found[at] = found[at].plus(_sum(jobs.values())._replace(sessions=0))
-        return found
+        with self.store.read() as connection:
+            jobs = monitoring_repository.job_use_between(connection, bounds, "account", account)
+        beside = (_sum(each.values())._replace(sessions=0) for each in jobs)
+        return [use.plus(more) for use, more in zip(found, beside, strict=True)]
 
     def use_of_jobs(self, bounds: Sequence[datetime], by: str) -> list[dict[str, LeaseUse]]:
         """Return what batch jobs used between each two of the times, by a field of Kind.
 
         A job counts as a session.
         """
-        return self.store.run(
-            lambda connection: monitoring_repository.job_use_between(connection, bounds, by)
-        )
+        with self.store.read() as connection:
+            return monitoring_repository.job_use_between(connection, bounds, by)
 
     def use_of_all_jobs(self) -> dict[str, monitoring_repository.JobUse]:
         """Return the use of all batch jobs ever, by model."""
@@ -141,9 +123,8 @@ class ReportService:
         """
         self._catch_up()
         now = self.clock()
-        return self.store.run(
-            lambda connection: totals.use_between(connection, bounds, by, now, name)
-        )
+        with self.store.read() as connection:
+            return totals.use_between(connection, bounds, by, now, name)
 
     def until_now(self) -> tuple[SystemTotals, TotalUse, list[Lease]]:
         """Return all credits ever moved, all use of ended leases, and the open leases."""

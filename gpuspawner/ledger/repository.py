@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -59,36 +59,12 @@ _WITHOUT_POSTINGS = sa.select(transfers.c.id).where(
 )
 AT_ONCE = 500
 """SQLite limits the number of parameters."""
-_THERE = sa.select(accounts.c.name).where(
-    accounts.c.name.in_(sa.bindparam("names", expanding=True))
-)
 _MOVE = (
     sa.update(accounts)
     .where(accounts.c.name == sa.bindparam("account"))
     .values(balance=accounts.c.balance + sa.bindparam("amount", type_=accounts.c.balance.type))
 )
 _AMOUNT_TOO_LARGE = "{name} would have more than an account can hold; use a smaller amount"
-_OF_KEY = (
-    sa.select(postings.c.account, postings.c.amount)
-    .join(transfers, transfers.c.id == postings.c.transfer_id)
-    .where(transfers.c.key == sa.bindparam("key"))
-)
-
-
-@dataclass(frozen=True, slots=True)
-class StatementLine:
-    """One line of an account's statement."""
-
-    at: datetime
-    kind: str
-    reason: str
-    actor: str
-    amount: int
-    """Microcredits into (minus: out of) the account."""
-    balance: int
-    """The balance after it."""
-    lease_id: str | None
-    transfer_id: str = ""
 
 
 def open_account(connection: sa.Connection, name: str, at: datetime) -> bool:
@@ -167,52 +143,20 @@ def post_many(
     return are_new
 
 
-def statement(connection: sa.Connection, name: str, limit: int = 100) -> list[StatementLine]:
-    """Return the newest lines of an account, newest first. Raises UnknownAccount."""
-    balance = get_account(connection, name).balance
-    query = (
-        sa.select(transfers, postings.c.amount)
-        .join(postings, postings.c.transfer_id == transfers.c.id)
-        .where(postings.c.account == name)
-        .order_by(postings.c.id.desc())
-        .limit(limit)
-    )
-    lines = []
-    for row in connection.execute(query).mappings():
-        lines.append(
-            StatementLine(
-                at=row["at"],
-                kind=row["kind"],
-                reason=row["reason"],
-                actor=row["actor"],
-                amount=row["amount"],
-                balance=balance,
-                lease_id=row["lease_id"],
-                transfer_id=row["id"],
-            )
-        )
-        balance -= row["amount"]
-    return lines
-
-
 def of_key(connection: sa.Connection, key: str) -> Transfer | None:
     """Return the transfer with this idempotency key, if it was posted."""
     return next(iter(_transfers(connection, transfers.c.key == key)), None)
 
 
-def transfers_like(connection: sa.Connection, beginning: str, most: int = 2) -> list[Transfer]:
-    """Return the transfers whose ids start with this text; none for an empty text."""
+def transfers_like(connection: sa.Connection, beginning: str) -> list[Transfer]:
+    """Return up to two transfers whose ids start with this text; none for an empty text."""
     if not beginning:
         return []
-    like = transfers.c.id.startswith(beginning, autoescape=True)
-    return _transfers(connection, like, most)
+    return _transfers(connection, transfers.c.id.startswith(beginning, autoescape=True))
 
 
 def reversed_of_lease(connection: sa.Connection, lease_id: str, account: str) -> int:
-    """Return what reversals of a lease's transfers moved into (minus: out of) an account.
-
-    In microcredits.
-    """
+    """Return the microcredits that reversals of a lease's transfers moved into an account."""
     query = (
         sa.select(sa.func.coalesce(sa.func.sum(postings.c.amount), 0))
         .join(transfers, transfers.c.id == postings.c.transfer_id)
@@ -225,37 +169,16 @@ def reversed_of_lease(connection: sa.Connection, lease_id: str, account: str) ->
     return int(connection.execute(query).scalar_one())
 
 
-def _transfers(
-    connection: sa.Connection, condition: sa.ColumnElement[bool], most: int = 2
-) -> list[Transfer]:
-    rows = connection.execute(
-        sa.select(transfers).where(condition).order_by(transfers.c.id).limit(most)
-    ).mappings()
+def _transfers(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[Transfer]:
+    query = sa.select(transfers).where(condition).order_by(transfers.c.id).limit(2)
     found = []
-    for row in rows.all():
+    for row in connection.execute(query).mappings().all():
         lines = sa.select(postings.c.account, postings.c.amount).order_by(postings.c.id)
         mine = connection.execute(lines.where(postings.c.transfer_id == row["id"])).all()
         values = {name: row[name] for name in row if name != "kind"}
         moved = tuple(Posting(account, amount) for account, amount in mine)
         found.append(Transfer(**values, kind=TransferKind(row["kind"]), postings=moved))
     return found
-
-
-def all_transfers(connection: sa.Connection) -> list[Transfer]:
-    """Return the whole ledger, oldest first, for checks and exports."""
-    lines: dict[str, list[Posting]] = {}
-    for row in connection.execute(sa.select(postings).order_by(postings.c.id)).mappings():
-        posting = Posting(row["account"], row["amount"])
-        lines.setdefault(row["transfer_id"], []).append(posting)
-    rows = connection.execute(sa.select(transfers).order_by(transfers.c.at)).mappings()
-    return [
-        Transfer(
-            **{name: row[name] for name in row if name != "kind"},
-            kind=TransferKind(row["kind"]),
-            postings=tuple(lines[row["id"]]),
-        )
-        for row in rows
-    ]
 
 
 def _insert_many(connection: sa.Connection, rows: Sequence[dict[str, Any]]) -> set[str]:
@@ -308,12 +231,11 @@ def _move(connection: sa.Connection, new: Sequence[Transfer], too_much: str) -> 
         raise _overflow(sums, too_much)
     if _add(connection, sums, too_much) == len(sums):
         return
-    if missing := _missing(connection, list(sums)):
-        for name in missing:
-            if not is_system(name):
-                raise UnknownAccount(account=name)
-            connection.execute(_OPEN, {"name": name, "balance": 0, "opened_at": new[0].at})
-        _add(connection, {name: sums[name] for name in missing}, too_much)
+    for name in [name for name in sums if not find_account(connection, name)]:
+        if not is_system(name):
+            raise UnknownAccount(account=name)
+        connection.execute(_OPEN, {"name": name, "balance": 0, "opened_at": new[0].at})
+        _add(connection, {name: sums[name]}, too_much)
 
 
 def _add(connection: sa.Connection, sums: dict[str, int], too_much: str) -> int:
@@ -325,27 +247,15 @@ def _add(connection: sa.Connection, sums: dict[str, int], too_much: str) -> int:
         raise _overflow(sums, too_much) from None
 
 
-def _missing(connection: sa.Connection, names: list[str]) -> list[str]:
-    """Return those of the accounts that do not exist."""
-    there: set[str] = set()
-    for start in range(0, len(names), AT_ONCE):
-        part = {"names": names[start : start + AT_ONCE]}
-        there.update(connection.execute(_THERE, part).scalars())
-    return [name for name in names if name not in there]
-
-
 def _overflow(sums: Iterable[str], too_much: str) -> LedgerError:
     """Return the error for an overflow, naming a member's or group's account if possible."""
-    names = sorted(sums, key=is_system)
-    return LedgerError(what=too_much.format(name=names[0]))
+    return LedgerError(what=too_much.format(name=min(sums, key=is_system)))
 
 
 def _check_known(connection: sa.Connection, transfer: Transfer) -> None:
     """Raise LedgerError unless the transfer's key was posted with the same postings."""
-    known = sorted(
-        (name, amount) for name, amount in connection.execute(_OF_KEY, {"key": transfer.key})
-    )
-    if known != sorted((p.account, p.amount) for p in transfer.postings):
+    known = of_key(connection, transfer.key)
+    if known is None or Counter(known.postings) != Counter(transfer.postings):
         what = f"the key {transfer.key!r} was used for another amount or account"
         raise LedgerError(what=what)
 
@@ -361,11 +271,7 @@ _SELECTED = (
 )
 _bounded = leases.c.when_dry == OVERDRAFT
 """True for leases whose charges are limited one by one."""
-_costs = sa.and_(
-    OPEN_LEASE,
-    leases.c.state == LeaseState.RUNNING.value,
-    leases.c.rate > 0,
-)
+_costs = sa.and_(OPEN_LEASE, leases.c.state == LeaseState.RUNNING.value, leases.c.rate > 0)
 _RUNNING = sa.select(*_SELECTED).where(_costs, ~_bounded)
 _MODELS = sa.select(lease_places.c.lease_id, lease_places.c.model).where(OPEN_PLACE)
 _CHARGED = sa.update(leases).where(leases.c.id == sa.bindparam("lease"))
@@ -389,13 +295,10 @@ _PAID: sa.ColumnElement[Any] = (
     / sa.func.nullif(leases.c.rate, sa.literal_column("0"))
 )
 """Milliseconds from the start up to which nothing more is owed than was charged."""
-_BEGUN = {
-    name: sa.cast(ran, sa.BigInteger) // _period > sa.cast(_PAID, sa.BigInteger) // _period
-    for name, ran in _RAN.items()
-}
 _PORTION = {}
 _ACCOUNTS = {}
-for _name, _begun in _BEGUN.items():
+for _name, _ran in _RAN.items():
+    _begun = sa.cast(_ran, sa.BigInteger) // _period > sa.cast(_PAID, sa.BigInteger) // _period
     _some = sa.select(leases.c.id).where(_costs, ~_bounded, _begun)
     _PORTION[_name] = (
         sa.select(*_SELECTED, lease_places.c.model)
@@ -446,10 +349,7 @@ def portion_of_charges(
 
 
 def bounded(connection: sa.Connection, accounts: Sequence[str] | None = None) -> list[Lease]:
-    """Return the open leases with an overdraft, oldest first: their charges depend on what is left.
-
-    Of these accounts, or of all if None.
-    """
+    """Return these accounts' open leases with an overdraft, oldest first; None: all accounts'."""
     some = OPEN_LEASE & _bounded
     if accounts is not None:
         some &= leases.c.account.in_(accounts)
@@ -484,19 +384,15 @@ def charge_leases(connection: sa.Connection, found: Sequence[DueCharge], until: 
     connection.execute(_CHARGED, sums)
 
 
-_OF = sa.select(payers.c.account).where(payers.c.user == sa.bindparam("member"))
-
-
 def get_payer(connection: sa.Connection, user: str) -> str:
     """Return the member's usual paying account; empty if they chose none."""
-    return connection.execute(_OF, {"member": user}).scalar_one_or_none() or ""
+    query = sa.select(payers.c.account).where(payers.c.user == user)
+    return connection.execute(query).scalar_one_or_none() or ""
 
 
 def all_payers(connection: sa.Connection) -> dict[str, str]:
     """Return the usual paying accounts of all members who chose one."""
-    return {
-        row[0]: row[1] for row in connection.execute(sa.select(payers.c.user, payers.c.account))
-    }
+    return dict(connection.execute(sa.select(payers.c.user, payers.c.account)).tuples().all())
 
 
 def put_payer(connection: sa.Connection, user: str, account: str, at: datetime) -> None:
@@ -506,13 +402,11 @@ def put_payer(connection: sa.Connection, user: str, account: str, at: datetime) 
         connection.execute(sa.insert(payers).values(user=user, account=account, at=at))
 
 
-_COLUMNS = (
-    *(rates.c.amount, rates.c.model, rates.c.environment, rates.c.slots, rates.c.hours),
-    *(rates.c.zone, rates.c.since, rates.c.id, rates.c.set_at, rates.c.actor, rates.c.reason),
-)
+_SAME = ("amount", "model", "environment", "slots", "since", "set_at", "actor", "reason")
+"""What a rate and its row have in common."""
 HOLDS = rates.c.removed_at.is_(None)
 """Selects the rates that were not removed."""
-_RATES_IN_FORCE = sa.select(*_COLUMNS).where(HOLDS).order_by(rates.c.id)
+_RATES_IN_FORCE = sa.select(rates).where(HOLDS).order_by(rates.c.id)
 
 
 def load_rates(connection: sa.Connection) -> list[Rate]:
@@ -522,18 +416,8 @@ def load_rates(connection: sa.Connection) -> list[Rate]:
 
 def insert_rate(connection: sa.Connection, rate: Rate, zone: str) -> Rate:
     """Insert a rate and return it with its id. ``zone`` is the admin's."""
-    row = {
-        "amount": rate.amount,
-        "model": rate.model,
-        "environment": rate.environment,
-        "slots": rate.slots,
-        "hours": rate.hours.text if rate.hours else "",
-        "zone": zone,
-        "since": rate.since,
-        "set_at": rate.set_at,
-        "actor": rate.actor,
-        "reason": rate.reason,
-    }
+    row = {name: getattr(rate, name) for name in _SAME}
+    row |= {"hours": rate.hours.text if rate.hours else "", "zone": zone}
     connection.execute(sa.insert(rates).values(row))
     return load_rates(connection)[-1]
 
@@ -544,22 +428,9 @@ def remove_rate(connection: sa.Connection, rate_id: int, at: datetime) -> None:
     connection.execute(changed)
 
 
-def _rate(row: Sequence[Any]) -> Rate:
-    amount, model, environment, slots, hours, zone, since, rate_id, set_at, actor, reason = row
-    return Rate(
-        amount=amount,
-        model=model,
-        environment=environment,
-        slots=slots,
-        hours=_hours(hours, zone) if hours else None,
-        since=since,
-        id=rate_id,
-        set_at=set_at,
-        actor=actor,
-        reason=reason,
-    )
+def _rate(row: Any) -> Rate:
+    hours = _hours(row.hours, row.zone) if row.hours else None
+    return Rate(id=row.id, hours=hours, **{name: getattr(row, name) for name in _SAME})
 
 
-@lru_cache(maxsize=256)
-def _hours(text: str, zone: str) -> WeekHours:
-    return WeekHours.parse(text, zone)
+_hours = lru_cache(maxsize=256)(WeekHours.parse)

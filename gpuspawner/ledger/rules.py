@@ -1,12 +1,8 @@
 """The ledger's rules: charges, holds, settlements, and who may pay for whom. Pure.
 
-A charge does not depend on when the tick runs. What a lease owes is a function of its rate and its
-time alone; a tick charges what is owed less what was charged so far. Ticks can be late, doubled or
-lost: after the settlement the sum is the same. Amounts are whole microcredits, rates are
-microcredits per hour.
-
-A transfer's idempotency key follows from what it settles, so that of two ticks (or two releases)
-that saw the same lease, the store accepts one.
+What a lease owes follows from its rate (microcredits per hour) and its time alone; a tick charges
+what is owed less what was charged, so ticks can be late, doubled or lost. A transfer's key follows
+from what it settles: of two ticks that saw the same lease, the store accepts one.
 """
 
 from __future__ import annotations
@@ -33,11 +29,8 @@ from .models import (
 HOUR = 3_600_000_000
 """Microseconds in an hour."""
 
-ACTOR_ACCOUNTING = "accounting"
-"""The actor of charges."""
-
-ACTOR_BROKER = "broker"
-"""The actor of settlements."""
+ACTOR_ACCOUNTING, ACTOR_BROKER = "accounting", "broker"
+"""The actors of charges and of settlements."""
 
 _MICROSECOND = timedelta(microseconds=1)
 _IDS = uuid.UUID("6d1f9c0e-5b0a-4c58-9f5e-1a7d3f0c2b44")
@@ -81,8 +74,7 @@ def settlement(lease: Lease, ended_at: datetime, failed: bool) -> int:
 def hold_for(rate: int, lead: timedelta) -> int:
     """Return the microcredits to set aside so that ``lead`` of time is covered, rounded up.
 
-    Whatever the lead, a rate above zero holds at least one microcredit: an empty account never gets
-    a GPU that costs something.
+    A rate above zero holds at least one, so that an empty account never gets a paid GPU.
     """
     if rate <= 0:
         return 0
@@ -148,6 +140,30 @@ def format_time_left(left: timedelta) -> str:
 # Builders of transfers.
 
 
+def move(
+    source: str,
+    target: str,
+    amount: int,
+    kind: TransferKind,
+    key: str,
+    at: datetime,
+    actor: str,
+    reason: str,
+    lease_id: str | None = None,
+) -> Transfer:
+    """Return a transfer of ``amount`` microcredits from ``source`` to ``target``."""
+    return Transfer(
+        id=transfer_id(key),
+        key=key,
+        kind=kind,
+        at=at,
+        actor=actor,
+        reason=reason,
+        postings=(Posting(target, amount), Posting(source, -amount)),
+        lease_id=lease_id,
+    )
+
+
 def grant(
     account: str, amount: int, *, key: str, at: datetime, actor: str, reason: str
 ) -> Transfer:
@@ -158,7 +174,7 @@ def grant(
             f"The ledger refused a grant of {amount} microcredits to {account}: a grant is more "
             "than zero. Take credits back with an adjustment."
         )
-    return _move(SYSTEM_GRANTS, account, amount, TransferKind.GRANT, key, at, actor, reason)
+    return move(SYSTEM_GRANTS, account, amount, TransferKind.GRANT, key, at, actor, reason)
 
 
 def opening_key(account: str) -> str:
@@ -181,7 +197,7 @@ def adjustment(
 ) -> Transfer:
     """Correct a balance for an admin: up if ``amount`` is above zero, else down."""
     _check_receiver(account)
-    return _move(SYSTEM_GRANTS, account, amount, TransferKind.ADJUSTMENT, key, at, actor, reason)
+    return move(SYSTEM_GRANTS, account, amount, TransferKind.ADJUSTMENT, key, at, actor, reason)
 
 
 def charge(lease: Lease, amount: int, until: datetime) -> Transfer | None:
@@ -207,21 +223,14 @@ def charge_transfer(
 
     ``charged`` is what the lease was charged before, in microcredits: it makes the key.
     """
-    key = charge_key(lease_id, charged)
-    kind = TransferKind.CHARGE
-    return _move(
-        account, SYSTEM_USAGE, amount, kind, key, until, ACTOR_ACCOUNTING, reason, lease_id
-    )
-
-
-def charge_key(lease_id: str, charged: int) -> str:
-    """Return the key of the charge that comes after ``charged`` microcredits."""
-    return f"charge:{lease_id}:{charged}"
+    key, kind = f"charge:{lease_id}:{charged}", TransferKind.CHARGE
+    return move(account, SYSTEM_USAGE, amount, kind, key, until, ACTOR_ACCOUNTING, reason, lease_id)
 
 
 def charge_reason(models: Sequence[str], server: ServerRef) -> str:
-    """Return what a charge is for, in words for the statement."""
-    return f"{_what(models)} of {server}"
+    """Return what a charge is for, as the statement says it."""
+    what = f"{len(models)} x {', '.join(sorted(set(models)))}" if models else "Time"
+    return f"{what} of {server}"
 
 
 def settle(lease: Lease, amount: int, ended_at: datetime) -> Transfer | None:
@@ -236,7 +245,7 @@ def settle(lease: Lease, amount: int, ended_at: datetime) -> Transfer | None:
     else:
         reason = f"Charged too much for {lease.server}"
         source, target, kind = SYSTEM_USAGE, lease.account, TransferKind.REFUND
-    return _move(source, target, abs(amount), kind, key, ended_at, ACTOR_BROKER, reason, lease.id)
+    return move(source, target, abs(amount), kind, key, ended_at, ACTOR_BROKER, reason, lease.id)
 
 
 def refund(
@@ -244,7 +253,7 @@ def refund(
 ) -> Transfer:
     """Refund microcredits of what a lease was charged, for an admin's reason."""
     kind = TransferKind.REFUND
-    return _move(SYSTEM_USAGE, lease.account, amount, kind, key, at, actor, reason, lease.id)
+    return move(SYSTEM_USAGE, lease.account, amount, kind, key, at, actor, reason, lease.id)
 
 
 def refund_key(lease_id: str, key: str) -> str:
@@ -282,34 +291,6 @@ def _check_receiver(account: str) -> None:
             f"The ledger refused an entry: {account} is the ledger's own account. Name a member's "
             "or a group's."
         )
-
-
-def _what(models: Sequence[str]) -> str:
-    return f"{len(models)} x {', '.join(sorted(set(models)))}" if models else "Time"
-
-
-def _move(
-    source: str,
-    target: str,
-    amount: int,
-    kind: TransferKind,
-    key: str,
-    at: datetime,
-    actor: str,
-    reason: str,
-    lease_id: str | None = None,
-) -> Transfer:
-    """Return a transfer of ``amount`` microcredits from ``source`` to ``target``."""
-    return Transfer(
-        id=transfer_id(key),
-        key=key,
-        kind=kind,
-        at=at,
-        actor=actor,
-        reason=reason,
-        postings=(Posting(target, amount), Posting(source, -amount)),
-        lease_id=lease_id,
-    )
 
 
 LONGEST = 300

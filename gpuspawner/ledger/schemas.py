@@ -139,9 +139,9 @@ class GrantsBody(Body):
         examples=["ada,2.5,week 3\nbob,2.5,week 3"],
     )
     reason: Reason = ""
-    dry_run: Flag = Field(False, description="Only say what it would do.")
-    open: Flag = Field(False, description="Open accounts that are not there.")
-    again: Flag = Field(False, description="Although the same was given before.")
+    dry_run: Flag = Field(False, description="Only report what it would do.")
+    open: Flag = Field(False, description="Open accounts that do not exist.")
+    again: Flag = Field(False, description="Grant even if the same was granted before.")
     until: Moment | None = None
 
 
@@ -182,6 +182,12 @@ class RateBody(Body):
     from_: Moment | None = Field(None, alias="from")
     reason: Reason = ""
 
+    def wanted(self) -> dict[str, Any]:
+        """Return what is asked for, as a rate is set; what was not sent is left out."""
+        since = {} if self.from_ is None else {"since": self.from_.isoformat()}
+        told = self.model_dump(exclude={"rate", "from_"}, exclude_unset=True)
+        return {"amount": self.rate, **told, **since}
+
 
 class RateAnswer(Answer):
     """A rate, as everybody sees it."""
@@ -204,7 +210,7 @@ class FullRateAnswer(RateAnswer):
 
 
 class RatesAnswer(DatedAnswer):
-    """The rates in the order in which they are looked through."""
+    """The rates in the order in which they are matched."""
 
     next_change: Instant | None
     rates: tuple[FullRateAnswer | RateAnswer, ...]

@@ -21,11 +21,11 @@ from ..db import audit_log, hash_chain
 from ..db.engine import Store
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState
-from . import charges, credit_repository, repository, rules, totals
+from . import charges, credit_repository, repository, rules, statements, totals
 from .lots import Lot
 from .models import Account, Transfer, TransferKind, check_account, group_account, member_account
-from .repository import StatementLine
 from .rules import accounts_of, check_payer
+from .statements import StatementEntry
 
 if TYPE_CHECKING:
     from .settings import GPUCredits
@@ -69,9 +69,10 @@ class LedgerService:
         """Return every member's and group's account, by name."""
         return self.store.run(repository.all_accounts)
 
-    def statement(self, account: str, limit: int = 100) -> list[StatementLine]:
+    def statement(self, account: str, limit: int = 100) -> tuple[StatementEntry, ...]:
         """Return the newest lines of an account, newest first. Raises UnknownAccount."""
-        return self.store.run(lambda connection: repository.statement(connection, account, limit))
+        read = statements.page
+        return self.store.run(lambda connection: read(connection, account, None, limit)).entries
 
     def open_account(self, user: str) -> Account:
         """Open a member's account with the opening grant, unless it exists."""
@@ -114,10 +115,9 @@ class LedgerService:
         key: str = "",
         until: datetime | None = None,
     ) -> bool:
-        """Grant microcredits to an account, or take some with a negative amount.
+        """Grant microcredits until a time, or take some. Returns False if ``key`` was used before.
 
-        ``until`` is when they expire: what is left then is taken back. Returns False if ``key`` was
-        already used. Raises UnknownAccount, LedgerError, or InvalidRequest for an invalid end.
+        Raises UnknownAccount, LedgerError, or InvalidRequest for an invalid ``until``.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -149,12 +149,10 @@ class LedgerService:
     def refund(
         self, lease_id: str, amount: int | None = None, *, actor: str, reason: str, key: str = ""
     ) -> Lease:
-        """Refund microcredits of what a lease was charged, or all that is left of it.
+        """Refund microcredits of what a lease was charged (None: all that is left), once per key.
 
-        For example because its device was sick. Never more than was charged, including earlier
-        refunds. The same ``key`` refunds once. Raises UnknownLease, InvalidRequest for an open
-        lease, one that was not charged or has less left, and LedgerError for a key that was used
-        for another amount.
+        Raises UnknownLease, InvalidRequest for an open lease, one that was not charged or has less
+        left, and LedgerError for a key that was used for another amount.
         """
         reason, now = checked_reason(reason, needed=True), self.clock()
         with self.store.write() as connection:
@@ -172,10 +170,9 @@ class LedgerService:
         return self.store.run(lambda connection: _transfer(connection, transfer_id))
 
     def reverse(self, transfer_id: str, *, actor: str, reason: str) -> Transfer:
-        """Undo a transfer by its opposite, and return the reversal.
+        """Undo a transfer (or a reversal) by its opposite, and return that.
 
-        Once per transfer; a reversal can be reversed itself. Raises InvalidRequest for a transfer
-        that does not exist or was reversed before.
+        Raises InvalidRequest for a transfer that does not exist or was reversed before.
         """
         reason, now = checked_reason(reason, needed=True), self.clock()
         with self.store.write() as connection:
@@ -225,10 +222,7 @@ class LedgerService:
         return {name: ending for name, ending in found.items() if ending}
 
     def end_lots(self) -> int:
-        """Take back what is left of expired credits, and return how many accounts had some.
-
-        It may run late, or twice: what is left follows from times in the store.
-        """
+        """Take back what is left of expired credits, and return how many accounts had some."""
         now = self.clock()
         names = self.store.run(lambda connection: credit_repository.lots_due(connection, now))
         for name in names:
@@ -239,23 +233,16 @@ class LedgerService:
     # Charges.
 
     def charge_all(self) -> int:
-        """Charge every running lease up to now, and return how many were charged.
-
-        Late, doubled or killed runs change no sum: see :mod:`gpuspawner.ledger.rules`.
-        """
+        """Charge every running lease up to now, and return how many were charged."""
         now = self.clock()
         with self.store.write() as connection:
-            found = (
-                repository.charges_due(connection, now),
-                repository.bounded(connection),
-            )
-            return charges.charge_due_leases(connection, *found, now)
+            due = repository.charges_due(connection, now)
+            return charges.charge_due_leases(connection, due, repository.bounded(connection), now)
 
     def charge_portion(self, every: timedelta, most: int = 200) -> int:
-        """Charge running leases up to now that were not charged in their current period.
+        """Charge up to ``most`` running leases that were not charged in their current period.
 
-        Periods of ``every`` count from each lease's start. Returns how many were charged, at most
-        ``most`` in one transaction, so that nobody waits long for it; then there may be more.
+        Periods of ``every`` count from each lease's start. Returns how many were charged.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -281,9 +268,8 @@ class LedgerService:
     ) -> None:
         """Let this account pay for the member from now on, unless they choose another one.
 
-        An account of a group pays only while the member is in that group; the default is the
-        member's own. ``groups``: those of the member, None if unknown (then checked at each start).
-        Raises NotAllowed or UnknownAccount.
+        An account of a group pays only while the member is in it, which each start checks.
+        ``groups``: the member's, None if unknown. Raises NotAllowed or UnknownAccount.
         """
         now = self.clock()
         if groups is not None:
@@ -293,22 +279,16 @@ class LedgerService:
                 f"{account} cannot pay for {user}: a member's own account can, or group:NAME.",
                 field="account",
             )
+        kept = "" if account == member_account(user) else account
         with self.store.write() as connection:
-            own = account == member_account(user)
-            if not own:
+            if kept:
                 repository.get_account(connection, account)
-            if repository.get_payer(connection, user) == ("" if own else account):
+            if repository.get_payer(connection, user) == kept:
                 return
-            repository.put_payer(connection, user, "" if own else account, now)
+            repository.put_payer(connection, user, kept, now)
             if actor != user:
-                audit_log.note(
-                    connection,
-                    at=now,
-                    actor=actor,
-                    action="payer",
-                    subject=member_account(user),
-                    detail=f"{account} pays for them",
-                )
+                detail = f"{account} pays for them"
+                note(connection, actor, "payer", member_account(user), detail, now)
 
     def payer(self, user: str, groups: Collection[str], asked: str, *, free: bool) -> str:
         """Return the account that pays for a server. Raises NotAllowed for one that may not.
@@ -373,8 +353,13 @@ def give(
     make: Callable[..., Transfer] = rules.grant if amount > 0 else rules.adjustment
     transfer = make(account, amount, key=key, at=now, actor=actor, reason=reason)
     since = since or now
-    if until is not None:
-        _must_end_later(amount, since, until)
+    if until is not None and amount <= 0:
+        raise InvalidRequest("What is taken back has no end: leave the end out.", field="until")
+    if until is not None and until <= since:
+        raise InvalidRequest(
+            f"These credits would end at {_utc(until)}, which is over already. Name a later end.",
+            field="until",
+        )
     if not repository.post(connection, transfer):
         return False
     if until is not None:
@@ -404,43 +389,28 @@ def _refundable(connection: sa.Connection, lease: Lease, amount: int | None) -> 
 
     Raises InvalidRequest.
     """
-    _must_be_refundable(lease)
-    left = refundable(connection, lease)
-    if not left:
-        raise InvalidRequest(
-            f"All that lease {lease.id} of {lease.server} was charged came back already: there is "
-            "nothing to refund.",
-            field="lease",
-        )
+    named, left = f"{lease.id} of {lease.server}", refundable(connection, lease)
+    why = ""
+    if lease.outcome == REFUNDED:
+        why = f"Lease {lease.id} was refunded already. Nothing was changed."
+    elif lease.state is not LeaseState.ENDED:
+        why = f"Lease {named} goes on: stop its server first, then refund it."
+    elif not lease.charged:
+        why = f"Nothing was charged for lease {named}: there is nothing to refund."
+    elif not left:
+        why = f"All that lease {named} was charged came back already: there is nothing to refund."
+    if why:
+        raise InvalidRequest(why, field="lease")
     if amount is None:
         return left
     if not 0 < amount <= left:
         raise InvalidRequest(
-            f"{format_credits(amount, 6)} credits cannot be given back for lease {lease.id} of "
-            f"{lease.server}: write more than 0 and at most {format_credits(left, 6)}, which is "
-            "what is left of its charges.",
+            f"{format_credits(amount, 6)} credits cannot be given back for lease {named}: write "
+            f"more than 0 and at most {format_credits(left, 6)}, which is what is left of its "
+            "charges.",
             field="amount",
         )
     return amount
-
-
-def _must_be_refundable(lease: Lease) -> None:
-    """Raise InvalidRequest if the lease cannot be refunded."""
-    if lease.outcome == REFUNDED:
-        raise InvalidRequest(
-            f"Lease {lease.id} was refunded already. Nothing was changed.", field="lease"
-        )
-    if lease.state is not LeaseState.ENDED:
-        raise InvalidRequest(
-            f"Lease {lease.id} of {lease.server} goes on: stop its server first, then refund it.",
-            field="lease",
-        )
-    if not lease.charged:
-        raise InvalidRequest(
-            f"Nothing was charged for lease {lease.id} of {lease.server}: there is nothing to "
-            "refund.",
-            field="lease",
-        )
 
 
 def _must_be_reversible(connection: sa.Connection, transfer: Transfer) -> None:
@@ -460,17 +430,6 @@ def _must_be_reversible(connection: sa.Connection, transfer: Transfer) -> None:
             f"{format_credits(max(0, left), 6)} credits are left, and this charge is more: refund "
             "what is left of the lease instead.",
             field="transfer",
-        )
-
-
-def _must_end_later(amount: int, since: datetime, until: datetime) -> None:
-    """Raise InvalidRequest for an invalid end of credits."""
-    if amount <= 0:
-        raise InvalidRequest("What is taken back has no end: leave the end out.", field="until")
-    if until <= since:
-        raise InvalidRequest(
-            f"These credits would end at {_utc(until)}, which is over already. Name a later end.",
-            field="until",
         )
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from traitlets import Bool, Dict, Float, Integer, List, Unicode, Union
 from traitlets.config import LoggingConfigurable
 
-from .credit_policy import CreditPolicies, CreditPolicy
+from .credit_policy import CreditPolicy, parse_policy, policy_of
 
 
 class GPUCredits(LoggingConfigurable):
@@ -131,13 +131,13 @@ class GPUCredits(LoggingConfigurable):
     )
 
     @cached_property
-    def policies(self) -> CreditPolicies:
-        """The policies of ``when_exhausted``. Raises ConfigError naming a bad one."""
-        return CreditPolicies.from_config(self.when_exhausted)
+    def policies(self) -> dict[str, CreditPolicy]:
+        """The policies of ``when_exhausted``, by group. Raises ConfigError naming a bad one."""
+        return {str(group): parse_policy(group, x) for group, x in self.when_exhausted.items()}
 
     def policy_for(self, account: str, groups: Collection[str]) -> CreditPolicy:
         """Return the policy for a new server of a member of these groups, if this account pays."""
-        return self.policies.of(account, groups)
+        return policy_of(self.policies, account, groups)
 
     def lead(self, seconds: int | None) -> timedelta:
         """Return how much time an account must be able to pay for when a session starts.

@@ -1,7 +1,6 @@
 """Statements of an account, page by page, however long they are.
 
-A page starts at a posting and goes back in time; the next one starts where it ended. So every page
-costs the same, and new postings do not shift pages.
+A page starts where the one before ended, so each costs the same, and new postings shift none.
 """
 
 from __future__ import annotations
@@ -47,12 +46,8 @@ _PAGE = (
     .order_by(postings.c.id.desc())
     .limit(sa.bindparam("most", type_=sa.Integer))
 )
-_MARKS = (
-    sa.select(postings.c.id, postings.c.amount, transfers.c.kind, transfers.c.lease_id)
-    .select_from(_JOINED)
-    .where(_account, postings.c.id < sa.bindparam("before"))
-    .order_by(postings.c.id.desc())
-    .limit(sa.bindparam("most", type_=sa.Integer))
+_MARKS = _PAGE.with_only_columns(
+    postings.c.id, postings.c.amount, transfers.c.kind, transfers.c.lease_id
 )
 _SINCE = sa.select(sa.func.coalesce(sa.func.sum(postings.c.amount), 0)).where(
     _account, postings.c.id >= sa.bindparam("before")
@@ -140,10 +135,9 @@ def page(
 def folded(
     connection: sa.Connection, account: str, before: int | None = None, limit: int = 50
 ) -> EntryPage:
-    """Return the lines for people: the charges of a lease combined into one.
+    """Return the lines for people: a lease's charges with no other event between them are one.
 
-    Only charges with no other event between them are combined, and every balance is the one below
-    it plus the amount, as in the statement itself. Raises UnknownAccount.
+    Raises UnknownAccount.
     """
     balance = _balance_before(connection, account, before)
     groups, cut = _together(_marks(connection, account, before or NEWEST), limit)
@@ -177,17 +171,6 @@ def items_of_account(
     return ReceiptItems(tuple(entries), newer, int(count), -int(total))
 
 
-def every_line(connection: sa.Connection, account: str, size: int = 2000) -> Iterator[EntryPage]:
-    """Yield the whole statement, newest first, in pages that fit into memory."""
-    before: int | None = None
-    while True:
-        found = page(connection, account, before, size)
-        yield found
-        before = found.older
-        if before is None:
-            return
-
-
 def _balance_before(connection: sa.Connection, account: str, before: int | None) -> int:
     """Return the balance after the newest line of the page."""
     balance = repository.get_account(connection, account).balance
@@ -218,8 +201,7 @@ def _marks(connection: sa.Connection, account: str, before: int) -> Iterator[Seq
 def _together(marks: Iterable[Sequence[Any]], limit: int) -> tuple[list[list[Sequence[Any]]], bool]:
     """Return the postings of each line, newest line first, and True if there are more lines.
 
-    A stretch of nothing but use is one line for each of its leases, in the order of their newest
-    charges. It is cut off in the middle if there would be more lines than ``limit``.
+    A stretch of nothing but use is one line for each lease, in the order of their newest charges.
     """
     groups: list[list[Sequence[Any]]] = []
     stretch: dict[str | None, list[Sequence[Any]]] = {}

@@ -1,13 +1,11 @@
 """Totals of leases and postings by day and month, the usage read from them, and their check.
 
-Totals are not updated when a lease ends, which a hub waits for: :func:`add_up` does it later, a
-number of leases at a time, and marks them. Readers use the totals plus each unmarked lease. A lease
-that is changed after its end is first taken out again.
+:func:`add_up` adds ended leases later, some at a time, and marks them; readers use the totals plus
+each unmarked lease. A lease that is changed after its end is first taken out again. Postings are
+append-only and writers come one at a time, so a posting's number shows if it is new.
 
-Postings are append-only and writers come one at a time, so a posting's number shows if it is new.
-
-Totals are per day of UTC, and people ask for days of their own zone: what was used between the two
-midnights is added or subtracted, lease by lease.
+Totals are per day of UTC; for days of another zone, what was used between the two midnights is
+added or subtracted, lease by lease.
 """
 
 from __future__ import annotations
@@ -35,13 +33,10 @@ from ..leases import repository as leases_repository
 from ..leases.models import Lease
 from ..queue import repository as queue_repository
 from .models import SYSTEM_USAGE
-from .usage import DAY, Kind, LeaseUse, days_of, kind_of, midnight, use_of_lease
+from .usage import DAY, Kind, LeaseUse, add_use, days_of, kind_of, midnight, use_of_lease
 
-LEASES_AT_ONCE = 200
-"""How many leases are added up in one transaction."""
-
-POSTINGS_AT_ONCE = 50_000
-"""How many postings are added up in one transaction."""
+LEASES_AT_ONCE, POSTINGS_AT_ONCE = 200, 50_000
+"""How many are added up in one transaction."""
 
 RECENT = timedelta(days=1)
 """The period for which the metrics report waits."""
@@ -119,7 +114,7 @@ def add_up(connection: sa.Connection, most: int = LEASES_AT_ONCE) -> int:
     found = leases_repository.where(connection, leases.c.id.in_(ids)) if ids else []
     _add_to_totals(connection, (part for lease in found for part in parts(lease)))
     if found:
-        marks = [{"lease": lease.id, "days": _number_of_days(lease)} for lease in found]
+        marks = [{"lease": lease.id, "days": sum(1 for _ in days_of(lease))} for lease in found]
         connection.execute(_MARK, marks)
     return len(found) if _add_up_moved(connection) else most
 
@@ -162,14 +157,9 @@ def left(connection: sa.Connection, most: int) -> int:
     return len(connection.execute(_IDS, {"most": most}).all())
 
 
-def _number_of_days(lease: Lease) -> int:
-    return sum(1 for _ in days_of(lease))
-
-
 def _add_to_totals(connection: sa.Connection, some: Iterable[tuple[Key, LeaseUse]]) -> None:
     sums: dict[Key, LeaseUse] = {}
-    for key, use in some:
-        sums[key] = sums[key].plus(use) if key in sums else use
+    add_use(sums, some)
     rows = [{**key._asdict(), **sums[key]._asdict()} for key in sorted(sums)]
     if rows:
         _upsert(connection, totals, rows, add=("micros", "cost", "sessions"))
@@ -240,20 +230,14 @@ def all_used(connection: sa.Connection, now: datetime) -> TotalUse:
                 ended[key.name] = ended.get(key.name, 0) + 1
             elif key.by == MODEL_AND_GROUP:
                 micros[key.name] = micros.get(key.name, 0) + use.micros
-    seconds = {_model_and_group(name): each / 1e6 for name, each in micros.items()}
+    seconds = {tuple(json.loads(name)): each / 1e6 for name, each in micros.items()}
     starts = queue_repository.starts_since(connection, now - RECENT)
     waits = (max(0.0, (x.granted_at - x.asked_at).total_seconds()) for x in starts)
     return TotalUse(seconds, ended, sorted(waits))
 
 
-def _model_and_group(name: str) -> tuple[str, str]:
-    model, group = json.loads(name)
-    return model, group
-
-
 Sums = dict[str, LeaseUse]
 """Use by name."""
-
 _start, _end = (sa.bindparam(name, type_=UTCDateTime()) for name in ("start", "end"))
 _SUMS = (
     sa.select(
@@ -262,10 +246,7 @@ _SUMS = (
         sa.func.sum(totals.c.cost),
         sa.func.sum(totals.c.sessions),
     )
-    .where(
-        totals.c.by == sa.bindparam("what"),
-        totals.c.span == sa.bindparam("span"),
-    )
+    .where(totals.c.by == sa.bindparam("what"), totals.c.span == sa.bindparam("span"))
     .group_by(totals.c.name)
 )
 _BY_NAME = _SUMS.where(totals.c.since >= _start, totals.c.since < _end)
@@ -282,18 +263,16 @@ def use_between(
 
     Open leases count up to ``now``. ``name``: only what has this value.
     """
-    late = [
-        *leases_repository.open_leases(connection),
-        *leases_repository.where(connection, TO_ADD_UP),
-    ]
+    late = leases_repository.open_leases(connection)
+    late += leases_repository.where(connection, TO_ADD_UP)
     late = [lease for lease in late if name is None or getattr(kind_of(lease), by) == name]
     before = {moment: _since_midnight(connection, moment, by, name) for moment in set(bounds)}
     found = []
     for start, end in pairwise(bounds):
         sums = _whole_days(connection, midnight(start), midnight(end), by, name)
-        _add_use(sums, before[end].items())
-        _add_use(sums, ((each, LeaseUse().less(part)) for each, part in before[start].items()))
-        _add_use(sums, _use_parts(late, start, end, now, by))
+        add_use(sums, before[end].items())
+        add_use(sums, ((each, LeaseUse().less(part)) for each, part in before[start].items()))
+        add_use(sums, _use_parts(late, start, end, now, by))
         found.append({each: part for each, part in sums.items() if any(part)})
     return found
 
@@ -310,24 +289,23 @@ def _whole_days(
     for span, since, until in spans:
         if name is None:
             values = {"what": by, "span": span, "start": since, "end": until}
-            rows = [(n, m, c, s) for n, m, c, s in connection.execute(_BY_NAME, values)]
+            rows: Sequence[Sequence[Any]] = connection.execute(_BY_NAME, values).all()
         else:
             rows = _of_name(connection, by, span, since, until, name)
-        _add_use(sums, ((row[0], LeaseUse(*map(int, row[1:]))) for row in rows))
+        add_use(sums, ((row[0], LeaseUse(*map(int, row[1:]))) for row in rows))
     return sums
 
 
 def _of_name(
     connection: sa.Connection, by: str, span: str, since: datetime, until: datetime, name: str
-) -> list[tuple[str, int, int, int]]:
+) -> Sequence[Sequence[Any]]:
     """Return the same totals of one name: each day is looked up, and other names are not read."""
     moments = []
     while since < until:
         moments.append(since)
         since = since + DAY if span == PER_DAY else _month_from(since + DAY)
     query = _SUMS.where(totals.c.since.in_(moments), totals.c.name == name)
-    values = {"what": by, "span": span}
-    return [(n, m, c, s) for n, m, c, s in connection.execute(query, values)] if moments else []
+    return connection.execute(query, {"what": by, "span": span}).all() if moments else []
 
 
 def _since_midnight(connection: sa.Connection, moment: datetime, by: str, name: str | None) -> Sums:
@@ -339,11 +317,11 @@ def _since_midnight(connection: sa.Connection, moment: datetime, by: str, name: 
     start, end = (day, moment) if early else (moment, day + DAY)
     some = _where(connection, _added_up_between(day, start, end), by, name)
     sums: Sums = {}
-    _add_use(sums, _use_parts(some, start, end, moment, by))
+    add_use(sums, _use_parts(some, start, end, moment, by))
     if early:
         return sums
     whole = _whole_days(connection, day, day + DAY, by, name)
-    _add_use(whole, ((each, LeaseUse().less(part)) for each, part in sums.items()))
+    add_use(whole, ((each, LeaseUse().less(part)) for each, part in sums.items()))
     return whole
 
 
@@ -364,7 +342,6 @@ def _added_up_between(day: datetime, start: datetime, end: datetime) -> sa.Colum
 def _where(
     connection: sa.Connection, condition: sa.ColumnElement[bool], by: str, name: str | None
 ) -> list[Lease]:
-    """Return the leases that satisfy the condition, of this name only."""
     if name is not None and by in leases.c:
         condition = condition & (leases.c[by] == name)
     return leases_repository.where(connection, condition)
@@ -374,11 +351,6 @@ def _use_parts(
     some: Iterable[Lease], start: datetime, end: datetime, now: datetime, by: str
 ) -> Iterable[tuple[str, LeaseUse]]:
     return ((getattr(kind_of(lease), by), use_of_lease(lease, start, end, now)) for lease in some)
-
-
-def _add_use(sums: Sums, some: Iterable[tuple[str, LeaseUse]]) -> None:
-    for name, part in some:
-        sums[name] = sums[name].plus(part) if name in sums else part
 
 
 def _month_from(moment: datetime) -> datetime:
@@ -412,14 +384,9 @@ def check_use(connection: sa.Connection) -> Iterator[str]:
 
 def check_credits(connection: sa.Connection) -> Iterator[str]:
     """What came to and went from the ledger's own accounts is what their postings moved."""
-    amount = postings.c.amount
-    sums = (
-        sa.func.sum(sa.case((amount > 0, amount), else_=0)),
-        sa.func.sum(sa.case((amount < 0, -amount), else_=0)),
-    )
     for name, came, went, last in connection.execute(sa.select(*moved.c)).all():
-        mine = sa.select(*sums).where(postings.c.account == name, postings.c.id <= last)
-        plus, minus = (int(found or 0) for found in connection.execute(mine).one())
+        values = {"account": name, "since": 0, "until": last}
+        plus, minus = map(int, connection.execute(_NEW, values).one())
         if (plus, minus) != (came, went):
             yield (
                 f"The totals of {name} say that {came} microcredits came and {went} went, but its "
@@ -443,7 +410,7 @@ def _months(connection: sa.Connection) -> Iterator[tuple[datetime, datetime]]:
         return
     start, last = midnight(min(known)).replace(day=1), max(known)
     while start <= last:
-        end = (start + 32 * DAY).replace(day=1)
+        end = _month_from(start + DAY)
         yield start, end
         start = end
 

@@ -1,10 +1,7 @@
 """Use and cost of leases and batch jobs. Pure.
 
-The cost of a lease up to a moment follows from its rate, limited by what it was charged in the end.
-So the parts of a lease in several weeks add up to the whole, to the microcredit.
-
-A job's time is counted by its cluster, in whole seconds. What it owes follows from its rate and
-that time alone, so it can be calculated often, late or twice.
+The cost of a lease up to a moment follows from its rate, limited by what it was charged in the end,
+so that parts add up to the whole. A job's time is counted by its cluster, in whole seconds.
 """
 
 from __future__ import annotations
@@ -13,11 +10,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..leases.models import Lease
-from .models import SYSTEM_USAGE, Posting, Transfer, TransferKind
-from .rules import ACTOR_ACCOUNTING, owed, transfer_id
+from .models import SYSTEM_USAGE, Transfer, TransferKind
+from .rules import ACTOR_ACCOUNTING, move, owed
+
+K = TypeVar("K")
 
 SEVERAL = "several models"
 """The model of a lease with devices of different models."""
@@ -97,12 +96,10 @@ def days_of(lease: Lease) -> Iterator[tuple[datetime, LeaseUse]]:
         day += DAY
 
 
-def together(parts: Iterable[tuple[Kind, LeaseUse]]) -> dict[Kind, LeaseUse]:
-    """Sum up the use of each kind."""
-    found: dict[Kind, LeaseUse] = {}
-    for kind, use in parts:
-        found[kind] = found[kind].plus(use) if kind in found else use
-    return found
+def add_use(sums: dict[K, LeaseUse], parts: Iterable[tuple[K, LeaseUse]]) -> None:
+    """Add the use of each name to the sums."""
+    for name, part in parts:
+        sums[name] = sums[name].plus(part) if name in sums else part
 
 
 def _cost_up_to(lease: Lease, moment: datetime) -> int:
@@ -128,8 +125,7 @@ def cost_of_job(rate: int, seconds: int) -> int:
 def due_for_job(rate: int, seconds: int, charged: int, *, over: bool) -> int:
     """Return the microcredits to charge now; negative ones come back.
 
-    A running job is charged for whole hours and never refunded: its final time is known only at its
-    end.
+    A running job is charged for whole hours; its final time is known only at its end.
     """
     if over:
         return cost_of_job(rate, seconds) - charged
@@ -142,15 +138,8 @@ def debit_for_job(
     """Return the transfer of microcredits from an account (negative: to it); None for zero."""
     if amount == 0:
         return None
-    return Transfer(
-        id=transfer_id(key),
-        key=key,
-        kind=TransferKind.BATCH,
-        at=at,
-        actor=ACTOR_ACCOUNTING,
-        reason=reason,
-        postings=(Posting(account, -amount), Posting(SYSTEM_USAGE, amount)),
-    )
+    kind = TransferKind.BATCH
+    return move(SYSTEM_USAGE, account, -amount, kind, key, at, ACTOR_ACCOUNTING, reason)
 
 
 # A job's devices, in words that are stored.

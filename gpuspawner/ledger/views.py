@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from datetime import datetime
 
 from tornado import web
 
@@ -21,7 +21,7 @@ from ..core.errors import (
 from ..core.scopes import GRANT, READ_ACCOUNTS
 from ..core.text import LONGEST_REASON
 from ..core.units import format_credits
-from ..db.search import LONGEST, Accounts
+from ..db.search import LONGEST
 from ..leases.models import Lease, LeaseState
 from ..leases.views import goes_on
 from ..monitoring.models import DeviceUse
@@ -31,14 +31,7 @@ from ..web.answers import EntryAnswer
 from ..web.api import APIHandler, ChangingAPI
 from ..web.base import ServiceHandler
 from ..web.fields import LAST, account_of, key_of, text_of, whole
-from ..web.operations import (
-    AFTER,
-    AFTER_NAME,
-    BEFORE,
-    LIMIT,
-    SEARCH,
-    operation,
-)
+from ..web.operations import AFTER, AFTER_NAME, BEFORE, LIMIT, SEARCH, operation
 from ..web.pages import FormPage, MemberPage, Page, credit, exactly, part
 from ..web.schemas import Answer
 from . import schemas
@@ -49,16 +42,7 @@ from .statements import StatementEntry
 ITEMS = 100
 """Items of a receipt per page."""
 
-COLUMNS = (
-    "at",
-    "kind",
-    "amount",
-    "balance",
-    "reason",
-    "actor",
-    "lease",
-    "transfer",
-)
+COLUMNS = ("at", "kind", "amount", "balance", "reason", "actor", "lease", "transfer")
 """Columns of a statement as CSV."""
 
 ITEM_COLUMNS = ("at", "kind", "amount", "cost", "reason", "transfer")
@@ -67,18 +51,24 @@ ITEM_COLUMNS = ("at", "kind", "amount", "cost", "reason", "transfer")
 NOT_YOUR_SESSION = "This session is not yours: its receipt is for its member, and for admins."
 
 
+async def readable_account(handler: ServiceHandler, name: str) -> str:
+    """Return an account that the user may read, by default their own, which may not be open yet."""
+    account = account_of(name) if name else member_account(handler.user)
+    await web_base.must_read(handler, account)
+    if name:
+        await handler.read(handler.services.ledger.account, account)  # raises if it is unknown
+    return account
+
+
 class StatementPage(Page):
     """The statement of the member's own account, or of another one that they may see."""
 
     @web.authenticated
     async def get(self, name: str = "") -> None:
         """Send one page of the statement."""
-        account = account_of(name) if name else member_account(self.user)
-        await web_base.must_read(self, account)
+        account = await readable_account(self, name)
         text = self.get_query_argument("before", "")
         before = whole(text, "before", 1, LAST) if text else None
-        if name:
-            await self.read(self.services.ledger.account, account)  # raises if it is unknown
         own = account == member_account(self.user)
         self.show(
             "statement.html",
@@ -117,10 +107,7 @@ class StatementCSV(CSVHandler):
     @web.authenticated
     async def get(self, name: str = "") -> None:
         """Send the file."""
-        account = account_of(name) if name else member_account(self.user)
-        await web_base.must_read(self, account)
-        if name:
-            await self.read(self.services.ledger.account, account)
+        account = await readable_account(self, name)
         self.begin(f"statement-{account}")
         await self.send(COLUMNS, self._rows(account))
 
@@ -195,15 +182,10 @@ class PayerForm(MemberPage):
     @web.authenticated
     async def post(self) -> None:
         """Store the choice."""
-        keep = partial(
-            self.services.ledger.keep_payer,
-            self.user,
-            str(self.get_body_argument("account", ""))[:300],
-            actor=self.user,
-            groups=self.groups,
-        )
+        account, who = str(self.get_body_argument("account", ""))[:300], self.user
+        keep = self.services.ledger.keep_payer
         try:
-            await self.services.run(keep)
+            await self.services.run(keep, who, account, actor=who, groups=self.groups)
         except LedgerError:  # not a valid account name
             await self.show_mine(InvalidRequest("Choose one of the accounts.", field="account"))
             return
@@ -250,13 +232,10 @@ def cells(answer: Answer, columns: Sequence[str]) -> Sequence[str]:
 
 def _harmless(cell: str) -> str:
     """Put an apostrophe before text that starts a formula, but not before numbers like -1.5."""
-    if cell[:1] in ("=", "+", "-", "@", "\t", "\r") and not _is_number(cell):
+    is_number = cell.removeprefix("-").replace(".", "", 1).isdecimal()
+    if cell[:1] in ("=", "+", "-", "@", "\t", "\r") and not is_number:
         return "'" + cell
     return cell
-
-
-def _is_number(cell: str) -> bool:
-    return cell.removeprefix("-").replace(".", "", 1).isdecimal()
 
 
 _LEASE = "([0-9a-f]{1,64})"
@@ -284,6 +263,25 @@ DONE = {
 """Messages after a change."""
 
 
+async def find_accounts(
+    handler: ServiceHandler,
+    text: str,
+    after: str,
+    limit: int,
+    among: Collection[str] | None = None,
+) -> tuple[datetime, tuple[view_models.Funds, ...], str | None]:
+    """Return the time, the accounts with this text in their names, and where the next ones begin.
+
+    ``among``: only those of these names.
+    """
+    services, minutes = handler.services, handler.context.warn_minutes
+    found = await handler.read(services.reports.find_accounts, text, after, limit, among)
+    opened = await handler.read(services.leases.open_leases)
+    now = services.clock()
+    funds = await handler.read(view_models.all_funds, services, found.found, opened, now, minutes)
+    return now, funds, found.following
+
+
 class AccountsPage(Page):
     """All accounts, or those whose names match a search, for admins."""
 
@@ -293,18 +291,13 @@ class AccountsPage(Page):
         self.need_admin()
         text = text_of(self.get_query_argument("search", ""), "search", LONGEST)
         after = self.get_query_argument("after", "")[:300]
-        found = await self.read(self.services.reports.find_accounts, text, after, ROWS)
-        opened = await self.read(self.services.leases.open_leases)
-        now = self.services.clock()
-        minutes = self.context.warn_minutes
+        now, accounts, following = await find_accounts(self, text, after, ROWS)
         self.show(
             "accounts.html",
             now=now,
             search=text,
-            accounts=await self.read(
-                view_models.all_funds, self.services, found.found, opened, now, minutes
-            ),
-            following=found.following,
+            accounts=accounts,
+            following=following,
             first=not after,
         )
 
@@ -447,17 +440,8 @@ class AccountsAPI(APIHandler):
         limit = self.limit
         text = text_of(self.get_query_argument("search", ""), "search", LONGEST)
         after = self.get_query_argument("after", "")
-
-        def find() -> Accounts:
-            return self.services.reports.find_accounts(text, after, limit, among)
-
-        found = await self.read(find)
-        opened = await self.read(self.services.leases.open_leases)
-        now, minutes = self.services.clock(), self.context.warn_minutes
-        told = await self.read(
-            view_models.all_funds, self.services, found.found, opened, now, minutes
-        )
-        self.answer(schemas.AccountsAnswer, as_of=now, accounts=told, next=found.following)
+        now, told, following = await find_accounts(self, text, after, limit, among)
+        self.answer(schemas.AccountsAnswer, as_of=now, accounts=told, next=following)
 
 
 class AccountAPI(APIHandler):
@@ -522,14 +506,12 @@ class GrantAPI(ChangingAPI):
         if sent.amount < 0:
             web_base.must_take(self, account)
         key = sent.key or secrets.token_hex(8)
-        # Keys are separate for each actor and account.
-        its_key = f"api:{self.actor}:{account}:{key}"
         done = await self.do(
             self.services.ledger.grant,
             account,
             sent.amount,
             reason=sent.reason,
-            key=its_key,
+            key=f"api:{self.actor}:{account}:{key}",  # separate for each actor and account
             until=sent.until,
         )
         found = await self.read(self.services.ledger.account, account)

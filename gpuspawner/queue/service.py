@@ -531,7 +531,7 @@ class QueueService:
     def _least_rate(self, card: RateCard, request: Request) -> int:
         """Return the request's hourly cost on the cheapest devices that fit."""
         models = {model_of(kind) for kind in self.line.kinds(request)}
-        rates = (card.lease_rate([model] * request.devices) for model in models)
+        rates = (card.rate_of(model) * request.devices for model in models)
         return min(rates, default=0)
 
     def _at_the_end_if_twice(self, connection: sa.Connection, ticket: Ticket) -> Ticket:

@@ -57,7 +57,7 @@ def fill(site: Any) -> None:
     assert wrong
     clock.forward(minutes=1)
     line = services.ledger.statement("member:bob")[0]
-    services.ledger.reverse(line.transfer_id, actor="kim", reason="The wrong Bob")
+    services.ledger.reverse(line.transfer, actor="kim", reason="The wrong Bob")
 
     adas = start(services, clock, "ada", model="A100", seconds=4 * HOUR, environment="torch")
     bobs = start(services, clock, "bob", model="A100", account="group:ml", environment="torch")

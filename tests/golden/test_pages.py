@@ -71,7 +71,7 @@ def filled(site: Site, path: str) -> str:
     lease = services.leases.of_account("member:ada")[0].id
     return (
         path.replace("LEASE", lease)
-        .replace("TRANSFER", services.ledger.statement("member:ada")[-1].transfer_id)
+        .replace("TRANSFER", services.ledger.statement("member:ada")[-1].transfer)
         .replace("TICKET", next(t.id for t in services.queue.waiting() if t.server.user == "eve"))
         .replace("REFILL", services.refills.all_refills()[0].id)
         .replace("FOLDER", services.shared_folders.folders("ada")[0].id)

@@ -21,7 +21,7 @@ import pytest
 
 from gpuspawner.core.units import MICRO, format_credits
 from gpuspawner.leases.models import Lease, LeaseState
-from gpuspawner.ledger.pricing import RateCard
+from gpuspawner.ledger.pricing import parse_rate
 from gpuspawner.services import Services
 from tests.support import images
 from tests.support.brokers import make_services
@@ -188,7 +188,7 @@ def check_price(demo: DemoProcess, before: int, seen: Mapping[str, Any]) -> None
     """The balance is down by rate x time, and by nothing else."""
     lease = demo.leases()[0]
     assert lease.state is LeaseState.ENDED and lease.started_at and lease.ended_at
-    rate = RateCard.from_config({"T4": "0.5"}).lease_rate(["T4"])
+    rate = parse_rate("0.5")
     lasted = lease.ended_at - lease.started_at
     charged = before - demo.balance()
     assert lease.rate == rate

@@ -20,8 +20,8 @@ from playwright.sync_api import Browser
 from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import Lease
 from gpuspawner.ledger.models import member_account
-from gpuspawner.ledger.repository import StatementLine
 from gpuspawner.ledger.rules import owed
+from gpuspawner.ledger.statements import StatementEntry
 from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm import job_spec
 from gpuspawner.slurm.accounts import user_of
@@ -291,7 +291,7 @@ def test_batch_job_is_charged_to_its_member(hub: SlurmHub, cluster: SlurmCluster
     hub.wait_lease("zoe")
     job = cluster.hold("zoe", "--gres=gpu:h100:1", script="#!/bin/sh\nexec sleep 2\n")
 
-    def line() -> StatementLine | None:
+    def line() -> StatementEntry | None:
         lines = hub.services.ledger.statement("member:zoe")
         return next((line for line in lines if line.kind == "batch"), None)
 

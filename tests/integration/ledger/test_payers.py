@@ -192,7 +192,7 @@ def test_account_without_credits_cannot_take_over_a_ticket(make: Make) -> None:
 # Whole sessions on hold.
 
 
-def test_whole_session_can_be_put_on_hold(make: Make, clock: Clock) -> None:
+def test_whole_session_and_its_extension_can_be_put_on_hold(make: Make, clock: Clock) -> None:
     services = make(gpu_rates={"*": 4}, opening_grant=20, hold_session=True)
     with pytest.raises(NoCredits, match=r"whole session of 6 h \(24.00\) must be there"):
         ask(services, ANNA, terms(seconds=6 * 3600))
@@ -205,8 +205,18 @@ def test_whole_session_can_be_put_on_hold(make: Make, clock: Clock) -> None:
     clock.forward(hours=1)
     services.ledger.charge_all()
     assert services.ledger.member("anna").held == 12 * MICRO
+    longer = services.extensions.extend(lease.id, actor="anna")
+    assert longer.ends_at == clock.now.replace(hour=17)
+    own = services.ledger.member("anna")
+    assert (own.held, own.available) == (16 * MICRO, 0)
+    clock.forward(hours=1)
+    services.ledger.charge_all()
+    with pytest.raises(CannotExtend, match=r"member:anna needs 4\.00 credits more, and has 0\.00"):
+        services.extensions.extend(lease.id, actor="anna")
+    now = services.leases.get(lease.id)
+    assert (now.ends_at, now.state) == (longer.ends_at, LeaseState.RUNNING)
     services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
-    assert services.ledger.member("anna").held == 0 and credits_of(services) == 16
+    assert services.ledger.member("anna").held == 0 and credits_of(services) == 12
 
 
 def test_ticket_needs_credits_for_the_whole_session(make: Make) -> None:
@@ -215,23 +225,3 @@ def test_ticket_needs_credits_for_the_whole_session(make: Make) -> None:
     asked = terms(seconds=6 * 3600, wait=True)
     with pytest.raises(NoCredits, match="whole session of 6 h"):
         services.queue.ask(ANNA, ONE, engine="docker", terms=asked)
-
-
-def test_extension_raises_the_hold_or_is_refused(make: Make, clock: Clock) -> None:
-    services = make(gpu_rates={"*": 4}, opening_grant=20, hold_session=True)
-    lease = ask(services, ANNA, terms(seconds=4 * 3600))
-    services.leases.confirm(lease.id)
-    clock.forward(hours=1)
-    services.ledger.charge_all()
-    longer = services.extensions.extend(lease.id, actor="anna")
-    assert longer.ends_at == clock.now.replace(hour=17)
-    assert (
-        services.ledger.member("anna").held == 16 * MICRO
-        and services.ledger.member("anna").available == 0
-    )
-    clock.forward(hours=1)
-    services.ledger.charge_all()
-    with pytest.raises(CannotExtend, match=r"member:anna needs 4\.00 credits more, and has 0\.00"):
-        services.extensions.extend(lease.id, actor="anna")
-    assert services.leases.get(lease.id).ends_at == longer.ends_at
-    assert services.leases.get(lease.id).state is LeaseState.RUNNING

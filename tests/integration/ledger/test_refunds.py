@@ -51,15 +51,20 @@ def test_lease_is_refunded_in_part_and_then_fully(services: Services, over: Leas
     assert (part.charged, part.refunded, part.outcome) == (2_500_000, 500_000, "")
     assert credits_of(services) == 7.5
     line = services.ledger.statement(ANNA, 1)[0]
-    assert (line.kind, line.amount, line.reason) == ("refund", 500_000, "a slow disk")
-    assert services.audit.trail()[0].detail == f"0.50 credits to {ANNA}: a slow disk"
+    assert (line.kind, line.amount, line.lease_id) == ("refund", 500_000, over.id)
+    assert (line.reason, line.actor) == ("a slow disk", "root")
+    change = services.audit.trail()[0]
+    assert (change.action, change.detail) == ("refund", f"0.50 credits to {ANNA}: a slow disk")
     assert broken_invariants(services) == {}
     rest = refund(services, over)
     assert (rest.charged, rest.refunded, rest.outcome) == (0, 3 * MICRO, "refunded")
     assert credits_of(services) == 10
     with pytest.raises(InvalidRequest, match="refunded already"):
         refund(services, over)
-    assert broken_invariants(services) == {}
+    charge = next(x for x in services.ledger.statement(ANNA) if x.kind == "charge").transfer
+    with pytest.raises(InvalidRequest, match="was refunded: nothing is left to reverse"):
+        services.ledger.reverse(charge, actor="root", reason="sick")
+    assert credits_of(services) == 10 and broken_invariants(services) == {}
 
 
 @pytest.mark.parametrize("credits", [0, -1, 2.500001, 10**12])
@@ -88,12 +93,12 @@ def test_refund_with_the_same_key_is_given_once(services: Services, over: Lease)
 def test_refunds_and_reversals_never_exceed_the_charge(services: Services, over: Lease) -> None:
     """Whatever comes first: what was charged is the most."""
     last, first, _opening = services.ledger.statement(ANNA)
-    services.ledger.reverse(last.transfer_id, actor="root", reason="a slow disk")
+    services.ledger.reverse(last.transfer, actor="root", reason="a slow disk")
     with pytest.raises(InvalidRequest, match=r"at most 2\.000000"):
         refund(services, over, 3)
     refund(services, over, 0.5)
     with pytest.raises(InvalidRequest, match=r"1\.500000 credits are left, and this charge is mo"):
-        services.ledger.reverse(first.transfer_id, actor="root", reason="a slow disk")
+        services.ledger.reverse(first.transfer, actor="root", reason="a slow disk")
     assert refund(services, over).charged == MICRO, "what the reversal gave back stays charged"
     assert credits_of(services) == 10
     with pytest.raises(InvalidRequest, match="came back already"):
@@ -103,7 +108,7 @@ def test_refunds_and_reversals_never_exceed_the_charge(services: Services, over:
 
 def test_refund_can_be_reversed_and_restored(services: Services, over: Lease) -> None:
     refund(services, over, 2)
-    given = services.ledger.statement(ANNA, 1)[0].transfer_id
+    given = services.ledger.statement(ANNA, 1)[0].transfer
     undone = services.ledger.reverse(given, actor="root", reason="the wrong session")
     assert credits_of(services) == 7
     services.ledger.reverse(undone.id, actor="root", reason="it was right")
@@ -143,6 +148,11 @@ def test_refund_of_expired_credits_stays_in_any_order(
                 services.ledger.end_lots()
     services.ledger.end_lots()
     assert credits_of(services) == 10 + 1.25
+    until = clock.now + timedelta(hours=1)
+    services.ledger.grant(ANNA, MICRO, actor="root", reason="course", until=until)
+    clock.now = until
+    services.ledger.end_lots()
+    assert credits_of(services) == 10 + 1.25, "a later lot takes nothing of it along"
     assert broken_invariants(services) == {}
 
 

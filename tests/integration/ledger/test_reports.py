@@ -74,30 +74,38 @@ def past(services: Services, clock: Clock) -> Services:
     return services
 
 
-def pages(ask: Callable[[int | None], Any]) -> list[Any]:
-    """Every entry, page after page."""
-    found, before = [], None
+def pages(
+    ask: Callable[..., Any],
+    begin: Any = None,
+    cursor: str = "before",
+    entries: str = "entries",
+    following: str = "older",
+) -> list[Any]:
+    """Every entry, page after page; the names are those of the parameter and of a page's fields."""
+    found, start = [], begin
     while True:
-        page = ask(before)
-        found += page.entries
-        before = page.older
-        if before is None:
+        page = ask(**{cursor: start})
+        found += getattr(page, entries)
+        start = getattr(page, following)
+        if start is None:
             return found
 
 
+def two_items(past: Services, lease_id: str, after: int) -> statements.ReceiptItems:
+    return past.reports.receipt(lease_id, after, 2).items
+
+
 def test_statement_pages_match_the_whole_statement(past: Services) -> None:
-    fields = ("at", "kind", "reason", "actor", "amount", "balance", "lease_id")
     for user, limit in product(("ada", "bob", "cleo"), (7, 1000)):
         account = member_account(user)
         whole = past.ledger.statement(account, 10_000)
         assert len(whole) > 10
-        ask = partial(past.reports.statement_page, account, limit=limit)
-        found = pages(ask)
-        assert [[getattr(line, f) for f in fields] for line in found] == [
-            [getattr(line, f) for f in fields] for line in whole
-        ]
-        streamed = [e for page in past.reports.statement_pages(account) for e in page.entries]
-        assert streamed == found
+        assert pages(partial(past.reports.statement_page, account, limit=limit)) == [*whole]
+        balance = past.ledger.account(account).balance
+        for line in whole:
+            assert line.balance == balance
+            balance -= line.amount
+        assert balance == 0
 
 
 def test_folded_statement_pages_add_up_to_the_balance(
@@ -139,13 +147,7 @@ def test_receipt_lists_every_item_of_a_lease(past: Services) -> None:
         assert whole.lease == lease
         assert whole.items.total == lease.charged == -sum(e.amount for e in whole.items.entries)
         assert whole.items.count == len(whole.items.entries)
-        found, after = [], 0
-        while True:
-            items = past.reports.receipt(lease.id, after, 2).items
-            found += items.entries
-            if items.newer is None:
-                break
-            after = items.newer
+        found = pages(partial(two_items, past, lease.id), 0, "after", following="newer")
         assert tuple(found) == whole.items.entries
         assert not found or found[-1].balance == lease.charged
         moments = [entry.at for entry in found]
@@ -183,26 +185,15 @@ def test_accounts_are_found_by_part_of_their_name(services: Services) -> None:
     assert found("a_d") == ["a_da"]
     assert found("nobody") == found("system") == []
     assert found("", among=["member:bob", "group:x", "system:grants"]) == ["bob"]
-    seen, after = [], ""
-    while True:
-        some = services.reports.find_accounts("", after, 2)
-        seen += [account.name for account in some.found]
-        if some.following is None:
-            break
-        after = some.following
-    assert seen == [account.name for account in services.ledger.accounts()]
+    find = partial(services.reports.find_accounts, "", limit=2)
+    seen = pages(find, "", "after", "found", "following")
+    assert [each.name for each in seen] == [each.name for each in services.ledger.accounts()]
 
 
 def test_leases_are_paged_by_member_and_by_account(past: Services) -> None:
     for wanted in ({}, {"user": "ada"}, {"account": "member:bob"}):
-        found: list[str] = []
-        before: str | None = None
-        while True:
-            some = past.reports.find_leases(**wanted, before=before, limit=7)
-            found += [lease.id for lease in some.found]
-            before = some.older
-            if before is None:
-                break
+        find = partial(past.reports.find_leases, **wanted, limit=7)
+        found = [lease.id for lease in pages(find, entries="found")]
         every = past.leases.of_account(wanted.get("account"), 10_000)
         mine = [x for x in every if x.server.user == wanted.get("user", x.server.user)]
         assert len(found) > 14

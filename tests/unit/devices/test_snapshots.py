@@ -24,7 +24,7 @@ from gpuspawner.devices.snapshots import (
 )
 from gpuspawner.leases.models import Lease, LeaseState, Slot
 from gpuspawner.ledger.models import Account
-from gpuspawner.ledger.pricing import RateCard
+from gpuspawner.ledger.pricing import RateCard, Rates, rates_by_model
 from tests.support.leases import lease_of
 
 GIB = 2**30
@@ -110,12 +110,12 @@ def test_drained_device_shows_its_reason_and_is_not_free(
     why = f"drained by kim: {reason}" if reason else "drained by kim"
     assert (views[0].state, views[0].detail) == (state, before + why)
     assert views[1].state == "free"
-    (count,) = count_models(views, RateCard.from_config({"*": 1}))
+    (count,) = count_models(views, RateCard())
     assert (count.total, count.free) == (1 if state == "unknown" else 2, 1)
 
 
 def test_model_counts_include_rates_and_skip_unusable_devices() -> None:
-    rates = RateCard.from_config({"*": 1, "A100": 4, "T4": "0.5"})
+    rates = Rates.of(rates_by_model({"*": 1, "A100": 4, "T4": "0.5"})).card(NOW)
     devices = [
         device(0, "T4", 16),
         device(1, "A100"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -27,6 +28,19 @@ from gpuspawner.ledger.models import SYSTEM_GRANTS, SYSTEM_USAGE, Account, Trans
 from tests.unit.ledger.books import ANNA, HOUR, T0, lease
 
 rates = st.integers(0, 1000 * MICRO)
+
+
+def rows_of(transfers: Iterable[Transfer]) -> tuple[checks.PostingRow, ...]:
+    return tuple(
+        checks.PostingRow(
+            **{name: getattr(transfer, name) for name in ("key", "kind", "lease_id")},
+            transfer_id=transfer.id,
+            account=posting.account,
+            amount=posting.amount,
+        )
+        for transfer in transfers
+        for posting in transfer.postings
+    )
 
 
 @dataclass
@@ -70,7 +84,7 @@ class Book:
         for item in self.leases.values():
             held[item.account] += item.held
         return checks.Books(
-            postings=checks.rows_of(self.transfers.values()),
+            postings=rows_of(self.transfers.values()),
             accounts=tuple(
                 Account(name=name, balance=self.balances[name], held=held[name])
                 for name in {*self.balances, *held}
@@ -187,7 +201,7 @@ TestBooks = BooksMachine.TestCase
 # The checks find what they are for.
 
 GIFT = ledger_rules.grant(ANNA, 5, key="k", at=T0, actor="admin", reason="gift")
-ROWS = checks.rows_of([GIFT])
+ROWS = rows_of([GIFT])
 ENDED = lease(state=LeaseState.ENDED, ended_at=T0 + HOUR, charged=4 * MICRO)
 
 
@@ -212,7 +226,7 @@ HELD = Account(name=ANNA, held=MICRO)
         ("lease_postings", {"leases": (lease(charged=3),)}, "but its postings took 0"),
         ("settled", {"leases": (replace(ENDED, charged=1),)}, "owed 4000000 microcredits, but 1"),
         ("settled", {"leases": (ENDED,), "failed": frozenset({ENDED.id})}, "owed 0 microcredits"),
-        ("settled", {"leases": (replace(ENDED, ended_at=None),)}, "nobody wrote down when"),
+        ("settled", {"leases": (replace(ENDED, ended_at=None),)}, "ended at an unknown time"),
     ],
 )
 def test_each_ledger_check_reports_its_fault(check: str, books: dict[str, Any], words: str) -> None:

@@ -18,7 +18,6 @@ from gpuspawner.ledger.credit_policy import (
     OVERDRAFT,
     SESSION,
     AccountRunway,
-    CreditPolicies,
     PolicyStep,
 )
 from tests.support.leases import lease_of
@@ -108,7 +107,7 @@ def test_purse_deducts_charges_due_and_sums_rates() -> None:
     assert AccountRunway.of(9 * MICRO, some, T0 + timedelta(minutes=2)) == AccountRunway(
         6 * MICRO, 2 * RATE
     )
-    assert CreditPolicies.from_config({}).of("member:ada", {"lab"}) == credit_policy.CreditPolicy()
+    assert credit_policy.policy_of({}, "member:ada", {"lab"}) == credit_policy.CreditPolicy()
 
 
 # Warnings.

@@ -135,7 +135,7 @@ moves = st.lists(st.tuples(times.map(hour), st.integers(-10 * MICRO, 10 * MICRO)
 
 
 @given(some_lots(), some_uses(), moves, st.lists(times, min_size=1))
-def test_lot_balance_never_grows_or_goes_negative(
+def test_lots_never_grow_nor_lose_more_than_was_spent(
     lots: list[Lot], uses: list[LotUse], moved: list[tuple[datetime, int]], looks: list[float]
 ) -> None:
     flow = LotFlow(uses, moved)
@@ -147,14 +147,6 @@ def test_lot_balance_never_grows_or_goes_negative(
             if one.over_at <= hour(at):
                 assert left_of(lots, flow, hour(100))[one.id] == left[one.id]
         before = left
-
-
-@given(some_lots(), some_uses(), moves)
-def test_lots_lose_no_more_than_was_spent(
-    lots: list[Lot], uses: list[LotUse], moved: list[tuple[datetime, int]]
-) -> None:
-    """What was taken from lots is no more than what was spent."""
-    flow = LotFlow(uses, moved)
     lots = [replace(one, cancelled_at=None) for one in lots]  # a reversal is owed, and paid again
     left = left_of(lots, flow, hour(100))
     ((_, _, spent),) = flow.along([hour(100)])
