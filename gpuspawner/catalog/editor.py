@@ -132,7 +132,7 @@ class CatalogFile:
         changed = find(after)
         others = tuple(e for e in after.environments if e is not changed)
         were = tuple(e for e in self.catalog.environments if e is not before)
-        if others != were or replace(after, environments=()) != _without(self.catalog):
+        if replace(after, environments=others) != replace(self.catalog, environments=were):
             raise _by_hand(self.path, _SHARED)
         replace_file(self.path, text)
         self.catalog, self.text = after, text
@@ -204,10 +204,6 @@ def _end(node: yaml.Node) -> Any:
 
 def _by_hand(path: Path, why: str) -> ConfigError:
     return ConfigError(f"{path} was not changed: {why}. Edit it by hand.")
-
-
-def _without(catalog: Catalog) -> Catalog:
-    return replace(catalog, environments=())
 
 
 def replace_file(path: Path, text: str) -> None:

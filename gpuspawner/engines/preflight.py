@@ -87,10 +87,10 @@ def scratch_container(client: docker.APIClient, config: Mapping[str, Any]) -> It
     try:
         try:
             client.create_container_from_config(dict(config), name)
-            answered = True
         except APIError:
             answered = True
             raise
+        answered = True
         yield name
     finally:
         # If interrupted before the engine answered, the container may appear a moment later.
@@ -123,6 +123,13 @@ def output_of(client: docker.APIClient, container: str) -> str:
     return text
 
 
+def run_script(client: docker.APIClient, config: Mapping[str, Any]) -> str:
+    """Return what a container of this configuration printed; it exists only meanwhile."""
+    with scratch_container(client, config) as container:
+        client.start(container)
+        return output_of(client, container)
+
+
 def words_of(error: Exception) -> str:
     """Return the engine's message on one line, without meaningless parts."""
     if isinstance(error, APIError) and error.explanation:
@@ -146,6 +153,12 @@ def no_answer(name: str, error: Exception) -> CheckFinding:
     return CheckFinding(name, Status.FAIL, text, "Try again; see: journalctl -u docker")
 
 
+def nothing_injected(name: str) -> CheckFinding:
+    """Return the finding of a check of GPUs for ``gpu_injection = "none"``."""
+    text = "No GPUs are injected (gpu_injection is 'none')."
+    return CheckFinding(name, Status.UNCHECKED, text)
+
+
 def check_hub_reachable(
     client: docker.APIClient,
     image: str,
@@ -162,13 +175,10 @@ def check_hub_reachable(
     host, port, path = found.groups()
     environment = {"URL": url, "HOST": host.strip("[]"), "PORT": port, "PATH_": path}
     hosts = [f"{alias}:{address}" for alias, address in (extra_hosts or {}).items()]
-    config = scratch_config(
-        image, _FETCH, environment, {"NetworkMode": network, "ExtraHosts": hosts}
-    )
+    host_config = {"NetworkMode": network, "ExtraHosts": hosts}
+    config = scratch_config(image, _FETCH, environment, host_config)
     try:
-        with scratch_container(client, config) as container:
-            client.start(container)
-            answer = output_of(client, container)
+        answer = run_script(client, config)
     except (DockerException, requests.RequestException) as error:
         return _unreached(client, network, url, words_of(error))
     if '"version"' in answer:
@@ -224,21 +234,21 @@ def network_gateway(client: docker.APIClient, network: str) -> str:
     return next((str(pool["Gateway"]) for pool in pools if pool.get("Gateway")), "")
 
 
-def check_volume(client: docker.APIClient, driver: str = "local") -> CheckFinding:
+def check_volume(client: docker.APIClient) -> CheckFinding:
     """Check that a member's workspace volume can be created; the trial volume is removed."""
     name = f"gpuspawner-check-{secrets.token_hex(6)}"
     label = {LABEL_CHECK: str(int(time.time()))}
     try:
         try:
-            client.create_volume(name, driver=driver, labels=label)
+            client.create_volume(name, driver="local", labels=label)
         finally:
             with suppress(NotFound):
                 client.remove_volume(name, force=True)
     except (DockerException, requests.RequestException) as error:
-        text = f"The engine cannot create a volume with the driver {driver!r}: {words_of(error)}."
+        text = f"The engine cannot create a volume with the driver 'local': {words_of(error)}."
         remedy = "Make room on the engine's disk, or set another volume driver."
         return CheckFinding("workspace", Status.FAIL, text, remedy)
-    return CheckFinding("workspace", Status.OK, f"Volumes can be created (driver {driver})")
+    return CheckFinding("workspace", Status.OK, "Volumes can be created (driver local)")
 
 
 def check_directory(client: docker.APIClient, image: str, directory: str) -> CheckFinding:
@@ -256,14 +266,11 @@ def check_directory(client: docker.APIClient, image: str, directory: str) -> Che
     config["HostConfig"]["Mounts"] = [mount]  # unlike Binds, it never creates the directory
     config["User"] = "0"
     try:
-        with scratch_container(client, config) as container:
-            client.start(container)
-            answer = output_of(client, container).strip()
+        answer = run_script(client, config).strip()
     except (DockerException, requests.RequestException) as error:
         if lacks_shell(str(error)):
-            return CheckFinding(
-                name, Status.UNCHECKED, f"The image {image} has no shell to try with."
-            )
+            text = f"The image {image} has no shell to try with."
+            return CheckFinding(name, Status.UNCHECKED, text)
         text = f"The directory {directory} cannot be mounted: {words_of(error)}."
         remedy = f"Make it on the engine's machine: sudo mkdir -p {directory}"
         return CheckFinding(name, Status.FAIL, text, remedy)
@@ -289,9 +296,7 @@ def check_sees(
     config["HostConfig"]["Mounts"] = [mount]
     config["User"] = "0"
     try:
-        with scratch_container(client, config) as container:
-            client.start(container)
-            answer = output_of(client, container).strip()
+        answer = run_script(client, config).strip()
     except (DockerException, requests.RequestException) as error:
         return words_of(error)
     if answer == content:
@@ -334,9 +339,7 @@ def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) 
     """
     name = "GPU injection"
     if mode == "none":
-        return CheckFinding(
-            name, Status.UNCHECKED, "No GPUs are injected (gpu_injection is 'none')."
-        )
+        return nothing_injected(name)
     remove_leftovers(client)
     with_device, without = _look_config(image, mode, [uuid]), _look_config(image, mode, [])
     try:
@@ -356,11 +359,9 @@ def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) 
             return CheckFinding(name, Status.UNCHECKED, text, "Name an image with sh.")
         why = words_of(error)
         text = f"A container with {uuid} by {mode} does not start: {why}."
-        return CheckFinding(name, Status.FAIL, text, _injection_remedy(why, mode))
+        return CheckFinding(name, Status.FAIL, text, _injection_remedy(why))
     if wrong := _judge(seen, uuid) or _judge_without(seen_without):
-        return CheckFinding(
-            name, Status.FAIL, f"By {mode}: {wrong}.", _injection_remedy(wrong, mode)
-        )
+        return CheckFinding(name, Status.FAIL, f"By {mode}: {wrong}.", _injection_remedy(wrong))
     proof = "and NVML names it" if seen.uuids else "by its device node; no nvidia-smi to name it"
     text = f"By {mode}: a container sees exactly {uuid} ({proof}); one without GPUs sees none"
     return CheckFinding(name, Status.OK, text)
@@ -426,12 +427,12 @@ def _judge_without(seen: _SeenDevices) -> str:
 
 
 def _look_config(image: str, mode: str, uuids: Sequence[str]) -> dict[str, Any]:
-    environment = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **gpu_environment(mode, uuids)}
+    environment = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **gpu_environment(uuids)}
     host = {"NetworkMode": "none", **gpu_host_config(mode, uuids)}
     return scratch_config(image, _LOOK, environment, host)
 
 
-def _injection_remedy(why: str, mode: str) -> str:
+def _injection_remedy(why: str) -> str:
     if "unknown device" in why or "unresolvable CDI" in why:
         return (
             "Compare with nvidia-smi -L on the engine's machine. After a change of GPUs or driver: "
