@@ -143,21 +143,17 @@ class LeakService:
 
     def _quarantine(self, device: Device, now: datetime) -> Closure | None:
         """Quarantine a device; None if it is already closed or was leased meanwhile."""
-        closure = Closure(device.uuid, now, LEAK, who_holds(device))
+        uuid, reason = device.uuid, who_holds(device)
+        closure = Closure(uuid, now, LEAK, reason)
         with self.store.write() as connection:
-            if any(place.uuid == device.uuid for place in leases_repository.taken(connection)):
+            if any(place.uuid == uuid for place in leases_repository.taken(connection)):
                 return None
             if not closures.close(connection, closure):
                 return None
             audit_log.note(
-                connection,
-                at=now,
-                actor=LEAK,
-                action="quarantine",
-                subject=device.uuid,
-                detail=closure.reason,
+                connection, at=now, actor=LEAK, action="quarantine", subject=uuid, detail=reason
             )
-        self.log.warning("Device %s is in quarantine: %s", device.uuid, closure.reason)
+        self.log.warning("Device %s is in quarantine: %s", uuid, reason)
         return closure
 
     def _reopen_leaked(self, uuid: str, now: datetime) -> None:
@@ -165,13 +161,9 @@ class LeakService:
             closure = closures.load(connection).get(uuid)
             if closure is not None and closure.actor == LEAK:
                 closures.reopen(connection, uuid)
+                detail = "it is empty again"
                 audit_log.note(
-                    connection,
-                    at=now,
-                    actor=LEAK,
-                    action="undrain",
-                    subject=uuid,
-                    detail="it is empty again",
+                    connection, at=now, actor=LEAK, action="undrain", subject=uuid, detail=detail
                 )
         self.log.info("Device %s is empty again", uuid)
 
@@ -228,9 +220,8 @@ class DeviceService:
         uuid, reason = self.find_device(device).uuid, checked_reason(reason)
         if self.machines.delegate is not None:
             self.machines.delegate.close(uuid, reason or f"drained by {actor}")
-        done = [
-            self._close(each, "drain", actor, reason) for each in self.machines.on_machine(uuid)
-        ]
+        beside = self.machines.on_machine(uuid)
+        done = [self._close(each, "drain", actor, reason) for each in beside]
         return any(done)
 
     def undrain(self, device: str, *, actor: str, reason: str = "") -> bool:
@@ -244,10 +235,9 @@ class DeviceService:
         reason = checked_reason(reason)
         if self.machines.delegate is not None:
             self.machines.delegate.reopen(uuid)
-        done = [
-            self._reopen(each, "undrain", actor, reason) for each in self.machines.on_machine(uuid)
-        ]
-        if self.machines.delegate is not None and any(done):
+        beside = self.machines.on_machine(uuid)
+        done = [self._reopen(each, "undrain", actor, reason) for each in beside]
+        if any(done):
             self.machines.open_there(uuid)  # it may have been closed again before this was written
         return any(done)
 
@@ -277,8 +267,6 @@ class DeviceService:
             field="device",
         )
 
-    # Helpers.
-
     def _close(self, subject: str, action: str, actor: str, reason: str) -> bool:
         now, reason = self.clock(), checked_reason(reason)
         with self.store.write() as connection:
@@ -288,12 +276,7 @@ class DeviceService:
             done = closures.close(connection, Closure(subject, now, actor, reason))
             if done:
                 audit_log.note(
-                    connection,
-                    at=now,
-                    actor=actor,
-                    action=action,
-                    subject=subject,
-                    detail=reason,
+                    connection, at=now, actor=actor, action=action, subject=subject, detail=reason
                 )
         return done
 
@@ -304,11 +287,6 @@ class DeviceService:
             if done:
                 repository.take_back_sick_lease(connection, subject, now)
                 audit_log.note(
-                    connection,
-                    at=now,
-                    actor=actor,
-                    action=action,
-                    subject=subject,
-                    detail=reason,
+                    connection, at=now, actor=actor, action=action, subject=subject, detail=reason
                 )
         return done

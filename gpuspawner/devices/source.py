@@ -39,7 +39,7 @@ class Sampler(Protocol):
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
         """Sample every device. Blocks; for one thread. ``monotonic`` is in seconds.
 
-        Raises LooksLost.
+        Raises DevicesUnavailable.
         """
 
 

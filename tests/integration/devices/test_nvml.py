@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.devices import placement, topology
+from gpuspawner.devices import topology
 from gpuspawner.leases.models import Request
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine, as_devices, links, reasons, statuses
 from tests.support.nvml.nvml_library import GIB, gpus, mig_gpu
+from tests.support.placements import choose, free_slots
 
 # What a healthy machine shows.
 
@@ -81,14 +82,13 @@ def test_compute_and_memory_use_occupy_but_graphics_does_not(
     driver = replace(driver, used_bytes=GIB)  # what the driver itself needs
     machine.has(computing, drawing, both, holding, driver)
     devices = as_devices(machine.look())
-    assert [placement.occupied(d, ()) for d in devices] == [True, False, True, True, False]
     assert [p.pid for p in devices[0].processes] == [*range(500, 520)]
     assert devices[2].processes[0].used_memory_bytes is None
     assert [d.held_bytes for d in devices[3:]] == [5 * GIB, 0]
-    free = {p.uuid for p in placement.free_places(devices, ())}
+    free = {p.uuid for p in free_slots(devices)}
     assert free == {drawing.uuid, driver.uuid}
     machine.has(*idle)
-    assert len(placement.free_places(as_devices(machine.look()), ())) == 5, "they are gone"
+    assert len(free_slots(as_devices(machine.look()))) == 5, "they are gone"
 
 
 def test_nvml_compute_modes_are_reported_by_name(machine: Machine) -> None:
@@ -173,9 +173,9 @@ def test_mig_instances_are_devices_and_their_gpu_the_parent(machine: Machine) ->
 def test_mig_instance_is_leased_but_never_its_parent(machine: Machine) -> None:
     machine.has(mig_gpu(0, 1))
     devices = as_devices(machine.look())
-    (place,) = placement.choose(Request(devices=1, model="A100"), devices, (), {})
+    (place,) = choose(Request(devices=1, model="A100"), devices)
     assert place.uuid.startswith("MIG-00000000")
-    assert {p.uuid[:12] for p in placement.free_places(devices, ())} == {
+    assert {p.uuid[:12] for p in free_slots(devices)} == {
         "MIG-00000000",
         "MIG-00000001",
     }
@@ -234,7 +234,7 @@ def test_placement_picks_the_pair_joined_by_nvlink(machine: Machine) -> None:
     machine.has(*fleet, levels={(0, 1): 10, (2, 3): 10, (0, 2): 50})
     inventory = machine.look()
     keyed = {(a, b): n for a, b, n in inventory["links"]}
-    places = placement.choose(Request(devices=2), as_devices(inventory), (), keyed)
+    places = choose(Request(devices=2), as_devices(inventory), (), keyed)
     assert [p.uuid for p in places] == [fleet[1].uuid, fleet[3].uuid]
 
 
