@@ -281,7 +281,13 @@ class PlacementIndex:
         self.devices = devices
         self.links = links
         self.by_uuid = {device.uuid: device for device in devices}
-        self._existing = sorted(filter(_could_ever_be_leased, devices), key=_by_index)
+        # An unknown device may answer again; a MIG parent or a prohibited one waits for an admin.
+        existing = (
+            device
+            for device in devices
+            if device.status is not DeviceStatus.PARENT and device.compute_mode != "prohibited"
+        )
+        self._existing = sorted(existing, key=_by_index)
         self._near = neighbours(links)
         leasable_ones = [device for device in devices if leasable(device) is None]
         # Empty and without a lease: free unless a lease is added. An exclusive device is found by
@@ -461,14 +467,6 @@ def _left(device: Device, taken: frozenset[str]) -> list[Slot]:
     """Return the untaken slots of a device."""
     places = (Slot(device.uuid, slot) for slot in range(device.slots))
     return [place for place in places if place.text not in taken]
-
-
-def _could_ever_be_leased(device: Device) -> bool:
-    """Return True unless only an admin can make the device leasable.
-
-    An unknown device may answer again; a MIG parent or a prohibited one waits for an admin.
-    """
-    return device.status is not DeviceStatus.PARENT and device.compute_mode != "prohibited"
 
 
 def _by_index(device: Device) -> tuple[int, str]:

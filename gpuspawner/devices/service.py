@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from ..core.errors import GPUSpawnerError, InvalidRequest
@@ -27,18 +27,16 @@ from .placement import leasable
 from .snapshots import DeviceView, InventoryCache, InventorySnapshot
 
 
+@dataclass(eq=False)
 class MachineService:
     """Closes and opens whole machines where an external scheduler allocates their devices.
 
     Without one, each device is its own machine.
     """
 
-    def __init__(
-        self, store: Store, delegate: MachineScheduler | None, log: logging.Logger
-    ) -> None:
-        self.store = store
-        self.delegate = delegate
-        self.log = log
+    store: Store
+    delegate: MachineScheduler | None
+    log: logging.Logger
 
     def on_machine(self, uuid: str) -> tuple[str, ...]:
         """Return the devices that are drained together with this one, including it."""
@@ -99,21 +97,15 @@ ENDING = timedelta(seconds=20)
 """How long a process may take to release a device after its server ended."""
 
 
+@dataclass(eq=False)
 class LeakService:
     """Finds devices that are occupied without a lease, and quarantines them."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        look: Callable[[], InventorySnapshot],
-        log: logging.Logger,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.look = look
-        self.log = log
-        self._leaked_since: dict[str, datetime] = {}
+    store: Store
+    clock: Callable[[], datetime]
+    look: Callable[[], InventorySnapshot]
+    log: logging.Logger
+    _leaked_since: dict[str, datetime] = field(default_factory=dict, init=False)
 
     def judge_leaks(self) -> list[Closure]:
         """Quarantine devices that stay occupied without a lease, and lift what is over.
@@ -176,20 +168,14 @@ def who_holds(device: Device) -> str:
     return f"{device.held_bytes / 2**30:.1f} GB of its memory are held, and by no process in sight"
 
 
+@dataclass(eq=False)
 class DeviceService:
     """Manages the devices: takes them out of service and returns them, for admins."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        inventory: InventoryCache,
-        machines: MachineService,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.inventory = inventory
-        self.machines = machines
+    store: Store
+    clock: Callable[[], datetime]
+    inventory: InventoryCache
+    machines: MachineService
 
     def look(self, *, fresh: bool = False) -> InventorySnapshot:
         """Return the latest snapshot of the devices (at most ``refresh_seconds`` old)."""

@@ -111,35 +111,21 @@ _MEMORY = re.compile(r"(\d+)\s*(?:GB|GiB|G)$", re.IGNORECASE)
 _EXAMPLE = "Write it like 4xA100-80GB,2xT4: how many, x, the model, and its memory in GB."
 
 KNOWN_MEMORY_GB = {
-    "A2": 16,
-    "A10": 24,
-    "A16": 16,
-    "A30": 24,
-    "A40": 48,
-    "A100": 40,
-    "A4000": 16,
-    "A5000": 24,
-    "A6000": 48,
-    "B200": 180,
-    "GTX1080Ti": 11,
-    "H100": 80,
-    "H200": 141,
-    "L4": 24,
-    "L40": 48,
-    "L40S": 48,
-    "P100": 16,
-    "RTX2080Ti": 11,
-    "RTX3060": 12,
-    "RTX3080": 10,
-    "RTX3090": 24,
-    "RTX4060Ti": 16,
-    "RTX4070": 12,
-    "RTX4080": 16,
-    "RTX4090": 24,
-    "RTX5080": 16,
-    "RTX5090": 32,
-    "T4": 16,
-    "V100": 16,
+    model: memory
+    for memory, models in (
+        (10, "RTX3080"),
+        (11, "GTX1080Ti RTX2080Ti"),
+        (12, "RTX3060 RTX4070"),
+        (16, "A2 A16 A4000 P100 RTX4060Ti RTX4080 RTX5080 T4 V100"),
+        (24, "A10 A30 A5000 L4 RTX3090 RTX4090"),
+        (32, "RTX5090"),
+        (40, "A100"),
+        (48, "A40 A6000 L40 L40S"),
+        (80, "H100"),
+        (141, "H200"),
+        (180, "B200"),
+    )
+    for model in models.split()
 }
 """Memory of common models, so that a spec may leave it out."""
 

@@ -66,7 +66,8 @@ class InventoryCache:
             else:
                 seen = repository.as_seen(self._known, inventory)
                 fleet = PlacementIndex(seen, inventory.links)
-            if self._must_save(seen, now):
+            late = self._saved_at is None or abs(now - self._saved_at) >= SAVE_EVERY
+            if late or seen != self._known:
                 self._save(inventory)
                 self._saved_at = now
             self._known = seen
@@ -79,10 +80,6 @@ class InventoryCache:
 
     def _rows(self, connection: sa.Connection) -> tuple[Device, ...]:
         return repository.load_devices(connection, self.source.name)
-
-    def _must_save(self, seen: tuple[Device, ...], now: datetime) -> bool:
-        late = self._saved_at is None or abs(now - self._saved_at) >= SAVE_EVERY
-        return late or seen != self._known
 
     def _save(self, inventory: Inventory) -> None:
         # Another process may have written what it saw: compare with the rows themselves.
