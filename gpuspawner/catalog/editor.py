@@ -86,7 +86,6 @@ def _slug(image: str) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    """Return True if two names mean the same package."""
     return re.sub(r"[-_.]+", "-", one).lower() == re.sub(r"[-_.]+", "-", other).lower()
 
 
@@ -207,10 +206,7 @@ def _by_hand(path: Path, why: str) -> ConfigError:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file's text atomically, and keep its mode and owner.
-
-    Raises ConfigError if it cannot be written.
-    """
+    """Replace a file's text atomically, keeping its mode and owner. Raises ConfigError."""
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False

@@ -322,10 +322,7 @@ COMMANDS = (add_entry, pull_images, smoke_image, update, prune)
 
 
 def _engine(settings: Settings, *timeout: float) -> tuple[docker.APIClient, Any]:
-    """Return a client with an optional timeout in seconds, and the configured hub.
-
-    Raises EngineUnavailable.
-    """
+    """Return a client and the configured hub. Raises EngineUnavailable."""
     from ..cli.hub import open_hub
 
     hub = open_hub(settings.config)

@@ -83,10 +83,7 @@ class Catalog:
         )
 
     def get(self, slug: str) -> Environment:
-        """Return the environment with this slug, for any member.
-
-        Raises InvalidRequest with suggestions.
-        """
+        """Return the environment with this slug. Raises InvalidRequest with suggestions."""
         return self._find(slug, self.environments)
 
     def get_for(self, slug: str, groups: Collection[str]) -> Environment:
@@ -109,10 +106,7 @@ class Catalog:
         return tuple(e for e in self.environments if e.visible_to(groups))
 
     def default_for(self, groups: Collection[str]) -> Environment:
-        """Return the preselected environment for a member of ``groups``: the default or the first.
-
-        Raises NotAllowed if the member may not use any.
-        """
+        """Return the default or first environment for ``groups``. Raises NotAllowed."""
         visible = self.visible_to(groups)
         if not visible:
             raise NotAllowed(

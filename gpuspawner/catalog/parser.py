@@ -104,7 +104,6 @@ def _check_files(origin: Origin, index: int, environment: Environment, folder: P
 
 
 def _check_targets(origin: Origin, *named: tuple[str, tuple[Mount, ...]]) -> None:
-    """Raise ConfigError if two mounts overlap."""
     seen: list[Mount] = []
     for key, mounts in named:
         for mount in mounts:

@@ -128,10 +128,7 @@ _MOST_MHZ = 100_000
 
 
 def condition_of(handle: Any) -> Condition:
-    """Read the values that the device reports; failed or implausible ones are left out.
-
-    Raises QueryFailed if the device is lost.
-    """
+    """Read what the device reports and is plausible. Raises QueryFailed if it is lost."""
     rows = _read("remapped rows", pynvml.nvmlDeviceGetRemappedRows, handle)
     pages = _read("retired pages", pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
     link = partial(_number, "PCIe link", 1, _MOST_LANES)
@@ -665,10 +662,7 @@ class NVMLSampler:
         return self._kept[uuid]
 
     def _next_listed(self, monotonic: float) -> str:
-        """Return the device whose processes are listed in this round; empty if none is due.
-
-        It is the one listed longest ago.
-        """
+        """Return the device listed longest ago, whose turn it is; empty if none is due."""
         waits = ((kept.listed_at, uuid) for uuid, kept in self._kept.items() if not kept.mig)
         at, uuid = min(waits, default=(monotonic, ""))
         if monotonic - at < self._processes_every:
@@ -702,10 +696,7 @@ class NVMLSampler:
 
 
 def _slow(handle: Any) -> dict[str, Any]:
-    """Read the slow values that the device reports.
-
-    A value that fails or makes no sense does not affect the others.
-    """
+    """Read the slow values; one that fails or makes no sense does not affect the others."""
     heat = (pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
     clock = (pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
     memory_clock = (pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM)

@@ -139,10 +139,7 @@ def no_device_free(
 def too_much_asked(
     request: Request, existing: list[Device], matching: list[Device]
 ) -> TooMuchAsked:
-    """Return the refusal of a request that can never be granted.
-
-    ``existing`` are all devices that could ever be leased.
-    """
+    """Return the refusal of a request that none of the ``existing`` devices can ever satisfy."""
     most = most_of_one_model(matching)
     said = _what_would_fit(request, existing, matching, most)
     return TooMuchAsked(said, asked=request.devices, most=most, existing=len(existing))
@@ -344,7 +341,6 @@ class PlacementIndex:
         return now
 
     def _look(self, taken: frozenset[str]) -> _Free:
-        """Calculate what is free from scratch."""
         free = frozenset(map(self._idle.__getitem__, self._idle.keys() - taken))
         partly = {
             self._shared[text].uuid: self._shared[text] for text in self._shared.keys() & taken

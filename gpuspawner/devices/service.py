@@ -186,10 +186,7 @@ class DeviceService:
         return self.store.run(closures.load)
 
     def pause(self, *, actor: str, reason: str = "") -> bool:
-        """Grant no devices until :meth:`resume`; running and waiting requests continue.
-
-        Returns False, and changes nothing, if granting was already paused.
-        """
+        """Grant no devices until :meth:`resume`. Returns False if granting was already paused."""
         return self._close(GRANTING, "pause", actor, reason)
 
     def resume(self, *, actor: str, reason: str = "") -> bool:

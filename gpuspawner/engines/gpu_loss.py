@@ -159,10 +159,7 @@ REMEDY = (
 
 
 def cause_and_remedy(engine: DockerEngine, ref: str) -> str:
-    """Explain how a container got its devices, who rewrites its rules, and what to do.
-
-    For admins. Raises EngineUnavailable.
-    """
+    """Explain to admins how a container lost its devices. Raises EngineUnavailable."""
     container = engine.inspect(ref) or {}
     info: dict[str, Any] = engine.call(lambda client: client.info())
     return (

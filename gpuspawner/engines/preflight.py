@@ -286,10 +286,7 @@ def check_directory(client: docker.APIClient, image: str, directory: str) -> Che
 def check_sees(
     client: docker.APIClient, image: str, directory: str, file: str, content: str
 ) -> str:
-    """Return why a container does not read ``content`` in a file of a host directory, or "".
-
-    ``directory`` is on the engine's machine.
-    """
+    """Return why a container does not read ``content`` in a file of the engine's machine, or ""."""
     mount = {"Type": "bind", "Source": directory, "Target": "/there", "ReadOnly": True}
     script = 'cat "/there/$FILE" 2>&1'
     config = scratch_config(image, script, {"FILE": file}, {"NetworkMode": "none"})
@@ -380,7 +377,7 @@ _UUID = re.compile(r"UUID: ([^\s)]+)")
 
 @dataclass(frozen=True, slots=True)
 class _SeenDevices:
-    """What a container reported to see."""
+    """What a container reported."""
 
     nodes: tuple[str, ...]
     uuids: tuple[str, ...]

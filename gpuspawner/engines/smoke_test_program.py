@@ -218,7 +218,6 @@ class Server:
         return f"answers after {took:.1f} s{shown}"
 
     def _wait(self, server: subprocess.Popen[bytes], page: str) -> None:
-        """Wait until the page answers."""
         end = time.monotonic() + self.patience
         while True:
             if server.poll() is not None:

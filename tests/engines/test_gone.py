@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import docker
 import pytest
 from docker.types import DeviceRequest
 
@@ -19,17 +18,12 @@ from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
 from gpuspawner.leases.reconciliation import Action, Unknown
 from gpuspawner.services import Services
 from tests.support.brokers import make_services
-from tests.support.engine import PrivateEngine
+from tests.support.engine import PrivateEngine, open_engine
 from tests.support.gate import Gate
 from tests.support.processes import wait_for
 
 ADA = ServerRef("ada")
 FLEET = "simulated:1xT4"
-
-
-def open_engine(url: str) -> DockerEngine:
-    """What the reconciler asks."""
-    return DockerEngine(lambda: docker.APIClient(base_url=url, version="auto", timeout=20))
 
 
 @pytest.fixture
