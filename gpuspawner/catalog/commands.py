@@ -65,7 +65,7 @@ def check_catalog(settings: Settings, file: str | None, images: bool) -> int:
         "shared_folders": len(found.shared_folders),
     }
     *parts, last = (count(number, NOUNS[key]) for key, number in counts.items())
-    show({"file": str(path), **counts}, f"{path} is right: {', '.join(parts)} and {last}.")
+    show({"file": str(path), **counts}, f"{path} is valid: {', '.join(parts)} and {last}.")
     return 0
 
 

@@ -158,7 +158,7 @@ def _with_key(text: str, slug: str, key: str, value: str, path: Path) -> str:
         return text[:end] + line + text[end:]
     old = keys[key][1]
     if not isinstance(old, yaml.ScalarNode) or old.style in ("|", ">"):
-        raise _by_hand(path, f"{key!r} of {slug!r} is no plain text")
+        raise _by_hand(path, f"{key!r} of {slug!r} is not plain text")
     start, end = old.start_mark.index, old.end_mark.index
     if old.style in ("'", '"'):
         start, end = start + 1, end - 1

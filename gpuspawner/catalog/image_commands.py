@@ -64,7 +64,7 @@ def add_entry(
         follow(image_name, pull(hub.connect, image_name))
     image = local_images(client, image_name)
     if image is None:
-        why, remedy = "it went again", "Try again in a moment."
+        why, remedy = "it was removed meanwhile", "Try again in a moment."
         raise ImageUnavailable(image=image_name, why=why, remedy=remedy)
     packages = packages_of_image(client, image_name)
     entry = entry_of(image_name, image.labels, packages, slug)

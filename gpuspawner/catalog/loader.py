@@ -237,8 +237,8 @@ class WatchedCatalog:
 
     def _refuse(self, stamp: Stamp | None, problem: str) -> None:
         if problem != self.problem:
-            stays = "; the last good one stays" if self._good else ""
-            self.log.error("The catalog is not right%s. %s", stays, problem)
+            stays = "; the last valid one stays" if self._good else ""
+            self.log.error("The catalog is invalid%s. %s", stays, problem)
         self._stamp, self._read_at, self.problem = stamp, time.monotonic(), problem
 
 

@@ -41,13 +41,13 @@ _ABOUT_THE_DRIVER = {
 
 _SENTENCES = {
     pynvml.NVML_ERROR_UNINITIALIZED: "NVML was shut down.",
-    pynvml.NVML_ERROR_NO_PERMISSION: "The hub may not ask: run it as a user that may run "
+    pynvml.NVML_ERROR_NO_PERMISSION: "The hub lacks the permission: run it as a user who may run "
     "nvidia-smi.",
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "The NVIDIA driver is not loaded: run nvidia-smi, and "
     "restart the machine after an update of the driver or the kernel.",
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "This machine has no NVIDIA driver (libnvidia-ml.so.1 "
     "was not found): install it, or let the hub simulate GPUs.",
-    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: "The NVIDIA driver is too old to say: update it.",
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: "The NVIDIA driver is too old for this query: update it.",
     pynvml.NVML_ERROR_GPU_IS_LOST: "The GPU is lost, it fell off the bus: restart the machine, "
     "and check the GPU's power and seat.",
     pynvml.NVML_ERROR_RESET_REQUIRED: "The GPU must be reset: run nvidia-smi --gpu-reset.",

@@ -99,7 +99,7 @@ def _checked(script: Any) -> dict[str, dict[str, Any]]:
             raise ValueError(f"condition of device {device} has {name!r}; there are {there}")
         for each in shows.get("processes", []):
             if not isinstance(each, list) or [type(part) for part in each] != [int, str]:
-                raise ValueError(f'{each!r} of device {device} is no process: write [PID, "name"]')
+                raise ValueError(f'{each!r} of device {device} is not [PID, "name"]')
     return script
 
 

@@ -116,8 +116,8 @@ def _told(output: str, errors: str = "") -> ProbeResult:
         return ProbeResult(text=text)
     if word == "untried":
         return ProbeResult(text=f"its memory was not tried: {text}")
-    last = (errors or output).strip().splitlines()[-1:] or ["it said nothing"]
-    return ProbeResult(text if word else f"a program on it broke: {last[0][:200]}")
+    last = (errors or output).strip().splitlines()[-1:] or ["it printed nothing"]
+    return ProbeResult(text if word else f"a program on it failed: {last[0][:200]}")
 
 
 def _source() -> str:

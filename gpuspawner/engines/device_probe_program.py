@@ -42,7 +42,7 @@ def probe(cuda: Any, uuid: str) -> str:
     count, device = ctypes.c_int(), ctypes.c_int()
     ask(cuda, "count devices", "cuDeviceGetCount", ctypes.byref(count))
     if count.value != 1:
-        raise ProbeFailed(f"{count.value} devices are there where one is right")
+        raise ProbeFailed(f"{count.value} devices are visible instead of one")
     ask(cuda, "find the device", "cuDeviceGet", ctypes.byref(device), 0)
     must_be(cuda, device, uuid)
     context = ctypes.c_void_p()
@@ -62,7 +62,7 @@ def must_be(cuda: Any, device: Any, uuid: str) -> None:
     found = (ctypes.c_ubyte * 16)()
     ask(cuda, "name the device", "cuDeviceGetUuid", ctypes.byref(found), device)
     if bytes(found).hex() != uuid[4:].replace("-", "").lower():
-        raise ProbeFailed(f"the device there is another one ({bytes(found).hex()})")
+        raise ProbeFailed(f"another device is visible ({bytes(found).hex()})")
 
 
 def try_memory(cuda: Any) -> int:

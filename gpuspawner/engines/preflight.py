@@ -171,7 +171,8 @@ def check_hub_reachable(
     remove_leftovers(client)
     found = re.fullmatch(r"https?://(\[[^]]+\]|[^:/]+):(\d+)(/.*)", url)
     if not found:
-        return CheckFinding(name, Status.UNCHECKED, f"{url} is no URL that a container could open.")
+        text = f"{url} is not a URL that a container could open."
+        return CheckFinding(name, Status.UNCHECKED, text)
     host, port, path = found.groups()
     environment = {"URL": url, "HOST": host.strip("[]"), "PORT": port, "PATH_": path}
     hosts = [f"{alias}:{address}" for alias, address in (extra_hosts or {}).items()]
@@ -352,7 +353,7 @@ def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) 
         return check_image(client, image, name)
     except (DockerException, requests.RequestException) as error:
         if lacks_shell(str(error)):
-            text = f"The image {image} has no shell to look around with."
+            text = f"The image {image} has no shell, so nothing could be checked."
             return CheckFinding(name, Status.UNCHECKED, text, "Name an image with sh.")
         why = words_of(error)
         text = f"A container with {uuid} by {mode} does not start: {why}."
@@ -401,13 +402,13 @@ def _judge(seen: _SeenDevices, uuid: str) -> str:
     instance = uuid.startswith("MIG-")
     named = {u for u in seen.uuids if u.startswith("MIG-") or not instance}
     if not seen.complete:
-        return "the container ended before it had looked around"
+        return "the container ended before it had reported"
     if seen.uuids and named != {uuid}:
         return f"a container that was given {uuid} sees {', '.join(sorted(named)) or 'no device'}"
     if len(seen.nodes) > 1 or not (seen.nodes or named):
         return (
             f"a container that was given {uuid} has {len(seen.nodes)} device nodes "
-            f"({' '.join(seen.nodes) or 'none'}) where one is right"
+            f"({' '.join(seen.nodes) or 'none'}) instead of one"
         )
     if seen.visible not in ("", "void", "none", uuid):
         return f"NVIDIA_VISIBLE_DEVICES is {seen.visible!r} inside, not {uuid}"
@@ -417,7 +418,7 @@ def _judge(seen: _SeenDevices, uuid: str) -> str:
 def _judge_without(seen: _SeenDevices) -> str:
     """Return what is wrong with a container that was given no device, or ""."""
     if not seen.complete:
-        return "the container without GPUs ended before it had looked around"
+        return "the container without GPUs ended before it had reported"
     if seen.nodes or seen.uuids:
         return f"a container without GPUs sees {', '.join(seen.uuids or seen.nodes)}"
     return ""
@@ -450,7 +451,7 @@ def _no_engine_remedy(why: str) -> str:
     if "PermissionError" in why or "Permission denied" in why:
         return (
             "Let the hub's user ask it: sudo usermod -aG docker USER, then sign in anew. "
-            "That user is then as mighty as root."
+            "That user is then as powerful as root."
         )
     return (
         "Install Docker if it is not there, start it (sudo systemctl start docker), or say where "

@@ -151,7 +151,7 @@ def _findings(printed: str) -> list[CheckFinding]:
             found.append(CheckFinding(str(told["name"]), status, str(told["text"]), remedy))
     if not any(finding.name in ("server", "smoke") for finding in found):
         words = printed.strip()[-300:] or "it printed nothing"
-        text = f"The test ended before its time: {words}"
+        text = f"The test ended too early: {words}"
         found.append(CheckFinding("smoke", Status.FAIL, text, _TRY_AGAIN))
     return found
 

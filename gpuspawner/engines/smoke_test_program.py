@@ -89,13 +89,13 @@ def devices(expected: int, frameworks: list[str]) -> str:
     """Check the number of devices, also as frameworks count them."""
     nodes = glob.glob("/dev/nvidia[0-9]*")
     if len(nodes) != expected:
-        raise RuntimeError(f"{len(nodes)} device nodes where {expected} is right")
+        raise RuntimeError(f"{len(nodes)} device nodes instead of {expected}")
     if expected and not has_driver():
         return f"{expected}; no driver library here, so no framework was asked"
     for name in frameworks:
         seen = COUNTS[name]()
         if seen != expected:
-            raise RuntimeError(f"{name} sees {seen} devices where {expected} is right")
+            raise RuntimeError(f"{name} sees {seen} devices instead of {expected}")
     return f"{expected}" + (
         f", and so {'do' if len(frameworks) > 1 else 'does'} {', '.join(frameworks)}"
         if frameworks

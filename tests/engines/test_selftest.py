@@ -35,7 +35,7 @@ def test_working_injection_is_proved_with_the_exact_device(
     assert left(clean_engine) == []
 
 
-TWO_NODES = "2 device nodes (/dev/nvidia0 /dev/nvidia1) where one is right"
+TWO_NODES = "2 device nodes (/dev/nvidia0 /dev/nvidia1) instead of one"
 
 
 @pytest.mark.parametrize(

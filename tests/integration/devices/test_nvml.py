@@ -139,7 +139,7 @@ def test_driver_without_process_lists_leaves_devices_unknown(machine: Machine) -
     (reason,) = reasons(machine.look()).values()
     assert reason == (
         "Its list of compute processes could not be read. "
-        "The NVIDIA driver is too old to say: update it."
+        "The NVIDIA driver is too old for this query: update it."
     )
 
 
