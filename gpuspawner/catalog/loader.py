@@ -52,23 +52,17 @@ class Catalog:
         return cls._parsed({} if data is None else data, lines)
 
     @classmethod
-    def single(
-        cls,
-        image: str = "",
-        *,
-        devices: DeviceLimits | None = None,
-        display_name: str = "Default environment",
-    ) -> Catalog:
+    def single(cls, devices: DeviceLimits) -> Catalog:
         """Return a catalog of one environment for everyone, for a hub without a catalog file.
 
-        Without an image, the spawner's configuration decides which image runs.
+        The spawner's configuration decides which image runs.
         """
         only = Environment.model_construct(  # skips validation, which requires an image
             slug="default",
-            display_name=display_name,
-            image=image,
+            display_name="Default environment",
+            image="",
             default=True,
-            devices=devices or DeviceLimits(),
+            devices=devices,
         )
         return cls(environments=(only,))
 

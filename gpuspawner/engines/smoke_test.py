@@ -50,7 +50,6 @@ def smoke(
     mode: str = "none",
     uuids: Sequence[str] = (),
     first_page: str = "",
-    workspace: str = WORKSPACE,
 ) -> list[CheckFinding]:
     """Start a container of ``image`` and try everything in it; one finding per step.
 
@@ -63,7 +62,7 @@ def smoke(
         settings = client.inspect_image(image)["Config"]
         with ExitStack() as rooms:
             volumes = [rooms.enter_context(_volume(client)) for _ in range(2)]
-            config = _config(image, settings, mode, uuids, first_page, workspace, volumes)
+            config = _config(image, settings, mode, uuids, first_page, volumes)
             container = rooms.enter_context(scratch_container(client, config))
             client.start(container)
             return _findings(_output(client, container))
@@ -96,7 +95,6 @@ def _config(
     mode: str,
     uuids: Sequence[str],
     first_page: str,
-    workspace: str,
     volumes: Sequence[str],
 ) -> dict[str, Any]:
     labels = settings.get("Labels") or {}
@@ -110,7 +108,7 @@ def _config(
         "counts": words("counts"),
         "pages": list(dict.fromkeys(filter(None, [first_page.lstrip("/"), *words("pages")]))),
         "devices": len(uuids),
-        "workspace": workspace,
+        "workspace": WORKSPACE,
         "dataset": DATASET,
         "command": settings.get("Cmd") or ["jupyterhub-singleuser"],
         "patience": PATIENCE,
@@ -118,7 +116,7 @@ def _config(
     program = importlib.resources.files(__package__) / "smoke_test_program.py"
     host = {
         "NetworkMode": "none",
-        "Binds": [f"{volumes[0]}:{workspace}", f"{volumes[1]}:{DATASET}:ro"],
+        "Binds": [f"{volumes[0]}:{WORKSPACE}", f"{volumes[1]}:{DATASET}:ro"],
         **gpu_host_config(mode, uuids),
     }
     return {

@@ -96,11 +96,10 @@ def devices(expected: int, frameworks: list[str]) -> str:
         seen = COUNTS[name]()
         if seen != expected:
             raise RuntimeError(f"{name} sees {seen} devices instead of {expected}")
-    return f"{expected}" + (
-        f", and so {'do' if len(frameworks) > 1 else 'does'} {', '.join(frameworks)}"
-        if frameworks
-        else ""
-    )
+    if not frameworks:
+        return str(expected)
+    verb = "do" if len(frameworks) > 1 else "does"
+    return f"{expected}, and so {verb} {', '.join(frameworks)}"
 
 
 def has_driver() -> bool:

@@ -263,7 +263,6 @@ def test_catalog_can_come_from_defaults_or_a_mapping() -> None:
     assert (only.slug, only.image, only.devices.max) == ("default", "", 2)
     assert read.get("default") is only
     assert read.mounts_for(only, ["any"]) == ()
-    assert Catalog.single("lab:1").get("default").image == "lab:1"
 
     data: dict[str, Any] = {"environments": [{"slug": "a", "image": "i"}]}
     assert Catalog.from_mapping(data).get("a").image == "i"
