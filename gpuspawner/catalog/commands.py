@@ -80,7 +80,7 @@ def print_schema(settings: Settings) -> None:
 
 
 def _gpus(environment: Environment) -> str:
-    """``0-4``, and what they have to be."""
+    """Return the number of GPUs, such as ``0-4``, and what they must be."""
     least = 0 if environment.cpu_variant else 1
     most = environment.devices.max
     words = [f"{least}-{most}" if most > least else str(most), " or ".join(environment.models)]

@@ -24,10 +24,10 @@ from . import closures, repository
 from .closures import GRANTING, HEALTH, LEAK, Closure, kept_for
 from .models import Device, MachineScheduler
 from .placement import leasable
-from .snapshots import DeviceView, InventoryCache, InventorySnapshot
+from .snapshots import DeviceView, InventoryCache, InventorySnapshot, describe_held_memory
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MachineService:
     """Closes and opens whole machines where an external scheduler allocates their devices.
 
@@ -97,7 +97,7 @@ ENDING = timedelta(seconds=20)
 """How long a process may take to release a device after its server ended."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LeakService:
     """Finds devices that are occupied without a lease, and quarantines them."""
 
@@ -164,11 +164,11 @@ def who_holds(device: Device) -> str:
     """Describe what occupies a device that has no lease."""
     names = [f"{p.name or 'a process'} (pid {p.pid})" for p in device.compute_processes]
     if names:
-        return f"{', '.join(names[:5])} of no server of this hub"
-    return f"{device.held_bytes / 2**30:.1f} GB of its memory are held, and by no process in sight"
+        return f"{', '.join(names[:5])}, not from any server of this hub"
+    return describe_held_memory(device)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DeviceService:
     """Manages the devices: takes them out of service and returns them, for admins."""
 

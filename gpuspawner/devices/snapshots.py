@@ -196,11 +196,15 @@ def _view(device: Device, lease_id: str | None) -> DeviceView:
             named = ", ".join(f"{p.name or 'process'} (pid {p.pid})" for p in busy[:3])
             return DeviceView(device, "occupied", f"used without a lease by {named}")
         if device.held_bytes:
-            held = f"{device.held_bytes / 2**30:.1f} GB of its memory"
-            return DeviceView(device, "occupied", f"{held} are held, and by no process in sight")
+            return DeviceView(device, "occupied", describe_held_memory(device))
         return DeviceView(device, "free", device.reason)
     state = device.status.value if device.status is not DeviceStatus.OK else "prohibited"
     return DeviceView(device, state, why_not or device.reason)
+
+
+def describe_held_memory(device: Device) -> str:
+    """Describe memory that no visible process explains."""
+    return f"{device.held_bytes / 2**30:.1f} GB of its memory are in use, but by no visible process"
 
 
 def _closed(view: DeviceView, closure: Closure) -> DeviceView:

@@ -134,7 +134,7 @@ def gpu_host_config(mode: str, uuids: Sequence[str]) -> dict[str, Any]:
 
 
 def gpu_environment(uuids: Sequence[str]) -> dict[str, str]:
-    """Return the variables for it. Without devices, images that preset ``all`` get ``void``."""
+    """Return the variables that go with these devices; ``void`` overrides an image's ``all``."""
     return {
         VISIBLE: ",".join(uuids) if uuids else "void",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",

@@ -1,10 +1,7 @@
 """Checks of a Docker Engine and its surroundings, in short-lived containers.
 
-A check's container is removed again, whatever happens; one that a killed check left behind is
-removed by the next check.
-
-What it can prove about GPUs it proves by a real container. The spawner's self-test works in the
-same way.
+A check removes its container, whatever happens; the next check removes what a killed one left.
+What is said about GPUs was seen in a real container; the spawner's self-test uses the same check.
 """
 
 from __future__ import annotations
@@ -261,10 +258,9 @@ def check_directory(client: docker.APIClient, image: str, directory: str) -> Che
     trial = f".gpuspawner-check-{secrets.token_hex(6)}"
     script = f"cd /root-of-workspaces && mkdir {trial} && chown 1000 {trial}; e=$?; rmdir {trial}"
     mount = {"Type": "bind", "Source": directory, "Target": "/root-of-workspaces"}
-    config = scratch_config(
-        image, f"{script} && [ $e = 0 ] && echo writable", {}, {"NetworkMode": "none"}
-    )
-    config["HostConfig"]["Mounts"] = [mount]  # unlike Binds, it never creates the directory
+    # Unlike Binds, Mounts never creates the directory.
+    host = {"NetworkMode": "none", "Mounts": [mount]}
+    config = scratch_config(image, f"{script} && [ $e = 0 ] && echo writable", {}, host)
     config["User"] = "0"
     try:
         answer = run_script(client, config).strip()
@@ -289,9 +285,8 @@ def check_sees(
 ) -> str:
     """Return why a container does not read ``content`` in a file of the engine's machine, or ""."""
     mount = {"Type": "bind", "Source": directory, "Target": "/there", "ReadOnly": True}
-    script = 'cat "/there/$FILE" 2>&1'
-    config = scratch_config(image, script, {"FILE": file}, {"NetworkMode": "none"})
-    config["HostConfig"]["Mounts"] = [mount]
+    host = {"NetworkMode": "none", "Mounts": [mount]}
+    config = scratch_config(image, 'cat "/there/$FILE" 2>&1', {"FILE": file}, host)
     config["User"] = "0"
     try:
         answer = run_script(client, config).strip()
