@@ -13,7 +13,7 @@ from ..devices.placement import format_memory
 from . import image_commands
 from .loader import Catalog, load
 from .models import Environment, ProfileChoice
-from .parser import schema
+from .parser import NOUNS, schema
 
 file_argument = argument(
     "file", "[FILE]", "the catalog file (default: from the hub's configuration)", required=False
@@ -64,7 +64,8 @@ def check_catalog(settings: Settings, file: str | None, images: bool) -> int:
         "datasets": len(found.datasets),
         "shared_folders": len(found.shared_folders),
     }
-    show({"file": str(path), **counts}, f"{path} is right: {_counted(found)}.")
+    *parts, last = (count(number, NOUNS[key]) for key, number in counts.items())
+    show({"file": str(path), **counts}, f"{path} is valid: {', '.join(parts)} and {last}.")
     return 0
 
 
@@ -78,17 +79,8 @@ def print_schema(settings: Settings) -> None:
     print(json.dumps(schema(), indent=2))
 
 
-def _counted(found: Catalog) -> str:
-    parts = (
-        count(len(found.environments), "environment"),
-        count(len(found.datasets), "dataset"),
-        count(len(found.shared_folders), "shared folder"),
-    )
-    return f"{parts[0]}, {parts[1]} and {parts[2]}"
-
-
 def _gpus(environment: Environment) -> str:
-    """``0-4``, and what they have to be."""
+    """Return the number of GPUs, such as ``0-4``, and what they must be."""
     least = 0 if environment.cpu_variant else 1
     most = environment.devices.max
     words = [f"{least}-{most}" if most > least else str(most), " or ".join(environment.models)]

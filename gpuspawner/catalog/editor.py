@@ -86,7 +86,6 @@ def _slug(image: str) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    """Return True if two names mean the same package."""
     return re.sub(r"[-_.]+", "-", one).lower() == re.sub(r"[-_.]+", "-", other).lower()
 
 
@@ -132,7 +131,7 @@ class CatalogFile:
         changed = find(after)
         others = tuple(e for e in after.environments if e is not changed)
         were = tuple(e for e in self.catalog.environments if e is not before)
-        if others != were or replace(after, environments=()) != _without(self.catalog):
+        if replace(after, environments=others) != replace(self.catalog, environments=were):
             raise _by_hand(self.path, _SHARED)
         replace_file(self.path, text)
         self.catalog, self.text = after, text
@@ -159,7 +158,7 @@ def _with_key(text: str, slug: str, key: str, value: str, path: Path) -> str:
         return text[:end] + line + text[end:]
     old = keys[key][1]
     if not isinstance(old, yaml.ScalarNode) or old.style in ("|", ">"):
-        raise _by_hand(path, f"{key!r} of {slug!r} is no plain text")
+        raise _by_hand(path, f"{key!r} of {slug!r} is not plain text")
     start, end = old.start_mark.index, old.end_mark.index
     if old.style in ("'", '"'):
         start, end = start + 1, end - 1
@@ -206,15 +205,8 @@ def _by_hand(path: Path, why: str) -> ConfigError:
     return ConfigError(f"{path} was not changed: {why}. Edit it by hand.")
 
 
-def _without(catalog: Catalog) -> Catalog:
-    return replace(catalog, environments=())
-
-
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file's text atomically, and keep its mode and owner.
-
-    Raises ConfigError if it cannot be written.
-    """
+    """Replace a file's text atomically, keeping its mode and owner. Raises ConfigError."""
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False

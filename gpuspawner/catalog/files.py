@@ -28,7 +28,7 @@ def find(folder: Path, key: str, name: str) -> Path:
         path = (inner / plain_path(name)).resolve(strict=True)
         found = path.stat()
     except (OSError, RuntimeError) as error:  # a loop of links can be a RuntimeError
-        why = error.strerror if isinstance(error, OSError) else "it is a ring of links"
+        why = error.strerror if isinstance(error, OSError) else "its links form a loop"
         raise ValueError(
             f"names {shown(name)}, which cannot be read beside the catalog: {why}. Put the file "
             "there, or leave the key out."
@@ -39,7 +39,7 @@ def find(folder: Path, key: str, name: str) -> Path:
             "itself there."
         )
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"names {shown(name)}, which is no ordinary file. Name one.")
+        raise ValueError(f"names {shown(name)}, which is not a regular file. Name one that is.")
     most = MOST_BYTES[key]
     if found.st_size > most:
         raise ValueError(

@@ -20,7 +20,6 @@ from ..cli.parameters import argument, flag, option
 from ..core.errors import ConfigError, EngineUnavailable, ImageUnavailable
 from ..engines.images import (
     Connect,
-    LocalImage,
     local_images,
     offered_digest,
     packages_of_image,
@@ -61,7 +60,12 @@ def add_entry(
 ) -> None:
     """Create a catalog entry for an image from its labels and packages."""
     client, hub = _engine(settings)
-    image = _present(client, hub, image_name)
+    if local_images(client, image_name) is None:
+        follow(image_name, pull(hub.connect, image_name))
+    image = local_images(client, image_name)
+    if image is None:
+        why, remedy = "it was removed meanwhile", "Try again in a moment."
+        raise ImageUnavailable(image=image_name, why=why, remedy=remedy)
     packages = packages_of_image(client, image_name)
     entry = entry_of(image_name, image.labels, packages, slug)
     Catalog.from_mapping({"environments": [entry]}, f"the entry of {image_name}")
@@ -86,7 +90,8 @@ def add_entry(
 @catalog_option
 def pull_images(settings: Settings, slugs: Sequence[str], file: str | None) -> int:
     """Pull the missing images and show the progress."""
-    chosen = _chosen(load(catalog_file(file, settings)), slugs)
+    catalog = load(catalog_file(file, settings))
+    chosen = [catalog.get(slug) for slug in slugs] or catalog.environments
     images = dict.fromkeys(image for each in chosen for image in each.images)
     _, hub = _engine(settings)
     told = [_pulled(image, node, connect) for node, connect in _engines(hub) for image in images]
@@ -317,10 +322,7 @@ COMMANDS = (add_entry, pull_images, smoke_image, update, prune)
 
 
 def _engine(settings: Settings, *timeout: float) -> tuple[docker.APIClient, Any]:
-    """Return a client with an optional timeout in seconds, and the configured hub.
-
-    Raises EngineUnavailable.
-    """
+    """Return a client and the configured hub. Raises EngineUnavailable."""
     from ..cli.hub import open_hub
 
     hub = open_hub(settings.config)
@@ -331,21 +333,6 @@ def _engine(settings: Settings, *timeout: float) -> tuple[docker.APIClient, Any]
             f"The Docker Engine at {hub.engine_address} does not answer. Start it (sudo systemctl "
             "start docker), or say where it is with DOCKER_HOST."
         ) from error
-
-
-def _present(client: docker.APIClient, hub: Any, image: str) -> LocalImage:
-    """Return the image, and pull it if it is missing. Raises ImageUnavailable."""
-    found = local_images(client, image)
-    if found is None:
-        follow(image, pull(hub.connect, image))
-        found = local_images(client, image)
-    if found is None:
-        raise ImageUnavailable(image=image, why="it went again", remedy="Try again in a moment.")
-    return found
-
-
-def _chosen(found: Catalog, slugs: Sequence[str]) -> list[Environment]:
-    return [found.get(slug) for slug in slugs] if slugs else list(found.environments)
 
 
 def _print(found: Sequence[CheckFinding]) -> None:

@@ -52,23 +52,17 @@ class Catalog:
         return cls._parsed({} if data is None else data, lines)
 
     @classmethod
-    def single(
-        cls,
-        image: str = "",
-        *,
-        devices: DeviceLimits | None = None,
-        display_name: str = "Default environment",
-    ) -> Catalog:
+    def single(cls, devices: DeviceLimits) -> Catalog:
         """Return a catalog of one environment for everyone, for a hub without a catalog file.
 
-        Without an image, the spawner's configuration decides which image runs.
+        The spawner's configuration decides which image runs.
         """
         only = Environment.model_construct(  # skips validation, which requires an image
             slug="default",
-            display_name=display_name,
-            image=image,
+            display_name="Default environment",
+            image="",
             default=True,
-            devices=devices or DeviceLimits(),
+            devices=devices,
         )
         return cls(environments=(only,))
 
@@ -83,10 +77,7 @@ class Catalog:
         )
 
     def get(self, slug: str) -> Environment:
-        """Return the environment with this slug, for any member.
-
-        Raises InvalidRequest with suggestions.
-        """
+        """Return the environment with this slug. Raises InvalidRequest with suggestions."""
         return self._find(slug, self.environments)
 
     def get_for(self, slug: str, groups: Collection[str]) -> Environment:
@@ -109,10 +100,7 @@ class Catalog:
         return tuple(e for e in self.environments if e.visible_to(groups))
 
     def default_for(self, groups: Collection[str]) -> Environment:
-        """Return the preselected environment for a member of ``groups``: the default or the first.
-
-        Raises NotAllowed if the member may not use any.
-        """
+        """Return the default or first environment for ``groups``. Raises NotAllowed."""
         visible = self.visible_to(groups)
         if not visible:
             raise NotAllowed(
@@ -243,8 +231,8 @@ class WatchedCatalog:
 
     def _refuse(self, stamp: Stamp | None, problem: str) -> None:
         if problem != self.problem:
-            stays = "; the last good one stays" if self._good else ""
-            self.log.error("The catalog is not right%s. %s", stays, problem)
+            stays = "; the last valid one stays" if self._good else ""
+            self.log.error("The catalog is invalid%s. %s", stays, problem)
         self._stamp, self._read_at, self.problem = stamp, time.monotonic(), problem
 
 

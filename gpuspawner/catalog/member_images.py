@@ -47,10 +47,7 @@ def own_images(settings: Mapping[str, Any], groups: Collection[str]) -> list[Own
 
 
 def check_own_image(reference: str, rules: Sequence[OwnImages]) -> list[OwnImages]:
-    """Return the rules that allow a reference.
-
-    Raises InvalidRequest if it is malformed, or NotAllowed naming the allowed patterns.
-    """
+    """Return the rules that allow a reference. Raises InvalidRequest, or NotAllowed."""
     if len(reference) > LONGEST or not _REFERENCE.fullmatch(reference):
         raise InvalidRequest(
             f"The field 'own_image' is {reference[:60]!r}: write an image as for docker pull, "
@@ -74,10 +71,7 @@ def check_own_image(reference: str, rules: Sequence[OwnImages]) -> list[OwnImage
 def check_contents(
     reference: str, size: int, labels: Mapping[str, str], rules: Sequence[OwnImages]
 ) -> None:
-    """Check the size and labels of a pulled image: it must meet one of the rules.
-
-    Raises NotAllowed with the reason.
-    """
+    """Raise NotAllowed unless a pulled image meets one of the rules on size and labels."""
     wrong = [_wrong(size, labels, rule) for rule in rules]
     if all(wrong):
         raise NotAllowed(f"You may not use the image {reference}: {wrong[0]}.", field="own_image")

@@ -276,13 +276,6 @@ class Environment(_ServerSettings):
         return self.devices.max == 0
 
     @property
-    def card_text(self) -> str:
-        """The summary, or the description's first paragraph, as plain text."""
-        from .markdown import first_words  # slow import, which few processes need
-
-        return self.summary or first_words(self.description)
-
-    @property
     def image_digest(self) -> str:
         """``sha256:...`` if the image is pinned, else empty."""
         return self.image.partition("@")[2]
@@ -306,7 +299,12 @@ class Environment(_ServerSettings):
         Other options have their preselected choice. Raises InvalidRequest for an unknown option or
         choice.
         """
-        self._check_options(chosen)
+        if unknown := [name for name in chosen if name not in self.profile_options]:
+            known = ", ".join(self.profile_options)
+            there = f"There are: {known}." if known else "It has none."
+            raise InvalidRequest(
+                f"{self.display_name} has no option {unknown[0][:60]!r}. {there}", field="options"
+            )
         made: dict[str, Any] = {}
         for name, option in self.profile_options.items():
             wanted = chosen.get(name, option.usual)
@@ -322,15 +320,6 @@ class Environment(_ServerSettings):
                     value = {**made.get(key, getattr(self, key)), **value}
                 made[key] = value
         return self.model_copy(update=made) if made else self
-
-    def _check_options(self, chosen: Mapping[str, str]) -> None:
-        known = list(self.profile_options)
-        for name in chosen:
-            if name not in known:
-                there = f"There are: {', '.join(known)}." if known else "It has none."
-                raise InvalidRequest(
-                    f"{self.display_name} has no option {name[:60]!r}. {there}", field="options"
-                )
 
     def visible_to(self, groups: Collection[str]) -> bool:
         """Return True if a member of ``groups`` may use this environment."""

@@ -13,42 +13,37 @@ from ..core.config_models import Schema, mistake
 OWN_KEYS = ("image", "environment", "mem_limit", "cpu_limit", "shm_size", "default_url")
 """Traits that an environment sets with a key of the same name."""
 
+_DEVICES = "the lease decides which devices a server gets"
+_INJECTION = "the spawner's configuration decides how GPUs get into servers"
+_MOUNTS = "mounts come from 'datasets' and 'shared_folders'"
+_OWN_KEY = "the environment has a key of that name"
+
 OWNED_TRAITS = {
-    "allowed_images": "the catalog decides which images there are",
-    "image_whitelist": "the catalog decides which images there are",
-    "device_requests": "the lease decides which devices a server gets",
-    "volumes": "mounts come from 'datasets' and 'shared_folders'",
-    "read_only_volumes": "mounts come from 'datasets' and 'shared_folders'",
-    "mounts": "mounts come from 'datasets' and 'shared_folders'",
-    "volume_driver": "mounts come from 'datasets' and 'shared_folders'",
+    **dict.fromkeys(
+        ("allowed_images", "image_whitelist"), "the catalog decides which images there are"
+    ),
+    "device_requests": _DEVICES,
+    **dict.fromkeys(("volumes", "read_only_volumes", "mounts", "volume_driver"), _MOUNTS),
     "user_options": "they are what the member asked for",
-    "options_form": "gpuspawner shows its own form",
-    "options_from_form": "gpuspawner shows its own form",
+    **dict.fromkeys(("options_form", "options_from_form"), "gpuspawner shows its own form"),
     "services": "it is the hub's own",
 }
 """Traits that no environment may set, and the reason."""
 
 OWNED_INSIDE = {
     "extra_host_config": {
-        "device_requests": "the lease decides which devices a server gets",
-        "devices": "the lease decides which devices a server gets",
-        "device_cgroup_rules": "the lease decides which devices a server gets",
-        "runtime": "the spawner's configuration decides how GPUs get into servers",
+        **dict.fromkeys(("device_requests", "devices", "device_cgroup_rules"), _DEVICES),
+        "runtime": _INJECTION,
         "privileged": "a privileged server would see every device",
-        "binds": "mounts come from 'datasets' and 'shared_folders'",
-        "mounts": "mounts come from 'datasets' and 'shared_folders'",
-        "volumes_from": "mounts come from 'datasets' and 'shared_folders'",
-        "volume_driver": "mounts come from 'datasets' and 'shared_folders'",
-        "shm_size": "the environment has a key of that name",
-        "mem_limit": "the environment has a key of that name",
+        **dict.fromkeys(("binds", "mounts", "volumes_from", "volume_driver"), _MOUNTS),
+        **dict.fromkeys(("shm_size", "mem_limit"), _OWN_KEY),
     },
     "extra_create_kwargs": {
-        "image": "the environment has a key of that name",
-        "environment": "the environment has a key of that name",
+        **dict.fromkeys(("image", "environment"), _OWN_KEY),
         "labels": "the lease is found again by its labels",
-        "host_config": "the lease decides which devices a server gets",
-        "runtime": "the spawner's configuration decides how GPUs get into servers",
-        "volumes": "mounts come from 'datasets' and 'shared_folders'",
+        "host_config": _DEVICES,
+        "runtime": _INJECTION,
+        "volumes": _MOUNTS,
     },
 }
 """Keys that no environment may set in traits that it may set, and the reason."""
@@ -59,9 +54,9 @@ def check_override(override: dict[str, Any]) -> dict[str, Any]:
     for trait, value in override.items():
         why = OWNED_TRAITS.get(trait, "")
         if trait in OWN_KEYS:
-            why = "the environment has a key of that name"
+            why = _OWN_KEY
         elif trait.startswith("gpu_"):
-            why = "the spawner's configuration decides how GPUs get into servers"
+            why = _INJECTION
         if why:
             raise mistake(f"may not set {trait!r}: {why}. Leave it out.", trait)
         owned = OWNED_INSIDE.get(trait, {})

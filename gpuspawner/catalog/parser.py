@@ -56,10 +56,8 @@ def parse(
     datasets = tuple(_mount(name, each, "/datasets") for name, each in read.datasets.items())
     folders = tuple(_mount(name, each, "/shared") for name, each in read.shared_folders.items())
     for index, environment in enumerate(read.environments):
-        _check_names(origin, index, environment, "datasets", "dataset", read.datasets)
-        _check_names(
-            origin, index, environment, "shared_folders", "shared folder", read.shared_folders
-        )
+        _check_names(origin, index, environment, "datasets", read.datasets)
+        _check_names(origin, index, environment, "shared_folders", read.shared_folders)
         if origin.folder is not None:
             _check_files(origin, index, environment, origin.folder)
     _check_targets(origin, ("datasets", datasets), ("shared_folders", folders))
@@ -79,20 +77,15 @@ def _mount(name: str, written: Dataset, folder: str) -> Mount:
 
 
 def _check_names(
-    origin: Origin,
-    index: int,
-    environment: Environment,
-    key: str,
-    what: str,
-    known: Mapping[str, Dataset],
+    origin: Origin, index: int, environment: Environment, key: str, known: Mapping[str, Dataset]
 ) -> None:
     """Raise ConfigError if an environment names an undefined dataset or shared folder."""
     for place, name in enumerate(getattr(environment, key) or ()):
         if name not in known:
             raise origin.error(
                 ("environments", index, key, place),
-                f"environment {environment.slug!r} names a {what} {name!r} that is not defined "
-                f"under {key!r}. {suggest(name, known, 'Defined')}",
+                f"environment {environment.slug!r} names a {NOUNS[key]} {name!r} that is not "
+                f"defined under {key!r}. {suggest(name, known, 'Defined')}",
             )
 
 
@@ -111,7 +104,6 @@ def _check_files(origin: Origin, index: int, environment: Environment, folder: P
 
 
 def _check_targets(origin: Origin, *named: tuple[str, tuple[Mount, ...]]) -> None:
-    """Raise ConfigError if two mounts overlap."""
     seen: list[Mount] = []
     for key, mounts in named:
         for mount in mounts:
@@ -128,7 +120,7 @@ def _check_targets(origin: Origin, *named: tuple[str, tuple[Mount, ...]]) -> Non
 def _check_slugs(origin: Origin, environments: list[Environment]) -> None:
     """Raise ConfigError if two environments share a slug, or if two are the default."""
     seen: dict[str, int] = {}
-    default: str | None = None
+    default = ""
     for index, environment in enumerate(environments):
         slug = environment.slug
         if slug in seen:
@@ -138,7 +130,7 @@ def _check_slugs(origin: Origin, environments: list[Environment]) -> None:
                 "one of them another.",
             )
         seen[slug] = index
-        if environment.default and default is not None:
+        if environment.default and default:
             raise origin.error(
                 ("environments", index, "default"),
                 f"environments {default!r} and {slug!r} both say 'default: true'. Keep one of "

@@ -256,12 +256,12 @@ def _devices(settings: Settings, readable: bool) -> tuple[CheckFinding, Inventor
     name = "devices"
     try:
         services = settings.open_services() if readable else None
-        seen, health = look(settings, services), services.health.device_states() if services else {}
+        inventory, views = look(settings, services)
+        health = services.health.device_states() if services else {}
     except GPUSpawnerError as error:
         nothing = Inventory(devices=(), observed_at=utcnow())
         remedy = "Set c.GPUDevices.source." if isinstance(error, ConfigError) else ""
         return CheckFinding(name, Status.FAIL, error.message, remedy), nothing
-    inventory, views = seen.inventory, seen.views
     if inventory.error:
         text = f"No GPU can be seen: {inventory.error}"
         return CheckFinding(name, Status.FAIL, text, NO_GPU), inventory

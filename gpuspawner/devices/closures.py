@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from urllib.parse import quote, unquote
 
@@ -46,8 +46,7 @@ def close(connection: sa.Connection, closure: Closure) -> bool:
     """Close a subject. Returns False, and changes nothing, if it was already closed."""
     if connection.execute(sa.select(closures).filter_by(subject=closure.subject)).first():
         return False
-    row = {name: getattr(closure, name) for name in Closure.__dataclass_fields__}
-    connection.execute(sa.insert(closures).values(row))
+    connection.execute(sa.insert(closures).values(asdict(closure)))
     return True
 
 

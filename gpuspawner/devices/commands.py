@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import sqlalchemy as sa
-
 from ..cli.command import command
 from ..cli.config import Settings
 from ..cli.output import count, exact, note, show, table, utc
@@ -29,20 +27,13 @@ def devices(settings: Settings) -> int:
     """List the devices."""
     if (missing := settings.missing_database()) is None:
         services = settings.open_services()
-        rates, leases, use = (
-            services.prices.all_rates(),
-            services.leases.open_leases(),
-            services.monitoring.use_now(),
-        )
-        overview, health = (
-            _overview(look(settings, services), rates),
-            services.health.device_states(),
-        )
+        leases = {lease.id: lease for lease in services.leases.open_leases()}
+        told = Told(leases, services.monitoring.use_now(), services.health.device_states())
+        overview = _overview(*look(settings, services), services.prices.all_rates())
     else:
         note(f"There is no database at {missing} yet: what is leased is not known.")
-        overview = _overview(look(settings, None), settings.services.rates.read())
-        leases, use, health = [], {}, {}
-    told = Told({lease.id: lease for lease in leases}, use, health)
+        told = Told({}, {}, {})
+        overview = _overview(*look(settings, None), settings.services.rates.read())
     show(_plain(overview, told), _text(overview, told))
     return 1 if overview.error else 0
 
@@ -57,15 +48,7 @@ class Told:
     health: dict[str, StoredHealth]
 
 
-@dataclass(frozen=True, slots=True)
-class DevicesReport:
-    """What this process sees of the devices, combined with what the store knows."""
-
-    inventory: Inventory
-    views: tuple[DeviceView, ...]
-
-
-def look(settings: Settings, services: Services | None) -> DevicesReport:
+def look(settings: Settings, services: Services | None) -> tuple[Inventory, tuple[DeviceView, ...]]:
     """Observe the devices without writing: this process may see fewer devices than the hub.
 
     Without services nothing is known of leases and missing devices. Raises ConfigError and
@@ -75,23 +58,18 @@ def look(settings: Settings, services: Services | None) -> DevicesReport:
     source = elsewhere or open_source(settings.services.devices.source)
     inventory = source.observe(utcnow())
     if services is None:
-        return DevicesReport(inventory, device_views(inventory.devices, {}))
-
-    def read(connection: sa.Connection) -> DevicesReport:
+        return inventory, device_views(inventory.devices, {})
+    with services.store.read() as connection:
         known = repository.load_devices(connection, inventory.source)
         seen = repository.as_seen(known, inventory)
         taken, closed = leases_repository.taken(connection), closures.load(connection)
-        views = services.devices.on_machines(device_views(seen, taken, closed))
-        return DevicesReport(inventory, views)
-
-    return services.store.run(read)
+    return inventory, services.devices.on_machines(device_views(seen, taken, closed))
 
 
-def _overview(seen: DevicesReport, rates: Rates) -> Overview:
-    inventory = seen.inventory
+def _overview(inventory: Inventory, views: tuple[DeviceView, ...], rates: Rates) -> Overview:
     return Overview(
-        devices=seen.views,
-        models=count_models(seen.views, rates.card(utcnow())),
+        devices=views,
+        models=count_models(views, rates.card(utcnow())),
         source=inventory.source,
         error=inventory.error,
         driver_version=inventory.driver_version,
@@ -109,7 +87,7 @@ def _text(overview: Overview, told: Told) -> str:
                 view.device.model,
                 format_memory(view.device.memory_bytes),
                 view.state,
-                use_text(told.use.get(view.device.uuid)),
+                _use_text(told.use.get(view.device.uuid)),
                 view.device.uuid,
                 _detail(view, told),
             )
@@ -124,11 +102,8 @@ def _text(overview: Overview, told: Told) -> str:
     return "\n".join(lines)
 
 
-def use_text(minute: DeviceUse | None) -> str:
-    """Format a device's use in the last minute.
-
-    The share of time that kernels ran or, where NVML cannot tell, if processes hold the device.
-    """
+def _use_text(minute: DeviceUse | None) -> str:
+    """Format the share of time that kernels ran or, where NVML cannot tell, if processes did."""
     if minute is None or not minute.known:
         return "?"
     if minute.use is not None:

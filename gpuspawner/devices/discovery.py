@@ -9,7 +9,7 @@ EXAMPLE = "simulated:4xA100-80GB,2xT4"
 
 
 def open_source(spec: str) -> DeviceSource:
-    """The source that a configuration names.
+    """Return the device source that a configuration names.
 
     ``""``, ``"auto"`` and ``"nvml"`` are the GPUs of this machine, also when it has none: the
     inventory says so then. ``"simulated:FLEET"`` is a simulated fleet. Raises ConfigError.

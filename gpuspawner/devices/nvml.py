@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LookTimeout
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ import pynvml
 from ..monitoring.models import Condition, Sample
 from . import topology
 from .models import Device, DeviceProcess, DeviceStatus, Inventory
-from .source import DeviceScan, DevicesUnavailable, Sampler, held_bytes, unknown
+from .source import GONE_REASON, DeviceScan, DevicesUnavailable, Sampler, held_bytes, unknown
 
 T = TypeVar("T")
 
@@ -40,13 +41,13 @@ _ABOUT_THE_DRIVER = {
 
 _SENTENCES = {
     pynvml.NVML_ERROR_UNINITIALIZED: "NVML was shut down.",
-    pynvml.NVML_ERROR_NO_PERMISSION: "The hub may not ask: run it as a user that may run "
+    pynvml.NVML_ERROR_NO_PERMISSION: "The hub lacks the permission: run it as a user who may run "
     "nvidia-smi.",
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "The NVIDIA driver is not loaded: run nvidia-smi, and "
     "restart the machine after an update of the driver or the kernel.",
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "This machine has no NVIDIA driver (libnvidia-ml.so.1 "
     "was not found): install it, or let the hub simulate GPUs.",
-    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: "The NVIDIA driver is too old to say: update it.",
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: "The NVIDIA driver is too old for this query: update it.",
     pynvml.NVML_ERROR_GPU_IS_LOST: "The GPU is lost, it fell off the bus: restart the machine, "
     "and check the GPU's power and seat.",
     pynvml.NVML_ERROR_RESET_REQUIRED: "The GPU must be reset: run nvidia-smi --gpu-reset.",
@@ -86,7 +87,7 @@ def ask_driver(call: Callable[[], T]) -> T:
 
 
 def ask(what: str, call: Callable[..., T], *args: Any) -> T:
-    """Query a device. Raises Unanswered, or DriverLost if the driver does not answer."""
+    """Query a device. Raises QueryFailed, or DriverLost if the driver does not answer."""
     try:
         return call(*args)
     except pynvml.NVMLError as error:
@@ -120,47 +121,38 @@ LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
 """After these errors, further queries are pointless."""
 
 _MOST_LANES = 64
-_CONDITION_MOST_MILLIWATTS = 10_000_000
+_MOST_MILLIWATTS = 10_000_000
+_MOST_BYTES = 2**50
+_MOST_CELSIUS = 200
+_MOST_MHZ = 100_000
 
 
 def condition_of(handle: Any) -> Condition:
-    """Read the values that the device reports; failed or implausible ones are left out.
-
-    Raises Unanswered if the device is lost.
-    """
+    """Read what the device reports and is plausible. Raises QueryFailed if it is lost."""
     rows = _read("remapped rows", pynvml.nvmlDeviceGetRemappedRows, handle)
     pages = _read("retired pages", pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
+    link = partial(_number, "PCIe link", 1, _MOST_LANES)
+    limit = partial(_number, "power limit", 1, _MOST_MILLIWATTS)
     return Condition(
         remap_pending=None if rows is None else bool(rows[2]),
         remap_failed=None if rows is None else bool(rows[3]),
         pages_pending=None if pages is None else bool(pages),
-        link_width=_number("PCIe link", pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-        link_most=_number("PCIe link", pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-        limit_milliwatts=_number(
-            "power limit",
-            pynvml.nvmlDeviceGetEnforcedPowerLimit,
-            handle,
-            _CONDITION_MOST_MILLIWATTS,
-        ),
-        usual_milliwatts=_number(
-            "power limit",
-            pynvml.nvmlDeviceGetPowerManagementDefaultLimit,
-            handle,
-            _CONDITION_MOST_MILLIWATTS,
-        ),
+        link_width=link(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        link_most=link(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        limit_milliwatts=limit(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle),
+        usual_milliwatts=limit(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle),
     )
 
 
-def _number(
-    what: str, call: Callable[[Any], Any], handle: Any, most: int = _MOST_LANES
-) -> int | None:
-    value = _read(what, call, handle)
-    return value if value is not None and 0 < value <= most else None
+def _number(what: str, least: int, most: int, call: Callable[..., Any], *args: Any) -> int | None:
+    value = _read(what, call, *args)
+    return value if value is not None and least <= value <= most else None
 
 
-def _read(what: str, call: Callable[[Any], Any], handle: Any) -> Any:
+def _read(what: str, call: Callable[..., Any], *args: Any) -> Any:
+    """Return None if the query fails. Raises QueryFailed if the device is lost."""
     try:
-        return ask_or(None, what, call, handle)
+        return ask_or(None, what, call, *args)
     except QueryFailed as failure:
         if failure.code in LOST:
             raise
@@ -232,11 +224,9 @@ class NVMLDevices:
             if self._pending is None or self._pending.done():
                 self._pending, self._pending_since = Future(), time.monotonic()
                 # A daemon thread: a hanging driver must not keep the process from ending.
+                work = (self._pending, now)
                 threading.Thread(
-                    target=self._look_into,
-                    args=(self._pending, now),
-                    name="gpuspawner-nvml",
-                    daemon=True,
+                    target=self._look_into, args=work, name="gpuspawner-nvml", daemon=True
                 ).start()
             pending, since = self._pending, self._pending_since
         try:
@@ -409,7 +399,7 @@ def _read_instance(base: Device, handle: Any, gpu: Device) -> Device:
         found["model"] = ask_or(model, "name", pynvml.nvmlDeviceGetName, handle)
         memory = ask_or(None, "memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
         found["memory_bytes"] = int(memory.total) if memory else 0
-        found["processes"] = running_processes(handle, ("compute",))
+        found["processes"] = running_processes(handle)
         found["held_bytes"] = held_bytes(memory.used if memory else 0, found["processes"])
     except QueryFailed as failure:
         return unknown(replace(base, **found), str(failure))
@@ -534,11 +524,6 @@ CONDITION_EVERY = 60.0
 MOST_EVENTS = 64
 """How many events are read at once: a sick device reports them endlessly."""
 
-_MOST_BYTES = 2**50
-_SAMPLE_MOST_MILLIWATTS = 10_000_000
-_MOST_CELSIUS = 200
-_MOST_MHZ = 100_000
-
 
 @dataclass(slots=True)
 class _KeptReadings:
@@ -573,7 +558,7 @@ class NVMLSampler:
         """Sample every device that is or was present.
 
         A device that does not answer or is missing has an error. ``monotonic`` is in seconds and
-        paces slow readings. Raises LooksLost with the reason if NVML as a whole does not answer.
+        paces slow readings. Raises DevicesUnavailable if NVML as a whole does not answer.
         """
         try:
             return self._sample(now, monotonic)
@@ -597,11 +582,11 @@ class NVMLSampler:
             except QueryFailed as failure:
                 silent[index] = str(failure)
                 continue
-            for sample in self._of_gpu(uuid, handle, index, now, xids.get(uuid, ())):
-                found[sample.uuid] = sample
+            blank = Sample(uuid=uuid, index=index, at=now, xids=xids.get(uuid, ()))
+            found |= {sample.uuid: sample for sample in self._of_gpu(handle, blank)}
         for uuid, index in self._seen.items():
             if uuid not in found:
-                reason = silent.get(index, "NVML does not list it any more.")
+                reason = silent.get(index, GONE_REASON)
                 found[uuid] = Sample(uuid=uuid, index=index, at=now, error=reason)
         self._seen = {uuid: sample.index for uuid, sample in found.items()}
         self._ailing = bool(silent) or any(sample.error for sample in found.values())
@@ -615,13 +600,10 @@ class NVMLSampler:
         except QueryFailed as failure:
             log.info("Errors of GPUs (Xid) are not reported here. %s", failure)
 
-    def _of_gpu(
-        self, uuid: str, handle: Any, index: int, now: datetime, xids: tuple[int, ...]
-    ) -> Iterator[Sample]:
-        kept = self._kept_of(uuid)
+    def _of_gpu(self, handle: Any, blank: Sample) -> Iterator[Sample]:
+        kept = self._kept_of(blank.uuid)
         try:
-            slow_is_due = self._clock - kept.slow_at >= SLOW_EVERY
-            if slow_is_due:
+            if self._clock - kept.slow_at >= SLOW_EVERY:
                 kept.slow_at = self._clock
                 self._watch(handle, kept)
                 mode, _ = ask_or((0, 0), "MIG mode", pynvml.nvmlDeviceGetMigMode, handle)
@@ -631,15 +613,13 @@ class NVMLSampler:
                 kept.condition_at = self._clock
                 kept.condition = condition_of(handle)
             if kept.mig:
-                yield from self._of_instances(handle, index, now, kept, xids)
-                return
-            yield self._read(uuid, handle, index, now, kept, xids)
+                yield from self._of_instances(handle, blank, kept)
+            else:
+                yield self._read(handle, blank, kept)
         except QueryFailed as failure:
-            yield Sample(uuid=uuid, index=index, at=now, xids=xids, error=str(failure))
+            yield replace(blank, error=str(failure))
 
-    def _of_instances(
-        self, handle: Any, index: int, now: datetime, gpu: _KeptReadings, xids: tuple[int, ...]
-    ) -> Iterator[Sample]:
+    def _of_instances(self, handle: Any, gpu: Sample, of_gpu: _KeptReadings) -> Iterator[Sample]:
         """Sample the instances; temperature and errors of their GPU apply to each."""
         slots = ask("number of instances", pynvml.nvmlDeviceGetMaxMigDeviceCount, handle)
         for slot in range(slots):
@@ -648,40 +628,29 @@ class NVMLSampler:
                 uuid = ask("UUID", pynvml.nvmlDeviceGetUUID, part)
             except QueryFailed:
                 continue  # an empty slot; an instance that disappeared is missed by its UUID
-            kept = self._kept_of(uuid)
-            kept.slow, kept.condition = gpu.slow | {"milliwatts": None}, gpu.condition
+            kept, blank = self._kept_of(uuid), replace(gpu, uuid=uuid)
+            kept.slow, kept.condition = of_gpu.slow | {"milliwatts": None}, of_gpu.condition
             try:
-                yield self._read(uuid, part, index, now, kept, xids, whole=False)
+                yield self._read(part, blank, kept, whole=False)
             except QueryFailed as failure:
-                yield Sample(uuid=uuid, index=index, at=now, xids=xids, error=str(failure))
+                yield replace(blank, error=str(failure))
 
     def _read(
-        self,
-        uuid: str,
-        handle: Any,
-        index: int,
-        now: datetime,
-        kept: _KeptReadings,
-        xids: tuple[int, ...],
-        *,
-        whole: bool = True,
+        self, handle: Any, blank: Sample, kept: _KeptReadings, *, whole: bool = True
     ) -> Sample:
         rates = None
         if whole:  # NVML cannot tell for an instance
             rates = ask_or(None, "use", pynvml.nvmlDeviceGetUtilizationRates, handle)
         memory = ask_or(None, "memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
-        if self._turn == uuid:
+        if self._turn == blank.uuid:
             kept.processes = running_processes(handle)
-        return Sample(
-            uuid=uuid,
-            index=index,
-            at=now,
+        return replace(
+            blank,
             use=None if rates is None else _sensible("use", rates.gpu, 100),
             memory_activity=None if rates is None else _sensible("use", rates.memory, 100),
             used_bytes=None if memory is None else _sensible("memory", memory.used, _MOST_BYTES),
             total_bytes=None if memory is None else _sensible("memory", memory.total, _MOST_BYTES),
             processes=kept.processes,
-            xids=xids,
             condition=kept.condition,
             **kept.slow,
         )
@@ -693,10 +662,7 @@ class NVMLSampler:
         return self._kept[uuid]
 
     def _next_listed(self, monotonic: float) -> str:
-        """Return the device whose processes are listed in this round; empty if none is due.
-
-        It is the one listed longest ago.
-        """
+        """Return the device listed longest ago, whose turn it is; empty if none is due."""
         waits = ((kept.listed_at, uuid) for uuid, kept in self._kept.items() if not kept.mig)
         at, uuid = min(waits, default=(monotonic, ""))
         if monotonic - at < self._processes_every:
@@ -729,59 +695,22 @@ class NVMLSampler:
         return found
 
 
-_SLOW: tuple[tuple[str, str, int, Callable[[Any], Any]], ...] = (
-    ("milliwatts", "power", _SAMPLE_MOST_MILLIWATTS, pynvml.nvmlDeviceGetPowerUsage),
-    (
-        "celsius",
-        "temperature",
-        _MOST_CELSIUS,
-        lambda handle: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-    ),
-    (
-        "sm_mhz",
-        "clock",
-        _MOST_MHZ,
-        lambda handle: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-    ),
-    (
-        "memory_mhz",
-        "memory's clock",
-        _MOST_MHZ,
-        lambda handle: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
-    ),
-    (
-        "throttle",
-        "reasons to be slow",
-        2**32,
-        pynvml.nvmlDeviceGetCurrentClocksThrottleReasons,
-    ),
-    (
-        "ecc_errors",
-        "memory errors",
-        2**63,
-        lambda handle: pynvml.nvmlDeviceGetTotalEccErrors(
-            handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-        ),
-    ),
-)
-
-
 def _slow(handle: Any) -> dict[str, Any]:
-    """Read the slow values that the device reports.
-
-    A value that fails or makes no sense does not affect the others.
-    """
-    found: dict[str, Any] = {}
-    for name, what, most, call in _SLOW:
-        try:
-            value = ask_or(None, what, call, handle)
-            found[name] = None if value is None else _sensible(what, value, most)
-        except QueryFailed as failure:
-            if failure.code in LOST:
-                raise
-            found[name] = None
-    found["throttle"] = found["throttle"] or 0
-    return found
+    """Read the slow values; one that fails or makes no sense does not affect the others."""
+    heat = (pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+    clock = (pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
+    memory_clock = (pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM)
+    throttle = (pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+    uncorrected = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    ecc = (pynvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected)
+    return {
+        "milliwatts": _number("power", 0, _MOST_MILLIWATTS, pynvml.nvmlDeviceGetPowerUsage, handle),
+        "celsius": _number("temperature", 0, _MOST_CELSIUS, *heat),
+        "sm_mhz": _number("clock", 0, _MOST_MHZ, *clock),
+        "memory_mhz": _number("memory's clock", 0, _MOST_MHZ, *memory_clock),
+        "throttle": _number("reasons to be slow", 0, 2**32, *throttle) or 0,
+        "ecc_errors": _number("memory errors", 0, 2**63, *ecc),
+    }
 
 
 def _sensible(what: str, value: int, most: int) -> int:

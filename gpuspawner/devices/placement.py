@@ -34,7 +34,7 @@ def must_run(request: Request, inventory: Inventory) -> None:
     """
     if not request.devices:
         return
-    name = f"The environment {request.environment!r}" if request.environment else "This environment"
+    name = _environment(request)
     for what, needed, there in (
         ("NVIDIA driver", request.min_driver, inventory.driver_version),
         ("CUDA", request.min_cuda, inventory.cuda_version),
@@ -121,39 +121,28 @@ def no_device_free(
     """
     free = {d.uuid for d in candidates}
     busy = {place.uuid for place in taken}
-    counts: Counter[str] = Counter()
+    counts = dict.fromkeys(("in_use", "occupied", "unknown", "drained", "free"), 0)
     for device in matching:
         if device.uuid in free:
-            counts["free"] += 1
+            state = "free"
         elif device.uuid in busy:
-            counts["in_use"] += 1
-        elif device.status is DeviceStatus.UNKNOWN:
-            counts["unknown"] += 1
-        elif device.status is DeviceStatus.DRAINED:
-            counts["drained"] += 1
+            state = "in_use"
+        elif device.status in (DeviceStatus.UNKNOWN, DeviceStatus.DRAINED):
+            state = device.status.value
         else:
-            counts["occupied"] += 1
-    return NoDeviceFree(
-        _who_has_them(request, len(matching), counts, most_of_one_model(candidates)),
-        matching=len(matching),
-        **{state: counts[state] for state in ("in_use", "occupied", "unknown", "drained", "free")},
-    )
+            state = "occupied"
+        counts[state] += 1
+    said = _who_has_them(request, len(matching), counts, most_of_one_model(candidates))
+    return NoDeviceFree(said, matching=len(matching), **counts)
 
 
 def too_much_asked(
     request: Request, existing: list[Device], matching: list[Device]
 ) -> TooMuchAsked:
-    """Return the refusal of a request that can never be granted.
-
-    ``existing`` are all devices that could ever be leased.
-    """
+    """Return the refusal of a request that none of the ``existing`` devices can ever satisfy."""
     most = most_of_one_model(matching)
-    return TooMuchAsked(
-        _what_would_fit(request, existing, matching, most),
-        asked=request.devices,
-        most=most,
-        existing=len(existing),
-    )
+    said = _what_would_fit(request, existing, matching, most)
+    return TooMuchAsked(said, asked=request.devices, most=most, existing=len(existing))
 
 
 def format_memory(memory_bytes: int) -> str:
@@ -209,7 +198,7 @@ def _what_would_fit(
 
 def _why_none_suits(request: Request, existing: list[Device]) -> str:
     runs = of_environment(request, existing)
-    models = _choice(request.models)
+    models = " or ".join(request.models)
     if not runs:
         return f"{_environment(request)} runs on {models}, and this hub has {_fleet(existing)}."
     named = of_model(request.model, runs)
@@ -228,7 +217,7 @@ def _environment(request: Request) -> str:
 
 def _wanted_model(request: Request) -> str:
     """Return the requested model, or else the environment's; empty means any."""
-    return request.model or _choice(request.models)
+    return request.model or " or ".join(request.models)
 
 
 def _kind(count: int, request: Request) -> str:
@@ -247,10 +236,6 @@ def _fleet(devices: Iterable[Device]) -> str:
 
 def _count(number: int, one: str, several: str, rest: str = "") -> str:
     return f"{number} {one if number == 1 else several}{rest}" if number else ""
-
-
-def _choice(models: Sequence[str]) -> str:
-    return " or ".join(models)
 
 
 def _listing(parts: list[str]) -> str:
@@ -275,34 +260,6 @@ def leasable(device: Device) -> str | None:
     return None
 
 
-def occupied(device: Device, taken: Collection[Slot]) -> bool:
-    """Return True if the device or its memory is in use although none of its slots is taken."""
-    return not device.empty and all(p.uuid != device.uuid for p in taken)
-
-
-def free_places(devices: Iterable[Device], taken: Collection[Slot]) -> list[Slot]:
-    """Return every slot that could be granted now, in the order of ``devices``."""
-    fleet = PlacementIndex(list(devices), {})
-    held = texts(taken)
-    free = fleet.free(held)
-    return [p for device in fleet.devices if device.uuid in free for p in _left(device, held)]
-
-
-def choose(
-    request: Request,
-    devices: Sequence[Device],
-    taken: Collection[Slot],
-    links: Links,
-) -> tuple[Slot, ...]:
-    """Choose the slots for a request, on distinct devices, in the order of their indices.
-
-    ``taken`` are the slots of open leases; ``links`` as in
-    :attr:`gpuspawner.devices.models.Inventory.links`. Raises NoDeviceFree if other devices would
-    have to become free first, TooMuchAsked if waiting would not help.
-    """
-    return PlacementIndex(devices, links).choose(request, texts(taken))
-
-
 def texts(places: Iterable[Slot]) -> frozenset[str]:
     """Convert slots to the texts that :class:`PlacementIndex` uses."""
     return frozenset(place.text for place in places)
@@ -321,7 +278,13 @@ class PlacementIndex:
         self.devices = devices
         self.links = links
         self.by_uuid = {device.uuid: device for device in devices}
-        self._existing = sorted(filter(_could_ever_be_leased, devices), key=_by_index)
+        # An unknown device may answer again; a MIG parent or a prohibited one waits for an admin.
+        existing = (
+            device
+            for device in devices
+            if device.status is not DeviceStatus.PARENT and device.compute_mode != "prohibited"
+        )
+        self._existing = sorted(existing, key=_by_index)
         self._near = neighbours(links)
         leasable_ones = [device for device in devices if leasable(device) is None]
         # Empty and without a lease: free unless a lease is added. An exclusive device is found by
@@ -339,7 +302,11 @@ class PlacementIndex:
         self._last: _Free | None = None
 
     def choose(self, request: Request, taken: frozenset[str]) -> tuple[Slot, ...]:
-        """Choose slots; see :func:`choose`."""
+        """Choose the slots for a request, on distinct devices, in the order of their indices.
+
+        ``taken`` are the slots of open leases. Raises NoDeviceFree if other devices would have to
+        become free first, TooMuchAsked if waiting would not help.
+        """
         if request.devices <= 0:
             return ()
         known = self._suitable(request.model, request.models, request.memory_bytes)
@@ -374,7 +341,6 @@ class PlacementIndex:
         return now
 
     def _look(self, taken: frozenset[str]) -> _Free:
-        """Calculate what is free from scratch."""
         free = frozenset(map(self._idle.__getitem__, self._idle.keys() - taken))
         partly = {
             self._shared[text].uuid: self._shared[text] for text in self._shared.keys() & taken
@@ -497,14 +463,6 @@ def _left(device: Device, taken: frozenset[str]) -> list[Slot]:
     """Return the untaken slots of a device."""
     places = (Slot(device.uuid, slot) for slot in range(device.slots))
     return [place for place in places if place.text not in taken]
-
-
-def _could_ever_be_leased(device: Device) -> bool:
-    """Return True unless only an admin can make the device leasable.
-
-    An unknown device may answer again; a MIG parent or a prohibited one waits for an admin.
-    """
-    return device.status is not DeviceStatus.PARENT and device.compute_mode != "prohibited"
 
 
 def _by_index(device: Device) -> tuple[int, str]:

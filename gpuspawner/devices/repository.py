@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..leases import repository as leases_repository
 from ..leases.models import Lease
 from ..monitoring.health import SICK, HealthState, returned
 from .models import Device, DeviceProcess, DeviceStatus, Inventory
+from .source import unknown
 
 DEVICE_GONE = "not there any more"
 
@@ -39,7 +40,7 @@ def as_seen(known: tuple[Device, ...], inventory: Inventory) -> tuple[Device, ..
     seen = {device.uuid: device for device in inventory.devices}
     reason = inventory.error or DEVICE_GONE
     missing = (
-        replace(device, status=DeviceStatus.UNKNOWN, reason=reason, processes=(), held_bytes=0)
+        unknown(device, reason)
         for device in known
         if device.uuid not in seen and (inventory.error or device.parent_uuid is None)
     )
@@ -51,20 +52,17 @@ def save_devices(
     connection: sa.Connection, known: tuple[Device, ...], inventory: Inventory
 ) -> None:
     """Write what changed between ``known`` and ``inventory``; delete what disappeared for good."""
-    kept = {device.uuid for device in as_seen(known, inventory)}
-    gone = [device.uuid for device in known if device.uuid not in kept]
-    other_source = devices.c.source != inventory.source
-    connection.execute(sa.delete(devices).where(other_source | devices.c.uuid.in_(gone)))
     before = {device.uuid: device for device in known}
-    for device in as_seen(known, inventory):
-        old = before.get(device.uuid)
-        if old == device:
-            continue
-        row = _row(device, inventory)
-        if old is None:
-            connection.execute(sa.insert(devices).values(row))
-        else:
-            connection.execute(sa.update(devices).where(devices.c.uuid == device.uuid).values(row))
+    seen = {device.uuid: device for device in as_seen(known, inventory)}
+    other_source = devices.c.source != inventory.source
+    gone = before.keys() - seen.keys()
+    connection.execute(sa.delete(devices).where(other_source | devices.c.uuid.in_(gone)))
+    for uuid, device in seen.items():
+        if uuid not in before:
+            connection.execute(sa.insert(devices).values(_row(device, inventory)))
+        elif device != before[uuid]:
+            changed = sa.update(devices).where(devices.c.uuid == uuid)
+            connection.execute(changed.values(_row(device, inventory)))
 
 
 def _row(device: Device, inventory: Inventory) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def put_health(connection: sa.Connection, known: StoredHealth) -> None:
     """Replace the stored health of a device."""
     connection.execute(sa.delete(device_health).where(device_health.c.uuid == known.uuid))
     row = {name: getattr(known.state, name) for name in _STATE}
-    row |= {"accepted": ",".join(sorted(known.state.accepted))}
+    row["accepted"] = ",".join(sorted(known.state.accepted))
     row |= {"uuid": known.uuid, "probe": known.probe}
     connection.execute(sa.insert(device_health).values(row))
 
@@ -144,8 +142,7 @@ def holders_of_device(connection: sa.Connection, uuid: str, at: datetime) -> lis
 
 def note_sick_lease(connection: sa.Connection, sick: SickLease) -> None:
     """Record that a lease is on a device that became sick."""
-    row = {each.name: getattr(sick, each.name) for each in fields(SickLease)}
-    connection.execute(sa.insert(sick_leases).values(row))
+    connection.execute(sa.insert(sick_leases).values(asdict(sick)))
 
 
 def sick_leases_to_settle(connection: sa.Connection) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from ..core.errors import GPUSpawnerError, InvalidRequest
@@ -24,21 +24,19 @@ from . import closures, repository
 from .closures import GRANTING, HEALTH, LEAK, Closure, kept_for
 from .models import Device, MachineScheduler
 from .placement import leasable
-from .snapshots import DeviceView, InventoryCache, InventorySnapshot
+from .snapshots import DeviceView, InventoryCache, InventorySnapshot, describe_held_memory
 
 
+@dataclass(eq=False, repr=False)
 class MachineService:
     """Closes and opens whole machines where an external scheduler allocates their devices.
 
     Without one, each device is its own machine.
     """
 
-    def __init__(
-        self, store: Store, delegate: MachineScheduler | None, log: logging.Logger
-    ) -> None:
-        self.store = store
-        self.delegate = delegate
-        self.log = log
+    store: Store
+    delegate: MachineScheduler | None
+    log: logging.Logger
 
     def on_machine(self, uuid: str) -> tuple[str, ...]:
         """Return the devices that are drained together with this one, including it."""
@@ -99,21 +97,15 @@ ENDING = timedelta(seconds=20)
 """How long a process may take to release a device after its server ended."""
 
 
+@dataclass(eq=False, repr=False)
 class LeakService:
     """Finds devices that are occupied without a lease, and quarantines them."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        look: Callable[[], InventorySnapshot],
-        log: logging.Logger,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.look = look
-        self.log = log
-        self._leaked_since: dict[str, datetime] = {}
+    store: Store
+    clock: Callable[[], datetime]
+    look: Callable[[], InventorySnapshot]
+    log: logging.Logger
+    _leaked_since: dict[str, datetime] = field(default_factory=dict, init=False)
 
     def judge_leaks(self) -> list[Closure]:
         """Quarantine devices that stay occupied without a lease, and lift what is over.
@@ -143,21 +135,17 @@ class LeakService:
 
     def _quarantine(self, device: Device, now: datetime) -> Closure | None:
         """Quarantine a device; None if it is already closed or was leased meanwhile."""
-        closure = Closure(device.uuid, now, LEAK, who_holds(device))
+        uuid, reason = device.uuid, who_holds(device)
+        closure = Closure(uuid, now, LEAK, reason)
         with self.store.write() as connection:
-            if any(place.uuid == device.uuid for place in leases_repository.taken(connection)):
+            if any(place.uuid == uuid for place in leases_repository.taken(connection)):
                 return None
             if not closures.close(connection, closure):
                 return None
             audit_log.note(
-                connection,
-                at=now,
-                actor=LEAK,
-                action="quarantine",
-                subject=device.uuid,
-                detail=closure.reason,
+                connection, at=now, actor=LEAK, action="quarantine", subject=uuid, detail=reason
             )
-        self.log.warning("Device %s is in quarantine: %s", device.uuid, closure.reason)
+        self.log.warning("Device %s is in quarantine: %s", uuid, reason)
         return closure
 
     def _reopen_leaked(self, uuid: str, now: datetime) -> None:
@@ -165,13 +153,9 @@ class LeakService:
             closure = closures.load(connection).get(uuid)
             if closure is not None and closure.actor == LEAK:
                 closures.reopen(connection, uuid)
+                detail = "it is empty again"
                 audit_log.note(
-                    connection,
-                    at=now,
-                    actor=LEAK,
-                    action="undrain",
-                    subject=uuid,
-                    detail="it is empty again",
+                    connection, at=now, actor=LEAK, action="undrain", subject=uuid, detail=detail
                 )
         self.log.info("Device %s is empty again", uuid)
 
@@ -180,24 +164,18 @@ def who_holds(device: Device) -> str:
     """Describe what occupies a device that has no lease."""
     names = [f"{p.name or 'a process'} (pid {p.pid})" for p in device.compute_processes]
     if names:
-        return f"{', '.join(names[:5])} of no server of this hub"
-    return f"{device.held_bytes / 2**30:.1f} GB of its memory are held, and by no process in sight"
+        return f"{', '.join(names[:5])}, not from any server of this hub"
+    return describe_held_memory(device)
 
 
+@dataclass(eq=False, repr=False)
 class DeviceService:
     """Manages the devices: takes them out of service and returns them, for admins."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        inventory: InventoryCache,
-        machines: MachineService,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.inventory = inventory
-        self.machines = machines
+    store: Store
+    clock: Callable[[], datetime]
+    inventory: InventoryCache
+    machines: MachineService
 
     def look(self, *, fresh: bool = False) -> InventorySnapshot:
         """Return the latest snapshot of the devices (at most ``refresh_seconds`` old)."""
@@ -208,10 +186,7 @@ class DeviceService:
         return self.store.run(closures.load)
 
     def pause(self, *, actor: str, reason: str = "") -> bool:
-        """Grant no devices until :meth:`resume`; running and waiting requests continue.
-
-        Returns False, and changes nothing, if granting was already paused.
-        """
+        """Grant no devices until :meth:`resume`. Returns False if granting was already paused."""
         return self._close(GRANTING, "pause", actor, reason)
 
     def resume(self, *, actor: str, reason: str = "") -> bool:
@@ -228,9 +203,8 @@ class DeviceService:
         uuid, reason = self.find_device(device).uuid, checked_reason(reason)
         if self.machines.delegate is not None:
             self.machines.delegate.close(uuid, reason or f"drained by {actor}")
-        done = [
-            self._close(each, "drain", actor, reason) for each in self.machines.on_machine(uuid)
-        ]
+        beside = self.machines.on_machine(uuid)
+        done = [self._close(each, "drain", actor, reason) for each in beside]
         return any(done)
 
     def undrain(self, device: str, *, actor: str, reason: str = "") -> bool:
@@ -244,10 +218,9 @@ class DeviceService:
         reason = checked_reason(reason)
         if self.machines.delegate is not None:
             self.machines.delegate.reopen(uuid)
-        done = [
-            self._reopen(each, "undrain", actor, reason) for each in self.machines.on_machine(uuid)
-        ]
-        if self.machines.delegate is not None and any(done):
+        beside = self.machines.on_machine(uuid)
+        done = [self._reopen(each, "undrain", actor, reason) for each in beside]
+        if any(done):
             self.machines.open_there(uuid)  # it may have been closed again before this was written
         return any(done)
 
@@ -277,8 +250,6 @@ class DeviceService:
             field="device",
         )
 
-    # Helpers.
-
     def _close(self, subject: str, action: str, actor: str, reason: str) -> bool:
         now, reason = self.clock(), checked_reason(reason)
         with self.store.write() as connection:
@@ -288,12 +259,7 @@ class DeviceService:
             done = closures.close(connection, Closure(subject, now, actor, reason))
             if done:
                 audit_log.note(
-                    connection,
-                    at=now,
-                    actor=actor,
-                    action=action,
-                    subject=subject,
-                    detail=reason,
+                    connection, at=now, actor=actor, action=action, subject=subject, detail=reason
                 )
         return done
 
@@ -304,11 +270,6 @@ class DeviceService:
             if done:
                 repository.take_back_sick_lease(connection, subject, now)
                 audit_log.note(
-                    connection,
-                    at=now,
-                    actor=actor,
-                    action=action,
-                    subject=subject,
-                    detail=reason,
+                    connection, at=now, actor=actor, action=action, subject=subject, detail=reason
                 )
         return done

@@ -50,7 +50,7 @@ SCRIPTED = {
     "probe": str,
 }
 """The names that a script may set, with their types."""
-CONDITIONS = tuple(each.name for each in fields(Condition))
+CONDITIONS = {each.name: each for each in fields(Condition)}
 
 Shows = Mapping[str, Any]
 """What a device shows instead of its normal values."""
@@ -84,11 +84,6 @@ class Script:
         return self._read[1]
 
 
-def processes_of(shows: Shows) -> tuple[DeviceProcess, ...]:
-    """Return the compute processes that a device shows besides its own."""
-    return tuple(DeviceProcess(pid, name=name) for pid, name in shows.get("processes", ()))
-
-
 def _checked(script: Any) -> dict[str, dict[str, Any]]:
     """Return a valid script. Raises ValueError with a sentence."""
     if not isinstance(script, dict) or not all(isinstance(v, dict) for v in script.values()):
@@ -99,20 +94,13 @@ def _checked(script: Any) -> dict[str, dict[str, Any]]:
                 raise ValueError(f"device {device} has {name!r}; there are {', '.join(SCRIPTED)}")
             if not isinstance(value, SCRIPTED[name]) or isinstance(value, bool):
                 raise ValueError(f"{name} of device {device} is {value!r}")
-        for name in shows.get("condition", {}):
-            if name not in CONDITIONS:
-                there = ", ".join(CONDITIONS)
-                raise ValueError(f"condition of device {device} has {name!r}; there are {there}")
+        for name in shows.get("condition", {}).keys() - CONDITIONS.keys():
+            there = ", ".join(CONDITIONS)
+            raise ValueError(f"condition of device {device} has {name!r}; there are {there}")
         for each in shows.get("processes", []):
-            if not _is_process(each):
-                raise ValueError(f'{each!r} of device {device} is no process: write [PID, "name"]')
+            if not isinstance(each, list) or [type(part) for part in each] != [int, str]:
+                raise ValueError(f'{each!r} of device {device} is not [PID, "name"]')
     return script
-
-
-def _is_process(each: Any) -> bool:
-    if not isinstance(each, list) or len(each) != 2:
-        return False
-    return isinstance(each[0], int) and isinstance(each[1], str)
 
 
 GIB = 2**30
@@ -123,35 +111,21 @@ _MEMORY = re.compile(r"(\d+)\s*(?:GB|GiB|G)$", re.IGNORECASE)
 _EXAMPLE = "Write it like 4xA100-80GB,2xT4: how many, x, the model, and its memory in GB."
 
 KNOWN_MEMORY_GB = {
-    "A2": 16,
-    "A10": 24,
-    "A16": 16,
-    "A30": 24,
-    "A40": 48,
-    "A100": 40,
-    "A4000": 16,
-    "A5000": 24,
-    "A6000": 48,
-    "B200": 180,
-    "GTX1080Ti": 11,
-    "H100": 80,
-    "H200": 141,
-    "L4": 24,
-    "L40": 48,
-    "L40S": 48,
-    "P100": 16,
-    "RTX2080Ti": 11,
-    "RTX3060": 12,
-    "RTX3080": 10,
-    "RTX3090": 24,
-    "RTX4060Ti": 16,
-    "RTX4070": 12,
-    "RTX4080": 16,
-    "RTX4090": 24,
-    "RTX5080": 16,
-    "RTX5090": 32,
-    "T4": 16,
-    "V100": 16,
+    model: memory
+    for memory, models in (
+        (10, "RTX3080"),
+        (11, "GTX1080Ti RTX2080Ti"),
+        (12, "RTX3060 RTX4070"),
+        (16, "A2 A16 A4000 P100 RTX4060Ti RTX4080 RTX5080 T4 V100"),
+        (24, "A10 A30 A5000 L4 RTX3090 RTX4090"),
+        (32, "RTX5090"),
+        (40, "A100"),
+        (48, "A40 A6000 L40 L40S"),
+        (80, "H100"),
+        (141, "H200"),
+        (180, "B200"),
+    )
+    for model in models.split()
 }
 """Memory of common models, so that a spec may leave it out."""
 
@@ -174,7 +148,6 @@ class SimulatedDevices:
         self._healthy = {device.uuid: device for device in _build_devices(entries)}
         self._links = _build_links(entries, list(self._healthy))
         self._now_seen = dict(self._healthy)
-        self._devices = tuple(self._now_seen.values())
         self._lost = ""
         self._lock = threading.Lock()
         self.script = Script()
@@ -200,14 +173,14 @@ class SimulatedDevices:
         """Make one device unknown. KeyError for a UUID that is not in this fleet."""
         with self._lock:
             device = self._now_seen[uuid]
-            self._put(replace(device, status=DeviceStatus.UNKNOWN, reason=reason))
+            self._now_seen[uuid] = replace(device, status=DeviceStatus.UNKNOWN, reason=reason)
 
     def occupy(self, uuid: str, pid: int, kind: str = "compute", name: str = "") -> None:
         """Put a process on a device. KeyError for a UUID that is not in this fleet."""
         process = DeviceProcess(pid=pid, kind=kind, name=name)
         with self._lock:
             device = self._now_seen[uuid]
-            self._put(replace(device, processes=(*device.processes, process)))
+            self._now_seen[uuid] = replace(device, processes=(*device.processes, process))
 
     def lose(self, reason: str = "The simulated driver does not answer.") -> None:
         """Show nothing any more, as if the driver were gone."""
@@ -218,27 +191,24 @@ class SimulatedDevices:
         """Make one device, or everything, healthy and without processes again."""
         with self._lock:
             if uuid is None:
-                self._lost = ""
-            for device in self._healthy.values() if uuid is None else (self._healthy[uuid],):
-                self._now_seen[device.uuid] = device
-            self._devices = tuple(self._now_seen.values())
+                self._lost, self._now_seen = "", dict(self._healthy)
+            else:
+                self._now_seen[uuid] = self._healthy[uuid]
 
     def _as_scripted(self) -> tuple[Device, ...]:
+        devices = self._now_seen.values()
         if not self.script.told():
-            return self._devices
+            return tuple(devices)
         of = self.script.of
-        return tuple(_as_it_shows(each, of(each.uuid, each.index)) for each in self._devices)
-
-    def _put(self, device: Device) -> None:
-        self._now_seen[device.uuid] = device
-        self._devices = tuple(self._now_seen.values())
+        return tuple(_as_it_shows(each, of(each.uuid, each.index)) for each in devices)
 
 
 def _as_it_shows(device: Device, shows: Shows) -> Device:
     if error := shows.get("error"):
         return unknown(device, error)
-    held, processes = shows.get("held_bytes", 0), processes_of(shows)
-    return replace(device, held_bytes=held, processes=(*device.processes, *processes))
+    shown = (DeviceProcess(pid, name=name) for pid, name in shows.get("processes", ()))
+    held = shows.get("held_bytes", 0)
+    return replace(device, held_bytes=held, processes=(*device.processes, *shown))
 
 
 def parse_fleet(spec: str) -> list[tuple[int, str, int]]:
@@ -368,11 +338,10 @@ class SimulatedSampler:
             if read is None:
                 continue
             cpu, resident, name = read
-            before = self._seen.get(pid)
-            passed = monotonic - before.at if before else 0.0
-            share = (cpu - before.cpu_seconds) / passed if before and passed > 0 else 0.0
-            computed = before is not None and before.computes
-            alive[pid] = _SeenProcess(cpu, monotonic, computed or share >= IDLE_SHARE)
+            before = self._seen.get(pid) or _SeenProcess(cpu, monotonic, False)
+            passed = monotonic - before.at
+            share = (cpu - before.cpu_seconds) / passed if passed > 0 else 0.0
+            alive[pid] = _SeenProcess(cpu, monotonic, before.computes or share >= IDLE_SHARE)
             if alive[pid].computes:
                 load += share if share >= IDLE_SHARE else 0.0
                 used += resident
@@ -392,7 +361,7 @@ class SimulatedSampler:
             memory_mhz=1593,
             ecc_errors=0,
             processes=tuple(processes),
-            error=device.reason if device.status.value == "unknown" else "",
+            error=device.reason if device.status is DeviceStatus.UNKNOWN else "",
         )
 
     def _read(self, pid: int) -> tuple[float, int, str] | None:
@@ -410,23 +379,17 @@ class SimulatedSampler:
     # The script.
 
     def _as_scripted(self, sample: Sample, changed: Mapping[str, Any]) -> Sample:
-        shows = dict(changed)
-        for name in ("probe", "processes", "held_bytes"):  # the device itself shows these
-            shows.pop(name, None)
+        of_device = {"probe", "processes", "held_bytes"}  # the device itself shows these
+        shows = {name: changed[name] for name in changed.keys() - of_device}
         if "condition" in shows:
             shows["condition"] = Condition(**shows["condition"])
         xids = tuple(shows.pop("xids", ()))
         if xids != self._reported.get(sample.uuid, ()):  # an error is reported once
             self._reported[sample.uuid] = xids
             shows["xids"] = xids
-        if shows.get("error"):
-            return Sample(
-                uuid=sample.uuid,
-                index=sample.index,
-                at=sample.at,
-                error=shows["error"],
-                xids=shows.get("xids", ()),
-            )
+        if error := shows.get("error"):
+            blank = Sample(uuid=sample.uuid, index=sample.index, at=sample.at, error=error)
+            return replace(blank, xids=shows.get("xids", ()))
         return replace(sample, **shows) if shows else sample
 
     def fails_probe(self, uuid: str) -> str:

@@ -66,7 +66,8 @@ class InventoryCache:
             else:
                 seen = repository.as_seen(self._known, inventory)
                 fleet = PlacementIndex(seen, inventory.links)
-            if self._must_save(seen, now):
+            late = self._saved_at is None or abs(now - self._saved_at) >= SAVE_EVERY
+            if late or seen != self._known:
                 self._save(inventory)
                 self._saved_at = now
             self._known = seen
@@ -79,10 +80,6 @@ class InventoryCache:
 
     def _rows(self, connection: sa.Connection) -> tuple[Device, ...]:
         return repository.load_devices(connection, self.source.name)
-
-    def _must_save(self, seen: tuple[Device, ...], now: datetime) -> bool:
-        late = self._saved_at is None or abs(now - self._saved_at) >= SAVE_EVERY
-        return late or seen != self._known
 
     def _save(self, inventory: Inventory) -> None:
         # Another process may have written what it saw: compare with the rows themselves.
@@ -199,11 +196,15 @@ def _view(device: Device, lease_id: str | None) -> DeviceView:
             named = ", ".join(f"{p.name or 'process'} (pid {p.pid})" for p in busy[:3])
             return DeviceView(device, "occupied", f"used without a lease by {named}")
         if device.held_bytes:
-            held = f"{device.held_bytes / 2**30:.1f} GB of its memory"
-            return DeviceView(device, "occupied", f"{held} are held, and by no process in sight")
+            return DeviceView(device, "occupied", describe_held_memory(device))
         return DeviceView(device, "free", device.reason)
     state = device.status.value if device.status is not DeviceStatus.OK else "prohibited"
     return DeviceView(device, state, why_not or device.reason)
+
+
+def describe_held_memory(device: Device) -> str:
+    """Describe memory that no visible process explains."""
+    return f"{device.held_bytes / 2**30:.1f} GB of its memory are in use, but by no visible process"
 
 
 def _closed(view: DeviceView, closure: Closure) -> DeviceView:

@@ -39,7 +39,7 @@ class Sampler(Protocol):
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
         """Sample every device. Blocks; for one thread. ``monotonic`` is in seconds.
 
-        Raises LooksLost.
+        Raises DevicesUnavailable.
         """
 
 
@@ -53,7 +53,7 @@ class SamplingSource(Protocol):
 
 GONE_REASON = "NVML does not list it any more."
 
-A_DRIVER_S_OWN = 2 * 2**30
+DRIVER_BYTES = 2 * 2**30
 """Bytes that a driver or a display may use while nobody computes."""
 STEP = 256 * 2**20
 """Unexplained memory is reported in steps of this, so that it does not change all the time."""
@@ -112,4 +112,4 @@ def held_bytes(used: int, processes: tuple[DeviceProcess, ...]) -> int:
     if any(p.kind == "compute" or p.used_memory_bytes is None for p in processes):
         return 0
     left = used - sum(p.used_memory_bytes or 0 for p in processes)
-    return left // STEP * STEP if left > A_DRIVER_S_OWN else 0
+    return left // STEP * STEP if left > DRIVER_BYTES else 0

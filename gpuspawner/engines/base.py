@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -52,25 +51,6 @@ _CONTAINER = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 _MARK = f"{LEASE_VARIABLE}=".encode()
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessOwner:
-    """What the host shows of a process's owner."""
-
-    container: str = ""
-    """The id of the innermost container; empty outside of any."""
-    lease_id: str = ""
-    """The lease id in its environment, if that is readable."""
-
-
-def owner_of(pid: int, proc: Path = Path("/proc")) -> ProcessOwner | None:
-    """Return the owner of a process; None if the process is gone."""
-    try:
-        groups = (proc / str(pid) / "cgroup").read_text(errors="replace")
-    except OSError:
-        return None
-    return ProcessOwner(container_in(groups), _lease_in(proc / str(pid) / "environ"))
-
-
 def container_in(cgroup: str) -> str:
     """Return the id of the innermost container in a process's ``cgroup`` file; empty if none.
 
@@ -104,12 +84,13 @@ class ProcessOwners:
 
         The container goes before the process's environment, which its member could change.
         """
-        owner = owner_of(pid, self._proc)
-        if owner is None:
+        process = self._proc / str(pid)
+        try:
+            groups = (process / "cgroup").read_text(errors="replace")
+        except OSError:
             return None
-        if owner.container in self._by_container:
-            return self._by_container[owner.container]
-        return self._by_id.get(owner.lease_id)
+        lease = self._by_container.get(container_in(groups))
+        return lease or self._by_id.get(_lease_in(process / "environ"))
 
     def pids(self) -> dict[str, list[int]]:
         """Return all processes of this host that belong to an open lease, by lease id.

@@ -24,10 +24,9 @@ from .injection import candidates, gpu_environment, gpu_host_config
 from .preflight import (
     Status,
     lacks_shell,
-    output_of,
     prove_injection,
+    run_script,
     scratch_config,
-    scratch_container,
     words_of,
 )
 
@@ -58,7 +57,7 @@ def probe_in_container(
 
     The container must see exactly this device; if the image has Python and CUDA's library is
     injected, its memory is tested. ``images``: the first one on the engine is used. ``mode`` as in
-    :mod:`.injection`, or ``auto``. Raises Untried if the result would say nothing about the device.
+    :mod:`.injection`, or ``auto``. Raises ProbeNotPossible if nothing about the device was learned.
     """
     try:
         image = next((image for image in images if image and local_images(client, image)), "")
@@ -78,8 +77,8 @@ def probe_in_container(
 
 
 def probe_by_process(uuid: str) -> ProbeResult:
-    """Probe the device with a process of this host. Raises Untried."""
-    environment = os.environ | gpu_environment("none", [uuid]) | {"CUDA_VISIBLE_DEVICES": uuid}
+    """Probe the device with a process of this host. Raises ProbeNotPossible."""
+    environment = os.environ | gpu_environment([uuid]) | {"CUDA_VISIBLE_DEVICES": uuid}
     try:
         done = subprocess.run(
             [sys.executable, "-c", _source(), uuid],
@@ -99,13 +98,10 @@ def probe_by_process(uuid: str) -> ProbeResult:
 def _try_in_container(client: docker.APIClient, image: str, mode: str, uuid: str) -> ProbeResult:
     program = f"python3 -c {shlex.quote(_source())} {shlex.quote(uuid)}"
     script = f"command -v python3 >/dev/null || {{ echo untried no Python; exit; }}; {program}"
-    environment = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **gpu_environment(mode, [uuid])}
+    environment = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **gpu_environment([uuid])}
     host = {"NetworkMode": "none", **gpu_host_config(mode, [uuid])}
     try:
-        config = scratch_config(image, script, environment, host)
-        with scratch_container(client, config) as container:
-            client.start(container)
-            return _told(output_of(client, container))
+        return _told(run_script(client, scratch_config(image, script, environment, host)))
     except DockerException as error:
         if lacks_shell(str(error)):
             return ProbeResult(text="its memory was not tried: the image has no shell")
@@ -120,11 +116,10 @@ def _told(output: str, errors: str = "") -> ProbeResult:
         return ProbeResult(text=text)
     if word == "untried":
         return ProbeResult(text=f"its memory was not tried: {text}")
-    last = (errors or output).strip().splitlines()[-1:] or ["it said nothing"]
-    return ProbeResult(text if word else f"a program on it broke: {last[0][:200]}")
+    last = (errors or output).strip().splitlines()[-1:] or ["it printed nothing"]
+    return ProbeResult(text if word else f"a program on it failed: {last[0][:200]}")
 
 
 def _source() -> str:
-    return (importlib.resources.files(__package__) / "device_probe_program.py").read_text(
-        encoding="utf-8"
-    )
+    program = importlib.resources.files(__package__) / "device_probe_program.py"
+    return program.read_text(encoding="utf-8")

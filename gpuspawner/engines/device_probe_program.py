@@ -37,12 +37,12 @@ def main(uuid: str) -> str:
 
 
 def probe(cuda: Any, uuid: str) -> str:
-    """Probe the device, and return what was tried. Raises Failed."""
+    """Probe the device, and return what was tried. Raises ProbeFailed."""
     ask(cuda, "start CUDA", "cuInit", 0)
     count, device = ctypes.c_int(), ctypes.c_int()
     ask(cuda, "count devices", "cuDeviceGetCount", ctypes.byref(count))
     if count.value != 1:
-        raise ProbeFailed(f"{count.value} devices are there where one is right")
+        raise ProbeFailed(f"{count.value} devices are visible instead of one")
     ask(cuda, "find the device", "cuDeviceGet", ctypes.byref(device), 0)
     must_be(cuda, device, uuid)
     context = ctypes.c_void_p()
@@ -56,13 +56,13 @@ def probe(cuda: Any, uuid: str) -> str:
 
 
 def must_be(cuda: Any, device: Any, uuid: str) -> None:
-    """Raise Failed for another device. CUDA reports instances by their GPU, so skip those."""
+    """Raise ProbeFailed for another device. CUDA reports instances by their GPU, so skip those."""
     if not uuid.startswith("GPU-"):
         return
     found = (ctypes.c_ubyte * 16)()
     ask(cuda, "name the device", "cuDeviceGetUuid", ctypes.byref(found), device)
     if bytes(found).hex() != uuid[4:].replace("-", "").lower():
-        raise ProbeFailed(f"the device there is another one ({bytes(found).hex()})")
+        raise ProbeFailed(f"another device is visible ({bytes(found).hex()})")
 
 
 def try_memory(cuda: Any) -> int:
@@ -84,15 +84,14 @@ def try_memory(cuda: Any) -> int:
 
 
 def read_back(cuda: Any, pieces: Any, size: int) -> Any:
-    """Compare the memory with its pattern. Raises Failed."""
+    """Compare the memory with its pattern. Raises ProbeFailed."""
     buffer, end = ctypes.create_string_buffer(size), time.monotonic() + SECONDS / 2
     for number, piece in enumerate(pieces):
         ask(cuda, "read memory", "cuMemcpyDtoH_v2", buffer, piece, ctypes.c_size_t(size))
         word = pattern(number).to_bytes(4, sys.byteorder)
         if buffer.raw != word * (size // 4):
-            raise ProbeFailed(
-                f"memory changed by itself, {number * size / 2**30:.1f} GiB from its start"
-            )
+            at = f"{number * size / 2**30:.1f} GiB"
+            raise ProbeFailed(f"memory changed by itself, {at} from its start")
         yield piece
         if time.monotonic() > end:
             return
@@ -104,7 +103,7 @@ def pattern(number: int) -> int:
 
 
 def ask(cuda: Any, what: str, function: str, *arguments: Any) -> None:
-    """Call a CUDA function. Raises Failed, with what was attempted."""
+    """Call a CUDA function. Raises ProbeFailed with what was attempted."""
     code = getattr(cuda, function)(*arguments)
     if code:
         name = ctypes.c_char_p()

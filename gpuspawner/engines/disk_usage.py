@@ -76,19 +76,14 @@ def may_enforce(info: Mapping[str, Any]) -> bool:
     return driver in (*ABOVE_IMAGE, *WITH_IMAGE)
 
 
-def storage_bytes(driver: str, limit_bytes: int, image_bytes: int) -> int:
-    """Return the ``size`` for ``storage_opt`` that leaves a container ``limit_bytes`` itself."""
-    return limit_bytes + (math.ceil(image_bytes * (1 + MARGIN)) if driver in WITH_IMAGE else 0)
-
-
 def size_option(client: docker.APIClient, driver: str, image: str, limit_bytes: int) -> int:
-    """Return the ``size`` for ``storage_opt`` of a container with this image. Blocks.
+    """Return the ``size`` for ``storage_opt`` that leaves a container ``limit_bytes`` itself.
 
-    Raises ImageNotFound.
+    Blocks. Raises ImageNotFound.
     """
     if driver not in WITH_IMAGE:
         return limit_bytes
-    return storage_bytes(driver, limit_bytes, int(client.inspect_image(image)["Size"]))
+    return limit_bytes + math.ceil(int(client.inspect_image(image)["Size"]) * (1 + MARGIN))
 
 
 def refusal(client: docker.APIClient, image: str, size_bytes: int) -> str:

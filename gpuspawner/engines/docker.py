@@ -136,7 +136,10 @@ class DockerEngine:
                 continue
             if is_its_own or was_given(state, lease, self._stamp_error()):
                 found[state["Id"]] = state
-        tells = any(belongs_to(each, lease) or _is_up(each) for each in found.values())
+        tells = any(
+            belongs_to(each, lease) or each["State"].get("Status") not in _AT_REST
+            for each in found.values()
+        )
         if not tells and lease.engine_id and lease.engine_id != self.identity():
             raise AnotherEngine()
         return list(found.values())
@@ -192,11 +195,6 @@ class DockerEngine:
 def is_alive(container: dict[str, Any]) -> bool:
     """Return True unless the container has exited."""
     return container["State"].get("Status") not in ENDED
-
-
-def _is_up(container: dict[str, Any]) -> bool:
-    """Return True if the container was started and has not exited."""
-    return container["State"].get("Status") not in _AT_REST
 
 
 def belongs_to(container: dict[str, Any], lease: Lease) -> bool:

@@ -14,7 +14,7 @@ and no second one starts before it is gone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import docker
@@ -23,7 +23,7 @@ from docker.errors import APIError, NotFound
 from ..leases.models import Lease
 from .docker import DockerEngine
 from .injection import CDI_KIND
-from .preflight import CheckFinding, Status
+from .preflight import CheckFinding, Status, nothing_injected
 
 AT_ONCE = 8
 """How many containers are checked at the same time."""
@@ -126,11 +126,14 @@ class LostDevices:
 
         def start(client: docker.APIClient) -> str:
             command = ["/bin/sh", "-c", _LOOK]
-            made = client.exec_create(lease.engine_ref, command, stdout=False, stderr=False)
-            client.exec_start(made["Id"], detach=True)
+            try:
+                made = client.exec_create(lease.engine_ref, command, stdout=False, stderr=False)
+                client.exec_start(made["Id"], detach=True)
+            except APIError:  # it is gone or paused, or has no shell
+                return ""
             return str(made["Id"])
 
-        return self._answer(start) or ""
+        return self._engine.call(start)
 
     def _exit_of(self, look: str) -> int | None:
         """Return a check's exit status, -1 if it is no longer known; None while it runs."""
@@ -144,17 +147,6 @@ class LostDevices:
         except NotFound:
             return -1
 
-    def _answer(self, ask: Callable[[docker.APIClient], str]) -> str | None:
-        """Return the engine's answer; None if the container is gone, paused or has no shell."""
-
-        def asked(client: docker.APIClient) -> str | None:
-            try:
-                return ask(client)
-            except APIError:
-                return None
-
-        return self._engine.call(asked)
-
 
 # The cause, and what to do about it.
 
@@ -167,10 +159,7 @@ REMEDY = (
 
 
 def cause_and_remedy(engine: DockerEngine, ref: str) -> str:
-    """Explain how a container got its devices, who rewrites its rules, and what to do.
-
-    For admins. Raises EngineUnavailable.
-    """
+    """Explain to admins how a container lost its devices. Raises EngineUnavailable."""
     container = engine.inspect(ref) or {}
     info: dict[str, Any] = engine.call(lambda client: client.info())
     return (
@@ -201,17 +190,13 @@ def check_cgroups(info: dict[str, Any], mode: str) -> CheckFinding:
     """Check if running containers keep the devices that they get by ``mode``."""
     name = "GPUs stay"
     if mode == "none":
-        return CheckFinding(
-            name, Status.UNCHECKED, "No GPUs are injected (gpu_injection is 'none')."
-        )
+        return nothing_injected(name)
     if mode == "cdi":
-        return CheckFinding(
-            name, Status.OK, "The engine knows the devices that CDI gives a container"
-        )
+        text = "The engine knows the devices that CDI gives a container"
+        return CheckFinding(name, Status.OK, text)
     if info.get("CgroupDriver") != "systemd":
-        return CheckFinding(
-            name, Status.OK, f"systemd does not write over them: {cgroups_of(info)}"
-        )
+        text = f"systemd does not write over them: {cgroups_of(info)}"
+        return CheckFinding(name, Status.OK, text)
     text = (
         "The next systemctl daemon-reload takes the GPUs from all running containers (“Failed to "
         f"initialize NVML: Unknown Error”): they come by {mode}, and {cgroups_of(info)}."

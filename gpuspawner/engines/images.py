@@ -14,7 +14,7 @@ import urllib3
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound, StreamParseError
 
 from ..core.errors import EngineUnavailable, ImageUnavailable
-from .preflight import output_of, scratch_config, scratch_container, words_of
+from .preflight import run_script, scratch_config, words_of
 
 _LIST = """
 exec python3 -c '
@@ -29,9 +29,7 @@ def packages_of_image(client: docker.APIClient, image: str) -> dict[str, str]:
     """Return the versions of an image's Python packages by name, sorted; empty if unknown."""
     config = scratch_config(image, _LIST, {}, {"NetworkMode": "none"})
     try:
-        with scratch_container(client, config) as container:
-            client.start(container)
-            printed = output_of(client, container)
+        printed = run_script(client, config)
     except (DockerException, requests.RequestException, OSError):
         return {}
     lines = [line.split(" ") for line in printed.splitlines()]

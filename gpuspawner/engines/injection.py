@@ -63,14 +63,15 @@ def harden(host: Mapping[str, Any], hardening: Hardening) -> dict[str, Any]:
             kept = [name for name in hardening.capabilities if name not in added]
             hard |= {"CapDrop": ["ALL"], "CapAdd": [*added, *kept]}
         said = list(host.get("SecurityOpt") or [])
-        if hardening.no_new_privileges and not any(_is_about_privileges(each) for each in said):
+        has_said = any(option.startswith("no-new-privileges") for option in said)
+        if hardening.no_new_privileges and not has_said:
             hard["SecurityOpt"] = [*said, "no-new-privileges"]
-    if hardening.pids and host.get("PidsLimit") is None:
-        hard["PidsLimit"] = hardening.pids
-    if hardening.memory and host.get("Memory") is None:
-        hard["Memory"] = hardening.memory
-    if hardening.oom_score_adj and host.get("OomScoreAdj") is None:
-        hard["OomScoreAdj"] = hardening.oom_score_adj
+    limits = {
+        "PidsLimit": hardening.pids,
+        "Memory": hardening.memory,
+        "OomScoreAdj": hardening.oom_score_adj,
+    }
+    hard |= {name: limit for name, limit in limits.items() if limit and host.get(name) is None}
     return hard
 
 
@@ -87,10 +88,6 @@ def dangers(host: Mapping[str, Any]) -> list[str]:
         if host.get(name) == "host":
             found.append(f"its {name} is 'host'")
     return found
-
-
-def _is_about_privileges(option: str) -> bool:
-    return option.startswith("no-new-privileges")
 
 
 CDI_KIND = "nvidia.com/gpu"
@@ -121,11 +118,6 @@ def candidates(info: dict[str, Any]) -> list[str]:
     return found
 
 
-def detect_injection(info: dict[str, Any]) -> str:
-    """Return the first of :func:`candidates`."""
-    return candidates(info)[0]
-
-
 def gpu_host_config(mode: str, uuids: Sequence[str]) -> dict[str, Any]:
     """Return the HostConfig entries (Engine API names) that inject exactly these devices."""
     if not uuids or mode == "none":
@@ -141,8 +133,8 @@ def gpu_host_config(mode: str, uuids: Sequence[str]) -> dict[str, Any]:
     raise ValueError(f"unknown way to inject GPUs: {mode!r}")
 
 
-def gpu_environment(mode: str, uuids: Sequence[str]) -> dict[str, str]:
-    """Return the variables for it. Without devices, images that preset ``all`` get ``void``."""
+def gpu_environment(uuids: Sequence[str]) -> dict[str, str]:
+    """Return the variables that go with these devices; ``void`` overrides an image's ``all``."""
     return {
         VISIBLE: ",".join(uuids) if uuids else "void",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -152,20 +144,19 @@ def gpu_environment(mode: str, uuids: Sequence[str]) -> dict[str, str]:
 def without_gpus(host_config: dict[str, Any]) -> dict[str, Any]:
     """Return the HostConfig without any GPU or GPU request that somebody else added."""
     cleaned = dict(host_config)
-    for name, is_gpu in (("DeviceRequests", _asks_for_gpus), ("Devices", _is_gpu)):
+    for name in ("DeviceRequests", "Devices"):
         entries = cleaned.pop(name, None) or []
-        if others := [entry for entry in entries if not is_gpu(entry)]:
+        if others := [entry for entry in entries if not _asks_for_gpus(entry)]:
             cleaned[name] = others
     return cleaned
 
 
-def _asks_for_gpus(request: dict[str, Any]) -> bool:
-    if request.get("Driver") == "nvidia":
+def _asks_for_gpus(entry: dict[str, Any]) -> bool:
+    """Return True for a device request or a device that is NVIDIA's."""
+    if entry.get("Driver") == "nvidia":
         return True
-    if any(str(name).startswith(CDI_KIND) for name in request.get("DeviceIDs") or []):
+    if str(entry.get("PathOnHost", "")).startswith("/dev/nvidia"):
         return True
-    return any(GPU_CAPABILITIES.intersection(group) for group in request.get("Capabilities") or [])
-
-
-def _is_gpu(device: dict[str, Any]) -> bool:
-    return str(device.get("PathOnHost", "")).startswith("/dev/nvidia")
+    if any(str(name).startswith(CDI_KIND) for name in entry.get("DeviceIDs") or []):
+        return True
+    return any(GPU_CAPABILITIES.intersection(group) for group in entry.get("Capabilities") or [])

@@ -1,10 +1,7 @@
 """Checks of a Docker Engine and its surroundings, in short-lived containers.
 
-A check's container is removed again, whatever happens; one that a killed check left behind is
-removed by the next check.
-
-What it can prove about GPUs it proves by a real container. The spawner's self-test works in the
-same way.
+A check removes its container, whatever happens; the next check removes what a killed one left.
+What is said about GPUs was seen in a real container; the spawner's self-test uses the same check.
 """
 
 from __future__ import annotations
@@ -87,10 +84,10 @@ def scratch_container(client: docker.APIClient, config: Mapping[str, Any]) -> It
     try:
         try:
             client.create_container_from_config(dict(config), name)
-            answered = True
         except APIError:
             answered = True
             raise
+        answered = True
         yield name
     finally:
         # If interrupted before the engine answered, the container may appear a moment later.
@@ -123,6 +120,13 @@ def output_of(client: docker.APIClient, container: str) -> str:
     return text
 
 
+def run_script(client: docker.APIClient, config: Mapping[str, Any]) -> str:
+    """Return what a container of this configuration printed; it exists only meanwhile."""
+    with scratch_container(client, config) as container:
+        client.start(container)
+        return output_of(client, container)
+
+
 def words_of(error: Exception) -> str:
     """Return the engine's message on one line, without meaningless parts."""
     if isinstance(error, APIError) and error.explanation:
@@ -146,6 +150,12 @@ def no_answer(name: str, error: Exception) -> CheckFinding:
     return CheckFinding(name, Status.FAIL, text, "Try again; see: journalctl -u docker")
 
 
+def nothing_injected(name: str) -> CheckFinding:
+    """Return the finding of a check of GPUs for ``gpu_injection = "none"``."""
+    text = "No GPUs are injected (gpu_injection is 'none')."
+    return CheckFinding(name, Status.UNCHECKED, text)
+
+
 def check_hub_reachable(
     client: docker.APIClient,
     image: str,
@@ -158,17 +168,15 @@ def check_hub_reachable(
     remove_leftovers(client)
     found = re.fullmatch(r"https?://(\[[^]]+\]|[^:/]+):(\d+)(/.*)", url)
     if not found:
-        return CheckFinding(name, Status.UNCHECKED, f"{url} is no URL that a container could open.")
+        text = f"{url} is not a URL that a container could open."
+        return CheckFinding(name, Status.UNCHECKED, text)
     host, port, path = found.groups()
     environment = {"URL": url, "HOST": host.strip("[]"), "PORT": port, "PATH_": path}
     hosts = [f"{alias}:{address}" for alias, address in (extra_hosts or {}).items()]
-    config = scratch_config(
-        image, _FETCH, environment, {"NetworkMode": network, "ExtraHosts": hosts}
-    )
+    host_config = {"NetworkMode": network, "ExtraHosts": hosts}
+    config = scratch_config(image, _FETCH, environment, host_config)
     try:
-        with scratch_container(client, config) as container:
-            client.start(container)
-            answer = output_of(client, container)
+        answer = run_script(client, config)
     except (DockerException, requests.RequestException) as error:
         return _unreached(client, network, url, words_of(error))
     if '"version"' in answer:
@@ -224,21 +232,21 @@ def network_gateway(client: docker.APIClient, network: str) -> str:
     return next((str(pool["Gateway"]) for pool in pools if pool.get("Gateway")), "")
 
 
-def check_volume(client: docker.APIClient, driver: str = "local") -> CheckFinding:
+def check_volume(client: docker.APIClient) -> CheckFinding:
     """Check that a member's workspace volume can be created; the trial volume is removed."""
     name = f"gpuspawner-check-{secrets.token_hex(6)}"
     label = {LABEL_CHECK: str(int(time.time()))}
     try:
         try:
-            client.create_volume(name, driver=driver, labels=label)
+            client.create_volume(name, driver="local", labels=label)
         finally:
             with suppress(NotFound):
                 client.remove_volume(name, force=True)
     except (DockerException, requests.RequestException) as error:
-        text = f"The engine cannot create a volume with the driver {driver!r}: {words_of(error)}."
+        text = f"The engine cannot create a volume with the driver 'local': {words_of(error)}."
         remedy = "Make room on the engine's disk, or set another volume driver."
         return CheckFinding("workspace", Status.FAIL, text, remedy)
-    return CheckFinding("workspace", Status.OK, f"Volumes can be created (driver {driver})")
+    return CheckFinding("workspace", Status.OK, "Volumes can be created (driver local)")
 
 
 def check_directory(client: docker.APIClient, image: str, directory: str) -> CheckFinding:
@@ -250,20 +258,16 @@ def check_directory(client: docker.APIClient, image: str, directory: str) -> Che
     trial = f".gpuspawner-check-{secrets.token_hex(6)}"
     script = f"cd /root-of-workspaces && mkdir {trial} && chown 1000 {trial}; e=$?; rmdir {trial}"
     mount = {"Type": "bind", "Source": directory, "Target": "/root-of-workspaces"}
-    config = scratch_config(
-        image, f"{script} && [ $e = 0 ] && echo writable", {}, {"NetworkMode": "none"}
-    )
-    config["HostConfig"]["Mounts"] = [mount]  # unlike Binds, it never creates the directory
+    # Unlike Binds, Mounts never creates the directory.
+    host = {"NetworkMode": "none", "Mounts": [mount]}
+    config = scratch_config(image, f"{script} && [ $e = 0 ] && echo writable", {}, host)
     config["User"] = "0"
     try:
-        with scratch_container(client, config) as container:
-            client.start(container)
-            answer = output_of(client, container).strip()
+        answer = run_script(client, config).strip()
     except (DockerException, requests.RequestException) as error:
         if lacks_shell(str(error)):
-            return CheckFinding(
-                name, Status.UNCHECKED, f"The image {image} has no shell to try with."
-            )
+            text = f"The image {image} has no shell to try with."
+            return CheckFinding(name, Status.UNCHECKED, text)
         text = f"The directory {directory} cannot be mounted: {words_of(error)}."
         remedy = f"Make it on the engine's machine: sudo mkdir -p {directory}"
         return CheckFinding(name, Status.FAIL, text, remedy)
@@ -279,19 +283,13 @@ def check_directory(client: docker.APIClient, image: str, directory: str) -> Che
 def check_sees(
     client: docker.APIClient, image: str, directory: str, file: str, content: str
 ) -> str:
-    """Return why a container does not read ``content`` in a file of a host directory, or "".
-
-    ``directory`` is on the engine's machine.
-    """
+    """Return why a container does not read ``content`` in a file of the engine's machine, or ""."""
     mount = {"Type": "bind", "Source": directory, "Target": "/there", "ReadOnly": True}
-    script = 'cat "/there/$FILE" 2>&1'
-    config = scratch_config(image, script, {"FILE": file}, {"NetworkMode": "none"})
-    config["HostConfig"]["Mounts"] = [mount]
+    host = {"NetworkMode": "none", "Mounts": [mount]}
+    config = scratch_config(image, 'cat "/there/$FILE" 2>&1', {"FILE": file}, host)
     config["User"] = "0"
     try:
-        with scratch_container(client, config) as container:
-            client.start(container)
-            answer = output_of(client, container).strip()
+        answer = run_script(client, config).strip()
     except (DockerException, requests.RequestException) as error:
         return words_of(error)
     if answer == content:
@@ -334,9 +332,7 @@ def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) 
     """
     name = "GPU injection"
     if mode == "none":
-        return CheckFinding(
-            name, Status.UNCHECKED, "No GPUs are injected (gpu_injection is 'none')."
-        )
+        return nothing_injected(name)
     remove_leftovers(client)
     with_device, without = _look_config(image, mode, [uuid]), _look_config(image, mode, [])
     try:
@@ -352,15 +348,13 @@ def prove_injection(client: docker.APIClient, image: str, mode: str, uuid: str) 
         return check_image(client, image, name)
     except (DockerException, requests.RequestException) as error:
         if lacks_shell(str(error)):
-            text = f"The image {image} has no shell to look around with."
+            text = f"The image {image} has no shell, so nothing could be checked."
             return CheckFinding(name, Status.UNCHECKED, text, "Name an image with sh.")
         why = words_of(error)
         text = f"A container with {uuid} by {mode} does not start: {why}."
-        return CheckFinding(name, Status.FAIL, text, _injection_remedy(why, mode))
+        return CheckFinding(name, Status.FAIL, text, _injection_remedy(why))
     if wrong := _judge(seen, uuid) or _judge_without(seen_without):
-        return CheckFinding(
-            name, Status.FAIL, f"By {mode}: {wrong}.", _injection_remedy(wrong, mode)
-        )
+        return CheckFinding(name, Status.FAIL, f"By {mode}: {wrong}.", _injection_remedy(wrong))
     proof = "and NVML names it" if seen.uuids else "by its device node; no nvidia-smi to name it"
     text = f"By {mode}: a container sees exactly {uuid} ({proof}); one without GPUs sees none"
     return CheckFinding(name, Status.OK, text)
@@ -379,7 +373,7 @@ _UUID = re.compile(r"UUID: ([^\s)]+)")
 
 @dataclass(frozen=True, slots=True)
 class _SeenDevices:
-    """What a container reported to see."""
+    """What a container reported."""
 
     nodes: tuple[str, ...]
     uuids: tuple[str, ...]
@@ -403,13 +397,13 @@ def _judge(seen: _SeenDevices, uuid: str) -> str:
     instance = uuid.startswith("MIG-")
     named = {u for u in seen.uuids if u.startswith("MIG-") or not instance}
     if not seen.complete:
-        return "the container ended before it had looked around"
+        return "the container ended before it had reported"
     if seen.uuids and named != {uuid}:
         return f"a container that was given {uuid} sees {', '.join(sorted(named)) or 'no device'}"
     if len(seen.nodes) > 1 or not (seen.nodes or named):
         return (
             f"a container that was given {uuid} has {len(seen.nodes)} device nodes "
-            f"({' '.join(seen.nodes) or 'none'}) where one is right"
+            f"({' '.join(seen.nodes) or 'none'}) instead of one"
         )
     if seen.visible not in ("", "void", "none", uuid):
         return f"NVIDIA_VISIBLE_DEVICES is {seen.visible!r} inside, not {uuid}"
@@ -419,19 +413,19 @@ def _judge(seen: _SeenDevices, uuid: str) -> str:
 def _judge_without(seen: _SeenDevices) -> str:
     """Return what is wrong with a container that was given no device, or ""."""
     if not seen.complete:
-        return "the container without GPUs ended before it had looked around"
+        return "the container without GPUs ended before it had reported"
     if seen.nodes or seen.uuids:
         return f"a container without GPUs sees {', '.join(seen.uuids or seen.nodes)}"
     return ""
 
 
 def _look_config(image: str, mode: str, uuids: Sequence[str]) -> dict[str, Any]:
-    environment = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **gpu_environment(mode, uuids)}
+    environment = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **gpu_environment(uuids)}
     host = {"NetworkMode": "none", **gpu_host_config(mode, uuids)}
     return scratch_config(image, _LOOK, environment, host)
 
 
-def _injection_remedy(why: str, mode: str) -> str:
+def _injection_remedy(why: str) -> str:
     if "unknown device" in why or "unresolvable CDI" in why:
         return (
             "Compare with nvidia-smi -L on the engine's machine. After a change of GPUs or driver: "
@@ -452,7 +446,7 @@ def _no_engine_remedy(why: str) -> str:
     if "PermissionError" in why or "Permission denied" in why:
         return (
             "Let the hub's user ask it: sudo usermod -aG docker USER, then sign in anew. "
-            "That user is then as mighty as root."
+            "That user is then as powerful as root."
         )
     return (
         "Install Docker if it is not there, start it (sudo systemctl start docker), or say where "

@@ -7,8 +7,8 @@ import json
 import secrets
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import docker
@@ -50,7 +50,6 @@ def smoke(
     mode: str = "none",
     uuids: Sequence[str] = (),
     first_page: str = "",
-    workspace: str = WORKSPACE,
 ) -> list[CheckFinding]:
     """Start a container of ``image`` and try everything in it; one finding per step.
 
@@ -62,8 +61,8 @@ def smoke(
     try:
         settings = client.inspect_image(image)["Config"]
         with ExitStack() as rooms:
-            volumes = [rooms.enter_context(_Volume(client)) for _ in range(2)]
-            config = _config(image, settings, mode, uuids, first_page, workspace, volumes)
+            volumes = [rooms.enter_context(_volume(client)) for _ in range(2)]
+            config = _config(image, settings, mode, uuids, first_page, volumes)
             container = rooms.enter_context(scratch_container(client, config))
             client.start(container)
             return _findings(_output(client, container))
@@ -78,20 +77,16 @@ def smoke(
         return [no_answer("smoke", error)]
 
 
-class _Volume:
-    """A volume that exists inside the block only."""
-
-    def __init__(self, client: docker.APIClient) -> None:
-        self._client = client
-        self.name = f"gpuspawner-check-{secrets.token_hex(6)}"
-
-    def __enter__(self) -> str:
-        self._client.create_volume(self.name, labels={LABEL_CHECK: str(int(time.time()))})
-        return self.name
-
-    def __exit__(self, *_: object) -> None:
+@contextmanager
+def _volume(client: docker.APIClient) -> Iterator[str]:
+    """Create a volume that exists inside the block only."""
+    name = f"gpuspawner-check-{secrets.token_hex(6)}"
+    client.create_volume(name, labels={LABEL_CHECK: str(int(time.time()))})
+    try:
+        yield name
+    finally:
         with suppress(DockerException, requests.RequestException):
-            self._client.remove_volume(self.name, force=True)
+            client.remove_volume(name, force=True)
 
 
 def _config(
@@ -100,7 +95,6 @@ def _config(
     mode: str,
     uuids: Sequence[str],
     first_page: str,
-    workspace: str,
     volumes: Sequence[str],
 ) -> dict[str, Any]:
     labels = settings.get("Labels") or {}
@@ -114,31 +108,25 @@ def _config(
         "counts": words("counts"),
         "pages": list(dict.fromkeys(filter(None, [first_page.lstrip("/"), *words("pages")]))),
         "devices": len(uuids),
-        "workspace": workspace,
+        "workspace": WORKSPACE,
         "dataset": DATASET,
         "command": settings.get("Cmd") or ["jupyterhub-singleuser"],
         "patience": PATIENCE,
     }
-    environment = gpu_environment(mode, uuids)
+    program = importlib.resources.files(__package__) / "smoke_test_program.py"
     host = {
         "NetworkMode": "none",
-        "Binds": [f"{volumes[0]}:{workspace}", f"{volumes[1]}:{DATASET}:ro"],
+        "Binds": [f"{volumes[0]}:{WORKSPACE}", f"{volumes[1]}:{DATASET}:ro"],
         **gpu_host_config(mode, uuids),
     }
     return {
         "Image": image,
-        "Entrypoint": ["python3", "-c", _inside()],
+        "Entrypoint": ["python3", "-c", program.read_text("utf-8")],
         "Cmd": [json.dumps(told)],
-        "Env": [f"{name}={value}" for name, value in environment.items()],
+        "Env": [f"{name}={value}" for name, value in gpu_environment(uuids).items()],
         "Labels": {LABEL_CHECK: str(int(time.time()))},
         "HostConfig": harden(host, Hardening()),
     }
-
-
-def _inside() -> str:
-    return (
-        importlib.resources.files(__package__).joinpath("smoke_test_program.py").read_text("utf-8")
-    )
 
 
 def _output(client: docker.APIClient, container: str) -> str:
@@ -161,7 +149,7 @@ def _findings(printed: str) -> list[CheckFinding]:
             found.append(CheckFinding(str(told["name"]), status, str(told["text"]), remedy))
     if not any(finding.name in ("server", "smoke") for finding in found):
         words = printed.strip()[-300:] or "it printed nothing"
-        text = f"The test ended before its time: {words}"
+        text = f"The test ended too early: {words}"
         found.append(CheckFinding("smoke", Status.FAIL, text, _TRY_AGAIN))
     return found
 

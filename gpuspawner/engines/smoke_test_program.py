@@ -89,18 +89,17 @@ def devices(expected: int, frameworks: list[str]) -> str:
     """Check the number of devices, also as frameworks count them."""
     nodes = glob.glob("/dev/nvidia[0-9]*")
     if len(nodes) != expected:
-        raise RuntimeError(f"{len(nodes)} device nodes where {expected} is right")
+        raise RuntimeError(f"{len(nodes)} device nodes instead of {expected}")
     if expected and not has_driver():
         return f"{expected}; no driver library here, so no framework was asked"
     for name in frameworks:
         seen = COUNTS[name]()
         if seen != expected:
-            raise RuntimeError(f"{name} sees {seen} devices where {expected} is right")
-    return f"{expected}" + (
-        f", and so {'do' if len(frameworks) > 1 else 'does'} {', '.join(frameworks)}"
-        if frameworks
-        else ""
-    )
+            raise RuntimeError(f"{name} sees {seen} devices instead of {expected}")
+    if not frameworks:
+        return str(expected)
+    verb = "do" if len(frameworks) > 1 else "does"
+    return f"{expected}, and so {verb} {', '.join(frameworks)}"
 
 
 def has_driver() -> bool:
@@ -218,7 +217,6 @@ class Server:
         return f"answers after {took:.1f} s{shown}"
 
     def _wait(self, server: subprocess.Popen[bytes], page: str) -> None:
-        """Wait until the page answers."""
         end = time.monotonic() + self.patience
         while True:
             if server.poll() is not None:

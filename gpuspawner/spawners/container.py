@@ -85,7 +85,7 @@ def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> 
         built["image"] = settings.image
     environment = {**_as_dict(create.get("environment")), **settings.environment}
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # host indices are meaningless in a container
-    environment.update(gpu_environment(settings.injection, lease.uuids))
+    environment.update(gpu_environment(lease.uuids))
     built["environment"] = environment
     built["volumes"] = [*(create.get("volumes") or []), *(_target(b) for b in settings.binds)]
     built["labels"] = {**_labels(create.get("labels")), **labels(lease)}

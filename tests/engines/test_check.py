@@ -127,6 +127,7 @@ def environment(docker_host: str) -> dict[str, str]:
 
 
 def left(engine: PrivateEngine) -> list[str]:
+    """The names of the containers that checks left."""
     found = engine.client.containers(all=True, filters={"label": LABEL_CHECK})
     return [container["Names"][0] for container in found]
 

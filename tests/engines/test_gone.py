@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import docker
 import pytest
 from docker.types import DeviceRequest
 
@@ -19,17 +18,12 @@ from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
 from gpuspawner.leases.reconciliation import Action, Unknown
 from gpuspawner.services import Services
 from tests.support.brokers import make_services
-from tests.support.engine import PrivateEngine
+from tests.support.engine import PrivateEngine, open_engine
 from tests.support.gate import Gate
 from tests.support.processes import wait_for
 
 ADA = ServerRef("ada")
 FLEET = "simulated:1xT4"
-
-
-def open_engine(url: str) -> DockerEngine:
-    """What the reconciler asks."""
-    return DockerEngine(lambda: docker.APIClient(base_url=url, version="auto", timeout=20))
 
 
 @pytest.fixture
@@ -79,25 +73,20 @@ def is_free(services: Services) -> bool:
     return not services.leases.open_leases()
 
 
-def test_renamed_container_holds_its_lease(
+def test_renamed_or_paused_container_holds_its_lease(
     clean_engine: PrivateEngine, services: Services, lease: Lease
 ) -> None:
     engine = open_engine(clean_engine.url)
     clean_engine.client.rename(lease.engine_ref, "something-else")
     assert [each["Id"] for each in engine.holders(lease, "jupyter-ada")] == [lease.engine_ref]
     reconcile(services, engine)
-    assert not is_free(services)
+    assert not is_free(services), "it has another name"
+    clean_engine.client.pause(lease.engine_ref)
+    reconcile(services, engine)
+    assert not is_free(services), "it is paused"
     clean_engine.client.remove_container(lease.engine_ref, force=True)
     reconcile(services, engine)
     assert is_free(services)
-
-
-def test_paused_container_holds_its_lease(
-    clean_engine: PrivateEngine, services: Services, lease: Lease
-) -> None:
-    clean_engine.client.pause(lease.engine_ref)
-    reconcile(services, open_engine(clean_engine.url))
-    assert not is_free(services)
 
 
 def test_unlabeled_container_with_the_device_holds_the_lease(

@@ -79,10 +79,23 @@ def test_unreachable_registry_is_reported(small: SmallEngine) -> None:
         offered_digest(small.client, image)
 
 
-def test_layer_with_a_wrong_digest_is_rejected(small: SmallEngine, registry: SlowRegistry) -> None:
-    registry.lies = True
-    assert "is not what the digest says" in refusal(small, f"{registry.repository}:lab")
-    registry.lies = False
+@pytest.mark.parametrize(
+    ("fault", "value", "said"),
+    [
+        ("lies", True, "is not what the digest says"),
+        ("stops_after", SIZE // 2, "stopped in the middle"),
+        ("hangs_after", SIZE // 2, "nothing came from its registry for 3 seconds"),
+    ],
+)
+def test_failed_pull_is_reported_and_can_be_retried(
+    small: SmallEngine, registry: SlowRegistry, fault: str, value: int, said: str
+) -> None:
+    healthy = getattr(registry, fault)
+    setattr(registry, fault, value)
+    silent = 3.0 if fault == "hangs_after" else 60.0
+    assert said in refusal(small, f"{registry.repository}:lab", silent)
+    setattr(registry, fault, healthy)
+    registry.go_on()
     list(pull(small.connect, f"{registry.repository}:lab"))
 
 
@@ -97,25 +110,6 @@ def test_different_image_under_a_pinned_digest_is_rejected(
     list(pull(small.connect, image))
     here = local_images(small.client, image)
     assert here and not here.tags, "by its digest only: no tag of this engine has moved"
-
-
-def test_interrupted_pull_is_reported_and_can_be_retried(
-    small: SmallEngine, registry: SlowRegistry
-) -> None:
-    registry.stops_after = SIZE // 2
-    assert "stopped in the middle" in refusal(small, f"{registry.repository}:lab")
-    registry.stops_after = None
-    list(pull(small.connect, f"{registry.repository}:lab"))
-
-
-def test_hanging_pull_times_out_and_can_be_retried(
-    small: SmallEngine, registry: SlowRegistry
-) -> None:
-    registry.hangs_after = SIZE // 2
-    message = refusal(small, f"{registry.repository}:lab", silent=3)
-    assert "nothing came from its registry for 3 seconds" in message
-    registry.go_on()
-    list(pull(small.connect, f"{registry.repository}:lab"))
 
 
 def test_pull_on_a_full_disk_fails_with_a_remedy(

@@ -71,14 +71,6 @@ def shell(engine: PrivateEngine, image: str, command: str, **kwargs: Any) -> str
     return printed.strip()
 
 
-def test_base_image_has_the_hubs_jupyterhub_version(
-    clean_engine: PrivateEngine, images: Any
-) -> None:
-    assert shell(clean_engine, images.BASE, "jupyterhub-singleuser --version") == (
-        version("jupyterhub")
-    )
-
-
 def test_base_image_imports_no_unneeded_modules_at_startup(
     clean_engine: PrivateEngine, images: Any
 ) -> None:
@@ -100,9 +92,11 @@ def test_base_image_imports_no_unneeded_modules_at_startup(
     shell(clean_engine, images.BASE, f'python -c "{code}"')
 
 
-def test_base_image_user_can_write_to_work_and_packages(
+def test_base_image_user_has_jupyterhub_and_can_write_to_work_and_packages(
     clean_engine: PrivateEngine, images: Any
 ) -> None:
+    found = shell(clean_engine, images.BASE, "jupyterhub-singleuser --version")
+    assert found == version("jupyterhub"), "the hub's own version"
     told = shell(clean_engine, images.BASE, "id -un; id -u; pwd; echo $HOME; which python git")
     assert told.splitlines() == [
         "jovyan",
@@ -113,14 +107,9 @@ def test_base_image_user_can_write_to_work_and_packages(
         "/usr/bin/git",
     ]
     # A notebook's `pip install` has a place to write to, and so has the member.
-    shell(
-        clean_engine,
-        images.BASE,
-        "touch ~/.file; cd ~/work && touch file; test -w /opt/venv/lib/python3*/*",
-    )
-
-
-def test_new_work_volume_belongs_to_the_member(clean_engine: PrivateEngine, images: Any) -> None:
+    write = "touch ~/.file; cd ~/work && touch file; test -w /opt/venv/lib/python3*/*"
+    shell(clean_engine, images.BASE, write)
+    # A new volume belongs to the member.
     binds = {"workspace-of-ann": {"bind": "/home/jovyan/work", "mode": "rw"}}
     shell(clean_engine, images.BASE, "echo kept > file", binds=binds)
     assert shell(clean_engine, images.BASE, "cat file", binds=binds) == "kept"

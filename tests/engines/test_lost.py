@@ -6,11 +6,8 @@ from __future__ import annotations
 import io
 import signal
 import tarfile
-from collections.abc import Iterator
-from datetime import datetime, timezone
 from typing import Any
 
-import docker
 import psutil
 import pytest
 from docker.types import DeviceRequest
@@ -19,9 +16,9 @@ from gpuspawner.core.errors import EngineUnavailable
 from gpuspawner.engines.docker import DockerEngine
 from gpuspawner.engines.gpu_loss import LostDevices, cause_and_remedy, check_cgroups
 from gpuspawner.engines.preflight import Status
-from gpuspawner.leases.models import Lease, ServerRef
+from gpuspawner.leases.models import Lease
 from tests.support.device_loss import take_devices
-from tests.support.engine import DEVICES, PrivateEngine
+from tests.support.engine import DEVICES, PrivateEngine, open_engine
 from tests.support.images import INSTANT
 from tests.support.leases import lease_of as unstored_lease
 from tests.support.processes import signal_pid, wait_for
@@ -38,26 +35,12 @@ def lease_of(engine: PrivateEngine, image: str, device: int | None, *, cdi: bool
     host = client.create_host_config(device_requests=requests)
     made = client.create_container(image, ["sleep", "1000"], host_config=host, user="1000")
     client.start(made["Id"])
-    return Lease(
-        id=f"lease-{device}",
-        server=ServerRef("ada"),
-        account="member:ada",
-        environment="",
-        devices=(),
-        rate=0,
-        hold=0,
-        engine="docker",
-        engine_ref=made["Id"],
-        granted_at=datetime.now(timezone.utc),
-    )
+    return unstored_lease("ada", id=f"lease-{device}", engine="docker", engine_ref=made["Id"])
 
 
 @pytest.fixture
-def docker_engine(clean_engine: PrivateEngine) -> Iterator[DockerEngine]:
-    def connect() -> docker.APIClient:
-        return docker.APIClient(base_url=clean_engine.url, version="auto", timeout=20)
-
-    yield DockerEngine(connect)
+def docker_engine(clean_engine: PrivateEngine) -> DockerEngine:
+    return open_engine(clean_engine.url)
 
 
 def test_lost_devices_are_detected_per_container(
@@ -84,11 +67,7 @@ def test_lost_devices_are_detected_per_container(
 
 def test_containers_with_cdi_devices_are_not_checked(cdi_engine: PrivateEngine) -> None:
     by_hook, by_cdi = (lease_of(cdi_engine, INSTANT, 0), lease_of(cdi_engine, INSTANT, 1, cdi=True))
-
-    def connect() -> docker.APIClient:
-        return docker.APIClient(base_url=cdi_engine.url, version="auto", timeout=20)
-
-    engine = DockerEngine(connect)
+    engine = open_engine(cdi_engine.url)
     assert LostDevices(engine).look([by_hook, by_cdi]) == {by_hook.id: False}
     assert cause_and_remedy(engine, by_cdi.engine_ref).startswith("They came by CDI;")
     cdi_engine.clean()
@@ -134,10 +113,9 @@ def _put(engine: PrivateEngine, container: str, path: str, content: bytes) -> No
 
 
 def test_lost_device_check_fails_without_an_engine(images: Any) -> None:
-    nowhere = DockerEngine(lambda: docker.APIClient(base_url="unix:///nowhere.sock"))
     lease = unstored_lease("ada", engine_ref="container")
     with pytest.raises(EngineUnavailable):
-        LostDevices(nowhere).surely([lease])
+        LostDevices(open_engine("unix:///nowhere.sock")).surely([lease])
 
 
 SYSTEMD = {"CgroupDriver": "systemd", "CgroupVersion": "2"}

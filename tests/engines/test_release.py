@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,16 @@ def release(folder: Path, lease: Lease, *more: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_release_keeps_the_lease_of_a_running_container(
+def settled(services: Services, lease: Lease, folder: Path, at: datetime) -> str:
+    """What the command says that settles a lease at the moment when its server ended."""
+    code, said = release(folder, lease)
+    ended = services.leases.get(lease.id)
+    assert (code, ended.state) == (0, LeaseState.ENDED), said
+    assert ended.ended_at is not None and abs(ended.ended_at - at) < timedelta(seconds=2)
+    return said
+
+
+def test_release_keeps_a_running_server_and_settles_it_at_its_exit(
     clean_engine: PrivateEngine, images: Any, services: Services, tmp_path: Path
 ) -> None:
     lease = start(clean_engine, images.INSTANT, services)
@@ -71,19 +80,10 @@ def test_release_keeps_the_lease_of_a_running_container(
     assert (code, services.leases.get(lease.id).state) == (1, LeaseState.RUNNING)
     assert f"its container {lease.engine_ref[:12]} is alive" in said
 
-
-def test_release_settles_an_exited_container_at_its_exit(
-    clean_engine: PrivateEngine, images: Any, services: Services, tmp_path: Path
-) -> None:
-    lease = start(clean_engine, images.INSTANT, services)
     clean_engine.client.kill(lease.engine_ref)
     exited = services.clock()
-    code, said = release(tmp_path, lease)
-    ended = services.leases.get(lease.id)
-    assert (code, ended.state) == (0, LeaseState.ENDED), said
-    assert "exited at" in said and "(exit code 137)" in said
-    assert ended.ended_at is not None
-    assert abs(ended.ended_at - exited) < timedelta(seconds=2)
+    assert "exited at" in (said := settled(services, lease, tmp_path, exited))
+    assert "(exit code 137)" in said
 
 
 def test_release_settles_a_removed_container_at_its_removal(
@@ -93,12 +93,7 @@ def test_release_settles_a_removed_container_at_its_removal(
     removed = services.clock()
     clean_engine.client.remove_container(lease.engine_ref, force=True)
     wait_for(lambda: services.clock() - removed > timedelta(seconds=3), "some time to pass")
-    code, said = release(tmp_path, lease)
-    ended = services.leases.get(lease.id)
-    assert (code, ended.state) == (0, LeaseState.ENDED), said
-    assert "its container is gone, ended at" in said
-    assert ended.ended_at is not None
-    assert abs(ended.ended_at - removed) < timedelta(seconds=2)
+    assert "its container is gone, ended at" in settled(services, lease, tmp_path, removed)
 
 
 def test_release_keeps_a_lease_before_its_container_exists(

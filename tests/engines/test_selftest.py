@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import docker
@@ -19,13 +20,8 @@ from gpuspawner.engines.preflight import (
     prove_injection,
     remove_leftovers,
 )
+from tests.engines.test_check import left
 from tests.support.engine import DEVICES, PrivateEngine
-
-
-def left(engine: PrivateEngine) -> list[str]:
-    """The names of the containers that checks left."""
-    found = engine.client.containers(all=True, filters={"label": LABEL_CHECK})
-    return [container["Names"][0] for container in found]
 
 
 @pytest.mark.parametrize("mode", ["device_requests", "runtime"])
@@ -39,28 +35,36 @@ def test_working_injection_is_proved_with_the_exact_device(
     assert left(clean_engine) == []
 
 
-def test_unknown_device_fails_with_the_engine_message(
-    clean_engine: PrivateEngine, images: Any
+TWO_NODES = "2 device nodes (/dev/nvidia0 /dev/nvidia1) instead of one"
+
+
+@pytest.mark.parametrize(
+    ("there", "mode", "wanted", "text", "remedy"),
+    [
+        (DEVICES, "device_requests", "GPU-gone", "GPU-gone: unknown device", "nvidia-smi -L"),
+        # NVIDIA's hook takes an index too; what comes then is not what was named.
+        (DEVICES, "device_requests", "1", f"given 1 sees {DEVICES[1]}", ""),
+        (DEVICES[:1] * 2, "device_requests", DEVICES[0], TWO_NODES, ""),
+        (DEVICES, "cdi", DEVICES[0], "by cdi does not start", "nvidia-ctk"),
+    ],
+    ids=["unknown device", "different device", "several devices", "unsupported mode"],
+)
+def test_injection_of_anything_else_fails_with_its_reason(
+    clean_engine: PrivateEngine,
+    images: Any,
+    there: Sequence[str],
+    mode: str,
+    wanted: str,
+    text: str,
+    remedy: str,
 ) -> None:
-    finding = prove_injection(clean_engine.client, images.INSTANT, "device_requests", "GPU-gone")
+    clean_engine.set_devices(there)
+    finding = prove_injection(clean_engine.client, images.INSTANT, mode, wanted)
     assert finding.status is Status.FAIL
-    assert "GPU-gone: unknown device" in finding.text
-    assert "nvidia-smi -L" in finding.remedy
+    assert text in finding.text and remedy in finding.remedy
     assert left(clean_engine) == []
-
-
-def test_different_device_than_requested_fails(clean_engine: PrivateEngine, images: Any) -> None:
-    # NVIDIA's hook takes an index too; what comes then is not what was named.
-    finding = prove_injection(clean_engine.client, images.INSTANT, "device_requests", "1")
-    assert finding.status is Status.FAIL
-    assert f"given 1 sees {DEVICES[1]}" in finding.text
-
-
-def test_more_devices_than_requested_fail(clean_engine: PrivateEngine, images: Any) -> None:
-    clean_engine.set_devices([DEVICES[0], DEVICES[0]])
-    finding = prove_injection(clean_engine.client, images.INSTANT, "device_requests", DEVICES[0])
-    assert finding.status is Status.FAIL
-    assert "2 device nodes (/dev/nvidia0 /dev/nvidia1) where one is right" in finding.text
+    none = prove_injection(clean_engine.client, images.INSTANT, "none", wanted)
+    assert none.status is Status.UNCHECKED
 
 
 def test_probe_tests_one_device_in_a_container(clean_engine: PrivateEngine, images: Any) -> None:
@@ -100,16 +104,6 @@ def test_device_visible_without_a_request_fails(clean_engine: PrivateEngine, ima
     assert "daemon.json" in finding.remedy
 
 
-def test_unsupported_injection_mode_fails_with_a_remedy(
-    clean_engine: PrivateEngine, images: Any
-) -> None:
-    finding = prove_injection(clean_engine.client, images.INSTANT, "cdi", DEVICES[0])
-    assert finding.status is Status.FAIL
-    assert "by cdi does not start" in finding.text
-    assert "nvidia-ctk" in finding.remedy
-    assert left(clean_engine) == []
-
-
 def test_missing_image_fails_with_the_pull_command(clean_engine: PrivateEngine) -> None:
     for finding in (
         check_image(clean_engine.client, "gpuspawner/nowhere:1"),
@@ -117,11 +111,6 @@ def test_missing_image_fails_with_the_pull_command(clean_engine: PrivateEngine) 
     ):
         assert finding.status is Status.FAIL
         assert finding.remedy == "docker pull gpuspawner/nowhere:1"
-
-
-def test_disabled_injection_is_unchecked(clean_engine: PrivateEngine, images: Any) -> None:
-    finding = prove_injection(clean_engine.client, images.INSTANT, "none", DEVICES[0])
-    assert finding.status is Status.UNCHECKED
 
 
 def test_unreachable_engine_fails_the_proof(images: Any) -> None:

@@ -15,6 +15,7 @@ from gpuspawner.devices.models import DeviceStatus, Inventory
 from gpuspawner.devices.source import SamplingSource
 from gpuspawner.engines.device_probe import probe_by_process
 from gpuspawner.leases.models import Request
+from tests.support.placements import choose, free_slots
 
 pytestmark = pytest.mark.gpu
 
@@ -80,16 +81,16 @@ def test_a_second_look_finds_the_same_and_is_quick(inventory: Inventory) -> None
 
 
 def test_what_is_free_can_be_given(inventory: Inventory) -> None:
-    free = placement.free_places(inventory.devices, ())
+    free = free_slots(inventory.devices)
     if free:
-        (place,) = placement.choose(Request(devices=1), inventory.devices, (), inventory.links)
+        (place,) = choose(Request(devices=1), inventory.devices, (), inventory.links)
         assert place in free
     else:
         assert all(placement.leasable(d) or not d.empty for d in inventory.devices)
 
 
 def test_a_gpu_that_nobody_uses_passes_a_probe(inventory: Inventory) -> None:
-    for place in placement.free_places(inventory.devices, ())[:1]:
+    for place in free_slots(inventory.devices)[:1]:
         found = probe_by_process(place.uuid)
         print(found)
         assert found.failure == ""

@@ -503,7 +503,7 @@ def test_broken_catalog_edit_is_shown_only_to_admins(edited: CatalogHub) -> None
     assert "Number two" in member
     assert "colour" not in member and str(edited.file) not in member
     assert edited.start_server("ada", environment="two", gpus=0).environment == "two"
-    logged = "The catalog is not right; the last good one stays. "
+    logged = "The catalog is invalid; the last valid one stays. "
     assert edited.log_text().count(logged + told.replace("&#39;", "'")) == 1
     edited.write(EDITED)
     assert "Only admins see this" not in edited.form(ADMIN)

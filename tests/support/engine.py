@@ -22,6 +22,7 @@ import psutil
 from docker.types import DeviceRequest
 
 from gpuspawner.engines.base import LABEL_LEASE
+from gpuspawner.engines.docker import DockerEngine
 from tests.support import parts, processes
 from tests.support.cdi import programs_with_cdi, write_specification
 from tests.support.processes import LIVE, alive, as_root, end_process, take_slot, wait_for
@@ -31,6 +32,11 @@ SLOTS = 16
 """How many private engines one machine can run at once: each has a slot of its own."""
 DEVICES = tuple(f"GPU-0000000{i}-5eed-4000-8000-00000000000{i}" for i in range(4))
 """The machine's devices unless a test sets others."""
+
+
+def open_engine(url: str) -> DockerEngine:
+    """The engine as the accounting service asks it."""
+    return DockerEngine(lambda: docker.APIClient(base_url=url, version="auto", timeout=20))
 
 
 class PrivateEngine:

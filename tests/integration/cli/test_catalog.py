@@ -61,7 +61,7 @@ def test_catalog_defaults_to_the_hub_configuration(cli: Command) -> None:
     )
     assert "torch" in cli("catalog").stdout
     assert cli("catalog", "check").stdout == (
-        "catalog.yaml is right: 3 environments, 1 dataset and 0 shared folders.\n"
+        "catalog.yaml is valid: 3 environments, 1 dataset and 0 shared folders.\n"
     )
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.devices import placement, topology
+from gpuspawner.devices import topology
 from gpuspawner.leases.models import Request
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine, as_devices, links, reasons, statuses
 from tests.support.nvml.nvml_library import GIB, gpus, mig_gpu
+from tests.support.placements import choose, free_slots
 
 # What a healthy machine shows.
 
@@ -24,8 +25,7 @@ def test_healthy_gpu_is_reported_with_every_field(machine: Machine) -> None:
     first, second = gpus(2)
     first.compute, first.graphics = [(os.getpid(), 3 * GIB)], [(4_000_001, 2**20)]
     second = replace(second, name="Tesla T4", memory_bytes=16106127360, mode=3)
-    machine.has(first, second)
-    inventory = machine.look()
+    inventory = machine.has(first, second).look()
     assert inventory["error"] == ""
     assert inventory["source"] == "nvml"
     assert (inventory["driver_version"], inventory["cuda_version"]) == ("550.54.15", "12.4")
@@ -79,16 +79,14 @@ def test_compute_and_memory_use_occupy_but_graphics_does_not(
     both = replace(both, compute=[(103, -1)], graphics=[(103, GIB)])
     holding = replace(holding, used_bytes=5 * GIB + 17)
     driver = replace(driver, used_bytes=GIB)  # what the driver itself needs
-    machine.has(computing, drawing, both, holding, driver)
-    devices = as_devices(machine.look())
-    assert [placement.occupied(d, ()) for d in devices] == [True, False, True, True, False]
+    devices = as_devices(machine.has(computing, drawing, both, holding, driver).look())
     assert [p.pid for p in devices[0].processes] == [*range(500, 520)]
     assert devices[2].processes[0].used_memory_bytes is None
     assert [d.held_bytes for d in devices[3:]] == [5 * GIB, 0]
-    free = {p.uuid for p in placement.free_places(devices, ())}
+    free = {p.uuid for p in free_slots(devices)}
     assert free == {drawing.uuid, driver.uuid}
     machine.has(*idle)
-    assert len(placement.free_places(as_devices(machine.look()), ())) == 5, "they are gone"
+    assert len(free_slots(as_devices(machine.look()))) == 5, "they are gone"
 
 
 def test_nvml_compute_modes_are_reported_by_name(machine: Machine) -> None:
@@ -98,8 +96,7 @@ def test_nvml_compute_modes_are_reported_by_name(machine: Machine) -> None:
 
 
 def test_machine_without_a_gpu_reports_no_devices(machine: Machine) -> None:
-    machine.has()
-    inventory = machine.look()
+    inventory = machine.has().look()
     assert (inventory["devices"], inventory["error"]) == ([], "")
     assert inventory["driver_version"] == "550.54.15"
 
@@ -116,8 +113,7 @@ def test_unsupported_queries_leave_fields_empty(machine: Machine) -> None:
         "nvmlDeviceGetGraphicsRunningProcesses_v3",
     )
     gpu.fails = dict.fromkeys(unsupported, nvml.NOT_SUPPORTED)
-    machine.has(gpu)
-    (device,) = machine.look()["devices"]
+    (device,) = machine.has(gpu).look()["devices"]
     assert device["status"] == "ok"
     assert (device["memory_bytes"], device["pci_bus_id"], device["processes"]) == (0, "", [])
     assert (device["compute_mode"], device["model"]) == ("default", gpu.name)
@@ -139,7 +135,7 @@ def test_driver_without_process_lists_leaves_devices_unknown(machine: Machine) -
     (reason,) = reasons(machine.look()).values()
     assert reason == (
         "Its list of compute processes could not be read. "
-        "The NVIDIA driver is too old to say: update it."
+        "The NVIDIA driver is too old for this query: update it."
     )
 
 
@@ -151,8 +147,7 @@ def test_mig_instances_are_devices_and_their_gpu_the_parent(machine: Machine) ->
     parent = mig_gpu(0, 3, mode=2, nvlinks=[plain.bus])
     first, second = parent.instances
     second.compute = [(77, GIB)]
-    machine.has(plain, parent, levels={(0, 1): 10})
-    inventory = machine.look()
+    inventory = machine.has(plain, parent, levels={(0, 1): 10}).look()
     assert statuses(inventory) == {
         plain.uuid: "ok",
         parent.uuid: "parent",
@@ -171,11 +166,10 @@ def test_mig_instances_are_devices_and_their_gpu_the_parent(machine: Machine) ->
 
 
 def test_mig_instance_is_leased_but_never_its_parent(machine: Machine) -> None:
-    machine.has(mig_gpu(0, 1))
-    devices = as_devices(machine.look())
-    (place,) = placement.choose(Request(devices=1, model="A100"), devices, (), {})
+    devices = as_devices(machine.has(mig_gpu(0, 1)).look())
+    (place,) = choose(Request(devices=1, model="A100"), devices)
     assert place.uuid.startswith("MIG-00000000")
-    assert {p.uuid[:12] for p in placement.free_places(devices, ())} == {
+    assert {p.uuid[:12] for p in free_slots(devices)} == {
         "MIG-00000000",
         "MIG-00000001",
     }
@@ -187,8 +181,7 @@ def test_mig_instance_is_leased_but_never_its_parent(machine: Machine) -> None:
 def test_pcie_levels_map_to_the_topology_scale(machine: Machine) -> None:
     fleet = gpus(7)
     levels = {(0, 1): 0, (0, 2): 10, (0, 3): 20, (0, 4): 30, (0, 5): 40, (0, 6): 50}
-    machine.has(*fleet, levels=levels)
-    assert links(machine.look(), fleet) == {
+    assert links(machine.has(*fleet, levels=levels).look(), fleet) == {
         (0, 2): topology.PIX,
         (0, 3): topology.PXB,
         (0, 4): topology.PHB,
@@ -202,8 +195,7 @@ def test_nvlinks_are_counted_and_outweigh_pcie(machine: Machine) -> None:
     fleet[0].nvlinks = [fleet[1].bus] * 4 + [fleet[2].bus] * 2
     fleet[1].nvlinks = [fleet[0].bus] * 4
     fleet[2].nvlinks = [fleet[0].bus] * 2 + ["00000007:99:00.0"]
-    machine.has(*fleet, levels={(0, 1): 50, (2, 3): 10})
-    found = links(machine.look(), fleet)
+    found = links(machine.has(*fleet, levels={(0, 1): 50, (2, 3): 10}).look(), fleet)
     assert found == {(0, 1): topology.nvlinks(4), (0, 2): topology.nvlinks(2), (2, 3): topology.PIX}
 
 
@@ -212,16 +204,14 @@ def test_nvlink_reported_by_one_side_counts(machine: Machine, mute: int) -> None
     fleet = gpus(2)
     fleet[0].nvlinks, fleet[1].nvlinks = [fleet[1].bus] * 3, [fleet[0].bus] * 3
     fleet[mute].fails = {"nvmlDeviceGetNvLinkState": nvml.NOT_SUPPORTED}
-    machine.has(*fleet)
-    assert links(machine.look(), fleet) == {(0, 1): topology.nvlinks(3)}
+    assert links(machine.has(*fleet).look(), fleet) == {(0, 1): topology.nvlinks(3)}
 
 
 def test_nvswitch_links_join_all_connected_gpus(machine: Machine) -> None:
     fleet = gpus(3)
     for gpu, count in zip(fleet, (12, 12, 6), strict=True):
         gpu.nvlinks = ["switch"] * count
-    machine.has(*fleet)
-    assert links(machine.look(), fleet) == {
+    assert links(machine.has(*fleet).look(), fleet) == {
         (0, 1): topology.nvlinks(12),
         (0, 2): topology.nvlinks(6),
         (1, 2): topology.nvlinks(6),
@@ -231,19 +221,16 @@ def test_nvswitch_links_join_all_connected_gpus(machine: Machine) -> None:
 def test_placement_picks_the_pair_joined_by_nvlink(machine: Machine) -> None:
     fleet = gpus(4)
     fleet[1].nvlinks, fleet[3].nvlinks = [fleet[3].bus] * 2, [fleet[1].bus] * 2
-    machine.has(*fleet, levels={(0, 1): 10, (2, 3): 10, (0, 2): 50})
-    inventory = machine.look()
+    inventory = machine.has(*fleet, levels={(0, 1): 10, (2, 3): 10, (0, 2): 50}).look()
     keyed = {(a, b): n for a, b, n in inventory["links"]}
-    places = placement.choose(Request(devices=2), as_devices(inventory), (), keyed)
+    places = choose(Request(devices=2), as_devices(inventory), (), keyed)
     assert [p.uuid for p in places] == [fleet[1].uuid, fleet[3].uuid]
 
 
 def test_topology_is_read_once_for_each_set_of_gpus(machine: Machine) -> None:
     fleet = gpus(3)
-    machine.has(*fleet, levels={(0, 1): 10, (1, 2): 50})
-    before = links(machine.look(), fleet)
-    machine.has(*fleet, levels={(0, 1): 50})
-    assert links(machine.look(), fleet) == before
+    before = links(machine.has(*fleet, levels={(0, 1): 10, (1, 2): 50}).look(), fleet)
+    assert links(machine.has(*fleet, levels={(0, 1): 50}).look(), fleet) == before
     machine.has(*fleet[:2], levels={(0, 1): 20})
     assert links(machine.look(), fleet) == {(0, 1): topology.PXB}
 

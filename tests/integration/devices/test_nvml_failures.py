@@ -37,12 +37,10 @@ NAMELESS_CALLS = ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID"]
 
 def test_failing_device_becomes_unknown_and_others_stay_ok(machine: Machine) -> None:
     fleet = gpus(3)
-    machine.has(*fleet)
-    healthy = machine.look()
+    healthy = machine.has(*fleet).look()
     for call in CALLS + NAMELESS_CALLS:
         sick = replace(fleet[1], fails={call: nvml.GPU_IS_LOST}, compute=[(5, 5)])
-        machine.has(fleet[0], sick, fleet[2])
-        inventory = machine.look()
+        inventory = machine.has(fleet[0], sick, fleet[2]).look()
         assert inventory["error"] == ""
         assert list(statuses(inventory).values()) == ["ok", "unknown", "ok"], call
         reason = reasons(inventory)[sick.uuid]
@@ -51,16 +49,14 @@ def test_failing_device_becomes_unknown_and_others_stay_ok(machine: Machine) -> 
             kept = ("uuid", "index", "model", "memory_bytes", "pci_bus_id")
             assert {k: known[k] for k in kept} == {k: seen[k] for k in kept}, call
         assert inventory["devices"][1]["processes"] == [], call
-        machine.has(*fleet)
-        assert machine.look()["devices"] == healthy["devices"], call
+        assert machine.has(*fleet).look()["devices"] == healthy["devices"], call
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_device_failing_from_the_start_is_listed_by_uuid(machine: Machine, call: str) -> None:
     fleet = gpus(2)
     fleet[0].fails = {call: nvml.RESET_REQUIRED}
-    machine.has(*fleet)
-    inventory = machine.look()
+    inventory = machine.has(*fleet).look()
     assert list(statuses(inventory).values()) == ["unknown", "ok"]
     assert "nvidia-smi --gpu-reset" in reasons(inventory)[fleet[0].uuid]
 
@@ -79,8 +75,7 @@ def test_device_without_known_uuid_is_skipped_and_logged_once(machine: Machine, 
 
 def test_error_is_reported_if_no_device_can_be_identified(machine: Machine) -> None:
     fails = {"nvmlDeviceGetHandleByIndex_v2": nvml.NO_PERMISSION}
-    machine.has(*(replace(gpu, fails=fails) for gpu in gpus(2)))
-    inventory = machine.look()
+    inventory = machine.has(*(replace(gpu, fails=fails) for gpu in gpus(2))).look()
     assert inventory["devices"] == []
     assert inventory["error"].startswith("No GPU answers.")
     assert "nvidia-smi" in inventory["error"]
@@ -90,10 +85,8 @@ def test_gpu_off_the_bus_is_unknown_after_indexes_shift(
     machine: Machine,
 ) -> None:
     fleet = gpus(3)
-    machine.has(*fleet)
-    machine.look()
-    machine.has(fleet[0], fleet[2])
-    inventory = machine.look()
+    machine.has(*fleet).look()
+    inventory = machine.has(fleet[0], fleet[2]).look()
     assert {d["uuid"]: d["index"] for d in inventory["devices"]} == {
         fleet[0].uuid: 0,
         fleet[1].uuid: 1,
@@ -101,8 +94,7 @@ def test_gpu_off_the_bus_is_unknown_after_indexes_shift(
     }
     assert statuses(inventory)[fleet[1].uuid] == "unknown"
     assert reasons(inventory) == {fleet[1].uuid: "NVML does not list it any more."}
-    machine.has(*fleet)
-    assert list(statuses(machine.look()).values()) == ["ok"] * 3
+    assert list(statuses(machine.has(*fleet).look()).values()) == ["ok"] * 3
 
 
 def test_undecodable_name_makes_only_that_device_unknown(machine: Machine) -> None:
@@ -120,19 +112,15 @@ def test_nvml_is_reopened_each_minute_while_device_is_unknown(machine: Machine) 
     fleet = gpus(2)
     sick = replace(fleet[0], fails={"nvmlDeviceGetName": nvml.UNKNOWN})
     cannot_open = {"nvmlInitWithFlags": nvml.DRIVER_NOT_LOADED}
-    machine.has(*fleet, fails=cannot_open)
-    assert machine.look()["error"]
-    machine.has(*fleet)
-    assert machine.look()["error"] == ""
+    assert machine.has(*fleet, fails=cannot_open).look()["error"]
+    assert machine.has(*fleet).look()["error"] == ""
     machine.has(*fleet, fails=cannot_open)
     assert machine.look(timedelta(hours=1))["error"] == "", "a healthy one stays open"
     machine.has(sick, fleet[1], fails=cannot_open)
     assert machine.look()["error"] == "", "this look finds it sick"
     assert "not loaded" in machine.look()["error"], "the next one opens NVML anew"
-    machine.has(sick, fleet[1])
-    assert machine.look()["error"] == ""
-    machine.has(sick, fleet[1], fails=cannot_open)
-    assert machine.look(timedelta(seconds=59))["error"] == ""
+    assert machine.has(sick, fleet[1]).look()["error"] == ""
+    assert machine.has(sick, fleet[1], fails=cannot_open).look(timedelta(seconds=59))["error"] == ""
     assert "not loaded" in machine.look()["error"]
     assert nvml.times_open(machine.fleet) == 0
     machine.has(sick, fleet[1])
@@ -143,28 +131,23 @@ def test_nvml_is_reopened_each_minute_while_device_is_unknown(machine: Machine) 
 
 def test_failing_mig_instance_does_not_affect_others(machine: Machine) -> None:
     parent = mig_gpu(0, 1, 2)
-    machine.has(parent)
-    assert set(statuses(machine.look()).values()) == {"parent", "ok"}
+    assert set(statuses(machine.has(parent).look()).values()) == {"parent", "ok"}
     parent.instances[1].fails = {"nvmlDeviceGetMemoryInfo": nvml.UNKNOWN}
-    machine.has(parent)
-    inventory = machine.look()
+    inventory = machine.has(parent).look()
     assert list(statuses(inventory).values()) == ["parent", "ok", "unknown", "ok"]
     assert inventory["devices"][2]["model"] == "NVIDIA A100-SXM4-40GB MIG 2g.5gb"
     for call in ("nvmlDeviceGetMigDeviceHandleByIndex", "nvmlDeviceGetUUID"):
         parent.instances[1].fails = {call: nvml.UNKNOWN}
-        machine.has(parent)
-        inventory = machine.look()
+        inventory = machine.has(parent).look()
         assert list(statuses(inventory).values()) == ["parent", "ok", "unknown", "ok"], call
         assert "unknown error" in reasons(inventory)[parent.instances[1].uuid]
 
 
 def test_mig_instances_of_an_unresponsive_gpu_are_unknown(machine: Machine) -> None:
     parent = mig_gpu(0, 1)
-    machine.has(*gpus(1), parent)
-    machine.look()
+    machine.has(*gpus(1), parent).look()
     lost = replace(parent, fails={"nvmlDeviceGetMigMode": nvml.GPU_IS_LOST})
-    machine.has(*gpus(1), lost)
-    inventory = machine.look()
+    inventory = machine.has(*gpus(1), lost).look()
     assert list(statuses(inventory).values()) == ["ok", "unknown", "unknown", "unknown"]
     assert all("fell off the bus" in reason for reason in reasons(inventory).values())
     unlisted = replace(parent, fails={"nvmlDeviceGetMaxMigDeviceCount": nvml.UNKNOWN})
@@ -175,14 +158,11 @@ def test_mig_instances_of_an_unresponsive_gpu_are_unknown(machine: Machine) -> N
 
 
 def test_removed_mig_instance_is_no_longer_listed(machine: Machine) -> None:
-    machine.has(mig_gpu(0, 1))
-    machine.look()
-    machine.has(mig_gpu(1, 4))
-    left = statuses(machine.look())
+    machine.has(mig_gpu(0, 1)).look()
+    left = statuses(machine.has(mig_gpu(1, 4)).look())
     assert [uuid[:12] for uuid in left] == ["GPU-00000001", "MIG-00000001", "MIG-00000004"]
     whole = mig_gpu(mig=False)
-    machine.has(whole)
-    assert statuses(machine.look()) == {whole.uuid: "ok"}
+    assert statuses(machine.has(whole).look()) == {whole.uuid: "ok"}
 
 
 def test_failed_topology_query_loses_only_links_and_is_retried(machine: Machine) -> None:
@@ -195,14 +175,12 @@ def test_failed_topology_query_loses_only_links_and_is_retried(machine: Machine)
     )
     for call, other in zip(calls, others, strict=True):  # a set that was not seen before
         fleet = [replace(first, nvlinks=[other.bus]), replace(other, nvlinks=[first.bus])]
-        machine.has(*fleet, levels={(0, 1): 10}, fails={call: nvml.UNKNOWN})
-        inventory = machine.look()
+        inventory = machine.has(*fleet, levels={(0, 1): 10}, fails={call: nvml.UNKNOWN}).look()
         assert [statuses(inventory)[gpu.uuid] for gpu in fleet] == ["ok", "ok"]
         whole = {(0, 1): topology.nvlinks(1)}
         by_pcie = {(0, 1): topology.PIX}
         assert links(inventory, fleet) == (by_pcie if "NvLink" in call else whole), call
-        machine.has(*fleet, levels={(0, 1): 10})
-        assert links(machine.look(), fleet) == whole, call
+        assert links(machine.has(*fleet, levels={(0, 1): 10}).look(), fleet) == whole, call
 
 
 # NVML as a whole.
@@ -225,16 +203,14 @@ def test_driver_loaded_after_the_start_is_found(machine: Machine) -> None:
     inventory = machine.look()
     assert (inventory["devices"], inventory["links"]) == ([], [])
     assert inventory["error"].startswith("The NVIDIA driver is not loaded: run nvidia-smi")
-    machine.has(*gpus(2))
-    inventory = machine.look()
+    inventory = machine.has(*gpus(2)).look()
     assert inventory["error"] == ""
     assert list(statuses(inventory).values()) == ["ok", "ok"]
 
 
 def test_lost_driver_is_reported_and_devices_return(machine: Machine) -> None:
     fleet = gpus(2)
-    machine.has(*fleet)
-    before = machine.look()
+    before = machine.has(*fleet).look()
     for call, (code, says) in product(
         ("nvmlDeviceGetCount_v2", "nvmlDeviceGetName"),
         (
@@ -243,24 +219,20 @@ def test_lost_driver_is_reported_and_devices_return(machine: Machine) -> None:
             (nvml.LIB_RM_VERSION_MISMATCH, "was updated while in use: restart the hub"),
         ),
     ):
-        machine.has(*fleet, fails={call: code})
-        lost = machine.look()
+        lost = machine.has(*fleet, fails={call: code}).look()
         assert (lost["devices"], lost["links"]) == ([], []), call
         assert says in lost["error"], call
-        machine.has(*fleet)
-        again = machine.look()
+        again = machine.has(*fleet).look()
         assert again["devices"] == before["devices"], call
         assert again["error"] == "", call
 
 
 def test_nvml_shutdown_is_reported_and_recovered_from(machine: Machine) -> None:
-    machine.has(*gpus(2))
-    machine.look()
+    machine.has(*gpus(2)).look()
     machine.fleet.unlink()
     assert machine.look()["error"] == "NVML was shut down."
     assert "not loaded" in machine.look()["error"]
-    machine.has(*gpus(2))
-    assert list(statuses(machine.look()).values()) == ["ok", "ok"]
+    assert list(statuses(machine.has(*gpus(2)).look()).values()) == ["ok", "ok"]
 
 
 def test_unknown_driver_error_is_reported(machine: Machine) -> None:
@@ -271,22 +243,19 @@ def test_unknown_driver_error_is_reported(machine: Machine) -> None:
 
 
 def test_unreadable_driver_version_hides_no_device(machine: Machine) -> None:
-    machine.has(*gpus(1), fails={"nvmlSystemGetDriverVersion": nvml.UNKNOWN})
-    inventory = machine.look()
+    inventory = machine.has(*gpus(1), fails={"nvmlSystemGetDriverVersion": nvml.UNKNOWN}).look()
     assert (inventory["driver_version"], inventory["error"]) == ("", "")
     assert len(inventory["devices"]) == 1
 
 
 def test_closed_nvml_source_reopens_at_the_next_look(machine: Machine) -> None:
-    machine.has(*gpus(1))
-    machine.look()
+    machine.has(*gpus(1)).look()
     assert nvml.times_open(machine.fleet) == 1
     machine.tell("close")
     assert nvml.times_open(machine.fleet) == 0
     machine.has(*gpus(1), fails={"nvmlInitWithFlags": nvml.DRIVER_NOT_LOADED})
     assert "not loaded" in machine.look()["error"]
-    machine.has(*gpus(1))
-    assert machine.look()["error"] == ""
+    assert machine.has(*gpus(1)).look()["error"] == ""
 
 
 # A driver that hangs.

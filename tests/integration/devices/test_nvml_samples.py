@@ -37,8 +37,7 @@ def test_healthy_gpu_is_sampled_with_every_reading(machine: Machine) -> None:
     gpu.clocks, gpu.throttle, gpu.ecc_errors = (1290, 1593), 0x24, 3
     gpu.lanes, gpu.limits = (8, 16), (300_000, 400_000)
     gpu.compute = [(os.getpid(), 29 * GIB)]
-    machine.has(gpu)
-    assert machine.sample() == [
+    assert machine.has(gpu).sample() == [
         {
             "uuid": gpu.uuid,
             "index": 0,
@@ -80,11 +79,9 @@ def test_healthy_gpu_is_sampled_with_every_reading(machine: Machine) -> None:
 
 def test_device_condition_is_read_once_a_minute(machine: Machine) -> None:
     (gpu,) = gpus(1)
-    machine.has(gpu)
-    assert machine.sample()[0]["condition"]["remap_pending"] is False
+    assert machine.has(gpu).sample()[0]["condition"]["remap_pending"] is False
     gpu.remapped, gpu.pages_pending = (4, 2, 1, 0), 1
-    machine.has(gpu)
-    assert machine.sample(58)[0]["condition"]["remap_pending"] is False
+    assert machine.has(gpu).sample(58)[0]["condition"]["remap_pending"] is False
     found = machine.sample(2)[0]["condition"]
     assert found["remap_pending"] and found["pages_pending"] and not found["remap_failed"]
 
@@ -94,8 +91,7 @@ def test_implausible_condition_values_become_none(machine: Machine) -> None:
     gpu.lanes, gpu.limits = (4_000_000_000, 0), (0, 4_294_967_295)
     failing = ("nvmlDeviceGetRemappedRows", "nvmlDeviceGetRetiredPagesPendingStatus")
     gpu.fails = {failing[0]: nvml.UNKNOWN, failing[1]: nvml.NOT_SUPPORTED}
-    machine.has(gpu, other)
-    seen = by_uuid(machine.sample())
+    seen = by_uuid(machine.has(gpu, other).sample())
     assert set(seen[gpu.uuid]["condition"].values()) == {None}
     assert seen[gpu.uuid]["error"] == ""
     assert None not in seen[other.uuid]["condition"].values()
@@ -137,8 +133,7 @@ def test_xid_errors_are_reported_once_each(machine: Machine) -> None:
     machine.has(first, second)
     assert [s["xids"] for s in machine.sample()] == [[], []]  # it was before we listened
     first.xids, second.xids = [(1, 31), (2, 13), (3, 79)], [(1, 48)]
-    machine.has(first, second)
-    assert [s["xids"] for s in machine.sample()] == [[13, 79], [48]]
+    assert [s["xids"] for s in machine.has(first, second).sample()] == [[13, 79], [48]]
     assert [s["xids"] for s in machine.sample()] == [[], []]
 
 
@@ -146,8 +141,7 @@ def test_unsupported_readings_stay_empty(machine: Machine) -> None:
     first, second = gpus(2)
     first.use = second.use = (50, 20)
     for call in READINGS:
-        machine.has(replace(first, fails={call: nvml.NOT_SUPPORTED}), second)
-        machine.sample(60)
+        machine.has(replace(first, fails={call: nvml.NOT_SUPPORTED}), second).sample(60)
         seen = by_uuid(machine.sample(60))
         assert [seen[gpu.uuid]["error"] for gpu in (first, second)] == ["", ""], call
         assert None not in seen[second.uuid].values()
@@ -173,15 +167,13 @@ def test_driver_without_events_still_reports_use(machine: Machine) -> None:
 
 def test_lost_gpu_hides_no_other_and_recovers(machine: Machine) -> None:
     first, second = gpus(2)
-    machine.has(first, second)
-    machine.sample()
+    machine.has(first, second).sample()
     for call in ("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID", *READINGS[:2]):
         machine.has(replace(first, fails={call: nvml.GPU_IS_LOST}), replace(second, use=(9, 9)))
         seen = by_uuid(machine.sample())
         assert "The GPU is lost, it fell off the bus" in seen[first.uuid]["error"], call
         assert (seen[second.uuid]["use"], seen[second.uuid]["error"]) == (9, "")
-        machine.has(first, second)
-        assert [sample["error"] for sample in machine.sample()] == ["", ""], call
+        assert [sample["error"] for sample in machine.has(first, second).sample()] == ["", ""], call
 
 
 def test_implausible_readings_are_discarded(machine: Machine) -> None:
@@ -195,14 +187,11 @@ def test_implausible_readings_are_discarded(machine: Machine) -> None:
 def test_device_returning_at_another_index_keeps_its_uuid(machine: Machine) -> None:
     first, second = gpus(2)
     first.use, second.use = (11, 0), (22, 0)
-    machine.has(first, second)
-    machine.sample()
-    machine.has(second)
-    seen = by_uuid(machine.sample())
+    machine.has(first, second).sample()
+    seen = by_uuid(machine.has(second).sample())
     assert seen[first.uuid]["error"] == "NVML does not list it any more."
     assert (seen[second.uuid]["use"], seen[second.uuid]["index"]) == (22, 0)
-    machine.has(second, first)
-    seen = by_uuid(machine.sample())
+    seen = by_uuid(machine.has(second, first).sample())
     assert (seen[first.uuid]["use"], seen[first.uuid]["index"], seen[first.uuid]["error"]) == (
         *(11, 1),
         "",
@@ -218,8 +207,7 @@ def test_missing_driver_is_reported_and_retried(machine: Machine) -> None:
 
 def test_closing_the_device_source_does_not_disturb_the_sampler(machine: Machine) -> None:
     (gpu,) = gpus(1)
-    machine.has(gpu)
-    machine.sample()
+    machine.has(gpu).sample()
     machine.tell("close")
     assert [sample["error"] for sample in machine.sample()] == [""]
     assert statuses(machine.look()) == {gpu.uuid: "ok"}

@@ -25,11 +25,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("", UUID, ProbeResult(text="0.1 GiB filled and read back")),
         ("", "MIG-1", ProbeResult(text="0.1 GiB filled and read back")),
-        ("", UUID.replace("f", "e"), ProbeResult(f"the device there is another one ({DIGITS})")),
+        ("", UUID.replace("f", "e"), ProbeResult(f"another device is visible ({DIGITS})")),
         ("bad", UUID, ProbeResult("memory changed by itself, 0.0 GiB from its start")),
         ("lost", UUID, ProbeResult("it could not open the device (CUDA_ERROR_LAUNCH_FAILED)")),
-        ("two", UUID, ProbeResult("2 devices are there where one is right")),
-        ("dies", UUID, ProbeResult("a program on it broke: it said nothing")),
+        ("two", UUID, ProbeResult("2 devices are visible instead of one")),
+        ("dies", UUID, ProbeResult("a program on it failed: it printed nothing")),
     ],
 )
 def test_probe_reports_success_or_the_failure_found(

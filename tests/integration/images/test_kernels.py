@@ -4,7 +4,6 @@ Real: ipykernel, jupyter_client, nbconvert, processes, signals. Each kernel is a
 from __future__ import annotations
 
 import ast
-import importlib.util
 import logging
 import os
 import signal
@@ -20,11 +19,11 @@ from jupyter_client import BlockingKernelClient, KernelManager
 from jupyter_client.provisioning import KernelProvisionerFactory
 from nbconvert.exporters import base
 
-from tests.support.processes import PATIENCE, REPO, alive, command_of, wait_for
+from tests.support.lab import LAB, load_lab_module
+from tests.support.processes import PATIENCE, alive, command_of, wait_for
 
 pytestmark = pytest.mark.usefixtures("processes")
 
-LAB = REPO / "images" / "common" / "lab"
 SLOW = 60 * PATIENCE
 
 ABOUT = """
@@ -45,18 +44,8 @@ print(dict(
 """
 
 
-def load(name: str) -> Any:
-    """A module of the folder that images copy, under its own name."""
-    spec = importlib.util.spec_from_file_location(name, LAB / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # jupyter_client finds the class in it by name
-    spec.loader.exec_module(module)
-    return module
-
-
-kernels = load("gpuspawner_kernels")
-exporters = load("gpuspawner_exporters")
+kernels = load_lab_module("gpuspawner_kernels")
+exporters = load_lab_module("gpuspawner_exporters")
 
 
 class Kernels:

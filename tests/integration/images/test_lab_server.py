@@ -4,7 +4,6 @@ answers in the hub's place answers what the test says."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,23 +16,11 @@ from tornado import web
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
-from tests.support.processes import REPO
+from tests.support.lab import LAB, load_lab_module
 
 pytestmark = pytest.mark.usefixtures("processes")
 
-LAB = REPO / "images" / "common" / "lab"
-
-
-def load(name: str) -> Any:
-    """A module of the folder that images copy."""
-    spec = importlib.util.spec_from_file_location(name, LAB / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-lab = load("gpuspawner_lab")
+lab = load_lab_module("gpuspawner_lab")
 
 
 class Hub(web.RequestHandler):

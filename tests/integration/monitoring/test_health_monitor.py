@@ -61,11 +61,11 @@ def test_leaking_device_is_quarantined_until_it_is_empty(
     assert services.leaks.judge_leaks() == []  # what ran may take a moment to end
     clock.forward(seconds=30)
     first, _ = services.leaks.judge_leaks()
-    assert first.reason == "python3 (pid 4711) of no server of this hub"
+    assert first.reason == "python3 (pid 4711), not from any server of this hub"
     details = [view.detail for view in services.monitoring.overview().devices]
     assert details == [
         "used without a lease by python3 (pid 4711); in quarantine",
-        "6.0 GB of its memory are held, and by no process in sight; in quarantine",
+        "6.0 GB of its memory are in use, but by no visible process; in quarantine",
     ]
     script.write_text('{"1": {"held_bytes": 6442450944}}')
     clock.forward(seconds=30)

@@ -63,9 +63,10 @@ class Machine:
                 text=True,
             )
 
-    def has(self, *fleet: GPU, **driver: Any) -> None:
+    def has(self, *fleet: GPU, **driver: Any) -> Machine:
         """Show these GPUs from now on; ``driver`` as for :func:`nvml.write_fleet`."""
         nvml.write_fleet(self.fleet, fleet, **driver)
+        return self
 
     def look(self, later: timedelta = timedelta(seconds=1)) -> dict[str, Any]:
         """The inventory as plain values, and its links as [uuid, uuid, closeness]."""

@@ -72,7 +72,7 @@ def test_missing_keys_are_added_to_the_entry(tmp_path: Path) -> None:
     [
         ("environments:\n- &a\n  slug: a\n  image: x\n- <<: *a\n  slug: b\n", "share"),
         ("environments:\n- slug: b\n  image: &i x\n- slug: a\n  image: *i\n", "share"),
-        ("environments:\n- slug: a\n  image: >-\n    x\n", "no plain text"),
+        ("environments:\n- slug: a\n  image: >-\n    x\n", "not plain text"),
         ("environments:\n- {slug: a, image: x}\n", "braces"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from datetime import date
 from pathlib import Path
 
 import jsonschema
@@ -12,70 +11,6 @@ import pytest
 from gpuspawner.catalog.loader import Catalog
 from gpuspawner.catalog.parser import schema
 from tests.unit.catalog.texts import DIGEST, by_parser, by_schema, entry
-
-ENTRY = f"""
-environments:
-  - slug: pytorch
-    display_name: PyTorch & friends
-    summary: Training with <CUDA>.
-    description: |
-      Comes with **CUDA**.
-
-      * one
-    logo: /hub/static/logo.png
-    image: registry.example.org:5000/lab/pytorch:2.5-cuda@{DIGEST}
-    frameworks:
-      PyTorch: 2.5.1
-      CUDA: "12.4"
-    links:
-      Guide: https://example.org/guide?a=b#c
-      Ours: /services/docs/
-      Mail: mailto:gpu@example.org
-    maintainer: GPU team <gpu@example.org>
-    tested_on: 2026-05-31
-    packages: packages.txt
-    sample_notebook: first/steps.ipynb
-    changes: changes.md
-    devices: {{default: 1, max: 4}}
-    min_driver: "550.54.14"
-    min_cuda: "12.4"
-    cpu_variant: false
-    sharing: whole
-    first_page: work/first steps.ipynb
-    shared_folders: [notes]
-  - {{slug: base, image: base, shared_folders: []}}
-shared_folders:
-  notes: {{source: /srv/notes}}
-  other: {{source: /srv/other}}
-"""
-
-
-def test_card_and_requirement_keys_of_an_entry_are_read() -> None:
-    assert by_schema(ENTRY) == []
-    found = Catalog.from_text(ENTRY).get("pytorch")
-    assert found.display_name == "PyTorch & friends"
-    assert found.summary == found.card_text == "Training with <CUDA>."
-    assert found.description == "Comes with **CUDA**.\n\n* one"
-    assert found.logo == "/hub/static/logo.png"
-    assert (found.image_tag, found.image_digest) == ("2.5-cuda", DIGEST)
-    assert list(found.frameworks.items()) == [("PyTorch", "2.5.1"), ("CUDA", "12.4")]
-    assert list(found.links.items()) == [
-        ("Guide", "https://example.org/guide?a=b#c"),
-        ("Ours", "/services/docs/"),
-        ("Mail", "mailto:gpu@example.org"),
-    ]
-    assert found.maintainer == "GPU team <gpu@example.org>"
-    assert found.tested_on == date(2026, 5, 31)
-    assert (found.packages, found.changes) == ("packages.txt", "changes.md")
-    assert found.sample_notebook == "first/steps.ipynb"
-    assert (found.min_driver, found.min_cuda) == ("550.54.14", "12.4")
-    assert (found.cpu_variant, found.sharing) == (False, "whole")
-    assert found.default_url == "/lab/tree/work/first%20steps.ipynb"
-
-    other = Catalog.from_text(entry("description: 'For **everybody**, see [here](/docs).'"))
-    assert other.get("base").card_text == "For everybody, see here.", (
-        "the description's first words"
-    )
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from datetime import date
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -13,34 +14,57 @@ import pytest
 from gpuspawner.catalog.loader import Catalog, load
 from gpuspawner.catalog.models import DeviceLimits, Environment, Mount, SessionHours
 from gpuspawner.core.errors import ConfigError, InvalidRequest, NotAllowed
-from tests.unit.catalog.texts import DIGEST, entry
+from tests.unit.catalog.texts import DIGEST, by_schema, entry
 
 SHIPPED = Path(__file__).parents[3] / "hub_config" / "catalog.yaml"
 
 FULL = f"""
 environments:
   - slug: pytorch
-    display_name: PyTorch
-    description: With CUDA.
+    display_name: PyTorch & friends
+    summary: Training with <CUDA>.
+    description: |
+      Comes with **CUDA**.
+
+      * one
+    logo: /hub/static/logo.png
     image: registry.example.org:5000/lab/pytorch:2.5@{DIGEST}
     default: true
+    frameworks:
+      PyTorch: 2.5.1
+      CUDA: "12.4"
+    links:
+      Guide: https://example.org/guide?a=b#c
+      Ours: /services/docs/
+      Mail: mailto:gpu@example.org
+    maintainer: GPU team <gpu@example.org>
+    tested_on: 2026-05-31
+    packages: packages.txt
+    sample_notebook: first/steps.ipynb
+    changes: changes.md
     devices: {{default: 1, max: 4}}
     hours: {{default: 4, max: 12.5}}
     models: [A100, H100]
     min_memory: 40G
+    min_driver: "550.54.14"
+    min_cuda: "12.4"
+    cpu_variant: false
+    sharing: whole
     allowed_groups: [research, course]
     mem_limit: 32G
     cpu_limit: 8
     shm_size: 8G
-    default_url: /lab/tree/work
+    first_page: work/first steps.ipynb
     environment:
       HF_HOME: /datasets/models
     datasets: [imagenet]
+    shared_folders: [research, notices]
     spawner_override:
       http_timeout: 120
       extra_host_config: {{init: true}}
   - slug: base
     image: base
+    default_url: /lab/tree/work
 datasets:
   imagenet:
     source: /srv/imagenet/
@@ -64,26 +88,50 @@ def catalog(text: str) -> Catalog:
 
 
 def test_every_key_of_an_environment_is_read() -> None:
-    assert catalog(FULL).get("pytorch") == Environment(
+    assert by_schema(FULL) == []
+    found = catalog(FULL).get("pytorch")
+    assert found == Environment(
         slug="pytorch",
-        display_name="PyTorch",
-        description="With CUDA.",
+        display_name="PyTorch & friends",
+        summary="Training with <CUDA>.",
+        description="Comes with **CUDA**.\n\n* one",
+        logo="/hub/static/logo.png",
         image=f"registry.example.org:5000/lab/pytorch:2.5@{DIGEST}",
         default=True,
+        frameworks={"PyTorch": "2.5.1", "CUDA": "12.4"},
+        links={
+            "Guide": "https://example.org/guide?a=b#c",
+            "Ours": "/services/docs/",
+            "Mail": "mailto:gpu@example.org",
+        },
+        maintainer="GPU team <gpu@example.org>",
+        tested_on=date(2026, 5, 31),
+        packages="packages.txt",
+        sample_notebook="first/steps.ipynb",
+        changes="changes.md",
         devices=DeviceLimits(default=1, max=4),
         hours=SessionHours(default=4.0, max=12.5),
         models=("A100", "H100"),
         min_memory=40 * 10**9,
+        min_driver="550.54.14",
+        min_cuda="12.4",
+        cpu_variant=False,
+        sharing="whole",
         allowed_groups=frozenset({"research", "course"}),
         mem_limit=32 * 2**30,
         cpu_limit=8.0,
         shm_size=8 * 2**30,
-        default_url="/lab/tree/work",
+        first_page="work/first steps.ipynb",
         environment={"HF_HOME": "/datasets/models"},
         datasets=("imagenet",),
+        shared_folders=("research", "notices"),
         spawner_override={"http_timeout": 120, "extra_host_config": {"init": True}},
     )
-    assert catalog(FULL).get("base") == Environment(slug="base", display_name="base", image="base")
+    assert list(found.links) == ["Guide", "Ours", "Mail"], "in the order of the file"
+    assert found.default_url == "/lab/tree/work/first%20steps.ipynb"
+    base = catalog(FULL).get("base")
+    assert (base.display_name, base.image, base.default_url) == ("base", "base", "/lab/tree/work")
+    assert base == Environment(slug="base", image="base", default_url="/lab/tree/work")
 
 
 def test_datasets_are_read_only_and_folders_writable_by_default() -> None:
@@ -215,7 +263,6 @@ def test_catalog_can_come_from_defaults_or_a_mapping() -> None:
     assert (only.slug, only.image, only.devices.max) == ("default", "", 2)
     assert read.get("default") is only
     assert read.mounts_for(only, ["any"]) == ()
-    assert Catalog.single("lab:1").get("default").image == "lab:1"
 
     data: dict[str, Any] = {"environments": [{"slug": "a", "image": "i"}]}
     assert Catalog.from_mapping(data).get("a").image == "i"

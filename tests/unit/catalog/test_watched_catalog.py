@@ -54,7 +54,7 @@ def test_invalid_edit_keeps_last_good_catalog_and_logs_once(
         assert kept.current() is good
     assert kept.problem.startswith(f"{path}, line 2: environment 'one' has an unknown key 'colour'")
     told = [record.getMessage() for record in caplog.records]
-    assert told == [f"The catalog is not right; the last good one stays. {kept.problem}"]
+    assert told == [f"The catalog is invalid; the last valid one stays. {kept.problem}"]
     path.write_text(TWO)
     assert slugs(kept) == ["one", "two"]
     assert kept.problem == ""

@@ -16,6 +16,7 @@ from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
 from gpuspawner.devices import placement, topology
 from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus, model_matches
 from gpuspawner.leases.models import Request, Slot
+from tests.support.placements import choose, free_slots
 from tests.support.tier import examples
 
 GIB = 2**30
@@ -46,7 +47,7 @@ def chosen(
 ) -> list[int]:
     """Return the indices of the devices that a request is given; it is for one unless it says."""
     request = Request(**{"devices": 1, **asked})
-    return [int(place.uuid[-4:]) for place in placement.choose(request, fleet, taken, links or {})]
+    return [int(place.uuid[-4:]) for place in choose(request, fleet, taken, links)]
 
 
 # Which devices a request means.
@@ -119,19 +120,14 @@ def test_exact_model_name_beats_a_partial_match() -> None:
 def test_unleasable_device_states_its_reason(fields: dict[str, Any], says: str | None) -> None:
     reason = placement.leasable(device(0, **fields))
     assert reason is None if says is None else reason is not None and says in reason
-    assert bool(placement.free_places([device(0, **fields)], ())) is (says is None)
+    assert bool(free_slots([device(0, **fields)])) is (says is None)
 
 
 def test_only_unleased_compute_processes_occupy_a_device() -> None:
     used = device(0, slots=2, processes=(DeviceProcess(7),))
     drawn = device(1, processes=(DeviceProcess(8, kind="graphics"),))
-    assert placement.occupied(used, ()) and not placement.occupied(used, in_use(0))
-    assert not placement.occupied(drawn, ())
-    assert placement.free_places([used, drawn], ()) == [Slot("GPU-0001")]
-    assert placement.free_places([used, drawn], in_use(0)) == [
-        Slot("GPU-0000", 1),
-        Slot("GPU-0001"),
-    ]
+    assert free_slots([used, drawn]) == [Slot("GPU-0001")]
+    assert free_slots([used, drawn], in_use(0)) == [Slot("GPU-0000", 1), Slot("GPU-0001")]
 
 
 # Which one of several.
@@ -157,10 +153,10 @@ def test_multi_gpu_request_prefers_whole_gpus_over_mig() -> None:
         for n in range(3)
     ]
     devices = [*instances, device(3, "A100", 40), device(4, "A100", 40)]
-    assert placement.choose(Request(devices=1), devices, (), {}) == (Slot("MIG-0"),)
-    assert placement.choose(Request(devices=2), devices, (), {}) == tuple(in_use(3, 4))
-    assert len(placement.choose(Request(devices=3), devices, (), {})) == 3
-    assert placement.choose(Request(devices=0), [], (), {}) == ()
+    assert choose(Request(devices=1), devices) == (Slot("MIG-0"),)
+    assert choose(Request(devices=2), devices) == tuple(in_use(3, 4))
+    assert len(choose(Request(devices=3), devices)) == 3
+    assert choose(Request(devices=0), []) == ()
 
 
 # Refusals.
@@ -170,7 +166,7 @@ def refusal(
     request: Request, devices: Sequence[Device], taken: Sequence[Slot] = ()
 ) -> tuple[type, str, dict[str, Any]]:
     with pytest.raises((NoDeviceFree, TooMuchAsked)) as caught:
-        placement.choose(request, devices, taken, {})
+        choose(request, devices, taken)
     return type(caught.value), caught.value.message, caught.value.fields
 
 
@@ -428,7 +424,7 @@ def test_placement_matches_exhaustive_search(
             NoDeviceFree if feasible_sets(request, devices, taken, ignoring=True) else TooMuchAsked
         )
         with pytest.raises(expected) as caught:
-            placement.choose(request, devices, taken, links)
+            choose(request, devices, taken, links)
         fields = caught.value.fields
         if expected is NoDeviceFree:
             parts = ("in_use", "occupied", "unknown", "drained", "free")
@@ -437,13 +433,13 @@ def test_placement_matches_exhaustive_search(
         else:
             assert fields["most"] < fields["asked"] == request.devices
         return
-    places = placement.choose(request, devices, taken, links)
+    places = choose(request, devices, taken, links)
     by_uuid = {d.uuid: d for d in devices}
     given_devices = tuple(by_uuid[place.uuid] for place in places)
     assert given_devices in sets, "distinct, healthy, of one model, as many as asked"
     assert not set(places) & set(taken)
-    assert all(place in placement.free_places(devices, taken) for place in places)
-    assert placement.choose(request, devices[::-1], taken[::-1], links) == places
+    assert all(place in free_slots(devices, taken) for place in places)
+    assert choose(request, devices[::-1], taken[::-1], links) == places
     least = min(min(d.memory_bytes for d in some) for some in sets)
     assert given_devices[0].memory_bytes == least
     if request.devices > 1:
@@ -499,7 +495,7 @@ def test_single_device_choice_preserves_links_of_the_rest(
         return closeness([d for d in free if d is not gone], links)[0]
 
     best = max(left_after(d) for d in free if d.memory_bytes == least)
-    (place,) = placement.choose(request, devices, taken, links)
+    (place,) = choose(request, devices, taken, links)
     chosen = next(d for d in free if d.uuid == place.uuid)
     assert left_after(chosen) == best
     assert chosen.index == min(

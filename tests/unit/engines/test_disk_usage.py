@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from gpuspawner.engines.disk_usage import (
     limited,
     may_enforce,
     size,
-    storage_bytes,
+    size_option,
 )
 from gpuspawner.leases.models import LeasedDevice
 from gpuspawner.service.disk_monitor import DiskMeasurement, is_due, node_of
@@ -49,9 +50,9 @@ def test_only_some_storage_drivers_can_enforce_disk_limits(
 
 
 def test_disk_usage_is_sized_judged_and_formatted() -> None:
-    assert storage_bytes("overlay2", 10 * GB, 15 * GB) == 10 * GB
-    assert storage_bytes("zfs", 10 * GB, 15 * GB) == 10 * GB
-    assert storage_bytes("btrfs", 10 * GB, 20 * GB) == 32 * GB
+    client: Any = SimpleNamespace(inspect_image=lambda image: {"Size": 20 * GB})
+    for driver, option in (("overlay2", 10 * GB), ("zfs", 10 * GB), ("btrfs", 32 * GB)):
+        assert size_option(client, driver, "image", 10 * GB) == option
 
     for written, watched, enforced in (
         (799, "", ""),

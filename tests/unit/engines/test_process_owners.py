@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.engines.base import ProcessOwner, ProcessOwners, container_in, owner_of
+from gpuspawner.engines.base import ProcessOwners, container_in
 from gpuspawner.engines.docker import was_given
 from gpuspawner.engines.local import LEASE_VARIABLE
 from gpuspawner.leases.models import LeasedDevice
@@ -44,7 +44,6 @@ def test_process_owner_prefers_container_over_variable(tmp_path: Path) -> None:
     (tmp_path / "7" / "cgroup").write_text(f"0::/docker/{ID}\n")
     (tmp_path / "7" / "environ").write_bytes(f"A=1\0{LEASE_VARIABLE}=lease-2\0".encode())
     other = replace(LEASE, id="lease-2", engine_ref="")
-    assert owner_of(7, tmp_path) == ProcessOwner(ID, "lease-2")
     assert ProcessOwners([LEASE, other], tmp_path).lease_of(7) == LEASE
     assert ProcessOwners([other], tmp_path).lease_of(7) == other
     assert ProcessOwners([], tmp_path).lease_of(7) is None
@@ -68,7 +67,7 @@ def test_real_process_is_attributed_to_its_lease() -> None:
     finally:
         started.kill()
         started.wait()
-    assert owner_of(started.pid) is None
+    assert owners.lease_of(started.pid) is None
 
 
 # Which containers were given a device.
