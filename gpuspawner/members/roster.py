@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -11,13 +11,13 @@ import sqlalchemy as sa
 
 from ..core.errors import InvalidRequest, LedgerError
 from ..core.text import checked_reason
-from ..db import audit_log
 from ..db.engine import Store
 from ..ledger.grant_files import Problem, by_column, cells_of, decoded
 from ..ledger.models import check_account, group_account, member_account
 from ..ledger.prices import GPURates
 from ..ledger.pricing import open_zone, parse_moment
 from ..ledger.rules import ACTOR_ACCOUNTING
+from ..ledger.service import note
 from . import repository
 from .repository import RosterEntry
 from .service import MemberService
@@ -224,20 +224,14 @@ class RosterImport:
         return sum(change.event == event for change in self.changes)
 
 
+@dataclass(eq=False)
 class RosterService:
     """Maintains the roster."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        settings: GPURates,
-        members: MemberService,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.settings = settings
-        self.members = members
+    store: Store
+    clock: Callable[[], datetime]
+    settings: GPURates
+    members: MemberService
 
     def entries(self) -> list[RosterEntry]:
         """Return the whole roster, by name and course, including expired entries."""
@@ -272,7 +266,7 @@ class RosterService:
                     connection, (c.after for c in changes if c.event != "same"), now
                 )
                 detail = ", ".join(f"{count} {event}" for event, count in events.items() if count)
-                self._note_roster(connection, "roster import", "roster", actor, detail, now)
+                note(connection, actor, "roster import", "roster", detail, now)
         return done
 
     def end_on_roster(
@@ -302,7 +296,7 @@ class RosterService:
             repository.put_roster(connection, (_ended(entry, now) for entry in ending), now)
             name = ending[0].user
             detail = f"{course}: {reason}".strip(": ") if course else reason
-            self._note_roster(connection, "roster end", f"member:{name}", actor, detail, now)
+            note(connection, actor, "roster end", f"member:{name}", detail, now)
         return ending
 
     def see_to_roster(self) -> int:
@@ -330,21 +324,6 @@ class RosterService:
                 )
         return changed
 
-    # Helpers.
-
-    def _note_roster(
-        self,
-        connection: sa.Connection,
-        action: str,
-        subject: str,
-        actor: str,
-        detail: str,
-        now: datetime,
-    ) -> None:
-        audit_log.note(
-            connection, at=now, actor=actor, action=action, subject=subject, detail=detail
-        )
-
     def _verdict(self, entries: list[RosterEntry], now: datetime) -> RosterVerdict:
         holding = [entry for entry in entries if entry.holds(now)]
         if holding:
@@ -360,15 +339,11 @@ class RosterService:
         coming = [e for e in entries if e.starts_at and e.starts_at > now and not _over(e, now)]
         if coming:
             first = min(coming, key=lambda entry: entry.starts_at or now)
-            starts = self.roster_day(first.starts_at)
-            return RosterVerdict(
-                member=False, why=f"the time on the roster{_of(first)} starts on {starts}"
-            )
-        last = max(entries, key=lambda entry: entry.ends_at or now)
-        ended = self.roster_day(last.ends_at, end=True)
-        return RosterVerdict(
-            member=False, why=f"the time on the roster{_of(last)} ended on {ended}"
-        )
+            why = f"{_of(first)} starts on {self.roster_day(first.starts_at)}"
+        else:
+            last = max(entries, key=lambda entry: entry.ends_at or now)
+            why = f"{_of(last)} ended on {self.roster_day(last.ends_at, end=True)}"
+        return RosterVerdict(member=False, why=f"the time on the roster{why}")
 
     def roster_day(self, moment: datetime | None, *, end: bool = False) -> str:
         """Format a time as admins write it, in the zone of ``c.GPURates.zone``.
@@ -388,25 +363,18 @@ def _changes(
     connection: sa.Connection, listed: Sequence[RosterLine], whole: bool, now: datetime
 ) -> tuple[RosterChange, ...]:
     known = {(entry.user, entry.course): entry for entry in repository.whole_roster(connection)}
-    found = [
-        RosterChange(each.number, known.get((each.entry.user, each.entry.course)), each.entry)
-        for each in listed
-    ]
-    if whole:
-        found += _left_out(known.values(), [each.entry for each in listed], now)
+    found = []
+    missing = dict(known)
+    for each in listed:
+        key = (each.entry.user, each.entry.course)
+        found.append(RosterChange(each.number, known.get(key), each.entry))
+        missing.pop(key, None)
+    if whole:  # what is not in the file, of its courses
+        courses = {each.entry.course for each in listed}
+        for entry in missing.values():
+            if entry.course in courses and not _over(entry, now):
+                found.append(RosterChange(0, entry, _ended(entry, now)))
     return tuple(found)
-
-
-def _left_out(
-    known: Collection[RosterEntry], listed: Sequence[RosterEntry], now: datetime
-) -> Iterator[RosterChange]:
-    """Yield the entries of the same courses that are missing in a complete file."""
-    courses = {entry.course for entry in listed}
-    there = {(entry.user, entry.course) for entry in listed}
-    for entry in known:
-        missing = entry.course in courses and (entry.user, entry.course) not in there
-        if missing and not _over(entry, now):
-            yield RosterChange(0, entry, _ended(entry, now))
 
 
 def _ended(entry: RosterEntry, now: datetime) -> RosterEntry:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from .directories import (
     volume_sizes,
     write_archive,
 )
-from .repository import Folder, Workspace
+from .repository import Folder, FolderMember, Workspace
 
 if TYPE_CHECKING:
     from ..cli.hub import HubSettings
@@ -195,17 +196,14 @@ class WorkspaceSite:
         self.hub: HubSettings = open_hub(settings.config)
         self.template = str(getattr(self.hub.spawner, "workspace", ""))
         self.troubles: list[str] = []
-        self._client: docker.APIClient | None = None
 
-    @property
+    @cached_property
     def client(self) -> docker.APIClient:
         """The engine's client. Raises EngineUnavailable."""
-        if self._client is None:
-            try:
-                self._client = self.hub.connect()
-            except (docker.errors.DockerException, OSError) as error:
-                raise EngineUnavailable() from error
-        return self._client
+        try:
+            return self.hub.connect()
+        except (docker.errors.DockerException, OSError) as error:
+            raise EngineUnavailable() from error
 
     def all(self, *, sizes: bool = False) -> list[WorkspaceRecord]:
         """Return every known workspace, by name."""
@@ -219,18 +217,15 @@ class WorkspaceSite:
         if not sizes:
             return sorted(found.values(), key=lambda some: some.workspace.source)
         volumes = self._volume_sizes() if any(f.workspace.is_volume for f in found.values()) else {}
-        return [
-            replace(
-                some,
-                size=volumes.get(source)
-                if some.workspace.is_volume
-                else self.size_of(some.workspace),
-                there=source in volumes
-                if some.workspace.is_volume and volumes
-                else some.workspace.is_volume or os.path.isdir(source),
-            )
-            for source, some in sorted(found.items())
-        ]
+
+        def measured(some: WorkspaceRecord) -> WorkspaceRecord:
+            source = some.workspace.source
+            if some.workspace.is_volume:
+                there = source in volumes or not volumes
+                return replace(some, size=volumes.get(source), there=there)
+            return replace(some, size=self.size_of(some.workspace), there=os.path.isdir(source))
+
+        return [measured(some) for _, some in sorted(found.items())]
 
     def find(self, name: str) -> WorkspaceRecord:
         """Return a workspace by its own name or its member's. Raises UnknownWorkspace."""
@@ -358,9 +353,9 @@ def folders(settings: Settings) -> None:
             some.id,
             some.name,
             some.owner,
-            ", ".join(_told(member) for member in some.members) or "-",
+            ", ".join(map(_told, some.members)) or "-",
             local(some.made_at),
-            _folder_now(some),
+            "deleted" if some.deleted_at else "owner left" if some.left_at else "",
         )
         for some in found
     ]
@@ -390,9 +385,11 @@ def delete_folder(settings: Settings, folder_id: str, name: str) -> None:
     services = settings.open_services()
     folder = find_folder(services, folder_id)
     done = services.shared_folders.delete_folder(folder.id, name, actor=actor(), admin=True)
-    text = f"{done.name} ({done.id}) is nobody's from their next server on. Its files are still at "
-    text += f"{services.shared_folders.folder_place(done.id)}; "
-    text += f"`gpuspawner folders restore {done.id}` undoes it."
+    text = (
+        f"{done.name} ({done.id}) is nobody's from their next server on. Its files are still at "
+        f"{services.shared_folders.folder_place(done.id)}; "
+        f"`gpuspawner folders restore {done.id}` undoes it."
+    )
     show(plain_folder(done), text)
 
 
@@ -436,9 +433,8 @@ def remove_folder(settings: Settings, folder_id: str, yes_delete: str) -> None:
 
 def find_folder(services: Services, text: str) -> Folder:
     """Return the folder whose id starts with this text. Raises UnknownFolder."""
-    found = [
-        some for some in services.shared_folders.all_folders() if text and some.id.startswith(text)
-    ]
+    every = services.shared_folders.all_folders()
+    found = [some for some in every if text and some.id.startswith(text)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -480,12 +476,6 @@ def _tree(place: str, settings: Settings) -> Tree:
     return DirectoryTree(place) if place.startswith("/") else VolumeTree(client, place, "")
 
 
-def _told(member: Any) -> str:
+def _told(member: FolderMember) -> str:
     how = "rw" if member.write else "ro"
     return f"{member.user} ({how}{'' if member.accepted_at else ', invited'})"
-
-
-def _folder_now(some: Folder) -> str:
-    if some.deleted_at:
-        return "deleted"
-    return "owner left" if some.left_at else ""
