@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -36,11 +37,7 @@ def roster(settings: Settings, former: bool) -> None:
     """List the roster, or the former members."""
     services = settings.open_services()
     if former:
-        found = services.members.former_members()
-        headers = ("NAME", "SINCE", "WHY", "BY")
-        rows = [(each.user, local(each.ended_at), each.reason, each.actor) for each in found]
-        text = table(headers, rows) if rows else "Everybody who was a member still is."
-        show([_plain_former(each) for each in found], text)
+        _show_former(services.members.former_members())
         return
     entries = services.roster.entries()
     headers = ("NAME", "COURSE", "GROUPS", "STARTS", "ENDS", "MAIL", "NOW")
@@ -122,13 +119,14 @@ def plain_entry(services: Services, entry: RosterEntry) -> dict[str, Any]:
     }
 
 
-def _plain_former(each: Membership) -> dict[str, Any]:
-    return {
-        "name": each.user,
-        "ended_at": utc(each.ended_at),
-        "reason": each.reason,
-        "actor": each.actor,
-    }
+def _show_former(found: Sequence[Membership]) -> None:
+    headers = ("NAME", "SINCE", "WHY", "BY")
+    rows = [(each.user, local(each.ended_at), each.reason, each.actor) for each in found]
+    plain = [
+        {"name": x.user, "ended_at": utc(x.ended_at), "reason": x.reason, "actor": x.actor}
+        for x in found
+    ]
+    show(plain, table(headers, rows) if rows else "Everybody who was a member still is.")
 
 
 def _cells(services: Services, entry: RosterEntry) -> tuple[str, ...]:

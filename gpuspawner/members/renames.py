@@ -79,7 +79,7 @@ class RenameService:
         sources: Mapping[str, str] | None = None,
         move: Callable[[], None] = lambda: None,
     ) -> Belongings:
-        """Rename a member in everything that is theirs.
+        """Rename a member in everything that is theirs, and return what had the old name.
 
         Args:
             old: The previous name.
@@ -88,12 +88,7 @@ class RenameService:
             sources: The workspaces whose directory is renamed, old path to new path.
             move: Renames the directories; called last, before the transaction ends.
 
-        Returns:
-            What had the old name.
-
-        Raises:
-            Refused: The rename is not possible; then nothing changes. The same holds for what
-                ``move`` raises.
+        Raises Refused if it is not possible, and what ``move`` raises: then nothing changes.
         """
         now = self.clock()
         with self.store.write() as connection:

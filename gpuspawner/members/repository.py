@@ -337,11 +337,7 @@ def leases_of(user: str) -> sa.ColumnElement[bool]:
 def give(connection: sa.Connection, old: str, new: str, sources: Mapping[str, str]) -> None:
     """Write the new name into every row of a member; the caller seals what is sealed.
 
-    Args:
-        connection: A connection in a write transaction.
-        old: The member's previous name.
-        new: The new name, which has no history of its own.
-        sources: Workspaces whose directory is renamed, old path to new path.
+    ``sources``: workspaces whose directory is renamed, old path to new path.
     """
     _give_account(connection, member_account(old), member_account(new))
     for column in NAMES:

@@ -1,11 +1,8 @@
 """Health of devices: symptoms in samples, and the verdict that follows. Pure.
 
-Each possible fault is a named cause, for which an admin sets an action: ``ignore``, ``watch`` (it
-is shown) or ``drain`` (no new leases on the device). ``README.md`` has both tables.
-
-A device is ``fine``, on ``watch``, or ``sick``. A sick one gets no new leases. It returns after a
-time without any symptom and a successful probe. A device that relapses stays out twice as long each
-time, and after a few relapses within a day until an admin returns it.
+For each cause an admin sets an action: ``ignore``, ``watch`` (it is shown) or ``drain``. A sick
+device gets no new leases, and returns after a time without any symptom and a successful probe. The
+time doubles with each relapse; after a few within a day, only an admin returns it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Sick devices: drained, their users told and refunded, and returned to service.
 
-The sampling process reports symptoms. The verdicts are in the store, and each change of one is a
-single transaction with all its consequences: if the process is killed, all of it or nothing was
-done.
+Each change of a verdict is a single transaction with all its consequences.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 The labels ``gpu``, ``UUID`` and ``modelName`` are those of NVIDIA's dcgm-exporter, so that its
 series and ours can be joined; ``group`` is the lease's group.
 
-``metrics`` is for holders of the scope ``custom:gpuspawner:read:metrics``, and for admins. All
-figures come from the store, so they are right after a restart of any part. What grows for years is
-read from totals.
+All figures come from the store, so they are right after a restart of any part. What grows for years
+is read from totals.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def _family(
     labels: Sequence[str],
     values: Iterable[tuple[Sequence[str], float]],
 ) -> Metric:
-    family: Metric = kind(f"gpuspawner_{name}", what, labels=labels)
+    family = kind(f"gpuspawner_{name}", what, labels=labels)
     for named, value in values:
         family.add_metric(named, value)
     return family

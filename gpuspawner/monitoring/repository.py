@@ -3,12 +3,8 @@
 A minute that comes twice, after the clock was set back or the service was restarted, is stored as
 one minute with both in it. An hour is made only of its minutes, so making it twice changes nothing.
 
-Minutes are exact, and summed by the database. Where minutes were deleted there are hours, and an
-hour counts for the lease that held the GPU in its middle. A GPU that several share is fully
-attributed to each of them.
-
-There are no totals of batch jobs: the database sums those within the requested period, and those
-that start before or end after it are read one by one.
+Minutes are exact. Where they were deleted there are hours, and an hour counts for the lease that
+held the GPU in its middle. A GPU that several share is fully attributed to each of them.
 """
 
 from __future__ import annotations

@@ -280,8 +280,7 @@ class IdleService:
         """Judge the minutes complete by now, and return what was reported or ordered.
 
         ``last_output``: when each server last had output or an action of its member. A missing
-        server is not judged this time: unknown is not idle. All of it is one transaction, so a
-        killed process has reported and ordered everything or nothing.
+        server is not judged this time: unknown is not idle. All of it is one transaction.
         """
         now = self.clock()
         # The Hub records what it sees by the wall clock, before or after it was set.

@@ -110,8 +110,7 @@ def usage_report(services: Services, by: str, first: date, last: date) -> UsageR
 async def remember(services: Services) -> None:
     """Compute what pages show of the past before a page needs it.
 
-    This covers what the queue learns from past sessions, and the totals of leases that have ended
-    since the last call. Leases are added up in small portions, so that a hub never waits for them.
+    Leases that have ended are added up in small portions, so that a hub never waits for them.
     """
     await services.report(services.positions.standings)
     while await services.report(services.reports.add_up) == LEASES_AT_ONCE:

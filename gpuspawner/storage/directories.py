@@ -85,11 +85,9 @@ def check_archive(file: Path) -> ArchiveContents:
     entries = size = 0
     top: tarfile.TarInfo | None = None
     chunks = read_archive(file)
+    stream: Any = _Readable(chunks)
     try:
-        with (
-            contextlib.closing(chunks),
-            tarfile.open(fileobj=_Readable(chunks), mode="r|") as tar,
-        ):
+        with contextlib.closing(chunks), tarfile.open(fileobj=stream, mode="r|") as tar:
             for entry in tar:
                 _must_stay_inside(entry, file)
                 entries += 1
