@@ -109,12 +109,10 @@ def test_many_notices_are_read_with_their_choices(services: Services) -> None:
 @each_database
 def test_choices_are_stored_per_member_and_channel(services: Services) -> None:
     assert services.notifications.choices("ada") == {}
-    mail = ChannelChoice(
-        "mail", "ada@lab.example", frozenset({NoticeKind.TURN, NoticeKind.STOPPED})
-    )
-    services.notifications.choose(
-        "ada", [mail, ChannelChoice("chat", "@ada", frozenset(NoticeKind))]
-    )
+    kinds = frozenset({NoticeKind.TURN, NoticeKind.STOPPED})
+    mail = ChannelChoice("mail", "ada@lab.example", kinds)
+    chat = ChannelChoice("chat", "@ada", frozenset(NoticeKind))
+    services.notifications.choose("ada", [mail, chat])
     services.notifications.choose("bob", [ChannelChoice("mail", "bob@lab.example")])
     assert services.notifications.choices("ada")["mail"] == mail
     services.notifications.choose("ada", [ChannelChoice("chat")])
@@ -123,9 +121,7 @@ def test_choices_are_stored_per_member_and_channel(services: Services) -> None:
 
 
 def test_unknown_notice_kind_is_ignored(services: Services) -> None:
-    services.notifications.choose(
-        "ada", [ChannelChoice("mail", "a@b.example", frozenset({NoticeKind.TURN}))]
-    )
+    choose(services, "ada", kinds=[NoticeKind.TURN])
     with services.store.write() as connection:
         connection.execute(sa.update(db_schema.notice_choices).values(kinds="turn moon"))
     assert services.notifications.choices("ada")["mail"].kinds == {NoticeKind.TURN}
@@ -156,15 +152,10 @@ async def test_low_group_account_notifies_every_session_owner(
         services.ledger.open_in(connection, "group:ml", clock.now)
     services.ledger.grant("group:ml", 2 * MICRO, actor="admin", reason="a course")
     servers = [ServerRef("ada"), ServerRef("bob", "lab"), ServerRef("ada", "second")]
-    for server in servers[:2]:
-        request = Request(devices=1, model="A100")
-        services.leases.confirm(
-            services.leases.grant(server, request, engine="local", account="group:ml").id
-        )
-    t4 = Request(devices=1, model="T4")
-    services.leases.confirm(
-        services.leases.grant(servers[2], t4, engine="local", account="group:ml").id
-    )
+    for server, model in zip(servers, ("A100", "A100", "T4"), strict=True):
+        request = Request(devices=1, model=model)
+        lease = services.leases.grant(server, request, engine="local", account="group:ml")
+        services.leases.confirm(lease.id)
     hub.has(*servers)
     await minutes(services, hub, clock, 5)  # 9 credits an hour: 13 minutes in all
     for user, theirs in (("ada", "your servers"), ("bob", "your server")):
@@ -201,13 +192,8 @@ async def test_the_hook_hears_of_each_event_of_credits_once(
     async with notifying(services, hook=[sys.executable, "-c", KEEP, str(file)]) as notifier:
         for seconds, given in ((360, 0), (540, MICRO), (1, 0), (899, 0), (GRACE, 0)):
             clock.forward(seconds=seconds)
-            credits = make_credits(
-                services,
-                hub,
-                warn_minutes=(10,),
-                poke=lambda: poked.append(1),
-                tell_admin=notifier.tell_admin,
-            )
+            settings = {"poke": lambda: poked.append(1), "tell_admin": notifier.tell_admin}
+            credits = make_credits(services, hub, warn_minutes=(10,), **settings)
             for _ in range(2):
                 await credits.round()
             if given:

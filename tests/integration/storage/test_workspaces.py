@@ -24,9 +24,8 @@ def test_claimed_workspace_is_unavailable_to_servers(services: Services) -> None
         services.storage.use_workspace("/srv/w/anna", "anna", None)
     with pytest.raises(WorkspaceBusy, match="workspaces free /srv/w/anna"):
         services.storage.claim_workspace("/srv/w/anna", "somebody else too")
-    assert services.storage.free_workspace("/srv/w/anna") and not services.storage.free_workspace(
-        "/srv/w/anna"
-    )
+    assert services.storage.free_workspace("/srv/w/anna")
+    assert not services.storage.free_workspace("/srv/w/anna")
     assert not services.storage.use_workspace("/srv/w/anna", "anna", None)
 
 
