@@ -26,23 +26,12 @@ LONGEST = 200
 """Maximum characters of a name, a course, a group or an address."""
 
 _COLUMNS = {
-    "name": "user",
-    "member": "user",
-    "user": "user",
-    "username": "user",
-    "login": "user",
+    **dict.fromkeys(("name", "member", "user", "username", "login"), "user"),
     "course": "course",
-    "group": "groups",
-    "groups": "groups",
-    "start": "starts_at",
-    "starts": "starts_at",
-    "from": "starts_at",
-    "end": "ends_at",
-    "ends": "ends_at",
-    "until": "ends_at",
-    "mail": "mail",
-    "email": "mail",
-    "e-mail": "mail",
+    **dict.fromkeys(("group", "groups"), "groups"),
+    **dict.fromkeys(("start", "starts", "from"), "starts_at"),
+    **dict.fromkeys(("end", "ends", "until"), "ends_at"),
+    **dict.fromkeys(("mail", "email", "e-mail"), "mail"),
 }
 _WRITE = "write name and, if you like, groups, course, starts, ends, mail"
 _MAIL = re.compile(r"[^\s@<>,;]+@[^\s@<>,;]+")
@@ -168,13 +157,11 @@ def _mail(text: str) -> str:
 def _twice(found: Sequence[RosterLine]) -> Iterator[Problem]:
     lines: dict[tuple[str, str], int] = {}
     for each in found:
-        key = (each.entry.user, each.entry.course)
-        if earlier := lines.get(key):
-            of = f" for {each.entry.course}" if each.entry.course else ""
-            yield Problem(
-                each.number, f"{each.entry.user} is on line {earlier} already{of}: leave one."
-            )
-        lines.setdefault(key, each.number)
+        user, course = each.entry.user, each.entry.course
+        earlier = lines.setdefault((user, course), each.number)
+        if earlier != each.number:
+            of = f" for {course}" if course else ""
+            yield Problem(each.number, f"{user} is on line {earlier} already{of}: leave one.")
 
 
 @dataclass(frozen=True, slots=True)

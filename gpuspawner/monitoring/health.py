@@ -111,12 +111,6 @@ class SymptomWindow:
         """The causes that continue, including those that have not lasted long enough to count."""
         return frozenset(self._lasted)
 
-    def take(self) -> tuple[Symptom, ...]:
-        """Return the result of :meth:`look`, once."""
-        found = self.look()
-        self.judged()
-        return found
-
     def judged(self) -> None:
         """Mark everything that happened as judged."""
         self._happened.clear()
@@ -344,12 +338,8 @@ def probe_is_due(policy: HealthPolicy, state: HealthState, now: datetime) -> boo
     if state.verdict != SICK or needs_admin(policy, state):
         return False
     last = max(filter(None, (state.last_at, state.probed_at)), default=state.since)
-    return _passed(last, now) >= quiet_of(policy, state)
-
-
-def quiet_of(policy: HealthPolicy, state: HealthState) -> timedelta:
-    """Return how long it must be without symptoms: twice as long with each relapse."""
-    return min(LONGEST_QUIET, policy.quiet * 2 ** min(max(0, state.falls - 1), 20))
+    quiet = policy.quiet * 2 ** min(max(0, state.falls - 1), 20)  # twice as long with each relapse
+    return _passed(last, now) >= min(LONGEST_QUIET, quiet)
 
 
 def needs_admin(policy: HealthPolicy, state: HealthState) -> bool:

@@ -155,10 +155,6 @@ class StorageService:
         project = self.store.run(lambda c: repository.project_of(c, source))
         return self._use_of(source, quota, project, patience)
 
-    def files_of(self, user: str) -> list[WorkspaceUse]:
-        """Return a member's workspaces with their use."""
-        return self.held_in(self.workspaces_of(user))
-
     def workspaces_of(self, user: str) -> list[tuple[Workspace, int | None]]:
         """Return a member's workspaces, each with its project at the file system, if it has one."""
         with self.store.read() as connection:

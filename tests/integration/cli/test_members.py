@@ -71,7 +71,7 @@ def test_rename_leaves_the_workspace_under_the_new_name(
     assert done["changed"]
     assert known or done["directories"] == {f"{files}/ada": f"{files}/lovelace"}
     assert (files / "lovelace" / "notebook").exists()
-    found = [each.workspace.source for each in services.storage.files_of("lovelace")]
+    found = [each.source for each, _ in services.storage.workspaces_of("lovelace")]
     assert found == [f"{files}/lovelace"] * known
 
 

@@ -84,7 +84,7 @@ def statement_of(services: Services, user: str) -> list[tuple[int, int]]:
 
 
 def sources_of(services: Services, user: str) -> set[str]:
-    return {each.workspace.source for each in services.storage.files_of(user)}
+    return {each.source for each, _ in services.storage.workspaces_of(user)}
 
 
 def rename(services: Services, old: str = OLD, new: str = NEW, **more: Any) -> Belongings:

@@ -165,7 +165,9 @@ def test_lost_device_is_recognized_under_a_new_index(
                 values["xids"] = tuple(sample["xids"])
                 its = signs.setdefault(sample["uuid"], SymptomWindow())
                 its.add([Sample(at=machine.now, **values)])
-        found = {uuid: FoundSymptoms(its.take(), its.going_on) for uuid, its in signs.items()}
+        found = {uuid: FoundSymptoms(its.look(), its.going_on) for uuid, its in signs.items()}
+        for its in signs.values():
+            its.judged()
         return {change.uuid: change.event for change in services.health.judge_health(found)}
 
     first, second = gpus(2)

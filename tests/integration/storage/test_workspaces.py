@@ -113,10 +113,10 @@ def test_limit_is_measured_without_file_system_quotas(services: Services, tmp_pa
     mine = tmp_path / "anna"
     mine.mkdir()
     services.storage.use_workspace(str(mine), "anna", 1 << 20)
-    [held] = services.storage.files_of("anna")
+    [held] = services.storage.held_in(services.storage.workspaces_of("anna"))
     assert held.use is not None and not held.use.full
     (mine / "large").write_bytes(os.urandom(2 << 20))
-    [held] = services.storage.files_of("anna")
+    [held] = services.storage.held_in(services.storage.workspaces_of("anna"))
     assert held.use is not None and held.use.full and held.use.limit == 1 << 20
     assert services.storage.use_of("a-volume", 1 << 20) is None
 
