@@ -41,17 +41,17 @@ LABELS = ("gpu", "UUID", "modelName", "group")
 _GAUGES: tuple[tuple[str, str, Callable[[DeviceUse], float | None]], ...] = (
     (
         "use_percent",
-        "Percent of the last minute in which kernels ran; none of a MIG instance",
+        "Percent of the last minute in which kernels ran; absent for a MIG instance",
         lambda minute: minute.use,
     ),
     (
         "busy_ratio",
-        "Part of the last minute, as far as it is known, in which the GPU worked",
+        "Share of the last minute in which the GPU worked, as far as that is known",
         lambda minute: minute.busy / minute.known if minute.known else None,
     ),
     (
         "memory_used_bytes",
-        "Bytes of memory in use at most in the last minute",
+        "Most bytes of memory in use at once in the last minute",
         lambda minute: minute.memory_max if minute.known else None,
     ),
     ("power_watts", "Mean power in the last minute", lambda minute: minute.watts),
@@ -62,12 +62,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[DeviceUse], float | None]], ...] = (
     ),
     (
         "strangers",
-        "Compute processes of no lease in the last minute",
+        "Compute processes without a lease in the last minute",
         lambda minute: minute.strangers if minute.known else None,
     ),
     (
         "answers",
-        "0 when the GPU did not answer throughout the last minute",
+        "1 if the GPU answered throughout the last minute, else 0",
         lambda minute: float(not minute.error),
     ),
 )
@@ -100,13 +100,13 @@ def of_health(devices: Iterable[Device], known: Mapping[str, StoredHealth]) -> I
     found = [(_labels(it), known[it.uuid].state) for it in devices if it.uuid in known]
     yield _gauges(
         "device_health",
-        "0: fine, 1: on watch, 2: sick, and given to nobody new",
+        "0: fine, 1: on watch, 2: sick, so that it gets no new leases",
         LABELS[:3],
         ((labels, VERDICTS.index(state.verdict)) for labels, state in found),
     )
     yield _gauges(
         "device_sick",
-        "1: sick, and for which cause",
+        "1 for each sick GPU, by cause",
         (*LABELS[:3], "cause"),
         (([*labels, state.cause], 1) for labels, state in found if state.verdict == SICK),
     )
@@ -125,7 +125,7 @@ def of_drains(closed: Mapping[str, Closure]) -> Metric:
         for uuid, each in closed.items()
         if uuid != GRANTING and kept_for(each) is None
     )
-    what = "GPUs that are given to nobody new, by why"
+    what = "GPUs that get no new leases, by reason"
     counts = (([reason], actors[reason]) for reason in (HEALTH, LEAK, "admin"))
     return _gauges("devices_drained", what, ["reason"], counts)
 
@@ -189,12 +189,12 @@ class HubCollector(Collector):
         yield from self._line(used.waits, now)
         yield _gauge(
             "charge_lag_seconds",
-            "For how long the running lease was not charged that waits longest for it",
+            "Longest time for which a running lease has not been charged",
             max((_uncharged(lease, now) for lease in opened), default=0.0),
         )
         yield _gauge(
             "clock_step_seconds",
-            "By how much the wall clock was set, while times do not follow it",
+            "By how much the wall clock was set without the service's times following it",
             self.services.time.step.total_seconds(),
         )
         yield from self._duties()
@@ -237,7 +237,7 @@ class HubCollector(Collector):
         counts = (([x.value], states[x]) for x in (LeaseState.GRANTED, LeaseState.RUNNING))
         yield _gauges("leases", "Open leases", ["state"], counts)
         ended = (([outcome or "stopped"], count) for outcome, count in sorted(used.ended.items()))
-        what = "Leases that ended, by how"
+        what = "Leases that ended, by outcome"
         yield _counters("leases_ended", what, ["outcome"], ended)
 
     def _use(self, used: TotalUse, opened: Collection[Lease], now: datetime) -> Metric:
@@ -255,13 +255,13 @@ class HubCollector(Collector):
             return
         yield _counters(
             "batch_gpu_seconds",
-            "Seconds of GPUs that jobs beside servers had, as far as they were read",
+            "GPU-seconds of cluster jobs beside servers, as far as they were read",
             ["model"],
             (([model], used.seconds) for model, used in found),
         )
         yield _counters(
             "batch_jobs",
-            "Jobs beside servers that had a GPU",
+            "Cluster jobs beside servers that had a GPU",
             ["model"],
             (([model], used.jobs) for model, used in found),
         )
@@ -269,7 +269,7 @@ class HubCollector(Collector):
     def _devices(self, opened: Collection[Lease]) -> Iterator[Metric]:
         overview = self.services.monitoring.overview()
         counts = Counter((view.device.model, view.state) for view in overview.devices)
-        what, labels = "GPUs by what they are doing", ["model", "state"]
+        what, labels = "GPUs by state", ["model", "state"]
         yield _gauges("devices", what, labels, sorted(counts.items()))
         yield _gauge("devices_seen", "1 when the GPUs can be seen", not overview.error)
         devices = [view.device for view in overview.devices]
@@ -283,13 +283,13 @@ class HubCollector(Collector):
         oldest = max((now - ticket.created_at for ticket in waiting), default=timedelta())
         yield _gauge(
             "queue_oldest_seconds",
-            "How long the ticket has waited that waits longest",
+            "How long the oldest ticket in the queue has waited",
             max(0.0, oldest.total_seconds()),
         )
         parts = (0.5, 0.9, 1.0) if waits else ()
         yield _gauges(
             "queue_wait_seconds",
-            "How long those waited whose GPUs were granted in the last 24 hours",
+            "How long the tickets granted in the last 24 hours had waited",
             ["quantile"],
             (([f"{part:g}"], waits[round(part * (len(waits) - 1))]) for part in parts),
         )
