@@ -29,9 +29,8 @@ def services(make: Make) -> Iterator[Services]:
 
 
 def list_until(services: Services, text: str, name: str = "ada") -> None:
-    done = services.roster.import_roster(
-        f"name,groups,ends\n{name},course,{text}\n".encode(), actor="eva"
-    )
+    table = f"name,groups,ends\n{name},course,{text}\n".encode()
+    done = services.roster.import_roster(table, actor="eva")
     assert done.done and done.problems == ()
 
 
@@ -113,9 +112,8 @@ def test_roster_import_is_atomic_and_applies_only_changes(services: Services) ->
     assert [line.detail for line in services.audit.trail()] == ["3 new"]
 
     # The next list of one course is without bob: he goes, and nobody of another course does.
-    whole = services.roster.import_roster(
-        b"name,course,ends\nada,ml,2025-05-01\ndan,ml,\n", actor="eva", whole=True
-    )
+    table = b"name,course,ends\nada,ml,2025-05-01\ndan,ml,\n"
+    whole = services.roster.import_roster(table, actor="eva", whole=True)
     events = [(change.after.user, change.event) for change in whole.changes]
     assert events == [("ada", "changed"), ("dan", "new"), ("bob", "ended")]
     assert not services.roster.roster_member("bob").member

@@ -95,10 +95,8 @@ def test_current_use_is_the_latest_recent_minute(
 ) -> None:
     monitoring.remember_use([minute(0, use_sum=0), minute(1), minute(1, "GPU-b")])
     clock.forward(minutes=2)
-    assert {u: m.use for u, m in monitoring.use_now().items()} == {
-        "GPU-a": 50.0,
-        "GPU-b": 50.0,
-    }
+    now = {uuid: minute.use for uuid, minute in monitoring.use_now().items()}
+    assert now == {"GPU-a": 50.0, "GPU-b": 50.0}
     clock.forward(minutes=10)
     assert monitoring.use_now() == {}
 
@@ -351,9 +349,8 @@ def test_hourly_use_replaces_deleted_minutes_in_reports(services: Services, cloc
     assert seconds(rough["ada"]) == (7800, 7200, 3600)
     assert rough["bob"].measured == min(2 * 3600, exact["bob"].held)
     assert rough["bob"].busy == pytest.approx(600 + 360)
-    assert rough["ada"].busy + rough["bob"].busy == pytest.approx(
-        exact["ada"].busy + exact["bob"].busy
-    )
+    rough_sum, exact_sum = (found["ada"].busy + found["bob"].busy for found in (rough, exact))
+    assert rough_sum == pytest.approx(exact_sum)
 
 
 @each_database

@@ -80,9 +80,8 @@ def test_metrics_match_credits_leases_and_devices(services: Services) -> None:
     assert seen['gpuspawner_devices{model="A100-80GB",state="free"}'] == 2
     assert seen['gpuspawner_devices{model="A100-80GB",state="leased"}'] == 2
 
-    services.leases.release(
-        anna.id, ended_at=clock.now - timedelta(minutes=31, seconds=30), reason="x"
-    )
+    ended_at = clock.now - timedelta(minutes=31, seconds=30)
+    services.leases.release(anna.id, ended_at=ended_at, reason="x")
     services.ledger.grant("member:anna", -MICRO, actor="admin", reason="taken back")
     seen = read(site)
     assert seen["gpuspawner_credits_refunded_total"] == 4
@@ -97,9 +96,8 @@ def test_metrics_match_credits_leases_and_devices(services: Services) -> None:
 def test_queue_metrics_report_length_and_wait_time(services: Services) -> None:
     clock = Clock.of(services)
     all_of_them = running(services, "anna", 4)
-    ticket = services.queue.ask(
-        ServerRef("bert"), Request(devices=1), engine="docker", terms=Terms(wait=True)
-    )
+    server, request, terms = ServerRef("bert"), Request(devices=1), Terms(wait=True)
+    ticket = services.queue.ask(server, request, engine="docker", terms=terms)
     clock.forward(minutes=7)
     seen = read(HubCollector(services))
     assert seen["gpuspawner_queue_length"] == 1
@@ -142,10 +140,8 @@ def test_incremental_totals_equal_recomputed_totals(services: Services) -> None:
             if lease.ended_at and lease.started_at
         )
     )
-    assert cost == sum(
-        ledger_rules.owed(lease.rate, lease.started_at, lease.ended_at or clock.now)
-        for lease in every
-    )
+    owed = ledger_rules.owed
+    assert cost == sum(owed(x.rate, x.started_at, x.ended_at or clock.now) for x in every)
 
 
 def test_clock_set_back_counts_nothing_twice(services: Services) -> None:

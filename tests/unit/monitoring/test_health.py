@@ -141,9 +141,8 @@ def test_symptoms_reflect_new_and_repeated_errors() -> None:
     signs.add(samples(3, ecc_errors=2))
     assert [each.cause for each in take(signs)] == ["ecc before"]
     signs.add(samples(3, ecc_errors=5))
-    assert [each.said for each in take(signs) if each.cause == "ecc"] == [
-        "3 memory errors that ECC could not correct"
-    ]
+    (new,) = (each for each in take(signs) if each.cause == "ecc")
+    assert new.said == "3 memory errors that ECC could not correct"
     assert [each.cause for each in take(signs)] == ["ecc before"]
     signs.add(samples(3, ecc_errors=0))  # the driver was loaded anew
     assert take(signs) == ()
