@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ def roster(settings: Settings, former: bool) -> None:
     """List the roster, or the former members."""
     services = settings.open_services()
     if former:
-        _show_former(services)
+        _show_former(services.members.former_members())
         return
     entries = services.roster.entries()
     headers = ("NAME", "COURSE", "GROUPS", "STARTS", "ENDS", "MAIL", "NOW")
@@ -63,15 +64,18 @@ roster.add_same("show", "List who is on the roster, and until when.")
 def take(settings: Settings, file: str, dry_run: bool, whole: bool) -> int:
     """Import a CSV file: all of it or, if a line is wrong, nothing."""
     services = settings.open_services()
-    done = services.roster.import_roster(
-        read_input(file, MOST_BYTES),
-        actor=actor(),
-        dry_run=dry_run,
-        whole=whole,
-    )
+    data = read_input(file, MOST_BYTES)
+    done = services.roster.import_roster(data, actor=actor(), dry_run=dry_run, whole=whole)
     value = {
         "done": done.done,
-        "lines": [_plain_change(services, change) for change in done.changes],
+        "lines": [
+            {
+                "line": change.number or None,
+                "what": change.event,
+                **plain_entry(services, change.after),
+            }
+            for change in done.changes
+        ],
         "problems": [{"line": p.number or None, "what": p.sentence} for p in done.problems],
     }
     show(value, _told(services, done))
@@ -115,21 +119,14 @@ def plain_entry(services: Services, entry: RosterEntry) -> dict[str, Any]:
     }
 
 
-def _show_former(services: Services) -> None:
-    found = services.members.former_members()
+def _show_former(found: Sequence[Membership]) -> None:
     headers = ("NAME", "SINCE", "WHY", "BY")
     rows = [(each.user, local(each.ended_at), each.reason, each.actor) for each in found]
-    text = table(headers, rows) if rows else "Everybody who was a member still is."
-    show([_plain_former(each) for each in found], text)
-
-
-def _plain_former(each: Membership) -> dict[str, Any]:
-    return {
-        "name": each.user,
-        "ended_at": utc(each.ended_at),
-        "reason": each.reason,
-        "actor": each.actor,
-    }
+    plain = [
+        {"name": x.user, "ended_at": utc(x.ended_at), "reason": x.reason, "actor": x.actor}
+        for x in found
+    ]
+    show(plain, table(headers, rows) if rows else "Everybody who was a member still is.")
 
 
 def _cells(services: Services, entry: RosterEntry) -> tuple[str, ...]:
@@ -168,21 +165,8 @@ def _what(services: Services, change: RosterChange) -> str:
     if change.before is None or change.event != "changed":
         return _SAID.get(change.event, change.event)
     names = ("name", "course", "groups", "starts", "ends", "mail")
-    before, after = _cells(services, change.before), _cells(services, change.after)
-    differing = [
-        f"{name} was {old}"
-        for name, old, new in zip(names, before, after, strict=True)
-        if old != new
-    ]
-    return "; ".join(differing) or "changed"
-
-
-def _plain_change(services: Services, change: RosterChange) -> dict[str, Any]:
-    return {
-        "line": change.number or None,
-        "what": change.event,
-        **plain_entry(services, change.after),
-    }
+    cells = zip(names, _cells(services, change.before), _cells(services, change.after), strict=True)
+    return "; ".join(f"{name} was {old}" for name, old, new in cells if old != new) or "changed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +196,7 @@ def rename(settings: Settings, old: str, new: str, yes: bool) -> None:
     services = settings.open_services()
     if done := services.renames.last_rename(old, new):
         text = f"{old} was renamed to {new} at {local(done.at)} by {done.actor}. Nothing to do."
-        value = {"old": old, "new": new, "changed": False, "at": utc(done.at)}
-        show(value, text)
+        show({"old": old, "new": new, "changed": False, "at": utc(done.at)}, text)
         return
     found = services.renames.belongings(old, new)
     files = _files(settings, found, old, new)
@@ -226,13 +209,8 @@ def rename(settings: Settings, old: str, new: str, yes: bool) -> None:
     note(_plan(found, files, old, new))
     if not yes and not confirmed(f"Rename {old} to {new}?"):
         raise Refused("Nothing was changed.")
-    services.renames.rename_member(
-        old,
-        new,
-        actor=actor(),
-        sources=files.here,
-        move=partial(storage_directories.move, files.here),
-    )
+    move = partial(storage_directories.move, files.here)
+    services.renames.rename_member(old, new, actor=actor(), sources=files.here, move=move)
     text = f"{old} is called {new} from now on."
     if by_hand := _by_hand(files, new):
         text += "\n" + "\n".join(by_hand)
@@ -257,7 +235,9 @@ def _files(settings: Settings, found: Belongings, old: str, new: str) -> MemberF
     others = [before] if before.startswith("/") and before not in known else []
     directories, files = {}, MemberFiles()
     for source in (*known, *others):
-        target = after if source == before else _renamed(source, old, new)
+        # A workspace that an earlier configuration created has the name somewhere in its path.
+        renamed = "/".join(new if part == old else part for part in source.split("/"))
+        target = after if source == before else renamed
         if target == source:
             continue
         if source.startswith("/"):
@@ -282,23 +262,12 @@ def _workspace(hub: HubSettings, name: str) -> str:
     return str(getattr(spawner, "workspace_source", ""))
 
 
-def _renamed(source: str, old: str, new: str) -> str:
-    """Return the new name of a workspace that an earlier configuration created."""
-    parts = source.split("/")
-    return "/".join(new if part == old else part for part in parts)
-
-
 def _plan(found: Belongings, files: MemberFiles, old: str, new: str) -> str:
     what = [
         f"{format_credits(found.balance)} credits",
-        *(
-            count(number, noun)
-            for number, noun in (
-                (found.leases, "lease"),
-                (found.tickets, "ticket"),
-                (found.folders, "shared folder"),
-            )
-        ),
+        count(found.leases, "lease"),
+        count(found.tickets, "ticket"),
+        count(found.folders, "shared folder"),
     ]
     lines = [f"{new} gets all that {old} has: {', '.join(what)}, and everything else."]
     lines += [f"{source} is renamed to {target}" for source, target in files.here.items()]

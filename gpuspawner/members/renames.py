@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from ..core.errors import LedgerError, Refused
 from ..core.units import format_credits
-from ..db import audit_log, hash_chain, renames
+from ..db import hash_chain, renames
 from ..db.engine import Store
 from ..db.renames import Rename
 from ..leases import repository as leases_repository
@@ -24,6 +24,7 @@ from ..leases.models import Lease
 from ..ledger import repository as ledger_repository
 from ..ledger import rules as ledger_rules
 from ..ledger.models import check_account, member_account
+from ..ledger.service import note
 from ..queue import repository as queue_repository
 from ..storage import repository as storage_repository
 from ..storage.repository import Workspace
@@ -46,13 +47,13 @@ class Belongings:
     """They already have the new name: the Hub gave it to their servers."""
 
 
+@dataclass(eq=False)
 class RenameService:
     """Renames members."""
 
-    def __init__(self, store: Store, clock: Callable[[], datetime], log: logging.Logger) -> None:
-        self.store = store
-        self.clock = clock
-        self.log = log
+    store: Store
+    clock: Callable[[], datetime]
+    log: logging.Logger
 
     def belongings(self, old: str, new: str) -> Belongings:
         """Return what a rename would cover. Raises Refused if it is not possible."""
@@ -78,7 +79,7 @@ class RenameService:
         sources: Mapping[str, str] | None = None,
         move: Callable[[], None] = lambda: None,
     ) -> Belongings:
-        """Rename a member in everything that is theirs.
+        """Rename a member in everything that is theirs, and return what had the old name.
 
         Args:
             old: The previous name.
@@ -87,18 +88,12 @@ class RenameService:
             sources: The workspaces whose directory is renamed, old path to new path.
             move: Renames the directories; called last, before the transaction ends.
 
-        Returns:
-            What had the old name.
-
-        Raises:
-            Refused: The rename is not possible; then nothing changes. The same holds for what
-                ``move``
-                raises.
+        Raises Refused if it is not possible, and what ``move`` raises: then nothing changes.
         """
         now = self.clock()
         with self.store.write() as connection:
             found = self._may_rename(connection, old, new)
-            self._take_back_opening(connection, new, actor, now)
+            _take_back_opening(connection, new, actor, now)
             kept = repository.postings_of(connection, member_account(new))
             newest = repository.newest_posting(connection)
             repository.give(connection, old, new, sources or {})
@@ -107,7 +102,12 @@ class RenameService:
             )
             hash_chain.seal_rename(connection, done)
             hash_chain.seal_leases(connection, repository.leases_of(new))
-            self._note_rename(connection, found, old, new, actor, now)
+            detail = (
+                f"{old} is called {new} from now on, with {format_credits(found.balance)} credits, "
+                f"{found.leases} leases, {found.tickets} tickets, {found.folders} shared folders "
+                f"and {len(found.workspaces)} workspaces"
+            )
+            note(connection, actor, "rename member", new, detail, now)
             move()
         self.log.info("The member %s is called %s from now on", old, new)
         return found
@@ -151,7 +151,7 @@ class RenameService:
                 f"{busy.source} is being worked on: {busy.busy}. Try again later. {NOTHING}"
             )
         account = ledger_repository.find_account(connection, member_account(old))
-        numbers = repository.count(connection, old)
+        numbers = repository.count_belongings(connection, old)
         return Belongings(
             balance=account.balance if account else 0,
             leases=numbers["lease"],
@@ -161,34 +161,15 @@ class RenameService:
             open_leases=tuple(lease for lease in opened if lease.server.user == new),
         )
 
-    def _take_back_opening(
-        self, connection: sa.Connection, new: str, actor: str, now: datetime
-    ) -> None:
-        """Take back the opening grant of the new name's account: it is the same member."""
-        opening_key = repository.opening_of(connection, member_account(new))
-        if opening := ledger_repository.of_key(connection, opening_key):
-            key = ledger_rules.reversal_key(opening.id)
-            reason = "the same member had an account under another name"
-            undone = ledger_rules.reversal(opening, key=key, at=now, actor=actor, reason=reason)
-            ledger_repository.post(connection, undone)
 
-    def _note_rename(
-        self,
-        connection: sa.Connection,
-        found: Belongings,
-        old: str,
-        new: str,
-        actor: str,
-        now: datetime,
-    ) -> None:
-        detail = (
-            f"{old} is called {new} from now on, with {format_credits(found.balance)} credits, "
-            f"{found.leases} leases, {found.tickets} tickets, {found.folders} shared folders and "
-            f"{len(found.workspaces)} workspaces"
-        )
-        audit_log.note(
-            connection, at=now, actor=actor, action="rename member", subject=new, detail=detail
-        )
+def _take_back_opening(connection: sa.Connection, new: str, actor: str, now: datetime) -> None:
+    """Take back the opening grant of the new name's account: it is the same member."""
+    opening_key = repository.opening_of(connection, member_account(new))
+    if opening := ledger_repository.of_key(connection, opening_key):
+        key = ledger_rules.reversal_key(opening.id)
+        reason = "the same member had an account under another name"
+        undone = ledger_rules.reversal(opening, key=key, at=now, actor=actor, reason=reason)
+        ledger_repository.post(connection, undone)
 
 
 def _must_be_names(old: str, new: str) -> None:

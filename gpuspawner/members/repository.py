@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -47,8 +47,6 @@ from ..ledger import totals
 from ..ledger.models import member_account
 from ..ledger.rules import opening_key
 
-_ONE = sa.select(memberships).where(memberships.c.user == sa.bindparam("member"))
-_LOCKED = _ONE.with_for_update()
 _INSERT = {
     "sqlite": sqlite.insert(memberships).on_conflict_do_nothing(),
     "postgresql": postgresql.insert(memberships).on_conflict_do_nothing(),
@@ -78,7 +76,8 @@ def find_membership(
     connection: sa.Connection, user: str, *, lock: bool = False
 ) -> Membership | None:
     """Return the membership of a user who was ever a member."""
-    row = connection.execute(_LOCKED if lock else _ONE, {"member": user}).one_or_none()
+    query = sa.select(memberships).where(memberships.c.user == user)
+    row = connection.execute(query.with_for_update() if lock else query).one_or_none()
     return Membership(*row) if row else None
 
 
@@ -127,9 +126,6 @@ def members_with_leases(connection: sa.Connection) -> list[str]:
 
 
 _SEPARATOR = "\n"
-_REMOVE = sa.delete(roster).where(
-    roster.c.user == sa.bindparam("name"), roster.c.course == sa.bindparam("of")
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,27 +164,20 @@ def whole_roster(connection: sa.Connection) -> list[RosterEntry]:
 def put_roster(connection: sa.Connection, entries: Iterable[RosterEntry], now: datetime) -> None:
     """Write entries, each replacing the previous one of its name and course."""
     rows = [
-        {
-            **{name: getattr(entry, name) for name in RosterEntry.__dataclass_fields__},
-            "groups": _SEPARATOR.join(entry.groups),
-            "listed_at": now,
-        }
+        asdict(entry) | {"groups": _SEPARATOR.join(entry.groups), "listed_at": now}
         for entry in entries
     ]
     if rows:
-        connection.execute(_REMOVE, [{"name": r["user"], "of": r["course"]} for r in rows])
+        theirs = (roster.c.user == sa.bindparam("name"), roster.c.course == sa.bindparam("of"))
+        names = [{"name": row["user"], "of": row["course"]} for row in rows]
+        connection.execute(sa.delete(roster).where(*theirs), names)
         connection.execute(sa.insert(roster), rows)
 
 
 def _entry(row: sa.RowMapping) -> RosterEntry:
-    return RosterEntry(
-        user=row["user"],
-        course=row["course"],
-        groups=tuple(row["groups"].split(_SEPARATOR)) if row["groups"] else (),
-        mail=row["mail"],
-        starts_at=row["starts_at"],
-        ends_at=row["ends_at"],
-    )
+    values = {name: row[name] for name in RosterEntry.__dataclass_fields__}
+    groups = tuple(row["groups"].split(_SEPARATOR)) if row["groups"] else ()
+    return RosterEntry(**values | {"groups": groups})
 
 
 NAMES = (
@@ -300,29 +289,25 @@ def own_history(connection: sa.Connection, old: str, new: str) -> dict[str, int]
         .select_from(posted)
         .where(postings.c.account == account, ~_is_opening(account)),
     }
-    found = {}
-    for kind, query in queries.items():
-        number = connection.execute(sa.select(sa.func.count()).select_from(query.subquery()))
-        if count := int(number.scalar_one()):
-            found[kind] = count
-    return found
+    return {kind: count for kind, count in _count(connection, queries).items() if count}
 
 
-def count(connection: sa.Connection, user: str) -> dict[str, int]:
+def count_belongings(connection: sa.Connection, user: str) -> dict[str, int]:
     """Count the leases, tickets and shared folders of a member."""
-    conditions = {
-        "lease": (leases, leases_of(user)),
-        "ticket": (tickets, tickets.c.user == user),
-        "shared folder": (folders, folders.c.owner == user),
+    queries = {
+        "lease": sa.select(leases.c.id).where(leases_of(user)),
+        "ticket": sa.select(tickets.c.id).where(tickets.c.user == user),
+        "shared folder": sa.select(folders.c.id).where(folders.c.owner == user),
     }
-    return {
-        kind: int(
-            connection.execute(
-                sa.select(sa.func.count()).select_from(table).where(condition)
-            ).scalar_one()
-        )
-        for kind, (table, condition) in conditions.items()
+    return _count(connection, queries)
+
+
+def _count(connection: sa.Connection, queries: Mapping[str, sa.Select[Any]]) -> dict[str, int]:
+    numbers = {
+        kind: sa.select(sa.func.count()).select_from(query.subquery())
+        for kind, query in queries.items()
     }
+    return {kind: connection.execute(number).scalar_one() for kind, number in numbers.items()}
 
 
 def postings_of(connection: sa.Connection, account: str) -> tuple[int, ...]:
@@ -352,11 +337,7 @@ def leases_of(user: str) -> sa.ColumnElement[bool]:
 def give(connection: sa.Connection, old: str, new: str, sources: Mapping[str, str]) -> None:
     """Write the new name into every row of a member; the caller seals what is sealed.
 
-    Args:
-        connection: A connection in a write transaction.
-        old: The member's previous name.
-        new: The new name, which has no history of its own.
-        sources: Workspaces whose directory is renamed, old path to new path.
+    ``sources``: workspaces whose directory is renamed, old path to new path.
     """
     _give_account(connection, member_account(old), member_account(new))
     for column in NAMES:

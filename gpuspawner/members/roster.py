@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -11,13 +11,13 @@ import sqlalchemy as sa
 
 from ..core.errors import InvalidRequest, LedgerError
 from ..core.text import checked_reason
-from ..db import audit_log
 from ..db.engine import Store
 from ..ledger.grant_files import Problem, by_column, cells_of, decoded
 from ..ledger.models import check_account, group_account, member_account
 from ..ledger.prices import GPURates
 from ..ledger.pricing import open_zone, parse_moment
 from ..ledger.rules import ACTOR_ACCOUNTING
+from ..ledger.service import note
 from . import repository
 from .repository import RosterEntry
 from .service import MemberService
@@ -26,23 +26,12 @@ LONGEST = 200
 """Maximum characters of a name, a course, a group or an address."""
 
 _COLUMNS = {
-    "name": "user",
-    "member": "user",
-    "user": "user",
-    "username": "user",
-    "login": "user",
+    **dict.fromkeys(("name", "member", "user", "username", "login"), "user"),
     "course": "course",
-    "group": "groups",
-    "groups": "groups",
-    "start": "starts_at",
-    "starts": "starts_at",
-    "from": "starts_at",
-    "end": "ends_at",
-    "ends": "ends_at",
-    "until": "ends_at",
-    "mail": "mail",
-    "email": "mail",
-    "e-mail": "mail",
+    **dict.fromkeys(("group", "groups"), "groups"),
+    **dict.fromkeys(("start", "starts", "from"), "starts_at"),
+    **dict.fromkeys(("end", "ends", "until"), "ends_at"),
+    **dict.fromkeys(("mail", "email", "e-mail"), "mail"),
 }
 _WRITE = "write name and, if you like, groups, course, starts, ends, mail"
 _MAIL = re.compile(r"[^\s@<>,;]+@[^\s@<>,;]+")
@@ -168,13 +157,11 @@ def _mail(text: str) -> str:
 def _twice(found: Sequence[RosterLine]) -> Iterator[Problem]:
     lines: dict[tuple[str, str], int] = {}
     for each in found:
-        key = (each.entry.user, each.entry.course)
-        if earlier := lines.get(key):
-            of = f" for {each.entry.course}" if each.entry.course else ""
-            yield Problem(
-                each.number, f"{each.entry.user} is on line {earlier} already{of}: leave one."
-            )
-        lines.setdefault(key, each.number)
+        user, course = each.entry.user, each.entry.course
+        earlier = lines.setdefault((user, course), each.number)
+        if earlier != each.number:
+            of = f" for {course}" if course else ""
+            yield Problem(each.number, f"{user} is on line {earlier} already{of}: leave one.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,20 +211,14 @@ class RosterImport:
         return sum(change.event == event for change in self.changes)
 
 
+@dataclass(eq=False)
 class RosterService:
     """Maintains the roster."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        settings: GPURates,
-        members: MemberService,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.settings = settings
-        self.members = members
+    store: Store
+    clock: Callable[[], datetime]
+    settings: GPURates
+    members: MemberService
 
     def entries(self) -> list[RosterEntry]:
         """Return the whole roster, by name and course, including expired entries."""
@@ -272,7 +253,7 @@ class RosterService:
                     connection, (c.after for c in changes if c.event != "same"), now
                 )
                 detail = ", ".join(f"{count} {event}" for event, count in events.items() if count)
-                self._note_roster(connection, "roster import", "roster", actor, detail, now)
+                note(connection, actor, "roster import", "roster", detail, now)
         return done
 
     def end_on_roster(
@@ -302,7 +283,7 @@ class RosterService:
             repository.put_roster(connection, (_ended(entry, now) for entry in ending), now)
             name = ending[0].user
             detail = f"{course}: {reason}".strip(": ") if course else reason
-            self._note_roster(connection, "roster end", f"member:{name}", actor, detail, now)
+            note(connection, actor, "roster end", f"member:{name}", detail, now)
         return ending
 
     def see_to_roster(self) -> int:
@@ -330,21 +311,6 @@ class RosterService:
                 )
         return changed
 
-    # Helpers.
-
-    def _note_roster(
-        self,
-        connection: sa.Connection,
-        action: str,
-        subject: str,
-        actor: str,
-        detail: str,
-        now: datetime,
-    ) -> None:
-        audit_log.note(
-            connection, at=now, actor=actor, action=action, subject=subject, detail=detail
-        )
-
     def _verdict(self, entries: list[RosterEntry], now: datetime) -> RosterVerdict:
         holding = [entry for entry in entries if entry.holds(now)]
         if holding:
@@ -360,15 +326,11 @@ class RosterService:
         coming = [e for e in entries if e.starts_at and e.starts_at > now and not _over(e, now)]
         if coming:
             first = min(coming, key=lambda entry: entry.starts_at or now)
-            starts = self.roster_day(first.starts_at)
-            return RosterVerdict(
-                member=False, why=f"the time on the roster{_of(first)} starts on {starts}"
-            )
-        last = max(entries, key=lambda entry: entry.ends_at or now)
-        ended = self.roster_day(last.ends_at, end=True)
-        return RosterVerdict(
-            member=False, why=f"the time on the roster{_of(last)} ended on {ended}"
-        )
+            why = f"{_of(first)} starts on {self.roster_day(first.starts_at)}"
+        else:
+            last = max(entries, key=lambda entry: entry.ends_at or now)
+            why = f"{_of(last)} ended on {self.roster_day(last.ends_at, end=True)}"
+        return RosterVerdict(member=False, why=f"the time on the roster{why}")
 
     def roster_day(self, moment: datetime | None, *, end: bool = False) -> str:
         """Format a time as admins write it, in the zone of ``c.GPURates.zone``.
@@ -388,25 +350,18 @@ def _changes(
     connection: sa.Connection, listed: Sequence[RosterLine], whole: bool, now: datetime
 ) -> tuple[RosterChange, ...]:
     known = {(entry.user, entry.course): entry for entry in repository.whole_roster(connection)}
-    found = [
-        RosterChange(each.number, known.get((each.entry.user, each.entry.course)), each.entry)
-        for each in listed
-    ]
-    if whole:
-        found += _left_out(known.values(), [each.entry for each in listed], now)
+    found = []
+    missing = dict(known)
+    for each in listed:
+        key = (each.entry.user, each.entry.course)
+        found.append(RosterChange(each.number, known.get(key), each.entry))
+        missing.pop(key, None)
+    if whole:  # what is not in the file, of its courses
+        courses = {each.entry.course for each in listed}
+        for entry in missing.values():
+            if entry.course in courses and not _over(entry, now):
+                found.append(RosterChange(0, entry, _ended(entry, now)))
     return tuple(found)
-
-
-def _left_out(
-    known: Collection[RosterEntry], listed: Sequence[RosterEntry], now: datetime
-) -> Iterator[RosterChange]:
-    """Yield the entries of the same courses that are missing in a complete file."""
-    courses = {entry.course for entry in listed}
-    there = {(entry.user, entry.course) for entry in listed}
-    for entry in known:
-        missing = entry.course in courses and (entry.user, entry.course) not in there
-        if missing and not _over(entry, now):
-            yield RosterChange(0, entry, _ended(entry, now))
 
 
 def _ended(entry: RosterEntry, now: datetime) -> RosterEntry:

@@ -71,22 +71,15 @@ def require_member(connection: sa.Connection, user: str) -> None:
         raise MembershipEnded(why=known.reason)
 
 
+@dataclass(eq=False)
 class MemberService:
     """Manages memberships, and what former members still have."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        settings: GPUMembers,
-        line: QueueState,
-        log: logging.Logger,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.settings = settings
-        self.line = line
-        self.log = log
+    store: Store
+    clock: Callable[[], datetime]
+    settings: GPUMembers
+    line: QueueState
+    log: logging.Logger
 
     @property
     def membership_grace(self) -> timedelta:
@@ -177,7 +170,7 @@ class MemberService:
     ) -> bool:
         if repository.begin_membership(connection, user, now):
             repository.update_membership(connection, user, by_roster=by_roster)
-            self._note_membership(connection, user, "membership began", actor, "", now)
+            _note(connection, user, "membership began", actor, "", now)
             return True
         known = repository.find_membership(connection, user, lock=True)
         if known is None:
@@ -190,10 +183,14 @@ class MemberService:
         if known.ended_at is None:
             return True
         detail = f"it had ended at {known.ended_at:%Y-%m-%d %H:%M} UTC: {known.reason}"
-        self._note_membership(connection, user, "membership returned", actor, detail, now)
-        for lease in self._open_of(connection, user):
+        _note(connection, user, "membership returned", actor, detail, now)
+        for lease in _open_of(connection, user):
             if not lease.outcome and now < known.ended_at + self.membership_grace:
-                notifications_repository.add(connection, _goes_on_again(lease, known.ended_at, now))
+                key = f"membership_returned:{lease.id}:{_since(known.ended_at)}"
+                told = compose(
+                    "membership_returned", NoticeKind.SESSION_ENDS, key, user, now, lease=lease
+                )
+                notifications_repository.add(connection, told)
         return True
 
     def _end_membership(
@@ -208,7 +205,7 @@ class MemberService:
         elif known.ended_at:
             return False
         repository.update_membership(connection, user, ended_at=now, reason=reason, actor=actor)
-        self._note_membership(connection, user, "membership ended", actor, reason, now)
+        _note(connection, user, "membership ended", actor, reason, now)
         return True
 
     def _see_to(
@@ -218,14 +215,16 @@ class MemberService:
         known = repository.find_membership(connection, user, lock=True)
         if known is None or known.ended_at is None:
             return [], False  # they returned meanwhile
-        waiting = self._waiting_of(connection, user)
+        waiting = _waiting_of(connection, user)
         for ticket in waiting:
             reason = f"your membership has ended: {known.reason}"
             queue_repository.end_ticket(connection, ticket.id, now, GONE, reason)
-            notifications_repository.add(connection, _place_gone(ticket, known.reason, now))
+            key, kind = f"ticket_ended:{ticket.id}", NoticeKind.TICKET_ENDED
+            gone = compose("membership_ended_in_line", kind, key, user, now, reason=known.reason)
+            notifications_repository.add(connection, gone)
         told = bool(waiting)
         stops_at = known.ended_at + self.membership_grace
-        for lease in self._open_of(connection, user):
+        for lease in _open_of(connection, user):
             if lease.outcome:
                 continue
             if now < stops_at:
@@ -238,50 +237,30 @@ class MemberService:
                 told = True
         return [ticket.id for ticket in waiting], told
 
-    def _waiting_of(self, connection: sa.Connection, user: str) -> list[Ticket]:
-        mine = [ticket.id for ticket in queue_repository.open_of_member(connection, user)]
-        locked = [
-            queue_repository.get_ticket(connection, ticket_id, lock=True) for ticket_id in mine
-        ]
-        return [ticket for ticket in locked if not ticket.outcome]
-
-    def _open_of(self, connection: sa.Connection, user: str) -> list[Lease]:
-        mine = [x.id for x in leases_repository.open_leases(connection) if x.server.user == user]
-        locked = [leases_repository.get(connection, lease_id, lock=True) for lease_id in mine]
-        return [lease for lease in locked if lease.state is not LeaseState.ENDED]
-
     def _drop(self, tickets_gone: list[str]) -> None:
         if tickets_gone:
             with self.line.lock:
                 for ticket_id in tickets_gone:
                     self.line.drop(ticket_id)
 
-    def _note_membership(
-        self,
-        connection: sa.Connection,
-        user: str,
-        action: str,
-        actor: str,
-        detail: str,
-        now: datetime,
-    ) -> None:
-        subject = member_account(user)
-        audit_log.note(
-            connection,
-            at=now,
-            actor=actor,
-            action=action,
-            subject=subject,
-            detail=detail,
-        )
+
+def _waiting_of(connection: sa.Connection, user: str) -> list[Ticket]:
+    mine = [ticket.id for ticket in queue_repository.open_of_member(connection, user)]
+    locked = [queue_repository.get_ticket(connection, ticket_id, lock=True) for ticket_id in mine]
+    return [ticket for ticket in locked if not ticket.outcome]
 
 
-# Notices to members.
+def _open_of(connection: sa.Connection, user: str) -> list[Lease]:
+    mine = [x.id for x in leases_repository.open_leases(connection) if x.server.user == user]
+    locked = [leases_repository.get(connection, lease_id, lock=True) for lease_id in mine]
+    return [lease for lease in locked if lease.state is not LeaseState.ENDED]
 
 
-def _place_gone(ticket: Ticket, why: str, now: datetime) -> Notice:
-    key, kind = f"ticket_ended:{ticket.id}", NoticeKind.TICKET_ENDED
-    return compose("membership_ended_in_line", kind, key, ticket.server.user, now, reason=why)
+def _note(
+    connection: sa.Connection, user: str, action: str, actor: str, detail: str, now: datetime
+) -> None:
+    subject = member_account(user)
+    audit_log.note(connection, at=now, actor=actor, action=action, subject=subject, detail=detail)
 
 
 def _stops_soon(lease: Lease, known: Membership, stops_at: datetime, now: datetime) -> Notice:
@@ -296,11 +275,6 @@ def _stops_soon(lease: Lease, known: Membership, stops_at: datetime, now: dateti
         reason=known.reason,
         stops_at=stops_at,
     )
-
-
-def _goes_on_again(lease: Lease, ended_at: datetime, now: datetime) -> Notice:
-    key, user = f"membership_returned:{lease.id}:{_since(ended_at)}", lease.server.user
-    return compose("membership_returned", NoticeKind.SESSION_ENDS, key, user, now, lease=lease)
 
 
 def _stopped(lease: Lease, known: Membership, now: datetime) -> Notice:

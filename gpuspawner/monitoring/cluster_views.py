@@ -4,9 +4,8 @@ Everybody sees every device: its state, since when it is leased and what it does
 shown to admins, to its own member and, if the site allows it, to all members. Only admins see the
 driver's error messages and the notes that admins wrote.
 
-However many users watch, the picture is taken once, in a thread, and serialized once for each kind
-of viewer. A viewer's buffer holds one picture, and a newer one replaces it. So a slow viewer gets
-fewer pictures, and one that never reads is disconnected.
+The picture is taken once for all viewers, and serialized once for each kind of viewer. A newer one
+replaces one that waits to be sent, and a viewer that never reads is disconnected.
 """
 
 from __future__ import annotations
@@ -280,19 +279,13 @@ EVERY = 2.0
 TAKES_IN = 30.0
 """Seconds in which a viewer has to read what was sent."""
 LASTS = 60.0
-"""Maximum seconds of a stream.
-
-Then the browser connects again, which checks the user's permissions again.
-"""
+"""Maximum seconds of a stream; then the browser connects again, with its permissions checked."""
 MOST_OF_ONE = 8
 """Maximum number of streams per member."""
 MOST = 1000
 """Maximum number of streams."""
 AT_ONCE, PAUSE = 8, 0.01
-"""Viewers that are served at once, and seconds between two such batches.
-
-The pause keeps the event loop free for other work.
-"""
+"""Viewers that are served at once, and seconds for other work between two such batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,10 +332,7 @@ class Viewer:
         self._new.set()
 
     async def next(self, seconds: float) -> str | None:
-        """Return the next events, or None after ``seconds`` or if the client has disconnected.
-
-        If nothing has changed, the events only contain the time.
-        """
+        """Return the next events; None after ``seconds``, or if the client has disconnected."""
         try:
             await asyncio.wait_for(self._new.wait(), max(0.0, seconds))
         except asyncio.TimeoutError:
@@ -374,7 +364,8 @@ class LiveCluster:
 
     def join(self, user: str, sight: ViewerScope) -> Viewer:
         """Add a viewer. Raises TooManyViewers."""
-        if len(self._viewers) >= MOST or self._of(user) >= MOST_OF_ONE:
+        own = sum(viewer.user == user for viewer in self._viewers)
+        if len(self._viewers) >= MOST or own >= MOST_OF_ONE:
             raise TooManyViewers
         viewer = Viewer(user, sight)
         self._viewers.append(viewer)
@@ -388,14 +379,6 @@ class LiveCluster:
     def leave(self, viewer: Viewer) -> None:
         """Remove a viewer."""
         self._viewers.remove(viewer)
-
-    @property
-    def watched(self) -> int:
-        """The number of viewers."""
-        return len(self._viewers)
-
-    def _of(self, user: str) -> int:
-        return sum(viewer.user == user for viewer in self._viewers)
 
     async def _go_on(self) -> None:
         """Take pictures until there are no viewers."""
@@ -495,11 +478,7 @@ class ClusterStream(ClusterHandler, APIHandler):
     _viewer: Viewer | None = None
 
     async def prepare(self) -> None:
-        """Look up the user, one request at a time.
-
-        All browsers connect again at once after a restart of the service. One look-up at a time
-        leaves the Hub free for other requests in between.
-        """
+        """Look up the user, one request at a time: after a restart all browsers connect at once."""
         async with self.application.settings.setdefault("live_asks", asyncio.Semaphore(1)):
             await super().prepare()
 

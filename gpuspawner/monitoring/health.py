@@ -1,11 +1,8 @@
 """Health of devices: symptoms in samples, and the verdict that follows. Pure.
 
-Each possible fault is a named cause, for which an admin sets an action: ``ignore``, ``watch`` (it
-is shown) or ``drain`` (no new leases on the device). ``README.md`` has both tables.
-
-A device is ``fine``, on ``watch``, or ``sick``. A sick one gets no new leases. It returns after a
-time without any symptom and a successful probe. A device that relapses stays out twice as long each
-time, and after a few relapses within a day until an admin returns it.
+For each cause an admin sets an action: ``ignore``, ``watch`` (it is shown) or ``drain``. A sick
+device gets no new leases, and returns after a time without any symptom and a successful probe. The
+time doubles with each relapse; after a few within a day, only an admin returns it.
 """
 
 from __future__ import annotations
@@ -113,12 +110,6 @@ class SymptomWindow:
     def going_on(self) -> frozenset[str]:
         """The causes that continue, including those that have not lasted long enough to count."""
         return frozenset(self._lasted)
-
-    def take(self) -> tuple[Symptom, ...]:
-        """Return the result of :meth:`look`, once."""
-        found = self.look()
-        self.judged()
-        return found
 
     def judged(self) -> None:
         """Mark everything that happened as judged."""
@@ -347,12 +338,8 @@ def probe_is_due(policy: HealthPolicy, state: HealthState, now: datetime) -> boo
     if state.verdict != SICK or needs_admin(policy, state):
         return False
     last = max(filter(None, (state.last_at, state.probed_at)), default=state.since)
-    return _passed(last, now) >= quiet_of(policy, state)
-
-
-def quiet_of(policy: HealthPolicy, state: HealthState) -> timedelta:
-    """Return how long it must be without symptoms: twice as long with each relapse."""
-    return min(LONGEST_QUIET, policy.quiet * 2 ** min(max(0, state.falls - 1), 20))
+    quiet = policy.quiet * 2 ** min(max(0, state.falls - 1), 20)  # twice as long with each relapse
+    return _passed(last, now) >= min(LONGEST_QUIET, quiet)
 
 
 def needs_admin(policy: HealthPolicy, state: HealthState) -> bool:

@@ -1,8 +1,6 @@
 """Sick devices: drained, their users told and refunded, and returned to service.
 
-The sampling process reports symptoms. The verdicts are in the store, and each change of one is a
-single transaction with all its consequences: if the process is killed, all of it or nothing was
-done.
+Each change of a verdict is a single transaction with all its consequences.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from ..db.engine import Store
 from ..devices import closures
 from ..devices import repository as devices_repository
 from ..devices.closures import HEALTH, KEEPER, LEAK, Closure
-from ..devices.models import Device
 from ..devices.repository import SickLease, StoredHealth
 from ..devices.service import MachineService, closed_devices
 from ..devices.snapshots import InventoryCache
@@ -34,12 +31,11 @@ from ..ledger import rules as ledger_rules
 from ..ledger.service import note, refund_lease, refundable
 from ..notifications import repository as notifications_repository
 from ..notifications.messages import compose
-from ..notifications.models import Notice, NoticeKind
+from ..notifications.models import NoticeKind
 from .health import (
     SICK,
     HealthPolicy,
     HealthState,
-    HealthVerdict,
     Symptom,
     checked_actions,
     judge,
@@ -195,24 +191,16 @@ class GPUHealth(LoggingConfigurable):
         return HealthPolicy(actions, timedelta(minutes=self.quiet_minutes), self.max_relapses)
 
 
+@dataclass(eq=False)
 class HealthService:
     """Tracks sick devices: drains them, tells their users, and refunds credits."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        settings: GPUHealth,
-        inventory: InventoryCache,
-        machines: MachineService,
-        log: logging.Logger,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.settings = settings
-        self.inventory = inventory
-        self.machines = machines
-        self.log = log
+    store: Store
+    clock: Callable[[], datetime]
+    settings: GPUHealth
+    inventory: InventoryCache
+    machines: MachineService
+    log: logging.Logger
 
     def device_states(self) -> dict[str, StoredHealth]:
         """Return the health of every device that was ever judged, by UUID."""
@@ -272,15 +260,11 @@ class HealthService:
         now = self.clock()
         with self.store.read() as connection:
             known = devices_repository.open_sick_leases(connection)
-            mine = (
-                [x for x in leases_repository.open_leases(connection) if x.id in known]
-                if known
-                else []
-            )
+            opened = leases_repository.open_leases(connection) if known else []
         return [
             AffectedServer(lease, known[lease.id], self.sick_promise(known[lease.id], now))
-            for lease in mine
-            if lease.server.user == user
+            for lease in opened
+            if lease.id in known and lease.server.user == user
         ]
 
     def settle_sick(self) -> int:
@@ -302,9 +286,10 @@ class HealthService:
         if self.machines.delegate is None:
             return False
         closed = closed_devices(self.store.run(closures.load))
-        if closed.get(uuid) is None or self.machines.closed_on(uuid, closed.keys() - {uuid}):
+        mine = closed.get(uuid)
+        if mine is None or self.machines.closed_on(uuid, closed.keys() - {uuid}):
             return True
-        if closed[uuid].actor != HEALTH:
+        if mine.actor != HEALTH:
             return True
         try:
             self.machines.delegate.reopen(uuid)
@@ -322,7 +307,7 @@ class HealthService:
             before = devices_repository.get_health(connection, uuid) or StoredHealth(
                 uuid, HealthState(since=now)
             )
-            verdict: HealthVerdict = judge(policy, before.state, it.symptoms, now, it.going_on)
+            verdict = judge(policy, before.state, it.symptoms, now, it.going_on)
             if verdict.state != before.state:
                 devices_repository.put_health(connection, replace(before, state=verdict.state))
             if verdict.event == "sick":
@@ -351,34 +336,25 @@ class HealthService:
         if closures.close(connection, Closure(uuid, now, HEALTH, reason)):
             note(connection, HEALTH, "drain", uuid, reason, now)
         fault_at = state.fault_at or now
-        known = {
-            each.uuid: each
-            for each in devices_repository.load_devices(connection, self.inventory.source.name)
-        }
+        known = devices_repository.load_devices(connection, self.inventory.source.name)
         told = devices_repository.holders_of_device(connection, uuid, fault_at)
         for lease in told:
             sick = SickLease(lease.id, uuid, state.cause, state.reason, fault_at, now)
             devices_repository.note_sick_lease(connection, sick)
-            notifications_repository.add(
-                connection, self._warning(lease, sick, known.get(uuid), now)
+            warning = compose(
+                "gpu_sick",
+                NoticeKind.GPU_SICK,
+                f"gpu_sick:{lease.id}",
+                lease.server.user,
+                now,
+                lease=lease,
+                device=next((each for each in known if each.uuid == uuid), None),
+                sick=sick,
+                reason=sick.reason,
+                refund=self.sick_promise(sick, now),
             )
+            notifications_repository.add(connection, warning)
         return told
-
-    def _warning(
-        self, lease: Lease, sick: SickLease, device: Device | None, now: datetime
-    ) -> Notice:
-        return compose(
-            "gpu_sick",
-            NoticeKind.GPU_SICK,
-            f"gpu_sick:{lease.id}",
-            lease.server.user,
-            now,
-            lease=lease,
-            device=device,
-            sick=sick,
-            reason=sick.reason,
-            refund=self.sick_promise(sick, now),
-        )
 
     def sick_promise(self, sick: SickLease, now: datetime) -> str:
         """Return the refund that the member will get, as a sentence; empty if none."""

@@ -2,10 +2,9 @@
 
 A server has idle credit, in seconds, and loses a second of it with every second in which its GPUs
 are idle. Work earns credit: a second at full use earns :attr:`IdlePolicy.gain` seconds, up to
-:attr:`IdlePolicy.most_minutes`. So a long run keeps its server for as long as it lasts, whether or
-not anybody watches; members who worked much may take longer breaks; and a trickle of fake work,
-which earns in proportion to its share of a GPU, has no effect. While kernels have output, credit
-decreases more slowly but does not stand still: a printing loop is no GPU work.
+:attr:`IdlePolicy.most_minutes`. So a long run keeps its server, who worked much may take a longer
+break, and a trickle of fake work has no effect. While kernels have output, credit decreases more
+slowly but does not stand still: a printing loop is no GPU work.
 
 At zero credit the member is warned. Working again keeps the server, snoozing gives more time, a few
 times; otherwise it is stopped when the countdown ends. Unknown is not idle: while a GPU does not
@@ -136,10 +135,9 @@ def credit_after(policy: IdlePolicy, credit: float, it: Activity) -> float:
 
 
 def after_gap(state: IdleState, gap: timedelta) -> IdleState:
-    """Return the state after a period without samples.
+    """Return the state after a time without samples, which extends a countdown.
 
-    The service was down, or only the clock says that time has passed. Nobody could snooze then, so
-    the countdown is extended by it.
+    The service was down, or only the clock says that time has passed: nobody could snooze then.
     """
     if state.stops_at is None or gap <= LONGEST_GAP:
         return state
@@ -155,11 +153,9 @@ def snooze(policy: IdlePolicy, state: IdleState, now: datetime) -> IdleState | N
 
 
 def activity_of(minutes: Iterable[DeviceUse], seconds: float, *, output: bool) -> Activity:
-    """Combine the use of a server's devices in the same period.
+    """Return the activity of the busiest of a server's devices in the same period.
 
-    The result is that of the busiest device, so that a server with two devices that works on one
-    counts as working. It is unknown if one of the devices did not answer, unless another one
-    worked.
+    It is unknown if one of the devices did not answer, unless another one worked.
     """
     uses: list[float] = []
     busy: list[float] = []

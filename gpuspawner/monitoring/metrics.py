@@ -3,16 +3,17 @@
 The labels ``gpu``, ``UUID`` and ``modelName`` are those of NVIDIA's dcgm-exporter, so that its
 series and ours can be joined; ``group`` is the lease's group.
 
-``metrics`` is for holders of the scope ``custom:gpuspawner:read:metrics``, and for admins. All
-figures come from the store, so they are right after a restart of any part. What grows for years is
-read from totals.
+All figures come from the store, so they are right after a restart of any part. What grows for years
+is read from totals.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -40,17 +41,17 @@ LABELS = ("gpu", "UUID", "modelName", "group")
 _GAUGES: tuple[tuple[str, str, Callable[[DeviceUse], float | None]], ...] = (
     (
         "use_percent",
-        "Percent of the last minute in which kernels ran; none of a MIG instance",
+        "Percent of the last minute in which kernels ran; absent for a MIG instance",
         lambda minute: minute.use,
     ),
     (
         "busy_ratio",
-        "Part of the last minute, as far as it is known, in which the GPU worked",
+        "Share of the last minute in which the GPU worked, as far as that is known",
         lambda minute: minute.busy / minute.known if minute.known else None,
     ),
     (
         "memory_used_bytes",
-        "Bytes of memory in use at most in the last minute",
+        "Most bytes of memory in use at once in the last minute",
         lambda minute: minute.memory_max if minute.known else None,
     ),
     ("power_watts", "Mean power in the last minute", lambda minute: minute.watts),
@@ -61,12 +62,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[DeviceUse], float | None]], ...] = (
     ),
     (
         "strangers",
-        "Compute processes of no lease in the last minute",
+        "Compute processes without a lease in the last minute",
         lambda minute: minute.strangers if minute.known else None,
     ),
     (
         "answers",
-        "0 when the GPU did not answer throughout the last minute",
+        "1 if the GPU answered throughout the last minute, else 0",
         lambda minute: float(not minute.error),
     ),
 )
@@ -77,67 +78,76 @@ def of_devices(
 ) -> Iterator[Metric]:
     """Yield every gauge of every sampled device."""
     groups = {uuid: lease.group for lease in leases for uuid in lease.uuids}
-    found = [(device, minutes[device.uuid]) for device in devices if device.uuid in minutes]
+    found = [
+        ([*_labels(device), groups.get(device.uuid, "")], minutes[device.uuid])
+        for device in devices
+        if device.uuid in minutes
+    ]
     for name, what, read in _GAUGES:
-        family = GaugeMetricFamily(f"gpuspawner_device_{name}", what, labels=LABELS)
-        for device, minute in found:
-            if (value := read(minute)) is not None:
-                family.add_metric(_labels(device, groups), value)
-        yield family
-    family = GaugeMetricFamily(
-        "gpuspawner_device_xid",
+        values = ((labels, read(minute)) for labels, minute in found)
+        known = [(labels, value) for labels, value in values if value is not None]
+        yield _gauges(f"device_{name}", what, LABELS, known)
+    yield _gauges(
+        "device_xid",
         "Errors (Xid) that the driver reported in the last minute",
-        labels=(*LABELS, "xid"),
+        (*LABELS, "xid"),
+        (([*labels, str(xid)], 1) for labels, minute in found for xid in minute.xids),
     )
-    for device, minute in found:
-        for xid in minute.xids:
-            family.add_metric([*_labels(device, groups), str(xid)], 1)
-    yield family
 
 
 def of_health(devices: Iterable[Device], known: Mapping[str, StoredHealth]) -> Iterator[Metric]:
     """Yield the health of each device that was ever judged, and the causes of sick ones."""
-    verdicts = GaugeMetricFamily(
-        "gpuspawner_device_health",
-        "0: fine, 1: on watch, 2: sick, and given to nobody new",
-        labels=LABELS[:3],
+    found = [(_labels(it), known[it.uuid].state) for it in devices if it.uuid in known]
+    yield _gauges(
+        "device_health",
+        "0: fine, 1: on watch, 2: sick, so that it gets no new leases",
+        LABELS[:3],
+        ((labels, VERDICTS.index(state.verdict)) for labels, state in found),
     )
-    causes = GaugeMetricFamily(
-        "gpuspawner_device_sick", "1: sick, and for which cause", labels=(*LABELS[:3], "cause")
+    yield _gauges(
+        "device_sick",
+        "1 for each sick GPU, by cause",
+        (*LABELS[:3], "cause"),
+        (([*labels, state.cause], 1) for labels, state in found if state.verdict == SICK),
     )
-    falls = GaugeMetricFamily(
-        "gpuspawner_device_falls",
+    yield _gauges(
+        "device_falls",
         "How often it fell sick, each time within a day of the one before",
-        labels=LABELS[:3],
+        LABELS[:3],
+        ((labels, state.falls) for labels, state in found),
     )
-    for device in devices:
-        if device.uuid not in known:
-            continue
-        state, labels = known[device.uuid].state, _labels(device, {})[:3]
-        verdicts.add_metric(labels, VERDICTS.index(state.verdict))
-        falls.add_metric(labels, state.falls)
-        if state.verdict == SICK:
-            causes.add_metric([*labels, state.cause], 1)
-    yield from (verdicts, causes, falls)
 
 
 def of_drains(closed: Mapping[str, Closure]) -> Metric:
     """Return how many devices get no new leases, by reason."""
-    family = GaugeMetricFamily(
-        "gpuspawner_devices_drained", "GPUs that are given to nobody new, by why", labels=["reason"]
-    )
     actors = Counter(
         each.actor if each.actor in (HEALTH, LEAK) else "admin"
         for uuid, each in closed.items()
         if uuid != GRANTING and kept_for(each) is None
     )
-    for reason in (HEALTH, LEAK, "admin"):
-        family.add_metric([reason], actors[reason])
+    what = "GPUs that get no new leases, by reason"
+    counts = (([reason], actors[reason]) for reason in (HEALTH, LEAK, "admin"))
+    return _gauges("devices_drained", what, ["reason"], counts)
+
+
+def _labels(device: Device) -> list[str]:
+    return [str(device.index), device.uuid, device.model]
+
+
+def _family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    what: str,
+    labels: Sequence[str],
+    values: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    family = kind(f"gpuspawner_{name}", what, labels=labels)
+    for named, value in values:
+        family.add_metric(named, value)
     return family
 
 
-def _labels(device: Device, groups: Mapping[str, str]) -> list[str]:
-    return [str(device.index), device.uuid, device.model, groups.get(device.uuid, "")]
+_gauges, _counters = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
 
 
 NO_SCOPE = (
@@ -146,20 +156,15 @@ NO_SCOPE = (
 )
 
 
+@dataclass(eq=False)
 class HubCollector(Collector):
     """All metrics of one site. Blocks: use :meth:`gpuspawner.services.Services.run`."""
 
-    def __init__(
-        self,
-        services: Services,
-        rounds: Mapping[str, int] | None = None,
-        duties: Mapping[str, Duty] | None = None,
-    ) -> None:
-        self.services = services
-        self.duties = {} if duties is None else duties
-        """The state of each of the service's duties, by name."""
-        self.rounds = {} if rounds is None else rounds
-        """Finished rounds of each of the service's duties, by name."""
+    services: Services
+    rounds: Mapping[str, int] = field(default_factory=dict)
+    """Finished rounds of each of the service's duties, by name."""
+    duties: Mapping[str, Duty] = field(default_factory=dict)
+    """The state of each of the service's duties, by name."""
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format. Raises StoreUnavailable."""
@@ -178,46 +183,42 @@ class HubCollector(Collector):
         moved, used, opened = self.services.reports.until_now()
         yield from self._credits(moved, opened)
         yield from self._leases(used, opened)
-        yield from self._use(used, opened, now)
+        yield self._use(used, opened, now)
         yield from self._jobs()
         yield from self._devices(opened)
-        yield from self._line(used, now)
+        yield from self._line(used.waits, now)
         yield _gauge(
-            "gpuspawner_charge_lag_seconds",
-            "For how long the running lease was not charged that waits longest for it",
+            "charge_lag_seconds",
+            "Longest time for which a running lease has not been charged",
             max((_uncharged(lease, now) for lease in opened), default=0.0),
         )
         yield _gauge(
-            "gpuspawner_clock_step_seconds",
-            "By how much the wall clock was set, while times do not follow it",
+            "clock_step_seconds",
+            "By how much the wall clock was set without the service's times following it",
             self.services.time.step.total_seconds(),
         )
-        family = CounterMetricFamily(
-            "gpuspawner_duty_rounds",
-            "Finished rounds of each duty of the accounting service since it started",
-            labels=["duty"],
-        )
-        for duty, count in sorted(self.rounds.items()):
-            family.add_metric([_label(duty)], count)
-        yield family
         yield from self._duties()
 
     def _duties(self) -> Iterator[Metric]:
-        running = GaugeMetricFamily(
-            "gpuspawner_duty_running",
+        yield _counters(
+            "duty_rounds",
+            "Finished rounds of each duty of the accounting service since it started",
+            ["duty"],
+            (([_label(duty)], count) for duty, count in sorted(self.rounds.items())),
+        )
+        duties = [([_label(name)], duty) for name, duty in sorted(self.duties.items())]
+        yield _gauges(
+            "duty_running",
             "1 while a duty of the accounting service runs, 0 between a failure and its restart",
-            labels=["duty"],
+            ["duty"],
+            ((labels, float(duty.is_running)) for labels, duty in duties),
         )
-        failures = CounterMetricFamily(
-            "gpuspawner_duty_failures",
+        yield _counters(
+            "duty_failures",
             "Failures of each duty of the accounting service, after which it was started again",
-            labels=["duty"],
+            ["duty"],
+            ((labels, duty.failures) for labels, duty in duties),
         )
-        for name, duty in sorted(self.duties.items()):
-            running.add_metric([_label(name)], float(duty.is_running))
-            failures.add_metric([_label(name)], duty.failures)
-        yield running
-        yield failures
 
     def _credits(self, moved: SystemTotals, opened: Collection[Lease]) -> Iterator[Metric]:
         for name, what, total in (
@@ -228,90 +229,70 @@ class HubCollector(Collector):
         ):
             yield CounterMetricFamily(f"gpuspawner_credits_{name}", what, total / MICRO)
         held = sum(lease.held for lease in opened)
-        yield _gauge("gpuspawner_credits_held", "Credits on hold for open leases", held / MICRO)
-        yield _gauge(
-            "gpuspawner_credits_balance", "Credits on all accounts together", moved.left / MICRO
-        )
+        yield _gauge("credits_held", "Credits on hold for open leases", held / MICRO)
+        yield _gauge("credits_balance", "Credits on all accounts together", moved.left / MICRO)
 
     def _leases(self, used: TotalUse, opened: Collection[Lease]) -> Iterator[Metric]:
-        family = GaugeMetricFamily("gpuspawner_leases", "Open leases", labels=["state"])
         states = Counter(lease.state for lease in opened)
-        for state in (LeaseState.GRANTED, LeaseState.RUNNING):
-            family.add_metric([state.value], states[state])
-        yield family
-        ended = CounterMetricFamily(
-            "gpuspawner_leases_ended", "Leases that ended, by how", labels=["outcome"]
-        )
-        for outcome, count in sorted(used.ended.items()):
-            ended.add_metric([outcome or "stopped"], count)
-        yield ended
+        counts = (([x.value], states[x]) for x in (LeaseState.GRANTED, LeaseState.RUNNING))
+        yield _gauges("leases", "Open leases", ["state"], counts)
+        ended = (([outcome or "stopped"], count) for outcome, count in sorted(used.ended.items()))
+        what = "Leases that ended, by outcome"
+        yield _counters("leases_ended", what, ["outcome"], ended)
 
-    def _use(self, used: TotalUse, opened: Collection[Lease], now: datetime) -> Iterator[Metric]:
-        seconds = dict(used.seconds)
+    def _use(self, used: TotalUse, opened: Collection[Lease], now: datetime) -> Metric:
+        seconds = defaultdict(float, used.seconds)
         for lease in opened:
+            lasted = (now - lease.started_at).total_seconds() if lease.started_at else 0.0
             for device in lease.devices if lease.started_at else ():
-                lasted = (now - lease.started_at).total_seconds() if lease.started_at else 0.0
-                key = (device.model, lease.group)
-                seconds[key] = seconds.get(key, 0.0) + max(0.0, lasted)
-        family = CounterMetricFamily(
-            "gpuspawner_gpu_seconds", "Seconds of leased GPUs", labels=["model", "group"]
-        )
-        for (model, group), amount in sorted(seconds.items()):
-            family.add_metric([model, group], amount)
-        yield family
+                seconds[device.model, lease.group] += max(0.0, lasted)
+        what, labels = "Seconds of leased GPUs", ["model", "group"]
+        return _counters("gpu_seconds", what, labels, sorted(seconds.items()))
 
     def _jobs(self) -> Iterator[Metric]:
-        found = self.services.reports.use_of_all_jobs()
+        found = sorted(self.services.reports.use_of_all_jobs().items())
         if not found:  # as without a cluster
             return
-        seconds = CounterMetricFamily(
-            "gpuspawner_batch_gpu_seconds",
-            "Seconds of GPUs that jobs beside servers had, as far as they were read",
-            labels=["model"],
+        yield _counters(
+            "batch_gpu_seconds",
+            "GPU-seconds of cluster jobs beside servers, as far as they were read",
+            ["model"],
+            (([model], used.seconds) for model, used in found),
         )
-        jobs = CounterMetricFamily(
-            "gpuspawner_batch_jobs", "Jobs beside servers that had a GPU", labels=["model"]
+        yield _counters(
+            "batch_jobs",
+            "Cluster jobs beside servers that had a GPU",
+            ["model"],
+            (([model], used.jobs) for model, used in found),
         )
-        for model, used in sorted(found.items()):
-            seconds.add_metric([model], used.seconds)
-            jobs.add_metric([model], used.jobs)
-        yield seconds
-        yield jobs
 
     def _devices(self, opened: Collection[Lease]) -> Iterator[Metric]:
-        family = GaugeMetricFamily(
-            "gpuspawner_devices", "GPUs by what they are doing", labels=["model", "state"]
-        )
         overview = self.services.monitoring.overview()
-        for (model, state), count in sorted(
-            Counter((view.device.model, view.state) for view in overview.devices).items()
-        ):
-            family.add_metric([model, state], count)
-        yield family
-        yield _gauge("gpuspawner_devices_seen", "1 when the GPUs can be seen", not overview.error)
+        counts = Counter((view.device.model, view.state) for view in overview.devices)
+        what, labels = "GPUs by state", ["model", "state"]
+        yield _gauges("devices", what, labels, sorted(counts.items()))
+        yield _gauge("devices_seen", "1 when the GPUs can be seen", not overview.error)
         devices = [view.device for view in overview.devices]
         yield from of_devices(devices, self.services.monitoring.use_now(), opened)
         yield from of_health(devices, self.services.health.device_states())
         yield of_drains(self.services.devices.closures())
 
-    def _line(self, used: TotalUse, now: datetime) -> Iterator[Metric]:
+    def _line(self, waits: Sequence[float], now: datetime) -> Iterator[Metric]:
         waiting = self.services.queue.waiting()
-        yield _gauge("gpuspawner_queue_length", "Tickets that wait", len(waiting))
+        yield _gauge("queue_length", "Tickets that wait", len(waiting))
         oldest = max((now - ticket.created_at for ticket in waiting), default=timedelta())
         yield _gauge(
-            "gpuspawner_queue_oldest_seconds",
-            "How long the ticket has waited that waits longest",
+            "queue_oldest_seconds",
+            "How long the oldest ticket in the queue has waited",
             max(0.0, oldest.total_seconds()),
         )
-        waits = used.waits
-        family = GaugeMetricFamily(
-            "gpuspawner_queue_wait_seconds",
-            "How long those waited whose GPUs were granted in the last 24 hours",
-            labels=["quantile"],
+        parts = (0.5, 0.9, 1.0) if waits else ()
+        yield _gauges(
+            "queue_wait_seconds",
+            "How long the tickets granted in the last 24 hours had waited",
+            ["quantile"],
+            (([f"{part:g}"], waits[round(part * (len(waits) - 1))]) for part in parts),
         )
-        for part in (0.5, 0.9, 1.0) if waits else ():
-            family.add_metric([f"{part:g}"], waits[round(part * (len(waits) - 1))])
-        yield family
 
 
 def _label(duty: str) -> str:
@@ -327,7 +308,7 @@ def _uncharged(lease: Lease, now: datetime) -> float:
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:
-    family: Metric = GaugeMetricFamily(name, what, value)
+    family: Metric = GaugeMetricFamily(f"gpuspawner_{name}", what, value)
     return family
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
+from functools import reduce
+from operator import or_
+from typing import Any
 
 from ..devices.models import DeviceProcess
 
@@ -178,9 +181,6 @@ def combine(some: Iterable[DeviceUse], since: datetime, seconds: int) -> DeviceU
         raise ValueError("there is nothing to combine")
     temperatures = [p.celsius_max for p in parts if p.celsius_max is not None]
     clocks = [p.sm_mhz_max for p in parts if p.sm_mhz_max is not None]
-    throttle = 0
-    for part in parts:
-        throttle |= part.throttle
     return DeviceUse(
         uuid=parts[0].uuid,
         since=since,
@@ -196,17 +196,13 @@ def combine(some: Iterable[DeviceUse], since: datetime, seconds: int) -> DeviceU
         milliwatts_sum=sum(p.milliwatts_sum for p in parts),
         celsius_max=max(temperatures, default=None),
         sm_mhz_max=max(clocks, default=None),
-        throttle=throttle,
+        throttle=reduce(or_, (p.throttle for p in parts)),
         ecc_errors=sum(p.ecc_errors for p in parts),
-        xids=_different(xid for part in parts for xid in part.xids),
+        xids=tuple(dict.fromkeys(xid for part in parts for xid in part.xids))[:MOST_XIDS],
         processes=max(p.processes for p in parts),
         strangers=max(p.strangers for p in parts),
         error=next((p.error for p in reversed(parts) if p.error), ""),
     )
-
-
-def _different(xids: Iterable[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(xids))[:MOST_XIDS]
 
 
 class Rollups:
@@ -232,9 +228,9 @@ class Rollups:
             if current is not None and current.since != latest:
                 done.append(current)
                 current = None
-            if current is None:
-                current = DeviceUse(uuid=sample.uuid, since=latest, seconds=MINUTE)
-            self._open[sample.uuid] = self._with(current, sample)
+            second = self._second(sample, latest)
+            parts = [current, second] if current else [second]
+            self._open[sample.uuid] = combine(parts, latest, MINUTE)
         if latest is not None:  # a missing device has no more samples to complete its minute
             for uuid in [u for u, use in self._open.items() if use.since != latest]:
                 done.append(self._open.pop(uuid))
@@ -246,33 +242,29 @@ class Rollups:
         self._open.clear()
         return left
 
-    def _with(self, so_far: DeviceUse, it: Sample) -> DeviceUse:
+    def _second(self, it: Sample, since: datetime) -> DeviceUse:
+        """Return what a sample shows, as a period."""
+        one: dict[str, Any] = {"uuid": it.uuid, "since": since, "seconds": MINUTE, "samples": 1}
         if it.error:
-            xids = _different((*so_far.xids, *it.xids))
-            return replace(so_far, samples=so_far.samples + 1, error=it.error, xids=xids)
-        busy = it.busy
+            return DeviceUse(**one, xids=it.xids, error=it.error)
         compute = [p for p in it.processes or () if p.kind == "compute"]
         return DeviceUse(
-            uuid=so_far.uuid,
-            since=so_far.since,
-            seconds=so_far.seconds,
-            samples=so_far.samples + 1,
-            known=so_far.known + (busy is not None),
-            busy=so_far.busy + (busy is True),
-            measured=so_far.measured + (it.use is not None),
-            use_sum=so_far.use_sum + (it.use or 0),
-            use_max=max(so_far.use_max, it.use or 0),
-            memory_max=max(so_far.memory_max, it.used_bytes or 0),
-            powered=so_far.powered + (it.milliwatts is not None),
-            milliwatts_sum=so_far.milliwatts_sum + (it.milliwatts or 0),
-            celsius_max=_greater(so_far.celsius_max, it.celsius),
-            sm_mhz_max=_greater(so_far.sm_mhz_max, it.sm_mhz),
-            throttle=so_far.throttle | it.throttle,
-            ecc_errors=so_far.ecc_errors + self._new_ecc(it),
-            xids=_different((*so_far.xids, *it.xids)) if it.xids else so_far.xids,
-            processes=max(so_far.processes, len(compute)),
-            strangers=max(so_far.strangers, sum(map(self.is_strange, compute))),
-            error=so_far.error,
+            **one,
+            known=int(it.busy is not None),
+            busy=int(it.busy is True),
+            measured=int(it.use is not None),
+            use_sum=it.use or 0,
+            use_max=it.use or 0,
+            memory_max=it.used_bytes or 0,
+            powered=int(it.milliwatts is not None),
+            milliwatts_sum=it.milliwatts or 0,
+            celsius_max=it.celsius,
+            sm_mhz_max=it.sm_mhz,
+            throttle=it.throttle,
+            ecc_errors=self._new_ecc(it),
+            xids=it.xids,
+            processes=len(compute),
+            strangers=sum(map(self.is_strange, compute)),
         )
 
     def _new_ecc(self, it: Sample) -> int:
@@ -282,9 +274,3 @@ class Rollups:
         before = self._ecc.get(it.uuid, it.ecc_errors)
         self._ecc[it.uuid] = it.ecc_errors
         return it.ecc_errors - before if it.ecc_errors >= before else it.ecc_errors
-
-
-def _greater(one: int | None, other: int | None) -> int | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return max(one, other)

@@ -3,12 +3,8 @@
 A minute that comes twice, after the clock was set back or the service was restarted, is stored as
 one minute with both in it. An hour is made only of its minutes, so making it twice changes nothing.
 
-Minutes are exact, and summed by the database. Where minutes were deleted there are hours, and an
-hour counts for the lease that held the GPU in its middle. A GPU that several share is fully
-attributed to each of them.
-
-There are no totals of batch jobs: the database sums those within the requested period, and those
-that start before or end after it are read one by one.
+Minutes are exact. Where they were deleted there are hours, and an hour counts for the lease that
+held the GPU in its middle. A GPU that several share is fully attributed to each of them.
 """
 
 from __future__ import annotations
@@ -39,8 +35,8 @@ from .models import HOUR, MINUTE, DeviceUse, beginning, combine
 NOW_IS = timedelta(minutes=3)
 """How old the last minute may be to show a device's present use."""
 
-_NAMES = tuple(each.name for each in fields(DeviceUse))
-_COLUMNS = tuple(device_use.c[name] for name in _NAMES)
+_COLUMNS = tuple(device_use.c[each.name] for each in fields(DeviceUse))
+_STATE = tuple(each.name for each in fields(IdleState))
 
 
 def remember_use(connection: sa.Connection, minutes: Iterable[DeviceUse]) -> None:
@@ -70,7 +66,9 @@ def sum_up_use(connection: sa.Connection, now: datetime) -> int:
             & (device_use.c.since >= since)
             & (device_use.c.since < since + timedelta(hours=1))
         )
-        _put(connection, combine(_select(connection, inside), since, HOUR))
+        hour = combine(_select(connection, inside), since, HOUR)
+        connection.execute(sa.delete(device_use).where(_is(hour)))
+        connection.execute(sa.insert(device_use).values(_row(hour)))
         connection.execute(sa.update(device_use).where(inside).values(summed=True))
     return len(new)
 
@@ -124,22 +122,14 @@ def _is(minute: DeviceUse) -> sa.ColumnElement[bool]:
 
 def _select(connection: sa.Connection, wanted: sa.ColumnElement[bool]) -> list[DeviceUse]:
     query = sa.select(*_COLUMNS).where(wanted).order_by(device_use.c.since, device_use.c.uuid)
-    return [_from_row(row) for row in connection.execute(query)]
-
-
-def _put(connection: sa.Connection, use: DeviceUse) -> None:
-    connection.execute(sa.delete(device_use).where(_is(use)))
-    connection.execute(sa.insert(device_use).values(_row(use)))
+    return [
+        DeviceUse(**row | {"xids": tuple(int(xid) for xid in row["xids"].split(",") if xid)})
+        for row in map(dict, connection.execute(query).mappings())
+    ]
 
 
 def _row(use: DeviceUse) -> dict[str, Any]:
     return asdict(use) | {"xids": ",".join(map(str, use.xids))}
-
-
-def _from_row(row: Sequence[Any]) -> DeviceUse:
-    values = dict(zip(_NAMES, row, strict=True))
-    values["xids"] = tuple(int(xid) for xid in values["xids"].split(",") if xid)
-    return DeviceUse(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +157,7 @@ def get_watched(connection: sa.Connection, lease_id: str) -> WatchedLease | None
 def put_watched(connection: sa.Connection, lease_id: str, watched: WatchedLease) -> None:
     """Replace the stored state of a watched lease."""
     connection.execute(sa.delete(idle).where(idle.c.lease_id == lease_id))
-    state = watched.state
-    row = {
-        "lease_id": lease_id,
-        "credit": state.credit,
-        "judged_until": watched.judged_until,
-        "warned_at": state.warned_at,
-        "stops_at": state.stops_at,
-        "snoozes": state.snoozes,
-    }
+    row = {"lease_id": lease_id, "judged_until": watched.judged_until, **asdict(watched.state)}
     connection.execute(sa.insert(idle).values(row))
 
 
@@ -187,8 +169,7 @@ def keep_only_watched(connection: sa.Connection, lease_ids: Collection[str]) -> 
 
 
 def _watched(row: sa.RowMapping) -> WatchedLease:
-    names = ("credit", "warned_at", "stops_at", "snoozes")
-    return WatchedLease(IdleState(**{name: row[name] for name in names}), row["judged_until"])
+    return WatchedLease(IdleState(**{name: row[name] for name in _STATE}), row["judged_until"])
 
 
 _HALF = timedelta(minutes=30)
@@ -287,15 +268,9 @@ def _exact_from(connection: sa.Connection, start: datetime, end: datetime) -> da
         return end
     begins = beginning(first, HOUR)
     whole = begins if begins == first else begins + timedelta(hours=1)
-    return min(end, max(start, whole)) if _has_hours(connection, whole) else start
-
-
-def _has_hours(connection: sa.Connection, before: datetime) -> bool:
-    """Return True if there are hours that began earlier."""
-    query = sa.select(sa.literal(1)).where(
-        device_use.c.seconds == HOUR, device_use.c.since < before
-    )
-    return connection.execute(query.limit(1)).first() is not None
+    hours = sa.exists().where(device_use.c.seconds == HOUR, device_use.c.since < whole)
+    has_hours = connection.execute(sa.select(hours)).scalar_one()
+    return min(end, max(start, whole)) if has_hours else start
 
 
 def _by_minutes(
@@ -405,20 +380,15 @@ def job_use_between(
             _WHOLE.where(mine, within)
         ):
             count, model = counted_jobs(devices)
-            add(
-                0,
-                member,
-                account,
-                model,
-                LeaseUse(count * int(seconds) * 1_000_000, int(cost), jobs),
-            )
+            whole = LeaseUse(count * int(seconds) * 1_000_000, int(cost), jobs)
+            add(0, member, account, model, whole)
         there &= ~within | OPEN_JOB
     for member, account, rate, devices, began, seconds in connection.execute(
         _SINGLE.where(mine, there)
     ):
         count, model = counted_jobs(devices)
         at = max(0, bisect_right(bounds, began) - 1)
-        while at < len(found) and (bounds[at] <= began + timedelta(seconds=seconds)):
+        while at < len(found) and bounds[at] <= began + timedelta(seconds=seconds):
             both = bounds[at], bounds[at + 1]
             add(at, member, account, model, use_of_job(count, rate, began, seconds, *both))
             at += 1

@@ -34,20 +34,14 @@ BY_MINUTES = timedelta(hours=6)
 """Sessions up to this length are summed from minutes, longer ones from hours."""
 
 
+@dataclass(eq=False)
 class MonitoringService:
     """Records, sums up and reads the use of devices."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        devices: DeviceService,
-        prices: PriceService,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.devices = devices
-        self.prices = prices
+    store: Store
+    clock: Callable[[], datetime]
+    devices: DeviceService
+    prices: PriceService
 
     def overview(self) -> snapshots.Overview:
         """Return all devices with their state, for pages and tables."""
@@ -95,11 +89,10 @@ class MonitoringService:
         uuids: Sequence[str] | None = None,
     ) -> list[DeviceUse]:
         """Return minutes, or hours (``seconds=3600``), that began in this period, by time."""
-        return self.store.run(
-            lambda connection: repository.device_use_between(
+        with self.store.read() as connection:
+            return repository.device_use_between(
                 connection, since, until, seconds=seconds, uuids=uuids
             )
-        )
 
     def worked_between(self, since: datetime, until: datetime) -> list[LeaseUtilization]:
         """Return every lease with GPUs in this period and how much they worked, by start."""
@@ -264,23 +257,16 @@ class GPUMonitoring(LoggingConfigurable):
     )
 
 
+@dataclass(eq=False)
 class IdleService:
     """Tracks idle servers: warns their members, and orders their stop."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        skew: Callable[[], timedelta],
-        settings: GPUIdle,
-        log: logging.Logger,
-    ) -> None:
-        """Create the service; ``skew`` returns the wall clock less ``clock``."""
-        self.store = store
-        self.clock = clock
-        self.skew = skew
-        self.settings = settings
-        self.log = log
+    store: Store
+    clock: Callable[[], datetime]
+    skew: Callable[[], timedelta]
+    """Returns the wall clock less ``clock``."""
+    settings: GPUIdle
+    log: logging.Logger
 
     def idle_policy(self, lease: Lease) -> IdlePolicy:
         """Return the policy of a server."""
@@ -288,16 +274,13 @@ class IdleService:
 
     def holding_gpus(self) -> list[Lease]:
         """Return every lease with GPUs whose server is up and not being stopped."""
-        return [
-            lease for lease in self.store.run(leases_repository.open_leases) if _is_watched(lease)
-        ]
+        return [x for x in self.store.run(leases_repository.open_leases) if _is_watched(x)]
 
     def judge_idle(self, last_output: Mapping[ServerRef, datetime | None]) -> list[IdleEvent]:
         """Judge the minutes complete by now, and return what was reported or ordered.
 
         ``last_output``: when each server last had output or an action of its member. A missing
-        server is not judged this time: unknown is not idle. All of it is one transaction, so a
-        killed process has reported and ordered everything or nothing.
+        server is not judged this time: unknown is not idle. All of it is one transaction.
         """
         now = self.clock()
         # The Hub records what it sees by the wall clock, before or after it was set.
@@ -356,15 +339,13 @@ class IdleService:
         waiting = _others_wait(self.store.run(queue_repository.waiting_tickets), self.clock())
         with self.store.read() as connection:
             known = repository.load_watched(connection)
-            held = [
-                x
-                for x in leases_repository.open_leases(connection)
-                if _is_watched(x) and x.id in known
-            ]
+            opened = leases_repository.open_leases(connection)
         found = []
-        for lease in held:
+        for lease in opened:
+            if lease.server.user != user or lease.id not in known or not _is_watched(lease):
+                continue
             state, policy = known[lease.id].state, self.idle_policy(lease)
-            if lease.server.user == user and state.warned_at is not None:
+            if state.warned_at is not None:
                 stops_at = state.stops_at if policy.mode_now(waiting) == "enforce" else None
                 more = stops_at is not None and state.snoozes < policy.most_snoozes
                 found.append(IdleServer(lease, stops_at, policy.snooze_minutes if more else 0.0))

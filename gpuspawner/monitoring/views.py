@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
+from typing import Any
 from urllib.parse import urlencode
 
 from tornado import web
@@ -87,22 +88,19 @@ def usage_report(services: Services, by: str, first: date, last: date) -> UsageR
     """Add up usage, grouped by one property. Blocks."""
     starts = [start for start, _ in weeks.split(first, last)] if by == "week" else [first]
     bounds = [weeks.midnight(day) for day in (*starts, last + timedelta(days=1))]
-    found, jobs = (
-        services.reports.use_by(bounds, USAGE_BY[by]),
-        services.reports.use_of_jobs(bounds, USAGE_BY[by]),
-    )
+    found = services.reports.use_by(bounds, USAGE_BY[by])
+    jobs = services.reports.use_of_jobs(bounds, USAGE_BY[by])
     if by == "week":
-        used = zip(starts, found, jobs, strict=True)
         rows = [
-            UsageRow(day.isoformat(), together(a.values()), together(b.values()))
-            for day, a, b in used
+            UsageRow(day.isoformat(), together(used.values()), together(batch.values()))
+            for day, used, batch in zip(starts, found, jobs, strict=True)
         ]
     else:
         (sums,), (beside,) = found, jobs
-        names = {**sums, **beside}
+        nothing = LeaseUse()
         rows = [
-            UsageRow(name, sums.get(name, LeaseUse()), beside.get(name, LeaseUse()))
-            for name in names
+            UsageRow(name, sums.get(name, nothing), beside.get(name, nothing))
+            for name in {**sums, **beside}
         ]
         rows.sort(key=lambda row: (-row.use.micros, -row.use.cost, -row.batch.micros, row.name))
     total, batch = together(row.use for row in rows), together(row.batch for row in rows)
@@ -112,35 +110,47 @@ def usage_report(services: Services, by: str, first: date, last: date) -> UsageR
 async def remember(services: Services) -> None:
     """Compute what pages show of the past before a page needs it.
 
-    This covers what the queue learns from past sessions, and the totals of leases that have ended
-    since the last call. Leases are added up in small portions, so that a hub never waits for them.
+    Leases that have ended are added up in small portions, so that a hub never waits for them.
     """
     await services.report(services.positions.standings)
     while await services.report(services.reports.add_up) == LEASES_AT_ONCE:
         await asyncio.sleep(PAUSE)
 
 
-class UsageHandler(ServiceHandler):
-    """What the page, the CSV file and the API have in common."""
+class ReportHandler(ServiceHandler):
+    """What the page, the CSV file and the API of a report have in common."""
 
-    async def asked(self) -> UsageReport:
+    groupings: tuple[str, ...]
+    make_report: Callable[[Services, str, date, date], Any]
+    longest = timedelta.max
+    template: str
+    file: str
+    columns: tuple[str, ...]
+    """The columns of the CSV file, after the name."""
+    row: Callable[[Any], Sequence[str]]
+    """Returns the row of the CSV file for a row of the report."""
+
+    async def asked(self) -> Any:
         """Return the requested report. Raises HTTPError 400 or 403.
 
         A form sends empty fields; they mean the defaults.
         """
-        if not self.reach(READ_USAGE):
+        if not self.reach(READ_USAGE).everybody:
             raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
-        by = one_of(self.get_query_argument("by", "member"), "by", tuple(USAGE_BY))
+        by = one_of(self.get_query_argument("by", "member"), "by", self.groupings)
         since, until = (self.get_query_argument(name, "") for name in ("from", "to"))
         try:
             first, last = weeks.period(since, until, self.services.clock())
+            if last - first > self.longest:
+                sentence = f"From {first} to {last} is too long: ask for three months at the most."
+                raise InvalidRequest(sentence, field="from")
         except InvalidRequest as error:
             raise web.HTTPError(400) from error
-        return await self.report(usage_report, self.services, by, first, last)
+        return await self.report(self.make_report, self.services, by, first, last)
 
 
-class UsagePage(UsageHandler, Page):
-    """A usage report as a page, with a form for another one."""
+class ReportPage(ReportHandler, Page):
+    """A report as a page, with a form for another one."""
 
     @web.authenticated
     async def get(self) -> None:
@@ -148,38 +158,66 @@ class UsagePage(UsageHandler, Page):
         found = await self.asked()
         query = {"by": found.by, "from": found.first.isoformat(), "to": found.last.isoformat()}
         self.show(
-            "usage.html",
+            self.template,
             now=self.services.clock(),
             report=found,
-            choices=tuple(USAGE_BY),
+            choices=self.groupings,
             nameless=NAMELESS.get(found.by, ""),
             query=urlencode(query),
         )
 
 
-class UsageCSV(UsageHandler, CSVHandler):
-    """A usage report as CSV."""
+class ReportCSV(ReportHandler, CSVHandler):
+    """A report as CSV."""
 
     @web.authenticated
     async def get(self) -> None:
         """Send the file."""
         found = await self.asked()
-        self.begin(f"usage-by-{found.by}-{found.first}-{found.last}")
-        lines = [
-            [
-                *cells(NamedUseAnswer.of(row), ("name", *USE_COLUMNS)),
-                *cells(JobUseAnswer.of(row.batch), JOB_COLUMNS),
-            ]
-            for row in found.rows
-        ]
-        beside = [f"batch_{name}" for name in JOB_COLUMNS]
-        self.finish(table([(found.by, *USE_COLUMNS, *beside), *lines]))
+        self.begin(f"{self.file}-by-{found.by}-{found.first}-{found.last}")
+        self.finish(table([(found.by, *self.columns), *map(self.row, found.rows)]))
 
 
-class UsageAPI(UsageHandler, APIHandler):
-    """A usage report as JSON."""
+class ReportAPI(ReportHandler, APIHandler):
+    """A report as JSON."""
 
     for_services = True
+
+    async def asked(self) -> Any:
+        """Return the requested report. Raises HTTPError 400 or 403, also for empty days."""
+        for name in ("from", "to"):
+            if self.get_query_argument(name, None) == "":
+                sentence = f"The field {name!r} is empty: write a day, or leave the field out."
+                raise web.HTTPError(400) from InvalidRequest(sentence, field=name)
+        return await super().asked()
+
+
+def usage_cells(row: UsageRow) -> Sequence[str]:
+    """Return a row of the report as a row of the CSV file."""
+    used = cells(NamedUseAnswer.of(row), ("name", *USE_COLUMNS))
+    return [*used, *cells(JobUseAnswer.of(row.batch), JOB_COLUMNS)]
+
+
+class UsageHandler(ReportHandler):
+    """What was used, and what it cost."""
+
+    groupings = tuple(USAGE_BY)
+    make_report = staticmethod(usage_report)
+    template, file = "usage.html", "usage"
+    columns = (*USE_COLUMNS, *(f"batch_{name}" for name in JOB_COLUMNS))
+    row = staticmethod(usage_cells)
+
+
+class UsagePage(UsageHandler, ReportPage):
+    """A usage report as a page."""
+
+
+class UsageCSV(UsageHandler, ReportCSV):
+    """A usage report as CSV."""
+
+
+class UsageAPI(UsageHandler, ReportAPI):
+    """A usage report as JSON."""
 
     @operation(
         "usage",
@@ -192,7 +230,6 @@ class UsageAPI(UsageHandler, APIHandler):
     @web.authenticated
     async def get(self) -> None:
         """Report the use of GPUs, added up."""
-        need_days(self)
         found = await self.asked()
         self.answer(
             UsageAnswer,
@@ -202,14 +239,6 @@ class UsageAPI(UsageHandler, APIHandler):
             as_of=self.services.clock(),
             total=UseAnswer.of(use=found.total, batch=found.batch),
         )
-
-
-def need_days(handler: ServiceHandler) -> None:
-    """Raise HTTPError 400 for empty days; only forms may send them."""
-    for name in ("from", "to"):
-        if handler.get_query_argument(name, None) == "":
-            sentence = f"The field {name!r} is empty: write a day, or leave the field out."
-            raise web.HTTPError(400) from InvalidRequest(sentence, field=name)
 
 
 def together(uses: Iterable[LeaseUse]) -> LeaseUse:
@@ -313,66 +342,33 @@ def utilization_report(services: Services, by: str, first: date, last: date) -> 
     )
 
 
-class UtilizationHandler(ServiceHandler):
-    """What the page, the CSV file and the API have in common."""
-
-    async def asked(self) -> UtilizationReport:
-        """Return the requested report. Raises HTTPError 400 or 403."""
-        if not self.reach(READ_USAGE).everybody:
-            raise web.HTTPError(403) from NotAllowed(NO_SCOPE)
-        by = one_of(self.get_query_argument("by", "member"), "by", UTILIZATION_BY)
-        since, until = (self.get_query_argument(name, "") for name in ("from", "to"))
-        try:
-            first, last = weeks.period(since, until, self.services.clock())
-            if last - first > LONGEST:
-                sentence = f"From {first} to {last} is too long: ask for three months at the most."
-                raise InvalidRequest(sentence, field="from")
-        except InvalidRequest as error:
-            raise web.HTTPError(400) from error
-        return await self.report(utilization_report, self.services, by, first, last)
+def utilization_cells(row: UtilizationRow) -> Sequence[str]:
+    """Return a row of the report as a row of the CSV file."""
+    times = (row.held, row.measured, row.busy, row.rested)
+    return [row.name, str(row.sessions), *map(hours, times)]
 
 
-class UtilizationPage(UtilizationHandler, Page):
-    """A utilization report as a page, with a form for another one."""
+class UtilizationHandler(ReportHandler):
+    """How much of what was held was used."""
 
-    @web.authenticated
-    async def get(self) -> None:
-        """Send the page."""
-        found = await self.asked()
-        query = {"by": found.by, "from": found.first.isoformat(), "to": found.last.isoformat()}
-        self.show(
-            "worked.html",
-            now=self.services.clock(),
-            report=found,
-            choices=UTILIZATION_BY,
-            nameless=NAMELESS.get(found.by, ""),
-            query=urlencode(query),
-        )
+    groupings = UTILIZATION_BY
+    make_report = staticmethod(utilization_report)
+    longest = LONGEST
+    template, file = "worked.html", "used"
+    columns = UTILIZATION_COLUMNS
+    row = staticmethod(utilization_cells)
 
 
-class UtilizationCSV(UtilizationHandler, CSVHandler):
+class UtilizationPage(UtilizationHandler, ReportPage):
+    """A utilization report as a page."""
+
+
+class UtilizationCSV(UtilizationHandler, ReportCSV):
     """A utilization report as CSV."""
 
-    @web.authenticated
-    async def get(self) -> None:
-        """Send the file."""
-        found = await self.asked()
-        self.begin(f"used-by-{found.by}-{found.first}-{found.last}")
-        lines = [
-            (
-                row.name,
-                str(row.sessions),
-                *map(hours, (row.held, row.measured, row.busy, row.rested)),
-            )
-            for row in found.rows
-        ]
-        self.finish(table([(found.by, *UTILIZATION_COLUMNS), *lines]))
 
-
-class UtilizationAPI(UtilizationHandler, APIHandler):
+class UtilizationAPI(UtilizationHandler, ReportAPI):
     """A utilization report as JSON."""
-
-    for_services = True
 
     @operation(
         "used",
@@ -385,7 +381,6 @@ class UtilizationAPI(UtilizationHandler, APIHandler):
     @web.authenticated
     async def get(self) -> None:
         """Report how much of the held GPU time was used, and the sessions that were idle most."""
-        need_days(self)
         found = await self.asked()
         batch = JobTimeAnswer(held_gpu_seconds=found.batch)
         self.answer(UsedAnswer, found, as_of=self.services.clock(), batch=batch)

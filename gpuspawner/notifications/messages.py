@@ -42,13 +42,8 @@ def compose(
 ) -> Notice:
     """Return the notice that a template makes of these values and of ``now``.
 
-    Args:
-        template: The name of a file among the templates, without its ending.
-        kind: What the member can choose to be told of.
-        key: A notice of the same key is told once.
-        user: The member who is told.
-        now: When it is told.
-        values: What the template fills in, such as ``lease``, and what :func:`_facts` takes.
+    ``template``: a file among the templates, without its ending. ``key``: a notice of the same key
+    is told once. ``values``: what the template fills in, and what :func:`_facts` takes.
     """
     words: Any = _TEMPLATES.get_template(f"{template}.txt").make_module({"now": now, **values})
     title, body = words.title.strip(), words.body.strip()

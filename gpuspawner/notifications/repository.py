@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -19,21 +19,6 @@ from .models import Notice, NoticeKind
 LONGEST_ERROR = 2000
 PARAMETERS = 500
 """Ids in one statement; SQLite limits the number of parameters."""
-
-_KNOWN = sa.select(notices.c.id).where(notices.c.key == sa.bindparam("name"))
-_INSERT = sa.insert(notices)
-_OF_USER = (
-    sa.select(notices)
-    .where(notices.c.user == sa.bindparam("member"))
-    .order_by(notices.c.id.desc())
-    .limit(sa.bindparam("most"))
-)
-_UNSENT = (
-    sa.select(notices.c.id)
-    .where(UNSENT, notices.c.at > sa.bindparam("since"), notices.c.tries < sa.bindparam("most"))
-    .order_by(notices.c.id)
-)
-_MARK = sa.update(notices).where(notices.c.id == sa.bindparam("notice"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +44,11 @@ class Outcome:
 
 def add(connection: sa.Connection, notice: Notice) -> bool:
     """Insert a notice. Returns False if its key is known: nothing is reported twice."""
-    if connection.execute(_KNOWN, {"name": notice.key}).first():
+    if told(connection, [notice.key]):
         return False
     row = {name: getattr(notice, name) for name in ("key", "user", "title", "body", "at")}
     row |= {"kind": notice.kind.value, "facts": json.dumps(dict(notice.facts))}
-    connection.execute(_INSERT, row)
+    connection.execute(sa.insert(notices), row)
     return True
 
 
@@ -75,20 +60,21 @@ def told(connection: sa.Connection, keys: Collection[str]) -> set[str]:
 
 def of_user(connection: sa.Connection, user: str, limit: int = 20) -> list[Notice]:
     """Return a member's newest notices, newest first."""
-    rows = connection.execute(_OF_USER, {"member": user, "most": limit}).mappings()
-    return [_notice(row) for row in rows]
+    query = sa.select(notices).where(notices.c.user == user).order_by(notices.c.id.desc())
+    return [_notice(row) for row in connection.execute(query.limit(limit)).mappings()]
 
 
 def unsent(connection: sa.Connection, since: datetime, tries: int) -> list[int]:
     """Return ids of unsent notices after ``since`` with fewer tries; oldest first."""
-    return list(connection.execute(_UNSENT, {"since": since, "most": tries}).scalars())
+    due = (UNSENT, notices.c.at > since, notices.c.tries < tries)
+    query = sa.select(notices.c.id).where(*due).order_by(notices.c.id)
+    return list(connection.execute(query).scalars())
 
 
 def some(connection: sa.Connection, ids: Iterable[int]) -> list[Notice]:
     """Return those of the notices that exist, oldest first."""
-    wanted = sorted(ids)
     found: list[Notice] = []
-    for part in _parts(wanted):
+    for part in _parts(sorted(ids)):
         query = sa.select(notices).where(notices.c.id.in_(part)).order_by(notices.c.id)
         found += [_notice(row) for row in connection.execute(query).mappings()]
     return found
@@ -97,20 +83,21 @@ def some(connection: sa.Connection, ids: Iterable[int]) -> list[Notice]:
 def mark(connection: sa.Connection, outcomes: Mapping[int, Outcome]) -> None:
     """Record the results of notices, by id."""
     for notice, outcome in outcomes.items():
-        values = {"sent_at": outcome.sent_at, "tries": outcome.tries, "error": outcome.error}
-        connection.execute(_MARK, {"notice": notice, **values})
+        change = sa.update(notices).where(notices.c.id == notice).values(asdict(outcome))
+        connection.execute(change)
 
 
 def choices(
     connection: sa.Connection, users: Collection[str]
 ) -> dict[str, dict[str, ChannelChoice]]:
     """Return the choices of these members, by member and channel."""
+    known = {kind.value: kind for kind in NoticeKind}  # another version may know more
     found: dict[str, dict[str, ChannelChoice]] = {user: {} for user in users}
     for part in _parts(sorted(users)):
         query = sa.select(notice_choices).where(notice_choices.c.user.in_(part))
-        for row in connection.execute(query).mappings():
-            choice = ChannelChoice(row["channel"], row["address"], _kinds(row["kinds"]))
-            found[row["user"]][choice.channel] = choice
+        for row in connection.execute(query):
+            kinds = frozenset(known[word] for word in row.kinds.split() if word in known)
+            found[row.user][row.channel] = ChannelChoice(row.channel, row.address, kinds)
     return found
 
 
@@ -140,12 +127,6 @@ def failing(error: str) -> dict[str, str]:
 
 def _parts(values: list[Any]) -> Iterable[list[Any]]:
     return (values[start : start + PARAMETERS] for start in range(0, len(values), PARAMETERS))
-
-
-def _kinds(text: str) -> frozenset[NoticeKind]:
-    """Return the kinds in a row, without those unknown to this version."""
-    known = {kind.value: kind for kind in NoticeKind}
-    return frozenset(known[word] for word in text.split() if word in known)
 
 
 def _notice(row: Any) -> Notice:

@@ -7,6 +7,7 @@ A notice is inserted in the transaction of what it reports
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from ..db.engine import Store
@@ -18,12 +19,12 @@ TOO_OLD = timedelta(days=1)
 """Older notices are not sent any more; they stay on the member's page."""
 
 
+@dataclass(eq=False)
 class NotificationService:
     """Notices to members, and their choices of channels. Every method is one transaction."""
 
-    def __init__(self, store: Store, clock: Callable[[], datetime]) -> None:
-        self.store = store
-        self.clock = clock
+    store: Store
+    clock: Callable[[], datetime]
 
     def add_notice(self, notice: Notice) -> bool:
         """Add a notice. Returns False, and changes nothing, if its key was used before."""

@@ -11,7 +11,7 @@ from datetime import datetime
 from tornado import web
 
 from ..core.errors import InvalidRequest
-from ..web.api import APIHandler
+from ..web.api import APIHandler, refusals
 from ..web.base import ServiceHandler
 from ..web.operations import operation
 from ..web.pages import Page
@@ -61,10 +61,12 @@ class NoticesHandler(ServiceHandler):
     """What the page and the API have in common."""
 
     async def shown(self) -> tuple[dict[str, ChannelChoice], list[Notice]]:
-        """Return the member's choices, including defaults, and their newest notices."""
+        """Return the member's choice for each channel, and their newest notices."""
+        channels = self.context.channels
         own = await self.read(self.services.notifications.choices, self.user)
         told = await self.read(self.services.notifications.notices_of, self.user, SHOWN)
-        return chosen(self.context.channels, own, self.user), told
+        nothing = {name: ChannelChoice(name) for name in channels}
+        return nothing | chosen(channels, own, self.user), told
 
     async def test(self) -> Notice:
         """Send a test through every channel that the member chose.
@@ -97,9 +99,7 @@ class NoticesPage(NoticesHandler, Page):
     @web.authenticated
     async def get(self) -> None:
         """Send the page."""
-        choices, told = await self.shown()
-        forms = [_form(channel, choices) for channel in self.context.channels.values()]
-        await self.show_forms(forms, told)
+        await self.show_forms()
 
     @web.authenticated
     async def post(self) -> None:
@@ -110,20 +110,18 @@ class NoticesPage(NoticesHandler, Page):
             self.redirect(f"{self.context.prefix}notices?saved=1", status=303)
             return
         self.set_status(400)
-        _, told = await self.shown()
-        await self.show_forms(forms, told)
+        await self.show_forms(forms)
 
-    async def show_forms(
-        self, forms: Sequence[ChannelForm], told: Sequence[Notice], error: str = ""
-    ) -> None:
-        """Send the page."""
+    async def show_forms(self, refused: Sequence[ChannelForm] = (), error: str = "") -> None:
+        """Send the page, with refused forms as they were sent."""
+        choices, told = await self.shown()
         now = self.services.clock()
         newest = next((some for some in told if some.kind is NoticeKind.TEST), None)
         tested = newest if self.get_query_argument("tested", "") else None
         self.show(
             "notices.html",
             now=now,
-            forms=forms,
+            forms=refused or [_form(some, choices) for some in self.context.channels.values()],
             kinds=[(kind.value, WORDS[kind]) for kind in KINDS],
             told=[(some, *state(some, self.context.channels, now)) for some in told],
             saved=bool(self.get_query_argument("saved", "")),
@@ -166,9 +164,7 @@ class TestPage(NoticesPage):
             await self.test()
         except InvalidRequest as refusal:
             self.set_status(400)
-            choices, told = await self.shown()
-            forms = [_form(channel, choices) for channel in self.context.channels.values()]
-            await self.show_forms(forms, told, refusal.message)
+            await self.show_forms(error=refusal.message)
             return
         self.redirect(f"{self.context.prefix}notices?tested=1", status=303)
 
@@ -209,10 +205,8 @@ class ChoicesAPI(AnyAPI):
 
         Channels that are not named stay as they are.
         """
-        try:
+        with refusals():
             found = self._choices()
-        except InvalidRequest as refusal:
-            raise web.HTTPError(400) from refusal
         await self.read(self.services.notifications.choose, self.user, found)
         await self.answer_all()
 
@@ -251,8 +245,8 @@ class TestAPI(AnyAPI):
         except InvalidRequest as refusal:
             status = 429 if refusal.message == TOO_MANY else 409
             raise web.HTTPError(status) from refusal
-        told = notice_answer(notice, self.context.channels, self.services.clock())
-        self.finish(told.as_json())
+        channels, now = self.context.channels, self.services.clock()
+        self.finish(notice_answer(notice, channels, now).as_json())
 
 
 # Formatting of values.
@@ -281,13 +275,13 @@ def notice_answer(notice: Notice, channels: Mapping[str, Channel], now: datetime
 
 def channel_answer(channel: Channel, choices: Mapping[str, ChannelChoice]) -> ChannelAnswer:
     """Return a channel and the member's choice for it as JSON."""
-    choice = choices.get(channel.name, ChannelChoice(channel.name))
+    choice = choices[channel.name]
     kinds = [kind.value for kind in KINDS if kind in choice.kinds]
     return ChannelAnswer.of(channel, address=choice.address, kinds=kinds)
 
 
 def _form(channel: Channel, choices: Mapping[str, ChannelChoice]) -> ChannelForm:
-    choice = choices.get(channel.name, ChannelChoice(channel.name))
+    choice = choices[channel.name]
     return ChannelForm(channel, choice.address, frozenset(kind.value for kind in choice.kinds))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from .directories import (
     volume_sizes,
     write_archive,
 )
-from .repository import Folder, Workspace
+from .repository import Folder, FolderMember, Workspace
 
 if TYPE_CHECKING:
     from ..cli.hub import HubSettings
@@ -57,12 +58,13 @@ NOBODY = "-"
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceRecord:
-    """A workspace as known by the database, the disk or the engine."""
+    """A workspace in the list."""
 
     workspace: Workspace
     there: bool
     seen: datetime | None
-    size: int | None = None
+    """When a server last got it; None if none ever did."""
+    size: int | None
 
 
 workspace_argument = argument(
@@ -76,7 +78,7 @@ workspace_argument = argument(
 def workspaces(settings: Settings) -> None:
     """List the workspaces."""
     site = WorkspaceSite(settings)
-    found = site.all(sizes=True)
+    found = site.records()
     running = {lease.server.user for lease in site.services.leases.open_leases()}
     headers = ("WORKSPACE", "OWNER", "SIZE", "QUOTA", "LAST USED", "NOW")
     rows = [
@@ -106,7 +108,7 @@ def archive_workspace(settings: Settings, workspace: str, to: str | None) -> Non
     """Archive a workspace to a file, while no server uses it."""
     site = WorkspaceSite(settings)
     known = site.find(workspace)
-    source = known.workspace.source
+    source = known.source
     file = Path(to or _file_name(source)).absolute()
     ending(file)
     with site.claimed(known, "an admin archives them") as tree:
@@ -117,7 +119,7 @@ def archive_workspace(settings: Settings, workspace: str, to: str | None) -> Non
         source, "archive workspace", actor=actor(), detail=str(file)
     )
     text = (
-        f"{source} of {known.workspace.user}: {contents.entries} entries, "
+        f"{source} of {known.user}: {contents.entries} entries, "
         f"{format_bytes(contents.size)} in {file} ({format_bytes(file.stat().st_size)}). "
         "The workspace is as it was."
     )
@@ -133,16 +135,16 @@ def restore_workspace(settings: Settings, file: Path, workspace: str, member: st
     site = WorkspaceSite(settings)
     contents = check_archive(file)
     known = site.find_or_new(workspace, member)
-    source = known.workspace.source
+    source = known.source
     with site.claimed(known, "an admin puts them back") as tree:
         if not tree.is_empty():
             raise ArchiveRefused(
                 what=f"{source} is not empty; archive and delete it first, or name another one"
             )
         tree.write(read_archive(file), contents.top)
-    if known.workspace.quota:
+    if known.quota:
         try:
-            site.services.storage.keep_quota(source, known.workspace.quota)
+            site.services.storage.keep_quota(source, known.quota)
         except QuotaUnavailable as error:
             note(error.message)
     site.services.storage.note_workspace(
@@ -159,8 +161,8 @@ def delete_workspace(settings: Settings, workspace: str, yes_delete: str) -> Non
     """Delete a workspace and every file in it permanently."""
     site = WorkspaceSite(settings)
     known = site.find(workspace)
-    source, owner = known.workspace.source, known.workspace.user
-    size = site.size_of(known.workspace)
+    source, owner = known.source, known.user
+    size = site.size_of(known)
     what = f"{source} of {owner}, {format_bytes(size) if size is not None else 'of unknown size'}"
     if yes_delete != source:
         raise Refused(
@@ -179,7 +181,7 @@ def delete_workspace(settings: Settings, workspace: str, yes_delete: str) -> Non
 def free_workspace(settings: Settings, workspace: str) -> None:
     """Unlock a workspace that an interrupted command left locked."""
     site = WorkspaceSite(settings)
-    source = site.find(workspace).workspace.source
+    source = site.find(workspace).source
     done = site.services.storage.free_workspace(source)
     text = f"{source} can be used again." if done else f"Nobody had {source} in hand."
     show({"workspace": source, "changed": done}, text)
@@ -195,57 +197,50 @@ class WorkspaceSite:
         self.hub: HubSettings = open_hub(settings.config)
         self.template = str(getattr(self.hub.spawner, "workspace", ""))
         self.troubles: list[str] = []
-        self._client: docker.APIClient | None = None
 
-    @property
+    @cached_property
     def client(self) -> docker.APIClient:
         """The engine's client. Raises EngineUnavailable."""
-        if self._client is None:
-            try:
-                self._client = self.hub.connect()
-            except (docker.errors.DockerException, OSError) as error:
-                raise EngineUnavailable() from error
-        return self._client
+        try:
+            return self.hub.connect()
+        except (docker.errors.DockerException, OSError) as error:
+            raise EngineUnavailable() from error
 
-    def all(self, *, sizes: bool = False) -> list[WorkspaceRecord]:
+    def all(self) -> list[Workspace]:
         """Return every known workspace, by name."""
-        found = {
-            some.source: WorkspaceRecord(some, True, some.seen_at)
-            for some in self.services.storage.workspaces()
-        }
+        found = {some.source: some for some in self.services.storage.workspaces()}
         for source, user in (*self._directories(), *self._volumes()):
-            new = Workspace(source=source, user=user, seen_at=self.services.clock())
-            found.setdefault(source, WorkspaceRecord(new, True, None))
-        if not sizes:
-            return sorted(found.values(), key=lambda some: some.workspace.source)
-        volumes = self._volume_sizes() if any(f.workspace.is_volume for f in found.values()) else {}
-        return [
-            replace(
-                some,
-                size=volumes.get(source)
-                if some.workspace.is_volume
-                else self.size_of(some.workspace),
-                there=source in volumes
-                if some.workspace.is_volume and volumes
-                else some.workspace.is_volume or os.path.isdir(source),
-            )
-            for source, some in sorted(found.items())
-        ]
+            found.setdefault(source, Workspace(source, user, seen_at=self.services.clock()))
+        return [found[source] for source in sorted(found)]
 
-    def find(self, name: str) -> WorkspaceRecord:
+    def records(self) -> list[WorkspaceRecord]:
+        """Return every known workspace with its size, by name."""
+        seen = {some.source: some.seen_at for some in self.services.storage.workspaces()}
+        every = self.all()
+        volumes = self._volume_sizes() if any(some.is_volume for some in every) else {}
+        found = []
+        for some in every:
+            there = os.path.isdir(some.source)
+            if some.is_volume:
+                there = some.source in volumes or not volumes
+            size = volumes.get(some.source) if some.is_volume else self.size_of(some)
+            found.append(WorkspaceRecord(some, there, seen.get(some.source), size))
+        return found
+
+    def find(self, name: str) -> Workspace:
         """Return a workspace by its own name or its member's. Raises UnknownWorkspace."""
         every = self.all()
         path = os.path.abspath(name) if "/" in name else name
-        exact = [some for some in every if some.workspace.source in (name, path)]
-        named = exact or [some for some in every if some.workspace.user == name]
+        exact = [some for some in every if some.source in (name, path)]
+        named = exact or [some for some in every if some.user == name]
         if len(named) == 1:
             return named[0]
         if named:
-            some = ", ".join(known.workspace.source for known in named)
+            some = ", ".join(known.source for known in named)
             raise UnknownWorkspace(f"{name} has {len(named)} workspaces: {some}. Name one of them.")
         raise UnknownWorkspace(name=name[:300])
 
-    def find_or_new(self, name: str, member: str) -> WorkspaceRecord:
+    def find_or_new(self, name: str, member: str) -> Workspace:
         """Return a workspace, maybe a future one. Raises UnknownWorkspace without a member."""
         try:
             return self.find(name)
@@ -255,8 +250,7 @@ class WorkspaceSite:
                     f"There is no workspace {name[:300]!r} yet: say whose it will be with --member."
                 ) from None
         source = os.path.abspath(name) if "/" in name else name
-        new = Workspace(source=source, user=member, seen_at=self.services.clock())
-        return WorkspaceRecord(new, False, None)
+        return Workspace(source, member, seen_at=self.services.clock())
 
     def size_of(self, workspace: Workspace) -> int | None:
         """Return the size of a workspace in bytes, if it is known quickly."""
@@ -266,16 +260,15 @@ class WorkspaceSite:
         return use.used if use else None
 
     @contextmanager
-    def claimed(self, known: WorkspaceRecord, what: str) -> Iterator[Tree]:
+    def claimed(self, known: Workspace, what: str) -> Iterator[Tree]:
         """Yield a workspace's files while no server can get it."""
-        source = known.workspace.source
-        self.services.storage.claim_workspace(source, what, user=known.workspace.user)
+        self.services.storage.claim_workspace(known.source, what, user=known.user)
         try:
             if self.hub.uses_docker:
-                must_be_unused(self.client, source)
-            yield self._tree(known.workspace)
+                must_be_unused(self.client, known.source)
+            yield self._tree(known)
         finally:
-            self.services.storage.free_workspace(source)
+            self.services.storage.free_workspace(known.source)
 
     def _tree(self, workspace: Workspace) -> Tree:
         if not workspace.is_volume:
@@ -358,9 +351,9 @@ def folders(settings: Settings) -> None:
             some.id,
             some.name,
             some.owner,
-            ", ".join(_told(member) for member in some.members) or "-",
+            ", ".join(map(_told, some.members)) or "-",
             local(some.made_at),
-            _folder_now(some),
+            "deleted" if some.deleted_at else "owner left" if some.left_at else "",
         )
         for some in found
     ]
@@ -390,9 +383,11 @@ def delete_folder(settings: Settings, folder_id: str, name: str) -> None:
     services = settings.open_services()
     folder = find_folder(services, folder_id)
     done = services.shared_folders.delete_folder(folder.id, name, actor=actor(), admin=True)
-    text = f"{done.name} ({done.id}) is nobody's from their next server on. Its files are still at "
-    text += f"{services.shared_folders.folder_place(done.id)}; "
-    text += f"`gpuspawner folders restore {done.id}` undoes it."
+    text = (
+        f"{done.name} ({done.id}) is nobody's from their next server on. Its files are still at "
+        f"{services.shared_folders.folder_place(done.id)}; "
+        f"`gpuspawner folders restore {done.id}` undoes it."
+    )
     show(plain_folder(done), text)
 
 
@@ -436,9 +431,8 @@ def remove_folder(settings: Settings, folder_id: str, yes_delete: str) -> None:
 
 def find_folder(services: Services, text: str) -> Folder:
     """Return the folder whose id starts with this text. Raises UnknownFolder."""
-    found = [
-        some for some in services.shared_folders.all_folders() if text and some.id.startswith(text)
-    ]
+    every = services.shared_folders.all_folders()
+    found = [some for some in every if text and some.id.startswith(text)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -480,12 +474,6 @@ def _tree(place: str, settings: Settings) -> Tree:
     return DirectoryTree(place) if place.startswith("/") else VolumeTree(client, place, "")
 
 
-def _told(member: Any) -> str:
+def _told(member: FolderMember) -> str:
     how = "rw" if member.write else "ro"
     return f"{member.user} ({how}{'' if member.accepted_at else ', invited'})"
-
-
-def _folder_now(some: Folder) -> str:
-    if some.deleted_at:
-        return "deleted"
-    return "owner left" if some.left_at else ""

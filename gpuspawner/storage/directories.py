@@ -17,10 +17,10 @@ import subprocess
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import docker
 import requests
@@ -28,7 +28,7 @@ from docker.errors import APIError, DockerException, NotFound
 
 from ..core.errors import ArchiveRefused, EngineUnavailable, Refused, WorkspaceBusy
 
-ARCHIVE_CHUNK = 1 << 20
+CHUNK = 1 << 20
 ENDINGS = (".tar.zst", ".tar.gz", ".tar")
 """Possible endings of an archive. For .tar.zst the command zstd is used."""
 
@@ -84,9 +84,10 @@ def check_archive(file: Path) -> ArchiveContents:
     """
     entries = size = 0
     top: tarfile.TarInfo | None = None
+    chunks = read_archive(file)
+    stream: Any = _Readable(chunks)
     try:
-        chunks: Any = _Readable(read_archive(file))
-        with chunks, tarfile.open(fileobj=chunks, mode="r|") as tar:
+        with contextlib.closing(chunks), tarfile.open(fileobj=stream, mode="r|") as tar:
             for entry in tar:
                 _must_stay_inside(entry, file)
                 entries += 1
@@ -102,18 +103,22 @@ def check_archive(file: Path) -> ArchiveContents:
     return ArchiveContents(entries, size, top)
 
 
-def read_archive(file: Path) -> Iterator[bytes]:
+def read_archive(file: Path) -> Generator[bytes]:
     """Yield the tar in an archive, chunk by chunk.
 
     Raises OSError, EOFError and zlib.error if it cannot be read, and ArchiveRefused.
     """
     kind = ending(file)
     if kind == ".tar.zst":
-        yield from _read_zstd(file)
+        words = [*_zstd(), "-d", str(file)]
+        try:
+            yield from _output(words)
+        except ArchiveRefused:
+            raise EOFError("zstd cannot read it") from None
         return
     opener: Any = gzip.open if kind == ".tar.gz" else open
     with opener(file, "rb") as stream:
-        while chunk := stream.read(ARCHIVE_CHUNK):
+        while chunk := stream.read(CHUNK):
             yield chunk
 
 
@@ -130,7 +135,7 @@ def _must_stay_inside(entry: tarfile.TarInfo, file: Path) -> None:
 
 def _compress(tar: Iterable[bytes], out: IO[bytes], kind: str) -> None:
     if kind == ".tar.zst":
-        _write_zstd(tar, out)
+        _feed([*_zstd(), "-T0"], tar, stdout=out)
         return
     with contextlib.ExitStack() as stack:
         target: Any = out
@@ -140,47 +145,10 @@ def _compress(tar: Iterable[bytes], out: IO[bytes], kind: str) -> None:
             target.write(chunk)
 
 
-def _zstd(*words: str, **pipes: Any) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(["zstd", "-q", "-c", *words], stderr=subprocess.PIPE, **pipes)
-    except FileNotFoundError:
-        raise ArchiveRefused(
-            what="there is no zstd on this machine; install it, or name a .tar.gz"
-        ) from None
-
-
-def _write_zstd(tar: Iterable[bytes], out: IO[bytes]) -> None:
-    process = _zstd("-T0", stdin=subprocess.PIPE, stdout=out)
-    assert process.stdin is not None
-    try:
-        with contextlib.suppress(BrokenPipeError):
-            for chunk in tar:
-                process.stdin.write(chunk)
-        process.stdin.close()
-    except BaseException:
-        process.kill()
-        raise
-    finally:
-        code = process.wait()
-    if code:
-        said = process.stderr.read().decode(errors="replace") if process.stderr else ""
-        raise ArchiveRefused(what=f"zstd says: {said.strip()[:200]}")
-
-
-def _read_zstd(file: Path) -> Iterator[bytes]:
-    process = _zstd("-d", str(file), stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    ended = False
-    try:
-        while chunk := process.stdout.read(ARCHIVE_CHUNK):
-            yield chunk
-        ended = True
-    finally:
-        if not ended:
-            process.kill()
-        code = process.wait()
-    if code:
-        raise EOFError("zstd cannot read it")
+def _zstd() -> tuple[str, ...]:
+    if not shutil.which("zstd"):
+        raise ArchiveRefused(what="there is no zstd on this machine; install it, or name a .tar.gz")
+    return ("zstd", "-q", "-c")
 
 
 class _Readable:
@@ -189,14 +157,6 @@ class _Readable:
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._left = b""
-
-    def __enter__(self) -> _Readable:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        close = getattr(self._chunks, "close", None)
-        if close:
-            close()
 
     def read(self, size: int = -1) -> bytes:
         """Return at most ``size`` bytes; none at the end."""
@@ -210,40 +170,14 @@ class _Readable:
         return found
 
 
-TREE_CHUNK = 1 << 20
 _PLACE = "/workspace"
 _TAR = ("tar", "--numeric-owner", "--xattrs", "--acls")
-
-
-class Tree(Protocol):
-    """The files of a workspace."""
-
-    name: str
-
-    def exists(self) -> bool:
-        """Return True if it exists."""
-
-    def is_empty(self) -> bool:
-        """Return True if it has no files; also if it does not exist."""
-
-    def read(self) -> Iterator[bytes]:
-        """Yield everything in it, as a tar. Raises ArchiveRefused."""
-
-    def write(self, tar: Iterable[bytes], top: tarfile.TarInfo | None) -> None:
-        """Fill an empty workspace from a tar; a directory gets all of it or nothing.
-
-        ``top``: the tar's entry of the workspace itself. Raises ArchiveRefused.
-        """
-
-    def delete(self) -> None:
-        """Delete it with everything in it. Raises ArchiveRefused."""
 
 
 class DirectoryTree:
     """A directory of this machine."""
 
     def __init__(self, path: str) -> None:
-        self.name = path
         self.path = Path(path)
 
     def exists(self) -> bool:
@@ -260,26 +194,17 @@ class DirectoryTree:
     def read(self) -> Iterator[bytes]:
         """Yield everything in it, as a tar. Raises ArchiveRefused."""
         words = [*_TAR, "--one-file-system", "--sparse", "-C", str(self.path), "-cf", "-", "."]
-        with _running(words, stdout=subprocess.PIPE) as process:
-            while chunk := process.stdout.read(TREE_CHUNK):
-                yield chunk
+        yield from _output(words)
 
     def write(self, tar: Iterable[bytes], top: tarfile.TarInfo | None) -> None:
-        """Fill it from a tar, all of it or nothing. Raises ArchiveRefused."""
+        """Fill it from a tar, all of it or nothing, when it is empty. Raises ArchiveRefused."""
         if not self.is_empty():
             raise ArchiveRefused(what=f"{self.path} is not empty")
         # Written beside it, then renamed: a member never finds half of it.
         beside = self._beside("restoring")
         try:
             beside.mkdir(mode=0o700)
-            words = [*_TAR, "--same-owner", "-p", "-C", str(beside), "-xf", "-"]
-            # A broken pipe: the program reports why when it ends.
-            with (
-                _running(words, stdin=subprocess.PIPE) as process,
-                contextlib.suppress(BrokenPipeError),
-            ):
-                for chunk in tar:
-                    process.stdin.write(chunk)
+            _feed([*_TAR, "--same-owner", "-p", "-C", str(beside), "-xf", "-"], tar)
             os.rename(beside, self.path)
         except OSError as error:
             raise ArchiveRefused(what=f"{self.path}: {error.strerror or error}") from error
@@ -301,14 +226,14 @@ class DirectoryTree:
         return self.path.with_name(f".gpuspawner-{what}-{secrets.token_hex(4)}")
 
 
+@dataclass(frozen=True)
 class VolumeTree:
     """A volume of a Docker Engine, wherever that runs."""
 
-    def __init__(self, client: docker.APIClient, name: str, image: str) -> None:
-        """Create a tree; ``image`` is any image of the engine: nothing in it is run."""
-        self.client = client
-        self.name = name
-        self.image = image
+    client: docker.APIClient
+    name: str
+    image: str
+    """Any image of the engine: nothing in it is run."""
 
     def exists(self) -> bool:
         """Return True if it exists."""
@@ -336,13 +261,16 @@ class VolumeTree:
         """Yield everything in it, as a tar. Raises ArchiveRefused."""
         with self._holder() as holder:
             try:
-                stream, _ = self.client.get_archive(holder, f"{_PLACE}/.", chunk_size=TREE_CHUNK)
+                stream, _ = self.client.get_archive(holder, f"{_PLACE}/.", chunk_size=CHUNK)
                 yield from stream
             except (DockerException, requests.RequestException) as error:
                 raise ArchiveRefused(what=f"the engine stopped in the middle ({error})") from error
 
     def write(self, tar: Iterable[bytes], top: tarfile.TarInfo | None) -> None:
-        """Fill it from a tar. Raises ArchiveRefused."""
+        """Fill it from a tar, when it is empty. Raises ArchiveRefused.
+
+        ``top``: the tar's entry of the workspace itself.
+        """
         if not self.is_empty():
             raise ArchiveRefused(what=f"the volume {self.name} is not empty")
         with self._holder() as holder:
@@ -385,6 +313,10 @@ def _folder(name: str, like: tarfile.TarInfo) -> bytes:
     return out.getvalue()
 
 
+Tree = DirectoryTree | VolumeTree
+"""The files of a workspace."""
+
+
 def must_be_unused(client: docker.APIClient, source: str) -> None:
     """Raise WorkspaceBusy if a running container has it, whoever started that."""
     for listed in _answered(lambda: client.containers()):
@@ -414,9 +346,26 @@ def _answered(call: Callable[[], Any]) -> Any:
         raise EngineUnavailable() from error
 
 
+def _output(words: list[str]) -> Iterator[bytes]:
+    """Yield what a program writes. Raises ArchiveRefused with its message if it fails."""
+    with _running(words, stdout=subprocess.PIPE) as process:
+        while chunk := process.stdout.read(CHUNK):
+            yield chunk
+
+
+def _feed(words: list[str], chunks: Iterable[bytes], **pipes: Any) -> None:
+    """Run a program on some input. Raises ArchiveRefused with its message if it fails."""
+    # A broken pipe: the program reports why when it ends.
+    with (
+        _running(words, stdin=subprocess.PIPE, **pipes) as process,
+        contextlib.suppress(BrokenPipeError),
+    ):
+        for chunk in chunks:
+            process.stdin.write(chunk)
+
+
 @contextlib.contextmanager
 def _running(words: list[str], **pipes: Any) -> Iterator[Any]:
-    """Run a program with a pipe to it. Raises ArchiveRefused with its message if it fails."""
     with tempfile.TemporaryFile() as said:
         try:
             process = subprocess.Popen(

@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from ..db.engine import Store
 from ..engines.disk_usage import size
 from ..leases import repository as leases_repository
-from ..leases.models import Lease
 from ..leases.sessions import goes_on, order_end
 from ..notifications import repository as notifications_repository
 from ..notifications.messages import compose
-from ..notifications.models import Notice, NoticeKind
+from ..notifications.models import NoticeKind
 
 OUTCOME = "disk"
 
 
+@dataclass(eq=False)
 class DiskLimitService:
     """Warns members of their containers' size, and orders the end of those that are too large."""
 
-    def __init__(self, store: Store, clock: Callable[[], datetime], log: logging.Logger) -> None:
-        self.store = store
-        self.clock = clock
-        self.log = log
+    store: Store
+    clock: Callable[[], datetime]
+    log: logging.Logger
 
     def warn_of_disk(
         self,
@@ -49,7 +49,18 @@ class DiskLimitService:
             lease = leases_repository.get(connection, lease_id, lock=True)
             if not goes_on(lease):
                 return False
-            told = _nearly_full(lease, written_bytes, limit_bytes, is_enforced, folders, now)
+            told = compose(
+                "disk_nearly_full",
+                NoticeKind.DISK_LOW,
+                f"disk:{lease.id}",
+                lease.server.user,
+                now,
+                lease=lease,
+                written=size(written_bytes),
+                limit=size(limit_bytes),
+                is_enforced=is_enforced,
+                folders=folders,
+            )
             return notifications_repository.add(connection, told)
 
     def stop_for_disk(
@@ -64,54 +75,22 @@ class DiskLimitService:
 
         Also tells its member. Returns False if it ends anyway.
         """
-        now = self.clock()
+        now, written, limit = self.clock(), size(written_bytes), size(limit_bytes)
         with self.store.write() as connection:
             lease = leases_repository.get(connection, lease_id, lock=True)
             if not goes_on(lease):
                 return False
-            reason = f"it wrote {size(written_bytes)} into its own container, and may write "
-            reason += size(limit_bytes)
-            told = _too_full(lease, written_bytes, limit_bytes, folders, now)
+            reason = f"it wrote {written} into its own container, and may write {limit}"
+            told = compose(
+                "disk_full",
+                NoticeKind.STOPPED,
+                f"stopped:{lease.id}",
+                lease.server.user,
+                now,
+                lease=lease,
+                written=written,
+                limit=limit,
+                folders=folders,
+            )
             order_end(connection, lease, OUTCOME, reason, told, self.log)
         return True
-
-
-# Notices to members.
-
-
-def _nearly_full(
-    lease: Lease,
-    written: int,
-    limit: int,
-    is_enforced: bool,
-    folders: Sequence[str],
-    now: datetime,
-) -> Notice:
-    return compose(
-        "disk_nearly_full",
-        NoticeKind.DISK_LOW,
-        f"disk:{lease.id}",
-        lease.server.user,
-        now,
-        lease=lease,
-        written=size(written),
-        limit=size(limit),
-        is_enforced=is_enforced,
-        folders=folders,
-    )
-
-
-def _too_full(
-    lease: Lease, written: int, limit: int, folders: Sequence[str], now: datetime
-) -> Notice:
-    return compose(
-        "disk_full",
-        NoticeKind.STOPPED,
-        f"stopped:{lease.id}",
-        lease.server.user,
-        now,
-        lease=lease,
-        written=size(written),
-        limit=size(limit),
-        folders=folders,
-    )

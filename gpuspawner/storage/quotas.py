@@ -107,12 +107,12 @@ class QuotaUse:
         return self.used > self.limit - min(SPARE, self.limit // 100)
 
 
+@dataclass(frozen=True)
 class Quotas:
     """Sets and reads the quotas of directories on this machine. Blocks."""
 
-    def __init__(self, command: Sequence[str] = ("xfs_quota",)) -> None:
-        """Use ``command``: xfs_quota, or what runs it as root: ``["sudo", "-n", "xfs_quota"]``."""
-        self.command = tuple(command)
+    command: Sequence[str] = ("xfs_quota",)
+    """xfs_quota, or what runs it as root: ``["sudo", "-n", "xfs_quota"]``."""
 
     def set(self, directory: str, project: int, limit: int) -> None:
         """Limit a directory to ``limit`` bytes. Doing it twice changes nothing.
@@ -145,11 +145,10 @@ class Quotas:
         """Return why quotas are not possible below a directory, in words, or ""."""
         try:
             _, mount = self._place(directory)
-            told = self._run(mount, "state -p")
+            if "Enforcement: ON" not in self._run(mount, "state -p"):
+                raise QuotaUnavailable(path=directory, why=NOT_KEPT)
         except QuotaUnavailable as error:
             return error.message
-        if "Enforcement: ON" not in told:
-            return QuotaUnavailable(path=directory, why=NOT_KEPT).message
         return ""
 
     def _read(self, mount: str, project: int) -> QuotaUse | None:
@@ -162,7 +161,7 @@ class Quotas:
 
     def _nothing_told(self) -> str:
         """Return why there was no output: xfs_quota prints nothing without permission."""
-        return NOT_ROOT if os.geteuid() and self.command == ("xfs_quota",) else NOT_KEPT
+        return NOT_ROOT if os.geteuid() and [*self.command] == ["xfs_quota"] else NOT_KEPT
 
     def _place(self, directory: str) -> tuple[str, str]:
         """Return the real path of a directory, and the mount point of its file system."""
@@ -175,6 +174,8 @@ class Quotas:
         return path, mount
 
     def _run(self, mount: str, order: str) -> str:
+        # Where xfs_quota is, and where a hub's PATH often does not look.
+        path = [os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
         # -D and -P: not the admin's own /etc/projects and /etc/projid.
         words = [*self.command, "-x", "-D", os.devnull, "-P", os.devnull, "-c", order, mount]
         try:
@@ -186,7 +187,7 @@ class Quotas:
                 errors="replace",
                 timeout=QUOTA_SECONDS,
                 check=False,
-                env={**os.environ, "LC_ALL": "C", "PATH": _path()},
+                env={**os.environ, "LC_ALL": "C", "PATH": os.pathsep.join(path)},
             )
         except FileNotFoundError:
             why = f"there is no {self.command[0]} on this machine (package xfsprogs)"
@@ -222,11 +223,6 @@ def project_of(directory: str) -> int | None:
         os.close(descriptor)
     flags, _, _, project, _ = _ATTRIBUTES.unpack(answer)
     return int(project) if flags & _INHERIT else 0
-
-
-def _path() -> str:
-    """Return a PATH with sbin, where xfs_quota is and a hub's PATH often does not look."""
-    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 def _why(lines: list[str]) -> str:

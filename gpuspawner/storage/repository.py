@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -47,8 +47,8 @@ def find_workspace(
 
 def workspaces_of_user(connection: sa.Connection, user: str) -> Sequence[Workspace]:
     """Return a member's workspaces, newest first."""
-    query = sa.select(*_COLUMNS).where(workspaces.c.user == user)
-    query = query.order_by(workspaces.c.seen_at.desc(), workspaces.c.source)
+    order = (workspaces.c.seen_at.desc(), workspaces.c.source)
+    query = sa.select(*_COLUMNS).where(workspaces.c.user == user).order_by(*order)
     return [Workspace(*row) for row in connection.execute(query)]
 
 
@@ -79,13 +79,10 @@ def project_of(connection: sa.Connection, source: str) -> int | None:
 
 def give_project(connection: sa.Connection, source: str) -> int:
     """Return the quota project of a directory, created if needed. Ids are never reused."""
-    found = project_of(connection, source)
-    if found is not None:
+    if (found := project_of(connection, source)) is not None:
         return found
-    connection.execute(sa.insert(quota_projects).values(source=source))
-    made = project_of(connection, source)
-    assert made is not None
-    return made
+    insert = sa.insert(quota_projects).values(source=source).returning(quota_projects.c.id)
+    return FIRST_PROJECT + int(connection.execute(insert).scalar_one())
 
 
 _COLUMNS = tuple(workspaces.c[name] for name in Workspace.__dataclass_fields__)
@@ -158,13 +155,6 @@ def all_folders(connection: sa.Connection) -> Sequence[Folder]:
     return _with_members(connection, connection.execute(query).mappings().all())
 
 
-def owned_folders(connection: sa.Connection, user: str) -> int:
-    """Return how many folders a user owns that are not deleted."""
-    query = sa.select(sa.func.count()).select_from(folders)
-    query = query.where(folders.c.owner == user, folders.c.deleted_at.is_(None))
-    return int(connection.execute(query).scalar_one())
-
-
 def insert_folder(connection: sa.Connection, folder: Folder) -> None:
     """Insert a folder."""
     row = {column.name: getattr(folder, column.name) for column in folders.c}
@@ -197,19 +187,14 @@ def uninvite_from_folder(connection: sa.Connection, folder_id: str, user: str) -
 
 def _with_members(connection: sa.Connection, rows: Sequence[Any]) -> list[Folder]:
     shared: dict[str, list[FolderMember]] = {row["id"]: [] for row in rows}
-    for folder_id, invited in _members(connection, shared):
-        shared[folder_id].append(invited)
-    return [Folder(**row, members=tuple(shared[row["id"]])) for row in rows]
-
-
-def _members(connection: sa.Connection, ids: Iterable[str]) -> Iterable[tuple[str, FolderMember]]:
-    wanted = list(ids)
+    ids = list(shared)
     columns = [folder_members.c[name] for name in FolderMember.__dataclass_fields__]
-    for start in range(0, len(wanted), 500):  # SQLite limits the number of parameters
-        query = sa.select(folder_members.c.folder_id, *columns)
-        query = query.where(folder_members.c.folder_id.in_(wanted[start : start + 500]))
-        for row in connection.execute(query.order_by(folder_members.c.user)):
-            yield row[0], FolderMember(*row[1:])
+    query = sa.select(folder_members.c.folder_id, *columns).order_by(folder_members.c.user)
+    for start in range(0, len(ids), 500):  # SQLite limits the number of parameters
+        some = query.where(folder_members.c.folder_id.in_(ids[start : start + 500]))
+        for folder_id, *values in connection.execute(some):
+            shared[folder_id].append(FolderMember(*values))
+    return [Folder(**row, members=tuple(shared[row["id"]])) for row in rows]
 
 
 _ORDER = (folders.c.made_at, folders.c.id)

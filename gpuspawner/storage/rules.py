@@ -63,12 +63,8 @@ def _same(name: str) -> str:
 
 
 def _may_stand(character: str) -> bool:
-    return (
-        unicodedata.category(character)[0] in "LMN"
-        or unicodedata.category(character) == "So"
-        or character in _SIGNS
-        or character in _JOINERS
-    )
+    is_mark = unicodedata.category(character)[0] == "M"
+    return _may_begin(character) or is_mark or character in _SIGNS + _JOINERS
 
 
 def _may_begin(character: str) -> bool:

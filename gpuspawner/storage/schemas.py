@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ..core.errors import InvalidRequest
-from ..web.schemas import Answer, Body, DatedAnswer, Flag, Instant, checked, described, told
+from ..web.fields import of_type
+from ..web.schemas import Answer, Body, DatedAnswer, Instant, checked, described, told
 
 LONGEST_SENT = 1000
 """Characters of a name that is sent; what makes and finds it says how long it may be."""
@@ -19,7 +20,16 @@ def _name(value: Any, field: str) -> str:
     return value
 
 
-Name = Annotated[str, checked(_name), described(minLength=1, maxLength=LONGEST_SENT)]
+Name = Annotated[
+    str,
+    checked(_name, lambda text, *_: text),
+    described(minLength=1, maxLength=LONGEST_SENT),
+]
+MayWrite = Annotated[
+    bool,
+    checked(lambda value, field: of_type(value, bool, field), lambda text, *_: text == "yes"),
+    described(kind="boolean"),
+]
 
 
 class NewFolderBody(Body):
@@ -36,7 +46,7 @@ class FolderMemberBody(Body):
 
 
 class InvitationBody(FolderMemberBody):
-    write: Flag
+    write: MayWrite
 
 
 class FolderNameBody(Body):

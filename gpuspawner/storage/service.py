@@ -102,20 +102,14 @@ class WorkspaceUse(NamedTuple):
     """None: unknown, or not measured in time."""
 
 
+@dataclass(eq=False)
 class StorageService:
     """Members' workspaces: owners, use, and claims by admins."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        settings: GPUFolders,
-        log: logging.Logger,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.settings = settings
-        self.log = log
+    store: Store
+    clock: Callable[[], datetime]
+    settings: GPUFolders
+    log: logging.Logger
 
     @property
     def quotas(self) -> Quotas:
@@ -158,14 +152,8 @@ class StorageService:
 
     def use_of(self, source: str, quota: int | None, patience: float = GLANCE) -> QuotaUse | None:
         """Return a directory's use from the file system's quota, else from a quick measurement."""
-        if not source.startswith("/"):
-            return None
         project = self.store.run(lambda c: repository.project_of(c, source))
         return self._use_of(source, quota, project, patience)
-
-    def files_of(self, user: str) -> list[WorkspaceUse]:
-        """Return a member's workspaces with their use."""
-        return self.held_in(self.workspaces_of(user))
 
     def workspaces_of(self, user: str) -> list[tuple[Workspace, int | None]]:
         """Return a member's workspaces, each with its project at the file system, if it has one."""
@@ -187,8 +175,7 @@ class StorageService:
             return None
         if quota and project is not None:
             try:
-                found = self.quotas.use(source, project)
-                return QuotaUse(found.used, quota)
+                return replace(self.quotas.use(source, project), limit=quota)
             except QuotaUnavailable as error:
                 self.log.debug("%s", error.message)
         used = measure(source, patience)
@@ -211,15 +198,16 @@ class StorageService:
                 raise UnknownWorkspace(name=source)
             known = known or Workspace(source=source, user=user, seen_at=self.clock())
             if known.busy:
-                raise WorkspaceBusy(_in_hand(known))
-            running = [
-                x for x in leases_repository.open_leases(connection) if x.server.user == known.user
-            ]
-            if running:
                 raise WorkspaceBusy(
-                    f"{known.source} belongs to {known.user}, whose server runs (lease "
-                    f"{running[0].id}). Stop it first: nothing was changed."
+                    f"{source} is in hand already: {known.busy}. If whoever did that was killed, "
+                    f"say `gpuspawner workspaces free {source}` and try again."
                 )
+            for lease in leases_repository.open_leases(connection):
+                if lease.server.user == known.user:
+                    raise WorkspaceBusy(
+                        f"{source} belongs to {known.user}, whose server runs (lease "
+                        f"{lease.id}). Stop it first: nothing was changed."
+                    )
             claimed = replace(known, busy=what)
             repository.put_workspace(connection, claimed)
             return claimed
@@ -238,21 +226,10 @@ class StorageService:
         with self.store.write() as connection:
             if action == "delete workspace":
                 repository.remove_workspace(connection, source)
+            at = self.clock()
             audit_log.note(
-                connection,
-                at=self.clock(),
-                actor=actor,
-                action=action,
-                subject=source,
-                detail=detail,
+                connection, at=at, actor=actor, action=action, subject=source, detail=detail
             )
-
-
-def _in_hand(some: Workspace) -> str:
-    return (
-        f"{some.source} is in hand already: {some.busy}. If whoever did that was killed, say "
-        f"`gpuspawner workspaces free {some.source}` and try again."
-    )
 
 
 LONGEST_USER = 255
@@ -274,13 +251,13 @@ class FolderMount:
     folder_id: str
 
 
+@dataclass(eq=False)
 class SharedFolderService:
     """Folders that members share. ``actor`` is who asks."""
 
-    def __init__(self, store: Store, clock: Callable[[], datetime], settings: GPUFolders) -> None:
-        self.store = store
-        self.clock = clock
-        self.settings = settings
+    store: Store
+    clock: Callable[[], datetime]
+    settings: GPUFolders
 
     def folders(self, user: str) -> Sequence[Folder]:
         """Return the folders that a member owns or was invited to, oldest first."""
@@ -311,11 +288,9 @@ class SharedFolderService:
         """Return what a member's next server gets, longest held first."""
         if not self.settings.source:
             return []
-        had: list[tuple[datetime, Folder]] = []
-        for folder in self.folders(user):
-            if (since := folder.since(user)) is not None:
-                had.append((since, folder))
-        mine = [folder for _, folder in sorted(had, key=lambda x: (x[0], x[1].id))]
+        had = ((folder.since(user), folder) for folder in self.folders(user))
+        held = [(since, folder.id, folder) for since, folder in had if since is not None]
+        mine = [folder for _, _, folder in sorted(held, key=lambda each: each[:2])]
         called = told_apart((folder.id, folder.name) for folder in mine)
         return [
             FolderMount(self.folder_place(f.id), called[f.id], f.writes(user), f.id) for f in mine
@@ -526,14 +501,9 @@ class SharedFolderService:
     def _note_folder(
         self, connection: sa.Connection, folder: Folder, action: str, actor: str, detail: str = ""
     ) -> None:
-        subject = f"folder {folder.id} ({folder.name})"
+        at, subject = self.clock(), f"folder {folder.id} ({folder.name})"
         audit_log.note(
-            connection,
-            at=self.clock(),
-            actor=actor,
-            action=action,
-            subject=subject,
-            detail=detail,
+            connection, at=at, actor=actor, action=action, subject=subject, detail=detail
         )
 
 

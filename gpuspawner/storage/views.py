@@ -10,7 +10,7 @@ from tornado import web
 
 from ..core.errors import FolderRefused, GPUSpawnerError, UnknownFolder
 from ..web import view_models
-from ..web.api import APIHandler, ChangingAPI
+from ..web.api import APIHandler, ChangingAPI, refusals
 from ..web.base import ServiceHandler
 from ..web.fields import one_of
 from ..web.operations import ALL, Action, each_action, operation
@@ -59,11 +59,10 @@ class FoldersPage(FormPage):
     @web.authenticated
     async def post(self) -> None:
         """Create a folder."""
-        name = self.field("name")[:200]
+        name = self.typed(schemas.NewFolderBody).name[:200]
         try:
-            await self.services.run(
-                partial(self.services.shared_folders.make_folder, name, actor=self.user)
-            )
+            make_folder = self.services.shared_folders.make_folder
+            await self.services.run(make_folder, name, actor=self.user)
         except GPUSpawnerError as refusal:
             await self.show_folders(refusal, name)
             return
@@ -81,29 +80,20 @@ class FolderPage(FoldersPage):
     async def post(self, folder_id: str, action: str) -> None:
         """Make the change; some changes need a confirmation first."""
         try:
-            folder = await self.services.read(self._visible, folder_id)
+            folder = await self.services.read(visible, self, folder_id)
+            body = FOLDER_ACTIONS[action].body
+            sent = self.typed(body) if body else None
             if action in ("leave", "hand-on", "delete", "uninvite") and not self.confirmed:
-                self._ask(folder, action)
+                self._ask(folder, action, sent)
                 return
-            await self.services.run(self._work(folder, action))
+            await self.services.run(change_of(self, folder, action, sent))
         except GPUSpawnerError as refusal:
             await self.show_folders(refusal)
             return
         self.go(f"folders?done={action}")
 
-    def _visible(self, folder_id: str) -> Folder:
-        """Return a folder that the user may see. Raises UnknownFolder."""
-        folder = self.services.shared_folders.folder(folder_id)
-        mine = folder.owner == self.user or folder.invited(self.user)
-        if not self.admin and (not mine or folder.deleted_at):
-            raise UnknownFolder(folder=folder_id)
-        return folder
-
-    def _work(self, folder: Folder, action: str) -> Callable[[], object]:
-        return work_of(self, folder, action, self.field)
-
-    def _ask(self, folder: Folder, action: str) -> None:
-        member = self.field("member")[:255]
+    def _ask(self, folder: Folder, action: str, sent: Any) -> None:
+        member = getattr(sent, "member", "")[:255]
         facts = [("Folder", folder.name), ("Owner", folder.owner)]
         titles = {
             "leave": "Leave this folder?",
@@ -120,8 +110,8 @@ class FolderPage(FoldersPage):
         }
         fields = {"member": member}
         if action == "delete":
-            fields["name"] = self.field("name")[:200]
-            if fields["name"].strip() != folder.name:
+            fields["name"] = sent.name
+            if sent.name != folder.name:
                 raise FolderRefused(why=f"to delete it, write its name, {folder.name}")
         self.ask(
             titles[action],
@@ -136,46 +126,39 @@ class FolderPage(FoldersPage):
         )
 
 
-def work_of(
-    handler: ServiceHandler, folder: Folder, action: str, field: Callable[[str], Any]
+def visible(handler: ServiceHandler, folder_id: str) -> Folder:
+    """Return a folder that the user may see. Raises UnknownFolder."""
+    folder = handler.services.shared_folders.folder(folder_id)
+    mine = folder.owner == handler.user or folder.invited(handler.user)
+    if not handler.admin and (not mine or folder.deleted_at):
+        raise UnknownFolder(folder=folder_id)
+    return folder
+
+
+def change_of(
+    handler: ServiceHandler, folder: Folder, action: str, sent: Any
 ) -> Callable[[], object]:
-    """Return a function that performs an action; ``field`` returns the fields that were sent."""
-    services, actor = handler.services, handler.user
+    """Return a function that performs an action; ``sent`` is the body that the action needs."""
+    shared, actor = handler.services.shared_folders, handler.user
     # Admins act as the owners of other members' folders.
-    admin = handler.admin and (folder.owner != actor or folder.left_at is not None)
+    as_admin = handler.admin and (folder.owner != actor or folder.left_at is not None)
+    owner: dict[str, Any] = {"actor": actor, "admin": as_admin}
     match action:
         case "invite":
-            write = field("write") in ("yes", True)
-            return partial(
-                services.shared_folders.invite, folder.id, field("member"), write=write, actor=actor
-            )
+            return partial(shared.invite, folder.id, sent.member, write=sent.write, actor=actor)
         case "accept":
-            return partial(services.shared_folders.accept, folder.id, actor=actor)
+            return partial(shared.accept, folder.id, actor=actor)
         case "leave":
-            return partial(services.shared_folders.leave, folder.id, actor=actor)
+            return partial(shared.leave, folder.id, actor=actor)
         case "uninvite":
-            return partial(
-                services.shared_folders.uninvite, folder.id, field("member"), actor=actor
-            )
+            return partial(shared.uninvite, folder.id, sent.member, actor=actor)
         case "hand-on":
-            return partial(
-                services.shared_folders.hand_on,
-                folder.id,
-                field("member"),
-                actor=actor,
-                admin=admin,
-            )
+            return partial(shared.hand_on, folder.id, sent.member, **owner)
         case "delete":
-            return partial(
-                services.shared_folders.delete_folder,
-                folder.id,
-                field("name"),
-                actor=actor,
-                admin=admin,
-            )
+            return partial(shared.delete_folder, folder.id, sent.name, **owner)
         case _:
             handler.need_admin()
-            return partial(services.shared_folders.bring_back, folder.id, actor=actor)
+            return partial(shared.bring_back, folder.id, actor=actor)
 
 
 def _count(folder: Folder) -> str:
@@ -228,9 +211,7 @@ class FoldersAPI(ChangingAPI):
     async def post(self) -> None:
         """Create a shared folder."""
         name = self.sent(schemas.NewFolderBody).name
-        made = await self.read(
-            partial(self.services.shared_folders.make_folder, name, actor=self.user)
-        )
+        made = await self.change(self.services.shared_folders.make_folder, name)
         await answer_with(self, made.id)
 
 
@@ -243,20 +224,12 @@ class FolderAPI(ChangingAPI):
         """Make the change and answer with the folder."""
         if action == "restore":
             self.need_admin()
-        model = FOLDER_ACTIONS[action].body
-        sent = self.sent(model).model_dump() if model else {}
-        try:
-            folder = await self.services.read(self._visible, folder_id)
-            await self.services.run(work_of(self, folder, action, sent.get))
-        except GPUSpawnerError as error:
-            raise web.HTTPError(error.status_code) from error
+        body = FOLDER_ACTIONS[action].body
+        sent = self.sent(body) if body else None
+        with refusals():
+            folder = await self.services.read(visible, self, folder_id)
+            await self.services.run(change_of(self, folder, action, sent))
         await answer_with(self, folder_id)
-
-    def _visible(self, folder_id: str) -> Folder:
-        folder = self.services.shared_folders.folder(folder_id)
-        if not self.admin and folder.owner != self.user and not folder.invited(self.user):
-            raise UnknownFolder(folder=folder_id)
-        return folder
 
 
 async def answer_with(handler: APIHandler, folder_id: str) -> None:

@@ -29,6 +29,7 @@ c.GPUFolders.source = "/nowhere/{{id}}"
 for name, scopes in {{
     "bot": ["access:services!service=gpu", "{GRANT}!group=ml101"],
     "reporter": ["access:services!service=gpu", "{READ_USAGE}"],
+    "tutor": ["access:services!service=gpu", "{READ_USAGE}!group=ml101"],
     "nobody": ["access:services!service=gpu"],
 }}.items():
     c.JupyterHub.services.append({{"name": name, "api_token": f"token-of-{{name}}"}})
@@ -53,7 +54,7 @@ def hub(quick_hub: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
 def call(hub: PayingHub, who: str, method: str, path: str, **kwargs: Any) -> requests.Response:
     """The API as a member, or as one of the services, with a token."""
-    if who not in ("bot", "reporter", "nobody"):
+    if who not in ("bot", "reporter", "tutor", "nobody"):
         return hub.call(who, method, path, **kwargs)
     headers = {"Authorization": f"token token-of-{who}"}
     url = f"{hub.url}/services/gpu/api/{path}"
@@ -150,6 +151,8 @@ def test_service_needs_a_scope_for_each_api(hub: PayingHub) -> None:
         assert call(hub, "nobody", "GET", path).status_code == 403
     assert grant(hub, "nobody", "member:ada").status_code == 403
     assert call(hub, "reporter", "GET", "usage").json()["total"]["sessions"] == 2
+    for report in ("usage", "used"):
+        assert call(hub, "tutor", "GET", report).status_code == 403, "a report is of everybody"
     assert call(hub, "reporter", "GET", "accounts").status_code == 403
     assert grant(hub, "reporter", "member:ada").status_code == 403
 

@@ -49,7 +49,7 @@ def workspace(services: Services, root: Path, user: str, quota: int) -> Path:
 
 def held(services: Services, user: str) -> dict[str, Any]:
     """What the services say of a member's files."""
-    [found] = services.storage.files_of(user)
+    [found] = services.storage.held_in(services.storage.workspaces_of(user))
     assert found.use is not None
     return {"used": found.use.used, "limit": found.use.limit, "full": found.use.full}
 

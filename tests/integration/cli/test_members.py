@@ -32,9 +32,8 @@ def files(tmp_path: Path, cli: Command, services: Services) -> Path:
 def know(services: Services, source: str, user: str = "ada") -> None:
     """A server of this member's got this workspace once."""
     row = Workspace(source, user, services.clock())
-    services.store.run(
-        lambda connection: storage_repository.put_workspace(connection, row), write=True
-    )
+    with services.store.write() as connection:
+        storage_repository.put_workspace(connection, row)
 
 
 def test_member_is_renamed_once_after_confirmation(
@@ -71,7 +70,7 @@ def test_rename_leaves_the_workspace_under_the_new_name(
     assert done["changed"]
     assert known or done["directories"] == {f"{files}/ada": f"{files}/lovelace"}
     assert (files / "lovelace" / "notebook").exists()
-    found = [each.workspace.source for each in services.storage.files_of("lovelace")]
+    found = [each.source for each, _ in services.storage.workspaces_of("lovelace")]
     assert found == [f"{files}/lovelace"] * known
 
 
@@ -97,9 +96,8 @@ def test_rename_prints_commands_for_manual_steps(
     assert "mv -T /nowhere/ada/work /nowhere/lovelace/work" in said
     assert "docker volume" not in said, "its name does not come from that of the member"
     config = cli.folder / "jupyterhub_config.py"
-    config.write_text(
-        config.read_text() + "c.GPUDockerSpawner.workspace = 'work-{username}'\n", encoding="utf-8"
-    )
+    with open(config, "a") as more:
+        more.write("c.GPUDockerSpawner.workspace = 'work-{username}'\n")
     said = cli("members", "rename", "grace", "hopper", "--yes").stdout
     assert "docker volume" not in said, "no server ever made that volume"
     services.ledger.open_account("eve")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -12,9 +13,10 @@ import sqlalchemy as sa
 from gpuspawner.core.errors import Refused
 from gpuspawner.core.units import MICRO
 from gpuspawner.db import hash_chain
-from gpuspawner.db.schema import metadata, postings, renames
+from gpuspawner.db.schema import leases, metadata, postings, renames
 from gpuspawner.leases.models import ServerRef
 from gpuspawner.members import repository
+from gpuspawner.members.renames import Belongings
 from gpuspawner.services import Services
 from tests.support import racers
 from tests.support.belongings import (
@@ -73,6 +75,22 @@ def services(database_url: str) -> Iterator[Services]:
     services.store.close()
 
 
+def balance_of(services: Services, user: str) -> int:
+    return services.ledger.member(user).balance
+
+
+def statement_of(services: Services, user: str) -> list[tuple[int, int]]:
+    return [(x.amount, x.balance) for x in services.ledger.statement(f"member:{user}", 500)]
+
+
+def sources_of(services: Services, user: str) -> set[str]:
+    return {each.source for each, _ in services.storage.workspaces_of(user)}
+
+
+def rename(services: Services, old: str = OLD, new: str = NEW, **more: Any) -> Belongings:
+    return services.renames.rename_member(old, new, actor="root", **more)
+
+
 def assert_holds(services: Services) -> None:
     assert broken_invariants(services) == {}
     assert problems(services.store) == []
@@ -100,13 +118,11 @@ def test_rename_moves_all_data_of_a_member(services: Services, tmp_path: Path) -
     give_everything(services, OLD, [old, f"work-{OLD}"])
     before = columns_with(services, OLD)
     assert before >= repository.COLUMNS, "the test has something of everything"
-    balance = services.ledger.member(OLD).balance
-    statement = [
-        (line.amount, line.balance) for line in services.ledger.statement(f"member:{OLD}", 500)
-    ]
+    balance = balance_of(services, OLD)
+    statement = statement_of(services, OLD)
     noted, triggers = services.audit.chain_head(), _triggers(services)
     lots = [left for _, left in services.ledger.lots_of(f"member:{OLD}")]
-    found = services.renames.rename_member(OLD, NEW, actor="root", sources={old: new})
+    found = rename(services, sources={old: new})
     assert (found.leases, found.tickets, found.folders, len(found.workspaces)) == (2, 1, 1, 2)
     assert columns_with(services, OLD) <= {*repository.AS_WRITTEN, "workspaces.source"}
     assert columns_with(services, NEW) >= repository.COLUMNS
@@ -114,16 +130,10 @@ def test_rename_moves_all_data_of_a_member(services: Services, tmp_path: Path) -
     assert services.audit.knows_head(noted)
     assert_append_only(services)
     assert _triggers(services) == triggers
-    account = f"member:{NEW}"
-    assert (
-        services.ledger.member(NEW).balance == balance and services.ledger.member(OLD).balance == 0
-    )
-    assert [(x.amount, x.balance) for x in services.ledger.statement(account, 500)] == statement
-    assert [left for _, left in services.ledger.lots_of(account)] == lots
-    assert {each.workspace.source for each in services.storage.files_of(NEW)} == {
-        new,
-        f"work-{OLD}",
-    }
+    assert (balance_of(services, NEW), balance_of(services, OLD)) == (balance, 0)
+    assert statement_of(services, NEW) == statement
+    assert [left for _, left in services.ledger.lots_of(f"member:{NEW}")] == lots
+    assert sources_of(services, NEW) == {new, f"work-{OLD}"}
     [change] = [x for x in services.audit.trail() if x.action == "rename member"]
     assert (change.actor, change.subject) == ("root", NEW) and OLD in change.detail
     done = services.renames.last_rename(OLD, NEW)
@@ -133,7 +143,7 @@ def test_rename_moves_all_data_of_a_member(services: Services, tmp_path: Path) -
 def test_accounting_continues_under_the_new_name(services: Services) -> None:
     clock = Clock.of(services)
     give_everything(services, OLD, [])
-    services.renames.rename_member(OLD, NEW, actor="root")
+    rename(services)
     [newest, *_] = services.leases.of_account(f"member:{NEW}", 1)
     services.ledger.refund(newest.id, actor="root", reason="a broken fan")
     clock.forward(days=1)
@@ -151,42 +161,40 @@ def test_accounting_continues_under_the_new_name(services: Services) -> None:
 
 def test_old_name_can_be_reused_by_another_member(services: Services) -> None:
     give_everything(services, OLD, [])
-    services.renames.rename_member(OLD, NEW, actor="root")
-    balance = services.ledger.member(NEW).balance
+    rename(services)
+    balance = balance_of(services, NEW)
     assert services.ledger.open_account(OLD).balance == OPENING * MICRO
-    assert services.ledger.member(NEW).balance == balance
+    assert balance_of(services, NEW) == balance
     assert services.renames.last_rename(OLD, NEW) is None, "the name is somebody else's"
     with pytest.raises(Refused, match="has a history of their own"):
-        services.renames.rename_member(OLD, NEW, actor="root")
-    services.renames.rename_member(OLD, "third", actor="root")
-    assert services.ledger.member("third").balance == OPENING * MICRO
+        rename(services)
+    rename(services, OLD, "third")
+    assert balance_of(services, "third") == OPENING * MICRO
     assert_holds(services)
 
 
 def test_member_can_be_renamed_repeatedly_and_back(services: Services) -> None:
     give_everything(services, OLD, [])
-    balance = services.ledger.member(OLD).balance
+    balance = balance_of(services, OLD)
     for names in ((OLD, NEW), (NEW, OLD), (OLD, "third"), ("third", NEW)):
-        services.renames.rename_member(*names, actor="root")
+        rename(services, *names)
         services.ledger.grant(f"member:{names[1]}", MICRO, actor="root", reason="prize")
         balance += MICRO
-        assert services.ledger.member(names[1]).balance == balance
+        assert balance_of(services, names[1]) == balance
         assert_holds(services)
 
 
 def test_opening_grant_of_new_name_does_not_block_rename(services: Services) -> None:
     """Who is renamed at the Hub signs in there before an admin types anything."""
     give_everything(services, OLD, [])
-    balance = services.ledger.member(OLD).balance
+    balance = balance_of(services, OLD)
     services.members.membership_returned(NEW, actor="hub")
     services.ledger.open_account(NEW)
-    services.renames.rename_member(OLD, NEW, actor="root")
-    assert services.ledger.member(NEW).balance == balance, (
-        "what the account opened with is taken back"
-    )
+    rename(services)
+    assert balance_of(services, NEW) == balance, "what the account opened with is taken back"
     assert_holds(services)
-    services.renames.rename_member(NEW, OLD, actor="root")
-    assert services.ledger.member(OLD).balance == balance
+    rename(services, NEW, OLD)
+    assert balance_of(services, OLD) == balance
     assert_holds(services)
 
 
@@ -198,39 +206,33 @@ def test_rename_keeps_the_running_session_and_its_charge(services: Services) -> 
     services.ledger.charge_all()
     services.leases.follow_rename(lease.id, ServerRef(NEW))
     services.ledger.open_account(NEW)
-    found = services.renames.rename_member(OLD, NEW, actor="root")
+    found = rename(services)
     assert [each.id for each in found.open_leases] == [lease.id]
     clock.forward(minutes=20)
     services.ledger.charge_all()
     ended = services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
     assert (ended.account, ended.charged) == (f"member:{NEW}", 2 * MICRO)
-    assert services.ledger.member(NEW).balance == (OPENING - 2) * MICRO
+    assert balance_of(services, NEW) == (OPENING - 2) * MICRO
     assert_holds(services)
 
 
-def test_session_renamed_by_the_hub_does_not_block_rename(
-    services: Services,
-) -> None:
+def test_session_renamed_by_the_hub_does_not_block_rename(services: Services) -> None:
     services.ledger.open_account(OLD)
     lease = running(services, OLD)
     services.leases.follow_rename(lease.id, ServerRef(NEW))
-    services.leases.release(
-        lease.id, ended_at=Clock.of(services).forward(minutes=1), reason="stopped"
-    )
-    services.renames.rename_member(OLD, NEW, actor="root")
+    ended_at = Clock.of(services).forward(minutes=1)
+    services.leases.release(lease.id, ended_at=ended_at, reason="stopped")
+    rename(services)
     assert services.leases.of_account(f"member:{NEW}", 5)[0].server == ServerRef(NEW)
     assert_holds(services)
 
 
 def test_invalid_rename_is_refused_and_changes_nothing(services: Services) -> None:
     def refused(old: str, new: str) -> str:
-        before = {table.name: _rows(services, table) for table in metadata.sorted_tables}
+        before = _everything(services)
         with pytest.raises(Refused) as error:
-            services.renames.rename_member(
-                old, new, actor="root", move=lambda: pytest.fail("moved")
-            )
-        after = {table.name: _rows(services, table) for table in metadata.sorted_tables}
-        assert before == after
+            rename(services, old, new, move=lambda: pytest.fail("moved"))
+        assert _everything(services) == before
         assert error.value.message.endswith("Nothing was changed.")
         return error.value.message
 
@@ -254,26 +256,21 @@ def test_invalid_rename_is_refused_and_changes_nothing(services: Services) -> No
 def test_rename_refuses_a_lease_changed_by_hand(services: Services) -> None:
     give_everything(services, OLD, [])
     [lease, *_] = services.leases.of_account(f"member:{OLD}", 1)
-    services.store.run(
-        lambda c: c.execute(
-            sa.text("UPDATE leases SET end_reason = 'idle' WHERE id = :id"), {"id": lease.id}
-        ),
-        write=True,
-    )
+    change = sa.update(leases).where(leases.c.id == lease.id).values(end_reason="idle")
+    services.store.run(lambda connection: connection.execute(change), write=True)
     with pytest.raises(Refused, match=f"The ended lease {lease.id} was changed by hand"):
-        services.renames.rename_member(OLD, NEW, actor="root")
+        rename(services)
 
 
 @pytest.mark.parametrize("what", ["posting", "rename", "unsealed rename", "rename deleted"])
 def test_audit_detects_tampering_after_a_rename(services: Services, what: str) -> None:
     give_everything(services, OLD, [])
-    services.renames.rename_member(OLD, NEW, actor="root")
+    rename(services)
     assert_holds(services)
     with services.store.write() as connection:
         if what == "posting":
-            first = sa.select(sa.func.min(postings.c.id)).where(
-                postings.c.account == f"member:{NEW}"
-            )
+            first = sa.select(sa.func.min(postings.c.id))
+            first = first.where(postings.c.account == f"member:{NEW}")
             change = sa.update(postings).where(postings.c.id == first.scalar_subquery())
             with hash_chain.not_append_only(connection):
                 connection.execute(change.values(account="member:friend"))
@@ -318,7 +315,7 @@ def test_failed_rename_keeps_all_rows_and_the_ledger_trigger(
 
     if how == "a directory":
         with pytest.raises(Refused, match="cannot be renamed"):
-            services.renames.rename_member(OLD, NEW, actor="root", move=fail)
+            rename(services, move=fail)
     elif how == "a statement":
         nobody = sa.update(postings).values(account="member:nobody")  # there is no such account
         with (
@@ -345,29 +342,27 @@ def test_killed_rename_completes_when_repeated(
         Path(old).mkdir(parents=True)
         (Path(old) / "notebook").write_text(old)
     give_everything(services, OLD, [*paths])
-    balance = services.ledger.member(OLD).balance
+    balance = balance_of(services, OLD)
 
-    def rename(at: int) -> int:
+    def rename_to(at: int) -> int:
         return rename_until(database_url, clock, names, paths, at)
 
-    steps = rename(1_000_000)
+    steps = rename_to(1_000_000)
     assert steps > 30
     for round_ in range(rounds(2 * steps)):
         names, paths = names[::-1], {new: old for old, new in paths.items()}
         at = 1 + round_ % steps if SOAK else chance.randint(1, steps)
-        done = rename(at)
+        done = rename_to(at)
         for account in names:
-            assert services.ledger.member(account).balance in (0, balance), at
+            assert balance_of(services, account) in (0, balance), at
         assert_holds(services)
-        assert done or rename(1_000_000), at
-        assert services.ledger.member(names[1]).balance == balance
+        assert done or rename_to(1_000_000), at
+        assert balance_of(services, names[1]) == balance
         assert services.renames.last_rename(*names) is not None
         for old, new in paths.items():
             assert not Path(old).exists() and (Path(new) / "notebook").exists(), at
         assert_holds(services)
-        assert {each.workspace.source for each in services.storage.files_of(names[1])} == {
-            *paths.values()
-        }
+        assert sources_of(services, names[1]) == {*paths.values()}
 
 
 def assert_append_only(services: Services) -> None:
@@ -394,10 +389,9 @@ def _triggers(services: Services) -> list[str]:
 
 def _everything(services: Services) -> dict[str, list[str]]:
     """All rows by table, and the triggers."""
-    rows = {table.name: _rows(services, table) for table in metadata.sorted_tables}
-    return rows | {"triggers": _triggers(services)}
-
-
-def _rows(services: Services, table: sa.Table) -> list[str]:
     with services.store.read() as connection:
-        return sorted(map(repr, connection.execute(sa.select(table))))
+        rows = {
+            table.name: sorted(map(repr, connection.execute(sa.select(table))))
+            for table in metadata.sorted_tables
+        }
+    return rows | {"triggers": _triggers(services)}

@@ -22,6 +22,7 @@ from gpuspawner.devices.source import SamplingSource
 from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState
 from gpuspawner.monitoring.models import HOUR, MINUTE, DeviceUse
 from gpuspawner.monitoring.repository import LeaseUtilization
+from gpuspawner.monitoring.service import MonitoringService
 from gpuspawner.service.device_monitor import GPUSampler
 from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.sampler import MOST_MINUTES, Sampling
@@ -42,6 +43,11 @@ def services(make: Make) -> Services:
     return make(opening_grant=1000, gpu_rates={"*": 1})
 
 
+@pytest.fixture
+def monitoring(services: Services) -> MonitoringService:
+    return services.monitoring
+
+
 def minute(number: int, uuid: str = "GPU-a", **fields: Any) -> DeviceUse:
     """The minute that begins so many after T0."""
     made: dict[str, Any] = {"samples": 60, "known": 60, "busy": 30, "measured": 60, "use_sum": 3000}
@@ -50,7 +56,7 @@ def minute(number: int, uuid: str = "GPU-a", **fields: Any) -> DeviceUse:
 
 
 @each_database
-def test_stored_minute_is_read_back_unchanged(services: Services) -> None:
+def test_stored_minute_is_read_back_unchanged(monitoring: MonitoringService) -> None:
     full = minute(
         *(0, "GPU-a"),
         use_max=97,
@@ -66,41 +72,36 @@ def test_stored_minute_is_read_back_unchanged(services: Services) -> None:
         strangers=1,
         error="The GPU is lost.",
     )
-    services.monitoring.remember_use([full, minute(0, "GPU-b", celsius_max=None)])
-    first, second = services.monitoring.use_between(T0, T0 + timedelta(minutes=1))
+    monitoring.remember_use([full, minute(0, "GPU-b", celsius_max=None)])
+    first, second = monitoring.use_between(T0, T0 + timedelta(minutes=1))
     assert first == full
     assert (second.uuid, second.celsius_max, second.xids) == ("GPU-b", None, ())
-    assert services.monitoring.use_between(T0, T0 + timedelta(minutes=1), uuids=["GPU-b"]) == [
-        second
-    ]
-    assert services.monitoring.use_between(T0 + timedelta(minutes=1), T0 + timedelta(hours=1)) == []
+    of_one = monitoring.use_between(T0, T0 + timedelta(minutes=1), uuids=["GPU-b"])
+    assert of_one == [second]
+    assert monitoring.use_between(T0 + timedelta(minutes=1), T0 + timedelta(hours=1)) == []
 
 
 @each_database
-def test_repeated_minute_is_merged(services: Services) -> None:
+def test_repeated_minute_is_merged(monitoring: MonitoringService) -> None:
     """The clock was set back, or the service was started anew within the minute."""
-    services.monitoring.remember_use(
-        [minute(0, samples=20, known=20, busy=20, measured=20, use_sum=2000)]
-    )
-    services.monitoring.remember_use(
-        [minute(0, samples=30, known=30, busy=0, measured=30, use_sum=0)]
-    )
-    (found,) = services.monitoring.use_between(T0, T0 + timedelta(minutes=1))
+    monitoring.remember_use([minute(0, samples=20, known=20, busy=20, measured=20, use_sum=2000)])
+    monitoring.remember_use([minute(0, samples=30, known=30, busy=0, measured=30, use_sum=0)])
+    (found,) = monitoring.use_between(T0, T0 + timedelta(minutes=1))
     assert (found.samples, found.busy, found.use) == (50, 20, 40.0)
 
 
-def test_current_use_is_the_latest_recent_minute(services: Services, clock: Clock) -> None:
-    services.monitoring.remember_use([minute(0, use_sum=0), minute(1), minute(1, "GPU-b")])
+def test_current_use_is_the_latest_recent_minute(
+    monitoring: MonitoringService, clock: Clock
+) -> None:
+    monitoring.remember_use([minute(0, use_sum=0), minute(1), minute(1, "GPU-b")])
     clock.forward(minutes=2)
-    assert {u: m.use for u, m in services.monitoring.use_now().items()} == {
-        "GPU-a": 50.0,
-        "GPU-b": 50.0,
-    }
+    now = {uuid: minute.use for uuid, minute in monitoring.use_now().items()}
+    assert now == {"GPU-a": 50.0, "GPU-b": 50.0}
     clock.forward(minutes=10)
-    assert services.monitoring.use_now() == {}
+    assert monitoring.use_now() == {}
 
 
-def session(services: Services, begins: float, length: float) -> Lease:
+def session(begins: float, length: float) -> Lease:
     """One of GPU-a that began and ended so many minutes after T0, and that length later."""
     start = T0 + timedelta(minutes=begins)
     place = LeasedDevice(uuid="GPU-a", slot=0, index=0, model="T4", memory_bytes=2**34)
@@ -114,62 +115,56 @@ def session(services: Services, begins: float, length: float) -> Lease:
     )
 
 
-def test_session_use_counts_whole_minutes_of_own_devices(services: Services) -> None:
-    services.monitoring.remember_use(
-        [minute(n, use_sum=60 * n, use_max=n, memory_max=n) for n in range(9)]
-    )
-    services.monitoring.remember_use([minute(n, "GPU-b", use_max=99) for n in range(9)])
-    found = services.monitoring.session_use(
-        session(services, 1.5, 5.5)
-    )  # of which 2 to 6 are whole
+def test_session_use_counts_whole_minutes_of_own_devices(monitoring: MonitoringService) -> None:
+    monitoring.remember_use([minute(n, use_sum=60 * n, use_max=n, memory_max=n) for n in range(9)])
+    monitoring.remember_use([minute(n, "GPU-b", use_max=99) for n in range(9)])
+    found = monitoring.session_use(session(1.5, 5.5))  # of which 2 to 6 are whole
     assert list(found) == ["GPU-a"]
     assert (found["GPU-a"].use, found["GPU-a"].use_max, found["GPU-a"].memory_max) == (4.0, 6, 6)
-    assert services.monitoring.session_use(session(services, 20, 5)) == {}
-    assert services.monitoring.session_use(replace(session(services, 0, 9), started_at=None)) == {}
+    assert monitoring.session_use(session(20, 5)) == {}
+    assert monitoring.session_use(replace(session(0, 9), started_at=None)) == {}
 
 
 @each_database
-def test_long_or_old_session_use_is_read_from_hours(services: Services, clock: Clock) -> None:
-    services.monitoring.remember_use([minute(n, use_max=n) for n in range(10 * 60)])
+def test_long_or_old_session_use_is_read_from_hours(
+    monitoring: MonitoringService, clock: Clock
+) -> None:
+    monitoring.remember_use([minute(n, use_max=n) for n in range(10 * 60)])
     clock.forward(hours=10)
-    services.monitoring.tidy_use(*KEEP)
-    found = services.monitoring.session_use(session(services, 30, 8 * 60))[
-        "GPU-a"
-    ]  # 1:00 to 8:00 are whole hours
+    monitoring.tidy_use(*KEEP)
+    found = monitoring.session_use(session(30, 8 * 60))["GPU-a"]  # 1:00 to 8:00 are whole hours
     assert (found.seconds, found.samples, found.use_max) == (HOUR, 7 * 3600, 8 * 60 - 1)
     clock.forward(days=20)
-    services.monitoring.tidy_use(*KEEP)  # the minutes are forgotten now
-    found = services.monitoring.session_use(session(services, 60, 60))["GPU-a"]
+    monitoring.tidy_use(*KEEP)  # the minutes are forgotten now
+    found = monitoring.session_use(session(60, 60))["GPU-a"]
     assert (found.seconds, found.samples, found.use_max) == (HOUR, 3600, 119)
 
 
 @each_database
-def test_hourly_use_is_aggregated_and_outlives_minutes(services: Services, clock: Clock) -> None:
-    services.monitoring.remember_use([minute(n, busy=n % 2, memory_max=n) for n in range(150)])
+def test_hourly_use_is_aggregated_and_outlives_minutes(
+    monitoring: MonitoringService, clock: Clock
+) -> None:
+    monitoring.remember_use([minute(n, busy=n % 2, memory_max=n) for n in range(150)])
     clock.forward(minutes=150)
     for _ in range(2):  # a second time is nothing
-        services.monitoring.tidy_use(*KEEP)
-        hours = services.monitoring.use_between(T0, T0 + timedelta(hours=9), seconds=HOUR)
+        monitoring.tidy_use(*KEEP)
+        hours = monitoring.use_between(T0, T0 + timedelta(hours=9), seconds=HOUR)
         assert [(h.since, h.samples, h.busy, h.memory_max) for h in hours] == [
             (T0, 3600, 30, 59),
             (T0 + timedelta(hours=1), 3600, 30, 119),
         ]
-    services.monitoring.remember_use([minute(7, samples=5, known=5, busy=5)])  # one that was late
-    services.monitoring.tidy_use(*KEEP)
-    hours = services.monitoring.use_between(T0, T0 + timedelta(hours=1), seconds=HOUR)
+    monitoring.remember_use([minute(7, samples=5, known=5, busy=5)])  # one that was late
+    monitoring.tidy_use(*KEEP)
+    hours = monitoring.use_between(T0, T0 + timedelta(hours=1), seconds=HOUR)
     assert [(h.samples, h.busy) for h in hours] == [(3605, 35)]
     clock.forward(days=15)
-    services.monitoring.tidy_use(*KEEP)
-    assert services.monitoring.use_between(T0, services.clock()) == []
-    assert [
-        h.samples for h in services.monitoring.use_between(T0, services.clock(), seconds=HOUR)
-    ] == [
-        *(3605, 3600),
-        1800,
-    ]
+    monitoring.tidy_use(*KEEP)
+    assert monitoring.use_between(T0, clock.now) == []
+    hours = monitoring.use_between(T0, clock.now, seconds=HOUR)
+    assert [h.samples for h in hours] == [3605, 3600, 1800]
     clock.forward(days=400)
-    services.monitoring.tidy_use(*KEEP)
-    assert services.monitoring.use_between(T0, services.clock(), seconds=HOUR) == []
+    monitoring.tidy_use(*KEEP)
+    assert monitoring.use_between(T0, clock.now, seconds=HOUR) == []
 
 
 async def test_unavailable_store_loses_no_minutes(tmp_path: Path) -> None:
@@ -200,9 +195,7 @@ async def test_unavailable_store_loses_no_minutes(tmp_path: Path) -> None:
     await duty._write(tick, sampling)
     assert sampling.complete() == []
     written = services.monitoring.use_between(T0, T0 + timedelta(days=9))
-    assert [minute.since for minute in written] == [
-        T0 + timedelta(minutes=n) for n in range(len(written))
-    ]
+    assert [(each.since - T0) / timedelta(minutes=1) for each in written] == [*range(len(written))]
     assert len(written) > len(kept)
     services.store.close()
 
@@ -295,19 +288,8 @@ def work(
     services: Services, uuid: str, first: int, last: int, share: float, known: int = 60
 ) -> None:
     """Minutes from the first to the last after T0 in which a GPU worked in this part of them."""
-    services.monitoring.remember_use(
-        [
-            DeviceUse(
-                uuid=uuid,
-                since=T0 + timedelta(minutes=n),
-                seconds=60,
-                samples=60,
-                known=known,
-                busy=round(known * share),
-            )
-            for n in range(first, last)
-        ]
-    )
+    counts = {"known": known, "busy": round(known * share), "measured": 0, "use_sum": 0}
+    services.monitoring.remember_use([minute(n, uuid, **counts) for n in range(first, last)])
 
 
 def worked(
@@ -367,9 +349,8 @@ def test_hourly_use_replaces_deleted_minutes_in_reports(services: Services, cloc
     assert seconds(rough["ada"]) == (7800, 7200, 3600)
     assert rough["bob"].measured == min(2 * 3600, exact["bob"].held)
     assert rough["bob"].busy == pytest.approx(600 + 360)
-    assert rough["ada"].busy + rough["bob"].busy == pytest.approx(
-        exact["ada"].busy + exact["bob"].busy
-    )
+    rough_sum, exact_sum = (found["ada"].busy + found["bob"].busy for found in (rough, exact))
+    assert rough_sum == pytest.approx(exact_sum)
 
 
 @each_database
@@ -385,14 +366,9 @@ def test_use_report_combines_minutes_and_hours(services: Services, clock: Clock)
 def test_unmeasured_time_counts_as_neither_busy_nor_idle(services: Services, clock: Clock) -> None:
     running(services, "ada", 2)
     running(services, "cpu", 0)
+    acquire(services, "never up", 1)
     clock.forward(hours=1)
     found = worked(services)
-    assert set(found) == {"ada"}
+    assert set(found) == {"ada"}, "neither who has no GPU, nor whose server never started"
     assert seconds(found["ada"]) == (7200, 0, 0)
     assert found["ada"].rested == 0
-
-
-def test_server_that_never_started_counts_no_held_time(services: Services, clock: Clock) -> None:
-    acquire(services, "ada", 1)
-    clock.forward(hours=1)
-    assert worked(services) == {}

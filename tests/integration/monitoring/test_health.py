@@ -174,9 +174,8 @@ def test_flapping_device_stays_drained_until_an_admin_acts(
         clock.forward(minutes=minutes)
         if find(services, uuid) == "probe":
             services.health.probed(uuid)
-    assert (
-        services.devices.closures()[uuid].reason == "it is lost; it fell sick 3 times within a day"
-    )
+    reason = "it is lost; it fell sick 3 times within a day"
+    assert services.devices.closures()[uuid].reason == reason
     clock.forward(days=30)
     assert find(services, uuid) == ""
 

@@ -43,16 +43,22 @@ def services(make: Make) -> Iterator[Services]:
     assert broken_invariants(services) == {}
 
 
+@pytest.fixture
+def show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
+    """Say in JSON what the simulated devices show."""
+    script = tmp_path / "script.json"
+    monkeypatch.setenv("GPUSPAWNER_SIMULATION", str(script))
+    return script.write_text
+
+
 # Something of nobody's.
 
 
 def test_leaking_device_is_quarantined_until_it_is_empty(
-    services: Services, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    services: Services, clock: Clock, show: Callable[[str], object]
 ) -> None:
-    script = tmp_path / "script.json"
-    monkeypatch.setenv("GPUSPAWNER_SIMULATION", str(script))
     lease = running(services, "ada")
-    script.write_text('{"0": {"processes": [[4711, "python3"]]}, "1": {"held_bytes": 6442450944}}')
+    show('{"0": {"processes": [[4711, "python3"]]}, "1": {"held_bytes": 6442450944}}')
     clock.forward(minutes=1)
     assert states(services) == ["leased", "occupied"]
     services.leases.release(lease.id, ended_at=services.clock(), reason="stopped")
@@ -67,32 +73,27 @@ def test_leaking_device_is_quarantined_until_it_is_empty(
         "used without a lease by python3 (pid 4711); in quarantine",
         "6.0 GB of its memory are in use, but by no visible process; in quarantine",
     ]
-    script.write_text('{"1": {"held_bytes": 6442450944}}')
+    show('{"1": {"held_bytes": 6442450944}}')
     clock.forward(seconds=30)
     assert states(services)[0] == "drained"  # until it is lifted, whoever looks
     assert services.leaks.judge_leaks() == []
     assert states(services) == ["free", "occupied"]
-    assert [(who, what) for who, what, _ in trail(services)] == [
-        ("leak", "quarantine"),
-        ("leak", "quarantine"),
-        ("leak", "undrain"),
-    ]
+    quarantine, undrain = ("leak", "quarantine"), ("leak", "undrain")
+    assert [line[:2] for line in trail(services)] == [quarantine, quarantine, undrain]
 
 
 def test_quarantine_does_not_override_an_admin_drain(
-    services: Services, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    services: Services, clock: Clock, show: Callable[[str], object]
 ) -> None:
-    script = tmp_path / "script.json"
-    monkeypatch.setenv("GPUSPAWNER_SIMULATION", str(script))
-    script.write_text('{"0": {"held_bytes": 6442450944}}')
+    show('{"0": {"held_bytes": 6442450944}}')
     services.leaks.judge_leaks()
     clock.forward(seconds=30)
     assert len(services.leaks.judge_leaks()) == 1
     assert services.devices.drain("0", actor="root", reason="I look at it")
-    script.write_text('{"0": {"error": "It fell off the bus."}}')
+    show('{"0": {"error": "It fell off the bus."}}')
     clock.forward(seconds=30)
     assert (services.leaks.judge_leaks(), states(services)) == ([], ["unknown", "free"])
-    script.unlink()
+    show("{}")
     clock.forward(seconds=30)
     assert (services.leaks.judge_leaks(), states(services)) == ([], ["drained", "free"])
     assert services.devices.closures()[uuids(services)[0]].actor == "root"
@@ -102,10 +103,8 @@ def test_quarantine_does_not_override_an_admin_drain(
 
 
 async def test_service_drains_probes_and_returns_sick_devices(
-    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database_url: str, show: Callable[[str], object]
 ) -> None:
-    script = tmp_path / "script.json"
-    monkeypatch.setenv("GPUSPAWNER_SIMULATION", str(script))
     services = open_services(database_url, sick_quiet_minutes=0.005, **RATE)
     source = services.watch.source
     assert isinstance(source, SamplingSource)
@@ -117,16 +116,16 @@ async def test_service_drains_probes_and_returns_sick_devices(
     lease = running(services, "ada")
     sampling.start()
     try:
-        script.write_text('{"0": {"xids": [31]}}')  # a member's program made a mistake
+        show('{"0": {"xids": [31]}}')  # a member's program made a mistake
         await until(duty, lambda: 31 in seen_xids(sampling))
         assert states(services) == ["leased", "free"]
-        script.write_text('{"0": {"xids": [79], "probe": "It computes wrongly."}}')
+        show('{"0": {"xids": [79], "probe": "It computes wrongly."}}')
         await until(duty, lambda: states(services) == ["draining", "free"])
         assert "Xid 79: it lost power, NVLink or the bus" in told(services, "ada")[0]
         services.leases.release(lease.id, reason="stopped")
         await until(duty, lambda: "failed: It computes wrongly" in [x[2] for x in trail(services)])
         assert states(services) == ["drained", "free"]
-        script.write_text("{}")
+        show("{}")
         await until(duty, lambda: states(services) == ["free", "free"])
     finally:
         await duty.close()
@@ -166,7 +165,9 @@ def test_lost_device_is_recognized_under_a_new_index(
                 values["xids"] = tuple(sample["xids"])
                 its = signs.setdefault(sample["uuid"], SymptomWindow())
                 its.add([Sample(at=machine.now, **values)])
-        found = {uuid: FoundSymptoms(its.take(), its.going_on) for uuid, its in signs.items()}
+        found = {uuid: FoundSymptoms(its.look(), its.going_on) for uuid, its in signs.items()}
+        for its in signs.values():
+            its.judged()
         return {change.uuid: change.event for change in services.health.judge_health(found)}
 
     first, second = gpus(2)

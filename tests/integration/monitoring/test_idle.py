@@ -49,9 +49,7 @@ def judged(services: Services, output: datetime | None = None) -> list[str]:
 
 
 def told(services: Services, kind: NoticeKind) -> list[str]:
-    return [
-        notice.title for notice in services.notifications.notices_of("ada") if notice.kind is kind
-    ]
+    return [x.title for x in services.notifications.notices_of("ada") if x.kind is kind]
 
 
 def test_idle_session_is_warned_and_then_stopped(services: Services) -> None:
@@ -141,10 +139,15 @@ def test_idle_advice_becomes_a_countdown_when_others_wait(services: Services) ->
     minutes(services, lease, 60)
     assert judged(services) == []  # once
     running(services, "bob", devices=3)
-    asked = Request(devices=1, environment="pytorch")
+
+    def wait() -> Ticket:
+        asked, terms = Request(devices=1, environment="pytorch"), Terms(wait=True)
+        ticket = services.queue.ask(ServerRef("eve"), asked, engine="docker", terms=terms)
+        assert isinstance(ticket, Ticket)
+        return ticket
+
     minutes(services, lease, 1)
-    waits = services.queue.ask(ServerRef("eve"), asked, engine="docker", terms=Terms(wait=True))
-    assert isinstance(waits, Ticket)
+    waits = wait()
     assert judged(services) == []  # where another scheduler decides, it may go on at once
     minutes(services, lease, 1)
     assert judged(services) == ["warn"]
@@ -157,9 +160,7 @@ def test_idle_advice_becomes_a_countdown_when_others_wait(services: Services) ->
     services.queue.end_ticket(waits.id, "cancelled", "a test")
     assert judged(services) == []
     assert services.idle.resting("ada")[0].stops_at is None
-    assert isinstance(
-        services.queue.ask(ServerRef("eve"), asked, engine="docker", terms=Terms(wait=True)), Ticket
-    )
+    wait()
     minutes(services, lease, 10)
     assert judged(services) == ["warn"]
     minutes(services, lease, 10)

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuspawner.core.units import MICRO
+from gpuspawner.devices.models import Device
 from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger import rules as ledger_rules
@@ -79,9 +80,8 @@ def test_metrics_match_credits_leases_and_devices(services: Services) -> None:
     assert seen['gpuspawner_devices{model="A100-80GB",state="free"}'] == 2
     assert seen['gpuspawner_devices{model="A100-80GB",state="leased"}'] == 2
 
-    services.leases.release(
-        anna.id, ended_at=clock.now - timedelta(minutes=31, seconds=30), reason="x"
-    )
+    ended_at = clock.now - timedelta(minutes=31, seconds=30)
+    services.leases.release(anna.id, ended_at=ended_at, reason="x")
     services.ledger.grant("member:anna", -MICRO, actor="admin", reason="taken back")
     seen = read(site)
     assert seen["gpuspawner_credits_refunded_total"] == 4
@@ -96,9 +96,8 @@ def test_metrics_match_credits_leases_and_devices(services: Services) -> None:
 def test_queue_metrics_report_length_and_wait_time(services: Services) -> None:
     clock = Clock.of(services)
     all_of_them = running(services, "anna", 4)
-    ticket = services.queue.ask(
-        ServerRef("bert"), Request(devices=1), engine="docker", terms=Terms(wait=True)
-    )
+    server, request, terms = ServerRef("bert"), Request(devices=1), Terms(wait=True)
+    ticket = services.queue.ask(server, request, engine="docker", terms=terms)
     clock.forward(minutes=7)
     seen = read(HubCollector(services))
     assert seen["gpuspawner_queue_length"] == 1
@@ -141,10 +140,8 @@ def test_incremental_totals_equal_recomputed_totals(services: Services) -> None:
             if lease.ended_at and lease.started_at
         )
     )
-    assert cost == sum(
-        ledger_rules.owed(lease.rate, lease.started_at, lease.ended_at or clock.now)
-        for lease in every
-    )
+    owed = ledger_rules.owed
+    assert cost == sum(owed(x.rate, x.started_at, x.ended_at or clock.now) for x in every)
 
 
 def test_clock_set_back_counts_nothing_twice(services: Services) -> None:
@@ -184,27 +181,18 @@ def test_device_metrics_report_the_last_minute(services: Services) -> None:
     worked = DeviceUse(uuid=first.uuid, since=since, seconds=60, xids=(13,), **counts)
     silent = DeviceUse(uuid=second.uuid, since=since, seconds=60, samples=60, error="It is lost.")
     services.monitoring.remember_use([worked, silent])
-    text = HubCollector(services).text().decode()
-    told = {
-        (sample.name, sample.labels["UUID"]): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name.startswith("gpuspawner_device_")
-    }
-    assert told["gpuspawner_device_use_percent", first.uuid] == 20
-    assert told["gpuspawner_device_busy_ratio", first.uuid] == 0.25
-    assert told["gpuspawner_device_answers", first.uuid] == 1
-    assert told["gpuspawner_device_answers", second.uuid] == 0
-    assert told["gpuspawner_device_xid", first.uuid] == 1
+    told = read(HubCollector(services))
+
+    def of(device: Device, name: str, xid: str = "") -> float | None:
+        labels = f'UUID="{device.uuid}",gpu="{device.index}",group="",modelName="{device.model}"'
+        return told.get(f"gpuspawner_device_{name}{{{labels}{xid}}}")
+
+    assert of(first, "use_percent") == 20
+    assert of(first, "busy_ratio") == 0.25
+    assert (of(first, "answers"), of(second, "answers")) == (1, 0)
+    assert of(first, "xid", ',xid="13"') == 1
     # What is not known is not told, and never as zero.
-    assert ("gpuspawner_device_use_percent", second.uuid) not in told
-    family = next(f for f in text_string_to_metric_families(text) if f.name.endswith("use_percent"))
-    assert family.samples[0].labels == {
-        "gpu": "0",
-        "UUID": first.uuid,
-        "modelName": first.model,
-        "group": "",
-    }
+    assert of(second, "use_percent") is None
 
 
 def test_batch_job_metrics_are_grouped_by_model(services: Services) -> None:
@@ -239,20 +227,17 @@ def test_health_and_drain_metrics_reflect_device_states(services: Services) -> N
         symptom = Symptom(cause, "it was seen", services.clock())
         services.health.judge_health({uuid: FoundSymptoms((symptom,))})
     services.devices.drain(drained, actor="root")
-    told = {
-        (sample.name, sample.labels.get("UUID", "") or sample.labels.get("reason", "")): sample
-        for family in text_string_to_metric_families(HubCollector(services).text().decode())
-        for sample in family.samples
-    }
-    assert told["gpuspawner_device_health", sick].value == 2
-    assert told["gpuspawner_device_health", watched].value == 1
-    assert told["gpuspawner_device_falls", sick].value == 1
-    assert told["gpuspawner_device_sick", sick].labels == {
-        "gpu": "0",
-        "UUID": sick,
-        "modelName": "A100-80GB",
-        "cause": "ecc",
-    }
-    assert ("gpuspawner_device_sick", watched) not in told
-    drained = [told["gpuspawner_devices_drained", why].value for why in ("health", "leak", "admin")]
-    assert drained == [1, 0, 1]
+    told = read(HubCollector(services))
+
+    def of(uuid: str, name: str) -> list[float]:
+        start = f'gpuspawner_device_{name}{{UUID="{uuid}",'
+        return [value for key, value in told.items() if key.startswith(start)]
+
+    assert (of(sick, "health"), of(watched, "health"), of(sick, "falls")) == ([2], [1], [1])
+    labels = f'UUID="{sick}",cause="ecc",gpu="0",modelName="A100-80GB"'
+    assert told[f"gpuspawner_device_sick{{{labels}}}"] == 1
+    assert of(watched, "sick") == []
+    reasons = [
+        f'gpuspawner_devices_drained{{reason="{why}"}}' for why in ("health", "leak", "admin")
+    ]
+    assert [told[reason] for reason in reasons] == [1, 0, 1]

@@ -235,9 +235,8 @@ async def test_hanging_channel_does_not_delay_others(
             await sent(services, tell(services, "bob"))
             # Senders that hang are not added to without end.
             failed = await tried(services, both, 2)
-            assert failing(failed.error) == {
-                "dead": "Its server takes messages and does not answer."
-            }
+            why = "Its server takes messages and does not answer."
+            assert failing(failed.error) == {"dead": why}
             assert sum(thread.name == "notice-dead" for thread in threading.enumerate()) <= 16
     assert len(mail.received) == 1, "what has arrived is not sent again"
 

@@ -80,13 +80,12 @@ def test_notice_is_rolled_back_with_its_transaction(services: Services) -> None:
 def test_unsent_notices_are_listed_in_order(services: Services, clock: Clock) -> None:
     first, second, third = (tell(services, user) for user in ("ada", "bob", "ada"))
     assert services.notifications.unsent(3) == [first.id, second.id, third.id]
-    services.notifications.mark(
-        {first.id: Outcome(T0, 0), second.id: Outcome(None, 2, "mail: gone")}
-    )
+    failed = Outcome(None, 2, "mail: gone")
+    services.notifications.mark({first.id: Outcome(T0, 0), second.id: failed})
     assert services.notifications.unsent(3) == [second.id, third.id]
     assert services.notifications.unsent(2) == [third.id]
-    failed = services.notifications.notices_of("bob")[0]
-    assert (failed.sent_at, failed.tries, failed.error) == (None, 2, "mail: gone")
+    (kept,) = services.notifications.notices_of("bob")
+    assert Outcome(kept.sent_at, kept.tries, kept.error) == failed
     clock.now += timedelta(days=1)
     assert services.notifications.unsent(3) == []
 
@@ -109,12 +108,10 @@ def test_many_notices_are_read_with_their_choices(services: Services) -> None:
 @each_database
 def test_choices_are_stored_per_member_and_channel(services: Services) -> None:
     assert services.notifications.choices("ada") == {}
-    mail = ChannelChoice(
-        "mail", "ada@lab.example", frozenset({NoticeKind.TURN, NoticeKind.STOPPED})
-    )
-    services.notifications.choose(
-        "ada", [mail, ChannelChoice("chat", "@ada", frozenset(NoticeKind))]
-    )
+    kinds = frozenset({NoticeKind.TURN, NoticeKind.STOPPED})
+    mail = ChannelChoice("mail", "ada@lab.example", kinds)
+    chat = ChannelChoice("chat", "@ada", frozenset(NoticeKind))
+    services.notifications.choose("ada", [mail, chat])
     services.notifications.choose("bob", [ChannelChoice("mail", "bob@lab.example")])
     assert services.notifications.choices("ada")["mail"] == mail
     services.notifications.choose("ada", [ChannelChoice("chat")])
@@ -123,9 +120,7 @@ def test_choices_are_stored_per_member_and_channel(services: Services) -> None:
 
 
 def test_unknown_notice_kind_is_ignored(services: Services) -> None:
-    services.notifications.choose(
-        "ada", [ChannelChoice("mail", "a@b.example", frozenset({NoticeKind.TURN}))]
-    )
+    choose(services, "ada", kinds=[NoticeKind.TURN])
     with services.store.write() as connection:
         connection.execute(sa.update(db_schema.notice_choices).values(kinds="turn moon"))
     assert services.notifications.choices("ada")["mail"].kinds == {NoticeKind.TURN}
@@ -136,9 +131,8 @@ def test_unknown_notice_kind_is_ignored(services: Services) -> None:
 
 def told(services: Services, user: str = "ada") -> list[tuple[str, str]]:
     """Kind and title of what a member was told, oldest first."""
-    return [
-        (some.kind.value, some.title) for some in reversed(services.notifications.notices_of(user))
-    ]
+    oldest_first = reversed(services.notifications.notices_of(user))
+    return [(some.kind.value, some.title) for some in oldest_first]
 
 
 async def minutes(services: Services, hub: ScriptedHub, clock: Clock, count: int) -> None:
@@ -156,29 +150,21 @@ async def test_low_group_account_notifies_every_session_owner(
         services.ledger.open_in(connection, "group:ml", clock.now)
     services.ledger.grant("group:ml", 2 * MICRO, actor="admin", reason="a course")
     servers = [ServerRef("ada"), ServerRef("bob", "lab"), ServerRef("ada", "second")]
-    for server in servers[:2]:
-        request = Request(devices=1, model="A100")
-        services.leases.confirm(
-            services.leases.grant(server, request, engine="local", account="group:ml").id
-        )
-    t4 = Request(devices=1, model="T4")
-    services.leases.confirm(
-        services.leases.grant(servers[2], t4, engine="local", account="group:ml").id
-    )
+    for server, model in zip(servers, ("A100", "A100", "T4"), strict=True):
+        request = Request(devices=1, model=model)
+        lease = services.leases.grant(server, request, engine="local", account="group:ml")
+        services.leases.confirm(lease.id)
     hub.has(*servers)
     await minutes(services, hub, clock, 5)  # 9 credits an hour: 13 minutes in all
     for user, theirs in (("ada", "your servers"), ("bob", "your server")):
         ((kind, title),) = told(services, user)
         assert (kind, title[:28]) == ("credits_low", "The credits of the group ml ")
-        assert (
-            f"a while after that, {theirs} will be stopped"
-            in services.notifications.notices_of(user)[0].body
-        )
+        newest = services.notifications.notices_of(user)[0]
+        assert f"a while after that, {theirs} will be stopped" in newest.body
     await minutes(services, hub, clock, 10)
-    assert [title for _, title in told(services, "bob")][-1] == (
-        "The credits of the group ml have run out"
-    )
-    assert "Your server lab will be stopped at" in services.notifications.notices_of("bob")[0].body
+    newest = services.notifications.notices_of("bob")[0]
+    assert newest.title == "The credits of the group ml have run out"
+    assert "Your server lab will be stopped at" in newest.body
 
 
 # The hook.
@@ -201,13 +187,8 @@ async def test_the_hook_hears_of_each_event_of_credits_once(
     async with notifying(services, hook=[sys.executable, "-c", KEEP, str(file)]) as notifier:
         for seconds, given in ((360, 0), (540, MICRO), (1, 0), (899, 0), (GRACE, 0)):
             clock.forward(seconds=seconds)
-            credits = make_credits(
-                services,
-                hub,
-                warn_minutes=(10,),
-                poke=lambda: poked.append(1),
-                tell_admin=notifier.tell_admin,
-            )
+            settings = {"poke": lambda: poked.append(1), "tell_admin": notifier.tell_admin}
+            credits = make_credits(services, hub, warn_minutes=(10,), **settings)
             for _ in range(2):
                 await credits.round()
             if given:

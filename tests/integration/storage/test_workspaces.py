@@ -24,9 +24,8 @@ def test_claimed_workspace_is_unavailable_to_servers(services: Services) -> None
         services.storage.use_workspace("/srv/w/anna", "anna", None)
     with pytest.raises(WorkspaceBusy, match="workspaces free /srv/w/anna"):
         services.storage.claim_workspace("/srv/w/anna", "somebody else too")
-    assert services.storage.free_workspace("/srv/w/anna") and not services.storage.free_workspace(
-        "/srv/w/anna"
-    )
+    assert services.storage.free_workspace("/srv/w/anna")
+    assert not services.storage.free_workspace("/srv/w/anna")
     assert not services.storage.use_workspace("/srv/w/anna", "anna", None)
 
 
@@ -114,10 +113,10 @@ def test_limit_is_measured_without_file_system_quotas(services: Services, tmp_pa
     mine = tmp_path / "anna"
     mine.mkdir()
     services.storage.use_workspace(str(mine), "anna", 1 << 20)
-    [held] = services.storage.files_of("anna")
+    [held] = services.storage.held_in(services.storage.workspaces_of("anna"))
     assert held.use is not None and not held.use.full
     (mine / "large").write_bytes(os.urandom(2 << 20))
-    [held] = services.storage.files_of("anna")
+    [held] = services.storage.held_in(services.storage.workspaces_of("anna"))
     assert held.use is not None and held.use.full and held.use.limit == 1 << 20
     assert services.storage.use_of("a-volume", 1 << 20) is None
 

@@ -47,9 +47,8 @@ def tile(
     held: bool = True,
 ) -> Tile:
     some = lease() if held else None
-    return Tile(
-        DeviceView(GPU, state, detail, some.id if some else None), some, doing or DeviceActivity()
-    )
+    view = DeviceView(GPU, state, detail, some.id if some else None)
+    return Tile(view, some, doing or DeviceActivity())
 
 
 # Who is told what.
@@ -66,13 +65,11 @@ def test_holder_name_shown_depends_on_the_viewer() -> None:
     assert "abc123" not in json.dumps(words(some, ViewerScope.ADMIN, NOW))
 
     picture = ClusterSnapshot(NOW, (tile(),), 1, 0, 2, "", {"ada": {"GPU-1": "training"}})
-    text = as_text(picture, ViewerScope.PLAIN)
-    assert "\n" not in text
-    assert "ada" not in text and "training" not in text
-    assert json.loads(text)["tiles"]["GPU-1"]["who"] == "in use"
-    assert (
-        json.loads(as_text(picture, ViewerScope.ADMIN))["tiles"]["GPU-1"]["who"] == "ada/training"
-    )
+    plain, full = (as_text(picture, sight) for sight in (ViewerScope.PLAIN, ViewerScope.ADMIN))
+    assert "\n" not in plain
+    assert "ada" not in plain and "training" not in plain
+    assert json.loads(plain)["tiles"]["GPU-1"]["who"] == "in use"
+    assert json.loads(full)["tiles"]["GPU-1"]["who"] == "ada/training"
 
 
 GPU2 = "the machine gpu2 does not tell what its GPUs do: Connection refused"

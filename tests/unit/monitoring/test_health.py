@@ -39,11 +39,18 @@ def samples(count: int, since: datetime = NOW, **shows: Any) -> Iterator[Sample]
         yield Sample(uuid="GPU-1", index=0, at=at, **shows)
 
 
+def take(signs: SymptomWindow) -> tuple[Symptom, ...]:
+    """What is found, and judged by that."""
+    symptoms = signs.look()
+    signs.judged()
+    return symptoms
+
+
 def found(*some: Sample) -> dict[str, str]:
     """What is wrong, by cause."""
     signs = SymptomWindow()
     signs.add(some)
-    return {each.cause: each.said for each in signs.take()}
+    return {each.cause: each.said for each in take(signs)}
 
 
 # Symptoms.
@@ -132,27 +139,26 @@ def test_healthy_or_brief_readings_are_not_symptoms() -> None:
 def test_symptoms_reflect_new_and_repeated_errors() -> None:
     signs = SymptomWindow()
     signs.add(samples(3, ecc_errors=2))
-    assert [each.cause for each in signs.take()] == ["ecc before"]
+    assert [each.cause for each in take(signs)] == ["ecc before"]
     signs.add(samples(3, ecc_errors=5))
-    assert [each.said for each in signs.take() if each.cause == "ecc"] == [
-        "3 memory errors that ECC could not correct"
-    ]
-    assert [each.cause for each in signs.take()] == ["ecc before"]
+    (new,) = (each for each in take(signs) if each.cause == "ecc")
+    assert new.said == "3 memory errors that ECC could not correct"
+    assert [each.cause for each in take(signs)] == ["ecc before"]
     signs.add(samples(3, ecc_errors=0))  # the driver was loaded anew
-    assert signs.take() == ()
+    assert take(signs) == ()
 
     signs = SymptomWindow()
     for minutes, expected in ((0, 1), (30, 1), (70, 1), (80, 2)):
         signs.add(samples(1, NOW + timedelta(minutes=minutes), xids=(63,)))
-        causes = [each.cause for each in signs.take()]
+        causes = [each.cause for each in take(signs)]
         assert causes == ["xid minor", "xid often"][:expected]
 
     signs = SymptomWindow()
     for second in range(1000):
         signs.add(samples(1, NOW + timedelta(seconds=second), xids=(79, 48), ecc_errors=second))
-    found = [(each.cause, each.at) for each in signs.take()]
+    found = [(each.cause, each.at) for each in take(signs)]
     assert found == [("xid link", NOW), ("xid memory", NOW), ("ecc", NOW + timedelta(seconds=1))]
-    assert signs.take() == ()
+    assert take(signs) == ()
 
 
 def test_xid_classes_are_unique_and_match_the_readme() -> None:
@@ -276,7 +282,7 @@ def test_configured_actions_override_health_defaults() -> None:
     assert it.goes_on("hot", lasting=True) == "watch"
     signs = SymptomWindow()
     signs.add(samples(1, xids=(79,)))
-    assert judge(policy, it.state, signs.take(), NOW).event == "watch"
+    assert judge(policy, it.state, take(signs), NOW).event == "watch"
     signs.add(samples(1, xids=(79, 54)))
-    assert judge(policy, it.state, signs.take(), NOW).event == "sick"
+    assert judge(policy, it.state, take(signs), NOW).event == "sick"
     assert it.goes_on("xid program") == "sick"

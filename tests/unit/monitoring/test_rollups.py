@@ -35,13 +35,11 @@ def rolled(*samples: Sample, rollups: Rollups | None = None) -> list[DeviceUse]:
 
 
 def test_minute_rollup_aggregates_use_and_sensors() -> None:
-    samples = [
-        second(
-            n, use=80 if n < 15 else 0, used_bytes=n * 10, milliwatts=100_000 + n, celsius=40 + n
-        )
-        for n in range(60)
+    uses = [80] * 15 + [0] * 45
+    shown = [
+        {"used_bytes": n * 10, "milliwatts": 100_000 + n, "celsius": 40 + n} for n in range(60)
     ]
-    (use,) = rolled(*samples)
+    (use,) = rolled(*(second(n, use=uses[n], **shown[n]) for n in range(60)))
     assert (use.since, use.seconds, use.samples, use.known, use.busy) == (T0, MINUTE, 60, 60, 15)
     assert (use.use, use.use_max, use.memory_max, use.celsius_max) == (20.0, 80, 590, 99)
     assert use.watts == pytest.approx(100.0295)

@@ -188,9 +188,8 @@ def test_address_changes_no_other_part_of_the_url(url: str, address: str, secret
     if "{env:PUSHOVER}" not in url:  # whose host is the secret
         assert (found.hostname, found.port) == (usual.hostname, usual.port)
     for part in ("path", "query", "fragment"):
-        assert re.sub(r"[^/&=?#]", "", getattr(found, part)) == re.sub(
-            r"[^/&=?#]", "", getattr(usual, part)
-        )
+        ours, theirs = (re.sub(r"[^/&=?#]", "", getattr(url, part)) for url in (found, usual))
+        assert ours == theirs
     assert clean in unquote(filled)
     assert unquote(clean) == clean, "who unquotes twice reads the same"
 
@@ -220,17 +219,13 @@ def test_invalid_notice_kinds_and_addresses_are_rejected() -> None:
 
 def test_member_without_a_choice_gets_default_channels() -> None:
     channels = read(BOTH, {"mail": "{user}@lab.example"})
-    assert chosen(channels, {}, "ada") == {
-        "mail": ChannelChoice("mail", "ada@lab.example", frozenset(KINDS))
-    }
+    usual = ChannelChoice("mail", "ada@lab.example", frozenset(KINDS))
+    assert chosen(channels, {}, "ada") == {"mail": usual}
     assert chosen(channels, {}, "a b") == {}, "a name that makes no address"
-    assert chosen(channels, {"mail": ChannelChoice("mail")}, "ada") == {
-        "mail": ChannelChoice("mail")
-    }
-    own = {
-        "team": ChannelChoice("team", "", frozenset({NoticeKind.TURN})),
-        "gone": ChannelChoice("gone", "x"),
-    }
+    own = {"mail": ChannelChoice("mail")}
+    assert chosen(channels, own, "ada") == own
+    team = ChannelChoice("team", "", frozenset({NoticeKind.TURN}))
+    own = {"team": team, "gone": ChannelChoice("gone", "x")}
     assert set(chosen(channels, own, "ada")) == {"mail", "team"}
 
 
