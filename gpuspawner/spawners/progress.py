@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -111,8 +111,7 @@ class Pulls:
         listeners.append(say)
         if image not in self._running:
             tell = self._tell(image, asyncio.get_running_loop())
-            work = partial(self._pull, image, tell)
-            running = asyncio.ensure_future(self._in_turn(work))
+            running = asyncio.ensure_future(self._in_turn(partial(self._pull, image, tell)))
             running.add_done_callback(lambda done: self._finished(image, done))
             self._running[image] = running
         try:
@@ -135,7 +134,7 @@ class Pulls:
                 say(message)
 
         def tell(message: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the hub has ended
+            with suppress(RuntimeError):  # the hub has ended
                 loop.call_soon_threadsafe(to_all, message)
 
         return tell
@@ -151,28 +150,19 @@ class Pulls:
 
 def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
     """Run ``work`` in a thread that does not delay the hub's exit, because pulls take long."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def finish(error: Exception | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
-        error: Exception | None = None
         try:
             work()
-        except Exception as raised:  # passed on to the waiting spawn
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the hub has ended
-            loop.call_soon_threadsafe(finish, error)
+        except Exception as error:  # passed on to the waiting spawn
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     threading.Thread(target=run, name="gpuspawner-pull", daemon=True).start()
-    return done
+    return asyncio.wrap_future(done)
 
 
 def sentences(

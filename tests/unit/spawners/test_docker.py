@@ -20,7 +20,7 @@ from gpuspawner.core.errors import InvalidRequest
 from gpuspawner.engines.preflight import Status
 from gpuspawner.slurm.images import QUICK
 from gpuspawner.spawners.docker import GPUDockerSpawner
-from gpuspawner.spawners.form import names_in
+from gpuspawner.spawners.form import names_in, note_of_link
 from gpuspawner.spawners.local import GPULocalSpawner
 from gpuspawner.spawners.slurm import GPUSlurmSpawner
 
@@ -121,14 +121,14 @@ def test_extra_options_reach_hooks_and_others_are_rejected(
 
 def test_link_note_shows_only_fields_of_the_admin_form() -> None:
     spawner = spawner_of(type("Rebased", (GPUDockerSpawner, ByName), {}), extra_options=["week"])
-    assert not spawner._note_of_link(COURSES)
+    assert not note_of_link(COURSES, spawner.asked_beside, spawner.extra_options)
     spawner.asked_beside = {
         "course": ['"><script>'],
         "secret": ["x"],
         "utm_source": ["mail"],
         "week": ["7"],
     }
-    note = spawner._note_of_link(COURSES)
+    note = note_of_link(COURSES, spawner.asked_beside, spawner.extra_options)
     assert "course: &#34;&gt;&lt;script&gt;" in note
     assert "secret" not in note and "utm_source" not in note
     assert '<input type="hidden" name="week" value="7">' in note
