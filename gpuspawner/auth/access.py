@@ -93,8 +93,8 @@ class Sentences(Authenticator):
     def _refusal(self, name: str, why: str, remedy: str = "") -> Refusal:
         """Return a page that names the account, why it is refused and what to do."""
         at = f" to {self.login_service}" if self.login_service else ""
-        sentences = [f"You signed in{at} as {name!r}, but {why}."]
-        sentences.append(remedy or self._whom_to_ask("about it"))
+        start = f"You signed in{at} as {name!r}, but {why}."
+        sentences = [start, remedy or self._whom_to_ask("about it")]
         another = self._another_account()
         if self.login_service and another is None:
             sentences.append(f"To use another account, sign out of {self.login_service} first.")
@@ -113,9 +113,8 @@ class Sentences(Authenticator):
 
     def _sentence_for(self, failure: Exception) -> web.HTTPError:
         """Convert any exception of an authenticator to an ``HTTPError`` with a useful message."""
-        if isinstance(failure, web.HTTPError) and failure.status_code < 500:
-            return failure
-        if isinstance(failure, AuthPage):
+        is_page = isinstance(failure, AuthPage)
+        if isinstance(failure, web.HTTPError) and (is_page or failure.status_code < 500):
             return failure
         if is_silence(failure):
             self.log.warning("%s does not answer: %s", self._service, failure)
@@ -298,9 +297,7 @@ class Rules(Sentences):
         """,
     )
 
-    services = AnyTrait(
-        help="The :class:`gpuspawner.services.Services` that open accounts.",
-    )
+    services = AnyTrait(help="The :class:`gpuspawner.services.Services` that open accounts.")
 
     @default("services")
     def _services_default(self) -> Any:
@@ -342,6 +339,11 @@ class Rules(Sentences):
             return Rule(False, f"its mail address ({mail}) is in no domain that may use this hub")
         unconfirmed = f"{self._service} has not confirmed its mail address ({mail})"
         return Rule(confirmed, unconfirmed)
+
+    def _best_mail(self, mails: Sequence[str]) -> str:
+        """Return a confirmed address that meets the rule if there is one, else the first."""
+        fitting = (mail for mail in mails if self._by_mail(mail, True).holds)
+        return next(fitting, mails[0] if mails else "")
 
     def _makes_member(self, rules: Sequence[Rule]) -> bool:
         held = [rule.holds for rule in rules]

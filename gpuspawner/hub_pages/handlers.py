@@ -1,10 +1,6 @@
 """The Hub's pages of environments, and the relay from a server to gpuspawner's service.
 
 The pages are JupyterHub handlers, so that they use its templates, sign-in and cookies.
-
-A server in a container can only reach the hub's API on this machine. The relay forwards a server's
-requests about itself to the service with the token that they carry, and the service authorizes
-them: the relay grants no rights. It forwards no cookies, bodies or other headers.
 """
 
 from __future__ import annotations
@@ -12,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Collection, Iterable, MutableMapping
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,11 +107,8 @@ class CatalogPages(Configurable):
         """Return the hub's only instance, from the settings of a handler."""
         # Tornado's application copies its settings. Spawners share the Hub's own dictionary.
         shared: MutableMapping[str, Any] = settings["users"].settings
-        if KEY not in shared:
-            made = cls(config=shared["config"])
-            made.settings = shared
-            shared[KEY] = made
-        found: CatalogPages = shared[KEY]
+        found: CatalogPages = shared.get(KEY) or cls(config=shared["config"])
+        shared[KEY], found.settings = found, shared
         return found
 
     @property
@@ -161,12 +154,11 @@ class CatalogPages(Configurable):
             pages=pages,
         )
 
-    def state(self, environments: Iterable[Environment], groups: Collection[str]) -> State:
+    def state(self, some: Sequence[Environment], groups: Collection[str]) -> State:
         """Return the cards of environments for a reader in these groups. Reads the store."""
-        some = list(environments)
         overview = self._overview()
         outlooks = self.services.positions.outlooks({e.slug: usual_request(e) for e in some})
-        closed = [e.slug for e in some if not e.visible_to(groups)]
+        closed = {e.slug for e in some if not e.visible_to(groups)}
         now, url = self.services.clock(), f"{self.settings['hub'].base_url}environments"
         return State(overview, make_cards(some, overview, outlooks, now, url, closed))
 
@@ -256,8 +248,7 @@ class HubPageHandler(DropsBody, BaseHandler):
     @property
     def groups(self) -> frozenset[str]:
         """The reader's groups; empty for a service or without a sign-in."""
-        user = self.current_user
-        return frozenset(group.name for group in getattr(user, "groups", ()))
+        return frozenset(group.name for group in getattr(self.current_user, "groups", ()))
 
     @property
     def running(self) -> bool:
@@ -417,17 +408,15 @@ TIMEOUTS = {"GET": 8.0, "POST": 20.0}
 
 
 class ServiceRelay(DropsBody, APIHandler):
-    """Forwards requests for :data:`PATHS` that carry a token, without their bodies."""
+    """Forwards a server's requests about itself, for :data:`PATHS`, to the service.
+
+    A server in a container can only reach the hub's API on this machine. A request needs a token,
+    by which the service authorizes it: the relay grants no rights. It forwards no cookies, bodies
+    or other headers.
+    """
 
     async def get(self, path: str) -> None:
-        """Forward a query of a server."""
-        await self._hand_on(path)
-
-    async def post(self, path: str) -> None:
-        """Forward an action of a server."""
-        await self._hand_on(path)
-
-    async def _hand_on(self, path: str) -> None:
+        """Forward a server's query (GET) or action (POST)."""
         method = str(self.request.method)
         if not PATHS[method].fullmatch(path):
             raise web.HTTPError(404)
@@ -450,6 +439,8 @@ class ServiceRelay(DropsBody, APIHandler):
         self.set_status(503 if answer.code == 599 else answer.code)
         self.set_header("Content-Type", "application/json")
         self.finish(answer.body or b"{}")
+
+    post = get
 
     def _service(self) -> str:
         """Return the URL of the service. Raises HTTPError 503 if it is not registered."""

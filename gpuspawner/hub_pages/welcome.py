@@ -89,7 +89,8 @@ class FirstWelcome(Welcome):
         user = self.current_user
         name = user.name if isinstance(user, User) else ""
         if not name or not await self._is_due(name):
-            self._go_on(name)
+            _known(self.settings).add(name)
+            self.redirect(self.get_next_url(user))
             return
         await self.show_it(name)
         _known(self.settings).add(name)
@@ -105,8 +106,7 @@ class FirstWelcome(Welcome):
         if open_workspace := getattr(user.spawner, "open_workspace", None):
             try:
                 await open_workspace()
-            except Exception as error:
-                # Each engine raises errors of its own libraries. The first start reports them.
+            except Exception as error:  # of an engine's library; the first start reports it too
                 self.log.warning("The workspace of %r waits for a start: %s", user.name, error)
 
     async def _is_due(self, user: str) -> bool:
@@ -117,10 +117,6 @@ class FirstWelcome(Welcome):
         except GPUSpawnerError as error:
             self.log.warning("Whether %r is new cannot be told: %s", user, error.message)
             return False
-
-    def _go_on(self, user: str) -> None:
-        _known(self.settings).add(user)
-        self.redirect(self.get_next_url(self.current_user))
 
 
 def prices(account: Account, models: list[ModelCount]) -> list[Price]:

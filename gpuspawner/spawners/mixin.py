@@ -393,7 +393,7 @@ class GPUSpawnerMixin(Spawner):
             if name in rest
         }
         ours = choice.as_user_options()
-        own = super().run_options_from_form(rest) if self.takes_foreign_options() else {}
+        own: Any = super().run_options_from_form(rest) if self.takes_foreign_options() else {}
 
         async def joined() -> dict[str, Any]:
             return {**extra, **await own, **ours}
