@@ -70,7 +70,6 @@ class Sentences(Authenticator):
         return self.login_service or "The sign-in service"
 
     def _address(self, path: str) -> str:
-        """Return the URL of a page of the hub."""
         return str(getattr(self.parent, "hub_prefix", "/hub/")) + path
 
     def _try_again(self) -> Link:

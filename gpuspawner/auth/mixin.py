@@ -309,7 +309,6 @@ class MemberMixin(Rules):
 
 
 def _hub_groups(handler: BaseHandler | None, name: str) -> list[str]:
-    """Return a user's groups in the hub's database."""
     user = handler.find_user(name) if handler is not None else None
     return sorted(group.name for group in user.groups) if user is not None else []
 

@@ -162,13 +162,11 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         return str(claims.get("email") or ""), self._is_confirmed(claims)
 
     def _is_confirmed(self, claims: dict[str, Any]) -> bool:
-        """Return True if the provider has confirmed the mail address in these claims."""
         return claims.get("email_verified") in (True, "true")
 
     # Refresh.
 
     def _reads_id_token(self) -> bool:
-        """Return True if the data about a user comes from their id token."""
         return bool(self.userdata_from_id_token)
 
     async def _ask_provider(

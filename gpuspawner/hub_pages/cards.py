@@ -304,7 +304,6 @@ def _badges(environment: Environment) -> Markup:
 
 
 def _haystack(environment: Environment) -> str:
-    """Return the text that a search looks at, in lower case."""
     e = environment
     names = (f"{name} {version}" for name, version in e.frameworks.items())
     parts = (e.slug, e.display_name, e.summary, e.description, *names)

@@ -332,7 +332,6 @@ class Environments(HubPageHandler):
         return max(1, int(text)) if text.isascii() and text.isdigit() and len(text) < 6 else 1
 
     def _link_to(self, page: int) -> str:
-        """Return the URL of another page of the same search."""
         names = ("q", "gpu", "framework", "now")
         query = {n: value for n in names if (value := self.get_argument(n, ""))}
         return url_concat(self.request.path, {**query, "page": str(page)})

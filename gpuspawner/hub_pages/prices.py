@@ -183,7 +183,6 @@ class PriceList:
         return format_time_left(left) if left is not None else ""
 
     def _models_of(self, environment: Environment) -> list[ModelCount]:
-        """Return the device models that an environment can use."""
         return [
             count
             for count in self.overview.models

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -368,7 +368,12 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         create["host_config"] = self._with_own_zeros(create.get("host_config") or {})
         await self.find_folders()
         create = build(create, self._held(), await self._container_settings())
-        self.warn_of(create["host_config"])
+        for danger in dangers(create["host_config"]):
+            self.log.warning(
+                "%s is as good as root on this machine: %s (extra_host_config, volumes)",
+                self.object_name,
+                danger,
+            )
         await self.storage().prepare(self.image)
         return create
 
@@ -414,25 +419,14 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     async def hardening(self) -> Hardening:
         """Return the restrictions that this start adds to its container."""
-        memory = 0
-        if self.memory_share:
-            memory = int(await self.abilities.memory(self.calls) * self.memory_share)
+        share = self.memory_share
         return Hardening(
             capabilities=self.capabilities,
             no_new_privileges=self.no_new_privileges,
             pids=self.pids_limit,
-            memory=memory,
+            memory=int(await self.abilities.memory(self.calls) * share) if share else 0,
             oom_score_adj=self.oom_score_adj,
         )
-
-    def warn_of(self, host: Mapping[str, Any]) -> None:
-        """Log which of the admin's own settings give members the power of root."""
-        for danger in dangers(host):
-            self.log.warning(
-                "%s is as good as root on this machine: %s (extra_host_config, volumes)",
-                self.object_name,
-                danger,
-            )
 
     # The member's files.
 
@@ -561,11 +555,12 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             self._kept = SavedContainer() if self.remove else await self._keep()
             self._identity.ask()
             return await super().start()
-        except ImageNotFound as error:
-            cause = f"the image {self.image} is not on this machine"
-            raise self._did_not_start(cause, error) from error
         except DockerException as error:
-            raise self._did_not_start(explanation(error), error) from error
+            self.log.error("%s did not start: %s", self.server_ref, error)
+            is_missing = isinstance(error, ImageNotFound)
+            missing = f"the image {self.image} is not on this machine"
+            cause = missing if is_missing else explanation(error)
+            raise spawn_exception(StartFailed(cause=cause)) from error
         except OSError as error:
             self.log.error("The Docker Engine does not answer: %s", error)
             raise spawn_exception(EngineUnavailable()) from error
@@ -582,10 +577,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     @property
     def _kept_images(self) -> KeptImages:
         return KeptImages(self.docker, self.connect, self.object_name)
-
-    def _did_not_start(self, cause: str, error: Exception) -> Exception:
-        self.log.error("%s did not start: %s", self.server_ref, error)
-        return spawn_exception(StartFailed(cause=cause))
 
     def apply_environment(self, environment: Any) -> None:
         """Additionally set the image: the member's own if they chose one, else the environment's.
@@ -615,7 +606,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
                     cause = f"the image {image} is not on this machine, and pulling is off"
                     raise StartFailed(cause=cause) from None
         self.said.say(f"Pulling {image}", 15)
-        pulls: Pulls = self.of_engine("gpuspawner_pulls", lambda: Pulls(self.connect))
+        pulls = self.of_engine("gpuspawner_pulls", lambda: Pulls(self.connect))
         await pulls.pull(image, lambda message: self.said.say(message, 20))
 
     async def create_object(self) -> Any:
@@ -753,7 +744,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return container
 
     def _is_own(self, container: dict[str, Any] | None) -> bool:
-        """Return True if this is the container of this server's lease."""
         if container is None:
             return False
         return lease_of(container) == self.lease_id or container["Id"] == self._known_id
@@ -836,11 +826,9 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return last[1:] == (self._removed, lease.id)
 
     def _is_changing(self) -> bool:
-        """Return True while the engine creates or starts the container."""
         return self._changing is not None and not self._changing.done()
 
     async def _holders(self, lease: Lease) -> list[dict[str, Any]]:
-        """Return every container that may hold the lease's devices."""
         return await self.calls.ask(self.server_engine().holders, lease, self.object_name)
 
     def _is_ours(self, container: dict[str, Any], lease: Lease) -> bool:

@@ -204,8 +204,6 @@ def names_in(form: str) -> set[str]:
 
 
 class _FieldNames(HTMLParser):
-    """Parser that collects the names of the controls that a link can fill in."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
@@ -373,7 +371,6 @@ class SpawnForm:
             return templates.get_template("unavailable.html").render(message=error.message)
 
     def _limits(self, catalog: Catalog, usual: Environment) -> FormLimits:
-        """Return what this member may choose from, and what is preselected."""
         spawner = self._spawner
         environments = catalog.visible_to(spawner.group_names)
         last = self.last_choice()
@@ -474,7 +471,6 @@ class SpawnForm:
                 self._spawner.set_trait(trait, value)
 
     async def _limits_of_groups(self) -> dict[str, Any]:
-        """Return the form's traits that ``group_overrides`` will set at the start."""
         overrides = self._spawner.group_overrides
         if callable(overrides):
             overrides = await maybe_future(overrides(self._spawner))

@@ -518,12 +518,13 @@ class GPUSpawnerMixin(Spawner):
 
     def _ask(self, request: Request, terms: Terms) -> None:
         """Begin to ask for a lease; :meth:`_grant` takes the answer."""
-        self.acquisition.ask(
-            self.server_ref, request, engine=self.engine_for(request), terms=terms, said=self.said
+        engine = self.engine_for(request)
+        asked = self.queueing.ask(
+            self.server_ref, request, engine=engine, terms=terms, said=self.said
         )
+        self.acquisition.begin(asked)
 
     async def _grant(self, request: Request, terms: Terms) -> Lease:
-        """Return the lease, at once or when the ticket's turn has come."""
         if not self.acquisition.is_asked:
             self._ask(request, terms)
         got = await self.acquisition.answer()
@@ -600,7 +601,6 @@ class GPUSpawnerMixin(Spawner):
         return url
 
     async def _confirm_ready(self, url: Any) -> None:
-        """Wait until the server answers at ``url``, and confirm its lease."""
         asked = asyncio.ensure_future(self.engine_started_at())
         try:
             await self._wait_ready(url)
@@ -732,7 +732,6 @@ class GPUSpawnerMixin(Spawner):
             raise StartFailed(cause=cause) from None
 
     async def _require_alive(self) -> None:
-        """Raise StartFailed if the server has provably ended."""
         if (await self.poll()) is not None:
             detail = await self.failure_detail()
             raise StartFailed(cause=detail or "it exited at once")

@@ -404,7 +404,6 @@ def _invalid(name: str, what: str, value: Any) -> InvalidRequest:
 
 
 def _said(value: Any) -> str:
-    """Format an untrusted value for an error message."""
     return "so much" if _is_huge(value) else repr(str(value)[:60])
 
 

@@ -89,7 +89,6 @@ class Recovery:
         self.log.info("Leases compared with what runs: granting may begin")
 
     async def _must_grant(self) -> None:
-        """Raise AnotherHubGrants unless this hub may grant devices."""
         try:
             may_grant = await self.services.run(self.services.granter.take)
         except NotTheOwner as error:
