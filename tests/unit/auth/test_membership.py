@@ -1,4 +1,4 @@
-"""Rules of membership together, what the services hear, and signing in while something breaks.
+"""Combined membership rules, what is recorded, and sign-ins while something is broken.
 Real: the classes of JupyterHub and OAuthenticator, services, roster, SQLite. Claims are rows."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("patient_sign_in")
 
 
 def enrol(services: Services, *, days: float, groups: tuple[str, ...] = ()) -> None:
-    """Ada is on the roster, since yesterday, for so many days from now."""
+    """Put ada on the roster, from yesterday until so many days from now."""
     now = services.clock()
     start, end = now - timedelta(days=1), now + timedelta(days=days)
     entry = RosterEntry("ada", "ml", groups, starts_at=start, ends_at=end)
@@ -153,7 +153,7 @@ def test_unreadable_roster_makes_sign_in_answer_503() -> None:
     assert seen.startswith("503 The roster of members cannot be read just now")
 
 
-# What the services hear.
+# What is recorded.
 
 
 def test_sign_in_records_end_and_return_of_membership(services: Services) -> None:
@@ -175,10 +175,6 @@ def test_sign_in_records_end_and_return_of_membership(services: Services) -> Non
 
 
 # While something is broken.
-
-
-pytestmark = pytest.mark.usefixtures("patient_sign_in")
-
 
 TOKEN = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhZGEifQ.c2lnbmF0dXJl"
 
@@ -244,7 +240,7 @@ def test_sign_in_succeeds_if_the_database_is_unavailable(
 def test_sign_in_does_not_wait_for_a_busy_database(
     services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sign-in goes on; the account is there once the other writer is through."""
+    """The account is opened when the other writer has finished."""
     assert accounts(services) == {}
     monkeypatch.setattr(mixin, "OPEN_ACCOUNT_SECONDS", 0.2)
     other = sqlite3.connect(tmp_path / "store.sqlite", isolation_level=None)
@@ -267,7 +263,7 @@ def test_sign_in_does_not_wait_for_a_busy_database(
 
 
 def user_in(*groups: str) -> Any:
-    """What JupyterHub hands over as the user, as far as it is looked at."""
+    """As much of JupyterHub's user as is read."""
     return SimpleNamespace(name="ada", groups=[orm.Group(name=group) for group in groups])
 
 
