@@ -31,7 +31,7 @@ def make_threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, thread_name_prefix="gpuspawner-docker")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineCalls:
     """The engine calls of one server's spawner."""
 
