@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import docker
 import requests
@@ -481,7 +481,8 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     def storage(self) -> Storage:
         """Return what this start mounts."""
-        mounts = self.load_catalog().mounts_for(self.chosen, self.group_names)
+        chosen = cast("Environment", self.chosen)
+        mounts = self.load_catalog().mounts_for(chosen, self.group_names)
         return replace(self._storage_of(self._workspace), mounts=mounts, folders=self._folders)
 
     def _storage_of(self, workspace: MountedWorkspace) -> Storage:

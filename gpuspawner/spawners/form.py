@@ -320,8 +320,8 @@ def note_of_link(own: str, beside: Mapping[str, list[str]], hidden: Collection[s
 class _Owner(Protocol):
     """What the form needs from its spawner; see GPUSpawnerMixin."""
 
-    asked: Any
-    asked_beside: Any
+    asked: options.FormChoice | None
+    asked_beside: Mapping[str, list[str]]
     services: Any
     catalog: Any
     group_overrides: Any

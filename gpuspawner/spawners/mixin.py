@@ -26,9 +26,9 @@ from jupyterhub.spawner import Spawner
 from jupyterhub.traitlets import Callable
 from jupyterhub.utils import AnyTimeoutError, make_ssl_context, maybe_future
 from traitlets import Any as AnyTrait
-from traitlets import Dict, Float, Integer, List, Unicode, Union, default
+from traitlets import Float, Integer, List, Unicode, Union, default
 
-from ..catalog.loader import Catalog, watched
+from ..catalog.loader import Catalog, WatchedCatalog, watched
 from ..catalog.models import DeviceLimits, Environment, SessionHours
 from ..core.errors import (
     GPUSpawnerError,
@@ -156,14 +156,6 @@ class GPUSpawnerMixin(Spawner):
 
     services = AnyTrait(help="The services; shared by all spawners of a hub through its settings.")
 
-    chosen = AnyTrait(None, allow_none=True, help="The environment of this start.")
-
-    asked = AnyTrait(None, allow_none=True, help="What the link chose by which the form is open.")
-
-    asked_beside = Dict(
-        help="What the link says beside that: texts by name, of the admin's fields."
-    )
-
     @default("services")
     def _default_services(self) -> Services:
         return hub_services(self.hub_settings, self.config, self.log)
@@ -175,6 +167,12 @@ class GPUSpawnerMixin(Spawner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.chosen: Environment | None = None
+        """The environment of this start."""
+        self.asked: options.FormChoice | None = None
+        """The choices of the link that opened the form."""
+        self.asked_beside: Mapping[str, list[str]] = {}
+        """The link's values for the admin's own fields, by name."""
         self.lease: Lease | None = None
         self.lease_id = ""
         """The id of the lease, which the Hub's state keeps too."""
@@ -276,27 +274,25 @@ class GPUSpawnerMixin(Spawner):
 
     # The catalog.
 
+    @property
+    def _watched(self) -> WatchedCatalog | None:
+        return watched(self.user.settings, self.catalog, self.log) if self.catalog else None
+
     def load_catalog(self) -> Catalog:
         """Return the catalog of the current file, or the last valid one. Raises ConfigError."""
-        if not self.catalog:
-            return Catalog.single(devices=DeviceLimits(default=1, max=options.MOST_GPUS))
-        return watched(self.user.settings, self.catalog, self.log).current()
-
-    def catalog_is_due(self) -> bool:
-        """Return True if the catalog's file has changed and has not been read since."""
-        path = self.catalog
-        return bool(path) and watched(self.user.settings, path, self.log).is_due()
+        if found := self._watched:
+            return found.current()
+        return Catalog.single(devices=DeviceLimits(default=1, max=options.MOST_GPUS))
 
     async def refresh_catalog(self) -> None:
         """Read the catalog's file if it has changed, off the event loop."""
-        if self.catalog:
-            await watched(self.user.settings, self.catalog, self.log).refresh()
+        if found := self._watched:
+            await found.refresh()
 
     def catalog_problem(self) -> str:
         """Return why the newest edit of the catalog is invalid, for admins only; else empty."""
-        if not self.catalog or not self.user.admin:
-            return ""
-        return watched(self.user.settings, self.catalog, self.log).problem
+        found = self._watched if self.user.admin else None
+        return found.problem if found else ""
 
     @property
     def group_names(self) -> frozenset[str]:
@@ -469,7 +465,7 @@ class GPUSpawnerMixin(Spawner):
 
     def run_pre_spawn_hook(self) -> Any:
         """Acquire the lease, then run the admin's own ``pre_spawn_hook``."""
-        if self.catalog_is_due():
+        if (found := self._watched) and found.is_due():
             return self._refresh_then_hook()
         self.said = SpawnProgress()
         self.stopped_at = self.finished_at = None

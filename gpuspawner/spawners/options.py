@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 from ..catalog.loader import Catalog
@@ -306,10 +307,6 @@ def _text(name: str, value: Any, longest: int = LONGEST_OPTION) -> str | None:
     return value.strip() or None
 
 
-def _image(name: str, value: Any) -> str | None:
-    return _text(name, value, 255)
-
-
 def _whole(name: str, value: Any) -> int:
     text = _digits(value, int, str)
     if not (text.isascii() and text.isdigit() and len(text) < 10):
@@ -335,10 +332,6 @@ def _yes_or_no(name: str, value: Any) -> bool:
     return word in _YES
 
 
-def _account(name: str, value: Any) -> str:
-    return parse_account(value)
-
-
 def _moment(name: str, value: Any) -> str | None:
     text = _text(name, value)
     if text is None:
@@ -357,8 +350,8 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "gpu_memory": _whole,
     "hours": _hours,
     "wait": _yes_or_no,
-    "account": _account,
-    "own_image": _image,
+    "account": lambda name, value: parse_account(value),
+    "own_image": partial(_text, longest=255),
     "shown_at": _moment,
 }
 
