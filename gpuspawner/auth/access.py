@@ -152,7 +152,7 @@ class Sentences(Authenticator):
         return AuthPage(status, reason, message, markup=markup, headline="You are not signed in")
 
     def _lasting(self) -> str:
-        return "It stays that way? " + self._whom_to_ask("to look at the hub's log")
+        return "Still not working? " + self._whom_to_ask("to look at the hub's log")
 
     def _markup(self, message: str, *links: Link) -> str:
         """Return the message as HTML, with the contact address linked and ``links`` below it."""
@@ -333,7 +333,7 @@ class Rules(Sentences):
 
     def _by_mail(self, mail: str, confirmed: bool) -> Rule:
         if not mail:
-            return Rule(False, f"{self._service} gives no mail address of it")
+            return Rule(False, f"{self._service} reports no mail address for it")
         if not _in_domains(mail, self.allowed_mail_domains):
             return Rule(False, f"its mail address ({mail}) is in no domain that may use this hub")
         unconfirmed = f"{self._service} has not confirmed its mail address ({mail})"
@@ -352,7 +352,7 @@ class Rules(Sentences):
         """Return why an account is refused, without naming the groups that are allowed."""
         failed = [rule.why for rule in rules if not rule.holds]
         if self.membership == "all" and rules:
-            return "this account has not all that membership needs: " + "; ".join(failed)
+            return "this account does not meet all rules of membership: " + "; ".join(failed)
         return "; ".join(["this account is not on the list of members", *failed])
 
     # Groups.

@@ -288,13 +288,13 @@ class MemberMixin(Rules):
         def returned(services: Services) -> None:
             services.members.membership_returned(user, actor=ACTOR, by_roster=by_roster)
 
-        await self._tell(returned, f"That {user!r} is a member could not be written: %s")
+        await self._tell(returned, f"Could not record that {user!r} is a member: %s")
 
     async def _tell_ended(self, user: str, why: str) -> None:
         def ended(services: Services) -> None:
             services.members.membership_ended(user, why, actor=ACTOR)
 
-        await self._tell(ended, f"That {user!r} is no member could not be written: %s")
+        await self._tell(ended, f"Could not record that {user!r} is no longer a member: %s")
 
     async def _tell(self, change: Callable[[Services], None], otherwise: str) -> None:
         """Make a change in the store, or log ``otherwise`` with the reason why that failed."""

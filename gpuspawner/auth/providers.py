@@ -210,4 +210,4 @@ class MemberCILogonOAuthenticator(MemberOAuthMixin, CILogonOAuthenticator):
 
     def _own_rule(self) -> str:
         rules = [idp.get("allow_all") or idp.get("allowed_domains") for idp in self.idps.values()]
-        return "its organisation is none that may use this hub" if any(rules) else ""
+        return "its organisation may not use this hub" if any(rules) else ""

@@ -881,6 +881,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         except ENGINE_ERRORS:
             return ""
         self.log.error(
-            "The last words of %s:\n%s", self.object_name, words.decode(errors="replace").strip()
+            "The last output of %s:\n%s", self.object_name, words.decode(errors="replace").strip()
         )
         return ending(container)

@@ -136,4 +136,4 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
 
     async def failure_detail(self) -> str:
         """Return a hint to the hub's log, which contains the output of the process."""
-        return "the process ended at once; the hub's log has its last words"
+        return "the process ended at once; the hub's log has its output"

@@ -67,9 +67,9 @@ def with_data(
     known = {mount.name for mount in mounts if mount.visible_to(groups)}
     for name in chosen:
         if name not in known:
-            there = f"There are: {', '.join(sorted(known))}." if known else "There are none."
+            yours = f"You have: {', '.join(sorted(known))}." if known else "You have none."
             raise InvalidRequest(
-                f"There is no dataset and no folder {name[:60]!r} for you. {there}", field="data"
+                f"You have no dataset or shared folder {name[:60]!r}. {yours}", field="data"
             )
     here = {mount.name for mount in catalog.mounts_for(environment, groups)} & set(chosen)
     return environment.model_copy(
@@ -176,7 +176,7 @@ def parse(
         if unknown:
             known = ", ".join((*FIELDS, *extra))
             raise InvalidRequest(
-                f"{unknown[0][:60]!r} is nothing that you can choose. The fields are {known}. "
+                f"There is no field {unknown[0][:60]!r}. The fields are {known}. "
                 "An admin of this hub can allow others.",
                 field=unknown[0],
             )
@@ -219,7 +219,7 @@ def resolve(choice: FormChoice, environment: Environment, limit: int) -> Request
     if not count and not environment.cpu_variant:
         raise TooMuchAsked(
             f"{environment.display_name} does not run without a GPU. "
-            + ("Ask for 1 or more." if most else "Choose another: you may have none here."),
+            + ("Ask for 1 or more." if most else "Choose another: you may have no GPU here."),
             field="gpus",
         )
     if not count:
@@ -397,7 +397,7 @@ def _invalid(name: str, what: str, value: Any) -> InvalidRequest:
 
 
 def _said(value: Any) -> str:
-    return "so much" if _is_huge(value) else repr(str(value)[:60])
+    return "a huge number" if _is_huge(value) else repr(str(value)[:60])
 
 
 def _is_huge(value: Any) -> bool:

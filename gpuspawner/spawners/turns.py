@@ -150,7 +150,7 @@ class TurnDispatcher:
             except GPUSpawnerError as error:
                 self._note(error)
             except Exception:
-                self.log.exception("The line could not be looked at; it is tried again")
+                self.log.exception("The queue could not be checked; trying again")
             finally:
                 self.looks += 1
             # Checking a long queue takes a while, and the hub has other work to do.
@@ -223,7 +223,7 @@ class TurnDispatcher:
         except Exception as error:  # raised by an admin's own function
             if not waiter.unsure:
                 who = waiter.ticket.server
-                self.log.error("What %s may have cannot be told", who, exc_info=error)
+                self.log.error("Cannot check what %s may have", who, exc_info=error)
             waiter.unsure = True
             return False
         waiter.unsure = False
@@ -285,7 +285,7 @@ class TurnDispatcher:
     def _note(self, error: GPUSpawnerError) -> None:
         if error.message != self._trouble:
             self._trouble = error.message
-            self.log.warning("The line waits: %s", error.message)
+            self.log.warning("The queue cannot be served: %s", error.message)
 
 
 class Acquisition:

@@ -158,4 +158,6 @@ class Storage:
         code, words = await self.calls.run_helper(command, image=image, Binds=binds)
         if code:
             self.log.error("The workspace %s: %s", source, words)
-            raise StartFailed(cause="your workspace could not be made yours (tell your admin)")
+            raise StartFailed(
+                cause="you could not be made the owner of your workspace (tell your admin)"
+            )

@@ -115,7 +115,7 @@ def test_github_membership_all_also_requires_the_team(
     authenticator = github(there, services, allowed_mail_domains=domains, membership="all")
     seen = sign_in(authenticator, None)
     assert seen.startswith(verdict)
-    assert in_team or "has not all that membership needs: it is in none of the" in seen
+    assert in_team or "does not meet all rules of membership: it is in none of the" in seen
 
 
 # GitLab.

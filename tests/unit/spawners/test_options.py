@@ -228,7 +228,7 @@ def test_environment_may_require_gpu_and_limit_caps_its_default() -> None:
     assert resolve(FormChoice(gpus=2), needy, 8).min_cuda == "12.4"
     with pytest.raises(TooMuchAsked, match="does not run without a GPU"):
         resolve(FormChoice(gpus=0), needy, 8)
-    with pytest.raises(TooMuchAsked, match="Choose another: you may have none here"):
+    with pytest.raises(TooMuchAsked, match="Choose another: you may have no GPU here"):
         resolve(FormChoice(), needy, 0)
 
     two = Environment(
@@ -345,7 +345,7 @@ def test_members_get_all_or_chosen_data_of_their_environment() -> None:
 
 @pytest.mark.parametrize("name", ["nope", "secrets", "../flowers", "/srv/secrets"])
 def test_unavailable_data_is_rejected_by_name(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="There are: flowers, team") as refusal:
+    with pytest.raises(InvalidRequest, match="You have: flowers, team") as refusal:
         mounted([name])
     assert repr(name) in refusal.value.message
 
