@@ -133,7 +133,6 @@ def _text(value: object, most: int = MOST_TEXT) -> str:
 
 
 PAGE = 60
-"""Number of cards on one page."""
 
 MOST_BADGES = 4
 """Maximum number of frameworks on a card."""
@@ -313,7 +312,6 @@ def _haystack(environment: Environment) -> str:
 T = TypeVar("T")
 
 MOST_PACKAGES = 1000
-"""Maximum number of packages shown."""
 
 _PACKAGE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?\s*==\s*([^\s;\\]+)")
 

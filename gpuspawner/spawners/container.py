@@ -59,7 +59,6 @@ class ContainerSettings:
     """The lease's variables; they override those set elsewhere."""
     hardening: Hardening | None = None
     disk: DiskLimit | None = None
-    """None for no limit."""
 
 
 def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> dict[str, Any]:

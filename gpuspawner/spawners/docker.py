@@ -262,7 +262,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     """When the engine reported that nothing but this container, which had ended, could hold the
     lease's devices; and the ids of the container and the lease."""
     _removed = ""
-    """The id of the container that this spawner removed last."""
     _kept = SavedContainer()
     _plain: Plain | None = None
     _folders: tuple[FolderMount, ...] = ()

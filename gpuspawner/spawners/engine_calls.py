@@ -36,7 +36,6 @@ class EngineCalls:
     """The engine calls of one server's spawner."""
 
     call: Callable[..., Awaitable[Any]]
-    """DockerSpawner's own ``docker``."""
     _client: Callable[[], docker.APIClient]
     """Returns the client, which depends on the server's node."""
     _threads: Callable[[], ThreadPoolExecutor]

@@ -236,13 +236,11 @@ class FormLimits:
     environments: tuple[Environment, ...]
     """The environments that have a card."""
     left_out: int
-    """The number of further environments."""
     chosen: Environment
     last: options.FormChoice
     by_link: bool
     most_gpus: int
     data: list[DataChoice]
-    """Datasets and shared folders."""
     hours: dict[str, SessionHours]
     """Session limits by slug, for environments with devices."""
     show_environments: bool

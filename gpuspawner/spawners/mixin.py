@@ -64,7 +64,6 @@ class ExitStatus:
 
     gone: bool
     ended_at: datetime | None = None
-    """When it ended, if the engine knows."""
     detail: str = ""
     """How it ended, in words."""
     forgotten: bool = False
@@ -168,14 +167,12 @@ class GPUSpawnerMixin(Spawner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.chosen: Environment | None = None
-        """The environment of this start."""
         self.asked: options.FormChoice | None = None
         """The choices of the link that opened the form."""
         self.asked_beside: Mapping[str, list[str]] = {}
         """The link's values for the admin's own fields, by name."""
         self.lease: Lease | None = None
         self.lease_id = ""
-        """The id of the lease, which the Hub's state keeps too."""
         self.touched = True
         """True if the engine was asked to create anything since the lease was acquired."""
         self.said = SpawnProgress()
@@ -498,11 +495,10 @@ class GPUSpawnerMixin(Spawner):
             self.said.say(what_you_got(self.lease), 10)
             if (hook := super().run_pre_spawn_hook()) is not None:
                 await maybe_future(hook)
-        except GPUSpawnerError as error:
+        except BaseException as error:
             self._is_starting = False
-            raise spawn_exception(error) from error
-        except BaseException:
-            self._is_starting = False
+            if isinstance(error, GPUSpawnerError):
+                raise spawn_exception(error) from error
             raise
 
     async def _acquire(self, request: Request, terms: Terms) -> Lease:

@@ -123,12 +123,10 @@ class FormChoice:
     wait: bool | None = None
     """True to wait in the queue if no device is free."""
     account: str | None = None
-    """The account that pays."""
     options: tuple[str, ...] | None = None
     """Choices within an environment, each ``OPTION=CHOICE``. A form without scripts sends
     ``ENVIRONMENT.OPTION=CHOICE`` for all of its environments."""
     data: tuple[str, ...] | None = None
-    """Names of the datasets and shared folders for the server."""
     own_image: str | None = None
     """The reference of an image that replaces the environment's."""
     shown_at: str | None = None

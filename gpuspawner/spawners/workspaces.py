@@ -42,7 +42,6 @@ class MountedWorkspace:
     source: str
     """A directory of the host, a volume's name, or empty."""
     target: str
-    """The mount point in the container."""
     quota: int = 0
     """The maximum size in bytes; 0 for no limit."""
 

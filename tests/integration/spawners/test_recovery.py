@@ -1,4 +1,4 @@
-"""A hub that comes back to a server whose start nobody had confirmed. Real: the spawner, the
+"""A hub that restarts while the start of a server is not confirmed. Real: the spawner, the
 server's process, SQLite. Stand-in: the Hub around the spawner."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def process(processes: None, lease: Lease, port: int) -> Iterator[subprocess.Pop
 
 
 async def until(look: Callable[[], object], what: str) -> None:
-    """Let everything else go on until there is something in what this says."""
+    """Wait until ``look`` returns something."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + 30 * PATIENCE
     while not look():
@@ -93,4 +93,4 @@ async def test_failed_adoption_is_retried_at_the_next_poll(
     assert services.leases.get(lease.id).started_at is not None
     await until(lambda: spawner.lease.state is LeaseState.RUNNING, "the hub to know")
     assert await spawner.poll() is None
-    assert caplog.text.count("is not adopted yet") == 1, "who is adopted is left alone"
+    assert caplog.text.count("is not adopted yet") == 1, "an adopted server is not adopted again"

@@ -1,4 +1,4 @@
-"""Whether members came to their servers. Real: JupyterHub's own database, in memory."""
+"""Detection of members who connect to their servers. Real: JupyterHub's database, in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def db() -> Any:
 
 
 class Server(SimpleNamespace):
-    """As much of a spawner as is asked; it is a key of dictionaries."""
+    """As much of a spawner as is read; it is a key of dictionaries."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
