@@ -103,17 +103,15 @@ class Pulls:
         self._listeners: dict[str, list[Callable[[str], None]]] = {}
 
     async def pull(self, image: str, say: Callable[[str], None]) -> None:
-        """Pull ``image`` and report its progress to ``say``. Raises StartFailed.
+        """Pull ``image`` and report its progress to ``say``, in a thread. Raises StartFailed.
 
         A member who stops waiting does not stop the pull, so that the next one can use the image.
         """
         listeners = self._listeners.setdefault(image, [])
         listeners.append(say)
         if image not in self._running:
-            tell = self._tell(image, asyncio.get_running_loop())
-            running = asyncio.ensure_future(self._in_turn(partial(self._pull, image, tell)))
-            running.add_done_callback(lambda done: self._finished(image, done))
-            self._running[image] = running
+            self._running[image] = asyncio.ensure_future(self._in_turn(partial(self._pull, image)))
+            self._running[image].add_done_callback(lambda done: self._finished(image, done))
         try:
             await asyncio.shield(self._running[image])
         finally:
@@ -128,21 +126,11 @@ class Pulls:
         if not done.cancelled():
             done.exception()  # mark it as retrieved, since nobody may be waiting any more
 
-    def _tell(self, image: str, loop: asyncio.AbstractEventLoop) -> Callable[[str], None]:
-        def to_all(message: str) -> None:
-            for say in self._listeners.get(image, []):
-                say(message)
-
-        def tell(message: str) -> None:
-            with suppress(RuntimeError):  # the hub has ended
-                loop.call_soon_threadsafe(to_all, message)
-
-        return tell
-
-    def _pull(self, image: str, tell: Callable[[str], None]) -> None:
+    def _pull(self, image: str) -> None:
         try:
             for message in sentences(image, pull(self._connect, image)):
-                tell(message)
+                for say in list(self._listeners[image]):
+                    say(message)
         except ImageUnavailable as error:
             why = error.fields["why"]
             raise StartFailed(cause=f"the image {image} could not be pulled ({why})") from error

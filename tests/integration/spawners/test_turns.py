@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -26,6 +26,7 @@ from gpuspawner.spawners.turns import TurnDispatcher
 from tests.support.brokers import Clock, Make, running
 from tests.support.parts import each_database
 from tests.support.processes import wait_for
+from tests.support.telling import until
 
 ONE = Request(devices=1)
 SOON = 20.0
@@ -41,14 +42,6 @@ def services(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Services]:
         running(services, user)
     yield services
     services.granter.give_up()
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async def look() -> None:
-        while not true():
-            await asyncio.sleep(0.02)
-
-    await asyncio.wait_for(look(), SOON)
 
 
 class Spawn:
@@ -91,7 +84,7 @@ class Spawn:
         return caught.value
 
     async def hears(self, words: str) -> None:
-        await until(lambda: bool(self.said) and words in self.said[-1])
+        await until(lambda: self.said and words in self.said[-1], words, SOON)
 
 
 class Line:
@@ -110,7 +103,7 @@ class Line:
             self.queueing.kick()
             return self.queueing.looks >= last
 
-        await until(over)
+        await until(over, f"{count} rounds", SOON)
 
     def __call__(self, user: str, *groups: str) -> Spawn:
         self.clock.forward(minutes=1)
@@ -210,7 +203,7 @@ async def test_ticket_priority_follows_current_groups(services: Services, spawn:
     await eve.hears("number 2 of 2")
     assert (eve.ticket.group, eve.ticket.priority) == ("", dan.ticket.priority)
     dan.groups = frozenset({"course"})
-    await until(lambda: dan.ticket.group == "course")
+    await until(lambda: dan.ticket.group == "course", "the group", SOON)
     assert dan.ticket.priority > eve.ticket.priority
 
 
@@ -256,7 +249,7 @@ async def test_returning_before_the_end_is_written_keeps_the_ticket(
         await spawn.queueing.end(dan.id, "cancelled", "the start was stopped")
         waits = spawn.queueing.wait(dan.ticket, dan.check, dan.progress)
         dan.wait = asyncio.ensure_future(waits)
-        await until(lambda: dan.id in spawn.queueing._waiters)
+        await until(lambda: dan.id in spawn.queueing._waiters, "the wait", SOON)
     free_one(services)
     assert (await dan.lease()).ticket_id == dan.id
 
