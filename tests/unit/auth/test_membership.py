@@ -43,6 +43,11 @@ BOTH = {**MAIL, "manage_groups": True, "allowed_groups": {"ml"}}
 ALL = {**BOTH, "membership": "all"}
 
 
+NO_DOMAIN = "is in no domain that may use this hub"
+DOWN = "is not working, so the hub cannot tell"
+UNUSABLE = "an answer that this hub cannot use"
+
+
 def who(mail: str, *groups: str, confirmed: Any = True) -> dict[str, Any]:
     return {"sub": "ada", "email": mail, "email_verified": confirmed, "groups": list(groups)}
 
@@ -50,15 +55,13 @@ def who(mail: str, *groups: str, confirmed: Any = True) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "claims", "verdict"),
     [
-        *(
-            (MAIL, who(f"ada@{at}"), "in")
-            for at in ("lab.example", "LAB.example", "cs.uni.example")
-        ),
-        (MAIL, who("ada@uni.example"), "(ada@uni.example) is in no domain that may use"),
-        *(
-            (MAIL, who(f"ada@{at}"), "is in no domain that may use this hub")
-            for at in ("evil-lab.example", "lab.example.evil.example", "evil.example@lab.example")
-        ),
+        (MAIL, who("ada@lab.example"), "in"),
+        (MAIL, who("ada@LAB.example"), "in"),
+        (MAIL, who("ada@cs.uni.example"), "in"),
+        (MAIL, who("ada@uni.example"), f"(ada@uni.example) {NO_DOMAIN}"),
+        (MAIL, who("ada@evil-lab.example"), NO_DOMAIN),
+        (MAIL, who("ada@lab.example.evil.example"), NO_DOMAIN),
+        (MAIL, who("ada@evil.example@lab.example"), NO_DOMAIN),
         (MAIL, who("ada@lab.example", confirmed=False), "Lab has not confirmed its mail address"),
         (MAIL, who("ada@lab.example", confirmed=None), "Lab has not confirmed its mail address"),
         ({**MAIL, "mail_is_confirmed": True}, who("ada@lab.example", confirmed=None), "in"),
@@ -182,18 +185,13 @@ TOKEN = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhZGEifQ.c2lnbmF0dXJl"
 @pytest.mark.parametrize(
     ("failure", "status", "phrase"),
     [
-        *(
-            (failure, 503, "is not working, so the hub cannot tell")
-            for failure in (
-                ConnectionRefusedError(111, "refused"),
-                TimeoutError(),
-                HTTPClientError(599, "Timeout"),
-                HTTPClientError(502),
-            )
-        ),
+        (ConnectionRefusedError(111, "refused"), 503, DOWN),
+        (TimeoutError(), 503, DOWN),
+        (HTTPClientError(599, "Timeout"), 503, DOWN),
+        (HTTPClientError(502), 503, DOWN),
         (HTTPClientError(400), 403, "did not accept this sign-in"),
-        (ValueError(f"Bad response: {TOKEN}"), 502, "an answer that this hub cannot use"),
-        (web.HTTPError(500, f"Bad response: {TOKEN}"), 502, "an answer that this hub cannot"),
+        (ValueError(f"Bad response: {TOKEN}"), 502, UNUSABLE),
+        (web.HTTPError(500, f"Bad response: {TOKEN}"), 502, UNUSABLE),
         (web.HTTPError(403, "Your tenant is closed."), 403, "Your tenant is closed."),
     ],
 )
