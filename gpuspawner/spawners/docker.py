@@ -365,7 +365,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     async def _built(self, create: dict[str, Any]) -> dict[str, Any]:
         create["host_config"] = self._with_own_zeros(create.get("host_config") or {})
-        await self.find_folders()
+        await self._find_folders()
         create = build(create, self._held(), await self._container_settings())
         for danger in dangers(create["host_config"]):
             self.log.warning(
@@ -385,25 +385,30 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             await self.services.run(self.services.leases.note_engine, lease.id, identity)
             self.lease = replace(lease, engine_id=identity)
 
-    def _held(self) -> Any:
+    def _held(self) -> Lease:
         if self.lease is None:
             raise StartFailed(cause="it holds no lease")
         return self.lease
 
     async def _container_settings(self) -> ContainerSettings:
-        lease = self._held()
+        calls, share = self.calls, self.memory_share
         chosen = self.chosen.shm_size if self.chosen else None
+        starts_from = self._kept.image or self.image
         return ContainerSettings(
-            injection=await self._injection_mode(lease.uuids),
+            injection=await self._injection_mode(self._held().uuids),
             shm_size=chosen or self.shm_size,
-            ulimits=await self.abilities.ulimits(self.calls, self.image),
+            ulimits=await self.abilities.ulimits(calls, self.image),
             binds=[*self.storage().binds(), *self._kept.binds],
             image=self._kept.image,
             environment=self.with_lease_environment({}),
-            hardening=await self.hardening(),
-            disk=await self.abilities.disk_limit(
-                self.calls, self._kept.image or self.image, int(self.disk_limit)
+            hardening=Hardening(
+                capabilities=self.capabilities,
+                no_new_privileges=self.no_new_privileges,
+                pids=self.pids_limit,
+                memory=int(await self.abilities.memory(calls) * share) if share else 0,
+                oom_score_adj=self.oom_score_adj,
             ),
+            disk=await self.abilities.disk_limit(calls, starts_from, int(self.disk_limit)),
         )
 
     async def _injection_mode(self, uuids: Sequence[str]) -> str:
@@ -416,17 +421,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             return "none"
         return await self.abilities.injection(self.calls, self.image, uuids[0], self.said.say)
 
-    async def hardening(self) -> Hardening:
-        """Return the restrictions that this start adds to its container."""
-        share = self.memory_share
-        return Hardening(
-            capabilities=self.capabilities,
-            no_new_privileges=self.no_new_privileges,
-            pids=self.pids_limit,
-            memory=int(await self.abilities.memory(self.calls) * share) if share else 0,
-            oom_score_adj=self.oom_score_adj,
-        )
-
     # The member's files.
 
     @property
@@ -438,13 +432,9 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             return self.workspace  # as DockerSpawner does with volumes
 
     @property
-    def quota_bytes(self) -> int:
-        """``workspace_quota`` for this member in bytes; 0 for no limit."""
-        return int(self._value_of("workspace_quota"))
-
-    @property
     def _workspace(self) -> MountedWorkspace:
-        return MountedWorkspace(self.workspace_source, self.workspace_target, self.quota_bytes)
+        quota = int(self._value_of("workspace_quota"))
+        return MountedWorkspace(self.workspace_source, self.workspace_target, quota)
 
     def looks_first(self, request: Request) -> bool:
         """Return True if the member's files or image must be checked before asking for a lease.
@@ -510,13 +500,12 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             await self.calls.call("inspect_image", image)
             await self._storage_of(workspace).prepare(image)
 
-    async def find_folders(self) -> None:
-        """Look up which shared folders this start gets."""
-        if not self.services.settings.folders.source:
-            return
-        forget_folders(self.authenticator, self.services)
-        found = await self.services.run(self.services.shared_folders.folder_mounts, self.user.name)
-        self._folders = tuple(found)
+    async def _find_folders(self) -> None:
+        services = self.services
+        if services.settings.folders.source:
+            forget_folders(self.authenticator, services)
+            find = services.shared_folders.folder_mounts
+            self._folders = tuple(await services.run(find, self.user.name))
 
     # The member's own image.
 

@@ -192,8 +192,7 @@ def forget_folders(authenticator: Authenticator, services: Services) -> None:
         except GPUSpawnerError as error:
             services.log.error("%s still has shared folders: %s", user.name, error)
 
-    if services.settings.folders.source:
-        _extend_removal(authenticator, "forgets_folders", delete_user)
+    _extend_removal(authenticator, "forgets_folders", delete_user)
 
 
 def _extend_removal(authenticator: Authenticator, what: str, delete_user: Any) -> None:
