@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jupyterhub import orm
 from jupyterhub.apihandlers.base import APIHandler
@@ -35,13 +35,14 @@ from .cards import (
     PAGE,
     Card,
     CardFilter,
-    Details,
     frameworks_of,
     logo_file,
     make_cards,
     read_details,
     usual_request,
 )
+
+T = TypeVar("T")
 
 KEY = "gpuspawner_pages"
 
@@ -254,9 +255,7 @@ class HubPageHandler(DropsBody, BaseHandler):
     def running(self) -> bool:
         """True if the reader's default server is running. Then a launch does not start another."""
         user = self.current_user
-        if not isinstance(user, User):
-            return False
-        known = user.orm_user.orm_spawners.get("")
+        known = user.orm_user.orm_spawners.get("") if isinstance(user, User) else None
         return bool(known and known.server)
 
     def catalog(self) -> Catalog:
@@ -272,7 +271,7 @@ class HubPageHandler(DropsBody, BaseHandler):
         """Return the environments that the reader may see."""
         return self.site.shown(self.catalog(), self.groups)
 
-    async def ask(self, work: Any, *args: Any) -> Any:
+    async def ask(self, work: Callable[..., T], *args: Any) -> T:
         """Run ``work`` off the event loop. An error of the services becomes the page's message."""
         try:
             return await self.site.services.read(work, *args)
@@ -306,9 +305,7 @@ class Environments(HubPageHandler):
     async def get(self) -> None:
         """Show one page of the results."""
         wanted, page = self._wanted(), self._page()
-        found: FoundEnvironments = await self.ask(
-            self.site.search, self.catalog(), self.groups, wanted, page
-        )
+        found = await self.ask(self.site.search, self.catalog(), self.groups, wanted, page)
         await self.show(
             "environments.html",
             cards=found.state.cards,
@@ -348,7 +345,7 @@ class LiveEnvironments(HubPageHandler):
         """Send the availability of the environments in the argument ``slugs``."""
         slugs = set(self.get_argument("slugs", "").split(",")[:PAGE])
         some = [e for e in self.shown() if e.slug in slugs]
-        state: State = await self.ask(self.site.state, some, self.groups)
+        state = await self.ask(self.site.state, some, self.groups)
         self.set_header("Cache-Control", "no-store")
         self.finish({card.slug: {"now": card.now, "at_once": card.at_once} for card in state.cards})
 
@@ -358,10 +355,9 @@ class EnvironmentPage(HubPageHandler):
 
     async def get(self, slug: str) -> None:
         """Show the environment with this slug."""
-        environment = self.environment(slug)
-        groups = self.groups
-        state: State = await self.ask(self.site.state, [environment], groups)
-        details: Details = await self.ask(read_details, self.catalog(), environment, groups)
+        environment, groups = self.environment(slug), self.groups
+        state = await self.ask(self.site.state, [environment], groups)
+        details = await self.ask(read_details, self.catalog(), environment, groups)
         for trouble in details.troubles:
             self.log.warning("The catalog: %s", trouble)
         link = url_concat(f"{self.hub.base_url}spawn", {"opt-environment": environment.slug})
