@@ -8,6 +8,7 @@ import re
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -31,10 +32,8 @@ Link = tuple[str, str]
 class AuthPage(web.HTTPError):
     """An error page for people; JupyterHub shows its ``jupyterhub_html_message`` if it can."""
 
-    def __init__(
-        self, status: int, reason: str, message: str, *, markup: str, headline: str = ""
-    ) -> None:
-        super().__init__(status, message, reason=reason)
+    def __init__(self, status: int, message: str, *, markup: str, headline: str) -> None:
+        super().__init__(status, message, reason=HTTPStatus(status).phrase)
         self.jupyterhub_html_message = markup
         self.headline = headline
 
@@ -43,7 +42,7 @@ class Refusal(AuthPage):
     """A 403 page: the account is known, but is not a member."""
 
     def __init__(self, message: str, *, why: str, markup: str, headline: str) -> None:
-        super().__init__(403, "Forbidden", message, markup=markup, headline=headline)
+        super().__init__(403, message, markup=markup, headline=headline)
         self.why = why
         """The reason, without the rest of the message."""
 
@@ -104,11 +103,11 @@ class Sentences(Authenticator):
     def _no_start(self, name: str, why: str) -> Refusal:
         """Return the page for a former member who tries to start a server."""
         message = (
-            f"No new server for {name!r}: this account is no member of this hub any more. "
+            f"No new server for {name!r}: this account is no longer a member of this hub. "
             f"Why: {why}. Files and credits are kept. {self._membership_remedy()}"
         )
-        markup = self._markup(message)
-        return Refusal(message, why=why, markup=markup, headline="Your membership has ended")
+        headline = "Your membership has ended"
+        return Refusal(message, why=why, markup=self._markup(message), headline=headline)
 
     def _sentence_for(self, failure: Exception) -> web.HTTPError:
         """Convert any exception of an authenticator to an ``HTTPError`` with a useful message."""
@@ -126,7 +125,7 @@ class Sentences(Authenticator):
                 f"been used already. Start again from the sign-in page. {self._lasting()}",
             )
         lines = traceback.format_exception(type(failure), failure, failure.__traceback__)
-        self.log.error("Sign-in failed:\n%s", without_tokens("".join(lines)))
+        self.log.error("Sign-in failed:\n%s", _TOKEN.sub("(left out)", "".join(lines)))
         return self._unusable()
 
     def _not_working(self) -> AuthPage:
@@ -146,10 +145,8 @@ class Sentences(Authenticator):
 
     def _failed(self, status: int, message: str) -> AuthPage:
         """Return the page for a sign-in that failed for a reason other than the account."""
-        reasons = {400: "Bad Request", 403: "Forbidden", 502: "Bad Gateway"}
-        reason = reasons.get(status, "Service Unavailable")
         markup = self._markup(message, self._try_again())
-        return AuthPage(status, reason, message, markup=markup, headline="You are not signed in")
+        return AuthPage(status, message, markup=markup, headline="You are not signed in")
 
     def _lasting(self) -> str:
         return "Still not working? " + self._whom_to_ask("to look at the hub's log")
@@ -172,11 +169,6 @@ def is_silence(failure: Exception) -> bool:
     if isinstance(failure, HTTPClientError):
         return bool(failure.code >= 500)  # 599 is tornado's own code for a timeout
     return isinstance(failure, (OSError, asyncio.TimeoutError))
-
-
-def without_tokens(text: str) -> str:
-    """Return the text for the log, without anything in it that may be a token."""
-    return _TOKEN.sub("(left out)", text)
 
 
 Mail = tuple[str, bool]
