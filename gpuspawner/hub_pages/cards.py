@@ -227,13 +227,7 @@ def make_cards(
 
 def usual_request(environment: Environment) -> Request:
     """Return the usual request in an environment, which its card describes."""
-    if environment.cpu_only:
-        return Request()
-    return Request(
-        devices=max(1, environment.devices.default),
-        models=environment.models,
-        memory_bytes=environment.min_memory,
-    )
+    return _request(environment, str(max(1, environment.devices.default)), "")
 
 
 def devices_of(environment: Environment) -> str:
