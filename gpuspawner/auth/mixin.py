@@ -87,7 +87,8 @@ class MemberMixin(Rules):
         if not self.validate_username(name):
             raise self._refusal(name, "this name cannot be used on this hub")
         if not self.manage_groups:
-            model["groups"] = _hub_groups(handler, name)
+            user = handler.find_user(name) if handler is not None else None
+            model["groups"] = sorted(group.name for group in user.groups) if user else []
         else:
             await self._add_roster_groups(name, model)
         return model
@@ -306,11 +307,6 @@ class MemberMixin(Rules):
             expected = isinstance(failure, (GPUSpawnerError, asyncio.TimeoutError))
             why = str(failure) or "the store took too long."
             self.log.warning(otherwise, why, exc_info=not expected)
-
-
-def _hub_groups(handler: BaseHandler | None, name: str) -> list[str]:
-    user = handler.find_user(name) if handler is not None else None
-    return sorted(group.name for group in user.groups) if user is not None else []
 
 
 def _is_starting(handler: BaseHandler | None) -> bool:

@@ -192,7 +192,9 @@ class CardFilter:
             return False
         if self.framework and self.framework not in environment.frameworks:
             return False
-        text = _haystack(environment)
+        e = environment
+        names = (f"{name} {version}" for name, version in e.frameworks.items())
+        text = " ".join((e.slug, e.display_name, e.summary, e.description, *names)).casefold()
         return all(word in text for word in self.words.casefold().split())
 
 
@@ -294,13 +296,6 @@ def _badges(environment: Environment) -> Markup:
     found = [of_one.format(name, version) for name, version in shown]
     devices = Markup('<span class="badge text-bg-secondary">{}</span>')
     return Markup(" ").join([*found, devices.format(devices_of(environment))])
-
-
-def _haystack(environment: Environment) -> str:
-    e = environment
-    names = (f"{name} {version}" for name, version in e.frameworks.items())
-    parts = (e.slug, e.display_name, e.summary, e.description, *names)
-    return " ".join(parts).casefold()
 
 
 T = TypeVar("T")

@@ -90,8 +90,11 @@ def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> 
     targets = (bind.split(":")[1] for bind in settings.binds)
     built["volumes"] = [*(create.get("volumes") or []), *targets]
     built["labels"] = {**_labels(create.get("labels")), **labels(lease)}
-    if settings.disk and not host.get("StorageOpt"):  # the admin's own limit wins
-        _limit_disk(built, settings.disk)
+    disk = settings.disk
+    if disk and not host.get("StorageOpt"):  # the admin's own limit wins
+        if disk.storage_bytes:
+            host["StorageOpt"] = {"size": str(disk.storage_bytes)}
+        built["labels"][LABEL_DISK] = label_of(disk.limit_bytes, bool(disk.storage_bytes))
     return built
 
 
@@ -103,13 +106,6 @@ def labels(lease: Lease) -> dict[str, str]:
         LABEL_SERVER: lease.server.name,
         LABEL_ENVIRONMENT: lease.environment,
     }
-
-
-def _limit_disk(built: dict[str, Any], disk: DiskLimit) -> None:
-    """Set the limit for the engine, and as a label for the accounting service."""
-    if disk.storage_bytes:
-        built["host_config"]["StorageOpt"] = {"size": str(disk.storage_bytes)}
-    built["labels"][LABEL_DISK] = label_of(disk.limit_bytes, bool(disk.storage_bytes))
 
 
 def _pytorch_defaults(host: dict[str, Any], settings: ContainerSettings) -> None:

@@ -713,10 +713,11 @@ class GPUSpawnerMixin(Spawner):
         ``http_timeout``.
         """
         address = self._server_url(url)
+        names = ("internal_ssl_key", "internal_ssl_cert", "internal_ssl_ca")
+        key, cert, ca = (self.hub_settings.get(name) for name in names)
+        tls = make_ssl_context(key, cert, cafile=ca)
         try:
-            await wait_for_answer(
-                address, self._hub_ssl_context(), self._require_alive, self.http_timeout
-            )
+            await wait_for_answer(address, tls, self._require_alive, self.http_timeout)
         except AnyTimeoutError:
             detail = await self.failure_detail()
             self.log.error("%s did not answer at %s. %s", self.server_ref, address, detail)
@@ -736,11 +737,6 @@ class GPUSpawnerMixin(Spawner):
             started = f"{scheme}://{f'[{ip}]' if ':' in ip else ip}:{int(port)}"
         parsed = urlparse(started)
         return f"{parsed.scheme}://{parsed.netloc}{self.server.base_url}api"
-
-    def _hub_ssl_context(self) -> Any:
-        names = ("internal_ssl_key", "internal_ssl_cert", "internal_ssl_ca")
-        key, cert, ca = (self.hub_settings.get(name) for name in names)
-        return make_ssl_context(key, cert, cafile=ca)
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the progress of this spawn as it happens."""
