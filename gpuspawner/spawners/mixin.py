@@ -324,10 +324,7 @@ class GPUSpawnerMixin(Spawner):
 
     @property
     def choice(self) -> options.FormChoice:
-        """Our part of this start's ``user_options``. Raises InvalidRequest, as for any stranger.
-
-        The options come from the form, from REST or from the last start, and are never trusted.
-        """
+        """Our part of this start's ``user_options``, which are never trusted."""
         return self.parse_options(self.user_options or {})
 
     def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice:
