@@ -8,6 +8,7 @@ import re
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -31,10 +32,8 @@ Link = tuple[str, str]
 class AuthPage(web.HTTPError):
     """An error page for people; JupyterHub shows its ``jupyterhub_html_message`` if it can."""
 
-    def __init__(
-        self, status: int, reason: str, message: str, *, markup: str, headline: str = ""
-    ) -> None:
-        super().__init__(status, message, reason=reason)
+    def __init__(self, status: int, message: str, *, markup: str, headline: str) -> None:
+        super().__init__(status, message, reason=HTTPStatus(status).phrase)
         self.jupyterhub_html_message = markup
         self.headline = headline
 
@@ -43,7 +42,7 @@ class Refusal(AuthPage):
     """A 403 page: the account is known, but is not a member."""
 
     def __init__(self, message: str, *, why: str, markup: str, headline: str) -> None:
-        super().__init__(403, "Forbidden", message, markup=markup, headline=headline)
+        super().__init__(403, message, markup=markup, headline=headline)
         self.why = why
         """The reason, without the rest of the message."""
 
@@ -70,7 +69,6 @@ class Sentences(Authenticator):
         return self.login_service or "The sign-in service"
 
     def _address(self, path: str) -> str:
-        """Return the URL of a page of the hub."""
         return str(getattr(self.parent, "hub_prefix", "/hub/")) + path
 
     def _try_again(self) -> Link:
@@ -93,8 +91,8 @@ class Sentences(Authenticator):
     def _refusal(self, name: str, why: str, remedy: str = "") -> Refusal:
         """Return a page that names the account, why it is refused and what to do."""
         at = f" to {self.login_service}" if self.login_service else ""
-        sentences = [f"You signed in{at} as {name!r}, but {why}."]
-        sentences.append(remedy or self._whom_to_ask("about it"))
+        start = f"You signed in{at} as {name!r}, but {why}."
+        sentences = [start, remedy or self._whom_to_ask("about it")]
         another = self._another_account()
         if self.login_service and another is None:
             sentences.append(f"To use another account, sign out of {self.login_service} first.")
@@ -105,17 +103,16 @@ class Sentences(Authenticator):
     def _no_start(self, name: str, why: str) -> Refusal:
         """Return the page for a former member who tries to start a server."""
         message = (
-            f"No new server for {name!r}: this account is no member of this hub any more. "
+            f"No new server for {name!r}: this account is no longer a member of this hub. "
             f"Why: {why}. Files and credits are kept. {self._membership_remedy()}"
         )
-        markup = self._markup(message)
-        return Refusal(message, why=why, markup=markup, headline="Your membership has ended")
+        headline = "Your membership has ended"
+        return Refusal(message, why=why, markup=self._markup(message), headline=headline)
 
     def _sentence_for(self, failure: Exception) -> web.HTTPError:
         """Convert any exception of an authenticator to an ``HTTPError`` with a useful message."""
-        if isinstance(failure, web.HTTPError) and failure.status_code < 500:
-            return failure
-        if isinstance(failure, AuthPage):
+        is_page = isinstance(failure, AuthPage)
+        if isinstance(failure, web.HTTPError) and (is_page or failure.status_code < 500):
             return failure
         if is_silence(failure):
             self.log.warning("%s does not answer: %s", self._service, failure)
@@ -128,7 +125,7 @@ class Sentences(Authenticator):
                 f"been used already. Start again from the sign-in page. {self._lasting()}",
             )
         lines = traceback.format_exception(type(failure), failure, failure.__traceback__)
-        self.log.error("Sign-in failed:\n%s", without_tokens("".join(lines)))
+        self.log.error("Sign-in failed:\n%s", _TOKEN.sub("(left out)", "".join(lines)))
         return self._unusable()
 
     def _not_working(self) -> AuthPage:
@@ -148,13 +145,11 @@ class Sentences(Authenticator):
 
     def _failed(self, status: int, message: str) -> AuthPage:
         """Return the page for a sign-in that failed for a reason other than the account."""
-        reasons = {400: "Bad Request", 403: "Forbidden", 502: "Bad Gateway"}
-        reason = reasons.get(status, "Service Unavailable")
         markup = self._markup(message, self._try_again())
-        return AuthPage(status, reason, message, markup=markup, headline="You are not signed in")
+        return AuthPage(status, message, markup=markup, headline="You are not signed in")
 
     def _lasting(self) -> str:
-        return "It stays that way? " + self._whom_to_ask("to look at the hub's log")
+        return "Still not working? " + self._whom_to_ask("to look at the hub's log")
 
     def _markup(self, message: str, *links: Link) -> str:
         """Return the message as HTML, with the contact address linked and ``links`` below it."""
@@ -174,11 +169,6 @@ def is_silence(failure: Exception) -> bool:
     if isinstance(failure, HTTPClientError):
         return bool(failure.code >= 500)  # 599 is tornado's own code for a timeout
     return isinstance(failure, (OSError, asyncio.TimeoutError))
-
-
-def without_tokens(text: str) -> str:
-    """Return the text for the log, without anything in it that may be a token."""
-    return _TOKEN.sub("(left out)", text)
 
 
 Mail = tuple[str, bool]
@@ -298,9 +288,7 @@ class Rules(Sentences):
         """,
     )
 
-    services = AnyTrait(
-        help="The :class:`gpuspawner.services.Services` that open accounts.",
-    )
+    services = AnyTrait(help="The :class:`gpuspawner.services.Services` that open accounts.")
 
     @default("services")
     def _services_default(self) -> Any:
@@ -337,11 +325,16 @@ class Rules(Sentences):
 
     def _by_mail(self, mail: str, confirmed: bool) -> Rule:
         if not mail:
-            return Rule(False, f"{self._service} gives no mail address of it")
+            return Rule(False, f"{self._service} reports no mail address for it")
         if not _in_domains(mail, self.allowed_mail_domains):
             return Rule(False, f"its mail address ({mail}) is in no domain that may use this hub")
         unconfirmed = f"{self._service} has not confirmed its mail address ({mail})"
         return Rule(confirmed, unconfirmed)
+
+    def _best_mail(self, mails: Sequence[str]) -> str:
+        """Return a confirmed address that meets the rule if there is one, else the first."""
+        fitting = (mail for mail in mails if self._by_mail(mail, True).holds)
+        return next(fitting, mails[0] if mails else "")
 
     def _makes_member(self, rules: Sequence[Rule]) -> bool:
         held = [rule.holds for rule in rules]
@@ -351,7 +344,7 @@ class Rules(Sentences):
         """Return why an account is refused, without naming the groups that are allowed."""
         failed = [rule.why for rule in rules if not rule.holds]
         if self.membership == "all" and rules:
-            return "this account has not all that membership needs: " + "; ".join(failed)
+            return "this account does not meet all rules of membership: " + "; ".join(failed)
         return "; ".join(["this account is not on the list of members", *failed])
 
     # Groups.

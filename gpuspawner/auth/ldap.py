@@ -250,16 +250,9 @@ class Directory(LDAPAuthenticator):
         wanted = self.group_search_filter.format(
             userdn=escape_filter_chars(dn), uid=escape_filter_chars(name)
         )
-        entries = _search(
-            reader,
-            self.group_search_base,
-            wanted,
-            [self.group_name_attribute],
-            scope=ldap3.SUBTREE,
-        )
-        names = (
-            entry.entry_attributes_as_dict.get(self.group_name_attribute) or () for entry in entries
-        )
+        attribute, base = self.group_name_attribute, self.group_search_base
+        entries = _search(reader, base, wanted, [attribute], scope=ldap3.SUBTREE)
+        names = (entry.entry_attributes_as_dict.get(attribute) or () for entry in entries)
         return sorted({str(name) for of_one in names for name in of_one})
 
 
@@ -359,6 +352,4 @@ class MemberLDAPAuthenticator(MemberMixin, Directory):
         return "the directory does not have it among those who may use this hub"
 
     def _mail_of(self, model: dict[str, Any]) -> tuple[str, bool]:
-        mails = (model.get("auth_state") or {}).get("ldap_mail") or []
-        fitting = [mail for mail in mails if self._by_mail(mail, True).holds]
-        return next(iter([*fitting, *mails]), ""), True
+        return self._best_mail((model.get("auth_state") or {}).get("ldap_mail") or []), True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jupyterhub.utils import maybe_future
@@ -12,13 +12,14 @@ from traitlets import default
 
 from ..core.aio import within
 from ..core.errors import GPUSpawnerError
-from .access import AuthPage, Refusal, Rules, is_silence
+from .access import Refusal, Rules, is_silence
 
 if TYPE_CHECKING:
     from jupyterhub.handlers import BaseHandler
     from jupyterhub.user import User
 
     from ..members.roster import RosterVerdict
+    from ..services import Services
 
 
 OPEN_ACCOUNT_SECONDS = 3.0
@@ -86,9 +87,10 @@ class MemberMixin(Rules):
         if not self.validate_username(name):
             raise self._refusal(name, "this name cannot be used on this hub")
         if not self.manage_groups:
-            model["groups"] = _hub_groups(handler, name)
-        elif self.roster:
-            model["groups"] = sorted({*(model.get("groups") or ()), *await self._roster_of(name)})
+            user = handler.find_user(name) if handler is not None else None
+            model["groups"] = sorted(group.name for group in user.groups) if user else []
+        else:
+            await self._add_roster_groups(name, model)
         return model
 
     async def check_allowed(
@@ -190,8 +192,8 @@ class MemberMixin(Rules):
         self, user: User, handler: BaseHandler | None, **kwargs: Any
     ) -> bool | dict[str, Any]:
         """Return the base class's result of a refresh."""
-        said: bool | dict[str, Any] = await super().refresh_user(user, handler, **kwargs)
-        return said
+        fresh: bool | dict[str, Any] = await super().refresh_user(user, handler, **kwargs)
+        return fresh
 
     async def _refreshed(
         self, user: User, refreshed: bool | dict[str, Any]
@@ -202,9 +204,7 @@ class MemberMixin(Rules):
         if not self.manage_groups or not fresh:
             model["groups"] = sorted(group.name for group in user.groups)
         elif self.roster:
-            model["groups"] = sorted(
-                {*(model.get("groups") or ()), *await self._roster_of(user.name)}
-            )
+            await self._add_roster_groups(user.name, model)
             fresh["groups"] = model["groups"]
         if not fresh and self._only_provider_knows():
             if self._is_blocked(user.name):
@@ -248,23 +248,19 @@ class MemberMixin(Rules):
             return None
         try:
             asked = self.services.read(self.services.roster.roster_member, username)
-            said: RosterVerdict = await within(OPEN_ACCOUNT_SECONDS, asked)
+            verdict: RosterVerdict = await within(OPEN_ACCOUNT_SECONDS, asked)
         except (GPUSpawnerError, asyncio.TimeoutError) as failure:
             self.log.warning("The roster cannot be read: %s", failure or "it took too long")
-            raise self._roster_away() from failure
-        return said
+            raise self._failed(
+                503,
+                "The roster of members cannot be read just now, so the hub cannot tell whether you "
+                f"are one. Running servers go on. Try again in a moment. {self._lasting()}",
+            ) from failure
+        return verdict
 
-    async def _roster_of(self, username: str) -> frozenset[str]:
-        """Return the groups of a user on the roster."""
-        said = await self._on_roster(username)
-        return said.groups if said else frozenset()
-
-    def _roster_away(self) -> AuthPage:
-        return self._failed(
-            503,
-            "The roster of members cannot be read just now, so the hub cannot tell whether you "
-            f"are one. Running servers go on. Try again in a moment. {self._lasting()}",
-        )
+    async def _add_roster_groups(self, username: str, model: dict[str, Any]) -> None:
+        if verdict := await self._on_roster(username):
+            model["groups"] = sorted({*(model.get("groups") or ()), *verdict.groups})
 
     # Account and membership.
 
@@ -279,46 +275,38 @@ class MemberMixin(Rules):
         return admitted
 
     async def _open_account(self, user: str, by_roster: bool) -> None:
-        def opening() -> None:
-            self.services.ledger.open_account(user)
-            self.services.members.membership_returned(user, actor=ACTOR, by_roster=by_roster)
+        def opening(services: Services) -> None:
+            services.ledger.open_account(user)
+            services.members.membership_returned(user, actor=ACTOR, by_roster=by_roster)
 
         await self._tell(
-            lambda: self.services.run(opening),
+            opening,
             f"The account of {user!r} could not be opened at sign-in: %s "
             "It will be opened when they first start a server.",
         )
 
     async def _tell_member(self, user: str, by_roster: bool) -> None:
-        await self._tell(
-            lambda: self.services.run(
-                self.services.members.membership_returned, user, actor=ACTOR, by_roster=by_roster
-            ),
-            f"That {user!r} is a member could not be written: %s",
-        )
+        def returned(services: Services) -> None:
+            services.members.membership_returned(user, actor=ACTOR, by_roster=by_roster)
+
+        await self._tell(returned, f"Could not record that {user!r} is a member: %s")
 
     async def _tell_ended(self, user: str, why: str) -> None:
-        await self._tell(
-            lambda: self.services.run(
-                self.services.members.membership_ended, user, why, actor=ACTOR
-            ),
-            f"That {user!r} is no member could not be written: %s",
-        )
+        def ended(services: Services) -> None:
+            services.members.membership_ended(user, why, actor=ACTOR)
 
-    async def _tell(self, call: Callable[[], Awaitable[object]], otherwise: str) -> None:
+        await self._tell(ended, f"Could not record that {user!r} is no longer a member: %s")
+
+    async def _tell(self, change: Callable[[Services], None], otherwise: str) -> None:
+        """Make a change in the store, or log ``otherwise`` with the reason why that failed."""
         try:
-            await within(OPEN_ACCOUNT_SECONDS, call())
+            services = self.services
+            await within(OPEN_ACCOUNT_SECONDS, services.run(change, services))
         except Exception as failure:
             # No error of the store may lock members out of the hub.
             expected = isinstance(failure, (GPUSpawnerError, asyncio.TimeoutError))
             why = str(failure) or "the store took too long."
             self.log.warning(otherwise, why, exc_info=not expected)
-
-
-def _hub_groups(handler: BaseHandler | None, name: str) -> list[str]:
-    """Return a user's groups in the hub's database."""
-    user = handler.find_user(name) if handler is not None else None
-    return sorted(group.name for group in user.groups) if user is not None else []
 
 
 def _is_starting(handler: BaseHandler | None) -> bool:

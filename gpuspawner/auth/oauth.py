@@ -105,10 +105,9 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
 
     async def token_to_user(self, token_info: dict[str, Any]) -> dict[str, Any]:
         """Return the provider's data about a user. Raises a page as ``_claims_of`` does."""
-        if not self.userdata_from_id_token:
-            claims: dict[str, Any] = await super().token_to_user(token_info)
-            return claims
-        return self._claims_of(token_info)
+        if self.userdata_from_id_token:
+            return self._claims_of(token_info)
+        return dict(await super().token_to_user(token_info))
 
     def _claims_of(self, token_info: dict[str, Any]) -> dict[str, Any]:
         """Return the claims of the id token, after checking its times and its audience.
@@ -146,24 +145,29 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
     def _named_groups(self, found: Any, key: Any) -> set[str]:
         """Return the hub's names for the provider's groups; empty if the claim is no list."""
         is_list = isinstance(found, (list, tuple, set, frozenset))
-        if not is_list or not all(isinstance(group, str) for group in found):
-            self.log.error(
-                "%s: the claim %s is not a list of names, so nobody gets a group by it. Set "
-                "auth_state_groups_key to a function that returns the names.",
-                self._service,
-                key,
-            )
-            return set()
-        return self._hub_groups_from(found)
+        if is_list and all(isinstance(group, str) for group in found):
+            return self._hub_groups_from(found)
+        self.log.error(
+            "%s: the claim %s is not a list of names, so nobody gets a group by it. Set "
+            "auth_state_groups_key to a function that returns the names.",
+            self._service,
+            key,
+        )
+        return set()
+
+    def _claims_in(self, model: dict[str, Any]) -> dict[str, Any]:
+        return dict((model.get("auth_state") or {}).get(self.user_auth_state_key) or {})
 
     def _mail_of(self, model: dict[str, Any]) -> Mail | Awaitable[Mail]:
-        claims = (model.get("auth_state") or {}).get(self.user_auth_state_key) or {}
-        return str(claims.get("email") or ""), claims.get("email_verified") in (True, "true")
+        claims = self._claims_in(model)
+        return str(claims.get("email") or ""), self._is_confirmed(claims)
+
+    def _is_confirmed(self, claims: dict[str, Any]) -> bool:
+        return claims.get("email_verified") in (True, "true")
 
     # Refresh.
 
     def _reads_id_token(self) -> bool:
-        """Return True if the data about a user comes from their id token."""
         return bool(self.userdata_from_id_token)
 
     async def _ask_provider(

@@ -80,8 +80,7 @@ class MemberGitHubOAuthenticator(MemberOAuthMixin, GitHubOAuthenticator):
             validate_cert=self.validate_server_cert,
         )
         confirmed = [address["email"] for address in found or () if address.get("verified")]
-        fitting = [mail for mail in confirmed if self._by_mail(mail, True).holds]
-        return next(iter([*fitting, *confirmed]), ""), bool(confirmed)
+        return self._best_mail(confirmed), bool(confirmed)
 
 
 def _teams(auth_state: dict[str, Any]) -> set[str]:
@@ -128,9 +127,8 @@ class MemberGitLabOAuthenticator(MemberOAuthMixin, GitLabOAuthenticator):
     def _own_rule(self) -> str:
         return _PLACES if self.allowed_gitlab_groups or self.allowed_project_ids else ""
 
-    def _mail_of(self, model: dict[str, Any]) -> tuple[str, bool]:
-        known = model["auth_state"][self.user_auth_state_key]
-        return str(known.get("email") or ""), bool(known.get("confirmed_at"))
+    def _is_confirmed(self, claims: dict[str, Any]) -> bool:
+        return bool(claims.get("confirmed_at"))
 
 
 class MemberGoogleOAuthenticator(MemberOAuthMixin, GoogleOAuthenticator):
@@ -141,16 +139,14 @@ class MemberGoogleOAuthenticator(MemberOAuthMixin, GoogleOAuthenticator):
         return f"{self.user_auth_state_key}.google_groups"
 
     def _own_rule(self) -> str:
-        return (
-            "it is in no Google group that may use this hub" if self.allowed_google_groups else ""
-        )
+        why = "it is in no Google group that may use this hub"
+        return why if self.allowed_google_groups else ""
 
     def _why_own_block(self) -> str:
         return "it belongs to no organisation that may use this hub"
 
-    def _mail_of(self, model: dict[str, Any]) -> tuple[str, bool]:
-        known = model["auth_state"][self.user_auth_state_key]
-        return str(known.get("email") or ""), bool(known.get("verified_email"))
+    def _is_confirmed(self, claims: dict[str, Any]) -> bool:
+        return bool(claims.get("verified_email"))
 
 
 class MemberMicrosoftOAuthenticator(MemberOAuthMixin, AzureAdOAuthenticator):
@@ -198,8 +194,8 @@ class MemberMicrosoftOAuthenticator(MemberOAuthMixin, AzureAdOAuthenticator):
 
     def _mail_of(self, model: dict[str, Any]) -> tuple[str, bool]:
         # A tenant can write anything into "email". The domains of these names are verified.
-        known = model["auth_state"][self.user_auth_state_key]
-        name = str(known.get("upn") or known.get("preferred_username") or "")
+        claims = self._claims_in(model)
+        name = str(claims.get("upn") or claims.get("preferred_username") or "")
         return name if "@" in name else "", True
 
 
@@ -214,4 +210,4 @@ class MemberCILogonOAuthenticator(MemberOAuthMixin, CILogonOAuthenticator):
 
     def _own_rule(self) -> str:
         rules = [idp.get("allow_all") or idp.get("allowed_domains") for idp in self.idps.values()]
-        return "its organisation is none that may use this hub" if any(rules) else ""
+        return "its organisation may not use this hub" if any(rules) else ""

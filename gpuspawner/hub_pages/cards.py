@@ -1,7 +1,7 @@
 """The cards and pages of environments, with sample notebooks and waiting times.
 
-No code of a notebook runs, and none of its HTML is used: Markdown goes through the catalog's
-sanitiser, and outputs are shown as text or pictures only.
+A notebook's code does not run and its HTML is not used: Markdown is sanitized as in the catalog,
+and outputs are shown as text or pictures only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -31,7 +31,7 @@ from ..devices.snapshots import Overview
 from ..leases.models import Request
 from ..ledger.rules import format_time_left
 from ..queue.positions import Outlook
-from .prices import MOST_CHOICES, PriceList, Tables
+from .prices import MOST_CHOICES, PriceList, Tables, group_alike
 
 MOST_CELLS = 200
 MOST_TEXT = 20_000
@@ -133,7 +133,6 @@ def _text(value: object, most: int = MOST_TEXT) -> str:
 
 
 PAGE = 60
-"""Number of cards on one page."""
 
 MOST_BADGES = 4
 """Maximum number of frameworks on a card."""
@@ -193,26 +192,26 @@ class CardFilter:
             return False
         if self.framework and self.framework not in environment.frameworks:
             return False
-        text = _haystack(environment)
+        e = environment
+        names = (f"{name} {version}" for name, version in e.frameworks.items())
+        text = " ".join((e.slug, e.display_name, e.summary, e.description, *names)).casefold()
         return all(word in text for word in self.words.casefold().split())
 
 
 def make_cards(
-    environments: Iterable[Environment],
+    environments: Sequence[Environment],
     overview: Overview,
     outlooks: Mapping[str, Outlook],
     now: datetime,
     pages_url: str,
-    closed: Iterable[str] = (),
+    closed: Collection[str] = (),
 ) -> list[Card]:
     """Return a card for each environment.
 
     ``outlooks`` are by slug. ``pages_url`` is the URL of the catalog's pages. ``closed`` are the
     slugs of environments that the reader may see but not start.
     """
-    some = list(environments)
-    prices = PriceList(overview, some, now)
-    shut = frozenset(closed)
+    prices = PriceList(overview, environments, now)
     return [
         Card(
             environment=environment,
@@ -222,21 +221,15 @@ def make_cards(
             now=said(outlooks[environment.slug], cpu_only=environment.cpu_only),
             at_once=outlooks[environment.slug].at_once,
             price=prices.of(environment),
-            open=environment.slug not in shut,
+            open=environment.slug not in closed,
         )
-        for environment in some
+        for environment in environments
     ]
 
 
 def usual_request(environment: Environment) -> Request:
     """Return the usual request in an environment, which its card describes."""
-    if environment.cpu_only:
-        return Request()
-    return Request(
-        devices=max(1, environment.devices.default),
-        models=environment.models,
-        memory_bytes=environment.min_memory,
-    )
+    return _request(environment, str(max(1, environment.devices.default)), "")
 
 
 def devices_of(environment: Environment) -> str:
@@ -285,15 +278,14 @@ def _round(wait: timedelta) -> str:
 
 @lru_cache(maxsize=1024)
 def _face(environment: Environment, pages_url: str) -> Markup:
-    if not environment.logo:
-        letter = environment.display_name[:1].upper()
-        logo = Markup('<span class="gs-logo" aria-hidden="true">{}</span>').format(letter)
-    else:
+    if environment.logo:
         beside = not environment.logo.startswith("/")
         source = f"{pages_url}/{environment.slug}/logo" if beside else environment.logo
-        logo = Markup(
-            '<img class="gs-logo" src="{}" alt="" width="40" height="40" loading="lazy">'
-        ).format(source)
+        image = '<img class="gs-logo" src="{}" alt="" width="40" height="40" loading="lazy">'
+        logo = Markup(image).format(source)
+    else:
+        letter = environment.display_name[:1].upper()
+        logo = Markup('<span class="gs-logo" aria-hidden="true">{}</span>').format(letter)
     return Markup('<span class="gs-face">{}</span>').format(logo)
 
 
@@ -306,23 +298,9 @@ def _badges(environment: Environment) -> Markup:
     return Markup(" ").join([*found, devices.format(devices_of(environment))])
 
 
-def _haystack(environment: Environment) -> str:
-    """Return the text that a search looks at, in lower case."""
-    names = (f"{name} {version}" for name, version in environment.frameworks.items())
-    parts = (
-        environment.slug,
-        environment.display_name,
-        environment.summary,
-        environment.description,
-        *names,
-    )
-    return " ".join(parts).casefold()
-
-
 T = TypeVar("T")
 
 MOST_PACKAGES = 1000
-"""Maximum number of packages shown."""
 
 _PACKAGE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?\s*==\s*([^\s;\\]+)")
 
@@ -361,8 +339,7 @@ def read_details(catalog: Catalog, environment: Environment, groups: Collection[
             troubles.append(f"'{key}' of the environment {environment.slug!r} {error}")
             return otherwise
 
-    none: list[tuple[str, str]] = []
-    packages = read("packages", read_packages, none)
+    packages: list[tuple[str, str]] = read("packages", read_packages, [])
     return Details(
         description=to_html(environment.description, 3),
         packages=tuple(packages[:MOST_PACKAGES]),
@@ -390,17 +367,17 @@ def logo_file(catalog: Catalog, environment: Environment) -> tuple[bytes, str]:
 
 
 def _limits(environment: Environment) -> list[tuple[str, str]]:
-    hours, memory = environment.hours.max, environment.min_memory
+    e, hours = environment, environment.hours.max
     lines = [
-        ("GPUs", f"up to {environment.devices.max}" if environment.devices.max else "none"),
-        ("GPU models", ", ".join(environment.models)),
-        ("Memory of a GPU", f"at least {format_memory(memory)}" if memory else ""),
-        ("NVIDIA driver", f"{environment.min_driver} or later" if environment.min_driver else ""),
-        ("CUDA", f"{environment.min_cuda} or later" if environment.min_cuda else ""),
+        ("GPUs", f"up to {e.devices.max}" if e.devices.max else "none"),
+        ("GPU models", ", ".join(e.models)),
+        ("Memory of a GPU", f"at least {format_memory(e.min_memory)}" if e.min_memory else ""),
+        ("NVIDIA driver", f"{e.min_driver} or later" if e.min_driver else ""),
+        ("CUDA", f"{e.min_cuda} or later" if e.min_cuda else ""),
         ("Session", f"up to {format_time_left(timedelta(hours=hours))}" if hours else ""),
-        ("Memory", format_memory(environment.mem_limit) if environment.mem_limit else ""),
-        ("Processor cores", f"{environment.cpu_limit:g}" if environment.cpu_limit else ""),
-        ("Shared memory", format_memory(environment.shm_size) if environment.shm_size else ""),
+        ("Memory", format_memory(e.mem_limit) if e.mem_limit else ""),
+        ("Processor cores", f"{e.cpu_limit:g}" if e.cpu_limit else ""),
+        ("Shared memory", format_memory(e.shm_size) if e.shm_size else ""),
     ]
     return [(name, value) for name, value in lines if value]
 
@@ -416,17 +393,15 @@ def wait_tables(
     ``ask`` returns how requests would fare, as
     :meth:`gpuspawner.queue.positions.PositionService.outlooks` does.
     """
-    alike: dict[Hashable, list[Environment]] = {}
-    for environment in environments:
-        if not environment.cpu_only:
-            terms = (environment.devices, environment.models, environment.min_memory)
-            alike.setdefault(terms, []).append(environment)
+    alike = group_alike(
+        (e for e in environments if not e.cpu_only), lambda e: (e.devices, e.models, e.min_memory)
+    )
     gpus = ["", *(str(count) for count in counts)]
     if len(alike) * len(gpus) * (1 + len(models)) > MOST_CHOICES:
         return Tables({}, ())
     requests = {
         f"{at}|{number}|{model}": _request(some[0], number, model)
-        for at, some in enumerate(alike.values())
+        for at, some in enumerate(alike)
         for number, model in product(gpus, ["", *models])
     }
     outlooks = ask({name: request for name, request in requests.items() if request.devices})
@@ -434,9 +409,7 @@ def wait_tables(
     for name, outlook in outlooks.items():
         at, _, choice = name.partition("|")
         tables[int(at)][choice] = sentence(outlook)
-    return Tables(
-        {e.slug: at for at, some in enumerate(alike.values()) for e in some}, tuple(tables)
-    )
+    return Tables.shared(alike, tables)
 
 
 def sentence(outlook: Outlook) -> str:

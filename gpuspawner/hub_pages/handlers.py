@@ -1,10 +1,6 @@
 """The Hub's pages of environments, and the relay from a server to gpuspawner's service.
 
 The pages are JupyterHub handlers, so that they use its templates, sign-in and cookies.
-
-A server in a container can only reach the hub's API on this machine. The relay forwards a server's
-requests about itself to the service with the token that they carry, and the service authorizes
-them: the relay grants no rights. It forwards no cookies, bodies or other headers.
 """
 
 from __future__ import annotations
@@ -12,9 +8,9 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jupyterhub import orm
 from jupyterhub.apihandlers.base import APIHandler
@@ -39,13 +35,14 @@ from .cards import (
     PAGE,
     Card,
     CardFilter,
-    Details,
     frameworks_of,
     logo_file,
     make_cards,
     read_details,
     usual_request,
 )
+
+T = TypeVar("T")
 
 KEY = "gpuspawner_pages"
 
@@ -111,11 +108,8 @@ class CatalogPages(Configurable):
         """Return the hub's only instance, from the settings of a handler."""
         # Tornado's application copies its settings. Spawners share the Hub's own dictionary.
         shared: MutableMapping[str, Any] = settings["users"].settings
-        if KEY not in shared:
-            made = cls(config=shared["config"])
-            made.settings = shared
-            shared[KEY] = made
-        found: CatalogPages = shared[KEY]
+        found: CatalogPages = shared.get(KEY) or cls(config=shared["config"])
+        shared[KEY], found.settings = found, shared
         return found
 
     @property
@@ -161,12 +155,11 @@ class CatalogPages(Configurable):
             pages=pages,
         )
 
-    def state(self, environments: Iterable[Environment], groups: Collection[str]) -> State:
+    def state(self, some: Sequence[Environment], groups: Collection[str]) -> State:
         """Return the cards of environments for a reader in these groups. Reads the store."""
-        some = list(environments)
         overview = self._overview()
         outlooks = self.services.positions.outlooks({e.slug: usual_request(e) for e in some})
-        closed = [e.slug for e in some if not e.visible_to(groups)]
+        closed = {e.slug for e in some if not e.visible_to(groups)}
         now, url = self.services.clock(), f"{self.settings['hub'].base_url}environments"
         return State(overview, make_cards(some, overview, outlooks, now, url, closed))
 
@@ -256,16 +249,13 @@ class HubPageHandler(DropsBody, BaseHandler):
     @property
     def groups(self) -> frozenset[str]:
         """The reader's groups; empty for a service or without a sign-in."""
-        user = self.current_user
-        return frozenset(group.name for group in getattr(user, "groups", ()))
+        return frozenset(group.name for group in getattr(self.current_user, "groups", ()))
 
     @property
     def running(self) -> bool:
         """True if the reader's default server is running. Then a launch does not start another."""
         user = self.current_user
-        if not isinstance(user, User):
-            return False
-        known = user.orm_user.orm_spawners.get("")
+        known = user.orm_user.orm_spawners.get("") if isinstance(user, User) else None
         return bool(known and known.server)
 
     def catalog(self) -> Catalog:
@@ -281,7 +271,7 @@ class HubPageHandler(DropsBody, BaseHandler):
         """Return the environments that the reader may see."""
         return self.site.shown(self.catalog(), self.groups)
 
-    async def ask(self, work: Any, *args: Any) -> Any:
+    async def ask(self, work: Callable[..., T], *args: Any) -> T:
         """Run ``work`` off the event loop. An error of the services becomes the page's message."""
         try:
             return await self.site.services.read(work, *args)
@@ -315,9 +305,7 @@ class Environments(HubPageHandler):
     async def get(self) -> None:
         """Show one page of the results."""
         wanted, page = self._wanted(), self._page()
-        found: FoundEnvironments = await self.ask(
-            self.site.search, self.catalog(), self.groups, wanted, page
-        )
+        found = await self.ask(self.site.search, self.catalog(), self.groups, wanted, page)
         await self.show(
             "environments.html",
             cards=found.state.cards,
@@ -341,7 +329,6 @@ class Environments(HubPageHandler):
         return max(1, int(text)) if text.isascii() and text.isdigit() and len(text) < 6 else 1
 
     def _link_to(self, page: int) -> str:
-        """Return the URL of another page of the same search."""
         names = ("q", "gpu", "framework", "now")
         query = {n: value for n in names if (value := self.get_argument(n, ""))}
         return url_concat(self.request.path, {**query, "page": str(page)})
@@ -358,7 +345,7 @@ class LiveEnvironments(HubPageHandler):
         """Send the availability of the environments in the argument ``slugs``."""
         slugs = set(self.get_argument("slugs", "").split(",")[:PAGE])
         some = [e for e in self.shown() if e.slug in slugs]
-        state: State = await self.ask(self.site.state, some, self.groups)
+        state = await self.ask(self.site.state, some, self.groups)
         self.set_header("Cache-Control", "no-store")
         self.finish({card.slug: {"now": card.now, "at_once": card.at_once} for card in state.cards})
 
@@ -368,10 +355,9 @@ class EnvironmentPage(HubPageHandler):
 
     async def get(self, slug: str) -> None:
         """Show the environment with this slug."""
-        environment = self.environment(slug)
-        groups = self.groups
-        state: State = await self.ask(self.site.state, [environment], groups)
-        details: Details = await self.ask(read_details, self.catalog(), environment, groups)
+        environment, groups = self.environment(slug), self.groups
+        state = await self.ask(self.site.state, [environment], groups)
+        details = await self.ask(read_details, self.catalog(), environment, groups)
         for trouble in details.troubles:
             self.log.warning("The catalog: %s", trouble)
         link = url_concat(f"{self.hub.base_url}spawn", {"opt-environment": environment.slug})
@@ -417,17 +403,15 @@ TIMEOUTS = {"GET": 8.0, "POST": 20.0}
 
 
 class ServiceRelay(DropsBody, APIHandler):
-    """Forwards requests for :data:`PATHS` that carry a token, without their bodies."""
+    """Forwards a server's requests about itself, for :data:`PATHS`, to the service.
+
+    A server in a container can only reach the hub's API on this machine. A request needs a token,
+    by which the service authorizes it: the relay grants no rights. It forwards no cookies, bodies
+    or other headers.
+    """
 
     async def get(self, path: str) -> None:
-        """Forward a query of a server."""
-        await self._hand_on(path)
-
-    async def post(self, path: str) -> None:
-        """Forward an action of a server."""
-        await self._hand_on(path)
-
-    async def _hand_on(self, path: str) -> None:
+        """Forward a server's query (GET) or action (POST)."""
         method = str(self.request.method)
         if not PATHS[method].fullmatch(path):
             raise web.HTTPError(404)
@@ -450,6 +434,8 @@ class ServiceRelay(DropsBody, APIHandler):
         self.set_status(503 if answer.code == 599 else answer.code)
         self.set_header("Content-Type", "application/json")
         self.finish(answer.body or b"{}")
+
+    post = get
 
     def _service(self) -> str:
         """Return the URL of the service. Raises HTTPError 503 if it is not registered."""

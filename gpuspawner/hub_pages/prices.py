@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
@@ -61,6 +61,14 @@ class Tables(NamedTuple):
     """Sentences by the form's ``gpus|model|account`` or ``gpus|model``, with ``{name}`` for the
     environment's name. ``gpus`` is empty for the environment's default, ``model`` for any."""
 
+    @classmethod
+    def shared(
+        cls, alike: Sequence[Sequence[Environment]], tables: Iterable[dict[str, str]]
+    ) -> Tables:
+        """Return the tables, one for each list of environments with equal terms."""
+        of = {environment.slug: at for at, some in enumerate(alike) for environment in some}
+        return cls(of, tuple(tables))
+
     def sentence(self, environment: Environment, choice: str) -> str:
         """Return the sentence for one choice; empty if there is none."""
         number = self.of.get(environment.slug)
@@ -96,23 +104,20 @@ class PriceList:
         found = []
         for count in self.overview.models:
             by_rate: dict[int, list[str]] = {}
-            for environment in self._that_run_on(count):
-                rate = self.rate(environment, count)
-                by_rate.setdefault(rate, []).append(environment.display_name)
+            for environment in self.environments:
+                if count in self._models_of(environment):
+                    rate = self.rate(environment, count)
+                    by_rate.setdefault(rate, []).append(environment.display_name)
+            label, free, total = model_label(count), count.free, count.total
             for rate, names in by_rate.items() or {count.rate: [""]}.items():
                 where = _join(names) if len(by_rate) > 1 else ""
-                left = self._lasts(account, rate)
-                found.append(
-                    PriceLine(model_label(count), count.free, count.total, where, rate, left)
-                )
+                found.append(PriceLine(label, free, total, where, rate, self._lasts(account, rate)))
         return found
 
     def until(self) -> str:
         """Return when these prices change for new servers, formatted; empty if they do not."""
         change = self.overview.rates.next_change(self.now)
-        if change is None:
-            return ""
-        return deadline(change, self.now)
+        return deadline(change, self.now) if change else ""
 
     def of(self, environment: Environment) -> str:
         """Return the price of a device in an environment; empty if no device fits.
@@ -133,22 +138,19 @@ class PriceList:
         """
         gpus = ["", *(str(count) for count in counts)]
         models = ["", *(count.model for count in self.overview.models)]
-        alike: dict[Hashable, list[Environment]] = {}
-        for environment in self.environments:
-            alike.setdefault(self._terms(environment), []).append(environment)
+        alike = group_alike(self.environments, self._terms)
         if len(alike) * len(gpus) * len(models) * len(payers) > MOST_CHOICES:
             return Tables({}, ())
-        found = tuple(
+        tables = (
             {
                 f"{number}|{model}|{payer}": self._sentence(some[0], number, model, account)
                 for number, model, (payer, account) in product(gpus, models, payers)
             }
-            for some in alike.values()
+            for some in alike
         )
-        return Tables({e.slug: at for at, some in enumerate(alike.values()) for e in some}, found)
+        return Tables.shared(alike, tables)
 
     def _terms(self, environment: Environment) -> Hashable:
-        """Return a key that is equal for environments with the same sentences."""
         return (
             environment.devices,
             environment.cpu_variant,
@@ -169,8 +171,10 @@ class PriceList:
         what = f"{gpus} GPU{'s' if gpus > 1 else ''}"
         if not rates[-1]:
             return f"{what}: {FREE}."
+        kind, _, name = account.name.partition(":")
+        whose = f"The balance of the group {name}" if kind == "group" else "Your balance"
         left = self._lasts(account, rates[-1])
-        return f"{what}: {_span(rates)} credits an hour. {_whose(account)} lasts {left}."
+        return f"{what}: {_span(rates)} credits an hour. {whose} lasts {left}."
 
     def _lasts(self, account: Account, rate: int) -> str:
         """Return how long an account can pay a rate, without credits that expire before use."""
@@ -178,11 +182,7 @@ class PriceList:
         left = lasts(ending, account.available, rate)
         return format_time_left(left) if left is not None else ""
 
-    def _that_run_on(self, count: ModelCount) -> list[Environment]:
-        return [e for e in self.environments if count in self._models_of(e)]
-
     def _models_of(self, environment: Environment) -> list[ModelCount]:
-        """Return the device models that an environment can use."""
         return [
             count
             for count in self.overview.models
@@ -192,6 +192,16 @@ class PriceList:
                 or any(model_matches(model, count.model) for model in environment.models)
             )
         ]
+
+
+def group_alike(
+    environments: Iterable[Environment], terms: Callable[[Environment], Hashable]
+) -> list[list[Environment]]:
+    """Return the environments in lists of those with equal terms."""
+    found: dict[Hashable, list[Environment]] = {}
+    for environment in environments:
+        found.setdefault(terms(environment), []).append(environment)
+    return list(found.values())
 
 
 def model_label(count: ModelCount) -> str:
@@ -205,11 +215,6 @@ def _span(rates: Sequence[int]) -> str:
     """Format sorted rates as ``4.00`` or ``1.00 to 4.00``."""
     least, most = format_credits(rates[0]), format_credits(rates[-1])
     return least if least == most else f"{least} to {most}"
-
-
-def _whose(account: Account) -> str:
-    kind, _, name = account.name.partition(":")
-    return f"The balance of the group {name}" if kind == "group" else "Your balance"
 
 
 def _join(names: Sequence[str]) -> str:

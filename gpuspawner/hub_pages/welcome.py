@@ -89,7 +89,8 @@ class FirstWelcome(Welcome):
         user = self.current_user
         name = user.name if isinstance(user, User) else ""
         if not name or not await self._is_due(name):
-            self._go_on(name)
+            _known(self.settings).add(name)
+            self.redirect(self.get_next_url(user))
             return
         await self.show_it(name)
         _known(self.settings).add(name)
@@ -97,7 +98,9 @@ class FirstWelcome(Welcome):
         try:
             await services.run(services.members.welcomed, name)
         except GPUSpawnerError as error:  # they see it again after the hub restarts
-            self.log.warning("That %r was welcomed could not be written: %s", name, error.message)
+            self.log.warning(
+                "Could not record that %r saw the welcome page: %s", name, error.message
+            )
         await self._open_workspace(user)
 
     async def _open_workspace(self, user: User) -> None:
@@ -105,9 +108,8 @@ class FirstWelcome(Welcome):
         if open_workspace := getattr(user.spawner, "open_workspace", None):
             try:
                 await open_workspace()
-            except Exception as error:
-                # Each engine raises errors of its own libraries. The first start reports them.
-                self.log.warning("The workspace of %r waits for a start: %s", user.name, error)
+            except Exception as error:  # of an engine's library; the first start reports it too
+                self.log.warning("The workspace of %r is not created yet: %s", user.name, error)
 
     async def _is_due(self, user: str) -> bool:
         """Return True if a member has not seen the page; False if the store cannot tell."""
@@ -115,12 +117,8 @@ class FirstWelcome(Welcome):
         try:
             return await services.read(services.members.welcome_due, user)
         except GPUSpawnerError as error:
-            self.log.warning("Whether %r is new cannot be told: %s", user, error.message)
+            self.log.warning("Cannot tell if %r is new: %s", user, error.message)
             return False
-
-    def _go_on(self, user: str) -> None:
-        _known(self.settings).add(user)
-        self.redirect(self.get_next_url(self.current_user))
 
 
 def prices(account: Account, models: list[ModelCount]) -> list[Price]:

@@ -1,19 +1,15 @@
-"""Container arguments for a lease, and tests of what the engine supports.
-
-Some engines cannot set the ulimits that PyTorch users expect, or cannot limit a container's disk
-use.
-"""
+"""Container arguments for a lease, and tests of what the engine supports."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import requests
-from docker.errors import APIError, DockerException, ImageNotFound
+from docker.errors import APIError, ImageNotFound
 
 from ..core.errors import StartFailed
 from ..engines.base import LABEL_DISK, LABEL_ENVIRONMENT, LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
@@ -28,7 +24,9 @@ from ..engines.injection import (
 )
 from ..engines.preflight import prove_injection
 from ..leases.models import Lease
-from .engine_calls import EngineCalls
+from .engine_calls import ENGINE_ERRORS, EngineCalls
+
+T = TypeVar("T")
 
 ULIMITS = [
     {"Name": "memlock", "Soft": -1, "Hard": -1},
@@ -61,7 +59,6 @@ class ContainerSettings:
     """The lease's variables; they override those set elsewhere."""
     hardening: Hardening | None = None
     disk: DiskLimit | None = None
-    """None for no limit."""
 
 
 def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> dict[str, Any]:
@@ -74,7 +71,10 @@ def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> 
     host = without_gpus(create.get("host_config") or {})
     if host.get("Runtime") == "nvidia" and settings.injection != "runtime":
         del host["Runtime"]  # this runtime would also act on the image's own variables
-    host.update(_merged_requests(host, settings.injection, lease.uuids))
+    leased = gpu_host_config(settings.injection, lease.uuids)
+    if requests := leased.pop("DeviceRequests", None):
+        host["DeviceRequests"] = [*(host.get("DeviceRequests") or []), *requests]
+    host.update(leased)
     if settings.hardening:
         host = harden(host, settings.hardening)
     _pytorch_defaults(host, settings)
@@ -87,10 +87,14 @@ def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> 
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # host indices are meaningless in a container
     environment.update(gpu_environment(lease.uuids))
     built["environment"] = environment
-    built["volumes"] = [*(create.get("volumes") or []), *(_target(b) for b in settings.binds)]
+    targets = (bind.split(":")[1] for bind in settings.binds)
+    built["volumes"] = [*(create.get("volumes") or []), *targets]
     built["labels"] = {**_labels(create.get("labels")), **labels(lease)}
-    if settings.disk and not host.get("StorageOpt"):  # the admin's own limit wins
-        _limit_disk(built, settings.disk)
+    disk = settings.disk
+    if disk and not host.get("StorageOpt"):  # the admin's own limit wins
+        if disk.storage_bytes:
+            host["StorageOpt"] = {"size": str(disk.storage_bytes)}
+        built["labels"][LABEL_DISK] = label_of(disk.limit_bytes, bool(disk.storage_bytes))
     return built
 
 
@@ -102,23 +106,6 @@ def labels(lease: Lease) -> dict[str, str]:
         LABEL_SERVER: lease.server.name,
         LABEL_ENVIRONMENT: lease.environment,
     }
-
-
-def _limit_disk(built: dict[str, Any], disk: DiskLimit) -> None:
-    """Set the limit for the engine, and as a label for the accounting service."""
-    if disk.storage_bytes:
-        built["host_config"]["StorageOpt"] = {"size": str(disk.storage_bytes)}
-    built["labels"][LABEL_DISK] = label_of(disk.limit_bytes, bool(disk.storage_bytes))
-
-
-def _merged_requests(
-    host: Mapping[str, Any], injection: str, uuids: Sequence[str]
-) -> dict[str, Any]:
-    changes = gpu_host_config(injection, uuids)
-    if "DeviceRequests" in changes:
-        others = list(host.get("DeviceRequests") or [])
-        changes["DeviceRequests"] = [*others, *changes["DeviceRequests"]]
-    return changes
 
 
 def _pytorch_defaults(host: dict[str, Any], settings: ContainerSettings) -> None:
@@ -144,10 +131,6 @@ def _labels(given: Any) -> dict[str, str]:
     if isinstance(given, list):
         return {str(name): "" for name in given}
     return dict(given or {})
-
-
-def _target(bind: str) -> str:
-    return bind.split(":")[1]
 
 
 ZEROS = {"mem_limit": "Memory", "pids_limit": "PidsLimit", "oom_score_adj": "OomScoreAdj"}
@@ -191,13 +174,16 @@ class EngineAbilities:
 
     def __init__(self, log: logging.Logger | Any) -> None:
         self.log = log
-        self._injection = ""
-        self._ulimits: list[dict[str, Any]] | None = None
-        self._disk_driver: str | None = None
-        self._memory: int | None = None
-        self._proving_injection = asyncio.Lock()
-        self._proving_ulimits = asyncio.Lock()
-        self._proving_disk = asyncio.Lock()
+        self._known: dict[str, Any] = {}
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def _once(self, ability: str, test: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of a test, which runs again only if it raised an error."""
+        async with self._locks[ability]:
+            if ability not in self._known:
+                self._known[ability] = await test()
+        found: T = self._known[ability]
+        return found
 
     async def injection(
         self, calls: EngineCalls, image: str, uuid: str, say: Callable[[str, int], None]
@@ -207,23 +193,21 @@ class EngineAbilities:
         Each mode that the engine offers is tried, best first, with the image that is about to
         start and one of the leased devices. The result is kept until the hub restarts.
         """
-        async with self._proving_injection:
-            if not self._injection:
-                say("Finding out how GPUs get into containers here", 40)
-                self._injection = await self._prove_injection(calls, image, uuid)
-        return self._injection
 
-    async def _prove_injection(self, calls: EngineCalls, image: str, uuid: str) -> str:
-        said = []
-        for mode in candidates(await calls.call("info")):
-            finding = await asyncio.to_thread(prove_injection, calls.client, image, mode, uuid)
-            if finding.status == "ok":
-                self.log.info("GPUs get into containers by %s", mode)
-                return mode
-            said.append(f"{mode}: {finding.text}")
-        self.log.error("No way to inject a GPU works: %s", "; ".join(said))
-        cause = "this machine's container engine cannot hand GPUs to containers (tell your admin: "
-        raise StartFailed(cause=cause + "gpuspawner check says what to do)")
+        async def test() -> str:
+            say("Finding out how GPUs get into containers here", 40)
+            said = []
+            for mode in candidates(await calls.call("info")):
+                finding = await asyncio.to_thread(prove_injection, calls.client, image, mode, uuid)
+                if finding.status == "ok":
+                    self.log.info("GPUs get into containers by %s", mode)
+                    return mode
+                said.append(f"{mode}: {finding.text}")
+            self.log.error("No way to inject a GPU works: %s", "; ".join(said))
+            cause = "this machine's container engine cannot hand GPUs to containers (tell your "
+            raise StartFailed(cause=cause + "admin: gpuspawner check says what to do)")
+
+        return await self._once("injection", test)
 
     async def ulimits(self, calls: EngineCalls, image: str) -> list[dict[str, Any]]:
         """Return the default ulimits that this engine can set, possibly none.
@@ -231,12 +215,11 @@ class EngineAbilities:
         A rootless engine, or one inside another container, may be unable to raise limits, and a
         container that needs it does not start. A throw-away container tests each ulimit.
         """
-        async with self._proving_ulimits:
-            if self._ulimits is None:
-                self._ulimits = [
-                    limit for limit in ULIMITS if await self._can_have(calls, image, limit)
-                ]
-        return self._ulimits
+
+        async def test() -> list[dict[str, Any]]:
+            return [limit for limit in ULIMITS if await self._can_have(calls, image, limit)]
+
+        return await self._once("ulimits", test)
 
     async def _can_have(self, calls: EngineCalls, image: str, limit: dict[str, Any]) -> bool:
         try:
@@ -257,20 +240,21 @@ class EngineAbilities:
         """
         if not limit:
             return None
-        async with self._proving_disk:
-            try:
-                if self._disk_driver is None:
-                    self._disk_driver = await self._enforcing_driver(calls, image, limit)
-            except ImageNotFound:
-                raise
-            except (DockerException, requests.RequestException, OSError) as error:
-                # The next start tests again; until then the accounting service watches this server.
-                self.log.warning("Whether the engine limits containers is not known: %s", error)
-                return DiskLimit(limit)
-        if not self._disk_driver:
+
+        async def test() -> str:
+            return await self._enforcing_driver(calls, image, limit)
+
+        try:
+            driver = await self._once("disk", test)
+        except ImageNotFound:
+            raise
+        except ENGINE_ERRORS as error:
+            # The next start tests again; until then the accounting service watches this server.
+            self.log.warning("Whether the engine limits containers is not known: %s", error)
             return DiskLimit(limit)
-        size = await calls.ask(_size, calls, self._disk_driver, image, limit)
-        return DiskLimit(limit, size)
+        if not driver:
+            return DiskLimit(limit)
+        return DiskLimit(limit, await calls.ask(_size, calls, driver, image, limit))
 
     async def _enforcing_driver(self, calls: EngineCalls, image: str, limit: int) -> str:
         """Return the storage driver that enforces the limit; empty if none does."""
@@ -286,9 +270,11 @@ class EngineAbilities:
 
     async def memory(self, calls: EngineCalls) -> int:
         """Return the memory of the engine's machine in bytes; 0 if it is not reported."""
-        if self._memory is None:
-            self._memory = int((await calls.call("info")).get("MemTotal") or 0)
-        return self._memory
+
+        async def test() -> int:
+            return int((await calls.call("info")).get("MemTotal") or 0)
+
+        return await self._once("memory", test)
 
 
 def _size(calls: EngineCalls, driver: str, image: str, limit: int) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import docker
 import requests
@@ -22,7 +22,7 @@ from jupyterhub.traitlets import Callable as CallableTrait
 from traitlets import Bool, CaselessStrEnum, Dict, Float, Integer, List, Unicode, Union
 
 from ..catalog.member_images import OwnImages, check_own_image, own_images
-from ..catalog.models import Environment, Mount
+from ..catalog.models import Environment
 from ..core.errors import EngineUnavailable, GPUSpawnerError, StartFailed
 from ..engines.base import LABEL_LEASE
 from ..engines.docker import (
@@ -44,9 +44,16 @@ from .container import (
     is_unstarted,
     with_zeros,
 )
-from .engine_calls import FRESH_SECONDS, EngineCalls, PrefetchedAnswer, explanation, make_threads
+from .engine_calls import (
+    ENGINE_ERRORS,
+    FRESH_SECONDS,
+    EngineCalls,
+    PrefetchedAnswer,
+    explanation,
+    make_threads,
+)
 from .member_images import KeptImages, Plain, SavedContainer, judge_here, look_for, own_image_field
-from .mixin import ExitStatus, GPUSpawnerMixin
+from .mixin import ExitStatus, GPUSpawnerMixin, T, kept_in
 from .progress import Pulls, spawn_exception
 from .recovery import forget_folders
 from .workspaces import MountedWorkspace, PreparedWorkspaces, Storage
@@ -255,7 +262,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     """When the engine reported that nothing but this container, which had ended, could hold the
     lease's devices; and the ids of the container and the lease."""
     _removed = ""
-    """The id of the container that this spawner removed last."""
     _kept = SavedContainer()
     _plain: Plain | None = None
     _folders: tuple[FolderMount, ...] = ()
@@ -282,27 +288,21 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     @property
     def executor(self) -> ThreadPoolExecutor:
         """The thread pool for the Docker calls of this hub."""
-        pool: ThreadPoolExecutor = self.shared("gpuspawner_docker_threads", make_threads)
-        return pool
+        return self.shared("gpuspawner_docker_threads", make_threads)
 
     @property
     def engine_settings(self) -> MutableMapping[str, Any]:
         """The cache for this server's engine, shared by all servers on it."""
         return self.hub_settings
 
-    def of_engine(self, key: str, make: Callable[[], Any]) -> Any:
+    def of_engine(self, key: str, make: Callable[[], T]) -> T:
         """Return the object under ``key`` in the engine's cache, creating it on first use."""
-        if key not in self.engine_settings:
-            self.engine_settings[key] = make()
-        return self.engine_settings[key]
+        return kept_in(self.engine_settings, key, make)
 
     @property
     def abilities(self) -> EngineAbilities:
         """What this server's engine supports."""
-        found: EngineAbilities = self.of_engine(
-            "gpuspawner_abilities", lambda: EngineAbilities(self.log)
-        )
-        return found
+        return self.of_engine("gpuspawner_abilities", lambda: EngineAbilities(self.log))
 
     @property
     def client(self) -> docker.APIClient:
@@ -326,11 +326,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     def engine(self) -> DockerEngine:
         """Return this machine's Docker Engine."""
-        found: DockerEngine = self.of_engine(
+        return self.of_engine(
             "gpuspawner_docker_engine",
             lambda: DockerEngine(self.connect, lambda: self.services.time.stamp_error),
         )
-        return found
 
     def server_engine(self) -> DockerEngine:
         """Return the engine that runs this server."""
@@ -365,11 +364,15 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return create
 
     async def _built(self, create: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of ``create_container`` with the lease applied."""
         create["host_config"] = self._with_own_zeros(create.get("host_config") or {})
-        await self.find_folders()
+        await self._find_folders()
         create = build(create, self._held(), await self._container_settings())
-        self.warn_of(create["host_config"])
+        for danger in dangers(create["host_config"]):
+            self.log.warning(
+                "%s is as good as root on this machine: %s (extra_host_config, volumes)",
+                self.object_name,
+                danger,
+            )
         await self.storage().prepare(self.image)
         return create
 
@@ -382,29 +385,33 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             await self.services.run(self.services.leases.note_engine, lease.id, identity)
             self.lease = replace(lease, engine_id=identity)
 
-    def _held(self) -> Any:
+    def _held(self) -> Lease:
         if self.lease is None:
             raise StartFailed(cause="it holds no lease")
         return self.lease
 
     async def _container_settings(self) -> ContainerSettings:
-        lease = self._held()
+        calls, share = self.calls, self.memory_share
         chosen = self.chosen.shm_size if self.chosen else None
+        starts_from = self._kept.image or self.image
         return ContainerSettings(
-            injection=await self._injection_mode(lease.uuids),
+            injection=await self._injection_mode(self._held().uuids),
             shm_size=chosen or self.shm_size,
-            ulimits=await self.abilities.ulimits(self.calls, self.image),
+            ulimits=await self.abilities.ulimits(calls, self.image),
             binds=[*self.storage().binds(), *self._kept.binds],
             image=self._kept.image,
             environment=self.with_lease_environment({}),
-            hardening=await self.hardening(),
-            disk=await self.abilities.disk_limit(
-                self.calls, self._kept.image or self.image, int(self.disk_limit)
+            hardening=Hardening(
+                capabilities=self.capabilities,
+                no_new_privileges=self.no_new_privileges,
+                pids=self.pids_limit,
+                memory=int(await self.abilities.memory(calls) * share) if share else 0,
+                oom_score_adj=self.oom_score_adj,
             ),
+            disk=await self.abilities.disk_limit(calls, starts_from, int(self.disk_limit)),
         )
 
     async def _injection_mode(self, uuids: Sequence[str]) -> str:
-        """Return how the GPUs of this start are injected into its container."""
         if self.gpu_injection != "auto":
             return str(self.gpu_injection)
         if not uuids:
@@ -413,28 +420,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         if look.inventory.source == "simulated":
             return "none"
         return await self.abilities.injection(self.calls, self.image, uuids[0], self.said.say)
-
-    async def hardening(self) -> Hardening:
-        """Return the restrictions that this start adds to its container."""
-        memory = 0
-        if self.memory_share:
-            memory = int(await self.abilities.memory(self.calls) * self.memory_share)
-        return Hardening(
-            capabilities=self.capabilities,
-            no_new_privileges=self.no_new_privileges,
-            pids=self.pids_limit,
-            memory=memory,
-            oom_score_adj=self.oom_score_adj,
-        )
-
-    def warn_of(self, host: Mapping[str, Any]) -> None:
-        """Log which of the admin's own settings give members the power of root."""
-        for danger in dangers(host):
-            self.log.warning(
-                "%s is as good as root on this machine: %s (extra_host_config, volumes)",
-                self.object_name,
-                danger,
-            )
 
     # The member's files.
 
@@ -447,13 +432,9 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             return self.workspace  # as DockerSpawner does with volumes
 
     @property
-    def quota_bytes(self) -> int:
-        """``workspace_quota`` for this member in bytes; 0 for no limit."""
-        return int(self._value_of("workspace_quota"))
-
-    @property
     def _workspace(self) -> MountedWorkspace:
-        return MountedWorkspace(self.workspace_source, self.workspace_target, self.quota_bytes)
+        quota = int(self._value_of("workspace_quota"))
+        return MountedWorkspace(self.workspace_source, self.workspace_target, quota)
 
     def looks_first(self, request: Request) -> bool:
         """Return True if the member's files or image must be checked before asking for a lease.
@@ -480,39 +461,29 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         own image if the member's groups may bring one.
         """
         form = await super().get_options_form()
-        return await self._files_line() + form + self._own_image_field()
-
-    async def _files_line(self) -> str:
+        files = ""
         workspace = await self.spawn_form.within_group_limits(lambda: self._workspace)
-        if not workspace.is_limited:
-            return ""
-        try:
-            return await workspace.line(self.services)
-        except GPUSpawnerError:
-            return ""  # the form itself reports the problem
+        if workspace.is_limited:
+            with suppress(GPUSpawnerError):  # the form itself reports the problem
+                files = await workspace.line(self.services)
+        return files + form + self._own_image_field()
 
     def storage(self) -> Storage:
         """Return what this start mounts."""
-        mounts = self.load_catalog().mounts_for(self.chosen, self.group_names)
-        return self._make_storage(self._workspace, mounts, self._folders)
+        chosen = cast("Environment", self.chosen)
+        mounts = self.load_catalog().mounts_for(chosen, self.group_names)
+        return replace(self._storage_of(self._workspace), mounts=mounts, folders=self._folders)
 
-    def _make_storage(
-        self,
-        workspace: MountedWorkspace,
-        mounts: Sequence[Mount] = (),
-        folders: Sequence[FolderMount] = (),
-    ) -> Storage:
+    def _storage_of(self, workspace: MountedWorkspace) -> Storage:
         return Storage(
-            self.services,
-            self.docker,
-            self.calls,
-            self.shared("gpuspawner_workspaces", PreparedWorkspaces),
-            self.log,
+            services=self.services,
+            docker=self.docker,
+            calls=self.calls,
+            prepared=self.shared("gpuspawner_workspaces", PreparedWorkspaces),
+            log=self.log,
             user=self.user.name,
             workspace=workspace,
-            mounts=mounts,
-            folders=folders,
-            folders_target=self.folders_target,
+            folders_target=self.folders_target.rstrip("/"),
         )
 
     async def open_workspace(self) -> None:
@@ -525,25 +496,23 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         environment = self.load_catalog().default_for(self.group_names)
         image = environment.image or self.image
         workspace = await self.spawn_form.within_group_limits(lambda: self._workspace)
-        storage = self._make_storage(workspace)
         with suppress(ImageNotFound):
             await self.calls.call("inspect_image", image)
-            await storage.prepare(image)
+            await self._storage_of(workspace).prepare(image)
 
-    async def find_folders(self) -> None:
-        """Look up which shared folders this start gets."""
-        if not self.services.settings.folders.source:
-            return
-        forget_folders(self.authenticator, self.services)
-        found = await self.services.run(self.services.shared_folders.folder_mounts, self.user.name)
-        self._folders = tuple(found)
+    async def _find_folders(self) -> None:
+        services = self.services
+        if services.settings.folders.source:
+            forget_folders(self.authenticator, services)
+            find = services.shared_folders.folder_mounts
+            self._folders = tuple(await services.run(find, self.user.name))
 
     # The member's own image.
 
     @property
     def own_image(self) -> str:
         """The member's own image that this start asks for; empty for none."""
-        return self.parse_options(self.user_options or {}).own_image or ""
+        return self.choice.own_image or ""
 
     def resolve_options(self) -> tuple[Environment, Request]:
         """Additionally verify that the member may use their own image. Raises NotAllowed."""
@@ -561,7 +530,8 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     def _own_image_field(self) -> str:
         try:
-            return own_image_field(self._own_rules(), self.last_choice().own_image or "")
+            last = self.spawn_form.last_choice().own_image or ""
+            return own_image_field(self._own_rules(), last)
         except GPUSpawnerError as error:
             self.log.error("%s", error.message)
             return ""
@@ -574,13 +544,13 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             self._kept = SavedContainer() if self.remove else await self._keep()
             self._identity.ask()
             return await super().start()
-        except ImageNotFound as error:
-            cause = f"the image {self.image} is not on this machine"
-            raise self._did_not_start(cause, error) from error
-        except (APIError, DockerException) as error:
-            cause = explanation(error)
-            raise self._did_not_start(cause, error) from error
-        except (requests.RequestException, OSError) as error:
+        except DockerException as error:
+            self.log.error("%s did not start: %s", self.server_ref, error)
+            is_missing = isinstance(error, ImageNotFound)
+            missing = f"the image {self.image} is not on this machine"
+            cause = missing if is_missing else explanation(error)
+            raise spawn_exception(StartFailed(cause=cause)) from error
+        except OSError as error:
             self.log.error("The Docker Engine does not answer: %s", error)
             raise spawn_exception(EngineUnavailable()) from error
 
@@ -596,10 +566,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     @property
     def _kept_images(self) -> KeptImages:
         return KeptImages(self.docker, self.connect, self.object_name)
-
-    def _did_not_start(self, cause: str, error: Exception) -> Exception:
-        self.log.error("%s did not start: %s", self.server_ref, error)
-        return spawn_exception(StartFailed(cause=cause))
 
     def apply_environment(self, environment: Any) -> None:
         """Additionally set the image: the member's own if they chose one, else the environment's.
@@ -629,7 +595,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
                     cause = f"the image {image} is not on this machine, and pulling is off"
                     raise StartFailed(cause=cause) from None
         self.said.say(f"Pulling {image}", 15)
-        pulls: Pulls = self.of_engine("gpuspawner_pulls", lambda: Pulls(self.connect))
+        pulls = self.of_engine("gpuspawner_pulls", lambda: Pulls(self.connect))
         await pulls.pull(image, lambda message: self.said.say(message, 20))
 
     async def create_object(self) -> Any:
@@ -668,11 +634,11 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         self.stopped_at = self.services.clock()
         container_id, lease, asked_at = self.container_id, self.lease, time.monotonic()
         self._last_alone, self._removed = None, ""
+        container = None
         if lease is None or self._is_changing():
             container = await self._inspected()
         else:
-            container = None
-            with suppress(DockerException, requests.RequestException, OSError, EngineUnavailable):
+            with suppress(*ENGINE_ERRORS, EngineUnavailable):
                 found = await self._holders(lease)
                 container = next((each for each in found if each["Id"] == container_id), None)
                 if container and len(found) == 1 and not is_alive(container):
@@ -691,11 +657,9 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     async def _inspected(self) -> dict[str, Any] | None:
         """Return the container as the engine describes it; None if it is gone or unknown."""
-        try:
-            found: dict[str, Any] = await self.calls.call("inspect_container", self.container_id)
-        except (DockerException, requests.RequestException, OSError):
-            return None
-        return found
+        with suppress(*ENGINE_ERRORS):
+            return await self._inspect(self.container_id)
+        return None
 
     async def create_plain(self, plain: Plain) -> None:
         """Create the container as DockerSpawner alone would, without starting it."""
@@ -717,7 +681,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         if released and not self.remove:
             try:
                 await self._kept_images.leave_plain(await self.get_object(), self.create_plain)
-            except (DockerException, requests.RequestException, OSError) as error:
+            except ENGINE_ERRORS as error:
                 self.log.warning("%s is kept as it ended: %s", self.object_name, error)
         return released
 
@@ -746,7 +710,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         """
         try:
             return self._server_url(await self.get_ip_and_port()).removesuffix("api")
-        except (DockerException, requests.RequestException, OSError, RuntimeError) as error:
+        except (*ENGINE_ERRORS, RuntimeError) as error:
             self.log.warning("Cannot see where %s is: %s", self.server_ref, error)
             url: str = await super().get_url()
             return url
@@ -771,7 +735,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return container
 
     def _is_own(self, container: dict[str, Any] | None) -> bool:
-        """Return True if this is the container of this server's lease."""
         if container is None:
             return False
         return lease_of(container) == self.lease_id or container["Id"] == self._known_id
@@ -804,7 +767,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             return 0  # refused before anything was created
         try:
             status = await super().poll()
-        except (DockerException, requests.RequestException, OSError) as error:
+        except ENGINE_ERRORS as error:
             self.log.warning("Cannot see whether %s lives: %s", self.server_ref, error)
             return None
         if status is None:
@@ -835,13 +798,12 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
                     await self._remove(each["Id"])
             if not own:  # removed or never created; an older container may have the name
                 return ExitStatus(gone=True, ended_at=await self._died_at())
-        except (DockerException, requests.RequestException, OSError) as error:
+        except ENGINE_ERRORS as error:
             raise EngineUnavailable() from error
         ends = [sighting_of(each) for each in own]
         last = max((end.ended_at for end in ends if end.ended_at), default=None)
-        return ExitStatus(
-            gone=True, ended_at=last, detail=next((e.detail for e in ends if e.detail), "")
-        )
+        detail = next((end.detail for end in ends if end.detail), "")
+        return ExitStatus(gone=True, ended_at=last, detail=detail)
 
     def _was_last(self, lease: Lease) -> bool:
         """Return True if only the lease's own ended container could hold the lease's devices.
@@ -855,11 +817,9 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         return last[1:] == (self._removed, lease.id)
 
     def _is_changing(self) -> bool:
-        """Return True while the engine creates or starts the container."""
         return self._changing is not None and not self._changing.done()
 
     async def _holders(self, lease: Lease) -> list[dict[str, Any]]:
-        """Return every container that may hold the lease's devices."""
         return await self.calls.ask(self.server_engine().holders, lease, self.object_name)
 
     def _is_ours(self, container: dict[str, Any], lease: Lease) -> bool:
@@ -898,7 +858,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
                 if is_alive(each) and self._is_ours(each, lease):
                     self.object_id = each["Id"]
                     await self.stop_object()
-        except (DockerException, requests.RequestException, OSError) as error:
+        except ENGINE_ERRORS as error:
             raise EngineUnavailable() from error
 
     async def failure_detail(self) -> str:
@@ -908,9 +868,9 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             if container is None:
                 return "its container was removed"
             words = await self.calls.call("logs", self.container_id, tail=20)
-        except (DockerException, requests.RequestException, OSError):
+        except ENGINE_ERRORS:
             return ""
         self.log.error(
-            "The last words of %s:\n%s", self.object_name, words.decode(errors="replace").strip()
+            "The last output of %s:\n%s", self.object_name, words.decode(errors="replace").strip()
         )
         return ending(container)

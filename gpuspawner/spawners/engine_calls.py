@@ -6,13 +6,18 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import docker
+from docker.errors import DockerException
 
 from ..engines.injection import HELPER
 
 T = TypeVar("T")
+
+ENGINE_ERRORS = (DockerException, OSError)
+"""What a call raises if the engine refuses it or does not answer (requests raises OSError)."""
 
 FRESH_SECONDS = 2.0
 """Maximum age in seconds of an engine's answer that was requested ahead of its use."""
@@ -26,19 +31,14 @@ def make_threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, thread_name_prefix="gpuspawner-docker")
 
 
+@dataclass(slots=True)
 class EngineCalls:
     """The engine calls of one server's spawner."""
 
-    def __init__(
-        self,
-        call: Callable[..., Awaitable[Any]],
-        client: Callable[[], docker.APIClient],
-        threads: Callable[[], ThreadPoolExecutor],
-    ) -> None:
-        """Wrap DockerSpawner's own ``docker``; the client depends on the server's node."""
-        self.call = call
-        self._client = client
-        self._threads = threads
+    call: Callable[..., Awaitable[Any]]
+    _client: Callable[[], docker.APIClient]
+    """Returns the client, which depends on the server's node."""
+    _threads: Callable[[], ThreadPoolExecutor]
 
     @property
     def client(self) -> docker.APIClient:
@@ -85,7 +85,8 @@ class PrefetchedAnswer:
     def ask(self) -> None:
         """Start the query."""
         asked = asyncio.ensure_future(self._question())
-        asked.add_done_callback(_ignore_failure)
+        # Mark its exception as retrieved, since nobody may take the answer.
+        asked.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._asked = time.monotonic(), asked
 
     async def take(self) -> str:
@@ -94,12 +95,6 @@ class PrefetchedAnswer:
         if asked is None or time.monotonic() - asked[0] > FRESH_SECONDS:
             return await self._question()
         return await asked[1]
-
-
-def _ignore_failure(asked: asyncio.Future[str]) -> None:
-    """Mark a query's exception as retrieved, since nobody may take the answer."""
-    if not asked.cancelled():
-        asked.exception()
 
 
 def explanation(error: Exception) -> str:

@@ -1,7 +1,6 @@
 """The spawn form: its lists, an admin's own form above it, and links that fill it in.
 
-JupyterHub itself starts a server for anybody who follows such a link. Here a link starts nothing,
-because it may come from somebody who wants others to spend their credits.
+Unlike in JupyterHub, a link starts nothing: its author may want others to spend their credits.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta, timezone
 from functools import cache
 from html.parser import HTMLParser
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -26,7 +25,6 @@ from ..catalog.models import Environment, SessionHours
 from ..core.errors import GPUSpawnerError, UnknownAccount
 from ..core.units import format_credits
 from ..devices.models import DeviceStatus
-from ..devices.snapshots import Overview
 from ..hub_pages.cards import PAGE, make_cards, usual_request, wait_tables
 from ..hub_pages.prices import PriceList, model_label
 from ..leases.models import Request
@@ -35,7 +33,7 @@ from ..ledger.rules import check_payer, format_time_left
 from ..ledger.service import Payers
 from ..services import Services
 from . import options
-from .options import DataChoice, data_choices, with_data
+from .options import DataChoice, choose_environment, data_choices
 from .progress import spawn_exception
 
 T = TypeVar("T")
@@ -61,18 +59,13 @@ def payer_choices(payers: Payers, last: str | None) -> list[PayerChoice]:
     if len(names) < 2:
         return []
     chosen = last if last in names else payers.usual
-    return [
-        PayerChoice(
-            account.name, _payer_label(account.name, account.available), account.name == chosen
-        )
-        for account in payers.accounts
-    ]
+    return [PayerChoice(a.name, _payer_label(a), a.name == chosen) for a in payers.accounts]
 
 
-def _payer_label(account: str, available: int) -> str:
-    kind, _, name = account.partition(":")
+def _payer_label(account: Account) -> str:
+    kind, _, name = account.name.partition(":")
     whose = f"group {name}" if kind == "group" else "my own credits"
-    return f"{whose} ({format_credits(available)} credits)"
+    return f"{whose} ({format_credits(account.available)} credits)"
 
 
 STEPS = (1.0, 2.0, 4.0, 8.0, 12.0, 24.0, 48.0, 72.0, 168.0)
@@ -93,12 +86,10 @@ def hour_choices(
 ) -> list[HourChoice]:
     """Return the session lengths that a form offers, shortest first, with their costs.
 
-    Args:
-        limits: The limits of the environments that the member may choose.
-        last: The hours that the member chose last time.
-        rates: Microcredits per GPU-hour of the available models.
+    ``limits`` are those of the environments that the member may choose, ``last`` are the hours that
+    they chose last time, and ``rates`` are microcredits per GPU-hour of the available models.
     """
-    most = max((_most(limit) for limit in limits), default=0.0)
+    most = max((math.inf if each.max is None else each.max for each in limits), default=0.0)
     offered = {hours for hours in STEPS if hours <= most}
     if most < math.inf:
         offered.add(most)
@@ -126,15 +117,11 @@ def length(hours: float) -> str:
     return format_time_left(timedelta(hours=hours))
 
 
-def _most(limit: SessionHours) -> float:
-    return math.inf if limit.max is None else limit.max
-
-
 def _hours_label(hours: float, rates: Sequence[int]) -> str:
     """Format ``4 h, 2 to 16 credits a GPU``, without the price if everything is free."""
-    costs = sorted({format_credits(math.ceil(rate * hours)) for rate in rates}, key=float)
     if not rates or not rates[-1]:
         return length(hours)
+    costs = sorted({format_credits(math.ceil(rate * hours)) for rate in rates}, key=float)
     price = costs[0] if len(costs) == 1 else f"{costs[0]} to {costs[-1]}"
     return f"{length(hours)}, {price} credits a GPU"
 
@@ -217,8 +204,6 @@ def names_in(form: str) -> set[str]:
 
 
 class _FieldNames(HTMLParser):
-    """Parser that collects the names of the controls that a link can fill in."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
@@ -251,13 +236,11 @@ class FormLimits:
     environments: tuple[Environment, ...]
     """The environments that have a card."""
     left_out: int
-    """The number of further environments."""
     chosen: Environment
     last: options.FormChoice
     by_link: bool
     most_gpus: int
     data: list[DataChoice]
-    """Datasets and shared folders."""
     hours: dict[str, SessionHours]
     """Session limits by slug, for environments with devices."""
     show_environments: bool
@@ -265,99 +248,64 @@ class FormLimits:
     pages_url: str
 
 
-@dataclass(frozen=True, slots=True)
-class FormContext:
-    """Data from the store for one member's form."""
+def render_form(services: Services, limits: FormLimits, user: str, groups: frozenset[str]) -> str:
+    """Return one member's form as HTML, with all values escaped that a member could have written.
 
-    overview: Overview
-    account: Account
-    payers: Payers
-    ending: Mapping[str, Sequence[tuple[datetime, int]]]
-    """When credits expire, and how many microcredits, by account."""
-
-
-class FormRenderer:
-    """Renders one member's form as HTML."""
-
-    def __init__(self, services: Services, limits: FormLimits) -> None:
-        self.services = services
-        self.limits = limits
-
-    def render(self, user: str, groups: frozenset[str]) -> str:
-        """Return the form as HTML. Blocks on the store; does not use the Hub's own database."""
-        return self._html(self._know(user, groups))
-
-    def _know(self, user: str, groups: frozenset[str]) -> FormContext:
-        """Query the store. A new member gets the opening grant now."""
-        try:
-            account = self.services.ledger.account(member_account(user))
-        except UnknownAccount:
-            account = self.services.ledger.open_account(user)
-        payers = self.services.ledger.payers(user, groups)
-        ending = self.services.ledger.ending_of([each.name for each in payers.accounts])
-        return FormContext(self.services.monitoring.overview(), account, payers, ending)
-
-    def _html(self, known: FormContext) -> str:
-        """Return the form as HTML. Values that a member could have written are escaped."""
-        limits = self.limits
-        overview, account, payers = known.overview, known.account, known.payers
-        shown, last, chosen = limits.environments, limits.last, limits.chosen
-        most = min(limits.most_gpus, max(e.devices.max for e in shown), overview.total)
-        counts = range(most + 1)
-        count = chosen.devices.default if last.gpus is None else last.gpus
-        now = self.services.clock()
-        outlooks = self.services.positions.outlooks({e.slug: usual_request(e) for e in shown})
-        cards = make_cards(shown, overview, outlooks, now, limits.pages_url)
-        prices = PriceList(overview, shown, now, known.ending)
-        lines = prices.lines(account)
-        offered = payer_choices(payers, last.account)
-        paying = {a.name: a for a in payers.accounts}
-        who = [(choice.value, paying[choice.value]) for choice in offered] or [("", account)]
-        models = [count.model for count in overview.models]
-        costs = prices.tables(counts, who)
-        waits = wait_tables(shown, counts, models, self.services.positions.outlooks)
-        hours = list(limits.hours.values())
-        return templates.get_template("form.html").render(
-            cards=cards,
-            left_out=limits.left_out,
-            pages_url=limits.pages_url,
-            by_link=limits.by_link,
-            catalog_problem=limits.catalog_problem,
-            chosen=chosen,
-            overview=overview,
-            silent=[v.device for v in overview.devices if v.device.status is DeviceStatus.UNKNOWN],
-            counts=counts,
-            count=min(count, most),
-            last=last,
-            balance=format_credits(account.available),
-            models=[(count.model, model_label(count)) for count in overview.models],
-            lines=lines,
-            prices_until=prices.until(),
-            shown_at=prices.now.astimezone(timezone.utc).isoformat(),
-            told={
-                "costs": costs._asdict(),
-                "waits": waits._asdict(),
-                "names": {card.slug: card.name for card in cards},
-            },
-            payers=offered,
-            data=limits.data,
-            with_devices=bool(hours),
-            hours=hour_choices(hours, last.hours, [line.rate for line in lines]),
-            usual_hours=usual_label(hours),
-            most_hours={
-                slug: length(h.max) for slug, h in limits.hours.items() if h.max is not None
-            },
-            show_environments=limits.show_environments,
-        )
+    Blocks on the store; does not use the Hub's own database. A new member gets the opening grant.
+    """
+    try:
+        account = services.ledger.account(member_account(user))
+    except UnknownAccount:
+        account = services.ledger.open_account(user)
+    payers = services.ledger.payers(user, groups)
+    ending = services.ledger.ending_of([each.name for each in payers.accounts])
+    overview = services.monitoring.overview()
+    shown, last, chosen = limits.environments, limits.last, limits.chosen
+    most = min(limits.most_gpus, max(e.devices.max for e in shown), overview.total)
+    counts = range(most + 1)
+    count = chosen.devices.default if last.gpus is None else last.gpus
+    now = services.clock()
+    outlooks = services.positions.outlooks({e.slug: usual_request(e) for e in shown})
+    cards = make_cards(shown, overview, outlooks, now, limits.pages_url)
+    prices = PriceList(overview, shown, now, ending)
+    lines = prices.lines(account)
+    offered = payer_choices(payers, last.account)
+    paying = {a.name: a for a in payers.accounts}
+    who = [(choice.value, paying[choice.value]) for choice in offered] or [("", account)]
+    models = [count.model for count in overview.models]
+    waits = wait_tables(shown, counts, models, services.positions.outlooks)
+    hours = list(limits.hours.values())
+    return templates.get_template("form.html").render(
+        limits=limits,
+        cards=cards,
+        chosen=chosen,
+        overview=overview,
+        silent=[v.device for v in overview.devices if v.device.status is DeviceStatus.UNKNOWN],
+        counts=counts,
+        count=min(count, most),
+        last=last,
+        balance=format_credits(account.available),
+        models=[(count.model, model_label(count)) for count in overview.models],
+        lines=lines,
+        prices_until=prices.until(),
+        shown_at=prices.now.astimezone(timezone.utc).isoformat(),
+        told={
+            "costs": prices.tables(counts, who)._asdict(),
+            "waits": waits._asdict(),
+            "names": {card.slug: card.name for card in cards},
+        },
+        payers=offered,
+        hours=hour_choices(hours, last.hours, [line.rate for line in lines]),
+        usual_hours=usual_label(hours),
+        most_hours={s: length(h.max) for s, h in limits.hours.items() if h.max is not None},
+    )
 
 
 def note_of_link(own: str, beside: Mapping[str, list[str]], hidden: Collection[str]) -> str:
     """Return HTML about a link's values for the admin's own fields; empty for none.
 
-    Args:
-        own: The admin's form.
-        beside: The link's values for fields that are not ours.
-        hidden: Fields that are sent along with ours if the admin's form lacks them.
+    ``own`` is the admin's form, ``beside`` the link's values for fields that are not ours, and
+    ``hidden`` the fields that are sent along with ours if the admin's form lacks them.
     """
     shown = names_in(own)
     in_form = {name: texts for name, texts in beside.items() if name in shown}
@@ -367,11 +315,11 @@ def note_of_link(own: str, beside: Mapping[str, list[str]], hidden: Collection[s
     return templates.get_template("own_fields.html").render(shown=in_form, hidden=in_ours)
 
 
-class FormOwner(Protocol):
+class _Owner(Protocol):
     """What the form needs from its spawner; see GPUSpawnerMixin."""
 
-    asked: Any
-    asked_beside: Any
+    asked: options.FormChoice | None
+    asked_beside: Mapping[str, list[str]]
     services: Any
     catalog: Any
     group_overrides: Any
@@ -380,37 +328,14 @@ class FormOwner(Protocol):
     user: Any
 
     @property
-    def group_names(self) -> frozenset[str]:
-        """The member's groups."""
-        ...
-
-    def load_catalog(self) -> Catalog:
-        """Return the current catalog. Raises ConfigError."""
-        ...
-
-    async def refresh_catalog(self) -> None:
-        """Read the catalog's file if it has changed."""
-        ...
-
-    def catalog_problem(self) -> str:
-        """Return why the newest edit of the catalog is invalid, for admins; else empty."""
-        ...
-
-    def most_gpus(self) -> int:
-        """Return the most GPUs that one server of the member may have."""
-        ...
-
-    def session_hours(self, environment: Environment) -> SessionHours:
-        """Return the default and maximum hours of the member in an environment."""
-        ...
-
-    def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice:
-        """Parse the fields that are ours. Raises InvalidRequest."""
-        ...
-
-    def set_trait(self, name: str, value: Any) -> None:
-        """Set a trait of the spawner."""
-        ...
+    def group_names(self) -> frozenset[str]: ...
+    def load_catalog(self) -> Catalog: ...
+    async def refresh_catalog(self) -> None: ...
+    def catalog_problem(self) -> str: ...
+    def most_gpus(self) -> int: ...
+    def session_hours(self, environment: Environment) -> SessionHours: ...
+    def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice: ...
+    def set_trait(self, name: str, value: Any) -> None: ...
 
 
 _LIMITS = ("gpu_limit", "default_hours", "most_hours", "workspace_quota")
@@ -420,7 +345,7 @@ _LIMITS = ("gpu_limit", "default_hours", "most_hours", "workspace_quota")
 class SpawnForm:
     """What a member may choose for one server, chose last time, and chose through a link."""
 
-    def __init__(self, spawner: FormOwner) -> None:
+    def __init__(self, spawner: _Owner) -> None:
         self._spawner = spawner
 
     @property
@@ -437,13 +362,13 @@ class SpawnForm:
             catalog = spawner.load_catalog()
             usual = catalog.default_for(spawner.group_names)
             limits = await self.within_group_limits(lambda: self._limits(catalog, usual))
-            page = FormRenderer(self.services, limits)
-            return await self.services.read(page.render, spawner.user.name, spawner.group_names)
+            return await self.services.read(
+                render_form, self.services, limits, spawner.user.name, spawner.group_names
+            )
         except GPUSpawnerError as error:
             return templates.get_template("unavailable.html").render(message=error.message)
 
     def _limits(self, catalog: Catalog, usual: Environment) -> FormLimits:
-        """Return what this member may choose from, and what is preselected."""
         spawner = self._spawner
         environments = catalog.visible_to(spawner.group_names)
         last = self.last_choice()
@@ -516,13 +441,8 @@ class SpawnForm:
         """Raise Refused if this member could never have this choice, however long they wait."""
         spawner = self._spawner
         await spawner.refresh_catalog()
-        catalog, groups = spawner.load_catalog(), spawner.group_names
-        if choice.environment:
-            environment = catalog.get_for(choice.environment, groups)
-        else:
-            environment = catalog.default_for(groups)
-        environment.with_options(choice.options_in(environment))
-        with_data(catalog, environment, choice.data, groups)
+        groups = spawner.group_names
+        environment = choose_environment(spawner.load_catalog(), choice, groups)
         if choice.account:
             check_payer(choice.account, spawner.user.name, groups)
 
@@ -549,7 +469,6 @@ class SpawnForm:
                 self._spawner.set_trait(trait, value)
 
     async def _limits_of_groups(self) -> dict[str, Any]:
-        """Return the form's traits that ``group_overrides`` will set at the start."""
         overrides = self._spawner.group_overrides
         if callable(overrides):
             overrides = await maybe_future(overrides(self._spawner))

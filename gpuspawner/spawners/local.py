@@ -122,7 +122,6 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
         return ExitStatus(gone=not recorded and not await self._mine())
 
     async def _mine(self) -> list[Sighting]:
-        """Return the processes that have the lease in their environment."""
         found = await self.services.run_outside(LocalEngine().sightings)
         return [sighting for sighting in found if sighting.lease_id == self.lease_id]
 
@@ -137,4 +136,4 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
 
     async def failure_detail(self) -> str:
         """Return a hint to the hub's log, which contains the output of the process."""
-        return "the process ended at once; the hub's log has its last words"
+        return "the process ended at once; the hub's log has its output"

@@ -1,12 +1,9 @@
 """Images of a member's own: those that they bring, and those kept from their containers.
 
-With ``remove = False``, a member's changes inside the container are kept for the next start.
-DockerSpawner then restarts the old container with the devices, labels and token that it was
-created with. A lease has new ones every time, so here the old container's own layer becomes an
-image, and the next container starts from it. Nothing in it is lost, and no GPU settings remain.
-
-Between two starts there is a container from this image as DockerSpawner would have created it,
-without a GPU, so that a hub that switches back to DockerSpawner finds the container it expects.
+With ``remove = False``, DockerSpawner restarts the old container with its old devices, labels and
+token. A lease has new ones every time, so here the old container's own layer becomes an image, from
+which the next container starts. Between two starts there is a container without a GPU from this
+image, as DockerSpawner would have created it: a hub that switches back finds what it expects.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ def look_for(
     if found is None:
         offered_digest(client, reference)
     else:
-        _judge(reference, found, rules)
+        _require_allowed(reference, found, rules)
 
 
 def judge_here(
@@ -58,13 +55,13 @@ def judge_here(
     if found is None:
         return  # creating the container will fail with the reason
     try:
-        _judge(reference, found, rules)
+        _require_allowed(reference, found, rules)
     except NotAllowed:
         remove(client, found)
         raise
 
 
-def _judge(reference: str, found: LocalImage, rules: Sequence[OwnImages]) -> None:
+def _require_allowed(reference: str, found: LocalImage, rules: Sequence[OwnImages]) -> None:
     fitting = check_own_image(reference, rules)
     check_contents(reference, found.size, found.labels, fitting)
 
@@ -112,8 +109,8 @@ class Plain:
 
     def applied(self, create: dict[str, Any]) -> dict[str, Any]:
         """Return DockerSpawner's own arguments of ``create_container``, with the kept image."""
-        host = dict(create.get("host_config") or {})
-        host["Binds"] = [*(host.get("Binds") or []), *self.binds]
+        host = create.get("host_config") or {}
+        host = {**host, "Binds": [*(host.get("Binds") or []), *self.binds]}
         labels = {**dict.fromkeys(LABELS, ""), LABEL_ENVIRONMENT: self.environment}
         labels |= create.get("labels") or {}
         # The Hub has already forgotten the server's address, so most variables are the old
@@ -129,32 +126,27 @@ class Plain:
         }
 
 
+@dataclass(frozen=True, slots=True)
 class KeptImages:
     """The images that keep the containers of one server, one per environment."""
 
-    def __init__(
-        self,
-        call: Callable[..., Awaitable[Any]],
-        connect: Callable[..., docker.APIClient],
-        container_name: str,
-    ) -> None:
-        """Use the spawner's ``docker`` as ``call``, and its ``connect``."""
-        self._call = call
-        self._connect = connect
-        self._name = container_name
+    call: Callable[..., Awaitable[Any]]
+    """The spawner's ``docker``."""
+    connect: Callable[..., docker.APIClient]
+    container_name: str
 
     async def keep(self, old: dict[str, Any] | None, environment: str) -> SavedContainer:
         """Turn the old container, which has ended, into an image; return what to start from."""
-        wanted = image_name(self._name, environment)
+        wanted = image_name(self.container_name, environment)
         binds: tuple[str, ...] = ()
         if old is not None:
             name = self._name_of(old, environment)
             if old["State"]["Status"] != "created":  # a container that never ran has no changes
                 await asyncio.to_thread(self._to_image, old, name)
-            await self._call("remove_container", old["Id"], v=False)
+            await self.call("remove_container", old["Id"], v=False)
             binds = anonymous_binds(old) if name == wanted else ()
         try:
-            await self._call("inspect_image", wanted)
+            await self.call("inspect_image", wanted)
         except ImageNotFound:
             return SavedContainer()
         return SavedContainer(wanted, binds)
@@ -170,22 +162,22 @@ class KeptImages:
         name = self._name_of(old, environment)
         await asyncio.to_thread(self._to_image, old, name)
         plain = Plain(name, environment, variables, anonymous_binds(old))
-        await self._call("rename", old["Id"], f"{self._name}-{old['Id'][:12]}")
+        await self.call("rename", old["Id"], f"{self.container_name}-{old['Id'][:12]}")
         try:
             await create(plain)
         except BaseException:
-            await self._call("rename", old["Id"], self._name)
+            await self.call("rename", old["Id"], self.container_name)
             raise
-        await self._call("remove_container", old["Id"], v=False)
+        await self.call("remove_container", old["Id"], v=False)
 
     def _name_of(self, old: dict[str, Any], environment: str) -> str:
         labels = old["Config"].get("Labels") or {}
-        return image_name(self._name, labels.get(LABEL_ENVIRONMENT) or environment)
+        return image_name(self.container_name, labels.get(LABEL_ENVIRONMENT) or environment)
 
     def _to_image(self, old: dict[str, Any], name: str) -> None:
         """Commit the container, or flatten it if it has too many layers. Blocks, maybe for long."""
         repository, _, tag = name.partition(":")
-        client = self._connect(timeout=3600)
+        client = self.connect(timeout=3600)
         try:
             image = client.inspect_image(old["Image"])
             layers = image["RootFS"].get("Layers") or []
@@ -223,29 +215,25 @@ def without_secrets(environment: list[str], image: list[str]) -> list[str]:
     Docker cannot remove a variable from an image.
     """
     original = {item.partition("=")[0]: item for item in image}
-    kept = []
-    for item in environment:
-        name = item.partition("=")[0]
-        ours = _OURS.fullmatch(name)
-        kept.append(original.get(name, f"{name}=") if ours else item)
-    return kept
+    named = ((item.partition("=")[0], item) for item in environment)
+    return [
+        original.get(name, f"{name}=") if _OURS.fullmatch(name) else item for name, item in named
+    ]
 
 
 def _flatten(
     client: docker.APIClient, old: dict[str, Any], variables: list[str], repository: str, tag: str
 ) -> None:
     config = old["Config"]
+    texts = (("WORKDIR", "WorkingDir"), ("USER", "User"))
+    lists = (("ENTRYPOINT", "Entrypoint"), ("CMD", "Cmd"))
     changes = [f"ENV {_env(item)}" for item in variables]
-    changes += [f"{word} {config[key]}" for word, key in _PLAIN if config.get(key)]
-    changes += [f"{word} {json.dumps(config[key])}" for word, key in _LISTS if config.get(key)]
+    changes += [f"{word} {config[key]}" for word, key in texts if config.get(key)]
+    changes += [f"{word} {json.dumps(config[key])}" for word, key in lists if config.get(key)]
     changes += [f"EXPOSE {port}" for port in config.get("ExposedPorts") or {}]
     client.import_image_from_stream(
         client.export(old["Id"]), repository=repository, tag=tag, changes=changes
     )
-
-
-_PLAIN = (("WORKDIR", "WorkingDir"), ("USER", "User"))
-_LISTS = (("ENTRYPOINT", "Entrypoint"), ("CMD", "Cmd"))
 
 
 def _env(item: str) -> str:

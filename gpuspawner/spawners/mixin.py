@@ -1,25 +1,24 @@
 """The part of a spawner that all engines share: lease, progress, environment and state.
 
-The life of a server has this order (rules 2 to 5 of the design):
-
-1. ``run_pre_spawn_hook``: check the options, wait for the comparison after a hub start,
-   acquire the lease (on disk before anything exists), then run the admin's own hook;
-2. ``start``: the engine starts the server, and when it answers, the lease is confirmed;
-3. ``run_post_stop_hook``, which JupyterHub always calls: once the engine proves the server
-   gone, release and settle the lease, then run the admin's own hook. If that cannot be
-   proved now, the lease stays open, and the accounting service settles it later.
+1. ``run_pre_spawn_hook`` checks the options, waits for the comparison after a hub start, acquires
+   the lease (on disk before anything exists), then runs the admin's own hook.
+2. ``start`` lets the engine start the server, and confirms the lease when the server answers.
+3. ``run_post_stop_hook``, which JupyterHub always calls, releases and settles the lease once the
+   engine proves the server gone, then runs the admin's own hook. Without that proof, the lease
+   stays open, and the accounting service settles it later.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Mapping, MutableMapping
+from collections.abc import Callable as Function
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import urlparse
 
 import sqlalchemy as sa
@@ -27,9 +26,9 @@ from jupyterhub.spawner import Spawner
 from jupyterhub.traitlets import Callable
 from jupyterhub.utils import AnyTimeoutError, make_ssl_context, maybe_future
 from traitlets import Any as AnyTrait
-from traitlets import Dict, Float, Integer, List, Unicode, Union, default
+from traitlets import Float, Integer, List, Unicode, Union, default
 
-from ..catalog.loader import Catalog, watched
+from ..catalog.loader import Catalog, WatchedCatalog, watched
 from ..catalog.models import DeviceLimits, Environment, SessionHours
 from ..core.errors import (
     GPUSpawnerError,
@@ -48,11 +47,12 @@ from ..services import Services, hub_services
 from . import options
 from .form import SpawnForm, defines_form, defines_options, note_of_link
 from .no_shows import HubRecords
-from .options import with_data
 from .progress import SpawnProgress, spawn_exception
 from .readiness import StartTime, wait_for_answer
 from .recovery import Recovery, end_waits_first
 from .turns import Acquisition, TurnDispatcher, what_you_got
+
+T = TypeVar("T")
 
 CLEARING = 60.0
 """Seconds that the Hub waits for the cleanup after a failed start."""
@@ -64,7 +64,6 @@ class ExitStatus:
 
     gone: bool
     ended_at: datetime | None = None
-    """When it ended, if the engine knows."""
     detail: str = ""
     """How it ended, in words."""
     forgotten: bool = False
@@ -156,14 +155,6 @@ class GPUSpawnerMixin(Spawner):
 
     services = AnyTrait(help="The services; shared by all spawners of a hub through its settings.")
 
-    chosen = AnyTrait(None, allow_none=True, help="The environment of this start.")
-
-    asked = AnyTrait(None, allow_none=True, help="What the link chose by which the form is open.")
-
-    asked_beside = Dict(
-        help="What the link says beside that: texts by name, of the admin's fields."
-    )
-
     @default("services")
     def _default_services(self) -> Services:
         return hub_services(self.hub_settings, self.config, self.log)
@@ -175,6 +166,11 @@ class GPUSpawnerMixin(Spawner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.chosen: Environment | None = None
+        self.asked: options.FormChoice | None = None
+        """The choices of the link that opened the form."""
+        self.asked_beside: Mapping[str, list[str]] = {}
+        """The link's values for the admin's own fields, by name."""
         self.lease: Lease | None = None
         self.lease_id = ""
         self.touched = True
@@ -197,11 +193,18 @@ class GPUSpawnerMixin(Spawner):
 
     def engine(self) -> Engine:
         """Return the engine for reconciliation."""
-        raise NotImplementedError(_no_engine(self, "engine"))
+        raise self._lacks("engine")
 
     async def prove_gone(self) -> ExitStatus:
         """Check whether the server is gone. Raises EngineUnavailable if that is unknown."""
-        raise NotImplementedError(_no_engine(self, "prove_gone"))
+        raise self._lacks("prove_gone")
+
+    def _lacks(self, method: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self).__name__} has no {method}(): GPUSpawnerMixin leases GPUs, and a spawner "
+            "that builds on it has to say where its servers live, as GPUDockerSpawner and "
+            "GPULocalSpawner do."
+        )
 
     async def failure_detail(self) -> str:
         """Describe why a started server has ended, for the log and the member; empty if unknown."""
@@ -240,27 +243,19 @@ class GPUSpawnerMixin(Spawner):
         settings: MutableMapping[str, Any] = self.user.settings
         return settings
 
-    def shared(self, key: str, make: Any) -> Any:
+    def shared(self, key: str, make: Function[[], T]) -> T:
         """Return the hub's object under ``key``, creating it on first use."""
-        if key not in self.hub_settings:
-            self.hub_settings[key] = make()
-        return self.hub_settings[key]
+        return kept_in(self.hub_settings, key, make)
 
     @property
     def queueing(self) -> TurnDispatcher:
         """The waiting spawns of this hub."""
-        found: TurnDispatcher = self.shared(
-            "gpuspawner_queueing", lambda: TurnDispatcher(self.services, self.log)
-        )
-        return found
+        return self.shared("gpuspawner_queueing", lambda: TurnDispatcher(self.services, self.log))
 
     @property
     def recovery(self) -> Recovery:
         """The comparison that precedes the first grant of this hub."""
-        found: Recovery = self.shared(
-            "gpuspawner_recovery", lambda: Recovery(self.services, self.log)
-        )
-        return found
+        return self.shared("gpuspawner_recovery", lambda: Recovery(self.services, self.log))
 
     # This server, and how it asks for its lease.
 
@@ -276,27 +271,25 @@ class GPUSpawnerMixin(Spawner):
 
     # The catalog.
 
+    @property
+    def _watched(self) -> WatchedCatalog | None:
+        return watched(self.user.settings, self.catalog, self.log) if self.catalog else None
+
     def load_catalog(self) -> Catalog:
         """Return the catalog of the current file, or the last valid one. Raises ConfigError."""
-        if not self.catalog:
-            return Catalog.single(devices=DeviceLimits(default=1, max=options.MOST_GPUS))
-        return watched(self.user.settings, self.catalog, self.log).current()
-
-    def catalog_is_due(self) -> bool:
-        """Return True if the catalog's file has changed and has not been read since."""
-        path = self.catalog
-        return bool(path) and watched(self.user.settings, path, self.log).is_due()
+        if found := self._watched:
+            return found.current()
+        return Catalog.single(devices=DeviceLimits(default=1, max=options.MOST_GPUS))
 
     async def refresh_catalog(self) -> None:
         """Read the catalog's file if it has changed, off the event loop."""
-        if self.catalog:
-            await watched(self.user.settings, self.catalog, self.log).refresh()
+        if found := self._watched:
+            await found.refresh()
 
     def catalog_problem(self) -> str:
         """Return why the newest edit of the catalog is invalid, for admins only; else empty."""
-        if not self.catalog or not self.user.admin:
-            return ""
-        return watched(self.user.settings, self.catalog, self.log).problem
+        found = self._watched if self.user.admin else None
+        return found.problem if found else ""
 
     @property
     def group_names(self) -> frozenset[str]:
@@ -308,7 +301,6 @@ class GPUSpawnerMixin(Spawner):
         return int(self._value_of("gpu_limit"))
 
     def _value_of(self, trait: str) -> Any:
-        """Return a trait's value for this member; a callable is called with the spawner."""
         value = getattr(self, trait)
         return value(self) if callable(value) else value
 
@@ -329,6 +321,11 @@ class GPUSpawnerMixin(Spawner):
         names = (*self.own_form_traits, "options_from_form", "apply_user_options")
         cls: Any = type(self)
         return not self._configured.isdisjoint(names) or defines_options(cls)
+
+    @property
+    def choice(self) -> options.FormChoice:
+        """Our part of this start's ``user_options``, which are never trusted."""
+        return self.parse_options(self.user_options or {})
 
     def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice:
         """Parse our part of ``user_options``. Raises InvalidRequest for fields nobody reads."""
@@ -386,29 +383,21 @@ class GPUSpawnerMixin(Spawner):
             if name in rest
         }
         ours = choice.as_user_options()
-        if not self.takes_foreign_options():
-            return {**extra, **ours}
-        own = super().run_options_from_form(rest)
-        return _joined(extra, own, ours) if inspect.isawaitable(own) else {**extra, **own, **ours}
+        own: Any = super().run_options_from_form(rest) if self.takes_foreign_options() else {}
+
+        async def joined() -> dict[str, Any]:
+            return {**extra, **await own, **ours}
+
+        return joined() if inspect.isawaitable(own) else {**extra, **own, **ours}
 
     def resolve_options(self) -> tuple[Environment, Request]:
-        """Return the environment and the request of this start, from ``user_options``.
-
-        These may come from the form, from REST, or from the last start, and are never trusted.
-        """
-        catalog = self.load_catalog()
-        choice = self.parse_options(self.user_options or {})
-        groups = self.group_names
-        if choice.environment:
-            environment = catalog.get_for(choice.environment, groups)
-        else:
-            environment = catalog.default_for(groups)
+        """Return the environment and the request of this start, from ``user_options``."""
+        choice = self.choice
         if self.catalog and "image" in (self.user_options or {}):
             raise InvalidRequest(
                 "The image comes with the environment: choose that instead.", field="image"
             )
-        environment = environment.with_options(choice.options_in(environment))
-        environment = with_data(catalog, environment, choice.data, groups)
+        environment = options.choose_environment(self.load_catalog(), choice, self.group_names)
         return environment, options.resolve(choice, environment, self.most_gpus())
 
     def terms(self, environment: Environment, request: Request) -> Terms:
@@ -416,12 +405,10 @@ class GPUSpawnerMixin(Spawner):
 
         Raises TooMuchAsked, or NotAllowed for an account that the member may not draw on.
         """
-        choice = self.parse_options(self.user_options or {})
-        seconds = None
+        choice, groups, seconds = self.choice, self.group_names, None
         if request.devices:
             hours = self.session_hours(environment)
             seconds = options.session_seconds(choice, hours, environment)
-        groups = self.group_names
         if choice.account:
             check_payer(choice.account, self.user.name, groups)
         return Terms(
@@ -462,24 +449,17 @@ class GPUSpawnerMixin(Spawner):
         """Raise SpawnException, because a link never starts a server."""
         await self.spawn_form.refuse_link(query_data)
 
-    def last_choice(self) -> options.FormChoice:
-        """Return the choices of this server's last start, overridden by those of a link."""
-        return self.spawn_form.last_choice()
-
     async def get_options_form(self) -> str:
         """Return the admin's own form, if any, then environments, GPUs and the balance."""
         own = (await super().get_options_form() if self.shows_own_form() else "") or ""
-        own += self._note_of_link(own)
+        own += note_of_link(own, self.asked_beside, self.extra_options)
         return own + await self.spawn_form.render()
-
-    def _note_of_link(self, own: str) -> str:
-        return note_of_link(own, self.asked_beside, self.extra_options)
 
     # 1. Acquire.
 
     def run_pre_spawn_hook(self) -> Any:
         """Acquire the lease, then run the admin's own ``pre_spawn_hook``."""
-        if self.catalog_is_due():
+        if (found := self._watched) and found.is_due():
             return self._refresh_then_hook()
         self.said = SpawnProgress()
         self.stopped_at = self.finished_at = None
@@ -512,11 +492,10 @@ class GPUSpawnerMixin(Spawner):
             self.said.say(what_you_got(self.lease), 10)
             if (hook := super().run_pre_spawn_hook()) is not None:
                 await maybe_future(hook)
-        except GPUSpawnerError as error:
+        except BaseException as error:
             self._is_starting = False
-            raise spawn_exception(error) from error
-        except BaseException:
-            self._is_starting = False
+            if isinstance(error, GPUSpawnerError):
+                raise spawn_exception(error) from error
             raise
 
     async def _acquire(self, request: Request, terms: Terms) -> Lease:
@@ -528,12 +507,13 @@ class GPUSpawnerMixin(Spawner):
 
     def _ask(self, request: Request, terms: Terms) -> None:
         """Begin to ask for a lease; :meth:`_grant` takes the answer."""
-        self.acquisition.ask(
-            self.server_ref, request, engine=self.engine_for(request), terms=terms, said=self.said
+        engine = self.engine_for(request)
+        asked = self.queueing.ask(
+            self.server_ref, request, engine=engine, terms=terms, said=self.said
         )
+        self.acquisition.begin(asked)
 
     async def _grant(self, request: Request, terms: Terms) -> Lease:
-        """Return the lease, at once or when the ticket's turn has come."""
         if not self.acquisition.is_asked:
             self._ask(request, terms)
         got = await self.acquisition.answer()
@@ -610,7 +590,6 @@ class GPUSpawnerMixin(Spawner):
         return url
 
     async def _confirm_ready(self, url: Any) -> None:
-        """Wait until the server answers at ``url``, and confirm its lease."""
         asked = asyncio.ensure_future(self.engine_started_at())
         try:
             await self._wait_ready(url)
@@ -651,7 +630,7 @@ class GPUSpawnerMixin(Spawner):
     async def _remember(self) -> None:
         """Find the lease of a server that started before this hub did, and confirm it if needed.
 
-        The store is searched once. If the member was renamed, the lease gets the new name.
+        The store is searched once. A lease of a member who was renamed gets the new name.
         """
         with suppress(GPUSpawnerError):  # the next poll tries again
             if self.lease is None and self._spawn is None and not self._looked_up:
@@ -685,9 +664,8 @@ class GPUSpawnerMixin(Spawner):
         try:
             await self._wait_ready(await self.get_url())
             started_at = await self.engine_started_at()
-            confirm = self.services.leases.confirm
             confirmed = await self.services.run(
-                confirm, lease.id, self.engine_ref(), started_at=started_at
+                self.services.leases.confirm, lease.id, self.engine_ref(), started_at=started_at
             )
         except (GPUSpawnerError, OSError) as error:
             self.log.warning("%s is not adopted yet: %s", self.server_ref, error)
@@ -732,18 +710,18 @@ class GPUSpawnerMixin(Spawner):
         ``http_timeout``.
         """
         address = self._server_url(url)
+        names = ("internal_ssl_key", "internal_ssl_cert", "internal_ssl_ca")
+        key, cert, ca = (self.hub_settings.get(name) for name in names)
+        tls = make_ssl_context(key, cert, cafile=ca)
         try:
-            await wait_for_answer(
-                address, self._hub_ssl_context(), self._require_alive, self.http_timeout
-            )
+            await wait_for_answer(address, tls, self._require_alive, self.http_timeout)
         except AnyTimeoutError:
-            message = f"{self.server_ref} did not answer at {address}"
-            self.log.error("%s. %s", message, await self.failure_detail())
+            detail = await self.failure_detail()
+            self.log.error("%s did not answer at %s. %s", self.server_ref, address, detail)
             cause = f"it did not answer within {self.http_timeout} seconds"
             raise StartFailed(cause=cause) from None
 
     async def _require_alive(self) -> None:
-        """Raise StartFailed if the server has provably ended."""
         if (await self.poll()) is not None:
             detail = await self.failure_detail()
             raise StartFailed(cause=detail or "it exited at once")
@@ -757,11 +735,6 @@ class GPUSpawnerMixin(Spawner):
         parsed = urlparse(started)
         return f"{parsed.scheme}://{parsed.netloc}{self.server.base_url}api"
 
-    def _hub_ssl_context(self) -> Any:
-        names = ("internal_ssl_key", "internal_ssl_cert", "internal_ssl_ca")
-        key, cert, ca = (self.hub_settings.get(name) for name in names)
-        return make_ssl_context(key, cert, cafile=ca)
-
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the progress of this spawn as it happens."""
         async for event in self.said.follow():
@@ -774,11 +747,8 @@ class GPUSpawnerMixin(Spawner):
         await super().stop(now=now)
         self.stopped_at = self.stopped_at or self.services.clock()
 
-    def run_post_stop_hook(self) -> Any:
+    async def run_post_stop_hook(self) -> None:
         """Release the lease, then run the admin's own ``post_stop_hook``."""
-        return self._release_then_hook()
-
-    async def _release_then_hook(self) -> None:
         released = False
         try:
             await self.acquisition.leave_line()
@@ -791,17 +761,13 @@ class GPUSpawnerMixin(Spawner):
                 error.message,
             )
         finally:
-            if not released:
-                await self._give_up()
+            if not released and self.lease is not None and self.acquisition.was_begun:
+                # Record that the start was aborted, and not lost with its hub.
+                with suppress(GPUSpawnerError):
+                    await self.services.run(self.services.leases.give_up, self.lease.id, "stopped")
             hook = super().run_post_stop_hook()
             if inspect.isawaitable(hook):
                 await hook
-
-    async def _give_up(self) -> None:
-        """Record on the remaining lease that its start was aborted, and not lost with its hub."""
-        if self.lease is not None and self.acquisition.was_begun:
-            with suppress(GPUSpawnerError):
-                await self.services.run(self.services.leases.give_up, self.lease.id, "stopped")
 
     async def _release(self, reason: str) -> bool:
         """Release the lease if the server is proved gone. Return True if it was released."""
@@ -830,8 +796,8 @@ class GPUSpawnerMixin(Spawner):
             # A process of an earlier hub started it, and it was never stopped.
             lost=not self.acquisition.was_begun and self.stopped_at is None,
         )
-        self.lease, self.lease_id, self.seen_alive_at = None, "", None
-        self.finished_at = None
+        self.lease, self.lease_id = None, ""
+        self.seen_alive_at = self.finished_at = None
         self.queueing.kick()
         return True
 
@@ -890,16 +856,9 @@ class GPUSpawnerMixin(Spawner):
             self._apply_overrides(dict(environment.spawner_override))
 
 
-async def _joined(
-    extra: dict[str, Any], own: Awaitable[dict[str, Any]], ours: dict[str, Any]
-) -> dict[str, Any]:
-    return {**extra, **await own, **ours}
-
-
-def _no_engine(spawner: GPUSpawnerMixin, method: str) -> str:
-    """Return the error message for authors of a spawner that lacks a required method."""
-    return (
-        f"{type(spawner).__name__} has no {method}(): GPUSpawnerMixin leases GPUs, and a spawner "
-        "that builds on it has to say where its servers live, as GPUDockerSpawner and "
-        "GPULocalSpawner do."
-    )
+def kept_in(settings: MutableMapping[str, Any], key: str, make: Function[[], T]) -> T:
+    """Return the object under ``key`` in ``settings``, creating it on first use."""
+    if key not in settings:
+        settings[key] = make()
+    found: T = settings[key]
+    return found

@@ -15,7 +15,6 @@ LOOK = 2.0
 """Seconds between two queries of the Hub's records."""
 
 AT_ONCE = 500
-"""Servers per query."""
 
 
 class HubRecords:

@@ -1,17 +1,19 @@
-"""The options of a spawn: what a member may ask for, validated.
+"""The options of a spawn, from the form, a link or the REST API's ``user_options``. Pure.
 
-The same fields come from the form, from ``opt-`` parameters of a link and from the REST API's
-``user_options``; JupyterHub stores them and returns them at the next start. They are therefore
-validated at every start, as untrusted text. Pure.
+JupyterHub stores them and returns them at the next start, so every start validates them as
+untrusted text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from datetime import datetime, timezone
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from ..catalog.loader import Catalog
 from ..catalog.models import Environment, SessionHours
@@ -65,9 +67,9 @@ def with_data(
     known = {mount.name for mount in mounts if mount.visible_to(groups)}
     for name in chosen:
         if name not in known:
-            there = f"There are: {', '.join(sorted(known))}." if known else "There are none."
+            yours = f"You have: {', '.join(sorted(known))}." if known else "You have none."
             raise InvalidRequest(
-                f"There is no dataset and no folder {name[:60]!r} for you. {there}", field="data"
+                f"You have no dataset or shared folder {name[:60]!r}. {yours}", field="data"
             )
     here = {mount.name for mount in catalog.mounts_for(environment, groups)} & set(chosen)
     return environment.model_copy(
@@ -95,12 +97,6 @@ def data_choices(
     ]
 
 
-FIELDS = (
-    *("environment", "gpus", "gpu_model", "gpu_memory", "hours", "wait", "account", "options"),
-    *("data", "own_image", "shown_at"),
-)
-"""Field names in the form, in links and in ``user_options``."""
-
 IGNORED = ("_xsrf",)
 MOST_GPUS = 1024
 LONGEST_OPTION = 128
@@ -118,9 +114,6 @@ class FormChoice:
     """The parsed fields. None means not given."""
 
     environment: str | None = None
-    options: tuple[str, ...] | None = None
-    """Choices within an environment, each ``OPTION=CHOICE``. A form without scripts sends
-    ``ENVIRONMENT.OPTION=CHOICE`` for all of its environments."""
     gpus: int | None = None
     gpu_model: str | None = None
     gpu_memory: int | None = None
@@ -130,9 +123,10 @@ class FormChoice:
     wait: bool | None = None
     """True to wait in the queue if no device is free."""
     account: str | None = None
-    """The account that pays."""
+    options: tuple[str, ...] | None = None
+    """Choices within an environment, each ``OPTION=CHOICE``. A form without scripts sends
+    ``ENVIRONMENT.OPTION=CHOICE`` for all of its environments."""
     data: tuple[str, ...] | None = None
-    """Names of the datasets and shared folders for the server."""
     own_image: str | None = None
     """The reference of an image that replaces the environment's."""
     shown_at: str | None = None
@@ -141,11 +135,11 @@ class FormChoice:
     def as_user_options(self) -> dict[str, Any]:
         """Return what JupyterHub stores: only the fields that were given."""
         said = {name: getattr(self, name) for name in FIELDS}
-        if self.options is not None:
-            said["options"] = list(self.options)
-        if self.data is not None:
-            said["data"] = list(self.data)
-        return {name: value for name, value in said.items() if value is not None}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in said.items()
+            if value is not None
+        }
 
     def options_in(self, environment: Environment) -> dict[str, str]:
         """Return the choices for this environment, by option."""
@@ -156,6 +150,10 @@ class FormChoice:
             if not dot or where == environment.slug:
                 found[option] = choice
         return found
+
+
+FIELDS = tuple(field.name for field in dataclass_fields(FormChoice))
+"""Field names in the form, in links and in ``user_options``."""
 
 
 def parse(
@@ -176,24 +174,33 @@ def parse(
         if unknown:
             known = ", ".join((*FIELDS, *extra))
             raise InvalidRequest(
-                f"{unknown[0][:60]!r} is nothing that you can choose. The fields are {known}. "
+                f"There is no field {unknown[0][:60]!r}. The fields are {known}. "
                 "An admin of this hub can allow others.",
                 field=unknown[0],
             )
-    environment = _text(fields, "environment")
-    return FormChoice(
-        environment=environment,
-        options=_meant(environment, _options(fields, "options")),
-        gpus=_whole(fields, "gpus"),
-        gpu_model=_text(fields, "gpu_model"),
-        gpu_memory=_whole(fields, "gpu_memory"),
-        hours=_hours(fields, "hours"),
-        wait=_yes_or_no(fields, "wait"),
-        account=_account(fields, "account"),
-        data=parse_data(fields.get("data")),
-        own_image=_text(fields, "own_image", 255),
-        shown_at=_moment(fields, "shown_at"),
-    )
+    given = {
+        name: parser(name, value)
+        for name, parser in _PARSERS.items()
+        if (value := _single(fields, name)) is not None
+    }
+    said = _options(fields.get("options"))
+    given["options"] = _options_without_prefix(given.get("environment"), said)
+    return FormChoice(**given, data=parse_data(fields.get("data")))
+
+
+def choose_environment(
+    catalog: Catalog, choice: FormChoice, groups: Collection[str]
+) -> Environment:
+    """Return the chosen environment, or the usual one, with the chosen options and data.
+
+    Raises Refused for a choice that a member of these groups does not have.
+    """
+    if choice.environment:
+        environment = catalog.get_for(choice.environment, groups)
+    else:
+        environment = catalog.default_for(groups)
+    environment = environment.with_options(choice.options_in(environment))
+    return with_data(catalog, environment, choice.data, groups)
 
 
 def resolve(choice: FormChoice, environment: Environment, limit: int) -> Request:
@@ -210,18 +217,17 @@ def resolve(choice: FormChoice, environment: Environment, limit: int) -> Request
     if not count and not environment.cpu_variant:
         raise TooMuchAsked(
             f"{environment.display_name} does not run without a GPU. "
-            + ("Ask for 1 or more." if most else "Choose another: you may have none here."),
+            + ("Ask for 1 or more." if most else "Choose another: you may have no GPU here."),
             field="gpus",
         )
     if not count:
         return Request(environment=environment.slug)
-    memory = max((choice.gpu_memory or 0) * 10**9, environment.min_memory)
     return Request(
         devices=count,
         environment=environment.slug,
         model=choice.gpu_model,
         models=environment.models,
-        memory_bytes=memory,
+        memory_bytes=max((choice.gpu_memory or 0) * 10**9, environment.min_memory),
         min_driver=environment.min_driver,
         min_cuda=environment.min_cuda,
     )
@@ -232,8 +238,7 @@ def combine(own: SessionHours, general: SessionHours) -> SessionHours:
 
     The lower maximum wins. The environment's default wins, but never exceeds the maximum.
     """
-    limits = [limit for limit in (own.max, general.max) if limit is not None]
-    most = min(limits, default=None)
+    most = min((m for m in (own.max, general.max) if m is not None), default=None)
     usual = own.default if own.default is not None else general.default
     if most is None or usual is None:
         return SessionHours(default=most if usual is None else usual, max=most)
@@ -246,11 +251,8 @@ def hours_setting(name: str, hours: Any) -> float | None:
         return None
     number = isinstance(hours, (int, float)) and not isinstance(hours, bool)
     if not number or not 0 < hours <= MOST_HOURS:
-        what = (
-            f"c.GPUSpawnerMixin.{name} is {hours!r}; it is a number of hours, or None. "
-            f"{MOST_HOURS} is the most"
-        )
-        raise ConfigError(what=what)
+        given = f"c.GPUSpawnerMixin.{name} is {hours!r}; it is a number of hours, or None."
+        raise ConfigError(what=f"{given} {MOST_HOURS} is the most")
     return float(hours)
 
 
@@ -285,6 +287,9 @@ def _too_many(count: int, most: int, environment: Environment, limit: int) -> st
     return f"{asked}; {environment.display_name} allows {most}. {advice}"
 
 
+# The parsers of single fields. Each returns None for a blank text, and raises InvalidRequest.
+
+
 def _single(fields: Mapping[str, Any], name: str) -> Any:
     value = fields.get(name)
     if isinstance(value, (list, tuple)):
@@ -294,112 +299,89 @@ def _single(fields: Mapping[str, Any], name: str) -> Any:
     return None if value == "" else value
 
 
-def _text(fields: Mapping[str, Any], name: str, longest: int = LONGEST_OPTION) -> str | None:
-    value = _single(fields, name)
-    if value is None:
-        return None
+def _text(name: str, value: Any, longest: int = LONGEST_OPTION) -> str | None:
     if not isinstance(value, str) or len(value) > longest or not value.isprintable():
-        raise InvalidRequest(
-            f"The field {name!r} must be a short text, not {str(value)[:60]!r}.", field=name
-        )
+        raise _invalid(name, "a short text", value)
     return value.strip() or None
 
 
-def _options(fields: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
+def _whole(name: str, value: Any) -> int:
+    text = _digits(value, int, str)
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise _invalid(name, "a whole number from 0", value)
+    if name == "gpus" and int(text) > MOST_GPUS:
+        raise TooMuchAsked(f"You asked for {int(text)} GPUs, and no server gets that many.")
+    return int(text)
+
+
+def _hours(name: str, value: Any) -> float:
+    text = _digits(value, int, float, str)
+    hours = float(text) if _HOURS.fullmatch(text) else 0.0
+    if not LEAST_HOURS <= hours <= MOST_HOURS:
+        what = f"a number of hours from {LEAST_HOURS:g} to {MOST_HOURS}, such as 1.5"
+        raise _invalid(name, what, value)
+    return hours
+
+
+def _yes_or_no(name: str, value: Any) -> bool:
+    word = str(value).strip().lower() if isinstance(value, (bool, str)) else ""
+    if word not in _YES + _NO:
+        raise _invalid(name, "yes or no", value)
+    return word in _YES
+
+
+def _moment(name: str, value: Any) -> str | None:
+    text = _text(name, value)
+    if text is None:
+        return None
+    with suppress(ValueError, OverflowError):
+        moment = datetime.fromisoformat(text)
+        if moment.tzinfo:
+            return moment.astimezone(timezone.utc).isoformat()
+    raise _invalid(name, "a time such as '2026-10-01T08:00:00+00:00'", text)
+
+
+_PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
+    "environment": _text,
+    "gpus": _whole,
+    "gpu_model": _text,
+    "gpu_memory": _whole,
+    "hours": _hours,
+    "wait": _yes_or_no,
+    "account": lambda name, value: parse_account(value),
+    "own_image": partial(_text, longest=255),
+    "shown_at": _moment,
+}
+
+
+def _options(value: Any) -> tuple[str, ...] | None:
     """Parse a list of texts such as ``memory=large``, or a mapping such as ``{memory: large}``."""
-    value = fields.get(name)
     if isinstance(value, Mapping):
         value = [f"{option}={c if isinstance(c, str) else '?'}" for option, c in value.items()]
     said = [value] if isinstance(value, str) else value
     if said is None:
         return None
     if not isinstance(said, (list, tuple)) or len(said) > MOST_OPTIONS:
-        raise InvalidRequest(f"The field {name!r} must be a list of choices.", field=name)
+        raise InvalidRequest("The field 'options' must be a list of choices.", field="options")
     said = [each for each in said if each != ""]  # an empty entry of a form means the default
     for each in said:
-        if (
-            not isinstance(each, str)
-            or len(each) > 2 * LONGEST_OPTION
-            or not _OPTION.fullmatch(each)
-        ):
+        fits = isinstance(each, str) and len(each) <= 2 * LONGEST_OPTION
+        if not fits or not _OPTION.fullmatch(each):
             raise InvalidRequest(
-                f"The field {name!r} must hold texts such as 'memory=large', not {_said(each)}.",
-                field=name,
+                f"The field 'options' must hold texts such as 'memory=large', not {_said(each)}.",
+                field="options",
             )
     return tuple(said) or None
 
 
-def _meant(environment: str | None, said: tuple[str, ...] | None) -> tuple[str, ...] | None:
+def _options_without_prefix(
+    environment: str | None, said: tuple[str, ...] | None
+) -> tuple[str, ...] | None:
     """Return the options for this environment, without its name in front."""
     if not environment or not said:
         return said
     ours = [each for each in said if "." not in each or each.startswith(f"{environment}.")]
     return tuple(each.rpartition(".")[2] for each in ours) or None
-
-
-def _whole(fields: Mapping[str, Any], name: str) -> int | None:
-    value = _single(fields, name)
-    if value is None:
-        return None
-    text = _digits(value, int, str)
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise InvalidRequest(
-            f"The field {name!r} must be a whole number from 0, not {_said(value)}.", field=name
-        )
-    if name == "gpus" and int(text) > MOST_GPUS:
-        raise TooMuchAsked(f"You asked for {int(text)} GPUs, and no server gets that many.")
-    return int(text)
-
-
-def _hours(fields: Mapping[str, Any], name: str) -> float | None:
-    value = _single(fields, name)
-    if value is None:
-        return None
-    text = _digits(value, int, float, str)
-    hours = float(text) if _HOURS.fullmatch(text) else 0.0
-    if not LEAST_HOURS <= hours <= MOST_HOURS:
-        raise InvalidRequest(
-            f"The field {name!r} must be a number of hours from {LEAST_HOURS:g} to {MOST_HOURS}, "
-            f"such as 1.5, not {_said(value)}.",
-            field=name,
-        )
-    return hours
-
-
-def _yes_or_no(fields: Mapping[str, Any], name: str) -> bool | None:
-    value = _single(fields, name)
-    if value is None:
-        return None
-    word = str(value).strip().lower() if isinstance(value, (bool, str)) else ""
-    if word not in _YES + _NO:
-        raise InvalidRequest(
-            f"The field {name!r} must be yes or no, not {_said(value)}.", field=name
-        )
-    return word in _YES
-
-
-def _moment(fields: Mapping[str, Any], name: str) -> str | None:
-    text = _text(fields, name)
-    if text is None:
-        return None
-    try:
-        moment = datetime.fromisoformat(text)
-        return moment.astimezone(timezone.utc).isoformat() if moment.tzinfo else _none(name, text)
-    except (ValueError, OverflowError):
-        return _none(name, text)
-
-
-def _none(name: str, text: str) -> NoReturn:
-    raise InvalidRequest(
-        f"The field {name!r} must be a time such as '2026-10-01T08:00:00+00:00', not "
-        f"{_said(text)}.",
-        field=name,
-    )
-
-
-def _account(fields: Mapping[str, Any], name: str) -> str | None:
-    value = _single(fields, name)
-    return None if value is None else parse_account(value)
 
 
 def _digits(value: Any, *kinds: type) -> str:
@@ -408,9 +390,12 @@ def _digits(value: Any, *kinds: type) -> str:
     return str(value).strip() if right else ""
 
 
+def _invalid(name: str, what: str, value: Any) -> InvalidRequest:
+    return InvalidRequest(f"The field {name!r} must be {what}, not {_said(value)}.", field=name)
+
+
 def _said(value: Any) -> str:
-    """Format an untrusted value for an error message."""
-    return "so much" if _is_huge(value) else repr(str(value)[:60])
+    return "a huge number" if _is_huge(value) else repr(str(value)[:60])
 
 
 def _is_huge(value: Any) -> bool:

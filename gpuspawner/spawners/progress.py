@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -103,18 +103,15 @@ class Pulls:
         self._listeners: dict[str, list[Callable[[str], None]]] = {}
 
     async def pull(self, image: str, say: Callable[[str], None]) -> None:
-        """Pull ``image`` and report its progress to ``say``. Raises StartFailed.
+        """Pull ``image`` and report its progress to ``say``, in a thread. Raises StartFailed.
 
         A member who stops waiting does not stop the pull, so that the next one can use the image.
         """
         listeners = self._listeners.setdefault(image, [])
         listeners.append(say)
         if image not in self._running:
-            tell = self._tell(image, asyncio.get_running_loop())
-            work = partial(self._pull, image, tell)
-            running = asyncio.ensure_future(self._in_turn(work))
-            running.add_done_callback(lambda done: self._finished(image, done))
-            self._running[image] = running
+            self._running[image] = asyncio.ensure_future(self._in_turn(partial(self._pull, image)))
+            self._running[image].add_done_callback(lambda done: self._finished(image, done))
         try:
             await asyncio.shield(self._running[image])
         finally:
@@ -129,21 +126,11 @@ class Pulls:
         if not done.cancelled():
             done.exception()  # mark it as retrieved, since nobody may be waiting any more
 
-    def _tell(self, image: str, loop: asyncio.AbstractEventLoop) -> Callable[[str], None]:
-        def to_all(message: str) -> None:
-            for say in self._listeners.get(image, []):
-                say(message)
-
-        def tell(message: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the hub has ended
-                loop.call_soon_threadsafe(to_all, message)
-
-        return tell
-
-    def _pull(self, image: str, tell: Callable[[str], None]) -> None:
+    def _pull(self, image: str) -> None:
         try:
             for message in sentences(image, pull(self._connect, image)):
-                tell(message)
+                for say in list(self._listeners[image]):
+                    say(message)
         except ImageUnavailable as error:
             why = error.fields["why"]
             raise StartFailed(cause=f"the image {image} could not be pulled ({why})") from error
@@ -151,28 +138,19 @@ class Pulls:
 
 def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
     """Run ``work`` in a thread that does not delay the hub's exit, because pulls take long."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def finish(error: Exception | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
-        error: Exception | None = None
         try:
             work()
-        except Exception as raised:  # passed on to the waiting spawn
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the hub has ended
-            loop.call_soon_threadsafe(finish, error)
+        except Exception as error:  # passed on to the waiting spawn
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     threading.Thread(target=run, name="gpuspawner-pull", daemon=True).start()
-    return done
+    return asyncio.wrap_future(done)
 
 
 def sentences(

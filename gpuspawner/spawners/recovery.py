@@ -1,9 +1,4 @@
-"""Recovery after a start of the hub, and the removal of members who wait in the queue.
-
-While a spawn of a member is pending, JupyterHub answers the member's removal with a server error,
-after it has notified the authenticator. A start may wait for hours, which must not block the admin:
-the authenticator's notification therefore ends the wait.
-"""
+"""Recovery after a start of the hub, and the removal of members who wait in the queue."""
 
 from __future__ import annotations
 
@@ -55,13 +50,9 @@ class Recovery:
     async def wait(self, engine_name: str, make_engine: Callable[[], Engine], hub_db: Any) -> None:
         """Wait until the comparison is done, once per start of the hub.
 
-        Raises NotReconciled, AnotherHubGrants or StoreUnavailable if it failed; the next spawn
-        tries again.
-
-        Args:
-            engine_name: The engine of this hub's spawners, as leases name it.
-            make_engine: Returns that engine.
-            hub_db: A session of the Hub's own database.
+        ``engine_name`` and ``make_engine`` are of this hub's spawners; ``hub_db`` is a session of
+        the Hub's own database. Raises NotReconciled, AnotherHubGrants or StoreUnavailable if the
+        comparison failed; the next spawn tries again.
         """
         if not self.services.granter.sure:
             await self._must_grant()
@@ -77,8 +68,9 @@ class Recovery:
         engines = self._engines(engine_name, make_engine())
         # Two rounds at most: the second settles what the first removed.
         for _ in range(2):
-            servers = hub_servers(hub_db)
-            await self._follow_renames(hub_db)
+            known = hub_servers(hub_db)
+            await self._follow_renames(known)
+            servers = dict.fromkeys(known, HubState.PENDING)
             leases = await self.services.run(self.services.leases.open_leases)
             sightings = await asyncio.to_thread(_look, engines, leases)
             reconcile = self.services.leases.reconcile
@@ -97,7 +89,6 @@ class Recovery:
         self.log.info("Leases compared with what runs: granting may begin")
 
     async def _must_grant(self) -> None:
-        """Raise AnotherHubGrants unless this hub may grant devices."""
         try:
             may_grant = await self.services.run(self.services.granter.take)
         except NotTheOwner as error:
@@ -113,28 +104,22 @@ class Recovery:
             found[delegated.name] = delegated
         return found
 
-    async def _follow_renames(self, hub_db: Any) -> None:
+    async def _follow_renames(self, servers: Mapping[ServerRef, str]) -> None:
         """Update the leases of members who were renamed, using the Hub's records of servers."""
-        known = {
-            lease.id: lease for lease in await self.services.run(self.services.leases.open_leases)
-        }
-        columns = orm.User.name, orm.Spawner.name, orm.Spawner.state
-        for user, name, state in _active(hub_db, *columns):
-            lease = known.get((state or {}).get("lease_id", ""))
-            server = ServerRef(user, name or "")
-            if lease is not None and lease.server != server:
+        server_of = {lease_id: server for server, lease_id in servers.items()}
+        for lease in await self.services.run(self.services.leases.open_leases):
+            if (server := server_of.get(lease.id, lease.server)) != lease.server:
                 await self.services.run(self.services.leases.follow_rename, lease.id, server)
 
 
-def hub_servers(hub_db: Any) -> dict[ServerRef, HubState]:
-    """Return the servers on record in the Hub's own database."""
-    rows = _active(hub_db, orm.User.name, orm.Spawner.name)
-    return {ServerRef(user, name or ""): HubState.PENDING for user, name in rows}
-
-
-def _active(hub_db: Any, *columns: Any) -> Any:
-    rows = hub_db.query(*columns).join(orm.Spawner, orm.Spawner.user_id == orm.User.id)
-    return rows.filter(orm.Spawner.server_id.isnot(None))
+def hub_servers(hub_db: Any) -> dict[ServerRef, str]:
+    """Return the servers on record in the Hub's own database, with the leases that they noted."""
+    rows = hub_db.query(orm.User.name, orm.Spawner.name, orm.Spawner.state)
+    rows = rows.join(orm.Spawner, orm.Spawner.user_id == orm.User.id)
+    return {
+        ServerRef(user, name or ""): (state or {}).get("lease_id", "")
+        for user, name, state in rows.filter(orm.Spawner.server_id.isnot(None))
+    }
 
 
 def _succeeded(task: asyncio.Task[None]) -> bool:
@@ -147,14 +132,12 @@ def _look(
     """Return each engine's servers and how missing ones ended; None if it is silent. Blocks."""
     found: dict[str, Sequence[Sighting] | None] = {}
     for name, engine in engines.items():
-        try:
+        found[name] = None
+        with suppress(EngineUnavailable):
             seen = engine.sightings()
             if isinstance(engine, EngineWithHistory):
                 seen += engine.removed(leases, seen)
-        except EngineUnavailable:
-            found[name] = None
-            continue
-        found[name] = seen
+            found[name] = seen
     return found
 
 
@@ -171,7 +154,7 @@ def _identities(engines: Mapping[str, Engine]) -> dict[str, str]:
     return found
 
 
-_DOES: WeakKeyDictionary[Authenticator, set[str]] = WeakKeyDictionary()
+_EXTENDED: WeakKeyDictionary[Authenticator, set[str]] = WeakKeyDictionary()
 """What was already added to an authenticator, so that no other spawner adds it again."""
 
 PATIENCE = 10.0
@@ -179,18 +162,19 @@ PATIENCE = 10.0
 
 
 def end_waits_first(authenticator: Authenticator, queueing: TurnDispatcher) -> None:
-    """Make the authenticator's ``delete_user`` end the member's waits before anything else."""
+    """Make the authenticator's ``delete_user`` end the member's waits before anything else.
+
+    JupyterHub calls it, and then refuses with a server error to remove a member while one of their
+    spawns is pending. A start may wait in the queue for hours, which must not block the admin.
+    """
     stock = authenticator.delete_user
-    if "ends_waits" in _DOES.get(authenticator, ()):
-        return
 
     async def delete_user(user: Any) -> None:
         if await queueing.remove(user.name):
             await _until_nothing_starts(user)
         await maybe_future(stock(user))
 
-    authenticator.delete_user = delete_user
-    _note(authenticator, "ends_waits")
+    _extend_removal(authenticator, "ends_waits", delete_user)
 
 
 def forget_folders(authenticator: Authenticator, services: Services) -> None:
@@ -200,22 +184,23 @@ def forget_folders(authenticator: Authenticator, services: Services) -> None:
     else.
     """
     stock = authenticator.delete_user
-    if not services.settings.folders.source or "forgets_folders" in _DOES.get(authenticator, ()):
-        return
 
     async def delete_user(user: Any) -> None:
         await maybe_future(stock(user))
         try:
             await services.run(services.shared_folders.member_left, user.name)
         except GPUSpawnerError as error:
-            services.log.error("What was shared with %s is theirs still: %s", user.name, error)
+            services.log.error("%s still has shared folders: %s", user.name, error)
 
-    authenticator.delete_user = delete_user
-    _note(authenticator, "forgets_folders")
+    _extend_removal(authenticator, "forgets_folders", delete_user)
 
 
-def _note(authenticator: Authenticator, what: str) -> None:
-    _DOES.setdefault(authenticator, set()).add(what)
+def _extend_removal(authenticator: Authenticator, what: str, delete_user: Any) -> None:
+    """Replace the authenticator's ``delete_user``, unless it was already extended by ``what``."""
+    done = _EXTENDED.setdefault(authenticator, set())
+    if what not in done:
+        authenticator.delete_user = delete_user
+        done.add(what)
 
 
 async def _until_nothing_starts(user: Any) -> None:

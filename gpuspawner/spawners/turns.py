@@ -1,8 +1,7 @@
 """Spawns that wait in the queue: each turn is handed to the spawn that waits for it.
 
-Tickets live in the store. This module only knows which spawn of this process waits with which
-ticket. After a restart of the hub, the accounting service starts the spawns again, and they find
-their tickets.
+Tickets live in the store; this module knows which spawn of this process waits with which ticket.
+After a restart of the hub, the accounting service starts the spawns again.
 """
 
 from __future__ import annotations
@@ -137,15 +136,12 @@ class TurnDispatcher:
         self._go_on()
 
     def _go_on(self) -> None:
-        if self._busy and (self._rounds is None or self._rounds.done()):
+        is_busy = self._waiters or self._ending
+        if is_busy and (self._rounds is None or self._rounds.done()):
             self._rounds = asyncio.ensure_future(self._run())
 
-    @property
-    def _busy(self) -> bool:
-        return bool(self._waiters or self._ending)
-
     async def _run(self) -> None:
-        while self._busy:
+        while self._waiters or self._ending:
             self._wake.clear()
             began = time.monotonic()
             try:
@@ -154,16 +150,15 @@ class TurnDispatcher:
             except GPUSpawnerError as error:
                 self._note(error)
             except Exception:
-                self.log.exception("The line could not be looked at; it is tried again")
+                self.log.exception("The queue could not be checked; trying again")
             finally:
                 self.looks += 1
             # Checking a long queue takes a while, and the hub has other work to do.
             rest = min(ROUND, REST * (time.monotonic() - began))
             await asyncio.sleep(rest)
+            pause = max(0.0, self.services.delegation.next_look(ROUND) - rest)
             with suppress(asyncio.TimeoutError):
-                await within(
-                    max(0.0, self.services.delegation.next_look(ROUND) - rest), self._wake.wait()
-                )
+                await within(pause, self._wake.wait())
 
     async def _round(self) -> None:
         await self._end_tickets()
@@ -180,7 +175,6 @@ class TurnDispatcher:
         await self._tell_readers()
 
     async def _tell_readers(self) -> None:
-        """Update the position of all waiters whose pending page is open."""
         watched = {i: waiter.said for i, waiter in self._waiters.items() if waiter.said.followed}
         if not watched:
             return
@@ -229,7 +223,7 @@ class TurnDispatcher:
         except Exception as error:  # raised by an admin's own function
             if not waiter.unsure:
                 who = waiter.ticket.server
-                self.log.error("What %s may have cannot be told", who, exc_info=error)
+                self.log.error("Cannot check what %s may have", who, exc_info=error)
             waiter.unsure = True
             return False
         waiter.unsure = False
@@ -239,7 +233,6 @@ class TurnDispatcher:
         return True
 
     async def _refuse(self, waiter: PendingSpawn, error: GPUSpawnerError) -> None:
-        """End a wait, and record the reason in the ticket."""
         if waiter.turn.done():
             return
         outcome = "member_gone" if isinstance(error, MemberGone) else "refused"
@@ -275,26 +268,24 @@ class TurnDispatcher:
             _fail(waiter, error)
             return
         if ticket.outcome == "granted" and ticket.lease_id:
-            await self._hand_over(
-                waiter, await self.services.run(self.services.leases.get, ticket.lease_id)
-            )
+            lease = await self.services.run(self.services.leases.get, ticket.lease_id)
+            await self._hand_over(waiter, lease)
         elif ticket.outcome:
             _fail(waiter, TicketEnded(why=ticket.end_reason.rstrip(".")))
 
     async def _hand_over(self, waiter: PendingSpawn, lease: Lease) -> None:
         if lease.state is LeaseState.ENDED:
             _fail(waiter, TicketEnded(why="its devices were taken back"))
-        elif waiter.turn.done():
-            # The start was stopped meanwhile, so nothing will use these devices.
-            gone = "the start was cancelled"
-            await self.services.run(self.services.leases.release, lease.id, reason=gone)
+        elif waiter.turn.done():  # stopped meanwhile, so nothing will use these devices
+            why = "the start was cancelled"
+            await self.services.run(self.services.leases.release, lease.id, reason=why)
         else:
             waiter.turn.set_result(lease)
 
     def _note(self, error: GPUSpawnerError) -> None:
         if error.message != self._trouble:
             self._trouble = error.message
-            self.log.warning("The line waits: %s", error.message)
+            self.log.warning("The queue cannot be served: %s", error.message)
 
 
 class Acquisition:
@@ -318,14 +309,10 @@ class Acquisition:
         """True if a lease was asked for and the answer has not been taken."""
         return self._asked is not None
 
-    def ask(
-        self, server: ServerRef, request: Request, *, engine: str, terms: Terms, said: SpawnProgress
-    ) -> None:
-        """Begin to ask for a lease; :meth:`answer` returns the result."""
+    def begin(self, asked: asyncio.Future[Lease | Ticket]) -> None:
+        """Follow a request of :meth:`TurnDispatcher.ask`; :meth:`answer` returns its result."""
         self._left_ticket = ""
-        self._asked = self._acquiring = self.queueing.ask(
-            server, request, engine=engine, terms=terms, said=said
-        )
+        self._asked = self._acquiring = asked
 
     async def answer(self) -> Lease | Ticket:
         """Return the lease, or the ticket to :meth:`wait` with."""
@@ -341,7 +328,7 @@ class Acquisition:
             raise
 
     async def wait(self, ticket: Ticket, check: Callable[[], Terms], said: SpawnProgress) -> Lease:
-        """Return the lease when the turn has come; see :meth:`Queueing.wait`."""
+        """Return the lease when the turn has come; see :meth:`TurnDispatcher.wait`."""
         try:
             return await self.queueing.wait(ticket, check, said)
         except asyncio.CancelledError:

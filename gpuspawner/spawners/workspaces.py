@@ -42,7 +42,6 @@ class MountedWorkspace:
     source: str
     """A directory of the host, a volume's name, or empty."""
     target: str
-    """The mount point in the container."""
     quota: int = 0
     """The maximum size in bytes; 0 for no limit."""
 
@@ -68,44 +67,32 @@ class MountedWorkspace:
         return templates.get_template("files.html").render(use=use, used=used, limit=limit)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """Everything that one server mounts; creates what is missing, with the right owner."""
 
-    def __init__(
-        self,
-        services: Services,
-        docker: Callable[..., Awaitable[Any]],
-        calls: EngineCalls,
-        prepared: PreparedWorkspaces,
-        log: logging.Logger | Any,
-        *,
-        user: str,
-        workspace: MountedWorkspace,
-        mounts: Sequence[Mount] = (),
-        folders: Sequence[FolderMount] = (),
-        folders_target: str = "",
-    ) -> None:
-        """Use the spawner's ``docker``, which an admin's class may override."""
-        self.services = services
-        self._docker = docker
-        self._calls = calls
-        self._prepared = prepared
-        self.log = log
-        self._user = user
-        self._workspace = workspace
-        self._mounts = mounts
-        self._folders = folders
-        self._folders_target = folders_target.rstrip("/")
+    services: Services
+    docker: Callable[..., Awaitable[Any]]
+    """The spawner's ``docker``, which an admin's class may override."""
+    calls: EngineCalls
+    prepared: PreparedWorkspaces
+    log: logging.Logger | Any
+    user: str
+    workspace: MountedWorkspace
+    mounts: Sequence[Mount] = ()
+    folders: Sequence[FolderMount] = ()
+    folders_target: str
+    """The folder in the container with the shared folders."""
 
     def binds(self) -> list[str]:
         """Return ``source:target:mode`` of everything that this server mounts."""
-        own = self._workspace
+        own = self.workspace
         first = [f"{own.source}:{own.target}:rw"] if own.source else []
-        others = [f"{m.source}:{m.target}:{'ro' if m.read_only else 'rw'}" for m in self._mounts]
+        others = [f"{m.source}:{m.target}:{'ro' if m.read_only else 'rw'}" for m in self.mounts]
         # A folder's name contains no colon and no slash: see storage/rules.py.
         shared = [
-            f"{f.source}:{self._folders_target}/{f.name}:{'rw' if f.write else 'ro'}"
-            for f in self._folders
+            f"{f.source}:{self.folders_target}/{f.name}:{'rw' if f.write else 'ro'}"
+            for f in self.folders
         ]
         return first + others + shared
 
@@ -114,29 +101,27 @@ class Storage:
 
         Raises WorkspaceBusy while an admin works on the workspace.
         """
-        source, quota = self._workspace.source, self._workspace.quota
+        source, quota = self.workspace.source, self.workspace.quota
         if source:
             use = self.services.storage.use_workspace
-            if await self.services.run(use, source, self._user, quota or None):
-                self._prepared.sources.discard((source, quota))
-            await self._prepare(source, quota, image, {LABEL_WORKSPACE: self._user})
-        for folder in self._folders:
+            if await self.services.run(use, source, self.user, quota or None):
+                self.prepared.sources.discard((source, quota))
+            await self._prepare(source, quota, image, {LABEL_WORKSPACE: self.user})
+        for folder in self.folders:
             labels = {LABEL_FOLDER: folder.folder_id}
             folder_quota = self.services.settings.folders.quota * GB
             await self._prepare(folder.source, folder_quota, image, labels)
 
     async def _prepare(self, source: str, quota: int, image: str, labels: dict[str, str]) -> None:
-        async with self._prepared.locks.setdefault(source, asyncio.Lock()):
-            if (source, quota) not in self._prepared.sources:
-                await self._make(source, quota, image, labels)
-
-    async def _make(self, source: str, quota: int, image: str, labels: dict[str, str]) -> None:
-        directory = source.startswith("/")
-        if directory or not await self._volume_exists(source, labels):
-            await self._give_to_user(source, image, needed=directory and bool(quota))
-        if directory:
-            await self._keep_quota(source, quota)
-        self._prepared.sources.add((source, quota))
+        async with self.prepared.locks.setdefault(source, asyncio.Lock()):
+            if (source, quota) in self.prepared.sources:
+                return
+            directory = source.startswith("/")
+            if directory or not await self._volume_exists(source, labels):
+                await self._give_to_user(source, image, needed=directory and bool(quota))
+            if directory:
+                await self._keep_quota(source, quota)
+            self.prepared.sources.add((source, quota))
 
     async def _keep_quota(self, source: str, quota: int) -> None:
         try:
@@ -145,13 +130,13 @@ class Storage:
             self.log.error("%s Until then nothing limits %s.", error.message, source)
 
     async def _volume_exists(self, source: str, labels: dict[str, str]) -> bool:
+        """Return True if there is a volume of this name, else create it and return False."""
         try:
-            await self._docker("inspect_volume", source)
-            return True
+            await self.docker("inspect_volume", source)
         except NotFound:
-            pass
-        await self._docker("create_volume", source, labels=labels)
-        return False
+            await self.docker("create_volume", source, labels=labels)
+            return False
+        return True
 
     async def _give_to_user(self, source: str, image: str, *, needed: bool) -> None:
         """Give a new workspace, which Docker creates as root's, to the image's own user.
@@ -159,7 +144,7 @@ class Storage:
         A directory with another owner is left as it is. ``needed`` means that it must exist now,
         for its quota, even if it stays root's.
         """
-        config = (await self._docker("inspect_image", image))["Config"]
+        config = (await self.docker("inspect_image", image))["Config"]
         user = (config.get("User") or "").strip()
         if not user or user.split(":")[0] in ("root", "0"):
             if not needed:
@@ -169,7 +154,9 @@ class Storage:
         script = f'[ "$(stat -c %u {_PLACE})" != 0 ] || chown "$0" {_PLACE}'
         command = ["sh", "-c", script, owner]
         binds = [f"{source}:{_PLACE}:rw"]
-        code, words = await self._calls.run_helper(command, image=image, Binds=binds)
+        code, words = await self.calls.run_helper(command, image=image, Binds=binds)
         if code:
             self.log.error("The workspace %s: %s", source, words)
-            raise StartFailed(cause="your workspace could not be made yours (tell your admin)")
+            raise StartFailed(
+                cause="you could not be made the owner of your workspace (tell your admin)"
+            )

@@ -238,7 +238,7 @@ def test_member_leaving_the_group_is_signed_out(oauth: Lab) -> None:
     )
     started = hub.api("POST", "users/leaver/server")  # nor does an admin start one for them
     assert started.status_code == 403
-    assert "'leaver': this account is no member of this hub any more" in started.json()["message"]
+    assert "'leaver': this account is no longer a member of this hub" in started.json()["message"]
 
 
 @pytest.mark.parametrize(

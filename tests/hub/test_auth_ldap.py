@@ -125,7 +125,7 @@ def test_leaving_the_group_ends_access_until_rejoining(
     wait_for(out, "the hub to ask the directory again")
     started = hub.api("POST", "users/leaver/server")
     assert started.status_code == 403
-    assert "no member of this hub any more" in started.json()["message"]
+    assert "no longer a member of this hub" in started.json()["message"]
     assert "it is in no group that may use this hub" in form(hub, "leaver").text
 
     directory.join_group("leaver", "gpu-members")

@@ -1,4 +1,4 @@
-"""Real: sockets and TLS. Servers that answer, do not yet, and never will."""
+"""The readiness probe of servers that answer, not yet, or never. Real: sockets and TLS."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 @pytest.fixture(autouse=True)
 async def nothing_is_left() -> AsyncIterator[None]:
-    """No error that nobody looked at."""
+    """Fail if an exception was never retrieved."""
     left: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: left.append(context))
     yield
@@ -34,7 +34,7 @@ async def nothing_is_left() -> AsyncIterator[None]:
 
 
 def saying(text: bytes) -> Handler:
-    """A server that reads a request and says this."""
+    """Return a server that reads a request and answers this."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -52,7 +52,7 @@ async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 async def asked(
     handler: Handler, there: ssl.SSLContext | None = None, here: ssl.SSLContext | None = None
 ) -> bool:
-    """Whether a server with this handler answers."""
+    """Return True if a server with this handler answers."""
     async with await asyncio.start_server(handler, "127.0.0.1", 0, ssl=there) as server:
         port = server.sockets[0].getsockname()[1]
         scheme = "https" if there else "http"
@@ -160,16 +160,14 @@ async def test_readiness_probe_requires_certificates_of_the_hub(tmp_path: Path) 
     there = make_ssl_context(key, cert, cafile=authority, purpose=ssl.Purpose.CLIENT_AUTH)
     ok = saying(b"HTTP/1.1 200 OK\r\n\r\n")
     assert await asked(ok, there, make_ssl_context(key, cert, cafile=authority))
-    other_key, other_cert, other_authority = certificates("theirs")
-    assert not await asked(
-        ok, there, make_ssl_context(other_key, other_cert, cafile=other_authority)
-    )
+    key, cert, authority = certificates("theirs")
+    assert not await asked(ok, there, make_ssl_context(key, cert, cafile=authority))
 
 
 async def test_connection_closed_before_tls_is_not_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As by Docker's proxy, while nobody listens behind it yet."""
+    """As Docker's proxy does while nothing listens behind it yet."""
     start_tls = IOStream.start_tls
 
     def closed_meanwhile(stream: IOStream, *args: Any, **kwargs: Any) -> Any:

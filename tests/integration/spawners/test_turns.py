@@ -1,6 +1,6 @@
-"""Spawns that wait, without a hub around them. Real: the line, SQLite and PostgreSQL.
+"""Spawns that wait in the queue, without a hub. Real: the queue, SQLite and PostgreSQL.
 
-What a member may have, which a hub would know, is what the test says.
+Stand-in: the hub's check of what a member may have.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -26,10 +26,11 @@ from gpuspawner.spawners.turns import TurnDispatcher
 from tests.support.brokers import Clock, Make, running
 from tests.support.parts import each_database
 from tests.support.processes import wait_for
+from tests.support.telling import until
 
 ONE = Request(devices=1)
 SOON = 20.0
-"""Seconds for what takes a round or two, on a machine with other things to do."""
+"""Seconds for what takes a round or two, on a busy machine."""
 
 
 @pytest.fixture
@@ -43,16 +44,8 @@ def services(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Services]:
     services.granter.give_up()
 
 
-async def until(true: Callable[[], bool]) -> None:
-    async def look() -> None:
-        while not true():
-            await asyncio.sleep(0.02)
-
-    await asyncio.wait_for(look(), SOON)
-
-
 class Spawn:
-    """A spawn that waits, and what is said to it."""
+    """A waiting spawn, with the messages that its pending page shows."""
 
     def __init__(self, queueing: TurnDispatcher, user: str, groups: tuple[str, ...] = ()) -> None:
         self.services, self.user = queueing.services, user
@@ -67,7 +60,6 @@ class Spawn:
         self.wait = asyncio.ensure_future(queueing.wait(ticket, self.check, self.progress))
 
     async def read(self) -> None:
-        """As a pending page does."""
         async for event in self.progress.follow():
             self.said += [event["message"]] if "message" in event else []
 
@@ -92,7 +84,7 @@ class Spawn:
         return caught.value
 
     async def hears(self, words: str) -> None:
-        await until(lambda: bool(self.said) and words in self.said[-1])
+        await until(lambda: self.said and words in self.said[-1], words, SOON)
 
 
 class Line:
@@ -104,14 +96,14 @@ class Line:
         self.clock = clock
 
     async def rounds(self, count: int) -> None:
-        """Until the line was looked at so often, from the beginning of a look to its end."""
+        """Wait until the queue was checked ``count`` times, from beginning to end."""
         last = self.queueing.looks + count + 1  # one may be under way
 
         def over() -> bool:
             self.queueing.kick()
             return self.queueing.looks >= last
 
-        await until(over)
+        await until(over, f"{count} rounds", SOON)
 
     def __call__(self, user: str, *groups: str) -> Spawn:
         self.clock.forward(minutes=1)
@@ -121,7 +113,6 @@ class Line:
 
 @pytest.fixture
 async def spawn(services: Services, clock: Clock) -> AsyncIterator[Line]:
-    """All who asked are stopped at the end."""
     spawn = Line(services, clock)
     yield spawn
     tasks = [task for each in spawn.spawns for task in (each.wait, each.page)]
@@ -138,7 +129,7 @@ def free_one(services: Services, user: str = "ada") -> None:
 
 @contextlib.contextmanager
 def busy(services: Services) -> Iterator[None]:
-    """Somebody else is in the middle of a write, and stays there."""
+    """Keep another thread in the middle of a write."""
     held, go_on = threading.Event(), threading.Event()
 
     def write() -> None:
@@ -188,8 +179,7 @@ async def test_renamed_member_loses_the_waiting_ticket(services: Services, spawn
 async def test_failing_permission_check_keeps_the_ticket(
     services: Services, clock: Clock, spawn: Line, trouble: Exception
 ) -> None:
-    """It holds nobody up for long either."""
-
+    """Nor does it delay the others for long."""
     dan, eve, fay = spawn("dan"), spawn("eve"), spawn("fay")
     await fay.hears("number 3 of 3")
     dan.refusal = trouble
@@ -213,30 +203,26 @@ async def test_ticket_priority_follows_current_groups(services: Services, spawn:
     await eve.hears("number 2 of 2")
     assert (eve.ticket.group, eve.ticket.priority) == ("", dan.ticket.priority)
     dan.groups = frozenset({"course"})
-    await until(lambda: dan.ticket.group == "course")
+    await until(lambda: dan.ticket.group == "course", "the group", SOON)
     assert dan.ticket.priority > eve.ticket.priority
 
 
-async def test_unreported_grant_is_handed_to_the_spawn(services: Services, spawn: Line) -> None:
+@pytest.mark.parametrize("released", [False, True])
+async def test_unreported_grant_reaches_the_spawn_or_ends_it(
+    services: Services, spawn: Line, released: bool
+) -> None:
     """As when the connection to the database is cut after it had written everything."""
-
     dan = spawn("dan")
     await dan.hears("in line")
     with services.line.lock:  # between two rounds
         free_one(services)
         granted = services.queue.start_ticket(dan.id)
-    assert (await dan.lease()).id == granted.id
-
-
-async def test_released_grant_ends_the_waiting_spawn(services: Services, spawn: Line) -> None:
-    dan = spawn("dan")
-    await dan.hears("in line")
-    with services.line.lock:
-        free_one(services)
-        services.leases.release(
-            services.queue.start_ticket(dan.id).id, reason="released by an admin"
-        )
-    assert isinstance(await dan.refused(), TicketEnded)
+        if released:
+            services.leases.release(granted.id, reason="released by an admin")
+    if released:
+        assert isinstance(await dan.refused(), TicketEnded)
+    else:
+        assert (await dan.lease()).id == granted.id
 
 
 @each_database
@@ -263,7 +249,7 @@ async def test_returning_before_the_end_is_written_keeps_the_ticket(
         await spawn.queueing.end(dan.id, "cancelled", "the start was stopped")
         waits = spawn.queueing.wait(dan.ticket, dan.check, dan.progress)
         dan.wait = asyncio.ensure_future(waits)
-        await until(lambda: dan.id in spawn.queueing._waiters)
+        await until(lambda: dan.id in spawn.queueing._waiters, "the wait", SOON)
     free_one(services)
     assert (await dan.lease()).ticket_id == dan.id
 
@@ -271,9 +257,15 @@ async def test_returning_before_the_end_is_written_keeps_the_ticket(
 # Granted, and lost with the hub.
 
 
-def granted(services: Services, user: str) -> tuple[Ticket, Lease]:
-    ticket = services.queue.ask(ServerRef(user), ONE, engine="docker", terms=Terms(wait=True))
+def queued(services: Services, user: str, server: str = "") -> Ticket:
+    terms = Terms(wait=True)
+    ticket = services.queue.ask(ServerRef(user, server), ONE, engine="docker", terms=terms)
     assert isinstance(ticket, Ticket)
+    return ticket
+
+
+def granted(services: Services, user: str) -> tuple[Ticket, Lease]:
+    ticket = queued(services, user)
     free_one(services)
     assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
     return ticket, services.queue.start_ticket(ticket.id)
@@ -282,8 +274,7 @@ def granted(services: Services, user: str) -> tuple[Ticket, Lease]:
 def test_start_lost_with_its_hub_returns_to_its_position(services: Services, clock: Clock) -> None:
     ticket, lease = granted(services, "dan")
     clock.forward(minutes=5)
-    later = services.queue.ask(ServerRef("eve"), ONE, engine="docker", terms=Terms(wait=True))
-    assert isinstance(later, Ticket)
+    later = queued(services, "eve")
     ended = services.leases.release(lease.id, reason="the server was gone", lost=True)
     assert ended.state is LeaseState.ENDED and ended.charged == 0
     back = services.queue.ticket(ticket.id)
@@ -293,7 +284,7 @@ def test_start_lost_with_its_hub_returns_to_its_position(services: Services, clo
     again = services.queue.start_ticket(ticket.id)
     assert services.leases.of_server(ServerRef("dan")) == again
     turns = [n for n in services.notifications.notices_of("dan") if n.kind is NoticeKind.TURN]
-    assert len(turns) == 2, "told of each turn"
+    assert len(turns) == 2, "one notice of each turn"
 
 
 def test_server_lost_before_its_claim_costs_nothing(services: Services, clock: Clock) -> None:
@@ -316,7 +307,7 @@ def test_only_lost_unclaimed_starts_return_to_the_queue(services: Services, how:
     elif how == "it was stopped":
         services.leases.give_up(lease.id, "stopped")
     elif how == "asked anew":
-        services.queue.ask(ServerRef("dan", "other"), ONE, engine="docker", terms=Terms(wait=True))
+        queued(services, "dan", "other")
     services.leases.release(lease.id, reason="the server was gone", lost=how != "it failed")
     back = [each.id for each in services.queue.waiting()]
     assert (ticket.id in back) == (how == "asked anew"), "another server is no reason"

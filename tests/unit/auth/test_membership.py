@@ -1,4 +1,4 @@
-"""Rules of membership together, what the services hear, and signing in while something breaks.
+"""Combined membership rules, what is recorded, and sign-ins while something is broken.
 Real: the classes of JupyterHub and OAuthenticator, services, roster, SQLite. Claims are rows."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("patient_sign_in")
 
 
 def enrol(services: Services, *, days: float, groups: tuple[str, ...] = ()) -> None:
-    """Ada is on the roster, since yesterday, for so many days from now."""
+    """Put ada on the roster, from yesterday until so many days from now."""
     now = services.clock()
     start, end = now - timedelta(days=1), now + timedelta(days=days)
     entry = RosterEntry("ada", "ml", groups, starts_at=start, ends_at=end)
@@ -43,6 +43,11 @@ BOTH = {**MAIL, "manage_groups": True, "allowed_groups": {"ml"}}
 ALL = {**BOTH, "membership": "all"}
 
 
+NO_DOMAIN = "is in no domain that may use this hub"
+DOWN = "is not working, so the hub cannot tell"
+UNUSABLE = "an answer that this hub cannot use"
+
+
 def who(mail: str, *groups: str, confirmed: Any = True) -> dict[str, Any]:
     return {"sub": "ada", "email": mail, "email_verified": confirmed, "groups": list(groups)}
 
@@ -50,27 +55,25 @@ def who(mail: str, *groups: str, confirmed: Any = True) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "claims", "verdict"),
     [
-        *(
-            (MAIL, who(f"ada@{at}"), "in")
-            for at in ("lab.example", "LAB.example", "cs.uni.example")
-        ),
-        (MAIL, who("ada@uni.example"), "(ada@uni.example) is in no domain that may use"),
-        *(
-            (MAIL, who(f"ada@{at}"), "is in no domain that may use this hub")
-            for at in ("evil-lab.example", "lab.example.evil.example", "evil.example@lab.example")
-        ),
+        (MAIL, who("ada@lab.example"), "in"),
+        (MAIL, who("ada@LAB.example"), "in"),
+        (MAIL, who("ada@cs.uni.example"), "in"),
+        (MAIL, who("ada@uni.example"), f"(ada@uni.example) {NO_DOMAIN}"),
+        (MAIL, who("ada@evil-lab.example"), NO_DOMAIN),
+        (MAIL, who("ada@lab.example.evil.example"), NO_DOMAIN),
+        (MAIL, who("ada@evil.example@lab.example"), NO_DOMAIN),
         (MAIL, who("ada@lab.example", confirmed=False), "Lab has not confirmed its mail address"),
         (MAIL, who("ada@lab.example", confirmed=None), "Lab has not confirmed its mail address"),
         ({**MAIL, "mail_is_confirmed": True}, who("ada@lab.example", confirmed=None), "in"),
-        (MAIL, who(""), "Lab gives no mail address of it"),
-        (MAIL, {"sub": "ada"}, "Lab gives no mail address of it"),
+        (MAIL, who(""), "Lab reports no mail address for it"),
+        (MAIL, {"sub": "ada"}, "Lab reports no mail address for it"),
         ({**MAIL, "blocked_users": {"ada"}}, who("ada@lab.example"), "is blocked on this hub"),
         (BOTH, who("ada@x.example", "ml"), "in"),
         (BOTH, who("ada@lab.example", "art"), "in"),
         (BOTH, who("ada@x.example", "art"), "(art); its mail address (ada@x.example) is in no"),
         (ALL, who("ada@lab.example", "ml"), "in"),
-        (ALL, who("ada@lab.example", "art"), "has not all that membership needs: none of its"),
-        (ALL, who("ada@x.example", "ml"), "membership needs: its mail address (ada@x.example)"),
+        (ALL, who("ada@lab.example", "art"), "not meet all rules of membership: none of its"),
+        (ALL, who("ada@x.example", "ml"), "rules of membership: its mail address (ada@x.example)"),
         ({**ALL, "allowed_users": {"ada"}}, who("ada@x.example"), "in"),
         ({**ALL, "admin_users": {"ada"}}, who("ada@x.example"), "in as admin"),
         ({**CLAIM, "membership": "all"}, who("ada@lab.example"), "not on the list of members"),
@@ -153,7 +156,7 @@ def test_unreadable_roster_makes_sign_in_answer_503() -> None:
     assert seen.startswith("503 The roster of members cannot be read just now")
 
 
-# What the services hear.
+# What is recorded.
 
 
 def test_sign_in_records_end_and_return_of_membership(services: Services) -> None:
@@ -176,28 +179,19 @@ def test_sign_in_records_end_and_return_of_membership(services: Services) -> Non
 
 # While something is broken.
 
-
-pytestmark = pytest.mark.usefixtures("patient_sign_in")
-
-
 TOKEN = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhZGEifQ.c2lnbmF0dXJl"
 
 
 @pytest.mark.parametrize(
     ("failure", "status", "phrase"),
     [
-        *(
-            (failure, 503, "is not working, so the hub cannot tell")
-            for failure in (
-                ConnectionRefusedError(111, "refused"),
-                TimeoutError(),
-                HTTPClientError(599, "Timeout"),
-                HTTPClientError(502),
-            )
-        ),
+        (ConnectionRefusedError(111, "refused"), 503, DOWN),
+        (TimeoutError(), 503, DOWN),
+        (HTTPClientError(599, "Timeout"), 503, DOWN),
+        (HTTPClientError(502), 503, DOWN),
         (HTTPClientError(400), 403, "did not accept this sign-in"),
-        (ValueError(f"Bad response: {TOKEN}"), 502, "an answer that this hub cannot use"),
-        (web.HTTPError(500, f"Bad response: {TOKEN}"), 502, "an answer that this hub cannot"),
+        (ValueError(f"Bad response: {TOKEN}"), 502, UNUSABLE),
+        (web.HTTPError(500, f"Bad response: {TOKEN}"), 502, UNUSABLE),
         (web.HTTPError(403, "Your tenant is closed."), 403, "Your tenant is closed."),
     ],
 )
@@ -244,7 +238,7 @@ def test_sign_in_succeeds_if_the_database_is_unavailable(
 def test_sign_in_does_not_wait_for_a_busy_database(
     services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sign-in goes on; the account is there once the other writer is through."""
+    """The account is opened when the other writer has finished."""
     assert accounts(services) == {}
     monkeypatch.setattr(mixin, "OPEN_ACCOUNT_SECONDS", 0.2)
     other = sqlite3.connect(tmp_path / "store.sqlite", isolation_level=None)
@@ -267,7 +261,7 @@ def test_sign_in_does_not_wait_for_a_busy_database(
 
 
 def user_in(*groups: str) -> Any:
-    """What JupyterHub hands over as the user, as far as it is looked at."""
+    """As much of JupyterHub's user as is read."""
     return SimpleNamespace(name="ada", groups=[orm.Group(name=group) for group in groups])
 
 

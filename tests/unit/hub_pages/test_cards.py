@@ -1,4 +1,4 @@
-"""What a card says, what a choice would wait, and sample notebooks: all real, pure values."""
+"""What a card says, how long a choice would wait, and sample notebooks. Real: pure values."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from gpuspawner.leases.models import Request
 from gpuspawner.queue.positions import Outlook
 
 MINUTE = timedelta(minutes=1)
+CLOSE = "Not enough are free now: "
+WAIT = "you would wait in line."
 TORCH = Environment(
     image="lab",
     slug="torch",
@@ -48,39 +50,29 @@ def busy(**known: Any) -> Outlook:
 
 
 @pytest.mark.parametrize(
-    ("outlook", "card", "wait"),
+    ("known", "wait"),
     [
-        (busy(likely=22 * MINUTE), ", about 25 min wait", "expect to wait about 25 min in line."),
-        (
-            busy(likely=timedelta(seconds=5), most=9 * MINUTE),
-            ", about 1 min wait",
-            "expect to wait about 1 min in line.",
-        ),
-        (
-            busy(most=175 * MINUTE),
-            ", at most 2 h 55 min wait",
-            "expect to wait at most 2 h 55 min in line.",
-        ),
-        (busy(free=2, ahead=4), ", others wait", "you would wait in line."),
-        (busy(), "", "you would wait in line."),
+        ({"likely": 22 * MINUTE}, "about 25 min"),
+        ({"likely": timedelta(seconds=5), "most": 9 * MINUTE}, "about 1 min"),
+        ({"most": 175 * MINUTE}, "at most 2 h 55 min"),
     ],
 )
-def test_card_and_form_state_free_gpus_and_wait(outlook: Outlook, card: str, wait: str) -> None:
-    assert said(outlook) == f"{outlook.free} of 8 GPUs free now{card}"
-    assert sentence(outlook) == f"Not enough are free now: {wait}"
+def test_card_and_form_state_the_expected_wait(known: dict[str, Any], wait: str) -> None:
+    assert said(busy(**known)) == f"0 of 8 GPUs free now, {wait} wait"
+    assert sentence(busy(**known)) == f"{CLOSE}expect to wait {wait} in line."
 
 
 @pytest.mark.parametrize(
     ("outlook", "card", "form"),
     [
+        (busy(free=2, ahead=4), "2 of 8 GPUs free now, others wait", CLOSE + WAIT),
+        (busy(), "0 of 8 GPUs free now", CLOSE + WAIT),
         (Outlook(3, 8, at_once=True), "3 of 8 GPUs free now", "Starts at once."),
         (Outlook(1, 1, at_once=True), "1 of 1 GPU free now", "Starts at once."),
         (Outlook(0, 0, at_once=False), "No GPU here that fits", ""),
     ],
 )
-def test_card_and_form_show_immediate_or_impossible_starts(
-    outlook: Outlook, card: str, form: str
-) -> None:
+def test_card_and_form_state_free_gpus(outlook: Outlook, card: str, form: str) -> None:
     assert (said(outlook), sentence(outlook)) == (card, form)
     assert usual_request(CPU) == Request()
     assert said(Outlook(0, 0, at_once=True), cpu_only=True) == "Starts at once"
@@ -131,15 +123,11 @@ uvicorn[standard]==0.30
 -e git+https://lab.example/x#egg=x
 <script>==1
 """
-    assert read_packages(text) == [
-        ("Jinja2", "3.1.6"),
-        ("torch", "2.5.1+cu124"),
-        ("uvicorn", "0.30"),
-    ]
+    found = [("Jinja2", "3.1.6"), ("torch", "2.5.1+cu124"), ("uvicorn", "0.30")]
+    assert read_packages(text) == found
 
 
 # Sample notebooks.
-
 
 PIXEL = base64.b64encode(b"\x89PNG a picture").decode()
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -210,17 +198,11 @@ def test_invalid_notebook_is_rejected(text: str) -> None:
         read_notebook(text)
 
 
+_KEYS = ["source", "outputs", "data", "text", "cell_type", "image/png"]
+_names = st.sampled_from(_KEYS) | st.text(max_size=3)
 _anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(
-            st.sampled_from(["source", "outputs", "data", "text", "cell_type", "image/png"])
-            | st.text(max_size=3),
-            inner,
-            max_size=4,
-        )
-    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_names, inner, max_size=4),
     max_leaves=12,
 )
 

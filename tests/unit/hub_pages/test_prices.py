@@ -1,4 +1,4 @@
-"""What form and welcome page say of prices: all real, pure values."""
+"""Prices on the form and the welcome page. Real: pure values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from gpuspawner.ledger.pricing import Rate, Rates, WeekHours
 NOON = datetime(2026, 3, 2, 12, tzinfo=timezone.utc)
 """A Monday."""
 ADA = Account(name="member:ada", balance=10 * MICRO)
-TORCH = Environment(
-    slug="torch", display_name="PyTorch", image="lab", devices=DeviceLimits(default=1, max=2)
-)
-LAB = Environment(
-    slug="lab", display_name="Lab", image="lab", devices=DeviceLimits(default=2, max=4)
-)
+
+
+def environment(slug: str, name: str, usual: int, most: int) -> Environment:
+    devices = DeviceLimits(default=usual, max=most)
+    return Environment(slug=slug, display_name=name, image="lab", devices=devices)
+
+
+TORCH = environment("torch", "PyTorch", 1, 2)
+LAB = environment("lab", "Lab", 2, 4)
 OLD = LAB.model_copy(update={"slug": "old", "display_name": "Old", "models": ("T4",)})
-CPU = Environment(
-    slug="cpu", display_name="No GPU", image="lab", devices=DeviceLimits(default=0, max=0)
-)
+CPU = environment("cpu", "No GPU", 0, 0)
 TWO_PRICES = (Rate(amount=MICRO), Rate(amount=4 * MICRO, model="A100"))
 NIGHT = WeekHours.parse("20-8", "Europe/Vienna")
 
@@ -70,12 +71,11 @@ def test_price_list_has_one_line_per_model_and_price() -> None:
 
 def test_price_list_shows_current_rate_and_when_it_changes() -> None:
     rates = [Rate(amount=4 * MICRO), Rate(amount=MICRO, hours=NIGHT)]
-    evening = NOON + timedelta(hours=7)
+    evening = (NOON + timedelta(hours=7)).astimezone()
     assert [line[2] for line in lines(*rates, now=evening)] == ["1.00", "1.00"]
     assert [line[2] for line in lines(*rates)] == ["4.00", "4.00"]
     until = PriceList(overview(*rates), [TORCH], NOON).until()
-    change = NOON + timedelta(hours=7)
-    assert until == f"{change.astimezone():%H:%M} ({change.astimezone():%Z})"
+    assert until == f"{evening:%H:%M} ({evening:%Z})"
     assert PriceList(overview(Rate(amount=MICRO)), [TORCH], NOON).until() == ""
 
 
@@ -100,17 +100,15 @@ def test_each_choice_states_its_price(key: str, sentence: str) -> None:
     group = Account(name="group:ml", balance=MICRO)
     found = prices.tables(range(4), [("", ADA), ("group:ml", group)])
     slug, _, choice = key.partition("|")
-    [environment] = [e for e in (TORCH, LAB, OLD) if e.slug == slug]
-    assert found.sentence(environment, choice) == sentence
+    [chosen] = [e for e in (TORCH, LAB, OLD) if e.slug == slug]
+    assert found.sentence(chosen, choice) == sentence
     assert [len(table) for table in found.tables] == [5 * 3 * 2] * 3
     assert found.sentence(CPU, choice) == ""
 
 
 def test_environments_with_equal_terms_share_price_tables() -> None:
-    more = [
-        TORCH.model_copy(update={"slug": f"torch-{n}", "display_name": f"Torch {n}"})
-        for n in range(50)
-    ]
+    names = [{"slug": f"torch-{n}", "display_name": f"Torch {n}"} for n in range(50)]
+    more = [TORCH.model_copy(update=each) for each in names]
     dear = Rate(amount=2 * MICRO, environment="torch-7")
     found = PriceList(overview(Rate(amount=MICRO), dear), more, NOON).tables(range(4), [("", ADA)])
     assert len(found.tables) == 2

@@ -20,7 +20,7 @@ from gpuspawner.core.errors import InvalidRequest
 from gpuspawner.engines.preflight import Status
 from gpuspawner.slurm.images import QUICK
 from gpuspawner.spawners.docker import GPUDockerSpawner
-from gpuspawner.spawners.form import names_in
+from gpuspawner.spawners.form import names_in, note_of_link
 from gpuspawner.spawners.local import GPULocalSpawner
 from gpuspawner.spawners.slurm import GPUSlurmSpawner
 
@@ -65,9 +65,8 @@ class ByMethod(DockerSpawner):
 
 def spawner_of(cls: type, **settings: Any) -> Any:
     """A spawner of a hub that is configured and not started."""
-    config = Config()
+    config = Config({"DockerSpawner": settings})
     config.JupyterHub.spawner_class = cls
-    config.GPUDockerSpawner.update(settings)
     return open_hub(config).spawner
 
 
@@ -89,7 +88,7 @@ def test_default_spawner_classes_have_no_custom_form(cls: type) -> None:
     rebased = cls if cls is GPUDockerSpawner else type("Rebased", (GPUDockerSpawner, cls), {})
     spawner = spawner_of(rebased)
     assert not spawner.shows_own_form() and not spawner.takes_foreign_options()
-    with pytest.raises(SpawnException, match="'course' is nothing that you can choose"):
+    with pytest.raises(SpawnException, match="There is no field 'course'"):
         spawner.run_options_from_form({"course": ["ml"]})
 
 
@@ -120,23 +119,16 @@ def test_extra_options_reach_hooks_and_others_are_rejected(
 
 
 def test_link_note_shows_only_fields_of_the_admin_form() -> None:
-    spawner = spawner_of(type("Rebased", (GPUDockerSpawner, ByName), {}), extra_options=["week"])
-    assert not spawner._note_of_link(COURSES)
-    spawner.asked_beside = {
-        "course": ['"><script>'],
-        "secret": ["x"],
-        "utm_source": ["mail"],
-        "week": ["7"],
-    }
-    note = spawner._note_of_link(COURSES)
+    assert not note_of_link(COURSES, {}, ["week"])
+    asked = {"course": ['"><script>'], "secret": ["x"], "utm_source": ["mail"], "week": ["7"]}
+    note = note_of_link(COURSES, asked, ["week"])
     assert "course: &#34;&gt;&lt;script&gt;" in note
     assert "secret" not in note and "utm_source" not in note
     assert '<input type="hidden" name="week" value="7">' in note
 
     assert names_in(COURSES) == {"course"}
-    assert names_in('<TEXTAREA name=a></TEXTAREA><input name="b"><input type=file name=c>') == {
-        *("a", "b")
-    }
+    form = '<TEXTAREA name=a></TEXTAREA><input name="b"><input type=file name=c>'
+    assert names_in(form) == {"a", "b"}
     assert names_in("no form < at all") == set()
 
 
@@ -186,15 +178,10 @@ def test_check_reports_a_replaced_spawner_class(text: str, replaced: str, tmp_pa
 # DockerSpawner's own settings.
 
 
-def spawner_with(**settings: Any) -> Any:
-    config = Config({"DockerSpawner": settings})
-    config.JupyterHub.spawner_class = GPUDockerSpawner
-    return open_hub(config).spawner
-
-
 @pytest.mark.parametrize("name", ["allowed_images", "image_whitelist"])
 def test_image_list_creates_a_custom_form(name: str) -> None:
-    spawner = spawner_with(**{name: {"plain": "lab/plain", "other": "lab/other"}})
+    images = {"plain": "lab/plain", "other": "lab/other"}
+    spawner = spawner_of(GPUDockerSpawner, **{name: images})
     assert spawner.shows_own_form() and spawner.takes_foreign_options()
     assert 'value="other"' in spawner.options_form
 
@@ -218,10 +205,10 @@ def test_image_list_creates_a_custom_form(name: str) -> None:
 def test_zero_set_by_the_admin_is_kept(
     settings: dict[str, Any], sent: dict[str, Any], kept: dict[str, Any]
 ) -> None:
-    assert spawner_with(**settings)._with_own_zeros(sent) == kept
+    assert spawner_of(GPUDockerSpawner, **settings)._with_own_zeros(sent) == kept
 
 
-# Looks at a server on a node.
+# Polls of a server on a node.
 
 
 class OnNode(GPUSlurmSpawner):
@@ -238,7 +225,7 @@ class OnNode(GPUSlurmSpawner):
     [("_spawn_pending", 60), ("_stop_pending", 60), ("_check_pending", QUICK), ("", QUICK)],
 )
 def test_node_poll_uses_a_short_timeout(pending: str, seconds: float) -> None:
-    """A start may pull and a stop may take its time; a poll may not hold up others."""
+    """A start or a stop may take long; a poll must not delay others."""
     user = SimpleNamespace(
         name="ada", escaped_name="ada", settings={}, groups=[], url="/", admin=False
     )
@@ -254,6 +241,5 @@ def test_node_poll_uses_a_short_timeout(pending: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("cls", [GPUDockerSpawner, GPUSlurmSpawner, GPULocalSpawner])
 def test_spawner_has_at_most_four_gpuspawner_classes(cls: type) -> None:
-    """What a spawner needs beside them it holds."""
     ours = [each for each in cls.__mro__ if each.__module__.startswith("gpuspawner.")]
     assert len(ours) <= 4

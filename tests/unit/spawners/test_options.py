@@ -1,5 +1,4 @@
-"""What a member may ask for, with the hours that the form offers. Pure; every field is text from a
-stranger."""
+"""What a member may ask for, and the hours that the form offers. Pure; every field is untrusted."""
 
 from __future__ import annotations
 
@@ -95,37 +94,22 @@ def test_options_from_forms_links_and_rest_are_parsed(fields: Any, choice: dict[
     assert parse(fields) == FormChoice(**choice)
 
 
-def test_stored_options_read_back_unchanged() -> None:
-    choice = parse({"environment": ["pytorch"], "gpus": ["0"], "gpu_model": [""]})
-    assert choice.as_user_options() == {"environment": "pytorch", "gpus": 0}
-    assert parse(choice.as_user_options()) == choice
-
-
-SMUGGLED = [
-    {"image": "evil/image"},
-    {"devices": ["GPU-1234"]},
-    {"device_ids": "GPU-1234"},
-    {"NVIDIA_VISIBLE_DEVICES": "all"},
-    {"volumes": {"/": "/host"}},
-    {"mounts": ["/etc:/etc"]},
-    {"mem_limit": "1T"},
-    {"spawner_override": {"privileged": True}},
-    {"profile": "root"},
-    {"gpus ": 1},
-    {"GPUS": 1},
-]
-
-
-@pytest.mark.parametrize("fields", SMUGGLED)
-def test_unknown_option_is_rejected_by_name(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("image", "devices", "device_ids", "NVIDIA_VISIBLE_DEVICES", "volumes", "mounts"),
+        *("mem_limit", "spawner_override", "profile", "gpus ", "GPUS"),
+    ],
+)
+def test_unknown_option_is_rejected_by_name(name: str) -> None:
     """Fields of an admin's own form pass, and change nothing."""
-    (name,) = fields
+    fields = {"gpus": 1, name: {"privileged": True}}
     with pytest.raises(InvalidRequest) as caught:
-        parse({"gpus": 1, **fields})
+        parse(fields)
     assert repr(name) in caught.value.message
     assert "environment, gpus, gpu_model, gpu_memory, hours, wait, account" in caught.value.message
     assert caught.value.fields["field"] == name
-    assert parse({"gpus": 1, **fields}, foreign=True) == FormChoice(gpus=1)
+    assert parse(fields, foreign=True) == FormChoice(gpus=1)
 
 
 PAYER = "member:NAME or group:NAME"
@@ -183,9 +167,9 @@ def test_non_mapping_options_and_huge_numbers_are_rejected(fields: Any) -> None:
         parse(fields)
     with pytest.raises(TooMuchAsked, match="You asked for 1025 GPUs"):
         parse({"gpus": 1025})
-    for field in ("gpus", "gpu_memory", "hours", "wait"):
+    for field in ("gpus", "gpu_memory", "hours", "wait", "environment", "options", "shown_at"):
         for value in (10**6000, -(10**6000)):  # which Python does not write
-            with pytest.raises(InvalidRequest, match=f"The field '{field}' must be"):
+            with pytest.raises(InvalidRequest, match=f"The field '{field}' must "):
                 parse({field: value})
 
 
@@ -244,7 +228,7 @@ def test_environment_may_require_gpu_and_limit_caps_its_default() -> None:
     assert resolve(FormChoice(gpus=2), needy, 8).min_cuda == "12.4"
     with pytest.raises(TooMuchAsked, match="does not run without a GPU"):
         resolve(FormChoice(gpus=0), needy, 8)
-    with pytest.raises(TooMuchAsked, match="Choose another: you may have none here"):
+    with pytest.raises(TooMuchAsked, match="Choose another: you may have no GPU here"):
         resolve(FormChoice(), needy, 0)
 
     two = Environment(
@@ -304,22 +288,24 @@ def test_smaller_session_limit_and_environment_default_win(
 
 
 def test_session_length_is_chosen_or_default_within_limits() -> None:
-    limits = SessionHours(default=8, max=24)
-    assert session_seconds(FormChoice(), limits, PYTORCH) == 8 * 3600
-    assert session_seconds(FormChoice(hours=1.5), limits, PYTORCH) == 5400
-    assert session_seconds(FormChoice(hours=24), limits, PYTORCH) == 24 * 3600
-    assert session_seconds(FormChoice(), SessionHours(), PYTORCH) is None
-    assert session_seconds(FormChoice(hours=0.25), SessionHours(), PYTORCH) == 900
-    assert session_seconds(FormChoice(), SessionHours(default=0.0001, max=0.0001), PYTORCH) == 1
-
     slow = Environment(slug="slow", display_name="Slow", image="lab", hours=SessionHours(max=12))
+
+    def seconds(hours: float | None, usual: float | None, most: float | None) -> int | None:
+        return session_seconds(FormChoice(hours=hours), limited(usual, most), slow)
+
+    assert seconds(None, 8, 24) == 8 * 3600
+    assert seconds(1.5, 8, 24) == 5400
+    assert seconds(24, 8, 24) == 24 * 3600
+    assert seconds(None, None, None) is None
+    assert seconds(0.25, None, None) == 900
+    assert seconds(None, 0.0001, 0.0001) == 1
     with pytest.raises(TooMuchAsked) as caught:
-        session_seconds(FormChoice(hours=12.5), SessionHours(default=8, max=12), slow)
+        seconds(12.5, 8, 12)
     assert caught.value.message == (
         "The field 'hours' asks for 12.5 hours; Slow allows 12 for one session. Write 12 or less."
     )
     with pytest.raises(TooMuchAsked, match="your limit is 4 for one session"):
-        session_seconds(FormChoice(hours=12.5), SessionHours(default=4, max=4), slow)
+        seconds(12.5, 4, 4)
 
 
 # Datasets and folders.
@@ -359,7 +345,7 @@ def test_members_get_all_or_chosen_data_of_their_environment() -> None:
 
 @pytest.mark.parametrize("name", ["nope", "secrets", "../flowers", "/srv/secrets"])
 def test_unavailable_data_is_rejected_by_name(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="There are: flowers, team") as refusal:
+    with pytest.raises(InvalidRequest, match="You have: flowers, team") as refusal:
         mounted([name])
     assert repr(name) in refusal.value.message
 
@@ -373,7 +359,7 @@ def test_invalid_data_list_is_rejected(value: Any) -> None:
 
 
 def test_stored_data_choice_is_restored_in_the_form() -> None:
-    stored = parse({"data": ["", "team"]}).as_user_options()
+    stored = parse({"data": ["", "team"], "gpu_model": [""]}).as_user_options()
     assert stored == {"data": ["team"]}
     assert parse(stored).data == ("team",)
     assert parse({"data": [""]}).as_user_options() == {"data": []}
@@ -392,35 +378,29 @@ def test_stored_data_choice_is_restored_in_the_form() -> None:
 ANY = Environment(slug="any", display_name="Any", image="lab")
 
 
-def labels(*limits: SessionHours, last: float | None = None, rates: Any = ()) -> list[str]:
+def labels(*most: float | None, last: float | None = None, rates: Any = ()) -> list[str]:
+    limits = [SessionHours(max=each) for each in most]
     return [choice.label for choice in hour_choices(limits, last, rates)]
 
 
 def test_form_offers_session_lengths_with_prices() -> None:
-    assert labels(SessionHours(max=6)) == ["1 h", "2 h", "4 h", "6 h"]
-    assert labels(SessionHours(max=6), SessionHours(max=1.5)) == ["1 h", "2 h", "4 h", "6 h"]
-    assert labels(SessionHours(max=0.5)) == ["30 min"]
-    assert labels(SessionHours())[-1] == "7 d"
+    assert labels(6) == labels(6, 1.5) == ["1 h", "2 h", "4 h", "6 h"]
+    assert labels(0.5) == ["30 min"]
+    assert labels(None)[-1] == "7 d"
     assert labels() == []
     # What was chosen last time is offered while it is allowed.
-    assert labels(SessionHours(max=4), last=1.25) == ["1 h", "1 h 15 min", "2 h", "4 h"]
-    assert labels(SessionHours(max=4), last=5) == ["1 h", "2 h", "4 h"]
-    assert parse(FormChoice(hours=2).as_user_options()).hours == 2
-    assert labels(SessionHours(max=1), last=2) == ["1 h"]
+    assert labels(4, last=1.25) == ["1 h", "1 h 15 min", "2 h", "4 h"]
+    assert labels(4, last=5) == ["1 h", "2 h", "4 h"]
 
-    one = labels(SessionHours(max=2), rates=[4 * MICRO])
+    one = labels(2, rates=[4 * MICRO])
     assert one == ["1 h, 4.00 credits a GPU", "2 h, 8.00 credits a GPU"]
-    some = labels(SessionHours(max=1), rates=[10 * MICRO, MICRO // 2, 4 * MICRO])
+    some = labels(1, rates=[10 * MICRO, MICRO // 2, 4 * MICRO])
     assert some == ["1 h, 0.50 to 10.00 credits a GPU"]
-    assert labels(SessionHours(max=1), rates=[0, 0]) == ["1 h"]
+    assert labels(1, rates=[0, 0]) == ["1 h"]
 
-    assert usual_label([SessionHours(default=8, max=24)]) == "as usual: 8 h"
-    assert usual_label([SessionHours()]) == "until I stop it"
-    assert (
-        usual_label([SessionHours(default=8, max=24), SessionHours(default=2, max=4)])
-        == "usual for the environment"
-    )
-    assert usual_label([]) == "until I stop it"
+    assert usual_label([limited(8, 24)]) == "as usual: 8 h"
+    assert usual_label([limited(8, 24), limited(2, 4)]) == "usual for the environment"
+    assert usual_label([SessionHours()]) == usual_label([]) == "until I stop it"
 
 
 limits = st.builds(
@@ -448,9 +428,7 @@ def hours(**settings: Any) -> GPUSpawnerMixin:
 
 def test_session_hour_settings_accept_numbers_or_callables() -> None:
     assert hours().session_hours(ANY) == SessionHours()
-    assert hours(most_hours=24, default_hours=8.5).session_hours(ANY) == SessionHours(
-        default=8.5, max=24
-    )
+    assert hours(most_hours=24, default_hours=8.5).session_hours(ANY) == limited(8.5, 24)
     asked: list[GPUSpawnerMixin] = []
 
     def most(spawner: GPUSpawnerMixin) -> int:
@@ -458,7 +436,7 @@ def test_session_hour_settings_accept_numbers_or_callables() -> None:
         return 12
 
     spawner = hours(most_hours=most)
-    assert spawner.session_hours(ANY) == SessionHours(default=12, max=12)
+    assert spawner.session_hours(ANY) == limited(12, 12)
     assert asked == [spawner]
     assert hours(most_hours=lambda spawner: None).session_hours(ANY) == SessionHours()
 
