@@ -143,7 +143,6 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         return self._named_groups([found] if isinstance(found, str) else found, key)
 
     def _named_groups(self, found: Any, key: Any) -> set[str]:
-        """Return the hub's names for the provider's groups; empty if the claim is no list."""
         is_list = isinstance(found, (list, tuple, set, frozenset))
         if is_list and all(isinstance(group, str) for group in found):
             return self._hub_groups_from(found)
