@@ -7,6 +7,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
 from typing import NamedTuple
@@ -113,10 +114,6 @@ class ReleaseTimes:
             releases = self._by_kind[kind]
             del releases[bisect_left(releases, (at, lease_id, devices))]
 
-    def end_of(self, lease_id: str) -> float:
-        """Return when the lease ends, as far as is known."""
-        return self._ends[lease_id][0]
-
     @property
     def next_guess(self) -> float:
         """The earliest estimated end; infinity if there is none."""
@@ -210,15 +207,13 @@ _VERSIONS = itertools.count()
 _NO_ROOM: Rooms = (-1.0, -1.0, -1.0, -1.0)
 
 
+@dataclass(slots=True)
 class _KeptDevices:
     """Devices of one kind that are gathered for the first ticket that waits for them."""
 
-    __slots__ = ("at", "no_guess", "spare")
-
-    def __init__(self, planned: PlannedStart, no_guess: bool) -> None:
-        self.at = planned.at
-        self.spare = planned.spare
-        self.no_guess = no_guess
+    at: float
+    spare: int
+    no_guess: bool
 
 
 class Round:
@@ -237,10 +232,7 @@ class Round:
         releases: ReleaseTimes,
         guess_again: Callable[[float], None],
     ) -> None:
-        """Start a round.
-
-        ``guess_again`` ensures that no estimated release is before the given time.
-        """
+        """Start a round; ``guess_again`` moves estimated releases to after the given time."""
         self.now = now
         self.left = {kind: count for kind, count in free.items() if count > 0}
         self.version = self.number = next(_VERSIONS)
@@ -317,7 +309,7 @@ class Round:
                 plans.append((planned.at, kind, planned))
         if plans:
             at, kind, planned = min(plans)
-            self._kept[kind] = _KeptDevices(planned, no_guess)
+            self._kept[kind] = _KeptDevices(at, planned.spare, no_guess)
             self.planned[ticket_id] = at
             self.version = next(_VERSIONS)
 
@@ -419,7 +411,7 @@ class Walk:
         """Offer what is left to all from the section ``first`` to the section ``last``."""
         round_ = self._round
         self._section = last
-        self._shapes = [shape for shape in self._book.shapes if shape.entries]
+        self._shapes = [shape for shape in self._book.shapes.values() if shape.entries]
         self._heads = []
         for each in self._shapes:
             each.passed = False

@@ -294,9 +294,7 @@ class Scheduler:
         if because_of_age:
             why = f"{hours}, too long; nothing else counts"
             return (ScorePart("waiting", BY_AGE + waited / HOUR, why),)
-        parts = self._points.parts(
-            batch.reckoning, batch.alike.member, batch.alike.group, batch.priority, batch.boost
-        )
+        parts = self._points.parts(batch.reckoning, batch.ticket)
         points = batch.waiting_points(asked_at, now)
         if points < waited / batch.per_point:
             hours += ", which has made up for all that was lacking"

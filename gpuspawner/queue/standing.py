@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ..core.times import clock
+from ..devices.closures import Closure
 from ..devices.placement import format_memory
 from ..leases.models import Request
 from .models import Estimate, RankedTicket, ScorePart
@@ -67,9 +68,9 @@ class QueuePosition:
     """How many tickets wait, including this one."""
     why: str
     """What it waits for: ``2 GPUs with 40 GB; 1 is free``."""
-    estimate: Estimate | None
+    estimate: Estimate | None = None
     """When it will probably start, if known."""
-    planned: datetime | None
+    planned: datetime | None = None
     """When its start is planned, by the ends of sessions, known or guessed."""
     certain: bool = False
     """True if all those ends are known: it starts by then, unless another ticket goes first."""
@@ -102,8 +103,13 @@ class QueuePosition:
         return f"by {planned}" if self.certain else f"around {planned} (a first guess)"
 
 
-def waits_for(request: Request, free: int) -> str:
-    """Describe what a request waits for: ``2 GPUs with 40 GB; 1 is free``."""
+def waits_for(request: Request, free: int, paused: Closure | None) -> str:
+    """Describe what a request waits for: ``2 GPUs with 40 GB; 1 is free``.
+
+    ``paused`` is why nothing is granted at the moment, if that is so.
+    """
+    if paused:
+        return f"the GPUs to be given out again ({paused.reason or 'maintenance'})"
     count = request.devices
     text = f"{count} GPUs" if count > 1 else "a GPU"
     if request.model:
