@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
@@ -49,6 +49,7 @@ ON_THIS_HOST = ("docker", "local")
 """Engines whose servers end when this machine goes down."""
 
 
+@dataclass(eq=False)
 class LeaseService:
     """The only code that grants and releases.
 
@@ -56,34 +57,19 @@ class LeaseService:
     :meth:`gpuspawner.services.Services.run`.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Timekeeper,
-        settings: GPUCredits,
-        *,
-        devices: DeviceService,
-        prices: PriceService,
-        ledger: LedgerService,
-        credit_checks: CreditChecks,
-        take_back: Callable[[str | None, str], None],
-        log: logging.Logger,
-    ) -> None:
-        """Create the service.
-
-        ``take_back`` tells the external scheduler that the server of a ticket is gone.
-        """
-        self.store = store
-        self.clock = clock
-        self.settings = settings
-        self.devices = devices
-        self.prices = prices
-        self.ledger = ledger
-        self.credit_checks = credit_checks
-        self.take_back = take_back
-        self.log = log
-        self.engine_ids: dict[str, str] = {}
-        """The last known identity of each engine, by the engine's name."""
+    store: Store
+    clock: Timekeeper
+    settings: GPUCredits
+    _: KW_ONLY
+    devices: DeviceService
+    prices: PriceService
+    ledger: LedgerService
+    credit_checks: CreditChecks
+    take_back: Callable[[str | None, str], None]
+    """Tells the external scheduler that the server of a ticket is gone."""
+    log: logging.Logger
+    engine_ids: dict[str, str] = field(default_factory=dict)
+    """The last known identity of each engine, by the engine's name."""
 
     def open_leases(self) -> list[Lease]:
         """Return all open leases, oldest first."""
@@ -135,12 +121,12 @@ class LeaseService:
             shown_at=terms.shown_at,
         )
         try:
-            return grant(self.devices.look())
-        except NoDeviceFree as error:
-            # A process of the previous server may have ended since the last snapshot.
-            if not error.fields.get("occupied"):
-                raise self._with_end(error, request) from None
-        try:
+            try:
+                return grant(self.devices.look())
+            except NoDeviceFree as error:
+                # A process of the previous server may have ended since the last snapshot.
+                if not error.fields.get("occupied"):
+                    raise
             return grant(self.devices.look(fresh=True))
         except NoDeviceFree as error:
             raise self._with_end(error, request) from None
@@ -197,12 +183,11 @@ class LeaseService:
                     why=devices_closures.load(connection)[GRANTING].reason or "maintenance"
                 )
             places = look.fleet.choose(request, taken | kept if kept else taken)
-        devices = tuple(_leased(place, look.fleet.by_uuid[place.uuid]) for place in places)
-        prices = self.prices
-        rates = prices.rates_in(connection) if known.has_rates else prices.configured
-        priced = [look.fleet.by_uuid[x.uuid] for x in places]
+        chosen = [look.fleet.by_uuid[place.uuid] for place in places]
+        devices = tuple(map(_leased, places, chosen))
+        rates = self.prices.rates_in(connection) if known.has_rates else self.prices.configured
         cards = (rates.card(at, request.environment) for at in priced_at(now, shown_at))
-        rate = min(card.price(priced) for card in cards)
+        rate = min(card.price(chosen) for card in cards)
         payer = known.account
         if payer is None or known.is_paying or (known.first_due and known.first_due <= now):
             payer = self.credit_checks.payer_now(connection, account, now)
@@ -273,8 +258,8 @@ class LeaseService:
         """
         with self.store.write() as connection:
             lease = repository.get(connection, lease_id, lock=True)
-            is_open = lease.state is not LeaseState.ENDED
-            if not is_open or lease.server == server or repository.open_of(connection, server):
+            ended = lease.state is LeaseState.ENDED
+            if ended or lease.server == server or repository.open_of(connection, server):
                 return lease
             repository.update(connection, lease_id, user=server.user, server_name=server.name)
             audit_log.note(
@@ -318,8 +303,7 @@ class LeaseService:
             lease_id: The lease.
             ended_at: The server's proven end by the engine's wall clock.
             stopped_at: Used if ``ended_at`` is unknown, by :attr:`clock`. Without either, the lease
-                is
-                charged up to when its server was last seen alive.
+                is charged up to when its server was last seen alive.
             reason: Why it ended.
             failed: The start failed; it costs nothing.
             lost: It went down with the hub that started it. If its member had not connected yet, it
@@ -339,11 +323,9 @@ class LeaseService:
                 and _awaited(lease)
                 and repository.reopen_ticket(connection, lease.ticket_id or "")
             )
-            if back:
-                lease = replace(lease, outcome="lost")
-                repository.update(connection, lease.id, outcome=lease.outcome)
-            if failed and not lease.outcome:
-                lease = replace(lease, outcome="failed")  # for the settlement: it owes nothing
+            if back or (failed and not lease.outcome):
+                # For the settlement: it owes nothing.
+                lease = replace(lease, outcome="lost" if back else "failed")
                 repository.update(connection, lease.id, outcome=lease.outcome)
             failed = failed or lease.outcome in ("no_show", "lost")
             owed = ledger_rules.settlement(lease, end, failed)
@@ -364,10 +346,10 @@ class LeaseService:
         )
         self.devices.inventory.forget()
         self.log.info("Lease %s of %s ended: %s", lease.id, lease.server, reason)
-        if not back:
-            self.take_back(lease.ticket_id, lease.engine)
         if back:
             self.log.info("Ticket %s of %s is back in line", lease.ticket_id, lease.server)
+        else:
+            self.take_back(lease.ticket_id, lease.engine)
         return lease
 
     def give_up(self, lease_id: str, reason: str) -> None:
@@ -511,13 +493,7 @@ def require_seen(look: InventorySnapshot, request: Request) -> None:
 
 
 def _leased(place: Slot, device: Device) -> LeasedDevice:
-    return LeasedDevice(
-        uuid=place.uuid,
-        slot=place.slot,
-        index=device.index,
-        model=device.model,
-        memory_bytes=device.memory_bytes,
-    )
+    return LeasedDevice(*place, device.index, device.model, device.memory_bytes)
 
 
 def _fits(device: LeasedDevice, request: Request) -> bool:

@@ -174,6 +174,6 @@ def test_extend_command_moves_the_session_end(cli: Command, services: Services) 
     endless = grant(services, GRACE, devices=1)
     services.leases.confirm(endless.id)
     assert "has no end: nothing changed" in cli("extend", endless.id).stdout
-    services.sessions.order_stop(lease.id, "admin", reason="a new fan")
+    services.sessions.stop(lease.id, actor="kim", reason="a new fan")
     refused = cli("extend", lease.id, code=1).stderr
     assert "cannot be extended: its server is being stopped" in refused

@@ -125,10 +125,16 @@ def test_two_consecutive_no_shows_put_the_next_ticket_last(
 
 def test_first_stop_order_stays_with_actor_and_reason(services: Services, clock: Clock) -> None:
     lease = session(services, "ada")
+    for reason, words in (("", "reason is missing"), ("x" * 301, "300 is the most")):
+        with pytest.raises(InvalidRequest, match=words):
+            services.sessions.stop(lease.id, actor="kim", reason=reason)
+    with pytest.raises(UnknownLease):
+        services.sessions.stop("nothing", actor="kim", reason="a fan")
     why = "The machine gets a new fan"
-    ordered = services.sessions.order_stop(lease.id, "admin", actor="kim", reason=why)
+    ordered = services.sessions.stop(lease.id, actor="kim", reason=why)
     assert (ordered.outcome, ordered.end_reason) == ("admin", why)
-    assert services.sessions.order_stop(lease.id, "admin", actor="lee", reason="other") == ordered
+    with pytest.raises(CannotStop, match=rf"is being stopped already \({why}\)"):
+        services.sessions.stop(lease.id, actor="lee", reason="other")
     (change,) = services.audit.trail()
     assert (change.actor, change.action, change.detail) == ("kim", "stop", why)
     clock.forward(seconds=2 * HOUR)
@@ -137,26 +143,12 @@ def test_first_stop_order_stays_with_actor_and_reason(services: Services, clock:
     ended = services.leases.get(lease.id)
     assert (ended.outcome, ended.end_reason) == ("admin", why)
     assert ended.charged == owed(RATE, T0, clock.now)
-    assert services.sessions.order_stop(lease.id, "admin", actor="lee", reason="other") == ended
-    (notice,) = told(services, "ada", NoticeKind.STOPPED)
-    assert notice.body.startswith("The machine gets a new fan. Your files")
-
-
-def test_impossible_stop_is_refused_with_the_reason(services: Services, clock: Clock) -> None:
-    lease = session(services, "ada")
-    for reason, words in (("", "reason is missing"), ("x" * 301, "300 is the most")):
-        with pytest.raises(InvalidRequest, match=words):
-            services.sessions.stop(lease.id, actor="kim", reason=reason)
-    with pytest.raises(UnknownLease):
-        services.sessions.stop("nothing", actor="kim", reason="a fan")
-    services.sessions.stop(lease.id, actor="kim", reason="a fan")
-    with pytest.raises(CannotStop, match=r"is being stopped already \(a fan\)"):
-        services.sessions.stop(lease.id, actor="lee", reason="other")
-    services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
     with pytest.raises(CannotStop, match="has stopped already"):
         services.sessions.stop(lease.id, actor="lee", reason="other")
-    assert [change.actor for change in services.audit.trail()] == ["kim"]
-    assert services.leases.get(lease.id).end_reason == "a fan"
+    assert services.leases.get(lease.id) == ended
+    assert services.audit.trail() == [change]
+    (notice,) = told(services, "ada", NoticeKind.STOPPED)
+    assert notice.body.startswith("The machine gets a new fan. Your files")
 
 
 # Warnings.
