@@ -24,6 +24,7 @@ from gpuspawner.services import Services
 from tests.support import racers
 from tests.support.brokers import T0, Clock, Make, make_services
 from tests.support.parts import each_database
+from tests.support.processes import wait_for
 from tests.support.rounds import RATE, SITE, open_services
 from tests.support.sessions import HOUR, WARN, session, told, turn, wait, warn
 from tests.support.tier import Rounds, examples
@@ -301,6 +302,8 @@ def test_killed_services_warn_once_and_in_order(
         victims = [racers.Victim(work, database_url, clock) for _ in range(2)]
         for victim in victims:
             victim.wait_round()
+        if seconds >= (hours - 9) * HOUR:  # on a busy machine too somebody is quick enough to warn
+            wait_for(lambda: services.notifications.notices_of("ada"), "a warning", timeout=60)
         for _ in range(4):
             seconds += chance.uniform(0, HOUR / 4)
             clock.set(seconds)
@@ -315,7 +318,6 @@ def test_killed_services_warn_once_and_in_order(
     assert [notice.kind for notice in notices].count(NoticeKind.STOPPED) == 1
     assert notices[-1].kind is NoticeKind.STOPPED
     minutes = [float(notice.key.rpartition(":")[2]) for notice in notices[:-1]]
-    assert minutes, "somebody was quick enough to warn"
     assert minutes == sorted(set(minutes), reverse=True)
     assert ended.told_minutes == minutes[-1]
     services.store.close()

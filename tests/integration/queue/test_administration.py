@@ -18,33 +18,22 @@ from gpuspawner.core.errors import (
     UnknownTicket,
 )
 from gpuspawner.devices import closures
-from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
+from gpuspawner.leases.models import Lease
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.models import Ticket
 from gpuspawner.queue.service import QueueService
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make, acquire, states
 from tests.support.parts import each_database
+from tests.support.sessions import ask, line_up
 
 KIM = "kim"
-
-
-def ask(services: Services, user: str, devices: int = 1, **terms: Any) -> Lease | Ticket:
-    request = Request(devices=devices, environment="pytorch")
-    terms = {"wait": True, **terms}
-    return services.queue.ask(ServerRef(user), request, engine="docker", terms=Terms(**terms))
-
-
-def wait(services: Services, user: str, devices: int = 1) -> Ticket:
-    ticket = ask(services, user, devices)
-    assert isinstance(ticket, Ticket)
-    return ticket
 
 
 def each_a_minute_later(services: Services, clock: Clock, *users: str) -> list[Ticket]:
     found = []
     for user in users:
-        found.append(wait(services, user))
+        found.append(line_up(services, user))
         clock.forward(minutes=1)
     return found
 
@@ -70,12 +59,12 @@ def trail(services: Services) -> list[tuple[str, str, str, str]]:
 def test_paused_granting_refuses_devices_and_keeps_tickets(services: Services) -> None:
     assert services.devices.pause(actor=KIM, reason="new fans")
     assert not services.devices.pause(actor="other", reason="something else")
-    ticket = wait(services, "anna")
+    ticket = line_up(services, "anna")
     assert services.queue.turns(frozenset({ticket.id})) == []
     with pytest.raises(GrantingPaused, match="new fans"):
         services.queue.start_ticket(ticket.id)
     with pytest.raises(GrantingPaused, match="new fans"):
-        ask(services, "bert", wait=False)
+        ask(services, "bert")
     assert isinstance(ask(services, "cara", 0), Lease), "a server without a GPU starts"
     assert (
         services.positions.standings()[ticket.id].why == "the GPUs to be given out again (new fans)"
@@ -105,7 +94,7 @@ def test_drained_device_keeps_session_and_gets_no_new_one(services: Services) ->
     assert uuid not in got.uuids
     with pytest.raises(NoDeviceFree):
         acquire(services, "cara")
-    ticket = wait(services, "cara")
+    ticket = line_up(services, "cara")
     assert services.queue.turns(frozenset({ticket.id})) == []
     with pytest.raises(NoDeviceFree):
         services.queue.start_ticket(ticket.id)
@@ -186,7 +175,7 @@ def test_moves_and_boosts_reorder_the_queue_and_are_audited(full: Services, cloc
 def test_invalid_boost_or_queue_position_is_rejected(
     full: Services, change: Callable[..., Ticket], values: list[Any], sentence: str
 ) -> None:
-    ticket = wait(full, "anna")
+    ticket = line_up(full, "anna")
     for value in values:
         with pytest.raises(InvalidRequest, match=sentence):
             change(full.queue, ticket.id, value, actor=KIM)
@@ -200,7 +189,7 @@ def test_invalid_boost_or_queue_position_is_rejected(
 def test_invalid_reason_is_rejected_and_changes_nothing(
     full: Services, reason: str, sentence: str
 ) -> None:
-    ticket = wait(full, "anna")
+    ticket = line_up(full, "anna")
     uuid = full.monitoring.overview().devices[0].device.uuid
     for change in (
         lambda: full.devices.pause(actor=KIM, reason=reason),
@@ -243,7 +232,7 @@ def test_cancelled_ticket_is_recorded_and_notifies_its_member(full: Services, cl
 
 
 def test_cancel_requires_a_reason_and_a_known_ticket(full: Services) -> None:
-    ticket = wait(full, "anna")
+    ticket = line_up(full, "anna")
     with pytest.raises(InvalidRequest, match="The reason is missing"):
         full.queue.cancel(ticket.id, actor=KIM, reason="  ")
     with pytest.raises(UnknownTicket):
@@ -253,7 +242,7 @@ def test_cancel_requires_a_reason_and_a_known_ticket(full: Services) -> None:
 
 def test_cancel_after_the_grant_is_refused(services: Services) -> None:
     lease = acquire(services, "owner", 4)
-    ticket = wait(services, "anna")
+    ticket = line_up(services, "anna")
     services.leases.release(lease.id, reason="stopped")
     granted = services.queue.start_ticket(ticket.id)
     with pytest.raises(TicketEnded, match="granted: its turn came"):
