@@ -156,7 +156,7 @@ class PositionService:
         held back.
         """
         self.sync()
-        if self.line.paused or self.line.empty:
+        if self.line.paused or not self.line.tickets:
             return Decision()
         return self.line.scheduler.decide(
             self.clock().timestamp(), self.line.supply.free, planned=planned, reasons=planned > 0

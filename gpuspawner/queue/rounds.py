@@ -436,9 +436,16 @@ class Walk:
     def _turn(self, entry: Entry) -> None:
         """Offer what is left to one ticket."""
         batch = entry[4]
-        if not self._may_get(batch):
+        room = self._round.room(batch)
+        if room < 0.0:  # only the first of its shape that cannot start gets a planned start
+            if batch.shape.considered == self._round.number:
+                return
+        elif room < batch.seconds:
             return
-        if batch.entry is entry and self._round.room(batch) >= 0.0 and self._is_old(batch):
+        # Old: similar sessions ended since the batch was last calculated.
+        is_old = not 0 <= self._now - batch.looked_at <= FRESH
+        is_old = is_old and batch.ends_seen != batch.alike.ends
+        if batch.entry is entry and room >= 0.0 and is_old:
             self._book.look(batch, self._now)
             if batch.entry is not entry:
                 if batch.entry < entry:
@@ -486,19 +493,6 @@ class Walk:
             self._round.measure(shape)
             if shape.rooms != before:
                 self._point(shape, here)
-
-    def _may_get(self, batch: TicketBatch) -> bool:
-        """Return True if a ticket may start now, or is the first of its shape that cannot."""
-        room = self._round.room(batch)
-        if room < 0.0:
-            return batch.shape.considered != self._round.number
-        return room >= batch.seconds
-
-    def _is_old(self, batch: TicketBatch) -> bool:
-        """Return True if similar sessions ended since the batch was last calculated."""
-        if batch.ends_seen == batch.alike.ends:
-            return False
-        return not 0 <= self._now - batch.looked_at <= FRESH
 
     def _offer(self, ticket_id: str, batch: TicketBatch, which: int, because_of_age: bool) -> bool:
         """Start a ticket if it fits, else plan its start."""

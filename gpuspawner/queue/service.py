@@ -42,7 +42,7 @@ from ..ledger.settings import GPUCredits
 from ..members.service import require_member
 from ..notifications import repository as notifications_repository
 from ..notifications.messages import compose
-from ..notifications.models import Notice, NoticeKind
+from ..notifications.models import NoticeKind
 from . import repository
 from .delegation import DelegationService
 from .models import QueueLimits, Ticket
@@ -199,10 +199,9 @@ class QueueService:
             if actor:
                 _note(connection, ticket, outcome, actor, reason, now)
             if tell:
-                key, user = f"ticket_ended:{ticket.id}", ticket.server.user
-                notice = compose(
-                    "ticket_ended", NoticeKind.TICKET_ENDED, key, user, now, reason=reason
-                )
+                key, kind = f"ticket_ended:{ticket.id}", NoticeKind.TICKET_ENDED
+                user = ticket.server.user
+                notice = compose("ticket_ended", kind, key, user, now, reason=reason)
                 notifications_repository.add(connection, notice)
             ended = repository.get_ticket(connection, ticket_id)
         with self.line.lock:
@@ -357,7 +356,9 @@ class QueueService:
             )
             repository.end_ticket(connection, ticket.id, now, "granted", "its turn came", lease.id)
             if stood_in_line:
-                notifications_repository.add(connection, your_turn(ticket, lease, now))
+                key, user = f"turn:{lease.id}", ticket.server.user
+                notice = compose("turn", NoticeKind.TURN, key, user, now, lease=lease)
+                notifications_repository.add(connection, notice)
         self.log.info("Lease %s: %s got %s after %d s", lease.id, lease.server, lease.uuids, waited)
         return lease
 
@@ -373,10 +374,10 @@ class QueueService:
         return min(max(since, ticket.created_at), now)
 
     def _nobody_is_before(self, terms: Terms) -> bool:
-        """Return True if a request may bypass the queue: it is empty, and no limits apply."""
+        """Return True if a request may bypass the queue: nobody waits, and no limits apply."""
         if not self.line.synced:
             self.positions.sync()
-        if not self.line.empty:
+        if self.line.tickets:
             return False
         limits = self.settings.limits_of(self.settings.standing_of(terms.groups)[0])
         return not any(limit.can_hold_back for limit in limits)
@@ -541,10 +542,3 @@ def _note(
 ) -> None:
     subject = f"ticket {ticket.id} of {ticket.server}"
     audit_log.note(connection, at=now, actor=actor, action=action, subject=subject, detail=detail)
-
-
-def your_turn(ticket: Ticket, lease: Lease, now: datetime) -> Notice:
-    """What a member is told when the devices that they waited for are theirs."""
-    return compose(
-        "turn", NoticeKind.TURN, f"turn:{lease.id}", ticket.server.user, now, lease=lease
-    )

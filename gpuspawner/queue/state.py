@@ -88,11 +88,6 @@ class QueueState:
         return self.closed.get(closures.GRANTING)
 
     @property
-    def empty(self) -> bool:
-        """True if no ticket waits, as far as this process knows."""
-        return not self.tickets
-
-    @property
     def synced(self) -> bool:
         """True if the store was ever read."""
         return self._synced_at is not None
