@@ -139,7 +139,6 @@ def _key(lease_id: str) -> str:
 
 
 def _must_be_restartable(lease: Lease, now: datetime) -> None:
-    """Raise CannotRestart if the lease cannot be restarted."""
     if lease.state is not LeaseState.RUNNING:
         raise CannotRestart(why="it does not run")
     if lease.outcome:

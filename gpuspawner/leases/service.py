@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -174,7 +174,7 @@ class LeaseService:
                 devices_closures.reopen(connection, uuid)
             taken = repository.places_taken(connection)
             if asks_for(request, look.devices, known.kept):
-                kept = _all_but(known.kept, look.fleet)
+                kept = slots_beside(known.kept, look.fleet)
                 seconds = terms.get("seconds"), repository.left_of(connection, server, now)
                 terms["seconds"] = min((x for x in seconds if x is not None), default=None)
         if request.devices:
@@ -472,8 +472,8 @@ def _awaited(lease: Lease) -> bool:
     return lease.state is LeaseState.GRANTED or unclaimed
 
 
-def _all_but(uuids: frozenset[str], fleet: PlacementIndex) -> frozenset[str]:
-    """Return the slots on all other devices."""
+def slots_beside(uuids: Collection[str], fleet: PlacementIndex) -> frozenset[str]:
+    """Return the slots on all devices but these, as texts."""
     others = [device for device in fleet.devices if device.uuid not in uuids]
     return texts(Slot(device.uuid, slot) for device in others for slot in range(device.slots))
 

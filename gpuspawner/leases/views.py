@@ -166,7 +166,6 @@ class EndAPI(APIHandler):
 
 
 def _facts(lease: Lease, server: str) -> list[tuple[str, str]]:
-    """Return what a confirmation says about a lease."""
     return [
         ("Server", server),
         ("Environment", lease.environment or "the hub's own"),

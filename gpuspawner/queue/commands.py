@@ -324,7 +324,6 @@ def _plain_comparison(found: TicketComparison) -> dict[str, Any]:
 
 
 def _show_change(services: Services, ticket: Ticket, what: str) -> None:
-    """Print what was changed and the ticket's position now."""
     standing = services.positions.standings().get(ticket.id)
     place = standing.place if standing else 0  # it may have got its turn meanwhile
     value = {"id": ticket.id, "place": place, "boost": ticket.boost, "position": ticket.position}

@@ -20,12 +20,13 @@ from traitlets.config import LoggingConfigurable
 from ..core.errors import GPUSpawnerError, GrantingPaused, NoDeviceFree, Unavailable
 from ..db.clock import Timekeeper
 from ..db.engine import Store
-from ..devices.placement import PlacementIndex, texts
+from ..devices.placement import PlacementIndex
 from ..devices.service import DeviceService, closed_devices
 from ..engines.base import Engine
 from ..engines.images import Connect
 from ..leases import repository as leases_repository
-from ..leases.models import Lease, LeaseState, Slot
+from ..leases.models import Lease, LeaseState
+from ..leases.service import slots_beside
 from ..slurm.cluster import read_cluster
 from ..slurm.engine import SlurmEngine
 from ..slurm.images import WantedImage, reach
@@ -259,9 +260,7 @@ class DelegationService:
         turn = self._said.get(ticket.id)
         if turn is None or not turn.uuids or turn.over:
             raise NoDeviceFree()
-        others = [device for device in fleet.devices if device.uuid not in turn.uuids]
-        kept = texts(Slot(each.uuid, slot) for each in others for slot in range(each.slots))
-        return turn, kept
+        return turn, slots_beside(turn.uuids, fleet)
 
     def standings(self) -> dict[str, QueuePosition]:
         """Return the standing of every ticket according to the external scheduler."""
@@ -352,10 +351,7 @@ class DelegationService:
             self.delegate.extend(lease.ticket_id, lease.seconds + lease.extended)
 
     def _give_back(self, ticket: Ticket, turn: Turn) -> None:
-        """Return an allocation of closed devices, so that the ticket waits for others.
-
-        Raises Unavailable.
-        """
+        """Return an allocation of closed devices: the ticket waits for others."""
         with self.line.lock:
             if ticket.id not in self.line.tickets:
                 return  # it was granted before the devices were closed

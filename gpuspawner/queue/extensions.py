@@ -209,10 +209,7 @@ class ExtensionService:
             raise CannotExtend(why=why)
 
     def _must_be_covered(self, connection: sa.Connection, lease: Lease, now: datetime) -> None:
-        """Raise CannotExtend if a session that continues without credits could not pay a start.
-
-        Otherwise it could be extended for ever.
-        """
+        """Raise CannotExtend if a session could be extended for ever without credits."""
         if lease.when_dry != SESSION:
             return
         balance = self.credit_checks.payer_now(connection, lease.account, now).balance
@@ -222,10 +219,7 @@ class ExtensionService:
             raise CannotExtend(why=f"{lease.account} has {sums}")
 
     def _longer_hold(self, connection: sa.Connection, extended: Lease) -> int:
-        """Return the hold of the extended session, if sessions are held whole.
-
-        Raises CannotExtend.
-        """
+        """Return the hold of the extended session. Raises CannotExtend."""
         if not self.credits.hold_session:
             return extended.hold
         whole = self.credits.lead((extended.seconds or 0) + extended.extended)

@@ -167,7 +167,6 @@ class PositionService:
     def _stand(
         self, waiting: Sequence[Ticket], decision: Decision, now: float
     ) -> dict[str, QueuePosition]:
-        """Return the standings of all waiting tickets, first next."""
         found = {}
 
         @cache

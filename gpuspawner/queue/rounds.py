@@ -434,7 +434,6 @@ class Walk:
                 self._less_is_left(entry, but=shape)
 
     def _turn(self, entry: Entry) -> None:
-        """Offer what is left to one ticket."""
         batch = entry[4]
         room = self._round.room(batch)
         if room < 0.0:  # only the first of its shape that cannot start gets a planned start
@@ -495,7 +494,6 @@ class Walk:
                 self._point(shape, here)
 
     def _offer(self, ticket_id: str, batch: TicketBatch, which: int, because_of_age: bool) -> bool:
-        """Start a ticket if it fits, else plan its start."""
         shape, round_ = batch.shape, self._round
         if shape.seen != round_.version:
             round_.measure(shape)

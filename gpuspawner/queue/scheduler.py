@@ -241,7 +241,6 @@ class Scheduler:
         return self._aged.first(self._book, self._limiter, self._capacity.devices, now)
 
     def _in_order(self, now: float, aged: list[str]) -> Iterator[Key]:
-        """Yield the keys of all tickets, first next."""
         keys = self._book.line.in_order(now)
         if not aged:
             return keys

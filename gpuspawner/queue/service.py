@@ -294,11 +294,7 @@ class QueueService:
         return ticket
 
     def _external_turns(self, present: frozenset[str]) -> list[str]:
-        """Return the tickets that got devices and that a spawn waits with.
-
-        Submits those that were not submitted yet, and ends those that the external scheduler gave
-        up.
-        """
+        """Return the tickets that got devices and that a spawn waits with, and submit new ones."""
         decided = self.delegation.next_round()
         for ticket in decided.missing:
             with suppress(Refused):  # its member is told, and the others continue
@@ -365,10 +361,7 @@ class QueueService:
     def _held_since(
         self, connection: sa.Connection, ticket: Ticket, since: datetime | None, now: datetime
     ) -> datetime:
-        """Return when the ticket first received its devices.
-
-        Now, if it was granted before: that server was lost with its hub.
-        """
+        # Granted before: that server was lost with its hub.
         if since is None or leases_repository.had_one(connection, ticket.id, ticket.server):
             return now
         return min(max(since, ticket.created_at), now)
@@ -383,10 +376,7 @@ class QueueService:
         return not any(limit.can_hold_back for limit in limits)
 
     def _has_kept(self, server: ServerRef, request: Request) -> bool:
-        """Return True if exactly these devices are reserved for a server that restarts.
-
-        It has already been in the queue. A request for other devices waits like everybody.
-        """
+        """Return True if exactly these devices are reserved for a server that restarts."""
         kept = self.store.run(lambda connection: leases_repository.kept_devices(connection, server))
         return asks_for(
             request, self.positions.devices.look().devices, {closure.subject for closure in kept}

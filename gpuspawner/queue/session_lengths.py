@@ -195,12 +195,8 @@ class SessionLengths:
         return started_at + length
 
     def _otherwise(self, alike: SimilarSessions, most: float | None) -> list[float]:
-        """Return lengths to use without evidence.
-
-        Lengths of others if similar sessions were hardly ever seen; else from very short to very
-        long, so that a few are tried soon.
-        """
-        if alike.ends < _FEW:
+        """Return lengths to use without evidence: from very short to very long."""
+        if alike.ends < _FEW:  # similar sessions were hardly ever seen: those of others
             for key in _wider(alike):
                 latest = self._latest.get(key, ())
                 if len(latest) >= _FEW:

@@ -242,7 +242,6 @@ def change_of(
 
 
 def _comparison(line: view_models.QueueView, one: str, other: str) -> TicketComparison | None:
-    """Return the comparison of two tickets, or None if none are named."""
     if not one and not other:
         return None
     first, second = line.find(one), line.find(other)
@@ -316,7 +315,6 @@ class TicketAPI(ChangingAPI):
         await self._tell(ticket_id)
 
     async def _tell(self, ticket_id: str) -> None:
-        """Send the ticket's current state."""
         ticket = await self.read(self.services.queue.ticket, ticket_id)
         if ticket.outcome:
             self.answer(schemas.EndedTicketAnswer, ticket)
