@@ -83,8 +83,6 @@ class EndedSession:
     devices: int
     started_at: float
     ended_at: float
-    seconds: float | None = None
-    """The requested session length, if there was one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

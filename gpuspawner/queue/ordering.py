@@ -97,14 +97,8 @@ class ScoredRequest(NamedTuple):
 class Points:
     """Calculates points from policy, weights and past use."""
 
-    def __init__(
-        self,
-        policy: QueuePolicy,
-        member_weights: Mapping[str, float],
-        group_weights: Mapping[str, float],
-    ) -> None:
+    def __init__(self, policy: QueuePolicy, group_weights: Mapping[str, float]) -> None:
         self._policy = policy
-        self._member_weights = dict(member_weights)
         self._group_weights = dict(group_weights)
         self._members = FairShareUse(policy.half_life_seconds)
         self._groups = FairShareUse(policy.half_life_seconds)
@@ -136,8 +130,7 @@ class Points:
         member_used = member_points = group_used = group_points = 0.0
         if member:
             member_used = self._members.of(member, now)
-            share = member_used / (self._whole * self._member_weights.get(member, 1.0))
-            member_points = -policy.member_share_points * share
+            member_points = -policy.member_share_points * (member_used / self._whole)
         if group:
             group_used = self._groups.of(group, now)
             share = group_used / (self._whole * self._group_weights.get(group, 1.0))
@@ -155,7 +148,7 @@ class Points:
         size = f"about {reckoning.gpu_hours:.1f} GPU-hours expected, {level:g} give 0 points"
         parts = [ScorePart("size", reckoning.size, size)]
         if ticket.member:
-            used = _used(reckoning.member_used, self._member_weights.get(ticket.member, 1.0))
+            used = _used(reckoning.member_used, 1.0)
             parts.append(ScorePart("share of the member", reckoning.member, used))
         if ticket.group:
             used = _used(reckoning.group_used, self._group_weights.get(ticket.group, 1.0))

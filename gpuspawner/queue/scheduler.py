@@ -50,13 +50,12 @@ class Scheduler:
         self,
         policy: QueuePolicy | None = None,
         *,
-        member_weights: Mapping[str, float] | None = None,
         group_weights: Mapping[str, float] | None = None,
         member_limits: QueueLimits | None = None,
         group_limits: Mapping[str, QueueLimits] | None = None,
     ) -> None:
         self.policy = policy or QueuePolicy()
-        self._points = Points(self.policy, member_weights or {}, group_weights or {})
+        self._points = Points(self.policy, group_weights or {})
         self._limiter = Limiter(member_limits or QueueLimits(), group_limits or {})
         self._lengths = SessionLengths(self.policy.default_seconds, self.policy.samples)
         self._book = Book(self.policy, self._lengths, self._points, self._limiter)

@@ -77,15 +77,12 @@ class QueuePosition:
 
     def sentence(self, now: datetime) -> str:
         """Return the sentence for the pending page."""
-        return f"{self.where()} {self.when(now)}".rstrip()
-
-    def where(self) -> str:
-        """Return the position in the queue and what it waits for."""
-        if self.of == 1:
-            return f"You are the only one in line. Waiting for {self.why}."
+        where = f"number {self.place} of {self.of} in line"
         if self.place == 1:
-            return f"You are next in line, of {self.of}. Waiting for {self.why}."
-        return f"You are number {self.place} of {self.of} in line. Waiting for {self.why}."
+            where = f"next in line, of {self.of}"
+        if self.of == 1:
+            where = "the only one in line"
+        return f"You are {where}. Waiting for {self.why}. {self.when(now)}".rstrip()
 
     def when(self, now: datetime) -> str:
         """Return the estimate as a sentence, or "" if there is none."""

@@ -281,5 +281,4 @@ def _past(lease: Lease) -> EndedSession:
         devices=len(lease.devices),
         started_at=start.timestamp(),
         ended_at=(lease.ended_at or start).timestamp(),
-        seconds=float(lease.seconds) if lease.seconds is not None else None,
     )

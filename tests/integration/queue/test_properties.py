@@ -282,7 +282,9 @@ class LineMachine(RuleBasedStateMachine):
     def everybody_who_waits_has_a_place(self) -> None:
         order = self.service.positions.order()
         assert {ticket.id for ticket, _, _ in order} == set(self.waiting)
-        assert [ranked.place for _, ranked, _ in order] == [*range(1, len(order) + 1)]
+        places = [*range(1, len(order) + 1)]
+        assert [ranked.place for _, ranked, _ in order] == places
+        assert [self.service.positions.place_of(ticket.id) for ticket, _, _ in order] == places
         assert all(standing.of == len(order) for _, _, standing in order)
         positions = [ticket.position for ticket, _, _ in order if ticket.position]
         assert positions == sorted(positions)

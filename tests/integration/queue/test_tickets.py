@@ -12,7 +12,6 @@ from gpuspawner.core.errors import TooManyTickets, TooMuchAsked
 from gpuspawner.leases.models import Lease, ServerRef, Sighting
 from gpuspawner.leases.reconciliation import HubState
 from gpuspawner.ledger.rules import owed
-from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock, Make, acquire, running
 from tests.support.sessions import ask, line_up
@@ -21,23 +20,29 @@ asked = partial(ask, wait=True, groups=frozenset({"guests"}))
 
 
 @pytest.mark.parametrize(
-    "limits", [{"member_limits": {"devices": 2}}, {"group_limits": {"guests": {"devices": 2}}}]
+    ("limits", "wide", "fits", "words"),
+    [
+        ({"member_limits": {"devices": 2}}, {"devices": 3}, {}, "for 3 GPUs, and 2 at once"),
+        ({"group_limits": {"guests": {"devices": 2}}}, {"devices": 3}, {}, "for 3 GPUs, and 2"),
+        (
+            {"member_limits": {"gpu_hours": 4}},
+            {"devices": 2, "seconds": 3 * 3600},
+            {"seconds": 2 * 3600},
+            "for 6 GPU-hours, and 4",
+        ),
+    ],
+    ids=["devices of a member", "devices of a group", "GPU-hours"],
 )
-def test_request_above_a_device_limit_is_refused(make: Make, limits: dict[str, Any]) -> None:
+def test_request_above_a_limit_is_refused(
+    make: Make, limits: dict[str, Any], wide: dict[str, int], fits: dict[str, int], words: str
+) -> None:
     services = make(**limits)
-    with pytest.raises(TooMuchAsked, match=r"You asked for 3 GPUs, and 2 at once is your limit\."):
-        asked(services, "anna", devices=3)
+    with pytest.raises(TooMuchAsked, match=rf"You asked {words}.* is your limit\."):
+        asked(services, "anna", **wide)
     assert services.queue.waiting() == []
-    assert isinstance(asked(services, "anna", devices=2), Ticket), "its turn comes"
-    (ticket,) = services.queue.waiting()
-    assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
-
-
-def test_request_above_the_gpu_hour_limit_is_refused(make: Make) -> None:
-    services = make(member_limits={"gpu_hours": 4})
-    with pytest.raises(TooMuchAsked, match="You asked for 6 GPU-hours, and 4 is your limit"):
-        asked(services, "anna", devices=2, seconds=3 * 3600)
-    assert isinstance(asked(services, "anna", devices=2, seconds=2 * 3600), Ticket)
+    ticket = asked(services, "anna", devices=2, **fits)
+    assert services.queue.waiting() == [ticket]
+    assert services.queue.turns(frozenset({ticket.id})) == [ticket.id], "its turn comes"
 
 
 def test_ticket_at_a_device_limit_waits_with_a_reason(make: Make) -> None:
