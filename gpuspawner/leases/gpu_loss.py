@@ -130,7 +130,7 @@ class RestartService:
                 key, kind = f"restart:{lease.id}", NoticeKind.STOPPED
                 told = _notice("not_restarted", kind, key, lease, now, reason=why)
                 notifications_repository.add(connection, told)
-        self.log.info("Nothing is kept for %s any more%s", server, f": {why}" if why else "")
+        self.log.info("No devices are reserved for %s now%s", server, f": {why}" if why else "")
 
 
 def _key(lease_id: str) -> str:

@@ -339,7 +339,7 @@ def pause(settings: Settings, reason: str) -> None:
     services = queue_services(settings)
     done = services.devices.pause(actor=actor(), reason=reason)
     closure = services.devices.closures().get(GRANTING)
-    text = "Granting is paused: what runs goes on, and who waits waits on."
+    text = "Granting is paused: running servers continue, and tickets keep their places."
     if not done and closure:
         text = f"Nothing changed: {closure.actor} paused granting at {local(closure.at)}"
         text += _because(closure)
@@ -355,7 +355,7 @@ def resume(settings: Settings, reason: str) -> None:
     done = services.devices.resume(actor=actor(), reason=reason)
     text = "Nothing changed: granting was not paused."
     if done:
-        text = f"Granting goes on: {count(len(services.queue.waiting()), 'ticket')} in line."
+        text = f"Granting is resumed: {count(len(services.queue.waiting()), 'ticket')} in line."
     show({"changed": done, "paused": None}, text)
 
 

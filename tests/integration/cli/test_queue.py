@@ -124,7 +124,7 @@ def test_granting_is_paused_and_resumed(
     assert re.search(r"Granting is paused by cli:root since .*: new fans$", listed)
     assert rows(listed)[0][4] == "the GPUs to be given out again (new fans)"
     assert cli.json("queue")["paused"]["reason"] == "new fans"
-    assert cli("resume").stdout == "Granting goes on: 3 tickets in line.\n"
+    assert cli("resume").stdout == "Granting is resumed: 3 tickets in line.\n"
     assert cli("resume").stdout == "Nothing changed: granting was not paused.\n"
     assert [change.action for change in services.audit.trail()] == ["resume", "pause"]
 
