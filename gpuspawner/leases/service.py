@@ -14,7 +14,6 @@ import sqlalchemy as sa
 
 from ..core.clock import engine_time
 from ..core.errors import GrantingPaused, NoDeviceFree, ServerHasLease, UnknownLease
-from ..db import audit_log
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices import closures as devices_closures
@@ -29,7 +28,7 @@ from ..ledger import repository as ledger_repository
 from ..ledger import rules as ledger_rules
 from ..ledger.credit_policy import OVERDRAFT
 from ..ledger.prices import PriceService, priced_at
-from ..ledger.service import LedgerService
+from ..ledger.service import LedgerService, note
 from ..ledger.settings import GPUCredits
 from ..members.service import require_member
 from . import allocation, reconciliation, repository
@@ -262,25 +261,16 @@ class LeaseService:
             if ended or lease.server == server or repository.open_of(connection, server):
                 return lease
             repository.update(connection, lease_id, user=server.user, server_name=server.name)
-            audit_log.note(
-                connection,
-                at=self.clock(),
-                actor="hub",
-                action="renamed",
-                subject=lease.server.user,
-                detail=f"lease {lease.id}: {lease.server} is {server} at the Hub; {lease.account} "
-                "goes on paying",
+            old, new, payer = lease.server.user, server.user, lease.account
+            detail = (
+                f"lease {lease.id}: {lease.server} is {server} at the Hub; {payer} goes on paying"
             )
+            note(connection, "hub", "renamed", old, detail, self.clock())
         self.log.warning(
             "The member %s was renamed to %s at the Hub. The server goes on, and %s pays for it. "
             "Credits, history and files are still those of %s: give them the new name with "
             "`gpuspawner members rename %s %s`, or rename the member back.",
-            lease.server.user,
-            server.user,
-            lease.account,
-            lease.server.user,
-            lease.server.user,
-            server.user,
+            *(old, new, payer, old, old, new),
         )
         return replace(lease, server=server)
 

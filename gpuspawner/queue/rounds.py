@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -55,7 +56,12 @@ class GrantRate:
 
     def give(self, held: Mapping[str, int], at: float) -> None:
         """Record that these devices, by kind, were granted."""
-        self._pass(at)
+        fade = self._fade(at)
+        for kind in self._given:
+            self._given[kind] *= fade
+        if self._given:
+            self._past *= fade
+        self._as_of = max(self._as_of, at)
         for kind, devices in held.items():
             self._given[kind] = self._given.get(kind, 0.0) + devices
 
@@ -65,14 +71,6 @@ class GrantRate:
         # One more device, so that nothing is divided by zero and a single start proves little.
         given = 1.0 + fade * sum(self._given.get(kind, 0.0) for kind in kinds)
         return _LEAST + devices * (_MEMORY * (1.0 - fade * self._past) + 1.0) / given
-
-    def _pass(self, now: float) -> None:
-        fade = self._fade(now)
-        for kind in self._given:
-            self._given[kind] *= fade
-        if self._given:
-            self._past *= fade
-        self._as_of = max(self._as_of, now)
 
     def _fade(self, now: float) -> float:
         return math.exp(min(0.0, self._as_of - now) / _MEMORY) if self._given else 1.0
@@ -334,17 +332,15 @@ class OverdueTickets:
 
     def __init__(self, policy: QueuePolicy) -> None:
         self._policy = policy
-        self._in_use: dict[str, int] = {}
+        self._in_use: Counter[str] = Counter()
 
     def start(self, held: Mapping[str, int]) -> None:
         """Record that an overdue ticket uses devices (by kind)."""
-        for kind, devices in held.items():
-            self._in_use[kind] = self._in_use.get(kind, 0) + devices
+        self._in_use.update(held)
 
     def end(self, held: Mapping[str, int]) -> None:
         """Record that it no longer does."""
-        for kind, devices in held.items():
-            self._in_use[kind] -= devices
+        self._in_use.subtract(held)
 
     def due(self, asked_at: float, now: float) -> bool:
         """Return True if the ticket has waited longer than ``overdue_seconds``."""
@@ -358,7 +354,7 @@ class OverdueTickets:
         for kinds, ages in book.by_age.items():
             if not self.due(ages[0][0], now):
                 continue
-            in_use = sum(self._in_use.get(kind, 0) for kind in kinds)
+            in_use = sum(self._in_use[kind] for kind in kinds)
             most = self._policy.overdue_share * sum(capacity.get(kind, 0) for kind in kinds)
             for asked_at, ticket_id in ages:
                 if not self.due(asked_at, now) or (in_use and in_use >= most):
