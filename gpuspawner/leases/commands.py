@@ -37,7 +37,6 @@ from ..cli.parameters import (
     yes_option,
 )
 from ..core.errors import AnotherEngine, EngineUnavailable, GPUSpawnerError, Refused, UnknownLease
-from ..engines.base import Engine
 from ..engines.docker import DockerEngine, belongs_to, is_alive, sighting_of
 from ..engines.local import LocalEngine, process_ref
 from ..ledger import rules as ledger_rules
@@ -55,12 +54,11 @@ lease_argument = argument("lease_id", "LEASE", "the lease's id, or a unique pref
 def leases(settings: Settings, with_ended: bool, member: str | None, limit: int) -> None:
     """List the open leases, or all of them."""
     services = settings.open_services()
-    if not with_ended:
-        found = services.leases.open_leases()
-    elif member is None:
-        found = services.leases.of_account(None, limit)
+    if with_ended:
+        # All of a member's: a group's account may have paid for some.
+        found = services.leases.of_account(None, limit if member is None else _EVERY)
     else:
-        found = services.leases.of_account(None, _EVERY)  # a group's account may have paid for some
+        found = services.leases.open_leases()
     if member is not None:
         found = [lease for lease in found if lease.server.user == member]
     if with_ended:
@@ -210,9 +208,11 @@ def ask_engine(lease: Lease, settings: Settings, services: Services) -> ReleaseP
         return _ask_docker(lease, settings, services)
     if lease.engine == "local":
         return _ask_local(lease)
-    return ReleaseProof(
-        EngineState.UNKNOWN, f"this command cannot ask the engine {lease.engine!r}."
-    )
+    return _unknown(f"this command cannot ask the engine {lease.engine!r}.")
+
+
+def _unknown(text: str) -> ReleaseProof:
+    return ReleaseProof(EngineState.UNKNOWN, text)
 
 
 def _ask_docker(lease: Lease, settings: Settings, services: Services) -> ReleaseProof:
@@ -221,43 +221,31 @@ def _ask_docker(lease: Lease, settings: Settings, services: Services) -> Release
     try:
         connect = engine_client(settings.config)
     except GPUSpawnerError as error:
-        return ReleaseProof(
-            EngineState.UNKNOWN, f"the spawner's configuration does not load: {error.message}"
-        )
+        return _unknown(f"the spawner's configuration does not load: {error.message}")
     engine = DockerEngine(connect, lambda: services.time.stamp_error)
     try:
         holders = engine.holders(lease)
     except AnotherEngine:
-        return ReleaseProof(
-            EngineState.UNKNOWN, "another Docker Engine answers than the one it was started on."
-        )
+        return _unknown("another Docker Engine answers than the one it was started on.")
     except EngineUnavailable:
-        return ReleaseProof(EngineState.UNKNOWN, "the Docker Engine does not answer.")
+        return _unknown("the Docker Engine does not answer.")
     if foreign := [each for each in holders if is_alive(each) and not belongs_to(each, lease)]:
         name = foreign[0]["Name"].lstrip("/")
-        return ReleaseProof(
-            EngineState.UNKNOWN, f"the container {name}, of no lease, was given one of its GPUs."
-        )
+        return _unknown(f"the container {name}, of no lease, was given one of its GPUs.")
     found = _first([sighting_of(each) for each in holders])
-    if found is None and lease.engine_ref:
-        died = engine.died_at(lease.engine_ref)
-        return _judged(lease, found, "container", died)
-    return _judged(lease, found, "container")
+    died = engine.died_at(lease.engine_ref) if found is None and lease.engine_ref else None
+    return _judged(lease, found, "container", died)
 
 
 def _ask_local(lease: Lease) -> ReleaseProof:
-    found = _mine(LocalEngine(), lease)
+    found = _first([s for s in LocalEngine().sightings() if s.lease_id == lease.id])
     if found is None and lease.engine_ref:
-        if process_ref(_pid(lease.engine_ref)) == lease.engine_ref:
-            return ReleaseProof(EngineState.ALIVE, f"its process {_pid(lease.engine_ref)} runs.")
+        pid = lease.engine_ref.partition(":")[0]
+        if pid.isdigit() and process_ref(int(pid)) == lease.engine_ref:
+            return ReleaseProof(EngineState.ALIVE, f"its process {pid} runs.")
     elif found is None and os.geteuid() != 0:
-        return ReleaseProof(EngineState.UNKNOWN, "other users' processes can be seen as root only.")
+        return _unknown("other users' processes can be seen as root only.")
     return _judged(lease, found, "process")
-
-
-def _mine(engine: Engine, lease: Lease) -> Sighting | None:
-    """Return the lease's server as the engine knows it; an alive one before an exited one."""
-    return _first([s for s in engine.sightings() if s.lease_id == lease.id])
 
 
 def _first(mine: Sequence[Sighting]) -> Sighting | None:
@@ -272,14 +260,10 @@ def _judged(
         return ReleaseProof(EngineState.ALIVE, f"its {noun} {found.ref[:12]} is alive.")
     if found is not None:
         when = f" at {local(found.ended_at)}" if found.ended_at else ""
-        return ReleaseProof(
-            EngineState.GONE, f"its {noun} exited{when} ({found.detail}).", found.ended_at
-        )
+        text = f"its {noun} exited{when} ({found.detail})."
+        return ReleaseProof(EngineState.GONE, text, found.ended_at)
     if lease.state is LeaseState.GRANTED and not lease.engine_ref:
-        return ReleaseProof(
-            EngineState.UNKNOWN,
-            f"it has no {noun} yet: the start may be under way (an image is pulled).",
-        )
+        return _unknown(f"it has no {noun} yet: the start may be under way (an image is pulled).")
     when = f", ended at {local(died)}" if died else ""
     return ReleaseProof(EngineState.GONE, f"its {noun} is gone{when}.", died)
 
@@ -319,11 +303,6 @@ def _refusal(lease: Lease, proof: ReleaseProof) -> str:
         f"Lease {lease.id} was not released: whether its server is gone is unknown, because "
         f"{proof.text} Try again when that can be told, or insist with --force."
     )
-
-
-def _pid(ref: str) -> int:
-    pid = ref.partition(":")[0]
-    return int(pid) if pid.isdigit() else 0
 
 
 @command()

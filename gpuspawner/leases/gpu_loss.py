@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 from ..core.errors import CannotRestart
 from ..db.engine import Store
@@ -45,20 +46,14 @@ class Restart:
     """True if the server has stopped, so that it can be started."""
 
 
+@dataclass(eq=False)
 class RestartService:
     """Tracks servers that lost their devices and servers that restart."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        delegate: Delegate | None,
-        log: logging.Logger,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.delegate = delegate
-        self.log = log
+    store: Store
+    clock: Callable[[], datetime]
+    delegate: Delegate | None
+    log: logging.Logger
 
     def tell_lost(self, lease_id: str) -> bool:
         """Tell a member that their server can no longer reach its devices.
@@ -70,7 +65,8 @@ class RestartService:
             lease = repository.get(connection, lease_id, lock=True)
             if lease.state is LeaseState.ENDED:
                 return False
-            return notifications_repository.add(connection, _lost(lease, now))
+            told = _notice("gpu_lost", NoticeKind.GPU_SICK, _key(lease.id), lease, now)
+            return notifications_repository.add(connection, told)
 
     def lost_of(self, user: str) -> list[Lease]:
         """Return a member's running servers that were reported to have lost their devices."""
@@ -105,7 +101,8 @@ class RestartService:
                 who = closures.keeper(lease.server)
                 closures.close(connection, Closure(device.uuid, now, who, _REASON))
             note_lease(connection, lease, OUTCOME, actor, _WHY, now)
-            return order_end(connection, lease, OUTCOME, _WHY, _restarts(lease, now), self.log)
+            told = _notice("restarts", NoticeKind.STOPPED, f"stopped:{lease.id}", lease, now)
+            return order_end(connection, lease, OUTCOME, _WHY, told, self.log)
 
     def all_restarts(self) -> list[Restart]:
         """Return all restarts in progress."""
@@ -130,8 +127,10 @@ class RestartService:
                 closures.reopen(connection, closure.subject)
             lease = repository.last_lease(connection, server)
             if why and lease:
-                notifications_repository.add(connection, _not_again(lease, why, now))
-        self.log.info("Nothing is kept for %s any more%s", server, f": {why}" if why else "")
+                key, kind = f"restart:{lease.id}", NoticeKind.STOPPED
+                told = _notice("not_restarted", kind, key, lease, now, reason=why)
+                notifications_repository.add(connection, told)
+        self.log.info("No devices are reserved for %s now%s", server, f": {why}" if why else "")
 
 
 def _key(lease_id: str) -> str:
@@ -140,7 +139,6 @@ def _key(lease_id: str) -> str:
 
 
 def _must_be_restartable(lease: Lease, now: datetime) -> None:
-    """Raise CannotRestart if the lease cannot be restarted."""
     if lease.state is not LeaseState.RUNNING:
         raise CannotRestart(why="it does not run")
     if lease.outcome:
@@ -151,20 +149,7 @@ def _must_be_restartable(lease: Lease, now: datetime) -> None:
         raise CannotRestart(why="its session ends within a minute")
 
 
-# What members are told.
-
-
-def _lost(lease: Lease, now: datetime) -> Notice:
-    key, user = _key(lease.id), lease.server.user
-    return compose("gpu_lost", NoticeKind.GPU_SICK, key, user, now, lease=lease)
-
-
-def _restarts(lease: Lease, now: datetime) -> Notice:
-    key, user = f"stopped:{lease.id}", lease.server.user
-    return compose("restarts", NoticeKind.STOPPED, key, user, now, lease=lease)
-
-
-def _not_again(lease: Lease, why: str, now: datetime) -> Notice:
-    key, user = f"restart:{lease.id}", lease.server.user
-    kind = NoticeKind.STOPPED
-    return compose("not_restarted", kind, key, user, now, lease=lease, reason=why)
+def _notice(
+    template: str, kind: NoticeKind, key: str, lease: Lease, now: datetime, **values: Any
+) -> Notice:
+    return compose(template, kind, key, lease.server.user, now, lease=lease, **values)

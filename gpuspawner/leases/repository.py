@@ -63,13 +63,6 @@ _LEASES = (
 )
 _ONE = _LEASES.where(leases.c.id == sa.bindparam("lease"))
 _ONE_LOCKED = _ONE.with_for_update(of=leases)
-_OPEN_OF_SERVER = _LEASES.where(
-    leases.c.user == sa.bindparam("member"),
-    leases.c.server_name == sa.bindparam("server"),
-    OPEN_LEASE,
-)
-_OPEN = _LEASES.where(OPEN_LEASE)
-_WITH_AN_END = _LEASES.where(OPEN_LEASE, (leases.c.outcome != "") | leases.c.seconds.isnot(None))
 PAYS = sa.and_(OPEN_LEASE, leases.c.started_at.isnot(None), leases.c.rate > 0)
 """Selects the leases that cost something while they run."""
 _PAYING = (
@@ -87,7 +80,6 @@ _SUMS = (
     .join(accounts, accounts.c.name == leases.c.account)
     .where(PAYS)
 )
-_PAID_BY = _PAYING.where(leases.c.account == sa.bindparam("name"))
 _newest = sa.select(sa.func.max(lots.c.ends_at)).where(lots.c.account == leases.c.account)
 _ONE_TO_END = _ONE_LOCKED.add_columns(_newest.scalar_subquery())
 _PLACES_OF = (
@@ -95,15 +87,6 @@ _PLACES_OF = (
     .where(lease_places.c.lease_id == sa.bindparam("lease"))
     .order_by(lease_places.c.index)
 )
-_OUTCOMES = (
-    sa.select(leases.c.outcome)
-    .where(leases.c.user == sa.bindparam("member"), leases.c.claim_seconds.isnot(None), ~OPEN_LEASE)
-    .order_by(leases.c.granted_at.desc())
-    .limit(10)
-)
-_TICKET = sa.select(tickets.c.user, tickets.c.server_name, tickets.c.outcome)
-_INSERT = sa.insert(leases)
-_INSERT_PLACES = sa.insert(lease_places)
 _this = leases.c.id == sa.bindparam("lease")
 _CONFIRM = (
     sa.update(leases)
@@ -143,21 +126,11 @@ _FREE_PLACES = (
     .where(lease_places.c.lease_id == sa.bindparam("lease"), OPEN_PLACE)
     .values(open=sa.false())
 )
-_HAD_ONE = (
-    sa.select(leases.c.id)
-    .where(
-        leases.c.user == sa.bindparam("member"),
-        leases.c.server_name == sa.bindparam("server"),
-        leases.c.ticket_id == sa.bindparam("ticket"),
-    )
-    .limit(1)
-)
 
 HELD = sa.select(sa.func.coalesce(sa.func.sum(sa.case((_left > 0, _left), else_=0)), 0)).where(
     OPEN_LEASE
 )
 """Microcredits set aside by open leases; the caller adds whose."""
-_HELD_BY = HELD.where(leases.c.account == sa.bindparam("account"))
 
 
 def taken(connection: sa.Connection) -> dict[Slot, str]:
@@ -176,14 +149,20 @@ def places_taken(connection: sa.Connection) -> frozenset[str]:
 
 def had_one(connection: sa.Connection, ticket_id: str, server: ServerRef) -> bool:
     """Return True if a ticket of a server ever led to a lease."""
-    asked = {"ticket": ticket_id, "member": server.user, "server": server.name}
-    return connection.execute(_HAD_ONE, asked).first() is not None
+    of_ticket = sa.select(leases.c.id).where(_of(server), leases.c.ticket_id == ticket_id)
+    return connection.execute(of_ticket.limit(1)).first() is not None
 
 
 def no_shows_in_a_row(connection: sa.Connection, user: str) -> int:
     """Return how many of a member's newest leases from the queue in a row were no-shows."""
     count = 0
-    for outcome in connection.execute(_OUTCOMES, {"member": user}).scalars():
+    outcomes = (
+        sa.select(leases.c.outcome)
+        .where(leases.c.user == user, leases.c.claim_seconds.isnot(None), ~OPEN_LEASE)
+        .order_by(leases.c.granted_at.desc())
+        .limit(10)
+    )
+    for outcome in connection.execute(outcomes).scalars():
         if outcome not in ("no_show", "lost"):
             break
         count += outcome == "no_show"
@@ -196,7 +175,8 @@ def reopen_ticket(connection: sa.Connection, ticket_id: str) -> bool:
     Returns False if it was not granted, or if its server has another ticket by now.
     """
     this = tickets.c.id == ticket_id
-    ticket = connection.execute(_TICKET.where(this).with_for_update()).one_or_none()
+    known = sa.select(tickets.c.user, tickets.c.server_name, tickets.c.outcome).where(this)
+    ticket = connection.execute(known.with_for_update()).one_or_none()
     if ticket is None or ticket.outcome != "granted":
         return False
     others = sa.select(tickets.c.id).where(
@@ -215,15 +195,18 @@ def insert(connection: sa.Connection, lease: Lease) -> None:
     Raises ServerHasLease or NoDeviceFree if the database's constraints forbid it; the caller must
     then roll the transaction back.
     """
+    row = {name: getattr(lease, name) for name in _LEASE_FIELDS}
+    row |= {"user": lease.server.user, "server_name": lease.server.name}
+    row["state"] = lease.state.value
     places = [
         {name: getattr(device, name) for name in _PLACE_FIELDS}
         | {"lease_id": lease.id, "open": True}
         for device in lease.devices
     ]
     try:
-        connection.execute(_INSERT, _row(lease))
+        connection.execute(sa.insert(leases), row)
         if places:
-            connection.execute(_INSERT_PLACES, places)
+            connection.execute(sa.insert(lease_places), places)
     except IntegrityError as error:
         if "one_open_lease_a_slot" in str(error) or "lease_places.uuid" in str(error):
             raise NoDeviceFree("The GPU was just taken by somebody else. Try again.") from None
@@ -256,19 +239,18 @@ def get_to_end(connection: sa.Connection, lease_id: str) -> tuple[Lease, datetim
 
 def open_of(connection: sa.Connection, server: ServerRef) -> Lease | None:
     """Return the open lease of a server, if there is one."""
-    named = {"member": server.user, "server": server.name}
-    found = _leases(connection.execute(_OPEN_OF_SERVER, named))
-    return found[0] if found else None
+    return next(iter(where(connection, _of(server) & OPEN_LEASE)), None)
 
 
 def open_leases(connection: sa.Connection) -> list[Lease]:
     """Return all open leases, oldest first."""
-    return _leases(connection.execute(_OPEN))
+    return where(connection, OPEN_LEASE)
 
 
 def with_an_end(connection: sa.Connection) -> list[Lease]:
     """Return open leases whose session has an end or whose stop was ordered, oldest first."""
-    return _leases(connection.execute(_WITH_AN_END))
+    has_end = (leases.c.outcome != "") | leases.c.seconds.isnot(None)
+    return where(connection, OPEN_LEASE & has_end)
 
 
 def paying(connection: sa.Connection, account: str | None = None) -> list[tuple[Lease, int]]:
@@ -276,11 +258,8 @@ def paying(connection: sa.Connection, account: str | None = None) -> list[tuple[
 
     Only leases paid by ``account``, or all if it is None. The devices are left out.
     """
-    if account is None:
-        found = connection.execute(_PAYING)
-    else:
-        found = connection.execute(_PAID_BY, {"name": account})
-    return [(from_row(row[:-1], []), row[-1]) for row in found]
+    chosen = _PAYING if account is None else _PAYING.where(leases.c.account == account)
+    return [(from_row(row[:-1], []), row[-1]) for row in connection.execute(chosen)]
 
 
 def sums(connection: sa.Connection) -> list[tuple[str, int, int, int, datetime, bool]]:
@@ -309,11 +288,6 @@ def where(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[
 def ended_across(connection: sa.Connection, at: datetime) -> list[Lease]:
     """Return the ended leases whose servers started before this time and ended after it."""
     return where(connection, (leases.c.started_at <= at) & (leases.c.ended_at > at))
-
-
-def held(connection: sa.Connection, account: str) -> int:
-    """Return the microcredits set aside by the account's open leases."""
-    return int(connection.execute(_HELD_BY, {"account": account}).scalar_one())
 
 
 def update(connection: sa.Connection, lease_id: str, **values: Any) -> None:
@@ -375,11 +349,8 @@ def _leases(rows: Iterable[Sequence[Any]]) -> list[Lease]:
     return [from_row(row, places) for row, places in found.values()]
 
 
-def _row(lease: Lease) -> dict[str, Any]:
-    row = {name: getattr(lease, name) for name in _LEASE_FIELDS}
-    row |= {"user": lease.server.user, "server_name": lease.server.name}
-    row["state"] = lease.state.value
-    return row
+def _of(server: ServerRef) -> sa.ColumnElement[bool]:
+    return (leases.c.user == server.user) & (leases.c.server_name == server.name)
 
 
 def from_row(row: Sequence[Any], places: Sequence[LeasedDevice]) -> Lease:
@@ -416,13 +387,11 @@ def last_lease(connection: sa.Connection, server: ServerRef) -> Lease | None:
     """Return the newest lease of a server that ended, or is about to end, for a restart."""
     newest = (
         sa.select(leases.c.id)
-        .where(leases.c.user == server.user, leases.c.server_name == server.name)
-        .where(leases.c.outcome == OUTCOME)
+        .where(_of(server), leases.c.outcome == OUTCOME)
         .order_by(leases.c.granted_at.desc(), leases.c.id)
         .limit(1)
     )
-    found = where(connection, leases.c.id.in_(newest))
-    return found[0] if found else None
+    return next(iter(where(connection, leases.c.id.in_(newest))), None)
 
 
 def ending(connection: sa.Connection) -> list[Lease]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ import sqlalchemy as sa
 
 from ..core.clock import engine_time
 from ..core.errors import GrantingPaused, NoDeviceFree, ServerHasLease, UnknownLease
-from ..db import audit_log
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices import closures as devices_closures
@@ -29,7 +28,7 @@ from ..ledger import repository as ledger_repository
 from ..ledger import rules as ledger_rules
 from ..ledger.credit_policy import OVERDRAFT
 from ..ledger.prices import PriceService, priced_at
-from ..ledger.service import LedgerService
+from ..ledger.service import LedgerService, note
 from ..ledger.settings import GPUCredits
 from ..members.service import require_member
 from . import allocation, reconciliation, repository
@@ -49,6 +48,7 @@ ON_THIS_HOST = ("docker", "local")
 """Engines whose servers end when this machine goes down."""
 
 
+@dataclass(eq=False)
 class LeaseService:
     """The only code that grants and releases.
 
@@ -56,34 +56,19 @@ class LeaseService:
     :meth:`gpuspawner.services.Services.run`.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Timekeeper,
-        settings: GPUCredits,
-        *,
-        devices: DeviceService,
-        prices: PriceService,
-        ledger: LedgerService,
-        credit_checks: CreditChecks,
-        take_back: Callable[[str | None, str], None],
-        log: logging.Logger,
-    ) -> None:
-        """Create the service.
-
-        ``take_back`` tells the external scheduler that the server of a ticket is gone.
-        """
-        self.store = store
-        self.clock = clock
-        self.settings = settings
-        self.devices = devices
-        self.prices = prices
-        self.ledger = ledger
-        self.credit_checks = credit_checks
-        self.take_back = take_back
-        self.log = log
-        self.engine_ids: dict[str, str] = {}
-        """The last known identity of each engine, by the engine's name."""
+    store: Store
+    clock: Timekeeper
+    settings: GPUCredits
+    _: KW_ONLY
+    devices: DeviceService
+    prices: PriceService
+    ledger: LedgerService
+    credit_checks: CreditChecks
+    take_back: Callable[[str | None, str], None]
+    """Tells the external scheduler that the server of a ticket is gone."""
+    log: logging.Logger
+    engine_ids: dict[str, str] = field(default_factory=dict)
+    """The last known identity of each engine, by the engine's name."""
 
     def open_leases(self) -> list[Lease]:
         """Return all open leases, oldest first."""
@@ -135,12 +120,12 @@ class LeaseService:
             shown_at=terms.shown_at,
         )
         try:
-            return grant(self.devices.look())
-        except NoDeviceFree as error:
-            # A process of the previous server may have ended since the last snapshot.
-            if not error.fields.get("occupied"):
-                raise self._with_end(error, request) from None
-        try:
+            try:
+                return grant(self.devices.look())
+            except NoDeviceFree as error:
+                # A process of the previous server may have ended since the last snapshot.
+                if not error.fields.get("occupied"):
+                    raise
             return grant(self.devices.look(fresh=True))
         except NoDeviceFree as error:
             raise self._with_end(error, request) from None
@@ -188,7 +173,7 @@ class LeaseService:
                 devices_closures.reopen(connection, uuid)
             taken = repository.places_taken(connection)
             if asks_for(request, look.devices, known.kept):
-                kept = _all_but(known.kept, look.fleet)
+                kept = slots_beside(known.kept, look.fleet)
                 seconds = terms.get("seconds"), repository.left_of(connection, server, now)
                 terms["seconds"] = min((x for x in seconds if x is not None), default=None)
         if request.devices:
@@ -197,12 +182,11 @@ class LeaseService:
                     why=devices_closures.load(connection)[GRANTING].reason or "maintenance"
                 )
             places = look.fleet.choose(request, taken | kept if kept else taken)
-        devices = tuple(_leased(place, look.fleet.by_uuid[place.uuid]) for place in places)
-        prices = self.prices
-        rates = prices.rates_in(connection) if known.has_rates else prices.configured
-        priced = [look.fleet.by_uuid[x.uuid] for x in places]
+        chosen = [look.fleet.by_uuid[place.uuid] for place in places]
+        devices = tuple(map(_leased, places, chosen))
+        rates = self.prices.rates_in(connection) if known.has_rates else self.prices.configured
         cards = (rates.card(at, request.environment) for at in priced_at(now, shown_at))
-        rate = min(card.price(priced) for card in cards)
+        rate = min(card.price(chosen) for card in cards)
         payer = known.account
         if payer is None or known.is_paying or (known.first_due and known.first_due <= now):
             payer = self.credit_checks.payer_now(connection, account, now)
@@ -273,29 +257,20 @@ class LeaseService:
         """
         with self.store.write() as connection:
             lease = repository.get(connection, lease_id, lock=True)
-            is_open = lease.state is not LeaseState.ENDED
-            if not is_open or lease.server == server or repository.open_of(connection, server):
+            ended = lease.state is LeaseState.ENDED
+            if ended or lease.server == server or repository.open_of(connection, server):
                 return lease
             repository.update(connection, lease_id, user=server.user, server_name=server.name)
-            audit_log.note(
-                connection,
-                at=self.clock(),
-                actor="hub",
-                action="renamed",
-                subject=lease.server.user,
-                detail=f"lease {lease.id}: {lease.server} is {server} at the Hub; {lease.account} "
-                "goes on paying",
+            old, new, payer = lease.server.user, server.user, lease.account
+            detail = (
+                f"lease {lease.id}: {lease.server} is {server} at the Hub; {payer} goes on paying"
             )
+            note(connection, "hub", "renamed", old, detail, self.clock())
         self.log.warning(
             "The member %s was renamed to %s at the Hub. The server goes on, and %s pays for it. "
             "Credits, history and files are still those of %s: give them the new name with "
             "`gpuspawner members rename %s %s`, or rename the member back.",
-            lease.server.user,
-            server.user,
-            lease.account,
-            lease.server.user,
-            lease.server.user,
-            server.user,
+            *(old, new, payer, old, old, new),
         )
         return replace(lease, server=server)
 
@@ -318,8 +293,7 @@ class LeaseService:
             lease_id: The lease.
             ended_at: The server's proven end by the engine's wall clock.
             stopped_at: Used if ``ended_at`` is unknown, by :attr:`clock`. Without either, the lease
-                is
-                charged up to when its server was last seen alive.
+                is charged up to when its server was last seen alive.
             reason: Why it ended.
             failed: The start failed; it costs nothing.
             lost: It went down with the hub that started it. If its member had not connected yet, it
@@ -339,11 +313,9 @@ class LeaseService:
                 and _awaited(lease)
                 and repository.reopen_ticket(connection, lease.ticket_id or "")
             )
-            if back:
-                lease = replace(lease, outcome="lost")
-                repository.update(connection, lease.id, outcome=lease.outcome)
-            if failed and not lease.outcome:
-                lease = replace(lease, outcome="failed")  # for the settlement: it owes nothing
+            if back or (failed and not lease.outcome):
+                # For the settlement: it owes nothing.
+                lease = replace(lease, outcome="lost" if back else "failed")
                 repository.update(connection, lease.id, outcome=lease.outcome)
             failed = failed or lease.outcome in ("no_show", "lost")
             owed = ledger_rules.settlement(lease, end, failed)
@@ -364,10 +336,10 @@ class LeaseService:
         )
         self.devices.inventory.forget()
         self.log.info("Lease %s of %s ended: %s", lease.id, lease.server, reason)
-        if not back:
-            self.take_back(lease.ticket_id, lease.engine)
         if back:
             self.log.info("Ticket %s of %s is back in line", lease.ticket_id, lease.server)
+        else:
+            self.take_back(lease.ticket_id, lease.engine)
         return lease
 
     def give_up(self, lease_id: str, reason: str) -> None:
@@ -490,8 +462,8 @@ def _awaited(lease: Lease) -> bool:
     return lease.state is LeaseState.GRANTED or unclaimed
 
 
-def _all_but(uuids: frozenset[str], fleet: PlacementIndex) -> frozenset[str]:
-    """Return the slots on all other devices."""
+def slots_beside(uuids: Collection[str], fleet: PlacementIndex) -> frozenset[str]:
+    """Return the slots on all devices but these, as texts."""
     others = [device for device in fleet.devices if device.uuid not in uuids]
     return texts(Slot(device.uuid, slot) for device in others for slot in range(device.slots))
 
@@ -511,13 +483,7 @@ def require_seen(look: InventorySnapshot, request: Request) -> None:
 
 
 def _leased(place: Slot, device: Device) -> LeasedDevice:
-    return LeasedDevice(
-        uuid=place.uuid,
-        slot=place.slot,
-        index=device.index,
-        model=device.model,
-        memory_bytes=device.memory_bytes,
-    )
+    return LeasedDevice(*place, device.index, device.model, device.memory_bytes)
 
 
 def _fits(device: LeasedDevice, request: Request) -> bool:

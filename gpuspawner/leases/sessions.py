@@ -68,7 +68,8 @@ class SessionService:
             if lease.claim_by is None or now < lease.claim_by or not goes_on(lease):
                 return lease
             twice = repository.no_shows_in_a_row(connection, lease.server.user) >= 1
-            reason = f"nobody connected within {_minutes(lease.claim_seconds or 0)} of its start"
+            minutes = (lease.claim_seconds or 0) / 60
+            reason = f"nobody connected within {minutes:g} min of its start"
             told = _stopped("no_show", lease, now, twice=twice)
             return order_end(connection, lease, "no_show", reason, told, self.log)
 
@@ -83,20 +84,12 @@ class SessionService:
         with self.store.write() as connection:
             lease = repository.get(connection, lease_id, lock=True)
             if not goes_on(lease):
-                raise CannotStop(why=_why_not(lease))
-            return self._order_for_admin(connection, lease, "admin", actor, reason, now)
-
-    def order_stop(self, lease_id: str, outcome: str, *, actor: str = "", reason: str) -> Lease:
-        """Order a stop with an outcome of :attr:`gpuspawner.leases.models.Lease.outcome`.
-
-        An earlier order, or an end, stays as it is. ``actor`` is an admin, for the audit log.
-        """
-        now = self.clock()
-        with self.store.write() as connection:
-            lease = repository.get(connection, lease_id, lock=True)
-            if not goes_on(lease):
-                return lease
-            return self._order_for_admin(connection, lease, outcome, actor, reason, now)
+                ended = lease.state is LeaseState.ENDED
+                going = f"it is being stopped already ({lease.end_reason})"
+                raise CannotStop(why="it has stopped already" if ended else going)
+            note_lease(connection, lease, "stop", actor, reason, now)
+            told = _stopped("stopped_by_admin", lease, now, reason=reason)
+            return order_end(connection, lease, "admin", reason, told, self.log)
 
     # What the accounting service asks every other second.
 
@@ -136,22 +129,6 @@ class SessionService:
             told = _stopped("session_over", lease, now, ends_at=lease.ends_at or now)
             reason = f"its time was over at {ended_at}"
             return order_end(connection, lease, "session_end", reason, told, self.log)
-
-    # Helpers.
-
-    def _order_for_admin(
-        self,
-        connection: sa.Connection,
-        lease: Lease,
-        outcome: str,
-        actor: str,
-        reason: str,
-        now: datetime,
-    ) -> Lease:
-        if actor:
-            note_lease(connection, lease, "stop", actor, reason, now)
-        told = _stopped("stopped_by_admin", lease, now, reason=reason)
-        return order_end(connection, lease, outcome, reason, told, self.log)
 
 
 def order_end(
@@ -201,20 +178,13 @@ def goes_on(lease: Lease) -> bool:
     return lease.state is not LeaseState.ENDED and not lease.outcome
 
 
-def _why_not(lease: Lease) -> str:
-    """Return why no stop can be ordered."""
-    if lease.state is LeaseState.ENDED:
-        return "it has stopped already"
-    return f"it is being stopped already ({lease.end_reason})"
-
-
 def is_over(lease: Lease, now: datetime) -> bool:
     """Return True if a running session's time is over and its stop is not ordered."""
     running = lease.state is LeaseState.RUNNING and not lease.outcome
     return running and lease.ends_at is not None and now >= lease.ends_at
 
 
-def _end_of(lease: Lease) -> datetime:
+def session_end_of(lease: Lease) -> datetime:
     """Return when a session ends. Raises ValueError if it has no end."""
     if lease.ends_at is None:
         raise ValueError(f"the session of lease {lease.id} has no end")
@@ -225,28 +195,16 @@ def _end_of(lease: Lease) -> datetime:
 
 
 def _ends_soon(lease: Lease, minutes: float, now: datetime) -> Notice:
-    ends_at = _end_of(lease)
+    ends_at = session_end_of(lease)
     # With the end: after an extension it is told anew.
     key = f"session_ends:{lease.id}:{ends_at.timestamp():.0f}:{minutes:g}"
-    return compose(
-        "session_ends",
-        NoticeKind.SESSION_ENDS,
-        key,
-        lease.server.user,
-        now,
-        lease=lease,
-        ends_at=ends_at,
-        minutes=minutes,
-    )
+    values = {"lease": lease, "ends_at": ends_at, "minutes": minutes}
+    return compose("session_ends", NoticeKind.SESSION_ENDS, key, lease.server.user, now, **values)
 
 
 def _stopped(template: str, lease: Lease, now: datetime, **values: Any) -> Notice:
     key, user = f"stopped:{lease.id}", lease.server.user
     return compose(template, NoticeKind.STOPPED, key, user, now, lease=lease, **values)
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:g} min"
 
 
 def format_session_end(lease: Lease, now: datetime) -> str:

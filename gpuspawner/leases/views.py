@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from functools import partial
 
 from tornado import web
 
@@ -29,18 +29,22 @@ from ..web.answers import LeaseAnswer
 from ..web.api import APIHandler, ChangingAPI
 from ..web.base import ServiceHandler, may_see_balance
 from ..web.operations import operation
-from ..web.pages import FormPage, MemberPage, device_names
+from ..web.pages import FormPage, MemberPage, Page, device_names
 from ..web.schemas import ReasonBody
 from . import schemas
 from .models import Lease, LeasedDevice, LeaseState
 
 
-class ExtendForm(MemberPage):
-    """The button that extends a session by its full length, on the member's page."""
+class LeaseForm(Page):
+    """A form about one lease."""
 
     async def get(self, lease_id: str) -> None:
         """Redirect to the member's page."""
         self.redirect(self.context.prefix)
+
+
+class ExtendForm(LeaseForm, MemberPage):
+    """The button that extends a session by its full length, on the member's page."""
 
     @web.authenticated
     async def post(self, lease_id: str) -> None:
@@ -64,22 +68,15 @@ class ExtendAPI(APIHandler):
     async def post(self, lease_id: str) -> None:
         """Restart a session's time limit; an admin may do it for anybody."""
         await own_lease(self, lease_id, or_admin=True)
-        extended = await self.read(self._extend, lease_id)
-        self.answer_lease(extended)
-
-    def _extend(self, lease_id: str) -> Lease:
-        return self.services.extensions.extend(lease_id, actor=self.user)
+        extend = partial(self.services.extensions.extend, lease_id, actor=self.user)
+        self.answer_lease(await self.read(extend))
 
 
-class StopPage(FormPage):
+class StopPage(LeaseForm, FormPage):
     """The form that stops a server, after a confirmation.
 
     Members stop their own servers. Admins stop any, and give a reason if it is another member's.
     """
-
-    async def get(self, lease_id: str) -> None:
-        """Redirect to the member's page."""
-        self.redirect(self.context.prefix)
 
     @web.authenticated
     async def post(self, lease_id: str) -> None:
@@ -93,11 +90,10 @@ class StopPage(FormPage):
             await self._order(lease)
 
     async def _stop_own(self, lease: Lease) -> None:
-        name = lease.server.name or "My server"
         if not self.confirmed:
             self.ask(
-                f"Stop {name if lease.server.name else 'my server'}?",
-                [("Server", name), ("Environment", lease.environment or "the hub's own")],
+                f"Stop {lease.server.name or 'my server'}?",
+                _facts(lease, lease.server.name or "My server")[:2],
                 action=f"leases/{lease.id}/stop",
                 button="Stop it",
                 back="",
@@ -129,11 +125,7 @@ class StopPage(FormPage):
     def _ask_why(self, lease: Lease, why: str, refusal: InvalidRequest | None = None) -> None:
         self.ask(
             f"Stop the server of {lease.server.user}?",
-            [
-                ("Server", str(lease.server)),
-                ("Environment", lease.environment or "the hub's own"),
-                ("GPUs", device_names(lease.devices)),
-            ],
+            _facts(lease, str(lease.server)),
             action=f"leases/{lease.id}/stop",
             button="Stop it",
             back="admin",
@@ -154,8 +146,7 @@ class StopAPI(ChangingAPI):
     async def post(self, lease_id: str) -> None:  # noqa: D102 - the class docstring is the summary
         self.need_admin()
         reason = self.sent(ReasonBody).reason
-        ordered = await self.do(self.services.sessions.stop, lease_id, reason=reason)
-        self.answer_lease(ordered)
+        self.answer_lease(await self.do(self.services.sessions.stop, lease_id, reason=reason))
 
 
 class EndAPI(APIHandler):
@@ -171,13 +162,15 @@ class EndAPI(APIHandler):
         if found.state is LeaseState.ENDED:
             raise web.HTTPError(409) from CannotStop(why="it has stopped already")
         await stop_own(self, found)
-        found = await self.read(self.services.leases.get, lease_id)
-        self.answer_lease(found)
+        self.answer_lease(await self.read(self.services.leases.get, lease_id))
 
 
-def goes_on(lease: Lease) -> bool:
-    """Return True if the lease is open and its stop was not ordered yet."""
-    return lease.state is not LeaseState.ENDED and not lease.outcome
+def _facts(lease: Lease, server: str) -> list[tuple[str, str]]:
+    return [
+        ("Server", server),
+        ("Environment", lease.environment or "the hub's own"),
+        ("GPUs", device_names(lease.devices)),
+    ]
 
 
 async def own_lease(handler: ServiceHandler, lease_id: str, *, or_admin: bool = False) -> Lease:
@@ -206,21 +199,9 @@ async def stop_own(handler: ServiceHandler, lease: Lease) -> None:
 LONGEST_SHOWN = 1000
 """Maximum characters of a refused reason that are shown again."""
 
-SESSION_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
-    ("leases/([0-9a-f]{1,64})/stop", StopPage),
-    ("api/leases/([0-9a-f]{1,64})/stop", StopAPI),
-    ("api/leases/([0-9a-f]{1,64})/end", EndAPI),
-    ("leases/([0-9a-f]+)/extend", ExtendForm),
-    ("api/leases/([0-9a-f]+)/extend", ExtendAPI),
-]
 
-
-class RestartPage(FormPage):
+class RestartPage(LeaseForm, FormPage):
     """The form that restarts a server that lost its GPUs, after a confirmation."""
-
-    async def get(self, lease_id: str) -> None:
-        """Redirect to the member's page."""
-        self.redirect(self.context.prefix)
 
     @web.authenticated
     async def post(self, lease_id: str) -> None:
@@ -237,15 +218,10 @@ class RestartPage(FormPage):
         self.go(f"?restarted={lease_id}")
 
     def _ask(self, found: Lease) -> None:
-        name = found.server.name or "My server"
         same = "the same GPU" if len(found.devices) == 1 else "the same GPUs"
         self.ask(
             f"Restart {found.server.name or 'my server'} with {same}?",
-            [
-                ("Server", name),
-                ("Environment", found.environment or "the hub's own"),
-                ("GPUs", device_names(found.devices)),
-            ],
+            _facts(found, found.server.name or "My server"),
             action=f"leases/{found.id}/restart",
             button="Restart it",
             back="",
@@ -263,26 +239,14 @@ class RestartAPI(APIHandler):
     async def post(self, lease_id: str) -> None:
         """Restart a server that lost its GPUs; an admin may do it for anybody."""
         await own_lease(self, lease_id, or_admin=True)
-        ordered = await self.read(self._restart, lease_id)
+        restart = partial(self.services.restarts.restart, lease_id, actor=self.actor)
+        ordered = await self.read(restart)
         self.context.poke()
         self.answer_lease(ordered)
 
-    def _restart(self, lease_id: str) -> Lease:
-        return self.services.restarts.restart(lease_id, actor=self.actor)
 
-
-GPU_LOSS_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
-    ("leases/([0-9a-f]{1,64})/restart", RestartPage),
-    ("api/leases/([0-9a-f]{1,64})/restart", RestartAPI),
-]
-
-
-class SnoozeForm(MemberPage):
+class SnoozeForm(LeaseForm, MemberPage):
     """The button that snoozes an idle stop, on the member's page."""
-
-    async def get(self, lease_id: str) -> None:
-        """Redirect to the member's page."""
-        self.redirect(self.context.prefix)
 
     @web.authenticated
     async def post(self, lease_id: str) -> None:
@@ -306,14 +270,7 @@ class SnoozeAPI(APIHandler):
     async def post(self, lease_id: str) -> None:
         """Postpone the stop of an idle server; an admin may do it for anybody."""
         await own_lease(self, lease_id, or_admin=True)
-        snoozed: Any = await self.read(self.services.idle.snooze, lease_id)
-        self.answer_lease(snoozed)
-
-
-IDLE_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
-    ("leases/([0-9a-f]{1,64})/snooze", SnoozeForm),
-    ("api/leases/([0-9a-f]{1,64})/snooze", SnoozeAPI),
-]
+        self.answer_lease(await self.read(self.services.idle.snooze, lease_id))
 
 
 CURVE = timedelta(hours=1)
@@ -425,28 +382,35 @@ def warnings(found: CurrentSession, may_see_funds: bool) -> list[schemas.Warning
     it = found.lease.lease
     if it.outcome or it.ended_at:
         return []
+    warning = schemas.WarningAnswer
     if found.lost:
-        told.append(_warning("lost", "lost"))
+        told.append(warning(kind="lost", key="lost"))
     if found.sick:
-        told.append(_warning("sick", "sick"))
+        told.append(warning(kind="sick", key="sick"))
     if (resting := found.resting) is not None:
-        key = f"idle:{resting.stops_at.timestamp():.0f}" if resting.stops_at else "idle"
-        told.append(_warning("idle", key, resting.stops_at, resting.snooze_minutes))
+        at, snooze = resting.stops_at, resting.snooze_minutes
+        key = f"idle:{at.timestamp():.0f}" if at else "idle"
+        told.append(warning(kind="idle", key=key, at=at, snooze_minutes=snooze))
     if found.ending and it.ends_at is not None:
-        told.append(_warning("session", f"session:{it.ends_at.timestamp():.0f}", it.ends_at))
+        key = f"session:{it.ends_at.timestamp():.0f}"
+        told.append(warning(kind="session", key=key, at=it.ends_at))
     if found.lease.stops_at is not None:
-        told.append(_warning("credits", "credits:dry", found.lease.stops_at))
+        told.append(warning(kind="credits", key="credits:dry", at=found.lease.stops_at))
     elif it.rate and may_see_funds and found.funds.warning is not None:
-        told.append(_warning("credits", f"credits:{found.funds.warning:g}", found.funds.dry_at))
+        key = f"credits:{found.funds.warning:g}"
+        told.append(warning(kind="credits", key=key, at=found.funds.dry_at))
     return told
 
 
-def _warning(
-    kind: schemas.WarningKind, key: str, at: datetime | None = None, snooze: float = 0.0
-) -> schemas.WarningAnswer:
-    return schemas.WarningAnswer(kind=kind, key=key, at=at, snooze_minutes=snooze)
-
-
-LEASE_NOW_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+LEASE_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("leases/([0-9a-f]{1,64})/stop", StopPage),
+    ("api/leases/([0-9a-f]{1,64})/stop", StopAPI),
+    ("api/leases/([0-9a-f]{1,64})/end", EndAPI),
+    ("leases/([0-9a-f]+)/extend", ExtendForm),
+    ("api/leases/([0-9a-f]+)/extend", ExtendAPI),
+    ("leases/([0-9a-f]{1,64})/snooze", SnoozeForm),
+    ("api/leases/([0-9a-f]{1,64})/snooze", SnoozeAPI),
+    ("leases/([0-9a-f]{1,64})/restart", RestartPage),
+    ("api/leases/([0-9a-f]{1,64})/restart", RestartAPI),
     ("api/leases/([0-9a-f]{1,64})/now", NowAPI),
 ]

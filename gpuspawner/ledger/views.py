@@ -23,7 +23,7 @@ from ..core.text import LONGEST_REASON
 from ..core.units import format_credits
 from ..db.search import LONGEST
 from ..leases.models import Lease, LeaseState
-from ..leases.views import goes_on
+from ..leases.sessions import goes_on
 from ..monitoring.models import DeviceUse
 from ..web import base as web_base
 from ..web import view_models

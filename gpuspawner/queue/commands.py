@@ -23,7 +23,6 @@ from ..cli.parameters import (
     required_reason_option,
 )
 from ..core.errors import InvalidRequest, TicketEnded, UnknownTicket
-from ..db.audit_log import AuditEntry
 from ..db.engine import Store
 from ..devices import repository as devices_repository
 from ..devices.closures import GRANTING, Closure
@@ -32,7 +31,7 @@ from ..devices.placement import leasable
 from ..devices.snapshots import InventoryCache
 from ..services import Services
 from . import replay
-from .models import Estimate, Priority, RankedTicket, ScorePart, Ticket
+from .models import Priority, RankedTicket, Ticket
 from .replay import (
     ANY,
     ReplayFigures,
@@ -133,8 +132,7 @@ def queue(settings: Settings, why: tuple[str, str] | None) -> None:
 @reason_option
 def move(settings: Settings, ticket_name: str, position: int, reason: str) -> None:
     """Move a ticket to a fixed position, ahead of the order by score."""
-    services = queue_services(settings)
-    ticket = _find(services, ticket_name)
+    services, ticket = _find(settings, ticket_name)
     moved = services.queue.move(ticket.id, position or None, actor=actor(), reason=reason)
     where = f"is moved to position {position}" if position else "is back in the order"
     _show_change(services, moved, where)
@@ -151,8 +149,7 @@ def move(settings: Settings, ticket_name: str, position: int, reason: str) -> No
 @reason_option
 def boost(settings: Settings, ticket_name: str, points: float, reason: str) -> None:
     """Add points to a ticket's score (0 removes them)."""
-    services = queue_services(settings)
-    ticket = _find(services, ticket_name)
+    services, ticket = _find(settings, ticket_name)
     boosted = services.queue.boost(ticket.id, points, actor=actor(), reason=reason)
     what = f"has a boost of {boosted.boost:+g} points" if boosted.boost else "has no boost any more"
     _show_change(services, boosted, what)
@@ -163,8 +160,7 @@ def boost(settings: Settings, ticket_name: str, points: float, reason: str) -> N
 @required_reason_option
 def cancel(settings: Settings, ticket_name: str, reason: str) -> None:
     """Remove a ticket from the queue; its member is told why."""
-    services = queue_services(settings)
-    ticket = _find(services, ticket_name)
+    services, ticket = _find(settings, ticket_name)
     ended = services.queue.cancel(ticket.id, actor=actor(), reason=reason)
     value = {"id": ended.id, "outcome": ended.outcome, "end_reason": ended.end_reason}
     show(value, f"Ticket {ended.id} of {ended.server} is cancelled.")
@@ -173,6 +169,10 @@ def cancel(settings: Settings, ticket_name: str, reason: str) -> None:
 def plain(ticket: Ticket, ranked: RankedTicket, standing: QueuePosition) -> dict[str, Any]:
     """Return a waiting ticket as plain values, for scripts."""
     request = ticket.request
+    estimate = {
+        name: utc(datetime.fromtimestamp(at, timezone.utc))
+        for name, at in (asdict(standing.estimate) if standing.estimate else {}).items()
+    }
     return {
         "id": ticket.id,
         "place": ranked.place,
@@ -187,13 +187,13 @@ def plain(ticket: Ticket, ranked: RankedTicket, standing: QueuePosition) -> dict
         "waits_for": standing.why,
         "since": utc(ticket.created_at),
         "planned": utc(standing.planned),
-        "estimate": _plain_estimate(standing.estimate) if standing.estimate else None,
+        "estimate": estimate or None,
         "priority": Priority(ticket.priority).name.lower(),
         "boost": ticket.boost,
         "position": ticket.position,
         "last": ticket.last,
         "score": ranked.score,
-        "parts": [_plain_part(part) for part in ranked.parts],
+        "parts": [asdict(part) for part in ranked.parts],
     }
 
 
@@ -205,8 +205,9 @@ def plain_closure(closure: Closure) -> dict[str, Any]:
 # Finding tickets.
 
 
-def _find(services: Services, name: str) -> Ticket:
-    return _in_line(services, services.positions.order(), name)[0]
+def _find(settings: Settings, name: str) -> tuple[Services, Ticket]:
+    services = queue_services(settings)
+    return services, _in_line(services, services.positions.order(), name)[0]
 
 
 def _in_line(services: Services, line: list[InLine], name: str) -> InLine:
@@ -242,9 +243,13 @@ def _text(line: list[InLine], paused: Closure | None, now: datetime) -> str:
     verb = "waits" if len(line) == 1 else "wait"
     lines.append(f"{count(len(line), 'ticket')} {verb}" if line else "Nobody waits in line.")
     if paused:
-        why = f": {paused.reason}" if paused.reason else ""
-        lines.append(f"Granting is paused by {paused.actor} since {local(paused.at)}{why}")
+        since = f"Granting is paused by {paused.actor} since {local(paused.at)}"
+        lines.append(since + _because(paused))
     return "\n".join(lines)
+
+
+def _because(closure: Closure) -> str:
+    return f": {closure.reason}" if closure.reason else ""
 
 
 def _queue_row(
@@ -272,9 +277,8 @@ def _compared(found: TicketComparison, tickets: dict[str, Ticket]) -> str:
     ]
     headers = ("PART", "FIRST", "SECOND", "DIFFERENCE", "WHY FIRST", "WHY SECOND")
     rows = [_difference(difference) for difference in found.differences]
-    rows.append(
-        ("score", _points(first.score), _points(second.score), _ahead(found.points), "", "")
-    )
+    scores = (_points(first.score), _points(second.score))
+    rows.append(("score", *scores, _ahead(found.points), "", ""))
     lines.append(table(headers, rows, right=headers[1:4]))
     if _points(found.points) == "0.00":
         lines += ["", "Their scores are as good as equal: who asked first goes first."]
@@ -302,15 +306,6 @@ def _ahead(points: float) -> str:
     return f"{round(points, 2) + 0.0:+.2f}"
 
 
-def _plain_estimate(estimate: Estimate) -> dict[str, str | None]:
-    moments = {"low": estimate.low, "likely": estimate.likely, "high": estimate.high}
-    return {name: utc(datetime.fromtimestamp(at, timezone.utc)) for name, at in moments.items()}
-
-
-def _plain_part(part: ScorePart) -> dict[str, Any]:
-    return {"name": part.name, "points": part.points, "why": part.why}
-
-
 def _plain_comparison(found: TicketComparison) -> dict[str, Any]:
     return {
         "first": found.first.id,
@@ -320,8 +315,8 @@ def _plain_comparison(found: TicketComparison) -> dict[str, Any]:
             {
                 "name": difference.name,
                 "points": difference.points,
-                "first": _plain_part(difference.first) if difference.first else None,
-                "second": _plain_part(difference.second) if difference.second else None,
+                "first": asdict(difference.first) if difference.first else None,
+                "second": asdict(difference.second) if difference.second else None,
             }
             for difference in found.differences
         ],
@@ -329,7 +324,6 @@ def _plain_comparison(found: TicketComparison) -> dict[str, Any]:
 
 
 def _show_change(services: Services, ticket: Ticket, what: str) -> None:
-    """Print what was changed and the ticket's position now."""
     standing = services.positions.standings().get(ticket.id)
     place = standing.place if standing else 0  # it may have got its turn meanwhile
     value = {"id": ticket.id, "place": place, "boost": ticket.boost, "position": ticket.position}
@@ -345,10 +339,10 @@ def pause(settings: Settings, reason: str) -> None:
     services = queue_services(settings)
     done = services.devices.pause(actor=actor(), reason=reason)
     closure = services.devices.closures().get(GRANTING)
-    text = "Granting is paused: what runs goes on, and who waits waits on."
+    text = "Granting is paused: running servers continue, and tickets keep their places."
     if not done and closure:
-        why = f": {closure.reason}" if closure.reason else ""
-        text = f"Nothing changed: {closure.actor} paused granting at {local(closure.at)}{why}"
+        text = f"Nothing changed: {closure.actor} paused granting at {local(closure.at)}"
+        text += _because(closure)
     value = {"changed": done, "paused": plain_closure(closure) if closure else None}
     show(value, text)
 
@@ -359,10 +353,9 @@ def resume(settings: Settings, reason: str) -> None:
     """Grant devices again."""
     services = queue_services(settings)
     done = services.devices.resume(actor=actor(), reason=reason)
-    waiting = len(services.queue.waiting())
-    text = f"Granting goes on: {count(waiting, 'ticket')} in line."
-    if not done:
-        text = "Nothing changed: granting was not paused."
+    text = "Nothing changed: granting was not paused."
+    if done:
+        text = f"Granting is resumed: {count(len(services.queue.waiting()), 'ticket')} in line."
     show({"changed": done, "paused": None}, text)
 
 
@@ -412,20 +405,11 @@ def trail(settings: Settings, limit: int) -> None:
     headers = ("TIME", "WHO", "WHAT", "ON", "DETAIL")
     rows = [(local(c.at), c.actor, c.action, c.subject, c.detail) for c in changes]
     text = table(headers, rows) if changes else "Nobody has changed anything yet."
-    show([plain_change(change) for change in changes], text)
+    names = ("actor", "action", "subject", "detail")
+    value = [{"at": utc(c.at), **{name: getattr(c, name) for name in names}} for c in changes]
+    show(value, text)
     if len(changes) == limit:
         note(f"These are the newest {count(len(changes), 'line')}; --limit shows more.")
-
-
-def plain_change(change: AuditEntry) -> dict[str, Any]:
-    """Return an entry of the audit log as plain values, for scripts."""
-    return {
-        "at": utc(change.at),
-        "actor": change.actor,
-        "action": change.action,
-        "subject": change.subject,
-        "detail": change.detail,
-    }
 
 
 def _named(device: Device) -> str:
@@ -465,7 +449,12 @@ def simulate(
         jobs, devices = _of_store(settings.open_services(), days, gpus)
     found: dict[str, tuple[ReplayFigures, int]] = {}
     for name in names:
-        player = _ours(settings, devices) if name == OURS else replay.make(name, jobs)
+        player: ReplayTarget
+        if name == OURS:
+            player = scheduler = settings.scheduler()
+            scheduler.set_capacity(devices)
+        else:
+            player = replay.make(name, jobs)
         replayed = replay_trace(jobs, devices, player, replay.wakes(name))
         found[name] = figures(replayed), replayed.refused
     value = {
@@ -486,12 +475,6 @@ def simulate(
 
 OURS = "gpuspawner"
 """The hub's own scheduler, with its configured settings."""
-
-
-def _ours(settings: Settings, devices: Mapping[str, int]) -> ReplayTarget:
-    scheduler = settings.scheduler()
-    scheduler.set_capacity(devices)
-    return scheduler
 
 
 def _names(chosen: Sequence[str]) -> list[str]:
@@ -521,7 +504,7 @@ def _of_store(
     jobs = []
     for asked_at, lease in services.queue.asked_for(services.clock() - timedelta(days=days)):
         started, ended = lease.started_at or lease.granted_at, lease.ended_at or lease.granted_at
-        held = {f"{device.model}/{device.memory_bytes}" for device in lease.devices}
+        held = {kind_of(device) for device in lease.devices}
         kinds = frozenset({ANY}) if gpus else frozenset(held & devices.keys())
         if not kinds:
             continue  # these devices do not exist any more

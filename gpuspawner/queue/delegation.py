@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import sqlalchemy as sa
 from traitlets import Bool, Float, Unicode
@@ -20,13 +20,13 @@ from traitlets.config import LoggingConfigurable
 from ..core.errors import GPUSpawnerError, GrantingPaused, NoDeviceFree, Unavailable
 from ..db.clock import Timekeeper
 from ..db.engine import Store
-from ..devices import closures
-from ..devices.placement import PlacementIndex, texts
+from ..devices.placement import PlacementIndex
 from ..devices.service import DeviceService, closed_devices
 from ..engines.base import Engine
 from ..engines.images import Connect
 from ..leases import repository as leases_repository
-from ..leases.models import Lease, LeaseState, Slot
+from ..leases.models import Lease, LeaseState
+from ..leases.service import slots_beside
 from ..slurm.cluster import read_cluster
 from ..slurm.engine import SlurmEngine
 from ..slurm.images import WantedImage, reach
@@ -124,28 +124,22 @@ class ExternalRound:
     """Tickets that it does not know, or that may be submitted once more."""
 
 
+@dataclass(eq=False)
 class DelegationService:
     """Talks to the external scheduler, if there is one.
 
     If ``delegate`` is None, only the methods that mention that case may be called.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Timekeeper,
-        delegate: Delegate | None,
-        *,
-        line: QueueState,
-        devices: DeviceService,
-        log: logging.Logger,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.delegate = delegate
-        self.line = line
-        self.devices = devices
-        self.log = log
+    store: Store
+    clock: Timekeeper
+    delegate: Delegate | None
+    _: KW_ONLY
+    line: QueueState
+    devices: DeviceService
+    log: logging.Logger
+
+    def __post_init__(self) -> None:
         self._said: Mapping[str, Turn] = {}
         self._asking: ThreadPoolExecutor | None = None
         self._troubles: Mapping[str, str] = {}
@@ -199,8 +193,7 @@ class DelegationService:
             self._see_line()
             waiting = list(self.line.tickets.values())
             deserted = self.line.deserted()
-            closed = self.line.closed
-        paused = closures.GRANTING in closed
+            closed, paused = self.line.closed, bool(self.line.paused)
         self._said = said = delegate.turns()
         self.devices.machines.keep_closed(closed)
         delegate.tend(waiting, paused=paused)
@@ -230,7 +223,7 @@ class DelegationService:
 
         Raises Refused if it can never be served.
         """
-        if closures.GRANTING in self.line.closed:
+        if self.line.paused:
             return  # it would occupy devices that nobody may use
         try:
             self._other().submit(ticket)
@@ -251,7 +244,7 @@ class DelegationService:
             self._see_line()
             said = (self._said.get(ticket_id) for ticket_id in self.line.tickets)
             others = sum(turn is not None and turn.place > 0 for turn in said)
-        if paused := self.line.closed.get(closures.GRANTING):
+        if paused := self.line.paused:
             raise GrantingPaused(why=paused.reason or "maintenance")
         look.fleet.choose(ticket.request, self.store.run(leases_repository.places_taken))
         if others:
@@ -267,9 +260,7 @@ class DelegationService:
         turn = self._said.get(ticket.id)
         if turn is None or not turn.uuids or turn.over:
             raise NoDeviceFree()
-        others = [device for device in fleet.devices if device.uuid not in turn.uuids]
-        kept = texts(Slot(each.uuid, slot) for each in others for slot in range(each.slots))
-        return turn, kept
+        return turn, slots_beside(turn.uuids, fleet)
 
     def standings(self) -> dict[str, QueuePosition]:
         """Return the standing of every ticket according to the external scheduler."""
@@ -282,24 +273,17 @@ class DelegationService:
 
     def _standing(self, ticket: Ticket) -> QueuePosition:
         turn = self._said.get(ticket.id)
-        why = waits_for(ticket.request, self.line.free_for(ticket.request))
-        if paused := self.line.closed.get(closures.GRANTING):
-            why = f"the GPUs to be given out again ({paused.reason or 'maintenance'})"
+        paused = self.line.paused
+        why = waits_for(ticket.request, self.line.free_for(ticket.request), paused)
         if turn is None or turn.over:
             reason = "" if paused else self._other().why_not_yet(ticket) or self._trouble(ticket)
             why = f"{why} ({reason or 'about to be handed over'})"
-            return QueuePosition(place=1, of=1, why=why, estimate=None, planned=None)
+            return QueuePosition(place=1, of=1, why=why)
+        place = max(1, turn.place)
         if paused:
-            place = max(1, turn.place)
-            of = max(place, turn.of)
-            return QueuePosition(place=place, of=of, why=why, estimate=None, planned=None)
-        return QueuePosition(
-            place=max(1, turn.place),
-            of=max(1, turn.of),
-            why=f"{why} ({turn.why})" if turn.why else why,
-            estimate=None,
-            planned=turn.start,
-        )
+            return QueuePosition(place=place, of=max(place, turn.of), why=why)
+        why = f"{why} ({turn.why})" if turn.why else why
+        return QueuePosition(place=place, of=max(1, turn.of), why=why, planned=turn.start)
 
     def _trouble(self, ticket: Ticket) -> str:
         """Return why a ticket was not submitted, for its member; empty if no attempt failed."""
@@ -367,10 +351,7 @@ class DelegationService:
             self.delegate.extend(lease.ticket_id, lease.seconds + lease.extended)
 
     def _give_back(self, ticket: Ticket, turn: Turn) -> None:
-        """Return an allocation of closed devices, so that the ticket waits for others.
-
-        Raises Unavailable.
-        """
+        """Return an allocation of closed devices: the ticket waits for others."""
         with self.line.lock:
             if ticket.id not in self.line.tickets:
                 return  # it was granted before the devices were closed

@@ -14,8 +14,8 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .models import Estimate, RunningLease, WaitingTicket
@@ -76,29 +76,20 @@ _FRESH = 60.0
 """Seconds for which a curve is reused."""
 
 
+@dataclass(slots=True, eq=False)
 class WaitObservation:
     """A ticket at one moment of its wait: the estimate it was shown, and when it started."""
 
-    __slots__ = ("at", "classes", "compared", "over_at", "pace", "started", "told")
-
-    def __init__(
-        self, at: float, pace: float, classes: tuple[Class, ...], told: Estimate | None
-    ) -> None:
-        self.at = at
-        self.pace = pace
-        """Expected wait in seconds, by the work ahead of it."""
-        self.classes = classes
-        self.told = told
-        self.compared = told is None
-        """True if the shown estimate was compared with the outcome."""
-        self.over_at: float | None = None
-        """When it started or was withdrawn; None while it waits."""
-        self.started = False
-
-    def over(self, at: float, started: bool) -> None:
-        """Record that the ticket started or was withdrawn."""
-        self.over_at = at
-        self.started = started
+    at: float
+    pace: float
+    """Expected wait in seconds, by the work ahead of it."""
+    classes: tuple[Class, ...]
+    told: Estimate | None
+    compared: bool = False
+    """True if the shown estimate was compared with the outcome."""
+    over_at: float | None = None
+    """When it started or was withdrawn; None while it waits."""
+    started: bool = False
 
     def multiple(self, now: float) -> float:
         """Return how many times its pace the ticket has waited since this observation."""
@@ -193,13 +184,11 @@ class PastWait:
     group: str = ""
 
 
+@dataclass(slots=True)
 class _Ticket:
-    __slots__ = ("looks", "next_look", "ticket")
-
-    def __init__(self, ticket: WaitingTicket) -> None:
-        self.ticket = ticket
-        self.looks: list[WaitObservation] = []
-        self.next_look = ticket.asked_at
+    ticket: WaitingTicket
+    next_look: float
+    looks: list[WaitObservation] = field(default_factory=list)
 
 
 class Estimator:
@@ -224,7 +213,7 @@ class Estimator:
         """Record that a ticket waits; one with a known id was changed and keeps waiting."""
         known = self._tickets.get(ticket.id)
         if known is None:
-            self._tickets[ticket.id] = _Ticket(ticket)
+            self._tickets[ticket.id] = _Ticket(ticket, ticket.asked_at)
         else:
             known.ticket = ticket
 
@@ -234,14 +223,19 @@ class Estimator:
         self._flow.give(lease.held, at)
         known = self._tickets.pop(lease.ticket_id or lease.id, None)
         for look in known.looks if known else ():
-            look.over(at, started=True)
+            look.over_at, look.started = at, True
             self._compare(look, at)
 
     def withdrawn(self, ticket_id: str, at: float) -> None:
         """Record that a ticket ended without devices; an unknown ticket is no error."""
         known = self._tickets.pop(ticket_id, None)
         for look in known.looks if known else ():
-            look.over(at, started=False)
+            look.over_at = at
+
+    def withdraw_others(self, waiting: Collection[str], at: float) -> None:
+        """Withdraw all tickets but these."""
+        for ticket_id in self._tickets.keys() - waiting:
+            self.withdrawn(ticket_id, at)
 
     def learn(self, history: Iterable[PastWait]) -> None:
         """Learn from tickets that started before this estimator was created, in any order.
@@ -353,10 +347,9 @@ class Estimator:
     def _keep(self, known: _Ticket, look: WaitObservation, keys: tuple[Key, ...]) -> None:
         known.looks.append(look)
         for key in keys:
-            looks = self._looks.get(key)
-            if looks is None:
-                looks = self._looks[key] = WaitObservations()
-            looks.add(look)
+            if key not in self._looks:
+                self._looks[key] = WaitObservations()
+            self._looks[key].add(look)
         if look.told is not None:
             if len(self._due) >= self._most_due:
                 self._due = [due for due in self._due if not due[2].compared]

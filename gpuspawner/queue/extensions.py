@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
 
 import sqlalchemy as sa
@@ -20,7 +20,7 @@ from ..devices.closures import Closure
 from ..leases import repository as leases_repository
 from ..leases.credit_checks import CreditChecks
 from ..leases.models import Lease, LeaseState
-from ..leases.sessions import format_session_end, is_over, note_lease
+from ..leases.sessions import format_session_end, is_over, note_lease, session_end_of
 from ..ledger import repository as ledger_repository
 from ..ledger import rules as ledger_rules
 from ..ledger.credit_policy import SESSION
@@ -128,30 +128,22 @@ def _starts_later(
     return NO_KIND in ticket.kinds or bool(ticket.kinds & lease.held.keys())
 
 
+@dataclass(eq=False)
 class ExtensionService:
     """Extends sessions."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Timekeeper,
-        settings: GPUQueue,
-        credits: GPUCredits,
-        *,
-        positions: PositionService,
-        delegation: DelegationService,
-        credit_checks: CreditChecks,
-        log: logging.Logger,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.settings = settings
-        self.credits = credits
-        self.positions = positions
-        self.line = positions.line
-        self.delegation = delegation
-        self.credit_checks = credit_checks
-        self.log = log
+    store: Store
+    clock: Timekeeper
+    settings: GPUQueue
+    credits: GPUCredits
+    _: KW_ONLY
+    positions: PositionService
+    delegation: DelegationService
+    credit_checks: CreditChecks
+    log: logging.Logger
+
+    def __post_init__(self) -> None:
+        self.line = self.positions.line
 
     def extend(self, lease_id: str, *, actor: str) -> Lease:
         """Extend a session so that its full original length starts again now.
@@ -201,7 +193,7 @@ class ExtensionService:
 
     def _must_delay_nobody(self, extended: Lease, now: datetime) -> None:
         """Raise CannotExtend if anybody would be delayed; ``extended`` is the lease as extended."""
-        end, at = _end_of(extended).timestamp(), now.timestamp()
+        end, at = session_end_of(extended).timestamp(), now.timestamp()
         running = self.line.scheduler.running.values()
         mine = [x for x in running if x.member == extended.server.user]
         groups = [x for x in running if extended.group and x.group == extended.group]
@@ -217,10 +209,7 @@ class ExtensionService:
             raise CannotExtend(why=why)
 
     def _must_be_covered(self, connection: sa.Connection, lease: Lease, now: datetime) -> None:
-        """Raise CannotExtend if a session that continues without credits could not pay a start.
-
-        Otherwise it could be extended for ever.
-        """
+        """Raise CannotExtend if a session could be extended for ever without credits."""
         if lease.when_dry != SESSION:
             return
         balance = self.credit_checks.payer_now(connection, lease.account, now).balance
@@ -230,10 +219,7 @@ class ExtensionService:
             raise CannotExtend(why=f"{lease.account} has {sums}")
 
     def _longer_hold(self, connection: sa.Connection, extended: Lease) -> int:
-        """Return the hold of the extended session, if sessions are held whole.
-
-        Raises CannotExtend.
-        """
+        """Return the hold of the extended session. Raises CannotExtend."""
         if not self.credits.hold_session:
             return extended.hold
         whole = self.credits.lead((extended.seconds or 0) + extended.extended)
@@ -257,10 +243,3 @@ def _longer(lease: Lease, now: datetime) -> int:
     if lease.seconds is None:
         return lease.extended
     return max(lease.extended, math.ceil((now - (lease.up_since or now)).total_seconds()))
-
-
-def _end_of(lease: Lease) -> datetime:
-    """Return when a session ends. Raises ValueError if it has no end."""
-    if lease.ends_at is None:
-        raise ValueError(f"the session of lease {lease.id} has no end")
-    return lease.ends_at

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from .models import HOUR, QueueLimits, RunningLease
 
 
+@dataclass(slots=True, eq=False)
 class Party:
     """A member or a group with a limit, and what it holds."""
 
-    __slots__ = (
-        "devices",
-        "held",
-        "leases",
-        "limits",
-        "name",
-        "taken_devices",
-        "taken_hours",
-        "version",
-    )
-
-    def __init__(self, name: str, limits: QueueLimits) -> None:
-        self.name = name
-        """``The member`` or ``The group``: the start of a sentence."""
-        self.limits = limits
-        self.devices = 0
-        self.leases: dict[str, int] = {}
-        """Devices by lease."""
-        self.version = 0
-        """Increases with every change."""
-        self.taken_devices = 0
-        """What the current decision gives it."""
-        self.taken_hours = 0.0
-        self.held = (-1, 0.0, 0.0)
-        """Version and time of the last sum of its GPU-hours, and the sum."""
+    name: str
+    """``The member`` or ``The group``: the start of a sentence."""
+    limits: QueueLimits
+    devices: int = 0
+    leases: dict[str, int] = field(default_factory=dict)
+    """Devices by lease."""
+    version: int = 0
+    """Increases with every change."""
+    taken_devices: int = 0
+    """What the current decision gives it."""
+    taken_hours: float = 0.0
+    held: tuple[int, float, float] = (-1, 0.0, 0.0)
+    """Version and time of the last sum of its GPU-hours, and the sum."""
 
     def take(self, devices: int, seconds: float) -> None:
         """Add what the current decision starts for this party."""
@@ -49,31 +39,21 @@ class Party:
         self.version += 1
 
 
+@dataclass(slots=True, eq=False)
 class LimitedRequests:
     """Requests whose member or group may have limits, and what was found out about them last."""
 
-    __slots__ = (
-        "checked",
-        "checked_at",
-        "devices",
-        "parties",
-        "refusal",
-        "refused_for_a_while",
-        "seconds",
-    )
-
-    def __init__(self, parties: tuple[Party, ...], devices: int) -> None:
-        self.parties = parties
-        self.devices = devices
-        """How many each of them asks for."""
-        self.seconds = 0.0
-        """How long each of them keeps its devices: as asked for, else as guessed."""
-        self.checked = -1
-        self.checked_at = 0.0
-        self.refusal = ""
-        """The limit that keeps them waiting, as of the check."""
-        self.refused_for_a_while = False
-        """Whether the passing of time alone may change that."""
+    parties: tuple[Party, ...]
+    devices: int
+    """How many each of them asks for."""
+    seconds: float = 0.0
+    """How long each of them keeps its devices: as asked for, else as guessed."""
+    checked: int = -1
+    checked_at: float = 0.0
+    refusal: str = ""
+    """The limit that keeps them waiting, as of the check."""
+    refused_for_a_while: bool = False
+    """True if the passing of time alone may change the refusal."""
 
 
 class Limiter:
@@ -82,7 +62,7 @@ class Limiter:
     def __init__(self, members: QueueLimits, groups: Mapping[str, QueueLimits]) -> None:
         self._members = members
         self._groups = dict(groups)
-        self.any = any(map(_limits, (members, *groups.values())))
+        self.any = any(limits.can_hold_back for limits in (members, *groups.values()))
         """True if there is any limit."""
         self._parties: dict[tuple[str, str], Party] = {}
         self._until: dict[str, float] = {}
@@ -91,10 +71,10 @@ class Limiter:
     def of(self, member: str, group: str) -> tuple[Party, ...]:
         """Return the parties whose limits apply to a ticket; most tickets have none."""
         found = []
-        if _limits(self._members):
+        if self._members.can_hold_back:
             found.append(self._party("The member", member, self._members))
         limits = self._groups.get(group)
-        if limits is not None and _limits(limits):
+        if limits is not None and limits.can_hold_back:
             found.append(self._party("The group", group, limits))
         return tuple(found)
 
@@ -118,7 +98,7 @@ class Limiter:
             party.version += 1
 
     def refusal(self, batch: LimitedRequests, now: float) -> str:
-        """Why the tickets of a batch have to wait, as a sentence; empty when they need not."""
+        """Return why the tickets of a batch have to wait, as a sentence; "" if they need not."""
         if not batch.parties:
             return ""
         version = 0
@@ -142,7 +122,7 @@ class Limiter:
         return batch.refusal
 
     def take(self, batch: LimitedRequests, seconds: float) -> None:
-        """The decision that is being made starts one ticket of a batch."""
+        """Record that the decision that is being made starts one ticket of a batch."""
         for party in batch.parties:
             party.take(batch.devices, seconds)
             self._taken[party] = None
@@ -157,14 +137,19 @@ class Limiter:
         most, held = party.limits.devices, party.devices + party.taken_devices
         if most is None or held + devices <= most:
             return ""
-        return f"{party.name} may have {most} {_gpus(most)} at once and has {held}."
+        gpus = "GPU" if most == 1 else "GPUs"
+        return f"{party.name} may have {most} {gpus} at once and has {held}."
 
     def _hours(self, party: Party, batch: LimitedRequests, now: float) -> str:
         most = party.limits.gpu_hours
         if most is None:
             return ""
         if party.held[:2] != (party.version, now):
-            party.held = (party.version, now, self._hours_held(party, now))
+            hours = party.taken_hours + sum(
+                devices * max(0.0, self._until[lease_id] - now) / HOUR
+                for lease_id, devices in party.leases.items()
+            )
+            party.held = (party.version, now, hours)
         held = party.held[2]
         asked = batch.devices * batch.seconds / HOUR
         if held + asked <= most:
@@ -174,23 +159,5 @@ class Limiter:
             f"this request is for {asked:.1f}."
         )
 
-    def _hours_held(self, party: Party, now: float) -> float:
-        return party.taken_hours + sum(
-            devices * max(0.0, self._until[lease_id] - now) / HOUR
-            for lease_id, devices in party.leases.items()
-        )
-
     def _party(self, name: str, who: str, limits: QueueLimits) -> Party:
-        found = self._parties.get((name, who))
-        if found is None:
-            found = self._parties[(name, who)] = Party(name, limits)
-        return found
-
-
-def _limits(limits: QueueLimits) -> bool:
-    """Return True if a limit can keep a ticket waiting (``tickets`` is checked earlier)."""
-    return limits.devices is not None or limits.gpu_hours is not None
-
-
-def _gpus(count: int) -> str:
-    return "GPU" if count == 1 else "GPUs"
+        return self._parties.setdefault((name, who), Party(name, limits))

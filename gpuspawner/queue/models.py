@@ -83,8 +83,6 @@ class EndedSession:
     devices: int
     started_at: float
     ended_at: float
-    seconds: float | None = None
-    """The requested session length, if there was one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +95,11 @@ class QueueLimits:
     """Waiting tickets."""
     gpu_hours: float | None = None
     """GPU-hours held: devices times the rest of their sessions, over running leases."""
+
+    @property
+    def can_hold_back(self) -> bool:
+        """True if a limit can keep a ticket waiting; ``tickets`` refuses the request instead."""
+        return self.devices is not None or self.gpu_hours is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,27 +213,18 @@ class QueuePolicy:
     """The most tickets that are estimated together."""
 
     def __post_init__(self) -> None:
-        above_zero = {"half_life_seconds", "waiting_point_seconds", "level_gpu_hours"}
-        above_zero |= {
-            "small_half_life_seconds",
-            "overdue_seconds",
-            "default_seconds",
-            "samples",
-            "batch_tickets",
-        }
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name == "priority_points":
-                continue
-            if not _is_number(value) or value < 0 or (value == 0 and each.name in above_zero):
-                least = "above 0" if each.name in above_zero else "from 0"
-                raise ValueError(f"{each.name} is {value!r}; it is a number {least}")
-            if each.name in {"samples", "batch_tickets"} and value != int(value):
-                raise ValueError(f"{each.name} is {value!r}; it is a whole number")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        whole = {"samples", "batch_tickets"}
+        above_zero = whole | {"half_life_seconds", "waiting_point_seconds", "level_gpu_hours"}
+        above_zero |= {"overdue_seconds", "default_seconds"}
+        for name in (each.name for each in fields(self) if each.name != "priority_points"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            finite = number and math.isfinite(value)
+            if not finite or value < 0 or (value == 0 and name in above_zero):
+                least = "above 0" if name in above_zero else "from 0"
+                raise ValueError(f"{name} is {value!r}; it is a number {least}")
+            if name in whole and value != int(value):
+                raise ValueError(f"{name} is {value!r}; it is a whole number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

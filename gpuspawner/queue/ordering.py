@@ -17,12 +17,13 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import NamedTuple
 
-from .limits import LimitedRequests, Limiter, Party
+from .limits import LimitedRequests, Limiter
 from .models import HOUR, Priority, QueuePolicy, ScorePart, WaitingTicket
 from .session_lengths import ExpectedLength, SessionLengths, SimilarSessions
 
@@ -53,10 +54,8 @@ class FairShareUse:
         if past is None:
             return 0.0
         age = (self._reference - now) / self.half_life
-        used = self.full * self._held[party] + past * math.pow(
-            2.0, age if age < _FARTHEST else _FARTHEST
-        )
-        return used if used > 0.0 else 0.0
+        used = self.full * self._held[party] + past * math.pow(2.0, min(_FARTHEST, age))
+        return max(0.0, used)
 
     def change(self, party: str, devices: int, at: float) -> None:
         """Record that ``party`` holds this many devices more (or fewer) from ``at``."""
@@ -98,14 +97,8 @@ class ScoredRequest(NamedTuple):
 class Points:
     """Calculates points from policy, weights and past use."""
 
-    def __init__(
-        self,
-        policy: QueuePolicy,
-        member_weights: Mapping[str, float],
-        group_weights: Mapping[str, float],
-    ) -> None:
+    def __init__(self, policy: QueuePolicy, group_weights: Mapping[str, float]) -> None:
         self._policy = policy
-        self._member_weights = dict(member_weights)
         self._group_weights = dict(group_weights)
         self._members = FairShareUse(policy.half_life_seconds)
         self._groups = FairShareUse(policy.half_life_seconds)
@@ -137,39 +130,35 @@ class Points:
         member_used = member_points = group_used = group_points = 0.0
         if member:
             member_used = self._members.of(member, now)
-            share = member_used / (self._whole * self._member_weights.get(member, 1.0))
-            member_points = -policy.member_share_points * share
+            member_points = -policy.member_share_points * (member_used / self._whole)
         if group:
             group_used = self._groups.of(group, now)
             share = group_used / (self._whole * self._group_weights.get(group, 1.0))
             group_points = -policy.group_share_points * share
         return ScoredRequest(size, gpu_hours, member_points, member_used, group_points, group_used)
 
-    def sum(self, reckoning: ScoredRequest, priority: Priority, boost: float) -> float:
+    def sum(self, reckoning: ScoredRequest, ticket: WaitingTicket) -> float:
         """Return all points except those for waiting."""
         own = reckoning.size + reckoning.member + reckoning.group
-        return own + self._policy.priority_points.get(priority, 0.0) + boost
+        return own + self._policy.priority_points.get(ticket.priority, 0.0) + ticket.boost
 
-    def parts(
-        self, reckoning: ScoredRequest, member: str, group: str, priority: Priority, boost: float
-    ) -> list[ScorePart]:
+    def parts(self, reckoning: ScoredRequest, ticket: WaitingTicket) -> list[ScorePart]:
         """Return the same points as separate items."""
         level = self._policy.level_gpu_hours
         size = f"about {reckoning.gpu_hours:.1f} GPU-hours expected, {level:g} give 0 points"
         parts = [ScorePart("size", reckoning.size, size)]
-        if member:
-            used = _used(reckoning.member_used, self._member_weights.get(member, 1.0))
+        if ticket.member:
+            used = _used(reckoning.member_used, 1.0)
             parts.append(ScorePart("share of the member", reckoning.member, used))
-        if group:
-            used = _used(reckoning.group_used, self._group_weights.get(group, 1.0))
+        if ticket.group:
+            used = _used(reckoning.group_used, self._group_weights.get(ticket.group, 1.0))
             parts.append(ScorePart("share of the group", reckoning.group, used))
-        if priority != Priority.NORMAL:
-            of_class = self._policy.priority_points.get(priority, 0.0)
-            parts.append(
-                ScorePart("priority", of_class, f"class {Priority(priority).name.lower()}")
-            )
-        if boost:
-            parts.append(ScorePart("boost", boost, "given by an admin"))
+        if ticket.priority != Priority.NORMAL:
+            of_class = self._policy.priority_points.get(ticket.priority, 0.0)
+            name = Priority(ticket.priority).name.lower()
+            parts.append(ScorePart("priority", of_class, f"class {name}"))
+        if ticket.boost:
+            parts.append(ScorePart("boost", ticket.boost, "given by an admin"))
         return parts
 
 
@@ -198,96 +187,58 @@ SMALL, GUESS = 1, 2
 """It may use what is reserved for small requests; its length is only a guess."""
 
 
+@dataclass(slots=True, eq=False)
 class Shape:
     """Requests for the same number of devices of the same kinds. A round notes on it what fits."""
 
-    __slots__ = ("considered", "devices", "entries", "head", "kinds", "passed", "rooms", "seen")
-
-    def __init__(self, devices: int, kinds: frozenset[str]) -> None:
-        self.devices = devices
-        self.kinds = tuple(sorted(kinds))
-        self.entries: list[Entry] = []
-        """Its part of the queue."""
-        self.head: Entry | None = None
-        """Its next ticket during a walk along the queue."""
-        self.passed = False
-        """True if some of its tickets were skipped because they last too long."""
-        self.seen = -1
-        self.considered = -1
-        self.rooms: Rooms = (-1.0, -1.0, -1.0, -1.0)
+    devices: int
+    kinds: tuple[str, ...]
+    entries: list[Entry] = field(default_factory=list)
+    """Its part of the queue."""
+    head: Entry | None = None
+    """Its next ticket during a walk along the queue."""
+    passed: bool = False
+    """True if some of its tickets were skipped because they last too long."""
+    seen: int = -1
+    considered: int = -1
+    rooms: Rooms = (-1.0, -1.0, -1.0, -1.0)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class TicketBatch(LimitedRequests):
     """Requests of one member that are alike and were made one after another."""
 
-    __slots__ = (
-        "alike",
-        "asked_seconds",
-        "asked_until",
-        "boost",
-        "count",
-        "ends_seen",
-        "entry",
-        "last",
-        "length",
-        "looked_at",
-        "number",
-        "per_point",
-        "points",
-        "position",
-        "priority",
-        "reckoning",
-        "shape",
-        "terms",
-        "tickets",
-        "which",
-    )
-
-    def __init__(
-        self,
-        ticket: WaitingTicket,
-        terms: Terms,
-        shape: Shape,
-        alike: SimilarSessions,
-        parties: tuple[Party, ...],
-        per_point: float,
-    ) -> None:
-        super().__init__(parties, shape.devices)
-        self.terms = terms
-        self.shape = shape
-        self.alike = alike
-        self.asked_seconds = ticket.seconds
-        self.position = ticket.position
-        self.last = ticket.last
-        self.boost = ticket.boost
-        self.priority = ticket.priority
-        self.per_point = per_point
-        """Seconds of waiting that are worth one point."""
-        self.tickets: list[tuple[float, str]] = []
-        """When each was requested, and its id, in order."""
-        self.number = alike.asked
-        """Its position in the sequence of similar requests."""
-        self.count = 0
-        """How many tickets were ever in it."""
-        self.asked_until = ticket.asked_at
-        self.length = ExpectedLength(0.0, 0.0)
-        self.reckoning = ScoredRequest()
-        self.points = 0.0
-        """All but the waiting."""
-        self.which = 0
-        """Which of the :data:`Rooms` of its shape applies."""
-        self.looked_at = float("-inf")
-        """When length and points were last calculated."""
-        self.ends_seen = -1
-        self.entry: Entry | None = None
-        """Its place in the line; None while it is out of it."""
+    ticket: WaitingTicket
+    """The first of its tickets; the others differ only in id and time."""
+    terms: Terms
+    shape: Shape
+    alike: SimilarSessions
+    per_point: float
+    """Seconds of waiting that are worth one point."""
+    number: int
+    """Its position in the sequence of similar requests."""
+    asked_until: float
+    tickets: list[tuple[float, str]] = field(default_factory=list)
+    """When each was requested, and its id, in order."""
+    count: int = 0
+    """How many tickets were ever in it."""
+    reckoning: ScoredRequest = field(default_factory=ScoredRequest)
+    points: float = 0.0
+    """All but the waiting."""
+    which: int = 0
+    """Which of the :data:`Rooms` of its shape applies."""
+    looked_at: float = -math.inf
+    """When seconds and points were last calculated."""
+    ends_seen: int = -1
+    entry: Entry | None = None
+    """Its place in the line; None while it is out of it."""
 
     def key(self, asked_at: float, ticket_id: str, now: float) -> Key:
         """Return the key of one of its tickets at ``now``."""
-        if self.position is not None:
-            return (POSITION, self.position, asked_at, ticket_id)
+        if self.ticket.position is not None:
+            return (POSITION, self.ticket.position, asked_at, ticket_id)
         due = asked_at / self.per_point - self.points
-        if self.last:
+        if self.ticket.last:
             return (LAST, due, asked_at, ticket_id)
         if self.points >= 0.0:
             return (ABOVE, due, asked_at, ticket_id)
@@ -297,10 +248,10 @@ class TicketBatch(LimitedRequests):
 
     def reckoned(self, length: ExpectedLength, reckoning: ScoredRequest, points: float) -> None:
         """Store the results of a calculation."""
-        self.length, self.reckoning, self.points = length, reckoning, points
-        self.seconds = length.seconds if self.asked_seconds is None else self.asked_seconds
-        small = SMALL if reckoning.size >= 0.0 else 0
-        self.which = small + (GUESS if self.asked_seconds is None else 0)
+        self.reckoning, self.points = reckoning, points
+        asked = self.ticket.seconds
+        self.seconds = length.seconds if asked is None else asked
+        self.which = (SMALL if reckoning.size >= 0.0 else 0) + (GUESS if asked is None else 0)
 
     def behind(self, ticket_id: str, now: float) -> Entry | None:
         """Return the entry of the ticket behind this one in the batch, if there is one."""
@@ -314,7 +265,7 @@ class TicketBatch(LimitedRequests):
     def waiting_points(self, asked_at: float, now: float) -> float:
         """Return the points for waiting: at most what is lacking, if something is."""
         waited = max(0.0, now - asked_at) / self.per_point
-        if self.points < 0.0 and not self.last:
+        if self.points < 0.0 and not self.ticket.last:
             return min(waited, -self.points)
         return waited
 
@@ -434,16 +385,12 @@ class Book:
         """Tickets by the kinds that fit, oldest first."""
         self._batches: dict[str, TicketBatch] = {}
         self._open: dict[Terms, TicketBatch] = {}
-        self._shapes: dict[tuple[int, frozenset[str]], Shape] = {}
+        self.shapes: dict[tuple[int, frozenset[str]], Shape] = {}
+        """Every shape that was ever requested."""
         self._numbers = itertools.count()
         self._looks: list[tuple[float, int, TicketBatch]] = []
         """When each batch is recalculated; a heap."""
         self._stale: list[TicketBatch] = []
-
-    @property
-    def shapes(self) -> Iterable[Shape]:
-        """Every shape that was ever requested."""
-        return self._shapes.values()
 
     def batch(self, ticket_id: str) -> TicketBatch:
         """Return the batch of a waiting ticket."""
@@ -487,10 +434,9 @@ class Book:
         alike = batch.alike
         batch.looked_at = now
         batch.ends_seen = alike.ends
-        length = self._lengths.estimate(alike, batch.number, now, batch.asked_seconds)
+        length = self._lengths.estimate(alike, batch.number, now, batch.ticket.seconds)
         reckoning = self._points.reckon(alike.member, alike.group, alike.devices, length.cost, now)
-        points = self._points.sum(reckoning, batch.priority, batch.boost)
-        batch.reckoned(length, reckoning, points)
+        batch.reckoned(length, reckoning, self._points.sum(reckoning, batch.ticket))
         self.line.put(batch, now)
 
     def ended_one_of(self, batch: TicketBatch) -> None:
@@ -546,17 +492,21 @@ class Book:
             and abs(ticket.asked_at - batch.asked_until) <= self._policy.batch_seconds
         ):
             return batch
-        shape = self._shapes.get((ticket.devices, ticket.kinds))
+        shape = self.shapes.get((ticket.devices, ticket.kinds))
         if shape is None:
-            shape = Shape(ticket.devices, ticket.kinds)
-            self._shapes[(ticket.devices, ticket.kinds)] = shape
+            shape = Shape(ticket.devices, tuple(sorted(ticket.kinds)))
+            self.shapes[(ticket.devices, ticket.kinds)] = shape
+        alike = self._lengths.alike(ticket.member, ticket.group, ticket.devices)
         batch = TicketBatch(
-            ticket,
-            terms,
-            shape,
-            self._lengths.alike(ticket.member, ticket.group, ticket.devices),
-            self._limiter.of(ticket.member, ticket.group),
-            self._policy.waiting_point_seconds,
+            parties=self._limiter.of(ticket.member, ticket.group),
+            devices=ticket.devices,
+            ticket=ticket,
+            terms=terms,
+            shape=shape,
+            alike=alike,
+            per_point=self._policy.waiting_point_seconds,
+            number=alike.asked,
+            asked_until=ticket.asked_at,
         )
         self._open[terms] = batch
         heappush(self._looks, (ticket.asked_at + LOOK_AGAIN, next(self._numbers), batch))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import cache
 
 from ..core.errors import NoDeviceFree
 from ..db.clock import Timekeeper
 from ..db.engine import Store
-from ..devices import closures
 from ..devices.placement import must_run
 from ..devices.service import DeviceService
 from ..devices.snapshots import InventorySnapshot
@@ -30,7 +29,6 @@ PLANNED = 8
 
 POSITIONS_FRESH_SECONDS = 1.0
 """Seconds for which positions and estimates are reused, if nothing changes."""
-
 
 OUTLOOK_FRESH_SECONDS = 2.0
 """Seconds for which an outlook is reused for everybody who reads a page."""
@@ -57,25 +55,19 @@ class Outlook:
     """Its maximum wait, if all sessions that it would wait for have an end."""
 
 
+@dataclass(eq=False)
 class PositionService:
     """Calculates the position of every ticket, and how a request would fare."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Timekeeper,
-        settings: GPUQueue,
-        *,
-        line: QueueState,
-        devices: DeviceService,
-        delegation: DelegationService,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.settings = settings
-        self.line = line
-        self.devices = devices
-        self.delegation = delegation
+    store: Store
+    clock: Timekeeper
+    settings: GPUQueue
+    _: KW_ONLY
+    line: QueueState
+    devices: DeviceService
+    delegation: DelegationService
+
+    def __post_init__(self) -> None:
         self._standings: tuple[tuple[int, float], dict[str, QueuePosition]] = ((-1, 0.0), {})
         self._outlooks: tuple[float, dict[Request, Outlook]] = (-math.inf, {})
 
@@ -85,12 +77,12 @@ class PositionService:
             return self.delegation.standings()
         with self.line.lock:
             decision = self.decide(PLANNED)
-            now = _seconds(self.clock())
+            now = self.clock().timestamp()
             revision, since = self._standings[0]
             if revision == self.line.revision and 0 <= now - since < POSITIONS_FRESH_SECONDS:
                 return self._standings[1]
             revision = self.line.revision
-            waiting = self._tickets(self.line.scheduler.in_line(now))
+            waiting = [self.line.tickets[name] for name in self.line.scheduler.in_line(now)]
         found = self._stand(waiting, decision, now)
         self._standings = ((revision, now), found)
         return found
@@ -101,9 +93,9 @@ class PositionService:
             return self.delegation.order()
         with self.line.lock:
             decision = self.decide(PLANNED)
-            now = _seconds(self.clock())
+            now = self.clock().timestamp()
             ranked = self.line.scheduler.order(now)
-            waiting = self._tickets([each.id for each in ranked])
+            waiting = [self.line.tickets[each.id] for each in ranked]
         found = self._stand(waiting, decision, now)
         return [(t, r, found[t.id]) for t, r in zip(waiting, ranked, strict=True)]
 
@@ -112,7 +104,7 @@ class PositionService:
         if self.delegation.delegate is not None:
             return 0
         with self.line.lock:
-            return self.line.scheduler.place(ticket_id, _seconds(self.clock()))
+            return self.line.scheduler.place(ticket_id, self.clock().timestamp())
 
     def in_line(self, ticket_id: str) -> bool:
         """Return True if a ticket was waiting at the last look at the store."""
@@ -164,23 +156,24 @@ class PositionService:
         held back.
         """
         self.sync()
-        if closures.GRANTING in self.line.closed or self.line.empty:
+        if self.line.paused or not self.line.tickets:
             return Decision()
-        now = _seconds(self.clock())
-        free = self.line.supply.free
-        return self.line.scheduler.decide(now, free, planned=planned, reasons=planned > 0)
+        return self.line.scheduler.decide(
+            self.clock().timestamp(), self.line.supply.free, planned=planned, reasons=planned > 0
+        )
 
     # Helpers.
-
-    def _tickets(self, ids: Sequence[str]) -> list[Ticket]:
-        return [self.line.tickets[ticket_id] for ticket_id in ids]
 
     def _stand(
         self, waiting: Sequence[Ticket], decision: Decision, now: float
     ) -> dict[str, QueuePosition]:
-        """Return the standings of all waiting tickets, first next."""
         found = {}
-        why_of = self._reasons()
+
+        @cache
+        def why(request: Request, held_back: str) -> str:
+            text = waits_for(request, self.line.free_for(request), self.line.paused)
+            return f"{text} ({held_back})" if held_back else text
+
         latest = self._latest(waiting, decision)
         estimates = self._estimates(waiting, decision, latest, now)
         for place, ticket in enumerate(waiting, start=1):
@@ -188,7 +181,7 @@ class PositionService:
             found[ticket.id] = QueuePosition(
                 place=place,
                 of=len(waiting),
-                why=why_of(ticket.request, decision.held_back.get(ticket.id, "")),
+                why=why(ticket.request, decision.held_back.get(ticket.id, "")),
                 estimate=estimates.get(ticket.id),
                 planned=datetime.fromtimestamp(planned, timezone.utc) if planned else None,
                 certain=ticket.id in latest,
@@ -197,15 +190,15 @@ class PositionService:
 
     def _latest(self, waiting: Sequence[Ticket], decision: Decision) -> dict[str, float]:
         """Return the planned starts that no session without an end can delay."""
-        running = self.line.scheduler.running
         found: dict[str, float] = {}
         with self.line.lock:
-            if any(lease.ends_at is None for lease in running.values()):
+            if any(lease.ends_at is None for lease in self.line.scheduler.running.values()):
                 return found
         for ticket in waiting:
-            if ticket.id in decision.planned:
-                found[ticket.id] = decision.planned[ticket.id]
-            if ticket.seconds is None or ticket.id not in decision.planned:
+            if ticket.id not in decision.planned:
+                break
+            found[ticket.id] = decision.planned[ticket.id]
+            if ticket.seconds is None:
                 break
         return found
 
@@ -218,29 +211,19 @@ class PositionService:
     ) -> dict[str, Estimate]:
         """Return when tickets will probably start; a ticket that a limit holds back has none."""
         found: dict[str, Estimate] = {}
-        if closures.GRANTING in self.line.closed:
+        if self.line.paused:
             return found
         ahead = DevicesAhead()
-        for some in _batches(waiting):
+        for start in range(0, len(waiting), AT_ONCE):
             # Release the lock in between: a new request need not wait for all of them.
             with self.line.lock:
-                there = self.line.scheduler.waiting
-                walk = [there[ticket.id] for ticket in some if ticket.id in there]
-                found |= self.line.expected.estimates(walk, ahead, latest, now)
-        return {name: found[name] for name in found if name not in decision.held_back}
-
-    def _reasons(self) -> Callable[[Request, str], str]:
-        """Return a function that describes what a request waits for, given its limit if any."""
-        if paused := self.line.closed.get(closures.GRANTING):
-            text = f"the GPUs to be given out again ({paused.reason or 'maintenance'})"
-            return lambda request, held_back: text
-
-        @cache
-        def why(request: Request, held_back: str) -> str:
-            text = waits_for(request, self.line.free_for(request))
-            return f"{text} ({held_back})" if held_back else text
-
-        return why
+                for ticket in waiting[start : start + AT_ONCE]:
+                    if waits := self.line.scheduler.waiting.get(ticket.id):
+                        devices, most = ahead.of(waits), latest.get(ticket.id)
+                        estimate = self.line.estimator.estimate(ticket.id, now, devices, most)
+                        if estimate is not None and ticket.id not in decision.held_back:
+                            found[ticket.id] = estimate
+        return found
 
     def _look_ahead(self, requests: set[Request], now: float) -> dict[Request, Outlook]:
         with self.line.lock:
@@ -258,23 +241,21 @@ class PositionService:
         free = sum(given.get(kind, 0) for kind in kinds)
         total = sum(usable.get(kind, 0) for kind in kinds)
         ahead = sum(count for others, count in asked.items() if not kinds.isdisjoint(others))
-        paused = closures.GRANTING in self.line.closed
-        enough = any(given.get(kind, 0) >= request.devices for kind in kinds)
-        if enough and not ahead and not paused:
-            return Outlook(free, total, at_once=True)
-        if paused:
+        if self.line.paused:
             return Outlook(free, total, at_once=False, ahead=ahead)
+        if not ahead and any(given.get(kind, 0) >= request.devices for kind in kinds):
+            return Outlook(free, total, at_once=True)
         most = self._ends(kinds, ahead + request.devices - free, now)
         newcomer = WaitingTicket(
             id="", member="", devices=request.devices, kinds=kinds, asked_at=now
         )  # fmt: skip
-        estimate = self.line.expected.guess(newcomer, ahead, now, most)
+        estimate = self.line.estimator.guess(newcomer, now, ahead, most)
         return Outlook(
             free,
             total,
             at_once=False,
             ahead=ahead,
-            likely=_wait(estimate, now),
+            likely=_in(estimate.likely if estimate else None, now),
             most=_in(most, now),
         )
 
@@ -290,18 +271,6 @@ class PositionService:
             if wanted <= 0:
                 return at
         return None
-
-
-def _seconds(at: datetime) -> float:
-    return at.timestamp()
-
-
-def _batches(waiting: Sequence[Ticket]) -> Iterator[Sequence[Ticket]]:
-    return (waiting[start : start + AT_ONCE] for start in range(0, len(waiting), AT_ONCE))
-
-
-def _wait(estimate: Estimate | None, now: float) -> timedelta | None:
-    return None if estimate is None else _in(estimate.likely, now)
 
 
 def _in(moment: float | None, now: float) -> timedelta | None:

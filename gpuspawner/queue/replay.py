@@ -11,14 +11,15 @@ import gzip
 import heapq
 import math
 from bisect import insort
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
-from .models import Decision, RunningLease, WaitingTicket
+from .models import HOUR, Decision, RunningLease, WaitingTicket
 
 ANY = "any"
 """The kind of all devices if kinds do not matter."""
@@ -116,7 +117,7 @@ def replay_trace(
         for ticket_id in decision.starts:
             at = int(ticket_id)
             job = jobs[at]
-            kind = decision.on.get(ticket_id) or _kind(job, free)
+            kind = decision.on.get(ticket_id, "")
             count = job.devices
             if kind not in job.kinds or free[kind] < count or not math.isnan(starts[at]):
                 raise RuntimeError(f"the policy starts job {at} on {kind!r}, which it cannot")
@@ -158,13 +159,6 @@ def _lease(at: int, job: TraceJob, kind: str, now: float) -> RunningLease:
     )
 
 
-def _kind(job: TraceJob, free: Mapping[str, int]) -> str:
-    """Return the kind with the most free devices, for a policy that does not choose."""
-    return Counter({kind: free.get(kind, 0) for kind in job.kinds}).most_common(1)[0][0]
-
-
-HOUR = 3600.0
-
 SHORTEST = 10.0
 """Seconds: a shorter job counts as if it had lasted this long.
 
@@ -176,18 +170,18 @@ So a few seconds of waiting are no disaster for a job that lasted none.
 class ReplayFigures:
     """Figures of a replay. Waits are in hours."""
 
-    jobs: int
-    mean: float
-    p50: float
-    p95: float
-    longest: float
-    worst_group: float
+    jobs: int = 0
+    mean: float = 0.0
+    p50: float = 0.0
+    p95: float = 0.0
+    longest: float = 0.0
+    worst_group: float = 0.0
     """The mean wait of the group that waited longest on average."""
-    slowdown: float
+    slowdown: float = 1.0
     """Bounded slowdown: the mean of (wait + duration) / max(duration, 10 s), at least 1."""
-    utilisation: float
+    utilisation: float = 0.0
     """Device-seconds in use, as a share of all from the first request to the last end."""
-    fairness: float
+    fairness: float = 1.0
     """Jain's index over groups of wait per device-second used, shifted so that no wait is 1.
 
     (sum x)^2 / (n sum x^2) with x = used / (used + wait of its devices). 1 is the same for all, 1/n
@@ -203,10 +197,7 @@ def figures(replayed: ReplayResult, first: int = 0, last: int | None = None) -> 
         if not math.isnan(start)
     ]
     if not chosen:
-        return ReplayFigures(
-            jobs=0, mean=0.0, p50=0.0, p95=0.0, longest=0.0,
-            worst_group=0.0, slowdown=1.0, utilisation=0.0, fairness=1.0,
-        )  # fmt: skip
+        return ReplayFigures()
     waits = sorted(wait for _, wait in chosen)
     by_group: defaultdict[str, list[float]] = defaultdict(list)
     used: defaultdict[str, float] = defaultdict(float)
@@ -220,12 +211,14 @@ def figures(replayed: ReplayResult, first: int = 0, last: int | None = None) -> 
     whole = sum(replayed.devices.values()) * (end - begin)
     return ReplayFigures(
         jobs=len(chosen),
-        mean=_mean(waits) / HOUR,
+        mean=fmean(waits) / HOUR,
         p50=waits[len(waits) // 2] / HOUR,
         p95=waits[int(0.95 * len(waits))] / HOUR,
         longest=waits[-1] / HOUR,
-        worst_group=max(map(_mean, by_group.values())) / HOUR,
-        slowdown=_mean([_slowdown(wait, job.duration) for job, wait in chosen]),
+        worst_group=max(map(fmean, by_group.values())) / HOUR,
+        slowdown=fmean(
+            max(1.0, (wait + job.duration) / max(job.duration, SHORTEST)) for job, wait in chosen
+        ),
         utilisation=sum(used.values()) / whole if whole else 0.0,
         fairness=jain([used[g] / max(1.0, used[g] + waited[g]) for g in used]),
     )
@@ -235,14 +228,6 @@ def jain(values: Sequence[float]) -> float:
     """Return Jain's index of fairness: 1 if all are equal, 1/n if one has everything."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
-
-
-def _slowdown(wait: float, duration: float) -> float:
-    return max(1.0, (wait + duration) / max(duration, SHORTEST))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 REQUIRED = ("timestamp", "duration", "num_gpus")
@@ -365,14 +350,8 @@ def wakes(name: str) -> float:
     return INTERVAL if name == "easy" else 0.0
 
 
-class _Fifo:
-    """First come, first served; a ticket that does not fit holds up everybody behind it."""
-
-    def __init__(self) -> None:
-        self.line: deque[WaitingTicket] = deque()
-
-    def submit(self, ticket: WaitingTicket) -> None:
-        self.line.append(ticket)
+class _Policy:
+    """Starts one ticket after the other, as long as a subclass names another one."""
 
     def started(self, lease: RunningLease) -> None:
         pass
@@ -382,11 +361,27 @@ class _Fifo:
 
     def decide(self, now: float, free: Mapping[str, int]) -> Decision:
         left, on = dict(free), {}
-        while self.line and (kind := _fits(self.line[0], left)):
-            ticket = self.line.popleft()
+        while ticket := self.next(now, left):
+            on[ticket.id] = kind = _fits(ticket, left)
             left[kind] -= ticket.devices
-            on[ticket.id] = kind
         return Decision(starts=tuple(on), on=on)
+
+    def next(self, now: float, left: Mapping[str, int]) -> WaitingTicket | None:
+        """Take a ticket that fits the devices that are left, or return None."""
+        raise NotImplementedError
+
+
+class _Fifo(_Policy):
+    """First come, first served; a ticket that does not fit holds up everybody behind it."""
+
+    def __init__(self) -> None:
+        self.line: deque[WaitingTicket] = deque()
+
+    def submit(self, ticket: WaitingTicket) -> None:
+        self.line.append(ticket)
+
+    def next(self, now: float, left: Mapping[str, int]) -> WaitingTicket | None:
+        return self.line.popleft() if self.line and _fits(self.line[0], left) else None
 
 
 class _Easy(_Fifo):
@@ -417,9 +412,8 @@ class _Easy(_Fifo):
             return first
         self.looked_at = now
         left, on = dict(free), dict(first.on)
-        devices = {ticket: self.jobs[int(ticket)].devices for ticket in first.starts}
         for ticket_id, kind in on.items():
-            left[kind] -= devices[ticket_id]
+            left[kind] -= self.jobs[int(ticket_id)].devices
         head = self.line[0]
         kind, at, spare = min(
             ((k, *self._planned(head.devices, k, left)) for k in head.kinds if k in free),
@@ -448,7 +442,7 @@ class _Easy(_Fifo):
         return math.inf, 0
 
 
-class _Ranked:
+class _Ranked(_Policy):
     """The smallest key goes first; a ticket that does not fit lets others pass."""
 
     def __init__(self, key: Callable[[WaitingTicket], float]) -> None:
@@ -461,20 +455,11 @@ class _Ranked:
         line = self.lines.setdefault((ticket.kinds, ticket.devices), [])
         heapq.heappush(line, (self.key(ticket), self.count, ticket))
 
-    def started(self, lease: RunningLease) -> None:
-        pass
-
-    def ended(self, lease_id: str, at: float) -> None:
-        pass
-
-    def decide(self, now: float, free: Mapping[str, int]) -> Decision:
-        left, on = dict(free), {}
-        while heads := [line for line in self.lines.values() if line and _fits(line[0][2], left)]:
-            ticket = heapq.heappop(min(heads, key=lambda line: line[0][:2]))[2]
-            kind = _fits(ticket, left)
-            left[kind] -= ticket.devices
-            on[ticket.id] = kind
-        return Decision(starts=tuple(on), on=on)
+    def next(self, now: float, left: Mapping[str, int]) -> WaitingTicket | None:
+        heads = [line for line in self.lines.values() if line and _fits(line[0][2], left)]
+        if not heads:
+            return None
+        return heapq.heappop(min(heads, key=lambda line: line[0][:2]))[2]
 
 
 class _History(_Ranked):
@@ -498,10 +483,10 @@ class _History(_Ranked):
         self.known[like] = seen * NEWEST + self.known.get(like, seen) * (1 - NEWEST)
 
     def _expected(self, ticket: WaitingTicket) -> float:
-        return self.known.get((ticket.group or ticket.member, ticket.devices), math.log(3600.0))
+        return self.known.get((ticket.group or ticket.member, ticket.devices), math.log(HOUR))
 
 
-class _FairShare:
+class _FairShare(_Policy):
     """The group with the least decayed use first; first come, first served within a group.
 
     A ticket that does not fit lets other groups pass.
@@ -512,6 +497,8 @@ class _FairShare:
         self.running: dict[str, RunningLease] = {}
         self.used: dict[str, tuple[float, int, float]] = {}
         """By group: device-seconds as of a moment, devices in use, the moment."""
+        self.extra: defaultdict[str, float] = defaultdict(float)
+        """By group: what the current decision gives it counts as if it had lasted an hour."""
 
     def submit(self, ticket: WaitingTicket) -> None:
         self.lines.setdefault(ticket.group or ticket.member, deque()).append(ticket)
@@ -525,17 +512,17 @@ class _FairShare:
         self._change(lease.group or lease.member, -lease.devices, at)
 
     def decide(self, now: float, free: Mapping[str, int]) -> Decision:
-        left, on = dict(free), {}
-        extra: dict[str, float] = defaultdict(float)
-        while heads := [name for name, line in self.lines.items() if line and _fits(line[0], left)]:
-            # What a group gets now counts as if it had lasted an hour.
-            name = min(heads, key=lambda group: self._use(group, now) + extra[group])
-            ticket = self.lines[name].popleft()
-            kind = _fits(ticket, left)
-            left[kind] -= ticket.devices
-            on[ticket.id] = kind
-            extra[name] += 3600.0 * ticket.devices
-        return Decision(starts=tuple(on), on=on)
+        self.extra.clear()
+        return super().decide(now, free)
+
+    def next(self, now: float, left: Mapping[str, int]) -> WaitingTicket | None:
+        heads = [name for name, line in self.lines.items() if line and _fits(line[0], left)]
+        if not heads:
+            return None
+        name = min(heads, key=lambda group: self._use(group, now) + self.extra[group])
+        ticket = self.lines[name].popleft()
+        self.extra[name] += HOUR * ticket.devices
+        return ticket
 
     def _use(self, group: str, now: float) -> float:
         used, devices, at = self.used.get(group, (0.0, 0, now))

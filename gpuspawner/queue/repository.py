@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -24,15 +25,12 @@ _COLUMNS = (*_TEXTS, *_FIELDS)
 _ALL = sa.select(*(tickets.c[n] for n in _COLUMNS)).order_by(tickets.c.created_at, tickets.c.id)
 _ONE = _ALL.where(tickets.c.id == sa.bindparam("ticket"))
 _ONE_LOCKED = _ONE.with_for_update()
-_OPEN_OF_MEMBER = _ALL.where(tickets.c.user == sa.bindparam("member"), OPEN_TICKET)
-_OPEN_OF_GROUP = sa.select(sa.func.count()).where(
-    tickets.c.group == sa.bindparam("name"), OPEN_TICKET
-)
 # One text instead of ten thousand rows: it is read every second while somebody waits.
 _VERSIONS = sa.select(
     sa.func.aggregate_strings(tickets.c.id + ":" + sa.cast(tickets.c.version, sa.Text), " ")
 ).where(OPEN_TICKET)
 _COUNT = sa.select(sa.func.count()).select_from(tickets).where(OPEN_TICKET)
+_HAD_DEVICES = sa.exists().where(lease_places.c.lease_id == leases.c.id)
 
 
 def insert_ticket(connection: sa.Connection, ticket: Ticket) -> None:
@@ -61,20 +59,14 @@ def get_ticket(connection: sa.Connection, ticket_id: str, *, lock: bool = False)
     return _ticket(row)
 
 
-def open_ticket_of(connection: sa.Connection, server: ServerRef) -> Ticket | None:
-    """Return a server's waiting ticket, if there is one."""
-    mine = open_of_member(connection, server.user)
-    return next((ticket for ticket in mine if ticket.server == server), None)
-
-
 def open_of_member(connection: sa.Connection, user: str) -> list[Ticket]:
     """Return the waiting tickets of a member's servers, oldest first."""
-    return [_ticket(row) for row in connection.execute(_OPEN_OF_MEMBER, {"member": user})]
+    return _where(connection, OPEN_TICKET & (tickets.c.user == user))
 
 
 def count_of_group(connection: sa.Connection, group: str) -> int:
     """Return how many waiting tickets count against a group."""
-    return int(connection.execute(_OPEN_OF_GROUP, {"name": group}).scalar_one())
+    return int(connection.execute(_COUNT.where(tickets.c.group == group)).scalar_one())
 
 
 def count_tickets(connection: sa.Connection) -> int:
@@ -84,17 +76,13 @@ def count_tickets(connection: sa.Connection) -> int:
 
 def waiting_tickets(connection: sa.Connection) -> list[Ticket]:
     """Return all waiting tickets, oldest first."""
-    return [_ticket(row) for row in connection.execute(_ALL.where(OPEN_TICKET))]
+    return _where(connection, OPEN_TICKET)
 
 
 def some_tickets(connection: sa.Connection, ids: Iterable[str]) -> list[Ticket]:
     """Return those of the tickets that exist, oldest first."""
-    wanted = list(ids)
-    found: list[Ticket] = []
-    for start in range(0, len(wanted), 500):  # SQLite limits the number of parameters
-        part = _ALL.where(tickets.c.id.in_(wanted[start : start + 500]))
-        found += [_ticket(row) for row in connection.execute(part)]
-    return found
+    parts = (_where(connection, tickets.c.id.in_(some)) for some in _parts(ids))
+    return list(chain.from_iterable(parts))
 
 
 def ticket_versions(connection: sa.Connection) -> dict[str, str]:
@@ -130,6 +118,17 @@ def end_ticket(
     """Take a ticket out of the queue; its outcome stays recorded."""
     changes = {"state": "ended", "ended_at": at, "outcome": outcome, "end_reason": reason}
     update_ticket(connection, ticket_id, **changes, lease_id=lease_id)
+
+
+def _where(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[Ticket]:
+    return [_ticket(row) for row in connection.execute(_ALL.where(condition))]
+
+
+def _parts(ids: Iterable[str]) -> Iterator[list[str]]:
+    """Split ids into lists of at most 500: SQLite limits the number of parameters."""
+    rest = iter(ids)
+    while part := list(islice(rest, 500)):
+        yield part
 
 
 def _ticket(row: Sequence[Any]) -> Ticket:
@@ -169,19 +168,15 @@ def lease_marks(connection: sa.Connection) -> dict[str, str]:
 
 def some_leases(connection: sa.Connection, ids: Iterable[str]) -> list[Lease]:
     """Return those of the leases that exist, oldest first."""
-    wanted = list(ids)
-    found: list[Lease] = []
-    for start in range(0, len(wanted), 500):  # SQLite limits the number of parameters
-        found += leases_repository.where(connection, leases.c.id.in_(wanted[start : start + 500]))
-    return found
+    found = (leases_repository.where(connection, leases.c.id.in_(some)) for some in _parts(ids))
+    return list(chain.from_iterable(found))
 
 
 def ended_since(connection: sa.Connection, since: datetime) -> list[Lease]:
     """Return the newest leases with devices that ran and ended since then, oldest first."""
-    had_devices = sa.exists().where(lease_places.c.lease_id == leases.c.id)
     newest = (
         sa.select(leases.c.id)
-        .where(leases.c.ended_at >= since, leases.c.started_at.isnot(None), had_devices)
+        .where(leases.c.ended_at >= since, leases.c.started_at.isnot(None), _HAD_DEVICES)
         .order_by(leases.c.ended_at.desc())
         .limit(MOST)
     )
@@ -227,11 +222,10 @@ def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
 def asked_for(connection: sa.Connection, since: datetime) -> list[tuple[datetime, Lease]]:
     """Return leases with devices that ran and ended, with and in order of their request time."""
     asked = sa.func.coalesce(tickets.c.created_at, leases.c.granted_at)
-    had_devices = sa.exists().where(lease_places.c.lease_id == leases.c.id)
     query = (
         sa.select(leases.c.id, tickets.c.created_at)
         .select_from(leases.outerjoin(tickets, tickets.c.id == leases.c.ticket_id))
-        .where(leases.c.ended_at >= since, leases.c.started_at.isnot(None), had_devices)
+        .where(leases.c.ended_at >= since, leases.c.started_at.isnot(None), _HAD_DEVICES)
         .order_by(asked)
     )
     moments = {row.id: row.created_at for row in connection.execute(query)}

@@ -6,7 +6,9 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
 from typing import NamedTuple
@@ -54,7 +56,12 @@ class GrantRate:
 
     def give(self, held: Mapping[str, int], at: float) -> None:
         """Record that these devices, by kind, were granted."""
-        self._pass(at)
+        fade = self._fade(at)
+        for kind in self._given:
+            self._given[kind] *= fade
+        if self._given:
+            self._past *= fade
+        self._as_of = max(self._as_of, at)
         for kind, devices in held.items():
             self._given[kind] = self._given.get(kind, 0.0) + devices
 
@@ -64,14 +71,6 @@ class GrantRate:
         # One more device, so that nothing is divided by zero and a single start proves little.
         given = 1.0 + fade * sum(self._given.get(kind, 0.0) for kind in kinds)
         return _LEAST + devices * (_MEMORY * (1.0 - fade * self._past) + 1.0) / given
-
-    def _pass(self, now: float) -> None:
-        fade = self._fade(now)
-        for kind in self._given:
-            self._given[kind] *= fade
-        if self._given:
-            self._past *= fade
-        self._as_of = max(self._as_of, now)
 
     def _fade(self, now: float) -> float:
         return math.exp(min(0.0, self._as_of - now) / _MEMORY) if self._given else 1.0
@@ -112,10 +111,6 @@ class ReleaseTimes:
         for kind, devices in held.items():
             releases = self._by_kind[kind]
             del releases[bisect_left(releases, (at, lease_id, devices))]
-
-    def end_of(self, lease_id: str) -> float:
-        """Return when the lease ends, as far as is known."""
-        return self._ends[lease_id][0]
 
     @property
     def next_guess(self) -> float:
@@ -210,15 +205,13 @@ _VERSIONS = itertools.count()
 _NO_ROOM: Rooms = (-1.0, -1.0, -1.0, -1.0)
 
 
+@dataclass(slots=True)
 class _KeptDevices:
     """Devices of one kind that are gathered for the first ticket that waits for them."""
 
-    __slots__ = ("at", "no_guess", "spare")
-
-    def __init__(self, planned: PlannedStart, no_guess: bool) -> None:
-        self.at = planned.at
-        self.spare = planned.spare
-        self.no_guess = no_guess
+    at: float
+    spare: int
+    no_guess: bool
 
 
 class Round:
@@ -237,10 +230,7 @@ class Round:
         releases: ReleaseTimes,
         guess_again: Callable[[float], None],
     ) -> None:
-        """Start a round.
-
-        ``guess_again`` ensures that no estimated release is before the given time.
-        """
+        """Start a round; ``guess_again`` moves estimated releases to after the given time."""
         self.now = now
         self.left = {kind: count for kind, count in free.items() if count > 0}
         self.version = self.number = next(_VERSIONS)
@@ -317,7 +307,7 @@ class Round:
                 plans.append((planned.at, kind, planned))
         if plans:
             at, kind, planned = min(plans)
-            self._kept[kind] = _KeptDevices(planned, no_guess)
+            self._kept[kind] = _KeptDevices(at, planned.spare, no_guess)
             self.planned[ticket_id] = at
             self.version = next(_VERSIONS)
 
@@ -342,17 +332,15 @@ class OverdueTickets:
 
     def __init__(self, policy: QueuePolicy) -> None:
         self._policy = policy
-        self._in_use: dict[str, int] = {}
+        self._in_use: Counter[str] = Counter()
 
     def start(self, held: Mapping[str, int]) -> None:
         """Record that an overdue ticket uses devices (by kind)."""
-        for kind, devices in held.items():
-            self._in_use[kind] = self._in_use.get(kind, 0) + devices
+        self._in_use.update(held)
 
     def end(self, held: Mapping[str, int]) -> None:
         """Record that it no longer does."""
-        for kind, devices in held.items():
-            self._in_use[kind] -= devices
+        self._in_use.subtract(held)
 
     def due(self, asked_at: float, now: float) -> bool:
         """Return True if the ticket has waited longer than ``overdue_seconds``."""
@@ -366,7 +354,7 @@ class OverdueTickets:
         for kinds, ages in book.by_age.items():
             if not self.due(ages[0][0], now):
                 continue
-            in_use = sum(self._in_use.get(kind, 0) for kind in kinds)
+            in_use = sum(self._in_use[kind] for kind in kinds)
             most = self._policy.overdue_share * sum(capacity.get(kind, 0) for kind in kinds)
             for asked_at, ticket_id in ages:
                 if not self.due(asked_at, now) or (in_use and in_use >= most):
@@ -419,7 +407,7 @@ class Walk:
         """Offer what is left to all from the section ``first`` to the section ``last``."""
         round_ = self._round
         self._section = last
-        self._shapes = [shape for shape in self._book.shapes if shape.entries]
+        self._shapes = [shape for shape in self._book.shapes.values() if shape.entries]
         self._heads = []
         for each in self._shapes:
             each.passed = False
@@ -442,11 +430,17 @@ class Walk:
                 self._less_is_left(entry, but=shape)
 
     def _turn(self, entry: Entry) -> None:
-        """Offer what is left to one ticket."""
         batch = entry[4]
-        if not self._may_get(batch):
+        room = self._round.room(batch)
+        if room < 0.0:  # only the first of its shape that cannot start gets a planned start
+            if batch.shape.considered == self._round.number:
+                return
+        elif room < batch.seconds:
             return
-        if batch.entry is entry and self._round.room(batch) >= 0.0 and self._is_old(batch):
+        # Old: similar sessions ended since the batch was last calculated.
+        is_old = not 0 <= self._now - batch.looked_at <= FRESH
+        is_old = is_old and batch.ends_seen != batch.alike.ends
+        if batch.entry is entry and room >= 0.0 and is_old:
             self._book.look(batch, self._now)
             if batch.entry is not entry:
                 if batch.entry < entry:
@@ -495,21 +489,7 @@ class Walk:
             if shape.rooms != before:
                 self._point(shape, here)
 
-    def _may_get(self, batch: TicketBatch) -> bool:
-        """Return True if a ticket may start now, or is the first of its shape that cannot."""
-        room = self._round.room(batch)
-        if room < 0.0:
-            return batch.shape.considered != self._round.number
-        return room >= batch.seconds
-
-    def _is_old(self, batch: TicketBatch) -> bool:
-        """Return True if similar sessions ended since the batch was last calculated."""
-        if batch.ends_seen == batch.alike.ends:
-            return False
-        return not 0 <= self._now - batch.looked_at <= FRESH
-
     def _offer(self, ticket_id: str, batch: TicketBatch, which: int, because_of_age: bool) -> bool:
-        """Start a ticket if it fits, else plan its start."""
         shape, round_ = batch.shape, self._round
         if shape.seen != round_.version:
             round_.measure(shape)

@@ -50,13 +50,12 @@ class Scheduler:
         self,
         policy: QueuePolicy | None = None,
         *,
-        member_weights: Mapping[str, float] | None = None,
         group_weights: Mapping[str, float] | None = None,
         member_limits: QueueLimits | None = None,
         group_limits: Mapping[str, QueueLimits] | None = None,
     ) -> None:
         self.policy = policy or QueuePolicy()
-        self._points = Points(self.policy, member_weights or {}, group_weights or {})
+        self._points = Points(self.policy, group_weights or {})
         self._limiter = Limiter(member_limits or QueueLimits(), group_limits or {})
         self._lengths = SessionLengths(self.policy.default_seconds, self.policy.samples)
         self._book = Book(self.policy, self._lengths, self._points, self._limiter)
@@ -241,7 +240,6 @@ class Scheduler:
         return self._aged.first(self._book, self._limiter, self._capacity.devices, now)
 
     def _in_order(self, now: float, aged: list[str]) -> Iterator[Key]:
-        """Yield the keys of all tickets, first next."""
         keys = self._book.line.in_order(now)
         if not aged:
             return keys
@@ -294,9 +292,7 @@ class Scheduler:
         if because_of_age:
             why = f"{hours}, too long; nothing else counts"
             return (ScorePart("waiting", BY_AGE + waited / HOUR, why),)
-        parts = self._points.parts(
-            batch.reckoning, batch.alike.member, batch.alike.group, batch.priority, batch.boost
-        )
+        parts = self._points.parts(batch.reckoning, batch.ticket)
         points = batch.waiting_points(asked_at, now)
         if points < waited / batch.per_point:
             hours += ", which has made up for all that was lacking"

@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -38,12 +38,11 @@ from ..leases.models import Lease, Request, ServerRef, Slot, Terms
 from ..leases.service import LeaseService, require_seen
 from ..ledger import rules as ledger_rules
 from ..ledger.prices import PriceService
-from ..ledger.pricing import RateCard
 from ..ledger.settings import GPUCredits
 from ..members.service import require_member
 from ..notifications import repository as notifications_repository
 from ..notifications.messages import compose
-from ..notifications.models import Notice, NoticeKind
+from ..notifications.models import NoticeKind
 from . import repository
 from .delegation import DelegationService
 from .models import QueueLimits, Ticket
@@ -53,7 +52,6 @@ from .state import kind_of, model_of
 
 CHANGEABLE = ("seconds", "account", "when_dry", "overdraft")
 """What a member may change in a request without losing the position in the queue."""
-
 
 MOST_POINTS = 1_000_000
 """The largest boost in either direction."""
@@ -68,32 +66,23 @@ Also for members who are new to it: whoever asked is still there. Longer counts 
 """
 
 
+@dataclass(eq=False)
 class QueueService:
     """Grants what is free, and queues requests for what is not."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Timekeeper,
-        settings: GPUQueue,
-        credits: GPUCredits,
-        *,
-        leases: LeaseService,
-        positions: PositionService,
-        delegation: DelegationService,
-        prices: PriceService,
-        log: logging.Logger,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.settings = settings
-        self.credits = credits
-        self.leases = leases
-        self.positions = positions
-        self.line = positions.line
-        self.delegation = delegation
-        self.prices = prices
-        self.log = log
+    store: Store
+    clock: Timekeeper
+    settings: GPUQueue
+    credits: GPUCredits
+    _: KW_ONLY
+    leases: LeaseService
+    positions: PositionService
+    delegation: DelegationService
+    prices: PriceService
+    log: logging.Logger
+
+    def __post_init__(self) -> None:
+        self.line = self.positions.line
 
     def ticket(self, ticket_id: str) -> Ticket:
         """Return a ticket, waiting or ended. Raises UnknownTicket."""
@@ -139,22 +128,21 @@ class QueueService:
             group=group,
             terms=terms,
         )
-        if not request.devices:
+        if free:
             return grant()
+        new_ticket = partial(self._ticket, server, request, engine, account, terms)
         if self.delegation.delegate is not None:
-            ticket = self._ticket(server, request, engine, account, terms)
-            return self._ask_there(ticket, wait=terms.wait)
+            return self._ask_there(new_ticket(), wait=terms.wait)
         with self.line.lock:
-            if self._nobody_is_before(server, terms) or self._has_kept(server, request):
+            if self._nobody_is_before(terms) or self._has_kept(server, request):
                 try:
                     return grant()
                 except (NoDeviceFree, GrantingPaused):
                     if not terms.wait:
                         raise
             elif not terms.wait:
-                ticket = self._ticket(server, request, engine, account, terms)
-                return self._now_or_never(ticket, grant)
-            return self._enqueue(self._ticket(server, request, engine, account, terms))
+                return self._now_or_never(new_ticket(), grant)
+            return self._enqueue(new_ticket())
 
     def turns(self, present: frozenset[str]) -> list[str]:
         """Return the tickets whose turn it is, in order; start them with :meth:`start_ticket`.
@@ -209,12 +197,12 @@ class QueueService:
                 return ticket
             repository.end_ticket(connection, ticket_id, now, outcome, reason)
             if actor:
-                subject = f"ticket {ticket_id} of {ticket.server}"
-                audit_log.note(
-                    connection, at=now, actor=actor, action=outcome, subject=subject, detail=reason
-                )
+                _note(connection, ticket, outcome, actor, reason, now)
             if tell:
-                notifications_repository.add(connection, _ticket_ended(ticket, reason, now))
+                key, kind = f"ticket_ended:{ticket.id}", NoticeKind.TICKET_ENDED
+                user = ticket.server.user
+                notice = compose("ticket_ended", kind, key, user, now, reason=reason)
+                notifications_repository.add(connection, notice)
             ended = repository.get_ticket(connection, ticket_id)
         with self.line.lock:
             self.line.drop(ticket_id)
@@ -224,10 +212,7 @@ class QueueService:
 
     def regrouped(self, ticket: Ticket, groups: frozenset[str]) -> dict[str, Any]:
         """Return what changes for a ticket if its member is in these groups, without the store."""
-        group, priority = self.settings.standing_of(groups)
-        policy = self.credits.policy_for(ticket.account, groups)
-        terms = {"group": group, "priority": priority}
-        terms |= {"when_dry": policy.when_dry, "overdraft": policy.overdraft}
+        terms = self._terms_of(ticket.account, groups)
         return {name: value for name, value in terms.items() if getattr(ticket, name) != value}
 
     def regroup(self, ticket_id: str, changes: Mapping[str, Any]) -> Ticket:
@@ -248,7 +233,8 @@ class QueueService:
 
         Raises UnknownTicket, TicketEnded, or InvalidRequest for an invalid number of points.
         """
-        if not _is_number(points) or not abs(points) <= MOST_POINTS:  # NaN is refused too
+        number = isinstance(points, (int, float)) and not isinstance(points, bool)
+        if not number or not abs(points) <= MOST_POINTS:  # NaN is refused too
             raise InvalidRequest(
                 f"{short_text(points)} is no number of points: write one from {-MOST_POINTS} "
                 f"to {MOST_POINTS}; one is worth {self.hours_a_point:g} hours of waiting.",
@@ -261,7 +247,7 @@ class QueueService:
 
         None removes the position. Raises UnknownTicket, TicketEnded or InvalidRequest.
         """
-        whole = _is_number(position) and isinstance(position, int)
+        whole = isinstance(position, int) and not isinstance(position, bool)
         if position is not None and not (whole and 1 <= position <= LAST_POSITION):
             raise InvalidRequest(
                 f"{short_text(position)} is no position in line: write 1 for next, 2 for the one "
@@ -277,7 +263,7 @@ class QueueService:
         Raises UnknownTicket, TicketEnded, or InvalidRequest without a reason.
         """
         why = f"an admin cancelled it: {checked_reason(reason, needed=True)}"
-        if (ticket := self.store.run(lambda c: repository.get_ticket(c, ticket_id))).outcome:
+        if (ticket := self.ticket(ticket_id)).outcome:
             raise TicketEnded(_has_ended(ticket))
         ended = self.end_ticket(ticket_id, "cancelled", why, actor=actor)
         if ended.end_reason != why:  # it got its turn, or another admin was faster
@@ -295,18 +281,11 @@ class QueueService:
             if ticket.outcome:
                 raise TicketEnded(_has_ended(ticket))
             repository.update_ticket(connection, ticket_id, **values)
-            audit_log.note(
-                connection,
-                at=self.clock(),
-                actor=actor,
-                action=action,
-                subject=f"ticket {ticket_id} of {ticket.server}",
-                detail=f"{detail}: {reason}" if reason else detail,
-            )
+            detail = f"{detail}: {reason}" if reason else detail
+            _note(connection, ticket, action, actor, detail, self.clock())
             return repository.get_ticket(connection, ticket_id)
 
     def _ask_there(self, ticket: Ticket, *, wait: bool) -> Ticket:
-        """Queue a ticket with the external scheduler."""
         if not wait:
             self.delegation.require_free(ticket)
         with self.line.lock:
@@ -315,11 +294,7 @@ class QueueService:
         return ticket
 
     def _external_turns(self, present: frozenset[str]) -> list[str]:
-        """Return the tickets that got devices and that a spawn waits with.
-
-        Submits those that were not submitted yet, and ends those that the external scheduler gave
-        up.
-        """
+        """Return the tickets that got devices and that a spawn waits with, and submit new ones."""
         decided = self.delegation.next_round()
         for ticket in decided.missing:
             with suppress(Refused):  # its member is told, and the others continue
@@ -377,36 +352,31 @@ class QueueService:
             )
             repository.end_ticket(connection, ticket.id, now, "granted", "its turn came", lease.id)
             if stood_in_line:
-                notifications_repository.add(connection, your_turn(ticket, lease, now))
+                key, user = f"turn:{lease.id}", ticket.server.user
+                notice = compose("turn", NoticeKind.TURN, key, user, now, lease=lease)
+                notifications_repository.add(connection, notice)
         self.log.info("Lease %s: %s got %s after %d s", lease.id, lease.server, lease.uuids, waited)
         return lease
 
     def _held_since(
         self, connection: sa.Connection, ticket: Ticket, since: datetime | None, now: datetime
     ) -> datetime:
-        """Return when the ticket first received its devices.
-
-        Now, if it was granted before: that server was lost with its hub.
-        """
+        # Granted before: that server was lost with its hub.
         if since is None or leases_repository.had_one(connection, ticket.id, ticket.server):
             return now
         return min(max(since, ticket.created_at), now)
 
-    def _nobody_is_before(self, server: ServerRef, terms: Terms) -> bool:
-        """Return True if a request may bypass the queue: it is empty, and no limits apply."""
+    def _nobody_is_before(self, terms: Terms) -> bool:
+        """Return True if a request may bypass the queue: nobody waits, and no limits apply."""
         if not self.line.synced:
             self.positions.sync()
-        if not self.line.empty:
+        if self.line.tickets:
             return False
         limits = self.settings.limits_of(self.settings.standing_of(terms.groups)[0])
-        limited = any(limit.devices is not None or limit.gpu_hours is not None for limit in limits)
-        return not limited
+        return not any(limit.can_hold_back for limit in limits)
 
     def _has_kept(self, server: ServerRef, request: Request) -> bool:
-        """Return True if exactly these devices are reserved for a server that restarts.
-
-        It has already been in the queue. A request for other devices waits like everybody.
-        """
+        """Return True if exactly these devices are reserved for a server that restarts."""
         kept = self.store.run(lambda connection: leases_repository.kept_devices(connection, server))
         return asks_for(
             request, self.positions.devices.look().devices, {closure.subject for closure in kept}
@@ -434,7 +404,9 @@ class QueueService:
     def _enqueue(self, ticket: Ticket) -> Ticket:
         """Queue a ticket. No sync with the store is needed: the next round has one."""
         server, request = ticket.server, ticket.request
-        self._must_fit(self.positions.devices.look(), request)
+        must_run(request, self.positions.devices.look().inventory)
+        if not self.line.kinds(request):
+            self.positions.require_fit(request)
         with self.store.write() as connection:
             require_member(connection, server.user)
             if leases_repository.open_of(connection, server):
@@ -447,7 +419,8 @@ class QueueService:
                 why = "another request was made for the same server"
                 repository.end_ticket(connection, known.id, ticket.created_at, "replaced", why)
             self._must_be_allowed(connection, ticket, len(mine) - bool(known))
-            ticket = self._at_the_end_if_twice(connection, ticket)
+            if leases_repository.no_shows_in_a_row(connection, server.user) >= 2:
+                ticket = replace(ticket, last=True)
             repository.insert_ticket(connection, ticket)
         if known:
             self.line.drop(known.id)
@@ -472,8 +445,6 @@ class QueueService:
     def _ticket(
         self, server: ServerRef, request: Request, engine: str, account: str, terms: Terms
     ) -> Ticket:
-        group, priority = self.settings.standing_of(terms.groups)
-        policy = self.credits.policy_for(account, terms.groups)
         return Ticket(
             id=secrets.token_hex(8),
             server=server,
@@ -481,25 +452,17 @@ class QueueService:
             options=dict(terms.options),
             engine=engine,
             account=account,
-            group=group,
             seconds=terms.seconds,
-            priority=priority,
-            when_dry=policy.when_dry,
-            overdraft=policy.overdraft,
             created_at=self.clock().astimezone(timezone.utc),
+            **self._terms_of(account, terms.groups),
         )
 
-    def _must_fit(self, look: InventorySnapshot, request: Request) -> None:
-        """Raise TooMuchAsked if waiting would not help."""
-        must_run(request, look.inventory)
-        if self.line.kinds(request):
-            return
-        try:
-            look.fleet.choose(request, frozenset())
-        except TooMuchAsked:
-            raise
-        except NoDeviceFree:
-            pass  # it would fit, were it not for what runs there now
+    def _terms_of(self, account: str, groups: frozenset[str]) -> dict[str, Any]:
+        """Return the fields of a ticket that follow from its member's groups."""
+        group, priority = self.settings.standing_of(groups)
+        policy = self.credits.policy_for(account, groups)
+        terms = {"group": group, "priority": priority}
+        return terms | {"when_dry": policy.when_dry, "overdraft": policy.overdraft}
 
     def _must_be_allowed(self, connection: sa.Connection, ticket: Ticket, others: int) -> None:
         """Raise NoCredits, TooManyTickets, or TooMuchAsked if it could never get its turn.
@@ -519,35 +482,23 @@ class QueueService:
     def _must_be_paid(self, connection: sa.Connection, ticket: Ticket) -> None:
         """Raise NoCredits if the account cannot pay for the cheapest devices that fit."""
         payer = self.leases.credit_checks.payer_now(connection, ticket.account, ticket.created_at)
-        card = self.prices.rates_in(connection).card(ticket.created_at, ticket.request.environment)
-        rate, lead = (
-            self._least_rate(card, ticket.request),
-            self.credits.lead(ticket.seconds),
-        )
-        self.leases.credit_checks.require_credits(
-            payer, ledger_rules.hold_for(rate, lead), rate, lead
-        )
-
-    def _least_rate(self, card: RateCard, request: Request) -> int:
-        """Return the request's hourly cost on the cheapest devices that fit."""
+        request = ticket.request
+        card = self.prices.rates_in(connection).card(ticket.created_at, request.environment)
         models = {model_of(kind) for kind in self.line.kinds(request)}
         rates = (card.rate_of(model) * request.devices for model in models)
-        return min(rates, default=0)
-
-    def _at_the_end_if_twice(self, connection: sa.Connection, ticket: Ticket) -> Ticket:
-        if leases_repository.no_shows_in_a_row(connection, ticket.server.user) < 2:
-            return ticket
-        return replace(ticket, last=True)
+        rate, lead = min(rates, default=0), self.credits.lead(ticket.seconds)
+        hold = ledger_rules.hold_for(rate, lead)
+        self.leases.credit_checks.require_credits(payer, hold, rate, lead)
 
     def _kept_for_others(self, ticket: Ticket) -> frozenset[str]:
         """Return the first slots, as texts, of devices of other kinds than the scheduler chose."""
         decision = self.positions.decide()
         kind = decision.on.get(ticket.id)
         fleet = self.line.supply.fleet
-        closed = {Slot(uuid) for uuid in self.line.closed if uuid in fleet.by_uuid}
-        if kind is None:
-            return texts(closed)
-        return texts(closed | {Slot(d.uuid) for d in fleet.devices if kind_of(d) != kind})
+        kept = {Slot(uuid) for uuid in self.line.closed if uuid in fleet.by_uuid}
+        if kind is not None:
+            kept |= {Slot(d.uuid) for d in fleet.devices if kind_of(d) != kind}
+        return texts(kept)
 
 
 def _must_be_within(limit: QueueLimits, ticket: Ticket) -> None:
@@ -576,21 +527,8 @@ def _has_ended(ticket: Ticket) -> str:
     )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _ticket_ended(ticket: Ticket, reason: str, now: datetime) -> Notice:
-    key, kind = f"ticket_ended:{ticket.id}", NoticeKind.TICKET_ENDED
-    return compose("ticket_ended", kind, key, ticket.server.user, now, reason=reason)
-
-
-def your_turn(ticket: Ticket, lease: Lease, now: datetime) -> Notice:
-    """What a member is told when the devices that they waited for are theirs."""
-    return compose(
-        "turn", NoticeKind.TURN, f"turn:{lease.id}", ticket.server.user, now, lease=lease
-    )
-
-
-def _seconds(at: datetime) -> float:
-    return at.timestamp()
+def _note(
+    connection: sa.Connection, ticket: Ticket, action: str, actor: str, detail: str, now: datetime
+) -> None:
+    subject = f"ticket {ticket.id} of {ticket.server}"
+    audit_log.note(connection, at=now, actor=actor, action=action, subject=subject, detail=detail)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 _REMEMBERED = 256
@@ -60,39 +61,26 @@ class _Estimated(NamedTuple):
     at: float
 
 
+@dataclass(slots=True, eq=False)
 class SimilarSessions:
     """Sessions of one member, group and number of devices, numbered in order of request."""
 
-    __slots__ = (
-        "_ended",
-        "_numbers",
-        "_running",
-        "_since",
-        "asked",
-        "devices",
-        "ends",
-        "estimated",
-        "group",
-        "member",
-    )
-
-    def __init__(self, member: str, group: str, devices: int) -> None:
-        self.member = member
-        self.group = group
-        self.devices = devices
-        self.asked = 0
-        """How many were ever requested: the number of the next one."""
-        self.ends = 0
-        """How many ever ended."""
-        self.estimated: _Estimated | None = None
-        self._numbers: list[int] = []
-        """The numbers of the ended sessions, in order."""
-        self._ended: list[float] = []
-        """How many seconds each of them lasted."""
-        self._running: list[int] = []
-        """The numbers of the running sessions, in order."""
-        self._since: list[float] = []
-        """When each of them started."""
+    member: str
+    group: str
+    devices: int
+    asked: int = 0
+    """How many were ever requested: the number of the next one."""
+    ends: int = 0
+    """How many ever ended."""
+    estimated: _Estimated | None = None
+    _numbers: list[int] = field(default_factory=list)
+    """The numbers of the ended sessions, in order."""
+    _ended: list[float] = field(default_factory=list)
+    """How many seconds each of them lasted."""
+    _running: list[int] = field(default_factory=list)
+    """The numbers of the running sessions, in order."""
+    _since: list[float] = field(default_factory=list)
+    """When each of them started."""
 
     def start(self, number: int, started_at: float) -> None:
         """Record that a requested session runs."""
@@ -207,12 +195,8 @@ class SessionLengths:
         return started_at + length
 
     def _otherwise(self, alike: SimilarSessions, most: float | None) -> list[float]:
-        """Return lengths to use without evidence.
-
-        Lengths of others if similar sessions were hardly ever seen; else from very short to very
-        long, so that a few are tried soon.
-        """
-        if alike.ends < _FEW:
+        """Return lengths to use without evidence: from very short to very long."""
+        if alike.ends < _FEW:  # similar sessions were hardly ever seen: those of others
             for key in _wider(alike):
                 latest = self._latest.get(key, ())
                 if len(latest) >= _FEW:

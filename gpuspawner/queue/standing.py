@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ..core.times import clock
+from ..devices.closures import Closure
 from ..devices.placement import format_memory
 from ..leases.models import Request
 from .models import Estimate, RankedTicket, ScorePart
@@ -67,24 +68,21 @@ class QueuePosition:
     """How many tickets wait, including this one."""
     why: str
     """What it waits for: ``2 GPUs with 40 GB; 1 is free``."""
-    estimate: Estimate | None
+    estimate: Estimate | None = None
     """When it will probably start, if known."""
-    planned: datetime | None
+    planned: datetime | None = None
     """When its start is planned, by the ends of sessions, known or guessed."""
     certain: bool = False
     """True if all those ends are known: it starts by then, unless another ticket goes first."""
 
     def sentence(self, now: datetime) -> str:
         """Return the sentence for the pending page."""
-        return f"{self.where()} {self.when(now)}".rstrip()
-
-    def where(self) -> str:
-        """Return the position in the queue and what it waits for."""
-        if self.of == 1:
-            return f"You are the only one in line. Waiting for {self.why}."
+        where = f"number {self.place} of {self.of} in line"
         if self.place == 1:
-            return f"You are next in line, of {self.of}. Waiting for {self.why}."
-        return f"You are number {self.place} of {self.of} in line. Waiting for {self.why}."
+            where = f"next in line, of {self.of}"
+        if self.of == 1:
+            where = "the only one in line"
+        return f"You are {where}. Waiting for {self.why}. {self.when(now)}".rstrip()
 
     def when(self, now: datetime) -> str:
         """Return the estimate as a sentence, or "" if there is none."""
@@ -102,8 +100,13 @@ class QueuePosition:
         return f"by {planned}" if self.certain else f"around {planned} (a first guess)"
 
 
-def waits_for(request: Request, free: int) -> str:
-    """Describe what a request waits for: ``2 GPUs with 40 GB; 1 is free``."""
+def waits_for(request: Request, free: int, paused: Closure | None) -> str:
+    """Describe what a request waits for: ``2 GPUs with 40 GB; 1 is free``.
+
+    ``paused`` is why nothing is granted at the moment, if that is so.
+    """
+    if paused:
+        return f"the GPUs to be given out again ({paused.reason or 'maintenance'})"
     count = request.devices
     text = f"{count} GPUs" if count > 1 else "a GPU"
     if request.model:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from functools import lru_cache
 
 import sqlalchemy as sa
@@ -16,94 +16,12 @@ from ..devices.models import Device
 from ..devices.placement import PlacementIndex, leasable, suitable
 from ..devices.snapshots import InventorySnapshot
 from ..leases import repository as leases_repository
-from ..leases.models import Lease, Request, Slot
+from ..leases.models import Lease, LeasedDevice, Request, Slot
 from . import repository
-from .estimates import DevicesAhead, Estimator, PastWait
-from .models import EndedSession, Estimate, Priority, RunningLease, Ticket, WaitingTicket
+from .estimates import Estimator, PastWait
+from .models import EndedSession, Priority, RunningLease, Ticket, WaitingTicket
 from .repository import Start
 from .scheduler import Scheduler
-
-
-def kind(model: str, memory_bytes: int) -> str:
-    """Return the kind: the name of devices that are interchangeable for every request."""
-    return f"{model}/{memory_bytes}"
-
-
-class QueueEstimator:
-    """An :class:`Estimator` that gets every event of its queue.
-
-    Callers hold the lock of the queue.
-    """
-
-    def __init__(self) -> None:
-        self._estimator = Estimator()
-        self._known: set[str] = set()
-        """The waiting tickets that the estimator knows."""
-
-    def learn(self, starts: Iterable[Start]) -> None:
-        """Learn from starts before this process first read the store."""
-        self._estimator.learn(
-            PastWait(
-                asked_at=start.asked_at.timestamp(),
-                started_at=start.granted_at.timestamp(),
-                devices=start.devices,
-                kinds=frozenset({kind(start.model, start.memory_bytes)}),
-                group=start.group,
-            )
-            for start in starts
-        )
-
-    def asked(self, ticket: WaitingTicket) -> None:
-        """Record that a ticket waits or was changed."""
-        self._known.add(ticket.id)
-        self._estimator.asked(ticket)
-
-    def granted(self, lease: Lease, held: Mapping[str, int]) -> None:
-        """Record that devices were granted, with or without a ticket."""
-        self._known.discard(lease.ticket_id or "")
-        self._estimator.started(
-            RunningLease(
-                id=lease.id,
-                member=lease.server.user,
-                group=lease.group,
-                held=dict(held),
-                started_at=lease.granted_at.timestamp(),
-                ticket_id=lease.ticket_id or "",
-            )
-        )
-
-    def only(self, waiting: Iterable[str], now: datetime) -> None:
-        """Withdraw all other tickets: they ended without devices."""
-        gone = self._known.difference(waiting)
-        for ticket_id in gone:
-            self._estimator.withdrawn(ticket_id, now.timestamp())
-        self._known -= gone
-
-    def guess(
-        self, newcomer: WaitingTicket, ahead: int, now: float, most: float | None
-    ) -> Estimate | None:
-        """Return the estimate of a ticket if it were requested now; nothing is kept."""
-        return self._estimator.guess(newcomer, now, ahead, most)
-
-    def estimates(
-        self,
-        line: Sequence[WaitingTicket],
-        ahead: DevicesAhead,
-        latest: Mapping[str, float],
-        now: float,
-    ) -> dict[str, Estimate]:
-        """Return the estimates of the next tickets on a walk along the queue, where there are any.
-
-        ``latest``: the times by which some of them certainly start.
-        """
-        found = {}
-        for ticket in line:
-            most = latest.get(ticket.id)
-            estimate = self._estimator.estimate(ticket.id, now, ahead.of(ticket), most)
-            if estimate is not None:
-                found[ticket.id] = estimate
-        return found
-
 
 PAST = timedelta(days=28)
 """How far back a new scheduler looks: four half-lives of the default policy."""
@@ -112,9 +30,9 @@ ALONE = timedelta(minutes=2)
 """How long a ticket keeps its position in front while no spawn waits with it."""
 
 
-def kind_of(device: Device) -> str:
-    """Return the kind of a device."""
-    return kind(device.model, device.memory_bytes)
+def kind_of(device: Device | LeasedDevice | Start) -> str:
+    """Return the kind of a device: the name of all that any request could use instead."""
+    return f"{device.model}/{device.memory_bytes}"
 
 
 def model_of(kind: str) -> str:
@@ -143,7 +61,7 @@ class QueueState:
     def __init__(self, scheduler: Scheduler) -> None:
         self.lock = threading.RLock()
         self.scheduler = scheduler
-        self.expected = QueueEstimator()
+        self.estimator = Estimator()
         self.tickets: dict[str, Ticket] = {}
         self.closed: dict[str, closures.Closure] = {}
         self.supply = DeviceSupply(PlacementIndex((), {}), {}, {})
@@ -165,9 +83,9 @@ class QueueState:
         self.revision += 1
 
     @property
-    def empty(self) -> bool:
-        """True if no ticket waits, as far as this process knows."""
-        return not self.tickets
+    def paused(self) -> closures.Closure | None:
+        """Why nothing is granted at the moment; None if granting is not paused."""
+        return self.closed.get(closures.GRANTING)
 
     @property
     def synced(self) -> bool:
@@ -206,7 +124,7 @@ class QueueState:
         changed |= self._sync_leases(connection, look.fleet, now)
         changed |= self._sync_supply(look.fleet, leases_repository.places_taken(connection))
         changed |= self._sync_tickets(connection)
-        self.expected.only(self.tickets, now)
+        self.estimator.withdraw_others(self.tickets, now.timestamp())
         self._synced_at = now
         if changed:
             self.revision += 1
@@ -239,13 +157,14 @@ class QueueState:
         before = self.supply
         closed = {Slot(uuid).text for uuid in self.closed if uuid in fleet.by_uuid}
         free = fleet.free(taken | closed) - self.closed.keys()
-        able = [
-            d for d in fleet.devices if leasable(d) is None and d.uuid not in self.closed
-        ]  # fmt: skip
         self.supply = DeviceSupply(
             fleet,
             Counter(kind_of(fleet.by_uuid[uuid]) for uuid in free),
-            Counter(kind_of(device) for device in able),
+            Counter(
+                kind_of(d)
+                for d in fleet.devices
+                if leasable(d) is None and d.uuid not in self.closed
+            ),
         )
         if fleet is not before.fleet:
             self._kinds.cache_clear()
@@ -259,7 +178,8 @@ class QueueState:
         if found == self._leases and self._synced_at is not None:
             return False
         if self._synced_at is None:
-            self.expected.learn(repository.starts_since(connection, now - PAST))
+            starts = repository.starts_since(connection, now - PAST)
+            self.estimator.learn(map(_past_wait, starts))
         since = self._synced_at - timedelta(minutes=5) if self._synced_at else now - PAST
         for lease in repository.ended_since(connection, since):
             ended = lease.ended_at
@@ -268,37 +188,37 @@ class QueueState:
                 self.scheduler.learn([_past(lease)])
         gone = self._leases.keys() - found.keys()
         for lease in repository.some_leases(connection, gone):
-            self.scheduler.ended(lease.id, _seconds(_used_until(lease) or now))
-        told = self._leases
-        for lease in repository.some_leases(
-            connection, [i for i in found if told.get(i) != found[i]]
-        ):
+            # A server that never started used nothing.
+            used_until = lease.ended_at if lease.started_at else lease.granted_at
+            self.scheduler.ended(lease.id, (used_until or now).timestamp())
+        changed = [name for name, mark in found.items() if self._leases.get(name) != mark]
+        for lease in repository.some_leases(connection, changed):
             self._tell_of(lease, fleet)
         self._leases = found
         return True
 
     def _tell_of(self, lease: Lease, fleet: PlacementIndex) -> None:
         """Tell the scheduler about a lease that is new or whose end moved."""
-        ends_at = _seconds(lease.ends_at) if lease.ends_at else None
+        ends_at = lease.ends_at.timestamp() if lease.ends_at else None
         if lease.id in self.scheduler.running:
             self.scheduler.extended(lease.id, ends_at)
             return
-        held = Counter(_kind_held(place.uuid, fleet) for place in lease.devices)
-        held.pop("", None)
-        if held and self.synced:
-            self.expected.granted(lease, held)
-        if held:
-            self.scheduler.started(
-                RunningLease(
-                    id=lease.id,
-                    member=lease.server.user,
-                    group=lease.group,
-                    held=dict(held),
-                    started_at=_seconds(lease.started_at or lease.granted_at),
-                    ends_at=ends_at,
-                    ticket_id=lease.ticket_id or "",
-                )
-            )
+        devices = (fleet.by_uuid.get(uuid) for uuid in lease.uuids)
+        held = Counter(kind_of(device) for device in devices if device)
+        if not held:
+            return
+        running = RunningLease(
+            id=lease.id,
+            member=lease.server.user,
+            group=lease.group,
+            held=dict(held),
+            started_at=(lease.started_at or lease.granted_at).timestamp(),
+            ends_at=ends_at,
+            ticket_id=lease.ticket_id or "",
+        )
+        if self.synced:
+            self.estimator.started(replace(running, started_at=lease.granted_at.timestamp()))
+        self.scheduler.started(running)
 
     def _sync_tickets(self, connection: sa.Connection) -> bool:
         found = repository.ticket_versions(connection)
@@ -317,7 +237,7 @@ class QueueState:
     def _submit(self, ticket: Ticket) -> None:
         waiting = self.waiting(ticket)
         self.scheduler.submit(waiting)
-        self.expected.asked(waiting)
+        self.estimator.asked(waiting)
 
     def waiting(self, ticket: Ticket) -> WaitingTicket:
         """Return a ticket as the scheduler sees it."""
@@ -327,7 +247,7 @@ class QueueState:
             group=ticket.group,
             devices=ticket.request.devices,
             kinds=self.kinds(ticket.request) or frozenset({""}),
-            asked_at=_seconds(ticket.created_at),
+            asked_at=ticket.created_at.timestamp(),
             seconds=float(ticket.seconds) if ticket.seconds is not None else None,
             priority=Priority(ticket.priority),
             boost=ticket.boost,
@@ -343,14 +263,14 @@ class QueueState:
         return frozenset(kind for kind, devices in fitting.items() if devices >= count)
 
 
-def _kind_held(uuid: str, fleet: PlacementIndex) -> str:
-    device = fleet.by_uuid.get(uuid)
-    return kind_of(device) if device else ""
-
-
-def _used_until(lease: Lease) -> datetime | None:
-    """Return the end of what counts as use: a server that never started used nothing."""
-    return lease.ended_at if lease.started_at else lease.granted_at
+def _past_wait(start: Start) -> PastWait:
+    return PastWait(
+        asked_at=start.asked_at.timestamp(),
+        started_at=start.granted_at.timestamp(),
+        devices=start.devices,
+        kinds=frozenset({kind_of(start)}),
+        group=start.group,
+    )
 
 
 def _past(lease: Lease) -> EndedSession:
@@ -359,12 +279,6 @@ def _past(lease: Lease) -> EndedSession:
         member=lease.server.user,
         group=lease.group,
         devices=len(lease.devices),
-        started_at=_seconds(start),
-        ended_at=_seconds(lease.ended_at or start),
-        seconds=float(lease.seconds) if lease.seconds is not None else None,
+        started_at=start.timestamp(),
+        ended_at=(lease.ended_at or start).timestamp(),
     )
-
-
-def _seconds(at: datetime) -> float:
-    """Convert to seconds since 1970, as the scheduler counts."""
-    return at.astimezone(timezone.utc).timestamp()

@@ -51,13 +51,6 @@ class QueueForms(FormPage):
         """Call a service method that changes something. Raises GPUSpawnerError."""
         return await self.services.run(work, *args, actor=self.user, **kwargs)
 
-    def yes(self, name: str) -> bool:
-        """Parse a yes-or-no field of the form. Raises InvalidRequest."""
-        answers = {"yes": True, "no": False}
-        if self.field(name) not in answers:
-            raise InvalidRequest(f"The field {name!r} is yes or no.", field=name)
-        return answers[self.field(name)]
-
     def say(self, done: str) -> None:
         """Redirect to the queue, with a message about the change."""
         self.redirect(f"{self.context.prefix}queue?done={done}", status=303)
@@ -103,12 +96,26 @@ class QueuePage(QueueForms):
         )
 
 
-class GrantingForm(QueuePage):
-    """The form that pauses and resumes granting."""
+class ClosureForm(QueuePage):
+    """A form of the queue's page that closes or reopens something."""
 
     async def get(self) -> None:
         """Redirect to the queue."""
         self.redirect(f"{self.context.prefix}queue")
+
+    def chosen(self, name: str, yes: str, no: str) -> tuple[str, Callable[..., bool]]:
+        """Return the action that a yes-or-no field names, and the method that performs it.
+
+        Raises InvalidRequest.
+        """
+        action = {"yes": yes, "no": no}.get(self.field(name))
+        if action is None:
+            raise InvalidRequest(f"The field {name!r} is yes or no.", field=name)
+        return action, getattr(self.services.devices, action)
+
+
+class GrantingForm(ClosureForm):
+    """The form that pauses and resumes granting."""
 
     @web.authenticated
     async def post(self) -> None:
@@ -116,10 +123,7 @@ class GrantingForm(QueuePage):
         self.need_admin()
         reason = self.field("reason")
         try:
-            action = "pause" if self.yes("paused") else "resume"
-            work = (
-                self.services.devices.pause if action == "pause" else self.services.devices.resume
-            )
+            action, work = self.chosen("paused", "pause", "resume")
             done = await self.change(work, reason=reason)
         except GPUSpawnerError as refusal:
             await self.show_line(refusal, granting=reason[: 2 * LONGEST_REASON])
@@ -127,12 +131,8 @@ class GrantingForm(QueuePage):
         self.say(action if done else "nothing")
 
 
-class DrainForm(QueuePage):
+class DrainForm(ClosureForm):
     """The form that drains a device or ends its drain."""
-
-    async def get(self) -> None:
-        """Redirect to the queue."""
-        self.redirect(f"{self.context.prefix}queue")
 
     @web.authenticated
     async def post(self) -> None:
@@ -140,10 +140,7 @@ class DrainForm(QueuePage):
         self.need_admin()
         device, reason = self.field("device"), self.field("reason")
         try:
-            action = "drain" if self.yes("drained") else "undrain"
-            work = (
-                self.services.devices.drain if action == "drain" else self.services.devices.undrain
-            )
+            action, work = self.chosen("drained", "drain", "undrain")
             done = await self.change(work, device, reason=reason)
         except GPUSpawnerError as refusal:
             await self.show_line(refusal, device=device, drain=reason[: 2 * LONGEST_REASON])
@@ -245,7 +242,6 @@ def change_of(
 
 
 def _comparison(line: view_models.QueueView, one: str, other: str) -> TicketComparison | None:
-    """Return the comparison of two tickets, or None if none are named."""
     if not one and not other:
         return None
     first, second = line.find(one), line.find(other)
@@ -254,18 +250,6 @@ def _comparison(line: view_models.QueueView, one: str, other: str) -> TicketComp
     if first is second:
         raise InvalidRequest("Both are the same ticket: choose two.", field="b")
     return compare(first.ranked, second.ranked)
-
-
-_TICKET = "([0-9A-Za-z-]{1,64})"
-
-QUEUE_HANDLERS = [
-    ("queue", QueuePage),
-    ("queue/granting", GrantingForm),
-    ("queue/devices", DrainForm),
-    (f"queue/{_TICKET}", TicketPage),
-    (f"queue/{_TICKET}/(move|boost|cancel)", TicketPage),
-    (f"tickets/{_TICKET}/cancel", CancelTicketPage),
-]
 
 
 class QueueAPI(APIHandler):
@@ -331,7 +315,6 @@ class TicketAPI(ChangingAPI):
         await self._tell(ticket_id)
 
     async def _tell(self, ticket_id: str) -> None:
-        """Send the ticket's current state."""
         ticket = await self.read(self.services.queue.ticket, ticket_id)
         if ticket.outcome:
             self.answer(schemas.EndedTicketAnswer, ticket)
@@ -386,9 +369,17 @@ class DrainAPI(ChangingAPI):
         return self.services.devices.find_device(device).uuid
 
 
-QUEUE_API_HANDLERS = [
+_TICKET = "([0-9A-Za-z-]{1,64})"
+
+QUEUE_HANDLERS = [
+    ("queue", QueuePage),
+    ("queue/granting", GrantingForm),
+    ("queue/devices", DrainForm),
+    (f"queue/{_TICKET}", TicketPage),
+    (f"queue/{_TICKET}/(move|boost|cancel)", TicketPage),
+    (f"tickets/{_TICKET}/cancel", CancelTicketPage),
     ("api/queue", QueueAPI),
-    ("api/queue/([0-9A-Za-z-]{1,64})/(cancel|boost|move)", TicketAPI),
+    (f"api/queue/{_TICKET}/(cancel|boost|move)", TicketAPI),
     ("api/granting", GrantingAPI),
     ("api/devices/([^/]{1,200})/(drain|undrain)", DrainAPI),
 ]

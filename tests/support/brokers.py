@@ -17,8 +17,9 @@ from gpuspawner.db.schema import accounts, lease_places, postings, transfers
 from gpuspawner.devices.simulated import SimulatedDevices
 from gpuspawner.leases import repository as leases_repository
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
+from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger.checks import Books, PostingRow, check_all
-from gpuspawner.ledger.models import Account, TransferKind
+from gpuspawner.ledger.models import TransferKind
 from gpuspawner.ledger.settings import GPUCredits
 from gpuspawner.queue.settings import GPUQueue
 from gpuspawner.services import Services
@@ -146,10 +147,8 @@ def books(store: Store, failed: Collection[str] = ()) -> Books:
                 PostingRow(**{**row, "kind": TransferKind(row["kind"])}) for row in rows
             ),
             accounts=tuple(
-                Account(name=name, balance=balance, held=leases_repository.held(connection, name))
-                for name, balance in connection.execute(
-                    sa.select(accounts.c.name, accounts.c.balance)
-                ).all()
+                ledger_repository.get_account(connection, name)
+                for name in connection.execute(sa.select(accounts.c.name)).scalars().all()
             ),
             leases=tuple(every),
             failed=frozenset(failed),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.notifications.models import Notice, NoticeKind
 from gpuspawner.queue.models import Ticket
@@ -20,6 +22,21 @@ def session(
     lease = services.queue.ask(ServerRef(user), request, engine="local", terms=terms)
     assert isinstance(lease, Lease)
     return services.leases.confirm(lease.id)
+
+
+def ask(services: Services, user: str, devices: int = 1, server: str = "", **terms: Any) -> Any:
+    """The lease or the ticket that a member gets on the Docker Engine."""
+    request, asked = Request(devices=devices, environment="pytorch"), Terms(**terms)
+    return services.queue.ask(ServerRef(user, server), request, engine="docker", terms=asked)
+
+
+def line_up(
+    services: Services, user: str, devices: int = 1, server: str = "", **terms: Any
+) -> Ticket:
+    """The ticket of a member who has to wait."""
+    ticket = ask(services, user, devices, server, wait=True, **terms)
+    assert isinstance(ticket, Ticket)
+    return ticket
 
 
 def wait(services: Services, user: str, devices: int = 1, model: str = "A100") -> Ticket:

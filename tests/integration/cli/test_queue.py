@@ -15,6 +15,7 @@ from gpuspawner.queue import replay
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from tests.support.command import ADA, FLEET, Command, grant
+from tests.support.sessions import wait
 
 
 @pytest.fixture
@@ -48,21 +49,17 @@ def rows(text: str) -> list[list[str]]:
 def test_queue_command_lists_waiting_tickets(
     cli: Command, services: Services, line: list[Ticket]
 ) -> None:
-    printed = cli("queue").stdout
+    printed, needs = cli("queue").stdout, "a GPU of model A100 with 40 GB; none is free"
     assert [row[:5] for row in rows(printed)] == [
-        [str(place), ticket.id, server, "-", "a GPU of model A100 with 40 GB; none is free"]
-        for place, (ticket, server) in enumerate(
-            zip(line, ("bob", "cleo", "dan/night"), strict=True), start=1
-        )
+        [str(place), ticket.id, str(ticket.server), "-", needs]
+        for place, ticket in enumerate(line, start=1)
     ]
     assert printed.splitlines()[-1] == "3 tickets wait"
     plain = cli.json("queue")
     assert plain["paused"] is None
     first = plain["tickets"][0]
-    assert (first["id"], first["member"], first["server"], first["place"]) == (
-        *(line[0].id, "bob"),
-        *("", 1),
-    )
+    names = ("id", "member", "server", "place")
+    assert [first[name] for name in names] == [line[0].id, "bob", "", 1]
     assert sum(part["points"] for part in first["parts"]) == pytest.approx(first["score"])
     assert datetime.fromisoformat(first["since"]) == line[0].created_at
 
@@ -103,10 +100,8 @@ def test_queue_changes_take_effect_and_are_audited(
         f"Ticket {bob.id} of bob is cancelled.\n"
     )
     ended = services.queue.ticket(bob.id)
-    assert (ended.outcome, ended.end_reason) == (
-        "cancelled",
-        "an admin cancelled it: the course is over",
-    )
+    assert ended.outcome == "cancelled"
+    assert ended.end_reason == "an admin cancelled it: the course is over"
     kept = [(x["actor"], x["action"], x["subject"], x["detail"]) for x in cli.json("trail")]
     assert kept == [
         ("cli:root", "cancelled", f"ticket {bob.id} of bob", ended.end_reason),
@@ -129,7 +124,7 @@ def test_granting_is_paused_and_resumed(
     assert re.search(r"Granting is paused by cli:root since .*: new fans$", listed)
     assert rows(listed)[0][4] == "the GPUs to be given out again (new fans)"
     assert cli.json("queue")["paused"]["reason"] == "new fans"
-    assert cli("resume").stdout == "Granting goes on: 3 tickets in line.\n"
+    assert cli("resume").stdout == "Granting is resumed: 3 tickets in line.\n"
     assert cli("resume").stdout == "Nothing changed: granting was not paused.\n"
     assert [change.action for change in services.audit.trail()] == ["resume", "pause"]
 
@@ -188,17 +183,13 @@ def test_options_work_before_and_after_the_subcommand(
     assert cli.json("queue", "--database", wrong, "boost", ticket, "1", *right)["boost"] == 1
 
 
-def test_boost_of_an_ended_ticket_says_how_it_ended(
+def test_ended_ticket_and_ambiguous_prefix_are_rejected(
     cli: Command, services: Services, line: list[Ticket]
 ) -> None:
-    services.queue.end_ticket(line[0].id, "expired", "it waited for 14 days")
-    done = cli("queue", "boost", line[0].id, "5", code=1)
-    assert "of bob does not wait any more (expired: it waited for 14 days)." in done.stderr
-
-
-def test_ambiguous_ticket_prefix_is_rejected(
-    cli: Command, services: Services, line: list[Ticket]
-) -> None:
+    ended = wait(services, "eve")
+    services.queue.end_ticket(ended.id, "expired", "it waited for 14 days")
+    done = cli("queue", "boost", ended.id, "5", code=1)
+    assert "of eve does not wait any more (expired: it waited for 14 days)." in done.stderr
     with services.store.write() as connection:
         for number, ticket in enumerate(line):
             connection.execute(

@@ -316,7 +316,7 @@ def test_lease_is_read_back_as_written(store: Store) -> None:
             == [got]
             == leases_repository.of_account(connection, ANNA)
         )
-        assert leases_repository.held(connection, ANNA) == 1
+        assert ledger_repository.get_account(connection, ANNA).held == 1
         assert leases_repository.open_of(connection, ServerRef("anna")) == got
         assert leases_repository.open_of(connection, ServerRef("anna", "lab")) is None
 

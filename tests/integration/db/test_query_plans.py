@@ -39,7 +39,6 @@ QUESTIONS: dict[str, Callable[[sa.Connection], Any]] = {
     "charges that are due": lambda c: ledger_repository.portion_of_charges(
         c, T0, timedelta(minutes=1), 200
     ),
-    "what an account has set aside": lambda c: leases_repository.held(c, "member:anna"),
     "an account with what it has set aside": lambda c: ledger_repository.find_account(
         c, "member:anna"
     ),

@@ -10,10 +10,9 @@ import pytest
 
 from gpuspawner.core.errors import CannotRestart, GPUSpawnerError, NoDeviceFree
 from gpuspawner.leases.gpu_loss import KEPT
-from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Terms
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
 from gpuspawner.monitoring.models import DeviceUse
 from gpuspawner.notifications.models import NoticeKind
-from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from tests.support.brokers import (
     Clock,
@@ -24,6 +23,7 @@ from tests.support.brokers import (
     states,
 )
 from tests.support.parts import each_database
+from tests.support.sessions import ask, line_up
 from tests.support.threads import at_once
 
 ADA = ServerRef("ada")
@@ -35,15 +35,9 @@ def services(make: Make) -> Iterator[Services]:
     assert broken_invariants(services) == {}
 
 
-def asked(services: Services, user: str, devices: int = 1, **terms: Any) -> Lease | Ticket:
-    """What the services answer to the spawn of a server."""
-    request = Request(devices=devices, environment="pytorch")
-    return services.queue.ask(ServerRef(user), request, engine="docker", terms=Terms(**terms))
-
-
 def started(services: Services, user: str, devices: int = 1, **terms: Any) -> Lease:
     """A lease at once."""
-    got = asked(services, user, devices, **terms)
+    got = ask(services, user, devices, **terms)
     assert isinstance(got, Lease)
     return got
 
@@ -65,9 +59,8 @@ def test_restarted_server_gets_its_devices_back_exclusively(services: Services) 
     assert not services.restarts.tell_lost(lease.id)  # once
     ordered = services.restarts.restart(lease.id, actor="ada")
     assert ordered.outcome == "restart"
-    assert services.sessions.due_sessions().stop == (
-        services.leases.get(lease.id),
-    )  # the service has it stopped
+    # The service has it stopped.
+    assert services.sessions.due_sessions().stop == (services.leases.get(lease.id),)
     (going_on,) = services.restarts.all_restarts()
     assert (going_on.server, going_on.is_gone) == (ADA, False)
     acquire(services, "eve")  # what b left
@@ -97,8 +90,7 @@ def running_of(services: Services, user: str) -> Lease:
 def test_waiting_ticket_does_not_overtake_a_restart(services: Services) -> None:
     running(services, "bob", 2)
     lease = running(services, "ada", 2)
-    ticket = asked(services, "eve", wait=True)
-    assert isinstance(ticket, Ticket)
+    ticket = line_up(services, "eve")
     services.restarts.tell_lost(lease.id)
     services.restarts.restart(lease.id, actor="ada")
     services.leases.release(lease.id, reason="stopped")
@@ -114,7 +106,7 @@ def test_devices_kept_for_a_restart_survive_a_race(services: Services) -> None:
     running(services, "bob", 2)
     lease = restarted(services)
     users = ["eve", "mal", "ada", "ada", "oscar", "trudy", "ada", "peggy"]
-    got = at_once(8, lambda n: asked(services, users[n], 2 if users[n] == "ada" else 1))
+    got = at_once(8, lambda n: ask(services, users[n], 2 if users[n] == "ada" else 1))
     (mine,) = (each for each in got if isinstance(each, Lease))
     assert (mine.server, mine.uuids) == (ADA, lease.uuids)
     assert sum(isinstance(each, GPUSpawnerError) for each in got) == 7
@@ -187,23 +179,18 @@ def test_request_for_more_than_kept_waits_in_the_queue(services: Services) -> No
     for name in "bc":
         running(services, name)
     restarted(services, devices=1)  # and one is free
-    first = asked(services, "first", devices=2, wait=True)
-    assert isinstance(first, Ticket)
-    more = asked(services, "ada", devices=2, wait=True)
-    assert isinstance(more, Ticket), "not before who came first, by two that were never kept"
+    line_up(services, "first", devices=2)
+    line_up(services, "ada", devices=2)  # not before who came first, by two that were never kept
     assert len(services.leases.open_leases()) == 2
 
 
-def test_other_server_of_the_member_gets_no_kept_device(
-    services: Services,
-) -> None:
+def test_other_server_of_the_member_gets_no_kept_device(services: Services) -> None:
     other = running(services, "bob", 2)
     lease = restarted(services)
     with pytest.raises(NoDeviceFree):
         acquire(services, "ada", server="night")
-    services.leases.release(
-        other.id, reason="stopped"
-    )  # the lowest index is anybody else's first choice
+    # The lowest index is anybody else's first choice.
+    services.leases.release(other.id, reason="stopped")
     assert started(services, "ada", 2).uuids == lease.uuids
 
 
@@ -223,42 +210,36 @@ def test_failed_restart_frees_the_kept_devices(services: Services, clock: Clock)
     assert len([x for x in services.notifications.notices_of("ada") if "did not" in x.title]) == 1
 
 
-def test_impossible_restart_is_refused_with_the_reason(services: Services) -> None:
+def test_impossible_restart_is_refused_with_the_reason(services: Services, clock: Clock) -> None:
+    def refused(lease: Lease, why: str) -> None:
+        with pytest.raises(CannotRestart, match=why):
+            services.restarts.restart(lease.id, actor="ada")
+
     lease = acquire(services, "ada")
-    with pytest.raises(CannotRestart, match="it does not run"):
-        services.restarts.restart(lease.id, actor="ada")
+    refused(lease, "it does not run")
     services.leases.confirm(lease.id)
-    with pytest.raises(CannotRestart, match="it reaches them"):
-        services.restarts.restart(lease.id, actor="ada")
+    refused(lease, "it reaches them")
     services.restarts.tell_lost(lease.id)
     assert services.restarts.lost_of("ada") == [services.leases.get(lease.id)]
     assert services.restarts.lost_of("bob") == []
     services.devices.drain(lease.uuids[0], actor="admin", reason="a new fan")
-    with pytest.raises(CannotRestart, match="GPU 0 is drained: a new fan"):
-        services.restarts.restart(lease.id, actor="ada")
+    refused(lease, "GPU 0 is drained: a new fan")
     services.devices.undrain(lease.uuids[0], actor="admin")
     services.devices.pause(actor="admin", reason="an upgrade")
-    with pytest.raises(CannotRestart, match="no GPUs are given out"):
-        services.restarts.restart(lease.id, actor="ada")
+    refused(lease, "no GPUs are given out")
     services.devices.resume(actor="admin")
     assert services.devices.closures() == {}
     services.sessions.stop(lease.id, actor="admin", reason="a test")
-    with pytest.raises(CannotRestart, match="being stopped already"):
-        services.restarts.restart(lease.id, actor="ada")
+    refused(lease, "being stopped already")
     assert services.restarts.lost_of("ada") == []
     services.leases.release(lease.id, reason="stopped")
     assert not services.restarts.tell_lost(lease.id)
-    with pytest.raises(CannotRestart, match="does not run"):
-        services.restarts.restart(lease.id, actor="ada")
-
-
-def test_session_about_to_end_is_not_restarted(services: Services, clock: Clock) -> None:
-    got = started(services, "ada", seconds=3600)
-    services.leases.confirm(got.id)
-    services.restarts.tell_lost(got.id)
+    refused(lease, "does not run")
+    ending = started(services, "ada", seconds=3600)
+    services.leases.confirm(ending.id)
+    services.restarts.tell_lost(ending.id)
     clock.forward(minutes=59, seconds=10)
-    with pytest.raises(CannotRestart, match="ends within a minute"):
-        services.restarts.restart(got.id, actor="ada")
+    refused(ending, "ends within a minute")
 
 
 def test_member_is_notified_of_gpu_loss_and_restart(services: Services) -> None:

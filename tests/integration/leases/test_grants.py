@@ -47,11 +47,8 @@ def test_lease_passes_from_grant_to_release(services: Services, clock: Clock) ->
 
     clock.forward(minutes=90)
     lease = services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
-    assert (lease.state, lease.ended_at, lease.end_reason) == (
-        LeaseState.ENDED,
-        clock.now,
-        "stopped",
-    )
+    assert (lease.state, lease.ended_at) == (LeaseState.ENDED, clock.now)
+    assert lease.end_reason == "stopped"
     assert lease.charged == 12 * MICRO and credits_of(services) == 88
     assert states(services) == ["free"] * 4 and services.leases.open_leases() == []
     assert services.leases.of_server(lease.server) is None
@@ -118,11 +115,8 @@ def test_hold_lasts_until_it_is_charged(services: Services, clock: Clock) -> Non
     lease = running(services, "anna", 3)
     assert lease.hold == 2 * MICRO  # 3 x 4 credits an hour, 10 minutes
     account = services.ledger.member("anna")
-    assert (account.balance, account.held, account.available) == (
-        100 * MICRO,
-        2 * MICRO,
-        98 * MICRO,
-    )
+    assert (account.balance, account.held) == (100 * MICRO, 2 * MICRO)
+    assert account.available == 98 * MICRO
     clock.forward(minutes=4)
     services.ledger.charge_all()
     account = services.ledger.member("anna")
@@ -199,9 +193,7 @@ def test_refusal_counts_only_devices_that_match_the_request(make: Make) -> None:
     running(services, "bert", model="A100")
     with pytest.raises(NoDeviceFree, match=r"The only T4 GPU is in use \(1 will be free by 14:07"):
         acquire(services, "cara", model="T4")
-    with pytest.raises(
-        NoDeviceFree, match=r"The only A100 GPU is in use \(1 will be free by 12:37"
-    ):
+    with pytest.raises(NoDeviceFree, match=r"only A100 GPU is in use \(1 will be free by 12:37"):
         acquire(services, "cara", models=("A100",), model="A100")
     with pytest.raises(NoDeviceFree, match=r"with 80 GB is in use \(1 will be free by 12:37"):
         acquire(services, "cara", memory_bytes=80 * 2**30)

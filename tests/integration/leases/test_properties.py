@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -16,7 +15,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from gpuspawner.core.errors import NoCredits, NoDeviceFree, ServerHasLease
@@ -26,6 +24,7 @@ from gpuspawner.leases.reconciliation import HubState, Remove
 from gpuspawner.ledger.models import member_account
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, acquire, fleet, open_services, problems
+from tests.support.machines import run_machine
 from tests.support.postgres import PrivatePostgres
 from tests.support.tier import SOAK, Rounds
 
@@ -352,26 +351,13 @@ def owed(server: Server, until: datetime) -> int:
     return server.rate * micros // (3600 * 10**6)
 
 
-def run(new_url: Callable[[], str], examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        lambda: BrokerMachine(new_url),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-        ),
-    )
-
-
 def test_lease_invariants_hold_in_any_order_on_sqlite(
     new_file: Callable[[], str], rounds: Rounds
 ) -> None:
-    run(new_file, examples=rounds(500), steps=50 if SOAK else 30)
+    run_machine(lambda: BrokerMachine(new_file), examples=rounds(500), steps=50 if SOAK else 30)
 
 
 def test_lease_invariants_hold_in_any_order_on_postgresql(
     postgres: PrivatePostgres, rounds: Rounds
 ) -> None:
-    run(postgres.migrated_database, examples=rounds(50), steps=30)
+    run_machine(lambda: BrokerMachine(postgres.migrated_database), examples=rounds(50), steps=30)

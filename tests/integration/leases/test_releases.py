@@ -33,10 +33,8 @@ def test_failed_device_is_not_leased_but_its_lease_continues(
         fleet(services).fail(uuid, "The GPU is lost.")
     clock.forward(minutes=30)
     assert states(services) == ["leased", "free", "unknown", "free"]
-    assert (
-        services.monitoring.overview().devices[0].detail
-        == f"lease {lease.id}; not answering: The GPU is lost."
-    )
+    detail = services.monitoring.overview().devices[0].detail
+    assert detail == f"lease {lease.id}; not answering: The GPU is lost."
     assert services.ledger.charge_all() == 1 and credits_of(services) == 98
     assert acquire(services, "bert", 2).uuids == (uuids[1], uuids[3])
     with pytest.raises(NoDeviceFree, match="of 4, 3 are in use and 1 does not answer"):
@@ -60,9 +58,8 @@ def test_no_device_is_granted_while_the_driver_is_lost(services: Services, clock
         acquire(services, "bert")
     assert acquire(services, "bert", devices=0).devices == ()
     assert services.ledger.charge_all() == 1
-    assert (
-        services.leases.release(lease.id, ended_at=clock.now, reason="stopped").charged == 4 * MICRO
-    )
+    ended = services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    assert ended.charged == 4 * MICRO
     fleet(services).restore()
     assert states(services) == ["free"] * 4
 
@@ -125,10 +122,8 @@ def test_failed_start_refunds_the_charge(
     clock.forward(minutes=15)
     services.ledger.charge_all()
     assert credits_of(services) == 99
-    assert (
-        services.leases.release(lease.id, ended_at=clock.now, reason="failed", failed=True).charged
-        == 0
-    )
+    released = services.leases.release(lease.id, ended_at=clock.now, reason="failed", failed=True)
+    assert released.charged == 0
     assert credits_of(services) == 100
     kinds = [line.kind for line in services.ledger.statement("member:anna")]
     assert kinds == ["refund", "charge", "grant"]
@@ -181,9 +176,7 @@ def test_late_or_repeated_charges_reach_the_same_sum(services: Services, clock: 
         assert services.ledger.member("anna").balance == 100 * MICRO - owed()
     assert services.ledger.charge_all() == 0
     clock.forward(seconds=-30)
-    assert services.ledger.charge_all() == 0, (
-        "a clock that goes back takes nothing and gives nothing"
-    )
+    assert services.ledger.charge_all() == 0, "a clock that goes back takes and gives nothing"
     end = clock.forward(seconds=30.7, hours=5)
     charged = services.leases.release(lease.id, ended_at=end, reason="stopped").charged
     assert charged == owed()
@@ -227,9 +220,8 @@ def test_reconcile_adopts_live_servers_and_ends_gone_ones(services: Services, cl
     now_adopted = services.leases.get(adopted.id)
     assert (now_adopted.state, now_adopted.started_at) == (LeaseState.RUNNING, clock.now)
     assert now_adopted.engine_ref == f"container-{adopted.id}"
-    assert services.leases.get(gone.id).ended_at == gone.started_at, (
-        "nobody saw it alive after its start"
-    )
+    # Nobody saw it alive after its start.
+    assert services.leases.get(gone.id).ended_at == gone.started_at
     assert services.leases.get(exited.id).ended_at == end
     assert services.leases.get(coming.id).state is LeaseState.GRANTED
     assert (credits_of(services, "bert"), credits_of(services, "cara")) == (100, 97)

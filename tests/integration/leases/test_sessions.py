@@ -24,6 +24,7 @@ from gpuspawner.services import Services
 from tests.support import racers
 from tests.support.brokers import T0, Clock, Make, make_services
 from tests.support.parts import each_database
+from tests.support.processes import wait_for
 from tests.support.rounds import RATE, SITE, open_services
 from tests.support.sessions import HOUR, WARN, session, told, turn, wait, warn
 from tests.support.tier import Rounds, examples
@@ -91,9 +92,8 @@ def test_connected_member_keeps_the_session(services: Services, clock: Clock) ->
     assert services.sessions.no_show(lease.id).outcome == ""
     assert services.sessions.claim(lease.id).claimed_at == claimed.claimed_at
     straight = session(services, "eve")
-    assert (
-        services.sessions.no_show(straight.id) == straight == services.sessions.claim(straight.id)
-    )
+    assert services.sessions.no_show(straight.id) == straight
+    assert services.sessions.claim(straight.id) == straight
 
 
 def test_two_consecutive_no_shows_put_the_next_ticket_last(
@@ -125,10 +125,16 @@ def test_two_consecutive_no_shows_put_the_next_ticket_last(
 
 def test_first_stop_order_stays_with_actor_and_reason(services: Services, clock: Clock) -> None:
     lease = session(services, "ada")
+    for reason, words in (("", "reason is missing"), ("x" * 301, "300 is the most")):
+        with pytest.raises(InvalidRequest, match=words):
+            services.sessions.stop(lease.id, actor="kim", reason=reason)
+    with pytest.raises(UnknownLease):
+        services.sessions.stop("nothing", actor="kim", reason="a fan")
     why = "The machine gets a new fan"
-    ordered = services.sessions.order_stop(lease.id, "admin", actor="kim", reason=why)
+    ordered = services.sessions.stop(lease.id, actor="kim", reason=why)
     assert (ordered.outcome, ordered.end_reason) == ("admin", why)
-    assert services.sessions.order_stop(lease.id, "admin", actor="lee", reason="other") == ordered
+    with pytest.raises(CannotStop, match=rf"is being stopped already \({why}\)"):
+        services.sessions.stop(lease.id, actor="lee", reason="other")
     (change,) = services.audit.trail()
     assert (change.actor, change.action, change.detail) == ("kim", "stop", why)
     clock.forward(seconds=2 * HOUR)
@@ -137,26 +143,12 @@ def test_first_stop_order_stays_with_actor_and_reason(services: Services, clock:
     ended = services.leases.get(lease.id)
     assert (ended.outcome, ended.end_reason) == ("admin", why)
     assert ended.charged == owed(RATE, T0, clock.now)
-    assert services.sessions.order_stop(lease.id, "admin", actor="lee", reason="other") == ended
-    (notice,) = told(services, "ada", NoticeKind.STOPPED)
-    assert notice.body.startswith("The machine gets a new fan. Your files")
-
-
-def test_impossible_stop_is_refused_with_the_reason(services: Services, clock: Clock) -> None:
-    lease = session(services, "ada")
-    for reason, words in (("", "reason is missing"), ("x" * 301, "300 is the most")):
-        with pytest.raises(InvalidRequest, match=words):
-            services.sessions.stop(lease.id, actor="kim", reason=reason)
-    with pytest.raises(UnknownLease):
-        services.sessions.stop("nothing", actor="kim", reason="a fan")
-    services.sessions.stop(lease.id, actor="kim", reason="a fan")
-    with pytest.raises(CannotStop, match=r"is being stopped already \(a fan\)"):
-        services.sessions.stop(lease.id, actor="lee", reason="other")
-    services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
     with pytest.raises(CannotStop, match="has stopped already"):
         services.sessions.stop(lease.id, actor="lee", reason="other")
-    assert [change.actor for change in services.audit.trail()] == ["kim"]
-    assert services.leases.get(lease.id).end_reason == "a fan"
+    assert services.leases.get(lease.id) == ended
+    assert services.audit.trail() == [change]
+    (notice,) = told(services, "ada", NoticeKind.STOPPED)
+    assert notice.body.startswith("The machine gets a new fan. Your files")
 
 
 # Warnings.
@@ -243,14 +235,11 @@ def test_clock_set_back_repeats_no_warning_nor_ends_early(services: Services, cl
     assert warn(services) == [10]
     clock.forward(seconds=-HOUR)
     assert warn(services) == []
-    assert services.extensions.extend(lease.id, actor="ada").ends_at == T0 + timedelta(
-        seconds=HOUR - 599 + 2 * HOUR
-    )
+    extended = services.extensions.extend(lease.id, actor="ada")
+    assert extended.ends_at == T0 + timedelta(seconds=HOUR - 599 + 2 * HOUR)
     clock.forward(seconds=-HOUR)
-    extended = services.leases.get(lease.id)
-    assert services.extensions.extend(lease.id, actor="ada") == extended, (
-        "no end moves to an earlier time"
-    )
+    # No end moves to an earlier time.
+    assert services.extensions.extend(lease.id, actor="ada") == extended
     clock.now = extended.ends_at or clock.now
     (over,) = services.sessions.due_sessions(WARN).over
     clock.forward(seconds=-HOUR)
@@ -309,6 +298,8 @@ def test_killed_services_warn_once_and_in_order(
         victims = [racers.Victim(work, database_url, clock) for _ in range(2)]
         for victim in victims:
             victim.wait_round()
+        if seconds >= (hours - 9) * HOUR:  # on a busy machine too somebody is quick enough to warn
+            wait_for(lambda: services.notifications.notices_of("ada"), "a warning", timeout=60)
         for _ in range(4):
             seconds += chance.uniform(0, HOUR / 4)
             clock.set(seconds)
@@ -323,7 +314,6 @@ def test_killed_services_warn_once_and_in_order(
     assert [notice.kind for notice in notices].count(NoticeKind.STOPPED) == 1
     assert notices[-1].kind is NoticeKind.STOPPED
     minutes = [float(notice.key.rpartition(":")[2]) for notice in notices[:-1]]
-    assert minutes, "somebody was quick enough to warn"
     assert minutes == sorted(set(minutes), reverse=True)
     assert ended.told_minutes == minutes[-1]
     services.store.close()
@@ -346,10 +336,8 @@ def test_extension_renews_the_whole_length_and_the_warnings(
     clock.forward(seconds=1)
     services.extensions.extend(lease.id, actor="kim")
     (change,) = services.audit.trail()
-    assert (change.actor, change.action, change.subject) == (
-        *("kim", "extend"),
-        f"lease {lease.id} of ada",
-    )
+    assert (change.actor, change.action) == ("kim", "extend")
+    assert change.subject == f"lease {lease.id} of ada"
 
 
 def test_extension_that_delays_a_waiting_member_is_refused(
@@ -359,9 +347,8 @@ def test_extension_that_delays_a_waiting_member_is_refused(
     session(services, "eve", model="T4")
     clock.forward(seconds=300)
     wait(services, "fay", model="T4")
-    assert services.extensions.extend(mine.id, actor="ada").extended == 300, (
-        "for another model: not in the way"
-    )
+    extended = services.extensions.extend(mine.id, actor="ada")
+    assert extended.extended == 300, "for another model: not in the way"
     clock.forward(seconds=300)
     wait(services, "cleo")
     # Bob's device comes back when mine does: with mine kept longer, Cleo still has that one.
@@ -386,12 +373,8 @@ def test_other_processes_see_the_extension_and_the_queue(
     database_url: str, services: Services, clock: Clock
 ) -> None:
     """The service extends, the hub decides: each has a line of its own."""
-    hub, service = (
-        services,
-        make_services(
-            database_url=database_url, device_source="simulated:2xA100-80GB,1xT4", clock=clock
-        ),
-    )
+    source = "simulated:2xA100-80GB,1xT4"
+    hub, service = services, make_services(clock, database_url=database_url, device_source=source)
     mine = session(hub, "ada")
     session(hub, "bob", seconds=2 * HOUR)
     clock.forward(seconds=600)
@@ -450,9 +433,7 @@ def test_gpu_hours_limit_applies_to_extensions(services: Services, clock: Clock)
     services.leases.confirm(second.id)
     clock.forward(seconds=600)
     assert services.extensions.extend(mine.id, actor="ada").extended == 2400, "3,600 + 600 seconds"
-    assert services.extensions.extend(second.id, actor="ada").extended == 600, (
-        "3,600 + 1,200 seconds"
-    )
+    assert services.extensions.extend(second.id, actor="ada").extended == 600, "3,600 + 1,200"
     services.settings.queue.member_limits = {"gpu_hours": 1.25}
     clock.forward(seconds=60)
     with pytest.raises(CannotExtend, match=r"1\.25 GPU-hours may be held at once, and with it"):

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from gpuspawner.core.errors import InvalidRequest, NoCredits, UnknownLease
 from gpuspawner.core.units import MICRO
+from gpuspawner.leases import repository as leases_repository
 from gpuspawner.leases.models import Lease
 from gpuspawner.ledger.models import TransferKind
 from gpuspawner.services import Services
@@ -161,7 +162,8 @@ def test_no_show_spends_no_expired_credits(services: Services, clock: Clock) -> 
     services.ledger.end_lots()
     assert credits_of(services) == 1, "it runs: this hour is to be charged yet"
     clock.now = hours(2)
-    services.sessions.order_stop(lease.id, "no_show", reason="nobody came")
+    with services.store.write() as connection:
+        leases_repository.update(connection, lease.id, outcome="no_show")
     services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
     assert credits_of(services) == 0
     assert [line.amount for line in services.ledger.statement(ANNA)] == [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,33 +16,21 @@ from gpuspawner.core.errors import (
     UnknownTicket,
 )
 from gpuspawner.devices import closures
-from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
+from gpuspawner.leases.models import Lease
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.models import Ticket
-from gpuspawner.queue.service import QueueService
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make, acquire, states
 from tests.support.parts import each_database
+from tests.support.sessions import ask, line_up
 
 KIM = "kim"
-
-
-def ask(services: Services, user: str, devices: int = 1, **terms: Any) -> Lease | Ticket:
-    request = Request(devices=devices, environment="pytorch")
-    terms = {"wait": True, **terms}
-    return services.queue.ask(ServerRef(user), request, engine="docker", terms=Terms(**terms))
-
-
-def wait(services: Services, user: str, devices: int = 1) -> Ticket:
-    ticket = ask(services, user, devices)
-    assert isinstance(ticket, Ticket)
-    return ticket
 
 
 def each_a_minute_later(services: Services, clock: Clock, *users: str) -> list[Ticket]:
     found = []
     for user in users:
-        found.append(wait(services, user))
+        found.append(line_up(services, user))
         clock.forward(minutes=1)
     return found
 
@@ -70,16 +56,15 @@ def trail(services: Services) -> list[tuple[str, str, str, str]]:
 def test_paused_granting_refuses_devices_and_keeps_tickets(services: Services) -> None:
     assert services.devices.pause(actor=KIM, reason="new fans")
     assert not services.devices.pause(actor="other", reason="something else")
-    ticket = wait(services, "anna")
+    ticket = line_up(services, "anna")
     assert services.queue.turns(frozenset({ticket.id})) == []
     with pytest.raises(GrantingPaused, match="new fans"):
         services.queue.start_ticket(ticket.id)
     with pytest.raises(GrantingPaused, match="new fans"):
-        ask(services, "bert", wait=False)
+        ask(services, "bert")
     assert isinstance(ask(services, "cara", 0), Lease), "a server without a GPU starts"
-    assert (
-        services.positions.standings()[ticket.id].why == "the GPUs to be given out again (new fans)"
-    )
+    why = services.positions.standings()[ticket.id].why
+    assert why == "the GPUs to be given out again (new fans)"
     assert services.devices.closures()[closures.GRANTING].actor == KIM
 
     assert services.devices.resume(actor=KIM, reason="they turn")
@@ -105,7 +90,7 @@ def test_drained_device_keeps_session_and_gets_no_new_one(services: Services) ->
     assert uuid not in got.uuids
     with pytest.raises(NoDeviceFree):
         acquire(services, "cara")
-    ticket = wait(services, "cara")
+    ticket = line_up(services, "cara")
     assert services.queue.turns(frozenset({ticket.id})) == []
     with pytest.raises(NoDeviceFree):
         services.queue.start_ticket(ticket.id)
@@ -122,11 +107,8 @@ def test_drained_device_keeps_session_and_gets_no_new_one(services: Services) ->
 def test_devices_are_named_by_index_or_uuid(make: Make) -> None:
     services = make(device_source="simulated:2xT4")
     devices = [view.device for view in services.monitoring.overview().devices]
-    assert (
-        services.devices.find_device("1")
-        == services.devices.find_device(devices[1].uuid)
-        == devices[1]
-    )
+    for name in ("1", devices[1].uuid):
+        assert services.devices.find_device(name) == devices[1]
     for name in ("2", "", "GPU-0", "\x00", "granting"):
         with pytest.raises(InvalidRequest, match="No device has the UUID or index"):
             services.devices.drain(name, actor=KIM)
@@ -148,48 +130,16 @@ def test_removed_device_can_be_undrained(make: Make) -> None:
 # The order.
 
 
-def test_moves_and_boosts_reorder_the_queue_and_are_audited(full: Services, clock: Clock) -> None:
-    first, second, third = each_a_minute_later(full, clock, "anna", "bert", "cara")
-    moved = full.queue.move(third.id, 1, actor=KIM, reason="a demo")
-    assert (moved.position, moved.version) == (1, third.version + 1)
-    assert line(full) == ["cara", "anna", "bert"]
-    clock.forward(minutes=1)
-    full.queue.boost(second.id, 5.5, actor="cli:root", reason="a deadline")
-    assert line(full) == ["cara", "bert", "anna"]
-    assert full.positions.place_of(second.id) == 2
-    full.queue.move(third.id, None, actor=KIM)
-    full.queue.boost(second.id, 0, actor=KIM)
-    assert line(full) == ["anna", "bert", "cara"]
-    assert trail(full) == [
-        (KIM, "boost", f"ticket {second.id} of bert", "+0 points"),
-        (KIM, "move", f"ticket {third.id} of cara", "back to the order"),
-        ("cli:root", "boost", f"ticket {second.id} of bert", "+5.5 points: a deadline"),
-        (KIM, "move", f"ticket {third.id} of cara", "to place 1: a demo"),
-    ]
-    at = [change.at for change in full.audit.trail()]
-    assert at == [clock.now, clock.now, clock.now, clock.now - timedelta(minutes=1)]
-    assert first.version == full.queue.ticket(first.id).version, "nothing of others was changed"
-
-
-@pytest.mark.parametrize(
-    ("change", "values", "sentence"),
-    [
-        (
-            QueueService.boost,
-            [math.nan, math.inf, -math.inf, 1e6 + 1, 10**400, True, "5", None],
-            "no number of points",
-        ),
-        (QueueService.move, [0, -1, 10**7, 10**400, 1.0, True, "1"], "no position in line"),
-    ],
-    ids=["boost", "move"],
-)
-def test_invalid_boost_or_queue_position_is_rejected(
-    full: Services, change: Callable[..., Ticket], values: list[Any], sentence: str
-) -> None:
-    ticket = wait(full, "anna")
-    for value in values:
-        with pytest.raises(InvalidRequest, match=sentence):
-            change(full.queue, ticket.id, value, actor=KIM)
+def test_invalid_boost_or_queue_position_is_rejected(full: Services) -> None:
+    ticket = line_up(full, "anna")
+    points: list[Any] = [math.nan, math.inf, -math.inf, 1e6 + 1, 10**400, True, "5", None]
+    for value in points:
+        with pytest.raises(InvalidRequest, match="no number of points"):
+            full.queue.boost(ticket.id, value, actor=KIM)
+    positions: list[Any] = [0, -1, 10**7, 10**400, 1.0, True, "1"]
+    for value in positions:
+        with pytest.raises(InvalidRequest, match="no position in line"):
+            full.queue.move(ticket.id, value, actor=KIM)
     assert (full.queue.ticket(ticket.id), trail(full)) == (ticket, [])
 
 
@@ -200,7 +150,7 @@ def test_invalid_boost_or_queue_position_is_rejected(
 def test_invalid_reason_is_rejected_and_changes_nothing(
     full: Services, reason: str, sentence: str
 ) -> None:
-    ticket = wait(full, "anna")
+    ticket = line_up(full, "anna")
     uuid = full.monitoring.overview().devices[0].device.uuid
     for change in (
         lambda: full.devices.pause(actor=KIM, reason=reason),
@@ -221,6 +171,11 @@ def test_invalid_reason_is_rejected_and_changes_nothing(
 
 def test_cancelled_ticket_is_recorded_and_notifies_its_member(full: Services, clock: Clock) -> None:
     ticket, waiting = each_a_minute_later(full, clock, "anna", "bert")
+    with pytest.raises(InvalidRequest, match="The reason is missing"):
+        full.queue.cancel(ticket.id, actor=KIM, reason="  ")
+    with pytest.raises(UnknownTicket):
+        full.queue.cancel("no-such-ticket", actor=KIM, reason="x")
+    assert (full.queue.ticket(ticket.id), trail(full)) == (ticket, [])
     ended = full.queue.cancel(ticket.id, actor=KIM, reason=" the course\nis over ")
     assert (ended.outcome, ended.ended_at) == ("cancelled", clock.now)
     assert ended.end_reason == "an admin cancelled it: the course is over"
@@ -242,18 +197,9 @@ def test_cancelled_ticket_is_recorded_and_notifies_its_member(full: Services, cl
     assert full.queue.ticket(waiting.id) == waiting
 
 
-def test_cancel_requires_a_reason_and_a_known_ticket(full: Services) -> None:
-    ticket = wait(full, "anna")
-    with pytest.raises(InvalidRequest, match="The reason is missing"):
-        full.queue.cancel(ticket.id, actor=KIM, reason="  ")
-    with pytest.raises(UnknownTicket):
-        full.queue.cancel("no-such-ticket", actor=KIM, reason="x")
-    assert (full.queue.ticket(ticket.id), trail(full)) == (ticket, [])
-
-
 def test_cancel_after_the_grant_is_refused(services: Services) -> None:
     lease = acquire(services, "owner", 4)
-    ticket = wait(services, "anna")
+    ticket = line_up(services, "anna")
     services.leases.release(lease.id, reason="stopped")
     granted = services.queue.start_ticket(ticket.id)
     with pytest.raises(TicketEnded, match="granted: its turn came"):

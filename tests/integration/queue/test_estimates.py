@@ -14,17 +14,11 @@ from gpuspawner.queue.models import Ticket
 from gpuspawner.queue.positions import Outlook
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make, running
+from tests.support.sessions import ask, line_up
 
-ONE = Request(devices=1)
-
-
-def ask(services: Services, user: str, hours: float | None = None, devices: int = 1) -> Ticket:
-    seconds = None if hours is None else int(hours * 3600)
-    terms = Terms(wait=True, seconds=seconds)
-    request = Request(devices=devices)
-    got = services.queue.ask(ServerRef(user), request, engine="docker", terms=terms)
-    assert isinstance(got, Ticket)
-    return got
+ONE, TWO = Request(devices=1), Request(devices=2)
+BIG = Request(devices=1, models=("A100",))
+HOUR = timedelta(hours=1)
 
 
 def start_all(services: Services) -> list[str]:
@@ -54,8 +48,7 @@ def day(services: Services, clock: Clock, asked: int, seed: int = 1) -> list[boo
         if number < asked and comes <= clock.now:
             number += 1
             comes += timedelta(minutes=chance.expovariate(1 / 30))
-            terms = Terms(wait=True)
-            got = services.queue.ask(ServerRef(f"m{number}"), ONE, engine="docker", terms=terms)
+            got = ask(services, f"m{number}", wait=True)
             if isinstance(got, Ticket):
                 estimate = services.positions.standings()[got.id].estimate
                 if estimate is not None:
@@ -76,15 +69,13 @@ def day(services: Services, clock: Clock, asked: int, seed: int = 1) -> list[boo
 
 def test_first_estimates_follow_the_session_ends(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:1xT4")
-    first = services.queue.ask(
-        ServerRef("ada"), ONE, engine="docker", terms=Terms(seconds=3 * 3600)
-    )
+    first = ask(services, "ada", seconds=3 * 3600)
     services.leases.confirm(first.id, "container")
-    second = ask(services, "bob", hours=1)
+    second = line_up(services, "bob", seconds=3600)
     clock.forward(minutes=5)
-    third = ask(services, "cyd")
+    third = line_up(services, "cyd")
     clock.forward(minutes=5)
-    last = ask(services, "dan")
+    last = line_up(services, "dan")
 
     standings = services.positions.standings()
 
@@ -100,7 +91,7 @@ def test_estimate_without_session_end_is_marked_as_a_guess(
     services: Services, clock: Clock
 ) -> None:
     running(services, "ada", devices=4)
-    ticket = ask(services, "bob")
+    ticket = line_up(services, "bob")
     said = services.positions.standings()[ticket.id].when(clock.now)
     assert said.startswith("Most likely start: around 12:")
     assert said.endswith("(a first guess).")
@@ -117,21 +108,13 @@ def test_new_service_learns_estimates_from_the_store(make: Make, clock: Clock) -
     day(make(device_source="simulated:1xT4"), clock, asked=80)
     services = make(device_source="simulated:1xT4")
     running(services, "ada")
-    ticket = ask(services, "bob")
+    ticket = line_up(services, "bob")
     standing = services.positions.standings()[ticket.id]
     assert standing.estimate is not None
     assert " to " in standing.start(clock.now)
     assert standing.estimate.high <= clock.now.timestamp() + 4 * 3600
-
-
-def test_paused_granting_gives_no_start_estimate(make: Make, clock: Clock) -> None:
-    services = make(device_source="simulated:1xT4")
-    day(services, clock, asked=80)
-    running(services, "ada")
-    ticket = ask(services, "bob")
-    assert services.positions.standings()[ticket.id].start(clock.now)
     services.devices.pause(actor="root", reason="new disks")
-    assert services.positions.standings()[ticket.id].start(clock.now) == ""
+    assert services.positions.standings()[ticket.id].start(clock.now) == "", "nobody can say"
     services.devices.resume(actor="root")
     assert services.positions.standings()[ticket.id].start(clock.now)
 
@@ -140,18 +123,10 @@ def test_ticket_held_by_a_member_limit_has_no_estimate(make: Make, clock: Clock)
     services = make(device_source="simulated:1xT4,1xA100-80GB", member_limits={"devices": 1})
     day(services, clock, asked=80)
     running(services, "ada")
-    ticket = services.queue.ask(
-        ServerRef("ada", "more"), ONE, engine="docker", terms=Terms(wait=True)
-    )
-    assert isinstance(ticket, Ticket)
+    ticket = line_up(services, "ada", server="more")
     standing = services.positions.standings()[ticket.id]
     assert "may have 1 GPU at once" in standing.why
     assert standing.start(clock.now) == ""
-
-
-ONE, TWO = Request(devices=1), Request(devices=2)
-BIG = Request(devices=1, models=("A100",))
-HOUR = timedelta(hours=1)
 
 
 def outlook(services: Services, clock: Clock, request: Request) -> Outlook:
@@ -190,22 +165,13 @@ def test_outlook_maximum_follows_the_session_ends(make: Make, clock: Clock) -> N
     found = outlook(services, clock, ONE)
     assert (found.free, found.total, found.at_once, found.likely) == (0, 2, False, None)
     assert found.most == HOUR - timedelta(seconds=3)
-    services.queue.ask(ServerRef("cyd"), ONE, engine="docker", terms=Terms(wait=True))
+    line_up(services, "cyd")
     behind = outlook(services, clock, ONE)
     assert (behind.ahead, behind.most) == (1, 3 * HOUR - timedelta(seconds=6))
-    third = services.queue.ask(ServerRef("dan"), ONE, engine="docker", terms=Terms(wait=True))
+    third = line_up(services, "dan")
     assert outlook(services, clock, ONE).most is None, "nobody can promise it"
     services.queue.end_ticket(third.id, "cancelled", "gone")
-    start_free = outlook(services, clock, ONE)
-    assert start_free.ahead == 1
-
-
-def test_outlook_is_not_immediate_while_granting_is_paused(make: Make, clock: Clock) -> None:
-    services = make(device_source="simulated:1xT4")
-    services.devices.pause(actor="root", reason="new fans")
-    assert outlook(services, clock, ONE) == Outlook(1, 1, at_once=False)
-    services.devices.resume(actor="root")
-    assert outlook(services, clock, ONE).at_once
+    assert outlook(services, clock, ONE).ahead == 1
 
 
 def test_outlook_likely_wait_follows_past_waits(make: Make, clock: Clock) -> None:
@@ -214,9 +180,7 @@ def test_outlook_likely_wait_follows_past_waits(make: Make, clock: Clock) -> Non
     for number in range(40):
         lease = start(services, f"a{number}", None)
         clock.forward(minutes=1)
-        ticket = services.queue.ask(
-            ServerRef(f"b{number}"), ONE, engine="docker", terms=Terms(wait=True)
-        )
+        ticket = line_up(services, f"b{number}")
         services.positions.standings()
         clock.forward(minutes=59)
         services.leases.release(lease, ended_at=clock.now, reason="done")
@@ -231,8 +195,11 @@ def test_outlook_likely_wait_follows_past_waits(make: Make, clock: Clock) -> Non
     assert likely is not None and timedelta(minutes=20) <= likely <= 3 * HOUR
 
 
-def test_outlook_is_cached_briefly(make: Make, clock: Clock) -> None:
+def test_outlook_is_cached_briefly_and_follows_a_pause(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:1xT4")
+    services.devices.pause(actor="root", reason="new fans")
+    assert outlook(services, clock, ONE) == Outlook(1, 1, at_once=False)
+    services.devices.resume(actor="root")
     assert outlook(services, clock, ONE).at_once
     start(services, "ada", None)
     assert services.positions.outlooks({"same": ONE})["same"].at_once, "as it was a second ago"

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -14,7 +13,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from gpuspawner.core.errors import (
@@ -30,6 +28,7 @@ from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, open_services, problems
+from tests.support.machines import run_machine
 from tests.support.postgres import PrivatePostgres
 from tests.support.tier import SOAK, Rounds
 
@@ -283,7 +282,9 @@ class LineMachine(RuleBasedStateMachine):
     def everybody_who_waits_has_a_place(self) -> None:
         order = self.service.positions.order()
         assert {ticket.id for ticket, _, _ in order} == set(self.waiting)
-        assert [ranked.place for _, ranked, _ in order] == [*range(1, len(order) + 1)]
+        places = [*range(1, len(order) + 1)]
+        assert [ranked.place for _, ranked, _ in order] == places
+        assert [self.service.positions.place_of(ticket.id) for ticket, _, _ in order] == places
         assert all(standing.of == len(order) for _, _, standing in order)
         positions = [ticket.position for ticket, _, _ in order if ticket.position]
         assert positions == sorted(positions)
@@ -315,22 +316,9 @@ class LineMachine(RuleBasedStateMachine):
             self.start(ticket_id)
 
 
-def run(new_url: Callable[[], str], examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        lambda: LineMachine(new_url),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-        ),
-    )
-
-
 def test_queue_invariants_hold_on_sqlite(new_file: Callable[[], str], rounds: Rounds) -> None:
-    run(new_file, examples=rounds(200), steps=50 if SOAK else 30)
+    run_machine(lambda: LineMachine(new_file), examples=rounds(200), steps=50 if SOAK else 30)
 
 
 def test_queue_invariants_hold_on_postgresql(postgres: PrivatePostgres, rounds: Rounds) -> None:
-    run(postgres.migrated_database, examples=rounds(50), steps=30)
+    run_machine(lambda: LineMachine(postgres.migrated_database), examples=rounds(50), steps=30)

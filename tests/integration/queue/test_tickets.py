@@ -3,49 +3,52 @@ services, SQLite. Simulated: the devices."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from gpuspawner.core.errors import TooManyTickets, TooMuchAsked
-from gpuspawner.leases.models import Lease, Request, ServerRef, Sighting, Terms
+from gpuspawner.leases.models import Lease, ServerRef, Sighting
 from gpuspawner.leases.reconciliation import HubState
 from gpuspawner.ledger.rules import owed
-from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock, Make, acquire, running
+from tests.support.sessions import ask, line_up
 
-
-def ask(services: Services, user: str, server: str = "", devices: int = 1, **terms: Any) -> Any:
-    asking = Terms(wait=True, **{"groups": frozenset({"guests"}), **terms})
-    request = Request(devices=devices)
-    return services.queue.ask(ServerRef(user, server), request, engine="docker", terms=asking)
+asked = partial(ask, wait=True, groups=frozenset({"guests"}))
 
 
 @pytest.mark.parametrize(
-    "limits", [{"member_limits": {"devices": 2}}, {"group_limits": {"guests": {"devices": 2}}}]
+    ("limits", "wide", "fits", "words"),
+    [
+        ({"member_limits": {"devices": 2}}, {"devices": 3}, {}, "for 3 GPUs, and 2 at once"),
+        ({"group_limits": {"guests": {"devices": 2}}}, {"devices": 3}, {}, "for 3 GPUs, and 2"),
+        (
+            {"member_limits": {"gpu_hours": 4}},
+            {"devices": 2, "seconds": 3 * 3600},
+            {"seconds": 2 * 3600},
+            "for 6 GPU-hours, and 4",
+        ),
+    ],
+    ids=["devices of a member", "devices of a group", "GPU-hours"],
 )
-def test_request_above_a_device_limit_is_refused(make: Make, limits: dict[str, Any]) -> None:
+def test_request_above_a_limit_is_refused(
+    make: Make, limits: dict[str, Any], wide: dict[str, int], fits: dict[str, int], words: str
+) -> None:
     services = make(**limits)
-    with pytest.raises(TooMuchAsked, match=r"You asked for 3 GPUs, and 2 at once is your limit\."):
-        ask(services, "anna", devices=3)
+    with pytest.raises(TooMuchAsked, match=rf"You asked {words}.* is your limit\."):
+        asked(services, "anna", **wide)
     assert services.queue.waiting() == []
-    assert isinstance(ask(services, "anna", devices=2), Ticket), "its turn comes"
-    (ticket,) = services.queue.waiting()
-    assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
-
-
-def test_request_above_the_gpu_hour_limit_is_refused(make: Make) -> None:
-    services = make(member_limits={"gpu_hours": 4})
-    with pytest.raises(TooMuchAsked, match="You asked for 6 GPU-hours, and 4 is your limit"):
-        ask(services, "anna", devices=2, seconds=3 * 3600)
-    assert isinstance(ask(services, "anna", devices=2, seconds=2 * 3600), Ticket)
+    ticket = asked(services, "anna", devices=2, **fits)
+    assert services.queue.waiting() == [ticket]
+    assert services.queue.turns(frozenset({ticket.id})) == [ticket.id], "its turn comes"
 
 
 def test_ticket_at_a_device_limit_waits_with_a_reason(make: Make) -> None:
     services = make(member_limits={"devices": 2, "tickets": 3})
     lease = acquire(services, "anna", 2, "one")
-    ticket = ask(services, "anna", "two")
+    ticket = asked(services, "anna", server="two")
     assert services.queue.turns(frozenset({ticket.id})) == []
     assert "2 GPUs at once" in services.positions.standings()[ticket.id].why
     services.leases.release(lease.id, reason="stopped")
@@ -55,11 +58,11 @@ def test_ticket_at_a_device_limit_waits_with_a_reason(make: Make) -> None:
 def test_new_request_for_a_server_replaces_its_ticket(make: Make) -> None:
     services = make(member_limits={"tickets": 1})
     acquire(services, "owner", 4)
-    first = ask(services, "anna")
-    assert ask(services, "anna") == first, "the same again is the same ticket"
+    first = asked(services, "anna")
+    assert asked(services, "anna") == first, "the same again is the same ticket"
     with pytest.raises(TooManyTickets):
-        ask(services, "anna", "other")
-    second = ask(services, "anna", devices=2)
+        asked(services, "anna", server="other")
+    second = asked(services, "anna", devices=2)
     assert services.queue.ticket(first.id).outcome == "replaced"
     assert [ticket.id for ticket in services.queue.waiting()] == [second.id]
     assert not isinstance(second, Lease)
@@ -70,19 +73,15 @@ def test_changed_hours_keep_the_queue_position(make: Make) -> None:
         member_limits={"tickets": 1, "gpu_hours": 8}, group_limits={"guests": {"tickets": 2}}
     )
     acquire(services, "owner", 4)
-    first = ask(services, "anna", seconds=3600)
-    ask(services, "bert")
-    again = ask(services, "anna", seconds=7200)
+    first = asked(services, "anna", seconds=3600)
+    asked(services, "bert")
+    again = asked(services, "anna", seconds=7200)
     assert (again.id, again.created_at, again.seconds) == (first.id, first.created_at, 7200)
     assert services.queue.ticket(first.id) == again, "it is written down"
     assert services.line.scheduler.waiting[first.id].seconds == 7200, "and counts from now on"
     with pytest.raises(TooMuchAsked, match="You asked for 9 GPU-hours, and 8 is your limit"):
-        ask(services, "anna", seconds=9 * 3600)
+        asked(services, "anna", seconds=9 * 3600)
     assert services.queue.ticket(first.id) == again
-
-
-HOUR = 3600
-WAIT = Terms(wait=True, seconds=2 * HOUR)
 
 
 @pytest.fixture
@@ -94,12 +93,6 @@ def services(make: Make, clock: Clock) -> Services:
     clock.forward(minutes=30)
     assert services.ledger.charge_all() == 4
     return services
-
-
-def line_up(services: Services, user: str) -> Ticket:
-    found = services.queue.ask(ServerRef(user), Request(devices=1), engine="docker", terms=WAIT)
-    assert isinstance(found, Ticket)
-    return found
 
 
 def lease_of(services: Services, user: str) -> Lease:
@@ -116,11 +109,11 @@ def turns(services: Services) -> list[str]:
 
 
 def test_queue_continues_after_the_clock_is_set_back(services: Services, clock: Clock) -> None:
-    line_up(services, "dan")
+    line_up(services, "dan", seconds=7200)
     clock.forward(minutes=10)
-    line_up(services, "eve")
+    line_up(services, "eve", seconds=7200)
     clock.forward(hours=-1)
-    line_up(services, "fay")
+    line_up(services, "fay", seconds=7200)
     assert turns(services) == []
     order = services.positions.order()
     assert [standing.place for _, _, standing in order] == [1, 2, 3]
@@ -165,9 +158,9 @@ def test_clock_set_back_charges_up_to_the_last_sighting(services: Services, cloc
 def test_ticket_without_a_spawn_yields_after_clock_set_back(
     services: Services, clock: Clock
 ) -> None:
-    dan = line_up(services, "dan")
+    dan = line_up(services, "dan", seconds=7200)
     clock.forward(minutes=1)
-    eve = line_up(services, "eve")
+    eve = line_up(services, "eve", seconds=7200)
     present = frozenset({eve.id})
     assert services.queue.turns(present) == []
     clock.forward(hours=-1)

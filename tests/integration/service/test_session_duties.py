@@ -202,8 +202,8 @@ async def test_stop_orders_of_other_processes_are_executed(
     lease = session(services, "ada")
     starting = services.leases.grant(ServerRef("bob"), Request(devices=1), engine="local")
     hub.has(lease.server, starting.server)
-    admin.sessions.order_stop(lease.id, "admin", actor="kim", reason="a new fan")
-    admin.sessions.order_stop(starting.id, "admin", actor="kim", reason="a new fan")
+    admin.sessions.stop(lease.id, actor="kim", reason="a new fan")
+    admin.sessions.stop(starting.id, actor="kim", reason="a new fan")
     await rounds(duty(), lambda: {"ada/", "bob/"} <= set(hub.stopped))
 
 

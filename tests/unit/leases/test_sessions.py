@@ -31,24 +31,14 @@ def lease(devices: int = 1) -> Lease:
 
 
 def running(name: str, devices: int = 1, hours: float | None = 1.0, **kwargs: Any) -> RunningLease:
-    values: dict[str, Any] = {
-        "id": name,
-        "member": name,
-        "held": {A100: devices},
-        "started_at": NOW - HOUR,
-    }
     ends_at = None if hours is None else NOW + hours * HOUR
-    return RunningLease(**{**values, "ends_at": ends_at, **kwargs})
+    values = {"member": name, "held": {A100: devices}, "started_at": NOW - HOUR, **kwargs}
+    return RunningLease(id=name, ends_at=ends_at, **values)
 
 
 def waiting(name: str, devices: int = 1, **kwargs: Any) -> WaitingTicket:
-    values: dict[str, Any] = {
-        "id": name,
-        "member": name,
-        "devices": devices,
-        "kinds": frozenset({A100}),
-    }
-    return WaitingTicket(**{"asked_at": NOW - 60, "seconds": HOUR, **values, **kwargs})
+    values = {"member": name, "kinds": frozenset({A100}), "asked_at": NOW - 60, "seconds": HOUR}
+    return WaitingTicket(id=name, devices=devices, **{**values, **kwargs})
 
 
 def scheduler(

@@ -63,16 +63,9 @@ class Site:
         assert self.free[kind] >= 0, "given twice"
         heapq.heappush(self._ends, (self.now + lasts, name))
         self.started_at[name] = self.now
-        self.scheduler.started(
-            RunningLease(
-                id=name,
-                member=waiting.member,
-                group=waiting.group,
-                held={kind: waiting.devices},
-                started_at=self.now,
-                ends_at=self.now + lasts if known else None,
-            )
-        )
+        held, ends_at = {kind: waiting.devices}, self.now + lasts if known else None
+        who = {"member": waiting.member, "group": waiting.group}
+        self.scheduler.started(lease(name, held, self.now, ends_at=ends_at, **who))
 
     def step(self, lasts: Mapping[str, float] | None = None, known: bool = True) -> Decision:
         """Decide, and start what the decision says. ``lasts``: how long tickets really last."""

@@ -54,34 +54,31 @@ def test_newcomers_go_before_past_and_current_heavy_users() -> None:
         assert line(scheduler) == ["late", "early"]
 
 
+def share(scheduler: Scheduler, now: float = T0) -> float:
+    return part(scheduler.order(now)[0], "share of the member")
+
+
 def test_past_use_fades_with_its_half_life() -> None:
     scheduler = of(policy=QueuePolicy(half_life_seconds=DAY))
     scheduler.learn([used("member", hours=24)])
-    scheduler.submit(ticket("t", member="member", at=T0))
-    now = part(scheduler.order(T0)[0], "share of the member")
-    later = part(scheduler.order(T0 + DAY)[0], "share of the member")
+    scheduler.submit(ticket("t", member="member"))
+    now = share(scheduler)
 
     assert now < 0.0
-    assert later == pytest.approx(now / 2)
+    assert share(scheduler, T0 + DAY) == pytest.approx(now / 2)
 
 
 def test_fair_share_is_relative_to_capacity_not_other_use() -> None:
     """Who is alone is not punished for it: a tenth of the site costs a tenth of the points."""
-    points = []
-    for others in (0, 500):
-        scheduler = of()
-        scheduler.learn([used("alone", hours=20)] + [used(f"m{n}", 1) for n in range(others)])
-        scheduler.submit(ticket("t", member="alone", at=T0))
-        points.append(part(scheduler.order(T0)[0], "share of the member"))
-    small, large = of(), of()
-    large.set_capacity({"a": 8})
-    for scheduler in (small, large):
-        scheduler.learn([used("alone", hours=20)])
-        scheduler.submit(ticket("t", member="alone", at=T0))
 
-    assert points[0] == points[1]
-    of_four, of_eight = (part(s.order(T0)[0], "share of the member") for s in (small, large))
-    assert of_four == pytest.approx(2 * of_eight)
+    def lost(others: int = 0, capacity: int = 4) -> float:
+        scheduler = scheduler_of(capacity={"a": capacity})
+        scheduler.learn([used("alone", hours=20)] + [used(f"m{n}", 1) for n in range(others)])
+        scheduler.submit(ticket("t", member="alone"))
+        return share(scheduler)
+
+    assert 0 > lost() == lost(others=500)
+    assert lost() == pytest.approx(2 * lost(capacity=8))
 
 
 def test_group_with_double_weight_may_use_twice_as_much() -> None:

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.queue.models import EndedSession, Priority, QueueLimits, QueuePolicy, RunningLease
+from gpuspawner.queue.models import EndedSession, Priority, QueueLimits, QueuePolicy
 from gpuspawner.queue.rounds import ReleasePlan, ReleaseTimes
 from tests.unit.queue.site import DAY, HOUR, T0, Site, lease, scheduler_of, ticket
+
+
+def ended(member: str, at: float, seconds: float) -> EndedSession:
+    return EndedSession(member=member, devices=1, started_at=at, ended_at=at + seconds)
 
 
 def test_decision_does_not_change_the_scheduler() -> None:
@@ -39,12 +43,7 @@ def test_planned_start_uses_the_kind_that_frees_first() -> None:
 
 def test_unknown_session_ends_are_estimated_from_history() -> None:
     scheduler = scheduler_of(capacity={"a": 2})
-    scheduler.learn(
-        EndedSession(
-            member="m", devices=1, started_at=T0 - DAY + n, ended_at=T0 - DAY + n + 2 * HOUR
-        )
-        for n in range(5)
-    )
+    scheduler.learn(ended("m", T0 - DAY + n, 2 * HOUR) for n in range(5))
     scheduler.started(lease("running", {"a": 1}, member="m"))
     scheduler.submit(ticket("wide", 2, priority=Priority.COURSE))
 
@@ -114,13 +113,8 @@ def test_overdue_tickets_get_only_their_share_of_capacity() -> None:
 
 def test_some_devices_are_reserved_for_small_requests() -> None:
     scheduler = scheduler_of(capacity={"a": 200})
-    scheduler.learn(
-        EndedSession(
-            member=member, devices=1, started_at=T0 - 90 * DAY, ended_at=T0 - 90 * DAY + seconds
-        )
-        for member, seconds in (("long", 30 * HOUR), ("short", 60.0))
-        for _ in range(9)
-    )
+    scheduler.learn(9 * [ended("long", T0 - 90 * DAY, 30 * HOUR)])
+    scheduler.learn(9 * [ended("short", T0 - 90 * DAY, 60.0)])
     for n in range(200):
         scheduler.submit(ticket(f"long{n}", at=T0 + n, member="long", seconds=None))
     scheduler.submit(ticket("short", at=T0 + 999, member="short", seconds=None))
@@ -191,9 +185,7 @@ def test_limited_wide_request_does_not_reserve_devices() -> None:
 def test_lease_with_its_own_id_removes_its_ticket() -> None:
     scheduler = scheduler_of(capacity={"a": 2})
     scheduler.submit(ticket("t", member="m"))
-    scheduler.started(
-        RunningLease(id="lease", member="m", held={"a": 1}, started_at=T0, ticket_id="t")
-    )
+    scheduler.started(lease("lease", {"a": 1}, member="m", ticket_id="t"))
 
     assert not scheduler.waiting and set(scheduler.running) == {"lease"}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,6 @@ from gpuspawner.queue.models import (
     Priority,
     QueueLimits,
     QueuePolicy,
-    RunningLease,
     WaitingTicket,
 )
 from gpuspawner.queue.scheduler import Scheduler
@@ -187,15 +187,9 @@ class _Crowd:
         waiting = sum(name.startswith("crowd") for name in self.site.scheduler.waiting)
         for _ in range(most - waiting):
             self.count += 1
-            self.site.scheduler.submit(
-                ticket(
-                    f"crowd{self.count}",
-                    at=self.site.now,
-                    member=f"crowd{self.count}",
-                    seconds=self.seconds if self.known else None,
-                    priority=Priority.ADMIN,
-                )
-            )
+            seconds = self.seconds if self.known else None
+            newest = ticket(f"crowd{self.count}", at=self.site.now, seconds=seconds)
+            self.site.scheduler.submit(replace(newest, priority=Priority.ADMIN))
 
 
 @settings(max_examples=examples(25))
@@ -219,16 +213,8 @@ def test_old_tickets_do_not_starve_behind_priority_requests(
     site.step({f"crowd{n}": lasts * (0.1 + 0.9 * (n % 7) / 7) for n in range(99)}, known)
     names = [f"old{n}" for n in range(old)]
     for name in names:
-        site.scheduler.submit(
-            ticket(
-                name,
-                min(wide, devices),
-                at=T0,
-                seconds=lasts if known else None,
-                priority=Priority.LOW,
-                last=last,
-            )
-        )
+        seconds, how = lasts if known else None, {"priority": Priority.LOW, "last": last}
+        site.scheduler.submit(ticket(name, min(wide, devices), seconds=seconds, **how))
     # One drains the devices (a session), then runs; the next one of the share waits for it.
     bound = T0 + policy.overdue_seconds + 2 * lasts * old + lasts
     while not set(names) <= set(site.started_at):
@@ -264,24 +250,17 @@ def test_clock_jumps_do_not_break_the_scheduler(happens: list[tuple[str, int, fl
             member = MEMBERS[n % 3]
             scheduler.submit(ticket(f"t{n}", 1 + n % 3, at=now, member=member, seconds=seconds))
         elif what == "decide":
-            held = sum(running.devices for running in scheduler.running.values())
-            free = {"a": max(0, capacity["a"] - held)}
+            in_use = sum(running.devices for running in scheduler.running.values())
+            free = {"a": max(0, capacity["a"] - in_use)}
             decision = scheduler.decide(now, free, planned=n)
             check_fits(scheduler, free, decision)
             assert all(at >= now for at in decision.planned.values())
             for name in decision.starts:
                 waiting = scheduler.waiting[name]
                 ends_at = None if waiting.seconds is None else now + waiting.seconds
-                scheduler.started(
-                    RunningLease(
-                        id=f"l{count}-{name}",
-                        ticket_id=name,
-                        member=waiting.member,
-                        held={"a": waiting.devices},
-                        started_at=now,
-                        ends_at=ends_at,
-                    )
-                )
+                who = {"ticket_id": name, "member": waiting.member}
+                held = {"a": waiting.devices}
+                scheduler.started(lease(f"l{count}-{name}", held, now, ends_at=ends_at, **who))
         elif what == "end" and scheduler.running:
             scheduler.ended(sorted(scheduler.running)[n % len(scheduler.running)], now)
         elif what == "withdraw":
