@@ -1,8 +1,7 @@
 """Checks of all invariants of a store: ``gpuspawner audit``.
 
-The rules themselves are the pure ones of :mod:`gpuspawner.ledger.checks`. Here they get the rows, a
-few hundred leases at a time, so that a year of a busy site needs no gigabytes. The first row that
-breaks a rule is enough: after a repair, the audit is run again.
+The pure rules of :mod:`gpuspawner.ledger.checks` get the rows here, a few hundred leases at a time,
+so that a year of a busy site needs no gigabytes. The first row that breaks a rule is enough.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -22,7 +22,7 @@ from ..ledger import repository as ledger_repository
 from ..ledger.checks import Books, PostingRow
 from ..ledger.models import Account, TransferKind, is_system
 from ..slurm import repository as slurm_repository
-from . import audit_log, hash_chain
+from . import hash_chain
 from .engine import Store
 from .schema import (
     OPEN_LEASE,
@@ -35,6 +35,7 @@ from .schema import (
     refill_runs,
     transfers,
 )
+from .search import find_changes
 from .upgrades import revision
 
 AT_ONCE = 500
@@ -67,7 +68,7 @@ class AuditService:
 
     def trail(self, limit: int = 100) -> list[AuditEntry]:
         """Return the newest entries of the audit log, newest first."""
-        return self.store.run(lambda connection: audit_log.trail(connection, limit))
+        return self.store.run(lambda connection: find_changes(connection, limit=limit).changes)
 
     def chain_head(self) -> str:
         """Return the head of the audit chain, to be noted elsewhere."""
@@ -133,7 +134,9 @@ def _keys(connection: sa.Connection) -> Iterator[str]:
     )
     for (key,) in connection.execute(twice).all():
         both = connection.execute(sa.select(transfers.c.id).where(transfers.c.key == key))
-        yield from checks.check_keys(Books(postings=tuple(_row(i, key=key) for (i,) in both)))
+        yield from checks.check_keys(
+            Books(postings=tuple(_row(transfer_id=i, key=key) for (i,) in both))
+        )
 
 
 def _whole(connection: sa.Connection) -> Iterator[str]:
@@ -165,7 +168,7 @@ def _zero_sum(connection: sa.Connection) -> Iterator[str]:
         if total:
             unfinished[name] = total
     yield from checks.check_zero_sum(
-        Books(postings=tuple(_row(name, amount=total) for name, total in unfinished.items()))
+        Books(postings=tuple(_row(transfer_id=n, amount=t) for n, t in unfinished.items()))
     )
 
 
@@ -175,7 +178,7 @@ def _balances(connection: sa.Connection) -> Iterator[str]:
     sums: dict[str, int] = defaultdict(int)
     for name, amount in _stream(connection, query):
         sums[name] += amount
-    rows = tuple(_row(name, account=name, amount=total) for name, total in sums.items())
+    rows = tuple(_row(transfer_id=n, account=n, amount=total) for n, total in sums.items())
     yield from checks.check_balances(Books(postings=rows, accounts=_accounts(connection)))
 
 
@@ -327,23 +330,7 @@ def _stream(connection: sa.Connection, query: sa.Select[Any]) -> Iterator[Any]:
     yield from connection.execute(query, execution_options={"yield_per": 20 * AT_ONCE})
 
 
-def _row(
-    transfer_id: str,
-    *,
-    account: str = "",
-    amount: int = 0,
-    key: str = "",
-    kind: TransferKind = TransferKind.CHARGE,
-    lease_id: str | None = None,
-) -> PostingRow:
-    return PostingRow(
-        transfer_id=transfer_id,
-        key=key,
-        kind=kind,
-        lease_id=lease_id,
-        account=account,
-        amount=amount,
-    )
+_row = partial(PostingRow, key="", kind=TransferKind.CHARGE, lease_id=None, account="", amount=0)
 
 
 def _accounts(connection: sa.Connection) -> tuple[Account, ...]:
@@ -377,7 +364,7 @@ def _moved_by(connection: sa.Connection, first: str, last: str) -> tuple[Posting
     )
     return tuple(
         _row(
-            f"all of {lease_id}",
+            transfer_id=f"all of {lease_id}",
             account=account,
             amount=int(total),
             kind=TransferKind(kind),

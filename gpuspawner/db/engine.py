@@ -135,12 +135,8 @@ class Store:
         with self._opening:
             if self._open.get(self.url) is self:
                 del self._open[self.url]
-        for executor in (
-            self.executor,
-            self.ask_executor,
-            self.read_executor,
-            self.report_executor,
-        ):
+        executors = (self.executor, self.ask_executor, self.read_executor, self.report_executor)
+        for executor in executors:
             executor.shutdown(wait=True)
         self.engine.dispose()
 
@@ -321,7 +317,7 @@ def _create_sqlite(url: sa.URL) -> sa.Engine:
     @sa.event.listens_for(engine, "checkout")
     def still_there(dbapi_connection: Any, record: Any, proxy: Any) -> None:
         # SQLite keeps writing to a deleted file, which nobody would ever read.
-        if not _is_there(record.info, path):
+        if record.info["file"] != _file_at(path):
             raise sa.exc.DisconnectionError("the database file was moved, replaced or deleted")
 
     return engine
@@ -338,12 +334,6 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
             if "locked" not in str(error) or time.monotonic() > end:
                 raise
             time.sleep(0.005)
-
-
-def _is_there(info: Any, path: str) -> bool:
-    """Return True if a connection's file is the one that is there now."""
-    there: bool = info["file"] == _file_at(path)
-    return there
 
 
 def _file_at(path: str) -> tuple[int, int] | None:

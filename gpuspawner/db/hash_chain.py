@@ -1,13 +1,11 @@
 """Two hash chains that reveal rows changed, deleted or inserted by hand.
 
-Transfers that are posted together have one link in the last of their postings: the SHA-256 of the
-facts of all of them and of the previous link. A renamed member's postings have the new name, but
-their link was made with the old one, which :mod:`gpuspawner.db.renames` knows. Entries of the audit
-log, ended leases and renames are sealed in the same way in the table ``chain``, in the transaction
-that writes them. A seal also covers the link of the newest transfer at that time, so deleting
-transfers from the end of the ledger breaks it.
-
-Writers come one at a time (see :meth:`Store.write`), so the newest row is the previous one.
+Transfers that are posted together have one link in the last of their postings: the SHA-256 of all
+their facts and of the previous link, with the account names of that time (see
+:mod:`gpuspawner.db.renames`). Entries of the audit log, ended leases and renames are sealed
+likewise in the table ``chain``. A seal also covers the newest transfer's link, so deleting
+transfers from the end of the ledger breaks it. Writers come one at a time, so the newest row is the
+previous one.
 """
 
 from __future__ import annotations
@@ -72,29 +70,9 @@ _TRANSFERS = tuple(
 )
 _PLACES = tuple(lease_places.c[n] for n in ("uuid", "slot", "index", "model", "memory_bytes"))
 _LEASE_FIELDS = (
-    "id",
-    "user",
-    "server_name",
-    "account",
-    "environment",
-    "rate",
-    "hold",
-    "charged",
-    "engine",
-    "engine_ref",
-    "granted_at",
-    "started_at",
-    "ended_at",
-    "end_reason",
-    "group",
-    "seconds",
-    "extended",
-    "ticket_id",
-    "outcome",
-    "when_dry",
-    "overdraft",
-    "waived",
-    "refunded",
+    *("id", "user", "server_name", "account", "environment", "rate", "hold", "charged", "engine"),
+    *("engine_ref", "granted_at", "started_at", "ended_at", "end_reason", "group", "seconds"),
+    *("extended", "ticket_id", "outcome", "when_dry", "overdraft", "waived", "refunded"),
     "engine_id",
 )
 """What no longer changes once a lease has ended, unless it is refunded."""
@@ -193,10 +171,8 @@ def check_transfers(connection: sa.Connection) -> Iterator[str]:
         .limit(1)
     )
     for kind, ref in connection.execute(missing):
-        yield (
-            f"{_named(kind, ref)} was written after a transfer that is missing: it was deleted by "
-            "hand."
-        )
+        said = "was written after a transfer that is missing: it was deleted by hand."
+        yield f"{_named(kind, ref)} {said}"
 
 
 def check_seals(connection: sa.Connection) -> Iterator[str]:
@@ -300,8 +276,7 @@ def _write_seal(
 
 
 def _link(before: str, *parts: str) -> str:
-    # No part has a line break in it: ascii() writes none.
-    return _hash("\n".join((before, *parts)))
+    return _hash("\n".join((before, *parts)))  # ascii() writes no line break into a part
 
 
 def _hash(text: str) -> str:
@@ -309,10 +284,7 @@ def _hash(text: str) -> str:
 
 
 def _facts(values: Iterable[Any]) -> str:
-    """Return the canonical form: ascii() of the tuple, with times as ISO 8601 in UTC.
-
-    JSON would take several times as long, in each charge.
-    """
+    """Return ascii() of the tuple, with times as ISO 8601 in UTC; JSON would take far longer."""
     return ascii(tuple(_plain(value) for value in values))
 
 
@@ -369,12 +341,7 @@ class _Written(NamedTuple):
 
 
 def _written(connection: sa.Connection, done: Sequence[Rename] = ()) -> Iterator[_Written]:
-    """Yield each transfer in the order of the ledger, with the account names of that time.
-
-    Args:
-        connection: A connection to the store.
-        done: All renames of members, newest first.
-    """
+    """Yield each transfer in the order of the ledger; ``done`` are all renames, newest first."""
     lines = (postings.c.account, postings.c.amount, postings.c.link, postings.c.id)
     query = (
         sa.select(*_TRANSFERS, *lines)
@@ -437,14 +404,11 @@ def _named(kind: str, ref: str) -> str:
 
 def _broken(what: str, link: str | None) -> str:
     if link is None:
-        return (
-            f"{what} has no link to the one before it: it was put in by hand, or what was written "
-            "with it was deleted."
-        )
-    return (
-        f"{what} does not follow the one before it: it was changed or put in by hand, or what "
-        "was before it was deleted."
-    )
+        why = "has no link to the one before it: it was put in by hand, or what was written with it"
+    else:
+        why = "does not follow the one before it: it was changed or put in by hand, or what was "
+        why += "before it"
+    return f"{what} {why} was deleted."
 
 
 def _stream(connection: sa.Connection, query: sa.Select[Any]) -> Iterator[Any]:

@@ -56,8 +56,8 @@ def upgrade(connection: sa.Connection) -> None:
     if current == newest():
         return
     if current is not None and current not in versions():
-        what = (
-            f"the database is of version {current}, which this gpuspawner does not know; "
+        what = f"the database is of version {current}, which this gpuspawner does not know; "
+        what += (
             "install the newer gpuspawner again, or restore the database from before its upgrade"
         )
         raise ConfigError(what=what)
