@@ -196,10 +196,7 @@ def add_services(
 
 
 def require_new_names(c: Config) -> None:
-    """Raise ConfigError naming every setting whose name is out of date.
-
-    Traitlets would ignore these settings silently.
-    """
+    """Raise ConfigError naming settings with old names, which traitlets would silently ignore."""
     found = [
         f"c.{old} is c.{new} now" if new else f"c.{old} is no setting any more: leave it out"
         for old, new in RENAMED.items()
@@ -227,10 +224,7 @@ def _require_loopback(url: str) -> None:
 
 
 def _culler(c: Config, idle_after: int) -> dict[str, Any]:
-    """Return the service entry of JupyterHub's idle culler.
-
-    If GPUs are sampled, the culler asks gpuspawner about servers that hold GPUs.
-    """
+    """Return the service entry of the idle culler, which spares servers with busy GPUs."""
     command = [sys.executable, "-m", "jupyterhub_idle_culler", f"--timeout={idle_after}"]
     if c.JupyterHub.get("internal_ssl"):
         certificates = os.path.abspath(c.JupyterHub.get("internal_certs_location", "internal-ssl"))
@@ -406,10 +400,7 @@ def _engine_url(c: Config) -> str:
 
 
 def _plain_section(c: Config, section: str) -> dict[str, Any]:
-    """Return a section's settings as values that JSON can represent.
-
-    Raises ConfigError naming a setting that cannot be represented.
-    """
+    """Return a section's settings as JSON can represent them. Raises ConfigError."""
     if section not in c:
         return {}
     plain = {}

@@ -106,10 +106,7 @@ class Services(LoggingConfigurable):
     def __init__(
         self, config: Config | None = None, *, clock: Callable[[], datetime] | None = None
     ) -> None:
-        """Create all services; tests pass a ``clock`` that replaces the store's.
-
-        Raises ConfigError naming an invalid setting, and TraitError.
-        """
+        """Create all services; ``clock`` is a test's. Raises ConfigError or TraitError."""
         super().__init__(config=config or Config())
         self.settings = settings = ServiceSettings.read(self.config)
         settings.require_valid()

@@ -23,7 +23,6 @@ from ..core.errors import ConfigError, GPUSpawnerError, TooMuchAsked
 from ..devices.commands import look
 from ..devices.models import DeviceStatus, Inventory
 from ..devices.placement import must_run
-from ..devices.repository import StoredHealth
 from ..devices.snapshots import COUNTED, DeviceView
 from ..engines.preflight import CheckFinding, Status
 from ..leases.models import Request
@@ -94,15 +93,8 @@ PRODUCTION = "gpuspawner.spawners.docker.GPUDockerSpawner"
 """The spawner that is checked without a configuration."""
 
 LEANING_ON_HUB = (
-    "engine",
-    "image",
-    "GPU injection",
-    "hub API",
-    "disk limit",
-    "workspace",
-    "proxy",
-    "accounting",
-    "idle culler",
+    *("engine", "image", "GPU injection", "hub API", "disk limit", "workspace"),
+    *("proxy", "accounting", "idle culler"),
 )
 NO_GPU = (
     "Install NVIDIA's driver and see that nvidia-smi lists the GPUs. To try out without any: "
@@ -271,7 +263,8 @@ def _devices(settings: Settings, readable: bool) -> tuple[CheckFinding, Inventor
         why = ". ".join(f"{v.device.index} ({v.device.uuid}): {v.detail}" for v in unknown)
         remedy = f"Unknown devices are not leased. {why}. See nvidia-smi and journalctl -k."
         return CheckFinding(name, Status.FAIL, text, remedy), inventory
-    sick = [view for view in views if _is_sick(health.get(view.device.uuid))]
+    sick_uuids = {uuid for uuid, known in health.items() if known.state.verdict == SICK}
+    sick = [view for view in views if view.device.uuid in sick_uuids]
     if sick:
         why = ". ".join(f"{v.device.index} ({v.device.uuid}): {v.detail}" for v in sick)
         remedy = f"Sick devices come back after a probe, or by gpuspawner undrain. {why}."
@@ -282,10 +275,6 @@ def _devices(settings: Settings, readable: bool) -> tuple[CheckFinding, Inventor
     occupied = [view for view in views if view.state == "occupied"]
     remedy = " ".join(f"Device {v.device.index} is {v.detail}: end that." for v in occupied)
     return CheckFinding(name, Status.OK, text, remedy), inventory
-
-
-def _is_sick(known: StoredHealth | None) -> bool:
-    return known is not None and known.state.verdict == SICK
 
 
 def _source(inventory: Inventory) -> str:

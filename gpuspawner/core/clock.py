@@ -211,10 +211,7 @@ def possible_times(stamp: datetime, offset: Offset, reading: Reading) -> list[da
 
 
 def stamp_error(offset: Offset, reading: Reading) -> timedelta:
-    """Return the most that an engine's time of an event may be before its steady time.
-
-    For events in this boot.
-    """
+    """Return by how much an engine's time of an event may be before its steady time."""
     skew = reading.wall - offset.at(reading.since_boot)
     return (offset.raised + max(0, -skew)) * _MICROSECOND
 

@@ -30,10 +30,7 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 
 
 def read_text(path: str | Path, most: int, what: str) -> str:
-    """Return the text of the admin's file, called ``what``, such as "catalog".
-
-    Raises ConfigError if it cannot be read, is not UTF-8, or has more than ``most`` bytes.
-    """
+    """Return an admin's file, called ``what``, such as "catalog", as text. Raises ConfigError."""
     name = os.fspath(path)
     try:
         data = read_bytes(name, most + 1)
@@ -126,10 +123,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_yaml(text: str, name: str, folder: Path | None = None) -> tuple[Any, Origin]:
-    """Return the values in ``text`` as plain Python values, and their origin.
-
-    Raises ConfigError for invalid YAML, a repeated key, or a key that is not text.
-    """
+    """Return the text's values as plain Python values, and their origin. Raises ConfigError."""
     try:
         nodes = _Nodes(name)
         root = nodes.read(text)

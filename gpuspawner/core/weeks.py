@@ -41,10 +41,7 @@ def split(first: date, last: date) -> Iterator[tuple[date, date]]:
 
 
 def period(since: str, until: str, now: datetime) -> tuple[date, date]:
-    """Return the requested days, inclusive; by default this week and three before it.
-
-    Raises InvalidRequest naming the field.
-    """
+    """Return the requested days, inclusive; by default four weeks. Raises InvalidRequest."""
     last = day(until, "to") if until else today(now)
     first = day(since, "from") if since else monday(last) - timedelta(weeks=3)
     if first > last:

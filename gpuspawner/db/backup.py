@@ -54,10 +54,7 @@ class RestoreResult:
 
 
 def back_up(store: Store, file: Path, *, overwrite: bool = False) -> int:
-    """Copy the store into ``file``, readable by its owner only, and return its size in bytes.
-
-    Raises BackupRefused if the file exists already or cannot be written.
-    """
+    """Copy the store into ``file``, for its owner only; return its size. Raises BackupRefused."""
     if file.exists() and not overwrite:
         what = f"{file} is there already; name another file, or say --overwrite"
         raise BackupRefused(f"Nothing was copied: {what}.")
@@ -76,10 +73,7 @@ def back_up(store: Store, file: Path, *, overwrite: bool = False) -> int:
 
 @contextmanager
 def _partial(file: Path) -> Iterator[Path]:
-    """Create an empty file of mode 600 beside ``file``; it is gone afterwards.
-
-    A file that a killed process left is reused.
-    """
+    """Make or reuse an empty file of mode 600 beside ``file``, and remove it at the end."""
     part = file.with_name(f".{file.name}.part")
     descriptor = os.open(part, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -189,10 +183,7 @@ def head(file: Path) -> str:
 
 
 def check(file: Path) -> dict[str, int]:
-    """Check a backup without changing anything, and return the row counts.
-
-    Raises as :func:`prove`.
-    """
+    """Check a backup, changing nothing, and return the row counts. Raises as :func:`prove`."""
     with tempfile.TemporaryDirectory(prefix="gpuspawner-") as folder:
         return prove(file, Path(folder) / "copy.sqlite")
 
@@ -323,7 +314,6 @@ def _stamp() -> str:
 
 
 def _said(error: BaseException) -> str:
-    """Return what went wrong, in the error's own words."""
     if isinstance(error, GPUSpawnerError):
         return error.message
     return getattr(error, "strerror", None) or str(error)

@@ -311,10 +311,7 @@ def _transfer_facts(transfer: Transfer) -> str:
 
 
 def _leases(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the id of each lease and what its seal covers, with its slots last.
-
-    The rows of a lease's slots must be adjacent.
-    """
+    """Yield each lease's id and what its seal covers, slots last. Its rows must be adjacent."""
     width = len(_LEASE_FIELDS)
     for lease_id, found in groupby(rows, key=lambda row: str(row[0])):
         some = list(found)

@@ -56,10 +56,7 @@ def read_identity(path: Path) -> str:
 
 
 def make_identity(path: Path) -> str:
-    """Return the id in the file, which is created if missing, for its owner only.
-
-    Two processes that create it at once get the same. Raises ConfigError or OSError.
-    """
+    """Return the id in the file, which is made if missing. Raises ConfigError or OSError."""
     if found := read_identity(path):
         return found
     part = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -224,10 +221,7 @@ class LeaderLock:
             raise
 
     def take_over(self, actor: str) -> None:
-        """Make the database this hub's, whoever owned its leases, and record who did so.
-
-        Raises AnotherHubGrants while a hub runs on it.
-        """
+        """Make the database this hub's, and record it. Raises AnotherHubGrants while one runs."""
         with self._taking:
             with _own_errors():
                 self._held = self._try()

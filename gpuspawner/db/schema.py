@@ -95,8 +95,8 @@ def _partial(
     name: str, condition: ColumnElement[bool], *columns: Column[Any], unique: bool = False
 ) -> Index:
     """Declare an index of the rows that match a condition, for both databases."""
-    where = {f"{dialect}_where": condition for dialect in ("sqlite", "postgresql")}
-    return Index(name, *columns, unique=unique, **where)
+    where = condition
+    return Index(name, *columns, unique=unique, sqlite_where=where, postgresql_where=where)
 
 
 def _words(name: str) -> Column[str]:

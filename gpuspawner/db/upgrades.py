@@ -48,16 +48,13 @@ def newest() -> str:
 
 
 def upgrade(connection: sa.Connection) -> None:
-    """Upgrade the schema to the newest version, inside the connection's transaction.
-
-    Raises ConfigError for an unknown version, as after a newer gpuspawner.
-    """
+    """Upgrade the schema within the transaction. Raises ConfigError for an unknown version."""
     current = revision(connection)
     if current == newest():
         return
     if current is not None and current not in versions():
-        what = f"the database is of version {current}, which this gpuspawner does not know; "
-        what += (
+        what = (
+            f"the database is of version {current}, which this gpuspawner does not know; "
             "install the newer gpuspawner again, or restore the database from before its upgrade"
         )
         raise ConfigError(what=what)

@@ -34,6 +34,7 @@ from ..services import Services
 from ..settings import CLASSES
 from ..web import app as web_app
 from ..web import pages
+from ..web.base import Context
 from .cluster_sync import ClusterSync
 from .device_monitor import GPULossMonitor
 from .disk_monitor import disk_rounds
@@ -146,8 +147,13 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         tick = self._tick()
         notifier = Notifier(GPUNotifications(parent=self), tick.services, self.log)
-        sessions = self._session_duty(tick, notifier)
-        credits = self._credits_duty(tick, notifier)
+        sessions = SessionDuty(tick, warn_minutes=self.sessions.warn_minutes, poke=notifier.poke)
+        credits = CreditDuty(
+            tick,
+            warn_minutes=tick.services.settings.credits.warn_minutes,
+            poke=notifier.poke,
+            tell_admin=notifier.tell_admin,
+        )
         supervisor = Supervisor(tick.log)
         duties = [
             asyncio.ensure_future(supervisor.keep(name, start))
@@ -184,11 +190,9 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
             )
             raise ConfigError(what=what) from None
         services = Services(self.config)
-        if services.settings.database.hub_id_file:
+        if file := services.settings.database.hub_id_file:
             with suppress(OSError):  # the hub reports that
-                services.granter.identity = make_identity(
-                    Path(services.settings.database.hub_id_file)
-                )
+                services.granter.identity = make_identity(Path(file))
         identity = services.granter.identity
         engines = {name: make(services) for name, make in ENGINES.items()}
         if delegated := services.delegation.engine():
@@ -201,18 +205,6 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
             ask=self.engines,
             charge_seconds=services.settings.credits.charge_seconds,
             hub_name=hub_name(pid, identity) if (pid := os.environ.get(PID)) else "",
-        )
-
-    def _session_duty(self, tick: Tick, notifier: Notifier) -> SessionDuty:
-        return SessionDuty(tick, warn_minutes=self.sessions.warn_minutes, poke=notifier.poke)
-
-    def _credits_duty(self, tick: Tick, notifier: Notifier) -> CreditDuty:
-        settings = tick.services.settings.credits
-        return CreditDuty(
-            tick,
-            warn_minutes=settings.warn_minutes,
-            poke=notifier.poke,
-            tell_admin=notifier.tell_admin,
         )
 
     # Duties.
@@ -251,8 +243,8 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
             self.log.warning("JUPYTERHUB_SERVICE_URL is not set: there are no pages")
             return
         port = address.port or (443 if address.scheme == "https" else 80)
-        app = web_app.make_app(
-            tick.services,
+        context = Context(
+            services=tick.services,
             hub_auth=HubOAuth.instance(parent=self, cache_max_age=web_app.BELIEVED),
             warn_minutes=tick.services.settings.credits.warn_minutes,
             session_warn_minutes=self.sessions.warn_minutes,
@@ -263,10 +255,11 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
             hub=tick.hub,
             rounds=tick.rounds,
             duties=supervisor.states,
-            cookie_secret=await asyncio.to_thread(
-                web_app.read_cookie_secret, tick.services.settings.database.url, tick.log
-            ),
         )
+        secret = await asyncio.to_thread(
+            web_app.read_cookie_secret, tick.services.settings.database.url, tick.log
+        )
+        app = web_app.make_app(context, secret)
         # JupyterHub gives certificates to every service with ``internal_ssl``, but waits over plain
         # HTTP for one with such an address.
         is_https = address.scheme == "https"
@@ -297,7 +290,7 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
 
     async def _hub_gone(self, stop: asyncio.Event) -> None:
         """End when the Hub that started us was killed: the next Hub starts its own service."""
-        hub = os.environ.get("GPUSPAWNER_HUB_PID", "")
+        hub = os.environ.get(PID, "")
         if not hub.isdigit():
             return  # somebody else manages this process
         # It may have been killed earlier, or have started us through another process.

@@ -31,7 +31,7 @@ from ..slurm.cluster import Node
 from ..slurm.images import connector
 from ..slurm.scheduler import SlurmDelegate
 from .sampler import Sampling
-from .worker import Tick
+from .worker import Tick, TickDuty
 
 ENGINE_SECONDS = 60.0
 """Seconds that the engine may take to answer a query."""
@@ -88,12 +88,11 @@ class HealthMonitor(SingletonConfigurable):
         return [image for each in known.environments for image in each.images]
 
 
-class HealthDuty:
+class HealthDuty(TickDuty):
     """Rounds of this duty, one after the other; probes run beside them."""
 
     def __init__(self, tick: Tick, sampling: Sampling, probe: Probe) -> None:
-        self.tick = tick
-        self.services = tick.services
+        super().__init__(tick)
         self.sampling = sampling
         self._probe = probe
         self._signs: dict[str, SymptomWindow] = {}
@@ -102,10 +101,7 @@ class HealthDuty:
         self._probing: dict[str, asyncio.Task[None]] = {}
 
     async def round(self) -> None:
-        """Judge new samples, and refund what ended leases cost on sick devices.
-
-        Raises StoreUnavailable; what happened meanwhile is judged in the next round.
-        """
+        """Judge new samples, and refund ended leases on sick devices. Raises StoreUnavailable."""
         signs = self._new()
         found = {uuid: FoundSymptoms(its.look(), its.going_on) for uuid, its in signs.items()}
         if found:
@@ -113,7 +109,7 @@ class HealthDuty:
                 if change.event == "sick":
                     what = "Device %s is sick: %s. Nobody new gets it; told: %s"
                     told = ", ".join(str(lease.server) for lease in change.told) or "nobody has it"
-                    self.tick.log.warning(what, change.uuid, change.reason, told)
+                    self.log.warning(what, change.uuid, change.reason, told)
                 elif change.event == "probe":
                     self._begin_probe(change.uuid)
             for its in signs.values():
@@ -159,16 +155,14 @@ class HealthDuty:
         except Unavailable as error:
             self.tick.trouble(part, error)
             await asyncio.sleep(ONCE_MORE)  # it passed, and others may be back by then
-        except GPUSpawnerError as error:
-            self.tick.trouble(part, error)
         except Exception as error:
-            self.tick.trouble(part, error, trace=True)
+            self.tick.trouble(part, error)
         else:
             self.tick.well(part)
             if done and found.failure:
-                self.tick.log.warning("Device %s failed its probe: %s", uuid, found.failure)
+                self.log.warning("Device %s failed its probe: %s", uuid, found.failure)
             elif done:
-                self.tick.log.warning("Device %s is given out again: %s", uuid, found.text)
+                self.log.warning("Device %s is given out again: %s", uuid, found.text)
 
 
 def _node_of(tick: Tick, uuid: str) -> Node | None:
@@ -179,14 +173,10 @@ def _node_of(tick: Tick, uuid: str) -> Node | None:
 
 
 def _engine_of(tick: Tick, uuid: str) -> docker.APIClient:
-    """Return a client of the engine on the device's machine.
-
-    Raises DockerException or OSError.
-    """
+    """Return a client of the engine on the device's machine. Raises DockerException or OSError."""
     if node := _node_of(tick, uuid):
         return connector(node, ENGINE_SECONDS)()
-    arguments = {"version": "auto", "timeout": ENGINE_SECONDS, **kwargs_from_env()}
-    return docker.APIClient(**arguments)
+    return docker.APIClient(version="auto", timeout=ENGINE_SECONDS, **kwargs_from_env())
 
 
 def _after(samples: Sequence[Sample], last: Sample | None) -> Sequence[Sample]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -93,10 +92,7 @@ class PullAhead:
         *,
         where: str = "",
     ) -> None:
-        """Create it; ``where`` names the engine's machine.
-
-        Empty means this machine, where registries are also queried for newer images.
-        """
+        """``where`` names the engine's machine; empty means this one."""
         self._catalog = catalog
         self._services = services
         self._log = log
@@ -135,7 +131,7 @@ class PullAhead:
                     self._failed.pop(image, None)
                 elif self._is_due(image) and not self._pull(client, image):
                     return
-            for environment in () if self._where else environments:
+            for environment in () if self._where else environments:  # registries are asked once
                 self._ask(client, environment)
         finally:
             client.close()
@@ -177,7 +173,9 @@ class PullAhead:
             for lease in self._services.leases.open_leases()
             if lease.state is LeaseState.GRANTED
         }
-        return _first_missing(client, self._catalog.current().environments, starting)
+        known = self._catalog.current().environments
+        images = (image for each in known if each.slug in starting for image in each.images)
+        return next((i for i in images if i and local_images(client, i) is None), "")
 
     def _ask(self, client: docker.APIClient, environment: Environment) -> None:
         """Log once a day which environments have a newer image; nothing is pulled."""
@@ -206,13 +204,6 @@ def _pulls(environment: Environment) -> bool:
     """Return True if its servers pull their image at all."""
     policy = str(environment.spawner_override.get("pull_policy", ""))
     return policy.lower() not in ("never", "skip")
-
-
-def _first_missing(
-    client: docker.APIClient, environments: Collection[Environment], slugs: Collection[str]
-) -> str:
-    images = (image for each in environments if each.slug in slugs for image in each.images)
-    return next((image for image in images if image and local_images(client, image) is None), "")
 
 
 def _client(timeout: float) -> docker.APIClient:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from traitlets import Float, List
 from traitlets.config import LoggingConfigurable
 
-from ..core.errors import GPUSpawnerError
 from ..leases.models import Lease, LeaseState
-from .worker import Tick
+from .worker import Tick, TickDuty
 
 AT_ONCE = 10
 """How many stops are requested from the Hub at the same time."""
@@ -59,7 +58,7 @@ class Stop:
         return self.task is not None and not self.task.done()
 
 
-class SessionDuty:
+class SessionDuty(TickDuty):
     """Rounds of this duty, one after the other; stops run beside them."""
 
     def __init__(
@@ -69,11 +68,8 @@ class SessionDuty:
         warn_minutes: Sequence[float],
         poke: Callable[[], None] = lambda: None,
     ) -> None:
-        self.services = tick.services
-        self.tick = tick
-        self.log = tick.log
+        super().__init__(tick, poke)
         self.warn_minutes = tuple(warn_minutes)
-        self.poke = poke
         self._stops: dict[str, Stop] = {}
         self._gate = asyncio.Semaphore(AT_ONCE)
 
@@ -129,7 +125,7 @@ class SessionDuty:
             try:
                 known = await self._ask(lease)
             except Exception as error:  # whatever went wrong, it is tried again
-                self.tick.trouble(part, error, trace=not isinstance(error, GPUSpawnerError))
+                self.tick.trouble(part, error)
                 stop.tries += 1
                 pause = min(LONGEST_PAUSE, 2.0 ** min(stop.tries, 10))
             else:

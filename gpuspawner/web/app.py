@@ -1,7 +1,5 @@
 """The service's web application: routes, request limits and the cookie secret.
 
-The cookie secret is kept across restarts, so that forms in open browser pages stay valid.
-
 A connection holds at most its headers, a small body and one chunk that was read ahead:
 :data:`CONNECTION_BYTES`. A thousand hostile connections hold less than 256 MiB.
 """
@@ -13,12 +11,10 @@ import os
 import resource
 import secrets
 import ssl
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from jupyterhub.services.auth import HubOAuth
 from sqlalchemy.exc import ArgumentError
 from tornado import httputil, web
 from tornado.http1connection import HTTP1Connection
@@ -31,14 +27,11 @@ from ..ledger import correction_views, rate_views, refill_views
 from ..ledger import views as ledger_views
 from ..monitoring import cluster_views, metrics
 from ..monitoring import views as monitoring_views
-from ..monitoring.models import Sample
 from ..notifications import views as notifications_views
-from ..notifications.channels import Channel
 from ..queue import views as queue_views
-from ..services import Services
 from ..storage import views as storage_views
 from . import api, openapi, pages
-from .base import Context, Duty, HubCalls, ServiceHandler
+from .base import Context, ServiceHandler
 
 NAME = "gpuspawner_cookie_secret"
 BYTES = 32
@@ -57,7 +50,7 @@ def secret_file(database_url: str) -> Path:
 
 
 def read_cookie_secret(database_url: str, log: logging.Logger) -> bytes:
-    """Return the stored secret, or create and store a new one. Blocks.
+    """Return the stored secret, so that open forms stay valid, or make and store one. Blocks.
 
     A file that others can read or that has the wrong size is replaced. If no file can be written,
     the secret lasts until the service ends.
@@ -252,51 +245,12 @@ ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
 """Path patterns below the prefix, and their handlers."""
 
 
-def make_app(
-    services: Services,
-    *,
-    hub_auth: HubOAuth,
-    warn_minutes: Sequence[float] = (),
-    session_warn_minutes: Sequence[float] = (),
-    channels: Mapping[str, Channel] | None = None,
-    poke: Callable[[], None] = lambda: None,
-    recent: Callable[[], Mapping[str, Sequence[Sample]]] = dict,
-    members_see_names: bool = False,
-    hub: HubCalls | None = None,
-    rounds: Mapping[str, int] | None = None,
-    duties: Mapping[str, Duty] | None = None,
-    cookie_secret: bytes = b"",
-) -> web.Application:
+def make_app(context: Context, cookie_secret: bytes = b"") -> web.Application:
     """Return the service's web application, below the prefix that the Hub assigned.
 
-    Args:
-        services: The services that the handlers call.
-        hub_auth: Authenticates users at the Hub.
-        warn_minutes: Members are warned when their account lasts only this many minutes.
-        session_warn_minutes: Members are warned this many minutes before their session ends.
-        channels: Notification channels by name.
-        poke: Called when a notice is ready to be sent.
-        recent: Returns the newest samples of each device.
-        members_see_names: True if all members may see who uses a GPU.
-        hub: Returns the members of a group and stops servers.
-        rounds: Number of finished rounds of each background duty, for the metrics.
-        duties: State of each background duty, for the metrics.
-        cookie_secret: Signs the cookies. If empty, a new one is made and browsers sign in again.
+    ``cookie_secret`` signs the cookies. If empty, a new one is made and browsers sign in again.
     """
-    prefix = hub_auth.base_url
-    context = Context(
-        services=services,
-        hub_auth=hub_auth,
-        warn_minutes=tuple(warn_minutes),
-        session_warn_minutes=tuple(session_warn_minutes),
-        channels=channels or {},
-        poke=poke,
-        recent=recent,
-        members_see_names=members_see_names,
-        hub=hub,
-        rounds={} if rounds is None else rounds,
-        duties={} if duties is None else duties,
-    )
+    prefix = context.prefix
     handlers: list[tuple[Any, ...]] = [
         (prefix + path, handler, {"context": context}) for path, handler in ROUTES
     ]

@@ -1,8 +1,7 @@
 """What the bodies and answers of the REST API are made of.
 
-A model is the only place that says what is sent: its fields are checked, written as JSON, and
-described in the OpenAPI document by it. Amounts are decimal strings of credits, times are ISO 8601
-in UTC.
+A model checks the fields, writes them as JSON and describes them in the OpenAPI document. Amounts
+are decimal strings of credits, times are ISO 8601 in UTC.
 """
 
 from __future__ import annotations
@@ -27,7 +26,17 @@ from pydantic import (
 from ..core.errors import InvalidRequest
 from ..core.text import LONGEST_REASON, checked_reason
 from ..core.units import format_credits
-from .fields import EXACT, INSTANT, amount_of, date_of, exact_amount, instant_of, key_of, of_type
+from .fields import (
+    EXACT,
+    INSTANT,
+    amount_of,
+    date_of,
+    exact_amount,
+    instant_of,
+    invalid,
+    key_of,
+    of_type,
+)
 
 A = TypeVar("A", bound="Answer")
 B = TypeVar("B", bound="Body")
@@ -134,10 +143,9 @@ _UNREADABLE = r"\u0000-\u0008\u000e-\u001b\u007f-\u0084\u0086-\u009f"
 
 def _reason(value: Any, field: str) -> str:
     if not isinstance(value, str):
-        raise InvalidRequest(f"The field {field!r} is text.", field=field)
+        raise invalid(field, "is text.")
     if len(value) > LONGEST_REASON:
-        sentence = f"The field {field!r} has {LONGEST_REASON} characters at most."
-        raise InvalidRequest(sentence, field=field)
+        raise invalid(field, f"has {LONGEST_REASON} characters at most.")
     return checked_reason(value)
 
 
@@ -250,7 +258,7 @@ class Body(BaseModel):
             sentence = f"There is no field {name[:60]!r}; there are {there_are}."
             raise InvalidRequest(sentence, field=name)
         for name in cls.says_missing - sent.keys():
-            raise InvalidRequest(f"The field {name!r} is missing.", field=name)
+            raise invalid(name, "is missing.")
         absent = [name for name, field in fields.items() if field.is_required()]
         return {**{name: "" if name == "reason" else None for name in absent}, **sent}
 
