@@ -24,7 +24,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
-from sqlalchemy.exc import ArgumentError
 from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
 
@@ -36,7 +35,7 @@ from .core.scopes import (
     MEMBER_SCOPES,
     SERVER_SCOPES,
 )
-from .db.engine import default_url
+from .db.engine import default_url, sqlite_file
 from .db.leader import identity_file
 from .hub_pages.handlers import StaticGzip
 
@@ -441,11 +440,7 @@ def _resolved(section: str, setting: str, value: LazyConfigValue) -> Any:
 
 def _absolute(database: str) -> str:
     """Return the database URL with a path that does not depend on the working directory."""
-    try:
-        url = sa.make_url(database)
-    except ArgumentError:
-        return database  # the hub and the service report the error themselves
-    name = url.database
-    if url.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
-        return database
-    return url.set(database=os.path.abspath(name)).render_as_string(hide_password=False)
+    if (file := sqlite_file(database)) is None:
+        return database  # the hub and the service report what is wrong with it
+    url = sa.make_url(database).set(database=str(file))
+    return url.render_as_string(hide_password=False)

@@ -118,7 +118,9 @@ def check(settings: Settings, no_containers: bool) -> int:
                 print(line_of(finding), flush=True)
     ok = all(finding.status is not Status.FAIL for finding in found)
     checks: list[dict[str, Any]] = [asdict(f) | {"status": f.status.value} for f in found]
-    show({"ok": ok, "checks": checks}, f"\n{_summary(found)}")
+    counts = Counter(finding.status for finding in found)
+    summary = ", ".join(f"{counts[status]} {WORDS[status]}" for status in WORDS if counts[status])
+    show({"ok": ok, "checks": checks}, f"\n{summary}.")
     return 0 if ok else 1
 
 
@@ -308,12 +310,6 @@ def line_of(finding: CheckFinding) -> str:
         indent = " " * (WORD_WIDTH + NAME_WIDTH + 4)
         line += f"\n{indent}-> {printable(finding.remedy)}"
     return line
-
-
-def _summary(found: Sequence[CheckFinding]) -> str:
-    counts = Counter(finding.status for finding in found)
-    parts = [f"{counts[status]} {WORDS[status]}" for status in WORDS if counts[status]]
-    return ", ".join(parts) + "."
 
 
 @contextmanager

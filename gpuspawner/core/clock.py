@@ -139,10 +139,7 @@ def judge(offset: Offset, reading: Reading) -> ClockVerdict:
         return _follow(offset, skew, reading, event or "corrected")
     if not offset.step or abs(skew - offset.step) > STEP:
         stepped = replace(
-            offset,
-            step=skew,
-            stepped_at=reading.since_boot,
-            stepped_after=_right_until(offset),
+            offset, step=skew, stepped_at=reading.since_boot, stepped_after=_right_until(offset)
         )
         return ClockVerdict(stepped, "stepped")
     if reading.since_boot - offset.stepped_at < patience(skew):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -238,6 +239,18 @@ def _threads(count: int, name: str) -> ThreadPoolExecutor:
 def default_url() -> str:
     """Return the URL in ``GPUSPAWNER_DATABASE_URL``, else that of a file in this directory."""
     return os.environ.get("GPUSPAWNER_DATABASE_URL") or "sqlite:///gpuspawner.sqlite"
+
+
+def sqlite_file(url: str) -> Path | None:
+    """Return the absolute path of the file in an SQLite URL; None for any other."""
+    try:
+        parsed = sa.make_url(url)
+    except ArgumentError:
+        return None
+    name = parsed.database or ""
+    if parsed.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
+        return None
+    return Path(os.path.abspath(name))
 
 
 def _create_engine(url: str) -> sa.Engine:

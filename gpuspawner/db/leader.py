@@ -246,7 +246,10 @@ class LeaderLock:
     def holder(self) -> str:
         """Return which hub may grant now (see :func:`hub_name`); empty if none does."""
         with _own_errors():
-            return self._holder_of_file() if self._is_file else self._holder_at_server()
+            if self._is_file:
+                return self._holder_of_file()
+            with self.store.engine.connect() as connection:
+                return str(connection.execute(_HOLDER).scalar() or "")
 
     # A lock on a file beside the database.
 
@@ -309,10 +312,6 @@ class LeaderLock:
             self._held = None
             return False
         return True
-
-    def _holder_at_server(self) -> str:
-        with self.store.engine.connect() as connection:
-            return str(connection.execute(_HOLDER).scalar() or "")
 
 
 def hub_name(pid: int | str, identity: str = "") -> str:

@@ -35,12 +35,12 @@ from ..settings import CLASSES
 from ..web import app as web_app
 from ..web import pages
 from ..web.base import Context
-from .cluster_sync import ClusterSync
-from .device_monitor import GPULossMonitor
+from .cluster_sync import cluster_rounds
+from .device_monitor import GPUSampler
 from .disk_monitor import disk_rounds
 from .hub_client import HubClient
 from .image_prefetch import ImagePrefetcher
-from .member_duties import MEMBERS_EVERY, CreditDuty, FolderOwnerDuty, Members, RefillDuty
+from .member_duties import CreditDuty, FolderOwnerDuty, Members, RefillDuty
 from .notifier import GPUNotifications, Notifier
 from .session_duties import GPUSessions, SessionDuty
 from .supervisor import Supervisor, Watchdog
@@ -49,26 +49,11 @@ from .worker import Round, Tick
 PID = "GPUSPAWNER_HUB_PID"
 """The variable with the process id of the Hub that started the service."""
 
-CLOCK_EVERY = 2.0
-"""Seconds between two checks if the wall clock was set."""
-
 NOTICES_EVERY = 2.0
 """Seconds between two checks for notices to send."""
 
 TOTALS_EVERY = 60.0
 """Seconds between two checks for ended leases that are not in the totals yet."""
-
-SESSIONS_EVERY = 2.0
-"""Seconds between two checks for session ends and ordered stops."""
-
-CREDITS_EVERY = 2.0
-"""Seconds between two checks of the accounts that pay for servers."""
-
-REFILLS_EVERY = 5.0
-"""Seconds between two checks for due refills and expired credits."""
-
-LEAVING_EVERY = 600.0
-"""Seconds between two checks for members with shared folders who left the hub."""
 
 ENGINES: dict[str, Callable[[Services], Engine]] = {
     "docker": lambda services: DockerEngine(stamp_error=lambda: services.time.stamp_error),
@@ -76,7 +61,7 @@ ENGINES: dict[str, Callable[[Services], Engine]] = {
 }
 
 
-class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
+class Accounting(ImagePrefetcher, GPUSampler, Application):
     """Charges, warns, stops what nobody pays for, reconciles, tells members, serves the pages.
 
     The Hub runs it as a service; ``gpuspawner.add_services(c)`` says so in its configuration.
@@ -218,15 +203,15 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
         await tick.round("Reconciliation", tick.reconcile)
         await tick.round("Charges", tick.charge)
         rounds: list[Round] = [
-            (CLOCK_EVERY, "Clock", tick.keep_clock),
+            (2.0, "Clock", tick.keep_clock),
             (self.reconcile_seconds, "Reconciliation", tick.reconcile),
             (tick.charge_pause, "Charges", tick.charge),
-            (SESSIONS_EVERY, "Sessions", sessions.round),
-            (CREDITS_EVERY, "Credits", credits.round),
-            (REFILLS_EVERY, "Refills", RefillDuty(tick).round),
-            (MEMBERS_EVERY, "Members", Members(tick, sessions.poke).round),
-            (LEAVING_EVERY, "Folders", FolderOwnerDuty(tick).round),
-            *self.cluster_rounds(tick),
+            (2.0, "Sessions", sessions.round),
+            (2.0, "Credits", credits.round),
+            (5.0, "Refills", RefillDuty(tick).round),
+            (5.0, "Members", Members(tick, sessions.poke).round),
+            (600.0, "Folders", FolderOwnerDuty(tick).round),
+            *cluster_rounds(tick),
             *disk_rounds(tick, sessions.poke),
         ]
         await side_by_side(*(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 from datetime import datetime, timedelta
 
-from traitlets.config import SingletonConfigurable
-
 from ..core.errors import ConfigError, SlurmRefused, SlurmUnavailable
 from ..core.units import format_credits
 from ..ledger.rules import ACTOR_ACCOUNTING
@@ -23,19 +21,16 @@ SETTLED = timedelta(minutes=10)
 """After this time both sides know the end of a session."""
 
 
-class ClusterSync(SingletonConfigurable):
-    """A service that keeps a cluster's scheduler and the ledger in agreement."""
-
-    def cluster_rounds(self, tick: Tick) -> list[Round]:
-        """Return these duties; none without a cluster."""
-        if not tick.services.settings.slurm.cluster_file:
-            return []
-        duties, every = ClusterDuty(tick), tick.services.settings.slurm.sync_seconds
-        return [
-            (every, "Members in Slurm", duties.members),
-            (every, "Jobs beside servers", duties.jobs),
-            (every, "Audit with Slurm", duties.audit),
-        ]
+def cluster_rounds(tick: Tick) -> list[Round]:
+    """Return these duties; none without a cluster."""
+    if not tick.services.settings.slurm.cluster_file:
+        return []
+    duties, every = ClusterDuty(tick), tick.services.settings.slurm.sync_seconds
+    return [
+        (every, "Members in Slurm", duties.members),
+        (every, "Jobs beside servers", duties.jobs),
+        (every, "Audit with Slurm", duties.audit),
+    ]
 
 
 class ClusterDuty(TickDuty):

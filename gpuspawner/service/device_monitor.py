@@ -22,7 +22,7 @@ from ..leases.gpu_loss import KEPT, Restart
 from ..leases.models import Lease, ServerRef
 from ..monitoring.models import Sample
 from ..monitoring.service import GPUMonitoring
-from .health_monitor import HealthMonitor
+from .health_monitor import health_duty
 from .hub_client import StartAnswer
 from .sampler import Sampling
 from .supervisor import Supervisor
@@ -67,8 +67,8 @@ PROCESSES_EVERY = 60.0
 """Seconds between two lists of the processes on a GPU, the driver's slowest query."""
 
 
-class GPUSampler(HealthMonitor):
-    """A service that samples the devices of its host."""
+class GPUSampler:
+    """A service that samples the devices of its host, and checks containers that have them."""
 
     monitoring: GPUMonitoring
 
@@ -80,6 +80,18 @@ class GPUSampler(HealthMonitor):
         """Return the newest samples of each device, oldest first; empty without a sampler."""
         return self.samples.recent() if self.samples else {}
 
+    async def watch_devices(
+        self, tick: Tick, supervisor: Supervisor, poke: Callable[[], None]
+    ) -> None:
+        """Sample devices, and check containers, until cancelled."""
+        rounds: list[Round] = [(2.0, "Restarts", RestartDuty(tick).round)]
+        if seconds := self.monitoring.containers_seconds:
+            rounds.append((seconds, "GPUs in containers", GPULossDuty(tick, poke).round))
+        await side_by_side(
+            supervisor.keep("Use of GPUs", partial(self.remember_use, tick)),
+            *(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds),
+        )
+
     async def remember_use(self, tick: Tick) -> None:
         """Sample, and store complete minutes, until cancelled."""
         services = tick.services
@@ -89,7 +101,8 @@ class GPUSampler(HealthMonitor):
         sampler = source.sampler(PROCESSES_EVERY)
         sampling = Sampling(sampler, services.clock, self.monitoring.sample_seconds, tick.log)
         self.samples = sampling
-        idle, health = IdleDuty(tick), self.health_duty(tick, sampling, sampler)
+        catalog = getattr(self, "catalog", "")  # of the images that are prefetched, if any
+        idle, health = IdleDuty(tick), health_duty(tick, sampling, sampler, catalog)
         sampling.start()
         try:
             for number in itertools.count():
@@ -126,42 +139,23 @@ class GPUSampler(HealthMonitor):
             tick.trouble("Samples of GPUs", Unavailable(trouble))
         else:
             tick.well("Samples of GPUs")
-        minutes, settings = sampling.complete(), self.monitoring
+        minutes = sampling.complete()
         with tick.going_on("Use of GPUs", Exception):
             if minutes:
                 await services.run(services.monitoring.remember_use, minutes)
                 sampling.written(minutes)
             if tidy:
-                keep = (settings.keep_minutes_days, settings.keep_hours_days)
+                keep = (self.monitoring.keep_minutes_days, self.monitoring.keep_hours_days)
                 await services.run(
                     services.monitoring.tidy_use, *(timedelta(days=number) for number in keep)
                 )
 
-
-RESTARTS_EVERY = 2.0
-"""Seconds between two checks for servers to restart."""
 
 AGAIN = 20.0
 """Seconds between two attempts to start a server."""
 
 TRIES = 3
 """After this many attempts, its member is asked to start it."""
-
-
-class GPULossMonitor(GPUSampler):
-    """A service that checks containers with devices."""
-
-    async def watch_devices(
-        self, tick: Tick, supervisor: Supervisor, poke: Callable[[], None]
-    ) -> None:
-        """Sample devices, and check containers, until cancelled."""
-        rounds: list[Round] = [(RESTARTS_EVERY, "Restarts", RestartDuty(tick).round)]
-        if seconds := self.monitoring.containers_seconds:
-            rounds.append((seconds, "GPUs in containers", GPULossDuty(tick, poke).round))
-        await side_by_side(
-            supervisor.keep("Use of GPUs", partial(self.remember_use, tick)),
-            *(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds),
-        )
 
 
 class GPULossDuty(TickDuty):

@@ -206,11 +206,6 @@ class Disk:
             self.tick.well(self._part)
 
 
-def _patient_client() -> docker.APIClient:
-    """Return a client that waits until a large container is measured."""
-    return docker.APIClient(version="auto", timeout=PATIENCE_SECONDS, **kwargs_from_env())
-
-
 def node_of(cluster: Cluster, engine: str, lease: Lease) -> str:
     """Return the name of the machine with a lease's server; empty if not in the cluster."""
     if lease.engine != engine or not lease.devices:
@@ -221,7 +216,8 @@ def node_of(cluster: Cluster, engine: str, lease: Lease) -> str:
 
 def disk_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
     """Return these duties: one for this machine's engine, one for those of a cluster."""
-    engine = DockerEngine(_patient_client)
+    patient = {"version": "auto", "timeout": PATIENCE_SECONDS, **kwargs_from_env()}
+    engine = DockerEngine(partial(docker.APIClient, **patient))
     here = DiskDuty(tick, {HERE: engine}, lambda x: HERE if x.engine == engine.name else "", poke)
     rounds: list[Round] = [(LOOK_SECONDS, "Disk", here.round)]
     delegate = tick.services.delegation.delegate

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import docker
 from docker.errors import DockerException
 from docker.utils import kwargs_from_env
-from traitlets.config import SingletonConfigurable
 
 from ..catalog.loader import WatchedCatalog
 from ..core.errors import GPUSpawnerError, Unavailable
@@ -43,49 +43,39 @@ ONCE_MORE = 15.0
 """Seconds until a new probe, if the result could not be stored or passed on."""
 
 Probe = Callable[[str], ProbeResult]
-"""Probes the device with this UUID. Blocks. Raises Untried."""
+"""Probes the device with this UUID. Blocks. Raises ProbeNotPossible."""
 
 
-class HealthMonitor(SingletonConfigurable):
-    """A service that probes devices."""
+def health_duty(tick: Tick, sampling: Sampling, sampler: Sampler, catalog: str = "") -> HealthDuty:
+    """Return the judge of this host's samples; ``catalog`` names images for its probes."""
+    injection = tick.services.settings.health.probe_injection
 
-    def health_duty(self, tick: Tick, sampling: Sampling, sampler: Sampler) -> HealthDuty:
-        """Return the judge of this host's samples."""
-        injection = tick.services.settings.health.probe_injection
+    def probe(uuid: str) -> ProbeResult:
+        if isinstance(sampler, SimulatedSampler):
+            if failure := sampler.fails_probe(uuid):
+                return ProbeResult(failure.rstrip("."))
+            if injection in ("auto", "process", "none"):
+                return ProbeResult(text="a simulated device")
+        if injection in ("process", "none"):
+            if _node_of(tick, uuid):
+                how = f"c.GPUHealth.probe_injection is {injection!r}"
+                raise ProbeNotPossible(f"{how}, and it is on a machine of the cluster")
+            return probe_by_process(uuid)
+        return _probe_in_container(tick, catalog, uuid)
 
-        def probe(uuid: str) -> ProbeResult:
-            if isinstance(sampler, SimulatedSampler):
-                if failure := sampler.fails_probe(uuid):
-                    return ProbeResult(failure.rstrip("."))
-                if injection in ("auto", "process", "none"):
-                    return ProbeResult(text="a simulated device")
-            if injection in ("process", "none"):
-                if _node_of(tick, uuid):
-                    how = f"c.GPUHealth.probe_injection is {injection!r}"
-                    raise ProbeNotPossible(f"{how}, and it is on a machine of the cluster")
-                return probe_by_process(uuid)
-            return self._in_container(tick, uuid)
+    return HealthDuty(tick, sampling, probe)
 
-        return HealthDuty(tick, sampling, probe)
 
-    def _in_container(self, tick: Tick, uuid: str) -> ProbeResult:
-        settings = tick.services.settings.health
-        try:
-            images = [settings.probe_image, *self._images(tick)]
-            client = _engine_of(tick, uuid)
-        except (GPUSpawnerError, DockerException, OSError) as error:
-            raise ProbeNotPossible(str(error)) from error
-        try:
-            return probe_in_container(client, images, settings.probe_injection, uuid)
-        finally:
-            client.close()
-
-    def _images(self, tick: Tick) -> Sequence[str]:
-        path = getattr(self, "catalog", "")  # the catalog whose images are prefetched, if any
-        if not path:
-            return ()
-        known = WatchedCatalog(path, tick.log).current()
-        return [image for each in known.environments for image in each.images]
+def _probe_in_container(tick: Tick, catalog: str, uuid: str) -> ProbeResult:
+    settings = tick.services.settings.health
+    try:
+        known = WatchedCatalog(catalog, tick.log).current().environments if catalog else ()
+        images = [settings.probe_image, *(image for each in known for image in each.images)]
+        client = _engine_of(tick, uuid)
+    except (GPUSpawnerError, DockerException, OSError) as error:
+        raise ProbeNotPossible(str(error)) from error
+    with closing(client):
+        return probe_in_container(client, images, settings.probe_injection, uuid)
 
 
 class HealthDuty(TickDuty):

@@ -129,7 +129,9 @@ class PullAhead:
             for image in dict.fromkeys(filter(None, images)):
                 if local_images(client, image) is not None:
                     self._failed.pop(image, None)
-                elif self._is_due(image) and not self._pull(client, image):
+                elif time.monotonic() < self._failed.get(image, (0, 0.0))[1]:
+                    continue
+                elif not self._pull(client, image):
                     return
             for environment in () if self._where else environments:  # registries are asked once
                 self._ask(client, environment)
@@ -162,9 +164,6 @@ class PullAhead:
         here = self._on or " here"
         self._log.info("%s is%s after %.0f s", image, here, time.monotonic() - began)
         return True
-
-    def _is_due(self, image: str) -> bool:
-        return time.monotonic() >= self._failed.get(image, (0, 0.0))[1]
 
     def _waited_for(self, client: docker.APIClient) -> str:
         """Return an image that a starting server waits for; empty if there is none."""

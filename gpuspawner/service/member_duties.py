@@ -71,10 +71,6 @@ class CreditDuty(TickDuty):
                 self.log.warning(what, lease.account, left, lease.server, why)
 
 
-MEMBERS_EVERY = 5.0
-"""Seconds between two checks for ended memberships, and for what former members still have."""
-
-
 class Members(TickDuty):
     """Ends memberships, and what former members still have."""
 

@@ -124,14 +124,10 @@ class _Listener(logging.Handler):
                 said.append(text)
 
 
-def _listen() -> None:
-    logger = logging.getLogger("apprise")
-    logger.addHandler(_Listener())
-    logger.propagate = False
-    logger.setLevel(logging.DEBUG)  # where Apprise 2 reports why a mail server refused it
-
-
-_listen()
+_apprise_log = logging.getLogger("apprise")
+_apprise_log.addHandler(_Listener())
+_apprise_log.propagate = False
+_apprise_log.setLevel(logging.DEBUG)  # where Apprise 2 reports why a mail server refused it
 
 
 def _asset() -> AppriseAsset:

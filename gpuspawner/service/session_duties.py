@@ -62,11 +62,7 @@ class SessionDuty(TickDuty):
     """Rounds of this duty, one after the other; stops run beside them."""
 
     def __init__(
-        self,
-        tick: Tick,
-        *,
-        warn_minutes: Sequence[float],
-        poke: Callable[[], None] = lambda: None,
+        self, tick: Tick, *, warn_minutes: Sequence[float], poke: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(tick, poke)
         self.warn_minutes = tuple(warn_minutes)
@@ -77,9 +73,18 @@ class SessionDuty(TickDuty):
         """Give due warnings, end sessions that are over, and carry out the stops."""
         due = await self.services.run(self.services.sessions.due_sessions, self.warn_minutes)
         for lease in due.warn:
-            await self._warn(lease)
-        ordered = [await self._end(lease) for lease in due.over]
-        self._carry_out([*due.stop, *(lease for lease in ordered if lease)])
+            if await self.services.run(
+                self.services.sessions.warn_session, lease.id, self.warn_minutes
+            ):
+                self.poke()
+                end = lease.ends_at
+                self.log.info("%s was told that its session ends at %s", lease.server, end)
+        stops = list(due.stop)
+        for lease in due.over:
+            if ended := await self.services.run(self.services.sessions.end_session, lease.id):
+                self.poke()
+                stops.append(ended)
+        self._carry_out(stops)
 
     async def close(self) -> None:
         """Leave everything as it is: the next service continues."""
@@ -87,25 +92,6 @@ class SessionDuty(TickDuty):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    # Warnings and ends.
-
-    async def _warn(self, lease: Lease) -> None:
-        warned = await self.services.run(
-            self.services.sessions.warn_session, lease.id, self.warn_minutes
-        )
-        if warned is None:
-            return
-        self.poke()
-        self.log.info("%s was told that its session ends at %s", lease.server, lease.ends_at)
-
-    async def _end(self, lease: Lease) -> Lease | None:
-        ended: Lease | None = await self.services.run(self.services.sessions.end_session, lease.id)
-        if ended is not None:
-            self.poke()
-        return ended
-
-    # Stops.
 
     def _carry_out(self, ordered: Sequence[Lease]) -> None:
         now = asyncio.get_running_loop().time()

@@ -133,7 +133,15 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
 
     def __getitem__(self, name: str) -> Sequence[Sighting] | None:
         if name not in self._found:
-            self._found[name] = self._look(self._engines[name])
+            engine = self._engines[name]
+            try:
+                found = engine.sightings()
+                if isinstance(engine, EngineWithHistory):
+                    found += engine.removed(self._leases, found)
+                self._found[name] = found
+            except EngineUnavailable as error:
+                self.errors[name] = error
+                self._found[name] = None
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -141,16 +149,6 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
 
     def __len__(self) -> int:
         return len(self._engines)
-
-    def _look(self, engine: Engine) -> Sequence[Sighting] | None:
-        try:
-            found = engine.sightings()
-            if isinstance(engine, EngineWithHistory):
-                found += engine.removed(self._leases, found)
-        except EngineUnavailable as error:
-            self.errors[engine.name] = error
-            return None
-        return found
 
 
 @dataclass(slots=True)
@@ -243,7 +241,10 @@ class Tick:
         for part in self._stuck - stuck:
             self.well(part)
         self._stuck = stuck
-        await self._end_deserted()
+        with self.going_on("Scheduler", Unavailable):
+            # Unused allocations end there, and devices closed here stay closed there.
+            await self.services.run(self.services.delegation.end_deserted)
+            await self.services.run(self.services.machines.keep_closed)
         return actions
 
     async def _require_owner(self) -> None:
@@ -252,18 +253,6 @@ class Tick:
         if self.hub_name and holder not in ("", self.hub_name):
             raise AnotherHubGrants()
         await self.services.run(self.services.granter.require_owner)
-
-    async def _is_sure_to_own(self) -> None:
-        """Check the same before every duty; one answer is valid for a second."""
-        if time.monotonic() - self._owned_at >= OWNED:
-            await self._require_owner()
-            self._owned_at = time.monotonic()
-
-    async def _end_deserted(self) -> None:
-        """Cancel unused allocations at the external scheduler, and keep devices closed there."""
-        with self.going_on("Scheduler", Unavailable):
-            await self.services.run(self.services.delegation.end_deserted)
-            await self.services.run(self.services.machines.keep_closed)
 
     async def _servers(self) -> dict[ServerRef, HubState] | None:
         try:
@@ -335,7 +324,9 @@ class Tick:
     async def round(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
         """Run one round; whatever goes wrong, the next one follows."""
         try:
-            await self._is_sure_to_own()
+            if time.monotonic() - self._owned_at >= OWNED:
+                await self._require_owner()
+                self._owned_at = time.monotonic()
             await work()
         except NotTheOwner as error:
             self.trouble(part, NotTheOwner(f"{error.message} {TAKE_OVER}"))

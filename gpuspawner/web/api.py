@@ -168,11 +168,7 @@ class LeasesHandler(APIHandler):
         self.answer(LeasesAnswer, as_of=now, leases=told, next=found.older)
 
 
-HANDLERS = [
-    ("api/me", MeHandler),
-    ("api/devices", DevicesHandler),
-    ("api/leases", LeasesHandler),
-]
+HANDLERS = [("api/me", MeHandler), ("api/devices", DevicesHandler), ("api/leases", LeasesHandler)]
 
 
 LONGEST = 64 * 1024

@@ -14,14 +14,13 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-import sqlalchemy as sa
-from sqlalchemy.exc import ArgumentError
 from tornado import httputil, web
 from tornado.http1connection import HTTP1Connection
 from tornado.httpserver import HTTPServer
 from tornado.iostream import IOStream
 
 from ..db import views as db_views
+from ..db.engine import sqlite_file
 from ..leases import views as leases_views
 from ..ledger import correction_views, rate_views, refill_views
 from ..ledger import views as ledger_views
@@ -39,14 +38,8 @@ BYTES = 32
 
 def secret_file(database_url: str) -> Path:
     """Return the secret's path: next to an SQLite database, else in the working directory."""
-    try:
-        url = sa.make_url(database_url)
-    except ArgumentError:
-        return Path(NAME)
-    name = url.database or ""
-    if url.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
-        return Path(NAME)
-    return Path(name).absolute().with_name(NAME)
+    file = sqlite_file(database_url)
+    return file.with_name(NAME) if file else Path(NAME)
 
 
 def read_cookie_secret(database_url: str, log: logging.Logger) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -141,16 +142,12 @@ _UNREADABLE = r"\u0000-\u0008\u000e-\u001b\u007f-\u0084\u0086-\u009f"
 """Characters that no reason has; all white space in it becomes a space each."""
 
 
-def _reason(value: Any, field: str) -> str:
+def _reason(value: Any, field: str, *, needed: bool = False) -> str:
     if not isinstance(value, str):
         raise invalid(field, "is text.")
     if len(value) > LONGEST_REASON:
         raise invalid(field, f"has {LONGEST_REASON} characters at most.")
-    return checked_reason(value)
-
-
-def _needed_reason(value: Any, field: str) -> str:
-    return checked_reason(_reason(value, field), needed=True)
+    return checked_reason(value, needed=needed)
 
 
 def _of(kind: type) -> PlainValidator:
@@ -168,7 +165,7 @@ Reason = Annotated[
 ]
 NeededReason = Annotated[
     str,
-    checked(_needed_reason, lambda text, *_: checked_reason(text, needed=True)),
+    checked(partial(_reason, needed=True), lambda text, *_: checked_reason(text, needed=True)),
     described(
         "Why.",
         minLength=1,

@@ -142,9 +142,7 @@ def test_other_postgresql_writer_blocks_writes_but_not_reads(server: PrivatePost
         assert_works(services)
 
 
-def test_starting_store_waits_for_a_long_schema_upgrade(
-    server: PrivatePostgres,
-) -> None:
+def test_starting_store_waits_for_a_long_schema_upgrade(server: PrivatePostgres) -> None:
     url = server.fresh_database()
     another, store = sa.create_engine(url), Store(url)
     refused = threading.Event()
