@@ -217,16 +217,6 @@ def _missing(connection: sa.Connection, done: Collection[str]) -> Iterator[str]:
             yield f"{_named(kind, ref)} is missing: it was deleted by hand."
 
 
-def chain_existing(connection: sa.Connection) -> None:
-    """Chain rows that were written without links and seals, as a bulk import writes them."""
-    with not_append_only(connection):
-        _chain_transfers(connection)
-    for line, *row in _stream(connection, _CHANGES):
-        seal_change(connection, line, row)
-    for lease_id, row in _leases(_stream(connection, _ENDED)):
-        _seal(connection, LEASE, lease_id, _facts(row))
-
-
 @contextmanager
 def not_append_only(connection: sa.Connection) -> Iterator[None]:
     """Let only this transaction change postings, with their trigger disabled.
@@ -245,19 +235,6 @@ def not_append_only(connection: sa.Connection) -> Iterator[None]:
 
 
 # Helpers.
-
-
-def _chain_transfers(connection: sa.Connection) -> None:
-    change = sa.update(postings).where(postings.c.id == sa.bindparam("last"))
-    before, rows = FIRST, list[dict[str, Any]]()
-    for written in _written(connection):  # how they were posted together is unknown: each by itself
-        before = _link(before, written.facts)
-        rows.append({"last": written.last_posting, "link": before})
-        if len(rows) == ROWS:
-            connection.execute(change, rows)
-            rows = []
-    if rows:
-        connection.execute(change, rows)
 
 
 def _seal(connection: sa.Connection, kind: str, ref: str, facts: str) -> None:
