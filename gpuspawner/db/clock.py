@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import sqlalchemy as sa
 
@@ -31,9 +32,6 @@ from .schema import (
     sick_leases,
     tickets,
 )
-
-if TYPE_CHECKING:
-    from .engine import Store
 
 KEPT_EVERY = 10 * clock.SECOND
 """How often it is recorded that this boot still lasts."""
@@ -54,10 +52,22 @@ _SHIFTED = (
 """What is open, and its times from which something is still counted."""
 
 
+class ClockStore(Protocol):
+    """What the clock needs of a :class:`gpuspawner.db.engine.Store`."""
+
+    executor: ThreadPoolExecutor
+
+    def read(self) -> AbstractContextManager[sa.Connection]:
+        """A transaction that reads."""
+
+    def write(self) -> AbstractContextManager[sa.Connection]:
+        """A transaction that writes."""
+
+
 class SteadyClock:
     """The steady time in UTC; tests replace ``read``, which reads the clocks. Thread-safe."""
 
-    def __init__(self, store: Store, read: Callable[[], Reading] | None = None) -> None:
+    def __init__(self, store: ClockStore, read: Callable[[], Reading] | None = None) -> None:
         self._store = store
         self._read = read or read_clocks
         self._offset: Offset | None = None
