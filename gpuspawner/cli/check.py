@@ -92,7 +92,7 @@ def _class_name(value: ast.expr) -> str:
 PRODUCTION = "gpuspawner.spawners.docker.GPUDockerSpawner"
 """The spawner that is checked without a configuration."""
 
-LEANING_ON_HUB = (
+NEED_HUB = (
     *("engine", "image", "GPU injection", "hub API", "disk limit", "workspace"),
     *("proxy", "accounting", "idle culler"),
 )
@@ -153,7 +153,7 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[CheckFi
             "driver", Status.FAIL, old, "Install a newer driver, or change the entry."
         )
     if hub is None:
-        for name in LEANING_ON_HUB:
+        for name in NEED_HUB:
             yield CheckFinding(name, Status.UNCHECKED, "The configuration is not valid.")
         return
     if hub.uses_docker:

@@ -187,7 +187,7 @@ class GrantingPaused(Refused):
     status_code = 503
 
 
-# Something that the hub leans on does not answer.
+# Something that the hub depends on does not answer.
 
 
 class Unavailable(GPUSpawnerError):
