@@ -67,42 +67,6 @@ class Services(LoggingConfigurable):
     service inherits from another: the constructor passes each one the other services that it needs.
     """
 
-    settings: ServiceSettings
-    store: Store
-    time: Timekeeper
-    audit: AuditService
-    bulk_grants: BulkGrantService
-    clock_corrections: ClockCorrectionService
-    cluster_audit: ClusterAuditService
-    cluster_members: ClusterMemberService
-    credit_checks: CreditChecks
-    delegation: DelegationService
-    devices: DeviceService
-    disk_limits: DiskLimitService
-    exhaustion: ExhaustionService
-    extensions: ExtensionService
-    health: HealthService
-    idle: IdleService
-    job_billing: JobBillingService
-    leaks: LeakService
-    leases: LeaseService
-    ledger: LedgerService
-    machines: MachineService
-    members: MemberService
-    monitoring: MonitoringService
-    notifications: NotificationService
-    positions: PositionService
-    prices: PriceService
-    queue: QueueService
-    refills: RefillService
-    renames: RenameService
-    reports: ReportService
-    restarts: RestartService
-    roster: RosterService
-    sessions: SessionService
-    shared_folders: SharedFolderService
-    storage: StorageService
-
     def __init__(
         self, config: Config | None = None, *, clock: Callable[[], datetime] | None = None
     ) -> None:

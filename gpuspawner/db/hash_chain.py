@@ -155,7 +155,7 @@ def knows(connection: sa.Connection, noted: str) -> bool:
 
 
 def check_transfers(connection: sa.Connection) -> Iterator[str]:
-    """Each transfer follows the one before it, and none was changed, deleted or put in since."""
+    """Each transfer follows the one before it, and none was changed, deleted or inserted since."""
     before, done = FIRST, renames.every(connection)
     for together in _posted_together(_written(connection, done)):
         expected = _link(before, *(written.facts for written in together))

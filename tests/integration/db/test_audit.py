@@ -61,12 +61,12 @@ def test_correct_database_passes_every_check(used: Services) -> None:
 WRONG = {
     "references": (
         "UPDATE transfers SET lease_id = 'nobody' WHERE kind = 'refund'",
-        "transfers.lease_id names 'nobody', but no row of leases is that",
+        "transfers.lease_id is 'nobody', but leases has no such row",
     ),
     "places": ("UPDATE lease_places SET open = false WHERE open", "is open, and its device"),
     "order of times": (
         "UPDATE leases SET started_at = NULL WHERE state = 'running'",
-        "its times say that this cannot be",
+        "its times contradict that",
     ),
     "whole transfers": (
         "DELETE FROM postings "
@@ -76,7 +76,7 @@ WRONG = {
     "marks of postings": (
         "UPDATE postings SET apart = NOT apart "
         "WHERE transfer_id IN (SELECT id FROM transfers WHERE kind = 'refund')",
-        "are marked as what they are not",
+        "are marked wrongly",
     ),
     "zero sum": (
         "UPDATE postings SET amount = amount + 1 WHERE id = 1",

@@ -226,7 +226,7 @@ def test_times_follow_a_lasting_clock_step_but_durations_stay(
 
 
 async def test_other_processes_follow_a_corrected_clock(start: Start, machine: Machine) -> None:
-    """What was begun by the old time is done again by the new one."""
+    """A call that began before the correction is repeated with the new time."""
     hub, service = start("hub"), start("service")
     lease = session(hub, machine)
     step_clock(service, machine, 2 * HOUR, LASTS)
@@ -280,7 +280,7 @@ def test_waiting_time_is_unchanged_by_a_clock_step(start: Start, machine: Machin
 def test_small_clock_correction_leaves_charges_unchanged(
     start: Start, machine: Machine, small: int
 ) -> None:
-    """Neither of what ended just before one, nor of what starts long after it."""
+    """For a server that ended just before it, and for one that starts long after it."""
     services = start()
     lease = session(services, machine)
     machine.forward(90 * SECOND)
@@ -317,7 +317,7 @@ def test_small_clock_correction_leaves_charges_unchanged(
 def test_machine_crash_stops_charges_at_the_last_check(
     start: Start, machine: Machine, boot_id: str
 ) -> None:
-    """Docker says of what the crash ended that it ended after the boot."""
+    """Docker reports a container that the crash ended as ended after the boot."""
     services = start()
     lease = session(services, machine)
     machine.forward(100 * SECOND)
@@ -371,7 +371,7 @@ def receipt(services: Services, lease: Lease) -> dict[str, float]:
 def test_overcharge_by_a_fast_clock_after_boot_is_refunded(
     start: Start, machine: Machine, when: str
 ) -> None:
-    """Nobody can tell two hours from having been off."""
+    """A clock that is two hours fast looks like a machine that was off for two hours."""
     services, lease, _ = restart_with_a_wrong_clock(start, machine, 2 * HOUR, seconds=24 * 3600)
     assert charged(services, lease) == 7200 + 160
     if when == "at the end":

@@ -338,7 +338,7 @@ def test_transfer_changes_balances_once(store: Store) -> None:
 
 @each_database
 def test_transfer_batch_skips_those_already_posted(store: Store) -> None:
-    """In their order; what is posted already is left out, also when it is among them twice."""
+    """In their order, without those that are posted already or occur twice."""
     some = [grant(f"gift{number % 4}", number % 4 + 1) for number in range(6)]
     with store.write() as connection:
         assert ledger_repository.post_many(connection, []) == []
@@ -419,7 +419,7 @@ def test_statement_shows_the_balance_after_each_line(store: Store) -> None:
 
 @each_database
 def test_starting_process_does_not_wait_for_a_writer(database_url: str) -> None:
-    """It would have to, were a schema that is up to date looked at with a lock."""
+    """An up-to-date schema is checked without a lock."""
     writing, starting = Store(database_url), Store(database_url)
     with writing.write():
         assert starting.run(lambda c: c.execute(sa.text("SELECT 1")).scalar_one()) == 1

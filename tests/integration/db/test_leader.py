@@ -1,4 +1,4 @@
-"""Whose a database is. Real: SQLite and PostgreSQL, files, processes, the command as a process."""
+"""A database's owner. Real: SQLite and PostgreSQL, files, processes, the command as a process."""
 
 from __future__ import annotations
 

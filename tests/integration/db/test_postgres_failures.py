@@ -94,8 +94,7 @@ def test_store_reconnects_after_postgresql_ends_its_connections(throw_out: Throw
 
 @pytest.mark.parametrize("careless", [False, True], ids=["before the commit", "nobody notices"])
 def test_lost_connection_rolls_back_the_transaction(throw_out: ThrowOut, careless: bool) -> None:
-    """Nothing of it is there, whoever wrote. Nor is what somebody writes who takes no notice: it
-    would be written by itself."""
+    """Nothing of it is stored, not even a statement that follows an ignored error."""
     url, all_others = throw_out
     with in_use(url) as services:
         (before,) = services.leases.open_leases()

@@ -1,7 +1,7 @@
-"""Real: SQLite (and PostgreSQL), asked how it will find what it is asked for.
+"""Query plans. Real: SQLite and PostgreSQL.
 
-What is open is little, and what has ended grows for years: no question about open leases may
-read the latter. A partial index serves only a condition in which its own is written out.
+Open leases are few, and ended ones grow for years: no query about open leases may read ended ones.
+A partial index serves only a query that repeats its condition.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_frequent_queries_do_not_scan_whole_tables(store: Store, question: str) 
 
 
 def test_expiring_credits_are_settled_without_reading_charges(store: Store) -> None:
-    """Of a year of charges, one a minute, none is read: the index has only what is apart."""
+    """A year has a charge a minute, and none is read: the index only has postings apart."""
     found = steps(store, lambda c: credit_repository.flow_of_account(c, "member:anna"))
     ledger = [step for _, step in found if "postings" in step]
     assert ledger == ["SEARCH postings USING INDEX postings_apart (account=?)"]
