@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import docker
 from docker.errors import NotFound
-from docker.utils import kwargs_from_env
 
 from ..core.aio import in_daemon_thread
 from ..core.errors import EngineUnavailable, Unavailable
 from ..engines.disk_usage import SPARE, LimitedContainer, limited, room, size, written_bytes
-from ..engines.docker import DockerEngine
+from ..engines.docker import DockerEngine, client_from_environment
 from ..leases.models import Lease
 from ..slurm.cluster import Cluster
 from ..slurm.images import connector
@@ -216,8 +214,7 @@ def node_of(cluster: Cluster, engine: str, lease: Lease) -> str:
 
 def disk_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
     """Return these duties: one for this machine's engine, one for those of a cluster."""
-    patient = {"version": "auto", "timeout": PATIENCE_SECONDS, **kwargs_from_env()}
-    engine = DockerEngine(partial(docker.APIClient, **patient))
+    engine = DockerEngine(partial(client_from_environment, PATIENCE_SECONDS))
     here = DiskDuty(tick, {HERE: engine}, lambda x: HERE if x.engine == engine.name else "", poke)
     rounds: list[Round] = [(LOOK_SECONDS, "Disk", here.round)]
     delegate = tick.services.delegation.delegate

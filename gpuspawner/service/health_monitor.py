@@ -12,7 +12,6 @@ from contextlib import closing
 
 import docker
 from docker.errors import DockerException
-from docker.utils import kwargs_from_env
 
 from ..catalog.loader import WatchedCatalog
 from ..core.errors import GPUSpawnerError, Unavailable
@@ -24,6 +23,7 @@ from ..engines.device_probe import (
     probe_by_process,
     probe_in_container,
 )
+from ..engines.docker import client_from_environment
 from ..monitoring.health import SymptomWindow
 from ..monitoring.health_service import FoundSymptoms
 from ..monitoring.models import Sample
@@ -166,7 +166,7 @@ def _engine_of(tick: Tick, uuid: str) -> docker.APIClient:
     """Return a client of the engine on the device's machine. Raises DockerException or OSError."""
     if node := _node_of(tick, uuid):
         return connector(node, ENGINE_SECONDS)()
-    return docker.APIClient(version="auto", timeout=ENGINE_SECONDS, **kwargs_from_env())
+    return client_from_environment(ENGINE_SECONDS)
 
 
 def _after(samples: Sequence[Sample], last: Sample | None) -> Sequence[Sample]:

@@ -12,13 +12,13 @@ from typing import Any
 import docker
 import requests
 from docker.errors import DockerException
-from docker.utils import kwargs_from_env
 from traitlets import Unicode
 from traitlets.config import SingletonConfigurable
 
 from ..catalog.loader import WatchedCatalog
 from ..catalog.models import Environment
 from ..core.errors import GPUSpawnerError, ImageUnavailable
+from ..engines.docker import client_from_environment
 from ..engines.images import Connect, local_images, offered_digest, pull
 from ..leases.models import LeaseState
 from ..queue.models import Ticket
@@ -96,7 +96,7 @@ class PullAhead:
         self._catalog = catalog
         self._services = services
         self._log = log
-        self._connect = connect or _client
+        self._connect = connect or client_from_environment
         self._where = where
         self._on = f" on {where}" if where else ""
         self._failed: dict[str, tuple[int, float]] = {}
@@ -203,7 +203,3 @@ def _pulls(environment: Environment) -> bool:
     """Return True if its servers pull their image at all."""
     policy = str(environment.spawner_override.get("pull_policy", ""))
     return policy.lower() not in ("never", "skip")
-
-
-def _client(timeout: float) -> docker.APIClient:
-    return docker.APIClient(version="auto", timeout=timeout, **kwargs_from_env())
