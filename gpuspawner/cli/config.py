@@ -15,7 +15,6 @@ from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 
 from ..config import require_new_names
 from ..core.errors import ConfigError, StoreUnavailable
-from ..db.engine import sqlite_file
 from ..queue.scheduler import Scheduler
 from ..services import Services
 from ..settings import ServiceSettings
@@ -102,9 +101,11 @@ def _check_url(url: str) -> None:
 
 
 def sqlite_path(url: str) -> Path | None:
-    """Return the path of the file in an SQLite URL without links; None for any other."""
-    file = sqlite_file(url)
-    return file.resolve() if file else None
+    """Return the absolute path of the file in an SQLite URL; None for other URLs."""
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() != "sqlite" or not parsed.database:
+        return None
+    return Path(parsed.database).resolve()
 
 
 def shown_url(url: str) -> str:

@@ -59,11 +59,8 @@ def contents(store: Store) -> dict[str, list[tuple[object, ...]]]:
 
 def copied(file: Path) -> dict[str, list[tuple[object, ...]]]:
     """The same of a copy, which this changes."""
-    store = Store(f"sqlite:///{file}")
-    try:
+    with closing(Store(f"sqlite:///{file}")) as store:
         return contents(store)
-    finally:
-        store.close()
 
 
 def another(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
@@ -123,13 +120,11 @@ def test_overwriting_must_be_explicit_and_keeps_the_old_database(
     used.store.close()
     with pytest.raises(BackupRefused, match="There is a database already"):
         backup.restore(database_url, file)
-    unchanged = Store(database_url)
-    assert contents(unchanged) == after
-    unchanged.close()
+    with closing(Store(database_url)) as unchanged:
+        assert contents(unchanged) == after
 
     kept = backup.restore(database_url, file, overwrite=True).kept
-    restored = Store(database_url)
-    try:
+    with closing(Store(database_url)) as restored:
         assert contents(restored) == before
         if restored.dialect == "sqlite":
             assert copied(Path(kept)) == after
@@ -137,8 +132,6 @@ def test_overwriting_must_be_explicit_and_keeps_the_old_database(
             with restored.read() as connection:
                 query = f"SELECT reason FROM {kept}.transfers WHERE reason LIKE 'after%%'"
                 assert connection.exec_driver_sql(query).scalar_one() == "after the copy"
-    finally:
-        restored.close()
 
 
 @each_database
@@ -184,9 +177,8 @@ def test_spoilt_backup_is_not_restored(
     used.store.close()
     with pytest.raises((BackupRefused, ConfigError), match=why):
         backup.restore(database_url, file, overwrite=True)
-    store = Store(database_url)
-    assert len(contents(store)["leases"]) == 2
-    store.close()
+    with closing(Store(database_url)) as store:
+        assert len(contents(store)["leases"]) == 2
 
 
 def test_file_that_is_not_a_backup_is_rejected(empty_database_url: str, tmp_path: Path) -> None:
