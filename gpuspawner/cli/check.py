@@ -53,7 +53,7 @@ def check_spawner_class(file: str | Path, hub: HubSettings) -> Iterator[CheckFin
         replaced.append("SystemUserSpawner")
     ours = next((name for name in BASES if name in hub.kinds), "GPUDockerSpawner")
     for name in dict.fromkeys(replaced):
-        text = f"{kind} takes the place of {name}: what that defines and is told has no effect."
+        text = f"{kind} takes the place of {name}: its own code and settings have no effect."
         remedy = (
             f"from gpuspawner.spawners.{BASES[ours]} import {ours}; "
             f"class GPU{name}({ours}, {name}): pass; "

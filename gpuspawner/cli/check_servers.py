@@ -51,7 +51,7 @@ def check_quotas(hub: HubSettings) -> Iterator[CheckFinding]:
 def _check(name: str, template: str, setting: str, quotas: Quotas) -> CheckFinding:
     root = root_of(template)
     if not template.startswith("/"):
-        text = "A quota is set, and nothing keeps it: a volume takes what is written into it."
+        text = "A quota is set but not enforced: a volume takes whatever is written into it."
         remedy = f'Keep files in a directory of XFS: {setting} = "/srv/.../{{...}}".'
         return CheckFinding(name, Status.FAIL, text, remedy)
     if problem := quotas.problem(root):
@@ -269,7 +269,7 @@ def _check_mounts(
         remedy = "Make these folders or volumes on the engine's machine, or correct the catalog."
         return CheckFinding("datasets", Status.FAIL, text, remedy)
     if unseen:
-        text = "Whether they are on the engine's machine cannot be seen from here: "
+        text = "This machine cannot see if they are on the engine's machine: "
         text += ", ".join(m.name for m in unseen) + "."
         return CheckFinding("datasets", Status.UNCHECKED, text)
     return CheckFinding("datasets", Status.OK, f"{', '.join(m.name for m in mounts)}: there")

@@ -51,7 +51,7 @@ class IdleDuty(TickDuty):
                 what = "%s is to be stopped: its GPUs were not used (lease %s)"
                 self.log.warning(what, it.lease.server, it.lease.id)
             elif it.event == "warn":
-                what = "%s was warned: its GPUs rest (lease %s)"
+                what = "%s was warned: its GPUs are idle (lease %s)"
                 self.log.info(what, it.lease.server, it.lease.id)
 
 

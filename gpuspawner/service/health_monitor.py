@@ -97,8 +97,11 @@ class HealthDuty(TickDuty):
         if found:
             for change in await self.services.run(self.services.health.judge_health, found):
                 if change.event == "sick":
-                    what = "Device %s is sick: %s. Nobody new gets it; told: %s"
-                    told = ", ".join(str(lease.server) for lease in change.told) or "nobody has it"
+                    what = "Device %s is sick: %s. It gets no new servers; members told: %s"
+                    told = (
+                        ", ".join(str(lease.server) for lease in change.told)
+                        or "none, as it is free"
+                    )
                     self.log.warning(what, change.uuid, change.reason, told)
                 elif change.event == "probe":
                     self._begin_probe(change.uuid)
@@ -140,7 +143,7 @@ class HealthDuty(TickDuty):
             found = await asyncio.to_thread(self._probe, uuid)
             done = await self.services.run(self.services.health.probed, uuid, found.failure)
         except ProbeNotPossible as reason:
-            said = f"it stays out and is tried again, for it could not be tried: {reason}"
+            said = f"it stays out of service, and is probed again later: {reason}"
             self.tick.trouble(part, Unavailable(said))
         except Unavailable as error:
             self.tick.trouble(part, error)

@@ -187,7 +187,7 @@ class PullAhead:
         try:
             newest = offered_digest(client, environment.image)
         except ImageUnavailable as error:
-            self._log.info("Whether %s has a newer image: %s", environment.slug, error)
+            self._log.info("A newer image of %s cannot be looked for: %s", environment.slug, error)
             return
         if newest != has:
             self._log.info(

@@ -87,7 +87,7 @@ class Sampling:
             return self._error
         silent = self._monotonic() - self._answered_at
         if silent > self.silent_after:
-            return f"The driver has not answered for {silent:.0f} s; what GPUs do is not known"
+            return f"The driver has not answered for {silent:.0f} s; the use of GPUs is not known"
         return ""
 
     def complete(self) -> list[DeviceUse]:
@@ -124,7 +124,7 @@ class Sampling:
         except Exception as error:  # whatever a driver does, the next round follows
             if not self._error:
                 self._log.exception("Sampling the GPUs failed")
-            self._error = f"What GPUs do cannot be seen: {error!r}"
+            self._error = f"The use of GPUs cannot be read: {error!r}"
             return False
         self._error = ""
         self._answered_at = self._monotonic()

@@ -119,7 +119,9 @@ class SessionDuty(TickDuty):
                 self.tick.well(part)
                 if known is False:
                     # The lease is settled when an engine proves the end, and not before.
-                    self.log.warning("%s is to be stopped, but the Hub has it not", lease.server)
+                    self.log.warning(
+                        "%s is to be stopped, but the Hub does not have it", lease.server
+                    )
             stop.not_before = asyncio.get_running_loop().time() + pause
 
     async def _ask(self, lease: Lease) -> bool | None:

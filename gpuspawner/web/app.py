@@ -66,7 +66,7 @@ def _kept(path: Path, log: logging.Logger) -> bytes:
     with open(file, "rb") as opened:
         seen = os.fstat(file)
         if seen.st_mode & 0o077 or seen.st_uid != os.geteuid():
-            log.warning("Others could read %s: a new secret takes its place", path)
+            log.warning("Others could read %s: it is replaced by a new secret", path)
             return b""
         found = opened.read(BYTES + 1)
     return found if len(found) == BYTES else b""

@@ -196,7 +196,7 @@ async def test_session_unknown_to_the_hub_keeps_its_lease(
     caplog.set_level(logging.INFO, "tick")
     session(services, "ada")
     clock.forward(seconds=3600)
-    await rounds(duty(), lambda: any("the Hub has it not" in t for t in told(caplog.records)))
+    await rounds(duty(), lambda: any("the Hub does not have it" in t for t in told(caplog.records)))
     assert services.leases.of_server(ServerRef("ada")) is not None
 
 
