@@ -98,10 +98,7 @@ class HealthDuty(TickDuty):
             for change in await self.services.run(self.services.health.judge_health, found):
                 if change.event == "sick":
                     what = "Device %s is sick: %s. It gets no new servers; members told: %s"
-                    told = (
-                        ", ".join(str(lease.server) for lease in change.told)
-                        or "none, as it is free"
-                    )
+                    told = ", ".join(str(lease.server) for lease in change.told) or "none"
                     self.log.warning(what, change.uuid, change.reason, told)
                 elif change.event == "probe":
                     self._begin_probe(change.uuid)

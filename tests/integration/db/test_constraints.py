@@ -28,6 +28,7 @@ from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState, ServerRef,
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger import rules as ledger_rules
 from tests.support.brokers import T0
+from tests.support.leases import lease_of
 from tests.support.parts import each_database
 from tests.support.processes import wait_for
 
@@ -242,16 +243,9 @@ def test_posting_needs_an_existing_transfer_and_account(store: Store, row: dict[
 
 
 def lease(name: str, user: str, *uuids: str) -> Lease:
-    return Lease(
-        id=name,
-        server=ServerRef(user),
-        account=ANNA,
-        environment="pytorch",
-        devices=tuple(LeasedDevice(u, 0, n, "A100", 80) for n, u in enumerate(uuids)),
-        rate=7,
-        hold=3,
-        granted_at=T0,
-    )
+    devices = tuple(LeasedDevice(u, 0, n, "A100", 80) for n, u in enumerate(uuids))
+    fields = {"account": ANNA, "environment": "pytorch", "devices": devices, "granted_at": T0}
+    return lease_of(user, id=name, rate=7, hold=3, **fields)
 
 
 @each_database

@@ -20,13 +20,8 @@ import pytest
 from tests.support.processes import BIN, REPO, kept_dir, one_at_a_time
 
 TOOLS = (
-    "aiosmtpd",
-    "hypothesis",
-    "jupyterhub-ldapauthenticator",
-    "psutil",
-    "pytest",
-    "pytest-asyncio",
-    "requests",
+    *("aiosmtpd", "hypothesis", "jupyterhub-ldapauthenticator", "psutil", "pytest"),
+    *("pytest-asyncio", "requests"),
 )
 """What these tests need beside gpuspawner, in whatever version there is."""
 
@@ -200,18 +195,10 @@ def assert_runs(installed: Installed, folder: Path) -> None:
     assert found["devices"] == 1, "the migrations are not in the wheel"
     assert found["form"]
     assert set(found["files"]) == {".css", ".html", ".js", ".mako", ".txt"}
+    members = ("cilogon", "github", "gitlab", "google", "ldap", "microsoft", "oauth")
     assert found["gpu"] == [
-        "gpu-docker",
-        "gpu-local",
-        "gpu-slurm",
-        "gpu-members-cilogon",
-        "gpu-members-github",
-        "gpu-members-gitlab",
-        "gpu-members-google",
-        "gpu-members-ldap",
-        "gpu-members-microsoft",
-        "gpu-members-oauth",
-        "gpu-members-shared-password",
+        *("gpu-docker", "gpu-local", "gpu-slurm"),
+        *(f"gpu-members-{name}" for name in (*members, "shared-password")),
     ]
     accounts = installed.run("-m", "gpuspawner", "accounts", "--json", cwd=folder)
     assert "member:alice" in accounts
