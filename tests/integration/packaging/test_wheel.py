@@ -206,7 +206,9 @@ def assert_runs(installed: Installed, folder: Path) -> None:
 
 def test_unit_tests_pass_with_the_oldest_versions(oldest: Installed) -> None:
     installed = oldest.run("-m", "pip", "list", "--format=json", cwd=REPO)
-    versions = {entry["name"].lower(): entry["version"] for entry in json.loads(installed)}
+    versions = {
+        entry["name"].lower().replace("_", "-"): entry["version"] for entry in json.loads(installed)
+    }
     for name, bound in lower_bounds().items():
         version = versions[name.partition("[")[0]]
         assert re.match(rf"{re.escape(bound)}(\.0)*$", version), (name, version)
