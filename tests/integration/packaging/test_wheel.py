@@ -71,8 +71,8 @@ PURE = (
 )
 """Unit tests of what imports little but Python itself, and of what reads files in our own way."""
 
-OWN = ("support/test_tiers",)
-"""Unit tests of the tests' own support, which needs more than is installed here: Playwright."""
+OWN = ("support",)
+"""Unit tests of the tests' own support, which needs more than is installed here."""
 
 UNUSED = 7 * 86_400
 """Seconds after which an environment of older bounds is removed."""
