@@ -7,10 +7,9 @@ The last lines of an admin's ``jupyterhub_config.py``::
     import gpuspawner; gpuspawner.add_services(c)
 
 The admin's earlier settings stay as they are. The services receive the settings in ``SECTIONS``
-through their environment: every user of the machine can read a command line, and a database URL may
-hold a password. JupyterHub stores the environment of a service in its own database. To keep a
-password out of that database, use a PostgreSQL password file (``PGPASSFILE``) instead of a password
-in the URL, and write ``{file:/path}`` into the URL of a channel.
+through their environment, because every user of the machine can read a command line. JupyterHub
+stores that environment in its own database: to keep passwords out of it, use a PostgreSQL password
+file (``PGPASSFILE``), and ``{file:/path}`` in the URL of a channel.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
-from sqlalchemy.exc import ArgumentError
 from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
 
@@ -37,7 +35,7 @@ from .core.scopes import (
     MEMBER_SCOPES,
     SERVER_SCOPES,
 )
-from .db.engine import default_url
+from .db.engine import default_url, sqlite_file
 from .db.leader import identity_file
 from .hub_pages.handlers import StaticGzip
 
@@ -58,10 +56,7 @@ PAGES = (
     (r"/welcome/first", "gpuspawner.hub_pages.welcome.FirstWelcome"),
     (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.ServiceRelay"),
 )
-"""Pages that gpuspawner adds to the Hub, below ``/hub``.
-
-Handlers are given by name, so that only the hub imports them.
-"""
+"""Pages added to the Hub below ``/hub``; only the hub imports the handlers that they name."""
 
 JUPYTERHUBS_SERVER_SCOPES = ("users:activity!user", "access:servers!server")
 """Scopes that JupyterHub gives to the token of every server."""
@@ -141,19 +136,10 @@ PASSED_ON = (
     *("HOME", "TZ", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_CONFIG"),
     "GPUSPAWNER_SIMULATION",
 )
-"""Environment variables of the hub that are passed to the service.
-
-It needs them to reach the engine, to show local time and to simulate GPUs. PostgreSQL's own
-variables (``PG...``) are passed too.
-"""
-
+"""Environment variables of the hub that the service needs, beside PostgreSQL's own (``PG...``)."""
 
 SERVICE_TIMEOUT = 120
-"""Seconds in which the service has to answer after the Hub started it.
-
-JupyterHub exits after 30 by default. A busy machine or the migration of a large database may take
-longer.
-"""
+"""Seconds in which the service has to answer: a large migration takes more than JupyterHub's 30."""
 
 
 def add_services(
@@ -203,16 +189,13 @@ def add_services(
         ACCOUNTING_SCOPES,
     )
     _let_members_in(c, (f"access:services!service={name}", *MEMBER_SCOPES))
-    _let_servers_ask(c)
+    _extend_role(c, "server", JUPYTERHUBS_SERVER_SCOPES, SERVER_SCOPES)
     if cull_idle_after is not None:
         _add_service(c, _culler(c, cull_idle_after), CULLER_SCOPES)
 
 
 def require_new_names(c: Config) -> None:
-    """Raise ConfigError naming every setting whose name is out of date.
-
-    Traitlets would ignore these settings silently.
-    """
+    """Raise ConfigError naming settings with old names, which traitlets would silently ignore."""
     found = [
         f"c.{old} is c.{new} now" if new else f"c.{old} is no setting any more: leave it out"
         for old, new in RENAMED.items()
@@ -240,23 +223,21 @@ def _require_loopback(url: str) -> None:
 
 
 def _culler(c: Config, idle_after: int) -> dict[str, Any]:
-    """Return the service entry of JupyterHub's idle culler.
-
-    If GPUs are sampled, the culler asks gpuspawner about servers that hold GPUs.
-    """
+    """Return the service entry of the idle culler, which spares servers with busy GPUs."""
     command = [sys.executable, "-m", "jupyterhub_idle_culler", f"--timeout={idle_after}"]
     if c.JupyterHub.get("internal_ssl"):
         certificates = os.path.abspath(c.JupyterHub.get("internal_certs_location", "internal-ssl"))
         command += ["--ssl-enabled=True", f"--internal-certs-location={certificates}"]
     if not c.get("GPUMonitoring", {}).get("sample_seconds", True):
         return {"name": CULLER, "command": command}
-    kept = {name: text for name, text in _environment(c).items() if _is_for_database(name)}
+    for_database = ("HOME", "TZ", "GPUSPAWNER_DATABASE_URL")
+    kept = {
+        name: text
+        for name, text in _environment(c).items()
+        if name.startswith("PG") or name in for_database
+    }
     command.append(f"--config={CULLER_CONFIG}")
     return {"name": CULLER, "command": command, "environment": kept}
-
-
-def _is_for_database(name: str) -> bool:
-    return name.startswith("PG") or name in ("HOME", "TZ", "GPUSPAWNER_DATABASE_URL")
 
 
 def _add_service(c: Config, service: dict[str, Any], scopes: tuple[str, ...]) -> None:
@@ -271,15 +252,14 @@ def _add_service(c: Config, service: dict[str, Any], scopes: tuple[str, ...]) ->
 
 def _let_members_in(c: Config, scopes: tuple[str, ...]) -> None:
     """Let every member open the service, without changing their other permissions."""
-    if _role(c, "user") is None and "extra_user_scopes" in c.JupyterHub:
-        _extend_user_scopes(c, scopes)  # JupyterHub ignores it if we define the role
-    else:
+    if _role(c, "user") is not None or "extra_user_scopes" not in c.JupyterHub:
         _extend_role(c, "user", ("self",), scopes)
-
-
-def _let_servers_ask(c: Config) -> None:
-    """Let every server ask about itself, without changing its other permissions."""
-    _extend_role(c, "server", JUPYTERHUBS_SERVER_SCOPES, SERVER_SCOPES)
+        return
+    extra = c.JupyterHub.extra_user_scopes  # JupyterHub ignores it if we define the role
+    if isinstance(extra, LazyConfigValue):
+        extra.update(scopes)
+    else:
+        c.JupyterHub.extra_user_scopes = {*extra, *scopes}
 
 
 def _role(c: Config, name: str) -> dict[str, Any] | None:
@@ -295,14 +275,6 @@ def _extend_role(c: Config, name: str, theirs: tuple[str, ...], ours: tuple[str,
         return
     scopes = list(role.get("scopes", theirs))
     role["scopes"] = [*scopes, *(scope for scope in ours if scope not in scopes)]
-
-
-def _extend_user_scopes(c: Config, scopes: tuple[str, ...]) -> None:
-    extra = c.JupyterHub.extra_user_scopes
-    if isinstance(extra, LazyConfigValue):
-        extra.update(scopes)
-    else:
-        c.JupyterHub.extra_user_scopes = {*extra, *scopes}
 
 
 def _define_scopes(c: Config) -> None:
@@ -331,23 +303,17 @@ def _add_pages(c: Config, service: str) -> None:
     if "default_url" not in c.JupyterHub:
         c.JupyterHub.default_url = _front_door
     settings = c.JupyterHub.tornado_settings
-    theirs = settings.to_dict().get("update", {}) if _is_lazy(settings) else settings
+    is_lazy = isinstance(settings, LazyConfigValue)
+    theirs = settings.to_dict().get("update", {}) if is_lazy else settings
     if not {"transforms", "compress_response", "gzip"} & theirs.keys():
         settings.update({"transforms": [StaticGzip]})
 
 
 def _front_door(handler: Any) -> str:
-    """Return the default URL for a user: newcomers get the welcome page.
-
-    The import is deferred because the command line reads the configuration too, but needs no pages.
-    """
-    from .hub_pages.welcome import front_door
+    """Return the default URL for a user: newcomers get the welcome page."""
+    from .hub_pages.welcome import front_door  # the command line needs no pages
 
     return front_door(handler)
-
-
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, LazyConfigValue)
 
 
 def _entries(value: Any) -> list[dict[str, Any]]:
@@ -394,24 +360,31 @@ def _environment(c: Config) -> dict[str, str]:
 
 def _catalog_to_pull(c: Config) -> str:
     """Return the catalog's path if a Docker spawner pulls its images, or an empty string."""
-    found: dict[str, Any] = {}
-    for section in ("DockerSpawner", "GPUSpawnerMixin", "GPUDockerSpawner", "GPUSlurmSpawner"):
-        found |= c.get(section, {})
+    found = _spawner_settings(c)
     pulls = str(found.get("pull_policy", "")).lower() not in ("never", "skip")
-    local = "local" in str(c.JupyterHub.get("spawner_class", "")).lower()
     path = found.get("catalog")
-    if not isinstance(path, (str, os.PathLike)) or not path or local or not pulls:
+    if not isinstance(path, (str, os.PathLike)) or not path or _is_local(c) or not pulls:
         return ""
     return str(os.path.abspath(path))
 
 
+def _is_local(c: Config) -> bool:
+    """Return True if servers are local processes, judging by the spawner's name."""
+    return "local" in str(c.JupyterHub.get("spawner_class", "")).lower()
+
+
+def _spawner_settings(c: Config) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for section in ("DockerSpawner", "GPUSpawnerMixin", "GPUDockerSpawner", "GPUSlurmSpawner"):
+        found |= c.get(section, {})
+    return found
+
+
 def _probe_settings(c: Config) -> dict[str, str]:
     """Return the settings for probing a sick GPU, in line with the spawner's own settings."""
-    if "local" in str(c.JupyterHub.get("spawner_class", "")).lower():
+    if _is_local(c):
         return {"probe_injection": "process"}
-    found: dict[str, Any] = {}
-    for section in ("DockerSpawner", "GPUDockerSpawner", "GPUSlurmSpawner"):
-        found |= c.get(section, {})
+    found = _spawner_settings(c)
     settings = {"probe_image": found.get("image"), "probe_injection": found.get("gpu_injection")}
     return {name: text for name, text in settings.items() if isinstance(text, str) and text}
 
@@ -426,10 +399,7 @@ def _engine_url(c: Config) -> str:
 
 
 def _plain_section(c: Config, section: str) -> dict[str, Any]:
-    """Return a section's settings as values that JSON can represent.
-
-    Raises ConfigError naming a setting that cannot be represented.
-    """
+    """Return a section's settings as JSON can represent them. Raises ConfigError."""
     if section not in c:
         return {}
     plain = {}
@@ -470,11 +440,7 @@ def _resolved(section: str, setting: str, value: LazyConfigValue) -> Any:
 
 def _absolute(database: str) -> str:
     """Return the database URL with a path that does not depend on the working directory."""
-    try:
-        url = sa.make_url(database)
-    except ArgumentError:
-        return database  # the hub and the service report the error themselves
-    name = url.database
-    if url.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
-        return database
-    return url.set(database=os.path.abspath(name)).render_as_string(hide_password=False)
+    if (file := sqlite_file(database)) is None:
+        return database  # the hub and the service report what is wrong with it
+    url = sa.make_url(database).set(database=str(file))
+    return url.render_as_string(hide_password=False)

@@ -56,10 +56,7 @@ OUTSIDE = 8
 
 
 def utcnow() -> datetime:
-    """Return the wall-clock time, for observations that are not stored.
-
-    Everything else uses the services' clock.
-    """
+    """Return the wall-clock time, for observations only; all else uses the services' clock."""
     return datetime.now(timezone.utc)
 
 
@@ -70,49 +67,10 @@ class Services(LoggingConfigurable):
     service inherits from another: the constructor passes each one the other services that it needs.
     """
 
-    settings: ServiceSettings
-    store: Store
-    time: Timekeeper
-    audit: AuditService
-    bulk_grants: BulkGrantService
-    clock_corrections: ClockCorrectionService
-    cluster_audit: ClusterAuditService
-    cluster_members: ClusterMemberService
-    credit_checks: CreditChecks
-    delegation: DelegationService
-    devices: DeviceService
-    disk_limits: DiskLimitService
-    exhaustion: ExhaustionService
-    extensions: ExtensionService
-    health: HealthService
-    idle: IdleService
-    job_billing: JobBillingService
-    leaks: LeakService
-    leases: LeaseService
-    ledger: LedgerService
-    machines: MachineService
-    members: MemberService
-    monitoring: MonitoringService
-    notifications: NotificationService
-    positions: PositionService
-    prices: PriceService
-    queue: QueueService
-    refills: RefillService
-    renames: RenameService
-    reports: ReportService
-    restarts: RestartService
-    roster: RosterService
-    sessions: SessionService
-    shared_folders: SharedFolderService
-    storage: StorageService
-
     def __init__(
         self, config: Config | None = None, *, clock: Callable[[], datetime] | None = None
     ) -> None:
-        """Create all services; tests pass a ``clock`` that replaces the store's.
-
-        Raises ConfigError naming an invalid setting, and TraitError.
-        """
+        """Create all services; ``clock`` is a test's. Raises ConfigError or TraitError."""
         super().__init__(config=config or Config())
         self.settings = settings = ServiceSettings.read(self.config)
         settings.require_valid()
@@ -131,7 +89,6 @@ class Services(LoggingConfigurable):
         self._make_monitoring()
 
     def _make_devices(self) -> None:
-        """Create the device services, and the Slurm delegate if a cluster is configured."""
         admit = self.cluster_members.admit_to_cluster
         self._delegate = delegate = make_delegate(self.settings.slurm, admit, self.log)
         source: DeviceSource = delegate or open_source(self.settings.devices.source)
@@ -142,7 +99,6 @@ class Services(LoggingConfigurable):
         self.leaks = LeakService(self.store, self.time, self.devices.look, self.log)
 
     def _make_leases(self) -> None:
-        """Create the services for leases, credits and delegation."""
         store, now, settings = self.store, self.time, self.settings
         self.ledger = LedgerService(store, now, settings.credits)
         self.refills = RefillService(store, now, self.log)
@@ -170,7 +126,6 @@ class Services(LoggingConfigurable):
         self.clock_corrections = ClockCorrectionService(store, now)
 
     def _make_queue(self) -> None:
-        """Create the services for the queue and for session extensions."""
         store, now, settings = self.store, self.time, self.settings
         self.positions = PositionService(
             store,
@@ -203,7 +158,6 @@ class Services(LoggingConfigurable):
         )
 
     def _make_members(self) -> None:
-        """Create the services for members, their files and their notifications."""
         store, now, settings = self.store, self.time, self.settings
         self.members = MemberService(store, now, settings.members, self.line, self.log)
         self.roster = RosterService(store, now, settings.rates, self.members)
@@ -214,7 +168,6 @@ class Services(LoggingConfigurable):
         self.disk_limits = DiskLimitService(store, now, self.log)
 
     def _make_monitoring(self) -> None:
-        """Create the services for audits, utilization and health, and for cluster jobs."""
         store, now, settings = self.store, self.time, self.settings
         self.audit = AuditService(store)
         self.monitoring = MonitoringService(store, now, self.devices, self.prices)
@@ -282,13 +235,9 @@ def hub_services(
     They carry the hub's identity, without which the accounting service would take this process for
     another hub. ``settings`` are the Hub's own, which all of its spawners and pages share.
     """
-    if KEY not in settings:
-        settings[KEY] = _open_services(config, log)
-    found: Services = settings[KEY]
-    return found
-
-
-def _open_services(config: Config, log: logging.Logger | Any) -> Services:
+    if KEY in settings:
+        found: Services = settings[KEY]
+        return found
     services = Services(config)
     path = Path(services.settings.database.hub_id_file or identity_file(config))
     try:
@@ -301,4 +250,5 @@ def _open_services(config: Config, log: logging.Logger | Any) -> Services:
             path,
             error.strerror,
         )
+    settings[KEY] = services
     return services

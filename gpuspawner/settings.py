@@ -1,8 +1,9 @@
-"""Settings of the services, with one configurable class per capability."""
+"""Settings of the services: one configurable class per capability."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, get_type_hints
 
 from traitlets import Float, Unicode, default
 from traitlets.config import Config, LoggingConfigurable
@@ -80,21 +81,6 @@ class GPUDevices(LoggingConfigurable):
     )
 
 
-CLASSES = (
-    GPUDatabase,
-    GPUDevices,
-    GPUCredits,
-    GPURates,
-    GPUQueue,
-    GPUMembers,
-    GPUIdle,
-    GPUHealth,
-    GPUFolders,
-    GPUSlurm,
-)
-"""The settings classes; :class:`ServiceSettings` holds one instance of each."""
-
-
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
     """The settings of a configuration file, by capability."""
@@ -113,18 +99,7 @@ class ServiceSettings:
     @classmethod
     def read(cls, config: Config) -> ServiceSettings:
         """Read every section. Raises TraitError if a value has the wrong type."""
-        return cls(
-            database=GPUDatabase(config=config),
-            devices=GPUDevices(config=config),
-            credits=GPUCredits(config=config),
-            rates=GPURates(config=config),
-            queue=GPUQueue(config=config),
-            members=GPUMembers(config=config),
-            idle=GPUIdle(config=config),
-            health=GPUHealth(config=config),
-            folders=GPUFolders(config=config),
-            slurm=GPUSlurm(config=config),
-        )
+        return cls(**{name: section(config=config) for name, section in _SECTIONS.items()})
 
     def require_valid(self) -> None:
         """Raise ConfigError if a value has the right type but is not allowed."""
@@ -132,3 +107,8 @@ class ServiceSettings:
         self.credits.policies  # noqa: B018 - parsing it raises ConfigError
         self.idle.read_policies()
         self.health.read_policy()
+
+
+_SECTIONS: dict[str, Any] = get_type_hints(ServiceSettings)
+CLASSES: tuple[type[LoggingConfigurable], ...] = tuple(_SECTIONS.values())
+"""The settings classes; :class:`ServiceSettings` holds one instance of each."""

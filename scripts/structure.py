@@ -170,11 +170,16 @@ class Code:
         }
 
     def services(self) -> list[tuple[str, str]]:
-        """Return the service classes: the types of the fields of :data:`SERVICES`."""
+        """Return the service classes: those that :data:`SERVICES` makes its attributes of."""
         for module in self.modules.values():
             if held := module.classes.get(SERVICES):
-                fields = [node for node in held.body if isinstance(node, ast.AnnAssign)]
-                found = [self._class_of(module.name, each.annotation) for each in fields]
+                found = [
+                    self._class_of(module.name, node.value.func)
+                    for node in ast.walk(held)
+                    if isinstance(node, ast.Assign)
+                    and isinstance(node.value, ast.Call)
+                    and ast.unparse(node.targets[0]).startswith("self.")
+                ]
                 return [cls for cls in found if cls]
         return []
 

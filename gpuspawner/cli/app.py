@@ -29,10 +29,7 @@ COMMANDS = {
         "Restart a session's time limit if no waiting ticket is delayed.",
     ),
     "grant": ("ledger.commands", "Grant credits to a member or a group (negative: take back)."),
-    "refund": (
-        "ledger.commands",
-        "Refund a lease's cost or a part of it, such as for a sick GPU.",
-    ),
+    "refund": ("ledger.commands", "Refund a lease's cost or a part of it, such as for a sick GPU."),
     "reverse": ("ledger.commands", "Reverse a ledger transfer, once, by posting its opposite."),
     "payer": ("ledger.commands", "Set which account pays for a member who does not choose one."),
     "statement": ("ledger.commands", "Show an account's balance and its newest ledger lines."),

@@ -23,7 +23,6 @@ from ..core.errors import ConfigError, GPUSpawnerError, TooMuchAsked
 from ..devices.commands import look
 from ..devices.models import DeviceStatus, Inventory
 from ..devices.placement import must_run
-from ..devices.repository import StoredHealth
 from ..devices.snapshots import COUNTED, DeviceView
 from ..engines.preflight import CheckFinding, Status
 from ..leases.models import Request
@@ -54,7 +53,7 @@ def check_spawner_class(file: str | Path, hub: HubSettings) -> Iterator[CheckFin
         replaced.append("SystemUserSpawner")
     ours = next((name for name in BASES if name in hub.kinds), "GPUDockerSpawner")
     for name in dict.fromkeys(replaced):
-        text = f"{kind} takes the place of {name}: what that defines and is told has no effect."
+        text = f"{kind} takes the place of {name}: its own code and settings have no effect."
         remedy = (
             f"from gpuspawner.spawners.{BASES[ours]} import {ours}; "
             f"class GPU{name}({ours}, {name}): pass; "
@@ -93,16 +92,9 @@ def _class_name(value: ast.expr) -> str:
 PRODUCTION = "gpuspawner.spawners.docker.GPUDockerSpawner"
 """The spawner that is checked without a configuration."""
 
-LEANING_ON_HUB = (
-    "engine",
-    "image",
-    "GPU injection",
-    "hub API",
-    "disk limit",
-    "workspace",
-    "proxy",
-    "accounting",
-    "idle culler",
+NEED_HUB = (
+    *("engine", "image", "GPU injection", "hub API", "disk limit", "workspace"),
+    *("proxy", "accounting", "idle culler"),
 )
 NO_GPU = (
     "Install NVIDIA's driver and see that nvidia-smi lists the GPUs. To try out without any: "
@@ -126,7 +118,9 @@ def check(settings: Settings, no_containers: bool) -> int:
                 print(line_of(finding), flush=True)
     ok = all(finding.status is not Status.FAIL for finding in found)
     checks: list[dict[str, Any]] = [asdict(f) | {"status": f.status.value} for f in found]
-    show({"ok": ok, "checks": checks}, f"\n{_summary(found)}")
+    counts = Counter(finding.status for finding in found)
+    summary = ", ".join(f"{counts[status]} {WORDS[status]}" for status in WORDS if counts[status])
+    show({"ok": ok, "checks": checks}, f"\n{summary}.")
     return 0 if ok else 1
 
 
@@ -159,7 +153,7 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[CheckFi
             "driver", Status.FAIL, old, "Install a newer driver, or change the entry."
         )
     if hub is None:
-        for name in LEANING_ON_HUB:
+        for name in NEED_HUB:
             yield CheckFinding(name, Status.UNCHECKED, "The configuration is not valid.")
         return
     if hub.uses_docker:
@@ -271,7 +265,8 @@ def _devices(settings: Settings, readable: bool) -> tuple[CheckFinding, Inventor
         why = ". ".join(f"{v.device.index} ({v.device.uuid}): {v.detail}" for v in unknown)
         remedy = f"Unknown devices are not leased. {why}. See nvidia-smi and journalctl -k."
         return CheckFinding(name, Status.FAIL, text, remedy), inventory
-    sick = [view for view in views if _is_sick(health.get(view.device.uuid))]
+    sick_uuids = {uuid for uuid, known in health.items() if known.state.verdict == SICK}
+    sick = [view for view in views if view.device.uuid in sick_uuids]
     if sick:
         why = ". ".join(f"{v.device.index} ({v.device.uuid}): {v.detail}" for v in sick)
         remedy = f"Sick devices come back after a probe, or by gpuspawner undrain. {why}."
@@ -282,10 +277,6 @@ def _devices(settings: Settings, readable: bool) -> tuple[CheckFinding, Inventor
     occupied = [view for view in views if view.state == "occupied"]
     remedy = " ".join(f"Device {v.device.index} is {v.detail}: end that." for v in occupied)
     return CheckFinding(name, Status.OK, text, remedy), inventory
-
-
-def _is_sick(known: StoredHealth | None) -> bool:
-    return known is not None and known.state.verdict == SICK
 
 
 def _source(inventory: Inventory) -> str:
@@ -319,12 +310,6 @@ def line_of(finding: CheckFinding) -> str:
         indent = " " * (WORD_WIDTH + NAME_WIDTH + 4)
         line += f"\n{indent}-> {printable(finding.remedy)}"
     return line
-
-
-def _summary(found: Sequence[CheckFinding]) -> str:
-    counts = Counter(finding.status for finding in found)
-    parts = [f"{counts[status]} {WORDS[status]}" for status in WORDS if counts[status]]
-    return ", ".join(parts) + "."
 
 
 @contextmanager

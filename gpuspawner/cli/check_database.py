@@ -45,10 +45,7 @@ def check_database(url: str) -> tuple[CheckFinding, bool]:
 
 
 def network_file_system(path: Path, mounts: str | None = None) -> str:
-    """Return the kind of the network file system with ``path``; empty for a local one.
-
-    ``mounts`` is the text of ``/proc/self/mounts``.
-    """
+    """Return the kind of the network file system with ``path``; empty for a local one."""
     if mounts is None:
         table = Path("/proc/self/mounts")
         mounts = table.read_text(encoding="utf-8", errors="replace") if table.exists() else ""

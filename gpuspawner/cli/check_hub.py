@@ -43,12 +43,13 @@ SERVICES = {
 
 # The way from servers to the Hub.
 
+HERE = {"": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}
+HERE["0.0.0.0"] = "127.0.0.1"  # it is only compared  # nosec B104
+"""The address to try if the Hub listens at every address."""
+
 
 def check_reachable(client: docker.APIClient, image: str, hub: HubSettings) -> CheckFinding:
-    """Check that a container on the servers' network reaches the Hub's API.
-
-    If the hub is not running, this process listens in its place.
-    """
+    """Check that a container reaches the Hub's API, or this process if no Hub runs."""
     name, url = "hub API", hub.api_url
     network = hub.spawner.network_name
     hosts = dict((hub.spawner.extra_host_config or {}).get("extra_hosts") or {})
@@ -61,9 +62,10 @@ def check_reachable(client: docker.APIClient, image: str, hub: HubSettings) -> C
         with in_place_of_hub(*hub.bind_address):
             finding = check_hub_reachable(client, image, network, url, hosts)
     except OSError as error:
+        ip, port = hub.bind_address
         text = (
             f"The hub does not run, and this check cannot listen in its place at "
-            f"{_address(*hub.bind_address)}: {error.strerror or error}."
+            f"{ip or 'every address'}:{port}: {error.strerror or error}."
         )
         remedy = "Start the hub and check again. If that is no address of this machine, set "
         return CheckFinding(name, Status.UNCHECKED, text, remedy + "c.JupyterHub.hub_ip.")
@@ -74,7 +76,7 @@ def check_reachable(client: docker.APIClient, image: str, hub: HubSettings) -> C
 def listens(ip: str, port: int) -> bool:
     """Return True if somebody listens at an address of this machine."""
     try:
-        with socket.create_connection((_one_address(ip), port), timeout=2):
+        with socket.create_connection((HERE.get(ip, ip), port), timeout=2):
             return True
     except OSError:
         return False
@@ -110,16 +112,6 @@ class _ReachableHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: the only client is the check itself."""
-
-
-def _one_address(ip: str) -> str:
-    here = {"": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}
-    here["0.0.0.0"] = "127.0.0.1"  # it is only compared  # nosec B104
-    return here.get(ip, ip)
-
-
-def _address(ip: str, port: int) -> str:
-    return f"{ip or 'every address'}:{port}"
 
 
 # Proxy.

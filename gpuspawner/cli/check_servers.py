@@ -1,8 +1,4 @@
-"""Checks of what servers need: an engine, GPUs, a way to the Hub, and storage.
-
-munge, and with it Slurm, refuses messages from a machine with another time, without saying how much
-it differs. A node's engine and its sampler show their time without munge.
-"""
+"""Checks of what servers need: an engine, GPUs, a way to the Hub, storage, and nodes' clocks."""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ def check_quotas(hub: HubSettings) -> Iterator[CheckFinding]:
 def _check(name: str, template: str, setting: str, quotas: Quotas) -> CheckFinding:
     root = root_of(template)
     if not template.startswith("/"):
-        text = "A quota is set, and nothing keeps it: a volume takes what is written into it."
+        text = "A quota is set but not enforced: a volume takes whatever is written into it."
         remedy = f'Keep files in a directory of XFS: {setting} = "/srv/.../{{...}}".'
         return CheckFinding(name, Status.FAIL, text, remedy)
     if problem := quotas.problem(root):
@@ -66,7 +62,7 @@ def _check(name: str, template: str, setting: str, quotas: Quotas) -> CheckFindi
 
 
 REFUSED = 300.0
-"""Seconds of difference from which munge refuses everything."""
+"""Seconds of difference from which munge, and with it Slurm, refuses everything."""
 
 _FRACTION = re.compile(r"\.\d+")
 
@@ -74,10 +70,13 @@ _FRACTION = re.compile(r"\.\d+")
 def check_clock(node: Node, client: docker.APIClient | None) -> CheckFinding | None:
     """Check how far a node's clock is from this machine's; None if nothing there shows it.
 
-    ``client`` is that of the node's engine, if it answers.
+    ``client`` is that of the node's engine, if it answers. It and the node's sampler show their
+    time without munge.
     """
     name = f"clock {node.name}"
-    told = [*_of_engine(client), *_of_sampler(node)]
+    told = [*_of_engine(client)]
+    if node.sampler and (ahead := seconds_ahead(node)) is not None:
+        told.append(ahead)
     if not told:
         return None
     apart = max(told, key=abs)
@@ -107,11 +106,6 @@ def _of_engine(client: docker.APIClient | None) -> Iterator[float]:
         yield (there - here).total_seconds()
     except (DockerException, RequestException, KeyError, ValueError, TypeError):
         return  # other findings report what is wrong with it
-
-
-def _of_sampler(node: Node) -> Iterator[float]:
-    if node.sampler and (ahead := seconds_ahead(node)) is not None:
-        yield ahead
 
 
 NO_CONTAINERS = "No containers were started (--no-containers)."
@@ -174,10 +168,7 @@ def images_of(hub: HubSettings, catalog: Catalog | None) -> list[str]:
 
 
 def root_of(template: str) -> str:
-    """Return the parent of all members' directories, such as ``/srv/workspaces``.
-
-    From a template such as ``/srv/workspaces/{username}``.
-    """
+    """Return the parent of all directories made from ``/srv/workspaces/{username}``."""
     return os.path.dirname(template.partition("{")[0]) if "{" in template else template
 
 
@@ -278,7 +269,7 @@ def _check_mounts(
         remedy = "Make these folders or volumes on the engine's machine, or correct the catalog."
         return CheckFinding("datasets", Status.FAIL, text, remedy)
     if unseen:
-        text = "Whether they are on the engine's machine cannot be seen from here: "
+        text = "This machine cannot see if they are on the engine's machine: "
         text += ", ".join(m.name for m in unseen) + "."
         return CheckFinding("datasets", Status.UNCHECKED, text)
     return CheckFinding("datasets", Status.OK, f"{', '.join(m.name for m in mounts)}: there")

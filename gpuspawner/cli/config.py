@@ -39,11 +39,7 @@ class Settings:
         return self.services.database.url
 
     def open_services(self) -> Services:
-        """Open the services on the hub's database.
-
-        Raises StoreUnavailable if it does not exist: a mistyped name must not create an empty
-        database.
-        """
+        """Open the services. Raises StoreUnavailable if the file is missing; it is not made."""
         if (missing := self.missing_database()) is not None:
             raise StoreUnavailable(
                 f"There is no database at {missing}. Run this in the hub's working directory, name "
@@ -62,11 +58,7 @@ class Settings:
 
 
 def load(file: str | None, database: str | None) -> Settings:
-    """Read the configuration. Raises ConfigError with a sentence.
-
-    The default is ``jupyterhub_config.py`` in this directory, if it exists. ``database`` overrides
-    the file.
-    """
+    """Read the file, by default ``jupyterhub_config.py`` here if it exists. Raises ConfigError."""
     path = Path(file) if file else Path(DEFAULT_FILE)
     found = bool(file) or path.is_file()
     config = read_file(path) if found else Config()
@@ -82,10 +74,7 @@ def load(file: str | None, database: str | None) -> Settings:
 
 
 def read_file(path: Path) -> Config:
-    """Run a configuration file as JupyterHub does, and return the configuration.
-
-    With ``c``, ``get_config`` and ``load_subconfig`` defined. Raises ConfigError.
-    """
+    """Run a configuration file as JupyterHub does, and return the result. Raises ConfigError."""
     loader = PyFileConfigLoader(path.name, path=str(path.resolve().parent))
     try:
         return loader.load_config()

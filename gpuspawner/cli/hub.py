@@ -89,14 +89,13 @@ def open_hub(config: Config) -> HubSettings:
     try:
         app = JupyterHub(config=config, log_level="ERROR")
         app.init_hub()
-        return HubSettings(app, app.spawner_class(config=config, user=_nobody()))
+        # Some settings of a spawner contain its member's name.
+        nobody = SimpleNamespace(
+            name="nobody", escaped_name="nobody", settings={}, groups=[], url="/"
+        )
+        return HubSettings(app, app.spawner_class(config=config, user=nobody))
     except (TraitError, ImportError, AttributeError, ValueError) as error:
         raise ConfigError(what=f"JupyterHub says: {error}") from error
-
-
-def _nobody() -> SimpleNamespace:
-    """Return a member for a spawner that never starts: some of its settings contain the name."""
-    return SimpleNamespace(name="nobody", escaped_name="nobody", settings={}, groups=[], url="/")
 
 
 def engine_client(config: Config) -> Callable[[], docker.APIClient]:

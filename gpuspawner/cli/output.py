@@ -170,10 +170,7 @@ def actor() -> str:
 
 
 def read_input(name: str, most_bytes: int) -> bytes:
-    """Return the bytes of a file (``-`` is stdin), or one more than ``most_bytes``.
-
-    Raises InvalidRequest.
-    """
+    """Return up to ``most_bytes`` + 1 of a file (``-``: stdin). Raises InvalidRequest."""
     try:
         if name == "-":
             return sys.stdin.buffer.read(most_bytes + 1)

@@ -1,10 +1,12 @@
-"""Waiting with a timeout, and for several tasks at once."""
+"""Waiting with a timeout, for several tasks at once, and for blocking work."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -44,3 +46,32 @@ async def side_by_side(*works: Awaitable[object]) -> None:
         await asyncio.wait(tasks)
     for task in done:
         task.result()
+
+
+def in_daemon_thread(
+    name: str, work: Callable[[], T], ended: Callable[[], None] = lambda: None
+) -> asyncio.Future[T]:
+    """Run blocking work in a thread that the process does not wait for at its end.
+
+    Whatever the work raises, the caller gets. ``ended`` is called in the event loop when the thread
+    ends, even if nobody waits for its result any more.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(settle_with: Callable[[Any], None], value: Any) -> None:
+        ended()
+        if not done.done():
+            settle_with(value)
+
+    def run() -> None:
+        result: tuple[Callable[[Any], None], Any]
+        try:
+            result = done.set_result, work()
+        except Exception as error:
+            result = done.set_exception, error
+        with suppress(RuntimeError):  # the event loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, *result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done

@@ -1,20 +1,13 @@
 """The rules of a clock that wall-clock steps cannot move. Pure.
 
-The steady time is the time since the machine's boot plus an offset that the store keeps. The
-kernel's clock since boot also runs while the machine sleeps, and nobody can set it; NTP adjusts its
-frequency like the wall clock's. So the two differ by a constant until somebody sets the wall clock.
+The steady time is the kernel's time since boot, which nobody can set, plus a stored offset. When
+the wall clock is set, the offset follows: a small correction at once, a step only when it has
+lasted, because a wrong one would end memberships, credits and bookings. Everything open in the
+store moves along (:func:`gpuspawner.db.clock.shift_open`), so no duration changes. Only the wall
+clock shows how long the machine was off between two boots; if it is set soon after a boot, that
+duration is measured again.
 
-When the wall clock is set, the steady time follows by a new offset, and everything open in the
-store (see :func:`gpuspawner.db.clock.shift_open`) moves with it: no duration changes. A small
-correction is followed at once; a step only when it has lasted, because a wrong one would end
-memberships, credits and bookings.
-
-Only the wall clock shows one duration: how long the machine was off between two boots. When the
-wall clock is set soon after a boot, that duration was measured by a wrong clock and is measured
-again.
-
-All times are whole microseconds: of the wall clock and the steady clock since 1970 in UTC, of the
-boot clock since the boot.
+All times are whole microseconds: since 1970 in UTC, or since the boot.
 """
 
 from __future__ import annotations
@@ -146,10 +139,7 @@ def judge(offset: Offset, reading: Reading) -> ClockVerdict:
         return _follow(offset, skew, reading, event or "corrected")
     if not offset.step or abs(skew - offset.step) > STEP:
         stepped = replace(
-            offset,
-            step=skew,
-            stepped_at=reading.since_boot,
-            stepped_after=_right_until(offset),
+            offset, step=skew, stepped_at=reading.since_boot, stepped_after=_right_until(offset)
         )
         return ClockVerdict(stepped, "stepped")
     if reading.since_boot - offset.stepped_at < patience(skew):
@@ -218,10 +208,7 @@ def possible_times(stamp: datetime, offset: Offset, reading: Reading) -> list[da
 
 
 def stamp_error(offset: Offset, reading: Reading) -> timedelta:
-    """Return the most that an engine's time of an event may be before its steady time.
-
-    For events in this boot.
-    """
+    """Return by how much an engine's time of an event may be before its steady time."""
     skew = reading.wall - offset.at(reading.since_boot)
     return (offset.raised + max(0, -skew)) * _MICROSECOND
 

@@ -1,11 +1,7 @@
 """Files that an admin wrote, read strictly: YAML with line numbers.
 
-What is wrong is a :class:`~gpuspawner.core.errors.ConfigError` that names the file and the line.
-What the values have to be is said by :mod:`~gpuspawner.core.config_models`.
-
-The text becomes nodes without recursion, and the nodes values. Merge keys (``<<``) are resolved
-here and keep one value per key, and what aliases refer to counts each time it is used: neither can
-expand a small file into a huge one.
+Neither nesting, aliases nor merge keys (``<<``) can exhaust the stack or expand a small file into a
+huge one. What the values have to be is said by :mod:`~gpuspawner.core.config_models`.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from pathlib import Path as Folder
 from typing import Any
 
 import yaml
@@ -35,10 +30,7 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 
 
 def read_text(path: str | Path, most: int, what: str) -> str:
-    """Return the text of the admin's file, called ``what``, such as "catalog".
-
-    Raises ConfigError if it cannot be read, is not UTF-8, or has more than ``most`` bytes.
-    """
+    """Return an admin's file, called ``what``, such as "catalog", as text. Raises ConfigError."""
     name = os.fspath(path)
     try:
         data = read_bytes(name, most + 1)
@@ -65,7 +57,7 @@ class Origin:
 
     name: str
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
-    folder: Folder | None = None
+    folder: Path | None = None
     """The directory of files that the values name; None if unknown."""
 
     def error(self, path: KeyPath, message: str) -> ConfigError:
@@ -130,11 +122,8 @@ _MERGE = "tag:yaml.org,2002:merge"
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read_yaml(text: str, name: str, folder: Folder | None = None) -> tuple[Any, Origin]:
-    """Return the values in ``text`` as plain Python values, and their origin.
-
-    Raises ConfigError for invalid YAML, a repeated key, or a key that is not text.
-    """
+def read_yaml(text: str, name: str, folder: Path | None = None) -> tuple[Any, Origin]:
+    """Return the text's values as plain Python values, and their origin. Raises ConfigError."""
     try:
         nodes = _Nodes(name)
         root = nodes.read(text)
@@ -188,7 +177,7 @@ class _Nodes:
         """Return the root node of the text, or None if it is empty."""
         outer: list[_Node] = []
         documents = 0
-        for event in yaml.parse(text, _Loader):
+        for event in yaml.parse(text, _Loader):  # without recursion
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
@@ -209,7 +198,6 @@ class _Nodes:
         return self.root
 
     def node(self, event: Any) -> _Node:
-        """Return the node that an event starts."""
         self.count += 1
         if isinstance(event, yaml.ScalarEvent):
             node = _Node(event.start_mark, event.tag, event.implicit, text=event.value)
@@ -221,7 +209,6 @@ class _Nodes:
         return node
 
     def put(self, node: _Node, outer: list[_Node]) -> None:
-        """Add a node to its parent."""
         if outer and (items := outer[-1].items) is not None:
             items.append(node)
         else:
@@ -241,7 +228,6 @@ class _Values:
         """The tags of plain scalars, by their text."""
 
     def value(self, node: _Node, path: KeyPath) -> Any:
-        """Return the value of a node."""
         self.count(1, node)
         if node.items is None:
             return self.scalar(node)
@@ -249,7 +235,7 @@ class _Values:
         try:
             if node.is_mapping:
                 return dict(self.members(node, path))
-            return [self.value(child, spot) for child, spot in self.elements(node, path)]
+            return list(self.elements(node, path))
         finally:
             node.open = False
 
@@ -269,12 +255,12 @@ class _Values:
             self.lines[spot] = key_node.line
             yield key, self.value(child, spot)
 
-    def elements(self, node: _Node, path: KeyPath) -> Iterator[tuple[_Node, KeyPath]]:
-        """Yield each node of a sequence and its path."""
+    def elements(self, node: _Node, path: KeyPath) -> Iterator[Any]:
+        """Yield each value of a sequence."""
         for index, child in enumerate(node.items or ()):
             spot: KeyPath = (*path, index)
             self.lines[spot] = child.line
-            yield child, spot
+            yield self.value(child, spot)
 
     def resolved(self, node: _Node) -> dict[str, tuple[_Node, _Node]]:
         """Return key and value nodes by key: merged ones first, then the mapping's own."""
@@ -286,12 +272,8 @@ class _Values:
         for key_node, child in zip(items, items, strict=True):
             key = key_node.text if key_node.text is not None else f"<{key_node.line}>"
             if key in own:
-                raise _error(
-                    self.name,
-                    key_node,
-                    f"the key {shown(key)} was already written on line {own[key][0].line}. Keep "
-                    "one of them.",
-                )
+                said = f"the key {shown(key)} was already written on line {own[key][0].line}. Keep "
+                raise _error(self.name, key_node, said + "one of them.")
             own[key] = (key_node, child)
             if self.tag(key_node) == _MERGE:
                 merged.append(child)
@@ -308,7 +290,6 @@ class _Values:
         return self.pairs[node]
 
     def merge_of(self, source: _Node) -> dict[str, tuple[_Node, _Node]]:
-        """Return the pairs of a merged mapping."""
         if not source.is_mapping:
             raise _error(self.name, source, "only mappings can be merged with '<<'. Name one.")
         if source in self.pairs:
@@ -339,18 +320,14 @@ class _Values:
         return self.tags[node.text]
 
     def scalar(self, node: _Node) -> Any:
-        """Return the value of a scalar."""
         tag = self.tag(node)
         if tag == _STR:
             return node.text
         try:
             return self.meaning.construct_object(yaml.ScalarNode(tag, node.text, node.mark))
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
-            raise _error(
-                self.name,
-                node,
-                f"{shown(node.text)} cannot be read as it stands. Put it in quotes.",
-            ) from None
+            said = f"{shown(node.text)} cannot be read as it stands. Put it in quotes."
+            raise _error(self.name, node, said) from None
 
 
 def _invalid(event: Any, problem: str) -> yaml.MarkedYAMLError:

@@ -1,7 +1,6 @@
 """Models of files written by admins: values, defaults and the JSON Schema in one place.
 
-A mistake is one :class:`~gpuspawner.core.errors.ConfigError` that names the file, the line, the
-key, what is wrong and what to do.
+A mistake is one ConfigError that names the file, the line, the key, what is wrong and what to do.
 """
 
 from __future__ import annotations
@@ -274,7 +273,7 @@ class _SchemaGenerator(GenerateJsonSchema):
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> Schema:
         found = super().default_schema(schema)
-        if not found.get("default", True):  # null and empty defaults may not be written
+        if not found.get("default", True):  # an empty default could not be written
             del found["default"]
         return found
 

@@ -1,9 +1,8 @@
 """Domain errors. Each one's text is a sentence that a member or an admin can act on.
 
-The docstring of a class is its default message; fields in braces are filled from
-keyword arguments. ``reason`` is a short, stable label (used as the ``reason`` of
-JupyterHub's ``SpawnException`` and in JSON); ``status_code`` is the HTTP status that
-a page or the REST API answers with.
+A class's docstring is its default message; fields in braces are filled from keyword arguments.
+``reason`` is a short, stable label for JupyterHub's ``SpawnException`` and JSON; ``status_code`` is
+the HTTP status that a page or the REST API answers with.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ class GrantingPaused(Refused):
     status_code = 503
 
 
-# Something that the hub leans on does not answer.
+# Something that the hub depends on does not answer.
 
 
 class Unavailable(GPUSpawnerError):

@@ -25,10 +25,7 @@ READ_METRICS = "custom:gpuspawner:read:metrics"
 SESSION = "custom:gpuspawner:session"
 
 CUSTOM_SCOPES: dict[str, dict[str, object]] = {
-    GRANT: {
-        "description": "Give GPU credits to members and groups",
-        "subscopes": [READ_ACCOUNTS],
-    },
+    GRANT: {"description": "Give GPU credits to members and groups", "subscopes": [READ_ACCOUNTS]},
     READ_ACCOUNTS: {"description": "Read balances, statements and sessions of GPU accounts"},
     READ_USAGE: {"description": "Read reports of who used which GPUs"},
     READ_METRICS: {"description": "Read the metrics of GPUs and credits"},

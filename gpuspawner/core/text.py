@@ -14,13 +14,11 @@ def checked_reason(reason: str, *, needed: bool = False) -> str:
     """Return an admin's reason on one line. Raises InvalidRequest if it is invalid."""
     text = " ".join(reason.split())
     if needed and not text:
-        raise InvalidRequest(
-            "The reason is missing: say in a few words why; the member reads it.", field="reason"
-        )
+        sentence = "The reason is missing: say in a few words why; the member reads it."
+        raise InvalidRequest(sentence, field="reason")
     if len(text) > LONGEST_REASON:
-        raise InvalidRequest(
-            f"The reason has {len(text)} characters: {LONGEST_REASON} is the most.", field="reason"
-        )
+        sentence = f"The reason has {len(text)} characters: {LONGEST_REASON} is the most."
+        raise InvalidRequest(sentence, field="reason")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise InvalidRequest("The reason has characters that nobody can read.", field="reason")
     return text

@@ -1,4 +1,4 @@
-"""Times of day for people, in the hub's own zone. Pure but for that zone."""
+"""Times of day for people, in the hub's own zone."""
 
 from __future__ import annotations
 

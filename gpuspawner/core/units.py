@@ -20,10 +20,7 @@ MICRO = 1_000_000
 
 
 def parse_credits(text: str | int | float) -> int:
-    """Convert ``"12.5"`` to whole microcredits.
-
-    Raises ValueError if the text is not a decimal number or has more than six decimals.
-    """
+    """Convert ``"12.5"`` to whole microcredits. Raises ValueError."""
     try:
         micro = Decimal(str(text).strip()) * MICRO
         whole = int(micro)

@@ -41,21 +41,15 @@ def split(first: date, last: date) -> Iterator[tuple[date, date]]:
 
 
 def period(since: str, until: str, now: datetime) -> tuple[date, date]:
-    """Return the requested days, inclusive; by default this week and three before it.
-
-    Raises InvalidRequest naming the field.
-    """
+    """Return the requested days, inclusive; by default four weeks. Raises InvalidRequest."""
     last = day(until, "to") if until else today(now)
     first = day(since, "from") if since else monday(last) - timedelta(weeks=3)
     if first > last:
-        raise InvalidRequest(
-            f"The field 'from' is {first}, which is after 'to' ({last}). Change one of them.",
-            field="from",
-        )
+        sentence = f"The field 'from' is {first}, which is after 'to' ({last}). Change one of them."
+        raise InvalidRequest(sentence, field="from")
     if last - first > LONGEST:
-        raise InvalidRequest(
-            f"From {first} to {last} is too long: ask for two years at the most.", field="from"
-        )
+        sentence = f"From {first} to {last} is too long: ask for two years at the most."
+        raise InvalidRequest(sentence, field="from")
     return first, last
 
 
@@ -66,7 +60,6 @@ def day(text: str, field: str) -> date:
     except ValueError:
         found = None
     if found is None or not text.isascii() or len(text) != 10 or not 2000 <= found.year < 2200:
-        raise InvalidRequest(
-            f"The field {field!r} is {text[:60]!r}: write a day such as 2026-03-01.", field=field
-        )
+        sentence = f"The field {field!r} is {text[:60]!r}: write a day such as 2026-03-01."
+        raise InvalidRequest(sentence, field=field)
     return found

@@ -1,8 +1,7 @@
 """Checks of all invariants of a store: ``gpuspawner audit``.
 
-The rules themselves are the pure ones of :mod:`gpuspawner.ledger.checks`. Here they get the rows, a
-few hundred leases at a time, so that a year of a busy site needs no gigabytes. The first row that
-breaks a rule is enough: after a repair, the audit is run again.
+The pure rules of :mod:`gpuspawner.ledger.checks` get the rows here, a few hundred leases at a time,
+so that a year of a busy site needs no gigabytes. The first row that breaks a rule is enough.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -22,7 +22,7 @@ from ..ledger import repository as ledger_repository
 from ..ledger.checks import Books, PostingRow
 from ..ledger.models import Account, TransferKind, is_system
 from ..slurm import repository as slurm_repository
-from . import audit_log, hash_chain
+from . import hash_chain
 from .engine import Store
 from .schema import (
     OPEN_LEASE,
@@ -35,6 +35,7 @@ from .schema import (
     refill_runs,
     transfers,
 )
+from .search import find_changes
 from .upgrades import revision
 
 AT_ONCE = 500
@@ -67,7 +68,7 @@ class AuditService:
 
     def trail(self, limit: int = 100) -> list[AuditEntry]:
         """Return the newest entries of the audit log, newest first."""
-        return self.store.run(lambda connection: audit_log.trail(connection, limit))
+        return self.store.run(lambda connection: find_changes(connection, limit=limit).changes)
 
     def chain_head(self) -> str:
         """Return the head of the audit chain, to be noted elsewhere."""
@@ -111,7 +112,7 @@ def _file(connection: sa.Connection) -> Iterator[str]:
 
 
 def _references(connection: sa.Connection) -> Iterator[str]:
-    """Every row that names another one names one that is there."""
+    """Every row that refers to another row refers to one that exists."""
     for table in metadata.sorted_tables:
         for key in table.foreign_keys:
             other = key.column.table.alias("other")
@@ -123,7 +124,7 @@ def _references(connection: sa.Connection) -> Iterator[str]:
             )
             for (name,) in connection.execute(missing):
                 column = f"{table.name}.{key.parent.name}"
-                yield f"{column} names {name!r}, but no row of {key.column.table.name} is that."
+                yield f"{column} is {name!r}, but {key.column.table.name} has no such row."
 
 
 def _keys(connection: sa.Connection) -> Iterator[str]:
@@ -133,7 +134,9 @@ def _keys(connection: sa.Connection) -> Iterator[str]:
     )
     for (key,) in connection.execute(twice).all():
         both = connection.execute(sa.select(transfers.c.id).where(transfers.c.key == key))
-        yield from checks.check_keys(Books(postings=tuple(_row(i, key=key) for (i,) in both)))
+        yield from checks.check_keys(
+            Books(postings=tuple(_row(transfer_id=i, key=key) for (i,) in both))
+        )
 
 
 def _whole(connection: sa.Connection) -> Iterator[str]:
@@ -146,13 +149,13 @@ def _whole(connection: sa.Connection) -> Iterator[str]:
 
 
 def _apart(connection: sa.Connection) -> Iterator[str]:
-    """A posting is marked as apart exactly when it is no charge of a lease or its settlement."""
+    """A posting is marked as apart if and only if it neither charges nor settles a lease."""
     kinds = [TransferKind.CHARGE.value, TransferKind.REFUND.value]
     told = transfers.c.kind.in_(kinds) & ~transfers.c.key.startswith("refund:")
     joined = postings.join(transfers, transfers.c.id == postings.c.transfer_id)
     query = sa.select(postings.c.transfer_id).select_from(joined).where(postings.c.apart == told)
     for (name,) in connection.execute(query.limit(1)):
-        yield f"The postings of transfer {name} are marked as what they are not."
+        yield f"The postings of transfer {name} are marked wrongly."
 
 
 def _zero_sum(connection: sa.Connection) -> Iterator[str]:
@@ -165,7 +168,7 @@ def _zero_sum(connection: sa.Connection) -> Iterator[str]:
         if total:
             unfinished[name] = total
     yield from checks.check_zero_sum(
-        Books(postings=tuple(_row(name, amount=total) for name, total in unfinished.items()))
+        Books(postings=tuple(_row(transfer_id=n, amount=t) for n, t in unfinished.items()))
     )
 
 
@@ -175,7 +178,7 @@ def _balances(connection: sa.Connection) -> Iterator[str]:
     sums: dict[str, int] = defaultdict(int)
     for name, amount in _stream(connection, query):
         sums[name] += amount
-    rows = tuple(_row(name, account=name, amount=total) for name, total in sums.items())
+    rows = tuple(_row(transfer_id=n, account=n, amount=total) for n, total in sums.items())
     yield from checks.check_balances(Books(postings=rows, accounts=_accounts(connection)))
 
 
@@ -186,7 +189,7 @@ def _holds(connection: sa.Connection) -> Iterator[str]:
 
 
 def _charges(connection: sa.Connection) -> Iterator[str]:
-    """What a lease says it was charged is what its charges and refunds moved."""
+    """The amount charged to each lease is what its charges and refunds moved."""
     for books in _books_of_leases(connection, with_postings=True):
         yield from checks.check_lease_postings(books)
 
@@ -198,7 +201,7 @@ def _settled(connection: sa.Connection) -> Iterator[str]:
 
 
 def _lots(connection: sa.Connection) -> Iterator[str]:
-    """What was taken back of an account's credits that ended is what their lots say."""
+    """The expired credits taken back from each account are the amounts in its lots."""
     said = sa.select(lots.c.account, sa.func.sum(lots.c.taken)).group_by(lots.c.account)
     moved = (
         sa.select(postings.c.account, -sa.func.sum(postings.c.amount))
@@ -212,11 +215,11 @@ def _lots(connection: sa.Connection) -> Iterator[str]:
             yield f"The lots of {name} say that {total} microcredits were taken back at their end."
     for name, total in taken.items():
         if total:
-            yield f"{total} microcredits of {name} were taken back, and there is no lot of theirs."
+            yield f"{total} microcredits of {name} were taken back without a lot."
 
 
 def _refills(connection: sa.Connection) -> Iterator[str]:
-    """An occurrence of a refill gave what was written down of it, to so many accounts."""
+    """Each occurrence of a refill gave the recorded amount to the recorded number of accounts."""
     given: dict[str, tuple[int, int]] = {}
     query = _keyed(TransferKind.GRANT).where(transfers.c.key.startswith("refill:"))
     for key, _, amount in _stream(connection, query):
@@ -232,7 +235,7 @@ def _refills(connection: sa.Connection) -> Iterator[str]:
                 f"microcredits to {count} accounts, but its postings {found[1]} to {found[0]}."
             )
     for name in given:
-        yield f"Credits were given for {name}, and nobody wrote down that it was."
+        yield f"Credits were given for {name}, but no such occurrence is recorded."
 
 
 def _places(connection: sa.Connection) -> Iterator[str]:
@@ -248,7 +251,7 @@ def _places(connection: sa.Connection) -> Iterator[str]:
 
 
 def _one_lease(connection: sa.Connection) -> Iterator[str]:
-    """One open lease for each place on a device, and one for each server."""
+    """Each place on a device has at most one open lease, and so has each server."""
     uuid, slot = lease_places.c.uuid, lease_places.c.slot
     taken = sa.select(uuid, slot).where(lease_places.c.open).group_by(uuid, slot)
     for place in connection.execute(taken.having(sa.func.count() > 1).limit(1)):
@@ -260,12 +263,12 @@ def _one_lease(connection: sa.Connection) -> Iterator[str]:
 
 
 def _times(connection: sa.Connection) -> Iterator[str]:
-    """A lease that runs has started, and none ended before it started."""
+    """Every running lease has started, and no lease ended before it started."""
     wrong = (leases.c.ended_at < leases.c.started_at) | (
         (leases.c.state == LeaseState.RUNNING.value) & leases.c.started_at.is_(None)
     )
     for (name,) in connection.execute(sa.select(leases.c.id).where(wrong).limit(1)):
-        yield f"Lease {name} runs or has ended, and its times say that this cannot be."
+        yield f"Lease {name} runs or has ended, but its times contradict that."
 
 
 def _schema(connection: sa.Connection) -> Iterator[str]:
@@ -327,23 +330,7 @@ def _stream(connection: sa.Connection, query: sa.Select[Any]) -> Iterator[Any]:
     yield from connection.execute(query, execution_options={"yield_per": 20 * AT_ONCE})
 
 
-def _row(
-    transfer_id: str,
-    *,
-    account: str = "",
-    amount: int = 0,
-    key: str = "",
-    kind: TransferKind = TransferKind.CHARGE,
-    lease_id: str | None = None,
-) -> PostingRow:
-    return PostingRow(
-        transfer_id=transfer_id,
-        key=key,
-        kind=kind,
-        lease_id=lease_id,
-        account=account,
-        amount=amount,
-    )
+_row = partial(PostingRow, key="", kind=TransferKind.CHARGE, lease_id=None, account="", amount=0)
 
 
 def _accounts(connection: sa.Connection) -> tuple[Account, ...]:
@@ -377,7 +364,7 @@ def _moved_by(connection: sa.Connection, first: str, last: str) -> tuple[Posting
     )
     return tuple(
         _row(
-            f"all of {lease_id}",
+            transfer_id=f"all of {lease_id}",
             account=account,
             amount=int(total),
             kind=TransferKind(kind),

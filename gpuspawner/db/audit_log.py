@@ -38,10 +38,3 @@ def note(
     row = {"at": at, "actor": actor, "action": action, "subject": subject, "detail": detail}
     line = connection.execute(_NOTE, row).scalar_one()
     hash_chain.seal_change(connection, line, [*row.values()])
-
-
-def trail(connection: sa.Connection, limit: int = 100) -> list[AuditEntry]:
-    """Return the newest entries of the audit log, newest first."""
-    columns = (audit.c.at, audit.c.actor, audit.c.action, audit.c.subject, audit.c.detail)
-    query = sa.select(*columns, audit.c.id).order_by(audit.c.id.desc()).limit(limit)
-    return [AuditEntry(*row) for row in connection.execute(query)]

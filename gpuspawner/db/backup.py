@@ -1,8 +1,7 @@
 """Backups of a store: made while others write to it, and restored after they are checked.
 
-A backup is one SQLite file, whatever the database is. From SQLite it is made with SQLite's own
-backup, from PostgreSQL in one REPEATABLE READ transaction, so it can also move a site from one to
-the other. The file with the final name is complete at any moment, whichever process is killed.
+A backup is one SQLite file, whatever the database is, so it can also move a site from one to the
+other. The file with the final name is complete at any moment, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ class RestoreResult:
 
 
 def back_up(store: Store, file: Path, *, overwrite: bool = False) -> int:
-    """Copy the store into ``file``, readable by its owner only, and return its size in bytes.
-
-    Raises BackupRefused if the file exists already or cannot be written.
-    """
+    """Copy the store into ``file``, for its owner only; return its size. Raises BackupRefused."""
     if file.exists() and not overwrite:
         what = f"{file} is there already; name another file, or say --overwrite"
         raise BackupRefused(f"Nothing was copied: {what}.")
@@ -77,10 +73,7 @@ def back_up(store: Store, file: Path, *, overwrite: bool = False) -> int:
 
 @contextmanager
 def _partial(file: Path) -> Iterator[Path]:
-    """Create an empty file of mode 600 beside ``file``; it is gone afterwards.
-
-    A file that a killed process left is reused.
-    """
+    """Make or reuse an empty file of mode 600 beside ``file``, and remove it at the end."""
     part = file.with_name(f".{file.name}.part")
     descriptor = os.open(part, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -101,19 +94,20 @@ def _partial(file: Path) -> Iterator[Path]:
 
 def _copy_file(store: Store, part: Path) -> None:
     """Copy with one step of SQLite's backup, which reads one moment and blocks no writer."""
-    source = sqlite3.connect(f"file:{_quoted(store)}?mode=rw", uri=True, timeout=BUSY_SECONDS)
+    path = quote(store.engine.url.database or "")  # it may have a ? or a %
+    source = sqlite3.connect(f"file:{path}?mode=rw", uri=True, timeout=BUSY_SECONDS)
     with closing(source), closing(sqlite3.connect(part)) as target:
         source.backup(target)
 
 
 def _copy_rows(store: Store, part: Path) -> None:
     """Copy every row as of one moment into an SQLite file of the same version."""
-    copy = Store(f"sqlite:///{part}")
-    try:
-        with store.read() as source, copy.write() as target:
-            _carry(source, target)
-    finally:
-        copy.close()
+    with (
+        closing(Store(f"sqlite:///{part}")) as copy,
+        store.read() as source,
+        copy.write() as target,
+    ):
+        _carry(source, target)
 
 
 def _carry(source: sa.Connection, target: sa.Connection) -> None:
@@ -128,20 +122,21 @@ def _close_up(part: Path) -> None:
     """Turn the copy into one self-contained file, and flush it to disk."""
     with closing(sqlite3.connect(part)) as connection:
         connection.execute("PRAGMA journal_mode=DELETE")
-    descriptor = os.open(part, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _flush(part)
 
 
 def _rename(part: Path, file: Path) -> None:
     os.replace(part, file)
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    _flush(file.parent)
+
+
+def _flush(path: Path) -> None:
+    """Flush a file or a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 # Checking and restoring a backup.
@@ -173,15 +168,11 @@ def prove(file: Path, copy: Path) -> dict[str, int]:
         raise BackupRefused(f"{refused}: {what}.") from error
     except OSError as error:
         raise BackupRefused(f"{refused}: {_said(error)}.") from error
-    store = Store(f"sqlite:///{copy}")
-    try:
-        with store.read() as found:
-            for finding in audit.audit(found):
-                if finding.problem:
-                    raise BackupRefused(f"{refused}: {finding.problem}")
-            return audit.sizes(found)
-    finally:
-        store.close()
+    with closing(Store(f"sqlite:///{copy}")) as store, store.read() as found:
+        for finding in audit.audit(found):
+            if finding.problem:
+                raise BackupRefused(f"{refused}: {finding.problem}")
+        return audit.sizes(found)
 
 
 def head(file: Path) -> str:
@@ -192,10 +183,7 @@ def head(file: Path) -> str:
 
 
 def check(file: Path) -> dict[str, int]:
-    """Check a backup without changing anything, and return the row counts.
-
-    Raises as :func:`prove`.
-    """
+    """Check a backup, changing nothing, and return the row counts. Raises as :func:`prove`."""
     with tempfile.TemporaryDirectory(prefix="gpuspawner-") as folder:
         return prove(file, Path(folder) / "copy.sqlite")
 
@@ -283,12 +271,8 @@ def _restore_rows(store: Store, granter: LeaderLock, file: Path, overwrite: bool
                     what = "it has accounts or leases in it"
                     raise BackupRefused(_THERE.format(what=what, how=how))
                 kept = _tables_aside(target)
-            source = Store(f"sqlite:///{copy}")
-            try:
-                with source.read() as found:
-                    _carry(found, target)
-            finally:
-                source.close()
+            with closing(Store(f"sqlite:///{copy}")) as source, source.read() as found:
+                _carry(found, target)
             _count_on(target)
     return RestoreResult(rows, kept)
 
@@ -325,16 +309,11 @@ def _beside(file: Path) -> list[Path]:
     return [file.with_name(file.name + ending) for ending in ("-wal", "-shm", "-journal")]
 
 
-def _quoted(store: Store) -> str:
-    return quote(store.engine.url.database or "")  # a path may have a ? or a %
-
-
 def _stamp() -> str:
     return datetime.now(timezone.utc).strftime("%Y%m%d_%H%M%S_%f")
 
 
 def _said(error: BaseException) -> str:
-    """Return what went wrong, in the error's own words."""
     if isinstance(error, GPUSpawnerError):
         return error.message
     return getattr(error, "strerror", None) or str(error)

@@ -65,10 +65,7 @@ class ClockStore(Protocol):
 
 
 class SteadyClock:
-    """The steady time in UTC; see :mod:`gpuspawner.core.clock`. Thread-safe.
-
-    ``read`` reads the machine's clocks; tests replace it.
-    """
+    """The steady time in UTC; tests replace ``read``, which reads the clocks. Thread-safe."""
 
     def __init__(self, store: ClockStore, read: Callable[[], Reading] | None = None) -> None:
         self._store = store
@@ -201,10 +198,7 @@ class SteadyClock:
 
 
 class Timekeeper:
-    """The time used by all services of a process. Call it for the time now, in UTC.
-
-    It is the store's steady clock; tests replace it.
-    """
+    """The time of all services of a process: the store's steady clock, or a test's."""
 
     def __init__(self, clock: Callable[[], datetime]) -> None:
         self.clock = clock
@@ -307,10 +301,7 @@ _LAST = sa.select(sa.func.max(clock_offsets.c.offset + clock_offsets.c.kept_at))
 
 
 def _find(connection: sa.Connection, reading: Reading) -> Offset | None:
-    """Return the offset of this boot; None if the store does not know it.
-
-    A time since boot that decreased is another boot, whatever its id says.
-    """
+    """Return this boot's offset if known. A time since boot that decreased is another boot."""
     row = connection.execute(_BY_BOOT, {"boot": reading.boot_id}).first()
     found = Offset(*row) if row else None
     return found if found and _is_of(found, reading) else None

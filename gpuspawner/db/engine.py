@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -135,12 +136,8 @@ class Store:
         with self._opening:
             if self._open.get(self.url) is self:
                 del self._open[self.url]
-        for executor in (
-            self.executor,
-            self.ask_executor,
-            self.read_executor,
-            self.report_executor,
-        ):
+        executors = (self.executor, self.ask_executor, self.read_executor, self.report_executor)
+        for executor in executors:
             executor.shutdown(wait=True)
         self.engine.dispose()
 
@@ -244,6 +241,18 @@ def default_url() -> str:
     return os.environ.get("GPUSPAWNER_DATABASE_URL") or "sqlite:///gpuspawner.sqlite"
 
 
+def sqlite_file(url: str) -> Path | None:
+    """Return the absolute path of the file in an SQLite URL; None for any other."""
+    try:
+        parsed = sa.make_url(url)
+    except ArgumentError:
+        return None
+    name = parsed.database or ""
+    if parsed.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
+        return None
+    return Path(os.path.abspath(name))
+
+
 def _create_engine(url: str) -> sa.Engine:
     try:
         parsed = sa.make_url(url)
@@ -321,7 +330,7 @@ def _create_sqlite(url: sa.URL) -> sa.Engine:
     @sa.event.listens_for(engine, "checkout")
     def still_there(dbapi_connection: Any, record: Any, proxy: Any) -> None:
         # SQLite keeps writing to a deleted file, which nobody would ever read.
-        if not _is_there(record.info, path):
+        if record.info["file"] != _file_at(path):
             raise sa.exc.DisconnectionError("the database file was moved, replaced or deleted")
 
     return engine
@@ -338,12 +347,6 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
             if "locked" not in str(error) or time.monotonic() > end:
                 raise
             time.sleep(0.005)
-
-
-def _is_there(info: Any, path: str) -> bool:
-    """Return True if a connection's file is the one that is there now."""
-    there: bool = info["file"] == _file_at(path)
-    return there
 
 
 def _file_at(path: str) -> tuple[int, int] | None:

@@ -1,13 +1,11 @@
 """Two hash chains that reveal rows changed, deleted or inserted by hand.
 
-Transfers that are posted together have one link in the last of their postings: the SHA-256 of the
-facts of all of them and of the previous link. A renamed member's postings have the new name, but
-their link was made with the old one, which :mod:`gpuspawner.db.renames` knows. Entries of the audit
-log, ended leases and renames are sealed in the same way in the table ``chain``, in the transaction
-that writes them. A seal also covers the link of the newest transfer at that time, so deleting
-transfers from the end of the ledger breaks it.
-
-Writers come one at a time (see :meth:`Store.write`), so the newest row is the previous one.
+Transfers that are posted together have one link in the last of their postings: the SHA-256 of all
+their facts and of the previous link, with the account names of that time (see
+:mod:`gpuspawner.db.renames`). Entries of the audit log, ended leases and renames are sealed
+likewise in the table ``chain``. A seal also covers the newest transfer's link, so deleting
+transfers from the end of the ledger breaks it. Writers come one at a time, so the newest row is the
+previous one.
 """
 
 from __future__ import annotations
@@ -72,29 +70,9 @@ _TRANSFERS = tuple(
 )
 _PLACES = tuple(lease_places.c[n] for n in ("uuid", "slot", "index", "model", "memory_bytes"))
 _LEASE_FIELDS = (
-    "id",
-    "user",
-    "server_name",
-    "account",
-    "environment",
-    "rate",
-    "hold",
-    "charged",
-    "engine",
-    "engine_ref",
-    "granted_at",
-    "started_at",
-    "ended_at",
-    "end_reason",
-    "group",
-    "seconds",
-    "extended",
-    "ticket_id",
-    "outcome",
-    "when_dry",
-    "overdraft",
-    "waived",
-    "refunded",
+    *("id", "user", "server_name", "account", "environment", "rate", "hold", "charged", "engine"),
+    *("engine_ref", "granted_at", "started_at", "ended_at", "end_reason", "group", "seconds"),
+    *("extended", "ticket_id", "outcome", "when_dry", "overdraft", "waived", "refunded"),
     "engine_id",
 )
 """What no longer changes once a lease has ended, unless it is refunded."""
@@ -177,7 +155,7 @@ def knows(connection: sa.Connection, noted: str) -> bool:
 
 
 def check_transfers(connection: sa.Connection) -> Iterator[str]:
-    """Each transfer follows the one before it, and none was changed, deleted or put in since."""
+    """Each transfer follows the one before it, and none was changed, deleted or inserted since."""
     before, done = FIRST, renames.every(connection)
     for together in _posted_together(_written(connection, done)):
         expected = _link(before, *(written.facts for written in together))
@@ -193,10 +171,8 @@ def check_transfers(connection: sa.Connection) -> Iterator[str]:
         .limit(1)
     )
     for kind, ref in connection.execute(missing):
-        yield (
-            f"{_named(kind, ref)} was written after a transfer that is missing: it was deleted by "
-            "hand."
-        )
+        said = "was written after a transfer that is missing: it was deleted by hand."
+        yield f"{_named(kind, ref)} {said}"
 
 
 def check_seals(connection: sa.Connection) -> Iterator[str]:
@@ -241,16 +217,6 @@ def _missing(connection: sa.Connection, done: Collection[str]) -> Iterator[str]:
             yield f"{_named(kind, ref)} is missing: it was deleted by hand."
 
 
-def chain_existing(connection: sa.Connection) -> None:
-    """Chain rows that were written without links and seals, as a bulk import writes them."""
-    with not_append_only(connection):
-        _chain_transfers(connection)
-    for line, *row in _stream(connection, _CHANGES):
-        seal_change(connection, line, row)
-    for lease_id, row in _leases(_stream(connection, _ENDED)):
-        _seal(connection, LEASE, lease_id, _facts(row))
-
-
 @contextmanager
 def not_append_only(connection: sa.Connection) -> Iterator[None]:
     """Let only this transaction change postings, with their trigger disabled.
@@ -271,19 +237,6 @@ def not_append_only(connection: sa.Connection) -> Iterator[None]:
 # Helpers.
 
 
-def _chain_transfers(connection: sa.Connection) -> None:
-    change = sa.update(postings).where(postings.c.id == sa.bindparam("last"))
-    before, rows = FIRST, list[dict[str, Any]]()
-    for written in _written(connection):  # how they were posted together is unknown: each by itself
-        before = _link(before, written.facts)
-        rows.append({"last": written.last_posting, "link": before})
-        if len(rows) == ROWS:
-            connection.execute(change, rows)
-            rows = []
-    if rows:
-        connection.execute(change, rows)
-
-
 def _seal(connection: sa.Connection, kind: str, ref: str, facts: str) -> None:
     _write_seal(connection, kind, ref, facts, connection.execute(_BEFORE_SEAL).one())
 
@@ -300,8 +253,7 @@ def _write_seal(
 
 
 def _link(before: str, *parts: str) -> str:
-    # No part has a line break in it: ascii() writes none.
-    return _hash("\n".join((before, *parts)))
+    return _hash("\n".join((before, *parts)))  # ascii() writes no line break into a part
 
 
 def _hash(text: str) -> str:
@@ -309,10 +261,7 @@ def _hash(text: str) -> str:
 
 
 def _facts(values: Iterable[Any]) -> str:
-    """Return the canonical form: ascii() of the tuple, with times as ISO 8601 in UTC.
-
-    JSON would take several times as long, in each charge.
-    """
+    """Return ascii() of the tuple, with times as ISO 8601 in UTC; JSON would take far longer."""
     return ascii(tuple(_plain(value) for value in values))
 
 
@@ -339,10 +288,7 @@ def _transfer_facts(transfer: Transfer) -> str:
 
 
 def _leases(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the id of each lease and what its seal covers, with its slots last.
-
-    The rows of a lease's slots must be adjacent.
-    """
+    """Yield each lease's id and what its seal covers, slots last. Its rows must be adjacent."""
     width = len(_LEASE_FIELDS)
     for lease_id, found in groupby(rows, key=lambda row: str(row[0])):
         some = list(found)
@@ -369,12 +315,7 @@ class _Written(NamedTuple):
 
 
 def _written(connection: sa.Connection, done: Sequence[Rename] = ()) -> Iterator[_Written]:
-    """Yield each transfer in the order of the ledger, with the account names of that time.
-
-    Args:
-        connection: A connection to the store.
-        done: All renames of members, newest first.
-    """
+    """Yield each transfer in the order of the ledger; ``done`` are all renames, newest first."""
     lines = (postings.c.account, postings.c.amount, postings.c.link, postings.c.id)
     query = (
         sa.select(*_TRANSFERS, *lines)
@@ -437,14 +378,11 @@ def _named(kind: str, ref: str) -> str:
 
 def _broken(what: str, link: str | None) -> str:
     if link is None:
-        return (
-            f"{what} has no link to the one before it: it was put in by hand, or what was written "
-            "with it was deleted."
-        )
-    return (
-        f"{what} does not follow the one before it: it was changed or put in by hand, or what "
-        "was before it was deleted."
-    )
+        why = "has no link to the one before it: it was put in by hand, or what was written with it"
+    else:
+        why = "does not follow the one before it: it was changed or put in by hand, or what was "
+        why += "before it"
+    return f"{what} {why} was deleted."
 
 
 def _stream(connection: sa.Connection, query: sa.Select[Any]) -> Iterator[Any]:

@@ -1,14 +1,12 @@
 """The leader lock: which hub owns the database, and which one may grant.
 
-A hub's identity is a random id in a file beside its cookie secret, and moves with the hub. A hub
-that crashed and starts again is the same hub; a new installation on the same database is another.
+A hub's identity is a random id in a file beside its cookie secret, and moves with the hub.
 
-The lock is held by the operating system (SQLite) or the server (PostgreSQL) for the hub's process
-and released when the process dies, however it dies: no timeouts, no clock. It carries the hub's
-name, so that the accounting services of other hubs know to stand aside.
-
-The database also records whose leases and tickets it contains. While there are any, another hub may
-not grant, even with the lock, until an admin says so (:meth:`Granter.take_over`).
+The lock is held by the operating system (SQLite) or the server (PostgreSQL) for the hub's process,
+and released however the process dies. It carries the hub's name, so that the accounting services of
+other hubs know to stand aside. The database also records whose leases and tickets it contains.
+While there are any, another hub may not grant, even with the lock, until an admin says so
+(:meth:`LeaderLock.take_over`).
 """
 
 from __future__ import annotations
@@ -20,8 +18,9 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -57,10 +56,7 @@ def read_identity(path: Path) -> str:
 
 
 def make_identity(path: Path) -> str:
-    """Return the id in the file, which is created if missing, for its owner only.
-
-    Two processes that create it at once get the same. Raises ConfigError or OSError.
-    """
+    """Return the id in the file, which is made if missing. Raises ConfigError or OSError."""
     if found := read_identity(path):
         return found
     part = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -102,8 +98,7 @@ def load_owner(connection: sa.Connection) -> DatabaseOwner | None:
 def replace_owner(connection: sa.Connection, new: DatabaseOwner) -> None:
     """Make another hub the owner, or the first one."""
     connection.execute(sa.delete(owner))
-    row = {"id": 1, "hub": new.hub, "machine": new.machine, "since": new.since}
-    connection.execute(sa.insert(owner).values(row))
+    connection.execute(sa.insert(owner).values(id=1, **asdict(new)))
 
 
 def has_something(connection: sa.Connection) -> bool:
@@ -113,7 +108,7 @@ def has_something(connection: sa.Connection) -> bool:
 
 _KEY = 0x67707567  # "gpug": the advisory lock of the granting hub
 _LOCK = sa.text(f"SELECT pg_try_advisory_lock({_KEY})")
-_NAME = sa.text("SELECT set_config('application_name', :name, false)")
+_SET_NAME = sa.text("SELECT set_config('application_name', :name, false)")
 _HOLDER = sa.text(
     "SELECT application_name FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE granted "  # nosec B608
     "AND locktype = 'advisory' AND classid = 0 AND objsubid = 1 "
@@ -135,11 +130,19 @@ TAKE_OVER = (
 """What an admin can do about NotTheOwner."""
 
 
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise StoreUnavailable if the lock cannot be asked for."""
+    try:
+        yield
+    except (sa.exc.DBAPIError, sa.exc.TimeoutError, OSError) as error:
+        raise StoreUnavailable() from error
+
+
 class LeaderLock:
     """The right to grant in one store. Every method raises StoreUnavailable.
 
-    ``identity`` is the hub's own (:mod:`gpuspawner.db.leader`); without one, ownership is not
-    checked.
+    ``identity`` is the hub's own; without one, ownership is not checked.
     """
 
     def __init__(self, store: Store, identity: str = "") -> None:
@@ -165,7 +168,7 @@ class LeaderLock:
         with self._taking:
             if self.sure:
                 return True
-            try:
+            with _own_errors():
                 if self._held is None or not self._still_there():
                     try:
                         self.require_owner()
@@ -175,8 +178,6 @@ class LeaderLock:
                         raise
                     self._held = self._try()
                     self._own()
-            except (sa.exc.DBAPIError, sa.exc.TimeoutError, OSError) as error:
-                raise StoreUnavailable() from error
             self._seen_at = time.monotonic()
             return self._held is not None
 
@@ -220,15 +221,10 @@ class LeaderLock:
             raise
 
     def take_over(self, actor: str) -> None:
-        """Make the database this hub's, whoever owned its leases, and record who did so.
-
-        Raises AnotherHubGrants while a hub runs on it.
-        """
+        """Make the database this hub's, and record it. Raises AnotherHubGrants while one runs."""
         with self._taking:
-            try:
+            with _own_errors():
                 self._held = self._try()
-            except (sa.exc.DBAPIError, sa.exc.TimeoutError, OSError) as error:
-                raise StoreUnavailable() from error
             if self._held is None:
                 raise AnotherHubGrants()
             try:
@@ -249,10 +245,11 @@ class LeaderLock:
 
     def holder(self) -> str:
         """Return which hub may grant now (see :func:`hub_name`); empty if none does."""
-        try:
-            return self._holder_of_file() if self._is_file else self._holder_at_server()
-        except (sa.exc.DBAPIError, sa.exc.TimeoutError, OSError) as error:
-            raise StoreUnavailable() from error
+        with _own_errors():
+            if self._is_file:
+                return self._holder_of_file()
+            with self.store.engine.connect() as connection:
+                return str(connection.execute(_HOLDER).scalar() or "")
 
     # A lock on a file beside the database.
 
@@ -300,7 +297,7 @@ class LeaderLock:
     def _try_server(self) -> sa.Connection | None:
         connection = self.store.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         connection.detach()  # it must not go back to the pool for others
-        connection.execute(_NAME, {"name": hub_name(os.getpid(), self.identity)})
+        connection.execute(_SET_NAME, {"name": hub_name(os.getpid(), self.identity)})
         if connection.execute(_LOCK).scalar_one():
             return connection
         connection.close()
@@ -315,10 +312,6 @@ class LeaderLock:
             self._held = None
             return False
         return True
-
-    def _holder_at_server(self) -> str:
-        with self.store.engine.connect() as connection:
-            return str(connection.execute(_HOLDER).scalar() or "")
 
 
 def hub_name(pid: int | str, identity: str = "") -> str:

@@ -1,8 +1,7 @@
 """Rows of renames of members.
 
-A renamed member has the new name in each of their rows, including their account's postings. The
-hashes of the chain cover what was written at that time, so verification asks here what an account
-was called when something was posted. Each rename is sealed in the chain itself.
+A renamed member has the new name in each of their rows, but the chain's hashes cover the old one:
+verification asks here what an account was called when something was posted.
 """
 
 from __future__ import annotations
@@ -63,12 +62,9 @@ def last_of(connection: sa.Connection, old: str) -> Rename | None:
 
 
 def account_then(done: Sequence[Rename], account: str, posting: int) -> str:
-    """Return the name of an account when a posting of it was written.
+    """Return an account's name when a posting (by its id) was written.
 
-    Args:
-        done: All renames, newest first.
-        account: Its name now.
-        posting: The posting's id.
+    ``account`` is its name now; ``done`` are all renames, newest first.
     """
     for each in done:
         if each.posting < posting:

@@ -90,6 +90,23 @@ MOST = 2**62
 # SQLite generates ids only for INTEGER primary keys.
 _Id = BigInteger().with_variant(Integer, "sqlite")
 
+
+def _partial(
+    name: str, condition: ColumnElement[bool], *columns: Column[Any], unique: bool = False
+) -> Index:
+    """Declare an index of the rows that match a condition, for both databases."""
+    where = condition
+    return Index(name, *columns, unique=unique, sqlite_where=where, postgresql_where=where)
+
+
+def _words(name: str) -> Column[str]:
+    return Column(name, Text, nullable=False, server_default=text("''"))
+
+
+def _number(name: str) -> Column[int]:
+    return Column(name, BigInteger, nullable=False, server_default=text("0"))
+
+
 devices = Table(
     "devices",
     metadata,
@@ -164,29 +181,16 @@ leases = Table(
 )
 # Literals instead of parameters, so that a partial index matches whatever the values are.
 OPEN_LEASE = leases.c.state != literal_column("'ended'")
-Index(
-    "one_open_lease_a_server",
-    leases.c.user,
-    leases.c.server_name,
-    unique=True,
-    sqlite_where=OPEN_LEASE,
-    postgresql_where=OPEN_LEASE,
-)
+_partial("one_open_lease_a_server", OPEN_LEASE, leases.c.user, leases.c.server_name, unique=True)
 Index("leases_by_account", leases.c.account, leases.c.granted_at)
 Index("leases_by_user", leases.c.user, leases.c.granted_at)
 Index("leases_by_end", leases.c.ended_at, leases.c.started_at)
 Index("leases_by_grant", leases.c.granted_at)
-Index("open_leases", leases.c.account, sqlite_where=OPEN_LEASE, postgresql_where=OPEN_LEASE)
+_partial("open_leases", OPEN_LEASE, leases.c.account)
 TO_ADD_UP = (leases.c.state == literal_column("'ended'")) & leases.c.days.is_(None)
-Index("leases_to_add_up", leases.c.id, sqlite_where=TO_ADD_UP, postgresql_where=TO_ADD_UP)
+_partial("leases_to_add_up", TO_ADD_UP, leases.c.id)
 LONG_LEASE = leases.c.days > literal_column("2")
-Index(
-    "long_leases",
-    leases.c.ended_at,
-    leases.c.started_at,
-    sqlite_where=LONG_LEASE,
-    postgresql_where=LONG_LEASE,
-)
+_partial("long_leases", LONG_LEASE, leases.c.ended_at, leases.c.started_at)
 
 lease_places = Table(
     "lease_places",
@@ -201,14 +205,7 @@ lease_places = Table(
 )
 # A literal too: from the column itself SQLAlchemy makes "open = 1" for SQLite.
 OPEN_PLACE: ColumnElement[bool] = literal_column("open")
-Index(
-    "one_open_lease_a_slot",
-    lease_places.c.uuid,
-    lease_places.c.slot,
-    unique=True,
-    sqlite_where=OPEN_PLACE,
-    postgresql_where=OPEN_PLACE,
-)
+_partial("one_open_lease_a_slot", OPEN_PLACE, lease_places.c.uuid, lease_places.c.slot, unique=True)
 
 tickets = Table(
     "tickets",
@@ -240,13 +237,8 @@ tickets = Table(
     CheckConstraint("(state = 'ended') = (outcome != '')", name="tickets_outcome"),
 )
 OPEN_TICKET = tickets.c.state == literal_column("'waiting'")
-Index(
-    "one_open_ticket_a_server",
-    tickets.c.user,
-    tickets.c.server_name,
-    unique=True,
-    sqlite_where=OPEN_TICKET,
-    postgresql_where=OPEN_TICKET,
+_partial(
+    "one_open_ticket_a_server", OPEN_TICKET, tickets.c.user, tickets.c.server_name, unique=True
 )
 
 transfers = Table(
@@ -276,14 +268,7 @@ postings = Table(
     Column("link", Text),
 )
 APART: ColumnElement[bool] = literal_column("postings.apart")
-_apart: ColumnElement[bool] = literal_column("apart")
-Index(
-    "postings_apart",
-    postings.c.account,
-    postings.c.id,
-    sqlite_where=_apart,
-    postgresql_where=_apart,
-)
+_partial("postings_apart", literal_column("apart"), postings.c.account, postings.c.id)
 Index("postings_by_account", postings.c.account, postings.c.id)
 Index("postings_by_transfer", postings.c.transfer_id)
 
@@ -350,7 +335,7 @@ notices = Table(
     Column("error", Text, nullable=False, default=""),
 )
 UNSENT = notices.c.sent_at.is_(None)
-Index("notices_unsent", notices.c.id, sqlite_where=UNSENT, postgresql_where=UNSENT)
+_partial("notices_unsent", UNSENT, notices.c.id)
 Index("notices_by_user", notices.c.user, notices.c.id)
 
 notice_choices = Table(
@@ -389,7 +374,7 @@ lots = Table(
 )
 OPEN_LOT = lots.c.closed_at.is_(None)
 Index("lots_by_account", lots.c.account, lots.c.ends_at)
-Index("open_lots", lots.c.ends_at, sqlite_where=OPEN_LOT, postgresql_where=OPEN_LOT)
+_partial("open_lots", OPEN_LOT, lots.c.ends_at)
 
 refills = Table(
     "refills",
@@ -462,8 +447,8 @@ batch_jobs = Table(
     Column("devices", Text, nullable=False),
     Column("started_at", UTCDateTime, nullable=False),
     Column("ended_at", UTCDateTime),
-    Column("seconds", BigInteger, nullable=False, server_default=text("0")),
-    Column("charged", BigInteger, nullable=False, server_default=text("0")),
+    _number("seconds"),
+    _number("charged"),
     # How many transfers charged it.
     Column("entries", Integer, nullable=False, server_default=text("0")),
     CheckConstraint("(member IS NULL) = (account IS NULL)", name="batch_jobs_member"),
@@ -472,13 +457,7 @@ batch_jobs = Table(
 )
 OPEN_JOB = batch_jobs.c.ended_at.is_(None)
 _open: ColumnElement[bool] = literal_column("ended_at IS NULL")
-Index(
-    "batch_jobs_open",
-    batch_jobs.c.cluster,
-    batch_jobs.c.started_at,
-    sqlite_where=_open,
-    postgresql_where=_open,
-)
+_partial("batch_jobs_open", _open, batch_jobs.c.cluster, batch_jobs.c.started_at)
 Index("batch_jobs_by_end", batch_jobs.c.cluster, batch_jobs.c.ended_at)
 
 batch_marks = Table(
@@ -510,15 +489,10 @@ clock_offsets = Table(
     Column("offset", BigInteger, nullable=False),
     Column("kept_at", BigInteger, nullable=False),
     Column("version", Integer, nullable=False),
-    Column("step", BigInteger, nullable=False, server_default=text("0")),
-    Column("stepped_at", BigInteger, nullable=False, server_default=text("0")),
-    Column("stepped_after", BigInteger, nullable=False, server_default=text("0")),
+    *map(_number, ("step", "stepped_at", "stepped_after")),
     Column("before", BigInteger),
     Column("measured_at", BigInteger, nullable=False),
-    Column("moved", BigInteger, nullable=False, server_default=text("0")),
-    Column("moved_at", BigInteger, nullable=False, server_default=text("0")),
-    Column("moved_after", BigInteger, nullable=False, server_default=text("0")),
-    Column("raised", BigInteger, nullable=False, server_default=text("0")),
+    *map(_number, ("moved", "moved_at", "moved_after", "raised")),
 )
 
 
@@ -567,10 +541,6 @@ folder_members = Table(
 Index("folder_members_by_user", folder_members.c.user)
 
 
-def _words(name: str) -> Column[str]:
-    return Column(name, Text, nullable=False, server_default=text("''"))
-
-
 device_health = Table(
     "device_health",
     metadata,
@@ -604,17 +574,11 @@ sick_leases = Table(
     Column("told_at", UTCDateTime, nullable=False),
     # When its cost since then was refunded, after its end; and how much, in microcredits.
     Column("settled_at", UTCDateTime),
-    Column("refunded", BigInteger, nullable=False, server_default=text("0")),
+    _number("refunded"),
     CheckConstraint("refunded >= 0", name="sick_leases_refunded"),
 )
 UNSETTLED = sick_leases.c.settled_at.is_(None)
-_unsettled: ColumnElement[bool] = literal_column("settled_at IS NULL")
-Index(
-    "sick_leases_unsettled",
-    sick_leases.c.lease_id,
-    sqlite_where=_unsettled,
-    postgresql_where=_unsettled,
-)
+_partial("sick_leases_unsettled", literal_column("settled_at IS NULL"), sick_leases.c.lease_id)
 
 
 roster = Table(
@@ -623,8 +587,8 @@ roster = Table(
     # Names as in the Hub, in lower case; one entry for each course of a member.
     Column("user", Text, primary_key=True),
     Column("course", Text, primary_key=True),
-    Column("groups", Text, nullable=False, server_default=text("''")),
-    Column("mail", Text, nullable=False, server_default=text("''")),
+    _words("groups"),
+    _words("mail"),
     Column("starts_at", UTCDateTime),
     Column("ends_at", UTCDateTime),
     Column("listed_at", UTCDateTime, nullable=False),
@@ -639,13 +603,13 @@ memberships = Table(
     Column("by_roster", Boolean, nullable=False, server_default=false()),
     Column("since", UTCDateTime, nullable=False),
     Column("ended_at", UTCDateTime),
-    Column("reason", Text, nullable=False, server_default=text("''")),
-    Column("actor", Text, nullable=False, server_default=text("''")),
+    _words("reason"),
+    _words("actor"),
     # When they saw the welcome page.
     Column("welcomed_at", UTCDateTime),
 )
 ENDED = memberships.c.ended_at.isnot(None)
-Index("former_members", memberships.c.user, sqlite_where=ENDED, postgresql_where=ENDED)
+_partial("former_members", ENDED, memberships.c.user)
 
 renames = Table(
     "renames",
@@ -659,7 +623,7 @@ renames = Table(
     # The newest posting at that time; and those up to it, separated by spaces, that the account of
     # the new name had before.
     Column("posting", BigInteger, nullable=False),
-    Column("kept", Text, nullable=False, server_default=text("''")),
+    _words("kept"),
 )
 
 
@@ -688,10 +652,6 @@ moved = Table(
 )
 
 
-def _sum(name: str) -> Column[int]:
-    return Column(name, BigInteger, nullable=False, server_default=text("0"))
-
-
 device_use = Table(
     "device_use",
     metadata,
@@ -699,24 +659,17 @@ device_use = Table(
     # 60 or 3600.
     Column("seconds", Integer, primary_key=True),
     Column("since", UTCDateTime, primary_key=True),
-    _sum("samples"),
-    _sum("known"),
-    _sum("busy"),
-    _sum("measured"),
-    _sum("use_sum"),
-    _sum("use_max"),
-    _sum("memory_max"),
-    _sum("powered"),
-    _sum("milliwatts_sum"),
+    *map(_number, ("samples", "known", "busy", "measured")),
+    *map(_number, ("use_sum", "use_max", "memory_max", "powered", "milliwatts_sum")),
     Column("celsius_max", Integer),
     Column("sm_mhz_max", Integer),
-    _sum("throttle"),
-    _sum("ecc_errors"),
+    _number("throttle"),
+    _number("ecc_errors"),
     # Numbers, separated by commas.
-    Column("xids", Text, nullable=False, server_default=text("''")),
-    _sum("processes"),
-    _sum("strangers"),
-    Column("error", Text, nullable=False, server_default=text("''")),
+    _words("xids"),
+    _number("processes"),
+    _number("strangers"),
+    _words("error"),
     # True if a minute is included in its hour.
     Column("summed", Boolean, nullable=False, server_default=false()),
     CheckConstraint("seconds IN (60, 3600)", name="device_use_seconds"),
@@ -724,7 +677,7 @@ device_use = Table(
 )
 TO_SUM = (device_use.c.seconds == literal_column("60")) & (literal_column("NOT summed"))
 Index("device_use_by_time", device_use.c.seconds, device_use.c.since)
-Index("device_use_to_sum", device_use.c.since, sqlite_where=TO_SUM, postgresql_where=TO_SUM)
+_partial("device_use_to_sum", TO_SUM, device_use.c.since)
 
 idle = Table(
     "idle",

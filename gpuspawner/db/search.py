@@ -50,10 +50,7 @@ def find_accounts(
     limit: int = 50,
     among: Collection[str] | None = None,
 ) -> Accounts:
-    """Find accounts with this text in their names, case-insensitively; ``among``: only these.
-
-    The ledger's own are left out.
-    """
+    """Find people's accounts with this text in their names, in any case; ``among``: only these."""
     query = (
         sa.select(accounts.c.name, accounts.c.balance, _HELD)
         .where(accounts.c.name > after, ~accounts.c.name.startswith("system:"))
@@ -78,10 +75,7 @@ def find_leases(
     before: str | None = None,
     limit: int = 50,
 ) -> Leases:
-    """Find the newest leases; ``user`` and ``account`` limit them.
-
-    ``before``: those granted before this lease. Raises UnknownLease.
-    """
+    """Find the newest leases of a user or account, granted before one. Raises UnknownLease."""
     order = (leases.c.granted_at.desc(), leases.c.id.desc())
     query = sa.select(leases.c.id).order_by(*order).limit(limit + 1)
     if user is not None:

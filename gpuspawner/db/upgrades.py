@@ -48,10 +48,7 @@ def newest() -> str:
 
 
 def upgrade(connection: sa.Connection) -> None:
-    """Upgrade the schema to the newest version, inside the connection's transaction.
-
-    Raises ConfigError for an unknown version, as after a newer gpuspawner.
-    """
+    """Upgrade the schema within the transaction. Raises ConfigError for an unknown version."""
     current = revision(connection)
     if current == newest():
         return

@@ -10,7 +10,7 @@ from ..ledger.views import CSVHandler, cells
 from ..web.answers import ChangeAnswer
 from ..web.api import APIHandler
 from ..web.base import ServiceHandler
-from ..web.fields import LAST, text_of, whole
+from ..web.fields import text_of
 from ..web.operations import BEFORE, LIMIT, SEARCH, operation
 from ..web.pages import Page
 from ..web.schemas import Answer, DatedAnswer
@@ -42,10 +42,8 @@ class TrailHandler(ServiceHandler):
     async def found(self, limit: int) -> Trail:
         """Return the requested changes. Raises HTTPError 403 unless the user is an admin."""
         self.need_admin()
-        text = self.get_query_argument("before", "")
-        before = whole(text, "before", 1, LAST) if text else None
         search = text_of(self.get_query_argument("search", ""), "search", LONGEST)
-        return await self.read(self.services.reports.find_changes, search, before, limit)
+        return await self.read(self.services.reports.find_changes, search, self.before, limit)
 
 
 class TrailPage(TrailHandler, Page):

@@ -42,7 +42,7 @@ class DockerEngine:
         connect: Callable[[], docker.APIClient] | None = None,
         stamp_error: Callable[[], timedelta] = timedelta,
     ) -> None:
-        self._connect = connect or _client_from_environment
+        self._connect = connect or client_from_environment
         self._stamp_error = stamp_error
         self._client: docker.APIClient | None = None
 
@@ -291,5 +291,6 @@ def parse_time(text: str) -> datetime | None:
     return datetime.fromisoformat(shortened.replace("Z", "+00:00")).astimezone(timezone.utc)
 
 
-def _client_from_environment() -> docker.APIClient:
-    return docker.APIClient(version="auto", timeout=20, **docker.utils.kwargs_from_env())
+def client_from_environment(timeout: float = 20.0) -> docker.APIClient:
+    """Return a client of the engine that ``DOCKER_HOST`` names. ``timeout`` is in seconds."""
+    return docker.APIClient(version="auto", timeout=timeout, **docker.utils.kwargs_from_env())

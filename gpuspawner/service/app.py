@@ -34,12 +34,13 @@ from ..services import Services
 from ..settings import CLASSES
 from ..web import app as web_app
 from ..web import pages
-from .cluster_sync import ClusterSync
-from .device_monitor import GPULossMonitor
+from ..web.base import Context
+from .cluster_sync import cluster_rounds
+from .device_monitor import GPUSampler
 from .disk_monitor import disk_rounds
 from .hub_client import HubClient
 from .image_prefetch import ImagePrefetcher
-from .member_duties import MEMBERS_EVERY, CreditDuty, FolderOwnerDuty, Members, RefillDuty
+from .member_duties import CreditDuty, FolderOwnerDuty, Members, RefillDuty
 from .notifier import GPUNotifications, Notifier
 from .session_duties import GPUSessions, SessionDuty
 from .supervisor import Supervisor, Watchdog
@@ -48,26 +49,11 @@ from .worker import Round, Tick
 PID = "GPUSPAWNER_HUB_PID"
 """The variable with the process id of the Hub that started the service."""
 
-CLOCK_EVERY = 2.0
-"""Seconds between two checks if the wall clock was set."""
-
 NOTICES_EVERY = 2.0
 """Seconds between two checks for notices to send."""
 
 TOTALS_EVERY = 60.0
 """Seconds between two checks for ended leases that are not in the totals yet."""
-
-SESSIONS_EVERY = 2.0
-"""Seconds between two checks for session ends and ordered stops."""
-
-CREDITS_EVERY = 2.0
-"""Seconds between two checks of the accounts that pay for servers."""
-
-REFILLS_EVERY = 5.0
-"""Seconds between two checks for due refills and expired credits."""
-
-LEAVING_EVERY = 600.0
-"""Seconds between two checks for members with shared folders who left the hub."""
 
 ENGINES: dict[str, Callable[[Services], Engine]] = {
     "docker": lambda services: DockerEngine(stamp_error=lambda: services.time.stamp_error),
@@ -75,7 +61,7 @@ ENGINES: dict[str, Callable[[Services], Engine]] = {
 }
 
 
-class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
+class Accounting(ImagePrefetcher, GPUSampler, Application):
     """Charges, warns, stops what nobody pays for, reconciles, tells members, serves the pages.
 
     The Hub runs it as a service; ``gpuspawner.add_services(c)`` says so in its configuration.
@@ -146,8 +132,13 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         tick = self._tick()
         notifier = Notifier(GPUNotifications(parent=self), tick.services, self.log)
-        sessions = self._session_duty(tick, notifier)
-        credits = self._credits_duty(tick, notifier)
+        sessions = SessionDuty(tick, warn_minutes=self.sessions.warn_minutes, poke=notifier.poke)
+        credits = CreditDuty(
+            tick,
+            warn_minutes=tick.services.settings.credits.warn_minutes,
+            poke=notifier.poke,
+            tell_admin=notifier.tell_admin,
+        )
         supervisor = Supervisor(tick.log)
         duties = [
             asyncio.ensure_future(supervisor.keep(name, start))
@@ -184,11 +175,9 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
             )
             raise ConfigError(what=what) from None
         services = Services(self.config)
-        if services.settings.database.hub_id_file:
+        if file := services.settings.database.hub_id_file:
             with suppress(OSError):  # the hub reports that
-                services.granter.identity = make_identity(
-                    Path(services.settings.database.hub_id_file)
-                )
+                services.granter.identity = make_identity(Path(file))
         identity = services.granter.identity
         engines = {name: make(services) for name, make in ENGINES.items()}
         if delegated := services.delegation.engine():
@@ -203,18 +192,6 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
             hub_name=hub_name(pid, identity) if (pid := os.environ.get(PID)) else "",
         )
 
-    def _session_duty(self, tick: Tick, notifier: Notifier) -> SessionDuty:
-        return SessionDuty(tick, warn_minutes=self.sessions.warn_minutes, poke=notifier.poke)
-
-    def _credits_duty(self, tick: Tick, notifier: Notifier) -> CreditDuty:
-        settings = tick.services.settings.credits
-        return CreditDuty(
-            tick,
-            warn_minutes=settings.warn_minutes,
-            poke=notifier.poke,
-            tell_admin=notifier.tell_admin,
-        )
-
     # Duties.
 
     async def _rounds(
@@ -226,15 +203,15 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
         await tick.round("Reconciliation", tick.reconcile)
         await tick.round("Charges", tick.charge)
         rounds: list[Round] = [
-            (CLOCK_EVERY, "Clock", tick.keep_clock),
+            (2.0, "Clock", tick.keep_clock),
             (self.reconcile_seconds, "Reconciliation", tick.reconcile),
             (tick.charge_pause, "Charges", tick.charge),
-            (SESSIONS_EVERY, "Sessions", sessions.round),
-            (CREDITS_EVERY, "Credits", credits.round),
-            (REFILLS_EVERY, "Refills", RefillDuty(tick).round),
-            (MEMBERS_EVERY, "Members", Members(tick, sessions.poke).round),
-            (LEAVING_EVERY, "Folders", FolderOwnerDuty(tick).round),
-            *self.cluster_rounds(tick),
+            (2.0, "Sessions", sessions.round),
+            (2.0, "Credits", credits.round),
+            (5.0, "Refills", RefillDuty(tick).round),
+            (5.0, "Members", Members(tick, sessions.poke).round),
+            (600.0, "Folders", FolderOwnerDuty(tick).round),
+            *cluster_rounds(tick),
             *disk_rounds(tick, sessions.poke),
         ]
         await side_by_side(*(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds))
@@ -251,8 +228,8 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
             self.log.warning("JUPYTERHUB_SERVICE_URL is not set: there are no pages")
             return
         port = address.port or (443 if address.scheme == "https" else 80)
-        app = web_app.make_app(
-            tick.services,
+        context = Context(
+            services=tick.services,
             hub_auth=HubOAuth.instance(parent=self, cache_max_age=web_app.BELIEVED),
             warn_minutes=tick.services.settings.credits.warn_minutes,
             session_warn_minutes=self.sessions.warn_minutes,
@@ -263,10 +240,11 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
             hub=tick.hub,
             rounds=tick.rounds,
             duties=supervisor.states,
-            cookie_secret=await asyncio.to_thread(
-                web_app.read_cookie_secret, tick.services.settings.database.url, tick.log
-            ),
         )
+        secret = await asyncio.to_thread(
+            web_app.read_cookie_secret, tick.services.settings.database.url, tick.log
+        )
+        app = web_app.make_app(context, secret)
         # JupyterHub gives certificates to every service with ``internal_ssl``, but waits over plain
         # HTTP for one with such an address.
         is_https = address.scheme == "https"
@@ -297,7 +275,7 @@ class Accounting(GPULossMonitor, ImagePrefetcher, ClusterSync, Application):
 
     async def _hub_gone(self, stop: asyncio.Event) -> None:
         """End when the Hub that started us was killed: the next Hub starts its own service."""
-        hub = os.environ.get("GPUSPAWNER_HUB_PID", "")
+        hub = os.environ.get(PID, "")
         if not hub.isdigit():
             return  # somebody else manages this process
         # It may have been killed earlier, or have started us through another process.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection
-from datetime import datetime
+from collections.abc import Callable
+from datetime import datetime, timedelta
 from functools import partial
 
 from ..core.aio import side_by_side
@@ -22,25 +22,18 @@ from ..leases.gpu_loss import KEPT, Restart
 from ..leases.models import Lease, ServerRef
 from ..monitoring.models import Sample
 from ..monitoring.service import GPUMonitoring
-from .health_monitor import HealthMonitor
+from .health_monitor import health_duty
 from .hub_client import StartAnswer
-from .sampler import Sampling, days
+from .sampler import Sampling
 from .supervisor import Supervisor
-from .worker import Round, Tick
+from .worker import Round, Tick, TickDuty
 
 
-class IdleDuty:
-    """Rounds of this duty, one after the other."""
-
-    def __init__(self, tick: Tick) -> None:
-        self.tick = tick
-        self.services = tick.services
+class IdleDuty(TickDuty):
+    """Warns of idle GPUs, and has their servers stopped."""
 
     async def round(self) -> None:
-        """Judge every server that holds GPUs.
-
-        The Hub is asked when each had output; a server without an answer is not judged.
-        """
+        """Judge every server with GPUs, once the Hub has said when it last had output."""
         held = await self.services.run(self.services.idle.holding_gpus)
         if not held:
             return
@@ -56,10 +49,10 @@ class IdleDuty:
         for it in await self.services.run(self.services.idle.judge_idle, output):
             if it.event == "stop":
                 what = "%s is to be stopped: its GPUs were not used (lease %s)"
-                self.tick.log.warning(what, it.lease.server, it.lease.id)
+                self.log.warning(what, it.lease.server, it.lease.id)
             elif it.event == "warn":
-                what = "%s was warned: its GPUs rest (lease %s)"
-                self.tick.log.info(what, it.lease.server, it.lease.id)
+                what = "%s was warned: its GPUs are idle (lease %s)"
+                self.log.info(what, it.lease.server, it.lease.id)
 
 
 WRITE_EVERY = 5.0
@@ -74,8 +67,8 @@ PROCESSES_EVERY = 60.0
 """Seconds between two lists of the processes on a GPU, the driver's slowest query."""
 
 
-class GPUSampler(HealthMonitor):
-    """A service that samples the devices of its host."""
+class GPUSampler:
+    """A service that samples the devices of its host, and checks containers that have them."""
 
     monitoring: GPUMonitoring
 
@@ -87,6 +80,18 @@ class GPUSampler(HealthMonitor):
         """Return the newest samples of each device, oldest first; empty without a sampler."""
         return self.samples.recent() if self.samples else {}
 
+    async def watch_devices(
+        self, tick: Tick, supervisor: Supervisor, poke: Callable[[], None]
+    ) -> None:
+        """Sample devices, and check containers, until cancelled."""
+        rounds: list[Round] = [(2.0, "Restarts", RestartDuty(tick).round)]
+        if seconds := self.monitoring.containers_seconds:
+            rounds.append((seconds, "GPUs in containers", GPULossDuty(tick, poke).round))
+        await side_by_side(
+            supervisor.keep("Use of GPUs", partial(self.remember_use, tick)),
+            *(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds),
+        )
+
     async def remember_use(self, tick: Tick) -> None:
         """Sample, and store complete minutes, until cancelled."""
         services = tick.services
@@ -96,7 +101,8 @@ class GPUSampler(HealthMonitor):
         sampler = source.sampler(PROCESSES_EVERY)
         sampling = Sampling(sampler, services.clock, self.monitoring.sample_seconds, tick.log)
         self.samples = sampling
-        idle, health = IdleDuty(tick), self.health_duty(tick, sampling, sampler)
+        catalog = getattr(self, "catalog", "")  # of the images that are prefetched, if any
+        idle, health = IdleDuty(tick), health_duty(tick, sampling, sampler, catalog)
         sampling.start()
         try:
             for number in itertools.count():
@@ -134,26 +140,16 @@ class GPUSampler(HealthMonitor):
         else:
             tick.well("Samples of GPUs")
         minutes = sampling.complete()
-        try:
+        with tick.going_on("Use of GPUs", Exception):
             if minutes:
                 await services.run(services.monitoring.remember_use, minutes)
                 sampling.written(minutes)
             if tidy:
-                keep = (
-                    days(self.monitoring.keep_minutes_days),
-                    days(self.monitoring.keep_hours_days),
+                keep = (self.monitoring.keep_minutes_days, self.monitoring.keep_hours_days)
+                await services.run(
+                    services.monitoring.tidy_use, *(timedelta(days=number) for number in keep)
                 )
-                await services.run(services.monitoring.tidy_use, *keep)
-        except GPUSpawnerError as error:
-            tick.trouble("Use of GPUs", error)
-        except Exception as error:
-            tick.trouble("Use of GPUs", error, trace=True)
-        else:
-            tick.well("Use of GPUs")
 
-
-RESTARTS_EVERY = 2.0
-"""Seconds between two checks for servers to restart."""
 
 AGAIN = 20.0
 """Seconds between two attempts to start a server."""
@@ -162,29 +158,11 @@ TRIES = 3
 """After this many attempts, its member is asked to start it."""
 
 
-class GPULossMonitor(GPUSampler):
-    """A service that checks containers with devices."""
-
-    async def watch_devices(
-        self, tick: Tick, supervisor: Supervisor, poke: Callable[[], None]
-    ) -> None:
-        """Sample devices, and check containers, until cancelled."""
-        rounds: list[Round] = [(RESTARTS_EVERY, "Restarts", RestartDuty(tick).round)]
-        if seconds := self.monitoring.containers_seconds:
-            rounds.append((seconds, "GPUs in containers", GPULossDuty(tick, poke).round))
-        await side_by_side(
-            supervisor.keep("Use of GPUs", partial(self.remember_use, tick)),
-            *(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds),
-        )
-
-
-class GPULossDuty:
-    """Rounds of checks, one after the other; nothing blocks the event loop."""
+class GPULossDuty(TickDuty):
+    """Checks containers with GPUs; nothing blocks the event loop."""
 
     def __init__(self, tick: Tick, poke: Callable[[], None] = lambda: None) -> None:
-        self.tick = tick
-        self.services = tick.services
-        self.poke = poke
+        super().__init__(tick, poke)
         self.engine = DockerEngine()  # a client of its own: a check may take long
         self.looks = LostDevices(self.engine)
         self._lost: set[str] = set()
@@ -212,23 +190,23 @@ class GPULossDuty:
         what = (
             "%s does not reach its GPUs (%s) any more, though they are leased to it (lease %s). %s"
         )
-        self.tick.log.warning(what, lease.server, gpus, lease.id, why)
+        self.log.warning(what, lease.server, gpus, lease.id, why)
         self._lost.add(lease.id)
 
 
-class RestartDuty:
-    """Rounds that start servers again which have stopped for a restart."""
+class RestartDuty(TickDuty):
+    """Starts servers again that have stopped for a restart."""
 
     def __init__(self, tick: Tick) -> None:
-        self.tick = tick
-        self.services = tick.services
+        super().__init__(tick)
         self._tries: dict[ServerRef, tuple[int, float]] = {}
         """How often each was tried, and when it may be tried again, by the event loop's clock."""
 
     async def round(self) -> None:
         """Start stopped servers, and give up those that do not return. Raises Unavailable."""
         going_on = await self.services.run(self.services.restarts.all_restarts)
-        self._forget_all_but({each.server for each in going_on})
+        servers = {each.server for each in going_on}
+        self._tries = {server: x for server, x in self._tries.items() if server in servers}
         for each in going_on:
             if not each.is_gone:
                 continue
@@ -248,13 +226,10 @@ class RestartDuty:
         self._tries[restart.server] = (tries + 1, now + AGAIN)
         started = await self.tick.hub.start_server(restart.server, None)
         if started is StartAnswer.YES:
-            self.tick.log.info("%s starts again with the GPUs that it had", restart.server)
+            self.log.info("%s starts again with the GPUs that it had", restart.server)
         else:
             await self._give_up(restart, "the Hub does not start it any more")
 
     async def _give_up(self, restart: Restart, why: str) -> None:
         await self.services.run(self.services.restarts.end_restart, restart.server, why)
-        self.tick.log.warning("%s does not start again: %s", restart.server, why)
-
-    def _forget_all_but(self, servers: Collection[ServerRef]) -> None:
-        self._tries = {server: x for server, x in self._tries.items() if server in servers}
+        self.log.warning("%s does not start again: %s", restart.server, why)

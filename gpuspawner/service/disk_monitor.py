@@ -8,28 +8,23 @@ decreases: no server can have written more than that.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import docker
 from docker.errors import NotFound
-from docker.utils import kwargs_from_env
 
+from ..core.aio import in_daemon_thread
 from ..core.errors import EngineUnavailable, Unavailable
 from ..engines.disk_usage import SPARE, LimitedContainer, limited, room, size, written_bytes
-from ..engines.docker import DockerEngine
+from ..engines.docker import DockerEngine, client_from_environment
 from ..leases.models import Lease
 from ..slurm.cluster import Cluster
 from ..slurm.images import connector
 from ..slurm.scheduler import SlurmDelegate
-from .worker import Round, Tick
-
-T = TypeVar("T")
+from .worker import Round, Tick, TickDuty
 
 LOOK_SECONDS = 2.0
 """Seconds between two checks of the disk's free space."""
@@ -49,6 +44,7 @@ AT_ONCE = 8
 """How many containers of one engine are measured at the same time."""
 
 HERE = "this machine"
+_in_thread = partial(in_daemon_thread, "gpuspawner-disk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,7 @@ class DiskMeasurement:
 
 
 def is_due(last: DiskMeasurement | None, now: float, free_bytes: int | None) -> bool:
-    """Return True if it is time to measure again. Pure."""
+    """Return True if it is time to measure again."""
     if last is None:
         return True
     since = now - last.at
@@ -75,11 +71,8 @@ def is_due(last: DiskMeasurement | None, now: float, free_bytes: int | None) -> 
     return since >= SELDOM_SECONDS or last.free_bytes - free_bytes >= last.step_bytes
 
 
-class DiskDuty:
-    """Rounds of checking engines, off the event loop.
-
-    An engine that does not answer does not delay another one's servers.
-    """
+class DiskDuty(TickDuty):
+    """Checks the disk of each engine; one that does not answer delays no other one's servers."""
 
     def __init__(
         self,
@@ -88,14 +81,8 @@ class DiskDuty:
         machine_of: Callable[[Lease], str],
         poke: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create the duty.
-
-        ``engines``: by the machine that each is on. ``machine_of`` returns where a lease's server
-        is; empty if on none of them.
-        """
-        self.tick = tick
-        self.services = tick.services
-        self.poke = poke
+        """``machine_of`` returns the key in ``engines`` for a lease, or an empty string."""
+        super().__init__(tick, poke)
         self._machine_of = machine_of
         self._disks = {name: Disk(self, name, engine) for name, engine in engines.items()}
 
@@ -129,10 +116,7 @@ class Disk:
         self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def round(self, leases: Mapping[str, Lease]) -> None:
-        """Measure the containers of these leases if that is due.
-
-        An engine that does not answer is logged.
-        """
+        """Measure the containers of these leases if due; log if the engine does not answer."""
         self._warned &= leases.keys()
         if not leases:
             self._last = None
@@ -144,11 +128,11 @@ class Disk:
 
     async def _round(self, leases: Mapping[str, Lease]) -> None:
         began = time.monotonic()
-        found = await _in_daemon_thread(self._room) if self._is_here else None
+        found = await _in_thread(self._room) if self._is_here else None
         free = found[0] if found else None
         if not is_due(self._last, began, free):
             return
-        limits = await _in_daemon_thread(lambda: self.engine.call(limited))
+        limits = await _in_thread(lambda: self.engine.call(limited))
         # Containers that are being stopped are no longer measured.
         here = [x for x in limits if x.lease_id in leases and not leases[x.lease_id].outcome]
         for each in here:
@@ -178,7 +162,7 @@ class Disk:
         """Measure one container, and act on its size; None if its size is unknown."""
         try:
             async with self._gate:
-                written = await _in_daemon_thread(lambda: self._written(container.container_id))
+                written = await _in_thread(lambda: self._written(container.container_id))
         except EngineUnavailable:
             return None
         if written is None:
@@ -220,33 +204,6 @@ class Disk:
             self.tick.well(self._part)
 
 
-def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run blocking work in a thread that the service does not wait for at its end."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(settle_with: Callable[[Any], None], value: Any) -> None:
-        if not done.done():
-            settle_with(value)
-
-    def run() -> None:
-        result: tuple[Callable[[Any], None], Any]
-        try:
-            result = done.set_result, work()
-        except Exception as error:  # whatever it is, the caller gets it
-            result = done.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the service has ended meanwhile
-            loop.call_soon_threadsafe(settle, *result)
-
-    threading.Thread(target=run, name="gpuspawner-disk", daemon=True).start()
-    return done
-
-
-def _patient_client() -> docker.APIClient:
-    """Return a client that waits until a large container is measured."""
-    return docker.APIClient(version="auto", timeout=PATIENCE_SECONDS, **kwargs_from_env())
-
-
 def node_of(cluster: Cluster, engine: str, lease: Lease) -> str:
     """Return the name of the machine with a lease's server; empty if not in the cluster."""
     if lease.engine != engine or not lease.devices:
@@ -257,7 +214,7 @@ def node_of(cluster: Cluster, engine: str, lease: Lease) -> str:
 
 def disk_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
     """Return these duties: one for this machine's engine, one for those of a cluster."""
-    engine = DockerEngine(_patient_client)
+    engine = DockerEngine(partial(client_from_environment, PATIENCE_SECONDS))
     here = DiskDuty(tick, {HERE: engine}, lambda x: HERE if x.engine == engine.name else "", poke)
     rounds: list[Round] = [(LOOK_SECONDS, "Disk", here.round)]
     delegate = tick.services.delegation.delegate

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import docker
 from docker.errors import DockerException
-from docker.utils import kwargs_from_env
-from traitlets.config import SingletonConfigurable
 
 from ..catalog.loader import WatchedCatalog
 from ..core.errors import GPUSpawnerError, Unavailable
@@ -24,6 +23,7 @@ from ..engines.device_probe import (
     probe_by_process,
     probe_in_container,
 )
+from ..engines.docker import client_from_environment
 from ..monitoring.health import SymptomWindow
 from ..monitoring.health_service import FoundSymptoms
 from ..monitoring.models import Sample
@@ -31,7 +31,7 @@ from ..slurm.cluster import Node
 from ..slurm.images import connector
 from ..slurm.scheduler import SlurmDelegate
 from .sampler import Sampling
-from .worker import Tick
+from .worker import Tick, TickDuty
 
 ENGINE_SECONDS = 60.0
 """Seconds that the engine may take to answer a query."""
@@ -43,57 +43,46 @@ ONCE_MORE = 15.0
 """Seconds until a new probe, if the result could not be stored or passed on."""
 
 Probe = Callable[[str], ProbeResult]
-"""Probes the device with this UUID. Blocks. Raises Untried."""
+"""Probes the device with this UUID. Blocks. Raises ProbeNotPossible."""
 
 
-class HealthMonitor(SingletonConfigurable):
-    """A service that probes devices."""
+def health_duty(tick: Tick, sampling: Sampling, sampler: Sampler, catalog: str = "") -> HealthDuty:
+    """Return the judge of this host's samples; ``catalog`` names images for its probes."""
+    injection = tick.services.settings.health.probe_injection
 
-    def health_duty(self, tick: Tick, sampling: Sampling, sampler: Sampler) -> HealthDuty:
-        """Return the judge of this host's samples."""
-        injection = tick.services.settings.health.probe_injection
+    def probe(uuid: str) -> ProbeResult:
+        if isinstance(sampler, SimulatedSampler):
+            if failure := sampler.fails_probe(uuid):
+                return ProbeResult(failure.rstrip("."))
+            if injection in ("auto", "process", "none"):
+                return ProbeResult(text="a simulated device")
+        if injection in ("process", "none"):
+            if _node_of(tick, uuid):
+                how = f"c.GPUHealth.probe_injection is {injection!r}"
+                raise ProbeNotPossible(f"{how}, and it is on a machine of the cluster")
+            return probe_by_process(uuid)
+        return _probe_in_container(tick, catalog, uuid)
 
-        def probe(uuid: str) -> ProbeResult:
-            if isinstance(sampler, SimulatedSampler):
-                if failure := sampler.fails_probe(uuid):
-                    return ProbeResult(failure.rstrip("."))
-                if injection in ("auto", "process", "none"):
-                    return ProbeResult(text="a simulated device")
-            if injection in ("process", "none"):
-                if _node_of(tick, uuid):
-                    how = f"c.GPUHealth.probe_injection is {injection!r}"
-                    raise ProbeNotPossible(f"{how}, and it is on a machine of the cluster")
-                return probe_by_process(uuid)
-            return self._in_container(tick, uuid)
-
-        return HealthDuty(tick, sampling, probe)
-
-    def _in_container(self, tick: Tick, uuid: str) -> ProbeResult:
-        settings = tick.services.settings.health
-        try:
-            images = [settings.probe_image, *self._images(tick)]
-            client = _engine_of(tick, uuid)
-        except (GPUSpawnerError, DockerException, OSError) as error:
-            raise ProbeNotPossible(str(error)) from error
-        try:
-            return probe_in_container(client, images, settings.probe_injection, uuid)
-        finally:
-            client.close()
-
-    def _images(self, tick: Tick) -> Sequence[str]:
-        path = getattr(self, "catalog", "")  # the catalog whose images are prefetched, if any
-        if not path:
-            return ()
-        known = WatchedCatalog(path, tick.log).current()
-        return [image for each in known.environments for image in each.images]
+    return HealthDuty(tick, sampling, probe)
 
 
-class HealthDuty:
+def _probe_in_container(tick: Tick, catalog: str, uuid: str) -> ProbeResult:
+    settings = tick.services.settings.health
+    try:
+        known = WatchedCatalog(catalog, tick.log).current().environments if catalog else ()
+        images = [settings.probe_image, *(image for each in known for image in each.images)]
+        client = _engine_of(tick, uuid)
+    except (GPUSpawnerError, DockerException, OSError) as error:
+        raise ProbeNotPossible(str(error)) from error
+    with closing(client):
+        return probe_in_container(client, images, settings.probe_injection, uuid)
+
+
+class HealthDuty(TickDuty):
     """Rounds of this duty, one after the other; probes run beside them."""
 
     def __init__(self, tick: Tick, sampling: Sampling, probe: Probe) -> None:
-        self.tick = tick
-        self.services = tick.services
+        super().__init__(tick)
         self.sampling = sampling
         self._probe = probe
         self._signs: dict[str, SymptomWindow] = {}
@@ -102,18 +91,15 @@ class HealthDuty:
         self._probing: dict[str, asyncio.Task[None]] = {}
 
     async def round(self) -> None:
-        """Judge new samples, and refund what ended leases cost on sick devices.
-
-        Raises StoreUnavailable; what happened meanwhile is judged in the next round.
-        """
+        """Judge new samples, and refund ended leases on sick devices. Raises StoreUnavailable."""
         signs = self._new()
         found = {uuid: FoundSymptoms(its.look(), its.going_on) for uuid, its in signs.items()}
         if found:
             for change in await self.services.run(self.services.health.judge_health, found):
                 if change.event == "sick":
-                    what = "Device %s is sick: %s. Nobody new gets it; told: %s"
-                    told = ", ".join(str(lease.server) for lease in change.told) or "nobody has it"
-                    self.tick.log.warning(what, change.uuid, change.reason, told)
+                    what = "Device %s is sick: %s. It gets no new servers; members told: %s"
+                    told = ", ".join(str(lease.server) for lease in change.told) or "none"
+                    self.log.warning(what, change.uuid, change.reason, told)
                 elif change.event == "probe":
                     self._begin_probe(change.uuid)
             for its in signs.values():
@@ -154,21 +140,19 @@ class HealthDuty:
             found = await asyncio.to_thread(self._probe, uuid)
             done = await self.services.run(self.services.health.probed, uuid, found.failure)
         except ProbeNotPossible as reason:
-            said = f"it stays out and is tried again, for it could not be tried: {reason}"
+            said = f"it stays out of service, and is probed again later: {reason}"
             self.tick.trouble(part, Unavailable(said))
         except Unavailable as error:
             self.tick.trouble(part, error)
             await asyncio.sleep(ONCE_MORE)  # it passed, and others may be back by then
-        except GPUSpawnerError as error:
-            self.tick.trouble(part, error)
         except Exception as error:
-            self.tick.trouble(part, error, trace=True)
+            self.tick.trouble(part, error)
         else:
             self.tick.well(part)
             if done and found.failure:
-                self.tick.log.warning("Device %s failed its probe: %s", uuid, found.failure)
+                self.log.warning("Device %s failed its probe: %s", uuid, found.failure)
             elif done:
-                self.tick.log.warning("Device %s is given out again: %s", uuid, found.text)
+                self.log.warning("Device %s is given out again: %s", uuid, found.text)
 
 
 def _node_of(tick: Tick, uuid: str) -> Node | None:
@@ -179,14 +163,10 @@ def _node_of(tick: Tick, uuid: str) -> Node | None:
 
 
 def _engine_of(tick: Tick, uuid: str) -> docker.APIClient:
-    """Return a client of the engine on the device's machine.
-
-    Raises DockerException or OSError.
-    """
+    """Return a client of the engine on the device's machine. Raises DockerException or OSError."""
     if node := _node_of(tick, uuid):
         return connector(node, ENGINE_SECONDS)()
-    arguments = {"version": "auto", "timeout": ENGINE_SECONDS, **kwargs_from_env()}
-    return docker.APIClient(**arguments)
+    return client_from_environment(ENGINE_SECONDS)
 
 
 def _after(samples: Sequence[Sample], last: Sample | None) -> Sequence[Sample]:

@@ -1,15 +1,11 @@
-"""The part of the Hub's REST API that the accounting service uses.
-
-Scopes: ``list:users`` to list servers, ``servers`` to see, start and stop them, ``read:groups`` to
-see who is in a group. Nothing else: it starts only what a member requested and waited for when the
-hub went down.
-"""
+"""The part of the Hub's REST API that the accounting service uses, with ACCOUNTING_SCOPES."""
 
 from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
@@ -44,10 +40,7 @@ class StartAnswer(Enum):
 
 
 class HubClient:
-    """The Hub, accessed with a service's token.
-
-    Every method raises Unavailable if the Hub does not answer, or not as expected.
-    """
+    """The Hub, by a service's token. Raises Unavailable if it does not answer as expected."""
 
     def __init__(self, api_url: str, token: str, ssl_context: ssl.SSLContext | None = None) -> None:
         self.api_url = api_url.rstrip("/")
@@ -65,86 +58,64 @@ class HubClient:
         while True:
             query = urlencode({"state": "active", "offset": offset, "limit": PAGE})
             response = await self._ask("GET", f"/users?{query}", headers=_PAGINATED)
-            page = _json(response)
-            try:
+            with _known_form():
+                page = json.loads(response.body)
                 for user in page["items"]:
                     found |= _servers_of(user)
                 following = page["_pagination"]["next"]
                 if not following:
                     return found
                 offset = int(following["offset"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise _strange_answer() from error
 
     async def server(self, server: ServerRef) -> HubState | None:
         """Return a server's state; None if the Hub is sure that it does not exist."""
-        response = await self._ask("GET", f"/users/{_quote(server.user)}", missing_is_answer=True)
-        if response.code == 404:
+        response = await self._ask_if_known("GET", f"/users/{_quote(server.user)}")
+        if response is None:
             return None
-        try:
-            return _servers_of(_json(response)).get(server)
-        except (KeyError, TypeError) as error:
-            raise _strange_answer() from error
+        with _known_form():
+            return _servers_of(json.loads(response.body)).get(server)
 
     async def last_activity(self, server: ServerRef) -> datetime | None:
-        """Return when a server's kernels last had output, or its member did anything in it.
-
-        As far as the Hub knows; None if never, or without such a server.
-        """
-        response = await self._ask("GET", f"/users/{_quote(server.user)}", missing_is_answer=True)
-        if response.code == 404:
+        """Return when the Hub last saw activity or output of a server; None if never."""
+        response = await self._ask_if_known("GET", f"/users/{_quote(server.user)}")
+        if response is None:
             return None
-        try:
-            found = _json(response)["servers"].get(server.name, {}).get("last_activity")
+        with _known_form():
+            servers = json.loads(response.body)["servers"]
+            found = servers.get(server.name, {}).get("last_activity")
             moment = isoparse(found) if found else None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _strange_answer() from error
         return moment if moment is None or moment.tzinfo else moment.replace(tzinfo=timezone.utc)
 
     async def has_member(self, user: str) -> bool:
         """Return True if the Hub has a user with this name."""
-        response = await self._ask("GET", f"/users/{_quote(user)}", missing_is_answer=True)
-        return response.code != 404
+        return await self._ask_if_known("GET", f"/users/{_quote(user)}") is not None
 
     async def members_of(self, group: str) -> frozenset[str] | None:
         """Return the names of a group's members; None if the Hub has no such group."""
-        response = await self._ask("GET", f"/groups/{_quote(group)}", missing_is_answer=True)
-        if response.code == 404:
+        response = await self._ask_if_known("GET", f"/groups/{_quote(group)}")
+        if response is None:
             return None
-        try:
-            return frozenset(str(name) for name in _json(response)["users"])
-        except (KeyError, TypeError) as error:
-            raise _strange_answer() from error
+        with _known_form():
+            return frozenset(str(name) for name in json.loads(response.body)["users"])
 
     async def stop_server(self, server: ServerRef) -> bool:
-        """Request a server's stop. Returns False if the Hub has no such server.
-
-        True does not mean that it has ended: the stop may still be in progress.
-        """
-        path = f"/users/{_quote(server.user)}/server"
-        if server.name:
-            path += f"s/{_quote(server.name)}"
-        response = await self._ask("DELETE", path, missing_is_answer=True)
-        return response.code != 404
+        """Request a server's stop, which may take a while. False if the Hub has no such server."""
+        return await self._ask_if_known("DELETE", _path_of(server)) is not None
 
     async def start_server(
         self, server: ServerRef, options: Mapping[str, Any] | None
     ) -> StartAnswer:
         """Request a server's start with these options; None: the options of its last start."""
-        path = f"/users/{_quote(server.user)}/server"
-        if server.name:
-            path += f"s/{_quote(server.name)}"
-        request = HTTPRequest(
-            self.api_url + path,
-            method="POST",
-            headers={**self._headers, "Content-Type": "application/json"},
-            body="" if options is None else json.dumps(dict(options)),
-            request_timeout=TAKEN_UP,
-            connect_timeout=TAKEN_UP,
-            ssl_options=self._ssl,
-        )
+        path = _path_of(server)
         try:
-            await AsyncHTTPClient().fetch(request)
+            await self._fetch(
+                "POST",
+                path,
+                headers={"Content-Type": "application/json"},
+                body="" if options is None else json.dumps(dict(options)),
+                request_timeout=TAKEN_UP,
+                connect_timeout=TAKEN_UP,
+            )
         except HTTPClientError as error:
             if error.code == 599:  # our own timeout
                 return StartAnswer.YES
@@ -160,24 +131,30 @@ class HubClient:
             raise Unavailable(f"The Hub at {self.api_url} does not answer ({error}).") from None
         return StartAnswer.YES
 
+    async def _fetch(
+        self, method: str, path: str, *, headers: Mapping[str, str], **settings: Any
+    ) -> HTTPResponse:
+        url, headers = self.api_url + path, {**self._headers, **headers}
+        request = HTTPRequest(url, method, headers, ssl_options=self._ssl, **settings)
+        return await AsyncHTTPClient().fetch(request)
+
+    async def _ask_if_known(self, method: str, path: str) -> HTTPResponse | None:
+        """Return the Hub's answer, or None if it has no such user, group or server."""
+        response = await self._ask(method, path, missing_is_answer=True)
+        return None if response.code == 404 else response
+
     async def _ask(
         self,
         method: str,
         path: str,
         *,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
         missing_is_answer: bool = False,
     ) -> HTTPResponse:
-        request = HTTPRequest(
-            self.api_url + path,
-            method=method,
-            headers={**self._headers, **(headers or {})},
-            request_timeout=TIMEOUT,
-            connect_timeout=5.0,
-            ssl_options=self._ssl,
-        )
         try:
-            return await AsyncHTTPClient().fetch(request)
+            return await self._fetch(
+                method, path, headers=headers or {}, request_timeout=TIMEOUT, connect_timeout=5.0
+            )
         except HTTPClientError as error:
             if error.code == 404 and missing_is_answer and error.response is not None:
                 return error.response
@@ -201,24 +178,27 @@ def _servers_of(user: dict[str, Any]) -> dict[ServerRef, HubState]:
     }
 
 
-def _json(response: HTTPResponse) -> Any:
+def _path_of(server: ServerRef) -> str:
+    path = f"/users/{_quote(server.user)}/server"
+    return f"{path}s/{_quote(server.name)}" if server.name else path
+
+
+@contextmanager
+def _known_form() -> Iterator[None]:
+    """Raise Unavailable if the Hub's answer is not as expected."""
     try:
-        return json.loads(response.body)
-    except ValueError as error:
-        raise _strange_answer() from error
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Unavailable(
+            "The Hub's list of servers is not in the form that this version knows. Use JupyterHub "
+            "4 or newer, and check that the service's role holds servers."
+        ) from error
 
 
 def _not_allowed(method: str, path: str) -> Unavailable:
     return Unavailable(
         f"The Hub does not let this service {method} {path.partition('?')[0]}. Give it the scopes "
         "list:users, read:groups and servers (gpuspawner.add_services does), and restart the Hub."
-    )
-
-
-def _strange_answer() -> Unavailable:
-    return Unavailable(
-        "The Hub's list of servers is not in the form that this version knows. Use JupyterHub 4 "
-        "or newer, and check that the service's role holds servers."
     )
 
 

@@ -47,12 +47,12 @@ async def cull_arbiter(
     try:
         lease, watched = await asyncio.to_thread(_services().idle.idle_state, ref)
     except GPUSpawnerError as error:
-        log.warning("Whether the GPUs of %s rest is not known: %s", ref, error)
+        log.warning("It is not known if the GPUs of %s are idle: %s", ref, error)
         return False
-    return lease is None or not lease.devices or _rest(lease, watched, _services().clock())
+    return lease is None or not lease.devices or _are_gpus_idle(lease, watched, _services().clock())
 
 
-def _rest(lease: Lease, watched: WatchedLease | None, now: datetime) -> bool:
+def _are_gpus_idle(lease: Lease, watched: WatchedLease | None, now: datetime) -> bool:
     if lease.outcome:
         return True  # its stop was ordered
     if watched is None:

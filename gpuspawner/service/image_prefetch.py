@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -13,13 +12,13 @@ from typing import Any
 import docker
 import requests
 from docker.errors import DockerException
-from docker.utils import kwargs_from_env
 from traitlets import Unicode
 from traitlets.config import SingletonConfigurable
 
 from ..catalog.loader import WatchedCatalog
 from ..catalog.models import Environment
 from ..core.errors import GPUSpawnerError, ImageUnavailable
+from ..engines.docker import client_from_environment
 from ..engines.images import Connect, local_images, offered_digest, pull
 from ..leases.models import LeaseState
 from ..queue.models import Ticket
@@ -93,14 +92,11 @@ class PullAhead:
         *,
         where: str = "",
     ) -> None:
-        """Create it; ``where`` names the engine's machine.
-
-        Empty means this machine, where registries are also queried for newer images.
-        """
+        """``where`` names the engine's machine; empty means this one."""
         self._catalog = catalog
         self._services = services
         self._log = log
-        self._connect = connect or _client
+        self._connect = connect or client_from_environment
         self._where = where
         self._on = f" on {where}" if where else ""
         self._failed: dict[str, tuple[int, float]] = {}
@@ -133,9 +129,11 @@ class PullAhead:
             for image in dict.fromkeys(filter(None, images)):
                 if local_images(client, image) is not None:
                     self._failed.pop(image, None)
-                elif self._is_due(image) and not self._pull(client, image):
+                elif time.monotonic() < self._failed.get(image, (0, 0.0))[1]:
+                    continue
+                elif not self._pull(client, image):
                     return
-            for environment in () if self._where else environments:
+            for environment in () if self._where else environments:  # registries are asked once
                 self._ask(client, environment)
         finally:
             client.close()
@@ -167,9 +165,6 @@ class PullAhead:
         self._log.info("%s is%s after %.0f s", image, here, time.monotonic() - began)
         return True
 
-    def _is_due(self, image: str) -> bool:
-        return time.monotonic() >= self._failed.get(image, (0, 0.0))[1]
-
     def _waited_for(self, client: docker.APIClient) -> str:
         """Return an image that a starting server waits for; empty if there is none."""
         starting = {
@@ -177,7 +172,9 @@ class PullAhead:
             for lease in self._services.leases.open_leases()
             if lease.state is LeaseState.GRANTED
         }
-        return _first_missing(client, self._catalog.current().environments, starting)
+        known = self._catalog.current().environments
+        images = (image for each in known if each.slug in starting for image in each.images)
+        return next((i for i in images if i and local_images(client, i) is None), "")
 
     def _ask(self, client: docker.APIClient, environment: Environment) -> None:
         """Log once a day which environments have a newer image; nothing is pulled."""
@@ -190,7 +187,7 @@ class PullAhead:
         try:
             newest = offered_digest(client, environment.image)
         except ImageUnavailable as error:
-            self._log.info("Whether %s has a newer image: %s", environment.slug, error)
+            self._log.info("A newer image of %s cannot be looked for: %s", environment.slug, error)
             return
         if newest != has:
             self._log.info(
@@ -206,14 +203,3 @@ def _pulls(environment: Environment) -> bool:
     """Return True if its servers pull their image at all."""
     policy = str(environment.spawner_override.get("pull_policy", ""))
     return policy.lower() not in ("never", "skip")
-
-
-def _first_missing(
-    client: docker.APIClient, environments: Collection[Environment], slugs: Collection[str]
-) -> str:
-    images = (image for each in environments if each.slug in slugs for image in each.images)
-    return next((image for image in images if image and local_images(client, image) is None), "")
-
-
-def _client(timeout: float) -> docker.APIClient:
-    return docker.APIClient(version="auto", timeout=timeout, **kwargs_from_env())

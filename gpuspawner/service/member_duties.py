@@ -8,20 +8,18 @@ session duty, until the servers are gone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from ..core.errors import GPUSpawnerError, Unavailable
+from ..core.errors import Unavailable
 from ..core.units import format_credits
 from ..ledger.credit_policy import OVERDRAFT
 from ..ledger.exhaustion import CreditEvent, credits_back
 from ..ledger.refills import Refill
 from ..notifications.models import Notice
-from ..services import Services
-from .worker import Tick
+from .worker import Tick, TickDuty
 
 
-class CreditDuty:
-    """Rounds of this duty, one after the other."""
+class CreditDuty(TickDuty):
+    """Warns of low credits, and stops what nobody pays for."""
 
     def __init__(
         self,
@@ -31,11 +29,8 @@ class CreditDuty:
         poke: Callable[[], None] = lambda: None,
         tell_admin: Callable[[Notice], None] = lambda notice: None,
     ) -> None:
-        self.tick = tick
-        self.services = tick.services
-        self.log = tick.log
+        super().__init__(tick, poke)
         self.warn_minutes = tuple(warn_minutes)
-        self.poke = poke
         self.tell_admin = tell_admin
 
     async def round(self) -> None:
@@ -43,13 +38,9 @@ class CreditDuty:
         for account in await self.services.run(
             self.services.exhaustion.accounts_to_see_to, self.warn_minutes
         ):
-            try:
+            # Whatever goes wrong, other accounts are handled all the same.
+            with self.tick.going_on(f"Credits of {account}", Exception):
                 await self._see_to(account)
-            except Exception as error:  # other accounts are handled all the same
-                foreseen = isinstance(error, GPUSpawnerError)
-                self.tick.trouble(f"Credits of {account}", error, trace=not foreseen)
-            else:
-                self.tick.well(f"Credits of {account}")
 
     async def _see_to(self, account: str) -> None:
         happened = await self.services.run(
@@ -80,58 +71,33 @@ class CreditDuty:
                 self.log.warning(what, lease.account, left, lease.server, why)
 
 
-MEMBERS_EVERY = 5.0
-"""Seconds between two checks for ended memberships, and for what former members still have."""
-
-
-class Members:
-    """Rounds of this duty, one after the other."""
-
-    def __init__(self, tick: Tick, poke: Callable[[], None] = lambda: None) -> None:
-        self.tick = tick
-        self.services = tick.services
-        self.poke = poke
+class Members(TickDuty):
+    """Ends memberships, and what former members still have."""
 
     async def round(self) -> None:
         """Expire memberships and stop the servers of former members."""
         told = await self.services.run(self.services.roster.see_to_roster)
         for user in await self.services.run(self.services.members.former_holding):
-            part = f"Membership of {user}"
-            try:
+            with self.tick.going_on(f"Membership of {user}"):
                 told += await self.services.run(self.services.members.see_to_former, user)
-            except GPUSpawnerError as error:
-                self.tick.trouble(part, error)
-            else:
-                self.tick.well(part)
         if told:
             self.poke()
 
 
-@dataclass(slots=True)
-class FolderOwnerDuty:
-    """Checks with the Hub that everybody with a shared folder still exists.
-
-    A hub that removes a member takes their folders from them at once; this is for members removed
-    while no server of this hub had started, or directly in the Hub's database.
-    """
-
-    tick: Tick
+class FolderOwnerDuty(TickDuty):
+    """Takes shared folders from members who were removed while no server of theirs started."""
 
     async def round(self) -> None:
         """Check all of them once. Raises Unavailable if the Hub does not answer."""
-        services = self.tick.services
+        services = self.services
         for user in await services.run(services.shared_folders.folder_people):
             if not await self.tick.hub.has_member(user):
                 await services.run(services.shared_folders.member_left, user)
                 self.tick.log.info("%s left the hub, and has no shared folder any more", user)
 
 
-class RefillDuty:
-    """Rounds of this duty, one after the other."""
-
-    def __init__(self, tick: Tick) -> None:
-        self.tick = tick
-        self.services: Services = tick.services
+class RefillDuty(TickDuty):
+    """Grants what is due, and takes back what has expired."""
 
     async def round(self) -> None:
         """Take back what is left of expired credits, and grant every due refill.
@@ -141,18 +107,11 @@ class RefillDuty:
         """
         await self.services.run(self.services.ledger.end_lots)
         for refill in await self.services.run(self.services.refills.due_refills):
-            part = f"Refill {refill.id}"
-            try:
-                await self._give(refill)
-            except GPUSpawnerError as error:
-                self.tick.trouble(part, error)
-            else:
-                self.tick.well(part)
-
-    async def _give(self, refill: Refill) -> None:
-        members = await self._members(refill)
-        while await self.services.run(self.services.refills.give_refill, refill.id, members):
-            pass
+            with self.tick.going_on(f"Refill {refill.id}"):
+                members = await self._members(refill)
+                give = self.services.refills.give_refill
+                while await self.services.run(give, refill.id, members):
+                    pass
 
     async def _members(self, refill: Refill) -> dict[str, frozenset[str]]:
         """Return the members of the refill's groups, from the Hub. Raises Unavailable.

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import timezone
@@ -25,7 +24,7 @@ from apprise import Apprise, AppriseAsset, NotifyFormat, NotifyType
 from traitlets import Dict, Float, List, Unicode
 from traitlets.config import LoggingConfigurable
 
-from ..core.aio import within
+from ..core.aio import in_daemon_thread, within
 from ..core.errors import GPUSpawnerError, Unavailable
 from ..notifications.channels import Channel, chosen, read, wanted
 from ..notifications.models import Notice, NoticeKind
@@ -53,11 +52,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def send(channel: Channel, address: str, notice: Notice) -> None:
-    """Send a notice. Raises Unavailable with Apprise's message, without secrets.
-
-    It may block for as long as the other side keeps the connection busy: use a thread that can be
-    abandoned.
-    """
+    """Send a notice; may block for long. Raises Unavailable, with no secret in its message."""
     secrets = {place: read_secret(place) for place in channel.secrets()}
     said: list[str] = []
     token = _said.set(said)
@@ -82,10 +77,7 @@ def send(channel: Channel, address: str, notice: Notice) -> None:
 
 
 def read_secret(place: str) -> str:
-    """Return the content of ``env:NAME`` or ``file:/path``, stripped.
-
-    Raises Unavailable: it is read again for each message, so it may exist for the next one.
-    """
+    """Return the content of ``env:NAME`` or ``file:/path``, stripped. Raises Unavailable."""
     kind, _, name = place.partition(":")
     if kind == "env":
         if not (value := os.environ.get(name, "").strip()):
@@ -132,14 +124,10 @@ class _Listener(logging.Handler):
                 said.append(text)
 
 
-def _listen() -> None:
-    logger = logging.getLogger("apprise")
-    logger.addHandler(_Listener())
-    logger.propagate = False
-    logger.setLevel(logging.DEBUG)  # where Apprise 2 reports why a mail server refused it
-
-
-_listen()
+_apprise_log = logging.getLogger("apprise")
+_apprise_log.addHandler(_Listener())
+_apprise_log.propagate = False
+_apprise_log.setLevel(logging.DEBUG)  # where Apprise 2 reports why a mail server refused it
 
 
 def _asset() -> AppriseAsset:
@@ -170,11 +158,7 @@ _PRIVATE = ("JUPYTERHUB_", "GPUSPAWNER_")
 
 
 async def run(command: Sequence[str], text: bytes, seconds: float) -> None:
-    """Run the command with the text on its standard input.
-
-    Raises Unavailable if it cannot be started, fails, or is not done in time; then it and
-    everything that it started is killed.
-    """
+    """Run the command with the text as its input. Raises Unavailable; then all of it is killed."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_PRIVATE)}
     try:
         process = await asyncio.create_subprocess_exec(
@@ -357,11 +341,8 @@ class Notifier:
             and number not in self._outcomes
             and self._not_before.get(number, now) <= now
         ]
-        found = (
-            await self.services.run(self.services.notifications.with_choices, due[:BATCH])
-            if due
-            else []
-        )
+        with_choices = self.services.notifications.with_choices
+        found = await self.services.run(with_choices, due[:BATCH]) if due else []
         for notice, own in found:
             if notice.sent_at or notice.tries >= self.most_tries:
                 continue  # it was being sent when the ids were read, and has arrived since
@@ -447,25 +428,12 @@ class Notifier:
         Not in the event loop's own executor, which the program's end waits for. Raises Unavailable
         if it is not done in time, and whatever the work raises.
         """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        self._threads[name] += 1
 
-        def settle(error: Exception | None) -> None:
+        def ended() -> None:
             self._threads[name] -= 1
-            if not done.done():
-                done.set_exception(error) if error else done.set_result(None)
 
-        def run() -> None:
-            error: Exception | None = None
-            try:
-                work()
-            except Exception as raised:
-                error = raised
-            with contextlib.suppress(RuntimeError):  # the service has ended meanwhile
-                loop.call_soon_threadsafe(settle, error)
-
-        threading.Thread(target=run, name=f"notice-{name}", daemon=True).start()
+        self._threads[name] += 1
+        done = in_daemon_thread(f"notice-{name}", work, ended)
         await asyncio.wait([done], timeout=SEND_SECONDS)
         if not done.done():
             done.cancel()

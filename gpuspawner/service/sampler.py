@@ -1,8 +1,6 @@
 """Sampling of devices once a second in a thread, summed up by the minute.
 
-It runs in the accounting service, which serves the pages that show the latest seconds: there is
-nothing else to install, start or watch. A hanging driver blocks this thread and no duty; a slow or
-missing store delays what is stored, and no sample.
+A hanging driver blocks this thread and no duty; a slow or missing store delays no sample.
 """
 
 from __future__ import annotations
@@ -10,9 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from ..devices.models import DeviceProcess
@@ -26,10 +24,7 @@ if TYPE_CHECKING:
 KEPT_SECONDS = 300
 """How many samples of each device are kept in memory."""
 MOST_MINUTES = 20_000
-"""How many complete minutes of all devices wait for a missing store; the oldest are dropped.
-
-A day and a half of eight devices.
-"""
+"""Complete minutes that wait for a missing store, a day and a half of eight devices."""
 AGAIN_SECONDS = 60.0
 """How often it is tried again after nothing could be seen."""
 
@@ -58,7 +53,7 @@ class Sampling:
         """Owners of the processes on devices; set by code that knows the open leases."""
         self._strange: dict[int, tuple[ProcessOwners, bool]] = {}
         self._rollups = Rollups(self._is_strange)
-        self._recent: dict[str, deque[Sample]] = {}
+        self._recent: dict[str, deque[Sample]] = defaultdict(lambda: deque(maxlen=KEPT_SECONDS))
         self._complete: deque[DeviceUse] = deque(maxlen=MOST_MINUTES)
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -92,7 +87,7 @@ class Sampling:
             return self._error
         silent = self._monotonic() - self._answered_at
         if silent > self.silent_after:
-            return f"The driver has not answered for {silent:.0f} s; what GPUs do is not known"
+            return f"The driver has not answered for {silent:.0f} s; the use of GPUs is not known"
         return ""
 
     def complete(self) -> list[DeviceUse]:
@@ -129,16 +124,13 @@ class Sampling:
         except Exception as error:  # whatever a driver does, the next round follows
             if not self._error:
                 self._log.exception("Sampling the GPUs failed")
-            self._error = f"What GPUs do cannot be seen: {error!r}"
+            self._error = f"The use of GPUs cannot be read: {error!r}"
             return False
         self._error = ""
         self._answered_at = self._monotonic()
         with self._lock:
             for sample in samples:
-                kept = self._recent.get(sample.uuid)
-                if kept is None:
-                    kept = self._recent[sample.uuid] = deque(maxlen=KEPT_SECONDS)
-                kept.append(sample)
+                self._recent[sample.uuid].append(sample)
             self._complete.extend(self._rollups.add(samples))
         return True
 
@@ -154,8 +146,3 @@ class Sampling:
                 self._strange.clear()
             asked = self._strange[process.pid] = (owners, owners.lease_of(process.pid) is None)
         return asked[1]
-
-
-def days(number: float) -> timedelta:
-    """Convert a trait in days to a duration."""
-    return timedelta(days=number)

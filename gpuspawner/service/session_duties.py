@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from traitlets import Float, List
 from traitlets.config import LoggingConfigurable
 
-from ..core.errors import GPUSpawnerError
 from ..leases.models import Lease, LeaseState
-from .worker import Tick
+from .worker import Tick, TickDuty
 
 AT_ONCE = 10
 """How many stops are requested from the Hub at the same time."""
@@ -59,21 +58,14 @@ class Stop:
         return self.task is not None and not self.task.done()
 
 
-class SessionDuty:
+class SessionDuty(TickDuty):
     """Rounds of this duty, one after the other; stops run beside them."""
 
     def __init__(
-        self,
-        tick: Tick,
-        *,
-        warn_minutes: Sequence[float],
-        poke: Callable[[], None] = lambda: None,
+        self, tick: Tick, *, warn_minutes: Sequence[float], poke: Callable[[], None] = lambda: None
     ) -> None:
-        self.services = tick.services
-        self.tick = tick
-        self.log = tick.log
+        super().__init__(tick, poke)
         self.warn_minutes = tuple(warn_minutes)
-        self.poke = poke
         self._stops: dict[str, Stop] = {}
         self._gate = asyncio.Semaphore(AT_ONCE)
 
@@ -81,9 +73,18 @@ class SessionDuty:
         """Give due warnings, end sessions that are over, and carry out the stops."""
         due = await self.services.run(self.services.sessions.due_sessions, self.warn_minutes)
         for lease in due.warn:
-            await self._warn(lease)
-        ordered = [await self._end(lease) for lease in due.over]
-        self._carry_out([*due.stop, *(lease for lease in ordered if lease)])
+            if await self.services.run(
+                self.services.sessions.warn_session, lease.id, self.warn_minutes
+            ):
+                self.poke()
+                end = lease.ends_at
+                self.log.info("%s was told that its session ends at %s", lease.server, end)
+        stops = list(due.stop)
+        for lease in due.over:
+            if ended := await self.services.run(self.services.sessions.end_session, lease.id):
+                self.poke()
+                stops.append(ended)
+        self._carry_out(stops)
 
     async def close(self) -> None:
         """Leave everything as it is: the next service continues."""
@@ -91,25 +92,6 @@ class SessionDuty:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    # Warnings and ends.
-
-    async def _warn(self, lease: Lease) -> None:
-        warned = await self.services.run(
-            self.services.sessions.warn_session, lease.id, self.warn_minutes
-        )
-        if warned is None:
-            return
-        self.poke()
-        self.log.info("%s was told that its session ends at %s", lease.server, lease.ends_at)
-
-    async def _end(self, lease: Lease) -> Lease | None:
-        ended: Lease | None = await self.services.run(self.services.sessions.end_session, lease.id)
-        if ended is not None:
-            self.poke()
-        return ended
-
-    # Stops.
 
     def _carry_out(self, ordered: Sequence[Lease]) -> None:
         now = asyncio.get_running_loop().time()
@@ -129,7 +111,7 @@ class SessionDuty:
             try:
                 known = await self._ask(lease)
             except Exception as error:  # whatever went wrong, it is tried again
-                self.tick.trouble(part, error, trace=not isinstance(error, GPUSpawnerError))
+                self.tick.trouble(part, error)
                 stop.tries += 1
                 pause = min(LONGEST_PAUSE, 2.0 ** min(stop.tries, 10))
             else:
@@ -137,7 +119,9 @@ class SessionDuty:
                 self.tick.well(part)
                 if known is False:
                     # The lease is settled when an engine proves the end, and not before.
-                    self.log.warning("%s is to be stopped, but the Hub has it not", lease.server)
+                    self.log.warning(
+                        "%s is to be stopped, but the Hub does not have it", lease.server
+                    )
             stop.not_before = asyncio.get_running_loop().time() + pause
 
     async def _ask(self, lease: Lease) -> bool | None:

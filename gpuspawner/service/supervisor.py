@@ -39,10 +39,7 @@ class Supervisor:
         """Every duty that was started and has more to do, by name."""
 
     async def keep(self, name: str, start: Callable[[], Awaitable[object]]) -> None:
-        """Run a duty until it returns or this is cancelled; restart it when it raises.
-
-        ``start`` creates the duty, and is called again after each failure.
-        """
+        """Run the duty that ``start`` makes, anew whenever it raises, until it returns."""
         state = self.states.setdefault(name, DutyState())
         now = asyncio.get_running_loop().time
         in_a_row = 0

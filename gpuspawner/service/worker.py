@@ -1,8 +1,5 @@
 """The regular rounds of the accounting service: charge, reconcile, and resume waiting spawns.
 
-A spawn finds its ticket by its server, and so its position in the queue. Members who are gone lose
-theirs.
-
 Everything that must survive a restart is in the store: a round can be late, doubled or killed at
 any point, and the next one continues from there.
 """
@@ -14,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -48,7 +46,7 @@ AT_ONCE = 50
 
 
 class SpawnResumer:
-    """Ensures that every ticket has a spawn that waits with it."""
+    """Ensures that every ticket has a spawn that waits with it, and finds it by its server."""
 
     def __init__(self, services: Services, hub: HubClient, log: logging.Logger) -> None:
         self.services = services
@@ -74,9 +72,8 @@ class SpawnResumer:
             async with gate:
                 await self._start(ticket)
 
-        done = await asyncio.gather(*map(start, missing), return_exceptions=True)
-        for error in done:
-            if isinstance(error, BaseException):
+        for error in await asyncio.gather(*map(start, missing), return_exceptions=True):
+            if error is not None:
                 raise error
         return len(missing)
 
@@ -136,7 +133,15 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
 
     def __getitem__(self, name: str) -> Sequence[Sighting] | None:
         if name not in self._found:
-            self._found[name] = self._look(self._engines[name])
+            engine = self._engines[name]
+            try:
+                found = engine.sightings()
+                if isinstance(engine, EngineWithHistory):
+                    found += engine.removed(self._leases, found)
+                self._found[name] = found
+            except EngineUnavailable as error:
+                self.errors[name] = error
+                self._found[name] = None
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -144,16 +149,6 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
 
     def __len__(self) -> int:
         return len(self._engines)
-
-    def _look(self, engine: Engine) -> Sequence[Sighting] | None:
-        try:
-            found = engine.sightings()
-            if isinstance(engine, EngineWithHistory):
-                found += engine.removed(self._leases, found)
-        except EngineUnavailable as error:
-            self.errors[engine.name] = error
-            return None
-        return found
 
 
 @dataclass(slots=True)
@@ -192,10 +187,7 @@ class Tick:
             raise Unavailable(clock_says(verdict))
 
     async def charge(self) -> None:
-        """Charge every running lease that is due.
-
-        After a pause that is all of them, in portions between which others can write.
-        """
+        """Charge every running lease that is due, in portions between which others can write."""
         every = timedelta(seconds=self.charge_seconds)
         while (
             await self.services.run(self.services.ledger.charge_portion, every, PORTION) >= PORTION
@@ -249,7 +241,10 @@ class Tick:
         for part in self._stuck - stuck:
             self.well(part)
         self._stuck = stuck
-        await self._end_deserted()
+        with self.going_on("Scheduler", Unavailable):
+            # Unused allocations end there, and devices closed here stay closed there.
+            await self.services.run(self.services.delegation.end_deserted)
+            await self.services.run(self.services.machines.keep_closed)
         return actions
 
     async def _require_owner(self) -> None:
@@ -258,22 +253,6 @@ class Tick:
         if self.hub_name and holder not in ("", self.hub_name):
             raise AnotherHubGrants()
         await self.services.run(self.services.granter.require_owner)
-
-    async def _is_sure_to_own(self) -> None:
-        """Check the same before every duty; one answer is valid for a second."""
-        if time.monotonic() - self._owned_at >= OWNED:
-            await self._require_owner()
-            self._owned_at = time.monotonic()
-
-    async def _end_deserted(self) -> None:
-        """Cancel unused allocations at the external scheduler, and keep devices closed there."""
-        try:
-            await self.services.run(self.services.delegation.end_deserted)
-            await self.services.run(self.services.machines.keep_closed)
-        except Unavailable as error:
-            self.trouble("Scheduler", error)
-        else:
-            self.well("Scheduler")
 
     async def _servers(self) -> dict[ServerRef, HubState] | None:
         try:
@@ -289,13 +268,9 @@ class Tick:
         if servers is None:
             return
         pause = THE_HUB_FIRST if self._resumed else 0.0  # a Hub that has just started ends none
-        try:
+        with self.going_on("Line", Unavailable):
             await SpawnResumer(self.services, self.hub, self.log).resume(servers, pause)
-        except Unavailable as error:
-            self.trouble("Line", error)
-        else:
             self._resumed = True
-            self.well("Line")
 
     async def _with_missing(
         self, servers: dict[ServerRef, HubState] | None, leases: Collection[Lease]
@@ -324,17 +299,12 @@ class Tick:
     async def _remove(self, action: Remove) -> None:
         """End a server, unless the Hub does know it."""
         sighting = action.sighting
-        part = f"End of {sighting.ref}"
-        try:
+        with self.going_on(f"End of {sighting.ref}", Unavailable):
             lease = await self.services.run(self.services.leases.get, sighting.lease_id)
             # Its labels are not enough proof: the store decides.
             if lease.state is not LeaseState.ENDED and await self.hub.server(lease.server):
                 return
             await asyncio.to_thread(self.engines[action.engine].end, sighting)
-        except Unavailable as error:
-            self.trouble(part, error)
-        else:
-            self.well(part)
             self.log.warning(
                 "Ended %s of %s (%s): %s",
                 sighting.ref[:12],
@@ -354,22 +324,33 @@ class Tick:
     async def round(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
         """Run one round; whatever goes wrong, the next one follows."""
         try:
-            await self._is_sure_to_own()
+            if time.monotonic() - self._owned_at >= OWNED:
+                await self._require_owner()
+                self._owned_at = time.monotonic()
             await work()
         except NotTheOwner as error:
             self.trouble(part, NotTheOwner(f"{error.message} {TAKE_OVER}"))
-        except GPUSpawnerError as error:
-            self.trouble(part, error)
         except Exception as error:
-            self.trouble(part, error, trace=True)
+            self.trouble(part, error)
         else:
             self.well(part)
         self.rounds[part] += 1
 
     # Log messages about parts that do not answer: one when it begins, one when it ends.
 
-    def trouble(self, part: str, error: Exception, *, trace: bool = False) -> None:
+    @contextmanager
+    def going_on(self, part: str, expected: type[Exception] = GPUSpawnerError) -> Iterator[None]:
+        """Log once if the block ends with an expected error, and go on; and once if all is well."""
+        try:
+            yield
+        except expected as error:
+            self.trouble(part, error)
+        else:
+            self.well(part)
+
+    def trouble(self, part: str, error: Exception) -> None:
         """Log once that a part does not answer, with a traceback if that is unexpected."""
+        trace = not isinstance(error, GPUSpawnerError)
         said = f"{type(error).__name__}: {error}" if trace else str(error)
         if self._trouble.get(part) != said:
             self._trouble[part] = said
@@ -389,3 +370,13 @@ class Tick:
         why = f" ({error.__cause__})" if error.__cause__ else ""
         said = f"it does not answer{why}; its leases stay as they are until it does"
         self.trouble(part, EngineUnavailable(said))
+
+
+class TickDuty:
+    """A duty of the service in rounds; ``poke`` is called when a notice is ready to be sent."""
+
+    def __init__(self, tick: Tick, poke: Callable[[], None] = lambda: None) -> None:
+        self.tick = tick
+        self.services = tick.services
+        self.log = tick.log
+        self.poke = poke

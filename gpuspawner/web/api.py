@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from tornado import web
 
 from ..core.errors import GPUSpawnerError, InvalidRequest, LedgerError, NotAllowed, UnknownAccount
-from ..db.search import Leases
 from ..leases.models import Lease
 from ..ledger.models import member_account
 from ..ledger.statements import EntryPage
@@ -24,7 +24,7 @@ from .answers import (
     MeAnswer,
 )
 from .base import ServiceHandler
-from .fields import LAST, MOST_LINES, one_of, whole
+from .fields import MOST_LINES, one_of, whole
 from .operations import ALL, BEFORE_LEASE, LIMIT, operation
 from .schemas import Answer, B
 
@@ -90,12 +90,6 @@ class APIHandler(ServiceHandler):
         """The requested number of entries. Raises HTTPError 400."""
         return whole(self.get_query_argument("limit", "50"), "limit", 1, MOST_LINES)
 
-    @property
-    def before(self) -> int | None:
-        """The id that the page's entries come before, or None. Raises HTTPError 400."""
-        text = self.get_query_argument("before", "")
-        return whole(text, "before", 1, LAST) if text else None
-
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Send the error as JSON."""
         reason, sentence = self.sentence(status_code, **kwargs)
@@ -110,9 +104,8 @@ class MeHandler(APIHandler):
     @web.authenticated
     async def get(self) -> None:
         """Return my balance, how long it lasts, my servers and my statement."""
-        mine = await self.read(
-            view_models.member, self.services, self.user, self.context.warn_minutes
-        )
+        minutes = self.context.warn_minutes
+        mine = await self.read(view_models.member, self.services, self.user, minutes)
         page = await self.read(self._newest)
         self.answer(
             MeAnswer,
@@ -147,11 +140,10 @@ class DevicesHandler(APIHandler):
             overview,
             seen=not overview.error,
             error=overview.error if self.admin else "",
-            devices=[model.of(some, mine=self._is_mine(some)) for some in found],
+            devices=[
+                model.of(x, mine=bool(x.lease and x.lease.server.user == self.user)) for x in found
+            ],
         )
-
-    def _is_mine(self, some: view_models.DeviceFigures) -> bool:
-        return some.lease is not None and some.lease.server.user == self.user
 
 
 class LeasesHandler(APIHandler):
@@ -164,22 +156,19 @@ class LeasesHandler(APIHandler):
         of_all = one_of(self.get_query_argument("all", "0"), "all", ("0", "1")) == "1"
         if of_all:
             self.need_admin()
-        limit = self.limit
-        before = self.get_query_argument("before", None)
-        found = await self.read(self._find, None if of_all else self.user, before, limit)
+        find = partial(
+            self.services.reports.find_leases,
+            user=None if of_all else self.user,
+            before=self.get_query_argument("before", None),
+            limit=self.limit,
+        )
+        found = await self.read(find)
         now = self.services.clock()
         told = view_models.lease_figures(self.services, found.found, now)
         self.answer(LeasesAnswer, as_of=now, leases=told, next=found.older)
 
-    def _find(self, user: str | None, before: str | None, limit: int) -> Leases:
-        return self.services.reports.find_leases(user=user, before=before, limit=limit)
 
-
-HANDLERS = [
-    ("api/me", MeHandler),
-    ("api/devices", DevicesHandler),
-    ("api/leases", LeasesHandler),
-]
+HANDLERS = [("api/me", MeHandler), ("api/devices", DevicesHandler), ("api/leases", LeasesHandler)]
 
 
 LONGEST = 64 * 1024
@@ -190,10 +179,7 @@ class ChangingAPI(APIHandler):
     """The base of handlers that change something: they parse the body and report errors."""
 
     def sent(self, model: type[B], longest: int = LONGEST) -> B:
-        """Parse the request's JSON object, which may have ``longest`` bytes.
-
-        Raises HTTPError 400.
-        """
+        """Parse the request's JSON object, of up to ``longest`` bytes. Raises HTTPError 400."""
         body = self.request.body
         try:
             found = json.loads(body or b"{}") if len(body) <= longest else None
@@ -204,17 +190,10 @@ class ChangingAPI(APIHandler):
 
     async def change(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a service method that changes something, with the member as ``actor``."""
-
-        def call() -> Any:
-            return work(*args, actor=self.user, **kwargs)
-
-        return await self.read(call)
+        return await self.read(partial(work, *args, actor=self.user, **kwargs))
 
     async def do(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a service method whose arguments are already validated.
-
-        Raises HTTPError 409 if the current state does not allow the change.
-        """
+        """Call a service method with valid arguments. Raises HTTPError 409 if it is refused now."""
         try:
             return await self.services.run(work, *args, actor=self.actor, **kwargs)
         except (InvalidRequest, LedgerError) as error:

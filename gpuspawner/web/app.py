@@ -1,7 +1,5 @@
 """The service's web application: routes, request limits and the cookie secret.
 
-The cookie secret is kept across restarts, so that forms in open browser pages stay valid.
-
 A connection holds at most its headers, a small body and one chunk that was read ahead:
 :data:`CONNECTION_BYTES`. A thousand hostile connections hold less than 256 MiB.
 """
@@ -13,32 +11,26 @@ import os
 import resource
 import secrets
 import ssl
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import sqlalchemy as sa
-from jupyterhub.services.auth import HubOAuth
-from sqlalchemy.exc import ArgumentError
 from tornado import httputil, web
 from tornado.http1connection import HTTP1Connection
 from tornado.httpserver import HTTPServer
 from tornado.iostream import IOStream
 
 from ..db import views as db_views
+from ..db.engine import sqlite_file
 from ..leases import views as leases_views
 from ..ledger import correction_views, rate_views, refill_views
 from ..ledger import views as ledger_views
 from ..monitoring import cluster_views, metrics
 from ..monitoring import views as monitoring_views
-from ..monitoring.models import Sample
 from ..notifications import views as notifications_views
-from ..notifications.channels import Channel
 from ..queue import views as queue_views
-from ..services import Services
 from ..storage import views as storage_views
 from . import api, openapi, pages
-from .base import Context, Duty, HubCalls, ServiceHandler
+from .base import Context, ServiceHandler
 
 NAME = "gpuspawner_cookie_secret"
 BYTES = 32
@@ -46,18 +38,12 @@ BYTES = 32
 
 def secret_file(database_url: str) -> Path:
     """Return the secret's path: next to an SQLite database, else in the working directory."""
-    try:
-        url = sa.make_url(database_url)
-    except ArgumentError:
-        return Path(NAME)
-    name = url.database or ""
-    if url.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
-        return Path(NAME)
-    return Path(name).absolute().with_name(NAME)
+    file = sqlite_file(database_url)
+    return file.with_name(NAME) if file else Path(NAME)
 
 
 def read_cookie_secret(database_url: str, log: logging.Logger) -> bytes:
-    """Return the stored secret, or create and store a new one. Blocks.
+    """Return the stored secret, so that open forms stay valid, or make and store one. Blocks.
 
     A file that others can read or that has the wrong size is replaced. If no file can be written,
     the secret lasts until the service ends.
@@ -80,7 +66,7 @@ def _kept(path: Path, log: logging.Logger) -> bytes:
     with open(file, "rb") as opened:
         seen = os.fstat(file)
         if seen.st_mode & 0o077 or seen.st_uid != os.geteuid():
-            log.warning("Others could read %s: a new secret takes its place", path)
+            log.warning("Others could read %s: it is replaced by a new secret", path)
             return b""
         found = opened.read(BYTES + 1)
     return found if len(found) == BYTES else b""
@@ -248,51 +234,12 @@ ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
 """Path patterns below the prefix, and their handlers."""
 
 
-def make_app(
-    services: Services,
-    *,
-    hub_auth: HubOAuth,
-    warn_minutes: Sequence[float] = (),
-    session_warn_minutes: Sequence[float] = (),
-    channels: Mapping[str, Channel] | None = None,
-    poke: Callable[[], None] = lambda: None,
-    recent: Callable[[], Mapping[str, Sequence[Sample]]] = dict,
-    members_see_names: bool = False,
-    hub: HubCalls | None = None,
-    rounds: Mapping[str, int] | None = None,
-    duties: Mapping[str, Duty] | None = None,
-    cookie_secret: bytes = b"",
-) -> web.Application:
+def make_app(context: Context, cookie_secret: bytes = b"") -> web.Application:
     """Return the service's web application, below the prefix that the Hub assigned.
 
-    Args:
-        services: The services that the handlers call.
-        hub_auth: Authenticates users at the Hub.
-        warn_minutes: Members are warned when their account lasts only this many minutes.
-        session_warn_minutes: Members are warned this many minutes before their session ends.
-        channels: Notification channels by name.
-        poke: Called when a notice is ready to be sent.
-        recent: Returns the newest samples of each device.
-        members_see_names: True if all members may see who uses a GPU.
-        hub: Returns the members of a group and stops servers.
-        rounds: Number of finished rounds of each background duty, for the metrics.
-        duties: State of each background duty, for the metrics.
-        cookie_secret: Signs the cookies. If empty, a new one is made and browsers sign in again.
+    ``cookie_secret`` signs the cookies. If empty, a new one is made and browsers sign in again.
     """
-    prefix = hub_auth.base_url
-    context = Context(
-        services=services,
-        hub_auth=hub_auth,
-        warn_minutes=tuple(warn_minutes),
-        session_warn_minutes=tuple(session_warn_minutes),
-        channels=channels or {},
-        poke=poke,
-        recent=recent,
-        members_see_names=members_see_names,
-        hub=hub,
-        rounds={} if rounds is None else rounds,
-        duties={} if duties is None else duties,
-    )
+    prefix = context.prefix
     handlers: list[tuple[Any, ...]] = [
         (prefix + path, handler, {"context": context}) for path, handler in ROUTES
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from ..ledger.models import group_account, member_account
 from ..monitoring.models import Sample
 from ..notifications.channels import Channel
 from ..services import Services
+from .fields import LAST, whole
 
 T = TypeVar("T")
 
@@ -59,9 +61,9 @@ class Context:
 
     services: Services
     hub_auth: HubOAuth
-    warn_minutes: tuple[float, ...] = ()
+    warn_minutes: Sequence[float] = ()
     """Members are warned when their account lasts only this many minutes."""
-    session_warn_minutes: tuple[float, ...] = ()
+    session_warn_minutes: Sequence[float] = ()
     """Members are warned this many minutes before their session ends."""
     channels: Mapping[str, Channel] = field(default_factory=dict)
     """Notification channels by name."""
@@ -87,6 +89,14 @@ class Context:
     def hub_url(self) -> str:
         """The URL of the Hub's own pages, such as ``/hub/``."""
         return str(self.hub_auth.hub_host + self.hub_auth.hub_prefix)
+
+
+@contextmanager
+def _as_http_error() -> Iterator[None]:
+    try:
+        yield
+    except GPUSpawnerError as error:
+        raise web.HTTPError(error.status_code, "%s", error.message) from error
 
 
 class ServiceHandler(HubOAuthenticated, web.RequestHandler):
@@ -154,10 +164,7 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
         return super().get_current_user() if self._is_resolved else None
 
     def check_xsrf_cookie(self) -> None:
-        """Check the XSRF token, but not before :meth:`prepare`: JupyterHub checks again later.
-
-        Raises HTTPError 403.
-        """
+        """Check the XSRF token, but not before :meth:`prepare`. Raises HTTPError 403."""
         if self._is_resolving:
             super().check_xsrf_cookie()
             self.has_xsrf_proof = True
@@ -173,7 +180,9 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
             self.for_services and any(reach(model["scopes"], scope) for scope in CUSTOM_SCOPES)
         ):
             raise web.HTTPError(403)
-        if self.for_servers and self._only_for_servers(model):
+        held = (scope.partition("!")[0] for scope in model["scopes"])
+        may_enter = self.hub_auth.check_scopes(self.hub_scopes or set(), model)
+        if self.for_servers and not may_enter and SESSION in held:
             self.narrowed = True
             return model
         try:
@@ -182,12 +191,6 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
             self.refused = True
             raise
         return allowed
-
-    def _only_for_servers(self, model: dict[str, Any]) -> bool:
-        """Return True if the token may only ask about servers."""
-        may_enter = self.hub_auth.check_scopes(self.hub_scopes or set(), model)
-        held = (scope.partition("!") for scope in model["scopes"])
-        return not may_enter and any(name == SESSION for name, _, _ in held)
 
     def concerns(self, server: ServerRef) -> bool:
         """Return True if the token covers this server, given that it is the user's own."""
@@ -232,19 +235,21 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
         if not self.admin:
             raise web.HTTPError(403)
 
+    @property
+    def before(self) -> int | None:
+        """The id that the page's entries come before, or None. Raises HTTPError 400."""
+        text = self.get_query_argument("before", "")
+        return whole(text, "before", 1, LAST) if text else None
+
     async def read(self, work: Callable[..., T], *args: Any) -> T:
         """Call the services off the event loop. Raises HTTPError with the error's message."""
-        try:
+        with _as_http_error():
             return await self.services.read(work, *args)
-        except GPUSpawnerError as error:
-            raise web.HTTPError(error.status_code, "%s", error.message) from error
 
     async def report(self, work: Callable[..., T], *args: Any) -> T:
         """Call a slow report like :meth:`read`, without delaying pages."""
-        try:
+        with _as_http_error():
             return await self.services.report(work, *args)
-        except GPUSpawnerError as error:
-            raise web.HTTPError(error.status_code, "%s", error.message) from error
 
     def set_status(self, status_code: int, reason: str | None = None) -> None:
         """Set the status, with the headers that HTTP requires for 401 and 405."""
@@ -252,22 +257,17 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
         if status_code == 401:
             self.set_header("WWW-Authenticate", "Bearer")
         if status_code == 405:
-            self.set_header("Allow", ", ".join(self._methods()))
-
-    def _methods(self) -> list[str]:
-        """Return the methods that this handler supports, without the one of this request."""
-        return [
-            method
-            for method in self.SUPPORTED_METHODS
-            if method != self.request.method
-            and getattr(type(self), method.lower()) is not web.RequestHandler._unimplemented_method
-        ]
+            missing = web.RequestHandler._unimplemented_method
+            methods = [
+                method
+                for method in self.SUPPORTED_METHODS
+                if method != self.request.method
+                and getattr(type(self), method.lower()) is not missing
+            ]
+            self.set_header("Allow", ", ".join(methods))
 
     def sentence(self, status: int, **kwargs: Any) -> tuple[str, str]:
-        """Return an error's reason and message.
-
-        Errors that were not written for users get a general message.
-        """
+        """Return an error's reason and message, a general one if none was written for users."""
         exception = kwargs.get("exc_info", (None, None, None))[1]
         cause = getattr(exception, "__cause__", None)
         if isinstance(cause, GPUSpawnerError):
@@ -283,7 +283,6 @@ NO_SCOPE = (
     "You may not give credits to {account!r}. Admins may, and whoever has the scope "
     "custom:gpuspawner:grant for this account's member or group."
 )
-
 ONLY_GIVES = (
     "You may give credits to {account!r}, and take none back: an amount below zero is for admins. "
     "Ask one to undo what was given by mistake."
@@ -291,10 +290,9 @@ ONLY_GIVES = (
 
 
 async def must_read(handler: ServiceHandler, account: str) -> None:
-    """Require that the user may see this account's statement.
+    """Require that the user may see this account's statement, as its member, an admin or by scope.
 
-    Its member, admins and holders of a matching scope may. Raises HTTPError 403 with a message that
-    does not reveal if the account exists.
+    Raises HTTPError 403 with a message that does not reveal if the account exists.
     """
     if not handler.is_service and account == member_account(handler.user):
         return
@@ -340,10 +338,8 @@ async def members_of(handler: ServiceHandler, group: str) -> frozenset[str]:
     hub = handler.context.hub
     if hub is None:
         return frozenset()
-    try:
+    with _as_http_error():
         return await hub.members_of(group) or frozenset()
-    except GPUSpawnerError as error:
-        raise web.HTTPError(error.status_code, "%s", error.message) from error
 
 
 def unknown(account: str) -> web.HTTPError:

@@ -1,7 +1,4 @@
-"""The OpenAPI document of the REST API and the JSON Schema of catalogs.
-
-The OpenAPI document is generated from what the handlers declare.
-"""
+"""The OpenAPI document, from what the handlers declare, and the JSON Schema of catalogs."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ CATALOG_SCHEMA_HANDLERS: list[tuple[str, type[web.RequestHandler]]] = [
 
 
 class _PlainSchema(GenerateJsonSchema):
-    """A schema generator that leaves out titles and defaults.
-
-    Titles repeat the names, and defaults only say that a field is optional.
-    """
+    """A schema generator without titles, which repeat the names, and without defaults."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -100,11 +94,8 @@ def declarations(
         for name in ("get", "post", "put"):
             method = getattr(handler, name)
             for found in getattr(method, "operations", ()):
-                yield (
-                    name,
-                    found,
-                    found.summary or inspect.cleandoc(method.__doc__ or handler.__doc__ or ""),
-                )
+                words = inspect.cleandoc(method.__doc__ or handler.__doc__ or "")
+                yield name, found, found.summary or words
 
 
 def _schemas(
@@ -154,10 +145,7 @@ def _described(found: Operation, words: str, schemas: dict[str, Schema]) -> dict
 
 
 class OpenAPIHandler(APIHandler):
-    """The OpenAPI document.
-
-    It contains no member's data, so everybody may read it.
-    """
+    """The OpenAPI document. It contains no member's data, so everybody may read it."""
 
     async def prepare(self) -> None:
         """Skip authentication."""

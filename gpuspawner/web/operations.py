@@ -1,7 +1,4 @@
-"""Declarations of the REST API's operations.
-
-Each handler declares its operations, with the models of their bodies and answers.
-"""
+"""Declarations of the REST API's operations, with the models of their bodies and answers."""
 
 from __future__ import annotations
 
@@ -43,10 +40,9 @@ class Parameter:
 
     def as_json(self) -> Schema:
         """Return the parameter as OpenAPI."""
-        told: Schema = {"name": self.name, "in": self.where}
-        if self.where == "path":
-            told["required"] = True
-        return {**told, "description": self.description, "schema": self.schema}
+        required = {"required": True} if self.where == "path" else {}
+        words = {"description": self.description, "schema": self.schema}
+        return {"name": self.name, "in": self.where, **required, **words}
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,9 +72,8 @@ class Page(ServiceHandler):
             raise web.HTTPError(403) from InvalidRequest(OLD_FORM)
         if self.current_user and self.reads_pause:
             with suppress(GPUSpawnerError):  # code that needs the store reports the error
-                self.paused = (await self.services.read(self.services.devices.closures)).get(
-                    GRANTING
-                )
+                closures = await self.services.read(self.services.devices.closures)
+                self.paused = closures.get(GRANTING)
 
     @property
     def xsrf(self) -> Markup:
@@ -109,6 +108,10 @@ class Page(ServiceHandler):
         self._send("error.html", {"status": status_code, "sentence": sentence})
 
 
+DONE = ("kept", "stopped", "given_up", "extended", "restarted", "snoozed")
+"""Arguments with which a form returns to the member's page, which then says what was done."""
+
+
 class MemberPage(Page):
     """The member's own page: balance, servers, devices, sessions and statement."""
 
@@ -121,7 +124,7 @@ class MemberPage(Page):
 
     async def show_mine(self, refusal: GPUSpawnerError | None = None) -> None:
         """Send the page; ``refusal`` is why the requested change was not made."""
-        warn_minutes = self.context.warn_minutes
+        warn_minutes, soon = self.context.warn_minutes, self.context.session_warn_minutes
         seen = await self.read(
             view_models.look, self.services, self.user, self.groups, warn_minutes
         )
@@ -129,13 +132,8 @@ class MemberPage(Page):
         self.show(
             "member.html",
             lasting=view_models.lasting(seen.mine.funds, seen.overview, seen.mine.now),
-            kept=self.get_query_argument("kept", ""),
-            stopped=self.get_query_argument("stopped", ""),
-            given_up=self.get_query_argument("given_up", ""),
-            extended=self.get_query_argument("extended", ""),
-            restarted=self.get_query_argument("restarted", ""),
-            snoozed=self.get_query_argument("snoozed", ""),
-            ending=view_models.ending(seen.mine, self.context.session_warn_minutes),
+            **{name: self.get_query_argument(name, "") for name in DONE},
+            ending=[x for x in seen.mine.running if view_models.ends_soon(x, seen.mine.now, soon)],
             refusal=refusal,
             xsrf=self.xsrf,
             credits_help=self.services.settings.credits.help_text,
@@ -189,10 +187,7 @@ class NotFound(Page):
 
 
 def credit(micro: int) -> str:
-    """Format microcredits as credits with two decimals.
-
-    Small amounts get four or six decimals, so that they are not shown as zero.
-    """
+    """Format credits with two decimals; small amounts with four or six, so that none is zero."""
     places = next((n for n in (2, 4) if abs(micro) >= 10 ** (6 - n)), 6) if micro else 2
     return format_credits(micro, places).replace("-", "\N{MINUS SIGN}")
 
@@ -210,10 +205,7 @@ def span(length: timedelta) -> str:
 
 def moment(at: datetime, now: datetime) -> Markup:
     """Format date and time in the hub's own zone, with the year unless it is this year."""
-    local = at.astimezone()
-    day = local.strftime("%-d %b" if local.year == now.astimezone().year else "%-d %b %Y")
-    words = Markup("<span>{}</span> <span>{}</span>").format(day, local.strftime("%H:%M"))
-    return _time(at, words)
+    return _time(at, _day_and(at, now, "%H:%M"))
 
 
 def clock_time(at: datetime) -> Markup:
@@ -222,23 +214,24 @@ def clock_time(at: datetime) -> Markup:
 
 
 def exactly(at: datetime, now: datetime | None = None) -> Markup:
-    """Format date and time to the second in the hub's own zone.
-
-    The year is left out if ``now`` is given and in the same year.
-    """
-    local = at.astimezone()
-    this_year = now is not None and local.year == now.astimezone().year
-    day = local.strftime("%-d %b" if this_year else "%-d %b %Y")
-    words = Markup("<span>{}</span> <span>{}</span>").format(day, local.strftime("%H:%M:%S"))
-    return _time(at, words)
+    """Format date and time to the second; the year only if it is not that of ``now``."""
+    return _time(at, _day_and(at, now, "%H:%M:%S"))
 
 
 def on_day(at: datetime, now: datetime) -> Markup:
     """Format the day in the hub's own zone, with the year unless it is this year."""
+    return _time(at, _day(at, now))
+
+
+def _day(at: datetime, now: datetime | None) -> str:
     local = at.astimezone()
-    return _time(
-        at, local.strftime("%-d %b" if local.year == now.astimezone().year else "%-d %b %Y")
-    )
+    is_this_year = now is not None and local.year == now.astimezone().year
+    return local.strftime("%-d %b" if is_this_year else "%-d %b %Y")
+
+
+def _day_and(at: datetime, now: datetime | None, clock: str) -> Markup:
+    spans = Markup("<span>{}</span> <span>{}</span>")
+    return spans.format(_day(at, now), at.astimezone().strftime(clock))
 
 
 def duration(span: timedelta) -> str:
@@ -306,19 +299,20 @@ def device_names(devices: tuple[LeasedDevice, ...]) -> str:
     for device in devices:
         models.setdefault(device.model, []).append(str(device.index))
     named = (
-        f"{len(found)} \N{MULTIPLICATION SIGN} {model}" + _unbroken(f" (GPU {', '.join(found)})")
+        f"{len(found)} \N{MULTIPLICATION SIGN} {model} "
+        + f"(GPU {', '.join(found)})".replace(" ", "\N{NO-BREAK SPACE}")
         for model, found in models.items()
     )
     return "; ".join(named)
 
 
-def _unbroken(text: str) -> str:
-    """Replace all spaces except a leading one with no-break spaces."""
-    return text[0] + text[1:].replace(" ", "\N{NO-BREAK SPACE}")
-
-
 def _time(at: datetime, text: str) -> Markup:
     return Markup('<time datetime="{}">{}</time>').format(instant(at), text)
+
+
+def part(name: str) -> str:
+    """Quote a name for use in a path."""
+    return quote(name, safe=":")
 
 
 def _environment() -> jinja2.Environment:
@@ -329,27 +323,15 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    formats = (credit, exact, span, duration, moment, period, exactly, on_day, until, ends)
+    others = (gpu_hours, memory, points, subject, device_names)
+    environment.filters |= {format.__name__: format for format in (*formats, *others)}
     environment.filters |= {
-        "credit": credit,
-        "span": span,
-        "moment": moment,
-        "period": period,
-        "exactly": exactly,
-        "on_day": on_day,
-        "duration": duration,
-        "gpu_hours": gpu_hours,
-        "exact": exact,
         "chart": weeks_chart,
-        "as_part": lambda name: quote(name, safe=":"),
-        "until": until,
-        "ends": ends,
-        "memory": memory,
+        "as_part": part,
         "bytes": format_bytes,
-        "points": points,
-        "subject": subject,
         "hours": lambda seconds: f"{seconds / 3600:g}",
         "outcome": lambda outcome: OUTCOMES.get(outcome, outcome),
-        "device_names": device_names,
         "state": lambda state: STATES.get(state, state),
     }
     environment.globals["zone"] = lambda: time.strftime("%Z (UTC%z)")
@@ -386,10 +368,7 @@ class FormPage(Page):
 
     @property
     def key(self) -> str:
-        """The idempotency key of the form, so that it takes effect once; empty if it has none.
-
-        Raises InvalidRequest.
-        """
+        """The form's idempotency key; empty if it has none. Raises InvalidRequest."""
         text = self.field("key")
         return f"page:{self.actor}:{key_of(text)}" if text else ""
 
@@ -430,8 +409,3 @@ class FormPage(Page):
     def go(self, path: str) -> None:
         """Redirect to another page of the service after a change."""
         self.redirect(self.context.prefix + path, status=303)
-
-
-def part(name: str) -> str:
-    """Quote a name for use in a path."""
-    return quote(name, safe=":")

@@ -1,14 +1,14 @@
 """What the bodies and answers of the REST API are made of.
 
-A model is the only place that says what is sent: its fields are checked, written as JSON, and
-described in the OpenAPI document by it. Amounts are decimal strings of credits, times are ISO 8601
-in UTC.
+A model checks the fields, writes them as JSON and describes them in the OpenAPI document. Amounts
+are decimal strings of credits, times are ISO 8601 in UTC.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -27,7 +27,17 @@ from pydantic import (
 from ..core.errors import InvalidRequest
 from ..core.text import LONGEST_REASON, checked_reason
 from ..core.units import format_credits
-from .fields import EXACT, INSTANT, amount_of, date_of, exact_amount, instant_of, key_of, of_type
+from .fields import (
+    EXACT,
+    INSTANT,
+    amount_of,
+    date_of,
+    exact_amount,
+    instant_of,
+    invalid,
+    key_of,
+    of_type,
+)
 
 A = TypeVar("A", bound="Answer")
 B = TypeVar("B", bound="Body")
@@ -132,17 +142,12 @@ _UNREADABLE = r"\u0000-\u0008\u000e-\u001b\u007f-\u0084\u0086-\u009f"
 """Characters that no reason has; all white space in it becomes a space each."""
 
 
-def _reason(value: Any, field: str) -> str:
+def _reason(value: Any, field: str, *, needed: bool = False) -> str:
     if not isinstance(value, str):
-        raise InvalidRequest(f"The field {field!r} is text.", field=field)
+        raise invalid(field, "is text.")
     if len(value) > LONGEST_REASON:
-        sentence = f"The field {field!r} has {LONGEST_REASON} characters at most."
-        raise InvalidRequest(sentence, field=field)
-    return checked_reason(value)
-
-
-def _needed_reason(value: Any, field: str) -> str:
-    return checked_reason(_reason(value, field), needed=True)
+        raise invalid(field, f"has {LONGEST_REASON} characters at most.")
+    return checked_reason(value, needed=needed)
 
 
 def _of(kind: type) -> PlainValidator:
@@ -160,7 +165,7 @@ Reason = Annotated[
 ]
 NeededReason = Annotated[
     str,
-    checked(_needed_reason, lambda text, *_: checked_reason(text, needed=True)),
+    checked(partial(_reason, needed=True), lambda text, *_: checked_reason(text, needed=True)),
     described(
         "Why.",
         minLength=1,
@@ -250,7 +255,7 @@ class Body(BaseModel):
             sentence = f"There is no field {name[:60]!r}; there are {there_are}."
             raise InvalidRequest(sentence, field=name)
         for name in cls.says_missing - sent.keys():
-            raise InvalidRequest(f"The field {name!r} is missing.", field=name)
+            raise invalid(name, "is missing.")
         absent = [name for name, field in fields.items() if field.is_required()]
         return {**{name: "" if name == "reason" else None for name in absent}, **sent}
 

@@ -1,7 +1,4 @@
-"""Figures for pages and JSON, read from the services. Blocks: use :meth:`Services.run`.
-
-The accounting service charges once a minute; these figures are exact to the second.
-"""
+"""Figures for pages and JSON, exact to the second. Blocks: use :meth:`Services.run`."""
 
 from __future__ import annotations
 
@@ -259,10 +256,7 @@ def all_funds(
     now: datetime,
     warn_minutes: Sequence[float],
 ) -> tuple[Funds, ...]:
-    """Return the figures of several accounts.
-
-    Expiring credits are only read for accounts that pay for a lease.
-    """
+    """Return the figures of several accounts; expiring credits only of those that pay now."""
     ending = services.ledger.ending_of({lease.account for lease in opened if lease.rate})
     return tuple(
         funds(account, opened, now, warn_minutes, _told(ending.get(account.name, ())))
@@ -305,11 +299,6 @@ def funds(
         warning=due_warning(warn_minutes, lasts),
         ending=ending,
     )
-
-
-def ending(mine: Member, warn_minutes: Sequence[float]) -> tuple[LeaseFigures, ...]:
-    """Return the member's servers whose session ends so soon that the page warns of it."""
-    return tuple(some for some in mine.running if ends_soon(some, mine.now, warn_minutes))
 
 
 def ends_soon(some: LeaseFigures, now: datetime, warn_minutes: Sequence[float]) -> bool:
@@ -407,10 +396,7 @@ def credits_of_account(
 
 
 def account_statement(services: Services, account: str, before: int | None = None) -> EntryPage:
-    """Return a page of the statement, with the charges of a session combined.
-
-    The page is empty if the account is not opened yet.
-    """
+    """Return a page of the statement, sessions' charges combined; empty if not opened yet."""
     try:
         return services.reports.statement_page(account, before, LINES, folded=True)
     except UnknownAccount:  # a member's first sign-in opens it
@@ -432,7 +418,7 @@ def lasting(some: Funds, overview: Overview, now: datetime) -> tuple[Runway, ...
     )
 
 
-def funds_of(services: Services, account: str, warn_minutes: tuple[float, ...]) -> Funds:
+def funds_of(services: Services, account: str, warn_minutes: Sequence[float]) -> Funds:
     """Return the current figures of an account. Raises UnknownAccount."""
     found: Account = services.ledger.account(account)
     ending = ending_of(services, account)
@@ -483,11 +469,8 @@ def look(
         ended = services.members.membership_end(user)
         spaces = services.storage.workspaces_of(user)
         payers = services.ledger.payers(user, groups)
-        resting, sick, lost = (
-            services.idle.resting(user),
-            services.health.sick_of(user),
-            services.restarts.lost_of(user),
-        )
+        resting, sick = services.idle.resting(user), services.health.sick_of(user)
+        lost = services.restarts.lost_of(user)
         drawn = of_leases(services, [some.lease for some in mine.running])
     return MemberView(
         mine=mine,

@@ -316,5 +316,5 @@ def test_check_reports_whether_quotas_are_enforced(site: Site) -> None:
     assert "keeps no project quotas" in text and str(site.folder) in text
     assert [(name, status) for name, status, _ in folder] == [("folder quota", Status.FAIL)]
     assert volume[0][2] == (
-        "A quota is set, and nothing keeps it: a volume takes what is written into it."
+        "A quota is set but not enforced: a volume takes whatever is written into it."
     )

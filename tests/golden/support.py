@@ -26,6 +26,7 @@ from gpuspawner.notifications.models import Notice
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from gpuspawner.web import app as web_app
+from gpuspawner.web.base import Context
 
 __all__ = [
     "MICRO",
@@ -66,8 +67,8 @@ def fix_clock(store: Store, now: Callable[[], datetime]) -> None:
 def service_app(services: Services, hub_auth: HubOAuth) -> tornado_web.Application:
     """The pages and the REST API of the accounting service, as it serves them."""
     duty = type("Running", (), {"is_running": True, "failures": 0})()
-    return web_app.make_app(
-        services,
+    context = Context(
+        services=services,
         hub_auth=hub_auth,
         warn_minutes=[30, 10],
         session_warn_minutes=[10],
@@ -75,6 +76,7 @@ def service_app(services: Services, hub_auth: HubOAuth) -> tornado_web.Applicati
         rounds={"charges": 3},
         duties={"charges": duty},
     )
+    return web_app.make_app(context)
 
 
 def configurables() -> Iterator[type[Configurable]]:

@@ -20,6 +20,7 @@ from tornado.routing import PathMatches
 from gpuspawner.db import schema as db_schema
 from gpuspawner.services import Services
 from gpuspawner.web.app import make_app
+from gpuspawner.web.base import Context
 from tests.support import images
 from tests.support.brokers import make_services
 from tests.support.engine import PrivateEngine
@@ -249,7 +250,7 @@ def doors(things: Mapping[str, str]) -> Iterator[Door]:
     ``things``: the id of something by the word that is before it in a path.
     """
     auth = cast(HubOAuth, SimpleNamespace(base_url="/services/gpu/"))
-    for rule in make_app(cast(Services, None), hub_auth=auth).wildcard_router.rules:
+    for rule in make_app(Context(cast(Services, None), auth)).wildcard_router.rules:
         assert isinstance(rule.matcher, PathMatches)
         pattern = rule.matcher.regex
         handler = rule.target

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from gpuspawner.core.errors import StoreUnavailable
 from gpuspawner.core.units import MICRO
@@ -33,6 +34,22 @@ def in_use(url: str) -> Iterator[Services]:
         assert problems(services.store) == []
     finally:
         services.store.close()
+
+
+@contextmanager
+def by_hand(services: Services) -> Iterator[sa.Connection]:
+    """A connection on which nothing is forbidden: triggers and foreign keys are gone."""
+    with services.store.engine.connect() as connection:
+        if services.store.dialect == "sqlite":
+            connection.exec_driver_sql("PRAGMA foreign_keys=OFF")
+            triggers = "SELECT name FROM sqlite_master WHERE type = 'trigger'"
+            for name in connection.exec_driver_sql(triggers).scalars().all():
+                connection.exec_driver_sql(f"DROP TRIGGER {name}")
+        else:
+            connection.exec_driver_sql("SET session_replication_role = replica")
+        yield connection
+        connection.commit()
+        connection.invalidate()
 
 
 def assert_unavailable(services: Services, *, reads: bool = True) -> None:

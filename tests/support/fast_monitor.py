@@ -19,7 +19,7 @@ import pytest
 from gpuspawner.engines.local import LocalEngine
 from gpuspawner.monitoring.service import GPUMonitoring
 from gpuspawner.service import device_monitor
-from gpuspawner.service.device_monitor import GPULossMonitor
+from gpuspawner.service.device_monitor import GPUSampler
 from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.worker import Tick
 from tests.support.brokers import make_services
@@ -78,7 +78,7 @@ class FastMonitor:
 
     def begin(self) -> None:
         """Sample and judge; a sample each second and a half of the clock."""
-        service = GPULossMonitor()
+        service = GPUSampler()
         service.monitoring = GPUMonitoring(sample_seconds=0.05)
 
         async def start() -> None:

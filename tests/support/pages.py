@@ -17,6 +17,7 @@ from tornado.testing import bind_unused_port
 
 from gpuspawner.services import Services
 from gpuspawner.web import app as web_app
+from gpuspawner.web.base import Context
 from tests.support import axe
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, ADMIN_PASSWORD, USER_PASSWORD, HubProcess
@@ -82,7 +83,7 @@ def served(
 
     async def listen() -> HTTPServer:
         server = web_app.make_server(
-            web_app.make_app(services, hub_auth=auth, warn_minutes=[30], **settings)
+            web_app.make_app(Context(services, auth, warn_minutes=[30], **settings))
         )
         server.add_socket(listening)
         return server

@@ -106,7 +106,7 @@ def write_year(store: Store, year: Year) -> dict[str, int]:
             connection.execute(
                 sa.update(accounts).where(accounts.c.name == name).values(balance=balance)
             )
-        hash_chain.chain_existing(connection)
+        _chain(connection)
     return balances
 
 
@@ -247,3 +247,21 @@ def _write(store: Store, batch: _Batch, balances: dict[str, int]) -> None:
         ):
             if rows:
                 connection.execute(sa.insert(table), rows)
+
+
+def _chain(connection: sa.Connection) -> None:
+    """Link and seal all rows, as if each transfer had been posted by itself."""
+    change = sa.update(postings).where(postings.c.id == sa.bindparam("last"))
+    before, rows = hash_chain.FIRST, list[Row]()
+    with hash_chain.not_append_only(connection):
+        for written in hash_chain._written(connection):
+            before = hash_chain._link(before, written.facts)
+            rows.append({"last": written.last_posting, "link": before})
+            if len(rows) == BATCH:
+                connection.execute(change, rows)
+                rows = []
+        if rows:
+            connection.execute(change, rows)
+    ended = hash_chain._stream(connection, hash_chain._ENDED)
+    for lease_id, row in hash_chain._leases(ended):
+        hash_chain._seal(connection, hash_chain.LEASE, lease_id, hash_chain._facts(row))

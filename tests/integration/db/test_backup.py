@@ -59,11 +59,8 @@ def contents(store: Store) -> dict[str, list[tuple[object, ...]]]:
 
 def copied(file: Path) -> dict[str, list[tuple[object, ...]]]:
     """The same of a copy, which this changes."""
-    store = Store(f"sqlite:///{file}")
-    try:
+    with closing(Store(f"sqlite:///{file}")) as store:
         return contents(store)
-    finally:
-        store.close()
 
 
 def another(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
@@ -123,13 +120,11 @@ def test_overwriting_must_be_explicit_and_keeps_the_old_database(
     used.store.close()
     with pytest.raises(BackupRefused, match="There is a database already"):
         backup.restore(database_url, file)
-    unchanged = Store(database_url)
-    assert contents(unchanged) == after
-    unchanged.close()
+    with closing(Store(database_url)) as unchanged:
+        assert contents(unchanged) == after
 
     kept = backup.restore(database_url, file, overwrite=True).kept
-    restored = Store(database_url)
-    try:
+    with closing(Store(database_url)) as restored:
         assert contents(restored) == before
         if restored.dialect == "sqlite":
             assert copied(Path(kept)) == after
@@ -137,8 +132,6 @@ def test_overwriting_must_be_explicit_and_keeps_the_old_database(
             with restored.read() as connection:
                 query = f"SELECT reason FROM {kept}.transfers WHERE reason LIKE 'after%%'"
                 assert connection.exec_driver_sql(query).scalar_one() == "after the copy"
-    finally:
-        restored.close()
 
 
 @each_database
@@ -158,32 +151,34 @@ def test_restore_is_refused_while_the_database_is_in_use(
     assert contents(used.store) == before
 
 
-@pytest.mark.parametrize("part", [0.0, 0.02, 0.5, 0.9, 0.999])
-def test_truncated_backup_is_not_restored(
-    used: Services, database_url: str, tmp_path: Path, part: float
+SPOILT: list[tuple[float | str, str]] = [
+    *((part, "was not put in place: it is") for part in (0.0, 0.02, 0.5, 0.9, 0.999)),
+    (
+        "UPDATE accounts SET balance = balance + 1 WHERE name = 'member:anna'",
+        "The balance of member:anna is",
+    ),
+    ("UPDATE gpuspawner_version SET version_num = '9999'", "install the newer gpuspawner again"),
+]
+"""The part of a backup that is left, or what was changed in it, and why it is refused."""
+
+
+@pytest.mark.parametrize(("spoilt", "why"), SPOILT)
+def test_spoilt_backup_is_not_restored(
+    used: Services, database_url: str, tmp_path: Path, spoilt: float | str, why: str
 ) -> None:
     file = tmp_path / "copy"
     backup.back_up(used.store, file)
-    os.truncate(file, int(file.stat().st_size * part))
+    if isinstance(spoilt, float):
+        os.truncate(file, int(file.stat().st_size * spoilt))
+    else:
+        with closing(sqlite3.connect(file)) as connection:
+            connection.execute(spoilt)
+            connection.commit()
     used.store.close()
-    with pytest.raises(BackupRefused, match="was not put in place: it is"):
+    with pytest.raises((BackupRefused, ConfigError), match=why):
         backup.restore(database_url, file, overwrite=True)
-    store = Store(database_url)
-    assert len(contents(store)["leases"]) == 2
-    store.close()
-
-
-def test_backup_with_a_wrong_balance_is_not_restored(
-    used: Services, database_url: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "copy"
-    backup.back_up(used.store, file)
-    with closing(sqlite3.connect(file)) as connection:
-        connection.execute("UPDATE accounts SET balance = balance + 1 WHERE name = 'member:anna'")
-        connection.commit()
-    used.store.close()
-    with pytest.raises(BackupRefused, match="The balance of member:anna is"):
-        backup.restore(database_url, file, overwrite=True)
+    with closing(Store(database_url)) as store:
+        assert len(contents(store)["leases"]) == 2
 
 
 def test_file_that_is_not_a_backup_is_rejected(empty_database_url: str, tmp_path: Path) -> None:
@@ -199,34 +194,14 @@ def test_file_that_is_not_a_backup_is_rejected(empty_database_url: str, tmp_path
     assert names == ["recipes"], "what is somebody else's stays as it is"
 
 
-def test_backup_of_a_newer_version_is_rejected(
-    used: Services, database_url: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "copy"
-    backup.back_up(used.store, file)
-    with closing(sqlite3.connect(file)) as connection:
-        connection.execute("UPDATE gpuspawner_version SET version_num = '9999'")
-        connection.commit()
-    used.store.close()
-    with pytest.raises(ConfigError, match="install the newer gpuspawner again"):
-        backup.restore(database_url, file, overwrite=True)
-
-
-def test_database_cannot_be_restored_from_itself(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/hub.sqlite"
-    services = open_services(url)
-    services.ledger.open_account("anna")
-    services.store.close()
-    with pytest.raises(BackupRefused, match="is the database itself"):
-        backup.restore(url, tmp_path / "hub.sqlite", overwrite=True)
-
-
-def test_restore_replaces_a_damaged_database(tmp_path: Path) -> None:
+def test_restore_replaces_a_damaged_database_but_not_by_itself(tmp_path: Path) -> None:
     url, file = f"sqlite:///{tmp_path}/hub.sqlite", tmp_path / "copy"
     services = open_services(url)
     services.ledger.open_account("anna")
     backup.back_up(services.store, file)
     services.store.close()
+    with pytest.raises(BackupRefused, match="is the database itself"):
+        backup.restore(url, tmp_path / "hub.sqlite", overwrite=True)
     (tmp_path / "hub.sqlite").write_bytes(b"\0" * 50_000)
     kept = backup.restore(url, file, overwrite=True).kept
     assert Path(kept).read_bytes() == b"\0" * 50_000

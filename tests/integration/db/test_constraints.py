@@ -29,6 +29,7 @@ from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger import rules as ledger_rules
 from gpuspawner.ledger import statements
 from tests.support.brokers import T0
+from tests.support.leases import lease_of
 from tests.support.parts import each_database
 from tests.support.processes import wait_for
 
@@ -57,17 +58,8 @@ def count(store: Store, table: sa.Table) -> int:
 
 
 def lease_row(name: str, **changes: Any) -> dict[str, Any]:
-    row = {
-        "id": name,
-        "user": name,
-        "server_name": "",
-        "account": ANNA,
-        "rate": 1,
-        "hold": 1,
-        "state": "granted",
-        "granted_at": T0,
-    }
-    return row | changes
+    row = {"id": name, "user": name, "server_name": "", "account": ANNA, "rate": 1, "hold": 1}
+    return row | {"state": "granted", "granted_at": T0} | changes
 
 
 def place_row(lease: str, uuid: str = "GPU-1", slot: int = 0, **changes: Any) -> dict[str, Any]:
@@ -252,16 +244,9 @@ def test_posting_needs_an_existing_transfer_and_account(store: Store, row: dict[
 
 
 def lease(name: str, user: str, *uuids: str) -> Lease:
-    return Lease(
-        id=name,
-        server=ServerRef(user),
-        account=ANNA,
-        environment="pytorch",
-        devices=tuple(LeasedDevice(u, 0, n, "A100", 80) for n, u in enumerate(uuids)),
-        rate=7,
-        hold=3,
-        granted_at=T0,
-    )
+    devices = tuple(LeasedDevice(u, 0, n, "A100", 80) for n, u in enumerate(uuids))
+    fields = {"account": ANNA, "environment": "pytorch", "devices": devices, "granted_at": T0}
+    return lease_of(user, id=name, rate=7, hold=3, **fields)
 
 
 @each_database
@@ -274,7 +259,7 @@ def test_transfer_for_an_unknown_lease_writes_nothing(store: Store) -> None:
 
 
 @each_database
-def test_lease_of_a_taken_slot_is_refused(store: Store) -> None:
+def test_lease_of_a_taken_slot_or_server_is_refused(store: Store) -> None:
     with store.write() as connection:
         leases_repository.insert(connection, lease("one", "anna", "GPU-1"))
     with (
@@ -282,18 +267,12 @@ def test_lease_of_a_taken_slot_is_refused(store: Store) -> None:
         store.write() as connection,
     ):
         leases_repository.insert(connection, lease("two", "bert", "GPU-0", "GPU-1"))
+    with pytest.raises(ServerHasLease), store.write() as connection:
+        leases_repository.insert(connection, lease("two", "anna", "GPU-0"))
     with store.read() as connection:
         assert leases_repository.taken(connection) == {Slot("GPU-1", 0): "one"}
         with pytest.raises(UnknownLease, match="no lease 'two'"):
             leases_repository.get(connection, "two")
-
-
-@each_database
-def test_second_lease_of_a_server_is_refused(store: Store) -> None:
-    with store.write() as connection:
-        leases_repository.insert(connection, lease("one", "anna", "GPU-1"))
-    with pytest.raises(ServerHasLease), store.write() as connection:
-        leases_repository.insert(connection, lease("two", "anna", "GPU-0"))
 
 
 @each_database
@@ -311,11 +290,8 @@ def test_lease_is_read_back_as_written(store: Store) -> None:
         assert got.started_at == exact and got.started_at.utcoffset() == timedelta(0)
         assert (got.state, got.engine_ref, got.charged) == (LeaseState.RUNNING, "c", 2)
         assert got.devices == put.devices and got.granted_at == T0
-        assert (
-            leases_repository.open_leases(connection)
-            == [got]
-            == leases_repository.of_account(connection, ANNA)
-        )
+        assert leases_repository.open_leases(connection) == [got]
+        assert leases_repository.of_account(connection, ANNA) == [got]
         assert ledger_repository.get_account(connection, ANNA).held == 1
         assert leases_repository.open_of(connection, ServerRef("anna")) == got
         assert leases_repository.open_of(connection, ServerRef("anna", "lab")) is None
@@ -357,19 +333,13 @@ def test_transfer_changes_balances_once(store: Store) -> None:
 
 @each_database
 def test_transfer_batch_skips_those_already_posted(store: Store) -> None:
-    """In their order; what is posted already is left out, also when it is among them twice."""
+    """In their order, without those that are posted already or occur twice."""
     some = [grant(f"gift{number % 4}", number % 4 + 1) for number in range(6)]
     with store.write() as connection:
         assert ledger_repository.post_many(connection, []) == []
         assert ledger_repository.post(connection, some[1])
-        assert ledger_repository.post_many(connection, some) == [
-            True,
-            False,
-            True,
-            True,
-            False,
-            False,
-        ]
+        posted = ledger_repository.post_many(connection, some)
+        assert posted == [True, False, True, True, False, False]
         assert ledger_repository.post_many(connection, some) == [False] * 6
     with store.read() as connection:
         assert ledger_repository.get_account(connection, ANNA).balance == 10
@@ -443,7 +413,7 @@ def test_statement_shows_the_balance_after_each_line(store: Store) -> None:
 
 @each_database
 def test_starting_process_does_not_wait_for_a_writer(database_url: str) -> None:
-    """It would have to, were a schema that is up to date looked at with a lock."""
+    """An up-to-date schema is checked without a lock."""
     writing, starting = Store(database_url), Store(database_url)
     with writing.write():
         assert starting.run(lambda c: c.execute(sa.text("SELECT 1")).scalar_one()) == 1

@@ -4,6 +4,7 @@ processes, files."""
 from __future__ import annotations
 
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,10 @@ from tests.support.brokers import T0
 from tests.support.postgres import PrivatePostgres
 from tests.support.racers import FORKSERVER
 
+NEVER_CHANGE = ("transfers", "postings", "audit", "chain")
 APPEND_ONLY = {
-    "sqlite": {
-        "transfers_never_update",
-        "transfers_never_delete",
-        "postings_never_update",
-        "postings_never_delete",
-        "audit_never_update",
-        "audit_never_delete",
-        "chain_never_update",
-        "chain_never_delete",
-    },
-    "postgresql": {
-        "transfers_append_only",
-        "postings_append_only",
-        "audit_append_only",
-        "chain_append_only",
-    },
+    "sqlite": {f"{table}_never_{verb}" for table in NEVER_CHANGE for verb in ("update", "delete")},
+    "postgresql": {f"{table}_append_only" for table in NEVER_CHANGE},
 }
 
 
@@ -82,12 +70,10 @@ def test_schema_versions_match_the_alembic_scripts() -> None:
 
 
 def test_migrations_produce_the_declared_schema(empty_database_url: str) -> None:
-    store = Store(empty_database_url)
-    with store.read() as connection:
+    with closing(Store(empty_database_url)) as store, store.read() as connection:
         assert differences(connection) == []
         assert triggers(connection) == APPEND_ONLY[store.dialect]
         made = conditions(sa.inspect(connection))
-    store.close()
     assert made["one_open_lease_a_slot"] and made["one_open_lease_a_server"]
 
     # The same from the tables as the code has them, beside it.
@@ -103,38 +89,31 @@ def test_migrations_produce_the_declared_schema(empty_database_url: str) -> None
 
 def test_schema_comparison_detects_differences(empty_database_url: str) -> None:
     """The comparison above is not blind."""
-    store = Store(empty_database_url)
-    with store.write() as connection:
+    with closing(Store(empty_database_url)) as store, store.write() as connection:
         connection.execute(sa.text("ALTER TABLE accounts ADD COLUMN nickname TEXT"))
         connection.execute(sa.text("DROP INDEX one_open_lease_a_server"))
         kinds = {difference[0] for difference in differences(connection)}
-    store.close()
     assert kinds == {"remove_column", "add_index"}
 
 
 def test_second_migration_changes_nothing(empty_database_url: str) -> None:
     for number in range(2):
-        store = Store(empty_database_url)
-        with store.write() as connection:
+        with closing(Store(empty_database_url)) as store, store.write() as connection:
             assert ledger_repository.open_account(connection, "member:anna", T0) is (number == 0)
             upgrades.upgrade(connection)
             assert upgrades.revision(connection) == upgrades.newest()
             assert differences(connection) == []
-        store.close()
 
 
 def _open_account(url: str, gate: Any, name: str, said: Any) -> None:
     """In a process of its own: migrate what is there, together with the others."""
-    store = Store(url)
     gate.wait(120)
     try:
-        with store.write() as connection:
+        with closing(Store(url)) as store, store.write() as connection:
             ledger_repository.open_account(connection, name, T0)
         said.put("")
     except Exception as error:
         said.put(repr(error))
-    finally:
-        store.close()
 
 
 def test_concurrent_processes_migrate_an_empty_database(empty_database_url: str) -> None:
@@ -149,34 +128,28 @@ def test_concurrent_processes_migrate_an_empty_database(empty_database_url: str)
     assert [said.get(timeout=90) for _ in workers] == [""] * len(workers)
     for worker in workers:
         worker.join(timeout=120)
-    store = Store(empty_database_url)
-    with store.read() as connection:
+    with closing(Store(empty_database_url)) as store, store.read() as connection:
         assert [account.name for account in ledger_repository.all_accounts(connection)] == names
         assert differences(connection) == []
-    store.close()
 
 
 @pytest.mark.parametrize("version", ["9999", "0001"])
 def test_database_of_an_unknown_version_is_rejected(empty_database_url: str, version: str) -> None:
     """A newer gpuspawner wrote it, or a state from before the first release."""
-    store = Store(empty_database_url)
-    with store.write() as connection:
-        connection.execute(sa.text(f"UPDATE gpuspawner_version SET version_num = '{version}'"))
-    store.close()
-    older = Store(empty_database_url)
-    with pytest.raises(ConfigError, match=f"of version {version}, which this gpuspawner does"):
+    change = sa.text(f"UPDATE gpuspawner_version SET version_num = '{version}'")
+    with closing(Store(empty_database_url)) as store, store.write() as connection:
+        connection.execute(change)
+    why = f"of version {version}, which this gpuspawner does"
+    with closing(Store(empty_database_url)) as older, pytest.raises(ConfigError, match=why):
         older.run(ledger_repository.all_accounts)
-    older.close()
 
 
 def test_sqlite_files_are_accessible_by_their_owner_only(tmp_path: Path) -> None:
     """Who used what is nobody else's business, the log beside the database included."""
     path = tmp_path / "gpu spawner #1 100%.sqlite"
-    store = Store(f"sqlite:///{path}")
-    with store.write() as connection:
+    with closing(Store(f"sqlite:///{path}")) as store, store.write() as connection:
         ledger_repository.open_account(connection, "member:anna", T0)
         modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()}
-    store.close()
     assert modes == {path.name + end: 0o600 for end in ("", "-wal", "-shm")}
 
 
@@ -192,10 +165,8 @@ def test_failed_migration_changes_nothing_and_can_be_repeated(
         make(self, element, *args, **kwargs)
 
     monkeypatch.setattr(sa.schema.CreateTable, "__init__", fail)
-    store = Store(empty_database_url)
-    with pytest.raises(KeyboardInterrupt):
+    with closing(Store(empty_database_url)) as store, pytest.raises(KeyboardInterrupt):
         store.run(ledger_repository.all_accounts)
-    store.close()
     monkeypatch.undo()
 
     engine = sa.create_engine(empty_database_url)
@@ -203,17 +174,14 @@ def test_failed_migration_changes_nothing_and_can_be_repeated(
         assert upgrades.revision(connection) is None
         assert sa.inspect(connection).get_table_names() == []
     engine.dispose()
-    store = Store(empty_database_url)
-    with store.read() as connection:
+    with closing(Store(empty_database_url)) as store, store.read() as connection:
         assert differences(connection) == []
-    store.close()
 
 
 def test_plain_postgresql_url_is_accepted(postgres: PrivatePostgres) -> None:
     url = sa.make_url(postgres.fresh_database()).set(drivername="postgresql")
-    store = Store(url.render_as_string(hide_password=False))
-    assert store.run(ledger_repository.all_accounts) == []
-    store.close()
+    with closing(Store(url.render_as_string(hide_password=False))) as store:
+        assert store.run(ledger_repository.all_accounts) == []
 
 
 @pytest.mark.parametrize(
@@ -234,7 +202,6 @@ def test_database_can_be_shared_with_jupyterhub(postgres: PrivatePostgres) -> No
     """Its tables and its Alembic version are not ours."""
     url = postgres.fresh_database()
     orm.new_session_factory(url)
-    store = Store(url)
-    assert store.run(ledger_repository.all_accounts) == []
-    store.close()
+    with closing(Store(url)) as store:
+        assert store.run(ledger_repository.all_accounts) == []
     orm.new_session_factory(url)  # the hub starts again, and finds its version

@@ -94,8 +94,7 @@ def test_store_reconnects_after_postgresql_ends_its_connections(throw_out: Throw
 
 @pytest.mark.parametrize("careless", [False, True], ids=["before the commit", "nobody notices"])
 def test_lost_connection_rolls_back_the_transaction(throw_out: ThrowOut, careless: bool) -> None:
-    """Nothing of it is there, whoever wrote. Nor is what somebody writes who takes no notice: it
-    would be written by itself."""
+    """Nothing of it is stored, not even a statement that follows an ignored error."""
     url, all_others = throw_out
     with in_use(url) as services:
         (before,) = services.leases.open_leases()
@@ -142,9 +141,7 @@ def test_other_postgresql_writer_blocks_writes_but_not_reads(server: PrivatePost
         assert_works(services)
 
 
-def test_starting_store_waits_for_a_long_schema_upgrade(
-    server: PrivatePostgres,
-) -> None:
+def test_starting_store_waits_for_a_long_schema_upgrade(server: PrivatePostgres) -> None:
     url = server.fresh_database()
     another, store = sa.create_engine(url), Store(url)
     refused = threading.Event()

@@ -1,7 +1,7 @@
-"""Real: SQLite (and PostgreSQL), asked how it will find what it is asked for.
+"""Query plans. Real: SQLite and PostgreSQL.
 
-What is open is little, and what has ended grows for years: no question about open leases may
-read the latter. A partial index serves only a condition in which its own is written out.
+Open leases are few, and ended ones grow for years: no query about open leases may read ended ones.
+A partial index serves only a query that repeats its condition.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from gpuspawner.ledger import credit_repository
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.members import repository as members_repository
 from tests.support.brokers import T0, open_services
+from tests.support.leases import lease_of
 from tests.support.parts import each_database
 
 MOST_STATEMENTS = 17
@@ -104,7 +105,7 @@ def test_frequent_queries_do_not_scan_whole_tables(store: Store, question: str) 
 
 
 def test_expiring_credits_are_settled_without_reading_charges(store: Store) -> None:
-    """Of a year of charges, one a minute, none is read: the index has only what is apart."""
+    """A year has a charge a minute, and none is read: the index only has postings apart."""
     found = steps(store, lambda c: credit_repository.flow_of_account(c, "member:anna"))
     ledger = [step for _, step in found if "postings" in step]
     assert ledger == ["SEARCH postings USING INDEX postings_apart (account=?)"]
@@ -121,10 +122,8 @@ def test_lease_lifetime_takes_few_statements(database_url: str) -> None:
         assert isinstance(lease, Lease)
         services.leases.confirm(lease.id, "noop", devices=lease.devices)
         time.sleep(0.02)  # so that it costs something
-        assert (
-            services.leases.release(lease.id, stopped_at=services.clock(), reason="stopped").charged
-            > 0
-        )
+        ended = services.leases.release(lease.id, stopped_at=services.clock(), reason="stopped")
+        assert ended.charged > 0
 
     @sa.event.listens_for(services.store.engine, "before_cursor_execute")
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
@@ -143,16 +142,7 @@ def test_slots_read_as_text_match_slots_read_as_rows(database_url: str) -> None:
     store = Store(database_url)
     uuids = ("GPU-1", "MIG-GPU-5/1/0", "odd:name:3", "GPU-größer")
     devices = tuple(LeasedDevice(u, n, n, "A100", 80) for n, u in enumerate(uuids))
-    lease = Lease(
-        id="one",
-        server=ServerRef("anna"),
-        account="member:anna",
-        environment="",
-        devices=devices,
-        rate=0,
-        hold=0,
-        granted_at=T0,
-    )
+    lease = lease_of("anna", id="one", devices=devices)
     with store.write() as connection:
         assert leases_repository.places_taken(connection) == frozenset()
         ledger_repository.open_account(connection, "member:anna", T0)

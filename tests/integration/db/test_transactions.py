@@ -25,7 +25,7 @@ things = sa.Table("things", sa.MetaData(), sa.Column("name", sa.Text, primary_ke
 parts = sa.Table(
     "parts",
     things.metadata,
-    # Looked at when the transaction ends.
+    # Checked at the end of the transaction.
     sa.Column(
         "name", sa.ForeignKey(things.c.name, deferrable=True, initially="DEFERRED"), nullable=False
     ),
@@ -64,7 +64,7 @@ def names(store: Store) -> list[str]:
 
 
 class Mistake(Exception):
-    """What somebody's code raises in the middle."""
+    """An error in the middle of a transaction."""
 
 
 def test_transaction_is_committed_entirely_or_not_at_all(store: Store, run: Run) -> None:

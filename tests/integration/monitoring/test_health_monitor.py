@@ -16,7 +16,7 @@ from gpuspawner.devices.source import SamplingSource
 from gpuspawner.monitoring.health import SymptomWindow
 from gpuspawner.monitoring.health_service import FoundSymptoms
 from gpuspawner.monitoring.models import Sample
-from gpuspawner.service.health_monitor import HealthDuty, HealthMonitor
+from gpuspawner.service.health_monitor import HealthDuty, health_duty
 from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.sampler import Sampling
 from gpuspawner.service.worker import Tick
@@ -111,8 +111,7 @@ async def test_service_drains_probes_and_returns_sick_devices(
     sampler = source.sampler()
     sampling = Sampling(sampler, services.clock, 0.05, logging.getLogger("test"))
     tick = Tick(services, HubClient("http://127.0.0.1:1", "none"), {}, logging.getLogger("test"))
-    service = HealthMonitor()
-    duty = service.health_duty(tick, sampling, sampler)
+    duty = health_duty(tick, sampling, sampler)
     lease = running(services, "ada")
     sampling.start()
     try:

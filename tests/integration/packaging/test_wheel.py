@@ -20,13 +20,8 @@ import pytest
 from tests.support.processes import BIN, REPO, kept_dir, one_at_a_time
 
 TOOLS = (
-    "aiosmtpd",
-    "hypothesis",
-    "jupyterhub-ldapauthenticator",
-    "psutil",
-    "pytest",
-    "pytest-asyncio",
-    "requests",
+    *("aiosmtpd", "hypothesis", "jupyterhub-ldapauthenticator", "psutil", "pytest"),
+    *("pytest-asyncio", "requests"),
 )
 """What these tests need beside gpuspawner, in whatever version there is."""
 
@@ -76,8 +71,8 @@ PURE = (
 )
 """Unit tests of what imports little but Python itself, and of what reads files in our own way."""
 
-OWN = ("support/test_tiers",)
-"""Unit tests of the tests' own support, which needs more than is installed here: Playwright."""
+OWN = ("support",)
+"""Unit tests of the tests' own support, which needs more than is installed here."""
 
 UNUSED = 7 * 86_400
 """Seconds after which an environment of older bounds is removed."""
@@ -200,18 +195,10 @@ def assert_runs(installed: Installed, folder: Path) -> None:
     assert found["devices"] == 1, "the migrations are not in the wheel"
     assert found["form"]
     assert set(found["files"]) == {".css", ".html", ".js", ".mako", ".txt"}
+    members = ("cilogon", "github", "gitlab", "google", "ldap", "microsoft", "oauth")
     assert found["gpu"] == [
-        "gpu-docker",
-        "gpu-local",
-        "gpu-slurm",
-        "gpu-members-cilogon",
-        "gpu-members-github",
-        "gpu-members-gitlab",
-        "gpu-members-google",
-        "gpu-members-ldap",
-        "gpu-members-microsoft",
-        "gpu-members-oauth",
-        "gpu-members-shared-password",
+        *("gpu-docker", "gpu-local", "gpu-slurm"),
+        *(f"gpu-members-{name}" for name in (*members, "shared-password")),
     ]
     accounts = installed.run("-m", "gpuspawner", "accounts", "--json", cwd=folder)
     assert "member:alice" in accounts
@@ -219,9 +206,11 @@ def assert_runs(installed: Installed, folder: Path) -> None:
 
 def test_unit_tests_pass_with_the_oldest_versions(oldest: Installed) -> None:
     installed = oldest.run("-m", "pip", "list", "--format=json", cwd=REPO)
-    versions = {entry["name"].lower(): entry["version"] for entry in json.loads(installed)}
+    versions = {
+        entry["name"].lower().replace("_", "-"): entry["version"] for entry in json.loads(installed)
+    }
     for name, bound in lower_bounds().items():
-        version = versions[name.partition("[")[0]]
+        version = versions[name.partition("[")[0].replace("_", "-")]
         assert re.match(rf"{re.escape(bound)}(\.0)*$", version), (name, version)
     chosen = ("tests/unit", *STORED, *SENT)
     there = [path for path in chosen if (REPO / path.partition("::")[0]).exists()]

@@ -89,6 +89,8 @@ def test_cookie_secret_is_persistent_and_private(tmp_path: Path) -> None:
     assert secret_file(url) == path
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert read_cookie_secret(url, LOG) == secret and len(secret) == 32
+    for url in ("postgresql://db/gpus", "sqlite://"):
+        assert secret_file(url) == Path(NAME), "without a file, in the working directory"
 
 
 @pytest.mark.parametrize("spoil", ["mode", "length", "link"])
@@ -116,8 +118,3 @@ def test_unwritable_secret_folder_only_logs_a_warning(
     url = f"sqlite:///{tmp_path}/missing/gpu.sqlite"
     assert len(read_cookie_secret(url, LOG)) == 32
     assert "forms that are open at a restart will be refused" in caplog.text
-
-
-def test_secret_without_database_file_is_in_working_directory() -> None:
-    assert secret_file("postgresql://db/gpus") == Path(NAME)
-    assert secret_file("sqlite://") == Path(NAME)

@@ -51,9 +51,7 @@ def service(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield service
 
 
-def test_form_without_xsrf_cookie_is_rejected(
-    service: ServiceProcess,
-) -> None:
+def test_form_without_xsrf_cookie_is_rejected(service: ServiceProcess) -> None:
     ada = service.sign_in("ada")
     ada.cookies.set("_xsrf", None)
     refused = ada.post(

@@ -15,7 +15,7 @@ import pytest
 
 from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.service import session_duties
-from gpuspawner.service.session_duties import SessionDuty
+from gpuspawner.service.session_duties import LONGEST_PAUSE, SessionDuty
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make
 from tests.support.rounds import SITE, ScriptedHub, make_tick, open_services, told
@@ -23,6 +23,7 @@ from tests.support.telling import notifying
 
 WARN = (10.0,)
 Duties = Callable[..., SessionDuty]
+Log, Patch = pytest.LogCaptureFixture, pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def services(make: Make) -> Services:
     return make(**{**SITE, "opening_grant": 1000})
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries follow one another within hundredths of a second, as they do within a minute."""
     monkeypatch.setattr(session_duties, "AGAIN", 0.02)
@@ -70,7 +71,7 @@ async def rounds(sessions: SessionDuty, until: Callable[[], bool], limit: float 
 
 
 async def test_expired_session_is_stopped_until_it_is_gone(
-    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties, pauses: None
+    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties
 ) -> None:
     lease = session(services, "ada")
     session(services, "bob", seconds=7200)
@@ -91,12 +92,7 @@ async def test_expired_session_is_stopped_until_it_is_gone(
 
 
 async def test_stop_in_progress_is_not_requested_again(
-    services: Services,
-    hub: ScriptedHub,
-    clock: Clock,
-    duty: Duties,
-    pauses: None,
-    monkeypatch: pytest.MonkeyPatch,
+    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties, monkeypatch: Patch
 ) -> None:
     lease, other = session(services, "ada"), session(services, "bob")
     hub.has(lease.server, other.server)
@@ -120,12 +116,7 @@ async def test_stop_in_progress_is_not_requested_again(
 
 
 async def test_failing_stop_is_retried_until_it_succeeds(
-    services: Services,
-    hub: ScriptedHub,
-    clock: Clock,
-    duty: Duties,
-    pauses: None,
-    caplog: pytest.LogCaptureFixture,
+    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties, caplog: Log
 ) -> None:
     caplog.set_level(logging.INFO, "tick")
     lease = session(services, "ada")
@@ -144,12 +135,9 @@ async def test_failing_stop_is_retried_until_it_succeeds(
 
 
 async def test_retry_delay_doubles_up_to_a_minute(
-    services: Services,
-    hub: ScriptedHub,
-    clock: Clock,
-    duty: Duties,
-    monkeypatch: pytest.MonkeyPatch,
+    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties, monkeypatch: Patch
 ) -> None:
+    monkeypatch.setattr(session_duties, "LONGEST_PAUSE", LONGEST_PAUSE)
     lease = session(services, "ada")
     sessions = duty()
     clock.forward(seconds=3600)
@@ -172,7 +160,7 @@ async def test_retry_delay_doubles_up_to_a_minute(
 
 
 async def test_stop_spares_a_newer_server_of_the_same_name(
-    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties, pauses: None
+    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties
 ) -> None:
     lease = session(services, "ada")
     clock.forward(seconds=3600)
@@ -190,12 +178,7 @@ async def test_stop_spares_a_newer_server_of_the_same_name(
 
 
 async def test_stop_orders_of_other_processes_are_executed(
-    database_url: str,
-    services: Services,
-    hub: ScriptedHub,
-    clock: Clock,
-    duty: Duties,
-    pauses: None,
+    database_url: str, services: Services, hub: ScriptedHub, clock: Clock, duty: Duties
 ) -> None:
     """The hub says that nobody connected; an admin has another server stopped."""
     admin = open_services(database_url, clock)
@@ -208,17 +191,12 @@ async def test_stop_orders_of_other_processes_are_executed(
 
 
 async def test_session_unknown_to_the_hub_keeps_its_lease(
-    services: Services,
-    hub: ScriptedHub,
-    clock: Clock,
-    duty: Duties,
-    pauses: None,
-    caplog: pytest.LogCaptureFixture,
+    services: Services, hub: ScriptedHub, clock: Clock, duty: Duties, caplog: Log
 ) -> None:
     caplog.set_level(logging.INFO, "tick")
     session(services, "ada")
     clock.forward(seconds=3600)
-    await rounds(duty(), lambda: any("the Hub has it not" in t for t in told(caplog.records)))
+    await rounds(duty(), lambda: any("the Hub does not have it" in t for t in told(caplog.records)))
     assert services.leases.of_server(ServerRef("ada")) is not None
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from gpuspawner.core.errors import FolderRefused, InvalidRequest, NotAllowed, UnknownFolder
-from gpuspawner.db import audit_log
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, open_services
 from tests.support.parts import each_database
@@ -21,7 +20,7 @@ def mounts(services: Services, user: str) -> list[tuple[str, bool]]:
 
 def trail(services: Services) -> list[tuple[str, str]]:
     """Who did what, the oldest first."""
-    lines = services.store.run(audit_log.trail)
+    lines = services.audit.trail()
     return [(line.actor, line.action) for line in reversed(lines)]
 
 

@@ -50,9 +50,7 @@ def first() -> Offset:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_corrected_clock_step_does_not_change_steady_time(
-    step: int,
-) -> None:
+def test_corrected_clock_step_does_not_change_steady_time(step: int) -> None:
     verdict = judge(first(), reading(HOUR, step))
     assert (verdict.event, verdict.shift) == ("stepped", 0)
     assert verdict.offset.at(HOUR) == NOW + HOUR
@@ -142,9 +140,7 @@ def after_boot(off: int, wrong: int) -> Offset:
 
 
 @pytest.mark.parametrize("wrong", [2 * HOUR, 20 * DAY, -2 * HOUR, YEAR, -YEAR])
-def test_early_clock_correction_recounts_the_downtime(
-    wrong: int,
-) -> None:
+def test_early_clock_correction_recounts_the_downtime(wrong: int) -> None:
     off, soon = 5 * MINUTE, 2 * MINUTE
     offset = after_boot(off, wrong)
     assert offset.before is not None

@@ -109,9 +109,10 @@ FILES = {
         from . import leases
         from .page import Page
         class Services:
-            leases: leases.LeaseService
-            page: Page
-            name: str
+            def __init__(self):
+                self.leases = leases.LeaseService()
+                self.page = Page()
+                self.name = str()
         """,
 }
 SETUP = """
@@ -171,7 +172,7 @@ def test_structure_script_measures_the_expected_figures(root: Path) -> None:
     figures = {name: figure for name, figure, _ in measure(root)}
     assert figures == {
         "modules in gpuspawner/": "8",
-        "lines of Python in gpuspawner/": "44",
+        "lines of Python in gpuspawner/": "45",
         "lines of tests and their support": "3",
         "classes of ours in a spawner's MRO": "2",
         "public methods of the largest service": "4",

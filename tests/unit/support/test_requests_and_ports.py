@@ -34,9 +34,7 @@ TAKE = "from tests.support.processes import free_port; print(free_port(), flush=
 
 
 @pytest.mark.usefixtures("processes")
-def test_port_reserved_by_another_run_is_not_reused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_port_reserved_by_another_run_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though nobody listens on it yet."""
     command = [sys.executable, "-c", TAKE]
     with subprocess.Popen(
