@@ -66,7 +66,10 @@ class PlannedFile:
     @property
     def edited(self) -> bool:
         """True if the existing file was changed since the command wrote it."""
-        return self.before is not None and not _is_ours(self.before)
+        if self.before is None:
+            return False
+        found = _DIGEST.match(self.before)
+        return found is None or _digest(_body(self.before)) != found[1]
 
     def difference(self) -> str:
         """Return what would change, as ``diff -u`` shows it."""
@@ -91,13 +94,10 @@ def drafts(folder: Path, bodies: Mapping[str, str]) -> list[PlannedFile]:
             before = None
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-        found.append(PlannedFile(path, stamped(body), before))
+        # The header shows whether somebody edits the file.
+        text = _HEADER.format(digest=_digest(body)) + "\n" + body
+        found.append(PlannedFile(path, text, before))
     return found
-
-
-def stamped(body: str) -> str:
-    """Return the text with a header that shows if somebody edits it."""
-    return _HEADER.format(digest=_digest(body)) + "\n" + body
 
 
 def write(changed: Sequence[PlannedFile]) -> None:
@@ -128,11 +128,6 @@ def _body(text: str) -> str:
     """Return the text without our header."""
     found = _DIGEST.match(text)
     return text[found.end() + 1 :] if found else text
-
-
-def _is_ours(text: str) -> bool:
-    found = _DIGEST.match(text)
-    return found is not None and _digest(_body(text)) == found[1]
 
 
 def _digest(body: str) -> str:
@@ -221,9 +216,9 @@ def config(
 ) -> int:
     """Write Slurm's configuration and cluster.yaml for these hosts."""
     head, address = _controller(controller)
-    options = SlurmOptions(
-        controller=head, address=address, longest_hours=_hours(hours), more=_more(more)
-    )
+    if not 1 <= hours <= 8760:
+        raise ConfigError(f"--hours {hours}: write 1 to 8760.")
+    options = SlurmOptions(controller=head, address=address, longest_hours=hours, more=_more(more))
     named = [_named(word) for word in hosts]
     nodes = _nodes(settings, options, named, NodeAddresses(engine, tls, sampler))
     made = Cluster(
@@ -257,25 +252,21 @@ def _show_drafts(
     lost: Sequence[PlannedFile],
     written: Sequence[PlannedFile],
 ) -> None:
-    plain = {
-        "written": bool(written),
-        "changed": [str(draft.path) for draft in changed],
-        "edited": [str(draft.path) for draft in lost],
-        "nodes": [node.name for node in cluster.nodes],
-    }
+    paths, edited = [str(draft.path) for draft in changed], [str(draft.path) for draft in lost]
+    names = [node.name for node in cluster.nodes]
+    plain = {"written": bool(written), "changed": paths, "edited": edited, "nodes": names}
     devices = sum(len(node.devices) for node in cluster.nodes)
     lines = [draft.difference() for draft in changed if draft.before is not None]
-    lines.append(f"{count(len(cluster.nodes), 'node')}, {count(devices, 'device')}.")
+    lines.append(f"{count(len(names), 'node')}, {count(devices, 'device')}.")
     if not changed:
         lines[-1] += " Nothing to do."
     elif written:
-        lines[-1] += f" Written: {', '.join(str(draft.path) for draft in changed)}."
+        lines[-1] += f" Written: {', '.join(paths)}."
     show(plain, "\n".join(lines))
     if lost:
-        names = ", ".join(str(draft.path) for draft in lost)
         note(
-            f"gpuspawner: Nothing was written: {names} was edited by hand. Give --set or another "
-            "option in place of the edit, or replace it with --force."
+            f"gpuspawner: Nothing was written: {', '.join(edited)} was edited by hand. Give --set "
+            "or another option in place of the edit, or replace it with --force."
         )
 
 
@@ -355,7 +346,7 @@ def _check_versions(host: str, found: HostInventory) -> None:
 
 
 def _address(host: str, found: HostInventory, options: SlurmOptions) -> str:
-    """Return the IP address at which other machines reach a host. Raises ConfigError."""
+    """Return the IP address at which other machines reach a host."""
     own = found.hostname == options.controller
     name = options.address if own and options.address else host
     try:
@@ -386,12 +377,6 @@ def _controller(word: str) -> tuple[str, str]:
     if not _HOST.fullmatch(host) or (address and not _HOST.fullmatch(address)):
         raise ConfigError(f"{word!r} is no host: write --controller NAME or NAME=ADDRESS.")
     return host, address
-
-
-def _hours(number: int) -> int:
-    if not 1 <= number <= 8760:
-        raise ConfigError(f"--hours {number}: write 1 to 8760.")
-    return number
 
 
 def _more(words: Sequence[str]) -> dict[str, str]:

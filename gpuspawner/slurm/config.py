@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import yaml
@@ -160,7 +161,7 @@ def _sections(cluster: Cluster, options: SlurmOptions) -> Iterator[tuple[str, Se
 
 
 def _node_line(cluster: Cluster, node: Node) -> str:
-    gres = [f"gpu:{name}:{count}" for name, count in _counts(node).items()]
+    gres = [f"gpu:{name}:{count}" for name, count in counts(node).items()]
     if shards := cluster.shards * len(node.devices):
         gres.append(f"shard:{shards}")
     memory = node.memory_bytes * MEMORY_PART // 100 // MEGABYTE
@@ -168,16 +169,13 @@ def _node_line(cluster: Cluster, node: Node) -> str:
     words += [node.layout] if node.layout else []
     words += [f"RealMemory={memory}"]
     words += [f"Gres={','.join(gres)}"] if gres else []
-    words += [f"Feature={','.join(_counts(node))}"] if node.devices else []
+    words += [f"Feature={','.join(counts(node))}"] if node.devices else []
     return " ".join([*words, "State=UNKNOWN"])
 
 
-def _counts(node: Node) -> dict[str, int]:
+def counts(node: Node) -> Counter[str]:
     """Return how many devices a node has of each type, in the order of its devices."""
-    found: dict[str, int] = {}
-    for device in node.devices:
-        found[device.gres] = found.get(device.gres, 0) + 1
-    return found
+    return Counter(device.gres for device in node.devices)
 
 
 def gres_conf(cluster: Cluster) -> str:
@@ -210,19 +208,18 @@ def slurmdbd_conf(options: SlurmOptions) -> str:
     It contains no password: the database is on the same host, and identifies the user by the
     socket.
     """
-    settings = {
-        "AuthType": "auth/munge",
-        "AuthInfo": "socket=/run/munge/munge.socket.2",
-        "DbdHost": options.controller,
-        "SlurmUser": "slurm",
-        "StorageType": "accounting_storage/mysql",
-        "StorageHost": "localhost",
-        "StorageUser": "slurm",
-        "StorageLoc": "slurm_acct_db",
-        "LogFile": "/var/log/slurm/slurmdbd.log",
-        "PidFile": "/run/slurmdbd.pid",
-    }
-    return "\n".join(f"{key}={value}" for key, value in settings.items()) + "\n"
+    return f"""\
+AuthType=auth/munge
+AuthInfo=socket=/run/munge/munge.socket.2
+DbdHost={options.controller}
+SlurmUser=slurm
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=slurm
+StorageLoc=slurm_acct_db
+LogFile=/var/log/slurm/slurmdbd.log
+PidFile=/run/slurmdbd.pid
+"""
 
 
 def cluster_yaml(cluster: Cluster) -> str:
@@ -240,8 +237,7 @@ def cluster_yaml(cluster: Cluster) -> str:
 def _node_yaml(node: Node) -> dict[str, Any]:
     found: dict[str, Any] = {"address": node.address, "engine": node.engine}
     if node.tls:
-        tls = node.tls
-        found["tls"] = {"ca": tls.ca, "certificate": tls.certificate, "key": tls.key}
+        found["tls"] = asdict(node.tls)
     if node.sampler:
         found["sampler"] = node.sampler
     found |= {"cpus": node.cpus, "memory": node.memory_bytes}

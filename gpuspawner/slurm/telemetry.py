@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from ..monitoring.models import Sample
@@ -63,18 +63,16 @@ class NodesSampler:
         self._sources = [_Source(node, indices, resting) for node in cluster.nodes if node.sampler]
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
-        """Return the samples since the last round, in order, and silent ones.
+        """Return the samples since the last round, in order, and a silent one of each other device.
 
-        There is a silent sample of each device that could not be queried. ``monotonic`` is not
-        needed.
+        ``monotonic`` is not needed.
         """
         for source in self._sources:
             source.ask()
         until = time.monotonic() + WAIT
         found: list[Sample] = []
         for source in self._sources:
-            answer = source.take(until)
-            if answer is not None:
+            if (answer := source.take(until)) is not None:
                 found += _told(source, answer, now)
             self._say(source)
             found += source.silent(now)
@@ -150,14 +148,16 @@ class _Source:
 
     def take(self, until: float) -> _SamplerAnswer | None:
         """Return the answer, if there is one; waits only if the last one came."""
-        return self.answer(0.0 if self._why else max(0.0, until - time.monotonic()))
-
-    def answer(self, seconds: float) -> _SamplerAnswer | None:
-        """Return the answer, if it comes within this many seconds."""
-        if not self._done.wait(seconds):
+        if not self._done.wait(0.0 if self._why else max(0.0, until - time.monotonic())):
             return None
         answer, self._answer = self._answer, None
         return answer
+
+    def fetch(self) -> _SamplerAnswer:
+        """Query once, and wait for the answer."""
+        self.ask()
+        self._done.wait(LONGEST)
+        return self._answer or _SamplerAnswer(why="nothing came in time")
 
     def heard(self, said: SamplerReport | None, why: str, resting: str = "") -> None:
         """Process an answer ``said``, or the reason why there is none."""
@@ -175,10 +175,10 @@ class _Source:
 
     def silent(self, now: datetime) -> list[Sample]:
         """Return a sample of each device that it does not report."""
-        why, missing = self.sentence, frozenset(self.indices)
-        if not self.why and not self.resting:
-            why, missing = f"the machine {self.node.name} does not list it", self._missing
         off = bool(self.resting)
+        why, missing = self.sentence, frozenset(self.indices)
+        if not self.why and not off:
+            why, missing = f"the machine {self.node.name} does not list it", self._missing
         return [
             Sample(uuid=uuid, index=self.indices[uuid], at=now, silent=why, resting=off)
             for uuid in sorted(missing)
@@ -191,9 +191,8 @@ class _Source:
             self._answer = _SamplerAnswer(body=self._asked())
         except (OSError, http.client.HTTPException, InvalidAnswer) as error:
             self._close()
-            self._answer = _SamplerAnswer(
-                why=_in_words(error), resting=self._is_resting(self.node.name)
-            )
+            resting = self._is_resting(self.node.name)
+            self._answer = _SamplerAnswer(why=_in_words(error), resting=resting)
         except Exception as error:  # whatever a node answers, only its own devices are affected
             LOG.exception("Asking the sampler of %s failed", self.node.name)
             self._answer = _SamplerAnswer(why=f"{error!r:.200}")
@@ -259,14 +258,9 @@ def trouble_of(node: Node, now: datetime) -> str:
 
     The reason is the end of a sentence. Blocks for seconds.
     """
-    indices = {device.uuid: n for n, device in enumerate(node.devices)}
-    source = _Source(node, indices, lambda name: "")
-    source.ask()
-    answer = source.answer(LONGEST)
-    if answer is None:
-        return "nothing came in time"
-    if answer.why:
-        return answer.why
+    source = _single(node)
+    if why := (answer := source.fetch()).why:
+        return why
     try:
         said = read(answer.body, now, source.indices)
     except InvalidAnswer as error:
@@ -276,14 +270,15 @@ def trouble_of(node: Node, now: datetime) -> str:
 
 
 def seconds_ahead(node: Node) -> float | None:
-    """Query how far a node's clock is ahead of ours; None if unknown.
-
-    Blocks for seconds.
-    """
-    source = _Source(node, {device.uuid: 0 for device in node.devices}, lambda name: "")
-    source.ask()
-    source.answer(LONGEST)
+    """Query how far a node's clock is ahead of ours; None if unknown. Blocks for seconds."""
+    source = _single(node)
+    source.fetch()
     return source.ahead
+
+
+def _single(node: Node) -> _Source:
+    indices = {device.uuid: n for n, device in enumerate(node.devices)}
+    return _Source(node, indices, lambda name: "")
 
 
 def _ahead(date: str) -> float | None:
@@ -320,21 +315,3 @@ class _SamplerConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(SECONDS)
         self.sock.connect(self._path)
-
-
-class SampledCluster:
-    """A source of the devices of a cluster that can also sample them.
-
-    See :class:`gpuspawner.devices.source.SamplingSource`.
-    """
-
-    cluster: Cluster
-    _log: logging.Logger | Any
-
-    if TYPE_CHECKING:
-
-        def resting(self, machine: str) -> str: ...
-
-    def sampler(self, processes_every: float = 60.0) -> NodesSampler:
-        """Return a sampler; each node's own one decides how often processes are listed."""
-        return NodesSampler(self.cluster, self._log, self.resting)
