@@ -268,7 +268,6 @@ def _unfit(info: Mapping[str, Any], nested: bool) -> tuple[str, str] | None:
 
 
 def _check_image(image: str, clients: Mapping[Node, docker.APIClient]) -> CheckFinding:
-    """Check that every node has exactly the same image."""
     found: dict[str, list[str]] = {}
     for node, client in clients.items():
         try:

@@ -346,7 +346,6 @@ def _check_versions(host: str, found: HostInventory) -> None:
 
 
 def _address(host: str, found: HostInventory, options: SlurmOptions) -> str:
-    """Return the IP address at which other machines reach a host."""
     own = found.hostname == options.controller
     name = options.address if own and options.address else host
     try:

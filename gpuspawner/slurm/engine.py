@@ -159,7 +159,6 @@ class SlurmEngine:
         return True
 
     def _living(self) -> set[str]:
-        """Return the numbers of living jobs."""
         try:
             return {str(job.id) for job in self._delegate.living()}
         except SlurmUnavailable as error:

@@ -90,8 +90,6 @@ class BillingResult:
     """Jobs that paid or were refunded."""
     amount: int = 0
     """Microcredits in total."""
-    unknown: tuple[str, ...] = ()
-    """Users of new jobs who are no members."""
 
 
 @dataclass(eq=False)
@@ -162,18 +160,13 @@ class JobBillingService:
             for run in self._not_holders(cluster, clear)
             if run.started_at and run.started_at >= marks.since
         ]
-        done: list[tuple[str, int]] = []
-        unknown: list[str] = []
+        amounts: list[int] = []
         for first in range(0, len(some), AT_ONCE):
             part = self._with_news(cluster, some[first : first + AT_ONCE], living)
-            paid, strangers = self._debit_some(cluster, part, living, now)
-            done += paid
-            unknown += strangers
+            amounts += self._debit_some(cluster, part, living, now)
         if until is not None:
             self._read_up_to(cluster.name, marks, min([until, now, *open_since]), now)
-        return BillingResult(
-            len(done), sum(amount for _, amount in done), tuple(dict.fromkeys(unknown))
-        )
+        return BillingResult(len(amounts), sum(amounts))
 
     def unread_since(self) -> datetime | None:
         """Return the time up to which all is paid, if that is long ago and Slurm still lags."""
@@ -198,7 +191,7 @@ class JobBillingService:
     def _read_up_to(
         self, cluster: str, marks: repository.BillingMarks, until: datetime, now: datetime
     ) -> None:
-        """Record that everything up to then was read, now and then, because reads overlap.
+        """Record up to when everything was read: not in each round, because reads overlap.
 
         A mark ahead of a clock that was set back is reduced.
         """
@@ -211,8 +204,7 @@ class JobBillingService:
     def _is_complete(self, slurm: Slurm, now: datetime) -> bool:
         """Return True if Slurm's database has had everything for a while.
 
-        While it was away, its controller keeps the events, and a job's devices are recorded some
-        seconds after its end.
+        A job's devices are recorded some seconds after its end.
         """
         if stays_behind(slurm):
             self._in_step = None
@@ -260,23 +252,17 @@ class JobBillingService:
         runs: Sequence[JobRun],
         living: Collection[str] | None,
         now: datetime,
-    ) -> tuple[list[tuple[str, int]], list[str]]:
+    ) -> list[int]:
         """Charge these together, or one by one if that fails because of one of them."""
         try:
-            return self._debit_together(cluster, runs, living, now) if runs else ([], [])
+            return self._debit_together(cluster, runs, living, now) if runs else []
         except StoreUnavailable:
             raise
         except Exception as error:
             if len(runs) == 1:
                 self._complain(cluster, runs[0], error)
-                return [], []
-        paid: list[tuple[str, int]] = []
-        unknown: list[str] = []
-        for run in runs:
-            more, strangers = self._debit_some(cluster, [run], living, now)
-            paid += more
-            unknown += strangers
-        return paid, unknown
+                return []
+        return [paid for run in runs for paid in self._debit_some(cluster, [run], living, now)]
 
     def _debit_together(
         self,
@@ -284,25 +270,18 @@ class JobBillingService:
         runs: Iterable[JobRun],
         living: Collection[str] | None,
         now: datetime,
-    ) -> tuple[list[tuple[str, int]], list[str]]:
-        """Charge some in one transaction.
-
-        Returns the jobs that paid and how much, and the users of new ones who are no members.
-        """
-        paid: list[tuple[str, int]] = []
-        unknown: list[str] = []
+    ) -> list[int]:
+        """Charge some in one transaction, and return what each paid, without those that did not."""
+        amounts = []
         with self.store.write() as connection:
             users = by_user(repository.members(connection))
             groups = self.members.groups_of_members(connection)
             for run in runs:
                 job = repository.find(connection, job_id(cluster.name, run))
-                if job is None:
-                    job = self._new_job(connection, cluster, run, users, groups)
-                    if job.member is None:
-                        unknown.append(run.user)
-                if not _is_lost(run, living) and (amount := self._debit(connection, job, run, now)):
-                    paid.append((job.id, amount))
-        return paid, unknown
+                job = job or self._new_job(connection, cluster, run, users, groups)
+                if not _is_lost(run, living):
+                    amounts.append(self._debit(connection, job, run, now))
+        return [amount for amount in amounts if amount]
 
     def _complain(self, cluster: Cluster, run: JobRun, error: Exception) -> None:
         """Log once what keeps a job from being charged."""
@@ -384,7 +363,6 @@ class JobBillingService:
         return job
 
     def _debit(self, connection: sa.Connection, job: BatchJob, run: JobRun, now: datetime) -> int:
-        """Charge one run, and return the microcredits moved."""
         if not _changes(job, run):
             return 0
         amount = _due(job, run)
@@ -437,10 +415,7 @@ def _due(job: BatchJob, run: JobRun) -> int:
 
 
 def _changes(job: BatchJob, run: JobRun) -> bool:
-    """Return True if something must be recorded of a known job.
-
-    That is its final data at its end, and before that only what it pays.
-    """
+    """Return True if a known job must pay something, or if its final data must be recorded."""
     same = (job.ended_at, job.seconds) == (run.ended_at, run.seconds)
     return bool(_due(job, run)) or (run.ended_at is not None and not same)
 

@@ -44,8 +44,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """A change that Slurm was told for a ticket's job."""
-
     what: str
     again_at: float
     """When it is told again, if it is not done by then."""

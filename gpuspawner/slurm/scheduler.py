@@ -182,7 +182,6 @@ class Nodes:
             self._nodes_at = began
 
     def _observed(self, now: datetime) -> Inventory:
-        """Query the nodes. Raises SlurmUnavailable or SlurmRefused."""
         states = _states(self.slurm.nodes())
         self._resting = {name: state.resting for name, state in states.items()}
         self._drained = frozenset(name for name, state in states.items() if state.drained)
@@ -193,7 +192,6 @@ class Nodes:
         return Inventory(devices=devices, observed_at=now, source=self.name)
 
     def _state_of(self, machine: str) -> _State:
-        """Return the present state of a node. Raises SlurmRefused or SlurmUnavailable."""
         states = _states(self.slurm.nodes())
         if machine not in states:
             raise SlurmUnavailable(why=f"it says nothing of the machine {machine}")
@@ -202,8 +200,6 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """The state of a node, as far as waiting tickets are concerned."""
-
     status: DeviceStatus
     why: str = ""
     resting: str = ""
@@ -322,7 +318,7 @@ class SlurmDelegate(Nodes):
         self._hand = PriorityOverrides(slurm, log)
         self._tended = float("-inf"), False
         """When jobs were last told something, and True if that was in a pause."""
-        self._ending = CallBatcher(self._end)
+        self._ending = CallBatcher[int, None](lambda jobs: self.slurm.cancel(*sorted(set(jobs))))
         self._as_member = as_member
         self._before = before
         self._asker = SingleFlight(lambda: self._look())
@@ -348,7 +344,9 @@ class SlurmDelegate(Nodes):
         # A request and the round may both find that it has no job.
         with self._submitting[hash(ticket.id) % len(self._submitting)]:
             self._must_answer()
-            if ticket.id not in self._submitted and _is_old(ticket):
+            # In either direction: the wall clock may have been set since.
+            is_old = abs(datetime.now(timezone.utc) - ticket.created_at) > OLD
+            if ticket.id not in self._submitted and is_old:
                 self.turns()  # an earlier hub may have submitted it
             job = self._jobs.get(ticket.id)
             if self.is_missing(ticket) and (job is None or not job.lives):
@@ -380,7 +378,6 @@ class SlurmDelegate(Nodes):
         self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
 
     def _hand_in(self, job: JobSpec) -> None:
-        """Submit a job to Slurm. Raises SlurmRefused or SlurmUnavailable."""
         try:
             self.slurm.submit(job)
         except SlurmRefused as error:
@@ -400,7 +397,8 @@ class SlurmDelegate(Nodes):
         self._must_answer()
         job = self._surely(ticket_id)
         if job is None:
-            self._tell_end(ticket_id, partial(self._end_named, ticket_id))
+            name = f"{HOLDER}{ticket_id}"
+            self._tell_end(ticket_id, partial(self.slurm.cancel_named, name))
         elif job.lives:
             self._tell_end(ticket_id, partial(self._ending.tell, job.id))
 
@@ -418,19 +416,12 @@ class SlurmDelegate(Nodes):
         with self._telling:
             self._told_to_end[ticket_id] = float("inf")
         try:
-            tell()
+            with suppress(SlurmRefused):  # it is already over
+                tell()
         finally:
             with self._telling:
                 self._told_to_end[ticket_id] = time.monotonic()
             self._has_news()
-
-    def _end_named(self, ticket_id: str) -> None:
-        with suppress(SlurmRefused):  # there is no such job
-            self.slurm.cancel_named(f"{HOLDER}{ticket_id}")
-
-    def _end(self, numbers: list[int]) -> None:
-        with suppress(SlurmRefused):  # some are already over
-            self.slurm.cancel(*sorted(set(numbers)))
 
     def _surely(self, ticket_id: str) -> SlurmJob | None:
         """Return the only job of a ticket, if a very recent query has shown it.
@@ -497,10 +488,7 @@ class SlurmDelegate(Nodes):
             self.turns(0)
 
     def _must_answer(self) -> None:
-        """Check that Slurm answers before it is told something, so that nobody waits long.
-
-        Raises SlurmUnavailable.
-        """
+        """Raise SlurmUnavailable if Slurm did not answer last, so that nobody waits long."""
         if self._trouble is not None or self._asker.seconds > PATIENCE:
             self.turns()
 
@@ -544,10 +532,7 @@ class SlurmDelegate(Nodes):
         return list(self._jobs.values())
 
     def job(self, ticket_id: str) -> SlurmJob | None:
-        """Return a ticket's job as of the last query that had it.
-
-        With its devices, which Slurm forgets at its end.
-        """
+        """Return a ticket's job, with its devices, as of the last query that had it."""
         return self._jobs.get(ticket_id)
 
     # Waiting jobs.
@@ -587,9 +572,9 @@ class SlurmDelegate(Nodes):
                 self._hand.exclude(job, nodes)
 
     def must_allow(self, minutes: int) -> None:
-        """Raise SlurmRefused for a job that is longer than the partition allows.
+        """Raise SlurmRefused for a job longer than the partition allows: for root Slurm allows it.
 
-        Slurm itself would allow it for root. Also raises SlurmUnavailable.
+        Also raises SlurmUnavailable.
         """
         partition = self.cluster.partition
         most = self.slurm.longest(partition)
@@ -694,11 +679,6 @@ class SlurmDelegate(Nodes):
         except ConfigError as error:
             self._log.error("%s", error.message)
             return ()
-
-
-def _is_old(ticket: Ticket) -> bool:
-    # In either direction: the wall clock may have been set since.
-    return abs(datetime.now(timezone.utc) - ticket.created_at) > OLD
 
 
 def _with_devices(job: SlurmJob, before: SlurmJob | None) -> SlurmJob:

@@ -54,10 +54,7 @@ class NodesSampler:
         log: logging.Logger | Any = LOG,
         resting: Callable[[str], str] = lambda name: "",
     ) -> None:
-        """Create it; ``resting`` returns why no answer of a node is expected, such as ``off``.
-
-        It may block.
-        """
+        """Create it; ``resting``, which may block, returns why a node needs not answer: ``off``."""
         self._log = log
         indices = {device.uuid: device.index for device in devices_of(cluster)}
         self._sources = [_Source(node, indices, resting) for node in cluster.nodes if node.sampler]
@@ -104,8 +101,6 @@ class _SamplerAnswer:
 
 
 class _Source:
-    """The sampler of one node."""
-
     def __init__(
         self, node: Node, indices: Mapping[str, int], resting: Callable[[str], str]
     ) -> None:

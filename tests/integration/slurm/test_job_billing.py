@@ -119,9 +119,13 @@ def test_job_lost_by_the_controller_is_not_charged(services: Services) -> None:
     assert credits_of(services) == 96
 
 
-def test_unknown_user_is_reported_and_not_charged(services: Services) -> None:
+def test_unknown_user_is_reported_and_not_charged(
+    services: Services, caplog: pytest.LogCaptureFixture
+) -> None:
     runs = [run(1, user="bert"), run(2, user="u-_zz")]
-    assert services.job_billing.debit(CLUSTER, runs).unknown == ("bert", "u-_zz")
+    services.job_billing.debit(CLUSTER, runs)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" on ")[0] for text in said] == ["Job 1 of bert", "Job 2 of u-_zz"]
     services.ledger.open_account("bert")  # for what comes, not for what was
     assert services.job_billing.debit(CLUSTER, runs) == services.job_billing.debit(CLUSTER, [])
     assert credits_of(services, "bert") == 100
