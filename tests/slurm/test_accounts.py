@@ -26,7 +26,7 @@ from gpuspawner.service.worker import Tick
 from gpuspawner.slurm.accounts import user_of
 from tests.support.processes import wait_for
 from tests.support.slurm_books import QUICK, Books, begin, finish, member
-from tests.support.slurm_broker import asked, has_job, opened
+from tests.support.slurm_broker import asked, opened
 from tests.support.slurm_cluster import SlurmCluster
 
 LONG = "dana.of-the-very-long-name@mathematics.example.org"
@@ -156,15 +156,15 @@ def test_server_job_runs_under_the_members_group_account(
     groups = frozenset({"course", "thesis"})
     ticket = asked(services, "gsmia", groups=groups)
     assert ticket.group == "thesis"
-    assert has_job(cluster, ticket, "%a") == "g-thesis"
+    assert cluster.holder(ticket.id, "%a") == "g-thesis"
     shown = ("show", "user", "gsmia", "format=defaultaccount")
     assert cluster.run("sacctmgr", "-n", "-P", *shown).strip() == "lab1"
 
     # What Slurm does not know any more keeps nobody from starting.
     services.queue.end_ticket(ticket.id, "left", "they left")
-    wait_for(lambda: not has_job(cluster, ticket), "its job to end")
+    wait_for(lambda: not cluster.holder(ticket.id), "its job to end")
     where = ("name=gsmia", "account=g-thesis", f"cluster={cluster.cluster_name}")
     cluster.run("sacctmgr", "-i", "delete", "user", "where", *where)
     other = asked(services, "gsmia", "other", groups=groups)
-    assert has_job(cluster, other, "%a") == "lab1"
+    assert cluster.holder(other.id, "%a") == "lab1"
     services.store.close()

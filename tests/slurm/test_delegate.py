@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import yaml
 
 from gpuspawner.core.errors import SlurmRefused, SlurmUnavailable
 from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
@@ -29,6 +28,7 @@ from gpuspawner.queue.models import Ticket, Turn
 from gpuspawner.slurm import accounts as slurm_accounts
 from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.cluster import read_cluster
+from gpuspawner.slurm.config import cluster_yaml
 from gpuspawner.slurm.engine import LABEL_JOB, SlurmEngine
 from gpuspawner.slurm.priority import PriorityOverrides
 from gpuspawner.slurm.programs import JobSpec, Slurm
@@ -49,7 +49,7 @@ def ann(shared_cluster: SlurmCluster) -> str:
 @pytest.fixture
 def delegate(cluster: SlurmCluster, ann: str, tmp_path: Path) -> SlurmDelegate:
     file = tmp_path / "cluster.yaml"
-    file.write_text(yaml.safe_dump(described(cluster)), encoding="utf-8")
+    file.write_text(cluster_yaml(described(cluster)), encoding="utf-8")
     return made(file)
 
 

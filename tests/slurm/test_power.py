@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from datetime import datetime
 
 import pytest
-import yaml
 
 from gpuspawner.devices.models import Device, DeviceStatus
 from gpuspawner.services import utcnow
 from gpuspawner.slurm import scheduler, telemetry
-from gpuspawner.slurm.cluster import cluster_of
 from gpuspawner.slurm.programs import Slurm
 from gpuspawner.slurm.scheduler import SlurmDelegate
 from tests.support.processes import wait_for
@@ -36,8 +34,7 @@ def test_powered_off_and_drained_nodes_are_described(
     caplog.set_level(logging.INFO)
     (on, _), (spare,) = (node.devices for node in powered.nodes)
     urls = {node.name: f"https://{node.address}:9401" for node in powered.nodes}
-    cluster = cluster_of(yaml.safe_dump(described(powered, samplers=urls)))
-    delegate = SlurmDelegate(cluster, Slurm(conf=str(powered.conf)))
+    delegate = SlurmDelegate(described(powered, samplers=urls), Slurm(conf=str(powered.conf)))
 
     def seen(uuid: str) -> Device:
         return next(d for d in delegate.observe(utcnow()).devices if d.uuid == uuid)

@@ -11,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm import account_sync
+from gpuspawner.slurm.config import cluster_yaml
 from gpuspawner.slurm.job_billing import BillingResult
 from tests.support import slurm_files
 from tests.support.brokers import make_services
@@ -39,10 +38,10 @@ QUICK = "#!/bin/sh\nexec sleep 2\n"
 class Books:
     """A hub's books beside the cluster, and its command line."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, shards: int = 0) -> None:
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
         file = folder / "cluster.yaml"
-        file.write_text(yaml.safe_dump(described(cluster, shards)))
+        file.write_text(cluster_yaml(described(cluster)))
         url = f"sqlite:///{folder}/books.sqlite"
         (folder / "jupyterhub_config.py").write_text(CONFIG.format(url=url, file=str(file)))
         self.services = make_services(

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
+from gpuspawner.slurm.config import cluster_yaml
 from tests.support import processes
 from tests.support.brokers import make_services
 from tests.support.processes import wait_for
@@ -27,7 +27,7 @@ from tests.support.slurm_hub import described
 def opened(folder: Path, cluster: SlurmCluster, **config: Any) -> Services:
     """A hub's services; one of the same folder is the same hub, started anew."""
     file = folder / "cluster.yaml"
-    file.write_text(yaml.safe_dump(described(cluster)), encoding="utf-8")
+    file.write_text(cluster_yaml(described(cluster)), encoding="utf-8")
     url = f"sqlite:///{folder}/gpuspawner.sqlite"
     return make_services(database_url=url, cluster=str(file), **config)
 
@@ -51,12 +51,6 @@ def until(services: Services, tickets: list[Ticket], done: Callable[[list[str]],
     this says of their turns."""
     present = frozenset(ticket.id for ticket in tickets)
     return wait_for(lambda: done(services.queue.turns(present)), "a turn", timeout=60, interval=0.3)
-
-
-def has_job(cluster: SlurmCluster, ticket: Ticket, what: str = "%T") -> str:
-    """What ``squeue`` says of a ticket's job that waits or runs; empty when there is none."""
-    words = ["-h", f"--name=gpuspawner-{ticket.id}", "-o", what]
-    return cluster.run("squeue", *words).strip()
 
 
 @contextmanager

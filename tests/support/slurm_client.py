@@ -67,6 +67,10 @@ class SlurmClient:
         said = self.run("sbatch", *words, "-c1", "--mem=100", *options, text=script)
         return int(said.split(";")[0])
 
+    def holder(self, ticket_id: str | None, what: str = "%T") -> str:
+        """What ``squeue`` says of a ticket's job that waits or runs; empty without one."""
+        return self.run("squeue", "-h", f"--name=gpuspawner-{ticket_id}", "-o", what).strip()
+
     def state(self, job: int) -> str:
         """The job's state, while Slurm's controller remembers it."""
         return self.run("squeue", "-h", "-t", "all", "-j", str(job), "-o", "%T").strip()
@@ -96,7 +100,7 @@ class SlurmClient:
         return dict(line.split() for line in lines)
 
     def node_state(self, node: Node) -> str:
-        """Of one."""
+        """The same of one node."""
         return self.node_states()[node.name]
 
     def wait_nodes(self, *nodes: Node, timeout: float = 30) -> None:
