@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,8 +24,6 @@ So a new kernel that leaves a little less does not put the node out of service.
 """
 
 MEGABYTE = 2**20
-
-Settings = dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +48,89 @@ def is_tested(version: str) -> bool:
     return numbers in TESTED_SERIES
 
 
+_SLURM_CONF = """\
+# Who decides, and how the daemons know each other.
+ClusterName={name}
+SlurmctldHost={host}
+SlurmUser=slurm
+AuthType=auth/munge
+AuthInfo=socket=/run/munge/munge.socket.2
+CredType=cred/munge
+StateSaveLocation=/var/lib/slurm/slurmctld
+SlurmdSpoolDir=/var/lib/slurm/slurmd
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmctldLogFile=/var/log/slurm/slurmctld.log
+SlurmdLogFile=/var/log/slurm/slurmd.log
+
+# Devices, cores and memory are given out one by one. Containers join their job's control
+# group, so that the job's limits are theirs.
+GresTypes=gpu,shard
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+ProctrackType=proctrack/cgroup
+TaskPlugin=task/cgroup
+MpiDefault=none
+
+# No container outlives its job: the epilog removes it before the devices go to the next.
+# A node whose epilog fails is drained; a node whose prolog fails takes no job.
+Epilog={epilog}
+Prolog={prolog}
+KillWait=10
+
+# The order: fair share before age, and a QOS may preempt another.
+PriorityType=priority/multifactor
+PriorityDecayHalfLife=7-0
+PriorityCalcPeriod=1
+PriorityMaxAge=1-0
+PriorityWeightFairshare=100000
+PriorityWeightAge=1000
+PriorityWeightQOS=10000
+PreemptType=preempt/qos
+PreemptMode=CANCEL
+EnforcePartLimits=ALL
+SchedulerParameters=bf_interval=5,bf_continue,sched_interval=5,sched_min_interval=200000,batch_sched_delay=0,nohold_on_prolog_fail
+
+# Who used what: credits are audited against it.
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={accounting}
+AccountingStoragePass=/run/munge/munge.socket.2
+AccountingStorageTRES={tres}
+AccountingStorageEnforce=associations,limits,qos
+AccountingStoreFlags=job_comment
+JobAcctGatherType=jobacct_gather/cgroup
+JobAcctGatherFrequency=30
+MinJobAge=300
+
+# A lost node is noticed in about 20 seconds; one that comes back takes work again.
+SlurmdTimeout=10
+SlurmctldTimeout=10
+MessageTimeout=5
+TCPTimeout=2
+InactiveLimit=0
+ReturnToService=2
+"""
+
+
 def slurm_conf(cluster: Cluster, options: SlurmOptions) -> str:
     """Return ``slurm.conf``, the same for every node."""
-    more = {key.lower(): (key, value) for key, value in options.more.items()}
+    types = sorted({d.gres for node in cluster.nodes for d in node.devices if d.gres})
+    usual = _SLURM_CONF.format(
+        name=cluster.name,
+        host=options.controller + (f"({options.address})" if options.address else ""),
+        prolog=options.prolog,
+        epilog=options.epilog,
+        accounting=options.address or options.controller,
+        tres=",".join(["gres/gpu", *(f"gres/gpu:{name}" for name in types), "gres/shard"]),
+    )
+    more = {key.lower(): f"{key}={value}" for key, value in options.more.items()}
     lines: list[str] = []
-    for comment, settings in _sections(cluster, options):
-        lines += ["", *(f"# {line}" for line in comment.splitlines())]
-        for key, value in settings.items():
-            _, value = more.pop(key.lower(), (key, value))
-            lines.append(f"{key}={value}")
+    for line in usual.splitlines():
+        key = line.partition("=")[0]
+        replaced = more.pop(key.lower(), "").partition("=")[2]
+        lines.append(f"{key}={replaced}" if replaced else line)
     if more:
-        lines += ["", "# This site's own."]
-        lines += [f"{key}={value}" for key, value in more.values()]
+        lines += ["", "# This site's own.", *more.values()]
     lines += ["", "# The nodes."]
     lines += [_node_line(cluster, node) for node in cluster.nodes]
     hours = options.longest_hours
@@ -70,94 +139,7 @@ def slurm_conf(cluster: Cluster, options: SlurmOptions) -> str:
         f"PartitionName={cluster.partition} Nodes={names} Default=YES State=UP"
         f" MaxTime={hours // 24}-{hours % 24:02}:30:00 DefMemPerCPU=1024"
     )
-    return "\n".join(lines[1:]) + "\n"
-
-
-def _sections(cluster: Cluster, options: SlurmOptions) -> Iterator[tuple[str, Settings]]:
-    """Yield comments, and the settings below each."""
-    address = f"({options.address})" if options.address else ""
-    yield (
-        "Who decides, and how the daemons know each other.",
-        {
-            "ClusterName": cluster.name,
-            "SlurmctldHost": f"{options.controller}{address}",
-            "SlurmUser": "slurm",
-            "AuthType": "auth/munge",
-            "AuthInfo": "socket=/run/munge/munge.socket.2",
-            "CredType": "cred/munge",
-            "StateSaveLocation": "/var/lib/slurm/slurmctld",
-            "SlurmdSpoolDir": "/var/lib/slurm/slurmd",
-            "SlurmctldPidFile": "/run/slurmctld.pid",
-            "SlurmdPidFile": "/run/slurmd.pid",
-            "SlurmctldLogFile": "/var/log/slurm/slurmctld.log",
-            "SlurmdLogFile": "/var/log/slurm/slurmd.log",
-        },
-    )
-    yield (
-        "Devices, cores and memory are given out one by one. Containers join their job's control\n"
-        "group, so that the job's limits are theirs.",
-        {
-            "GresTypes": "gpu,shard",
-            "SelectType": "select/cons_tres",
-            "SelectTypeParameters": "CR_Core_Memory",
-            "ProctrackType": "proctrack/cgroup",
-            "TaskPlugin": "task/cgroup",
-            "MpiDefault": "none",
-        },
-    )
-    yield (
-        "No container outlives its job: the epilog removes it before the devices go to the next.\n"
-        "A node whose epilog fails is drained; a node whose prolog fails takes no job.",
-        {
-            "Epilog": options.epilog,
-            "Prolog": options.prolog,
-            "KillWait": 10,
-        },
-    )
-    yield (
-        "The order: fair share before age, and a QOS may preempt another.",
-        {
-            "PriorityType": "priority/multifactor",
-            "PriorityDecayHalfLife": "7-0",
-            "PriorityCalcPeriod": 1,
-            "PriorityMaxAge": "1-0",
-            "PriorityWeightFairshare": 100000,
-            "PriorityWeightAge": 1000,
-            "PriorityWeightQOS": 10000,
-            "PreemptType": "preempt/qos",
-            "PreemptMode": "CANCEL",
-            "EnforcePartLimits": "ALL",
-            "SchedulerParameters": "bf_interval=5,bf_continue,sched_interval=5,"
-            "sched_min_interval=200000,batch_sched_delay=0,nohold_on_prolog_fail",
-        },
-    )
-    types = sorted({d.gres for node in cluster.nodes for d in node.devices if d.gres})
-    counted = ["gres/gpu", *(f"gres/gpu:{name}" for name in types), "gres/shard"]
-    yield (
-        "Who used what: credits are audited against it.",
-        {
-            "AccountingStorageType": "accounting_storage/slurmdbd",
-            "AccountingStorageHost": options.address or options.controller,
-            "AccountingStoragePass": "/run/munge/munge.socket.2",
-            "AccountingStorageTRES": ",".join(counted),
-            "AccountingStorageEnforce": "associations,limits,qos",
-            "AccountingStoreFlags": "job_comment",
-            "JobAcctGatherType": "jobacct_gather/cgroup",
-            "JobAcctGatherFrequency": 30,
-            "MinJobAge": 300,
-        },
-    )
-    yield (
-        "A lost node is noticed in about 20 seconds; one that comes back takes work again.",
-        {
-            "SlurmdTimeout": 10,
-            "SlurmctldTimeout": 10,
-            "MessageTimeout": 5,
-            "TCPTimeout": 2,
-            "InactiveLimit": 0,
-            "ReturnToService": 2,
-        },
-    )
+    return "\n".join(lines) + "\n"
 
 
 def _node_line(cluster: Cluster, node: Node) -> str:

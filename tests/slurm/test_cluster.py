@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import docker.errors
 import pytest
 
 from tests.support import images
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_node import Node
-
-LIST = ["sh", "-c", "ls /dev/nvidia*; nvidia-smi -L"]
 
 BUSY = ("Resources", "Priority")
 
@@ -59,27 +56,6 @@ def containers(node: Node) -> list[str]:
 def members(shared_cluster: SlurmCluster) -> None:
     shared_cluster.user("ann", "lab1")
     shared_cluster.user("bob", "lab2", "high")
-
-
-def test_job_reports_its_allocated_devices(cluster: SlurmCluster) -> None:
-    first, second = cluster.nodes
-    both = running(cluster, "--gres=gpu:a100:2", "--job-name=gpuspawner-1", "--comment=hub ann")
-    job = seen(cluster, both)
-    assert (job["nodes"], job["gres_detail"]) == (first.name, ["gpu:a100:2(IDX:0-1)"])
-    assert (job["name"], job["comment"]) == ("gpuspawner-1", "hub ann")
-    other = running(cluster, "--gres=gpu:1", user="bob")
-    assert seen(cluster, other)["gres_detail"] == ["gpu:h100:1(IDX:0)"]
-    detail = cluster.run("scontrol", "-d", "-o", "show", "job", str(both))
-    assert "GRES=gpu:a100:2(IDX:0-1)" in detail
-
-    # The devices of that index, by UUID, on that node's own engine.
-    code, printed = first.engine.run(images.INSTANT, LIST, [first.devices[1].uuid])
-    assert (code, printed.splitlines()) == (
-        0,
-        ["/dev/nvidia1", f"GPU 0: {first.devices[1].model} (UUID: {first.devices[1].uuid})"],
-    )
-    with pytest.raises(docker.errors.APIError, match="unknown device"):
-        second.engine.run(images.INSTANT, LIST, [first.devices[1].uuid])
 
 
 def test_waiting_job_has_a_reason_and_expected_start(cluster: SlurmCluster) -> None:

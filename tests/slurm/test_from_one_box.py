@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from traitlets.config import Config
@@ -25,15 +24,13 @@ from gpuspawner.slurm.programs import Slurm
 from tests.support import images
 from tests.support.brokers import open_services, problems, running
 from tests.support.configured_cluster import ConfiguredCluster
-from tests.support.engine import PrivateEngine
 from tests.support.processes import free_port, wait_for
 from tests.support.slurm_node import Node
 
 
 @pytest.fixture(scope="module")
-def configured(clusters: None, engine: PrivateEngine, images: Any) -> Iterator[ConfiguredCluster]:
+def configured(clusters: None) -> Iterator[ConfiguredCluster]:
     with ConfiguredCluster() as cluster:
-        cluster.load_images(engine, images.INSTANT, images.SILENT)
         cluster.user("ann")
         yield cluster
 

@@ -79,24 +79,3 @@ def test_powered_off_and_drained_nodes_are_described(
     powered.run("scancel", str(job))
     powered.delivers = True
     says(spare.uuid, DeviceStatus.OK, "off (power saving)")
-
-
-def test_node_is_powered_on_only_while_needed(powered: PoweredCluster) -> None:
-    (spare,) = powered.spare
-    wait_for(lambda: powered.node_state(spare) == "idle~", "the node to be off")
-    powered.user("ann")
-    job = powered.hold("ann", "--gres=gpu:h100:1")
-    # Slurm looks every 30 s whether a job's node has come: that is not waited for here.
-    wait_for(lambda: powered.node_state(spare) == "mixed", "the node to be on")
-    assert powered.state(job) in ("CONFIGURING", "RUNNING")
-    powered.run("scancel", str(job))
-    wait_for(lambda: powered.node_state(spare) == "idle~", "the node to be off")
-
-    powered.delivers = False
-    powered.reconfigure(ResumeTimeout=2)
-    lost = powered.hold("ann", "--gres=gpu:h100:1")
-    assert powered.wait_state(lost, "NODE_FAIL", timeout=60)
-    reason = powered.run("sinfo", "-h", "-n", spare.name, "-o", "%E")
-    assert reason.strip() == "ResumeTimeout reached"
-    here = powered.hold("ann", "--gres=gpu:a100:1")
-    powered.wait_state(here, "RUNNING")

@@ -31,7 +31,7 @@ from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.cluster import read_cluster
-from gpuspawner.slurm.jobs import SlurmJob, read_jobs
+from gpuspawner.slurm.jobs import read_jobs
 from gpuspawner.slurm.priority import FIRST_PAUSE, MARK, PriorityOverrides
 from gpuspawner.slurm.programs import Slurm
 from gpuspawner.slurm.scheduler import SlurmDelegate
@@ -353,33 +353,6 @@ def test_sbatch_jobs_run_during_a_pause(
     cluster.run("scancel", "--state=running", "--user=ann")
     cluster.wait_state(batch, "RUNNING")
     assert cluster.holder(ticket.id, "%r") == "JobHeldAdmin"
-
-
-@pytest.mark.usefixtures("all_in_use")
-def test_unprivileged_hub_holds_and_releases_its_own_jobs(
-    services: Services, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A job's owner may hold it, and nobody can lift an admin's hold but an admin."""
-    mine, held = (asked(services, "ann", name) for name in ("mine", "held"))
-    cluster.run("scontrol", "hold", cluster.holder(held.id, "%i"))
-    monkeypatch.setenv("PATH", weak_programs(tmp_path / "bin", "ann", "*"))
-    slurm = Slurm(conf=str(cluster.conf))
-
-    def jobs() -> list[SlurmJob]:
-        return [job for job in read_jobs(slurm) if job.ticket_id]
-
-    # Slurm still lists the ended jobs of other members, of minutes ago.
-    ann = next(job.uid for job in jobs() if job.ticket_id == mine.id)
-    hand = PriorityOverrides(slurm, logging.getLogger(__name__), user=ann)
-    hand.pause(jobs())
-    assert cluster.holder(mine.id, "%r") == "JobHeldUser"
-
-    def is_released() -> bool:
-        hand.go_on(jobs(), {})  # as in every round, until it is so
-        return int(cluster.holder(mine.id, "%Q")) > 0
-
-    wait_for(is_released, "its priority")
-    assert cluster.holder(held.id, "%r") == "JobHeldAdmin"
 
 
 @pytest.mark.usefixtures("all_in_use")

@@ -26,6 +26,7 @@ from tests.support.slurm_hub import described
 
 def opened(folder: Path, cluster: SlurmCluster, **config: Any) -> Services:
     """A hub's services; one of the same folder is the same hub, started anew."""
+    folder.mkdir(exist_ok=True)
     file = folder / "cluster.yaml"
     file.write_text(cluster_yaml(described(cluster)), encoding="utf-8")
     url = f"sqlite:///{folder}/gpuspawner.sqlite"
@@ -33,15 +34,13 @@ def opened(folder: Path, cluster: SlurmCluster, **config: Any) -> Services:
 
 
 def asked(
-    services: Services, user: str, server: str = "", model: str = "", **terms: Any
+    services: Services, user: str, server: str = "", *, devices: int = 1, model: str = "",
+    **terms: Any,
 ) -> Ticket:  # fmt: skip
-    """A member asks for a GPU, and waits for it."""
-    got = services.queue.ask(
-        ServerRef(user, server),
-        Request(devices=1, model=model),
-        engine="slurm",
-        terms=Terms(wait=True, **terms),
-    )
+    """A member asks for GPUs, and waits for them."""
+    request = Request(devices=devices, model=model)
+    waits = Terms(wait=True, **terms)
+    got = services.queue.ask(ServerRef(user, server), request, engine="slurm", terms=waits)
     assert isinstance(got, Ticket)
     return got
 

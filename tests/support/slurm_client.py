@@ -41,10 +41,6 @@ class SlurmClient:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
         return done.stdout
 
-    def node(self, name: str) -> Node:
-        """The node that is called so."""
-        return next(n for n in self.nodes if n.name == name)
-
     def user(self, name: str, account: str = "lab", *qos: str) -> str:
         """A Linux user in that account, which is their default from now on (both made if they are
         not there)."""

@@ -237,7 +237,7 @@ def share_images(
     """Give the engines what the source has, side by side, unless they have the very same."""
     for tag in tags:
         wanted = source.client.inspect_image(tag)["Id"]
-        missing = [e for e in engines if not _has(e, tag, wanted)]
+        missing = [e for e in engines if wanted not in e.client.images(tag, quiet=True)]
         if not missing:
             continue
         kept = images._kept(tag, images._content(source, tag))
@@ -254,13 +254,6 @@ def share_images(
 def _load(engine: PrivateEngine, copy: Path) -> None:
     with open(copy, "rb") as tar:
         engine.client.load_image(tar)
-
-
-def _has(engine: PrivateEngine, tag: str, wanted: str) -> bool:
-    try:
-        return bool(engine.client.inspect_image(tag)["Id"] == wanted)
-    except docker.errors.ImageNotFound:
-        return False
 
 
 def _lines(path: Path) -> list[str]:
