@@ -72,15 +72,10 @@ class PlannedFile:
         return found is None or _digest(_body(self.before)) != found[1]
 
     def difference(self) -> str:
-        """Return what would change, as ``diff -u`` shows it."""
-        lines = difflib.unified_diff(
-            _body(self.before or "").splitlines(),
-            _body(self.text).splitlines(),
-            str(self.path) if self.before is not None else "/dev/null",
-            str(self.path),
-            lineterm="",
-        )
-        return "\n".join(lines)
+        """Return what would change in the existing file, as ``diff -u`` shows it."""
+        before, after = (_body(text or "").splitlines() for text in (self.before, self.text))
+        name = str(self.path)
+        return "\n".join(difflib.unified_diff(before, after, name, name, lineterm=""))
 
 
 def drafts(folder: Path, bodies: Mapping[str, str]) -> list[PlannedFile]:
@@ -125,7 +120,6 @@ def write(changed: Sequence[PlannedFile]) -> None:
 
 
 def _body(text: str) -> str:
-    """Return the text without our header."""
     found = _DIGEST.match(text)
     return text[found.end() + 1 :] if found else text
 

@@ -23,7 +23,7 @@ from urllib.parse import urlencode, urlsplit
 from ..monitoring.models import Sample
 from .cluster import Cluster, Node
 from .job_spec import devices_of
-from .sampler import MOST_BYTES, InvalidAnswer, SamplerReport, port_of, read
+from .sampler import MOST_BYTES, InvalidAnswer, port_of, read
 
 LOG = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class NodesSampler:
         found: list[Sample] = []
         for source in self._sources:
             if (answer := source.take(until)) is not None:
-                found += _told(source, answer, now)
+                found += source.heard(answer, now)
             self._say(source)
             found += source.silent(now)
         return tuple(sorted(found, key=lambda sample: sample.at))
@@ -154,19 +154,25 @@ class _Source:
         self._done.wait(LONGEST)
         return self._answer or _SamplerAnswer(why="nothing came in time")
 
-    def heard(self, said: SamplerReport | None, why: str, resting: str = "") -> None:
-        """Process an answer ``said``, or the reason why there is none."""
-        self._why, self.resting = why, resting
-        if resting:
+    def heard(self, answer: _SamplerAnswer, now: datetime) -> tuple[Sample, ...]:
+        """Process an answer, and return its samples."""
+        self._why, self.resting = answer.why, answer.resting
+        if answer.resting:
             self._heard_at = time.monotonic()  # once it is up, it has a moment to start
-        if said is None:
-            return
-        self.of, self.last = said.of, said.last
-        self._why = said.trouble
+        if answer.why:
+            return ()
+        try:
+            said = read(answer.body, now, self.indices)
+        except InvalidAnswer as error:
+            self._why = str(error)
+            self.of = ""  # from the newest on: a nonsensical answer never becomes valid
+            return ()
+        self.of, self.last, self._why = said.of, said.last, said.trouble
         if not said.trouble:
             self._heard_at = time.monotonic()
         if said.newest is not None:
             self._missing = frozenset(self.indices) - said.newest
+        return said.samples
 
     def silent(self, now: datetime) -> list[Sample]:
         """Return a sample of each device that it does not report."""
@@ -218,20 +224,6 @@ class _Source:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-
-
-def _told(source: _Source, answer: _SamplerAnswer, now: datetime) -> tuple[Sample, ...]:
-    if answer.why:
-        source.heard(None, answer.why, answer.resting)
-        return ()
-    try:
-        said = read(answer.body, now, source.indices)
-    except InvalidAnswer as error:
-        source.heard(None, str(error))
-        source.of = ""  # from the newest on: a nonsensical answer never becomes valid
-        return ()
-    source.heard(said, "")
-    return said.samples
 
 
 def _in_words(error: Exception) -> str:
