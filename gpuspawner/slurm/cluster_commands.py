@@ -70,8 +70,8 @@ def node_devices(seen: Inventory, gpus: Path = DRIVER_GPUS) -> list[NodeDevice]:
     silent = [d for d in seen.devices if d.status is DeviceStatus.UNKNOWN]
     if silent:
         raise ConfigError(
-            f"The GPU {silent[0].index} does not answer: {silent[0].reason} Mend it first, or take "
-            "it out."
+            f"The GPU {silent[0].index} does not answer: {silent[0].reason} Repair it or remove "
+            "it first."
         )
     whole = [d for d in seen.devices if d.status is not DeviceStatus.PARENT]
     numbered = [(_minor(device, gpus), device) for device in whole]

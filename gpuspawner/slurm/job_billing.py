@@ -290,7 +290,7 @@ class JobBillingService:
             return
         self._told = {**self._told, run.key: said}
         self.log.error(
-            "Job %s of %s on %s cannot be charged, all others are (%s). Mend that: gpuspawner "
+            "Job %s of %s on %s cannot be charged, all others are (%s). Repair that: gpuspawner "
             "audit says what is wrong with the books. It is tried again within a day, and for %d "
             "days; after that take the credits by hand with gpuspawner grant.",
             *(run.label, run.user, cluster.name, said, LOOK_BACK.days),

@@ -64,7 +64,7 @@ class SingleFlight:
         try:
             self._ask()
         except Exception:  # a bug of ours: the next call queries again
-            LOG.exception("A question to Slurm failed")
+            LOG.exception("A query of Slurm failed")
         finally:
             with self._news:
                 self._since = None

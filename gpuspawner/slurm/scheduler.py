@@ -146,7 +146,9 @@ class Nodes:
                     self._refused_at[machine] = time.monotonic()
                 untold[machine] = error.message
                 if self._untold.get(machine) != error.message:
-                    self._log.warning("The machine %s is open yet: %s", machine, error.message)
+                    self._log.warning(
+                        "The machine %s could not be closed: %s", machine, error.message
+                    )
         self._untold = untold
         return told
 

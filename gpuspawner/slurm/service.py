@@ -154,7 +154,7 @@ class ClusterMemberService:
         if not problems:
             self._admitted = {**self._admitted, person.member: (person, time.monotonic())}
         for problem in problems:
-            self.log.warning("Slurm is not told of %s: %s", person.member, problem)
+            self.log.warning("Slurm could not be told about %s: %s", person.member, problem)
         return "" if problems and known != person else account_of(person.group)
 
     # Helpers.

@@ -86,7 +86,7 @@ class NodesSampler:
         if source.why and not source.said:
             self._log.warning("%s", source.sentence)
         elif source.said and not source.why:
-            self._log.info("the machine %s tells again what its GPUs do", source.node.name)
+            self._log.info("the machine %s reports its GPUs again", source.node.name)
         source.said = source.why
 
 

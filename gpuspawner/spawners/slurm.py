@@ -59,7 +59,7 @@ class NodeWatch:
         running = await spawner.services.run_outside(engine.running)
         for lease_id, each in by_lease.items():
             if lease_id not in running and each.active and not each.pending:
-                each.log.info("%s is not there any more: asking after it", each.server_ref)
+                each.log.info("%s has disappeared: the Hub polls it", each.server_ref)
                 await each.poll_and_notify()
 
 

@@ -20,12 +20,9 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.db.schema import leases
 from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.queue.models import Ticket
-from gpuspawner.service.cluster_sync import ClusterDuty
-from gpuspawner.service.hub_client import HubClient
-from gpuspawner.service.worker import Tick
 from gpuspawner.slurm.accounts import user_of
 from tests.support.processes import wait_for
-from tests.support.slurm_books import QUICK, Books, begin, finish, member
+from tests.support.slurm_books import QUICK, Books, begin, cluster_duty, finish, member
 from tests.support.slurm_broker import asked, opened
 from tests.support.slurm_cluster import SlurmCluster
 
@@ -84,14 +81,9 @@ def test_empty_account_holds_gpu_jobs_but_no_others(books: Books, cluster: Slurm
     reasons = ("squeue", "-h", "-j", f"{waiting},{share}", "-o", "%r")
     wait_for(lambda: cluster.run(*reasons).split() == ["AssocGrpGRES"] * 2, "the reason")
     # A server that a group pays for is another matter.
-    books.services.cluster_members.admit_to_cluster(
-        Ticket(
-            id="x",
-            server=ServerRef("gseve"),
-            request=Request(devices=1),
-            created_at=books.services.clock(),
-        )
-    )
+    server, now = ServerRef("gseve"), books.services.clock()
+    ticket = Ticket(id="x", server=server, request=Request(devices=1), created_at=now)
+    books.services.cluster_members.admit_to_cluster(ticket)
     cluster.wait_state(waiting, "RUNNING")
 
 
@@ -135,15 +127,12 @@ def test_audit_reports_sessions_that_differ_from_slurm(books: Books, cluster: Sl
     assert "--since: 'soon' is no date" in books.printed("audit", "--since", "soon", code=1)
 
     # The service does it once a day.
-    tick = Tick(
-        services=books.services, hub=HubClient("http://127.0.0.1:9", ""), engines={}, log=LOG
-    )
-    asyncio.run(ClusterDuty(tick).audit())
+    asyncio.run(cluster_duty(books, LOG).audit())
     assert books.services.audit.trail() == []
     now = books.services.clock() + timedelta(days=1, hours=1)
     books.services.clock = lambda: now
     for _ in range(2):
-        asyncio.run(ClusterDuty(tick).audit())
+        asyncio.run(cluster_duty(books, LOG).audit())
         (change,) = books.services.audit.trail()
         assert (change.action, lease.id in change.subject) == ("slurm audit", True)
 

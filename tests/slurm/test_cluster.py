@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from gpuspawner.slurm.engine import LABEL_JOB
 from tests.support import images
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
-from tests.support.slurm_node import Node
 
 BUSY = ("Resources", "Priority")
 
@@ -35,21 +35,6 @@ def running(cluster: SlurmCluster, *options: str, user: str = "ann") -> int:
     job = cluster.hold(user, *options)
     cluster.wait_state(job, "RUNNING")
     return job
-
-
-def contain(node: Node, job: int, **host: Any) -> str:
-    """A container of the job on its node, started over TLS."""
-    client = node.engine.connect()
-    config = client.create_host_config(**host)
-    made = client.create_container(
-        images.SILENT, labels={"gpuspawner.job": str(job)}, host_config=config
-    )
-    client.start(made["Id"])
-    return str(made["Id"])
-
-
-def containers(node: Node) -> list[str]:
-    return [c["Id"] for c in node.engine.client.containers()]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,7 +81,7 @@ def test_job_container_is_limited_and_ends_before_next_job(cluster: SlurmCluster
     node = cluster.nodes[1]
     job = running(cluster, "--gres=gpu:h100:1")
     parent = cluster.group(job)
-    inside = contain(node, job, cgroup_parent=parent)
+    inside = node.contain({LABEL_JOB: str(job)}, cgroup_parent=parent)
     client = node.engine.client
     assert client.inspect_container(inside)["State"]["Running"]
     # The job has 100 MB, whatever Docker was told: dd's block of 200 MB is too much.
@@ -108,4 +93,4 @@ def test_job_container_is_limited_and_ends_before_next_job(cluster: SlurmCluster
     following = cluster.hold("bob", "--gres=gpu:h100:1")
     cluster.run("scancel", str(job))
     cluster.wait_state(following, "RUNNING")
-    assert containers(node) == [], "the epilog ended it before the next job had the device"
+    assert node.containers() == [], "the epilog ended it before the next job had the device"

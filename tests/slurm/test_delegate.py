@@ -32,7 +32,6 @@ from gpuspawner.slurm.engine import LABEL_JOB, SlurmEngine
 from gpuspawner.slurm.priority import PriorityOverrides
 from gpuspawner.slurm.programs import JobSpec, Slurm
 from gpuspawner.slurm.scheduler import EVERY, LOG, SAVED, SETTLING, SOON, SlurmDelegate
-from tests.support import images
 from tests.support.processes import wait_for
 from tests.support.slurm_broker import asked, opened
 from tests.support.slurm_cluster import SlurmCluster
@@ -155,7 +154,7 @@ def programs_of(user: str, folder: Path) -> str:
     return str(folder)
 
 
-def test_all_jobs_of_a_user_who_is_no_operator(
+def test_hub_without_operator_rights_pauses_only_its_own_jobs(
     delegate: SlurmDelegate, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     """A pause ends as it began; places and points are refused, and nothing worse happens."""
@@ -435,13 +434,11 @@ def test_container_of_an_unknown_job_is_not_ended(
 ) -> None:
     """A container of a job that began after the look, or that a controller has lost, lives on."""
     engine, node = SlurmEngine(delegate), cluster.nodes[0]
-    client = node.engine.client
     labels = {LABEL_LEASE: "1f", LABEL_MEMBER: "ann", LABEL_SERVER: "", LABEL_JOB: "999999"}
-    container = client.create_container(images.SILENT, labels=labels)["Id"]
-    client.start(container)
+    container = node.contain(labels)
     (seen,) = engine.sightings()
     assert (seen.lease_id, seen.alive) == ("1f", True)
-    assert client.inspect_container(container)["State"]["Running"]
+    assert node.containers() == [container]
     assert engine.running() == set(), "nothing of it is promised either"
 
 
@@ -456,8 +453,7 @@ def test_look_does_not_wait_for_an_unreachable_node(
     job = delegate.job(one.id)
     assert job is not None
     labels = {LABEL_LEASE: "2f", LABEL_MEMBER: "ann", LABEL_SERVER: "", LABEL_JOB: str(job.id)}
-    client = node.engine.client
-    client.start(client.create_container(images.SILENT, labels=labels)["Id"])
+    node.contain(labels)
     wait_for(lambda: engine.running() == {"2f"}, "it to be seen")
     cluster.cut(node)
 

@@ -118,12 +118,6 @@ def test_waiting_member_sees_position_and_starts_automatically(
     hub.stop_servers("bob", "cara")
 
 
-def test_server_without_a_gpu_needs_no_job(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    lease = hub.begin("dora", gpus=0)
-    assert lease.engine == "docker" and not cluster.run("squeue", "-h")
-    hub.stop_server("dora")
-
-
 def test_dead_container_releases_its_gpus(hub: SlurmHub, cluster: SlurmCluster) -> None:
     lease = hub.begin("ann", gpus=2)
     (container,) = hub.containers(hub.node_of(lease))
@@ -261,8 +255,9 @@ def test_queue_keeps_order_and_heavy_users_wait(hub: SlurmHub, cluster: SlurmClu
     hub.stop_server("ann", "second")
 
 
-def test_batch_job_is_charged_to_its_member(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    hub.begin("zoe", gpus=0)
+def test_member_without_a_gpu_pays_for_a_batch_job(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    lease = hub.begin("zoe", gpus=0)
+    assert lease.engine == "docker" and not cluster.run("squeue", "-h"), "it needs no job"
     job = cluster.hold("zoe", "--gres=gpu:h100:1", script="#!/bin/sh\nexec sleep 2\n")
 
     def line() -> StatementLine | None:

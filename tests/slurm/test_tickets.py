@@ -163,7 +163,7 @@ def fall_sick(services: Services, uuid: str) -> None:
 
 
 def why(cluster: SlurmCluster, node: Node) -> str:
-    """Why Slurm gives out nothing of a node; empty when it does."""
+    """Why Slurm gives out nothing of a node; empty if it does."""
     state, reason = cluster.run("sinfo", "-h", "-n", node.name, "-o", "%T|%E").strip().split("|", 1)
     return reason if state.startswith("drain") else ""
 
@@ -238,16 +238,12 @@ def test_node_drained_by_others_is_not_reopened(
 
 def running_on(services: Services, cluster: SlurmCluster, node: Node) -> Ticket:
     """A ticket that Slurm gave devices of this node, whose turn nobody has seen yet."""
-    others = [
-        cluster.hold("ann", f"--gres=gpu:{len(other.devices)}", f"--nodelist={other.name}")
-        for other in cluster.nodes
-        if other is not node
-    ]
-    for other in others:
-        cluster.wait_state(other, "RUNNING")
+    (other,) = (other for other in cluster.nodes if other is not node)
+    job = cluster.hold("ann", f"--gres=gpu:{len(other.devices)}", f"--nodelist={other.name}")
+    cluster.wait_state(job, "RUNNING")
     ticket = asked(services, "ann", "mine")
     wait_for(lambda: cluster.holder(ticket.id, "%T %N") == f"RUNNING {node.name}", "its job")
-    cluster.run("scancel", *map(str, others))
+    cluster.run("scancel", str(job))
     return ticket
 
 
@@ -387,19 +383,17 @@ def test_refused_changes_are_retried_with_growing_pauses(
     assert cluster.holder(ticket.id, "%Q") == "3999999999"
 
 
-@pytest.mark.usefixtures("all_in_use")
-def test_hanging_controller_blocks_no_requests(
-    services: Services, cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    """Its programs would wait for minutes; who asks, leaves or is refused waits for none of it."""
+@pytest.fixture
+def patient_programs(cluster: SlurmCluster) -> Iterator[None]:
+    """Slurm's programs wait for minutes."""
     cluster.reconfigure(MessageTimeout=90)
-    try:
-        _hangs(services, cluster)
-    finally:
-        cluster.reconfigure(MessageTimeout=5)
+    yield
+    cluster.reconfigure(MessageTimeout=5)
 
 
-def _hangs(services: Services, cluster: SlurmCluster) -> None:
+@pytest.mark.usefixtures("all_in_use", "patient_programs")
+def test_hanging_controller_blocks_no_requests(services: Services, cluster: SlurmCluster) -> None:
+    """Who asks, leaves or is refused does not wait for its programs."""
     delegate = SlurmDelegate(
         read_cluster(services.settings.slurm.cluster_file),
         Slurm(conf=str(cluster.conf), seconds=300),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from gpuspawner.leases.models import Lease
+from gpuspawner.service.cluster_sync import ClusterDuty
+from gpuspawner.service.hub_client import HubClient
+from gpuspawner.service.worker import Tick
 from gpuspawner.slurm import account_sync
 from gpuspawner.slurm.job_billing import BillingResult
 from tests.support import slurm_files
@@ -106,6 +110,12 @@ class Books:
             return done if (done := self.services.job_billing.debit_cluster()).jobs else None
 
         return wait_for(look, "a debit", interval=0.5)
+
+
+def cluster_duty(books: Books, log: logging.Logger) -> ClusterDuty:
+    """The accounting service's part, without a hub."""
+    hub = HubClient("http://127.0.0.1:9", "")
+    return ClusterDuty(Tick(services=books.services, hub=hub, engines={}, log=log))
 
 
 def member(books: Books, name: str, user: str = "") -> str:

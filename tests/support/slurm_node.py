@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import docker
 import docker.tls
@@ -191,6 +192,18 @@ class Node:
     def devices(self) -> tuple[NodeDevice, ...]:
         """In the order of Slurm's indices."""
         return self.engine.devices
+
+    def contain(self, labels: Mapping[str, str], **host: Any) -> str:
+        """Start a container over TLS: its id."""
+        with self.engine.connect() as client:
+            config = client.create_host_config(**host)
+            made = client.create_container(images.SILENT, labels=labels, host_config=config)
+            client.start(made["Id"])
+        return str(made["Id"])
+
+    def containers(self) -> list[str]:
+        """The running containers, by their ids."""
+        return [found["Id"] for found in self.engine.client.containers()]
 
     @property
     def url(self) -> str:

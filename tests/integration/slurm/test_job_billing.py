@@ -20,7 +20,6 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.ledger.usage import cost_of_job
 from gpuspawner.queue import repository as queue_repository
 from gpuspawner.services import Services
-from gpuspawner.slurm import repository as slurm_repository
 from gpuspawner.slurm.job_billing import SETTLED, BillingResult
 from gpuspawner.slurm.jobs import JobRun
 from gpuspawner.slurm.repository import BatchJob
@@ -246,13 +245,9 @@ def clock(services: Services) -> Clock:
     return Clock.of(services)
 
 
-def read_up_to(services: Services) -> Any:
+def read_up_to(services: Services) -> timedelta:
     """Up to when jobs were read, since T0."""
-    found = services.store.run(
-        lambda connection: slurm_repository.find_marks(connection, CLUSTER.name)
-    )
-    assert found is not None
-    return found.until - T0
+    return services.job_billing.marks(CLUSTER.name, services.clock()).until - T0
 
 
 def writes(services: Services, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
