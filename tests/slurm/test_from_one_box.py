@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from traitlets.config import Config
@@ -25,12 +26,15 @@ from gpuspawner.slurm.programs import Slurm
 from tests.support import images
 from tests.support.brokers import open_services, problems, running
 from tests.support.configured_cluster import ConfiguredCluster
+from tests.support.engine import PrivateEngine
 from tests.support.processes import free_port, wait_for
 
 
 @pytest.fixture(scope="module")
-def configured(clusters: None) -> Iterator[ConfiguredCluster]:
+def configured(clusters: None, engine: PrivateEngine, images: Any) -> Iterator[ConfiguredCluster]:
+    """The checks need a real image: busybox alone cannot run them."""
     with ConfiguredCluster() as cluster:
+        cluster.load_images(engine, images.INSTANT)
         cluster.user("ann")
         yield cluster
 
