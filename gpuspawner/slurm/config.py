@@ -14,8 +14,6 @@ from .cluster import Cluster, Node
 
 TESTED = ("22.05.8",)
 """The versions of Slurm that the tests run."""
-TESTED_SERIES = ((22, 5),)
-"""Their series; others are refused, because their output formats differ."""
 
 MEMORY_PART = 97
 """Percent of a node's memory that Slurm allocates. The rest is for the system.
@@ -34,8 +32,6 @@ class SlurmOptions:
     """The host of slurmctld and slurmdbd, as printed by ``hostname -s``."""
     address: str = ""
     """Its address for the nodes; empty if its name is enough."""
-    epilog: str = "/etc/slurm/gpuspawner-epilog"
-    prolog: str = "/etc/slurm/gpuspawner-prolog"
     longest_hours: int = 168
     """The longest time limit of a job; half an hour is added, for servers that start slowly."""
     more: Mapping[str, str] = field(default_factory=dict)
@@ -43,9 +39,15 @@ class SlurmOptions:
 
 
 def is_tested(version: str) -> bool:
-    """Return True if a version of Slurm, such as ``22.05.8``, is of a tested series."""
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    return numbers in TESTED_SERIES
+    """Return True if a version of Slurm, such as ``22.05.11``, is of a tested series.
+
+    Others are refused, because their output differs.
+    """
+    return _series(version) in map(_series, TESTED)
+
+
+def _series(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 _SLURM_CONF = """\
@@ -74,8 +76,8 @@ MpiDefault=none
 
 # No container outlives its job: the epilog removes it before the devices go to the next.
 # A node whose epilog fails is drained; a node whose prolog fails takes no job.
-Epilog={epilog}
-Prolog={prolog}
+Epilog=/etc/slurm/gpuspawner-epilog
+Prolog=/etc/slurm/gpuspawner-prolog
 KillWait=10
 
 # The order: fair share before age, and a QOS may preempt another.
@@ -118,8 +120,6 @@ def slurm_conf(cluster: Cluster, options: SlurmOptions) -> str:
     usual = _SLURM_CONF.format(
         name=cluster.name,
         host=options.controller + (f"({options.address})" if options.address else ""),
-        prolog=options.prolog,
-        epilog=options.epilog,
         accounting=options.address or options.controller,
         tres=",".join(["gres/gpu", *(f"gres/gpu:{name}" for name in types), "gres/shard"]),
     )
