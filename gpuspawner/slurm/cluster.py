@@ -409,27 +409,23 @@ def _node(origin: Origin, name: str, entry: NodeEntry) -> Node:
 def _tls(origin: Origin, node: str, entry: TLSEntry) -> TLS:
     found: dict[str, str] = {}
     for key, written in entry:
-        found[key] = os.path.join(origin.folder or "", written)
-        try:
-            _check_tls_file(key, found[key])
-        except ValueError as error:
-            raise origin.error(
-                ("nodes", node, "tls", key), f"'{key}' of 'tls' of node {node!r} {error}"
-            ) from None
+        path = found[key] = os.path.join(origin.folder or "", written)
+        if fault := _fault_of(path, is_secret=key == "key"):
+            what = f"'{key}' of 'tls' of node {node!r} is {path}, which {fault}"
+            raise origin.error(("nodes", node, "tls", key), what)
     return TLS(**found)
 
 
-def _check_tls_file(key: str, path: str) -> None:
+def _fault_of(path: str, *, is_secret: bool) -> str:
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode):
             with open(path, "rb"):
                 pass
     except OSError as error:
-        raise ValueError(f"is {path}, which cannot be read: {error.strerror}.") from None
+        return f"cannot be read: {error.strerror}."
     if not stat.S_ISREG(mode):
-        raise ValueError(f"is {path}, which is no ordinary file.")
-    if key == "key" and mode & 0o077:
-        raise ValueError(
-            f"is {path}, which others can read, and with it be root on the node: chmod 600 {path}"
-        )
+        return "is no ordinary file."
+    if is_secret and mode & 0o077:
+        return f"others can read, and with it be root on the node: chmod 600 {path}"
+    return ""

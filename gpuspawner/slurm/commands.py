@@ -13,7 +13,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..cli.command import group
@@ -286,13 +286,13 @@ class NodeAddresses:
             return self.engine.replace("{host}", host), None
         folder = Path(self.tls).resolve()
         names = (str(folder / name) for name in ("ca.pem", "cert.pem", "key.pem"))
-        by_ssh = self.engine == "ssh://{host}"
-        template = "https://{host}:2376" if by_ssh else self.engine
-        return template.replace("{host}", host), TLS(*names)
+        usual = self.engine == "ssh://{host}"
+        engine = "https://{host}:2376" if usual else self.engine
+        return engine.replace("{host}", host), TLS(*names)
 
-    def sampler_of(self, node: Node, host: str) -> str:
+    def sampler_of(self, engine: str, host: str) -> str:
         """Return where a node's sampler answers; empty without samplers."""
-        if self.sampler and node.engine == LOCAL_ENGINE:
+        if self.sampler and engine == LOCAL_ENGINE:
             return f"http://127.0.0.1:{self.sampler.rstrip('/').rpartition(':')[2]}"
         return self.sampler.replace("{host}", host)
 
@@ -313,8 +313,17 @@ def _nodes(
             )
         _check_versions(host, found)
         engine, tls = addresses.engine_of(options, host, found)
-        node = found.node(_address(host, found, options), engine, tls)
-        nodes[found.hostname] = replace(node, sampler=addresses.sampler_of(node, host))
+        nodes[found.hostname] = Node(
+            name=found.hostname,
+            address=_address(host, found, options),
+            engine=engine,
+            tls=tls,
+            sampler=addresses.sampler_of(engine, host),
+            devices=found.devices,
+            cpus=found.cpus,
+            memory_bytes=found.memory_bytes,
+            layout=found.layout,
+        )
     return list(nodes.values())
 
 
