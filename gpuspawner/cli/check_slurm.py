@@ -18,12 +18,13 @@ from requests import RequestException
 
 from ..catalog.loader import Catalog
 from ..core.errors import GPUSpawnerError
-from ..devices.models import Device, Inventory
+from ..devices.models import Inventory
 from ..engines.preflight import CheckFinding, Status, check_engine, check_sees, no_answer
 from ..services import utcnow
 from ..slurm.cluster import Cluster, Node
-from ..slurm.config import TESTED, is_tested
+from ..slurm.config import TESTED, counts, is_tested
 from ..slurm.images import connector
+from ..slurm.job_spec import devices_of
 from ..slurm.jobs import behind, stays_behind
 from ..slurm.programs import Slurm
 from ..slurm.telemetry import trouble_of
@@ -181,9 +182,8 @@ def _check_accounting(slurm: Slurm, cluster: Cluster) -> CheckFinding:
         text += "yet: jobs beside servers are paid once it knows of them."
         remedy = "If sdiag says so for long, on the controller: systemctl status slurmdbd mariadb"
         return CheckFinding(name, Status.FAIL, text, remedy)
-    return CheckFinding(
-        name, Status.OK, f"The accounting database knows the cluster {cluster.name}"
-    )
+    text = f"The accounting database knows the cluster {cluster.name}"
+    return CheckFinding(name, Status.OK, text)
 
 
 def _check_node(node: Node, seen: NodeState | None) -> CheckFinding:
@@ -192,9 +192,7 @@ def _check_node(node: Node, seen: NodeState | None) -> CheckFinding:
         text = "Slurm does not know this node, which is in cluster.yaml."
         remedy = "Write both anew with gpuspawner slurm config, and copy them to every node."
         return CheckFinding(name, Status.FAIL, text, remedy)
-    wanted: dict[str, int] = {}
-    for device in node.devices:
-        wanted[device.gres] = wanted.get(device.gres, 0) + 1
+    wanted = counts(node)
     what = ", ".join(f"{n} {kind}" for kind, n in wanted.items()) or "no GPUs"
     if seen.state.rstrip(OFF) not in READY:
         why = f" ({seen.reason})" if seen.reason else ""
@@ -270,7 +268,6 @@ def _unfit(info: Mapping[str, Any], nested: bool) -> tuple[str, str] | None:
 
 
 def _check_image(image: str, clients: Mapping[Node, docker.APIClient]) -> CheckFinding:
-    """Check that every node has exactly the same image."""
     found: dict[str, list[str]] = {}
     for node, client in clients.items():
         try:
@@ -288,9 +285,8 @@ def _check_image(image: str, clients: Mapping[Node, docker.APIClient]) -> CheckF
         text = f"The image {image} is not the same on all nodes: " + "; ".join(
             f"{', '.join(names)} {which[7:19]}" for which, names in found.items()
         )
-        return CheckFinding(
-            "image", Status.FAIL, f"{text}.", f"On each of these: docker pull {image}"
-        )
+        remedy = f"On each of these: docker pull {image}"
+        return CheckFinding("image", Status.FAIL, f"{text}.", remedy)
     return CheckFinding("image", Status.OK, f"{image}: the same on {', '.join(*found.values())}")
 
 
@@ -313,10 +309,7 @@ def _check_servers(
 
 def inventory_of(node: Node) -> Inventory:
     """Return the node's devices as those of this machine would be listed."""
-    devices = tuple(
-        Device(uuid=d.uuid, index=i, model=d.model, memory_bytes=d.memory_bytes)
-        for i, d in enumerate(node.devices)
-    )
+    devices = devices_of(Cluster(name="", nodes=(node,)))
     return Inventory(devices=devices, observed_at=utcnow(), source="slurm")
 
 

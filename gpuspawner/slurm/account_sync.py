@@ -1,14 +1,13 @@
 """Synchronizes Slurm's accounts: plans the steps to the wanted state, and carries them out.
 
-Nothing outside of ``gpuspawner`` is ever touched, and nothing is deleted: an obsolete association
-takes no more jobs, and keeps its use. Each step is independent and only brings the existing state
-closer to the wanted one, so a killed process continues next time.
+Nothing outside of ``gpuspawner`` is touched, and nothing is deleted: an obsolete association takes
+no more jobs, and keeps its use. Each step is independent, so a killed process continues next time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from ..core.errors import SlurmRefused
 from . import accounts
@@ -64,8 +63,7 @@ def plan_sync(
     steps = [*_qos_steps(asked, found)]
     problems = []
     if accounts.ROOT_ACCOUNT not in found.accounts:
-        words = ("description=gpuspawner", "organization=gpuspawner")
-        steps.append(_add_account(accounts.ROOT_ACCOUNT, cluster, *words))
+        steps.append(_add_account(accounts.ROOT_ACCOUNT, cluster))
     theirs = {name for name in asked.accounts if name in found.accounts and not found.is_ours(name)}
     for name in sorted(theirs):
         problems.append(
@@ -123,11 +121,10 @@ def is_there(slurm: Slurm, cluster: str, asked: WantedAssociations) -> bool:
     )
 
 
-def bring(slurm: Slurm, cluster: str, asked: WantedAssociations) -> SyncPlan:
-    """Bring Slurm to the wanted state, and return what was done and what could not be."""
-    found = plan_sync(asked, read_associations(slurm, cluster), cluster, accounts.is_system_user)
-    apply_plan(slurm, found.steps)
-    return found
+def read_plan(slurm: Slurm, cluster: str, asked: WantedAssociations) -> SyncPlan:
+    """Return the steps from Slurm's present state to the wanted one."""
+    found = read_associations(slurm, cluster)
+    return plan_sync(asked, found, cluster, accounts.is_system_user)
 
 
 def _qos_steps(asked: WantedAssociations, found: FoundAssociations) -> Iterable[SyncStep]:
@@ -141,21 +138,19 @@ def _qos_steps(asked: WantedAssociations, found: FoundAssociations) -> Iterable[
             yield SyncStep(("modify", "qos", *words), f"{said} (was {found.qos[name]})")
 
 
-def _add_account(name: str, cluster: str, *words: str) -> SyncStep:
-    said = ", ".join(word for word in words if not word.startswith(("desc", "org", "parent")))
-    what = f"account {name}: new{', ' + said if said else ''}"
-    return SyncStep(("add", "account", name, f"cluster={cluster}", *words), what)
+def _add_account(name: str, cluster: str, parent: str = "", *settings: str) -> SyncStep:
+    words: tuple[str, ...] = ("description=gpuspawner", "organization=gpuspawner")
+    words += (f"parent={parent}",) if parent else ()
+    what = ", ".join((f"account {name}: new", *settings))
+    return SyncStep(("add", "account", name, f"cluster={cluster}", *words, *settings), what)
 
 
 def _account_steps(
     name: str, row: AssociationRow, found: FoundAssociations, cluster: str
 ) -> Iterable[SyncStep]:
     if name not in found.accounts:
-        words = ("description=gpuspawner", "organization=gpuspawner")
-        parent = f"parent={accounts.ROOT_ACCOUNT}"
-        yield _add_account(
-            name, cluster, *words, parent, *_settings(row, AssociationRow(share=0), "Grp")
-        )
+        settings = _settings(row, AssociationRow(share=0), "Grp")
+        yield _add_account(name, cluster, accounts.ROOT_ACCOUNT, *settings)
     elif changes := _settings(row, found.accounts[name], "Grp"):
         where = ("where", f"name={name}", f"cluster={cluster}")
         what = f"account {name}: {', '.join(changes)}"
@@ -228,19 +223,14 @@ def _together(changes: Iterable[_Change], cluster: str) -> Iterator[SyncStep]:
 def _settings(row: AssociationRow, there: AssociationRow, submits: str) -> tuple[str, ...]:
     """Return the differences as sacctmgr takes them; -1 removes a limit."""
     words = []
-    differ = {
-        one.name
-        for one in fields(AssociationRow)
-        if getattr(row, one.name) != getattr(there, one.name)
-    }
-    if "share" in differ:
+    if row.share != there.share:
         words.append(f"fairshare={row.share}")
-    limits = [(GPU, "gpus", row.gpus), (SHARD, "shards", row.shards)]
-    if changed := [f"{tres}={_limit(most)}" for tres, name, most in limits if name in differ]:
+    limits = [(GPU, row.gpus, there.gpus), (SHARD, row.shards, there.shards)]
+    if changed := [f"{tres}={_limit(most)}" for tres, most, now in limits if most != now]:
         words.append(f"GrpTRES={','.join(changed)}")
-    if "gpu_minutes" in differ:
+    if row.gpu_minutes != there.gpu_minutes:
         words.append(f"GrpTRESRunMins={GPU}={_limit(row.gpu_minutes)}")
-    if "submits" in differ:
+    if row.submits != there.submits:
         words.append(f"{submits}SubmitJobs={_limit(row.submits)}")
     return tuple(words)
 

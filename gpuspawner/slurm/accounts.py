@@ -1,22 +1,8 @@
 """Users and accounts in Slurm: their names, shares and limits.
 
-A name that Linux and Slurm accept stays as it is, so that ``ada`` signs in over SSH as ``ada``. Any
-other name is encoded with accepted characters after ``u-``, and can be decoded; one that is too
-long for that becomes a digest after ``h-``, and is found again among the known names. No two
-members get the same name: unchanged names never begin with ``u-`` or ``h-``, an encoding after
-``u-`` is unique, and two digests of 150 bits do not collide by chance.
-
-A group's account always begins with ``g-`` (``gh-`` for a digest), so that it is never an account
-made by the site itself.
-
-A site's configuration of groups and members becomes accounts, associations and QOS:
-
-- an account for each configured group, below ``gpuspawner``, with its weight as share;
-- for each member one open association, in the account of the group that they count against;
-- a QOS for each priority.
-
-Everything outside of ``gpuspawner`` is the site's own. :mod:`~gpuspawner.slurm.account_sync`
-applies this to Slurm.
+Each configured group has an account below ``gpuspawner``, each member one open association in the
+account of the group that they count against, and each priority a QOS. Everything outside of
+``gpuspawner`` is the site's own.
 """
 
 from __future__ import annotations
@@ -28,6 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from ..queue.models import QueueLimits
 from .programs import Slurm
 
 LONGEST_NAME = 32
@@ -43,9 +30,7 @@ FIRST_UID = 1000
 """Users below it are system users, as in ``login.defs`` everywhere."""
 
 _PLAIN = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-_WRITTEN = re.compile(r"(?:[a-z0-9-]|_[0-9a-f]{2})*")
 _KEPT = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-")
-_BYTE = re.compile(rb"_([0-9a-f]{2})")
 
 # Of Debian, Ubuntu and Red Hat, and of common cluster software.
 _SYSTEM = """
@@ -61,34 +46,27 @@ SYSTEM_USERS = frozenset(_SYSTEM.split())
 
 
 def user_of(member: str) -> str:
-    """Return a member's user on the nodes: at most 32 of ``a-z 0-9 _ -``, a letter first."""
+    """Return a member's user on the nodes: at most 32 of ``a-z 0-9 _ -``, a letter first.
+
+    A name that Linux and Slurm accept stays as it is. Any other is encoded after ``u-``, or becomes
+    a digest after ``h-`` if that is too long. No two members get the same user.
+    """
     plain = _PLAIN.fullmatch(member) and not member.startswith(("u-", "h-", "systemd-"))
     if plain and member not in SYSTEM_USERS:
         return member
     return _written("u-", "h-", member)
 
 
-def member_of(user: str) -> str | None:
-    """Return the member with this user; None for a digest, and if no member can have it."""
-    found = _read("u-", user) if user.startswith("u-") else user
-    return found if found is not None and user_of(found) == user else None
-
-
 def account_of(group: str) -> str:
-    """Return a group's account in Slurm; for "" that of members without a group."""
+    """Return a group's account in Slurm; for "" that of members without a group.
+
+    It begins with ``g-`` or ``gh-``, so that it is never an account made by the site itself.
+    """
     return _written("g-", "gh-", group) if group else EVERYBODY
 
 
-def group_of(account: str) -> str | None:
-    """Return the group of an account, "" for everybody's; None if it cannot be decoded."""
-    if account == EVERYBODY:
-        return ""
-    found = _read("g-", account) if account.startswith("g-") else None
-    return found if found and account_of(found) == account else None
-
-
 def by_user(members: Iterable[str]) -> dict[str, str]:
-    """Return these members by their users on the nodes, including digests."""
+    """Return these members by their users on the nodes."""
     return {user_of(member): member for member in members}
 
 
@@ -107,17 +85,6 @@ def _written(prefix: str, digest: str, name: str) -> str:
         return found
     bits = base64.b32encode(hashlib.sha256(data).digest()).decode("ascii").lower()
     return digest + bits[: LONGEST_NAME - len(digest)]
-
-
-def _read(prefix: str, word: str) -> str | None:
-    rest = word.removeprefix(prefix)
-    if not _WRITTEN.fullmatch(rest):
-        return None
-    data = _BYTE.sub(lambda match: bytes([int(match[1], 16)]), rest.encode("ascii"))
-    try:
-        return data.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return None
 
 
 QOS = "gpuspawner-"
@@ -142,22 +109,11 @@ MOST_ASSOCIATIONS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AssociationLimits:
-    """The most that a member or a group may have; None means no limit."""
-
-    devices: int | None = None
-    tickets: int | None = None
-    """Waiting requests. Slurm counts running ones too."""
-    gpu_hours: float | None = None
-    """Devices times the rest of their sessions."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """A group with settings."""
 
     weight: float = 1.0
-    limits: AssociationLimits = field(default_factory=AssociationLimits)
+    limits: QueueLimits = field(default_factory=QueueLimits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +156,7 @@ class WantedAssociations:
 def wanted_associations(
     people: Iterable[Person],
     groups: Mapping[str, Group],
-    member_limits: AssociationLimits,
+    member_limits: QueueLimits,
     priorities: Mapping[str, float],
 ) -> WantedAssociations:
     """Return what these people and groups should be in Slurm.
@@ -231,14 +187,15 @@ def _group_row(group: Group) -> AssociationRow:
     return replace(_row(group.limits), share=share)
 
 
-def _person_row(person: Person, limits: AssociationLimits) -> AssociationRow:
+def _person_row(person: Person, limits: QueueLimits) -> AssociationRow:
     row = _row(limits)
     if person.closed or person.dry:
         row = replace(row, gpus=0, shards=0)
     return replace(row, submits=0) if person.closed else row
 
 
-def _row(limits: AssociationLimits) -> AssociationRow:
+def _row(limits: QueueLimits) -> AssociationRow:
+    # Slurm counts running jobs among the submitted ones.
     both = limits.devices is not None and limits.tickets is not None
     return AssociationRow(
         gpus=limits.devices,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, model_validator
 
@@ -202,12 +202,6 @@ class Cluster:
         """Return the device with this UUID and its node; None if no node has it."""
         return self._devices.get(uuid)
 
-    def types_of(self, model: str) -> tuple[str, ...]:
-        """Return Slurm's types of models with ``model`` in their name, case-insensitively."""
-        wanted = model.lower()
-        found = (d.gres for _, d in self._devices.values() if wanted in d.model.lower())
-        return tuple(dict.fromkeys(found))
-
 
 # Kinds of values: each raises ValueError with the end of a sentence that begins with the key.
 
@@ -221,12 +215,7 @@ def engine_address(value: object) -> str:
             f"is {shown(found)}: an engine on plain TCP makes everybody root who reaches its port. "
             "Use ssh://USER@NODE, or https://NODE:2376 with 'tls'."
         )
-    good = (
-        bool(re.fullmatch(_FILE, parts.path)) and not parts.netloc
-        if parts.scheme == "unix"
-        else parts.scheme in ("ssh", "https") and parts.path in ("", "/") and _is_netloc(parts)
-    )
-    if not good or parts.query or parts.fragment:
+    if not _is_url(parts, "ssh", "https"):
         raise ValueError(
             f"is {shown(found)}. Write unix:///var/run/docker.sock, ssh://USER@NODE or "
             "https://NODE:2376."
@@ -238,12 +227,7 @@ def sampler_address(value: object) -> str:
     """Return a sampler's address, if only the hub can reach it."""
     found = text(value)
     parts = urlsplit(found)
-    good = (
-        bool(re.fullmatch(_FILE, parts.path)) and not parts.netloc
-        if parts.scheme == "unix"
-        else parts.scheme in ("http", "https") and parts.path in ("", "/") and _is_netloc(parts)
-    )
-    if not good or parts.query or parts.fragment:
+    if not _is_url(parts, "http", "https"):
         raise ValueError(f"is {shown(found)}. Write https://10.0.0.11:9401, or unix:///PATH.")
     if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "::1", "localhost"):
         raise ValueError(
@@ -253,10 +237,17 @@ def sampler_address(value: object) -> str:
     return found.rstrip("/")
 
 
-def _is_netloc(parts: Any) -> bool:
+def _is_url(parts: SplitResult, *schemes: str) -> bool:
+    """Return True for a plain address with one of the schemes, or a socket's path."""
+    if parts.query or parts.fragment:
+        return False
+    if parts.scheme == "unix":
+        return bool(re.fullmatch(_FILE, parts.path)) and not parts.netloc
     try:
         port, host, user = parts.port, parts.hostname, parts.username
     except ValueError:
+        return False
+    if parts.scheme not in schemes or parts.path not in ("", "/"):
         return False
     if parts.password is not None or (user is not None and parts.scheme != "ssh"):
         return False
@@ -358,13 +349,13 @@ class ClusterFile(ConfigModel):
 
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """The cluster in the file at ``path``. Raises ConfigError naming the line and the remedy."""
+    """Return the cluster in a file. Raises ConfigError with the line and the remedy."""
     name = os.fspath(path)
     return cluster_of(read_text(name, MOST_BYTES, "list of nodes"), name, Path(name).parent)
 
 
 def cluster_of(written: str, name: str = "cluster.yaml", folder: Path | None = None) -> Cluster:
-    """The cluster in a text. Files of TLS are looked for beside it, in ``folder``."""
+    """Return the cluster in a text; ``folder`` is where its files of TLS are."""
     data, origin = read_yaml(written, name, folder)
     nouns = {"nodes": "node", "devices": "device"}
     read = read_model(ClusterFile, {} if data is None else data, origin, "the cluster", nouns)
@@ -416,30 +407,25 @@ def _node(origin: Origin, name: str, entry: NodeEntry) -> Node:
 
 
 def _tls(origin: Origin, node: str, entry: TLSEntry) -> TLS:
-    """The paths of files that can be read, and of a key that nobody else can read."""
     found: dict[str, str] = {}
     for key, written in entry:
-        found[key] = os.path.join(origin.folder or "", written)
-        try:
-            _check_tls_file(key, found[key])
-        except ValueError as error:
-            raise origin.error(
-                ("nodes", node, "tls", key), f"'{key}' of 'tls' of node {node!r} {error}"
-            ) from None
+        path = found[key] = os.path.join(origin.folder or "", written)
+        if fault := _fault_of(path, is_secret=key == "key"):
+            what = f"'{key}' of 'tls' of node {node!r} is {path}, which {fault}"
+            raise origin.error(("nodes", node, "tls", key), what)
     return TLS(**found)
 
 
-def _check_tls_file(key: str, path: str) -> None:
+def _fault_of(path: str, *, is_secret: bool) -> str:
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode):
             with open(path, "rb"):
                 pass
     except OSError as error:
-        raise ValueError(f"is {path}, which cannot be read: {error.strerror}.") from None
+        return f"cannot be read: {error.strerror}."
     if not stat.S_ISREG(mode):
-        raise ValueError(f"is {path}, which is no ordinary file.")
-    if key == "key" and mode & 0o077:
-        raise ValueError(
-            f"is {path}, which others can read, and with it be root on the node: chmod 600 {path}"
-        )
+        return "is no ordinary file."
+    if is_secret and mode & 0o077:
+        return f"others can read, and with it be root on the node: chmod 600 {path}"
+    return ""

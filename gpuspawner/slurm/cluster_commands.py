@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import docker
 from docker.errors import DockerException
@@ -71,8 +70,8 @@ def node_devices(seen: Inventory, gpus: Path = DRIVER_GPUS) -> list[NodeDevice]:
     silent = [d for d in seen.devices if d.status is DeviceStatus.UNKNOWN]
     if silent:
         raise ConfigError(
-            f"The GPU {silent[0].index} does not answer: {silent[0].reason} Mend it first, or take "
-            "it out."
+            f"The GPU {silent[0].index} does not answer: {silent[0].reason} Repair it or remove "
+            "it first."
         )
     whole = [d for d in seen.devices if d.status is not DeviceStatus.PARENT]
     numbered = [(_minor(device, gpus), device) for device in whole]
@@ -129,11 +128,11 @@ def fetched(host: str) -> str:
 
     Raises ConfigError.
     """
-    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "--", host]
+    ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "--", host]
     remedy = f"Run it there by hand, and give the file: {host}=FILE."
     try:
         done = subprocess.run(
-            [*command, "gpuspawner", "slurm", "inventory"],
+            [*ssh, "gpuspawner", "slurm", "inventory"],
             capture_output=True,
             text=True,
             errors="replace",
@@ -223,7 +222,16 @@ def audit(settings: Settings, since_text: str) -> int:
         ],
         "batch_jobs": len(jobs) - len(strangers),
         "batch_charged": exact(sum(job.charged for job in jobs)),
-        "of_nobody": [_plain(job) for job in strangers],
+        "of_nobody": [
+            {
+                "job": job.label,
+                "user": job.user,
+                "devices": job.devices,
+                "seconds": job.seconds,
+                "started_at": utc(job.started_at),
+            }
+            for job in strangers
+        ],
     }
     show(value, _text(sessions, found, jobs, strangers, since))
     return 1 if found else 0
@@ -251,16 +259,6 @@ def _text(
         f"{count(len(jobs) - len(strangers), 'batch job')} of members paid {charged} credits."
     )
     return "\n".join(lines)
-
-
-def _plain(job: BatchJob) -> dict[str, Any]:
-    return {
-        "job": job.label,
-        "user": job.user,
-        "devices": job.devices,
-        "seconds": job.seconds,
-        "started_at": utc(job.started_at),
-    }
 
 
 def _since(text: str, zone: str, now: datetime) -> datetime:

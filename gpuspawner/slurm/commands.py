@@ -13,7 +13,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..cli.command import group
@@ -66,18 +66,16 @@ class PlannedFile:
     @property
     def edited(self) -> bool:
         """True if the existing file was changed since the command wrote it."""
-        return self.before is not None and not _is_ours(self.before)
+        if self.before is None:
+            return False
+        found = _DIGEST.match(self.before)
+        return found is None or _digest(_body(self.before)) != found[1]
 
     def difference(self) -> str:
-        """Return what would change, as ``diff -u`` shows it."""
-        lines = difflib.unified_diff(
-            _body(self.before or "").splitlines(),
-            _body(self.text).splitlines(),
-            str(self.path) if self.before is not None else "/dev/null",
-            str(self.path),
-            lineterm="",
-        )
-        return "\n".join(lines)
+        """Return what would change in the existing file, as ``diff -u`` shows it."""
+        before, after = (_body(text or "").splitlines() for text in (self.before, self.text))
+        name = str(self.path)
+        return "\n".join(difflib.unified_diff(before, after, name, name, lineterm=""))
 
 
 def drafts(folder: Path, bodies: Mapping[str, str]) -> list[PlannedFile]:
@@ -91,13 +89,10 @@ def drafts(folder: Path, bodies: Mapping[str, str]) -> list[PlannedFile]:
             before = None
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-        found.append(PlannedFile(path, stamped(body), before))
+        # The header shows whether somebody edits the file.
+        text = _HEADER.format(digest=_digest(body)) + "\n" + body
+        found.append(PlannedFile(path, text, before))
     return found
-
-
-def stamped(body: str) -> str:
-    """Return the text with a header that shows if somebody edits it."""
-    return _HEADER.format(digest=_digest(body)) + "\n" + body
 
 
 def write(changed: Sequence[PlannedFile]) -> None:
@@ -125,14 +120,8 @@ def write(changed: Sequence[PlannedFile]) -> None:
 
 
 def _body(text: str) -> str:
-    """Return the text without our header."""
     found = _DIGEST.match(text)
     return text[found.end() + 1 :] if found else text
-
-
-def _is_ours(text: str) -> bool:
-    found = _DIGEST.match(text)
-    return found is not None and _digest(_body(text)) == found[1]
 
 
 def _digest(body: str) -> str:
@@ -221,9 +210,9 @@ def config(
 ) -> int:
     """Write Slurm's configuration and cluster.yaml for these hosts."""
     head, address = _controller(controller)
-    options = SlurmOptions(
-        controller=head, address=address, longest_hours=_hours(hours), more=_more(more)
-    )
+    if not 1 <= hours <= 8760:
+        raise ConfigError(f"--hours {hours}: write 1 to 8760.")
+    options = SlurmOptions(controller=head, address=address, longest_hours=hours, more=_more(more))
     named = [_named(word) for word in hosts]
     nodes = _nodes(settings, options, named, NodeAddresses(engine, tls, sampler))
     made = Cluster(
@@ -257,25 +246,21 @@ def _show_drafts(
     lost: Sequence[PlannedFile],
     written: Sequence[PlannedFile],
 ) -> None:
-    plain = {
-        "written": bool(written),
-        "changed": [str(draft.path) for draft in changed],
-        "edited": [str(draft.path) for draft in lost],
-        "nodes": [node.name for node in cluster.nodes],
-    }
+    paths, edited = [str(draft.path) for draft in changed], [str(draft.path) for draft in lost]
+    names = [node.name for node in cluster.nodes]
+    plain = {"written": bool(written), "changed": paths, "edited": edited, "nodes": names}
     devices = sum(len(node.devices) for node in cluster.nodes)
     lines = [draft.difference() for draft in changed if draft.before is not None]
-    lines.append(f"{count(len(cluster.nodes), 'node')}, {count(devices, 'device')}.")
+    lines.append(f"{count(len(names), 'node')}, {count(devices, 'device')}.")
     if not changed:
         lines[-1] += " Nothing to do."
     elif written:
-        lines[-1] += f" Written: {', '.join(str(draft.path) for draft in changed)}."
+        lines[-1] += f" Written: {', '.join(paths)}."
     show(plain, "\n".join(lines))
     if lost:
-        names = ", ".join(str(draft.path) for draft in lost)
         note(
-            f"gpuspawner: Nothing was written: {names} was edited by hand. Give --set or another "
-            "option in place of the edit, or replace it with --force."
+            f"gpuspawner: Nothing was written: {', '.join(edited)} was edited by hand. Give --set "
+            "or another option in place of the edit, or replace it with --force."
         )
 
 
@@ -301,13 +286,13 @@ class NodeAddresses:
             return self.engine.replace("{host}", host), None
         folder = Path(self.tls).resolve()
         names = (str(folder / name) for name in ("ca.pem", "cert.pem", "key.pem"))
-        by_ssh = self.engine == "ssh://{host}"
-        template = "https://{host}:2376" if by_ssh else self.engine
-        return template.replace("{host}", host), TLS(*names)
+        usual = self.engine == "ssh://{host}"
+        engine = "https://{host}:2376" if usual else self.engine
+        return engine.replace("{host}", host), TLS(*names)
 
-    def sampler_of(self, node: Node, host: str) -> str:
+    def sampler_of(self, engine: str, host: str) -> str:
         """Return where a node's sampler answers; empty without samplers."""
-        if self.sampler and node.engine == LOCAL_ENGINE:
+        if self.sampler and engine == LOCAL_ENGINE:
             return f"http://127.0.0.1:{self.sampler.rstrip('/').rpartition(':')[2]}"
         return self.sampler.replace("{host}", host)
 
@@ -328,8 +313,17 @@ def _nodes(
             )
         _check_versions(host, found)
         engine, tls = addresses.engine_of(options, host, found)
-        node = found.node(_address(host, found, options), engine, tls)
-        nodes[found.hostname] = replace(node, sampler=addresses.sampler_of(node, host))
+        nodes[found.hostname] = Node(
+            name=found.hostname,
+            address=_address(host, found, options),
+            engine=engine,
+            tls=tls,
+            sampler=addresses.sampler_of(engine, host),
+            devices=found.devices,
+            cpus=found.cpus,
+            memory_bytes=found.memory_bytes,
+            layout=found.layout,
+        )
     return list(nodes.values())
 
 
@@ -355,7 +349,6 @@ def _check_versions(host: str, found: HostInventory) -> None:
 
 
 def _address(host: str, found: HostInventory, options: SlurmOptions) -> str:
-    """Return the IP address at which other machines reach a host. Raises ConfigError."""
     own = found.hostname == options.controller
     name = options.address if own and options.address else host
     try:
@@ -386,12 +379,6 @@ def _controller(word: str) -> tuple[str, str]:
     if not _HOST.fullmatch(host) or (address and not _HOST.fullmatch(address)):
         raise ConfigError(f"{word!r} is no host: write --controller NAME or NAME=ADDRESS.")
     return host, address
-
-
-def _hours(number: int) -> int:
-    if not 1 <= number <= 8760:
-        raise ConfigError(f"--hours {number}: write 1 to 8760.")
-    return number
 
 
 def _more(words: Sequence[str]) -> dict[str, str]:

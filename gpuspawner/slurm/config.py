@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import yaml
@@ -13,8 +14,6 @@ from .cluster import Cluster, Node
 
 TESTED = ("22.05.8",)
 """The versions of Slurm that the tests run."""
-TESTED_SERIES = ((22, 5),)
-"""Their series; others are refused, because their output formats differ."""
 
 MEMORY_PART = 97
 """Percent of a node's memory that Slurm allocates. The rest is for the system.
@@ -23,8 +22,6 @@ So a new kernel that leaves a little less does not put the node out of service.
 """
 
 MEGABYTE = 2**20
-
-Settings = dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +32,6 @@ class SlurmOptions:
     """The host of slurmctld and slurmdbd, as printed by ``hostname -s``."""
     address: str = ""
     """Its address for the nodes; empty if its name is enough."""
-    epilog: str = "/etc/slurm/gpuspawner-epilog"
-    prolog: str = "/etc/slurm/gpuspawner-prolog"
     longest_hours: int = 168
     """The longest time limit of a job; half an hour is added, for servers that start slowly."""
     more: Mapping[str, str] = field(default_factory=dict)
@@ -44,23 +39,98 @@ class SlurmOptions:
 
 
 def is_tested(version: str) -> bool:
-    """Return True if a version of Slurm, such as ``22.05.8``, is of a tested series."""
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    return numbers in TESTED_SERIES
+    """Return True if a version of Slurm, such as ``22.05.11``, is of a tested series.
+
+    Others are refused, because their output differs.
+    """
+    return _series(version) in map(_series, TESTED)
+
+
+def _series(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+_SLURM_CONF = """\
+# Who decides, and how the daemons know each other.
+ClusterName={name}
+SlurmctldHost={host}
+SlurmUser=slurm
+AuthType=auth/munge
+AuthInfo=socket=/run/munge/munge.socket.2
+CredType=cred/munge
+StateSaveLocation=/var/lib/slurm/slurmctld
+SlurmdSpoolDir=/var/lib/slurm/slurmd
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmctldLogFile=/var/log/slurm/slurmctld.log
+SlurmdLogFile=/var/log/slurm/slurmd.log
+
+# Devices, cores and memory are given out one by one. Containers join their job's control
+# group, so that the job's limits are theirs.
+GresTypes=gpu,shard
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+ProctrackType=proctrack/cgroup
+TaskPlugin=task/cgroup
+MpiDefault=none
+
+# No container outlives its job: the epilog removes it before the devices go to the next.
+# A node whose epilog fails is drained; a node whose prolog fails takes no job.
+Epilog=/etc/slurm/gpuspawner-epilog
+Prolog=/etc/slurm/gpuspawner-prolog
+KillWait=10
+
+# The order: fair share before age, and a QOS may preempt another.
+PriorityType=priority/multifactor
+PriorityDecayHalfLife=7-0
+PriorityCalcPeriod=1
+PriorityMaxAge=1-0
+PriorityWeightFairshare=100000
+PriorityWeightAge=1000
+PriorityWeightQOS=10000
+PreemptType=preempt/qos
+PreemptMode=CANCEL
+EnforcePartLimits=ALL
+SchedulerParameters=bf_interval=5,bf_continue,sched_interval=5,sched_min_interval=200000,batch_sched_delay=0,nohold_on_prolog_fail
+
+# Who used what: credits are audited against it.
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={accounting}
+AccountingStoragePass=/run/munge/munge.socket.2
+AccountingStorageTRES={tres}
+AccountingStorageEnforce=associations,limits,qos
+AccountingStoreFlags=job_comment
+JobAcctGatherType=jobacct_gather/cgroup
+JobAcctGatherFrequency=30
+MinJobAge=300
+
+# A lost node is noticed in about 20 seconds; one that comes back takes work again.
+SlurmdTimeout=10
+SlurmctldTimeout=10
+MessageTimeout=5
+TCPTimeout=2
+InactiveLimit=0
+ReturnToService=2
+"""
 
 
 def slurm_conf(cluster: Cluster, options: SlurmOptions) -> str:
     """Return ``slurm.conf``, the same for every node."""
-    more = {key.lower(): (key, value) for key, value in options.more.items()}
+    types = sorted({d.gres for node in cluster.nodes for d in node.devices if d.gres})
+    usual = _SLURM_CONF.format(
+        name=cluster.name,
+        host=options.controller + (f"({options.address})" if options.address else ""),
+        accounting=options.address or options.controller,
+        tres=",".join(["gres/gpu", *(f"gres/gpu:{name}" for name in types), "gres/shard"]),
+    )
+    more = {key.lower(): f"{key}={value}" for key, value in options.more.items()}
     lines: list[str] = []
-    for comment, settings in _sections(cluster, options):
-        lines += ["", *(f"# {line}" for line in comment.splitlines())]
-        for key, value in settings.items():
-            _, value = more.pop(key.lower(), (key, value))
-            lines.append(f"{key}={value}")
+    for line in usual.splitlines():
+        key = line.partition("=")[0]
+        replaced = more.pop(key.lower(), "").partition("=")[2]
+        lines.append(f"{key}={replaced}" if replaced else line)
     if more:
-        lines += ["", "# This site's own."]
-        lines += [f"{key}={value}" for key, value in more.values()]
+        lines += ["", "# This site's own.", *more.values()]
     lines += ["", "# The nodes."]
     lines += [_node_line(cluster, node) for node in cluster.nodes]
     hours = options.longest_hours
@@ -69,98 +139,11 @@ def slurm_conf(cluster: Cluster, options: SlurmOptions) -> str:
         f"PartitionName={cluster.partition} Nodes={names} Default=YES State=UP"
         f" MaxTime={hours // 24}-{hours % 24:02}:30:00 DefMemPerCPU=1024"
     )
-    return "\n".join(lines[1:]) + "\n"
-
-
-def _sections(cluster: Cluster, options: SlurmOptions) -> Iterator[tuple[str, Settings]]:
-    """Yield comments, and the settings below each."""
-    address = f"({options.address})" if options.address else ""
-    yield (
-        "Who decides, and how the daemons know each other.",
-        {
-            "ClusterName": cluster.name,
-            "SlurmctldHost": f"{options.controller}{address}",
-            "SlurmUser": "slurm",
-            "AuthType": "auth/munge",
-            "AuthInfo": "socket=/run/munge/munge.socket.2",
-            "CredType": "cred/munge",
-            "StateSaveLocation": "/var/lib/slurm/slurmctld",
-            "SlurmdSpoolDir": "/var/lib/slurm/slurmd",
-            "SlurmctldPidFile": "/run/slurmctld.pid",
-            "SlurmdPidFile": "/run/slurmd.pid",
-            "SlurmctldLogFile": "/var/log/slurm/slurmctld.log",
-            "SlurmdLogFile": "/var/log/slurm/slurmd.log",
-        },
-    )
-    yield (
-        "Devices, cores and memory are given out one by one. Containers join their job's control\n"
-        "group, so that the job's limits are theirs.",
-        {
-            "GresTypes": "gpu,shard",
-            "SelectType": "select/cons_tres",
-            "SelectTypeParameters": "CR_Core_Memory",
-            "ProctrackType": "proctrack/cgroup",
-            "TaskPlugin": "task/cgroup",
-            "MpiDefault": "none",
-        },
-    )
-    yield (
-        "No container outlives its job: the epilog removes it before the devices go to the next.\n"
-        "A node whose epilog fails is drained; a node whose prolog fails takes no job.",
-        {
-            "Epilog": options.epilog,
-            "Prolog": options.prolog,
-            "KillWait": 10,
-        },
-    )
-    yield (
-        "The order: fair share before age, and a QOS may preempt another.",
-        {
-            "PriorityType": "priority/multifactor",
-            "PriorityDecayHalfLife": "7-0",
-            "PriorityCalcPeriod": 1,
-            "PriorityMaxAge": "1-0",
-            "PriorityWeightFairshare": 100000,
-            "PriorityWeightAge": 1000,
-            "PriorityWeightQOS": 10000,
-            "PreemptType": "preempt/qos",
-            "PreemptMode": "CANCEL",
-            "EnforcePartLimits": "ALL",
-            "SchedulerParameters": "bf_interval=5,bf_continue,sched_interval=5,"
-            "sched_min_interval=200000,batch_sched_delay=0,nohold_on_prolog_fail",
-        },
-    )
-    types = sorted({d.gres for node in cluster.nodes for d in node.devices if d.gres})
-    counted = ["gres/gpu", *(f"gres/gpu:{name}" for name in types), "gres/shard"]
-    yield (
-        "Who used what: credits are audited against it.",
-        {
-            "AccountingStorageType": "accounting_storage/slurmdbd",
-            "AccountingStorageHost": options.address or options.controller,
-            "AccountingStoragePass": "/run/munge/munge.socket.2",
-            "AccountingStorageTRES": ",".join(counted),
-            "AccountingStorageEnforce": "associations,limits,qos",
-            "AccountingStoreFlags": "job_comment",
-            "JobAcctGatherType": "jobacct_gather/cgroup",
-            "JobAcctGatherFrequency": 30,
-            "MinJobAge": 300,
-        },
-    )
-    yield (
-        "A lost node is noticed in about 20 seconds; one that comes back takes work again.",
-        {
-            "SlurmdTimeout": 10,
-            "SlurmctldTimeout": 10,
-            "MessageTimeout": 5,
-            "TCPTimeout": 2,
-            "InactiveLimit": 0,
-            "ReturnToService": 2,
-        },
-    )
+    return "\n".join(lines) + "\n"
 
 
 def _node_line(cluster: Cluster, node: Node) -> str:
-    gres = [f"gpu:{name}:{count}" for name, count in _counts(node).items()]
+    gres = [f"gpu:{name}:{count}" for name, count in counts(node).items()]
     if shards := cluster.shards * len(node.devices):
         gres.append(f"shard:{shards}")
     memory = node.memory_bytes * MEMORY_PART // 100 // MEGABYTE
@@ -168,16 +151,13 @@ def _node_line(cluster: Cluster, node: Node) -> str:
     words += [node.layout] if node.layout else []
     words += [f"RealMemory={memory}"]
     words += [f"Gres={','.join(gres)}"] if gres else []
-    words += [f"Feature={','.join(_counts(node))}"] if node.devices else []
+    words += [f"Feature={','.join(counts(node))}"] if node.devices else []
     return " ".join([*words, "State=UNKNOWN"])
 
 
-def _counts(node: Node) -> dict[str, int]:
+def counts(node: Node) -> Counter[str]:
     """Return how many devices a node has of each type, in the order of its devices."""
-    found: dict[str, int] = {}
-    for device in node.devices:
-        found[device.gres] = found.get(device.gres, 0) + 1
-    return found
+    return Counter(device.gres for device in node.devices)
 
 
 def gres_conf(cluster: Cluster) -> str:
@@ -210,19 +190,18 @@ def slurmdbd_conf(options: SlurmOptions) -> str:
     It contains no password: the database is on the same host, and identifies the user by the
     socket.
     """
-    settings = {
-        "AuthType": "auth/munge",
-        "AuthInfo": "socket=/run/munge/munge.socket.2",
-        "DbdHost": options.controller,
-        "SlurmUser": "slurm",
-        "StorageType": "accounting_storage/mysql",
-        "StorageHost": "localhost",
-        "StorageUser": "slurm",
-        "StorageLoc": "slurm_acct_db",
-        "LogFile": "/var/log/slurm/slurmdbd.log",
-        "PidFile": "/run/slurmdbd.pid",
-    }
-    return "\n".join(f"{key}={value}" for key, value in settings.items()) + "\n"
+    return f"""\
+AuthType=auth/munge
+AuthInfo=socket=/run/munge/munge.socket.2
+DbdHost={options.controller}
+SlurmUser=slurm
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=slurm
+StorageLoc=slurm_acct_db
+LogFile=/var/log/slurm/slurmdbd.log
+PidFile=/run/slurmdbd.pid
+"""
 
 
 def cluster_yaml(cluster: Cluster) -> str:
@@ -240,8 +219,7 @@ def cluster_yaml(cluster: Cluster) -> str:
 def _node_yaml(node: Node) -> dict[str, Any]:
     found: dict[str, Any] = {"address": node.address, "engine": node.engine}
     if node.tls:
-        tls = node.tls
-        found["tls"] = {"ca": tls.ca, "certificate": tls.certificate, "key": tls.key}
+        found["tls"] = asdict(node.tls)
     if node.sampler:
         found["sampler"] = node.sampler
     found |= {"cpus": node.cpus, "memory": node.memory_bytes}

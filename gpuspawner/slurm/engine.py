@@ -24,6 +24,8 @@ from .scheduler import SlurmDelegate
 LABEL_JOB = "gpuspawner.job"
 """The label of a container with its job number: the epilog looks for it."""
 
+_OURS = {"label": [LABEL_LEASE, LABEL_JOB]}
+
 SOON = 1.0
 """Seconds in which a healthy node answers, when all are queried."""
 
@@ -36,12 +38,9 @@ class SlurmEngine:
     def __init__(self, delegate: SlurmDelegate, log: logging.Logger | Any = None) -> None:
         self._delegate = delegate
         self._log = log or logging.getLogger(__name__)
-        self._engines = {
-            node.name: DockerEngine(connector(node)) for node in delegate.cluster.nodes
-        }
-        self._quick = {
-            node.name: DockerEngine(connector(node, QUICK)) for node in delegate.cluster.nodes
-        }
+        nodes = delegate.cluster.nodes
+        self._engines = {node.name: DockerEngine(connector(node)) for node in nodes}
+        self._quick = {node.name: DockerEngine(connector(node, QUICK)) for node in nodes}
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="gpuspawner-nodes")
         self._listed: dict[str, dict[str, str]] = {}
         """Lease and job of each running container, by node."""
@@ -53,16 +52,13 @@ class SlurmEngine:
         self._where: dict[str, tuple[str, str]] = {}
         """Node and job of each container seen."""
 
-    def on(self, node: str) -> DockerEngine:
-        """Return the engine of a node."""
-        return self._engines[node]
-
     def sightings(self) -> list[Sighting]:
         """Return every server on a node that answers.
 
         Raises EngineUnavailable if Slurm does not answer: without it nobody knows what has ended.
         """
-        alive, ended = self._living(), self._ended()
+        alive = self._living()
+        ended = {str(job.id) for job in self._delegate.known() if not job.lives}
         self._away.clear()
         found = []
         for name, engine in self._engines.items():
@@ -90,7 +86,8 @@ class SlurmEngine:
                 more.append(replace(gone, ended_at=job.ended_at, detail=job.end))
             elif job is None:  # Slurm has forgotten it: only its node knows
                 if lease.state is LeaseState.RUNNING:
-                    more.append(replace(gone, alive=self._node_of(lease) in self._away))
+                    node = self._delegate.machine_of(lease.uuids[0]) if lease.uuids else ""
+                    more.append(replace(gone, alive=node in self._away))
             elif lease.state is LeaseState.RUNNING or job.node in self._away:
                 if job.node not in self._away:
                     self._cancel(str(job.id))  # its container was removed
@@ -105,10 +102,8 @@ class SlurmEngine:
         """
         alive = self._living()
         self._list_all()
-        return {
-            lease for listed in self._listed.values() for lease, job in listed.items()
-            if job in alive
-        }  # fmt: skip
+        listed = [pair for jobs in self._listed.values() for pair in jobs.items()]
+        return {lease for lease, job in listed if job in alive}
 
     def end(self, sighting: Sighting) -> None:
         """End a server without an owner, and its job. Raises EngineUnavailable."""
@@ -123,9 +118,7 @@ class SlurmEngine:
     def _on_node(
         self, name: str, engine: DockerEngine, alive: Collection[str], ended: Collection[str]
     ) -> list[Sighting]:
-        listed = engine.call(
-            lambda client: client.containers(all=True, filters={"label": [LABEL_LEASE, LABEL_JOB]})
-        )
+        listed = engine.call(lambda client: client.containers(all=True, filters=_OURS))
         found = []
         for each in listed:
             state = engine.inspect(each["Id"])
@@ -158,25 +151,14 @@ class SlurmEngine:
     def _list(self, name: str) -> bool:
         """Query a node; returns True if it answered."""
         try:
-            listed = self._quick[name].call(
-                lambda client: client.containers(filters={"label": [LABEL_LEASE, LABEL_JOB]})
-            )
+            listed = self._quick[name].call(lambda client: client.containers(filters=_OURS))
         except EngineUnavailable:
             return False
         labels = [each["Labels"] for each in listed]
         self._listed[name] = {each[LABEL_LEASE]: str(each[LABEL_JOB]) for each in labels}
         return True
 
-    def _ended(self) -> set[str]:
-        """Return the numbers of jobs that have ended according to Slurm."""
-        return {str(job.id) for job in self._delegate.known() if not job.lives}
-
-    def _node_of(self, lease: Lease) -> str:
-        found = self._delegate.cluster.device(lease.uuids[0]) if lease.uuids else None
-        return found[0].name if found else ""
-
     def _living(self) -> set[str]:
-        """Return the numbers of living jobs."""
         try:
             return {str(job.id) for job in self._delegate.living()}
         except SlurmUnavailable as error:
@@ -200,8 +182,7 @@ def nest(create: Mapping[str, Any], job: SlurmJob, node: Node, cgroup: str) -> d
     ``cgroup`` is the template of its parent, empty for the engine's default: inside of it the job's
     limits apply to the container too. The port is published where the hub reaches the node.
     """
-    nested = dict(create)
-    nested["labels"] = {**dict(create.get("labels") or {}), LABEL_JOB: str(job.id)}
+    labels = {**(create.get("labels") or {}), LABEL_JOB: str(job.id)}
     host = dict(create.get("host_config") or {})
     if cgroup:
         host["CgroupParent"] = cgroup.format(node=node.name, uid=job.uid, job=job.id)
@@ -209,5 +190,4 @@ def nest(create: Mapping[str, Any], job: SlurmJob, node: Node, cgroup: str) -> d
         port: [{**binding, "HostIp": node.address} for binding in bindings]
         for port, bindings in (host.get("PortBindings") or {}).items()
     }
-    nested["host_config"] = host
-    return nested
+    return {**create, "labels": labels, "host_config": host}

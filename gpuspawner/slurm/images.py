@@ -72,27 +72,16 @@ class WantedImage:
     """True if it may be pulled at all."""
 
 
-def nobody_knows(ticket: Ticket) -> WantedImage | None:
-    """Return no image, in a process without a catalog.
-
-    See :meth:`gpuspawner.queue.delegation.DelegationService.name_images`.
-    """
-    return None
-
-
 class NodeImages:
     """The images of all nodes, as far as they were queried."""
 
-    def __init__(
-        self, nodes: Iterable[Node], log: logging.Logger | Any = None,
-        wanted: Callable[[Ticket], WantedImage | None] = nobody_knows,
-    ) -> None:  # fmt: skip
-        """Create it; ``wanted`` returns the image that a ticket's server needs.
+    def __init__(self, nodes: Iterable[Node], log: logging.Logger | Any) -> None:
+        self.wanted: Callable[[Ticket], WantedImage | None] = lambda ticket: None
+        """Returns the image that a ticket's server needs; None if unknown: any node will do.
 
-        None means unknown: then every node is suitable.
+        Set by whoever has a catalog.
         """
-        self.wanted = wanted
-        self._log = log or logging.getLogger(__name__)
+        self._log = log
         self._nodes = {node.name: node for node in nodes}
         self._engines = {
             name: DockerEngine(connector(node, QUICK)) for name, node in self._nodes.items()
@@ -132,16 +121,15 @@ class NodeImages:
     # Helpers.
 
     def _without(self, image: str, nodes: Collection[str]) -> frozenset[str]:
-        now = time.monotonic()
-        asked = [name for name in nodes if not self._knows(name, image, now)]
+        asked = [name for name in nodes if not self._knows(name, image)]
         found = self._threads.map(partial(self._ask, image), asked)
         for name, here in zip(asked, found, strict=True):
             self._seen[name, image] = here, time.monotonic()
         return frozenset(name for name in nodes if not self._seen[name, image][0])
 
-    def _knows(self, node: str, image: str, now: float) -> bool:
-        here, at = self._seen.get((node, image), (None, float("-inf")))
-        return now - at < (HERE if here else LACKS)
+    def _knows(self, node: str, image: str) -> bool:
+        here, at = self._seen.get((node, image), NEVER)
+        return time.monotonic() - at < (HERE if here else LACKS)
 
     def _ask(self, image: str, node: str) -> bool | None:
         """Return True if a node has an image; None if it does not answer."""

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from ..core.config_files import Origin, shown
 from ..core.config_models import Checked, ConfigModel, read_model
 from ..core.errors import ConfigError
-from .cluster import LAYOUT, TLS, Cpus, DeviceUUID, FilePath, HostName, Node, NodeDevice, gres_types
+from .cluster import LAYOUT, Cpus, DeviceUUID, FilePath, HostName, Node, NodeDevice, gres_types
 
 MOST_BYTES = 1_000_000
 """The maximum length of an inventory."""
@@ -38,19 +38,6 @@ class HostInventory:
     def to_json(self) -> str:
         """Return the JSON that :func:`read_inventory` reads."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False)
-
-    def node(self, address: str, engine: str, tls: TLS | None = None) -> Node:
-        """Return the host as a node; ``address`` is where the hub reaches it."""
-        return Node(
-            name=self.hostname,
-            address=address,
-            engine=engine,
-            tls=tls,
-            devices=self.devices,
-            cpus=self.cpus,
-            memory_bytes=self.memory_bytes,
-            layout=self.layout,
-        )
 
 
 def _line(value: object) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 
 import sqlalchemy as sa
 
@@ -39,21 +41,10 @@ from .service import ClusterMemberService
 
 def price_of_job(card: RateCard, parts: Iterable[UsagePart]) -> int:
     """Return the microcredits per hour; the lowest possible price if the model is unknown."""
-    total = 0
-    for part in parts:
-        rates = [card.rate_of(model, part.slots) for model in part.models or ("",)]
-        total += part.count * min(rates)
-    return total
-
-
-def job_words(parts: Iterable[UsagePart]) -> str:
-    """Format devices: ``2 NVIDIA A100``, ``3/4 of a Tesla T4``."""
-    return usage.job_in_words((part.count, part.slots, part.models) for part in parts)
-
-
-def shown(name: str) -> str:
-    """Return a job's name in a form for statements."""
-    return "".join(c if c.isprintable() else "?" for c in name)[:60]
+    return sum(
+        part.count * min(card.rate_of(model, part.slots) for model in part.models or ("",))
+        for part in parts
+    )
 
 
 def job_reason(job: BatchJob, run: JobRun, amount: int) -> str:
@@ -99,32 +90,23 @@ class BillingResult:
     """Jobs that paid or were refunded."""
     amount: int = 0
     """Microcredits in total."""
-    unknown: tuple[str, ...] = ()
-    """Users of new jobs who are no members."""
 
 
+@dataclass(eq=False)
 class JobBillingService:
     """Charges for batch jobs."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        members: ClusterMemberService,
-        prices: PriceService,
-        log: logging.Logger,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.members = members
-        self.prices = prices
-        self.log = log
-        self._told: dict[str, str] = {}
-        """The jobs that could not be charged, and the logged reasons."""
-        self._unclear: dict[str, datetime] = {}
-        """The runs with incomplete data for their price, and since when."""
-        self._in_step: datetime | None = None
-        """Since when Slurm's database has had everything that its controller knows."""
+    store: Store
+    clock: Callable[[], datetime]
+    members: ClusterMemberService
+    prices: PriceService
+    log: logging.Logger
+    _told: dict[str, str] = field(default_factory=dict, init=False)
+    """The jobs that could not be charged, and the logged reasons."""
+    _unclear: dict[str, datetime] = field(default_factory=dict, init=False)
+    """The runs with incomplete data for their price, and since when."""
+    _in_step: datetime | None = field(default=None, init=False)
+    """Since when Slurm's database has had everything that its controller knows."""
 
     def debit_cluster(self) -> BillingResult:
         """Read the use of the cluster's jobs and charge what is due. Blocks.
@@ -167,8 +149,7 @@ class JobBillingService:
         Args:
             cluster: The cluster of the runs.
             runs: Runs of jobs.
-            living: The jobs that Slurm's controller knows, so that lost ones are not charged for
-                ever.
+            living: The jobs that Slurm's controller knows; running ones that it lost cost nothing.
             until: Everything up to then is among the runs.
         """
         now = self.clock()
@@ -179,25 +160,16 @@ class JobBillingService:
             for run in self._not_holders(cluster, clear)
             if run.started_at and run.started_at >= marks.since
         ]
-        done: list[tuple[str, int]] = []
-        unknown: list[str] = []
+        amounts: list[int] = []
         for first in range(0, len(some), AT_ONCE):
             part = self._with_news(cluster, some[first : first + AT_ONCE], living)
-            paid, strangers = self._debit_some(cluster, part, living, now)
-            done += paid
-            unknown += strangers
+            amounts += self._debit_some(cluster, part, living, now)
         if until is not None:
             self._read_up_to(cluster.name, marks, min([until, now, *open_since]), now)
-        return BillingResult(
-            len(done), sum(amount for _, amount in done), tuple(dict.fromkeys(unknown))
-        )
+        return BillingResult(len(amounts), sum(amounts))
 
     def unread_since(self) -> datetime | None:
-        """Return the time up to which all is paid, if that is long ago and unresolved.
-
-        Then Slurm's database did not answer at the last round, or lacked something that its
-        controller knows.
-        """
+        """Return the time up to which all is paid, if that is long ago and Slurm still lags."""
         now = self.clock()
         until = self.marks(self.members.nodes().name, now).until
         return until if self._in_step is None and now - until > LATE else None
@@ -219,7 +191,7 @@ class JobBillingService:
     def _read_up_to(
         self, cluster: str, marks: repository.BillingMarks, until: datetime, now: datetime
     ) -> None:
-        """Record that everything up to then was read, now and then, because reads overlap.
+        """Record up to when everything was read: not in each round, because reads overlap.
 
         A mark ahead of a clock that was set back is reduced.
         """
@@ -232,8 +204,7 @@ class JobBillingService:
     def _is_complete(self, slurm: Slurm, now: datetime) -> bool:
         """Return True if Slurm's database has had everything for a while.
 
-        While it was away, its controller keeps the events, and a job's devices are recorded some
-        seconds after its end.
+        A job's devices are recorded some seconds after its end.
         """
         if stays_behind(slurm):
             self._in_step = None
@@ -248,19 +219,18 @@ class JobBillingService:
 
         A price is final: it waits for data that comes late, but no longer than that.
         """
-        waiting: dict[str, datetime] = {}
+        unclear: dict[str, datetime] = {}
         clear, again = [], []
         for run in runs:
-            since = self._unclear.get(run.key, now)
             if not _is_unclear(run, cluster):
                 clear.append(run)
                 continue
-            waiting[run.key] = since
+            since = unclear[run.key] = self._unclear.get(run.key, now)
             if now - since >= SETTLED:
                 clear.append(run)
             else:
                 again.append(min(since, run.ended_at or since))
-        self._unclear = waiting
+        self._unclear = unclear
         return clear, again
 
     def _with_news(
@@ -282,23 +252,17 @@ class JobBillingService:
         runs: Sequence[JobRun],
         living: Collection[str] | None,
         now: datetime,
-    ) -> tuple[list[tuple[str, int]], list[str]]:
+    ) -> list[int]:
         """Charge these together, or one by one if that fails because of one of them."""
         try:
-            return self._debit_together(cluster, runs, living, now) if runs else ([], [])
+            return self._debit_together(cluster, runs, living, now) if runs else []
         except StoreUnavailable:
             raise
         except Exception as error:
             if len(runs) == 1:
                 self._complain(cluster, runs[0], error)
-                return [], []
-        paid: list[tuple[str, int]] = []
-        unknown: list[str] = []
-        for run in runs:
-            more, strangers = self._debit_some(cluster, [run], living, now)
-            paid += more
-            unknown += strangers
-        return paid, unknown
+                return []
+        return [paid for run in runs for paid in self._debit_some(cluster, [run], living, now)]
 
     def _debit_together(
         self,
@@ -306,25 +270,18 @@ class JobBillingService:
         runs: Iterable[JobRun],
         living: Collection[str] | None,
         now: datetime,
-    ) -> tuple[list[tuple[str, int]], list[str]]:
-        """Charge some in one transaction.
-
-        Returns the jobs that paid and how much, and the users of new ones who are no members.
-        """
-        paid: list[tuple[str, int]] = []
-        unknown: list[str] = []
+    ) -> list[int]:
+        """Charge some in one transaction, and return what each paid, without those that did not."""
+        amounts = []
         with self.store.write() as connection:
             users = by_user(repository.members(connection))
             groups = self.members.groups_of_members(connection)
             for run in runs:
                 job = repository.find(connection, job_id(cluster.name, run))
-                if job is None:
-                    job = self._new_job(connection, cluster, run, users, groups)
-                    if job.member is None:
-                        unknown.append(run.user)
-                if not _is_lost(run, living) and (amount := self._debit(connection, job, run, now)):
-                    paid.append((job.id, amount))
-        return paid, unknown
+                job = job or self._new_job(connection, cluster, run, users, groups)
+                if not _is_lost(run, living):
+                    amounts.append(self._debit(connection, job, run, now))
+        return [amount for amount in amounts if amount]
 
     def _complain(self, cluster: Cluster, run: JobRun, error: Exception) -> None:
         """Log once what keeps a job from being charged."""
@@ -333,7 +290,7 @@ class JobBillingService:
             return
         self._told = {**self._told, run.key: said}
         self.log.error(
-            "Job %s of %s on %s cannot be charged, all others are (%s). Mend that: gpuspawner "
+            "Job %s of %s on %s cannot be charged, all others are (%s). Repair that: gpuspawner "
             "audit says what is wrong with the books. It is tried again within a day, and for %d "
             "days; after that take the credits by hand with gpuspawner grant.",
             *(run.label, run.user, cluster.name, said, LOOK_BACK.days),
@@ -352,25 +309,20 @@ class JobBillingService:
         named = {run.ticket_id for run in some if run.ticket_id}
         keys = {job_id(cluster.name, run) for run in some if run.ticket_id}
         with self.store.read() as connection:
-            known = {
-                ticket.id: ticket for ticket in queue_repository.some_tickets(connection, named)
-            }
-            granted = [ticket.lease_id for ticket in known.values() if ticket.lease_id]
-            ends = {
-                lease.id: lease.ended_at
-                for lease in queue_repository.some_leases(connection, granted)
-            }
-            beside = repository.some(connection, keys).keys()
+            tickets = queue_repository.some_tickets(connection, named)
+            granted = [ticket.lease_id for ticket in tickets if ticket.lease_id]
+            leases = queue_repository.some_leases(connection, granted)
+            batch = repository.some(connection, keys).keys()
+        known = {ticket.id: ticket for ticket in tickets}
+        ends = {lease.id: lease.ended_at for lease in leases}
         first: dict[str, str] = {}
         for run in sorted(runs, key=lambda run: (run.submitted_at, int(run.id))):
             ticket = known.get(run.ticket_id)
             if ticket is None or run.submitted_at < ticket.created_at - OVERLAP:
                 continue
-            if job_id(cluster.name, run) in beside:
+            if job_id(cluster.name, run) in batch:
                 continue
-            over = (
-                ends.get(ticket.lease_id, ticket.ended_at) if ticket.lease_id else ticket.ended_at
-            )
+            over = ends.get(ticket.lease_id or "", ticket.ended_at)
             began = run.started_at or run.submitted_at
             if over is None or began <= over + timedelta(seconds=5):
                 first.setdefault(run.ticket_id, run.id)
@@ -394,12 +346,12 @@ class JobBillingService:
             id=job_id(cluster.name, run),
             cluster=cluster.name,
             label=run.label,
-            name=shown(run.name),
+            name="".join(c if c.isprintable() else "?" for c in run.name)[:60],
             user=run.user,
             member=member,
             account=payer,
             rate=price_of_job(self.prices.rates_in(connection).card(run.started_at), parts),
-            devices=job_words(parts),
+            devices=usage.job_in_words((part.count, part.slots, part.models) for part in parts),
             started_at=run.started_at,
         )
         repository.insert(connection, job)
@@ -411,14 +363,11 @@ class JobBillingService:
         return job
 
     def _debit(self, connection: sa.Connection, job: BatchJob, run: JobRun, now: datetime) -> int:
-        """Charge one run, and return the microcredits moved."""
-        if run.started_at is None:
-            raise ValueError(f"job {run.label} has not started: there is nothing to charge")
         if not _changes(job, run):
             return 0
         amount = _due(job, run)
-        until = run.ended_at or run.started_at + timedelta(seconds=run.seconds)
-        until = max(run.started_at, min(now, until))
+        until = run.ended_at or job.started_at + timedelta(seconds=run.seconds)
+        until = max(job.started_at, min(now, until))
         if job.account is not None:
             transfer = usage.debit_for_job(
                 job.account,
@@ -466,10 +415,7 @@ def _due(job: BatchJob, run: JobRun) -> int:
 
 
 def _changes(job: BatchJob, run: JobRun) -> bool:
-    """Return True if something must be recorded of a known job.
-
-    That is its final data at its end, and before that only what it pays.
-    """
+    """Return True if a known job must pay something, or if its final data must be recorded."""
     same = (job.ended_at, job.seconds) == (run.ended_at, run.seconds)
     return bool(_due(job, run)) or (run.ended_at is not None and not same)
 
@@ -495,22 +441,15 @@ class SessionDifference:
         return f"{self.subject}: {self.what}"
 
 
+@dataclass(frozen=True, eq=False)
 class ClusterAuditService:
     """Compares sessions on a cluster with their jobs."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        members: ClusterMemberService,
-        billing: JobBillingService,
-        log: logging.Logger,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.members = members
-        self.billing = billing
-        self.log = log
+    store: Store
+    clock: Callable[[], datetime]
+    members: ClusterMemberService
+    billing: JobBillingService
+    log: logging.Logger
 
     def audited_until(self) -> datetime:
         """Return up to when the sessions on the cluster were compared."""
@@ -553,9 +492,9 @@ class ClusterAuditService:
         ``holders``: the jobs of each session's ticket. ``others``: jobs of the same time, none of
         which may hold devices for a ticket without a session.
         """
-        by_ticket: dict[str, list[Lease]] = {}
+        by_ticket = defaultdict(list)
         for lease in sessions:
-            by_ticket.setdefault(lease.ticket_id or "", []).append(lease)
+            by_ticket[lease.ticket_id or ""].append(lease)
         found = []
         for ticket_id, mine in by_ticket.items():
             runs = [run for run in holders.get(ticket_id, ()) if run.started_at]
@@ -580,15 +519,9 @@ class ClusterAuditService:
         with self.store.write() as connection:
             if until > repository.marks(connection, cluster, now).audited_until:
                 repository.mark(connection, cluster, audited_until=until)
+            note = partial(audit_log.note, connection, at=now, actor=actor, action="slurm audit")
             for each in differences:
-                audit_log.note(
-                    connection,
-                    at=now,
-                    actor=actor,
-                    action="slurm audit",
-                    subject=each.subject,
-                    detail=each.what,
-                )
+                note(subject=each.subject, detail=each.what)
         for each in differences:
             self.log.warning("Slurm and the books differ: %s", each)
 

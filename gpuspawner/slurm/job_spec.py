@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from ..core.errors import TooMuchAsked
 from ..devices.models import Device
@@ -31,32 +31,25 @@ BEHIND_ALL = 2_000_000_000
 
 def devices_of(cluster: Cluster) -> tuple[Device, ...]:
     """Return the devices of all nodes."""
-    found: list[Device] = []
-    for node in cluster.nodes:
-        for device in node.devices:
-            found.append(
-                Device(
-                    uuid=device.uuid,
-                    index=len(found),
-                    model=device.model,
-                    memory_bytes=device.memory_bytes,
-                    slots=max(1, cluster.shards),
-                )
-            )
-    return tuple(found)
+    devices = [device for node in cluster.nodes for device in node.devices]
+    slots = max(1, cluster.shards)
+    return tuple(
+        Device(uuid=d.uuid, index=i, model=d.model, memory_bytes=d.memory_bytes, slots=slots)
+        for i, d in enumerate(devices)
+    )
 
 
 def able(request: Request, cluster: Cluster) -> frozenset[str]:
     """Return the nodes with suitable devices. Raises TooMuchAsked if there are none."""
     _, types, without = _wanted(request, cluster)
     fitting = {device.uuid for device in suitable(request, devices_of(cluster))}
-    found = set()
-    for node in cluster.nodes:
+
+    def most(node: Node) -> int:
         count = _suited(node, fitting)
-        most = max((count[each] for each in types or count), default=0)
-        if node.name not in without and most >= request.devices:
-            found.add(node.name)
-    return frozenset(found)
+        return max((count[each] for each in types or count), default=0)
+
+    nodes = (node for node in cluster.nodes if node.name not in without)
+    return frozenset(node.name for node in nodes if most(node) >= request.devices)
 
 
 def of(
@@ -80,7 +73,7 @@ def of(
         name=f"{HOLDER}{ticket.id}",
         comment=json.dumps({"server": str(ticket.server)}),
         partition=cluster.partition,
-        cpus=max(1, int(share * min(_cpus(node) for node in some))),
+        cpus=max(1, int(share * min(node.cpus / len(node.devices) for node in some))),
         megabytes=max(1, int(share * min(_megabytes(node) for node in some))),
         gres=":".join([kind, *types, str(request.devices)]),
         minutes=None if ticket.seconds is None else minutes(ticket.seconds),
@@ -98,12 +91,7 @@ def excluded(request: Request, cluster: Cluster, lacking: Collection[str]) -> li
 
 def nice_of(ticket: Ticket) -> int:
     """Return the nice value of a ticket's job, relative to everybody's."""
-    return niceness(ticket.boost) + (BEHIND_ALL if ticket.last else 0)
-
-
-def niceness(points: float) -> int:
-    """Return an admin's points as a nice value."""
-    return -round(points * PRIORITY_A_POINT)
+    return -round(ticket.boost * PRIORITY_A_POINT) + (BEHIND_ALL if ticket.last else 0)
 
 
 def minutes(seconds: int) -> int:
@@ -165,15 +153,6 @@ def _too_many(request: Request, most: int) -> TooMuchAsked:
     )
 
 
-def _cpus(node: Node) -> float:
-    return node.cpus / len(node.devices)
-
-
 def _megabytes(node: Node) -> float:
     """Return what Slurm allocates at most for one device's share of memory."""
     return node.memory_bytes / 2**20 * 0.9 / len(node.devices)
-
-
-def indices_to_uuids(node: Node, indices: Sequence[int]) -> tuple[str, ...]:
-    """Return the devices with Slurm's numbers. Raises ConfigError for an unknown one."""
-    return tuple(node.device_at(index).uuid for index in indices)

@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -70,21 +71,17 @@ class SlurmJob:
 
     id: int
     name: str
-    user: str
     uid: int
     state: str
     reason: str = ""
     """Slurm's word for why it waits, or why it ended."""
     node: str = ""
     """Where it runs or ran; several in Slurm's notation."""
-    kind: str = ""
-    """``gpu`` or ``shard``: what it got; empty while it waits and after its end."""
     indices: tuple[int, ...] = ()
-    """Slurm's numbers of its devices on that node."""
+    """Slurm's numbers of its devices on that node; empty while it waits and after its end."""
     priority: int = 0
     excluded: str = ""
     """The nodes that it must not run on, in Slurm's notation."""
-    account: str = ""
     note: str = ""
     """An admin's comment: no member can write it."""
     submitted_at: datetime | None = None
@@ -96,7 +93,7 @@ class SlurmJob:
     @property
     def ticket_id(self) -> str:
         """The ticket that it holds devices for; empty for other jobs."""
-        return self.name[len(HOLDER) :] if self.name.startswith(HOLDER) else ""
+        return _ticket_of(self.name)
 
     @property
     def waits(self) -> bool:
@@ -155,7 +152,6 @@ def jobs_of(text: str) -> list[SlurmJob]:
 
 
 def _must_be_tested(meta: Mapping[str, Any]) -> None:
-    """Raise SlurmUnavailable for an untested Slurm, whose output may mean something else."""
     release = str(meta.get("Slurm", {}).get("release", ""))
     if release and not is_tested(release):
         why = f"it is Slurm {release}, and gpuspawner was tried with {' and '.join(TESTED)}"
@@ -184,40 +180,34 @@ def _taken_apart(text: str) -> tuple[list[Any], str]:
 
 def _job(row: Mapping[str, Any]) -> SlurmJob:
     state = str(row["job_state"])
-    kind, indices = given(row.get("gres_detail") or [])
-    lives = state in _LIVES
     return SlurmJob(
         id=int(row["job_id"]),
         name=str(row["name"]),
-        user=str(row.get("user_name") or ""),
         uid=int(row["user_id"]),
         state=state,
         reason=str(row.get("state_reason") or ""),
         node=str(row.get("nodes") or ""),
-        kind=kind,
-        indices=indices,
+        indices=given(row.get("gres_detail") or []),
         priority=int(row.get("priority") or 0),
         excluded=str(row.get("excluded_nodes") or ""),
-        account=str(row.get("account") or ""),
         note=str(row.get("admin_comment") or ""),
         submitted_at=_time_of_job(row.get("submit_time")),
         started_at=_time_of_job(row.get("start_time")),
-        ended_at=None if lives else _time_of_job(row.get("end_time")),
+        ended_at=None if state in _LIVES else _time_of_job(row.get("end_time")),
     )
 
 
-def given(details: list[str]) -> tuple[str, tuple[int, ...]]:
-    """Parse a job's devices from entries such as ``gpu:a100:2(IDX:0-1)``: kind and indices."""
+def given(details: list[str]) -> tuple[int, ...]:
+    """Parse the indices of a job's devices from entries such as ``gpu:a100:2(IDX:0-1)``."""
     found = [match for detail in details for match in _GIVEN.findall(detail)]
-    kinds = {kind for kind, _ in found}
-    if not found or len(kinds) > 1:
-        return "", ()
+    if len({kind for kind, _ in found}) > 1:
+        return ()  # whole devices and shares
     numbers: list[int] = []
     for _, listed in found:
         for part in listed.split(","):
             first, _, last = part.partition("-")
             numbers += range(int(first), int(last or first) + 1)
-    return kinds.pop(), tuple(numbers)
+    return tuple(numbers)
 
 
 def _time_of_job(seconds: object) -> datetime | None:
@@ -232,8 +222,8 @@ AT_ONCE = timedelta(days=7)
 NAMES_AT_ONCE = 200
 
 _COLUMNS = (
-    *("jobidraw", "jobid", "user", "account", "state", "submit", "start", "end", "elapsedraw"),
-    *("alloctres", "nodelist", "exitcode", "jobname"),
+    *("jobidraw", "jobid", "user", "submit", "start", "end", "elapsedraw"),
+    *("alloctres", "nodelist", "jobname"),
 )
 _BEHIND = re.compile(r"^DBD Agent queue size:\s*(\d+)\s*$", re.MULTILINE)
 _GRES = re.compile(r"gres/(gpu|shard)(?::([^=]+))?")
@@ -254,8 +244,6 @@ class JobRun:
     name: str
     """The name, chosen by its owner."""
     user: str
-    account: str
-    state: str
     submitted_at: datetime
     started_at: datetime | None
     ended_at: datetime | None
@@ -267,20 +255,18 @@ class JobRun:
     shards: Mapping[str, int]
     """Shares of devices, in the same way."""
     nodes: tuple[str, ...]
-    exit: str
-    """Exit status and signal: ``0:0``."""
     told: bool = True
     """True if the database already shows what it had."""
 
     @property
     def key(self) -> str:
         """A key that is unique among all runs: numbers can repeat, starts cannot."""
-        return f"{self.id}:{_epoch(self.started_at)}"
+        return f"{self.id}:{int(self.started_at.timestamp()) if self.started_at else 0}"
 
     @property
     def ticket_id(self) -> str:
         """The ticket that it claims to hold devices for; empty if none."""
-        return self.name.removeprefix(HOLDER) if self.name.startswith(HOLDER) else ""
+        return _ticket_of(self.name)
 
     @property
     def devices(self) -> int:
@@ -291,6 +277,10 @@ class JobRun:
     def uses_devices(self) -> bool:
         """True if it ran and has any device or a share of one."""
         return bool(self.started_at and (self.devices or sum(self.shards.values())))
+
+
+def _ticket_of(name: str) -> str:
+    return name.removeprefix(HOLDER) if name.startswith(HOLDER) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,9 +320,9 @@ def read_holders(
     for first in range(0, len(names), NAMES_AT_ONCE):
         some = ",".join(HOLDER + ticket for ticket in names[first : first + NAMES_AT_ONCE])
         runs += _ask(slurm, since, until, f"--name={some}")
-    found: dict[str, list[JobRun]] = {}
+    found: dict[str, list[JobRun]] = defaultdict(list)
     for run in _newest(runs):
-        found.setdefault(run.ticket_id, []).append(run)
+        found[run.ticket_id].append(run)
     return found
 
 
@@ -405,14 +395,10 @@ def parse_runs(said: str, delimiter: str) -> list[JobRun]:
         raise _strange(said)
     runs = []
     first = cells[0]
+    cells[-1] = cells[-1].removesuffix("\n") + "\n"
     for at in range(0, len(cells) - 1, width):
         # The name is last, and a new line separates it from the next row's number.
-        last = at + width == len(cells) - 1
-        name, _, following = (
-            (cells[at + width].removesuffix("\n"), "", "")
-            if last
-            else cells[at + width].rpartition("\n")
-        )
+        name, _, following = cells[at + width].rpartition("\n")
         try:
             runs.append(_run(first, *cells[at + 1 : at + width], name))
         except ValueError:
@@ -422,11 +408,8 @@ def parse_runs(said: str, delimiter: str) -> list[JobRun]:
 
 
 def _run(*cells: str) -> JobRun:
-    number, label, user, account, state, submit, start, end, elapsed, tres, nodes, status, name = (
-        cells
-    )
-    started, ended = _time_of_run(start), _time_of_run(end)
-    submitted = _time_of_run(submit)
+    number, label, user, submit, start, end, elapsed, tres, nodes, name = cells
+    submitted, started = _time_of_run(submit), _time_of_run(start)
     if not number.isdecimal() or submitted is None:
         raise ValueError(number)
     gpus, shards = _gres(tres)
@@ -435,16 +418,13 @@ def _run(*cells: str) -> JobRun:
         label=label,
         name=name,
         user=user,
-        account=account,
-        state=state.partition(" ")[0],
         submitted_at=submitted,
         started_at=started,
-        ended_at=ended,
+        ended_at=_time_of_run(end),
         seconds=max(0, int(elapsed or 0)) if started else 0,
         gpus=gpus,
         shards=shards,
         nodes=hosts(nodes) if "assigned" not in nodes else (),
-        exit=status,
         told=bool(tres.strip()),
     )
 
@@ -488,10 +468,6 @@ def _time_of_run(text: str) -> datetime | None:
 
 def _moment(moment: datetime) -> str:
     return f"{moment.astimezone(timezone.utc):%Y-%m-%dT%H:%M:%S}"
-
-
-def _epoch(moment: datetime | None) -> int:
-    return int(moment.timestamp()) if moment else 0
 
 
 def _strange(row: str) -> SlurmUnavailable:

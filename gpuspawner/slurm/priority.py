@@ -19,7 +19,7 @@ from ..core.errors import SlurmRefused
 from ..queue.models import Ticket
 from . import job_spec
 from .jobs import GIVEN_BACK, SlurmJob
-from .programs import Slurm
+from .programs import Slurm, listed
 
 FIRST = 4_000_000_000
 """The priority of the first position set by an admin.
@@ -44,8 +44,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """A change that Slurm was told for a ticket's job."""
-
     what: str
     again_at: float
     """When it is told again, if it is not done by then."""
@@ -82,7 +80,7 @@ class PriorityOverrides:
         found = [job for job in jobs if job.waits and job.priority]
         held = 0
         for note, some in _by_note(found, MARK).items():
-            said = f"hold {_listed(some)}"
+            said = f"hold {listed(some)}"
             # Without admin rights we hold our own jobs, as their owner.
             if self._tell(partial(self._slurm.hold, some, note), said) or self._tell(
                 partial(self._slurm.hold, some), said
@@ -110,7 +108,7 @@ class PriorityOverrides:
             self._log.info("Released %d jobs", len(held))
         marked = [job for job in jobs if job.waits and MARK in job.note]
         for note, some in _by_note(marked, "").items():
-            self._tell(partial(self._slurm.note, some, note), f"comment of {_listed(some)}")
+            self._tell(partial(self._slurm.note, some, note), f"comment of {listed(some)}")
 
     def order(self, waiting: Collection[tuple[Ticket, SlurmJob]]) -> None:
         """Put each job at its admin's position, or in the order with its points.
@@ -168,7 +166,7 @@ class PriorityOverrides:
         return MARK in job.note
 
     def _release(self, jobs: Collection[int]) -> bool:
-        return self._tell(partial(self._slurm.release, jobs), f"release {_listed(jobs)}")
+        return self._tell(partial(self._slurm.release, jobs), f"release {listed(jobs)}")
 
     def _change(self, job: int, **what: Any) -> bool:
         said = ", ".join(f"{name} {value}" for name, value in what.items())
@@ -196,7 +194,3 @@ def _by_note(jobs: Iterable[SlurmJob], mark: str) -> dict[str, list[int]]:
 
 def _noted(job: SlurmJob, mark: str) -> str:
     return f"{job.note.replace(MARK, '').strip()} {mark}".strip()
-
-
-def _listed(ids: Iterable[int]) -> str:
-    return ",".join(map(str, sorted(ids)))

@@ -10,7 +10,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..core.errors import SlurmRefused, SlurmUnavailable
@@ -25,11 +26,7 @@ A hub has few threads for everything that its members want.
 
 
 class SingleFlight:
-    """Queries in one thread, while any number of callers wait for it, none of them for long.
-
-    A caller that queried in its own thread would block it for as long as nobody answers, and a hub
-    has few threads.
-    """
+    """Queries in one thread, while any number of callers wait for it, none of them for long."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         """Create it; ``ask`` stores the answer itself, and also that there was none."""
@@ -67,7 +64,7 @@ class SingleFlight:
         try:
             self._ask()
         except Exception:  # a bug of ours: the next call queries again
-            LOG.exception("A question to Slurm failed")
+            LOG.exception("A query of Slurm failed")
         finally:
             with self._news:
                 self._since = None
@@ -79,13 +76,9 @@ R = TypeVar("R")
 
 
 class _Call(Generic[T, R]):
-    """What one call is about, and its result."""
-
     def __init__(self) -> None:
         self.wanted: list[T] = []
-        self.begun = False
-        self.result: list[R] = []
-        self.error: Exception | None = None
+        self.result: Future[R] = Future()
 
 
 class CallBatcher(Generic[T, R]):
@@ -103,20 +96,17 @@ class CallBatcher(Generic[T, R]):
             call = self._next
             call.wanted += wanted
         with self._one_at_a_time:
-            if not call.begun:  # none of the callers that share it came first
+            if not call.result.done():  # this caller is the first of those that share it
                 self._do(call)
-        if call.error is not None:
-            raise call.error
-        return call.result[0]
+        return call.result.result()
 
     def _do(self, call: _Call[T, R]) -> None:
         with self._lock:
-            call.begun = True
             self._next = _Call()
         try:
-            call.result.append(self._tell(call.wanted))
+            call.result.set_result(self._tell(call.wanted))
         except Exception as error:  # for everybody who waits for it
-            call.error = error
+            call.result.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,15 +181,12 @@ class Slurm:
     """Timeout of a program, including Slurm's own wait for a lost controller."""
     folder: str = ""
     """The folder of the programs, if they are not on PATH."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Additional variables for the programs."""
 
     def run(self, program: str, *words: str, script: str = "") -> str:
         """Return the output of a program such as ``squeue``, given ``script`` on standard input."""
-        path = os.path.join(self.folder, program) if self.folder else program
         try:
             done = subprocess.run(
-                [path, *words],
+                [os.path.join(self.folder, program), *words],
                 input=script,
                 capture_output=True,
                 text=True,
@@ -270,19 +257,19 @@ class Slurm:
 
     def hold(self, jobs: Collection[int], note: str | None = None) -> None:
         """Let none of these jobs start until released; optionally write an admin's comment."""
+        numbers = listed(jobs)
         if note is None:
-            self.run("scontrol", "hold", _listed(jobs))
+            self.run("scontrol", "hold", numbers)
         else:
-            words = f"JobId={_listed(jobs)}", "Priority=0", f"AdminComment={note}"
-            self.run("scontrol", "update", *words)
+            self.run("scontrol", "update", f"JobId={numbers}", "Priority=0", f"AdminComment={note}")
 
     def note(self, jobs: Collection[int], note: str) -> None:
         """Write an admin's comment for these jobs, replacing the previous one."""
-        self.run("scontrol", "update", f"JobId={_listed(jobs)}", f"AdminComment={note}")
+        self.run("scontrol", "update", f"JobId={listed(jobs)}", f"AdminComment={note}")
 
     def release(self, jobs: Collection[int]) -> None:
         """Let them start, in the normal order."""
-        self.run("scontrol", "release", _listed(jobs))
+        self.run("scontrol", "release", listed(jobs))
 
     def close(self, node: str, reason: str) -> None:
         """Start no more jobs on a node; running ones continue."""
@@ -302,7 +289,7 @@ class Slurm:
         }
         if self.conf:
             kept["SLURM_CONF"] = self.conf
-        return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "TZ": "UTC"} | self.environment
+        return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "TZ": "UTC"}
 
 
 def words(holder: JobSpec) -> list[str]:
@@ -323,20 +310,18 @@ def words(holder: JobSpec) -> list[str]:
         "--chdir=/",
         "--export=NONE",
     ]
-    if holder.minutes is not None:
-        told.append(f"--time={holder.minutes}")
-    if holder.excluded:
-        told.append("--exclude=" + ",".join(holder.excluded))
-    if holder.nice:
-        told.append(f"--nice={holder.nice}")
-    if holder.user:
-        told.append(f"--uid={holder.user}")
-    if holder.account:
-        told.append(f"--account={holder.account}")
-    return told
+    optional = {
+        "time": holder.minutes,
+        "exclude": ",".join(holder.excluded),
+        "nice": holder.nice,
+        "uid": holder.user,
+        "account": holder.account,
+    }
+    return told + [f"--{name}={value}" for name, value in optional.items() if value]
 
 
-def _listed(jobs: Collection[int]) -> str:
+def listed(jobs: Collection[int]) -> str:
+    """Return the numbers of jobs as Slurm takes them."""
     return ",".join(map(str, sorted(jobs)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -66,9 +66,6 @@ class BillingMarks:
     audited_until: datetime
 
 
-_NAMES = tuple(each.name for each in fields(BatchJob))
-
-
 def find(connection: sa.Connection, job_id: str) -> BatchJob | None:
     """Lock and return a job."""
     query = sa.select(batch_jobs).where(batch_jobs.c.id == job_id).with_for_update()
@@ -88,8 +85,7 @@ def some(connection: sa.Connection, job_ids: Collection[str]) -> dict[str, Batch
 
 def insert(connection: sa.Connection, job: BatchJob) -> None:
     """Insert a job."""
-    row = {name: getattr(job, name) for name in _NAMES}
-    connection.execute(sa.insert(batch_jobs).values(row))
+    connection.execute(sa.insert(batch_jobs).values(asdict(job)))
 
 
 def update(connection: sa.Connection, job_id: str, **values: Any) -> None:
@@ -99,15 +95,18 @@ def update(connection: sa.Connection, job_id: str, **values: Any) -> None:
 
 def since(connection: sa.Connection, cluster: str, moment: datetime) -> list[BatchJob]:
     """Return the jobs of a cluster that run or ended after a moment, by start."""
-    mine = batch_jobs.c.cluster == cluster
-    query = sa.select(batch_jobs).where(mine, OPEN_JOB | (batch_jobs.c.ended_at >= moment))
-    ordered = query.order_by(batch_jobs.c.started_at, batch_jobs.c.id)
-    return [_job(row) for row in connection.execute(ordered).mappings()]
+    return _listed(connection, cluster, OPEN_JOB | (batch_jobs.c.ended_at >= moment))
 
 
 def open_jobs(connection: sa.Connection, cluster: str) -> list[BatchJob]:
     """Return the jobs of a cluster without a known end, by start."""
-    query = sa.select(batch_jobs).where(batch_jobs.c.cluster == cluster, OPEN_JOB)
+    return _listed(connection, cluster, OPEN_JOB)
+
+
+def _listed(
+    connection: sa.Connection, cluster: str, which: sa.ColumnElement[bool]
+) -> list[BatchJob]:
+    query = sa.select(batch_jobs).where(batch_jobs.c.cluster == cluster, which)
     ordered = query.order_by(batch_jobs.c.started_at, batch_jobs.c.id)
     return [_job(row) for row in connection.execute(ordered).mappings()]
 
@@ -148,8 +147,7 @@ def marks(connection: sa.Connection, cluster: str, now: datetime) -> BillingMark
     if known := find_marks(connection, cluster):
         return known
     found = BillingMarks(now, now, now)
-    row_now = {"cluster": cluster, "since": now, "until": now, "audited_until": now}
-    connection.execute(sa.insert(batch_marks).values(row_now))
+    connection.execute(sa.insert(batch_marks).values(cluster=cluster, **asdict(found)))
     return found
 
 
@@ -212,4 +210,4 @@ def check(connection: sa.Connection) -> Iterator[str]:
 
 
 def _job(row: sa.RowMapping) -> BatchJob:
-    return BatchJob(**{name: row[name] for name in _NAMES})
+    return BatchJob(**row)

@@ -2,10 +2,6 @@
 
 A look is what was seen at one moment. Looks have consecutive numbers, so that each is sent once,
 and an age instead of a time, because the clocks of nodes differ.
-
-The sampler queries the driver as the hub does on a single machine, has no store, and needs nothing
-of Slurm. Over TLS it answers clients with a certificate of the hub's authority; without TLS it
-listens where no other machine reaches it.
 """
 
 from __future__ import annotations
@@ -133,7 +129,7 @@ def _known(said: Mapping[str, Any]) -> dict[str, Any]:
 def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> SamplerReport:
     """Parse a sampler's answer, without devices that ``indices`` does not name.
 
-    ``now`` is the hub's time, from which ages are counted. Raises Nonsense.
+    ``now`` is the hub's time, from which ages are counted. Raises InvalidAnswer.
     """
     try:
         told: Any = json.loads(body)
@@ -147,25 +143,19 @@ def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> SamplerRepor
             "install the same gpuspawner there as here"
         )
     try:
-        looks = _listed(told["looks"], MOST_LOOKS)
-        samples: list[Sample] = []
-        seen: frozenset[str] | None = None
-        for look in looks:
-            found = list(_look(look, now, indices))
-            samples += found
-            seen = frozenset(sample.uuid for sample in found)
+        looks = [_look(look, now, indices) for look in _listed(told["looks"], MOST_LOOKS)]
         return SamplerReport(
             of=_word(told["of"]),
             last=_number(told["last"], 2**53),
-            samples=tuple(samples),
-            newest=seen,
+            samples=tuple(sample for look in looks for sample in look.values()),
+            newest=frozenset(looks[-1]) if looks else None,
             trouble=_word(told["trouble"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidAnswer(f"what it says makes no sense ({error!r:.80})") from None
 
 
-def _look(look: Any, now: datetime, indices: Mapping[str, int]) -> Iterable[Sample]:
+def _look(look: Any, now: datetime, indices: Mapping[str, int]) -> dict[str, Sample]:
     age = look["age"]
     if isinstance(age, bool) or not isinstance(age, int | float) or not math.isfinite(age):
         raise ValueError("an age that is no number")
@@ -177,30 +167,22 @@ def _look(look: Any, now: datetime, indices: Mapping[str, int]) -> Iterable[Samp
         uuid = _word(said["uuid"])
         if uuid in indices:
             found[uuid] = _sample(said, uuid, indices[uuid], at)
-    return found.values()
+    return found
 
 
 def _sample(said: Mapping[str, Any], uuid: str, index: int, at: datetime) -> Sample:
     xids = tuple(_number(xid, _MOST_XID) for xid in _listed(said.get("xids", []), _MOST_XIDS))
     if error := _word(said.get("error", "")):
         return Sample(uuid=uuid, index=index, at=at, xids=xids, error=error)
-    numbers: dict[str, Any] = {
+    more: dict[str, Any] = {
         name: _number(said[name], most) for name, most in _NUMBERS.items() if name in said
     }
-    processes = None
     if "processes" in said:
         listed = _listed(said["processes"], _MOST_PROCESSES)
-        processes = tuple(_process(*each) for each in listed)
-    condition = _condition(said["condition"]) if "condition" in said else None
-    return Sample(
-        uuid=uuid,
-        index=index,
-        at=at,
-        xids=xids,
-        processes=processes,
-        condition=condition,
-        **numbers,
-    )
+        more["processes"] = tuple(_process(*each) for each in listed)
+    if "condition" in said:
+        more["condition"] = _condition(said["condition"])
+    return Sample(uuid=uuid, index=index, at=at, xids=xids, **more)
 
 
 def _process(pid: Any, used: Any, kind: Any, name: Any, strange: Any) -> RemoteProcess:
@@ -285,9 +267,7 @@ class Recorder:
         with self._lock:
             after = number if of == self._of else self._last - 1
             looks = [look for look in self._looks if look[0] > after and now - look[1] < TOLD]
-            trouble = self._trouble
-            silent = now - self._answered_at
-            last = self._last
+            trouble, silent, last = self._trouble, now - self._answered_at, self._last
         if not trouble and silent > SILENT:
             trouble = f"the driver has not answered for {silent:.0f} s"
         told = {"version": VERSION, "of": self._of, "last": last, "trouble": trouble}
@@ -301,25 +281,20 @@ class Recorder:
     def look(self) -> bool:
         """Take one look; returns True if anything could be seen."""
         at = self._monotonic()
+        said = trouble = ""
         try:
-            samples = self._sampler.sample(datetime.now(timezone.utc), at)
-            said = packed(samples, is_strange)
+            said = packed(self._sampler.sample(datetime.now(timezone.utc), at), is_strange)
         except DevicesUnavailable as lost:
-            self._failed(str(lost))
-            return False
+            trouble = str(lost)
         except Exception as error:  # whatever a driver does, the next look follows
             LOG.exception("Sampling the GPUs failed")
-            self._failed(f"what GPUs do cannot be seen: {error!r:.200}")
-            return False
+            trouble = f"what GPUs do cannot be seen: {error!r:.200}"
         with self._lock:
-            self._last += 1
-            self._looks.append((self._last, at, said))
-            self._trouble, self._answered_at = "", self._monotonic()
-        return True
-
-    def _failed(self, why: str) -> None:
-        with self._lock:
-            self._trouble, self._answered_at = why, self._monotonic()
+            if said:
+                self._last += 1
+                self._looks.append((self._last, at, said))
+            self._trouble, self._answered_at = trouble, self._monotonic()
+        return bool(said)
 
     def _run(self) -> None:
         while True:

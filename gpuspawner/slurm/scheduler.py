@@ -26,12 +26,12 @@ from ..devices.models import Device, DeviceStatus, Inventory
 from ..queue.models import Ticket, Turn
 from . import job_spec
 from .accounts import user_of
-from .cluster import Cluster, Node
+from .cluster import Cluster
 from .images import NodeImages
 from .jobs import HOLDER, SlurmJob, read_jobs
 from .priority import PriorityOverrides
 from .programs import AWAY_PATIENCE, PATIENCE, CallBatcher, JobSpec, SingleFlight, Slurm
-from .telemetry import SampledCluster
+from .telemetry import NodesSampler
 
 NODES_EVERY = 15.0
 """Seconds between two queries of the nodes."""
@@ -97,6 +97,10 @@ class Nodes:
         self.observe(datetime.now(timezone.utc))
         return self._resting.get(machine, "")
 
+    def sampler(self, processes_every: float = 60.0) -> NodesSampler:
+        """Return a sampler; each node's own one decides how often processes are listed."""
+        return NodesSampler(self.cluster, self._log, self.resting)
+
     def machine_of(self, uuid: str) -> str:
         """Return the node of a device; empty if unknown."""
         found = self.cluster.device(uuid)
@@ -130,8 +134,9 @@ class Nodes:
         told, untold = [], {}
         for machine in sorted(wanted.keys() - self._drained):
             uuid, reason = wanted[machine]
-            if machine in self._untold and self._is_asked_often(machine):
-                untold[machine] = self._untold[machine]
+            refused_at = self._refused_at.get(machine, float("-inf"))
+            if machine in self._untold and time.monotonic() - refused_at < NODES_EVERY:
+                untold[machine] = self._untold[machine]  # Slurm would log that each second
                 continue
             try:
                 self.close(uuid, reason)
@@ -141,7 +146,9 @@ class Nodes:
                     self._refused_at[machine] = time.monotonic()
                 untold[machine] = error.message
                 if self._untold.get(machine) != error.message:
-                    self._log.warning("The machine %s is open yet: %s", machine, error.message)
+                    self._log.warning(
+                        "The machine %s could not be closed: %s", machine, error.message
+                    )
         self._untold = untold
         return told
 
@@ -162,22 +169,7 @@ class Nodes:
         self.slurm.reopen(machine)
         self._nodes_told_at = time.monotonic()
 
-    def must_be_open(self, ticket: Ticket) -> frozenset[str]:
-        """Return the nodes that are closed here but not yet in Slurm: jobs must not run there.
-
-        Raises SlurmUnavailable if no other one is suitable.
-        """
-        untold = frozenset(self._untold)
-        if untold and job_spec.able(ticket.request, self.cluster) <= untold:
-            raise SlurmUnavailable(why="the machines that would do are closed")
-        return untold
-
     # Helpers.
-
-    def _is_asked_often(self, machine: str) -> bool:
-        """Return True if Slurm refused to close it a moment ago: it would log that each second."""
-        at = self._refused_at.get(machine, float("-inf"))
-        return time.monotonic() - at < NODES_EVERY
 
     def _look_at_nodes(self) -> None:
         began, now = time.monotonic(), datetime.now(timezone.utc)
@@ -192,19 +184,16 @@ class Nodes:
             self._nodes_at = began
 
     def _observed(self, now: datetime) -> Inventory:
-        """Query the nodes. Raises SlurmUnavailable or SlurmRefused."""
         states = _states(self.slurm.nodes())
         self._resting = {name: state.resting for name, state in states.items()}
         self._drained = frozenset(name for name, state in states.items() if state.drained)
-        node_of = {device.uuid: node for node in self.cluster.nodes for device in node.devices}
         devices = tuple(
-            _seen(device, node_of[device.uuid], states)
+            _seen(device, self.machine_of(device.uuid), states)
             for device in job_spec.devices_of(self.cluster)
         )
         return Inventory(devices=devices, observed_at=now, source=self.name)
 
     def _state_of(self, machine: str) -> _State:
-        """Return the present state of a node. Raises SlurmRefused or SlurmUnavailable."""
         states = _states(self.slurm.nodes())
         if machine not in states:
             raise SlurmUnavailable(why=f"it says nothing of the machine {machine}")
@@ -213,8 +202,6 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """The state of a node, as far as waiting tickets are concerned."""
-
     status: DeviceStatus
     why: str = ""
     resting: str = ""
@@ -233,11 +220,11 @@ class _State:
 _UNHEARD_OF = _State(status=DeviceStatus.UNKNOWN, why="Slurm does not know it")
 
 
-def _seen(device: Device, node: Node, states: Mapping[str, _State]) -> Device:
-    state = states.get(node.name, _UNHEARD_OF)
+def _seen(device: Device, machine: str, states: Mapping[str, _State]) -> Device:
+    state = states.get(machine, _UNHEARD_OF)
     reason = state.why
     if state.status is DeviceStatus.UNKNOWN:
-        reason = f"the machine {node.name} gets no work: {reason}"
+        reason = f"the machine {machine} gets no work: {reason}"
     return replace(device, status=state.status, reason=reason)
 
 
@@ -258,13 +245,9 @@ def _state(node: Mapping[str, Any]) -> _State:
     words = {str(node["state"]).upper(), *(str(flag).upper() for flag in flags)}
     reason, by = str(node.get("reason") or ""), str(node.get("reason_set_by_user") or "")
     off = next((said for word, said in _OFF.items() if word in words), "")
+    drained = "DRAIN" in words
     state = _State(
-        status=DeviceStatus.OK,
-        why=off,
-        resting=off,
-        drained="DRAIN" in words,
-        reason=reason,
-        by=by,
+        status=DeviceStatus.OK, why=off, resting=off, drained=drained, reason=reason, by=by
     )
     # A node that is off does not respond, and gets jobs all the same.
     if gone := words & (_GONE - {"NOT_RESPONDING"} if off else _GONE):
@@ -279,92 +262,19 @@ def _state(node: Mapping[str, Any]) -> _State:
     return state
 
 
-class JobAdjustments(Nodes):
-    """Adjustments of waiting jobs, besides submits and cancels."""
-
-    _jobs: Mapping[str, SlurmJob]
-    _began: float
-
-    def __init__(self, cluster: Cluster, slurm: Slurm, log: logging.Logger | Any) -> None:
-        super().__init__(cluster, slurm, log)
-        self.images = NodeImages(cluster.nodes, log)
-        self._hand = PriorityOverrides(slurm, log)
-        self._tended = float("-inf"), False
-        """When jobs were last told something, and True if that was in a pause."""
-
-    # Waiting jobs.
-
-    def lacking(self, ticket: Ticket) -> Collection[str]:
-        """Return the suitable nodes without the ticket's image.
-
-        Raises TooMuchAsked, and what :meth:`gpuspawner.slurm.images.NodeImages.lacking` does.
-        """
-        return self.images.lacking(ticket, job_spec.able(ticket.request, self.cluster))
-
-    def why_not_yet(self, ticket: Ticket) -> str:
-        """Return why a ticket cannot be submitted at the moment, or ""."""
-        with suppress(GPUSpawnerError):  # the next try reports what no node has
-            return self.images.why_not_yet(ticket, job_spec.able(ticket.request, self.cluster))
-        return ""
-
-    def tend(self, waiting: Collection[Ticket], *, paused: bool) -> None:
-        """Adjust waiting jobs to the admins' decisions. Raises SlurmUnavailable."""
-        tended_at, was_paused = self._tended
-        if self._began <= tended_at and paused == was_paused:
-            return  # the effect of the last change is not known yet
-        self._tend(waiting, paused)
-        self._tended = time.monotonic(), paused
-
-    def _tend(self, waiting: Collection[Ticket], paused: bool) -> None:
-        jobs = self._jobs
-        # Jobs without a ticket that waits here may be another hub's.
-        found = [(t, jobs[t.id]) for t in waiting if t.id in jobs and jobs[t.id].waits]
-        if paused:
-            self._hand.pause(job for _, job in found)
-            return
-        places = {job.id: ticket.position for ticket, job in found if ticket.position is not None}
-        self._hand.go_on([job for _, job in found], places)
-        self._hand.order(found)
-        for ticket, job in found:
-            if job.excluded and self.images.wanted(ticket) is not None:
-                self._let_in(ticket, job)
-
-    def _let_in(self, ticket: Ticket, job: SlurmJob) -> None:
-        """Let a waiting job also run where its image has arrived meanwhile."""
-        with suppress(ImageAwaited, Refused):
-            lacking = {*self.lacking(ticket), *self._untold}
-            nodes = job_spec.excluded(ticket.request, self.cluster, lacking)
-            if set(nodes) < set(job.excluded.split(",")):
-                self._hand.exclude(job, nodes)
-
-    def must_allow(self, minutes: int) -> None:
-        """Raise SlurmRefused for a job that is longer than the partition allows.
-
-        Slurm itself would allow it for root. Also raises SlurmUnavailable.
-        """
-        partition = self.cluster.partition
-        most = self.slurm.longest(partition)
-        if minutes > most:
-            hours = f"{most / 60:.1f}".removesuffix(".0")
-            raise SlurmRefused(why=f"the partition {partition} lets nothing run for over {hours} h")
-
-
 LOG = logging.getLogger(__name__)
 
 EVERY = 1.35
-"""For how many seconds one answer of Slurm serves everybody: it is queried once in them.
+"""Seconds for which one answer of Slurm serves everybody.
 
-Together with the accounting service's queries, that is less than once a second.
+Together with the accounting service's queries, that is less than one query a second.
 """
 
 SOON, EAGER = 0.3, 3.0
-"""After a submit, how soon and for how long Slurm may be queried more often.
-
-Seconds after an answer, and for how long; only while it is hardly queried otherwise.
-"""
+"""After a submit, Slurm may be queried so many seconds after an answer, for so many seconds."""
 
 SAVED = 2
-"""How many queries may come early, at most; they are saved up by not querying."""
+"""How many queries may come early, after a time without queries."""
 
 AT_ONCE = 16
 """How many tickets are submitted at once."""
@@ -384,7 +294,7 @@ FRESH = 2.0
 SWITCHED_ON = "its machine is being switched on"
 
 
-class SlurmDelegate(JobAdjustments, SampledCluster):
+class SlurmDelegate(Nodes):
     """Tickets as jobs, and jobs as turns; see :class:`gpuspawner.queue.models.Delegate`."""
 
     engine = "slurm"
@@ -406,10 +316,13 @@ class SlurmDelegate(JobAdjustments, SampledCluster):
         counts against, or "" for the user's default.
         """
         super().__init__(cluster, slurm, log)
-        self._ending = CallBatcher(self._end)
+        self.images = NodeImages(cluster.nodes, log)
+        self._hand = PriorityOverrides(slurm, log)
+        self._tended = float("-inf"), False
+        """When jobs were last told something, and True if that was in a pause."""
+        self._ending = CallBatcher[int, None](lambda jobs: self.slurm.cancel(*sorted(set(jobs))))
         self._as_member = as_member
         self._before = before
-        self._log = log
         self._asker = SingleFlight(lambda: self._look())
         self._jobs: dict[str, SlurmJob] = {}
         self._turns: dict[str, Turn] = {}
@@ -433,7 +346,9 @@ class SlurmDelegate(JobAdjustments, SampledCluster):
         # A request and the round may both find that it has no job.
         with self._submitting[hash(ticket.id) % len(self._submitting)]:
             self._must_answer()
-            if ticket.id not in self._submitted and _is_old(ticket):
+            # In either direction: the wall clock may have been set since.
+            is_old = abs(datetime.now(timezone.utc) - ticket.created_at) > OLD
+            if ticket.id not in self._submitted and is_old:
                 self.turns()  # an earlier hub may have submitted it
             job = self._jobs.get(ticket.id)
             if self.is_missing(ticket) and (job is None or not job.lives):
@@ -441,7 +356,11 @@ class SlurmDelegate(JobAdjustments, SampledCluster):
 
     def _submit(self, ticket: Ticket) -> None:
         user = user_of(ticket.server.user) if self._as_member else ""
-        lacking = {*self.must_be_open(ticket), *self.lacking(ticket)}
+        able = job_spec.able(ticket.request, self.cluster)
+        untold = frozenset(self._untold)
+        if untold and able <= untold:
+            raise SlurmUnavailable(why="the machines that would do are closed")
+        lacking = {*untold, *self.images.lacking(ticket, able)}
         account = self._before(ticket)
         job = job_spec.of(ticket, self.cluster, user=user, account=account, lacking=lacking)
         if job.nice < 0 and not self._as_member:
@@ -461,7 +380,6 @@ class SlurmDelegate(JobAdjustments, SampledCluster):
         self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
 
     def _hand_in(self, job: JobSpec) -> None:
-        """Submit a job to Slurm. Raises SlurmRefused or SlurmUnavailable."""
         try:
             self.slurm.submit(job)
         except SlurmRefused as error:
@@ -481,7 +399,8 @@ class SlurmDelegate(JobAdjustments, SampledCluster):
         self._must_answer()
         job = self._surely(ticket_id)
         if job is None:
-            self._tell_end(ticket_id, partial(self._end_named, ticket_id))
+            name = f"{HOLDER}{ticket_id}"
+            self._tell_end(ticket_id, partial(self.slurm.cancel_named, name))
         elif job.lives:
             self._tell_end(ticket_id, partial(self._ending.tell, job.id))
 
@@ -494,24 +413,17 @@ class SlurmDelegate(JobAdjustments, SampledCluster):
     def _tell_end(self, ticket_id: str, tell: Callable[[], object]) -> None:
         """Cancel the job of a ticket; from now on :meth:`turns` lists no devices for it.
 
-        Although it runs in the last query. Raises SlurmUnavailable; then it may have been told.
+        Raises SlurmUnavailable; then it may have been told.
         """
         with self._telling:
             self._told_to_end[ticket_id] = float("inf")
         try:
-            tell()
+            with suppress(SlurmRefused):  # it is already over
+                tell()
         finally:
             with self._telling:
                 self._told_to_end[ticket_id] = time.monotonic()
             self._has_news()
-
-    def _end_named(self, ticket_id: str) -> None:
-        with suppress(SlurmRefused):  # there is none any more
-            self.slurm.cancel_named(f"{HOLDER}{ticket_id}")
-
-    def _end(self, numbers: list[int]) -> None:
-        with suppress(SlurmRefused):  # some are already over
-            self.slurm.cancel(*sorted(set(numbers)))
 
     def _surely(self, ticket_id: str) -> SlurmJob | None:
         """Return the only job of a ticket, if a very recent query has shown it.
@@ -578,10 +490,7 @@ class SlurmDelegate(JobAdjustments, SampledCluster):
             self.turns(0)
 
     def _must_answer(self) -> None:
-        """Check that Slurm answers before it is told something, so that nobody waits long.
-
-        Raises SlurmUnavailable.
-        """
+        """Raise SlurmUnavailable if Slurm did not answer last, so that nobody waits long."""
         if self._trouble is not None or self._asker.seconds > PATIENCE:
             self.turns()
 
@@ -625,11 +534,57 @@ class SlurmDelegate(JobAdjustments, SampledCluster):
         return list(self._jobs.values())
 
     def job(self, ticket_id: str) -> SlurmJob | None:
-        """Return a ticket's job as of the last query that had it.
-
-        With its devices, which Slurm forgets at its end.
-        """
+        """Return a ticket's job, with its devices, as of the last query that had it."""
         return self._jobs.get(ticket_id)
+
+    # Waiting jobs.
+
+    def why_not_yet(self, ticket: Ticket) -> str:
+        """Return why a ticket cannot be submitted at the moment, or ""."""
+        with suppress(GPUSpawnerError):  # the next try reports what no node has
+            return self.images.why_not_yet(ticket, job_spec.able(ticket.request, self.cluster))
+        return ""
+
+    def tend(self, waiting: Collection[Ticket], *, paused: bool) -> None:
+        """Adjust waiting jobs to the admins' decisions. Raises SlurmUnavailable."""
+        tended_at, was_paused = self._tended
+        if self._began <= tended_at and paused == was_paused:
+            return  # the effect of the last change is not known yet
+        jobs = self._jobs
+        # Jobs without a ticket that waits here may be another hub's.
+        found = [(t, jobs[t.id]) for t in waiting if t.id in jobs and jobs[t.id].waits]
+        if paused:
+            self._hand.pause(job for _, job in found)
+        else:
+            places = {job.id: t.position for t, job in found if t.position is not None}
+            self._hand.go_on([job for _, job in found], places)
+            self._hand.order(found)
+            for ticket, job in found:
+                if job.excluded and self.images.wanted(ticket) is not None:
+                    self._let_in(ticket, job)
+        self._tended = time.monotonic(), paused
+
+    def _let_in(self, ticket: Ticket, job: SlurmJob) -> None:
+        """Let a waiting job also run where its image has arrived meanwhile."""
+        with suppress(ImageAwaited, Refused):
+            able = job_spec.able(ticket.request, self.cluster)
+            lacking = {*self.images.lacking(ticket, able), *self._untold}
+            nodes = job_spec.excluded(ticket.request, self.cluster, lacking)
+            if set(nodes) < set(job.excluded.split(",")):
+                self._hand.exclude(job, nodes)
+
+    def must_allow(self, minutes: int) -> None:
+        """Raise SlurmRefused for a job longer than the partition allows: for root Slurm allows it.
+
+        Also raises SlurmUnavailable.
+        """
+        partition = self.cluster.partition
+        most = self.slurm.longest(partition)
+        if minutes > most:
+            hours = f"{most / 60:.1f}".removesuffix(".0")
+            raise SlurmRefused(why=f"the partition {partition} lets nothing run for over {hours} h")
+
+    # Queries.
 
     def _look(self) -> None:
         began = time.monotonic()
@@ -706,46 +661,33 @@ class SlurmDelegate(JobAdjustments, SampledCluster):
         return first
 
     def _turn(self, job: SlurmJob, place: int, of: int) -> Turn:
+        turn = partial(Turn, ticket_id=job.ticket_id)
         if job.waits:
-            return Turn(
-                ticket_id=job.ticket_id,
-                place=place,
-                of=of,
-                score=float(job.priority),
-                why=job.why,
-                start=job.started_at,
-            )
+            score = float(job.priority)
+            return turn(place=place, of=of, score=score, why=job.why, start=job.started_at)
         if not job.lives:
-            return Turn(
-                ticket_id=job.ticket_id,
-                over=job.end,
-                again=job.may_come_again or job.id in self._ended_by_us,
-                ended_at=job.ended_at,
-            )
+            again = job.may_come_again or job.id in self._ended_by_us
+            return turn(over=job.end, again=again, ended_at=job.ended_at)
         why = SWITCHED_ON if job.state == "CONFIGURING" else ""
-        return Turn(ticket_id=job.ticket_id, uuids=self._uuids(job), since=job.started_at, why=why)
+        return turn(uuids=self._uuids(job), since=job.started_at, why=why)
 
     def _uuids(self, job: SlurmJob) -> tuple[str, ...]:
         """Return the devices of a running job; none while it is being cleaned up."""
         if job.state != "RUNNING" or not job.indices:
             return ()
         try:
-            return job_spec.indices_to_uuids(self.cluster.node(job.node), job.indices)
+            node = self.cluster.node(job.node)
+            return tuple(node.device_at(index).uuid for index in job.indices)
         except ConfigError as error:
             self._log.error("%s", error.message)
             return ()
-
-
-def _is_old(ticket: Ticket) -> bool:
-    # In either direction: the wall clock may have been set since.
-    return abs(datetime.now(timezone.utc) - ticket.created_at) > OLD
 
 
 def _with_devices(job: SlurmJob, before: SlurmJob | None) -> SlurmJob:
     """Return the job with the devices that it had while it ran, which Slurm then forgets."""
     if job.indices or before is None or before.id != job.id:
         return job
-    return replace(job, kind=before.kind, indices=before.indices)
+    return replace(job, indices=before.indices)
 
 
 def _explained(error: SlurmRefused, user: str) -> SlurmRefused:

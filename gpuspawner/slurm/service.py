@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 
@@ -22,17 +23,10 @@ from ..ledger.prices import PriceService
 from ..ledger.rules import accounts_of
 from ..members import repository as members_repository
 from ..queue import repository as queue_repository
-from ..queue.models import Priority, QueueLimits, Ticket
+from ..queue.models import Priority, Ticket
 from ..queue.settings import GPUQueue
 from . import account_sync, accounts, repository
-from .accounts import (
-    Group,
-    Person,
-    WantedAssociations,
-    account_of,
-    is_system_user,
-    read_associations,
-)
+from .accounts import Group, Person, WantedAssociations, account_of
 from .cluster import Cluster, read_cluster
 from .programs import CallBatcher, Slurm
 
@@ -46,27 +40,19 @@ TRIES = 3
 """How often a change is repeated if Slurm's database gets others meanwhile."""
 
 
+@dataclass(eq=False)
 class ClusterMemberService:
     """Determines who may use the cluster, and tells Slurm."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], datetime],
-        settings: GPUQueue,
-        cluster_file: str,
-        prices: PriceService,
-        log: logging.Logger,
-    ) -> None:
-        self.store = store
-        self.clock = clock
-        self.settings = settings
-        self.cluster_file = cluster_file
-        self.prices = prices
-        self.log = log
-        self._nodes: Cluster | None = None
-        self._admitted: Mapping[str, tuple[object, float]] = {}
-        """What Slurm knows of members, and since when."""
+    store: Store
+    clock: Callable[[], datetime]
+    settings: GPUQueue
+    cluster_file: str
+    prices: PriceService
+    log: logging.Logger
+    _nodes: Cluster | None = field(default=None, init=False)
+    _admitted: Mapping[str, tuple[Person, float]] = field(default_factory=dict, init=False)
+    """What Slurm knows of members, and since when."""
 
     def nodes(self) -> Cluster:
         """Return the configured cluster, read once. Raises ConfigError."""
@@ -90,29 +76,21 @@ class ClusterMemberService:
         with self.store.read() as connection:
             found = {account.name for account in ledger_repository.all_accounts(connection)}
         paying = {name.removeprefix("group:") for name in found if name.startswith("group:")}
-        return frozenset(
-            paying.union(
-                self.settings.group_weights,
-                self.settings.group_priority,
-                self.settings.group_limits,
-            )
-        )
+        return frozenset(paying | self._groups_with_settings())
 
     def note_groups(self, members: Mapping[str, Collection[str]]) -> None:
         """Record the members of groups; everybody else is in none of them."""
-        now = self.clock()
-        mine: dict[str, set[str]] = {}
+        mine: dict[str, frozenset[str]] = defaultdict(frozenset)
         for group, users in members.items():
             for user in users:
-                mine.setdefault(user, set()).add(group)
+                mine[user] |= {group}
         with self.store.read() as connection:
             known = repository.groups(connection)
-            everybody = known.keys() | set(repository.members(connection))
-        right = {user: frozenset(mine.get(user, ())) for user in everybody | mine.keys()}
-        changed = {user: found for user, found in right.items() if known.get(user) != found}
+            everybody = {*known, *repository.members(connection), *mine}
+        changed = {user: mine[user] for user in everybody if known.get(user) != mine[user]}
         if changed:  # mostly nobody
             with self.store.write() as connection:
-                repository.put_groups(connection, changed, now)
+                repository.put_groups(connection, changed, self.clock())
 
     # What Slurm should know.
 
@@ -126,36 +104,24 @@ class ClusterMemberService:
         found = []
         for name in names:
             group, priority = self.settings.standing_of(groups.get(name, ()))
-            found.append(
-                Person(
-                    member=name,
-                    group=group,
-                    priority=_word(priority),
-                    closed=name in left,
-                    dry=name in dry,
-                )
-            )
+            state = {"closed": name in left, "dry": name in dry}
+            found.append(Person(member=name, group=group, priority=_word(priority), **state))
         return found
 
     def wanted_of(self, people: Collection[Person]) -> WantedAssociations:
         """Return what Slurm should know of them, and of every group with settings."""
-        named = {
-            *self.settings.group_weights,
-            *self.settings.group_priority,
-            *self.settings.group_limits,
-        }
         groups = {
             group: Group(
                 weight=float(self.settings.group_weights.get(group, 1)),
-                limits=_limits(self.settings.limits_of(group)[1]),
+                limits=self.settings.limits_of(group)[1],
             )
-            for group in named
+            for group in self._groups_with_settings()
         }
         points = self.settings.read_policy().priority_points
         return accounts.wanted_associations(
             people,
             groups,
-            _limits(self.settings.limits_of("")[0]),
+            self.settings.limits_of("")[0],
             {_word(priority): points[priority] for priority in Priority},
         )
 
@@ -166,9 +132,7 @@ class ClusterMemberService:
         """
         slurm, cluster = self.slurm(), self.nodes()
         account_sync.check_version(slurm)
-        asked = self.wanted_of(self.people())
-        found = read_associations(slurm, cluster.name)
-        return account_sync.plan_sync(asked, found, cluster.name, is_system_user)
+        return account_sync.read_plan(slurm, cluster.name, self.wanted_of(self.people()))
 
     def admit_to_cluster(self, ticket: Ticket) -> str:
         """Ensure that Slurm accepts the jobs of a ticket's member, and return the account to use.
@@ -190,10 +154,14 @@ class ClusterMemberService:
         if not problems:
             self._admitted = {**self._admitted, person.member: (person, time.monotonic())}
         for problem in problems:
-            self.log.warning("Slurm is not told of %s: %s", person.member, problem)
+            self.log.warning("Slurm could not be told about %s: %s", person.member, problem)
         return "" if problems and known != person else account_of(person.group)
 
     # Helpers.
+
+    def _groups_with_settings(self) -> set[str]:
+        settings = self.settings
+        return {*settings.group_weights, *settings.group_priority, *settings.group_limits}
 
     @cached_property
     def _newcomers(self) -> CallBatcher[Person, dict[Person, tuple[str, ...]]]:
@@ -227,10 +195,10 @@ class ClusterMemberService:
     def groups_of_members(self, connection: sa.Connection) -> dict[str, frozenset[str]]:
         """Return the groups of each member, as the hub last reported, else from the roster."""
         now = self.clock()
-        found: dict[str, frozenset[str]] = {}
+        found: dict[str, frozenset[str]] = defaultdict(frozenset)
         for entry in members_repository.whole_roster(connection):
             if entry.holds(now):
-                found[entry.user] = found.get(entry.user, frozenset()).union(entry.groups)
+                found[entry.user] |= {*entry.groups}
         return found | repository.groups(connection)
 
     def _dry(
@@ -270,17 +238,13 @@ def _bring(slurm: Slurm, cluster: str, asked: WantedAssociations) -> tuple[str, 
     rest.
     """
     for _ in range(TRIES):
-        if problems := account_sync.bring(slurm, cluster, asked).problems:
-            return problems
+        plan = account_sync.read_plan(slurm, cluster, asked)
+        account_sync.apply_plan(slurm, plan.steps)
+        if plan.problems:
+            return plan.problems
         if account_sync.is_there(slurm, cluster, asked):
             return ()
     return ("its database does not keep what it was told",)
-
-
-def _limits(limits: QueueLimits) -> accounts.AssociationLimits:
-    return accounts.AssociationLimits(
-        devices=limits.devices, tickets=limits.tickets, gpu_hours=limits.gpu_hours
-    )
 
 
 def _word(priority: int) -> str:

@@ -17,13 +17,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from ..monitoring.models import Sample
 from .cluster import Cluster, Node
 from .job_spec import devices_of
-from .sampler import MOST_BYTES, InvalidAnswer, SamplerReport, port_of, read
+from .sampler import MOST_BYTES, InvalidAnswer, port_of, read
 
 LOG = logging.getLogger(__name__)
 
@@ -54,28 +54,23 @@ class NodesSampler:
         log: logging.Logger | Any = LOG,
         resting: Callable[[str], str] = lambda name: "",
     ) -> None:
-        """Create it; ``resting`` returns why no answer of a node is expected, such as ``off``.
-
-        It may block.
-        """
+        """Create it; ``resting``, which may block, returns why a node needs not answer: ``off``."""
         self._log = log
         indices = {device.uuid: device.index for device in devices_of(cluster)}
         self._sources = [_Source(node, indices, resting) for node in cluster.nodes if node.sampler]
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
-        """Return the samples since the last round, in order, and silent ones.
+        """Return the samples since the last round, in order, and a silent one of each other device.
 
-        There is a silent sample of each device that could not be queried. ``monotonic`` is not
-        needed.
+        ``monotonic`` is not needed.
         """
         for source in self._sources:
             source.ask()
         until = time.monotonic() + WAIT
         found: list[Sample] = []
         for source in self._sources:
-            answer = source.take(until)
-            if answer is not None:
-                found += _told(source, answer, now)
+            if (answer := source.take(until)) is not None:
+                found += source.heard(answer, now)
             self._say(source)
             found += source.silent(now)
         return tuple(sorted(found, key=lambda sample: sample.at))
@@ -91,7 +86,7 @@ class NodesSampler:
         if source.why and not source.said:
             self._log.warning("%s", source.sentence)
         elif source.said and not source.why:
-            self._log.info("the machine %s tells again what its GPUs do", source.node.name)
+            self._log.info("the machine %s reports its GPUs again", source.node.name)
         source.said = source.why
 
 
@@ -106,8 +101,6 @@ class _SamplerAnswer:
 
 
 class _Source:
-    """The sampler of one node."""
-
     def __init__(
         self, node: Node, indices: Mapping[str, int], resting: Callable[[str], str]
     ) -> None:
@@ -150,35 +143,43 @@ class _Source:
 
     def take(self, until: float) -> _SamplerAnswer | None:
         """Return the answer, if there is one; waits only if the last one came."""
-        return self.answer(0.0 if self._why else max(0.0, until - time.monotonic()))
-
-    def answer(self, seconds: float) -> _SamplerAnswer | None:
-        """Return the answer, if it comes within this many seconds."""
-        if not self._done.wait(seconds):
+        if not self._done.wait(0.0 if self._why else max(0.0, until - time.monotonic())):
             return None
         answer, self._answer = self._answer, None
         return answer
 
-    def heard(self, said: SamplerReport | None, why: str, resting: str = "") -> None:
-        """Process an answer ``said``, or the reason why there is none."""
-        self._why, self.resting = why, resting
-        if resting:
+    def fetch(self) -> _SamplerAnswer:
+        """Query once, and wait for the answer."""
+        self.ask()
+        self._done.wait(LONGEST)
+        return self._answer or _SamplerAnswer(why="nothing came in time")
+
+    def heard(self, answer: _SamplerAnswer, now: datetime) -> tuple[Sample, ...]:
+        """Process an answer, and return its samples."""
+        self._why, self.resting = answer.why, answer.resting
+        if answer.resting:
             self._heard_at = time.monotonic()  # once it is up, it has a moment to start
-        if said is None:
-            return
-        self.of, self.last = said.of, said.last
-        self._why = said.trouble
+        if answer.why:
+            return ()
+        try:
+            said = read(answer.body, now, self.indices)
+        except InvalidAnswer as error:
+            self._why = str(error)
+            self.of = ""  # from the newest on: a nonsensical answer never becomes valid
+            return ()
+        self.of, self.last, self._why = said.of, said.last, said.trouble
         if not said.trouble:
             self._heard_at = time.monotonic()
         if said.newest is not None:
             self._missing = frozenset(self.indices) - said.newest
+        return said.samples
 
     def silent(self, now: datetime) -> list[Sample]:
         """Return a sample of each device that it does not report."""
-        why, missing = self.sentence, frozenset(self.indices)
-        if not self.why and not self.resting:
-            why, missing = f"the machine {self.node.name} does not list it", self._missing
         off = bool(self.resting)
+        why, missing = self.sentence, frozenset(self.indices)
+        if not self.why and not off:
+            why, missing = f"the machine {self.node.name} does not list it", self._missing
         return [
             Sample(uuid=uuid, index=self.indices[uuid], at=now, silent=why, resting=off)
             for uuid in sorted(missing)
@@ -191,9 +192,8 @@ class _Source:
             self._answer = _SamplerAnswer(body=self._asked())
         except (OSError, http.client.HTTPException, InvalidAnswer) as error:
             self._close()
-            self._answer = _SamplerAnswer(
-                why=_in_words(error), resting=self._is_resting(self.node.name)
-            )
+            resting = self._is_resting(self.node.name)
+            self._answer = _SamplerAnswer(why=_in_words(error), resting=resting)
         except Exception as error:  # whatever a node answers, only its own devices are affected
             LOG.exception("Asking the sampler of %s failed", self.node.name)
             self._answer = _SamplerAnswer(why=f"{error!r:.200}")
@@ -226,20 +226,6 @@ class _Source:
             connection.close()
 
 
-def _told(source: _Source, answer: _SamplerAnswer, now: datetime) -> tuple[Sample, ...]:
-    if answer.why:
-        source.heard(None, answer.why, answer.resting)
-        return ()
-    try:
-        said = read(answer.body, now, source.indices)
-    except InvalidAnswer as error:
-        source.heard(None, str(error))
-        source.of = ""  # from the newest on: a nonsensical answer never becomes valid
-        return ()
-    source.heard(said, "")
-    return said.samples
-
-
 def _in_words(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not to be trusted ({error.verify_message})"
@@ -259,14 +245,9 @@ def trouble_of(node: Node, now: datetime) -> str:
 
     The reason is the end of a sentence. Blocks for seconds.
     """
-    indices = {device.uuid: n for n, device in enumerate(node.devices)}
-    source = _Source(node, indices, lambda name: "")
-    source.ask()
-    answer = source.answer(LONGEST)
-    if answer is None:
-        return "nothing came in time"
-    if answer.why:
-        return answer.why
+    source = _single(node)
+    if why := (answer := source.fetch()).why:
+        return why
     try:
         said = read(answer.body, now, source.indices)
     except InvalidAnswer as error:
@@ -276,14 +257,15 @@ def trouble_of(node: Node, now: datetime) -> str:
 
 
 def seconds_ahead(node: Node) -> float | None:
-    """Query how far a node's clock is ahead of ours; None if unknown.
-
-    Blocks for seconds.
-    """
-    source = _Source(node, {device.uuid: 0 for device in node.devices}, lambda name: "")
-    source.ask()
-    source.answer(LONGEST)
+    """Query how far a node's clock is ahead of ours; None if unknown. Blocks for seconds."""
+    source = _single(node)
+    source.fetch()
     return source.ahead
+
+
+def _single(node: Node) -> _Source:
+    indices = {device.uuid: n for n, device in enumerate(node.devices)}
+    return _Source(node, indices, lambda name: "")
 
 
 def _ahead(date: str) -> float | None:
@@ -320,21 +302,3 @@ class _SamplerConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(SECONDS)
         self.sock.connect(self._path)
-
-
-class SampledCluster:
-    """A source of the devices of a cluster that can also sample them.
-
-    See :class:`gpuspawner.devices.source.SamplingSource`.
-    """
-
-    cluster: Cluster
-    _log: logging.Logger | Any
-
-    if TYPE_CHECKING:
-
-        def resting(self, machine: str) -> str: ...
-
-    def sampler(self, processes_every: float = 60.0) -> NodesSampler:
-        """Return a sampler; each node's own one decides how often processes are listed."""
-        return NodesSampler(self.cluster, self._log, self.resting)

@@ -21,15 +21,12 @@ from ..leases.models import LeaseState, Request, ServerRef, Terms
 from ..slurm.cluster import Node
 from ..slurm.engine import CGROUP_V1, nest
 from ..slurm.images import QUICK, WantedImage, connector
-from ..slurm.jobs import SlurmJob
 from ..slurm.scheduler import SlurmDelegate
 from .docker import GPUDockerSpawner
 from .mixin import ExitStatus
 
 EVERY = 1.5
 """Seconds between two checks while any server runs on a node."""
-
-KEY = "gpuspawner_watched"
 
 
 class NodeWatch:
@@ -62,14 +59,8 @@ class NodeWatch:
         running = await spawner.services.run_outside(engine.running)
         for lease_id, each in by_lease.items():
             if lease_id not in running and each.active and not each.pending:
-                each.log.info("%s is not there any more: asking after it", each.server_ref)
+                each.log.info("%s has disappeared: the Hub polls it", each.server_ref)
                 await each.poll_and_notify()
-
-
-def watch_over(spawner: GPUSlurmSpawner) -> None:
-    """Watch this server, so that its end is noticed soon."""
-    watched: NodeWatch = spawner.shared(KEY, NodeWatch)
-    watched.add(spawner)
 
 
 ENDING = 30.0
@@ -158,19 +149,13 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             self._node_name = ""
         return self.delegate.cluster.node(self._node_name) if self._node_name else None
 
-    def job(self) -> SlurmJob | None:
-        """Return the server's job in Slurm; None if there is none."""
-        if self.lease is None or not self.lease.ticket_id:
-            return None
-        return self.delegate.job(self.lease.ticket_id)
-
     @property
     def engine_settings(self) -> MutableMapping[str, Any]:
         """The cache for the engine of the server's node, or for this machine's."""
         if (node := self.node) is None:
             return self.hub_settings
-        kept: MutableMapping[str, Any]
-        kept = self.hub_settings.setdefault(f"gpuspawner_node:{node.name}", {})
+        key = f"gpuspawner_node:{node.name}"
+        kept: MutableMapping[str, Any] = self.hub_settings.setdefault(key, {})
         return kept
 
     def connect(self, timeout: float = 60) -> docker.APIClient:
@@ -230,7 +215,8 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         node = self.node
         if node is None:
             return create
-        if (job := self.job()) is None or not job.lives:
+        ticket_id = self.lease.ticket_id if self.lease is not None else None
+        if not ticket_id or (job := self.delegate.job(ticket_id)) is None or not job.lives:
             raise StartFailed(cause="its job in Slurm has ended")
         return nest(create, job, node, self.job_cgroup)
 
@@ -244,35 +230,38 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         finally:
             self._starting = False
         if node is not None:
-            watch_over(self)
+            self._watch()
         return url
 
     # A server whose job has ended is gone.
+
+    def _watch(self) -> None:
+        watched: NodeWatch = self.shared("gpuspawner_watched", NodeWatch)
+        watched.add(self)
 
     async def poll(self) -> Any:
         """Return None while the server and its job live or are unknown, else an exit status."""
         if self.node is None or self._starting:
             return await super().poll()
         await self.cleared()
-        watch_over(self)
+        self._watch()
         # Check the job first: calls to the engine of a lost machine only time out.
         status = await self._poll_job()
         return await super().poll() if status is None else status
 
     async def _poll_job(self) -> Any:
         """Return 1 if the job has ended; None while it lives or its state is unknown."""
-        if self.lease is None or not self.lease.ticket_id:
+        if self.lease is None or not (ticket_id := self.lease.ticket_id):
             return None
         try:
-            turns = await self.services.run_outside(self.delegate.turns, NOW)
-        except Unavailable:
+            over = await self._over(ticket_id)
+        except EngineUnavailable:
             return None
-        turn = turns.get(self.lease.ticket_id)
-        if turn is None or not turn.over:
+        if over is None or over.forgotten:
             return None  # a forgotten job is no proof of an end: the container decides
-        if self._over_said != turn.ticket_id:  # log once: during a stop the Hub polls repeatedly
-            self._over_said = turn.ticket_id
-            self.log.warning("%s: %s", self.server_ref, turn.over)
+        if self._over_said != ticket_id:  # log once: during a stop the Hub polls repeatedly
+            self._over_said = ticket_id
+            self.log.warning("%s: %s", self.server_ref, over.detail)
         return 1
 
     async def prove_gone(self) -> ExitStatus:
@@ -308,9 +297,9 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         turn = turns.get(ticket_id)
         if turn is None:
             return ExitStatus(gone=True, forgotten=True)
-        return (
-            ExitStatus(gone=True, ended_at=turn.ended_at, detail=turn.over) if turn.over else None
-        )
+        if not turn.over:
+            return None
+        return ExitStatus(gone=True, ended_at=turn.ended_at, detail=turn.over)
 
     async def _end_job(self, ticket_id: str) -> ExitStatus:
         """Cancel the job and wait until it has ended in Slurm. Raises EngineUnavailable."""

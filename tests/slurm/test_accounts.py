@@ -20,13 +20,10 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.db.schema import leases
 from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.queue.models import Ticket
-from gpuspawner.service.cluster_sync import ClusterDuty
-from gpuspawner.service.hub_client import HubClient
-from gpuspawner.service.worker import Tick
 from gpuspawner.slurm.accounts import user_of
 from tests.support.processes import wait_for
-from tests.support.slurm_books import QUICK, Books, begin, finish, member
-from tests.support.slurm_broker import asked, has_job, opened
+from tests.support.slurm_books import QUICK, Books, begin, cluster_duty, finish, member
+from tests.support.slurm_broker import asked, opened
 from tests.support.slurm_cluster import SlurmCluster
 
 LONG = "dana.of-the-very-long-name@mathematics.example.org"
@@ -84,14 +81,9 @@ def test_empty_account_holds_gpu_jobs_but_no_others(books: Books, cluster: Slurm
     reasons = ("squeue", "-h", "-j", f"{waiting},{share}", "-o", "%r")
     wait_for(lambda: cluster.run(*reasons).split() == ["AssocGrpGRES"] * 2, "the reason")
     # A server that a group pays for is another matter.
-    books.services.cluster_members.admit_to_cluster(
-        Ticket(
-            id="x",
-            server=ServerRef("gseve"),
-            request=Request(devices=1),
-            created_at=books.services.clock(),
-        )
-    )
+    server, now = ServerRef("gseve"), books.services.clock()
+    ticket = Ticket(id="x", server=server, request=Request(devices=1), created_at=now)
+    books.services.cluster_members.admit_to_cluster(ticket)
     cluster.wait_state(waiting, "RUNNING")
 
 
@@ -135,15 +127,12 @@ def test_audit_reports_sessions_that_differ_from_slurm(books: Books, cluster: Sl
     assert "--since: 'soon' is no date" in books.printed("audit", "--since", "soon", code=1)
 
     # The service does it once a day.
-    tick = Tick(
-        services=books.services, hub=HubClient("http://127.0.0.1:9", ""), engines={}, log=LOG
-    )
-    asyncio.run(ClusterDuty(tick).audit())
+    asyncio.run(cluster_duty(books, LOG).audit())
     assert books.services.audit.trail() == []
     now = books.services.clock() + timedelta(days=1, hours=1)
     books.services.clock = lambda: now
     for _ in range(2):
-        asyncio.run(ClusterDuty(tick).audit())
+        asyncio.run(cluster_duty(books, LOG).audit())
         (change,) = books.services.audit.trail()
         assert (change.action, lease.id in change.subject) == ("slurm audit", True)
 
@@ -156,15 +145,15 @@ def test_server_job_runs_under_the_members_group_account(
     groups = frozenset({"course", "thesis"})
     ticket = asked(services, "gsmia", groups=groups)
     assert ticket.group == "thesis"
-    assert has_job(cluster, ticket, "%a") == "g-thesis"
+    assert cluster.holder(ticket.id, "%a") == "g-thesis"
     shown = ("show", "user", "gsmia", "format=defaultaccount")
     assert cluster.run("sacctmgr", "-n", "-P", *shown).strip() == "lab1"
 
     # What Slurm does not know any more keeps nobody from starting.
     services.queue.end_ticket(ticket.id, "left", "they left")
-    wait_for(lambda: not has_job(cluster, ticket), "its job to end")
+    wait_for(lambda: not cluster.holder(ticket.id), "its job to end")
     where = ("name=gsmia", "account=g-thesis", f"cluster={cluster.cluster_name}")
     cluster.run("sacctmgr", "-i", "delete", "user", "where", *where)
     other = asked(services, "gsmia", "other", groups=groups)
-    assert has_job(cluster, other, "%a") == "lab1"
+    assert cluster.holder(other.id, "%a") == "lab1"
     services.store.close()

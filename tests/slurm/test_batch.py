@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,20 @@ from gpuspawner.cli.hub import open_hub
 from gpuspawner.core.errors import SlurmUnavailable
 from gpuspawner.core.units import MICRO
 from gpuspawner.engines.preflight import CheckFinding, Status
-from gpuspawner.service.cluster_sync import ClusterDuty
-from gpuspawner.service.hub_client import HubClient
-from gpuspawner.service.worker import Tick
 from gpuspawner.services import utcnow
 from gpuspawner.slurm import repository as slurm_repository
 from gpuspawner.slurm.job_billing import LATE, OVERLAP, SETTLED, BillingResult
 from gpuspawner.slurm.jobs import behind
 from tests.support.processes import wait_for
-from tests.support.slurm_books import QUICK, Books, begin, finish, member, moved_database
+from tests.support.slurm_books import (
+    QUICK,
+    Books,
+    begin,
+    cluster_duty,
+    finish,
+    member,
+    moved_database,
+)
 from tests.support.slurm_cluster import SlurmCluster
 
 LOG = logging.getLogger(__name__)
@@ -41,14 +46,10 @@ def forward(books: Books, **step: float) -> None:
     books.services.clock = lambda: utcnow() + ahead
 
 
-def read_up_to(books: Books) -> Any:
+def read_up_to(books: Books) -> datetime:
     """Up to when jobs were read."""
-    name = books.cluster.cluster_name
-    found = books.services.store.run(
-        lambda connection: slurm_repository.find_marks(connection, name)
-    )
-    assert found is not None
-    return found.until
+    services = books.services
+    return services.job_billing.marks(books.cluster.cluster_name, services.clock()).until
 
 
 def settled_round(books: Books) -> BillingResult:
@@ -227,16 +228,13 @@ def test_admins_are_warned_daily_of_a_delayed_database(
     monkeypatch.chdir(tmp_path)
     user = member(books, "gslate")
     books.sync()
-    tick = Tick(
-        services=books.services, hub=HubClient("http://127.0.0.1:9", ""), engines={}, log=LOG
-    )
-    duties = ClusterDuty(tick)
+    duties = cluster_duty(books, LOG)
 
     def told() -> list[str]:
         """What two rounds say of it."""
         caplog.clear()
         for _ in range(2):
-            asyncio.run(tick.round("Jobs beside servers", duties.jobs))
+            asyncio.run(duties.tick.round("Jobs beside servers", duties.jobs))
         said = [record.getMessage() for record in caplog.records if record.name == LOG.name]
         return [text for text in said if "may not be paid yet" in text]
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import docker.errors
 import pytest
 
+from gpuspawner.slurm.engine import LABEL_JOB
 from tests.support import images
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
-from tests.support.slurm_node import Node
-
-LIST = ["sh", "-c", "ls /dev/nvidia*; nvidia-smi -L"]
 
 BUSY = ("Resources", "Priority")
 
@@ -40,46 +37,10 @@ def running(cluster: SlurmCluster, *options: str, user: str = "ann") -> int:
     return job
 
 
-def contain(node: Node, job: int, **host: Any) -> str:
-    """A container of the job on its node, started over TLS."""
-    client = node.engine.connect()
-    config = client.create_host_config(**host)
-    made = client.create_container(
-        images.SILENT, labels={"gpuspawner.job": str(job)}, host_config=config
-    )
-    client.start(made["Id"])
-    return str(made["Id"])
-
-
-def containers(node: Node) -> list[str]:
-    return [c["Id"] for c in node.engine.client.containers()]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def members(shared_cluster: SlurmCluster) -> None:
     shared_cluster.user("ann", "lab1")
     shared_cluster.user("bob", "lab2", "high")
-
-
-def test_job_reports_its_allocated_devices(cluster: SlurmCluster) -> None:
-    first, second = cluster.nodes
-    both = running(cluster, "--gres=gpu:a100:2", "--job-name=gpuspawner-1", "--comment=hub ann")
-    job = seen(cluster, both)
-    assert (job["nodes"], job["gres_detail"]) == (first.name, ["gpu:a100:2(IDX:0-1)"])
-    assert (job["name"], job["comment"]) == ("gpuspawner-1", "hub ann")
-    other = running(cluster, "--gres=gpu:1", user="bob")
-    assert seen(cluster, other)["gres_detail"] == ["gpu:h100:1(IDX:0)"]
-    detail = cluster.run("scontrol", "-d", "-o", "show", "job", str(both))
-    assert "GRES=gpu:a100:2(IDX:0-1)" in detail
-
-    # The devices of that index, by UUID, on that node's own engine.
-    code, printed = first.engine.run(images.INSTANT, LIST, [first.devices[1].uuid])
-    assert (code, printed.splitlines()) == (
-        0,
-        ["/dev/nvidia1", f"GPU 0: {first.devices[1].model} (UUID: {first.devices[1].uuid})"],
-    )
-    with pytest.raises(docker.errors.APIError, match="unknown device"):
-        second.engine.run(images.INSTANT, LIST, [first.devices[1].uuid])
 
 
 def test_waiting_job_has_a_reason_and_expected_start(cluster: SlurmCluster) -> None:
@@ -120,7 +81,7 @@ def test_job_container_is_limited_and_ends_before_next_job(cluster: SlurmCluster
     node = cluster.nodes[1]
     job = running(cluster, "--gres=gpu:h100:1")
     parent = cluster.group(job)
-    inside = contain(node, job, cgroup_parent=parent)
+    inside = node.contain({LABEL_JOB: str(job)}, cgroup_parent=parent)
     client = node.engine.client
     assert client.inspect_container(inside)["State"]["Running"]
     # The job has 100 MB, whatever Docker was told: dd's block of 200 MB is too much.
@@ -132,4 +93,4 @@ def test_job_container_is_limited_and_ends_before_next_job(cluster: SlurmCluster
     following = cluster.hold("bob", "--gres=gpu:h100:1")
     cluster.run("scancel", str(job))
     cluster.wait_state(following, "RUNNING")
-    assert containers(node) == [], "the epilog ended it before the next job had the device"
+    assert node.containers() == [], "the epilog ended it before the next job had the device"

@@ -19,23 +19,21 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import yaml
 
 from gpuspawner.core.errors import SlurmRefused, SlurmUnavailable
 from gpuspawner.engines.base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
-from gpuspawner.leases.models import Request, ServerRef, Terms
+from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.queue import repository as queue_repository
 from gpuspawner.queue.models import Ticket, Turn
 from gpuspawner.slurm import accounts as slurm_accounts
 from gpuspawner.slurm import scheduler
-from gpuspawner.slurm.cluster import read_cluster
+from gpuspawner.slurm.cluster import Cluster
 from gpuspawner.slurm.engine import LABEL_JOB, SlurmEngine
 from gpuspawner.slurm.priority import PriorityOverrides
 from gpuspawner.slurm.programs import JobSpec, Slurm
 from gpuspawner.slurm.scheduler import EVERY, LOG, SAVED, SETTLING, SOON, SlurmDelegate
-from tests.support import images
-from tests.support.brokers import make_services
 from tests.support.processes import wait_for
+from tests.support.slurm_broker import asked, opened
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_daemons import as_user, program
 from tests.support.slurm_hub import described
@@ -47,15 +45,8 @@ def ann(shared_cluster: SlurmCluster) -> str:
 
 
 @pytest.fixture
-def delegate(cluster: SlurmCluster, ann: str, tmp_path: Path) -> SlurmDelegate:
-    file = tmp_path / "cluster.yaml"
-    file.write_text(yaml.safe_dump(described(cluster)), encoding="utf-8")
-    return made(file)
-
-
-def made(file: Path) -> SlurmDelegate:
-    cluster = read_cluster(file)
-    return SlurmDelegate(cluster, Slurm(conf=cluster.slurm_conf, seconds=60))
+def delegate(cluster: SlurmCluster, ann: str) -> SlurmDelegate:
+    return SlurmDelegate(described(cluster), Slurm(conf=str(cluster.conf), seconds=60))
 
 
 def ticket(number: int, *, age: float = 0.0) -> Ticket:
@@ -163,7 +154,7 @@ def programs_of(user: str, folder: Path) -> str:
     return str(folder)
 
 
-def test_all_jobs_of_a_user_who_is_no_operator(
+def test_hub_without_operator_rights_pauses_only_its_own_jobs(
     delegate: SlurmDelegate, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     """A pause ends as it began; places and points are refused, and nothing worse happens."""
@@ -174,24 +165,26 @@ def test_all_jobs_of_a_user_who_is_no_operator(
     one = SlurmDelegate(delegate.cluster, slurm, as_member=False)
     one._hand = PriorityOverrides(slurm, LOG, user=pwd.getpwnam("bob").pw_uid)
     running, last = [ticket(number) for number in range(3)], replace(ticket(10), boost=2.5)
-    for each in (*running, last):
+    held = ticket(11)
+    for each in (*running, last, held):
         one.submit(each)
     wait_for(lambda: all(devices(one, each) for each in running), "three that run")
     assert set(cluster.run("squeue", "-h", "-o", "%u").split()) == {"bob"}
+    cluster.run("scontrol", "hold", cluster.holder(held.id, "%i"))  # nobody lifts it but an admin
 
     def tended(reason: str, *, paused: bool) -> None:
         """As the rounds of a hub do it, until this is why it waits."""
 
         def look() -> bool:
             one.turns()
-            one.tend([replace(last, position=1)], paused=paused)
-            name = f"--name=gpuspawner-{last.id}"
-            return cluster.run("squeue", "-h", name, "-o", "%r").strip() == reason
+            one.tend([replace(last, position=1), held], paused=paused)
+            return cluster.holder(last.id, "%r") == reason
 
         wait_for(look, f"{reason} to be why it waits", interval=0.5)
 
     tended("JobHeldUser", paused=True)
     tended("Resources", paused=False)
+    assert cluster.holder(held.id, "%r") == "JobHeldAdmin"
     one.cancel(running[0].id)
     wait_for(lambda: devices(one, last), "it to run")
 
@@ -210,26 +203,23 @@ class Doomed(Slurm):
         Slurm.submit(self, holder)
 
 
-def _submit(file: Path, tickets: list[Ticket], jobs: int, seconds: float) -> None:
+def _submit(cluster: Cluster, tickets: list[Ticket], jobs: int, seconds: float) -> None:
     """Be killed so many seconds after the submit of the last of so many jobs began."""
     Doomed.jobs_left, Doomed.delay_seconds = jobs, seconds
-    cluster = read_cluster(file)
     delegate = SlurmDelegate(cluster, Doomed(conf=cluster.slurm_conf, seconds=60))
     for each in tickets:
         delegate.submit(each)
 
 
 def test_interrupted_submits_leave_one_job_per_ticket(
-    delegate: SlurmDelegate, cluster: SlurmCluster, tmp_path: Path, chance: random.Random
+    delegate: SlurmDelegate, cluster: SlurmCluster, chance: random.Random
 ) -> None:
     """However often a hub is killed while it hands tickets over, each has one job in the end."""
     tickets = [ticket(number, age=60) for number in range(8)]
     ends: list[int | None] = []
     while len(ends) < 5 and (missing := len(tickets) - len(names(cluster))):
         told = tickets, chance.randint(1, (missing + 1) // 2), chance.uniform(0, 0.1)
-        process = get_context("fork").Process(
-            target=_submit, args=(tmp_path / "cluster.yaml", *told)
-        )
+        process = get_context("fork").Process(target=_submit, args=(delegate.cluster, *told))
         process.start()
         process.join()
         ends.append(process.exitcode)
@@ -391,23 +381,8 @@ def test_two_hubs_leave_each_others_jobs_alone(
     delegate: SlurmDelegate, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     """What one hub's store knows nothing of is the other's; what nobody waits for any more goes."""
-    brokers = [
-        make_services(
-            database_url=f"sqlite:///{tmp_path}/{name}.sqlite",
-            cluster=str(tmp_path / "cluster.yaml"),
-        )
-        for name in ("one", "two")
-    ]
-    tickets = []
-    for number, services in enumerate(brokers):
-        got = services.queue.ask(
-            ServerRef("ann", str(number)),
-            Request(devices=1),
-            engine="slurm",
-            terms=Terms(wait=True),
-        )
-        assert isinstance(got, Ticket)
-        tickets.append(got)
+    brokers = [opened(tmp_path / name, cluster) for name in ("one", "two")]
+    tickets = [asked(services, "ann", str(n)) for n, services in enumerate(brokers)]
     for services in brokers:
         sees = services.delegation.delegate
         assert sees is not None
@@ -430,15 +405,10 @@ def test_two_hubs_leave_each_others_jobs_alone(
 
 
 def test_many_new_members_are_registered_in_few_calls(
-    delegate: SlurmDelegate,
-    cluster: SlurmCluster,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm is told of all of them together, and of none less for one whom it cannot have."""
-    services = make_services(
-        database_url=f"sqlite:///{tmp_path}/course.sqlite", cluster=str(tmp_path / "cluster.yaml")
-    )
+    services = opened(tmp_path, cluster)
     monkeypatch.setattr(slurm_accounts, "is_system_user", lambda user: user == "course7")
     calls: list[str] = []
     run = Slurm.run
@@ -464,13 +434,11 @@ def test_container_of_an_unknown_job_is_not_ended(
 ) -> None:
     """A container of a job that began after the look, or that a controller has lost, lives on."""
     engine, node = SlurmEngine(delegate), cluster.nodes[0]
-    client = node.engine.client
     labels = {LABEL_LEASE: "1f", LABEL_MEMBER: "ann", LABEL_SERVER: "", LABEL_JOB: "999999"}
-    container = client.create_container(images.SILENT, labels=labels)["Id"]
-    client.start(container)
+    container = node.contain(labels)
     (seen,) = engine.sightings()
     assert (seen.lease_id, seen.alive) == ("1f", True)
-    assert client.inspect_container(container)["State"]["Running"]
+    assert node.containers() == [container]
     assert engine.running() == set(), "nothing of it is promised either"
 
 
@@ -485,8 +453,7 @@ def test_look_does_not_wait_for_an_unreachable_node(
     job = delegate.job(one.id)
     assert job is not None
     labels = {LABEL_LEASE: "2f", LABEL_MEMBER: "ann", LABEL_SERVER: "", LABEL_JOB: str(job.id)}
-    client = node.engine.client
-    client.start(client.create_container(images.SILENT, labels=labels)["Id"])
+    node.contain(labels)
     wait_for(lambda: engine.running() == {"2f"}, "it to be seen")
     cluster.cut(node)
 

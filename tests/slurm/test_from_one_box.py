@@ -4,7 +4,7 @@ over TLS, the scripts around jobs. Stand-in: the GPUs."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm.cluster import Cluster
 from gpuspawner.slurm.config import cluster_yaml
+from gpuspawner.slurm.engine import LABEL_JOB
 from gpuspawner.slurm.images import connector
 from gpuspawner.slurm.programs import Slurm
 from tests.support import images
@@ -27,13 +28,13 @@ from tests.support.brokers import open_services, problems, running
 from tests.support.configured_cluster import ConfiguredCluster
 from tests.support.engine import PrivateEngine
 from tests.support.processes import free_port, wait_for
-from tests.support.slurm_node import Node
 
 
 @pytest.fixture(scope="module")
 def configured(clusters: None, engine: PrivateEngine, images: Any) -> Iterator[ConfiguredCluster]:
+    """The checks need a real image: busybox alone cannot run them."""
     with ConfiguredCluster() as cluster:
-        cluster.load_images(engine, images.INSTANT, images.SILENT)
+        cluster.load_images(engine, images.INSTANT)
         cluster.user("ann")
         yield cluster
 
@@ -83,18 +84,6 @@ def red(found: dict[str, CheckFinding]) -> list[str]:
     return [f.name for f in found.values() if f.status is not Status.OK]
 
 
-def contain(node: Node, job: int) -> str:
-    """A container of that job on the node."""
-    client = node.engine.client
-    made = client.create_container(images.SILENT, labels={"gpuspawner.job": str(job)})
-    client.start(made["Id"])
-    return str(made["Id"])
-
-
-def containers(node: Node) -> list[str]:
-    return [c["Id"] for c in node.engine.client.containers()]
-
-
 def test_slurm_device_index_matches_the_cluster_file(
     cluster: ConfiguredCluster, described: Cluster
 ) -> None:
@@ -116,20 +105,18 @@ def test_slurm_device_index_matches_the_cluster_file(
     ]
 
 
-def test_containers_of_ended_jobs_are_removed(
-    cluster: ConfiguredCluster,
-) -> None:
+def test_containers_of_ended_jobs_are_removed(cluster: ConfiguredCluster) -> None:
     node = cluster.nodes[0]
     before = cluster.hold("ann", "--gres=gpu:1", f"--nodelist={node.name}")
     cluster.wait_state(before, "RUNNING")
-    living, stale = contain(node, before), contain(node, 4_000_000)
+    living, stale = (node.contain({LABEL_JOB: str(job)}) for job in (before, 4_000_000))
     job = cluster.hold("ann", "--gres=gpu:1", f"--nodelist={node.name}")
     cluster.wait_state(job, "RUNNING")
-    wait_for(lambda: stale not in containers(node), "the stale container to go")
-    assert living in containers(node)
+    wait_for(lambda: stale not in node.containers(), "the stale container to go")
+    assert living in node.containers()
 
     cluster.run("scancel", str(before))
-    wait_for(lambda: living not in containers(node), "the container to go with its job")
+    wait_for(lambda: living not in node.containers(), "the container to go with its job")
     cluster.wait_nodes(node)
 
 
@@ -175,24 +162,38 @@ def test_check_reports_cluster_faults_by_node(
     assert found["munge"].status is Status.OK
 
 
+@pytest.fixture
+def command(
+    cluster: ConfiguredCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., str]:
+    """What a command of the hub on the first node prints that finds something wrong."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DOCKER_HOST", cluster.nodes[0].socket)
+
+    def run(*words: str) -> str:
+        capsys.readouterr()
+        assert main([*words, "-f", "hub.py"]) == 1
+        return capsys.readouterr().out
+
+    return run
+
+
 def test_check_command_reports_a_stopped_slurm(
     described: Cluster,
     cluster: ConfiguredCluster,
     only_here: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Callable[..., str],
 ) -> None:
-    first, second = cluster.nodes
+    second = cluster.nodes[1]
     write_hub(tmp_path, described, f'c.GPUDockerSpawner.image = "{only_here}"')
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DOCKER_HOST", first.socket)
     cluster.kill("slurmctld")
     cluster.kill("munged")
-    capsys.readouterr()
-    assert main(["check", "-f", "hub.py", "--no-containers", "--json"]) == 1
     found: dict[str, list[dict[str, str]]] = {}
-    for check in json.loads(capsys.readouterr().out)["checks"]:
+    for check in json.loads(command("check", "--no-containers", "--json"))["checks"]:
         found.setdefault(check["name"], []).append(check)
     assert "2 nodes, 3 devices" in found["cluster"][0]["text"]
     assert found["munge"][0]["remedy"] == "sudo systemctl start munge"
@@ -209,8 +210,7 @@ def test_catalog_pull_reports_the_image_on_every_node(
     cluster: ConfiguredCluster,
     only_here: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Callable[..., str],
 ) -> None:
     """These nodes reach no registry: what a pull itself does is tried on one engine."""
     first, second = cluster.nodes
@@ -221,11 +221,7 @@ def test_catalog_pull_reports_the_image_on_every_node(
         f"environments: [{{slug: lab, display_name: Lab, image: {only_here!r}}}]"
     )
     write_hub(tmp_path, nodes, f'c.GPUSpawnerMixin.catalog = "{tmp_path}/catalog.yaml"')
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DOCKER_HOST", first.socket)
-    capsys.readouterr()
-    assert main(["catalog", "pull", "-f", "hub.py"]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = command("catalog", "pull").splitlines()
     assert lines[0] == f"{only_here}: here"
     assert lines[1] == f"{only_here} on {first.name}: here"
     assert lines[2].startswith("moved: ") and only_here in lines[2]

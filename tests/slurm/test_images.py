@@ -63,10 +63,9 @@ def hub(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[SlurmHub]:
     folder = tmp_path_factory.mktemp("images") / "hub"
-    hub = SlurmHub(folder, shared_cluster, OWN.format(repository=registry.repository + ":own"))
-    with (folder / "catalog.yaml").open("a", encoding="utf-8") as catalog:
-        catalog.write(ENVIRONMENTS.format(repository=registry.repository))
-    with hub:
+    config = OWN.format(repository=f"{registry.repository}:own")
+    environments = ENVIRONMENTS.format(repository=registry.repository)
+    with SlurmHub(folder, shared_cluster, config, environments=environments) as hub:
         yield hub
     for node in shared_cluster.nodes:
         for tag in TAGS:
@@ -139,16 +138,13 @@ def test_node_without_the_image_is_not_chosen_until_pulled(
     registry.hangs_after = None
     second.engine.client.pull(registry.repository, "own")
     registry.hang()
-    hub.ask("ann", environment="instant", own_image=image, gpus=1)
-    lease = hub.wait_lease("ann")
+    lease = hub.begin("ann", environment="instant", own_image=image, gpus=1)
     assert hub.node_of(lease) is second, "the other one has two GPUs free, and no image"
     assert not has(first, image)
-    hub.ask("bob", environment="instant", own_image=image, gpus=1, wait=True)
-    wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending"), "bob's job")
+    hub.queue_up("bob", environment="instant", own_image=image, gpus=1)
     registry.go_on()
     assert hub.node_of(hub.wait_lease("bob", timeout=90)) is first
-    for user in ("ann", "bob"):
-        hub.stop_server(user)
+    hub.stop_servers("ann", "bob")
 
 
 def test_image_that_cannot_be_pulled_ends_the_ticket(

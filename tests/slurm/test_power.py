@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from datetime import datetime
 
 import pytest
-import yaml
 
 from gpuspawner.devices.models import Device, DeviceStatus
 from gpuspawner.services import utcnow
 from gpuspawner.slurm import scheduler, telemetry
-from gpuspawner.slurm.cluster import cluster_of
 from gpuspawner.slurm.programs import Slurm
 from gpuspawner.slurm.scheduler import SlurmDelegate
 from tests.support.processes import wait_for
@@ -36,8 +34,7 @@ def test_powered_off_and_drained_nodes_are_described(
     caplog.set_level(logging.INFO)
     (on, _), (spare,) = (node.devices for node in powered.nodes)
     urls = {node.name: f"https://{node.address}:9401" for node in powered.nodes}
-    cluster = cluster_of(yaml.safe_dump(described(powered, samplers=urls)))
-    delegate = SlurmDelegate(cluster, Slurm(conf=str(powered.conf)))
+    delegate = SlurmDelegate(described(powered, samplers=urls), Slurm(conf=str(powered.conf)))
 
     def seen(uuid: str) -> Device:
         return next(d for d in delegate.observe(utcnow()).devices if d.uuid == uuid)
@@ -82,24 +79,3 @@ def test_powered_off_and_drained_nodes_are_described(
     powered.run("scancel", str(job))
     powered.delivers = True
     says(spare.uuid, DeviceStatus.OK, "off (power saving)")
-
-
-def test_node_is_powered_on_only_while_needed(powered: PoweredCluster) -> None:
-    (spare,) = powered.spare
-    wait_for(lambda: powered.node_state(spare) == "idle~", "the node to be off")
-    powered.user("ann")
-    job = powered.hold("ann", "--gres=gpu:h100:1")
-    # Slurm looks every 30 s whether a job's node has come: that is not waited for here.
-    wait_for(lambda: powered.node_state(spare) == "mixed", "the node to be on")
-    assert powered.state(job) in ("CONFIGURING", "RUNNING")
-    powered.run("scancel", str(job))
-    wait_for(lambda: powered.node_state(spare) == "idle~", "the node to be off")
-
-    powered.delivers = False
-    powered.reconfigure(ResumeTimeout=2)
-    lost = powered.hold("ann", "--gres=gpu:h100:1")
-    assert powered.wait_state(lost, "NODE_FAIL", timeout=60)
-    reason = powered.run("sinfo", "-h", "-n", spare.name, "-o", "%E")
-    assert reason.strip() == "ResumeTimeout reached"
-    here = powered.hold("ann", "--gres=gpu:a100:1")
-    powered.wait_state(here, "RUNNING")

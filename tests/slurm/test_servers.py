@@ -69,20 +69,22 @@ NEW = ("gwen", "hugo")
 def hub(
     hubs: None, shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmHub]:
-    hub = SlurmHub(tmp_path_factory.mktemp("servers") / "hub", shared_cluster, CONFIG)
-    with (hub.folder / "catalog.yaml").open("a", encoding="utf-8") as catalog:
-        catalog.write(ENVIRONMENTS)
-    with hub:
+    folder = tmp_path_factory.mktemp("servers") / "hub"
+    with SlurmHub(folder, shared_cluster, CONFIG, environments=ENVIRONMENTS) as hub:
         for user in NEW:
             hub.services.ledger.open_account(user)
         yield hub
 
 
+def line(hub: SlurmHub) -> list[str]:
+    """The members in line, in Slurm's order."""
+    return [ticket.server.user for ticket, _, _ in hub.services.positions.order()]
+
+
 def test_server_gets_its_slurm_devices_and_returns_them(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
-    hub.ask("ann", gpus=2)
-    lease = hub.wait_lease("ann")
+    lease = hub.begin("ann", gpus=2)
     node = hub.node_of(lease)
     assert node is cluster.nodes[0] and len(lease.devices) == 2
     assert hub.get("ann", "devices").text.split() == ["/dev/nvidia0", "/dev/nvidia1"]
@@ -101,12 +103,9 @@ def test_server_gets_its_slurm_devices_and_returns_them(
 def test_waiting_member_sees_position_and_starts_automatically(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
-    hub.ask("ann", gpus=2)
-    first = hub.wait_lease("ann")
-    hub.ask("bob", gpus=1, gpu_model="H100", wait=True)
-    hub.wait_lease("bob")
-    hub.ask("cara", gpus=1, wait=True)
-    ticket = wait_for(lambda: hub.services.queue.waiting(), "cara's ticket")[0]
+    first = hub.begin("ann", gpus=2)
+    hub.begin("bob", gpus=1, gpu_model="H100", wait=True)
+    ticket = hub.queue_up("cara", gpus=1)
     standing = wait_for(
         lambda: hub.services.positions.standings().get(ticket.id), "where it stands"
     )
@@ -116,20 +115,11 @@ def test_waiting_member_sees_position_and_starts_automatically(
     hub.wait_end(first)
     lease = hub.wait_lease("cara")
     assert lease.ticket_id == ticket.id
-    for user in ("bob", "cara"):
-        hub.stop_server(user)
-
-
-def test_server_without_a_gpu_needs_no_job(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    hub.ask("dora", gpus=0)
-    lease = hub.wait_lease("dora")
-    assert lease.engine == "docker" and not cluster.run("squeue", "-h")
-    hub.stop_server("dora")
+    hub.stop_servers("bob", "cara")
 
 
 def test_dead_container_releases_its_gpus(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    hub.ask("ann", gpus=2)
-    lease = hub.wait_lease("ann")
+    lease = hub.begin("ann", gpus=2)
     (container,) = hub.containers(hub.node_of(lease))
     hub.ask("bob", gpus=2, wait=True)
     hub.node_of(lease).engine.client.kill(container["Id"])
@@ -141,11 +131,8 @@ def test_dead_container_releases_its_gpus(hub: SlurmHub, cluster: SlurmCluster) 
 
 def test_job_cancelled_in_slurm_ends_server_or_ticket(hub: SlurmHub, cluster: SlurmCluster) -> None:
     """One server runs, one waits: both are told, and neither leaves anything."""
-    hub.ask("ann", gpus=2)
-    lease = hub.wait_lease("ann")
-    hub.ask("bob", gpus=2, wait=True)
-    (ticket,) = wait_for(hub.services.queue.waiting, "bob's ticket")
-    wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending"), "bob's job")
+    lease = hub.begin("ann", gpus=2)
+    ticket = hub.queue_up("bob", gpus=2)
     cluster.run("scancel", f"--name=gpuspawner-{ticket.id}")
     cluster.run("scancel", f"--name=gpuspawner-{lease.ticket_id}")
     ended = wait_for(
@@ -161,15 +148,13 @@ def test_job_cancelled_in_slurm_ends_server_or_ticket(hub: SlurmHub, cluster: Sl
 def test_lost_node_ends_servers_that_restart_elsewhere(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
-    hub.ask("ann", gpus=1, gpu_model="H100")
-    lease = hub.wait_lease("ann")
+    lease = hub.begin("ann", gpus=1, gpu_model="H100")
     node = hub.node_of(lease)
     cluster.cut(node)
     ended = hub.wait_end(lease, timeout=90)
     assert ended.ended_at and ended.started_at
     wait_for(lambda: hub.server("ann") is None, "the hub to know")
-    hub.ask("ann", gpus=1)
-    again = hub.wait_lease("ann")
+    again = hub.begin("ann", gpus=1)
     assert hub.node_of(again) is not node
     cluster.heal(node)
     wait_for(lambda: not hub.containers(node), "its stale container to go", timeout=90)
@@ -177,10 +162,8 @@ def test_lost_node_ends_servers_that_restart_elsewhere(
 
 
 def test_stopping_a_waiting_server_cancels_its_job(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    hub.ask("ann", gpus=2)
-    hub.wait_lease("ann")
-    hub.ask("bob", gpus=2, wait=True)
-    wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending"), "bob's job")
+    hub.begin("ann", gpus=2)
+    hub.queue_up("bob", gpus=2)
     hub.stop_server("bob")
     wait_for(lambda: not cluster.run("squeue", "-h", "-t", "pending"), "its job to go")
     hub.stop_server("ann")
@@ -191,8 +174,7 @@ def test_impossible_request_is_refused_with_a_reason(hub: SlurmHub, cluster: Slu
     assert "Titan" in hub.refusal("ann", gpus=1, gpu_model="Titan")
     said = hub.refusal("ann", environment="days", gpus=1, hours=30)
     assert "lets nothing run for over 24 h" in said
-    hub.ask("ann", gpus=2)
-    hub.wait_lease("ann")
+    hub.begin("ann", gpus=2)
     assert "in use" in hub.refusal("bob", gpus=2, wait="no")
     hub.stop_server("ann")
 
@@ -216,9 +198,7 @@ def test_drained_partition_refuses_and_down_partition_queues(
     try:
         assert "partition" in hub.refusal("ann", gpus=1)
         cluster.run("scontrol", "update", "partitionname=gpu", "state=down")
-        hub.ask("ann", gpus=1, wait=True)
-        (ticket,) = wait_for(hub.services.queue.waiting, "ann's ticket")
-        wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending"), "ann's job")
+        ticket = hub.queue_up("ann", gpus=1)
     finally:
         cluster.run("scontrol", "update", "partitionname=gpu", "state=up")
     assert hub.wait_lease("ann").ticket_id == ticket.id
@@ -232,9 +212,8 @@ def test_member_with_special_characters_gets_a_server(hub: SlurmHub, cluster: Sl
     answer = hub.spawn(member, {"gpus": 1}, server)
     assert answer.ok, answer.text
     lease = hub.wait_lease(member, server)
-    told = cluster.run("squeue", "-h", f"--name=gpuspawner-{lease.ticket_id}", "-o", "%u|%k")
-    assert told.partition("|")[0] == user
-    assert json.loads(told.partition("|")[2])["server"] == str(lease.server)
+    owner, _, comment = cluster.holder(lease.ticket_id, "%u|%k").partition("|")
+    assert (owner, json.loads(comment)["server"]) == (user, str(lease.server))
     assert hub.get(member, "devices", server).text.split() == ["/dev/nvidia0"]
     hub.stop_server(member, server)
     hub.wait_end(lease)
@@ -244,8 +223,7 @@ def test_container_outside_the_job_cgroup_ends_with_the_job(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
     """As on nodes with cgroup v2: the limits are the environment's, and the rest is as ever."""
-    hub.ask("ann", environment="outside", gpus=1)
-    lease = hub.wait_lease("ann")
+    lease = hub.begin("ann", environment="outside", gpus=1)
     node = hub.node_of(lease)
     (container,) = hub.containers(node)
     host = node.engine.client.inspect_container(container["Id"])["HostConfig"]
@@ -260,35 +238,26 @@ def test_container_outside_the_job_cgroup_ends_with_the_job(
 def test_queue_keeps_order_and_heavy_users_wait(hub: SlurmHub, cluster: SlurmCluster) -> None:
     """Slurm counts who used how much once a minute and when it starts, and what servers use is
     theirs."""
-    hub.ask("ann", gpus=1, gpu_model="H100")
-    hub.wait_lease("ann")
-    tickets = {}
-    for user in ("ann", *NEW):
-        server = "second" if user == "ann" else ""
-        hub.ask(user, server, gpus=1, gpu_model="H100", wait=True)
-        found = wait_for(
-            lambda u=user: [t for t in hub.services.queue.waiting() if t.server.user == u], user
-        )
-        tickets[user] = found[0]
+    hub.begin("ann", gpus=1, gpu_model="H100")
+    tickets = {
+        user: hub.queue_up(user, "second" if user == "ann" else "", gpus=1, gpu_model="H100")
+        for user in ("ann", *NEW)
+    }
 
-    def line() -> list[str]:
-        return [ticket.server.user for ticket, _, _ in hub.services.positions.order()]
-
-    wait_for(lambda: cluster.run("squeue", "-h", "-t", "pending").count("\n") == 3, "their jobs")
     cluster.restart("slurmctld")
-    wait_for(lambda: line() == [*NEW, "ann"], "ann to be behind", timeout=90)
+    wait_for(lambda: line(hub) == [*NEW, "ann"], "ann to be behind", timeout=90)
     hub.stop_server("ann")
     for number, user in enumerate(NEW, start=1):
         assert hub.wait_lease(user).ticket_id == tickets[user].id
-        assert line() == [*NEW[number:], "ann"]
+        assert line(hub) == [*NEW[number:], "ann"]
         hub.stop_server(user)
     assert hub.wait_lease("ann", "second").ticket_id == tickets["ann"].id
     hub.stop_server("ann", "second")
 
 
-def test_batch_job_is_charged_to_its_member(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    hub.ask("zoe", gpus=0)
-    hub.wait_lease("zoe")
+def test_member_without_a_gpu_pays_for_a_batch_job(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    lease = hub.begin("zoe", gpus=0)
+    assert lease.engine == "docker" and not cluster.run("squeue", "-h"), "it needs no job"
     job = cluster.hold("zoe", "--gres=gpu:h100:1", script="#!/bin/sh\nexec sleep 2\n")
 
     def line() -> StatementEntry | None:
@@ -323,11 +292,9 @@ def assert_once(hub: SlurmHub) -> None:
 def test_server_and_ticket_survive_a_crash_of_all_daemons(
     hub: SlurmHub, cluster: SlurmCluster, chance: random.Random, again: int
 ) -> None:
-    hub.ask("ann", gpus=1, gpu_model="H100")
-    lease = hub.wait_lease("ann")
+    lease = hub.begin("ann", gpus=1, gpu_model="H100")
     (container,) = hub.containers(hub.node_of(lease))
-    hub.ask("bob", gpus=1, gpu_model="H100", wait=True)
-    (ticket,) = wait_for(hub.services.queue.waiting, "bob's ticket")
+    ticket = hub.queue_up("bob", gpus=1, gpu_model="H100")
     cluster.save("ann")
     for name in chance.sample(DAEMONS, 3):
         hub.kill9(services=True) if name == "hub" else cluster.kill(name)
@@ -354,8 +321,7 @@ def test_server_and_ticket_survive_a_crash_of_all_daemons(
 def test_grants_continue_without_the_accounting_database(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
-    hub.ask("ann", gpus=1)
-    first = hub.wait_lease("ann")
+    first = hub.begin("ann", gpus=1)
     cluster.kill("slurmdbd")
     hub.stop_server("ann")
     hub.wait_end(first)
@@ -366,12 +332,9 @@ def test_grants_continue_without_the_accounting_database(
 
 
 def test_gpu_with_a_failed_epilog_is_not_granted(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    hub.ask("ann", gpus=1, gpu_model="H100")
-    lease = hub.wait_lease("ann")
+    lease = hub.begin("ann", gpus=1, gpu_model="H100")
     node = hub.node_of(lease)
-    hub.ask("bob", gpus=1, gpu_model="H100", wait=True)
-    (ticket,) = wait_for(hub.services.queue.waiting, "bob's ticket")
-    wait_for(lambda: jobs(cluster)[f"gpuspawner-{ticket.id}"], "bob's job")
+    ticket = hub.queue_up("bob", gpus=1, gpu_model="H100")
     cluster.fail_epilog(node)
     hub.stop_server("ann")
     ended = hub.wait_end(lease)
@@ -391,8 +354,7 @@ def test_gpu_with_a_failed_epilog_is_not_granted(hub: SlurmHub, cluster: SlurmCl
 
 
 def test_preempted_server_ends_with_the_reason(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    hub.ask("ann", gpus=1, gpu_model="H100")
-    lease = hub.wait_lease("ann")
+    lease = hub.begin("ann", gpus=1, gpu_model="H100")
     cluster.user("urgent", "lab", "high")
     # As a site decides it: whom its QOS preempts, the hub's own among them if there are any.
     preempted = {"normal", cluster.run("squeue", "-h", "-t", "R", "-o", "%q").strip()}
@@ -434,22 +396,11 @@ def call(hub: SlurmHub, who: str, path: str, **sent: Any) -> requests.Response:
     return hub.call(who, "POST", path, json=sent)
 
 
-def asked(hub: SlurmHub, cluster: SlurmCluster, user: str, **options: Any) -> Ticket:
-    """A member waits in line, and Slurm knows: the ticket."""
-    hub.ask(user, wait=True, **options)
-    found = wait_for(
-        lambda: [t for t in hub.services.queue.waiting() if t.server.user == user], user
-    )
-    wait_for(lambda: said(cluster, found[0]), f"the job of {user}")
-    return found[0]
-
-
 def said(cluster: SlurmCluster, waits: Ticket | Lease) -> tuple[int, str, str]:
     """Priority, reason and time limit of the job of a ticket or lease; nothing without one."""
-    name = waits.id if isinstance(waits, Ticket) else waits.ticket_id
-    told = cluster.run("squeue", "-h", f"--name=gpuspawner-{name}", "-o", "%Q|%r|%l")
-    priority, reason, limit = told.strip().split("|") if told.strip() else ("0", "", "")
-    return (int(priority), reason, limit) if limit else (0, "", "")
+    told = cluster.holder(waits.id if isinstance(waits, Ticket) else waits.ticket_id, "%Q|%r|%l")
+    priority, reason, limit = told.split("|") if told else ("0", "", "")
+    return int(priority), reason, limit
 
 
 def test_draining_a_gpu_drains_its_node(
@@ -494,17 +445,15 @@ def test_draining_a_gpu_drains_its_node(
 
 
 def test_admin_reorders_the_queue_and_pauses_granting(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    hub.ask("ann", gpus=2)
-    hub.wait_lease("ann")
-    hub.ask("bob", gpus=1)
-    hub.wait_lease("bob")
-    cara, dora, emil = (asked(hub, cluster, user, gpus=1) for user in ("cara", "dora", "emil"))
+    hub.begin("ann", gpus=2)
+    hub.begin("bob", gpus=1)
+    cara, dora, emil = (hub.queue_up(user, gpus=1) for user in ("cara", "dora", "emil"))
 
     assert call(hub, ADMIN, f"queue/{dora.id}/boost", points=5, reason="").ok
     wait_for(lambda: said(cluster, dora)[0] >= said(cluster, cara)[0] + 4000, "the points")
     assert call(hub, ADMIN, f"queue/{emil.id}/move", position=1, reason="talk").ok
     wait_for(lambda: said(cluster, emil)[0] == 4_000_000_000 - 1, "the place")
-    wait_for(lambda: places(hub) == ["emil", "dora", "cara"], "the line")
+    wait_for(lambda: line(hub) == ["emil", "dora", "cara"], "the line")
 
     assert call(hub, ADMIN, "granting", paused=True, reason="new fans").ok
     for ticket in (cara, dora, emil):
@@ -524,12 +473,7 @@ def test_admin_reorders_the_queue_and_pauses_granting(hub: SlurmHub, cluster: Sl
     for ticket in (cara, dora):
         assert call(hub, ADMIN, f"queue/{ticket.id}/cancel", reason="the course is over").ok
         wait_for(lambda t=ticket: not any(said(cluster, t)), "its job to go")
-    for user in ("ann", "emil"):
-        hub.stop_server(user)
-
-
-def places(hub: SlurmHub) -> list[str]:
-    return [ticket.server.user for ticket, _, _ in hub.services.positions.order()]
+    hub.stop_servers("ann", "emil")
 
 
 def test_session_extension_lengthens_the_job_within_limits(
@@ -546,17 +490,14 @@ def test_session_extension_lengthens_the_job_within_limits(
     refused = call(hub, "bob", f"leases/{most.id}/extend")
     assert not refused.ok and "lets nothing run for over 24 h" in refused.json()["message"]
     assert hub.services.leases.get(most.id).extended == 0 and said(cluster, most)[2] == "1-00:00:00"
-    for user in ("ann", "bob"):
-        hub.stop_server(user)
+    hub.stop_servers("ann", "bob")
 
 
 def test_session_end_or_empty_account_ends_container_and_job(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
-    hub.ask("ann", environment="brief", gpus=1)
-    first = hub.wait_lease("ann")
-    hub.ask("fred", gpus=1)
-    second = hub.wait_lease("fred")
+    first = hub.begin("ann", environment="brief", gpus=1)
+    second = hub.begin("fred", gpus=1)
     account = hub.services.ledger.account(member_account("fred"))
     broke = -account.available + 2_000_000
     hub.services.ledger.grant(member_account("fred"), broke, actor=ADMIN, reason="a mistake")

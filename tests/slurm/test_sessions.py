@@ -52,10 +52,8 @@ def hub(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[SlurmHub]:
     folder = tmp_path_factory.mktemp("sessions") / "hub"
-    hub = SlurmHub(folder, shared_cluster, CONFIG, samplers=sampler_urls)
-    with (folder / "catalog.yaml").open("a", encoding="utf-8") as catalog:
-        catalog.write(ENVIRONMENTS)
-    with hub:
+    parts = {"samplers": sampler_urls, "environments": ENVIRONMENTS}
+    with SlurmHub(folder, shared_cluster, CONFIG, **parts) as hub:
         yield hub
 
 
@@ -93,7 +91,7 @@ def lines(hub: SlurmHub, name: str) -> list[dict[str, Any]]:
 def gone(hub: SlurmHub, cluster: SlurmCluster, lease: Lease) -> bool:
     """Whether nothing of a server is left anywhere."""
     container = [c for c in hub.containers(hub.node_of(lease)) if lease.id in c["Labels"].values()]
-    job = cluster.run("squeue", "-h", f"--name=gpuspawner-{lease.ticket_id}")
+    job = cluster.holder(lease.ticket_id)
     return hub.server(lease.server.user) is None and not container and not job
 
 
@@ -132,8 +130,7 @@ def test_idle_server_yields_and_no_show_is_not_charged(
 
 
 def test_session_is_warned_and_charged_up_to_its_end(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    hub.ask("ann", environment="brief", gpus=2)
-    lease = hub.wait_lease("ann")
+    lease = hub.begin("ann", environment="brief", gpus=2)
     # It came at once: ann need not show that she is there.
     assert (lease.seconds, lease.claim_seconds) == (7, None)
     assert told(hub, "ann", NoticeKind.TURN) == []

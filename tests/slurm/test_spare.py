@@ -33,11 +33,9 @@ def test_queue_powers_on_a_node_and_survives_its_failure(soak: None, hub: SlurmH
     assert isinstance(cluster, PoweredCluster)
     (spare,) = cluster.spare
     says_calmly_that_it_is_off(hub, spare, cluster.nodes[0])
-    hub.ask("ann", gpus=2)
-    hub.wait_lease("ann")
+    hub.begin("ann", gpus=2)
     cluster.delivers = False
-    hub.ask("bob", gpus=1, wait=True)
-    (ticket,) = wait_for(hub.services.queue.waiting, "bob's ticket")
+    ticket = hub.queue_up("bob", gpus=1)
 
     def why(words: str) -> bool:
         standing = hub.services.positions.standings().get(ticket.id)

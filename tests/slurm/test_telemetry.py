@@ -78,8 +78,7 @@ def test_live_page_shows_the_devices_of_all_nodes(
     hub: SlurmHub, cluster: SlurmCluster, browser: Browser
 ) -> None:
     (one, two), (other,) = (node.devices for node in cluster.nodes)
-    hub.ask("ann", gpus=1, gpu_model="H100")
-    lease = hub.wait_lease("ann")
+    lease = hub.begin("ann", gpus=1, gpu_model="H100")
     assert lease.uuids == (other.uuid,)
     for user, size in (("ann", PHONE), (ADMIN, WIDE)):
         page = browser.new_page(viewport=size)

@@ -31,12 +31,12 @@ from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.cluster import read_cluster
-from gpuspawner.slurm.jobs import SlurmJob, read_jobs
+from gpuspawner.slurm.jobs import read_jobs
 from gpuspawner.slurm.priority import FIRST_PAUSE, MARK, PriorityOverrides
 from gpuspawner.slurm.programs import Slurm
 from gpuspawner.slurm.scheduler import SlurmDelegate
 from tests.support.processes import wait_for
-from tests.support.slurm_broker import asked, frozen, has_job, opened, until, weak_programs
+from tests.support.slurm_broker import asked, frozen, opened, until, weak_programs
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_node import Node
 
@@ -94,7 +94,7 @@ def test_ticket_gets_no_devices_from_a_cancelled_job(
     second = slurm.job(ticket.id)
     assert second is not None and second.id != first.id
     lease = services.queue.start_ticket(ticket.id)
-    assert lease.ticket_id == ticket.id and has_job(cluster, ticket) == "RUNNING"
+    assert lease.ticket_id == ticket.id and cluster.holder(ticket.id) == "RUNNING"
 
 
 def test_job_that_slurm_refuses_to_end_counts_again(
@@ -110,7 +110,7 @@ def test_job_that_slurm_refuses_to_end_counts_again(
     delegate_of(services).decline(ticket.id)
     assert services.queue.turns(frozenset([ticket.id])) == []
     until(services, [ticket], lambda turns: turns == [ticket.id])
-    assert has_job(cluster, ticket) == "RUNNING"
+    assert cluster.holder(ticket.id) == "RUNNING"
 
 
 def test_ticket_granted_during_cleanup_keeps_its_job(
@@ -131,7 +131,7 @@ def test_ticket_granted_during_cleanup_keeps_its_job(
 
         assert services.delegation.end_deserted() == []
     assert services.leases.get(granted[1]).state is LeaseState.GRANTED
-    assert has_job(cluster, ticket) == "RUNNING"
+    assert cluster.holder(ticket.id) == "RUNNING"
 
 
 def test_session_can_be_extended_right_after_its_start(
@@ -145,10 +145,10 @@ def test_session_can_be_extended_right_after_its_start(
     before = service.turns()
     ticket = asked(services, "ann", seconds=3600)
     assert ticket.id not in before
-    wait_for(lambda: has_job(cluster, ticket) == "RUNNING", "its job")
+    wait_for(lambda: cluster.holder(ticket.id) == "RUNNING", "its job")
     service._answered = scheduler.time.monotonic()  # as if that look had been just now
     service.extend(ticket.id, 2 * 3600)
-    assert has_job(cluster, ticket, "%l") == "2:20:00"
+    assert cluster.holder(ticket.id, "%l") == "2:20:00"
     with pytest.raises(SlurmRefused, match="its job has ended"):
         service.extend("f" * 16, 3600)
 
@@ -163,7 +163,7 @@ def fall_sick(services: Services, uuid: str) -> None:
 
 
 def why(cluster: SlurmCluster, node: Node) -> str:
-    """Why Slurm gives out nothing of a node; empty when it does."""
+    """Why Slurm gives out nothing of a node; empty if it does."""
     state, reason = cluster.run("sinfo", "-h", "-n", node.name, "-o", "%T|%E").strip().split("|", 1)
     return reason if state.startswith("drain") else ""
 
@@ -238,16 +238,12 @@ def test_node_drained_by_others_is_not_reopened(
 
 def running_on(services: Services, cluster: SlurmCluster, node: Node) -> Ticket:
     """A ticket that Slurm gave devices of this node, whose turn nobody has seen yet."""
-    others = [
-        cluster.hold("ann", f"--gres=gpu:{len(other.devices)}", f"--nodelist={other.name}")
-        for other in cluster.nodes
-        if other is not node
-    ]
-    for other in others:
-        cluster.wait_state(other, "RUNNING")
+    (other,) = (other for other in cluster.nodes if other is not node)
+    job = cluster.hold("ann", f"--gres=gpu:{len(other.devices)}", f"--nodelist={other.name}")
+    cluster.wait_state(job, "RUNNING")
     ticket = asked(services, "ann", "mine")
-    wait_for(lambda: has_job(cluster, ticket, "%T %N") == f"RUNNING {node.name}", "its job")
-    cluster.run("scancel", *map(str, others))
+    wait_for(lambda: cluster.holder(ticket.id, "%T %N") == f"RUNNING {node.name}", "its job")
+    cluster.run("scancel", str(job))
     return ticket
 
 
@@ -278,7 +274,7 @@ def test_declined_job_is_replaced_after_a_hub_restart(
     assert services.delegation.delegate is not None
     wait_for(lambda: ticket.id in services.delegation.delegate.turns(), "a look at it")
     services.delegation.delegate.decline(ticket.id)
-    wait_for(lambda: not has_job(cluster, ticket), "its end")
+    wait_for(lambda: not cluster.holder(ticket.id), "its end")
     anew = opened(tmp_path, cluster)
     until(anew, [ticket], lambda turns: turns == [ticket.id])
     assert anew.queue.start_ticket(ticket.id).ticket_id == ticket.id
@@ -294,13 +290,13 @@ def test_node_that_slurm_cannot_drain_is_excluded(
     closed(services, first.devices[0].uuid)
     until(services, [ticket], lambda turns: turns == [ticket.id])
     assert not why(cluster, first)
-    assert has_job(cluster, ticket, "%T %N") == f"RUNNING {second.name}"
+    assert cluster.holder(ticket.id, "%T %N") == f"RUNNING {second.name}"
     assert f"ExcNodeList={first.name}" in cluster.run("scontrol", "show", "job")
 
     # Where no other machine would do, it waits without a job.
     other = asked(services, "ann", "other", model="A100")
     until(services, [ticket, other], lambda turns: other.id not in turns)
-    assert not has_job(cluster, other) and not services.queue.ticket(other.id).outcome
+    assert not cluster.holder(other.id) and not services.queue.ticket(other.id).outcome
     with services.store.write() as connection:
         closures.reopen(connection, first.devices[0].uuid)
     until(services, [ticket, other], lambda turns: other.id in turns)
@@ -320,18 +316,18 @@ def test_end_of_a_pause_releases_only_its_own_holds(
     tickets = [mine, held, own]
     other = cluster.hold("ann", "--gres=gpu:1", f"--job-name=gpuspawner-{'f' * 16}")
     batch = cluster.hold("ann", "--gres=gpu:1")
-    cluster.run("scontrol", "hold", has_job(cluster, held, "%i"))
-    cluster.run("scontrol", "update", f"JobId={has_job(cluster, mine, '%i')}", "AdminComment=old")
+    cluster.run("scontrol", "hold", cluster.holder(held.id, "%i"))
+    cluster.run("scontrol", "update", f"JobId={cluster.holder(mine.id, '%i')}", "AdminComment=old")
 
     def says(ticket: Ticket, *reasons: str) -> bool:
-        return has_job(cluster, ticket, "%r") in reasons
+        return cluster.holder(ticket.id, "%r") in reasons
 
     services.devices.pause(actor="admin", reason="new fans")
     until(services, tickets, lambda _: says(mine, "JobHeldAdmin") and says(own, "JobHeldAdmin"))
     for job in (other, batch):
         assert cluster.run("squeue", "-h", "-j", str(job), "-o", "%Q").strip() != "0"
     # In the pause an admin makes the hold of one of them their own.
-    cluster.run("scontrol", "uhold", has_job(cluster, own, "%i"))
+    cluster.run("scontrol", "uhold", cluster.holder(own.id, "%i"))
 
     anew = opened(tmp_path, cluster)
     until(anew, tickets, lambda turns: turns == [])
@@ -349,37 +345,10 @@ def test_sbatch_jobs_run_during_a_pause(
     ticket = asked(services, "ann")
     batch = cluster.hold("ann", "--gres=gpu:h100:1")
     services.devices.pause(actor="admin")
-    until(services, [ticket], lambda _: has_job(cluster, ticket, "%r") == "JobHeldAdmin")
+    until(services, [ticket], lambda _: cluster.holder(ticket.id, "%r") == "JobHeldAdmin")
     cluster.run("scancel", "--state=running", "--user=ann")
     cluster.wait_state(batch, "RUNNING")
-    assert has_job(cluster, ticket, "%r") == "JobHeldAdmin"
-
-
-@pytest.mark.usefixtures("all_in_use")
-def test_unprivileged_hub_holds_and_releases_its_own_jobs(
-    services: Services, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A job's owner may hold it, and nobody can lift an admin's hold but an admin."""
-    mine, held = (asked(services, "ann", name) for name in ("mine", "held"))
-    cluster.run("scontrol", "hold", has_job(cluster, held, "%i"))
-    monkeypatch.setenv("PATH", weak_programs(tmp_path / "bin", "ann", "*"))
-    slurm = Slurm(conf=str(cluster.conf))
-
-    def jobs() -> list[SlurmJob]:
-        return [job for job in read_jobs(slurm) if job.ticket_id]
-
-    # Slurm still lists the ended jobs of other members, of minutes ago.
-    ann = next(job.uid for job in jobs() if job.ticket_id == mine.id)
-    hand = PriorityOverrides(slurm, logging.getLogger(__name__), user=ann)
-    hand.pause(jobs())
-    assert has_job(cluster, mine, "%r") == "JobHeldUser"
-
-    def is_released() -> bool:
-        hand.go_on(jobs(), {})  # as in every round, until it is so
-        return int(has_job(cluster, mine, "%Q")) > 0
-
-    wait_for(is_released, "its priority")
-    assert has_job(cluster, held, "%r") == "JobHeldAdmin"
+    assert cluster.holder(ticket.id, "%r") == "JobHeldAdmin"
 
 
 @pytest.mark.usefixtures("all_in_use")
@@ -408,25 +377,23 @@ def test_refused_changes_are_retried_with_growing_pauses(
     assert told(points, up_to=3 * FIRST_PAUSE) == 2, "after 5 and after 10 more"
     assert told(replace(ticket, boost=6.0)) == 1, "another wish is not refused yet"
     assert told(replace(ticket, position=1), up_to=now[0] + FIRST_PAUSE - 1) == 1
-    assert has_job(cluster, ticket, "%Q") not in ("0", "3999999999")
+    assert cluster.holder(ticket.id, "%Q") not in ("0", "3999999999")
     (folder / "strong").touch()
     assert told(replace(ticket, position=1), up_to=now[0] + FIRST_PAUSE) == 1
-    assert has_job(cluster, ticket, "%Q") == "3999999999"
+    assert cluster.holder(ticket.id, "%Q") == "3999999999"
 
 
-@pytest.mark.usefixtures("all_in_use")
-def test_hanging_controller_blocks_no_requests(
-    services: Services, cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    """Its programs would wait for minutes; who asks, leaves or is refused waits for none of it."""
+@pytest.fixture
+def patient_programs(cluster: SlurmCluster) -> Iterator[None]:
+    """Slurm's programs wait for minutes."""
     cluster.reconfigure(MessageTimeout=90)
-    try:
-        _hangs(services, cluster)
-    finally:
-        cluster.reconfigure(MessageTimeout=5)
+    yield
+    cluster.reconfigure(MessageTimeout=5)
 
 
-def _hangs(services: Services, cluster: SlurmCluster) -> None:
+@pytest.mark.usefixtures("all_in_use", "patient_programs")
+def test_hanging_controller_blocks_no_requests(services: Services, cluster: SlurmCluster) -> None:
+    """Who asks, leaves or is refused does not wait for its programs."""
     delegate = SlurmDelegate(
         read_cluster(services.settings.slurm.cluster_file),
         Slurm(conf=str(cluster.conf), seconds=300),
@@ -454,9 +421,9 @@ def _hangs(services: Services, cluster: SlurmCluster) -> None:
         assert delegate._asker.seconds > 0 and delegate._nodes_asker.seconds > 0, "both hang yet"
     until_in_line(services, new)
     assert "does not answer" not in services.positions.standings()[new.id].why
-    assert has_job(cluster, new) == "PENDING"
+    assert cluster.holder(new.id) == "PENDING"
     wait_for(
-        lambda: services.delegation.end_deserted() or not has_job(cluster, leaves), "its job to go"
+        lambda: services.delegation.end_deserted() or not cluster.holder(leaves.id), "its job to go"
     )
 
 

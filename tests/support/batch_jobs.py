@@ -88,8 +88,6 @@ def run(number: int, begins: datetime = T0, seconds: int | None = 3600, **cells:
         label=str(number),
         name="train.py",
         user="anna",
-        account="gpuspawner-members",
-        state="RUNNING" if seconds is None else "COMPLETED",
         submitted_at=begins - timedelta(seconds=5),
         started_at=begins,
         ended_at=None if seconds is None else begins + timedelta(seconds=seconds),
@@ -97,7 +95,6 @@ def run(number: int, begins: datetime = T0, seconds: int | None = 3600, **cells:
         gpus={"a100": 1},
         shards={},
         nodes=("m1",),
-        exit="0:0",
     )
     return replace(made, **cells)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,11 +11,8 @@ from gpuspawner.cli.app import main
 from gpuspawner.slurm.cluster import Cluster, read_cluster
 from gpuspawner.slurm.cluster import NodeDevice as Described
 from gpuspawner.slurm.inventory import HostInventory
-from tests.support import processes, slurm_files
-from tests.support.processes import free_port
+from tests.support import processes
 from tests.support.slurm_cluster import A100, H100, SCRIPTS, SlurmCluster
-from tests.support.slurm_daemons import file_of, folder_of
-from tests.support.slurm_files import Places
 from tests.support.slurm_node import Node
 
 SHARDS = 4
@@ -104,15 +100,7 @@ class ConfiguredCluster(SlurmCluster):
             "MailProg": "/bin/true",
         }
 
-    def _write_files(self) -> None:
-        f = self.directory
-        ports = [free_port() for _ in range(3)]
-        self.places = Places(f, f"head{self.slot}", self.address, *ports)
-        folder_of("slurm", f / "state")
-        self._password = secrets.token_hex(12)
+    def _write_conf(self) -> None:
+        """Also slurmdbd.conf, which the tests' own replaces: another port, and a password."""
         if self.write():
             raise RuntimeError("gpuspawner slurm config wrote nothing")
-        # The machine's database is not the admin's: another port, and a password.
-        accounting = slurm_files.slurmdbd_conf(self.places, self._password).encode()
-        file_of("slurm", f / "etc/slurmdbd.conf", accounting, "0600")
-        self._write_scripts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,25 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
-from gpuspawner.queue.models import Ticket
+from gpuspawner.leases.models import Lease
+from gpuspawner.service.cluster_sync import ClusterDuty
+from gpuspawner.service.hub_client import HubClient
+from gpuspawner.service.worker import Tick
 from gpuspawner.slurm import account_sync
 from gpuspawner.slurm.job_billing import BillingResult
 from tests.support import slurm_files
-from tests.support.brokers import make_services
 from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO, free_port, system_path, wait_for
+from tests.support.slurm_broker import asked, opened, until
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_daemons import file_of
 from tests.support.slurm_files import Places
-from tests.support.slurm_hub import described
 
 CONFIG = """
 c = get_config()
-c.GPUDatabase.url = {url!r}
-c.GPUSlurm.cluster_file = {file!r}
+c.GPUDatabase.url = "sqlite:///{folder}/gpuspawner.sqlite"
+c.GPUSlurm.cluster_file = "{folder}/cluster.yaml"
 c.GPUQueue.group_weights = {{"research": 3}}
 c.GPUQueue.group_priority = {{"research": "course"}}
 """
@@ -39,15 +39,12 @@ QUICK = "#!/bin/sh\nexec sleep 2\n"
 class Books:
     """A hub's books beside the cluster, and its command line."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, shards: int = 0) -> None:
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
-        file = folder / "cluster.yaml"
-        file.write_text(yaml.safe_dump(described(cluster, shards)))
-        url = f"sqlite:///{folder}/books.sqlite"
-        (folder / "jupyterhub_config.py").write_text(CONFIG.format(url=url, file=str(file)))
-        self.services = make_services(
-            database_url=url,
-            cluster=str(file),
+        (folder / "jupyterhub_config.py").write_text(CONFIG.format(folder=folder))
+        self.services = opened(
+            folder,
+            cluster,
             gpu_rates={"*": 3600},  # a credit a second
             opening_grant=1000,
             hold_minutes=0.01,
@@ -96,7 +93,6 @@ class Books:
         return self._ended(f"--name=gpuspawner-{lease.ticket_id}")
 
     def _ended(self, *which: str) -> int:
-
         def look() -> str:
             asked = ("-a", "-X", "-n", "-P", "-S", "now-1hour", "-o", "state,end,elapsedraw")
             state, end, seconds = (
@@ -116,6 +112,12 @@ class Books:
         return wait_for(look, "a debit", interval=0.5)
 
 
+def cluster_duty(books: Books, log: logging.Logger) -> ClusterDuty:
+    """The accounting service's part, without a hub."""
+    hub = HubClient("http://127.0.0.1:9", "")
+    return ClusterDuty(Tick(services=books.services, hub=hub, engines={}, log=log))
+
+
 def member(books: Books, name: str, user: str = "") -> str:
     books.cluster.users.make(user or name)
     books.services.ledger.open_account(name)
@@ -124,16 +126,9 @@ def member(books: Books, name: str, user: str = "") -> str:
 
 def begin(books: Books, user: str) -> Lease:
     """A server's lease, from its ticket on; no container is needed for it."""
-    asked = books.services.queue.ask(
-        ServerRef(user), Request(devices=2), engine="slurm", terms=Terms(wait=True)
-    )
-    assert isinstance(asked, Ticket)
-
-    def granted() -> Lease | None:
-        turns = books.services.queue.turns(frozenset({asked.id}))
-        return books.services.queue.start_ticket(turns[0]) if turns else None
-
-    lease = wait_for(granted, "the turn", interval=0.2)
+    ticket = asked(books.services, user, devices=2)
+    until(books.services, [ticket], lambda turns: turns == [ticket.id])
+    lease = books.services.queue.start_ticket(ticket.id)
     books.services.leases.confirm(lease.id, "")
     return lease
 

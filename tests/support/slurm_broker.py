@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
+from gpuspawner.slurm.config import cluster_yaml
 from tests.support import processes
 from tests.support.brokers import make_services
 from tests.support.processes import wait_for
@@ -26,22 +26,21 @@ from tests.support.slurm_hub import described
 
 def opened(folder: Path, cluster: SlurmCluster, **config: Any) -> Services:
     """A hub's services; one of the same folder is the same hub, started anew."""
+    folder.mkdir(exist_ok=True)
     file = folder / "cluster.yaml"
-    file.write_text(yaml.safe_dump(described(cluster)), encoding="utf-8")
+    file.write_text(cluster_yaml(described(cluster)), encoding="utf-8")
     url = f"sqlite:///{folder}/gpuspawner.sqlite"
     return make_services(database_url=url, cluster=str(file), **config)
 
 
 def asked(
-    services: Services, user: str, server: str = "", model: str = "", **terms: Any
+    services: Services, user: str, server: str = "", *, devices: int = 1, model: str = "",
+    **terms: Any,
 ) -> Ticket:  # fmt: skip
-    """A member asks for a GPU, and waits for it."""
-    got = services.queue.ask(
-        ServerRef(user, server),
-        Request(devices=1, model=model),
-        engine="slurm",
-        terms=Terms(wait=True, **terms),
-    )
+    """A member asks for GPUs, and waits for them."""
+    request = Request(devices=devices, model=model)
+    waits = Terms(wait=True, **terms)
+    got = services.queue.ask(ServerRef(user, server), request, engine="slurm", terms=waits)
     assert isinstance(got, Ticket)
     return got
 
@@ -51,12 +50,6 @@ def until(services: Services, tickets: list[Ticket], done: Callable[[list[str]],
     this says of their turns."""
     present = frozenset(ticket.id for ticket in tickets)
     return wait_for(lambda: done(services.queue.turns(present)), "a turn", timeout=60, interval=0.3)
-
-
-def has_job(cluster: SlurmCluster, ticket: Ticket, what: str = "%T") -> str:
-    """What ``squeue`` says of a ticket's job that waits or runs; empty when there is none."""
-    words = ["-h", f"--name=gpuspawner-{ticket.id}", "-o", what]
-    return cluster.run("squeue", *words).strip()
 
 
 @contextmanager

@@ -41,10 +41,6 @@ class SlurmClient:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
         return done.stdout
 
-    def node(self, name: str) -> Node:
-        """The node that is called so."""
-        return next(n for n in self.nodes if n.name == name)
-
     def user(self, name: str, account: str = "lab", *qos: str) -> str:
         """A Linux user in that account, which is their default from now on (both made if they are
         not there)."""
@@ -66,6 +62,10 @@ class SlurmClient:
         words = ["--parsable", f"--uid={user}", "--output=/dev/null", "--chdir=/", "--no-requeue"]
         said = self.run("sbatch", *words, "-c1", "--mem=100", *options, text=script)
         return int(said.split(";")[0])
+
+    def holder(self, ticket_id: str | None, what: str = "%T") -> str:
+        """What ``squeue`` says of a ticket's job that waits or runs; empty without one."""
+        return self.run("squeue", "-h", f"--name=gpuspawner-{ticket_id}", "-o", what).strip()
 
     def state(self, job: int) -> str:
         """The job's state, while Slurm's controller remembers it."""
@@ -96,7 +96,7 @@ class SlurmClient:
         return dict(line.split() for line in lines)
 
     def node_state(self, node: Node) -> str:
-        """Of one."""
+        """The same of one node."""
         return self.node_states()[node.name]
 
     def wait_nodes(self, *nodes: Node, timeout: float = 30) -> None:

@@ -197,12 +197,12 @@ class SlurmCluster(SlurmClient):
         self._trap(node).unlink(missing_ok=True)
         self.run("scontrol", "update", f"nodename={node.name}", "state=resume", check=False)
 
-    def load_images(self, source: PrivateEngine, *tags: str, nodes: Sequence[Node] = ()) -> None:
-        """Give every node, or these, the images of another engine; quick when they have them.
+    def load_images(self, source: PrivateEngine, *tags: str) -> None:
+        """Give every node the images of another engine; quick when they have them.
 
         What is in :mod:`tests.support.slurm_images` they have anyway.
         """
-        share_images(source, tags, [node.engine for node in nodes or self.nodes])
+        share_images(source, tags, [node.engine for node in self.nodes])
 
     def mend(self) -> None:
         """Every part runs, is connected, and takes jobs again."""
@@ -270,25 +270,25 @@ class SlurmCluster(SlurmClient):
         f = self.directory
         ports = [free_port() for _ in range(3)]
         self.places = Places(f, f"head{self.slot}", self.address, *ports)
-        machines = [node.machine for node in self.nodes]
         folder_of("slurm", f / "state")
         self._password = secrets.token_hex(12)
-        self.conf.write_text(
-            slurm_files.slurm_conf(self.cluster_name, self.places, machines, self.settings)
-        )
-        (f / "etc/gres.conf").write_text(slurm_files.gres_conf(machines))
-        (f / "etc/cgroup.conf").write_text(slurm_files.cgroup_conf())
+        self._write_conf()
         accounting = slurm_files.slurmdbd_conf(self.places, self._password).encode()
         file_of("slurm", f / "etc/slurmdbd.conf", accounting, "0600")
-        self._write_scripts()
-
-    def _write_scripts(self) -> None:
-        f = self.directory
         for name in ("prolog", "epilog"):
             script = SCRIPT.replace("FOLDER", str(f)).replace("WHICH", name)
             path = f / "bin" / name
             path.write_text(script.replace("OURS", str(SCRIPTS / f"gpuspawner-{name}")))
             path.chmod(0o755)
+
+    def _write_conf(self) -> None:
+        machines = [node.machine for node in self.nodes]
+        etc = self.conf.parent
+        self.conf.write_text(
+            slurm_files.slurm_conf(self.cluster_name, self.places, machines, self.settings)
+        )
+        (etc / "gres.conf").write_text(slurm_files.gres_conf(machines))
+        (etc / "cgroup.conf").write_text(slurm_files.cgroup_conf())
 
     def _start_accounting(self) -> None:
         f = self.directory

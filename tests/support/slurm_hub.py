@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import requests
-import yaml
 
 from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.queue.models import Ticket
+from gpuspawner.slurm.cluster import TLS, Cluster, NodeDevice
+from gpuspawner.slurm.cluster import Node as ClusterNode
+from gpuspawner.slurm.config import cluster_yaml
 from tests.support.brokers import make_services
 from tests.support.gpu_hub import CATALOG
 from tests.support.hub import HubProcess
@@ -52,15 +55,14 @@ class SlurmHub(HubProcess):
 
     def __init__(
         self, folder: Path, cluster: SlurmCluster, config: str = "", *, shards: int = 0,
-        samplers: Mapping[str, str] | None = None, **kwargs: Any,
+        samplers: Mapping[str, str] | None = None, environments: str = "", **kwargs: Any,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.cluster = cluster
         self.database_url = f"sqlite:///{folder}/gpuspawner.sqlite"
         file = folder / "cluster.yaml"
-        nodes = described(cluster, shards, samplers)
-        file.write_text(yaml.safe_dump(nodes), encoding="utf-8")
-        (folder / "catalog.yaml").write_text(CATALOG, encoding="utf-8")
+        file.write_text(cluster_yaml(described(cluster, shards, samplers)), encoding="utf-8")
+        (folder / "catalog.yaml").write_text(CATALOG + environments, encoding="utf-8")
         text = CONFIG.format(
             database_url=self.database_url,
             cluster=str(file),
@@ -69,8 +71,7 @@ class SlurmHub(HubProcess):
             config=config,
             url=f"http://127.0.0.1:{free_port()}",
         )
-        engine = cluster.nodes[0].engine
-        environment = {"DOCKER_HOST": engine.url}
+        environment = {"DOCKER_HOST": cluster.nodes[0].engine.url}
         super().__init__(folder, text, hub_ip=cluster.address, environment=environment, **kwargs)
         self.services = make_services(database_url=self.database_url, cluster=str(file))
         self._users: set[str] = set()
@@ -86,14 +87,32 @@ class SlurmHub(HubProcess):
             self._users.add(user)
         return self.spawn(user, options, server)
 
+    def begin(self, user: str, server: str = "", **options: Any) -> Lease:
+        """Ask for a server, and wait until it is up: its lease."""
+        self.ask(user, server, **options)
+        return self.wait_lease(user, server)
+
+    def queue_up(self, user: str, server: str = "", **options: Any) -> Ticket:
+        """Ask for a server that has to wait: its ticket, as soon as it has a job."""
+        self.ask(user, server, wait=True, **options)
+        ref, waiting = ServerRef(user, server), self.services.queue.waiting
+        (ticket,) = wait_for(
+            lambda: [ticket for ticket in waiting() if ticket.server == ref], f"{ref}'s ticket"
+        )
+        wait_for(lambda: self.cluster.holder(ticket.id), f"the job of {user}")
+        return ticket
+
+    def stop_servers(self, *users: str) -> None:
+        """Stop the members' default servers."""
+        for user in users:
+            self.stop_server(user)
+
     def refusal(self, user: str, **options: Any) -> str:
         """Why a member gets no server; and that nobody has anything of it."""
         answer = self.ask(user, **options)
         said = answer.json()["message"] if answer.status_code >= 400 else self.failure(user)
         wait_for(lambda: self.server(user) is None, "the hub to know")
-        assert not [
-            ticket for ticket in self.services.queue.waiting() if ticket.server.user == user
-        ]
+        assert user not in [ticket.server.user for ticket in self.services.queue.waiting()]
         assert self.services.leases.of_server(ServerRef(user)) is None
         assert not self.cluster.run("squeue", "-h", f"--user={user}")
         return str(said)
@@ -117,7 +136,7 @@ class SlurmHub(HubProcess):
     def node_of(self, lease: Lease) -> Node:
         """Where the lease's devices are."""
         uuid = lease.devices[0].uuid
-        return next(n for n in self.cluster.nodes if uuid in {d.uuid for d in n.engine.devices})
+        return next(n for n in self.cluster.nodes if uuid in {d.uuid for d in n.devices})
 
     def containers(self, node: Node) -> list[dict[str, Any]]:
         """Every container of a lease on a node, also those that have exited."""
@@ -129,39 +148,29 @@ class SlurmHub(HubProcess):
 
 def described(
     cluster: SlurmCluster, shards: int = 0, samplers: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """``cluster.yaml``, as an admin would have it."""
-    nodes = {}
-    for node in cluster.nodes:
-        machine = node.machine
-        tls = cluster.directory / "tls"
-        nodes[node.name] = {
-            "address": node.address,
-            "engine": f"https://{node.address}:2376",
-            "tls": {
-                "ca": str(tls / "ca.pem"),
-                "certificate": str(tls / "cert.pem"),
-                "key": str(tls / "key.pem"),
-            },
-            "cpus": 4,
-            "memory": "1G",
-            "devices": [
-                {
-                    "uuid": device.uuid,
-                    "model": device.model,
-                    "memory": f"{device.memory_bytes // 2**30}G",
-                    "file": str(device.file),
-                    "gres": machine.gres,
-                }
-                for device in node.engine.devices
-            ],
-        }
-    for name, url in (samplers or {}).items():
-        nodes[name]["sampler"] = url
-    return {
-        "name": cluster.cluster_name,
-        "hub_address": cluster.address,
-        "slurm_conf": str(cluster.conf),
-        "shards": shards,
-        "nodes": nodes,
-    }
+) -> Cluster:
+    """The cluster, as an admin would describe it in ``cluster.yaml``."""
+    tls = cluster.directory / "tls"
+    nodes = tuple(
+        ClusterNode(
+            name=node.name,
+            address=node.address,
+            engine=node.url,
+            tls=TLS(*(str(tls / name) for name in ("ca.pem", "cert.pem", "key.pem"))),
+            sampler=(samplers or {}).get(node.name, ""),
+            devices=tuple(
+                NodeDevice(d.uuid, d.model, d.memory_bytes, str(d.file), node.machine.gres)
+                for d in node.devices
+            ),
+            cpus=4,
+            memory_bytes=2**30,
+        )
+        for node in cluster.nodes
+    )
+    return Cluster(
+        name=cluster.cluster_name,
+        hub_address=cluster.address,
+        slurm_conf=str(cluster.conf),
+        shards=shards,
+        nodes=nodes,
+    )

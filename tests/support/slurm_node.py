@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import docker
 import docker.tls
@@ -192,6 +193,18 @@ class Node:
         """In the order of Slurm's indices."""
         return self.engine.devices
 
+    def contain(self, labels: Mapping[str, str], **host: Any) -> str:
+        """Start a container over TLS: its id."""
+        with self.engine.connect() as client:
+            config = client.create_host_config(**host)
+            made = client.create_container(images.SILENT, labels=labels, host_config=config)
+            client.start(made["Id"])
+        return str(made["Id"])
+
+    def containers(self) -> list[str]:
+        """The running containers, by their ids."""
+        return [found["Id"] for found in self.engine.client.containers()]
+
     @property
     def url(self) -> str:
         """Its engine over TLS, with the files in :attr:`tls`."""
@@ -237,7 +250,7 @@ def share_images(
     """Give the engines what the source has, side by side, unless they have the very same."""
     for tag in tags:
         wanted = source.client.inspect_image(tag)["Id"]
-        missing = [e for e in engines if not _has(e, tag, wanted)]
+        missing = [e for e in engines if wanted not in e.client.images(tag, quiet=True)]
         if not missing:
             continue
         kept = images._kept(tag, images._content(source, tag))
@@ -254,13 +267,6 @@ def share_images(
 def _load(engine: PrivateEngine, copy: Path) -> None:
     with open(copy, "rb") as tar:
         engine.client.load_image(tar)
-
-
-def _has(engine: PrivateEngine, tag: str, wanted: str) -> bool:
-    try:
-        return bool(engine.client.inspect_image(tag)["Id"] == wanted)
-    except docker.errors.ImageNotFound:
-        return False
 
 
 def _lines(path: Path) -> list[str]:

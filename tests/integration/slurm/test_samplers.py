@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,8 @@ def test_dead_or_hanging_node_does_not_affect_others(
 ) -> None:
     asked.until("a sample of each", lambda _: asked.use() == [50, 50, 70])
     one = samplers[0]
-    for end, back in ((one.kill, one.start), (stop(one), go_on(one))):
+    hang, go_on = (partial(one.send, number) for number in (signal.SIGSTOP, signal.SIGCONT))
+    for end, back in ((one.kill, one.start), (hang, go_on)):
         end()
         try:
             asked.until("the silence", lambda _: asked.use() == [None, None, 70])
@@ -173,14 +175,6 @@ def test_samples_taken_while_unreachable_are_delivered_later(nodes: list[Node]) 
     assert len(set(seen)) == len(seen), "and nothing twice"
 
 
-def stop(sampler: NodeSampler) -> Callable[[], None]:
-    return lambda: sampler.send(signal.SIGSTOP)
-
-
-def go_on(sampler: NodeSampler) -> Callable[[], None]:
-    return lambda: sampler.send(signal.SIGCONT)
-
-
 def test_device_not_listed_by_its_node_is_reported(nodes: list[Node], tls: Path) -> None:
     strangers = [replace(FLEET[0], uuid=f"GPU-not-there-{n}") for n in range(2)]
     some = Asked(
@@ -189,11 +183,8 @@ def test_device_not_listed_by_its_node_is_reported(nodes: list[Node], tls: Path)
     )
     told = "does not list it"
     some.until("word of all", lambda newest: sum(told in s.silent for s in newest.values()) == 2)
-    assert [some.newest[gpu.uuid].silent for gpu in (FLEET[0], *strangers)] == [
-        "",
-        "the machine gpu1 does not list it",
-        "the machine gpu2 does not list it",
-    ]
+    reasons = ["", "the machine gpu1 does not list it", "the machine gpu2 does not list it"]
+    assert [some.newest[gpu.uuid].silent for gpu in (FLEET[0], *strangers)] == reasons
 
 
 def test_sampler_and_hub_require_trusted_certificates(

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuspawner.core.errors import SlurmRefused
+from gpuspawner.queue.models import QueueLimits
 from gpuspawner.slurm import account_sync, accounts
 from gpuspawner.slurm.account_sync import SyncStep
 from gpuspawner.slurm.accounts import (
-    AssociationLimits,
     AssociationRow,
     FoundAssociations,
     Group,
@@ -99,7 +99,7 @@ def _merged(before: str, change: str) -> str:
 
 def wanted(people: Iterable[Person] = (), **groups: Group) -> WantedAssociations:
     return accounts.wanted_associations(
-        people, groups, AssociationLimits(devices=2, tickets=3), PRIORITIES
+        people, groups, QueueLimits(devices=2, tickets=3), PRIORITIES
     )
 
 
@@ -121,7 +121,7 @@ ADA = Person(member="ada", group="research", priority="course")
 
 def test_new_cluster_is_fully_synced_by_one_run() -> None:
     database = Database()
-    limits = AssociationLimits(devices=4, tickets=10, gpu_hours=12.5)
+    limits = QueueLimits(devices=4, tickets=10, gpu_hours=12.5)
     bring(database, wanted([ADA, Person(member="Žofie")], research=Group(weight=3, limits=limits)))
     assert row(database, "g-research") == AssociationRow(
         share=300, gpus=4, gpu_minutes=750, submits=14
@@ -214,7 +214,7 @@ MEMBERS = st.builds(
 )
 PEOPLE = st.lists(MEMBERS, unique_by=lambda person: person.member, max_size=5)
 SOME_LIMITS = st.builds(
-    AssociationLimits,
+    QueueLimits,
     devices=st.none() | st.integers(0, 9),
     tickets=st.none() | st.integers(0, 9),
     gpu_hours=st.none() | st.floats(0, 1e6),
@@ -229,7 +229,7 @@ DAYS = st.tuples(PEOPLE, GROUPS, SOME_LIMITS, st.integers(0, 40))
 @settings(max_examples=examples(60))
 @given(st.lists(DAYS, min_size=1, max_size=4))
 def test_interrupted_sync_is_completed_by_the_next_run(
-    days: list[tuple[list[Person], dict[str, Group], AssociationLimits, int]],
+    days: list[tuple[list[Person], dict[str, Group], QueueLimits, int]],
 ) -> None:
     database = Database()
     for people, groups, limits, killed_after in days:
@@ -281,6 +281,14 @@ ANY_NAME = st.text(min_size=1, max_size=255)
 SIMILAR = st.text("aAb.u-h_g2", min_size=1, max_size=40)
 
 
+def decoded(name: str, prefix: str) -> str:
+    """What a name that is no digest was made from: no two can have the same."""
+    if not name.startswith(prefix):
+        return name
+    data = re.sub(rb"_(..)", lambda m: bytes.fromhex(m[1].decode()), name[len(prefix) :].encode())
+    return data.decode("utf-8", "surrogatepass")
+
+
 @pytest.mark.parametrize(
     ("member", "user"),
     [
@@ -302,14 +310,12 @@ SIMILAR = st.text("aAb.u-h_g2", min_size=1, max_size=40)
 )
 def test_member_name_maps_to_its_linux_user(member: str, user: str) -> None:
     assert accounts.user_of(member) == user
-    assert accounts.member_of(user) == member
 
 
 def test_long_member_name_becomes_a_resolvable_digest() -> None:
     long = ["ada.lovelace@mathematics.example." + tail for tail in ("org", "net")]
     users = [accounts.user_of(member) for member in long]
-    assert [len(user) for user in users] == [32, 32]
-    assert [accounts.member_of(user) for user in users] == [None, None]
+    assert all(len(user) == 32 and user.startswith("h-") for user in users)
     assert accounts.by_user([*long, "ada"]) == {**dict(zip(users, long, strict=True)), "ada": "ada"}
 
 
@@ -318,41 +324,25 @@ def test_every_member_name_maps_to_a_valid_user(member: str) -> None:
     user = accounts.user_of(member)
     assert ALLOWED.fullmatch(user)
     assert user not in accounts.SYSTEM_USERS
-    if user.startswith("h-"):
-        assert accounts.member_of(user) is None
-    else:
-        assert accounts.member_of(user) == member
+    assert user.startswith("h-") or decoded(user, "u-") == member
 
 
 @given(st.lists(ANY_NAME | SIMILAR, unique=True, max_size=30))
-def test_members_and_groups_map_to_unique_slurm_names(
-    some: list[str],
-) -> None:
+def test_members_and_groups_map_to_unique_slurm_names(some: list[str]) -> None:
     assert len(accounts.by_user(some)) == len(some)
     names = {accounts.account_of(group) for group in some}
     assert len(names) == len(some)
     assert not names & {accounts.ROOT_ACCOUNT, accounts.EVERYBODY, "root"}
 
 
-@given(st.text("abgu-h_0123456789f", max_size=34))
-def test_slurm_names_round_trip(word: str) -> None:
-    if (member := accounts.member_of(word)) is not None:
-        assert accounts.user_of(member) == word
-    if (group := accounts.group_of(word)) is not None:
-        assert accounts.account_of(group) == word
-
-
 @given(ANY_NAME)
 def test_group_name_maps_to_a_valid_account(group: str) -> None:
     account = accounts.account_of(group)
     assert ALLOWED.fullmatch(account)
-    assert accounts.group_of(account) == (None if account.startswith("gh-") else group)
+    assert account.startswith("gh-") or (account[:2], decoded(account, "g-")) == ("g-", group)
 
 
 def test_accounts_without_group_and_system_users_are_recognized() -> None:
     assert accounts.account_of("") == "gpuspawner-members"
-    assert accounts.group_of("gpuspawner-members") == ""
-    for name in ("research", "g-", "g-_zz", "g-_61"):  # an a is written as an a
-        assert accounts.group_of(name) is None
     names = ("root", "daemon", "nobody-of-this-name")
     assert [accounts.is_system_user(name) for name in names] == [True, True, False]

@@ -49,13 +49,9 @@ TICKET = Ticket(
 )
 
 
-def told_of(ticket: Ticket, cluster: Cluster, **more: Any) -> list[str]:
-    return words(of(ticket, cluster, **more))
-
-
 def asked(cluster: Cluster = CLUSTER, **request: Any) -> list[str]:
     given: dict[str, Any] = {"devices": 1, **request}
-    return told_of(replace(TICKET, request=Request(**given)), cluster)
+    return words(of(replace(TICKET, request=Request(**given)), cluster))
 
 
 def value(told: list[str], name: str) -> str:
@@ -127,11 +123,11 @@ def test_job_gets_a_node_share_per_gpu_or_shard() -> None:
 
 
 def test_job_spec_contains_time_limit_owner_and_boost() -> None:
-    told = told_of(replace(TICKET, seconds=3601), CLUSTER, user="ann", account="g-course")
+    told = words(of(replace(TICKET, seconds=3601), CLUSTER, user="ann", account="g-course"))
     assert {"--time=81", "--uid=ann", "--account=g-course"} <= set(told)
-    told = told_of(replace(TICKET, boost=2.5), CLUSTER)
+    told = words(of(replace(TICKET, boost=2.5), CLUSTER))
     assert "--nice=-2500" in told
-    assert "--nice=1999997500" in told_of(replace(TICKET, boost=2.5, last=True), CLUSTER)
+    assert "--nice=1999997500" in words(of(replace(TICKET, boost=2.5, last=True), CLUSTER))
 
 
 def test_suitable_nodes_are_listed_and_lacking_ones_excluded() -> None:
@@ -145,7 +141,7 @@ def test_suitable_nodes_are_listed_and_lacking_ones_excluded() -> None:
     assert nodes(memory_bytes=40 * GIB) == {"one", "two"}
 
     request = Request(devices=1, memory_bytes=40 * GIB)
-    told = told_of(replace(TICKET, request=request), CLUSTER, lacking=["two"])
+    told = words(of(replace(TICKET, request=request), CLUSTER, lacking=["two"]))
     assert without(told) == "three,two"
 
 
