@@ -16,7 +16,15 @@ from gpuspawner.notifications.repository import ChannelChoice
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN
 from tests.support.mail import MailServer
-from tests.support.pages import WIDE, ask, look_over, look_over_all, served, sign_in, words
+from tests.support.pages import (
+    WIDE,
+    ask,
+    look_over_all,
+    look_over_in_the_dark,
+    served,
+    sign_in,
+    words,
+)
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import free_port, wait_for
 from tests.support.telling import choose, now, tell
@@ -329,7 +337,6 @@ def test_notices_page_works_without_javascript(
 
     def in_the_dark(page: Page) -> None:
         assert page.locator("[aria-current=page]").count() == 1
-        page.emulate_media(color_scheme="dark")
-        look_over(page, "notices-dark")
+        look_over_in_the_dark(page, "notices")
 
     look_over_all(browser, hub, "fay", {"notices": "notices"}, in_the_dark)
