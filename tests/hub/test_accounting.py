@@ -20,6 +20,7 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.engines.local import started_at
 from gpuspawner.leases.models import Lease, LeaseState, ServerRef
 from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.ledger.refills import Refill
 from gpuspawner.ledger.rules import owed
 from gpuspawner.services import Services
 from tests.support.brokers import make_services, problems
@@ -138,17 +139,11 @@ def test_service_token_has_minimal_permissions(hub: PayingHub) -> None:
     token = service.environ()["JUPYTERHUB_API_TOKEN"]
     assert "gpuspawner.sqlite" not in " ".join(service.cmdline())
 
-    def ask(method: str, path: str, **kwargs: Any) -> int:
-        return requests.request(
-            method,
-            f"{hub.url}/hub/api/{path}",
-            headers={"Authorization": f"token {token}"},
-            timeout=120,
-            **kwargs,
-        ).status_code
+    def ask(method: str, path: str, **kwargs: Any) -> requests.Response:
+        headers = {"Authorization": f"token {token}"}
+        return hub.api(method, path, headers=headers, **kwargs)
 
-    assert ask("GET", "users?state=active") == 200
-    assert ask("GET", "users/cara") == 200
+    assert ask("GET", "users?state=active").ok
     forbidden = {
         "POST users": {"usernames": ["eve"]},
         "POST users/eve": {},
@@ -161,16 +156,16 @@ def test_service_token_has_minimal_permissions(hub: PayingHub) -> None:
         "GET proxy": None,
         "POST shutdown": {},
     }
-    answers = {call: ask(*call.split(" "), json=body) for call, body in forbidden.items()}
+    answers = {
+        call: ask(*call.split(" "), json=body).status_code for call, body in forbidden.items()
+    }
     # What a service may not even see is "not found" on the Hub.
     assert set(answers.values()) <= {403, 404}, answers
     assert hub.api("GET", "users/eve").status_code == 404
-    seen = requests.get(
-        f"{hub.url}/hub/api/users/cara", headers={"Authorization": f"token {token}"}, timeout=30
-    ).json()
-    assert "auth_state" not in seen or seen["auth_state"] is None
+    seen = ask("GET", "users/cara").json()
+    assert seen.get("auth_state") is None
     assert "state" not in seen["servers"][""]
-    assert ask("DELETE", "users/cara/server") in (202, 204)
+    assert ask("DELETE", "users/cara/server").status_code in (202, 204)
     wait_for(lambda: hub.server("cara") is None, "the stop")
 
 
@@ -222,35 +217,26 @@ def test_service_runs_each_refill_once_despite_a_kill(hub: PayingHub) -> None:
     for name in ("rita", "rob"):
         past.ledger.open_account(name)
     refill = {"actor": "root", "reason": "term", "starts_at": then}
-    course = past.refills.add_refill(
-        past.refills.plan_refill(
-            "FREQ=DAILY;COUNT=3", amount=5 * MICRO, audience=["members:course-refills"], **refill
-        )
-    )
-    wait_for(
-        lambda: len(hub.services.refills.refill_runs(course.id)) == 3,
-        "three occurrences",
-        timeout=30,
-    )
-    assert hub.services.ledger.member("rita").balance == 15 * MICRO, (
-        "as the Hub knows who is in the group"
-    )
+
+    def add(rule: str, amount: int, audience: str) -> Refill:
+        plan = past.refills.plan_refill(rule, amount=amount, audience=[audience], **refill)
+        return past.refills.add_refill(plan)
+
+    course = add("FREQ=DAILY;COUNT=3", 5 * MICRO, "members:course-refills")
+    refills = hub.services.refills
+    wait_for(lambda: len(refills.refill_runs(course.id)) == 3, "three occurrences")
+    # As the Hub knows who is in the group.
+    assert hub.services.ledger.member("rita").balance == 15 * MICRO
     assert hub.services.ledger.member("rob").balance == 0
 
     hub.kill_service()
-    everybody = past.refills.add_refill(
-        past.refills.plan_refill("FREQ=DAILY", amount=MICRO, audience=["everybody"], **refill)
-    )
-    missing = past.refills.add_refill(
-        past.refills.plan_refill("FREQ=DAILY", amount=MICRO, audience=["members:gone"], **refill)
-    )
+    everybody = add("FREQ=DAILY", MICRO, "everybody")
+    missing = add("FREQ=DAILY", MICRO, "members:gone")
     hub.wait_pages()  # the Hub starts it anew
-    wait_for(
-        lambda: len(hub.services.refills.refill_runs(everybody.id)) == 3, "the rest", timeout=30
-    )
+    wait_for(lambda: len(refills.refill_runs(everybody.id)) == 3, "the rest")
     assert hub.services.ledger.member("rob").balance == 3 * MICRO
     assert hub.services.ledger.member("rita").balance == 18 * MICRO
-    assert hub.services.refills.refill_runs(missing.id) == []
+    assert refills.refill_runs(missing.id) == []
 
     def complaints() -> list[str]:
         return [line for line in hub.service_lines() if "no group 'gone'" in line]
@@ -334,8 +320,7 @@ def test_removing_the_config_restores_a_plain_hub(slow_hub: PayingHub) -> None:
     headers = {"Authorization": f"token {hub.user_token('ada')}"}
 
     def scopes() -> set[str]:
-        answer = requests.get(f"{hub.url}/hub/api/user", headers=headers, timeout=120)
-        return set(answer.json()["scopes"])
+        return set(hub.api("GET", "user", headers=headers).json()["scopes"])
 
     with_them = scopes()
     assert "access:services!service=gpu" in with_them

@@ -1,5 +1,5 @@
 """From the public catalog into a server, and a catalog that changes under a running hub. Real:
-JupyterHub, proxy, service, SQLite, local servers, Chromium."""
+JupyterHub, proxy, service, SQLite, the command line, local servers, Chromium."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -18,7 +19,10 @@ import pytest
 import requests
 from playwright.sync_api import Browser, Page, expect
 
-from gpuspawner.leases.models import ServerRef
+from gpuspawner.cli.app import main
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.ledger.rules import owed
 from gpuspawner.notifications.models import NoticeKind
 from tests.support.browser import screenshot
 from tests.support.catalog_files import CATALOG, EVIL, FILES
@@ -37,6 +41,10 @@ CONFIG = """
 c.GPUSpawnerMixin.catalog = {file!r}
 c.GPUCredits.opening_grant = 100
 c.GPURates.by_model = {{"A100": 4, "T4": 1}}
+c.GPURates.special = [
+    {{"environment": "course", "model": "A100", "rate": 2}},
+    {{"environment": "course", "model": "T4", "rate": "0.5"}},
+]
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
 """
 
@@ -606,3 +614,93 @@ def test_catalog_schema_is_public(edited: CatalogHub) -> None:
     assert answer.status_code == 200
     jsonschema.Draft202012Validator.check_schema(answer.json())
     assert answer.json()["title"] == "gpuspawner's catalog of environments"
+
+
+# The price on the form is the price paid.
+
+
+PRICED = """
+    environments:
+      - slug: torch
+        display_name: PyTorch
+        image: x
+        default: true
+        devices: {default: 1, max: 2}
+      - {slug: course, display_name: Course, image: x, devices: {default: 1, max: 1}}
+      - {slug: plain, display_name: No GPU, image: x, devices: {max: 0}}
+"""
+
+
+@pytest.fixture
+def priced(edited: CatalogHub) -> CatalogHub:
+    """The hub with an environment, the course, in which GPUs cost half."""
+    edited.write(PRICED)
+    return edited
+
+
+def form_words(hub: CatalogHub, user: str) -> str:
+    return text_of(hub.form(user))
+
+
+def test_price_shown_is_the_price_paid(priced: CatalogHub, browser: Browser) -> None:
+    hub, page = priced, browser.new_context(viewport=WIDE).new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(f"{hub.url}/hub/spawn")
+    send_sign_in(page, "pia")
+    price = page.locator("#gpuspawner-price")
+    page.check("#environment-torch")
+    page.select_option("#gpus", "2")
+    page.select_option("#gpu_model", "A100-80GB")
+    assert price.inner_text() == "2 GPUs: 8.00 credits an hour. Your balance lasts 12 h 30 min."
+    page.check("#environment-course")
+    assert price.inner_text() == "Course allows 1 GPU."
+    page.select_option("#gpus", "")
+    assert price.inner_text() == "1 GPU: 2.00 credits an hour. Your balance lasts 2 d 2 h."
+    look_over(page, "form-prices")
+    page.check("#environment-plain")
+    assert price.inner_text() == "Without a GPU: free of charge."
+    page.check("#environment-course")
+    page.click("[type=submit]")
+    lease = wait_for(lambda: running(hub, "pia"), "the server")
+    assert errors == []
+    assert lease.rate == 2 * MICRO
+
+    # An admin's change is for new servers: on the form at once, and not for who runs.
+    url = ["--database", hub.database_url]
+    assert main(["rates", "set", "A100", "3", "--environment", "course", *url]) == 0
+    text = form_words(hub, "quin")
+    assert "A100-80GB in PyTorch 2 of 2 4.00" not in text, "one is taken"
+    assert re.search(r"A100-80GB in Course 1 of 2 3\.00 1 d 9 h", text), text
+    theirs = hub.start_server("quin", environment="course", gpus=1, gpu_model="A100")
+    assert theirs.rate == 3 * MICRO
+    for mine, rate in ((lease, 2), (theirs, 3)):
+        hub.stop_server(mine.server.user)
+        settled = hub.wait_end(mine)
+        assert settled.ended_at
+        assert settled.charged == owed(rate * MICRO, settled.started_at, settled.ended_at)
+
+
+def running(hub: PayingHub, user: str) -> Lease | None:
+    lease = hub.services.leases.of_server(ServerRef(user))
+    return lease if lease and lease.state is LeaseState.RUNNING else None
+
+
+def test_price_table_includes_future_rates_and_expiry(priced: CatalogHub) -> None:
+    hub = priced
+    url = ["--database", hub.database_url]
+    assert main(["rates", "set", "T4", "2", "--from", "2100-01-01", *url]) == 0
+    text = form_words(hub, "rosa")
+    assert "start before 00:00 on 1 January" in text.replace("01:00", "00:00"), text
+    assert "A server keeps the price that it starts with, day and night" in text
+    assert re.search(r"T4, 16 GB in PyTorch 1 of 1 1\.00 4 d 4 h", text), text
+    assert re.search(r"T4, 16 GB in Course 1 of 1 0\.50 8 d 8 h", text), text
+
+    # Credits that end count while they are there: 10.50 of these for the T4, all for an A100.
+    until = hub.services.clock() + timedelta(hours=10, minutes=30)
+    hub.services.ledger.grant("member:rosa", 40 * MICRO, actor="admin", reason="x", until=until)
+    text = form_words(hub, "rosa")
+    assert re.search(r"T4, 16 GB in PyTorch 1 of 1 1\.00 4 d 14 h", text), text
+    assert re.search(r"A100-80GB in PyTorch 2 of 2 4\.00 1 d 11 h", text), text
+    told = hub.form("rosa")
+    assert "1 GPU: 1.00 credits an hour. Your balance lasts 4 d 14 h." in told, "with JavaScript"
