@@ -187,26 +187,20 @@ def test_renamed_container_runs_until_stopped(
     assert_next_gets_it(hub, member)
 
 
-def test_stop_skips_the_engine_identity_check(hub: GPUHub, gate: Gate, member: str) -> None:
-    """It is the one that the server was started on: no other has a container of this id."""
-    _, container = started(hub, member)
-    gate.asked.clear()
-    hub.stop_server(member)
-    wait_for(lambda: not hub.open_leases(member), "the release")
-    asked = [request.partition("?")[0].rpartition("/")[2] for request in gate.asked]
-    assert container in asked and "info" not in asked
-
-
-def test_missing_container_verifies_engine_identity(
+def test_engine_identity_is_checked_only_without_the_container(
     hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str
 ) -> None:
-    """Any other engine has no such container either: which one answers is asked."""
-    _, container = started(hub, member)
-    engine.client.remove_container(container, force=True)
-    gate.asked.clear()
-    hub.stop_server(member)
-    wait_for(lambda: not hub.open_leases(member), "the release")
-    assert any(request.endswith("/info") for request in gate.asked)
+    """No other engine has a container of this id; but any other has no such container either."""
+    for removed in (False, True):
+        _, container = started(hub, member)
+        if removed:
+            engine.client.remove_container(container, force=True)
+        gate.asked.clear()
+        hub.stop_server(member)
+        wait_for(lambda: not hub.open_leases(member), "the release")
+        asked = {request.partition("?")[0].rpartition("/")[2] for request in gate.asked}
+        assert ("info" in asked) is removed
+        assert removed or container in asked
 
 
 def test_device_release_waits_for_restarted_container(

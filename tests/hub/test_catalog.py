@@ -299,6 +299,8 @@ def test_catalog_markup_is_never_executed(hub: PayingHub, browser: Browser) -> N
     page = open_page(browser, hub, "environments/evil")
     expect(page.get_by_role("heading", level=1)).to_contain_text(EVIL)
     assert page.locator("main script, main img, main a[href^=javascript]").count() == 0
+    shown = page.locator("main").text_content() or ""
+    assert shown.count("<script>") > 7, "it is shown, as words"
     assert page.title() != "ran"
     page.goto(f"{hub.url}/hub/environments?q=evil")
     expect(page.get_by_role("listitem").filter(has_text="Evil")).to_contain_text(EVIL)
@@ -308,6 +310,7 @@ def test_catalog_markup_is_never_executed(hub: PayingHub, browser: Browser) -> N
     expect(page.locator("label[for=environment-evil]")).to_contain_text(EVIL)
     page.locator("#environment-torch").check()
     page.locator("#environment-evil").check()
+    assert page.locator("form img[src=x]").count() == 0
     assert page.title() != "ran"
     page.context.close()
 
@@ -454,21 +457,6 @@ EDITED = """
 """
 
 
-def wild() -> str:
-    """Markup in every text that a catalog may hold."""
-    bad = '<script>alert("{0}")</script><img src=x onerror=alert("{0}")>'
-    keys = ("display_name", "summary", "description", "maintainer")
-    lines = [f"{key}: '{bad.format(key)}'" for key in keys]
-    lines += [f"frameworks: {{'{bad.format('framework')}': '{bad.format('version')}'}}"]
-    lines += [f"links: {{'{bad.format('link')}': 'https://example.org/?<script>alert(1)'}}"]
-    lines += [f"allowed_groups: ['{bad.format('group')}']", "packages: wild.txt"]
-    lines += ["changes: wild.md", "sample_notebook: wild.ipynb"]
-    option = f"{{display_name: '{bad.format('option')}', choices: {{x: {{display_name: "
-    lines += [f"profile_options: {{o: {option}'{bad.format('choice')}'}}}}}}}}"]
-    body = "".join(f"        {line}\n" for line in lines)
-    return f"{EDITED}      - slug: wild\n        image: none\n{body}"
-
-
 @pytest.fixture
 def edited(hub: CatalogHub) -> Iterator[CatalogHub]:
     """The hub with a catalog that the test edits further; afterwards all is as it was."""
@@ -572,41 +560,6 @@ def test_environment_can_require_a_gpu(edited: CatalogHub) -> None:
     refused = edited.spawn("jon", {"environment": "needy", "gpus": 0})
     assert message(refused) == "needy does not run without a GPU. Ask for 1 or more."
     assert len(edited.start_server("jon", environment="needy").devices) == 1
-
-
-def test_environment_markup_is_escaped_on_every_page(edited: CatalogHub) -> None:
-    bad = '<script>alert("file")</script><img src=x onerror=alert("file")>'
-    (edited.file.parent / "wild.md").write_text(f"{bad}\n\n[x](javascript:alert(1))")
-    (edited.file.parent / "wild.txt").write_text(f"{bad}==1.0\n")
-    cells = [
-        {"cell_type": "markdown", "metadata": {}, "source": bad},
-        {
-            "cell_type": "code",
-            "metadata": {},
-            "source": bad,
-            "execution_count": 1,
-            "outputs": [
-                {"output_type": "stream", "name": "stdout", "text": bad},
-                {"output_type": "display_data", "metadata": {}, "data": {"text/html": bad}},
-            ],
-        },
-    ]
-    notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}
-    (edited.file.parent / "wild.ipynb").write_text(json.dumps(notebook))
-    edited.write(wild().replace("allowed_groups:", "# allowed_groups:"))
-    pages = [edited.form("ada")]
-    for path in ("environments", "environments/wild"):
-        answer = requests.get(f"{edited.url}/hub/{path}", headers=NAVIGATION, timeout=SOON)
-        assert answer.status_code == 200, answer.text
-        pages.append(answer.text)
-    for page in pages:
-        assert "alert(" in page, "it is shown, as words"
-        for tag in ("<script>alert", "<img src=x", 'javascript:alert(1)"'):
-            assert tag not in page
-    # Its group is no group's name here; whoever may not use it is told so, in words.
-    edited.write(wild())
-    refused = message(edited.spawn("mia", {"environment": "wild"}))
-    assert refused.startswith("You may not use the environment 'wild'")
 
 
 def test_catalog_schema_is_public(edited: CatalogHub) -> None:

@@ -15,7 +15,7 @@ from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.services import Services
-from tests.support.brokers import make_services
+from tests.support.brokers import services_on
 from tests.support.browser import screenshot
 from tests.support.device_loss import take_devices
 from tests.support.engine import PrivateEngine
@@ -139,9 +139,8 @@ def _seen(leases: list[Lease]) -> bool:
 
 @pytest.fixture
 def services(hub: GPUHub) -> Iterator[Services]:
-    services = make_services(database_url=hub.database_url, device_source="simulated:2xA100-80GB")
-    yield services
-    services.store.close()
+    with services_on(hub.database_url) as services:
+        yield services
 
 
 def write(hub: GPUHub, user: str, file: str, megabytes: int) -> None:

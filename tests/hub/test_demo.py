@@ -24,7 +24,7 @@ from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.pricing import RateCard
 from gpuspawner.services import Services
 from tests.support import images
-from tests.support.brokers import make_services
+from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.nvml import nvml_library
 from tests.support.processes import LIVE, REPO, alive, command_of, free_port, wait_for
@@ -121,16 +121,8 @@ class DemoProcess:
         assert found, self.said()
         return found[1]
 
-    @contextlib.contextmanager
-    def services(self) -> Iterator[Services]:
-        services = make_services(
-            database_url=f"sqlite:///{self.folder}/gpuspawner.sqlite",
-            device_source="simulated:2xA100-80GB,2xT4",
-        )
-        try:
-            yield services
-        finally:
-            services.store.close()
+    def services(self) -> contextlib.AbstractContextManager[Services]:
+        return services_on(f"sqlite:///{self.folder}/gpuspawner.sqlite")
 
     def leases(self) -> list[Lease]:
         with self.services() as services:

@@ -22,7 +22,7 @@ from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.leases.reconciliation import Release
 from gpuspawner.ledger.rules import owed
 from tests.support import images
-from tests.support.brokers import make_services
+from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.gpu_hub import CATALOG, GPUHub, assert_in_words, message_of
@@ -199,10 +199,9 @@ def test_container_of_a_settled_lease_is_removed(
     [lease] = hub.open_leases()
     hub.kill9()
     engine.client.stop(lease.engine_ref, timeout=10)
-    services = make_services(database_url=hub.database_url)
     found = {"docker": DockerEngine(lambda: engine.client).sightings()}
-    [settled] = services.leases.reconcile(found, servers=None)
-    services.store.close()
+    with services_on(hub.database_url) as services:
+        [settled] = services.leases.reconcile(found, servers=None)
     assert isinstance(settled, Release)
     hub.start()
     wait_for(lambda: not hub.containers(), "the removal of the container")

@@ -21,7 +21,7 @@ from gpuspawner.db import schema as db_schema
 from gpuspawner.services import Services
 from gpuspawner.web.app import make_app
 from tests.support import images
-from tests.support.brokers import make_services
+from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.hub import NAVIGATION
@@ -160,13 +160,10 @@ class AttackHub(GPUHub):
         self.wait_server(THIEF)
         self.wait_server(VICTIM)
         assert self.spawn(VICTIM, {"environment": "small", "gpus": 1}, "second").ok
-        services = make_services(database_url=self.database_url)
-        try:
+        with services_on(self.database_url) as services:
             [lease] = services.leases.of_account(f"member:{VICTIM}")
             self.lease = lease.id
             self.transfer = services.reports.statement_page(f"member:{VICTIM}").entries[0].transfer
-        finally:
-            services.store.close()
         [waiting] = self.service("GET", "api/queue", VICTIM).json()["tickets"]
         self.ticket = waiting["id"]
 

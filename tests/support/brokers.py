@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -99,6 +100,16 @@ def config_of(**settings: Any) -> Config:
 def make_services(clock: Callable[[], datetime] | None = None, **settings: Any) -> Services:
     """Services with these settings. Close its store."""
     return Services(config_of(**settings), clock=clock)
+
+
+@contextmanager
+def services_on(url: str, **settings: Any) -> Iterator[Services]:
+    """Services on the database of a hub that runs, to look into it."""
+    services = make_services(database_url=url, **settings)
+    try:
+        yield services
+    finally:
+        services.store.close()
 
 
 def open_services(
