@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -45,11 +46,12 @@ c.JupyterHub.load_groups = {
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
     """Members begin with nothing, some are in a course, and a GPU costs one credit a second; the
     proxy is a process beside the hub, which may be killed."""
-    folder = tmp_path_factory.mktemp("accounting") / "hub"
-    with PayingHub(folder, CONFIG, services=", cull_idle_after=3600", external_proxy=True) as hub:
+    with PayingHub(
+        folder / "hub", CONFIG, services=", cull_idle_after=3600", external_proxy=True
+    ) as hub:
         hub.services.settings.credits.opening_grant = 0
         for course in (COURSE, "group:course-form", "group:course-line"):
             give(hub.services, course, 500)
@@ -286,10 +288,9 @@ def test_leaving_the_group_refuses_the_waiting_ticket(hub: PayingHub) -> None:
 
 
 @pytest.fixture(scope="module")
-def slow_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def slow_hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
     """The service does not look at servers: it hears of an end from the Hub alone."""
-    folder = tmp_path_factory.mktemp("slow") / "hub"
-    with PayingHub(folder, "c.Accounting.reconcile_seconds = 3600") as hub:
+    with PayingHub(folder / "slow", "c.Accounting.reconcile_seconds = 3600") as hub:
         yield hub
 
 

@@ -6,6 +6,7 @@ import html
 import re
 import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
 import pytest
@@ -73,9 +74,8 @@ c.JupyterHub.load_groups = {{"ml-course": {{"users": ["ada"]}}, "art": {{"users"
 
 
 @pytest.fixture(scope="module")
-def oauth(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def oauth(hubs: None, folder: Path) -> Iterator[Lab]:
     """A hub whose members sign in with their lab's identity provider."""
-    folder = tmp_path_factory.mktemp("oauth")
     hub = HubProcess(folder / "hub")
     provider = IdentityProvider(
         folder / "identity", users=USERS, redirect_uri=f"{hub.url}/hub/oauth_callback"
@@ -92,10 +92,9 @@ def oauth(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]
 
 
 @pytest.fixture(scope="module")
-def shared(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
+def shared(hubs: None, folder: Path) -> Iterator[HubProcess]:
     """A hub whose members share a password."""
-    folder = tmp_path_factory.mktemp("shared")
-    with HubProcess(folder, COMMON + SHARED_PASSWORD) as hub:
+    with HubProcess(folder / "shared", COMMON + SHARED_PASSWORD) as hub:
         yield hub
 
 

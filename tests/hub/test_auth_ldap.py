@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import requests
@@ -41,9 +42,8 @@ import gpuspawner; gpuspawner.add_services(c)
 
 
 @pytest.fixture(scope="module")
-def lab(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(hubs: None, folder: Path) -> Iterator[Lab]:
     """A hub whose members sign in with the directory of their lab."""
-    folder = tmp_path_factory.mktemp("ldap")
     directory = Directory(folder / "directory", users=USERS)
     directory.start()
     hub = HubProcess(folder / "hub", environment={"LDAP_PASSWORD": READER_PASSWORD})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,16 +51,11 @@ c.JupyterHub.spawner_class = StartedAgain
 
 @pytest.fixture(scope="module")
 def hub(
-    hubs: None,
-    engine: PrivateEngine,
-    images: Any,
-    gate: Gate,
-    tmp_path_factory: pytest.TempPathFactory,
+    hubs: None, engine: PrivateEngine, images: Any, gate: Gate, folder: Path
 ) -> Iterator[GPUHub]:
     """One device, so that the next member gets it only when it is really free."""
-    folder = tmp_path_factory.mktemp("behind") / "hub"
     config = CONFIG + COUNTED + STARTED_AGAIN
-    with GPUHub(folder, engine, config, fleet="1xT4", docker_host=gate.url) as hub:
+    with GPUHub(folder / "hub", engine, config, fleet="1xT4", docker_host=gate.url) as hub:
         yield hub
     engine.clean()
 

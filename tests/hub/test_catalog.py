@@ -72,9 +72,9 @@ class CatalogHub(PayingHub):
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogHub]:
+def hub(hubs: None, folder: Path) -> Iterator[CatalogHub]:
     """Three GPUs; an A100 costs 4 credits an hour and a T4 1."""
-    with CatalogHub(tmp_path_factory.mktemp("catalog")) as hub:
+    with CatalogHub(folder) as hub:
         yield hub
 
 

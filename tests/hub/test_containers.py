@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,11 +39,8 @@ gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 
 
 @pytest.fixture(scope="module")
-def module_hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GPUHub]:
-    folder = tmp_path_factory.mktemp("containers") / "hub"
-    with GPUHub(folder, engine, CONFIG.format(port=free_port())) as hub:
+def module_hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
+    with GPUHub(folder / "hub", engine, CONFIG.format(port=free_port())) as hub:
         yield hub
     engine.clean()
 

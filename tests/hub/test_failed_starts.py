@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,19 +86,15 @@ c.Spawner.post_stop_hook = tidy
 
 @pytest.fixture(scope="module")
 def hub(
-    hubs: None,
-    engine: PrivateEngine,
-    images: Any,
-    gate: Gate,
-    silent_registry: int,
-    tmp_path_factory: pytest.TempPathFactory,
+    hubs: None, engine: PrivateEngine, images: Any, gate: Gate, silent_registry: int, folder: Path
 ) -> Iterator[GPUHub]:
     """One device: whatever a failed start keeps, the next one misses."""
     catalog = CATALOG.format(
         instant=images.INSTANT, exits=images.EXITS, silent=images.SILENT, registry=silent_registry
     )
-    folder = tmp_path_factory.mktemp("failed") / "hub"
-    with GPUHub(folder, engine, CONFIG, fleet="1xT4", catalog=catalog, docker_host=gate.url) as hub:
+    with GPUHub(
+        folder / "hub", engine, CONFIG, fleet="1xT4", catalog=catalog, docker_host=gate.url
+    ) as hub:
         yield hub
     engine.clean()
 

@@ -87,12 +87,8 @@ def registry(engine: PrivateEngine) -> Iterator[SlowRegistry]:
 
 @pytest.fixture(scope="module")
 def hub(
-    hubs: None,
-    engine: PrivateEngine,
-    registry: SlowRegistry,
-    tmp_path_factory: pytest.TempPathFactory,
+    hubs: None, engine: PrivateEngine, registry: SlowRegistry, folder: Path
 ) -> Iterator[FilesHub]:
-    folder = tmp_path_factory.mktemp("files")
     config = CONFIG.format(files=folder / "files", port=free_port(), repository=registry.repository)
     with FilesHub(folder / "hub", engine, config) as hub:
         hub.files = folder / "files"

@@ -56,16 +56,11 @@ STILL_FINDING_OUT = "The hub is still finding out which GPUs are in use. Try aga
 
 @pytest.fixture(scope="module")
 def module_hub(
-    hubs: None,
-    engine: PrivateEngine,
-    images: Any,
-    gate: Gate,
-    silent_registry: int,
-    tmp_path_factory: pytest.TempPathFactory,
+    hubs: None, engine: PrivateEngine, images: Any, gate: Gate, silent_registry: int, folder: Path
 ) -> Iterator[GPUHub]:
     """Its proxy is a process of its own."""
     hub = GPUHub(
-        tmp_path_factory.mktemp("restart") / "hub",
+        folder / "hub",
         engine,
         CONFIG,
         fleet="2xT4",

@@ -68,13 +68,11 @@ while True:
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    folder: Path = tmp_path_factory.mktemp("idle") / "hub"
-    folder.mkdir()
+def hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
     catalog = folder / "catalog.yaml"
     catalog.write_text(CATALOG, encoding="utf-8")
     config = CONFIG.format(fleet=FLEET, policy=POLICY, catalog=str(catalog))
-    with PayingHub(folder, config) as hub:
+    with PayingHub(folder / "hub", config) as hub:
         yield hub
 
 

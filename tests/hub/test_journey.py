@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,11 +85,8 @@ print("the", "end")
 
 
 @pytest.fixture(scope="module")
-def module_hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GPUHub]:
+def module_hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
     """Two GPUs, and environments with JupyterLab."""
-    folder = tmp_path_factory.mktemp("journey")
     dataset = folder / "flowers"
     dataset.mkdir(mode=0o755)
     (dataset / "rose.txt").write_text("a rose", encoding="utf-8")

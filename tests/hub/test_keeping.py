@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +27,8 @@ gpuspawner.spawners.member_images.MAX_LAYERS = 3
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[HubProcess]:
+def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[HubProcess]:
     """A container's files are kept as an image, of which no more than three layers are made."""
-    folder = tmp_path_factory.mktemp("keeping")
     engine.set_devices(simulated_uuids(FLEET))
     config = CONFIG.format(folder=folder, fleet=FLEET, image=images.INSTANT)
     environment = {"DOCKER_HOST": engine.url}

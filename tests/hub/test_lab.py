@@ -79,13 +79,12 @@ SCRIPT = {"0": {"use": 37, "used_bytes": 12 * GB}, "1": {"use": 0, "used_bytes":
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    folder = tmp_path_factory.mktemp("lab") / "hub"
-    script = folder.parent / "gpus.json"
+def hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
+    script = folder / "gpus.json"
     script.write_text(json.dumps(SCRIPT))
     environment = {"GPUSPAWNER_SIMULATION": str(script)}
-    hub = PayingHub(folder, CONFIG, environment=environment)
-    (folder / "catalog.yaml").write_text(CATALOG)
+    hub = PayingHub(folder / "hub", CONFIG, environment=environment)
+    (hub.folder / "catalog.yaml").write_text(CATALOG)
     with hub:
         hub.start_server("ada", environment="lab", gpus=1, gpu_model="A100")
         yield hub

@@ -43,9 +43,8 @@ c.JupyterHub.load_roles.extend([
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    folder: Path = tmp_path_factory.mktemp("metrics") / "hub"
-    with PayingHub(folder, CONFIG, services=", cull_idle_after=3") as hub:
+def hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
+    with PayingHub(folder / "hub", CONFIG, services=", cull_idle_after=3") as hub:
         yield hub
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,11 +50,9 @@ def mail() -> Iterator[MailServer]:
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, tmp_path_factory: pytest.TempPathFactory, mail: MailServer
-) -> Iterator[PayingHub]:
+def hub(hubs: None, folder: Path, mail: MailServer) -> Iterator[PayingHub]:
     config = CONFIG.format(mail=mail.url, nobody=free_port())
-    with PayingHub(tmp_path_factory.mktemp("notices") / "hub", config) as hub:
+    with PayingHub(folder / "hub", config) as hub:
         for user in ("ada", "bob", "cleo", "dan"):
             hub.api("POST", f"users/{user}").raise_for_status()
         yield hub

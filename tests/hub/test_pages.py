@@ -49,10 +49,9 @@ c.JupyterHub.load_roles.append(
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
     """Ada has two GPUs and a past; Bob's credits ran out; Cleo's are low; Dan has nothing."""
-    folder = tmp_path_factory.mktemp("pages") / "hub"
-    with PayingHub(folder, CONFIG) as hub:
+    with PayingHub(folder / "hub", CONFIG) as hub:
         hub.start_server("ada", "short-one", gpus=1, gpu_model="T4")
         hub.stop_server("ada", "short-one")
         hub.start_server("ada", gpus=2, gpu_model="A100")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,11 +175,8 @@ TOKENS = {"JUPYTERHUB_API_TOKEN", "JPY_API_TOKEN"}
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[HubProcess]:
+def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[HubProcess]:
     """Every style's two members have their servers, some of them started at once."""
-    folder = tmp_path_factory.mktemp("public")
     engine.set_devices([device.uuid for device in open_source(FLEET).observe(utcnow()).devices])
     engine.client.tag(images.INSTANT, "lab/other", "1")
     config = CONFIG.format(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -50,13 +51,11 @@ FILLERS = ("ada", "bob", "cleo")
 
 
 @pytest.fixture(scope="module")
-def module_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def module_hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
     """Three GPUs; the proxy is a process of its own."""
-    folder = tmp_path_factory.mktemp("queue") / "hub"
-    folder.mkdir()
     (folder / "catalog.yaml").write_text(CATALOG, encoding="utf-8")
     config = f'{CONFIG}{COUNTED}\nc.GPULocalSpawner.catalog = "{folder}/catalog.yaml"\n'
-    with PayingHub(folder, config, external_proxy=True) as hub:
+    with PayingHub(folder / "hub", config, external_proxy=True) as hub:
         yield hub
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import requests
@@ -21,9 +22,9 @@ c.GPUQueue.group_weights = {"research": 2}
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
     """Three GPUs in use; Dan, Eve and Fay wait for one each, in this order."""
-    with PayingHub(tmp_path_factory.mktemp("queue") / "hub", CONFIG + GROUPS) as hub:
+    with PayingHub(folder / "hub", CONFIG + GROUPS) as hub:
         fill(hub, "ada", "bob", "cleo")
         hub.api("POST", "groups/research").raise_for_status()
         hub.api("POST", "users/dan").raise_for_status()

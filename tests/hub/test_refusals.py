@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,12 +62,9 @@ c.GPUDockerSpawner.gpu_limit = lambda spawner: 8 if spawner.user.admin else 3
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GPUHub]:
+def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
     """Three devices of two models; a balance lasts for an hour and 40 minutes of one."""
-    folder = tmp_path_factory.mktemp("refusals") / "hub"
-    with GPUHub(folder, engine, CONFIG, fleet=FLEET, catalog=CATALOG) as hub:
+    with GPUHub(folder / "hub", engine, CONFIG, fleet=FLEET, catalog=CATALOG) as hub:
         yield hub
     engine.clean()
 

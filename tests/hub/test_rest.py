@@ -40,9 +40,9 @@ SETTINGS = Path(__file__).parents[1] / "support/schemathesis.toml"
 
 
 @pytest.fixture(scope="module")
-def hub(quick_hub: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(quick_hub: None, folder: Path) -> Iterator[PayingHub]:
     """Ada and Bob are in ml101, Cleo is not; Ada has a session that is over, and one that runs."""
-    with PayingHub(tmp_path_factory.mktemp("rest") / "hub", CONFIG) as hub:
+    with PayingHub(folder / "hub", CONFIG) as hub:
         for user in ("ada", "bob", "cleo"):
             hub.services.ledger.open_account(user)
         hub.start_server("ada", "past", gpus=1)

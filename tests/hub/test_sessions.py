@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,8 +83,8 @@ T4 = {"environment": "long", "gpu_model": "T4"}
 
 
 @pytest.fixture(scope="module")
-def module_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    hub = PayingHub(tmp_path_factory.mktemp("sessions") / "hub", CONFIG + CLAIMS)
+def module_hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
+    hub = PayingHub(folder / "hub", CONFIG + CLAIMS)
     (hub.folder / "catalog.yaml").write_text(CATALOG)
     (hub.folder / "claim-minutes").write_text("10")
     with hub:

@@ -33,7 +33,7 @@ Make = Callable[..., Services]
 
 
 class Clock:
-    """Services's clock that stands still until the test moves it."""
+    """A clock for services: it stands still until the test moves it."""
 
     def __init__(self, now: datetime = T0) -> None:
         self.now = now
@@ -43,7 +43,7 @@ class Clock:
 
     @classmethod
     def of(cls, services: Services) -> Clock:
-        """The one that services goes by."""
+        """The clock of these services."""
         assert isinstance(services.clock, cls)
         return services.clock
 
