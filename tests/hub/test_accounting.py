@@ -19,7 +19,7 @@ import requests
 
 from gpuspawner.core.units import MICRO
 from gpuspawner.engines.local import started_at
-from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger.refills import Refill
 from gpuspawner.ledger.rules import owed
@@ -188,7 +188,7 @@ def test_group_account_pays_only_for_its_members(hub: PayingHub) -> None:
     assert refused.status_code == 403
     assert "names 'group:course-ml', which you may not draw on" in refused.text
     assert "member:bob" in refused.text
-    assert hub.services.leases.of_server(ServerRef("bob")) is None
+    assert hub.lease_of("bob") is None
     refused = hub.spawn("bob", {"gpus": 1, "account": "system:grants"})
     assert refused.status_code == 400 and "member:NAME or group:NAME" in refused.text
     assert problems(hub.services.store) == []
@@ -201,12 +201,12 @@ def test_spawn_form_offers_group_accounts(hub: PayingHub) -> None:
     assert "my own credits (0.00 credits)" in form
     assert 'name="account"' not in bob.get("/hub/spawn").text, "he has nothing to choose"
     fay.spawn({"gpus": "1", "account": "group:course-form"})
-    lease = hub.services.leases.of_server(ServerRef("fay"))
+    lease = hub.lease_of("fay")
     assert lease is not None and lease.account == "group:course-form"
     hub.stop_server("fay")
     # What she keeps as her usual payer pays for a start that says nothing.
     hub.services.ledger.keep_payer("fay", "group:course-form", actor="fay", groups=["course-form"])
-    wait_for(lambda: hub.services.leases.of_server(ServerRef("fay")) is None, "its end")
+    wait_for(lambda: hub.lease_of("fay") is None, "its end")
     assert hub.start_server("fay", gpus=1).account == "group:course-form"
     hub.stop_server("fay")
 

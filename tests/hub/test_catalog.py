@@ -21,14 +21,14 @@ from playwright.sync_api import Browser, Page, expect
 
 from gpuspawner.cli.app import main
 from gpuspawner.core.units import MICRO
-from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
 from gpuspawner.notifications.models import NoticeKind
 from tests.support.browser import screenshot
 from tests.support.catalog_files import CATALOG, EVIL, FILES
 from tests.support.gpu_hub import assert_in_words, message_of, text_of
 from tests.support.hub import ADMIN, NAVIGATION, USER_PASSWORD
-from tests.support.pages import WIDE, look_over, look_over_in_the_dark, send_sign_in
+from tests.support.pages import WIDE, add_cookies, look_over, look_over_in_the_dark, send_sign_in
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import environment_of, wait_for
 from tests.support.tickets import fill, line_up
@@ -305,8 +305,8 @@ def test_catalog_markup_is_never_executed(hub: PayingHub, browser: Browser) -> N
     page.goto(f"{hub.url}/hub/environments?q=evil")
     expect(page.get_by_role("listitem").filter(has_text="Evil")).to_contain_text(EVIL)
     assert page.title() != "ran"
+    add_cookies(page, hub, "dora")
     page.goto(f"{hub.url}/hub/spawn?opt-environment=evil")
-    send_sign_in(page, "dora")
     expect(page.locator("label[for=environment-evil]")).to_contain_text(EVIL)
     page.locator("#environment-torch").check()
     page.locator("#environment-evil").check()
@@ -501,14 +501,12 @@ def test_removing_an_environment_refuses_its_tickets(edited: CatalogHub) -> None
     fill(edited, "bob", "cleo", "dan")
     (ticket,) = line_up(edited, "eve", environment="two")
     edited.write(EDITED.replace("slug: two", "slug: too"))
-    ended = wait_for(
-        lambda: found if (found := edited.services.queue.ticket(ticket.id)).outcome else None,
-        "the end of the wait",
-        timeout=SOON,
-    )
+    tickets = edited.services.queue
+    wait_for(lambda: tickets.ticket(ticket.id).outcome, "the end of the wait", timeout=SOON)
+    ended = tickets.ticket(ticket.id)
     why = "There is no environment 'two' on this hub. Did you mean 'too'?"
     assert (ended.outcome, ended.end_reason) == ("refused", why)
-    assert edited.services.leases.of_server(ServerRef("eve")) is None
+    assert edited.lease_of("eve") is None
     (notice,) = edited.services.notifications.notices_of("eve")
     assert notice.kind is NoticeKind.TICKET_ENDED and why.rstrip("?") in notice.body
 
@@ -599,8 +597,8 @@ def test_price_shown_is_the_price_paid(priced: CatalogHub, browser: Browser) -> 
     hub, page = priced, browser.new_context(viewport=WIDE).new_page()
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
+    add_cookies(page, hub, "pia")
     page.goto(f"{hub.url}/hub/spawn")
-    send_sign_in(page, "pia")
     price = page.locator("#gpuspawner-price")
     page.check("#environment-torch")
     page.select_option("#gpus", "2")
@@ -635,7 +633,7 @@ def test_price_shown_is_the_price_paid(priced: CatalogHub, browser: Browser) -> 
 
 
 def running(hub: PayingHub, user: str) -> Lease | None:
-    lease = hub.services.leases.of_server(ServerRef(user))
+    lease = hub.lease_of(user)
     return lease if lease and lease.state is LeaseState.RUNNING else None
 
 

@@ -18,7 +18,7 @@ import requests
 from playwright.sync_api import Browser
 
 from gpuspawner.core.errors import StoreUnavailable
-from gpuspawner.leases.models import LeaseState, ServerRef
+from gpuspawner.leases.models import LeaseState
 from gpuspawner.monitoring import cluster_views
 from gpuspawner.monitoring.models import DeviceUse
 from gpuspawner.notifications.models import NoticeKind
@@ -451,11 +451,9 @@ def test_sick_device_is_drained_until_it_recovers(scene: Scene, browser: Browser
 
     wait_for(failed, "the first probe", timeout=60)
     assert state() == "drained"
-    assert hub.services.leases.of_server(ServerRef("emil")) is None  # he waits for it
+    assert hub.lease_of("emil") is None  # he waits for it
     scene.play()
-    wait_for(
-        lambda: hub.services.leases.of_server(ServerRef("emil")), "the GPU's return", timeout=90
-    )
+    wait_for(lambda: hub.lease_of("emil"), "the GPU's return", timeout=90)
     assert not any(finding.problem for finding in hub.services.audit.check()[0])
     known = hub.services.health.device_states()[lease.uuids[0]]
     assert (known.state.verdict, known.state.falls) == ("watch", 1)

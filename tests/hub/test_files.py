@@ -25,7 +25,7 @@ from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, message_of, text_of
 from tests.support.hub import ADMIN
 from tests.support.images import INSTANT, ensure_images
-from tests.support.pages import PHONE, WIDE, send_sign_in
+from tests.support.pages import PHONE, WIDE, send_sign_in, sign_in
 from tests.support.processes import free_port, wait_for
 from tests.support.registry import SlowRegistry
 
@@ -259,12 +259,9 @@ def test_removed_user_loses_all_shared_folders(hub: FilesHub) -> None:
     hub.rest("anna", "POST", f"/{given['id']}/invite", member="dora", write=True)
     hub.rest("dora", "POST", f"/{given['id']}/accept").raise_for_status()
     hub.api("DELETE", "users/dora").raise_for_status()
-    wait_for(
-        lambda: hub.services.shared_folders.folder(owned["id"]).left_at,
-        "that Dora left",
-        timeout=60,
-    )
-    assert hub.services.shared_folders.folder(given["id"]).members == ()
+    folders = hub.services.shared_folders
+    wait_for(lambda: folders.folder(owned["id"]).left_at, "that Dora left", timeout=60)
+    assert folders.folder(given["id"]).members == ()
     # Somebody else comes under the same name.
     hub.api("POST", "users/dora").raise_for_status()
     assert hub.rest("dora", "GET").json()["folders"] == []
@@ -278,10 +275,10 @@ def test_shared_folders_are_managed_in_the_browser(hub: FilesHub, browser: Brows
     """Make, invite, accept, delete: in a browser without JavaScript, wide and on a phone."""
     anna = browser.new_context(viewport=WIDE, java_script_enabled=False).new_page()
     carl = browser.new_context(viewport=PHONE).new_page()
-    for page, user in ((anna, "anna"), (carl, "carl")):
-        page.goto(f"{hub.url}/services/gpu/folders")
-        send_sign_in(page, user)
-        expect(page.get_by_role("heading", name="Shared folders")).to_be_visible()
+    anna.goto(f"{hub.url}/services/gpu/folders")
+    send_sign_in(anna, "anna")  # on the way, by the form
+    expect(anna.get_by_role("heading", name="Shared folders")).to_be_visible()
+    sign_in(carl, hub, "carl", "folders")
     anna.get_by_label("Name", exact=True).fill("../up")
     anna.get_by_role("button", name="Make the folder").click()
     expect(anna.get_by_role("alert")).to_contain_text("Nothing was changed.")
@@ -314,8 +311,7 @@ def test_shared_folders_are_managed_in_the_browser(hub: FilesHub, browser: Brows
     expect(carl.get_by_text("None yet.")).to_be_visible()
 
     admin = browser.new_context(viewport=WIDE).new_page()
-    admin.goto(f"{hub.url}/services/gpu/folders")
-    send_sign_in(admin, ADMIN)
+    sign_in(admin, hub, ADMIN, "folders")
     expect(admin.get_by_role("heading", name="Of others")).to_be_visible()
     assert troubles(admin) == []
     screenshot(admin, "folders-admin")

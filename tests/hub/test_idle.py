@@ -18,7 +18,7 @@ import pytest
 import sqlalchemy as sa
 
 from gpuspawner.engines.local import LEASE_VARIABLE
-from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.service import idle_culler
 from tests.support.fast_monitor import FastMonitor
@@ -112,7 +112,7 @@ def culls(user: str) -> bool:
 
 
 def gone(hub: PayingHub, user: str) -> bool:
-    return hub.services.leases.of_server(ServerRef(user)) is None
+    return hub.lease_of(user) is None
 
 
 def test_only_idle_servers_are_warned_and_stopped(
@@ -156,7 +156,7 @@ def test_only_idle_servers_are_warned_and_stopped(
         wait_for(lambda: not gone(hub, "second"), "the turn of who waited", timeout=60)
 
         for user in ("trains", "free", "first"):
-            lease = hub.services.leases.of_server(ServerRef(user))
+            lease = hub.lease_of(user)
             assert lease and lease.state is LeaseState.RUNNING and not lease.outcome, user
             assert hub.services.notifications.notices_of(user) == []
         # What the culler hears of servers without activity (that it asks is in test_metrics.py).

@@ -17,7 +17,7 @@ from gpuspawner.ledger.rules import owed
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
-from tests.support.pages import WIDE, look_over, send_sign_in
+from tests.support.pages import WIDE, add_cookies, look_over, send_sign_in
 from tests.support.processes import free_port, wait_for
 
 SLOW = 120_000
@@ -107,11 +107,14 @@ def hub(module_hub: GPUHub) -> Iterator[GPUHub]:
         module_hub.stop_server(lease.server.user)
 
 
-def sign_in(browser: Browser, hub: GPUHub, user: str) -> Page:
-    """A member's own window, after the sign-in form."""
+def open_form(browser: Browser, hub: GPUHub, user: str, *, signed_in: bool = True) -> Page:
+    """A member's own window with the form to start a server."""
     page = browser.new_context(viewport=WIDE).new_page()
+    if signed_in:
+        add_cookies(page, hub, user)
     page.goto(f"{hub.url}/hub/spawn")
-    send_sign_in(page, user)
+    if not signed_in:
+        send_sign_in(page, user)
     expect(page.get_by_role("heading", name="Server Options")).to_be_visible()
     return page
 
@@ -159,7 +162,7 @@ def type_in_terminal(page: Page, command: str) -> None:
 
 def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub) -> None:
     # Member 1 signs in, and sees what there is and what it costs.
-    one = sign_in(browser, hub, "member1")
+    one = open_form(browser, hub, "member1", signed_in=False)
     form = one.locator("#spawn_form")
     expect(form).to_contain_text("2 of 2 GPUs free.")
     expect(form).to_contain_text("Your balance: 50.00 credits.")
@@ -179,7 +182,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     wait_for_lab(one, "member1")
 
     # Member 2 at the same time: the other GPU.
-    two = sign_in(browser, hub, "member2")
+    two = open_form(browser, hub, "member2")
     expect(two.locator("#spawn_form")).to_contain_text("1 of 2 GPUs free.")
     start(two, "JupyterLab")
     two.wait_for_url(re.compile("/spawn-pending/|/user/"), timeout=SLOW)
@@ -209,7 +212,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     screenshot(one, "journey-4-terminal")
 
     # Nothing is left for a third, who would not wait: a sentence, and a way on.
-    three = sign_in(browser, hub, "member3")
+    three = open_form(browser, hub, "member3")
     expect(three.locator("#spawn_form")).to_contain_text("0 of 2 GPUs free.")
     three.get_by_label("Don't wait in line").check()
     start(three, "JupyterLab")
@@ -248,7 +251,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
 
 def test_waiting_member_reaches_server_after_a_hub_kill(browser: Browser, hub: GPUHub) -> None:
     hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
-    page = sign_in(browser, hub, "member6")
+    page = open_form(browser, hub, "member6")
     start(page, "A server that answers at once", "1")
     message = page.locator("#progress-message")
     expect(message).to_contain_text("You are the only one in line", timeout=SLOW)
@@ -277,7 +280,7 @@ def test_waiting_member_reaches_server_after_a_hub_kill(browser: Browser, hub: G
 def test_member_can_stop_a_start_on_the_pending_page(browser: Browser, hub: GPUHub) -> None:
     """The page that waits says how far it is, and its button stops the start or leaves the line."""
     hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
-    page = sign_in(browser, hub, "member4")
+    page = open_form(browser, hub, "member4")
     start(page, "A server that answers at once", "1")
     expect(page.locator("#progress-message")).to_contain_text("in line", timeout=SLOW)
     page.get_by_role("button", name="Stop Server").click()

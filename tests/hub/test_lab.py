@@ -272,9 +272,7 @@ def test_lab_shows_gpu_status_warnings_and_panel(
     assert errors == [], errors
     dialog.get_by_role("button", name="Stop it").click()
     page.wait_for_url(f"{hub.url}/hub/home", timeout=SLOW)
-    wait_for(
-        lambda: hub.services.leases.get(lease.id).state is LeaseState.ENDED, "the end", timeout=60
-    )
+    hub.wait_end(lease)
 
 
 def open_without_service(page: Page, hub: PayingHub) -> None:

@@ -88,7 +88,7 @@ def test_tickets_are_granted_in_queue_order(hub: PayingHub) -> None:
     hub.wait_server("dan")
     assert users_in_line(hub) == ["eve"]
     assert hub.services.queue.tickets_of("dan")[0].outcome == "granted"
-    lease = hub.services.leases.of_server(ServerRef("dan"))
+    lease = hub.lease_of("dan")
     assert lease is not None and lease.ticket_id == hub.services.queue.tickets_of("dan")[0].id
     hub.stop_server("ada")
     hub.wait_server("eve")
@@ -102,7 +102,7 @@ def test_stopping_the_server_cancels_its_ticket(hub: PayingHub) -> None:
     assert hub.services.queue.tickets_of("gus")[0].outcome == "cancelled"
     hub.stop_server("ada")
     hub.wait_server("hal")
-    assert hub.services.leases.of_server(ServerRef("gus")) is None
+    assert hub.lease_of("gus") is None
 
 
 def test_hub_restart_keeps_every_ticket(hub: PayingHub) -> None:
@@ -193,7 +193,7 @@ def test_paused_queue_grants_nothing(hub: PayingHub) -> None:
 
 
 def test_drained_device_is_not_granted(hub: PayingHub) -> None:
-    lease = hub.services.leases.of_server(ServerRef("bob"))
+    lease = hub.lease_of("bob")
     assert lease is not None
     (uuid,) = lease.uuids
     drained = change(hub, ADMIN, f"devices/{uuid}/drain", reason="a fan").json()
@@ -207,7 +207,7 @@ def test_drained_device_is_not_granted(hub: PayingHub) -> None:
     assert "drained by admin: a fan" in command(hub, "devices")
     change(hub, ADMIN, f"devices/{uuid}/undrain").raise_for_status()
     hub.wait_server("tina", timeout=15)
-    granted = hub.services.leases.of_server(ServerRef("tina"))
+    granted = hub.lease_of("tina")
     assert granted is not None and granted.uuids == (uuid,)
     hub.stop_server("tina")
     fill(hub, "bob")
@@ -325,16 +325,6 @@ def test_ticket_expires_after_its_maximum_wait(hub: PayingHub) -> None:
     assert f"Your place in line is gone: it waited for {TICKET_DAYS} days." in said
     assert_ended(hub, jon, "expired", f"it waited for {TICKET_DAYS} days")
     assert_only_one_in_line(hub, "klaus")
-
-
-def test_admin_cancels_a_ticket_from_the_shell(hub: PayingHub) -> None:
-    lars, _ = line_up(hub, "lars", "max")
-    cancel = ("queue", "cancel", "lars", "--reason", "a mistake")
-    said = last_word(hub, "lars", lambda: command(hub, *cancel))
-    assert "Your place in line is gone: an admin cancelled it: a mistake." in said
-    assert hub.services.audit.trail(1)[0].actor.startswith("cli:")
-    assert_ended(hub, lars, "cancelled", "an admin cancelled it: a mistake")
-    assert_only_one_in_line(hub, "max")
 
 
 def test_failed_start_passes_the_device_to_the_next(hub: PayingHub) -> None:

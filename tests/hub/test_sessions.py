@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from playwright.sync_api import Browser
 
 from gpuspawner.db import schema as db_schema
-from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.models import Ticket
@@ -286,7 +286,7 @@ def test_connecting_in_time_keeps_the_server(hub: PayingHub) -> None:
     wait_for(hub.services.queue.waiting, "eve's ticket", timeout=15)
     hub.stop_server("bob")
     hub.wait_server("eve", timeout=30)
-    lease = hub.services.leases.of_server(ServerRef("eve"))
+    lease = hub.lease_of("eve")
     assert lease is not None and lease.claim_seconds == 600 and lease.started_at is not None
     # A server of Jupyter's reports what its member does; this one lets the test do it.
     url = f"{hub.url}/hub/api/users/eve/activity"
@@ -348,7 +348,7 @@ def test_session_hours_are_limited_and_selectable(hub: PayingHub, browser: Brows
     page.check("#wait")
     page.click("#spawn_form input[type=submit], #spawn_form button[type=submit]")
     hub.wait_server("cleo")
-    lease = hub.services.leases.of_server(ServerRef("cleo"))
+    lease = hub.lease_of("cleo")
     assert lease is not None and lease.seconds == 8 * 3600
     stored = hub.api("GET", "users/cleo").json()["servers"][""]["user_options"]
     assert (stored["hours"], stored["wait"]) == (8, False)

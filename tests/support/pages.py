@@ -115,8 +115,8 @@ def send_sign_in(page: Page, user: str) -> None:
     page.click("[type=submit]")
 
 
-def sign_in(page: Page, hub: HubProcess, user: str, path: str) -> None:
-    """Go to a page of the service, with the cookies of who has signed in by the hub's form."""
+def add_cookies(page: Page, hub: HubProcess, user: str) -> None:
+    """Let the browser be that of a member who has signed in by the hub's form."""
     page.context.add_cookies(
         [
             {"name": cookie.name, "value": cookie.value, "domain": "127.0.0.1", "path": cookie.path}
@@ -124,6 +124,11 @@ def sign_in(page: Page, hub: HubProcess, user: str, path: str) -> None:
             if cookie.value is not None
         ]
     )
+
+
+def sign_in(page: Page, hub: HubProcess, user: str, path: str) -> None:
+    """Go to a page of the service, signed in."""
+    add_cookies(page, hub, user)
     page.goto(f"{hub.url}/services/gpu/{path}")
     page.wait_for_url(f"{hub.url}/services/gpu/{path}")
 

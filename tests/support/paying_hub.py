@@ -98,9 +98,13 @@ class PayingHub(HubProcess):
         answer = self.spawn(user, options, server)
         assert answer.ok, answer.text
         self.wait_server(user, server)
-        lease = self.services.leases.of_server(ServerRef(user, server))
+        lease = self.lease_of(user, server)
         assert lease is not None
         return lease
+
+    def lease_of(self, user: str, server: str = "") -> Lease | None:
+        """The open lease of a server."""
+        return self.services.leases.of_server(ServerRef(user, server))
 
     def start_with(self, credits: int, user: str, server: str = "", **options: Any) -> Lease:
         """The same for a member who has so many credits."""
