@@ -142,10 +142,9 @@ def services(hub: GPUHub) -> Iterator[Services]:
 
 
 def write(hub: GPUHub, user: str, file: str, megabytes: int) -> None:
-    [container] = [c for c in hub.containers() if c["Labels"]["gpuspawner.member"] == user]
     words = ["dd", "if=/dev/zero", f"of={file}", "bs=1M", f"count={megabytes}", "conv=fsync"]
     client = hub.engine.client
-    client.exec_start(client.exec_create(container["Id"], words, user="0")["Id"])
+    client.exec_start(client.exec_create(hub.container_of(user), words, user="0")["Id"])
 
 
 def test_only_server_over_its_disk_limit_is_stopped(hub: GPUHub, services: Services) -> None:
@@ -185,8 +184,6 @@ def test_only_server_over_its_disk_limit_is_stopped(hub: GPUHub, services: Servi
     assert hers.state is LeaseState.RUNNING and not hers.outcome and told("eva") == {}
     assert hub.get("eva", "devices").ok
     hub.spawn_and_wait("bob", {"environment": "cpu"})
-    engine = hub.engine.client
-    [his] = [c for c in hub.containers() if c["Labels"]["gpuspawner.member"] == "bob"]
-    made = engine.exec_create(his["Id"], ["du", "-m", "/home/jovyan/work/large"])
-    assert engine.exec_start(made["Id"]).decode().split()[0] in ("100", "101")
+    size = hub.shell("bob", "du -m /home/jovyan/work/large")[1].split()[0]
+    assert size in ("100", "101")
     assert "Traceback" not in hub.log_text()[said_before:]

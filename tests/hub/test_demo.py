@@ -115,9 +115,9 @@ class DemoProcess:
         log = self.folder / "hub.log"
         return self.said() + (log.read_text(errors="replace") if log.exists() else "")
 
-    def password(self, of: str = "member") -> str:
-        """As the demo prints it."""
-        found = re.search(rf"{of}.*password +(.+)", self.said())
+    def password(self) -> str:
+        """That of members, as the demo prints it."""
+        found = re.search(r"as a member .*password +(.+)", self.said())
         assert found, self.said()
         return found[1]
 

@@ -64,14 +64,6 @@ class FilesHub(GPUHub):
         sent = {"json": body} if method == "POST" else {}
         return self.call(user, method, f"folders{path}", **sent)
 
-    def shell(self, user: str, command: str) -> tuple[int, str]:
-        """A command in the container of this member's server: its exit code and what it says."""
-        client = self.engine.client
-        [found] = [c for c in self.containers() if c["Labels"]["gpuspawner.member"] == user]
-        made = client.exec_create(found["Id"], ["sh", "-c", command])
-        said = client.exec_start(made["Id"]).decode(errors="replace").strip()
-        return int(client.exec_inspect(made["Id"])["ExitCode"]), said
-
 
 @pytest.fixture(scope="module")
 def registry(engine: PrivateEngine) -> Iterator[SlowRegistry]:

@@ -39,8 +39,7 @@ def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterato
 
 def shell(engine: PrivateEngine, member: str, command: str) -> str:
     """Run a command as root in a member's container."""
-    made = engine.client.exec_create(f"jupyter-{member}", ["sh", "-c", command])
-    return str(engine.client.exec_start(made["Id"]).decode())
+    return engine.execute(f"jupyter-{member}", ["sh", "-c", command])[1]
 
 
 def test_kept_container_files_survive_the_next_start(
@@ -59,8 +58,8 @@ def test_kept_container_files_survive_the_next_start(
     assert not waiting["Config"]["Labels"]["gpuspawner.lease"]
 
     hub.spawn_and_wait("member1", {"gpus": 2})
-    assert shell(engine, "member1", "cat /notes.txt") == "mine\n"
-    assert shell(engine, "member1", "ls /dev | grep -c 'nvidia[0-9]'") == "2\n"
+    assert shell(engine, "member1", "cat /notes.txt") == "mine"
+    assert shell(engine, "member1", "ls /dev | grep -c 'nvidia[0-9]'") == "2"
     second = engine.client.inspect_container("jupyter-member1")
     labels = second["Config"]["Labels"]
     assert labels["gpuspawner.lease"] != first["Config"]["Labels"]["gpuspawner.lease"]
@@ -68,7 +67,7 @@ def test_kept_container_files_survive_the_next_start(
 
     hub.spawn_and_wait("member1", {"gpus": 0})
     look = "cat /notes.txt; ls /dev | grep -c 'nvidia[0-9]'"
-    assert shell(engine, "member1", look) == "mine\n0\n"
+    assert shell(engine, "member1", look) == "mine\n0"
     old_token = next(
         item for item in first["Config"]["Env"] if item.startswith("JUPYTERHUB_API_TOKEN=")
     ).partition("=")[2]

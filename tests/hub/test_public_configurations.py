@@ -251,15 +251,10 @@ def test_each_configuration_style_keeps_its_effect(hub: HubProcess, engine: Priv
     assert variables(containers["hooks"])["COURSE"] == "stats"
     assert containers["hooks"]["HostConfig"]["Binds"] == ["course-stats:/course:rw"]
     for style, expected in (("stacks", "0"), ("form", "1")):
-        made = engine.client.exec_create(
-            containers[style]["Id"], ["grep", "NoNewPrivs", "/proc/1/status"]
-        )
-        said = engine.client.exec_start(made["Id"]).decode().split()
-        assert said == ["NoNewPrivs:", expected]
-    made = engine.client.exec_create(
-        containers["callables"]["Id"], ["ls", "/tmp/after-the-start", "/data", "/home/lab"]
-    )
-    assert b"No such file" not in engine.client.exec_start(made["Id"])
+        look = ["grep", "NoNewPrivs", "/proc/1/status"]
+        assert engine.execute(containers[style]["Id"], look)[1].split() == ["NoNewPrivs:", expected]
+    look = ["ls", "/tmp/after-the-start", "/data", "/home/lab"]
+    assert engine.execute(containers["callables"]["Id"], look)[0] == 0
 
 
 def test_unknown_form_fields_are_rejected(hub: HubProcess) -> None:

@@ -214,16 +214,12 @@ class AttackHub(GPUHub):
 
     def container(self, user: str) -> dict[str, Any]:
         """The container of a member's running server, as the engine describes it."""
-        [found] = [c for c in self.containers() if c["Labels"]["gpuspawner.member"] == user]
-        inspected: dict[str, Any] = self.engine.client.inspect_container(found["Id"])
+        inspected: dict[str, Any] = self.engine.client.inspect_container(self.container_of(user))
         return inspected
 
     def inside(self, command: str, user: str = THIEF) -> tuple[int, str]:
         """A command typed into a terminal of a member's container: its code and what it says."""
-        client = self.engine.client
-        made = client.exec_create(self.container(user)["Id"], ["bash", "-c", command])
-        said = client.exec_start(made["Id"]).decode(errors="replace").strip()
-        return int(client.exec_inspect(made["Id"])["ExitCode"]), said
+        return self.shell(user, command, "bash")
 
     def reaches(self, address: str, port: int, seconds: int = 5 * PATIENCE) -> bool:
         """Whether Mallory's container opens a connection within this time."""

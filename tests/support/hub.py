@@ -379,14 +379,14 @@ class HubProcess:
         answer.raise_for_status()
         return str(answer.json()["token"])
 
-    def kernel_run(self, user: str, code: str, server: str = "", timeout: float = 60.0) -> str:
+    def kernel_run(self, user: str, code: str) -> str:
         """Run code in a new kernel of the member's server, through the proxy; what it printed."""
-        with Kernel(self.server_url(user, server), self.user_token(user), timeout) as kernel:
+        with Kernel(self.server_url(user), self.user_token(user), 60) as kernel:
             return kernel.run(code)
 
-    def terminal_run(self, user: str, command: str, server: str = "") -> str:
+    def terminal_run(self, user: str, command: str) -> str:
         """Type a command into a new terminal of the member's server; what was on its screen."""
-        return terminal_run(self.server_url(user, server), self.user_token(user), command)
+        return terminal_run(self.server_url(user), self.user_token(user), command)
 
     def log_text(self) -> str:
         """What hub, proxy and managed services printed."""
