@@ -21,7 +21,6 @@ from playwright.sync_api import Browser, Page, expect
 
 from gpuspawner.cli.app import main
 from gpuspawner.core.units import MICRO
-from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
 from gpuspawner.notifications.models import NoticeKind
 from tests.support.browser import screenshot
@@ -589,10 +588,6 @@ def priced(edited: CatalogHub) -> CatalogHub:
     return edited
 
 
-def form_words(hub: CatalogHub, user: str) -> str:
-    return text_of(hub.form(user))
-
-
 def test_price_shown_is_the_price_paid(priced: CatalogHub, browser: Browser) -> None:
     hub, page = priced, browser.new_context(viewport=WIDE).new_page()
     errors: list[str] = []
@@ -613,14 +608,15 @@ def test_price_shown_is_the_price_paid(priced: CatalogHub, browser: Browser) -> 
     assert price.inner_text() == "Without a GPU: free of charge."
     page.check("#environment-course")
     page.click("[type=submit]")
-    lease = wait_for(lambda: running(hub, "pia"), "the server")
+    page.wait_for_url(re.compile("/user/pia/"), timeout=SLOW)
     assert errors == []
-    assert lease.rate == 2 * MICRO
+    lease = hub.lease_of("pia")
+    assert lease and lease.rate == 2 * MICRO
 
     # An admin's change is for new servers: on the form at once, and not for who runs.
     url = ["--database", hub.database_url]
     assert main(["rates", "set", "A100", "3", "--environment", "course", *url]) == 0
-    text = form_words(hub, "quin")
+    text = text_of(hub.form("quin"))
     assert "A100-80GB in PyTorch 2 of 2 4.00" not in text, "one is taken"
     assert re.search(r"A100-80GB in Course 1 of 2 3\.00 1 d 9 h", text), text
     theirs = hub.start_server("quin", environment="course", gpus=1, gpu_model="A100")
@@ -632,16 +628,11 @@ def test_price_shown_is_the_price_paid(priced: CatalogHub, browser: Browser) -> 
         assert settled.charged == owed(rate * MICRO, settled.started_at, settled.ended_at)
 
 
-def running(hub: PayingHub, user: str) -> Lease | None:
-    lease = hub.lease_of(user)
-    return lease if lease and lease.state is LeaseState.RUNNING else None
-
-
 def test_price_table_includes_future_rates_and_expiry(priced: CatalogHub) -> None:
     hub = priced
     url = ["--database", hub.database_url]
     assert main(["rates", "set", "T4", "2", "--from", "2100-01-01", *url]) == 0
-    text = form_words(hub, "rosa")
+    text = text_of(hub.form("rosa"))
     assert "start before 00:00 on 1 January" in text.replace("01:00", "00:00"), text
     assert "A server keeps the price that it starts with, day and night" in text
     assert re.search(r"T4, 16 GB in PyTorch 1 of 1 1\.00 4 d 4 h", text), text
@@ -650,7 +641,7 @@ def test_price_table_includes_future_rates_and_expiry(priced: CatalogHub) -> Non
     # Credits that end count while they are there: 10.50 of these for the T4, all for an A100.
     until = hub.services.clock() + timedelta(hours=10, minutes=30)
     hub.services.ledger.grant("member:rosa", 40 * MICRO, actor="admin", reason="x", until=until)
-    text = form_words(hub, "rosa")
+    text = text_of(hub.form("rosa"))
     assert re.search(r"T4, 16 GB in PyTorch 1 of 1 1\.00 4 d 14 h", text), text
     assert re.search(r"A100-80GB in PyTorch 2 of 2 4\.00 1 d 11 h", text), text
     told = hub.form("rosa")
