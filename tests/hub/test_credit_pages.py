@@ -88,7 +88,7 @@ def furnish_admins_pages(hub: PayingHub) -> None:
 
 
 def seen_for_a_second(lease: Lease) -> bool:
-    """What was seen of a session is charged, whatever comes."""
+    """Return True if a second of the session is charged, whatever happens next."""
     since, seen = lease.started_at, lease.seen_at
     return bool(lease.charged and since and seen and seen - since >= timedelta(seconds=1))
 

@@ -102,7 +102,7 @@ def hub(
 
 
 def test_first_sign_in_creates_the_workspace(hub: FilesHub) -> None:
-    """It is there before any start."""
+    """The workspace is there before any server starts."""
     folder = hub.files / "members" / "dora"
     assert not folder.exists()
     assert "Welcome, dora" in hub.login("dora").get(hub.url, timeout=60).text

@@ -28,7 +28,7 @@ gpuspawner.spawners.member_images.MAX_LAYERS = 3
 
 @pytest.fixture(scope="module")
 def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[HubProcess]:
-    """A container's files are kept as an image, of which no more than three layers are made."""
+    """The files of a container are kept as an image of three layers at most."""
     engine.set_devices(simulated_uuids(FLEET))
     config = CONFIG.format(folder=folder, fleet=FLEET, image=images.INSTANT)
     environment = {"DOCKER_HOST": engine.url}

@@ -1,4 +1,5 @@
-"""Real here: JupyterHub, proxy, accounting service, local servers, Chromium; one hub for all."""
+"""The service's pages and their JSON: who sees what, and what they say. Real: JupyterHub, proxy,
+accounting service, local servers, Chromium."""
 
 from __future__ import annotations
 

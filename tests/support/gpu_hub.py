@@ -100,7 +100,7 @@ class GPUHub(HubProcess):
         self._database = sa.create_engine(self.database_url, poolclass=sa.NullPool)
 
     def start(self, timeout: float = 60.0) -> None:
-        """As a hub starts, after the engine heard which devices there are."""
+        """Give the engine its devices, and start the hub."""
         self.engine.set_devices(self.devices)
         super().start(timeout)
 
@@ -191,7 +191,7 @@ class GPUHub(HubProcess):
         return self.post_form(self.browser_of(user), "/hub/spawn", fields)
 
     def send_refused_form(self, user: str, fields: Mapping[str, Any]) -> requests.Response:
-        """The same, of what nothing comes."""
+        """Send the spawn form, and return the page that refuses the start."""
         return refused_in_time(lambda: self.send_form(user, fields))
 
 
