@@ -12,9 +12,9 @@ import requests
 
 from tests.support.attacks import Attempts
 from tests.support.hub import NAVIGATION, USER_PASSWORD, HubProcess
-from tests.support.mail import certificate
 from tests.support.nginx import Nginx
 from tests.support.processes import free_port
+from tests.support.tls import self_signed
 from tests.support.visitor import Visitor
 
 CONFIG = """
@@ -56,7 +56,7 @@ class Site:
 @pytest.fixture(scope="module")
 def site(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("tls")
-    pem = certificate(folder)
+    pem = self_signed(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REQUESTS_CA_BUNDLE", str(pem))
         patch.setenv("WEBSOCKET_CLIENT_CA_BUNDLE", str(pem))

@@ -35,19 +35,19 @@ def query(*fields: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in csv.reader(output.splitlines())]
 
 
-def test_the_look_succeeds_and_names_the_versions(inventory: Inventory) -> None:
+def test_observation_names_driver_and_cuda_versions(inventory: Inventory) -> None:
     assert inventory.error == ""
     assert [[inventory.driver_version]] == query("driver_version")[:1]
     assert re.fullmatch(r"\d+\.\d", inventory.cuda_version)
     assert f"CUDA Version: {inventory.cuda_version}" in nvidia_smi()
 
 
-def test_every_device_that_nvidia_smi_lists_is_there_and_no_other(inventory: Inventory) -> None:
+def test_devices_are_those_that_nvidia_smi_lists(inventory: Inventory) -> None:
     listed = re.findall(r"UUID: ([^)]+)\)", nvidia_smi("-L"))
     assert sorted(d.uuid for d in inventory.devices) == sorted(listed)
 
 
-def test_gpus_are_as_nvidia_smi_describes_them(inventory: Inventory) -> None:
+def test_device_properties_match_nvidia_smi(inventory: Inventory) -> None:
     rows = query("index", "uuid", "name", "pci.bus_id", "memory.total", "compute_mode")
     gpus = {d.uuid: d for d in inventory.devices if d.parent_uuid is None}
     assert len(rows) == len(gpus)
@@ -58,7 +58,7 @@ def test_gpus_are_as_nvidia_smi_describes_them(inventory: Inventory) -> None:
         assert gpu.compute_mode == mode.lower()
 
 
-def test_instances_belong_to_a_gpu_in_mig_mode(inventory: Inventory) -> None:
+def test_mig_instances_belong_to_a_gpu_in_mig_mode(inventory: Inventory) -> None:
     status = {d.uuid: d.status for d in inventory.devices}
     parents = {d.parent_uuid for d in inventory.devices if d.parent_uuid is not None}
     assert all(status[parent] is DeviceStatus.PARENT for parent in parents)
@@ -66,12 +66,12 @@ def test_instances_belong_to_a_gpu_in_mig_mode(inventory: Inventory) -> None:
     assert {u for u, s in status.items() if s is DeviceStatus.PARENT} == in_mig_mode
 
 
-def test_every_pair_of_gpus_has_a_closeness(inventory: Inventory) -> None:
+def test_every_pair_of_gpus_has_a_link(inventory: Inventory) -> None:
     whole = [d for d in inventory.devices if d.parent_uuid is None and d.status is DeviceStatus.OK]
     assert len(inventory.links) == len(whole) * (len(whole) - 1) // 2
 
 
-def test_a_second_look_finds_the_same_and_is_quick(inventory: Inventory) -> None:
+def test_second_observation_is_quick_and_finds_the_same(inventory: Inventory) -> None:
     source = open_source("nvml")
     source.observe(datetime.now(timezone.utc))
     started = datetime.now(timezone.utc)
@@ -80,7 +80,7 @@ def test_a_second_look_finds_the_same_and_is_quick(inventory: Inventory) -> None
     assert [d.uuid for d in again.devices] == [d.uuid for d in inventory.devices]
 
 
-def test_what_is_free_can_be_given(inventory: Inventory) -> None:
+def test_free_device_can_be_chosen(inventory: Inventory) -> None:
     free = free_slots(inventory.devices)
     if free:
         (place,) = choose(Request(devices=1), inventory.devices, (), inventory.links)
@@ -89,7 +89,7 @@ def test_what_is_free_can_be_given(inventory: Inventory) -> None:
         assert all(placement.leasable(d) or not d.empty for d in inventory.devices)
 
 
-def test_a_gpu_that_nobody_uses_passes_a_probe(inventory: Inventory) -> None:
+def test_free_gpu_passes_a_probe(inventory: Inventory) -> None:
     for place in free_slots(inventory.devices)[:1]:
         found = probe_by_process(place.uuid)
         print(found)
@@ -97,7 +97,7 @@ def test_a_gpu_that_nobody_uses_passes_a_probe(inventory: Inventory) -> None:
         assert "GiB filled and read back" in found.text
 
 
-def test_conditions_are_as_nvidia_smi_tells(inventory: Inventory) -> None:
+def test_conditions_match_nvidia_smi(inventory: Inventory) -> None:
     source = open_source("nvml")
     assert isinstance(source, SamplingSource)
     samples = {s.uuid: s for s in source.sampler().sample(datetime.now(timezone.utc), 0.0)}
@@ -114,7 +114,7 @@ def test_conditions_are_as_nvidia_smi_tells(inventory: Inventory) -> None:
         assert usual == "[N/A]" or condition.usual_milliwatts
 
 
-def test_samples_are_as_nvidia_smi_tells() -> None:
+def test_samples_match_nvidia_smi() -> None:
     source = open_source("nvml")
     assert isinstance(source, SamplingSource)
     sampler, at = source.sampler(), datetime.now(timezone.utc)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,12 @@ import pytest
 if TYPE_CHECKING:
     from tests.support.engine import PrivateEngine
     from tests.support.gate import Gate
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this file's tests, for their hub."""
+    return tmp_path_factory.mktemp(Path(request.node.name).stem)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,8 +19,9 @@ import requests
 
 from gpuspawner.core.units import MICRO
 from gpuspawner.engines.local import started_at
-from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.ledger.refills import Refill
 from gpuspawner.ledger.rules import owed
 from gpuspawner.services import Services
 from tests.support.brokers import make_services, problems
@@ -44,11 +46,12 @@ c.JupyterHub.load_groups = {
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
     """Members begin with nothing, some are in a course, and a GPU costs one credit a second; the
     proxy is a process beside the hub, which may be killed."""
-    folder = tmp_path_factory.mktemp("accounting") / "hub"
-    with PayingHub(folder, CONFIG, services=", cull_idle_after=3600", external_proxy=True) as hub:
+    with PayingHub(
+        folder / "hub", CONFIG, services=", cull_idle_after=3600", external_proxy=True
+    ) as hub:
         hub.services.settings.credits.opening_grant = 0
         for course in (COURSE, "group:course-form", "group:course-line"):
             give(hub.services, course, 500)
@@ -138,17 +141,11 @@ def test_service_token_has_minimal_permissions(hub: PayingHub) -> None:
     token = service.environ()["JUPYTERHUB_API_TOKEN"]
     assert "gpuspawner.sqlite" not in " ".join(service.cmdline())
 
-    def ask(method: str, path: str, **kwargs: Any) -> int:
-        return requests.request(
-            method,
-            f"{hub.url}/hub/api/{path}",
-            headers={"Authorization": f"token {token}"},
-            timeout=120,
-            **kwargs,
-        ).status_code
+    def ask(method: str, path: str, **kwargs: Any) -> requests.Response:
+        headers = {"Authorization": f"token {token}"}
+        return hub.api(method, path, headers=headers, **kwargs)
 
-    assert ask("GET", "users?state=active") == 200
-    assert ask("GET", "users/cara") == 200
+    assert ask("GET", "users?state=active").ok
     forbidden = {
         "POST users": {"usernames": ["eve"]},
         "POST users/eve": {},
@@ -161,16 +158,16 @@ def test_service_token_has_minimal_permissions(hub: PayingHub) -> None:
         "GET proxy": None,
         "POST shutdown": {},
     }
-    answers = {call: ask(*call.split(" "), json=body) for call, body in forbidden.items()}
+    answers = {
+        call: ask(*call.split(" "), json=body).status_code for call, body in forbidden.items()
+    }
     # What a service may not even see is "not found" on the Hub.
     assert set(answers.values()) <= {403, 404}, answers
     assert hub.api("GET", "users/eve").status_code == 404
-    seen = requests.get(
-        f"{hub.url}/hub/api/users/cara", headers={"Authorization": f"token {token}"}, timeout=30
-    ).json()
-    assert "auth_state" not in seen or seen["auth_state"] is None
+    seen = ask("GET", "users/cara").json()
+    assert seen.get("auth_state") is None
     assert "state" not in seen["servers"][""]
-    assert ask("DELETE", "users/cara/server") in (202, 204)
+    assert ask("DELETE", "users/cara/server").status_code in (202, 204)
     wait_for(lambda: hub.server("cara") is None, "the stop")
 
 
@@ -191,7 +188,7 @@ def test_group_account_pays_only_for_its_members(hub: PayingHub) -> None:
     assert refused.status_code == 403
     assert "names 'group:course-ml', which you may not draw on" in refused.text
     assert "member:bob" in refused.text
-    assert hub.services.leases.of_server(ServerRef("bob")) is None
+    assert hub.lease_of("bob") is None
     refused = hub.spawn("bob", {"gpus": 1, "account": "system:grants"})
     assert refused.status_code == 400 and "member:NAME or group:NAME" in refused.text
     assert problems(hub.services.store) == []
@@ -204,12 +201,12 @@ def test_spawn_form_offers_group_accounts(hub: PayingHub) -> None:
     assert "my own credits (0.00 credits)" in form
     assert 'name="account"' not in bob.get("/hub/spawn").text, "he has nothing to choose"
     fay.spawn({"gpus": "1", "account": "group:course-form"})
-    lease = hub.services.leases.of_server(ServerRef("fay"))
+    lease = hub.lease_of("fay")
     assert lease is not None and lease.account == "group:course-form"
     hub.stop_server("fay")
     # What she keeps as her usual payer pays for a start that says nothing.
     hub.services.ledger.keep_payer("fay", "group:course-form", actor="fay", groups=["course-form"])
-    wait_for(lambda: hub.services.leases.of_server(ServerRef("fay")) is None, "its end")
+    wait_for(lambda: hub.lease_of("fay") is None, "its end")
     assert hub.start_server("fay", gpus=1).account == "group:course-form"
     hub.stop_server("fay")
 
@@ -222,35 +219,26 @@ def test_service_runs_each_refill_once_despite_a_kill(hub: PayingHub) -> None:
     for name in ("rita", "rob"):
         past.ledger.open_account(name)
     refill = {"actor": "root", "reason": "term", "starts_at": then}
-    course = past.refills.add_refill(
-        past.refills.plan_refill(
-            "FREQ=DAILY;COUNT=3", amount=5 * MICRO, audience=["members:course-refills"], **refill
-        )
-    )
-    wait_for(
-        lambda: len(hub.services.refills.refill_runs(course.id)) == 3,
-        "three occurrences",
-        timeout=30,
-    )
-    assert hub.services.ledger.member("rita").balance == 15 * MICRO, (
-        "as the Hub knows who is in the group"
-    )
+
+    def add(rule: str, amount: int, audience: str) -> Refill:
+        plan = past.refills.plan_refill(rule, amount=amount, audience=[audience], **refill)
+        return past.refills.add_refill(plan)
+
+    course = add("FREQ=DAILY;COUNT=3", 5 * MICRO, "members:course-refills")
+    refills = hub.services.refills
+    wait_for(lambda: len(refills.refill_runs(course.id)) == 3, "three occurrences")
+    # As the Hub knows who is in the group.
+    assert hub.services.ledger.member("rita").balance == 15 * MICRO
     assert hub.services.ledger.member("rob").balance == 0
 
     hub.kill_service()
-    everybody = past.refills.add_refill(
-        past.refills.plan_refill("FREQ=DAILY", amount=MICRO, audience=["everybody"], **refill)
-    )
-    missing = past.refills.add_refill(
-        past.refills.plan_refill("FREQ=DAILY", amount=MICRO, audience=["members:gone"], **refill)
-    )
+    everybody = add("FREQ=DAILY", MICRO, "everybody")
+    missing = add("FREQ=DAILY", MICRO, "members:gone")
     hub.wait_pages()  # the Hub starts it anew
-    wait_for(
-        lambda: len(hub.services.refills.refill_runs(everybody.id)) == 3, "the rest", timeout=30
-    )
+    wait_for(lambda: len(refills.refill_runs(everybody.id)) == 3, "the rest")
     assert hub.services.ledger.member("rob").balance == 3 * MICRO
     assert hub.services.ledger.member("rita").balance == 18 * MICRO
-    assert hub.services.refills.refill_runs(missing.id) == []
+    assert refills.refill_runs(missing.id) == []
 
     def complaints() -> list[str]:
         return [line for line in hub.service_lines() if "no group 'gone'" in line]
@@ -300,10 +288,9 @@ def test_leaving_the_group_refuses_the_waiting_ticket(hub: PayingHub) -> None:
 
 
 @pytest.fixture(scope="module")
-def slow_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def slow_hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
     """The service does not look at servers: it hears of an end from the Hub alone."""
-    folder = tmp_path_factory.mktemp("slow") / "hub"
-    with PayingHub(folder, "c.Accounting.reconcile_seconds = 3600") as hub:
+    with PayingHub(folder / "slow", "c.Accounting.reconcile_seconds = 3600") as hub:
         yield hub
 
 
@@ -334,8 +321,7 @@ def test_removing_the_config_restores_a_plain_hub(slow_hub: PayingHub) -> None:
     headers = {"Authorization": f"token {hub.user_token('ada')}"}
 
     def scopes() -> set[str]:
-        answer = requests.get(f"{hub.url}/hub/api/user", headers=headers, timeout=120)
-        return set(answer.json()["scopes"])
+        return set(hub.api("GET", "user", headers=headers).json()["scopes"])
 
     with_them = scopes()
     assert "access:services!service=gpu" in with_them

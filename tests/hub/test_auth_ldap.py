@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import requests
@@ -41,9 +42,8 @@ import gpuspawner; gpuspawner.add_services(c)
 
 
 @pytest.fixture(scope="module")
-def lab(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(hubs: None, folder: Path) -> Iterator[Lab]:
     """A hub whose members sign in with the directory of their lab."""
-    folder = tmp_path_factory.mktemp("ldap")
     directory = Directory(folder / "directory", users=USERS)
     directory.start()
     hub = HubProcess(folder / "hub", environment={"LDAP_PASSWORD": READER_PASSWORD})
@@ -109,61 +109,44 @@ def test_invalid_or_injected_credentials_are_rejected(user: str, password: str, 
     assert page.status_code == 403 and "Invalid username or password" in page.text
 
 
-def test_leaving_the_group_ends_access_until_rejoining(
-    lab: Lab,
-) -> None:
+def home_of(hub: HubProcess, session: requests.Session) -> requests.Response:
+    return session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=60)
+
+
+def test_leaving_group_or_directory_ends_access(lab: Lab) -> None:
     hub, directory = lab
-    session = requests.Session()
-    data = {"username": "leaver", "password": password_of("leaver")}
-    assert hub.post_form(session, "/hub/login", data).url == f"{hub.url}/hub/home"
+    sessions = {user: hub.login(user, password_of(user)) for user in ("leaver", "gone")}
     directory.leave_group("leaver", "gpu-members")
+    directory.remove("gone")
+    for user, reason in (
+        ("leaver", "no longer a member of this hub"),
+        ("gone", "the directory has no such account any more"),
+    ):
 
-    def out() -> bool:
-        home = session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=60)
-        return home.status_code == 302 and "/hub/login" in home.headers["location"]
+        def sent_to(session: requests.Session = sessions[user]) -> str:
+            return home_of(hub, session).headers.get("location", "")
 
-    wait_for(out, "the hub to ask the directory again")
-    started = hub.api("POST", "users/leaver/server")
-    assert started.status_code == 403
-    assert "no longer a member of this hub" in started.json()["message"]
+        assert "/hub/login" in wait_for(sent_to, "the hub to ask the directory again")
+        started = hub.api("POST", f"users/{user}/server")
+        assert started.status_code == 403
+        assert reason in started.json()["message"]
+
     assert "it is in no group that may use this hub" in form(hub, "leaver").text
-
     directory.join_group("leaver", "gpu-members")
     assert form(hub, "leaver").url == f"{hub.url}/hub/home"
-
-
-def test_user_removed_from_directory_is_signed_out(lab: Lab) -> None:
-    hub, directory = lab
-    session = requests.Session()
-    data = {"username": "gone", "password": password_of("gone")}
-    assert hub.post_form(session, "/hub/login", data).url == f"{hub.url}/hub/home"
-    directory.remove("gone")
-
-    def out() -> bool:
-        page = session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=60)
-        return page.status_code == 302
-
-    wait_for(out, "the hub to ask the directory again")
-    started = hub.api("POST", "users/gone/server")
-    assert "the directory has no such account any more" in started.json()["message"]
 
 
 def test_directory_outage_keeps_members_signed_in(lab: Lab) -> None:
     """Those who are in stay in; those who come read a sentence; then it goes on as before."""
     hub, directory = lab
-    session = requests.Session()
-    data = {"username": "ada", "password": password_of("ada")}
-    hub.post_form(session, "/hub/login", data)
+    session = hub.login("ada", password_of("ada"))
     directory.stop()
     try:
         page = form(hub, "ada")
         assert page.status_code == 503 and "Traceback" not in page.text
         assert "The directory is not working, so the hub cannot tell who you are" in page.text
         wait_for(
-            lambda: (
-                session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=60).ok
-                and "'ada' stays signed in" in hub.log_text()
-            ),
+            lambda: home_of(hub, session).ok and "'ada' stays signed in" in hub.log_text(),
             "the hub to ask the directory in vain",
         )
     finally:

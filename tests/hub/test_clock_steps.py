@@ -58,8 +58,8 @@ class ClockHub(PayingHub):
 
 
 @pytest.fixture(scope="module")
-def module_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClockHub]:
-    with ClockHub(tmp_path_factory.mktemp("clocks")) as hub:
+def module_hub(hubs: None, folder: Path) -> Iterator[ClockHub]:
+    with ClockHub(folder) as hub:
         yield hub
 
 

@@ -18,21 +18,20 @@ import requests
 from playwright.sync_api import Browser
 
 from gpuspawner.core.errors import StoreUnavailable
-from gpuspawner.leases.models import LeaseState, ServerRef
+from gpuspawner.leases.models import LeaseState
 from gpuspawner.monitoring import cluster_views
 from gpuspawner.monitoring.models import DeviceUse
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.services import Services
-from tests.support import axe
 from tests.support.batch_jobs import CLUSTER, look_since, run
 from tests.support.brokers import T0, Clock, make_services, open_services, running
-from tests.support.browser import screenshot
 from tests.support.hub import ADMIN
 from tests.support.pages import (
     PHONE,
     WIDE,
     ask,
     look_over,
+    look_over_in_the_dark,
     mentions,
     picture,
     served,
@@ -71,9 +70,8 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(hubs: None, folder: Path) -> Iterator[Scene]:
     """Ada has the first A100, Bob the second; the T4 is free."""
-    folder = tmp_path_factory.mktemp("cluster")
     script = folder / "script.json"
     script.write_text("{}")
     environment = {"GPUSPAWNER_SIMULATION": str(script)}
@@ -187,12 +185,11 @@ def test_cluster_page_updates_live(scene: Scene, browser: Browser) -> None:
     assert page.get_attribute(".tile.own [data-width=level]", "width") == "100"
     look_over(page, "cluster")
     page.close()
-    page = browser.new_page(viewport=WIDE, color_scheme="dark")
+    page = browser.new_page(viewport=WIDE)
     page.on("console", lambda message: troubles.append(message.text))
     sign_in(page, hub, ADMIN, "cluster")
     page.wait_for_selector(".tile:has-text('It fell off the bus; Xid 79')")
-    assert axe.troubles(page) == []
-    screenshot(page, "cluster-admin-dark")
+    look_over_in_the_dark(page, "cluster-admin")
     scene.play()
     hub.start_server("cleo", gpus=1, gpu_model="T4")
     page.wait_for_selector(".tile:has-text('cleo')")
@@ -265,31 +262,36 @@ def test_stalled_stream_is_dropped_without_blocking(
             pass  # what had been sent before; then the connection ends
 
 
-def test_live_streams_per_member_are_limited(scene: Scene, tmp_path: Path) -> None:
-    hub = scene.hub
-    with some_services(tmp_path, 2) as services, served(hub, services) as url:
-        streams = [
-            watch(hub, "ada", url + "cluster/live", 1000) for _ in range(cluster_views.MOST_OF_ONE)
-        ]
-        one_more = watch(hub, "ada", url + "cluster/live")
-        assert one_more.status_code == 429
-        assert one_more.json()["message"].startswith("Too many windows show the live page.")
-        with watch(hub, "bob", url + "cluster/live") as stream:
-            assert "picture" in dict(events(stream))
-        streams.pop().close()
+@pytest.fixture
+def live(scene: Scene, tmp_path: Path) -> Iterator[tuple[PayingHub, Services, str]]:
+    """Services of the test's own with two GPUs, and where their stream is."""
+    with some_services(tmp_path, 2) as services, served(scene.hub, services) as url:
+        yield scene.hub, services, f"{url}cluster/live"
 
-        def again() -> bool:
-            with watch(hub, "ada", url + "cluster/live") as stream:
-                return stream.ok
 
-        wait_for(again, "room for another stream")
-        for stream in streams:
-            stream.close()
+def test_live_streams_per_member_are_limited(live: tuple[PayingHub, Services, str]) -> None:
+    hub, _, url = live
+    streams = [watch(hub, "ada", url, 1000) for _ in range(cluster_views.MOST_OF_ONE)]
+    one_more = watch(hub, "ada", url)
+    assert one_more.status_code == 429
+    assert one_more.json()["message"].startswith("Too many windows show the live page.")
+    with watch(hub, "bob", url) as stream:
+        assert "picture" in dict(events(stream))
+    streams.pop().close()
+
+    def again() -> bool:
+        with watch(hub, "ada", url) as stream:
+            return stream.ok
+
+    wait_for(again, "room for another stream")
+    for stream in streams:
+        stream.close()
 
 
 def test_live_stream_has_a_maximum_lifetime(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    live: tuple[PayingHub, Services, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hub, _, url = live
     waits: list[float] = []
     following = cluster_views.Viewer.next
 
@@ -298,26 +300,18 @@ def test_live_stream_has_a_maximum_lifetime(
         return await following(viewer, 0.0 if waits[1:] else seconds)  # as if it had lasted
 
     monkeypatch.setattr(cluster_views.Viewer, "next", after_the_first)
-    with (
-        some_services(tmp_path, 2) as services,
-        served(scene.hub, services) as url,
-        watch(scene.hub, "ada", url + "cluster/live", 1000) as stream,
-    ):
+    with watch(hub, "ada", url, 1000) as stream:
         assert "picture" in dict(events(stream))
     first, second = waits
     assert second < first <= cluster_views.LASTS, "what is left of its time"
 
 
 def test_live_stream_reports_errors_and_recovers(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    live: tuple[PayingHub, Services, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub = scene.hub
+    hub, services, url = live
     monkeypatch.setattr(cluster_views, "EVERY", 0.1)
-    with (
-        some_services(tmp_path, 2) as services,
-        served(hub, services) as url,
-        watch(hub, "ada", url + "cluster/live", 1000) as stream,
-    ):
+    with watch(hub, "ada", url, 1000) as stream:
         told = events(stream)
         assert next(told) == ("trouble", "")
         for error, sentence in (
@@ -457,11 +451,9 @@ def test_sick_device_is_drained_until_it_recovers(scene: Scene, browser: Browser
 
     wait_for(failed, "the first probe", timeout=60)
     assert state() == "drained"
-    assert hub.services.leases.of_server(ServerRef("emil")) is None  # he waits for it
+    assert hub.lease_of("emil") is None  # he waits for it
     scene.play()
-    wait_for(
-        lambda: hub.services.leases.of_server(ServerRef("emil")), "the GPU's return", timeout=90
-    )
+    wait_for(lambda: hub.lease_of("emil"), "the GPU's return", timeout=90)
     assert not any(finding.problem for finding in hub.services.audit.check()[0])
     known = hub.services.health.device_states()[lease.uuids[0]]
     assert (known.state.verdict, known.state.falls) == ("watch", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.services import Services
-from tests.support.brokers import make_services
+from tests.support.brokers import services_on
 from tests.support.browser import screenshot
 from tests.support.device_loss import take_devices
 from tests.support.engine import PrivateEngine
@@ -38,11 +39,8 @@ gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 
 
 @pytest.fixture(scope="module")
-def module_hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GPUHub]:
-    folder = tmp_path_factory.mktemp("containers") / "hub"
-    with GPUHub(folder, engine, CONFIG.format(port=free_port())) as hub:
+def module_hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
+    with GPUHub(folder / "hub", engine, CONFIG.format(port=free_port())) as hub:
         yield hub
     engine.clean()
 
@@ -139,16 +137,14 @@ def _seen(leases: list[Lease]) -> bool:
 
 @pytest.fixture
 def services(hub: GPUHub) -> Iterator[Services]:
-    services = make_services(database_url=hub.database_url, device_source="simulated:2xA100-80GB")
-    yield services
-    services.store.close()
+    with services_on(hub.database_url) as services:
+        yield services
 
 
 def write(hub: GPUHub, user: str, file: str, megabytes: int) -> None:
-    [container] = [c for c in hub.containers() if c["Labels"]["gpuspawner.member"] == user]
     words = ["dd", "if=/dev/zero", f"of={file}", "bs=1M", f"count={megabytes}", "conv=fsync"]
     client = hub.engine.client
-    client.exec_start(client.exec_create(container["Id"], words, user="0")["Id"])
+    client.exec_start(client.exec_create(hub.container_of(user), words, user="0")["Id"])
 
 
 def test_only_server_over_its_disk_limit_is_stopped(hub: GPUHub, services: Services) -> None:
@@ -188,8 +184,6 @@ def test_only_server_over_its_disk_limit_is_stopped(hub: GPUHub, services: Servi
     assert hers.state is LeaseState.RUNNING and not hers.outcome and told("eva") == {}
     assert hub.get("eva", "devices").ok
     hub.spawn_and_wait("bob", {"environment": "cpu"})
-    engine = hub.engine.client
-    [his] = [c for c in hub.containers() if c["Labels"]["gpuspawner.member"] == "bob"]
-    made = engine.exec_create(his["Id"], ["du", "-m", "/home/jovyan/work/large"])
-    assert engine.exec_start(made["Id"]).decode().split()[0] in ("100", "101")
+    size = hub.shell("bob", "du -m /home/jovyan/work/large")[1].split()[0]
+    assert size in ("100", "101")
     assert "Traceback" not in hub.log_text()[said_before:]

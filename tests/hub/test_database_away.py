@@ -60,11 +60,9 @@ gpuspawner.db.engine.BUSY_SECONDS = 3.0  # of patience with a lock, to save time
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GPUHub]:
+def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
     """Two devices, on SQLite."""
-    with GPUHub(tmp_path_factory.mktemp("locked") / "hub", engine, CONFIG, fleet="2xT4") as hub:
+    with GPUHub(folder / "hub", engine, CONFIG, fleet="2xT4") as hub:
         yield hub
     engine.clean()
 

@@ -24,7 +24,7 @@ from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.pricing import parse_rate
 from gpuspawner.services import Services
 from tests.support import images
-from tests.support.brokers import make_services
+from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.nvml import nvml_library
 from tests.support.processes import LIVE, REPO, alive, command_of, free_port, wait_for
@@ -115,22 +115,14 @@ class DemoProcess:
         log = self.folder / "hub.log"
         return self.said() + (log.read_text(errors="replace") if log.exists() else "")
 
-    def password(self, of: str = "member") -> str:
-        """As the demo prints it."""
-        found = re.search(rf"{of}.*password +(\S+)", self.said())
+    def password(self) -> str:
+        """That of members, as the demo prints it."""
+        found = re.search(r"as a member .*password +(.+)", self.said())
         assert found, self.said()
         return found[1]
 
-    @contextlib.contextmanager
-    def services(self) -> Iterator[Services]:
-        services = make_services(
-            database_url=f"sqlite:///{self.folder}/gpuspawner.sqlite",
-            device_source="simulated:2xA100-80GB,2xT4",
-        )
-        try:
-            yield services
-        finally:
-            services.store.close()
+    def services(self) -> contextlib.AbstractContextManager[Services]:
+        return services_on(f"sqlite:///{self.folder}/gpuspawner.sqlite")
 
     def leases(self) -> list[Lease]:
         with self.services() as services:
@@ -255,18 +247,44 @@ def test_demo_runs_without_docker(local: DemoProcess) -> None:
     local.start()
     assert local.password() == password and f"Found {local.folder}" in local.said()
     assert local.balance() == left
-    seen = use_a_gpu(local)
-    check_price(local, left, seen)
-    notes = local.folder / "workspaces" / "member1" / "work" / "notes.txt"
-    assert notes.read_text() == "one more run\n" * 2
+    check_conflicts(local)
+
+    # Its hub is killed: nothing is left of it, and the member pays up to when the server was seen.
+    member = Visitor(local.url, "member1", password)
+    member.spawn({"environment": "notebook", "gpus": "1", "gpu_model": "T4"})
+    assert member.run("print(open('notes.txt').read())") == "one more run\n\n"
     processes = local.below()
-    assert local.interrupt(signal.SIGTERM) == 0
+    next(p for p in processes if "jupyterhub -f" in " ".join(command_of(p))).kill()
+    assert local.process is not None
+    assert local.process.wait(timeout=60) == 1
+    assert "The hub ended." in local.said()
     check_nothing_runs(local, processes)
 
 
-def test_demo_runs_servers_in_docker(docker: DemoProcess, clean_engine: PrivateEngine) -> None:
+def check_conflicts(demo: DemoProcess) -> None:
+    """Whoever starts another demo at the same port, or in the same folder, reads a sentence."""
+    other = DemoProcess(demo.folder.parent / "other", NO_ENGINE)
+    other.port = demo.port
+    other.launch()
+    assert other.process is not None and other.process.wait(timeout=120) == 1
+    assert f"Port {demo.port} cannot be used" in other.said()
+    assert f"GPUSPAWNER_DEMO_PORT={demo.port + 100} make demo" in other.said()
+
+    other.folder, other.port = demo.folder, free_port()
+    other.launch()
+    assert other.process.wait(timeout=120) == 1
+    assert f"A demo runs already with the folder {demo.folder}." in other.said()
+    other.close()
+
+
+def test_demo_runs_servers_in_docker(
+    docker: DemoProcess, clean_engine: PrivateEngine, tmp_path: Path
+) -> None:
+    docker.environment["GPUSPAWNER_DEMO_PASSWORD"] = "chosen by the newcomer"
     docker.start()
     assert f"Servers: in Docker, from the image {images.BASE}" in docker.said()
+    assert docker.password() == "chosen by the newcomer"
+    assert not (docker.folder / "password").exists()
 
     seen = use_a_gpu(docker)
     check_environment(docker, seen)
@@ -286,19 +304,9 @@ def test_demo_runs_servers_in_docker(docker: DemoProcess, clean_engine: PrivateE
     check_nothing_runs(docker, processes)
     assert clean_engine.client.containers(all=True) == []
 
+    # The machine has GPUs, as NVML shows them (here a stand-in); a container proves that the
+    # engine hands them over. The member finds credits and files again.
     left = docker.balance()
-    docker.start()
-    assert docker.balance() == left
-    member = Visitor(docker.url, "member1", docker.password())
-    member.spawn({"environment": "cpu"})
-    assert member.run("print(open('notes.txt').read())") == "one more run\n\n"
-    assert docker.interrupt() == 0
-
-
-def test_demo_uses_the_gpus_of_the_host(
-    docker: DemoProcess, clean_engine: PrivateEngine, tmp_path: Path
-) -> None:
-    """As NVML shows them (here a stand-in); a container proves that the engine hands them over."""
     gpus = nvml_library.gpus(2)
     clean_engine.set_devices([gpu.uuid for gpu in gpus], model=gpus[0].name)
     library = nvml_library.build_nvml_library(tmp_path / "nvml")
@@ -306,6 +314,7 @@ def test_demo_uses_the_gpus_of_the_host(
     docker.environment |= nvml_library.environment(library, tmp_path / "fleet")
     docker.start()
     assert "GPUs: 2 x NVIDIA A100-SXM4-80GB (driver 550.54.15)" in docker.said()
+    assert docker.balance() == left
 
     member = Visitor(docker.url, "member1", docker.password())
     member.spawn({"environment": "notebook"})
@@ -317,7 +326,10 @@ def test_demo_uses_the_gpus_of_the_host(
         f"/dev/nvidia{index}",
     ]
     assert lease.rate == 4 * MICRO
-    assert docker.interrupt() == 0
+    assert member.run("print(open('notes.txt').read())") == "one more run\n\n"
+    processes = docker.below()
+    assert docker.interrupt(signal.SIGTERM) == 0
+    check_nothing_runs(docker, processes)
 
     # An engine that hands over none: the demo says so, and goes on without it.
     clean_engine.set_devices([])
@@ -345,36 +357,3 @@ def test_demo_reports_unusable_settings(
     local.launch()
     assert local.process is not None and local.process.wait(timeout=120) == 1
     assert sentence in local.said() and "Traceback" not in local.said()
-
-
-def test_demo_handles_conflicts_and_a_killed_hub(local: DemoProcess) -> None:
-    """The first two are sentences; of a dead hub nothing is left, and its member pays up to when
-    the server was last seen."""
-    local.environment["GPUSPAWNER_DEMO_PASSWORD"] = "chosen by the newcomer"
-    local.start()
-    assert local.password() == "chosen"  # the words after it belong to the password too
-    member = Visitor(local.url, "member1", "chosen by the newcomer")
-    assert member.server() is None
-    assert not (local.folder / "password").exists()
-
-    other = DemoProcess(local.folder.parent / "other", NO_ENGINE)
-    other.port = local.port
-    other.launch()
-    assert other.process is not None and other.process.wait(timeout=120) == 1
-    assert f"Port {local.port} cannot be used" in other.said()
-    assert f"GPUSPAWNER_DEMO_PORT={local.port + 100} make demo" in other.said()
-
-    other.folder, other.port = local.folder, free_port()
-    other.launch()
-    assert other.process.wait(timeout=120) == 1
-    assert f"A demo runs already with the folder {local.folder}." in other.said()
-    other.close()
-
-    member.spawn({"environment": "notebook"})
-    processes = local.below()
-    hub = next(p for p in processes if "jupyterhub -f" in " ".join(command_of(p)))
-    hub.kill()
-    assert local.process is not None
-    assert local.process.wait(timeout=60) == 1
-    assert "The hub ended." in local.said()
-    check_nothing_runs(local, processes)

@@ -14,7 +14,7 @@ import pytest
 
 from gpuspawner.leases.models import Lease, LeaseState
 from tests.support import images
-from tests.support.brokers import make_services
+from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.hub import USER_PASSWORD, HubProcess
 from tests.support.nvml import nvml_library
@@ -130,14 +130,8 @@ class Club:
         return (self.hub.folder / "hooks").read_text().splitlines()
 
     def leases(self, user: str) -> list[Lease]:
-        services = make_services(
-            database_url=f"sqlite:///{self.hub.folder}/gpuspawner.sqlite",
-            device_source="simulated:1xT4",
-        )
-        try:
+        with services_on(f"sqlite:///{self.hub.folder}/gpuspawner.sqlite") as services:
             return services.leases.of_account(f"member:{user}")
-        finally:
-            services.store.close()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, message_of, text_of
 from tests.support.hub import ADMIN
 from tests.support.images import INSTANT, ensure_images
-from tests.support.pages import PHONE, WIDE, send_sign_in
+from tests.support.pages import PHONE, WIDE, send_sign_in, sign_in
 from tests.support.processes import free_port, wait_for
 from tests.support.registry import SlowRegistry
 
@@ -64,14 +64,6 @@ class FilesHub(GPUHub):
         sent = {"json": body} if method == "POST" else {}
         return self.call(user, method, f"folders{path}", **sent)
 
-    def shell(self, user: str, command: str) -> tuple[int, str]:
-        """A command in the container of this member's server: its exit code and what it says."""
-        client = self.engine.client
-        [found] = [c for c in self.containers() if c["Labels"]["gpuspawner.member"] == user]
-        made = client.exec_create(found["Id"], ["sh", "-c", command])
-        said = client.exec_start(made["Id"]).decode(errors="replace").strip()
-        return int(client.exec_inspect(made["Id"])["ExitCode"]), said
-
 
 @pytest.fixture(scope="module")
 def registry(engine: PrivateEngine) -> Iterator[SlowRegistry]:
@@ -87,12 +79,8 @@ def registry(engine: PrivateEngine) -> Iterator[SlowRegistry]:
 
 @pytest.fixture(scope="module")
 def hub(
-    hubs: None,
-    engine: PrivateEngine,
-    registry: SlowRegistry,
-    tmp_path_factory: pytest.TempPathFactory,
+    hubs: None, engine: PrivateEngine, registry: SlowRegistry, folder: Path
 ) -> Iterator[FilesHub]:
-    folder = tmp_path_factory.mktemp("files")
     config = CONFIG.format(files=folder / "files", port=free_port(), repository=registry.repository)
     with FilesHub(folder / "hub", engine, config) as hub:
         hub.files = folder / "files"
@@ -114,7 +102,7 @@ def hub(
 
 
 def test_first_sign_in_creates_the_workspace(hub: FilesHub) -> None:
-    """It is there before any start."""
+    """The workspace is there before any server starts."""
     folder = hub.files / "members" / "dora"
     assert not folder.exists()
     assert "Welcome, dora" in hub.login("dora").get(hub.url, timeout=60).text
@@ -263,12 +251,9 @@ def test_removed_user_loses_all_shared_folders(hub: FilesHub) -> None:
     hub.rest("anna", "POST", f"/{given['id']}/invite", member="dora", write=True)
     hub.rest("dora", "POST", f"/{given['id']}/accept").raise_for_status()
     hub.api("DELETE", "users/dora").raise_for_status()
-    wait_for(
-        lambda: hub.services.shared_folders.folder(owned["id"]).left_at,
-        "that Dora left",
-        timeout=60,
-    )
-    assert hub.services.shared_folders.folder(given["id"]).members == ()
+    folders = hub.services.shared_folders
+    wait_for(lambda: folders.folder(owned["id"]).left_at, "that Dora left", timeout=60)
+    assert folders.folder(given["id"]).members == ()
     # Somebody else comes under the same name.
     hub.api("POST", "users/dora").raise_for_status()
     assert hub.rest("dora", "GET").json()["folders"] == []
@@ -282,10 +267,10 @@ def test_shared_folders_are_managed_in_the_browser(hub: FilesHub, browser: Brows
     """Make, invite, accept, delete: in a browser without JavaScript, wide and on a phone."""
     anna = browser.new_context(viewport=WIDE, java_script_enabled=False).new_page()
     carl = browser.new_context(viewport=PHONE).new_page()
-    for page, user in ((anna, "anna"), (carl, "carl")):
-        page.goto(f"{hub.url}/services/gpu/folders")
-        send_sign_in(page, user)
-        expect(page.get_by_role("heading", name="Shared folders")).to_be_visible()
+    anna.goto(f"{hub.url}/services/gpu/folders")
+    send_sign_in(anna, "anna")  # on the way, by the form
+    expect(anna.get_by_role("heading", name="Shared folders")).to_be_visible()
+    sign_in(carl, hub, "carl", "folders")
     anna.get_by_label("Name", exact=True).fill("../up")
     anna.get_by_role("button", name="Make the folder").click()
     expect(anna.get_by_role("alert")).to_contain_text("Nothing was changed.")
@@ -318,8 +303,7 @@ def test_shared_folders_are_managed_in_the_browser(hub: FilesHub, browser: Brows
     expect(carl.get_by_text("None yet.")).to_be_visible()
 
     admin = browser.new_context(viewport=WIDE).new_page()
-    admin.goto(f"{hub.url}/services/gpu/folders")
-    send_sign_in(admin, ADMIN)
+    sign_in(admin, hub, ADMIN, "folders")
     expect(admin.get_by_role("heading", name="Of others")).to_be_visible()
     assert troubles(admin) == []
     screenshot(admin, "folders-admin")

@@ -22,7 +22,7 @@ from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.leases.reconciliation import Release
 from gpuspawner.ledger.rules import owed
 from tests.support import images
-from tests.support.brokers import make_services
+from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.gpu_hub import CATALOG, GPUHub, assert_in_words, message_of
@@ -56,16 +56,11 @@ STILL_FINDING_OUT = "The hub is still finding out which GPUs are in use. Try aga
 
 @pytest.fixture(scope="module")
 def module_hub(
-    hubs: None,
-    engine: PrivateEngine,
-    images: Any,
-    gate: Gate,
-    silent_registry: int,
-    tmp_path_factory: pytest.TempPathFactory,
+    hubs: None, engine: PrivateEngine, images: Any, gate: Gate, silent_registry: int, folder: Path
 ) -> Iterator[GPUHub]:
     """Its proxy is a process of its own."""
     hub = GPUHub(
-        tmp_path_factory.mktemp("restart") / "hub",
+        folder / "hub",
         engine,
         CONFIG,
         fleet="2xT4",
@@ -206,10 +201,9 @@ def test_container_of_a_settled_lease_is_removed(
     hub.kill9()
     for lease in leases.values():
         engine.client.stop(lease.engine_ref, timeout=10)
-    services = make_services(database_url=hub.database_url)
     found = {"docker": DockerEngine(lambda: engine.client).sightings()}
-    settled = services.leases.reconcile(found, servers=None)
-    services.store.close()
+    with services_on(hub.database_url) as services:
+        settled = services.leases.reconcile(found, servers=None)
     assert [type(outcome) for outcome in settled] == [Release, Release]
     replaced = leases[other].engine_ref
     name = engine.client.inspect_container(replaced)["Name"].lstrip("/")

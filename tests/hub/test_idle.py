@@ -18,7 +18,7 @@ import pytest
 import sqlalchemy as sa
 
 from gpuspawner.engines.local import LEASE_VARIABLE
-from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.service import idle_culler
 from tests.support.fast_monitor import FastMonitor
@@ -68,13 +68,11 @@ while True:
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    folder: Path = tmp_path_factory.mktemp("idle") / "hub"
-    folder.mkdir()
+def hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
     catalog = folder / "catalog.yaml"
     catalog.write_text(CATALOG, encoding="utf-8")
     config = CONFIG.format(fleet=FLEET, policy=POLICY, catalog=str(catalog))
-    with PayingHub(folder, config) as hub:
+    with PayingHub(folder / "hub", config) as hub:
         yield hub
 
 
@@ -114,7 +112,7 @@ def culls(user: str) -> bool:
 
 
 def gone(hub: PayingHub, user: str) -> bool:
-    return hub.services.leases.of_server(ServerRef(user)) is None
+    return hub.lease_of(user) is None
 
 
 def test_only_idle_servers_are_warned_and_stopped(
@@ -158,7 +156,7 @@ def test_only_idle_servers_are_warned_and_stopped(
         wait_for(lambda: not gone(hub, "second"), "the turn of who waited", timeout=60)
 
         for user in ("trains", "free", "first"):
-            lease = hub.services.leases.of_server(ServerRef(user))
+            lease = hub.lease_of(user)
             assert lease and lease.state is LeaseState.RUNNING and not lease.outcome, user
             assert hub.services.notifications.notices_of(user) == []
         # What the culler hears of servers without activity (that it asks is in test_metrics.py).

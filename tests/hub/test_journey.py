@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from gpuspawner.ledger.rules import owed
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
-from tests.support.pages import WIDE, look_over, send_sign_in
+from tests.support.pages import WIDE, add_cookies, look_over, send_sign_in
 from tests.support.processes import free_port, wait_for
 
 SLOW = 120_000
@@ -84,11 +85,8 @@ print("the", "end")
 
 
 @pytest.fixture(scope="module")
-def module_hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GPUHub]:
+def module_hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
     """Two GPUs, and environments with JupyterLab."""
-    folder = tmp_path_factory.mktemp("journey")
     dataset = folder / "flowers"
     dataset.mkdir(mode=0o755)
     (dataset / "rose.txt").write_text("a rose", encoding="utf-8")
@@ -109,11 +107,14 @@ def hub(module_hub: GPUHub) -> Iterator[GPUHub]:
         module_hub.stop_server(lease.server.user)
 
 
-def sign_in(browser: Browser, hub: GPUHub, user: str) -> Page:
-    """A member's own window, after the sign-in form."""
+def open_form(browser: Browser, hub: GPUHub, user: str, *, signed_in: bool = True) -> Page:
+    """A member's own window with the form to start a server."""
     page = browser.new_context(viewport=WIDE).new_page()
+    if signed_in:
+        add_cookies(page, hub, user)
     page.goto(f"{hub.url}/hub/spawn")
-    send_sign_in(page, user)
+    if not signed_in:
+        send_sign_in(page, user)
     expect(page.get_by_role("heading", name="Server Options")).to_be_visible()
     return page
 
@@ -161,7 +162,7 @@ def type_in_terminal(page: Page, command: str) -> None:
 
 def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub) -> None:
     # Member 1 signs in, and sees what there is and what it costs.
-    one = sign_in(browser, hub, "member1")
+    one = open_form(browser, hub, "member1", signed_in=False)
     form = one.locator("#spawn_form")
     expect(form).to_contain_text("2 of 2 GPUs free.")
     expect(form).to_contain_text("Your balance: 50.00 credits.")
@@ -181,10 +182,12 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     wait_for_lab(one, "member1")
 
     # Member 2 at the same time: the other GPU.
-    two = sign_in(browser, hub, "member2")
+    two = open_form(browser, hub, "member2")
     expect(two.locator("#spawn_form")).to_contain_text("1 of 2 GPUs free.")
     start(two, "JupyterLab")
-    wait_for_lab(two, "member2")
+    two.wait_for_url(re.compile("/spawn-pending/|/user/"), timeout=SLOW)
+    two.close()
+    hub.wait_server("member2")
 
     # What their GPU does, by way of the container's own token and the hub's API.
     item = one.locator(".gpuspawner-item button")
@@ -192,7 +195,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     expect(item).to_contain_text(" %", timeout=SLOW)
     expect(item).to_contain_text("credits")
 
-    said = {user: run_cell(page, CELL) for user, page in (("member1", one), ("member2", two))}
+    said = {"member1": run_cell(one, CELL), "member2": hub.kernel_run("member2", CELL)}
     screenshot(one, "journey-3-lab")
     for user, text in said.items():
         [lease] = hub.open_leases(user)
@@ -209,7 +212,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     screenshot(one, "journey-4-terminal")
 
     # Nothing is left for a third, who would not wait: a sentence, and a way on.
-    three = sign_in(browser, hub, "member3")
+    three = open_form(browser, hub, "member3")
     expect(three.locator("#spawn_form")).to_contain_text("0 of 2 GPUs free.")
     three.get_by_label("Don't wait in line").check()
     start(three, "JupyterLab")
@@ -224,7 +227,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     assert ended.ended_at is not None
     assert ended.charged == owed(ended.rate, ended.started_at, ended.ended_at) > 0
     assert hub.balance("member1") == 50 * MICRO - ended.charged
-    start(three, "JupyterLab")
+    start(three, "A server that answers at once")
     hub.wait_server("member3")
     assert hub.open_leases("member3")[0].uuids == ended.uuids
 
@@ -246,10 +249,10 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     assert _file(hub, "member2", "notes.txt") == "by member2"
 
 
-def test_waiting_member_reaches_lab_after_a_hub_kill(browser: Browser, hub: GPUHub) -> None:
+def test_waiting_member_reaches_server_after_a_hub_kill(browser: Browser, hub: GPUHub) -> None:
     hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
-    page = sign_in(browser, hub, "member6")
-    start(page, "JupyterLab", "1")
+    page = open_form(browser, hub, "member6")
+    start(page, "A server that answers at once", "1")
     message = page.locator("#progress-message")
     expect(message).to_contain_text("You are the only one in line", timeout=SLOW)
     expect(message).to_contain_text("Waiting for a GPU; none is free")
@@ -268,7 +271,7 @@ def test_waiting_member_reaches_lab_after_a_hub_kill(browser: Browser, hub: GPUH
     expect(message).to_contain_text(likely)
 
     hub.stop_server("member5")
-    wait_for_lab(page, "member6")
+    page.wait_for_url(re.compile("/user/member6/"), timeout=SLOW)
     [lease] = hub.open_leases("member6")
     assert len(lease.devices) == 1
     assert lease.ticket_id, "it came from the line"
@@ -277,7 +280,7 @@ def test_waiting_member_reaches_lab_after_a_hub_kill(browser: Browser, hub: GPUH
 def test_member_can_stop_a_start_on_the_pending_page(browser: Browser, hub: GPUHub) -> None:
     """The page that waits says how far it is, and its button stops the start or leaves the line."""
     hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
-    page = sign_in(browser, hub, "member4")
+    page = open_form(browser, hub, "member4")
     start(page, "A server that answers at once", "1")
     expect(page.locator("#progress-message")).to_contain_text("in line", timeout=SLOW)
     page.get_by_role("button", name="Stop Server").click()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +27,8 @@ gpuspawner.spawners.member_images.MAX_LAYERS = 3
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[HubProcess]:
-    """A container's files are kept as an image, of which no more than three layers are made."""
-    folder = tmp_path_factory.mktemp("keeping")
+def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[HubProcess]:
+    """The files of a container are kept as an image of three layers at most."""
     engine.set_devices(simulated_uuids(FLEET))
     config = CONFIG.format(folder=folder, fleet=FLEET, image=images.INSTANT)
     environment = {"DOCKER_HOST": engine.url}
@@ -41,8 +39,7 @@ def hub(
 
 def shell(engine: PrivateEngine, member: str, command: str) -> str:
     """Run a command as root in a member's container."""
-    made = engine.client.exec_create(f"jupyter-{member}", ["sh", "-c", command])
-    return str(engine.client.exec_start(made["Id"]).decode())
+    return engine.execute(f"jupyter-{member}", ["sh", "-c", command])[1]
 
 
 def test_kept_container_files_survive_the_next_start(
@@ -61,8 +58,8 @@ def test_kept_container_files_survive_the_next_start(
     assert not waiting["Config"]["Labels"]["gpuspawner.lease"]
 
     hub.spawn_and_wait("member1", {"gpus": 2})
-    assert shell(engine, "member1", "cat /notes.txt") == "mine\n"
-    assert shell(engine, "member1", "ls /dev | grep -c 'nvidia[0-9]'") == "2\n"
+    assert shell(engine, "member1", "cat /notes.txt") == "mine"
+    assert shell(engine, "member1", "ls /dev | grep -c 'nvidia[0-9]'") == "2"
     second = engine.client.inspect_container("jupyter-member1")
     labels = second["Config"]["Labels"]
     assert labels["gpuspawner.lease"] != first["Config"]["Labels"]["gpuspawner.lease"]
@@ -70,7 +67,7 @@ def test_kept_container_files_survive_the_next_start(
 
     hub.spawn_and_wait("member1", {"gpus": 0})
     look = "cat /notes.txt; ls /dev | grep -c 'nvidia[0-9]'"
-    assert shell(engine, "member1", look) == "mine\n0\n"
+    assert shell(engine, "member1", look) == "mine\n0"
     old_token = next(
         item for item in first["Config"]["Env"] if item.startswith("JUPYTERHUB_API_TOKEN=")
     ).partition("=")[2]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -112,11 +113,9 @@ def platform() -> Iterator[Platform]:
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, platform: Platform, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[PayingHub]:
+def hub(hubs: None, platform: Platform, folder: Path) -> Iterator[PayingHub]:
     config = CONFIG.format(recipes=str(REPO / "hub_config"), url=platform.url, client=CLIENT)
-    with PayingHub(tmp_path_factory.mktemp("lti") / "hub", config) as hub:
+    with PayingHub(folder / "hub", config) as hub:
         hub.services.roster.import_roster(b"name,course\nada@lab.example,ML\n", actor="eva")
         yield hub
 

@@ -29,9 +29,9 @@ c.GPUMembers.grace_minutes = 0.1
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
     """Whoever is on the roster is a member: three are, as long as nobody ends it."""
-    with PayingHub(tmp_path_factory.mktemp("members") / "hub", CONFIG) as hub:
+    with PayingHub(folder / "hub", CONFIG) as hub:
         put_on_roster(hub, "ada,", "bob,", "cara,")
         yield hub
 

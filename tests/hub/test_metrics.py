@@ -43,9 +43,8 @@ c.JupyterHub.load_roles.extend([
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    folder: Path = tmp_path_factory.mktemp("metrics") / "hub"
-    with PayingHub(folder, CONFIG, services=", cull_idle_after=3") as hub:
+def hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
+    with PayingHub(folder / "hub", CONFIG, services=", cull_idle_after=3") as hub:
         yield hub
 
 
@@ -83,7 +82,7 @@ def test_metrics_are_denied_to_members_and_strangers(hub: PayingHub) -> None:
 
 
 def test_member_snoozes_an_idle_stop(hub: PayingHub, browser: Browser) -> None:
-    lease = hub.services.leases.of_server(ServerRef("ada"))
+    lease = hub.lease_of("ada")
     assert lease
     now = hub.services.clock()
     warned = IdleState(credit=60.0, warned_at=now, stops_at=now + timedelta(minutes=10))
@@ -116,19 +115,15 @@ def test_member_snoozes_an_idle_stop(hub: PayingHub, browser: Browser) -> None:
 def test_culler_spares_servers_until_gpus_are_idle(hub: PayingHub) -> None:
     """Both servers are without activity for longer than the culler allows."""
     hub.start_server("bob", gpus=0)
-    wait_for(
-        lambda: hub.services.leases.of_server(ServerRef("bob")) is None, "the end of bob's server"
-    )
-    lease = hub.services.leases.of_server(ServerRef("ada"))
+    wait_for(lambda: hub.lease_of("bob") is None, "the end of bob's server")
+    lease = hub.lease_of("ada")
     assert lease and lease.state is LeaseState.RUNNING and not lease.outcome
     rested = WatchedLease(IdleState(credit=0.0), hub.services.clock())
     hub.services.store.run(
         lambda connection: monitoring_repository.put_watched(connection, lease.id, rested),
         write=True,
     )
-    wait_for(
-        lambda: hub.services.leases.of_server(ServerRef("ada")) is None, "the end of ada's server"
-    )
+    wait_for(lambda: hub.lease_of("ada") is None, "the end of ada's server")
     settled = hub.services.leases.get(lease.id)
     assert settled.state is LeaseState.ENDED and settled.ended_at is not None
     assert settled.charged == owed(settled.rate, settled.started_at, settled.ended_at) > 0

@@ -30,25 +30,20 @@ FLEET = nvml.gpus(2)
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fleet(folder: Path) -> Path:
     """The file that says what NVML shows now."""
-    path = tmp_path_factory.mktemp("nvml") / "fleet"
+    path = folder / "fleet"
     nvml.write_fleet(path, FLEET)
     return path
 
 
 @pytest.fixture(scope="module")
 def module_hub(
-    hubs: None,
-    engine: PrivateEngine,
-    images: Any,
-    fleet: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    hubs: None, engine: PrivateEngine, images: Any, fleet: Path, folder: Path
 ) -> Iterator[GPUHub]:
-    library = nvml.build_nvml_library(tmp_path_factory.getbasetemp() / "nvml")
+    library = nvml.build_nvml_library(folder / "nvml")
     environment = nvml.environment(library, fleet)
-    folder = tmp_path_factory.mktemp("fails") / "hub"
-    hub = GPUHub(folder, engine, CONFIG, environment=environment)
+    hub = GPUHub(folder / "hub", engine, CONFIG, environment=environment)
     hub.devices = [gpu.uuid for gpu in FLEET]
     with hub:
         yield hub

@@ -1,4 +1,5 @@
-"""Real here: JupyterHub, proxy, accounting service, local servers, Chromium; one hub for all."""
+"""The service's pages and their JSON: who sees what, and what they say. Real: JupyterHub, proxy,
+accounting service, local servers, Chromium."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.pages import (
     WIDE,
     ask,
-    look_over,
     look_over_all,
+    look_over_in_the_dark,
     mentions,
     picture,
     served,
@@ -49,10 +50,9 @@ c.JupyterHub.load_roles.append(
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
     """Ada has two GPUs and a past; Bob's credits ran out; Cleo's are low; Dan has nothing."""
-    folder = tmp_path_factory.mktemp("pages") / "hub"
-    with PayingHub(folder, CONFIG) as hub:
+    with PayingHub(folder / "hub", CONFIG) as hub:
         hub.start_server("ada", "short-one", gpus=1, gpu_model="T4")
         hub.stop_server("ada", "short-one")
         hub.start_server("ada", gpus=2, gpu_model="A100")
@@ -113,32 +113,32 @@ def test_member_sees_no_names_of_others(hub: PayingHub) -> None:
     assert bobs not in hub.json("ada", "devices").text
 
 
-@pytest.mark.parametrize("path", ["accounts", "leases?all=1"])
-def test_member_cannot_read_admin_pages(hub: PayingHub, path: str) -> None:
-    answer = hub.json("ada", path)
-    assert answer.status_code == 403
-    said = "The list of accounts is for admins" if path == "accounts" else "This page is not for"
-    assert answer.json()["message"].startswith(said)
-    assert "bob" not in answer.text
+def test_member_cannot_read_admin_pages(hub: PayingHub) -> None:
+    for path, said in (
+        ("accounts", "The list of accounts is for admins"),
+        ("leases?all=1", "This page is not for"),
+    ):
+        answer = hub.json("ada", path)
+        assert answer.status_code == 403
+        assert answer.json()["message"].startswith(said)
+        assert "bob" not in answer.text
     page = hub.page("ada", "admin")
     assert page.status_code == 403
     assert "This page is not for you." in words(page)
     assert "Everyone" not in hub.page("ada").text
 
 
-def test_service_named_like_a_member_has_no_access(hub: PayingHub) -> None:
-    headers = {"Authorization": "token service-called-ada"}
-    for path in ("api/me", "api/leases", ""):
-        answer = requests.get(f"{hub.url}/services/gpu/{path}", headers=headers, timeout=120)
-        assert answer.status_code == 403
-        assert "A100" not in answer.text
-
-
-def test_token_without_service_scope_is_rejected(hub: PayingHub) -> None:
-    made = hub.api("POST", "users/ada/tokens", json={"scopes": ["read:users:name!user"]})
-    headers = {"Authorization": f"token {made.json()['token']}"}
-    answer = requests.get(f"{hub.url}/services/gpu/api/me", headers=headers, timeout=120)
-    assert answer.status_code == 403
+def test_tokens_of_services_and_without_our_scope_are_rejected(hub: PayingHub) -> None:
+    narrow = hub.api("POST", "users/ada/tokens", json={"scopes": ["read:users:name!user"]}).json()
+    for token, paths in (
+        ("service-called-ada", ("api/me", "api/leases", "")),
+        (narrow["token"], ("api/me",)),
+    ):
+        headers = {"Authorization": f"token {token}"}
+        for path in paths:
+            answer = requests.get(f"{hub.url}/services/gpu/{path}", headers=headers, timeout=120)
+            assert answer.status_code == 403, (token, path)
+            assert "A100" not in answer.text
 
 
 def test_admin_sees_all_members_and_devices(hub: PayingHub) -> None:
@@ -221,17 +221,14 @@ def test_lease_cost_is_current_to_the_second(hub: PayingHub) -> None:
     assert abs(float(lease["cost"]) - expected) < 8 * 0.01 / 3600
 
 
-@pytest.mark.parametrize("limit", ["0", "501", "x", "1.5"])
-def test_invalid_limit_is_rejected(hub: PayingHub, limit: str) -> None:
-    answer = hub.json("ada", f"leases?limit={limit}")
-    assert answer.status_code == 400
-    assert answer.json()["error"] == "invalid_request"
-    assert "'limit'" in answer.json()["message"]
-
-
 def test_limit_caps_the_number_of_leases(hub: PayingHub) -> None:
     assert len(hub.json("ada", "leases").json()["leases"]) == 2
     assert len(hub.json("ada", "leases?limit=1").json()["leases"]) == 1
+    for limit in ("0", "501", "x", "1.5"):
+        answer = hub.json("ada", f"leases?limit={limit}")
+        assert answer.status_code == 400, limit
+        assert answer.json()["error"] == "invalid_request"
+        assert "'limit'" in answer.json()["message"]
 
 
 # How it is sent.
@@ -364,21 +361,21 @@ def test_unreachable_hub_is_reported(
 # What it looks like.
 
 
-@pytest.mark.parametrize(
-    ("user", "path", "name"),
-    [("ada", "", "member"), ("bob", "", "dry"), ("dan", "", "empty"), (ADMIN, "admin", "admin")],
-)
-def test_pages_fit_and_are_accessible(
-    hub: PayingHub, browser: Browser, user: str, path: str, name: str
-) -> None:
+def test_pages_fit_and_are_accessible(hub: PayingHub, browser: Browser) -> None:
     """No script of ours is needed, nothing comes from elsewhere, nothing sticks out."""
 
     def in_the_dark(page: Page) -> None:
         assert page.locator("[aria-current=page]").count() == 1
         colour = "getComputedStyle(document.body).backgroundColor"
         assert page.evaluate(colour) == "rgb(246, 247, 249)"
+        look_over_in_the_dark(page, f"pages-{name}")
         page.emulate_media(color_scheme="dark")
         assert page.evaluate(colour) == "rgb(20, 23, 27)"
-        look_over(page, f"pages-{name}-dark")
 
-    look_over_all(browser, hub, user, {f"pages-{name}": path}, in_the_dark)
+    for user, path, name in (
+        ("ada", "", "member"),
+        ("bob", "", "dry"),
+        ("dan", "", "empty"),
+        (ADMIN, "admin", "admin"),
+    ):
+        look_over_all(browser, hub, user, {f"pages-{name}": path}, in_the_dark)

@@ -15,7 +15,7 @@ import requests
 from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import Lease, LeaseState
 from tests.support import images
-from tests.support.brokers import make_services
+from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.hub import HubProcess
 from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, sign_in
@@ -61,14 +61,8 @@ class Lab:
         return Visitor(self.hub.url, name, session=session)
 
     def leases(self, name: str) -> list[Lease]:
-        services = make_services(
-            database_url=f"sqlite:///{self.hub.folder}/gpuspawner.sqlite",
-            device_source="simulated:1xT4",
-        )
-        try:
+        with services_on(f"sqlite:///{self.hub.folder}/gpuspawner.sqlite") as services:
             return services.leases.of_account(f"member:{name}")
-        finally:
-            services.store.close()
 
 
 @pytest.fixture

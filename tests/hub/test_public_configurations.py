@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,11 +175,8 @@ TOKENS = {"JUPYTERHUB_API_TOKEN", "JPY_API_TOKEN"}
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[HubProcess]:
+def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[HubProcess]:
     """Every style's two members have their servers, some of them started at once."""
-    folder = tmp_path_factory.mktemp("public")
     engine.set_devices([device.uuid for device in open_source(FLEET).observe(utcnow()).devices])
     engine.client.tag(images.INSTANT, "lab/other", "1")
     config = CONFIG.format(
@@ -253,15 +251,10 @@ def test_each_configuration_style_keeps_its_effect(hub: HubProcess, engine: Priv
     assert variables(containers["hooks"])["COURSE"] == "stats"
     assert containers["hooks"]["HostConfig"]["Binds"] == ["course-stats:/course:rw"]
     for style, expected in (("stacks", "0"), ("form", "1")):
-        made = engine.client.exec_create(
-            containers[style]["Id"], ["grep", "NoNewPrivs", "/proc/1/status"]
-        )
-        said = engine.client.exec_start(made["Id"]).decode().split()
-        assert said == ["NoNewPrivs:", expected]
-    made = engine.client.exec_create(
-        containers["callables"]["Id"], ["ls", "/tmp/after-the-start", "/data", "/home/lab"]
-    )
-    assert b"No such file" not in engine.client.exec_start(made["Id"])
+        look = ["grep", "NoNewPrivs", "/proc/1/status"]
+        assert engine.execute(containers[style]["Id"], look)[1].split() == ["NoNewPrivs:", expected]
+    look = ["ls", "/tmp/after-the-start", "/data", "/home/lab"]
+    assert engine.execute(containers["callables"]["Id"], look)[0] == 0
 
 
 def test_unknown_form_fields_are_rejected(hub: HubProcess) -> None:

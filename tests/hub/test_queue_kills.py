@@ -95,12 +95,9 @@ def test_second_hub_needs_a_takeover_to_use_the_store(
         take_over(two)
         lease = two.start_server("bert", gpus=0)
         assert lease.server == ServerRef("bert")
-        wait_for(
-            lambda: one.services.queue.ticket(dan.id).outcome,
-            "the end of dan's ticket",
-            timeout=SOON,
-        )
-        assert one.services.queue.ticket(dan.id).outcome == "member_gone", "nobody at the other hub"
+        tickets = one.services.queue
+        outcome = wait_for(lambda: tickets.ticket(dan.id).outcome, "dan's end", timeout=SOON)
+        assert outcome == "member_gone", "nobody at the other hub"
         one.start()
         assert refusal(one, "fay").startswith(ANOTHER)
         wait_for(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.leases.models import LeaseState
 from gpuspawner.ledger.models import member_account
 from tests.support import images
-from tests.support.brokers import make_services
+from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import (
     GPUHub,
@@ -61,12 +62,9 @@ c.GPUDockerSpawner.gpu_limit = lambda spawner: 8 if spawner.user.admin else 3
 
 
 @pytest.fixture(scope="module")
-def hub(
-    hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GPUHub]:
+def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
     """Three devices of two models; a balance lasts for an hour and 40 minutes of one."""
-    folder = tmp_path_factory.mktemp("refusals") / "hub"
-    with GPUHub(folder, engine, CONFIG, fleet=FLEET, catalog=CATALOG) as hub:
+    with GPUHub(folder / "hub", engine, CONFIG, fleet=FLEET, catalog=CATALOG) as hub:
         yield hub
     engine.clean()
 
@@ -151,9 +149,9 @@ def test_unavailable_gpu_model_or_memory_is_refused(hub: GPUHub) -> None:
 def test_insufficient_credits_refuse_a_gpu_start(hub: GPUHub, ask: Any) -> None:
     user = f"poor-{ask.__name__}"
     hub.browser_of(user)
-    services = make_services(database_url=hub.database_url)
-    services.ledger.open_account(user)
-    services.ledger.grant(member_account(user), -95 * MICRO, actor="admin", reason="a poor member")
+    with services_on(hub.database_url) as services:
+        services.ledger.open_account(user)
+        services.ledger.grant(member_account(user), -95 * MICRO, actor="admin", reason="poor")
     before = hub.records()
     assert ask(hub, user, {"gpus": "1"}) == (
         402,

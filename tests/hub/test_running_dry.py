@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -38,10 +39,9 @@ c.JupyterHub.load_groups = {{
 
 
 @pytest.fixture(scope="module")
-def module_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
+def module_hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
     """A hub whose GPUs cost a credit a second; warnings come 5 minutes and a minute before."""
-    folder = tmp_path_factory.mktemp("dry") / "hub"
-    with PayingHub(folder, CONFIG, external_proxy=True) as hub:
+    with PayingHub(folder / "hub", CONFIG, external_proxy=True) as hub:
         yield hub
 
 

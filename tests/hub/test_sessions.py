@@ -7,6 +7,8 @@ import json
 import re
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -14,10 +16,11 @@ import sqlalchemy as sa
 from playwright.sync_api import Browser
 
 from gpuspawner.db import schema as db_schema
-from gpuspawner.leases.models import Lease, LeaseState, ServerRef
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.models import Ticket
+from tests.support.gpu_hub import message_of
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.pages import WIDE, look_over, mentions, sign_in, words
 from tests.support.paying_hub import PayingHub
@@ -80,8 +83,8 @@ T4 = {"environment": "long", "gpu_model": "T4"}
 
 
 @pytest.fixture(scope="module")
-def module_hub(hubs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PayingHub]:
-    hub = PayingHub(tmp_path_factory.mktemp("sessions") / "hub", CONFIG + CLAIMS)
+def module_hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
+    hub = PayingHub(folder / "hub", CONFIG + CLAIMS)
     (hub.folder / "catalog.yaml").write_text(CATALOG)
     (hub.folder / "claim-minutes").write_text("10")
     with hub:
@@ -283,7 +286,7 @@ def test_connecting_in_time_keeps_the_server(hub: PayingHub) -> None:
     wait_for(hub.services.queue.waiting, "eve's ticket", timeout=15)
     hub.stop_server("bob")
     hub.wait_server("eve", timeout=30)
-    lease = hub.services.leases.of_server(ServerRef("eve"))
+    lease = hub.lease_of("eve")
     assert lease is not None and lease.claim_seconds == 600 and lease.started_at is not None
     # A server of Jupyter's reports what its member does; this one lets the test do it.
     url = f"{hub.url}/hub/api/users/eve/activity"
@@ -316,17 +319,20 @@ def test_form_offers_hours_allowed_for_the_group(hub: PayingHub) -> None:
     assert offered() == ["1 h", "2 h", "4 h", "8 h", "12 h"]
 
 
+def refusal(hub: PayingHub, user: str, **options: Any) -> str:
+    """Why a start is refused, whether at once or on the page that waits."""
+    answer = hub.spawn(user, options)
+    return hub.failure(user) if answer.status_code in (201, 202) else message_of(answer)
+
+
 def test_session_hours_are_limited_and_selectable(hub: PayingHub, browser: Browser) -> None:
-    answer = hub.spawn("fay", {"environment": "long", "hours": 13})
-    message = hub.failure("fay") if answer.status_code in (201, 202) else answer.json()["message"]
+    message = refusal(hub, "fay", environment="long", hours=13)
     assert "Long work allows 12 for one session. Write 12 or less." in message
     hub.api("POST", "users/guest").raise_for_status()
     hub.api("POST", "groups/guests/users", json={"users": ["guest"]}).raise_for_status()
-    answer = hub.spawn("guest", {"environment": "long", "hours": 3})
-    message = hub.failure("guest") if answer.status_code in (201, 202) else answer.json()["message"]
+    message = refusal(hub, "guest", environment="long", hours=3)
     assert "your limit is 2 for one session" in message
-    answer = hub.spawn("fay", {"environment": "long", "hours": "soon"})
-    message = hub.failure("fay") if answer.status_code in (201, 202) else answer.json()["message"]
+    message = refusal(hub, "fay", environment="long", hours="soon")
     assert "The field 'hours' must be a number of hours from 0.25 to 8760" in message
 
     page = browser.new_context(viewport=WIDE).new_page()
@@ -342,7 +348,7 @@ def test_session_hours_are_limited_and_selectable(hub: PayingHub, browser: Brows
     page.check("#wait")
     page.click("#spawn_form input[type=submit], #spawn_form button[type=submit]")
     hub.wait_server("cleo")
-    lease = hub.services.leases.of_server(ServerRef("cleo"))
+    lease = hub.lease_of("cleo")
     assert lease is not None and lease.seconds == 8 * 3600
     stored = hub.api("GET", "users/cleo").json()["servers"][""]["user_options"]
     assert (stored["hours"], stored["wait"]) == (8, False)
@@ -353,7 +359,6 @@ def test_session_hours_are_limited_and_selectable(hub: PayingHub, browser: Brows
 
 def test_request_without_waiting_is_refused_at_once(hub: PayingHub) -> None:
     hub.start_server("ada", **T4)
-    answer = hub.spawn("bob", {**T4, "wait": "no"})
-    message = hub.failure("bob") if answer.status_code in (201, 202) else answer.json()["message"]
+    message = refusal(hub, "bob", **T4, wait="no")
     assert "in use" in message or "before you" in message
     assert hub.services.queue.waiting() == []

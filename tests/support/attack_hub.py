@@ -22,7 +22,7 @@ from gpuspawner.services import Services
 from gpuspawner.web.app import make_app
 from gpuspawner.web.base import Context
 from tests.support import images
-from tests.support.brokers import make_services
+from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.hub import NAVIGATION
@@ -161,13 +161,10 @@ class AttackHub(GPUHub):
         self.wait_server(THIEF)
         self.wait_server(VICTIM)
         assert self.spawn(VICTIM, {"environment": "small", "gpus": 1}, "second").ok
-        services = make_services(database_url=self.database_url)
-        try:
+        with services_on(self.database_url) as services:
             [lease] = services.leases.of_account(f"member:{VICTIM}")
             self.lease = lease.id
             self.transfer = services.reports.statement_page(f"member:{VICTIM}").entries[0].transfer
-        finally:
-            services.store.close()
         [waiting] = self.service("GET", "api/queue", VICTIM).json()["tickets"]
         self.ticket = waiting["id"]
 
@@ -218,16 +215,12 @@ class AttackHub(GPUHub):
 
     def container(self, user: str) -> dict[str, Any]:
         """The container of a member's running server, as the engine describes it."""
-        [found] = [c for c in self.containers() if c["Labels"]["gpuspawner.member"] == user]
-        inspected: dict[str, Any] = self.engine.client.inspect_container(found["Id"])
+        inspected: dict[str, Any] = self.engine.client.inspect_container(self.container_of(user))
         return inspected
 
     def inside(self, command: str, user: str = THIEF) -> tuple[int, str]:
         """A command typed into a terminal of a member's container: its code and what it says."""
-        client = self.engine.client
-        made = client.exec_create(self.container(user)["Id"], ["bash", "-c", command])
-        said = client.exec_start(made["Id"]).decode(errors="replace").strip()
-        return int(client.exec_inspect(made["Id"])["ExitCode"]), said
+        return self.shell(user, command, "bash")
 
     def reaches(self, address: str, port: int, seconds: int = 5 * PATIENCE) -> bool:
         """Whether Mallory's container opens a connection within this time."""

@@ -31,8 +31,6 @@ from tests.support.brokers import Clock, open_services, running
 OPENING = 10
 """Credits of a new account."""
 
-JOB_COST = MICRO // 4
-
 
 def services_of(url: str, clock: Clock) -> Services:
     """Four devices at 4 credits an hour; members may have shared folders."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -33,7 +34,7 @@ Make = Callable[..., Services]
 
 
 class Clock:
-    """Services's clock that stands still until the test moves it."""
+    """A clock for services: it stands still until the test moves it."""
 
     def __init__(self, now: datetime = T0) -> None:
         self.now = now
@@ -43,7 +44,7 @@ class Clock:
 
     @classmethod
     def of(cls, services: Services) -> Clock:
-        """The one that services goes by."""
+        """The clock of these services."""
         assert isinstance(services.clock, cls)
         return services.clock
 
@@ -100,6 +101,16 @@ def config_of(**settings: Any) -> Config:
 def make_services(clock: Callable[[], datetime] | None = None, **settings: Any) -> Services:
     """Services with these settings. Close its store."""
     return Services(config_of(**settings), clock=clock)
+
+
+@contextmanager
+def services_on(url: str, **settings: Any) -> Iterator[Services]:
+    """Services on the database of a hub that runs, to look into it."""
+    services = make_services(database_url=url, **settings)
+    try:
+        yield services
+    finally:
+        services.store.close()
 
 
 def open_services(

@@ -47,33 +47,45 @@ environments:
     summary: {json.dumps(EVIL)}
     description: {json.dumps(EVIL + " [x](javascript:alert(1))")}
     maintainer: {json.dumps(EVIL)}
+    frameworks: {{{json.dumps(EVIL)}: {json.dumps(EVIL)}}}
+    links: {{{json.dumps(EVIL)}: "https://example.org/?<script>document.title='ran'"}}
+    packages: evil.txt
+    changes: evil.md
+    sample_notebook: evil.ipynb
     image: x
     devices: {{max: 0}}
+    profile_options:
+      o:
+        display_name: {json.dumps(EVIL)}
+        choices: {{x: {{display_name: {json.dumps(EVIL)}}}}}
   - slug: staff
     display_name: For the staff
     image: x
     allowed_groups: [staff]
 """
 
-NOTEBOOK = {
-    "nbformat": 4,
-    "nbformat_minor": 5,
-    "metadata": {},
-    "cells": [
-        {"cell_type": "markdown", "source": "## Train a model"},
-        {
-            "cell_type": "code",
-            "source": "print(40 + 2)",
-            "outputs": [{"output_type": "stream", "name": "stdout", "text": "42\n"}],
-        },
-    ],
-}
+
+def notebook(text: str, code: str, output: str) -> str:
+    """A notebook with a cell of text, and one of code with its output."""
+    outputs = [
+        {"output_type": "stream", "name": "stdout", "text": output},
+        {"output_type": "display_data", "metadata": {}, "data": {"text/html": output}},
+    ]
+    cells = [
+        {"cell_type": "markdown", "source": text},
+        {"cell_type": "code", "source": code, "outputs": outputs},
+    ]
+    return json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells})
+
 
 FILES = {
     "catalog.yaml": CATALOG,
     "packages.txt": "torch==2.5.1\nnumpy==2.1.3\n",
     "changes.md": "- PyTorch 2.5.1\n",
-    "sample.ipynb": json.dumps(NOTEBOOK),
+    "sample.ipynb": notebook("## Train a model", "print(40 + 2)", "42\n"),
+    "evil.txt": f"{EVIL}==1.0\n",
+    "evil.md": f"{EVIL}\n\n[x](javascript:document.title='ran')",
+    "evil.ipynb": notebook(EVIL, EVIL, EVIL),
     "torch.svg": '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9">'
     '<rect width="9" height="9" fill="#c34"/><script>alert(1)</script></svg>',
 }

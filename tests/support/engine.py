@@ -46,11 +46,10 @@ class PrivateEngine:
     ``engine.gateway``, and are reached by published ports on 127.0.0.1 or by their address.
     """
 
-    def __init__(self, *, live_restore: bool = False, cdi: bool = False) -> None:
-        """``live_restore``: containers survive a restart. ``cdi``: an Engine that knows CDI,
-        with a specification of the machine's devices beside the hook.
+    def __init__(self, *, cdi: bool = False) -> None:
+        """``cdi``: an Engine that knows CDI, with a specification of the machine's devices beside
+        the hook.
         """
-        self.live_restore = live_restore
         self.cdi = cdi
         self.programs: Path | None = None
         self.name = "engine"
@@ -169,6 +168,12 @@ class PrivateEngine:
         if self.cdi:
             write_specification(self.directory / "cdi", machine)
 
+    def execute(self, container: str, words: Sequence[str], **options: Any) -> tuple[int, str]:
+        """Run a command in a container: its exit code, and what it said."""
+        made = self.client.exec_create(container, list(words), **options)
+        said = self.client.exec_start(made["Id"]).decode(errors="replace").strip()
+        return int(self.client.exec_inspect(made["Id"])["ExitCode"]), said
+
     def run(
         self,
         image: str,
@@ -258,8 +263,6 @@ class PrivateEngine:
         }
         # The firewall and routing of this machine stay as they are.
         switches = ["--iptables=false", "--ip-masq=false", "--ip-forward=false"]
-        if self.live_restore:
-            switches.append("--live-restore")
         return ["dockerd", *switches, *(str(w) for pair in words.items() for w in pair)]
 
     def _make_bridge(self) -> None:

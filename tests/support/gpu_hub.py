@@ -100,7 +100,7 @@ class GPUHub(HubProcess):
         self._database = sa.create_engine(self.database_url, poolclass=sa.NullPool)
 
     def start(self, timeout: float = 60.0) -> None:
-        """As a hub starts, after the engine heard which devices there are."""
+        """Give the engine its devices, and start the hub."""
         self.engine.set_devices(self.devices)
         super().start(timeout)
 
@@ -158,14 +158,25 @@ class GPUHub(HubProcess):
         )
         return found
 
-    def environment_of(self, user: str, server: str = "") -> dict[str, str]:
+    def container_of(self, member: str) -> str:
+        """The id of the container of a member's running server."""
+        [found] = [c for c in self.containers() if c["Labels"]["gpuspawner.member"] == member]
+        return str(found["Id"])
+
+    def shell(
+        self, member: str, command: str, program: str = "sh", **options: Any
+    ) -> tuple[int, str]:
+        """A command in the container of a member's server: its exit code and what it says."""
+        return self.engine.execute(self.container_of(member), [program, "-c", command], **options)
+
+    def environment_of(self, user: str) -> dict[str, str]:
         """The variables inside a server of the image ``instant``."""
-        lines = self.get(user, "env", server).text.splitlines()
+        lines = self.get(user, "env").text.splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
-    def device_nodes(self, user: str, server: str = "") -> list[str]:
+    def device_nodes(self, user: str) -> list[str]:
         """The NVIDIA devices inside a server of the image ``instant``."""
-        return self.get(user, "devices", server).text.split()
+        return self.get(user, "devices").text.split()
 
     def browser_of(self, user: str) -> requests.Session:
         """The same, of a member whose account is open."""
@@ -180,7 +191,7 @@ class GPUHub(HubProcess):
         return self.post_form(self.browser_of(user), "/hub/spawn", fields)
 
     def send_refused_form(self, user: str, fields: Mapping[str, Any]) -> requests.Response:
-        """The same, of what nothing comes."""
+        """Send the spawn form, and return the page that refuses the start."""
         return refused_in_time(lambda: self.send_form(user, fields))
 
 

@@ -264,13 +264,13 @@ class HubProcess:
     def spawn_and_wait(
         self, user: str, options: Mapping[str, Any] | None = None, server: str = ""
     ) -> None:
-        """Ask for a server, and wait until it is up, be the machine as slow as it may."""
+        """Ask for a server and wait until it is up."""
         answer = self.spawn(user, options, server)
         assert answer.status_code in (201, 202), answer.text
         self.wait_server(user, server)
 
     def server(self, user: str, server: str = "") -> dict[str, Any] | None:
-        """The hub's word on one server; None when there is none."""
+        """What the hub says of one server; None when it does not run."""
         answer = self.api("GET", f"users/{user}?include_stopped_servers=false")
         if answer.status_code == 404:
             return None
@@ -290,7 +290,7 @@ class HubProcess:
         return wait_for(look, f"{user}'s server", timeout=timeout)
 
     def failure(self, user: str, server: str = "") -> str:
-        """Why the last spawn failed, in the words of its progress page."""
+        """Why the last spawn failed, as its progress page says."""
 
         def told() -> list[dict[str, Any]] | None:
             try:
@@ -379,14 +379,14 @@ class HubProcess:
         answer.raise_for_status()
         return str(answer.json()["token"])
 
-    def kernel_run(self, user: str, code: str, server: str = "", timeout: float = 60.0) -> str:
+    def kernel_run(self, user: str, code: str) -> str:
         """Run code in a new kernel of the member's server, through the proxy; what it printed."""
-        with Kernel(self.server_url(user, server), self.user_token(user), timeout) as kernel:
+        with Kernel(self.server_url(user), self.user_token(user), 60) as kernel:
             return kernel.run(code)
 
-    def terminal_run(self, user: str, command: str, server: str = "") -> str:
+    def terminal_run(self, user: str, command: str) -> str:
         """Type a command into a new terminal of the member's server; what was on its screen."""
-        return terminal_run(self.server_url(user, server), self.user_token(user), command)
+        return terminal_run(self.server_url(user), self.user_token(user), command)
 
     def log_text(self) -> str:
         """What hub, proxy and managed services printed."""

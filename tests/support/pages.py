@@ -116,10 +116,21 @@ def send_sign_in(page: Page, user: str) -> None:
     page.click("[type=submit]")
 
 
+def add_cookies(page: Page, hub: HubProcess, user: str) -> None:
+    """Let the browser be that of a member who has signed in by the hub's form."""
+    page.context.add_cookies(
+        [
+            {"name": cookie.name, "value": cookie.value, "domain": "127.0.0.1", "path": cookie.path}
+            for cookie in hub.browser_of(user).cookies
+            if cookie.value is not None
+        ]
+    )
+
+
 def sign_in(page: Page, hub: HubProcess, user: str, path: str) -> None:
-    """Go to a page of the service, and sign in on the way."""
+    """Go to a page of the service, signed in."""
+    add_cookies(page, hub, user)
     page.goto(f"{hub.url}/services/gpu/{path}")
-    send_sign_in(page, user)
     page.wait_for_url(f"{hub.url}/services/gpu/{path}")
 
 
@@ -136,6 +147,15 @@ def look_over(page: Page, name: str, *rules: str, accessible: bool = True) -> No
             troubles = axe.troubles(page, *rules)
             assert troubles == [], f"{name} on {suffix}: {troubles}"
     page.set_viewport_size(WIDE)
+
+
+def look_over_in_the_dark(page: Page, name: str) -> None:
+    """The page with the colours of a dark window, which are all that differs there."""
+    # Colours that change step by step would be looked at on the way.
+    page.emulate_media(color_scheme="dark", reduced_motion="reduce")
+    screenshot(page, f"{name}-dark")
+    assert axe.troubles(page) == [], f"{name} in the dark"
+    page.emulate_media(color_scheme="light")
 
 
 def look_over_all(

@@ -88,25 +88,29 @@ class PayingHub(HubProcess):
         super().stop()
         self.services.store.close()
 
-    def wait_pages(self, timeout: float = 45.0) -> None:
+    def wait_pages(self) -> None:
         """Wait until the service answers through the proxy."""
         url = f"{self.url}/services/gpu/static/gpu.css"
-        wait_for(lambda: requests.get(url, timeout=60).ok, "the service's pages", timeout=timeout)
+        wait_for(lambda: requests.get(url, timeout=60).ok, "the service's pages", timeout=45)
 
     def start_server(self, user: str, server: str = "", **options: Any) -> Lease:
         """Start a server with its options, wait until it is up, and return its lease."""
         answer = self.spawn(user, options, server)
         assert answer.ok, answer.text
         self.wait_server(user, server)
-        lease = self.services.leases.of_server(ServerRef(user, server))
+        lease = self.lease_of(user, server)
         assert lease is not None
         return lease
 
-    def start_with(self, credits: int, user: str, server: str = "", **options: Any) -> Lease:
+    def lease_of(self, user: str, server: str = "") -> Lease | None:
+        """The open lease of a server."""
+        return self.services.leases.of_server(ServerRef(user, server))
+
+    def start_with(self, credits: int, user: str, **options: Any) -> Lease:
         """The same for a member who has so many credits."""
         self.services.ledger.open_account(user)
         self.set_balance(user, credits)
-        return self.start_server(user, server, **options)
+        return self.start_server(user, **options)
 
     def set_balance(self, user: str, credits: int) -> None:
         """Give a member credits or take some, so that these are left."""

@@ -1,4 +1,4 @@
-"""Certificates for an Engine that is reached over TLS, and for who may reach it."""
+"""Certificates of servers that are reached over TLS, and of who may reach an Engine."""
 
 from __future__ import annotations
 
@@ -14,26 +14,43 @@ from cryptography.hazmat.primitives.asymmetric import ec
 DAY = timedelta(days=1)
 
 
+def self_signed(folder: Path) -> Path:
+    """A file with a new key and a certificate of its own for 127.0.0.1, good for a day."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name("a server of the tests")
+    path = folder / "server.pem"
+    _write(path, _pem(key) + _pem(_certificate(name, name, key, key, ["127.0.0.1"], ca=True)))
+    return path
+
+
 def make_certificates(folder: Path, addresses: Sequence[str]) -> None:
     """An authority's ``ca.pem``, a server's ``server-cert.pem`` for these addresses, a client's
     ``cert.pem``, and their keys: the names that Docker's own programs look for.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "an authority of the tests")])
+    issuer = _name("an authority of the tests")
     authority = _certificate(issuer, issuer, key, key, ca=True)
-    _write(folder / "ca.pem", authority.public_bytes(serialization.Encoding.PEM))
+    _write(folder / "ca.pem", _pem(authority))
     for name, prefix in (("the nodes' engines", "server-"), ("the hub", "")):
         own = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-        made = _certificate(subject, issuer, own, key, addresses if prefix else ())
-        _write(folder / f"{prefix}cert.pem", made.public_bytes(serialization.Encoding.PEM))
-        private = own.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-        _write(folder / f"{prefix}key.pem", private)
+        made = _certificate(_name(name), issuer, own, key, addresses if prefix else ())
+        _write(folder / f"{prefix}cert.pem", _pem(made))
+        _write(folder / f"{prefix}key.pem", _pem(own))
+
+
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common)])
+
+
+def _pem(made: x509.Certificate | ec.EllipticCurvePrivateKey) -> bytes:
+    if isinstance(made, x509.Certificate):
+        return made.public_bytes(serialization.Encoding.PEM)
+    return made.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
 
 
 def _certificate(

@@ -54,7 +54,7 @@ class Visitor:
         return self.session.request(method, url, headers=headers, timeout=60, **kwargs)
 
     def spawn(self, fields: Mapping[str, Any], timeout: float = 90.0) -> dict[str, Any]:
-        """Send the spawn form and wait until the server is ready; the hub's word on it."""
+        """Send the spawn form and wait until the server is ready; what the hub says of it."""
         answer = self.post("/hub/spawn", fields)
         # A server that is up at once answers itself, and may have no page where the hub leads to.
         if answer.status_code >= 400 and answer.url.startswith(f"{self.url}/hub/"):
@@ -69,7 +69,7 @@ class Visitor:
         return wait_for(look, f"{self.name}'s server", timeout=timeout)
 
     def server(self) -> dict[str, Any] | None:
-        """The hub's word on the default server; None when there is none."""
+        """What the hub says of the default server; None when it does not run."""
         answer = self.api("GET", f"users/{self.name}")
         answer.raise_for_status()
         found: dict[str, Any] | None = answer.json()["servers"].get("")

@@ -28,10 +28,11 @@ from gpuspawner.service import notifier
 from gpuspawner.service.notifier import GPUNotifications, Notifier
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make
-from tests.support.mail import MailServer, certificate
+from tests.support.mail import MailServer
 from tests.support.processes import REPO, command_of, free_port
 from tests.support.rounds import SITE
 from tests.support.telling import choose, hanging, notifying, now, sent, tell, tried, until
+from tests.support.tls import self_signed
 
 FROM_TO = "from=gpu@lab.example&to={address}"
 
@@ -143,7 +144,7 @@ async def test_mail_requires_a_verified_tls_certificate(
     services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``mailtos://``: STARTTLS, the server's certificate is checked, and then the login."""
-    proof = certificate(tmp_path)
+    proof = self_signed(tmp_path)
     secret = tmp_path / "smtp"
     secret.write_text("p@ss/w:rd?#")
     secret.chmod(0o600)
