@@ -54,7 +54,7 @@ CHILD = """
 import json, logging, resource, sys, time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from gpuspawner.service.sampler import Sampling
+from gpuspawner.service.device_monitor import Sampling
 from gpuspawner.devices.nvml import NVMLDevices
 from gpuspawner.db.engine import Store; from gpuspawner.monitoring import repository as use
 

@@ -52,8 +52,8 @@ PAGES = (
     (r"/environments/-/live", "gpuspawner.hub_pages.handlers.LiveEnvironments"),
     (r"/environments/([^/]+)", "gpuspawner.hub_pages.handlers.EnvironmentPage"),
     (r"/environments/([^/]+)/logo", "gpuspawner.hub_pages.handlers.Logo"),
-    (r"/welcome/?", "gpuspawner.hub_pages.welcome.Welcome"),
-    (r"/welcome/first", "gpuspawner.hub_pages.welcome.FirstWelcome"),
+    (r"/welcome/?", "gpuspawner.hub_pages.handlers.Welcome"),
+    (r"/welcome/first", "gpuspawner.hub_pages.handlers.FirstWelcome"),
     (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.ServiceRelay"),
 )
 """Pages added to the Hub below ``/hub``; only the hub imports the handlers that they name."""
@@ -311,7 +311,7 @@ def _add_pages(c: Config, service: str) -> None:
 
 def _front_door(handler: Any) -> str:
     """Return the default URL for a user: newcomers get the welcome page."""
-    from .hub_pages.welcome import front_door  # the command line needs no pages
+    from .hub_pages.handlers import front_door
 
     return front_door(handler)
 

@@ -15,8 +15,8 @@ from gpuspawner.core import scopes
 from gpuspawner.hub_pages.handlers import CatalogPages
 from gpuspawner.monitoring.service import GPUMonitoring
 from gpuspawner.service.app import Accounting
+from gpuspawner.service.duties import GPUSessions
 from gpuspawner.service.notifier import GPUNotifications
-from gpuspawner.service.session_duties import GPUSessions
 from gpuspawner.settings import CLASSES as SETTINGS
 from gpuspawner.spawners import options
 from gpuspawner.spawners.docker import GPUDockerSpawner

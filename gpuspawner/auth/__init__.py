@@ -8,13 +8,14 @@ the extra ``gpuspawner[ldap]``.
 from __future__ import annotations
 
 from .mixin import MemberMixin
-from .oauth import MemberOAuthenticator, MemberOAuthMixin
-from .providers import (
+from .oauth import (
     MemberCILogonOAuthenticator,
     MemberGitHubOAuthenticator,
     MemberGitLabOAuthenticator,
     MemberGoogleOAuthenticator,
     MemberMicrosoftOAuthenticator,
+    MemberOAuthenticator,
+    MemberOAuthMixin,
     MemberSharedPasswordAuthenticator,
 )
 

@@ -1,19 +1,348 @@
-"""``gpuspawner catalog``: the environments that members choose from, and whether they are right."""
+"""The commands ``gpuspawner catalog``: environments, their images, and whether they are right."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from datetime import date
 from typing import Any
 
-from ..cli.command import group
+import docker
+from docker.errors import DockerException
+from requests import RequestException
+
+from ..cli.check import line_of
+from ..cli.command import argument, command, flag, group, option
 from ..cli.config import Settings, catalog_file
-from ..cli.output import count, show, table
-from ..cli.parameters import argument, flag
+from ..cli.output import count, follow, note, show, table
+from ..core.errors import ConfigError, EngineUnavailable, ImageUnavailable
 from ..devices.placement import format_memory
-from . import image_commands
+from ..engines.images import (
+    Connect,
+    local_images,
+    offered_digest,
+    packages_of_image,
+    pinned_image,
+    pull,
+    removable,
+    remove,
+)
+from ..engines.preflight import CheckFinding, Status, words_of
+from ..engines.smoke_test import passed, smoke
+from ..slurm.cluster import read_cluster
+from ..slurm.images import reach
+from .editor import CatalogFile, changes_file, entry_of, entry_text, packages_file
 from .loader import Catalog, load
 from .models import Environment, ProfileChoice
 from .parser import NOUNS, schema
+
+REMOVAL_SECONDS = 600.0
+"""Timeout for removing an image, because large ones take long."""
+
+ENGINE_SECONDS = 20.0
+"""Timeout for asking an engine whether it has an image."""
+
+catalog_option = option(
+    "--file", "FILE", "the catalog file (default: from the hub's configuration)"
+)
+
+
+# add
+
+
+@command("add")
+@argument("image_name", "IMAGE", "the image's name; it is pulled if it is missing")
+@option("--slug", "NAME", "slug of the entry (default: from the image's label or name)")
+@flag("--write", "append the entry to the catalog (default: only print it)")
+@catalog_option
+def add_entry(
+    settings: Settings, image_name: str, slug: str | None, write: bool, file: str | None
+) -> None:
+    """Create a catalog entry for an image from its labels and packages."""
+    client, hub = _engine(settings)
+    if local_images(client, image_name) is None:
+        follow(image_name, pull(hub.connect, image_name))
+    image = local_images(client, image_name)
+    if image is None:
+        why, remedy = "it was removed meanwhile", "Try again in a moment."
+        raise ImageUnavailable(image=image_name, why=why, remedy=remedy)
+    packages = packages_of_image(client, image_name)
+    entry = entry_of(image_name, image.labels, packages, slug)
+    Catalog.from_mapping({"environments": [entry]}, f"the entry of {image_name}")
+    if not write:
+        show(entry, entry_text(entry).rstrip())
+        note("Put it under 'environments' of the catalog, or say --write.")
+        return
+    catalog = CatalogFile(catalog_file(file, settings))
+    _check_slug(catalog, str(entry["slug"]))
+    if packages:
+        folder = catalog.path.parent
+        entry["packages"] = packages_file(folder, str(entry["slug"]), "", packages)
+    catalog.add(entry)
+    show(entry, f"{catalog.path} has an environment {entry['slug']!r} now.")
+
+
+# pull
+
+
+@command("pull")
+@argument("slugs", "[SLUG]...", "only these environments (default: all)", nargs=-1)
+@catalog_option
+def pull_images(settings: Settings, slugs: Sequence[str], file: str | None) -> int:
+    """Pull the missing images and show the progress."""
+    catalog = load(catalog_file(file, settings))
+    chosen = [catalog.get(slug) for slug in slugs] or catalog.environments
+    images = dict.fromkeys(image for each in chosen for image in each.images)
+    _, hub = _engine(settings)
+    told = [_pulled(image, node, connect) for node, connect in _engines(hub) for image in images]
+    lines = [each["why"] or f"{_on(each['image'], each)}: {each['state']}" for each in told]
+    show(told, "\n".join(lines))
+    return int(any(each["state"] == "failed" for each in told))
+
+
+def _engines(hub: Any) -> list[tuple[str, Connect]]:
+    """Return all engines that run servers: the hub's own (without a name) and each node's."""
+    nodes = read_cluster(hub.cluster_file).nodes if hub.cluster_file else ()
+    return [("", hub.connect), *((node.name, reach(node)) for node in nodes)]
+
+
+def _pulled(image: str, node: str, connect: Connect) -> dict[str, str]:
+    """Pull an image on one engine if it is missing, and return the result."""
+    told = {"image": image, "state": "here", "why": ""} | ({"node": node} if node else {})
+    try:
+        with closing(connect(ENGINE_SECONDS)) as client:
+            here = local_images(client, image)
+        if not here:
+            follow(_on(image, told), pull(connect, image))
+            told["state"] = "pulled"
+    except (ImageUnavailable, EngineUnavailable) as error:
+        told |= {"state": "failed", "why": f"{node}: {error.message}" if node else error.message}
+    except (DockerException, RequestException, OSError) as error:
+        why = f"{node}: its Docker Engine does not answer: {words_of(error)}."
+        told |= {"state": "failed", "why": why}
+    return told
+
+
+def _on(image: str, told: dict[str, str]) -> str:
+    return f"{image} on {told['node']}" if "node" in told else image
+
+
+# smoke
+
+
+@command("smoke")
+@argument("name", "IMAGE", "an image, or the slug of an environment")
+@catalog_option
+def smoke_image(settings: Settings, name: str, file: str | None) -> int:
+    """Run the smoke test of an image: imports, devices, files, a server."""
+    client, _ = _engine(settings)
+    image, first_page = name, ""
+    environment = _named(settings, name, file)
+    if environment is not None:
+        image, first_page = environment.image, environment.default_url
+    found = smoke(client, image, first_page=first_page)
+    _print(found)
+    return int(not passed(found))
+
+
+def _named(settings: Settings, name: str, file: str | None) -> Environment | None:
+    """Return the environment with this slug; None if ``name`` is not a slug."""
+    try:
+        found = load(catalog_file(file, settings)).environments
+    except ConfigError:
+        if file:
+            raise
+        return None
+    return next((e for e in found if e.slug == name), None)
+
+
+# check --images
+
+
+def check_images(settings: Settings, found: Catalog) -> int:
+    """Check if each environment's image is here, as pinned, and the newest. Returns 0 or 1."""
+    client, _ = _engine(settings)
+    findings = [_look(client, e.slug, image) for e in found.environments for image in e.images]
+    _print(findings)
+    return int(any(finding.status is Status.FAIL for finding in findings))
+
+
+def _look(client: docker.APIClient, name: str, image: str) -> CheckFinding:
+    here = local_images(client, image)
+    if here is None:
+        text = f"{image} is not here: the first start would wait for a pull."
+        return CheckFinding(name, Status.FAIL, text, f"gpuspawner catalog pull {name}")
+    has = image.partition("@")[2] or here.digest_in(image)
+    if not has:
+        return CheckFinding(name, Status.OK, f"{image} is here; it was built on this machine.")
+    try:
+        newest = offered_digest(client, image)
+    except ImageUnavailable as error:
+        text = f"{image} is here; whether there is a newer one is not known: {error.fields['why']}."
+        return CheckFinding(name, Status.UNCHECKED, text)
+    if newest != has:
+        text = f"{image} is here; its registry offers a newer one ({newest[:19]}...)."
+        return CheckFinding(name, Status.OK, text, f"gpuspawner catalog update {name}")
+    return CheckFinding(name, Status.OK, f"{image} is here, and the newest.")
+
+
+# update
+
+
+@command()
+@argument("slug", "SLUG", "the environment's slug")
+@option("--keep-as", "NAME", "keep the current image as a separate environment with this slug")
+@catalog_option
+def update(settings: Settings, slug: str, keep_as: str | None, file: str | None) -> int:
+    """Update an environment to its newest image if it passes its test."""
+    catalog = CatalogFile(catalog_file(file, settings))
+    environment = catalog.catalog.get(slug)
+    if keep_as:
+        _check_slug(catalog, keep_as)
+    client, hub = _engine(settings)
+    old = _old(client, environment)
+    digest = offered_digest(client, environment.image)
+    if digest == environment.image_digest:
+        show(_plain_image(environment, digest, []), "It has the newest image.")
+        return 0
+    image = pinned_image(environment.image, digest)
+    if not local_images(client, image):
+        # Pull by digest only, so that the local tag keeps naming the image that members use.
+        follow(image, pull(hub.connect, image))
+    found = smoke(client, image, first_page=environment.default_url)
+    if not passed(found):
+        _print(found)
+        note(f"{environment.slug} keeps the image that it has: {environment.image}")
+        return 1
+    if keep_as:
+        catalog.add(_kept_entry(client, catalog, environment, old, keep_as))
+    keys = {"image": image, "tested_on": date.today().isoformat()}
+    catalog.set_keys(environment.slug, keys | _told(client, catalog, environment, image))
+    text = f"{environment.slug} has {image} now. Servers that run keep theirs until they end."
+    show(_plain_image(environment, digest, found), text)
+    return 0
+
+
+def _told(
+    client: docker.APIClient, file: CatalogFile, environment: Environment, image: str
+) -> dict[str, str]:
+    """Write the new image's packages and changes beside the catalog, and return their keys."""
+    after = packages_of_image(client, image)
+    if not after:
+        return {}
+    folder, slug = file.path.parent, environment.slug
+    keys = {}
+    if before := packages_of_image(client, environment.image):
+        keys["changes"] = changes_file(folder, environment, before, after, date.today())
+    keys["packages"] = packages_file(folder, slug, environment.packages, after)
+    return keys
+
+
+def _old(client: docker.APIClient, environment: Environment) -> str:
+    """Return the environment's current image, pinned to its digest if that is known."""
+    here = local_images(client, environment.image)
+    digest = environment.image_digest or (here.digest_in(environment.image) if here else "")
+    return pinned_image(environment.image, digest) if digest else environment.image
+
+
+def _check_slug(file: CatalogFile, slug: str) -> None:
+    """Raise ConfigError if the slug is invalid or taken."""
+    Catalog.from_mapping({"environments": [{"slug": slug, "image": "any"}]}, "The new environment")
+    if any(e.slug == slug for e in file.catalog.environments):
+        raise ConfigError(
+            f"{file.path} has an environment {slug!r} already. Give the new one another name, or "
+            "say `gpuspawner catalog update` for a newer image."
+        )
+
+
+def _kept_entry(
+    client: docker.APIClient, file: CatalogFile, environment: Environment, image: str, slug: str
+) -> dict[str, Any]:
+    """Return the environment's entry in the file with another slug and the old image."""
+    entry = file.plain_entry(environment.slug)
+    for key in ("default", "packages", "changes"):
+        entry.pop(key, None)
+    if packages := packages_of_image(client, environment.image):
+        entry["packages"] = packages_file(file.path.parent, slug, "", packages)
+    name = f"{environment.display_name} (older)"
+    return {**entry, "slug": slug, "display_name": name, "image": image}
+
+
+def _plain_image(
+    environment: Environment, digest: str, found: Sequence[CheckFinding]
+) -> dict[str, Any]:
+    return {
+        "slug": environment.slug,
+        "image": pinned_image(environment.image, digest),
+        "findings": [asdict(finding) for finding in found],
+    }
+
+
+# prune
+
+
+@command()
+@flag("--yes", "remove the images")
+@catalog_option
+def prune(settings: Settings, yes: bool, file: str | None) -> int:
+    """List the images that are no longer needed, or remove them."""
+    found = load(catalog_file(file, settings))
+    client, hub = _engine(settings, REMOVAL_SECONDS)
+    named = [image for each in found.environments for image in each.images]
+    named += [str(getattr(hub.spawner, "image", ""))] if hub.uses_docker else []
+    told = []
+    for each in removable(client, list(filter(None, named))):
+        kept = remove(client, each.image) if yes else ""
+        told.append(
+            {
+                "image": each.image.name,
+                "bytes": each.image.size,
+                "why": each.why,
+                "removed": yes and not kept,
+                "kept": kept,
+            }
+        )
+    show(told, _pruned(told, yes))
+    return int(any(each["kept"] for each in told))
+
+
+def _pruned(told: Sequence[dict[str, Any]], removed: bool) -> str:
+    if not told:
+        return "Nothing to remove: every image is needed."
+    lines = []
+    for each in told:
+        state = "removed" if each["removed"] else f"kept: {each['kept']}" if removed else "can go"
+        lines.append(f"{each['image']} ({each['bytes'] / 1e9:.1f} GB, {each['why']}): {state}")
+    if not removed:
+        lines.append(f"{count(len(told), 'image')} can go. Say --yes to remove them.")
+    return "\n".join(lines)
+
+
+COMMANDS = (add_entry, pull_images, smoke_image, update, prune)
+
+# Helpers.
+
+
+def _engine(settings: Settings, *timeout: float) -> tuple[docker.APIClient, Any]:
+    """Return a client and the configured hub. Raises EngineUnavailable."""
+    from ..cli.hub import open_hub
+
+    hub = open_hub(settings.config)
+    try:
+        return hub.connect(*timeout), hub
+    except (docker.errors.DockerException, OSError) as error:
+        raise EngineUnavailable(
+            f"The Docker Engine at {hub.engine_address} does not answer. Start it (sudo systemctl "
+            "start docker), or say where it is with DOCKER_HOST."
+        ) from error
+
+
+def _print(found: Sequence[CheckFinding]) -> None:
+    plain = [{**asdict(finding), "status": finding.status.value} for finding in found]
+    show(plain, "\n".join(line_of(finding) for finding in found))
+
 
 file_argument = argument(
     "file", "[FILE]", "the catalog file (default: from the hub's configuration)", required=False
@@ -58,7 +387,7 @@ def check_catalog(settings: Settings, file: str | None, images: bool) -> int:
     path = catalog_file(file, settings)
     found = load(path)
     if images:
-        return image_commands.check_images(settings, found)
+        return check_images(settings, found)
     counts = {
         "environments": len(found.environments),
         "datasets": len(found.datasets),
@@ -69,7 +398,7 @@ def check_catalog(settings: Settings, file: str | None, images: bool) -> int:
     return 0
 
 
-for each in image_commands.COMMANDS:
+for each in COMMANDS:
     catalog.add_command(each)
 
 

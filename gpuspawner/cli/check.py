@@ -30,12 +30,11 @@ from ..monitoring.health import SICK
 from ..services import utcnow
 from ..slurm.cluster import Cluster, read_cluster
 from . import DEFAULT_FILE
-from .check_database import check_database
-from .command import command, wants_json
+from .check_hub import check_database
+from .command import command, flag, wants_json
 from .config import Settings
 from .hub import HubSettings
 from .output import count, printable, show
-from .parameters import flag
 
 BASES = {"GPUDockerSpawner": "docker", "GPUSlurmSpawner": "slurm", "GPULocalSpawner": "local"}
 """Our classes, and their modules in gpuspawner.spawners."""

@@ -23,7 +23,7 @@ from ..ledger.checks import Books, PostingRow
 from ..ledger.models import Account, TransferKind, is_system
 from ..slurm import repository as slurm_repository
 from . import hash_chain
-from .engine import Store
+from .engine import Store, revision
 from .schema import (
     OPEN_LEASE,
     accounts,
@@ -36,7 +36,6 @@ from .schema import (
     transfers,
 )
 from .search import find_changes
-from .upgrades import revision
 
 AT_ONCE = 500
 """How many leases, and 20 times as many postings, are held in memory at a time."""

@@ -22,10 +22,9 @@ import sqlalchemy as sa
 
 from ..core.errors import BackupRefused, GPUSpawnerError
 from . import audit, hash_chain
-from .engine import BUSY_SECONDS, Store
+from .engine import BUSY_SECONDS, VERSION_TABLE, Store, upgrade
 from .leader import LeaderLock
 from .schema import metadata
-from .upgrades import VERSION_TABLE, upgrade
 
 ROWS = 5000
 """How many rows are copied from one database to another at once."""

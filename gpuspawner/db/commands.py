@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cli.command import command
+from ..cli.command import PATH, argument, command, flag, option, yes_option
 from ..cli.config import Settings, shown_url
 from ..cli.output import actor, confirmed, count, local, note, printable, show
-from ..cli.parameters import PATH, argument, flag, option, yes_option
 from ..core.errors import AnotherHubGrants, Refused
 from . import backup as db_backup
 from .audit import AuditFinding

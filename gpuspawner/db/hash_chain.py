@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
 from itertools import groupby, islice
@@ -20,10 +21,71 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from ..leases.models import LeasedDevice
-from ..ledger.models import Transfer
-from . import renames
-from .renames import Rename
-from .schema import audit, chain, lease_places, leases, postings, transfers
+from ..ledger.models import Transfer, member_account
+from .schema import audit, chain, lease_places, leases, postings, renames, transfers
+
+_ALL = sa.select(renames).order_by(renames.c.id.desc())
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """A rename of a member."""
+
+    id: int
+    at: datetime
+    actor: str
+    old: str
+    new: str
+    posting: int
+    """The newest posting at that time; 0 if there was none."""
+    kept: frozenset[int]
+    """Postings up to that one that the account of the new name had before."""
+
+
+def insert_rename(
+    connection: sa.Connection,
+    *,
+    at: datetime,
+    actor: str,
+    old: str,
+    new: str,
+    posting: int,
+    kept: Collection[int],
+) -> Rename:
+    """Record a rename; the caller seals it."""
+    row = {"at": at, "actor": actor, "old": old, "new": new, "posting": posting}
+    row["kept"] = " ".join(map(str, sorted(kept)))
+    made = connection.execute(sa.insert(renames).values(row).returning(renames.c.id))
+    return Rename(made.scalar_one(), at, actor, old, new, posting, frozenset(kept))
+
+
+def every(connection: sa.Connection) -> list[Rename]:
+    """Return all renames, newest first."""
+    return [_rename(row) for row in connection.execute(_ALL).mappings()]
+
+
+def last_of(connection: sa.Connection, old: str) -> Rename | None:
+    """Return the newest rename of a member with this old name, or None."""
+    row = connection.execute(_ALL.where(renames.c.old == old).limit(1)).mappings().first()
+    return _rename(row) if row else None
+
+
+def account_then(done: Sequence[Rename], account: str, posting: int) -> str:
+    """Return an account's name when a posting (by its id) was written.
+
+    ``account`` is its name now; ``done`` are all renames, newest first.
+    """
+    for each in done:
+        if each.posting < posting:
+            break  # this and all older ones were done when it was posted
+        if account == member_account(each.new) and posting not in each.kept:
+            account = member_account(each.old)
+    return account
+
+
+def _rename(row: sa.RowMapping) -> Rename:
+    return Rename(**{**row, "kept": frozenset(map(int, row["kept"].split()))})
+
 
 CHANGE = "change"
 """The kind of an entry of the audit log."""
@@ -156,7 +218,7 @@ def knows(connection: sa.Connection, noted: str) -> bool:
 
 def check_transfers(connection: sa.Connection) -> Iterator[str]:
     """Each transfer follows the one before it, and none was changed, deleted or inserted since."""
-    before, done = FIRST, renames.every(connection)
+    before, done = FIRST, every(connection)
     for together in _posted_together(_written(connection, done)):
         expected = _link(before, *(written.facts for written in together))
         link = together[-1].link
@@ -192,7 +254,7 @@ def check_seals(connection: sa.Connection) -> Iterator[str]:
     changes = ((str(line), _facts(row)) for line, *row in _stream(connection, _CHANGES))
     yield from _compared(connection, CHANGE, changes)
     yield from check_leases(connection)
-    done = renames.every(connection)
+    done = every(connection)
     yield from _compared(connection, RENAME, ((str(x.id), _rename_facts(x)) for x in done))
     yield from _missing(connection, {str(each.id) for each in done})
 
@@ -328,7 +390,7 @@ def _written(connection: sa.Connection, done: Sequence[Rename] = ()) -> Iterator
         row = some[0][:width]
         moved = [(line[width], line[width + 1]) for line in some]
         if done:
-            names = (renames.account_then(done, line[width], line[width + 3]) for line in some)
+            names = (account_then(done, line[width], line[width + 3]) for line in some)
             moved = [(name, amount) for name, (_, amount) in zip(names, moved, strict=True)]
         *others, link = [line[width + 2] for line in some]
         facts = _facts((*row, moved))

@@ -7,13 +7,11 @@ from collections.abc import Iterator, Sequence
 from tornado import web
 
 from ..ledger.views import CSVHandler, cells
-from ..web.answers import ChangeAnswer
-from ..web.api import APIHandler
+from ..web.api import BEFORE, LIMIT, SEARCH, APIHandler, operation
 from ..web.base import ServiceHandler
 from ..web.fields import text_of
-from ..web.operations import BEFORE, LIMIT, SEARCH, operation
 from ..web.pages import Page
-from ..web.schemas import Answer, DatedAnswer
+from ..web.schemas import Answer, ChangeAnswer, DatedAnswer
 from .search import LONGEST, Trail
 
 ROWS = 50

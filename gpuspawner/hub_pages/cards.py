@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from markupsafe import Markup
 
-from ..catalog import files
+from ..catalog import parser
 from ..catalog.loader import Catalog
 from ..catalog.markdown import first_words, to_html
 from ..catalog.models import Environment
@@ -334,7 +334,7 @@ def read_details(catalog: Catalog, environment: Environment, groups: Collection[
         if not name or catalog.folder is None:
             return otherwise
         try:
-            return make(files.read_text(catalog.folder, key, name))
+            return make(parser.read_text(catalog.folder, key, name))
         except ValueError as error:
             troubles.append(f"'{key}' of the environment {environment.slug!r} {error}")
             return otherwise
@@ -362,7 +362,7 @@ def logo_file(catalog: Catalog, environment: Environment) -> tuple[bytes, str]:
     """Return the logo beside the catalog and its media type. Raises ValueError without one."""
     if not environment.logo or environment.logo.startswith("/") or catalog.folder is None:
         raise ValueError("has no logo beside the catalog.")
-    content = files.read(catalog.folder, "logo", environment.logo)
+    content = parser.read(catalog.folder, "logo", environment.logo)
     return content, LOGO_TYPES[Path(environment.logo).suffix.lower()]
 
 

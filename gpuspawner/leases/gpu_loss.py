@@ -18,8 +18,8 @@ from ..db.engine import Store
 from ..devices import closures
 from ..devices.closures import GRANTING, Closure
 from ..notifications import repository as notifications_repository
-from ..notifications.messages import compose
 from ..notifications.models import Notice, NoticeKind
+from ..notifications.service import compose
 from ..queue.models import Delegate
 from . import repository
 from .models import Lease, LeaseState, ServerRef

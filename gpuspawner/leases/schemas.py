@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..web.answers import FundsAnswer, LeaseAnswer, LeasedAnswer
-from ..web.schemas import Answer, Count, DatedAnswer, Instant, Number, told
+from ..web.schemas import (
+    Answer,
+    Count,
+    DatedAnswer,
+    FundsAnswer,
+    Instant,
+    LeaseAnswer,
+    LeasedAnswer,
+    Number,
+    told,
+)
 
 WarningKind = Literal["lost", "sick", "idle", "session", "credits"]
 

@@ -21,8 +21,8 @@ from ..core.times import deadline
 from ..db import audit_log
 from ..db.engine import Store
 from ..notifications import repository as notifications_repository
-from ..notifications.messages import compose
 from ..notifications.models import Notice, NoticeKind
+from ..notifications.service import compose
 from . import repository
 from .models import Lease, LeaseState
 

@@ -25,12 +25,10 @@ from ..monitoring.models import DeviceUse, Sample
 from ..monitoring.service import IdleServer
 from ..services import Services
 from ..web import view_models
-from ..web.answers import LeaseAnswer
-from ..web.api import APIHandler, ChangingAPI
+from ..web.api import APIHandler, ChangingAPI, operation
 from ..web.base import ServiceHandler, may_see_balance
-from ..web.operations import operation
 from ..web.pages import FormPage, MemberPage, Page, device_names
-from ..web.schemas import ReasonBody
+from ..web.schemas import LeaseAnswer, ReasonBody
 from . import schemas
 from .models import Lease, LeasedDevice, LeaseState
 

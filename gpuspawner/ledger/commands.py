@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cli.command import command
+from ..cli.command import (
+    ACCOUNT,
+    CREDITS,
+    WORDS,
+    argument,
+    command,
+    flag,
+    limit_option,
+    moment,
+    option,
+    required_reason_option,
+)
 from ..cli.config import Settings
 from ..cli.output import (
     actor,
@@ -19,23 +30,12 @@ from ..cli.output import (
     table,
     utc,
 )
-from ..cli.parameters import (
-    ACCOUNT,
-    CREDITS,
-    WORDS,
-    argument,
-    flag,
-    limit_option,
-    moment,
-    option,
-    required_reason_option,
-)
 from ..core.errors import ConfigError, UnknownAccount, UnknownLease
 from ..services import Services
 from .grant_files import MOST_BYTES
 from .grants import BulkGrantResult, meant
 from .models import Account, member_account
-from .statements import StatementEntry
+from .reports import StatementEntry
 
 key_option = option(
     "--key", "TEXT", "do this only once, even if the command is repeated with this key"

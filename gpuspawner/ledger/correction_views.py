@@ -11,12 +11,10 @@ from ..core.errors import GPUSpawnerError, InvalidRequest, LedgerError, UnknownT
 from ..core.text import LONGEST_REASON
 from ..core.units import format_credits
 from ..leases.models import Lease, LeaseState
-from ..web.answers import LeaseAnswer
-from ..web.api import ChangingAPI
+from ..web.api import ChangingAPI, Parameter, operation
 from ..web.base import ServiceHandler
-from ..web.operations import Parameter, operation
 from ..web.pages import FormPage, credit
-from ..web.schemas import ReasonBody
+from ..web.schemas import LeaseAnswer, ReasonBody
 from .grant_files import Problem
 from .grants import BulkGrantResult
 from .models import Transfer

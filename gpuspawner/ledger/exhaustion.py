@@ -17,8 +17,8 @@ from ..db.engine import Store
 from ..leases import repository as leases_repository
 from ..leases.models import Lease
 from ..notifications import repository as notifications_repository
-from ..notifications.messages import compose
 from ..notifications.models import Notice, NoticeKind
+from ..notifications.service import compose
 from . import charges, credit_policy, credit_repository, rules
 from .credit_policy import AccountRunway, PolicyStep
 

@@ -8,9 +8,8 @@ from datetime import datetime
 from tornado import web
 
 from ..core.errors import GPUSpawnerError, InvalidRequest, UnknownRate
-from ..web.api import ChangingAPI
+from ..web.api import ChangingAPI, operation
 from ..web.base import ServiceHandler
-from ..web.operations import operation
 from ..web.pages import FormPage
 from ..web.schemas import WhyBody
 from .prices import words

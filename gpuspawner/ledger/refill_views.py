@@ -9,9 +9,8 @@ from tornado import web
 from ..core.errors import GPUSpawnerError
 from ..core.units import format_credits
 from ..web import base as web_base
-from ..web.api import ChangingAPI
+from ..web.api import ChangingAPI, Parameter, operation
 from ..web.base import ServiceHandler
-from ..web.operations import Parameter, operation
 from ..web.pages import FormPage, credit, moment
 from ..web.schemas import WhyBody
 from . import schemas

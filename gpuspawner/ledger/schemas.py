@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ..core.errors import InvalidRequest
-from ..web.answers import EntryAnswer, FundsAnswer, LeaseAnswer
 from ..web.fields import of_type
 from ..web.schemas import (
     Amount,
@@ -16,10 +15,13 @@ from ..web.schemas import (
     Body,
     Count,
     DatedAnswer,
+    EntryAnswer,
     Flag,
+    FundsAnswer,
     GivenCredits,
     Instant,
     Key,
+    LeaseAnswer,
     Moment,
     NeededReason,
     Number,

@@ -21,11 +21,11 @@ from ..db import audit_log, hash_chain
 from ..db.engine import Store
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState
-from . import charges, credit_repository, repository, rules, statements, totals
+from . import charges, credit_repository, reports, repository, rules, totals
 from .lots import Lot
 from .models import Account, Transfer, TransferKind, check_account, group_account, member_account
+from .reports import StatementEntry
 from .rules import accounts_of, check_payer
-from .statements import StatementEntry
 
 if TYPE_CHECKING:
     from .settings import GPUCredits
@@ -71,7 +71,7 @@ class LedgerService:
 
     def statement(self, account: str, limit: int = 100) -> tuple[StatementEntry, ...]:
         """Return the newest lines of an account, newest first. Raises UnknownAccount."""
-        read = statements.page
+        read = reports.entry_page
         return self.store.run(lambda connection: read(connection, account, None, limit)).entries
 
     def open_account(self, user: str) -> Account:

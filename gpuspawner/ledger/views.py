@@ -27,17 +27,15 @@ from ..leases.sessions import goes_on
 from ..monitoring.models import DeviceUse
 from ..web import base as web_base
 from ..web import view_models
-from ..web.answers import EntryAnswer
-from ..web.api import APIHandler, ChangingAPI
+from ..web.api import AFTER, AFTER_NAME, BEFORE, LIMIT, SEARCH, APIHandler, ChangingAPI, operation
 from ..web.base import ServiceHandler
 from ..web.fields import LAST, account_of, key_of, text_of, whole
-from ..web.operations import AFTER, AFTER_NAME, BEFORE, LIMIT, SEARCH, operation
 from ..web.pages import FormPage, MemberPage, Page, credit, exactly, part
-from ..web.schemas import Answer
+from ..web.schemas import Answer, EntryAnswer
 from . import schemas
 from .correction_views import refundable
 from .models import member_account
-from .statements import StatementEntry
+from .reports import StatementEntry
 
 ITEMS = 100
 """Items of a receipt per page."""

@@ -16,9 +16,9 @@ import sqlalchemy as sa
 
 from ..core.errors import LedgerError, Refused
 from ..core.units import format_credits
-from ..db import hash_chain, renames
+from ..db import hash_chain
 from ..db.engine import Store
-from ..db.renames import Rename
+from ..db.hash_chain import Rename
 from ..leases import repository as leases_repository
 from ..leases.models import Lease
 from ..ledger import repository as ledger_repository
@@ -65,7 +65,7 @@ class RenameService:
         None if anybody has the old name now.
         """
         with self.store.read() as connection:
-            done = renames.last_of(connection, old)
+            done = hash_chain.last_of(connection, old)
             if done is None or done.new != new or repository.is_known(connection, old):
                 return None
             return done
@@ -97,7 +97,7 @@ class RenameService:
             kept = repository.postings_of(connection, member_account(new))
             newest = repository.newest_posting(connection)
             repository.give(connection, old, new, sources or {})
-            done = renames.insert_rename(
+            done = hash_chain.insert_rename(
                 connection, at=now, actor=actor, old=old, new=new, posting=newest, kept=kept
             )
             hash_chain.seal_rename(connection, done)

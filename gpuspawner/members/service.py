@@ -26,8 +26,8 @@ from ..leases.sessions import order_end
 from ..ledger import repository as ledger_repository
 from ..ledger.models import member_account
 from ..notifications import repository as notifications_repository
-from ..notifications.messages import compose
 from ..notifications.models import Notice, NoticeKind
+from ..notifications.service import compose
 from ..queue import repository as queue_repository
 from ..queue.models import Ticket
 from ..queue.state import QueueState

@@ -29,10 +29,9 @@ from ..devices.models import Device, DeviceStatus
 from ..devices.snapshots import DeviceView
 from ..leases.models import Lease, LeaseState
 from ..services import Services
-from ..web.api import APIHandler
+from ..web.api import APIHandler, operation
 from ..web.base import OTHERWISE, POLICY, ServiceHandler
 from ..web.fields import whole
-from ..web.operations import operation
 from ..web.pages import STATES, Page
 from .models import THROTTLE, DeviceUse, Sample
 from .schemas import ClusterAnswer, ClusterDeviceAnswer

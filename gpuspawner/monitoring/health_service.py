@@ -30,8 +30,8 @@ from ..ledger import repository as ledger_repository
 from ..ledger import rules as ledger_rules
 from ..ledger.service import note, refund_lease, refundable
 from ..notifications import repository as notifications_repository
-from ..notifications.messages import compose
 from ..notifications.models import NoticeKind
+from ..notifications.service import compose
 from .health import (
     SICK,
     HealthPolicy,

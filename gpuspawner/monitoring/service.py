@@ -20,8 +20,8 @@ from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState, ServerRef
 from ..ledger.prices import PriceService
 from ..notifications import repository as notifications_repository
-from ..notifications.messages import compose
 from ..notifications.models import Notice, NoticeKind
+from ..notifications.service import compose
 from ..queue import repository as queue_repository
 from ..queue.models import Ticket
 from ..queue.service import AT_ONCE

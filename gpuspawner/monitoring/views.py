@@ -11,17 +11,16 @@ from urllib.parse import urlencode
 
 from tornado import web
 
-from ..core import weeks
+from ..core import times as core_times
 from ..core.errors import InvalidRequest, NotAllowed
 from ..core.scopes import READ_USAGE
 from ..ledger.totals import LEASES_AT_ONCE
 from ..ledger.usage import LeaseUse
 from ..ledger.views import CSVHandler, cells, table
 from ..services import Services
-from ..web.api import APIHandler
+from ..web.api import DAY, FROM_DAY, APIHandler, Parameter, operation
 from ..web.base import ServiceHandler
 from ..web.fields import one_of
-from ..web.operations import DAY, FROM_DAY, Parameter, operation
 from ..web.pages import Page
 from .repository import LeaseUtilization
 from .schemas import JobTimeAnswer, JobUseAnswer, NamedUseAnswer, UsageAnswer, UseAnswer, UsedAnswer
@@ -86,8 +85,8 @@ class UsageReport:
 
 def usage_report(services: Services, by: str, first: date, last: date) -> UsageReport:
     """Add up usage, grouped by one property. Blocks."""
-    starts = [start for start, _ in weeks.split(first, last)] if by == "week" else [first]
-    bounds = [weeks.midnight(day) for day in (*starts, last + timedelta(days=1))]
+    starts = [start for start, _ in core_times.split(first, last)] if by == "week" else [first]
+    bounds = [core_times.midnight(day) for day in (*starts, last + timedelta(days=1))]
     found = services.reports.use_by(bounds, USAGE_BY[by])
     jobs = services.reports.use_of_jobs(bounds, USAGE_BY[by])
     if by == "week":
@@ -140,7 +139,7 @@ class ReportHandler(ServiceHandler):
         by = one_of(self.get_query_argument("by", "member"), "by", self.groupings)
         since, until = (self.get_query_argument(name, "") for name in ("from", "to"))
         try:
-            first, last = weeks.period(since, until, self.services.clock())
+            first, last = core_times.period(since, until, self.services.clock())
             if last - first > self.longest:
                 sentence = f"From {first} to {last} is too long: ask for three months at the most."
                 raise InvalidRequest(sentence, field="from")
@@ -234,8 +233,8 @@ class UsageAPI(UsageHandler, ReportAPI):
         self.answer(
             UsageAnswer,
             found,
-            start=weeks.midnight(found.first),
-            end=weeks.midnight(found.last + timedelta(days=1)),
+            start=core_times.midnight(found.first),
+            end=core_times.midnight(found.last + timedelta(days=1)),
             as_of=self.services.clock(),
             total=UseAnswer.of(use=found.total, batch=found.batch),
         )
@@ -320,7 +319,7 @@ class UtilizationReport:
 
 def utilization_report(services: Services, by: str, first: date, last: date) -> UtilizationReport:
     """Add up held and used time, grouped by one property. Blocks."""
-    start, end = weeks.midnight(first), weeks.midnight(last + timedelta(days=1))
+    start, end = core_times.midnight(first), core_times.midnight(last + timedelta(days=1))
     found = services.monitoring.worked_between(start, end)
     (beside,) = services.reports.use_of_jobs([start, end], "user")
     rows: dict[str, UtilizationRow] = {}

@@ -11,16 +11,14 @@ from datetime import datetime
 from tornado import web
 
 from ..core.errors import InvalidRequest
-from ..web.api import APIHandler, refusals
+from ..web.api import APIHandler, operation, refusals
 from ..web.base import ServiceHandler
-from ..web.operations import operation
 from ..web.pages import Page
 from .channels import KINDS, Channel, chosen, names
-from .messages import compose
 from .models import Notice, NoticeKind
 from .repository import ChannelChoice, failing
 from .schemas import ChannelAnswer, NoticeAnswer, NoticesAnswer, choices_body
-from .service import TOO_OLD
+from .service import TOO_OLD, compose
 
 SHOWN = 20
 """Notices on the page."""

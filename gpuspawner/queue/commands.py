@@ -9,19 +9,20 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from ..cli.command import command, group
-from ..cli.config import Settings
-from ..cli.output import actor, count, local, note, show, table, utc
-from ..cli.parameters import (
+from ..cli.command import (
     LINES,
     POINTS,
     POSITION,
     argument,
+    command,
+    group,
     limit_option,
     option,
     reason_option,
     required_reason_option,
 )
+from ..cli.config import Settings
+from ..cli.output import actor, count, local, note, show, table, utc
 from ..core.errors import InvalidRequest, TicketEnded, UnknownTicket
 from ..db.engine import Store
 from ..devices import repository as devices_repository

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator
 
 from ..core.errors import InvalidRequest
-from ..web.answers import ChangeAnswer
 from ..web.schemas import (
     Answer,
     Body,
+    ChangeAnswer,
     Count,
     DatedAnswer,
     Flag,

@@ -41,8 +41,8 @@ from ..ledger.prices import PriceService
 from ..ledger.settings import GPUCredits
 from ..members.service import require_member
 from ..notifications import repository as notifications_repository
-from ..notifications.messages import compose
 from ..notifications.models import NoticeKind
+from ..notifications.service import compose
 from . import repository
 from .delegation import DelegationService
 from .models import QueueLimits, Ticket

@@ -15,8 +15,7 @@ from ..devices.closures import GRANTING
 from ..devices.snapshots import Overview
 from ..services import Services
 from ..web import view_models
-from ..web.api import APIHandler, ChangingAPI
-from ..web.operations import Action, each_action, operation
+from ..web.api import Action, APIHandler, ChangingAPI, each_action, operation
 from ..web.pages import FormPage, Page
 from ..web.schemas import WhyBody
 from . import schemas

@@ -35,16 +35,21 @@ from ..settings import CLASSES
 from ..web import app as web_app
 from ..web import pages
 from ..web.base import Context
-from .cluster_sync import cluster_rounds
 from .device_monitor import GPUSampler
 from .disk_monitor import disk_rounds
+from .duties import (
+    CreditDuty,
+    FolderOwnerDuty,
+    GPUSessions,
+    Members,
+    RefillDuty,
+    SessionDuty,
+    cluster_rounds,
+)
 from .hub_client import HubClient
 from .image_prefetch import ImagePrefetcher
-from .member_duties import CreditDuty, FolderOwnerDuty, Members, RefillDuty
 from .notifier import GPUNotifications, Notifier
-from .session_duties import GPUSessions, SessionDuty
-from .supervisor import Supervisor, Watchdog
-from .worker import Round, Tick
+from .worker import Round, Supervisor, Tick, Watchdog
 
 PID = "GPUSPAWNER_HUB_PID"
 """The variable with the process id of the Hub that started the service."""

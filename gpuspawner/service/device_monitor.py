@@ -1,32 +1,322 @@
-"""The duties for devices: samples, idle servers, and containers that lost their GPUs.
-
-Stops ordered here are carried out by the session duty, until the server is gone.
-"""
+"""The duties for devices: samples, sick and lost GPUs, and idle servers."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import datetime, timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
+import docker
+from docker.errors import DockerException
+
+from ..catalog.loader import WatchedCatalog
 from ..core.aio import side_by_side
 from ..core.errors import EngineUnavailable, GPUSpawnerError, Unavailable
+from ..devices.models import DeviceProcess
 from ..devices.simulated import SimulatedSampler
-from ..devices.source import Sampler, SamplingSource
+from ..devices.source import DevicesUnavailable, Sampler, SamplingSource
 from ..engines.base import ProcessOwners
-from ..engines.docker import DockerEngine
+from ..engines.device_probe import (
+    ProbeNotPossible,
+    ProbeResult,
+    probe_by_process,
+    probe_in_container,
+)
+from ..engines.docker import DockerEngine, client_from_environment
 from ..engines.gpu_loss import LostDevices, cause_and_remedy
 from ..leases.gpu_loss import KEPT, Restart
 from ..leases.models import Lease, ServerRef
-from ..monitoring.models import Sample
+from ..monitoring.health import SymptomWindow
+from ..monitoring.health_service import FoundSymptoms
+from ..monitoring.models import DeviceUse, RemoteProcess, Rollups, Sample
 from ..monitoring.service import GPUMonitoring
-from .health_monitor import health_duty
+from ..slurm.cluster import Node
+from ..slurm.images import connector
+from ..slurm.scheduler import SlurmDelegate
 from .hub_client import StartAnswer
-from .sampler import Sampling
-from .supervisor import Supervisor
-from .worker import Round, Tick, TickDuty
+from .worker import Round, Supervisor, Tick, TickDuty
+
+if TYPE_CHECKING:
+    from ..engines.base import ProcessOwners
+
+
+KEPT_SECONDS = 300
+"""How many samples of each device are kept in memory."""
+MOST_MINUTES = 20_000
+"""Complete minutes that wait for a missing store, a day and a half of eight devices."""
+AGAIN_SECONDS = 60.0
+"""How often it is tried again after nothing could be seen."""
+
+Clock = Callable[[], datetime]
+
+
+class Sampling:
+    """The thread, and what it has collected. All methods are for other threads."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        clock: Clock,
+        seconds: float,
+        log: logging.Logger,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sampler = sampler
+        self._clock = clock
+        self._monotonic = monotonic
+        self._log = log
+        self.seconds = seconds
+        self.silent_after = 10 * max(1.0, seconds)
+        """Seconds without an answer after which that is reported."""
+        self.owners: ProcessOwners | None = None
+        """Owners of the processes on devices; set by code that knows the open leases."""
+        self._strange: dict[int, tuple[ProcessOwners, bool]] = {}
+        self._rollups = Rollups(self._is_strange)
+        self._recent: dict[str, deque[Sample]] = defaultdict(lambda: deque(maxlen=KEPT_SECONDS))
+        self._complete: deque[DeviceUse] = deque(maxlen=MOST_MINUTES)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._answered_at = monotonic()
+        self._error = ""
+
+    def start(self) -> None:
+        """Start the thread, which does not keep the process alive: it may hang in the driver."""
+        self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """Stop after the present sample; incomplete minutes count as complete."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return  # it hangs in the driver, and may still be adding
+        with self._lock:
+            self._complete.extend(self._rollups.rest())
+
+    def recent(self) -> dict[str, list[Sample]]:
+        """Return the newest samples of each device, oldest first."""
+        with self._lock:
+            return {uuid: list(samples) for uuid, samples in self._recent.items()}
+
+    def trouble(self) -> str:
+        """Return why there are no samples, as a sentence; empty if there are."""
+        if self._error:
+            return self._error
+        silent = self._monotonic() - self._answered_at
+        if silent > self.silent_after:
+            return f"The driver has not answered for {silent:.0f} s; the use of GPUs is not known"
+        return ""
+
+    def complete(self) -> list[DeviceUse]:
+        """Return the complete minutes that were not stored yet, oldest first."""
+        with self._lock:
+            return list(self._complete)
+
+    def written(self, minutes: list[DeviceUse]) -> None:
+        """Record that these minutes are in the store."""
+        done = {id(minute) for minute in minutes}
+        with self._lock:
+            left = [minute for minute in self._complete if id(minute) not in done]
+            self._complete = deque(left, maxlen=MOST_MINUTES)
+
+    # In the thread.
+
+    def _run(self) -> None:
+        due = self._monotonic()
+        while not self._stop.is_set():
+            pause = self.seconds if self._look() else max(self.seconds, AGAIN_SECONDS)
+            due += pause
+            now = self._monotonic()
+            if due < now:  # the driver was slow: missed samples are skipped
+                due += (now - due) // self.seconds * self.seconds + self.seconds
+            self._stop.wait(due - now)
+
+    def _look(self) -> bool:
+        try:
+            samples = self._sampler.sample(self._clock(), self._monotonic())
+        except DevicesUnavailable as lost:
+            self._error = str(lost)
+            self._answered_at = self._monotonic()
+            return False
+        except Exception as error:  # whatever a driver does, the next round follows
+            if not self._error:
+                self._log.exception("Sampling the GPUs failed")
+            self._error = f"The use of GPUs cannot be read: {error!r}"
+            return False
+        self._error = ""
+        self._answered_at = self._monotonic()
+        with self._lock:
+            for sample in samples:
+                self._recent[sample.uuid].append(sample)
+            self._complete.extend(self._rollups.add(samples))
+        return True
+
+    def _is_strange(self, process: DeviceProcess) -> bool:
+        """Return True if it belongs to no lease; reads ``/proc`` once per set of open leases."""
+        if isinstance(process, RemoteProcess):
+            return process.strange
+        if (owners := self.owners) is None:
+            return False  # the owners are not known yet
+        asked = self._strange.get(process.pid)
+        if asked is None or asked[0] is not owners:
+            if len(self._strange) > 1000:
+                self._strange.clear()
+            asked = self._strange[process.pid] = (owners, owners.lease_of(process.pid) is None)
+        return asked[1]
+
+
+ENGINE_SECONDS = 60.0
+"""Seconds that the engine may take to answer a query."""
+
+LEAKS_EVERY = 6
+"""After this many rounds, occupied devices without a lease are searched, which lists processes."""
+
+ONCE_MORE = 15.0
+"""Seconds until a new probe, if the result could not be stored or passed on."""
+
+Probe = Callable[[str], ProbeResult]
+"""Probes the device with this UUID. Blocks. Raises ProbeNotPossible."""
+
+
+def health_duty(tick: Tick, sampling: Sampling, sampler: Sampler, catalog: str = "") -> HealthDuty:
+    """Return the judge of this host's samples; ``catalog`` names images for its probes."""
+    injection = tick.services.settings.health.probe_injection
+
+    def probe(uuid: str) -> ProbeResult:
+        if isinstance(sampler, SimulatedSampler):
+            if failure := sampler.fails_probe(uuid):
+                return ProbeResult(failure.rstrip("."))
+            if injection in ("auto", "process", "none"):
+                return ProbeResult(text="a simulated device")
+        if injection in ("process", "none"):
+            if _node_of(tick, uuid):
+                how = f"c.GPUHealth.probe_injection is {injection!r}"
+                raise ProbeNotPossible(f"{how}, and it is on a machine of the cluster")
+            return probe_by_process(uuid)
+        return _probe_in_container(tick, catalog, uuid)
+
+    return HealthDuty(tick, sampling, probe)
+
+
+def _probe_in_container(tick: Tick, catalog: str, uuid: str) -> ProbeResult:
+    settings = tick.services.settings.health
+    try:
+        known = WatchedCatalog(catalog, tick.log).current().environments if catalog else ()
+        images = [settings.probe_image, *(image for each in known for image in each.images)]
+        client = _engine_of(tick, uuid)
+    except (GPUSpawnerError, DockerException, OSError) as error:
+        raise ProbeNotPossible(str(error)) from error
+    with closing(client):
+        return probe_in_container(client, images, settings.probe_injection, uuid)
+
+
+class HealthDuty(TickDuty):
+    """Rounds of this duty, one after the other; probes run beside them."""
+
+    def __init__(self, tick: Tick, sampling: Sampling, probe: Probe) -> None:
+        super().__init__(tick)
+        self.sampling = sampling
+        self._probe = probe
+        self._signs: dict[str, SymptomWindow] = {}
+        self._last: dict[str, Sample] = {}
+        self._rounds = 0
+        self._probing: dict[str, asyncio.Task[None]] = {}
+
+    async def round(self) -> None:
+        """Judge new samples, and refund ended leases on sick devices. Raises StoreUnavailable."""
+        signs = self._new()
+        found = {uuid: FoundSymptoms(its.look(), its.going_on) for uuid, its in signs.items()}
+        if found:
+            for change in await self.services.run(self.services.health.judge_health, found):
+                if change.event == "sick":
+                    what = "Device %s is sick: %s. It gets no new servers; members told: %s"
+                    told = ", ".join(str(lease.server) for lease in change.told) or "none"
+                    self.log.warning(what, change.uuid, change.reason, told)
+                elif change.event == "probe":
+                    self._begin_probe(change.uuid)
+            for its in signs.values():
+                its.judged()
+        await self.services.run(self.services.health.settle_sick)
+        if self._rounds % LEAKS_EVERY == 0:
+            await self.services.run(self.services.leaks.judge_leaks)
+        self._rounds += 1
+        self.tick.well("Sick GPUs")
+
+    async def close(self) -> None:
+        """Abandon running probes: the next service makes new ones."""
+        probing = list(self._probing.values())
+        for task in probing:
+            task.cancel()
+        await asyncio.gather(*probing, return_exceptions=True)
+
+    def _new(self) -> dict[str, SymptomWindow]:
+        """Return the devices with new samples, and all symptoms found."""
+        found = {}
+        for uuid, samples in self.sampling.recent().items():
+            fresh = _after(samples, self._last.get(uuid))
+            if fresh:
+                self._last[uuid] = fresh[-1]
+                found[uuid] = self._signs.setdefault(uuid, SymptomWindow())
+                found[uuid].add(fresh)
+        return found
+
+    def _begin_probe(self, uuid: str) -> None:
+        if uuid not in self._probing:
+            task = asyncio.ensure_future(self._try(uuid))
+            self._probing[uuid] = task
+            task.add_done_callback(lambda _: self._probing.pop(uuid, None))
+
+    async def _try(self, uuid: str) -> None:
+        part = f"Probe of {uuid}"
+        try:
+            found = await asyncio.to_thread(self._probe, uuid)
+            done = await self.services.run(self.services.health.probed, uuid, found.failure)
+        except ProbeNotPossible as reason:
+            said = f"it stays out of service, and is probed again later: {reason}"
+            self.tick.trouble(part, Unavailable(said))
+        except Unavailable as error:
+            self.tick.trouble(part, error)
+            await asyncio.sleep(ONCE_MORE)  # it passed, and others may be back by then
+        except Exception as error:
+            self.tick.trouble(part, error)
+        else:
+            self.tick.well(part)
+            if done and found.failure:
+                self.log.warning("Device %s failed its probe: %s", uuid, found.failure)
+            elif done:
+                self.log.warning("Device %s is given out again: %s", uuid, found.text)
+
+
+def _node_of(tick: Tick, uuid: str) -> Node | None:
+    """Return the cluster node with a device; None for this host."""
+    delegate = tick.services.delegation.delegate
+    found = delegate.cluster.device(uuid) if isinstance(delegate, SlurmDelegate) else None
+    return found[0] if found else None
+
+
+def _engine_of(tick: Tick, uuid: str) -> docker.APIClient:
+    """Return a client of the engine on the device's machine. Raises DockerException or OSError."""
+    if node := _node_of(tick, uuid):
+        return connector(node, ENGINE_SECONDS)()
+    return client_from_environment(ENGINE_SECONDS)
+
+
+def _after(samples: Sequence[Sample], last: Sample | None) -> Sequence[Sample]:
+    """Return the samples after the last one seen, even if the clock was set."""
+    for number in range(len(samples) - 1, -1, -1):
+        if samples[number] is last:
+            return samples[number + 1 :]
+    return samples
 
 
 class IdleDuty(TickDuty):

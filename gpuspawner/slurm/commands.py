@@ -16,17 +16,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..cli.command import group
+from ..cli.command import PATH, argument, flag, group, option
 from ..cli.config import Settings
 from ..cli.output import count, note, show
-from ..cli.parameters import PATH, argument, flag, option
 from ..core.config_files import read_text
 from ..core.errors import ConfigError
 from ..devices.discovery import open_source
 from ..devices.source import SamplingSource
 from . import cluster_commands
 from .cluster import TLS, Cluster, Node, cluster_of, sampler_address
-from .cluster_commands import fetched, this_host
+from .cluster_commands import (
+    MOST_BYTES,
+    HostInventory,
+    fetched,
+    read_inventory,
+    this_host,
+    with_gres_types,
+)
 from .config import (
     TESTED,
     SlurmOptions,
@@ -37,7 +43,6 @@ from .config import (
     slurm_conf,
     slurmdbd_conf,
 )
-from .inventory import MOST_BYTES, HostInventory, read_inventory, with_gres_types
 from .sampler import Recorder, serve
 
 _HEADER = (

@@ -25,7 +25,7 @@ from ..members import repository as members_repository
 from ..queue import repository as queue_repository
 from ..queue.models import Priority, Ticket
 from ..queue.settings import GPUQueue
-from . import account_sync, accounts, repository
+from . import accounts, repository
 from .accounts import Group, Person, WantedAssociations, account_of
 from .cluster import Cluster, read_cluster
 from .programs import CallBatcher, Slurm
@@ -125,14 +125,14 @@ class ClusterMemberService:
             {_word(priority): points[priority] for priority in Priority},
         )
 
-    def plan_for_cluster(self) -> account_sync.SyncPlan:
+    def plan_for_cluster(self) -> accounts.SyncPlan:
         """Return the steps after which Slurm knows everybody and every group.
 
         Raises ConfigError, SlurmUnavailable, or SlurmRefused for an untested Slurm.
         """
         slurm, cluster = self.slurm(), self.nodes()
-        account_sync.check_version(slurm)
-        return account_sync.read_plan(slurm, cluster.name, self.wanted_of(self.people()))
+        accounts.check_version(slurm)
+        return accounts.read_plan(slurm, cluster.name, self.wanted_of(self.people()))
 
     def admit_to_cluster(self, ticket: Ticket) -> str:
         """Ensure that Slurm accepts the jobs of a ticket's member, and return the account to use.
@@ -183,8 +183,8 @@ class ClusterMemberService:
         asked = self.wanted_of(people)
         problems: tuple[str, ...] = ()
         try:
-            if not account_sync.is_there(slurm, cluster, asked):
-                account_sync.check_version(slurm)
+            if not accounts.is_there(slurm, cluster, asked):
+                accounts.check_version(slurm)
                 problems = _bring(slurm, cluster, asked)
         except SlurmRefused as error:
             problems = (error.message,)
@@ -238,11 +238,11 @@ def _bring(slurm: Slurm, cluster: str, asked: WantedAssociations) -> tuple[str, 
     rest.
     """
     for _ in range(TRIES):
-        plan = account_sync.read_plan(slurm, cluster, asked)
-        account_sync.apply_plan(slurm, plan.steps)
+        plan = accounts.read_plan(slurm, cluster, asked)
+        accounts.apply_plan(slurm, plan.steps)
         if plan.problems:
             return plan.problems
-        if account_sync.is_there(slurm, cluster, asked):
+        if accounts.is_there(slurm, cluster, asked):
             return ()
     return ("its database does not keep what it was told",)
 

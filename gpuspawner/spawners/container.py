@@ -1,20 +1,26 @@
-"""Container arguments for a lease, and tests of what the engine supports."""
+"""Calls to a container engine, and the container arguments for a lease."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from docker.errors import APIError, ImageNotFound
+import docker
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
-from ..core.errors import StartFailed
+from ..catalog.models import Mount
+from ..core.errors import QuotaUnavailable, StartFailed, WorkspaceFull
+from ..core.units import format_bytes
 from ..engines.base import LABEL_DISK, LABEL_ENVIRONMENT, LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 from ..engines.disk_usage import label_of, may_enforce, refusal, size_option, storage_of
 from ..engines.injection import (
+    HELPER,
     Hardening,
     candidates,
     gpu_environment,
@@ -24,7 +30,99 @@ from ..engines.injection import (
 )
 from ..engines.preflight import prove_injection
 from ..leases.models import Lease
-from .engine_calls import ENGINE_ERRORS, EngineCalls
+from ..services import Services
+from ..storage.quotas import MEASURE_SECONDS
+from ..storage.service import FolderMount
+from .form import templates
+
+ENGINE_ERRORS = (DockerException, OSError)
+"""What a call raises if the engine refuses it or does not answer (requests raises OSError)."""
+
+FRESH_SECONDS = 2.0
+"""Maximum age in seconds of an engine's answer that was requested ahead of its use."""
+
+THREADS = 16
+"""Docker calls that may run at once; DockerSpawner alone has one thread for all members."""
+
+
+def make_threads() -> ThreadPoolExecutor:
+    """Return a thread pool for the Docker calls of one hub."""
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="gpuspawner-docker")
+
+
+@dataclass(slots=True)
+class EngineCalls:
+    """The engine calls of one server's spawner."""
+
+    call: Callable[..., Awaitable[Any]]
+    _client: Callable[[], docker.APIClient]
+    """Returns the client, which depends on the server's node."""
+    _threads: Callable[[], ThreadPoolExecutor]
+
+    @property
+    def client(self) -> docker.APIClient:
+        """The client of the engine that the server is on."""
+        return self._client()
+
+    async def ask(self, question: Callable[..., T], *args: Any) -> T:
+        """Run a blocking engine query in the thread pool and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads(), question, *args)
+
+    async def run_helper(
+        self, command: list[str], *, image: str, **host_config: Any
+    ) -> tuple[int, str]:
+        """Run a command as root in a throw-away container without network.
+
+        Returns its exit code and output. ``host_config`` takes Engine API names.
+        """
+        created = await self.call(
+            "create_container",
+            image=image,
+            entrypoint=command,
+            command=[],
+            user="0",
+            environment={"NVIDIA_VISIBLE_DEVICES": "void"},
+            host_config={"NetworkMode": "none", **HELPER, **host_config},
+        )
+        try:
+            await self.call("start", created["Id"])
+            code = (await self.call("wait", created["Id"]))["StatusCode"]
+            words = await self.call("logs", created["Id"], tail=20)
+            return int(code), words.decode(errors="replace").strip()
+        finally:
+            await self.call("remove_container", created["Id"], force=True)
+
+
+class PrefetchedAnswer:
+    """A query that starts before its answer is needed, in parallel with others."""
+
+    def __init__(self, question: Callable[[], Coroutine[Any, Any, str]]) -> None:
+        self._question = question
+        self._asked: tuple[float, asyncio.Task[str]] | None = None
+        """When the query started, and its task."""
+
+    def ask(self) -> None:
+        """Start the query."""
+        asked = asyncio.ensure_future(self._question())
+        # Mark its exception as retrieved, since nobody may take the answer.
+        asked.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._asked = time.monotonic(), asked
+
+    async def take(self) -> str:
+        """Return the answer; query again if it was not requested or is older than FRESH_SECONDS."""
+        asked, self._asked = self._asked, None
+        if asked is None or time.monotonic() - asked[0] > FRESH_SECONDS:
+            return await self._question()
+        return await asked[1]
+
+
+def explanation(error: Exception) -> str:
+    """Return the engine's reason for a refusal, in one line."""
+    text = getattr(error, "explanation", None) or str(error)
+    if isinstance(text, bytes):
+        text = text.decode(errors="replace")
+    return "the container engine refused it: " + " ".join(str(text).split())[:300]
+
 
 T = TypeVar("T")
 
@@ -280,3 +378,146 @@ class EngineAbilities:
 def _size(calls: EngineCalls, driver: str, image: str, limit: int) -> int:
     """Return the ``size`` for ``storage_opt`` of a container with this image. Blocks."""
     return size_option(calls.client, driver, image, limit)
+
+
+LABEL_WORKSPACE = "gpuspawner.workspace"
+LABEL_FOLDER = "gpuspawner.folder"
+GB = 2**30
+_PLACE = "/workspace"
+
+
+@dataclass
+class PreparedWorkspaces:
+    """The workspaces and folders that a hub has already prepared."""
+
+    sources: set[tuple[str, int]] = field(default_factory=set)
+    """Sources with their quotas in bytes."""
+    locks: dict[str, asyncio.Lock] = field(default_factory=dict)
+    """A lock per source, so that a second start waits until the preparation is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class MountedWorkspace:
+    """A member's workspace, as mounted into a container."""
+
+    source: str
+    """A directory of the host, a volume's name, or empty."""
+    target: str
+    quota: int = 0
+    """The maximum size in bytes; 0 for no limit."""
+
+    @property
+    def is_limited(self) -> bool:
+        """True if the file system enforces the quota, as it can for directories."""
+        return bool(self.quota) and self.source.startswith("/")
+
+    async def require_room(self, services: Services) -> None:
+        """Raise WorkspaceFull if the quota is used up."""
+        if not self.is_limited:
+            return
+        use = await services.run_outside(
+            services.storage.use_of, self.source, self.quota, MEASURE_SECONDS
+        )
+        if use is not None and use.full:
+            raise WorkspaceFull(used=format_bytes(use.used), limit=format_bytes(self.quota))
+
+    async def line(self, services: Services) -> str:
+        """Return the form's line about the space used, for a workspace with a limit."""
+        use = await services.run_outside(services.storage.use_of, self.source, self.quota)
+        used, limit = format_bytes(use.used) if use else "", format_bytes(self.quota)
+        return templates.get_template("files.html").render(use=use, used=used, limit=limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Everything that one server mounts; creates what is missing, with the right owner."""
+
+    services: Services
+    docker: Callable[..., Awaitable[Any]]
+    """The spawner's ``docker``, which an admin's class may override."""
+    calls: EngineCalls
+    prepared: PreparedWorkspaces
+    log: logging.Logger | Any
+    user: str
+    workspace: MountedWorkspace
+    mounts: Sequence[Mount] = ()
+    folders: Sequence[FolderMount] = ()
+    folders_target: str
+    """The folder in the container with the shared folders."""
+
+    def binds(self) -> list[str]:
+        """Return ``source:target:mode`` of everything that this server mounts."""
+        own = self.workspace
+        first = [f"{own.source}:{own.target}:rw"] if own.source else []
+        others = [f"{m.source}:{m.target}:{'ro' if m.read_only else 'rw'}" for m in self.mounts]
+        # A folder's name contains no colon and no slash: see storage/rules.py.
+        shared = [
+            f"{f.source}:{self.folders_target}/{f.name}:{'rw' if f.write else 'ro'}"
+            for f in self.folders
+        ]
+        return first + others + shared
+
+    async def prepare(self, image: str) -> None:
+        """Create the workspace and the shared folders, and give them to the image's user.
+
+        Raises WorkspaceBusy while an admin works on the workspace.
+        """
+        source, quota = self.workspace.source, self.workspace.quota
+        if source:
+            use = self.services.storage.use_workspace
+            if await self.services.run(use, source, self.user, quota or None):
+                self.prepared.sources.discard((source, quota))
+            await self._prepare(source, quota, image, {LABEL_WORKSPACE: self.user})
+        for folder in self.folders:
+            labels = {LABEL_FOLDER: folder.folder_id}
+            folder_quota = self.services.settings.folders.quota * GB
+            await self._prepare(folder.source, folder_quota, image, labels)
+
+    async def _prepare(self, source: str, quota: int, image: str, labels: dict[str, str]) -> None:
+        async with self.prepared.locks.setdefault(source, asyncio.Lock()):
+            if (source, quota) in self.prepared.sources:
+                return
+            directory = source.startswith("/")
+            if directory or not await self._volume_exists(source, labels):
+                await self._give_to_user(source, image, needed=directory and bool(quota))
+            if directory:
+                await self._keep_quota(source, quota)
+            self.prepared.sources.add((source, quota))
+
+    async def _keep_quota(self, source: str, quota: int) -> None:
+        try:
+            await self.services.run_outside(self.services.storage.keep_quota, source, quota or None)
+        except QuotaUnavailable as error:  # a problem for the admin, not a reason to refuse a start
+            self.log.error("%s Until then nothing limits %s.", error.message, source)
+
+    async def _volume_exists(self, source: str, labels: dict[str, str]) -> bool:
+        """Return True if there is a volume of this name, else create it and return False."""
+        try:
+            await self.docker("inspect_volume", source)
+        except NotFound:
+            await self.docker("create_volume", source, labels=labels)
+            return False
+        return True
+
+    async def _give_to_user(self, source: str, image: str, *, needed: bool) -> None:
+        """Give a new workspace, which Docker creates as root's, to the image's own user.
+
+        A directory with another owner is left as it is. ``needed`` means that it must exist now,
+        for its quota, even if it stays root's.
+        """
+        config = (await self.docker("inspect_image", image))["Config"]
+        user = (config.get("User") or "").strip()
+        if not user or user.split(":")[0] in ("root", "0"):
+            if not needed:
+                return
+            user = "0"
+        owner = user if ":" in user or user.isdigit() else f"{user}:"
+        script = f'[ "$(stat -c %u {_PLACE})" != 0 ] || chown "$0" {_PLACE}'
+        command = ["sh", "-c", script, owner]
+        binds = [f"{source}:{_PLACE}:rw"]
+        code, words = await self.calls.run_helper(command, image=image, Binds=binds)
+        if code:
+            self.log.error("The workspace %s: %s", source, words)
+            raise StartFailed(
+                cause="you could not be made the owner of your workspace (tell your admin)"
+            )

@@ -21,7 +21,6 @@ from jupyterhub.traitlets import ByteSpecification
 from jupyterhub.traitlets import Callable as CallableTrait
 from traitlets import Bool, CaselessStrEnum, Dict, Float, Integer, List, Unicode, Union
 
-from ..catalog.member_images import OwnImages, check_own_image, own_images
 from ..catalog.models import Environment
 from ..core.errors import EngineUnavailable, GPUSpawnerError, StartFailed
 from ..engines.base import LABEL_LEASE
@@ -37,26 +36,36 @@ from ..engines.injection import KEPT_CAPABILITIES, MODES, Hardening, dangers
 from ..leases.models import Lease, Request
 from ..storage.service import FolderMount
 from .container import (
-    ContainerSettings,
-    EngineAbilities,
-    build,
-    ending,
-    is_unstarted,
-    with_zeros,
-)
-from .engine_calls import (
     ENGINE_ERRORS,
     FRESH_SECONDS,
+    ContainerSettings,
+    EngineAbilities,
     EngineCalls,
+    MountedWorkspace,
     PrefetchedAnswer,
+    PreparedWorkspaces,
+    Storage,
+    build,
+    ending,
     explanation,
+    is_unstarted,
     make_threads,
+    with_zeros,
 )
-from .member_images import KeptImages, Plain, SavedContainer, judge_here, look_for, own_image_field
+from .member_images import (
+    KeptImages,
+    OwnImages,
+    Plain,
+    SavedContainer,
+    check_own_image,
+    judge_here,
+    look_for,
+    own_image_field,
+    own_images,
+)
 from .mixin import ExitStatus, GPUSpawnerMixin, T, kept_in
 from .progress import Pulls, spawn_exception
 from .recovery import forget_folders
-from .workspaces import MountedWorkspace, PreparedWorkspaces, Storage
 
 
 class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):

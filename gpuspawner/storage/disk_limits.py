@@ -15,8 +15,8 @@ from ..engines.disk_usage import size
 from ..leases import repository as leases_repository
 from ..leases.sessions import goes_on, order_end
 from ..notifications import repository as notifications_repository
-from ..notifications.messages import compose
 from ..notifications.models import NoticeKind
+from ..notifications.service import compose
 
 OUTCOME = "disk"
 

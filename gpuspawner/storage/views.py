@@ -10,10 +10,9 @@ from tornado import web
 
 from ..core.errors import FolderRefused, GPUSpawnerError, UnknownFolder
 from ..web import view_models
-from ..web.api import APIHandler, ChangingAPI, refusals
+from ..web.api import ALL, Action, APIHandler, ChangingAPI, each_action, operation, refusals
 from ..web.base import ServiceHandler
 from ..web.fields import one_of
-from ..web.operations import ALL, Action, each_action, operation
 from ..web.pages import FormPage
 from . import schemas
 from .repository import Folder

@@ -13,9 +13,8 @@ from tornado import web
 
 from .. import __version__
 from ..catalog.parser import schema
-from .api import APIHandler
+from .api import ERRORS, APIHandler, Operation, Schema, operation
 from .base import POLICY, ServiceHandler
-from .operations import ERRORS, Operation, Schema, operation
 from .schemas import Body, ErrorAnswer
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from ..core import weeks as core_weeks
+from ..core import times as core_weeks
 from ..core.errors import UnknownAccount
 from ..db.audit_log import AuditEntry
 from ..devices.closures import GRANTING, Closure
@@ -15,8 +15,8 @@ from ..leases.models import Lease, LeaseState
 from ..ledger import lots
 from ..ledger import rules as ledger_rules
 from ..ledger.models import Account, member_account
+from ..ledger.reports import EntryPage
 from ..ledger.service import Payers
-from ..ledger.statements import EntryPage
 from ..ledger.usage import LeaseUse
 from ..members.service import EndedMembership
 from ..monitoring.charts import DeviceCurves, of_leases

@@ -20,8 +20,8 @@ from playwright.sync_api import Browser
 from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import Lease
 from gpuspawner.ledger.models import member_account
+from gpuspawner.ledger.reports import StatementEntry
 from gpuspawner.ledger.rules import owed
-from gpuspawner.ledger.statements import StatementEntry
 from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm import job_spec
 from gpuspawner.slurm.accounts import user_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from gpuspawner.cli.app import main
 from gpuspawner.slurm.cluster import Cluster, read_cluster
 from gpuspawner.slurm.cluster import NodeDevice as Described
-from gpuspawner.slurm.inventory import HostInventory
+from gpuspawner.slurm.cluster_commands import HostInventory
 from tests.support import processes
 from tests.support.slurm_cluster import A100, H100, SCRIPTS, SlurmCluster
 from tests.support.slurm_node import Node

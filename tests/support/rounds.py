@@ -16,8 +16,8 @@ from tornado.testing import bind_unused_port
 from gpuspawner.core.units import MICRO
 from gpuspawner.engines.base import Engine
 from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.service.duties import CreditDuty
 from gpuspawner.service.hub_client import HubClient
-from gpuspawner.service.member_duties import CreditDuty
 from gpuspawner.service.worker import Tick
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, make_services

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from gpuspawner.leases.models import Lease
-from gpuspawner.service.cluster_sync import ClusterDuty
+from gpuspawner.service.duties import ClusterDuty
 from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.worker import Tick
-from gpuspawner.slurm import account_sync
+from gpuspawner.slurm import accounts
 from gpuspawner.slurm.job_billing import BillingResult
 from tests.support import slurm_files
 from tests.support.preloaded import PRELOADED
@@ -81,7 +81,7 @@ class Books:
 
     def sync(self) -> list[str]:
         plan = self.services.cluster_members.plan_for_cluster()
-        account_sync.apply_plan(self.services.cluster_members.slurm(), plan.steps)
+        accounts.apply_plan(self.services.cluster_members.slurm(), plan.steps)
         return [step.what for step in plan.steps]
 
     def ended(self, job: int) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from alembic import context
 
+from gpuspawner.db.engine import VERSION_TABLE
 from gpuspawner.db.schema import metadata
-from gpuspawner.db.upgrades import VERSION_TABLE
 
 connection = context.config.attributes["connection"]
 context.configure(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.cli.check_database import check_database, network_file_system
+from gpuspawner.cli.check_hub import check_database, network_file_system
 from gpuspawner.db.engine import Store
 from gpuspawner.engines.preflight import Status
 from gpuspawner.leases.models import Request, ServerRef
@@ -116,7 +116,7 @@ def test_file_that_is_not_a_database_fails(tmp_path: Path) -> None:
 
 def checked_with_permissions(url: str) -> str:
     code = (
-        "from gpuspawner.cli.check_database import check_database; import sys;"
+        "from gpuspawner.cli.check_hub import check_database; import sys;"
         "finding, _ = check_database(sys.argv[1]);"
         "print(finding.status.value, finding.text, finding.remedy)"
     )

@@ -19,7 +19,7 @@ from gpuspawner.db.clock import SteadyClock
 from gpuspawner.engines.docker import was_given
 from gpuspawner.leases.models import Lease, Request, ServerRef, Sighting, Terms
 from gpuspawner.leases.reconciliation import HubState
-from gpuspawner.ledger import statements
+from gpuspawner.ledger import reports
 from gpuspawner.services import Services
 from tests.support.brokers import open_services, problems
 from tests.support.clocks import apart, wall_clock_apart
@@ -363,7 +363,7 @@ def test_wrong_clock_after_boot_does_not_end_or_overcharge(
 def receipt(services: Services, lease: Lease) -> dict[str, float]:
     """What the receipt of a session shows, by its reason."""
     with services.store.read() as connection:
-        found = statements.items_of_account(connection, lease.id, lease.account).entries
+        found = reports.items_of_account(connection, lease.id, lease.account).entries
     return {entry.reason: entry.amount / MICRO for entry in found}
 
 

@@ -21,13 +21,12 @@ from gpuspawner.core.errors import (
 )
 from gpuspawner.db import engine as db_engine
 from gpuspawner.db import schema as db_schema
-from gpuspawner.db.engine import Store
-from gpuspawner.db.upgrades import newest, revision, upgrade
+from gpuspawner.db.engine import Store, newest, revision, upgrade
 from gpuspawner.leases import repository as leases_repository
 from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState, ServerRef, Slot
+from gpuspawner.ledger import reports
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger import rules as ledger_rules
-from gpuspawner.ledger import statements
 from tests.support.brokers import T0
 from tests.support.leases import lease_of
 from tests.support.parts import each_database
@@ -343,7 +342,7 @@ def test_transfer_batch_skips_those_already_posted(store: Store) -> None:
         assert ledger_repository.post_many(connection, some) == [False] * 6
     with store.read() as connection:
         assert ledger_repository.get_account(connection, ANNA).balance == 10
-        lines = statements.page(connection, ANNA).entries
+        lines = reports.entry_page(connection, ANNA).entries
         assert [line.amount for line in reversed(lines)] == [2, 1, 3, 4]
         for transfer in some:
             assert ledger_repository.of_key(connection, transfer.key) == transfer
@@ -399,13 +398,13 @@ def test_statement_shows_the_balance_after_each_line(store: Store) -> None:
         for number in range(1, 5):
             ledger_repository.post(connection, grant(f"gift{number}", amount=number))
     with store.read() as connection:
-        lines = statements.page(connection, ANNA, limit=3).entries
+        lines = reports.entry_page(connection, ANNA, limit=3).entries
         assert [(line.amount, line.balance) for line in lines] == [(4, 10), (3, 6), (2, 3)]
         assert {(line.kind, line.reason, line.actor, line.at) for line in lines} == {
             ("grant", "gift", "admin", T0)
         }
         with pytest.raises(UnknownAccount):
-            statements.page(connection, "member:nobody")
+            reports.entry_page(connection, "member:nobody")
 
 
 # Transactions.

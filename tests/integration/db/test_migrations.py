@@ -16,8 +16,8 @@ from alembic.script import ScriptDirectory
 from jupyterhub import orm
 
 from gpuspawner.core.errors import ConfigError
+from gpuspawner.db import engine as db_engine
 from gpuspawner.db import schema as db_schema
-from gpuspawner.db import upgrades
 from gpuspawner.db.engine import Store
 from gpuspawner.ledger import repository as ledger_repository
 from tests.support.brokers import T0
@@ -64,9 +64,9 @@ def triggers(connection: sa.Connection) -> set[str]:
 
 
 def test_schema_versions_match_the_alembic_scripts() -> None:
-    scripts = ScriptDirectory.from_config(upgrades.config())
+    scripts = ScriptDirectory.from_config(db_engine.config())
     found = [script.revision for script in scripts.walk_revisions()]
-    assert found[::-1] == upgrades.versions()
+    assert found[::-1] == db_engine.versions()
 
 
 def test_migrations_produce_the_declared_schema(empty_database_url: str) -> None:
@@ -100,8 +100,8 @@ def test_second_migration_changes_nothing(empty_database_url: str) -> None:
     for number in range(2):
         with closing(Store(empty_database_url)) as store, store.write() as connection:
             assert ledger_repository.open_account(connection, "member:anna", T0) is (number == 0)
-            upgrades.upgrade(connection)
-            assert upgrades.revision(connection) == upgrades.newest()
+            db_engine.upgrade(connection)
+            assert db_engine.revision(connection) == db_engine.newest()
             assert differences(connection) == []
 
 
@@ -171,7 +171,7 @@ def test_failed_migration_changes_nothing_and_can_be_repeated(
 
     engine = sa.create_engine(empty_database_url)
     with engine.connect() as connection:
-        assert upgrades.revision(connection) is None
+        assert db_engine.revision(connection) is None
         assert sa.inspect(connection).get_table_names() == []
     engine.dispose()
     with closing(Store(empty_database_url)) as store, store.read() as connection:

@@ -17,8 +17,7 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import LeaseState, Request, ServerRef, Terms
 from gpuspawner.ledger.models import member_account
 from gpuspawner.ledger.rules import owed
-from gpuspawner.service.member_duties import CreditDuty
-from gpuspawner.service.session_duties import SessionDuty
+from gpuspawner.service.duties import CreditDuty, SessionDuty
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock, Make, problems
 from tests.support.dry import MINUTE, server, titles

@@ -17,7 +17,7 @@ import pytest
 from gpuspawner.core.errors import NoDeviceFree, UnknownAccount, UnknownLease
 from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import Lease, LeaseState
-from gpuspawner.ledger import statements, totals
+from gpuspawner.ledger import reports, totals
 from gpuspawner.ledger.models import member_account
 from gpuspawner.ledger.rules import owed
 from gpuspawner.ledger.usage import Kind, LeaseUse
@@ -91,7 +91,7 @@ def pages(
             return found
 
 
-def two_items(past: Services, lease_id: str, after: int) -> statements.ReceiptItems:
+def two_items(past: Services, lease_id: str, after: int) -> reports.ReceiptItems:
     return past.reports.receipt(lease_id, after, 2).items
 
 
@@ -114,8 +114,8 @@ def test_folded_statement_pages_add_up_to_the_balance(
     account = member_account("ada")
     single = pages(partial(past.reports.statement_page, account, limit=100))
     for limit, (most_read, at_first) in product((3, 50), [(5, 200), (5000, 2), (5000, 200)]):
-        monkeypatch.setattr(statements, "MOST_READ", most_read)
-        monkeypatch.setattr(statements, "AT_FIRST", at_first)
+        monkeypatch.setattr(reports, "MOST_READ", most_read)
+        monkeypatch.setattr(reports, "AT_FIRST", at_first)
         found = pages(partial(past.reports.statement_page, account, limit=limit, folded=True))
         assert sum(entry.count for entry in found) == len(single)
         balance = past.ledger.account(account).balance

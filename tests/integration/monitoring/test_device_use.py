@@ -23,9 +23,8 @@ from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState
 from gpuspawner.monitoring.models import HOUR, MINUTE, DeviceUse
 from gpuspawner.monitoring.repository import LeaseUtilization
 from gpuspawner.monitoring.service import MonitoringService
-from gpuspawner.service.device_monitor import GPUSampler
+from gpuspawner.service.device_monitor import MOST_MINUTES, GPUSampler, Sampling
 from gpuspawner.service.hub_client import HubClient
-from gpuspawner.service.sampler import MOST_MINUTES, Sampling
 from gpuspawner.service.worker import Tick
 from gpuspawner.services import Services, utcnow
 from tests.support.brokers import T0, Clock, Make, acquire, open_services, running
@@ -210,7 +209,7 @@ def test_unwritten_minutes_are_bounded() -> None:
 
 CHILD = """
 import json, logging, sys
-from gpuspawner.service.sampler import Sampling
+from gpuspawner.service.device_monitor import Sampling
 from gpuspawner.services import utcnow
 from gpuspawner.devices.nvml import NVMLDevices
 

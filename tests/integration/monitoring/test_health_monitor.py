@@ -16,9 +16,8 @@ from gpuspawner.devices.source import SamplingSource
 from gpuspawner.monitoring.health import SymptomWindow
 from gpuspawner.monitoring.health_service import FoundSymptoms
 from gpuspawner.monitoring.models import Sample
-from gpuspawner.service.health_monitor import HealthDuty, health_duty
+from gpuspawner.service.device_monitor import HealthDuty, Sampling, health_duty
 from gpuspawner.service.hub_client import HubClient
-from gpuspawner.service.sampler import Sampling
 from gpuspawner.service.worker import Tick
 from gpuspawner.services import Services
 from tests.support.brokers import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.service.supervisor import EXIT_STATUS
+from gpuspawner.service.worker import EXIT_STATUS
 from gpuspawner.web.app import NAME, read_cookie_secret, secret_file
 from tests.support.hub import NAVIGATION
 from tests.support.processes import wait_for

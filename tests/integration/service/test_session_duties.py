@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
-from gpuspawner.service import session_duties
-from gpuspawner.service.session_duties import LONGEST_PAUSE, SessionDuty
+from gpuspawner.service import duties
+from gpuspawner.service.duties import LONGEST_PAUSE, SessionDuty
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make
 from tests.support.rounds import SITE, ScriptedHub, make_tick, open_services, told
@@ -35,8 +35,8 @@ def services(make: Make) -> Services:
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries follow one another within hundredths of a second, as they do within a minute."""
-    monkeypatch.setattr(session_duties, "AGAIN", 0.02)
-    monkeypatch.setattr(session_duties, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(duties, "AGAIN", 0.02)
+    monkeypatch.setattr(duties, "LONGEST_PAUSE", 0.02)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ async def test_failing_stop_is_retried_until_it_succeeds(
 async def test_retry_delay_doubles_up_to_a_minute(
     services: Services, hub: ScriptedHub, clock: Clock, duty: Duties, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(session_duties, "LONGEST_PAUSE", LONGEST_PAUSE)
+    monkeypatch.setattr(duties, "LONGEST_PAUSE", LONGEST_PAUSE)
     lease = session(services, "ada")
     sessions = duty()
     clock.forward(seconds=3600)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.catalog import files
+from gpuspawner.catalog import parser
 from gpuspawner.catalog.loader import Catalog, load
 from gpuspawner.core.errors import ConfigError
 
@@ -41,7 +41,7 @@ def test_file_beside_the_catalog_is_found(tmp_path: Path, key: str) -> None:
     read = load(write(tmp_path, key, f"more/./{KEYS[key]}"))
     assert getattr(read.get("base"), key) == f"more/{KEYS[key]}"
     assert read.folder == tmp_path
-    assert files.read_text(tmp_path, key, f"more/{KEYS[key]}") == "content ü"
+    assert parser.read_text(tmp_path, key, f"more/{KEYS[key]}") == "content ü"
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -52,7 +52,7 @@ def test_file_paths_cannot_escape_the_catalog_folder(folder: Path, key: str, pre
     assert f"catalog.yaml, line 4: '{key}' of environment 'base'" in caught.value.message
     assert "Write a file's name without '..' and a first '/'" in caught.value.message
     with pytest.raises(ValueError, match="without"):
-        files.read(folder, key, prefix + KEYS[key])
+        parser.read(folder, key, prefix + KEYS[key])
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -88,7 +88,7 @@ def test_missing_irregular_or_oversized_file_is_rejected(tmp_path: Path, key: st
     with pytest.raises(ConfigError, match=r"line 4: .* cannot be read beside the catalog"):
         load(path)
     file.unlink()
-    most = files.MOST_BYTES[key]
+    most = parser.MOST_BYTES[key]
     with open(file, "wb") as large:
         large.truncate(most + 1)
     with pytest.raises(ConfigError, match=f"a file of {most + 1} bytes; {most} are the most"):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.catalog.member_images import check_contents, check_own_image, own_images
 from gpuspawner.core.errors import ConfigError, InvalidRequest, NotAllowed
 from gpuspawner.spawners.docker import GPUDockerSpawner
+from gpuspawner.spawners.member_images import check_contents, check_own_image, own_images
 
 RULES = {
     "research": {"images": ["lab/*", "registry.lab:5000/**"], "most": "2G"},

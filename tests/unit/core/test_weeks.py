@@ -8,7 +8,7 @@ from datetime import date, datetime, timedelta, timezone
 
 import pytest
 
-from gpuspawner.core import weeks
+from gpuspawner.core import times
 from gpuspawner.core.errors import InvalidRequest
 
 NOW = datetime(2026, 3, 11, 12, tzinfo=timezone.utc)
@@ -25,7 +25,7 @@ def new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_weeks_begin_on_monday_in_the_hub_time_zone() -> None:
-    bounds = weeks.last_weeks(NOW, 3)
+    bounds = times.last_weeks(NOW, 3)
     local = [moment.astimezone() for moment in bounds]
     assert [moment.strftime("%a %H:%M") for moment in local] == ["Mon 00:00"] * 4
     assert [moment.day for moment in local] == [23, 2, 9, 16]
@@ -36,10 +36,10 @@ def test_weeks_begin_on_monday_in_the_hub_time_zone() -> None:
 
 def test_period_splits_at_mondays_and_defaults_to_four_weeks() -> None:
     march = [date(2026, 3, day) for day in range(1, 17)]
-    found = list(weeks.split(march[3], march[15]))
+    found = list(times.split(march[3], march[15]))
     assert found == [(march[3], march[7]), (march[8], march[14]), (march[15], march[15])]
-    assert weeks.period("", "", NOW) == (date(2026, 2, 16), march[10])
-    assert weeks.period("", "2026-01-31", NOW) == (date(2026, 1, 5), date(2026, 1, 31))
+    assert times.period("", "", NOW) == (date(2026, 2, 16), march[10])
+    assert times.period("", "2026-01-31", NOW) == (date(2026, 1, 5), date(2026, 1, 31))
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_period_splits_at_mondays_and_defaults_to_four_weeks() -> None:
 )
 def test_invalid_period_is_rejected_with_a_reason(since: str, until: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said.replace(".", r"\.")):
-        weeks.period(since, until, NOW)
+        times.period(since, until, NOW)

@@ -11,8 +11,8 @@ from gpuspawner.catalog.models import DeviceLimits, Environment
 from gpuspawner.core.units import MICRO
 from gpuspawner.devices.models import Device
 from gpuspawner.devices.snapshots import DeviceView, ModelCount, Overview, count_models
+from gpuspawner.hub_pages.handlers import Price, prices
 from gpuspawner.hub_pages.prices import PriceLine, PriceList
-from gpuspawner.hub_pages.welcome import Price, prices
 from gpuspawner.ledger.models import Account
 from gpuspawner.ledger.pricing import Rate, Rates, WeekHours
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from jinja2 import UndefinedError
 
-from gpuspawner.notifications.messages import compose
 from gpuspawner.notifications.models import Notice, NoticeKind
+from gpuspawner.notifications.service import compose
 
 NOW = datetime(2026, 3, 2, 9, tzinfo=timezone.utc)
 

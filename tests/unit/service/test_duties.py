@@ -19,7 +19,7 @@ from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.queue.models import Ticket
 from gpuspawner.service.image_prefetch import image_of
 from gpuspawner.service.notifier import BODY, TITLE, one_line, plain
-from gpuspawner.service.supervisor import Supervisor
+from gpuspawner.service.worker import Supervisor
 
 
 @pytest.fixture

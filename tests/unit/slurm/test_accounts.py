@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from gpuspawner.core.errors import SlurmRefused
 from gpuspawner.queue.models import QueueLimits
-from gpuspawner.slurm import account_sync, accounts
-from gpuspawner.slurm.account_sync import SyncStep
+from gpuspawner.slurm import accounts
 from gpuspawner.slurm.accounts import (
     AssociationRow,
     FoundAssociations,
     Group,
     Person,
+    SyncStep,
     WantedAssociations,
 )
 from tests.support.tier import examples
@@ -104,10 +104,10 @@ def wanted(people: Iterable[Person] = (), **groups: Group) -> WantedAssociations
 
 
 def bring(database: Database, asked: WantedAssociations) -> list[str]:
-    plan = account_sync.plan_sync(asked, database.found(), "lab")
+    plan = accounts.plan_sync(asked, database.found(), "lab")
     for step in plan.steps:
         database.do(step)
-    assert account_sync.plan_sync(asked, database.found(), "lab").steps == ()
+    assert accounts.plan_sync(asked, database.found(), "lab").steps == ()
     return [step.what for step in plan.steps]
 
 
@@ -169,7 +169,7 @@ def test_sync_keeps_accounts_made_by_the_site() -> None:
     database.defaults["ada"] = "physics"
     before = {key: dict(value) for key, value in database.rows.items()}
     asked = wanted([ADA, Person(member="bob")], research=Group())
-    plan = account_sync.plan_sync(asked, database.found(), "lab")
+    plan = accounts.plan_sync(asked, database.found(), "lab")
     assert "g-research" in plan.problems[0] and "not below gpuspawner" in plan.problems[0]
     for step in plan.steps:
         database.do(step)
@@ -199,7 +199,7 @@ def test_bulk_sync_takes_few_steps_and_names_are_escaped() -> None:
     assert len(bring(database, wanted([replace(each, dry=True) for each in crowd]))) == 3
 
     nasty = Person(member="x account=root set adminlevel=admin; $(id)", group="a b=c,d")
-    for step in account_sync.plan_sync(wanted([nasty]), Database().found(), "lab").steps:
+    for step in accounts.plan_sync(wanted([nasty]), Database().found(), "lab").steps:
         assert not any(c in word for word in step.words for c in ";$()\n'\"")
         assert "adminlevel=admin" not in step.words
 
@@ -234,7 +234,7 @@ def test_interrupted_sync_is_completed_by_the_next_run(
     database = Database()
     for people, groups, limits, killed_after in days:
         asked = accounts.wanted_associations(people, groups, limits, PRIORITIES)
-        for step in account_sync.plan_sync(asked, database.found(), "lab").steps[:killed_after]:
+        for step in accounts.plan_sync(asked, database.found(), "lab").steps[:killed_after]:
             database.do(step)
     bring(database, asked)
     found = database.found()
@@ -266,10 +266,10 @@ TRIED = ["slurm-wlm 22.05.11", "slurm 22.05.2"]
 def test_untested_slurm_version_is_rejected(version: str) -> None:
     slurm: Any = Recorder(version)
     if version in TRIED:
-        account_sync.check_version(slurm)
+        accounts.check_version(slurm)
         return
     with pytest.raises(SlurmRefused, match=r"tried with 22\.05\.8"):
-        account_sync.check_version(slurm)
+        accounts.check_version(slurm)
 
 
 # Names.

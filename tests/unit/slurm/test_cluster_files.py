@@ -28,9 +28,8 @@ from gpuspawner.slurm.cluster import (
     gres_types,
     read_cluster,
 )
-from gpuspawner.slurm.cluster_commands import node_devices
+from gpuspawner.slurm.cluster_commands import HostInventory, node_devices, read_inventory
 from gpuspawner.slurm.config import SlurmOptions, cluster_yaml, gres_conf, slurm_conf
-from gpuspawner.slurm.inventory import HostInventory, read_inventory
 
 A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
 GIB = 2**30

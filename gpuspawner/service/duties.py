@@ -1,0 +1,330 @@
+"""The duties for sessions, members and a Slurm cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from traitlets import Float, List
+from traitlets.config import LoggingConfigurable
+
+from ..core.errors import ConfigError, SlurmRefused, SlurmUnavailable, Unavailable
+from ..core.units import format_credits
+from ..leases.models import Lease, LeaseState
+from ..ledger.credit_policy import OVERDRAFT
+from ..ledger.exhaustion import CreditEvent, credits_back
+from ..ledger.refills import Refill
+from ..ledger.rules import ACTOR_ACCOUNTING
+from ..notifications.models import Notice
+from ..slurm import accounts
+from .worker import Round, Tick, TickDuty
+
+
+class CreditDuty(TickDuty):
+    """Warns of low credits, and stops what nobody pays for."""
+
+    def __init__(
+        self,
+        tick: Tick,
+        *,
+        warn_minutes: Sequence[float],
+        poke: Callable[[], None] = lambda: None,
+        tell_admin: Callable[[Notice], None] = lambda notice: None,
+    ) -> None:
+        super().__init__(tick, poke)
+        self.warn_minutes = tuple(warn_minutes)
+        self.tell_admin = tell_admin
+
+    async def round(self) -> None:
+        """Handle every account with something due about its servers."""
+        for account in await self.services.run(
+            self.services.exhaustion.accounts_to_see_to, self.warn_minutes
+        ):
+            # Whatever goes wrong, other accounts are handled all the same.
+            with self.tick.going_on(f"Credits of {account}", Exception):
+                await self._see_to(account)
+
+    async def _see_to(self, account: str) -> None:
+        happened = await self.services.run(
+            self.services.exhaustion.see_to, account, self.warn_minutes
+        )
+        for each in happened:
+            self._log(each)
+            if each.event == "back":
+                self.tell_admin(credits_back(each.lease, each.purse, self.services.clock()))
+        if happened:
+            self.poke()
+
+    def _log(self, it: CreditEvent) -> None:
+        lease, left = it.lease, format_credits(it.purse.balance)
+        match it.event:
+            case "low":
+                what = "%s has %s credits left: %s was warned that less than %g min are left"
+                self.log.info(what, lease.account, left, lease.server, it.minutes)
+            case "back":
+                self.log.info("%s has credits again: %s goes on", lease.account, lease.server)
+            case "dry":
+                until = f"until {it.stops_at:%Y-%m-%d %H:%M:%S %Z}" if it.stops_at else "on"
+                what = "%s ran dry (%s credits): %s goes on %s, unless credits are given"
+                self.log.warning(what, lease.account, left, lease.server, until)
+            case "stop":
+                why = "its overdraft is used up" if lease.when_dry == OVERDRAFT else "it ran dry"
+                what = "%s has %s credits: %s is to be stopped, %s"
+                self.log.warning(what, lease.account, left, lease.server, why)
+
+
+class Members(TickDuty):
+    """Ends memberships, and what former members still have."""
+
+    async def round(self) -> None:
+        """Expire memberships and stop the servers of former members."""
+        told = await self.services.run(self.services.roster.see_to_roster)
+        for user in await self.services.run(self.services.members.former_holding):
+            with self.tick.going_on(f"Membership of {user}"):
+                told += await self.services.run(self.services.members.see_to_former, user)
+        if told:
+            self.poke()
+
+
+class FolderOwnerDuty(TickDuty):
+    """Takes shared folders from members who were removed while no server of theirs started."""
+
+    async def round(self) -> None:
+        """Check all of them once. Raises Unavailable if the Hub does not answer."""
+        services = self.services
+        for user in await services.run(services.shared_folders.folder_people):
+            if not await self.tick.hub.has_member(user):
+                await services.run(services.shared_folders.member_left, user)
+                self.tick.log.info("%s left the hub, and has no shared folder any more", user)
+
+
+class RefillDuty(TickDuty):
+    """Grants what is due, and takes back what has expired."""
+
+    async def round(self) -> None:
+        """Take back what is left of expired credits, and grant every due refill.
+
+        After a day without the service there may be many occurrences: each is granted, in order. A
+        refill that cannot be granted now does not delay others.
+        """
+        await self.services.run(self.services.ledger.end_lots)
+        for refill in await self.services.run(self.services.refills.due_refills):
+            with self.tick.going_on(f"Refill {refill.id}"):
+                members = await self._members(refill)
+                give = self.services.refills.give_refill
+                while await self.services.run(give, refill.id, members):
+                    pass
+
+    async def _members(self, refill: Refill) -> dict[str, frozenset[str]]:
+        """Return the members of the refill's groups, from the Hub. Raises Unavailable.
+
+        Nothing is granted while a group does not exist: its members would miss it for good.
+        """
+        found = {}
+        for group in refill.groups:
+            members = await self.tick.hub.members_of(group)
+            if members is None:
+                raise Unavailable(
+                    f"The Hub has no group {group!r}, whose members are to get {refill.reason!r}. "
+                    f"Make the group, or end it: gpuspawner refills remove {refill.id}."
+                )
+            found[group] = members
+        return found
+
+
+AT_ONCE = 10
+"""How many stops are requested from the Hub at the same time."""
+
+AGAIN = 10.0
+"""Seconds after which the Hub is asked again for a stop that it accepted."""
+
+LONGEST_PAUSE = 60.0
+"""Maximum seconds between two tries, however often it failed."""
+
+
+class GPUSessions(LoggingConfigurable):
+    """Warnings before a session ends."""
+
+    warn_minutes = List(
+        Float(min=0.0),
+        default_value=[30.0, 10.0, 2.0],
+        config=True,
+        help="""
+        Minutes before the end of a session at which its member is warned, once each.
+
+        Example::
+
+            c.GPUSessions.warn_minutes = [60, 10]
+        """,
+    )
+
+
+@dataclass(slots=True)
+class Stop:
+    """One order, as far as this process carried it out."""
+
+    task: asyncio.Task[None] | None = None
+    tries: int = 0
+    not_before: float = 0.0
+    """When the Hub may be asked again, by the event loop's clock."""
+
+    @property
+    def under_way(self) -> bool:
+        """True while the Hub is being asked."""
+        return self.task is not None and not self.task.done()
+
+
+class SessionDuty(TickDuty):
+    """Rounds of this duty, one after the other; stops run beside them."""
+
+    def __init__(
+        self, tick: Tick, *, warn_minutes: Sequence[float], poke: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(tick, poke)
+        self.warn_minutes = tuple(warn_minutes)
+        self._stops: dict[str, Stop] = {}
+        self._gate = asyncio.Semaphore(AT_ONCE)
+
+    async def round(self) -> None:
+        """Give due warnings, end sessions that are over, and carry out the stops."""
+        due = await self.services.run(self.services.sessions.due_sessions, self.warn_minutes)
+        for lease in due.warn:
+            if await self.services.run(
+                self.services.sessions.warn_session, lease.id, self.warn_minutes
+            ):
+                self.poke()
+                end = lease.ends_at
+                self.log.info("%s was told that its session ends at %s", lease.server, end)
+        stops = list(due.stop)
+        for lease in due.over:
+            if ended := await self.services.run(self.services.sessions.end_session, lease.id):
+                self.poke()
+                stops.append(ended)
+        self._carry_out(stops)
+
+    async def close(self) -> None:
+        """Leave everything as it is: the next service continues."""
+        tasks = [stop.task for stop in self._stops.values() if stop.task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _carry_out(self, ordered: Sequence[Lease]) -> None:
+        now = asyncio.get_running_loop().time()
+        wanted = {lease.id for lease in ordered}
+        for gone in [name for name, stop in self._stops.items() if name not in wanted]:
+            if not self._stops[gone].under_way:
+                del self._stops[gone]
+        for lease in ordered:
+            stop = self._stops.setdefault(lease.id, Stop())
+            if not stop.under_way and now >= stop.not_before:
+                stop.task = asyncio.ensure_future(self._stop(lease, stop))
+
+    async def _stop(self, lease: Lease, stop: Stop) -> None:
+        part = f"Stop of {lease.server}"
+        async with self._gate:
+            pause = AGAIN
+            try:
+                known = await self._ask(lease)
+            except Exception as error:  # whatever went wrong, it is tried again
+                self.tick.trouble(part, error)
+                stop.tries += 1
+                pause = min(LONGEST_PAUSE, 2.0 ** min(stop.tries, 10))
+            else:
+                stop.tries = 0
+                self.tick.well(part)
+                if known is False:
+                    # The lease is settled when an engine proves the end, and not before.
+                    self.log.warning(
+                        "%s is to be stopped, but the Hub does not have it", lease.server
+                    )
+            stop.not_before = asyncio.get_running_loop().time() + pause
+
+    async def _ask(self, lease: Lease) -> bool | None:
+        """Ask the Hub; returns True if it has the server, None if that is gone meanwhile."""
+        # The member may have started another one with this name since the round began.
+        newest = await self.services.run(self.services.leases.get, lease.id)
+        if newest.state is LeaseState.ENDED:
+            return None
+        known = await self.tick.hub.stop_server(lease.server)
+        if known:
+            self.log.warning("Stopping %s: %s", lease.server, newest.end_reason)
+        return known
+
+
+AUDIT_EVERY = timedelta(days=1)
+TELL_EVERY = timedelta(days=1)
+SETTLED = timedelta(minutes=10)
+"""After this time both sides know the end of a session."""
+
+
+def cluster_rounds(tick: Tick) -> list[Round]:
+    """Return these duties; none without a cluster."""
+    if not tick.services.settings.slurm.cluster_file:
+        return []
+    duties, every = ClusterDuty(tick), tick.services.settings.slurm.sync_seconds
+    return [
+        (every, "Members in Slurm", duties.members),
+        (every, "Jobs beside servers", duties.jobs),
+        (every, "Audit with Slurm", duties.audit),
+    ]
+
+
+class ClusterDuty(TickDuty):
+    """Rounds of these duties, one after the other each."""
+
+    def __init__(self, tick: Tick) -> None:
+        super().__init__(tick)
+        self._told_late: datetime | None = None
+
+    async def members(self) -> None:
+        """Tell Slurm who may use it. Raises ConfigError for what only an admin can do."""
+        services, found = self.services.cluster_members, {}
+        for group in sorted(await self.services.run(services.groups_with_a_say)):
+            found[group] = await self.tick.hub.members_of(group) or frozenset()
+        await self.services.run(services.note_groups, found)
+        plan = await asyncio.to_thread(services.plan_for_cluster)
+        await asyncio.to_thread(accounts.apply_plan, services.slurm(), plan.steps)
+        for step in plan.steps:
+            self.log.info("Slurm: %s", step.what)
+        if plan.problems:
+            raise ConfigError(" ".join(plan.problems))
+
+    async def jobs(self) -> None:
+        """Charge batch jobs for their use. Raises SlurmUnavailable or SlurmRefused."""
+        try:
+            done = await asyncio.to_thread(self.services.job_billing.debit_cluster)
+        except (SlurmUnavailable, SlurmRefused):
+            await self._tell_late()
+            raise
+        if done.jobs:
+            credits = format_credits(done.amount)
+            self.log.info("Jobs beside servers: %d paid %s credits", done.jobs, credits)
+        await self._tell_late()
+
+    async def _tell_late(self) -> None:
+        """Report once a day that Slurm's database lags behind: a single message is missed."""
+        since = await self.services.run(self.services.job_billing.unread_since)
+        now = self.services.clock()
+        if since and (self._told_late is None or now - self._told_late >= TELL_EVERY):
+            self._told_late = now
+            self.log.warning(
+                "Jobs beside servers that ended since %s may not be paid yet: Slurm's accounting "
+                "database does not answer, or was not told everything (sdiag: DBD Agent queue "
+                "size). On the controller: systemctl status slurmctld slurmdbd mariadb",
+                f"{since:%Y-%m-%d %H:%M} UTC",
+            )
+
+    async def audit(self) -> None:
+        """Compare Slurm's seconds of each ended session with ours, once a day."""
+        services = self.services
+        since = await services.run(services.cluster_audit.audited_until)
+        until = services.clock() - SETTLED
+        if until - since < AUDIT_EVERY:
+            return
+        count, found = await asyncio.to_thread(services.cluster_audit.audit_cluster, since, until)
+        await services.run(services.cluster_audit.note_audit, found, until, actor=ACTOR_ACCOUNTING)
+        said = f"{len(found)} differ" if found else "all agree"
+        self.log.info("Sessions held against Slurm's jobs: %d, %s", count, said)
