@@ -1,8 +1,8 @@
 """How long the catalog's pages and the spawn form take, and how much they weigh.
 
 Real: JupyterHub with its proxy, the accounting service, local servers, Chromium. 50 environments,
-500 members who are signed in, 16 GPUs of which all are in use, and four who wait in line. Beside
-ours, in turns, is a page of JupyterHub's own in the same hub, which asks no store of ours.
+500 members who are signed in, 16 GPUs of which all are in use, and four who wait in the queue.
+Beside ours, in turns, is a page of JupyterHub's own in the same hub, which asks no store of ours.
 
 * ``ms``: from the request to the whole page, through the proxy, each by another member;
 * ``processor``: of the hub's process for one page, whatever else the machine does meanwhile;

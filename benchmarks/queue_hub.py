@@ -8,7 +8,7 @@ connections and sent in one go. Both hubs have no ``concurrent_spawn_limit``, as
 of those who would wait, and the last row counts that.
 
 * ``taken up``: spawns a second that reach the pre-spawn stage, from the first to the last;
-* ``place told``: seconds from there until the member is told the place in line (or the device);
+* ``place told``: seconds from there until the member is told the place in the queue or the device;
 * ``longest step``: for how long a single step ever held the event loop.
 """
 
@@ -148,7 +148,7 @@ def fill(report: Report, ours: list[Run], stock: list[Run]) -> None:
     refused = [sum(run.statuses[429] for run in side) for side in (ours, stock)]
     report.row("429", count, str(refused[0]), str(refused[1]), "")
     waiting = Series(tuple(float(run.waiting) for run in ours))
-    report.row("tickets in line", count, waiting.text(0), "", "")
+    report.row("tickets in the queue", count, waiting.text(0), "", "")
 
     report.figure("lost_rate", 1 - rates.ratios.median, 1 - LEAST_RATE)
     report.figure("refused_429", refused[0], 0)

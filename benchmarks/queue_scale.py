@@ -209,7 +209,7 @@ def follow(site: Site, decision: Decision) -> str:
 
 
 def estimate_all(site: Site) -> int:
-    """An estimate for each ticket in line, as the pages ask for them; how many there are."""
+    """An estimate for each ticket in the queue, as the pages ask for them; how many there are."""
     ahead, said = DevicesAhead(), 0
     for ticket_id in site.scheduler.in_line(site.now):
         before = ahead.of(site.scheduler.waiting[ticket_id])

@@ -7,7 +7,7 @@ machine: a cluster's nodes are not as quick here as machines of their own.
 * ``submit to ready``: until a server that answers at once is ready, on a free GPU. ``submit to
   kernel``: until a kernel of JupyterLab's image has answered. Both with GPUDockerSpawner on the
   first node's engine, in turns, as the baseline; same image, same requests;
-* ``GPU freed``: from a member's stop until the server of the next one in line is ready;
+* ``GPU freed``: from a member's stop until the server of the next one in the queue is ready;
 * ``container dead``: from the kill of a server's process until its lease has ended, and with it
   the job in Slurm;
 * ``node lost``: from the cut of its cable until the leases on it have ended.

@@ -197,7 +197,7 @@ def add_services(
 def require_new_names(c: Config) -> None:
     """Raise ConfigError naming settings with old names, which traitlets would silently ignore."""
     found = [
-        f"c.{old} is c.{new} now" if new else f"c.{old} is no setting any more: leave it out"
+        f"c.{old} is c.{new} now" if new else f"c.{old} is no longer a setting: leave it out"
         for old, new in RENAMED.items()
         if (name := old.partition("."))[2] in c.get(name[0], {})
     ]

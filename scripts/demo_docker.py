@@ -225,7 +225,7 @@ def _answering(address: str, port: int) -> Iterator[None]:
         server = ThreadingHTTPServer((address, port), Answer)
     except OSError as error:
         raise NoDocker(
-            f"{address}, the containers' way to this machine, is no address of it "
+            f"{address}, the containers' way to this machine, is not an address of it "
             f"({error.strerror}): the engine seems to run elsewhere."
         ) from None
     thread = threading.Thread(target=server.serve_forever, daemon=True)

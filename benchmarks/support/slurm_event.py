@@ -262,7 +262,7 @@ def seconds_of(lease: Lease) -> float:
 
 
 def greatest_difference(hub: SlurmHub, leases: list[Lease], since: datetime) -> float:
-    """Seconds between what a session had here and what Slurm says of its jobs, at the most."""
+    """Seconds between what a session had here and what Slurm says of its jobs, at most."""
 
     def look() -> dict[str, int] | None:
         until = datetime.now(timezone.utc) + timedelta(minutes=1)

@@ -14,9 +14,10 @@ from docker.errors import DockerException
 from requests import RequestException
 
 from ..cli.check import line_of
-from ..cli.command import argument, command, flag, group, option
+from ..cli.command import command, group
 from ..cli.config import Settings, catalog_file
 from ..cli.output import count, follow, note, show, table
+from ..cli.parameters import argument, flag, option
 from ..core.errors import ConfigError, EngineUnavailable, ImageUnavailable
 from ..devices.placement import format_memory
 from ..engines.images import (

@@ -330,7 +330,7 @@ def is_inside(path: str, folder: str) -> bool:
 
 def _variable_name(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-        raise ValueError("is no name of an environment variable. Use letters, digits and '_'.")
+        raise ValueError("is not a name of an environment variable. Use letters, digits and '_'.")
     if value.upper().startswith(_RESERVED_VARIABLES):
         raise ValueError(
             "is set by gpuspawner for every server, and cannot be set here. Leave it out."

@@ -101,7 +101,7 @@ class Application(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return OK
         except Exception as error:  # never a traceback
-            from .command import report
+            from .errors import report
 
             return report(error, ctx.ensure_object(Invocation))
         return code or OK

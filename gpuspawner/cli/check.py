@@ -31,10 +31,11 @@ from ..services import utcnow
 from ..slurm.cluster import Cluster, read_cluster
 from . import DEFAULT_FILE
 from .check_hub import check_database
-from .command import command, flag, wants_json
+from .command import command, wants_json
 from .config import Settings
 from .hub import HubSettings
 from .output import count, printable, show
+from .parameters import flag
 
 BASES = {"GPUDockerSpawner": "docker", "GPUSlurmSpawner": "slurm", "GPULocalSpawner": "local"}
 """Our classes, and their modules in gpuspawner.spawners."""

@@ -77,7 +77,7 @@ def check_reachable(client: docker.APIClient, image: str, hub: HubSettings) -> C
             f"The hub does not run, and this check cannot listen in its place at "
             f"{ip or 'every address'}:{port}: {error.strerror or error}."
         )
-        remedy = "Start the hub and check again. If that is no address of this machine, set "
+        remedy = "Start the hub and check again. If that is not an address of this machine, set "
         return CheckFinding(name, Status.UNCHECKED, text, remedy + "c.JupyterHub.hub_ip.")
     text = f"{finding.text.rstrip('.')} (the hub does not run: this check listened in its place)"
     return CheckFinding(name, finding.status, text, finding.remedy)
@@ -189,7 +189,7 @@ def _check_running_proxy(api_url: str, token: str) -> CheckFinding:
             "proxy", Status.FAIL, text, "Give both the same CONFIGPROXY_AUTH_TOKEN."
         )
     if answer.status_code != 200:
-        text = f"What answers at {api_url} is no configurable-http-proxy ({answer.status_code})."
+        text = f"What answers at {api_url} is not a configurable-http-proxy ({answer.status_code})."
         return CheckFinding("proxy", Status.FAIL, text, remedy)
     return CheckFinding("proxy", Status.OK, f"The proxy answers at {api_url}")
 

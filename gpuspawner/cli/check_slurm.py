@@ -179,7 +179,7 @@ def _check_accounting(slurm: Slurm, cluster: Cluster) -> CheckFinding:
         return CheckFinding(name, Status.FAIL, text, f"sacctmgr -i add cluster {cluster.name}")
     if lacks:
         text = f"The controller has {lacks} messages that the accounting database did not take "
-        text += "yet: jobs beside servers are paid once it knows of them."
+        text += "yet: batch jobs are paid once it knows of them."
         remedy = "If sdiag says so for long, on the controller: systemctl status slurmdbd mariadb"
         return CheckFinding(name, Status.FAIL, text, remedy)
     text = f"The accounting database knows the cluster {cluster.name}"

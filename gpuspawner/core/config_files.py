@@ -250,7 +250,7 @@ class _Values:
         for key, (key_node, child) in self.resolved(node).items():
             if self.tag(key_node) != _STR:
                 word = key_node.text[:60] if key_node.text is not None else "here"
-                raise _error(self.name, key_node, f"the key {word} is no text. Put it in quotes.")
+                raise _error(self.name, key_node, f"the key {word} is not text. Put it in quotes.")
             spot: KeyPath = (*path, key)
             self.lines[spot] = key_node.line
             yield key, self.value(child, spot)

@@ -212,7 +212,7 @@ def texts(value: object) -> tuple[str, ...]:
     found: list[str] = []
     for item in value:
         if not isinstance(item, str) or not item.strip():
-            raise ValueError(f"holds {shown(item)}, which is no text. Put it in quotes.")
+            raise ValueError(f"holds {shown(item)}, which is not text. Put it in quotes.")
         if item.strip() in found:
             raise ValueError(f"names {item.strip()!r} twice. Keep one of them.")
         found.append(item.strip())

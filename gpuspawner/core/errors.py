@@ -79,21 +79,21 @@ class ServerHasLease(Refused):
 
 
 class ServerWaits(Refused):
-    """This server waits in line already: go to its page, or stop it first."""
+    """This server waits in the queue already: go to its page, or stop it first."""
 
     reason = "already_waiting"
     status_code = 409
 
 
 class TicketEnded(Refused):
-    """Your place in line is gone: {why}. Start the server again to get a new one."""
+    """Your place in the queue is gone: {why}. Start the server again to get a new one."""
 
     reason = "ticket_ended"
     status_code = 409
 
 
 class MemberGone(TicketEnded):
-    """Your place in line is gone: {why}. Start the server again to get a new one."""
+    """Your place in the queue is gone: {why}. Start the server again to get a new one."""
 
     reason = "member_gone"
 
@@ -106,7 +106,7 @@ class MembershipEnded(Refused):
 
 
 class TooManyTickets(Refused):
-    """You wait in line {count} times already, and {most} is the most. Stop one of them first."""
+    """You have {count} tickets in the queue already, and {most} is the most. Stop one first."""
 
     reason = "limit"
 

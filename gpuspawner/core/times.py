@@ -67,7 +67,7 @@ def period(since: str, until: str, now: datetime) -> tuple[date, date]:
         sentence = f"The field 'from' is {first}, which is after 'to' ({last}). Change one of them."
         raise InvalidRequest(sentence, field="from")
     if last - first > LONGEST:
-        sentence = f"From {first} to {last} is too long: ask for two years at the most."
+        sentence = f"From {first} to {last} is too long: ask for two years at most."
         raise InvalidRequest(sentence, field="from")
     return first, last
 

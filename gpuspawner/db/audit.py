@@ -301,8 +301,8 @@ CHECKS: dict[str, Check] = {
     "credits that ended": _lots,
     "refills": _refills,
     "chain of transfers": hash_chain.check_transfers,
-    "chain of the audit trail": hash_chain.check_seals,
-    "jobs beside servers": slurm_repository.check,
+    "chain of the audit log": hash_chain.check_seals,
+    "batch jobs": slurm_repository.check,
     "totals of use": totals.check_use,
     "totals of credits": totals.check_credits,
 }

@@ -161,7 +161,7 @@ def prove(file: Path, copy: Path) -> dict[str, int]:
                 raise BackupRefused(f"{refused}: it is cut short.")
             known = "SELECT 1 FROM sqlite_master WHERE name = ?"
             if not connection.execute(known, (VERSION_TABLE,)).fetchone():
-                raise BackupRefused(f"{refused}: it is no copy of a gpuspawner's database.")
+                raise BackupRefused(f"{refused}: it is not a copy of a gpuspawner's database.")
     except sqlite3.Error as error:
         what = f"it is damaged, cut short, or no copy of a gpuspawner's database ({error})"
         raise BackupRefused(f"{refused}: {what}.") from error

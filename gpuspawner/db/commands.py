@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cli.command import PATH, argument, command, flag, option, yes_option
+from ..cli.command import command
 from ..cli.config import Settings, shown_url
 from ..cli.output import actor, confirmed, count, local, note, printable, show
+from ..cli.parameters import PATH, argument, flag, option, yes_option
 from ..core.errors import AnotherHubGrants, Refused
 from . import backup as db_backup
 from .audit import AuditFinding
@@ -143,8 +144,8 @@ def takeover(settings: Settings, yes: bool) -> None:
         f"The database belongs to the hub {found.hub}, which ran on {found.machine} since "
         f"{local(found.since)}, with {what}. This hub is {identity}.\n"
         "It will go on with them as its own: a server that it does not know is ended, and who "
-        "waits and is no member here loses their place. Do this only if the other hub is stopped "
-        "for good."
+        "waits and is not a member here loses their place. Do this only if the other hub is "
+        "stopped for good."
     )
     if not yes and not confirmed("Take it over?"):
         raise Refused("Nothing was changed.")

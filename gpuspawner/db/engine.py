@@ -282,7 +282,7 @@ def _create_engine(url: str) -> sa.Engine:
         what = f"the database URL cannot be used ({error}); write it like sqlite:////srv/hub.sqlite"
         raise ConfigError(what=what) from None
     what = (
-        f"{parsed.get_backend_name()!r} is no supported database; "
+        f"{parsed.get_backend_name()!r} is not a supported database; "
         "use sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME"
     )
     raise ConfigError(what=what)

@@ -238,7 +238,7 @@ def check_transfers(connection: sa.Connection) -> Iterator[str]:
 
 
 def check_seals(connection: sa.Connection) -> Iterator[str]:
-    """Lines of the audit trail and ended leases are as they were written, and none is missing."""
+    """Lines of the audit log and ended leases are as they were written, and none is missing."""
     before = FIRST
     seals = (
         sa.select(chain, postings.c.link)
@@ -434,7 +434,7 @@ def _compared(
 
 
 def _named(kind: str, ref: str) -> str:
-    names = {CHANGE: f"Line {ref} of the audit trail", RENAME: f"The rename {ref}"}
+    names = {CHANGE: f"Line {ref} of the audit log", RENAME: f"The rename {ref}"}
     return names.get(kind, f"The ended lease {ref}")
 
 

@@ -1,4 +1,4 @@
-"""The audit trail for admins, as a page, CSV and JSON."""
+"""The audit log for admins, as a page, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NumberedAnswer(Answer):
 
 
 class TrailChangeAnswer(ChangeAnswer, NumberedAnswer):
-    """A line of the audit trail, by its number."""
+    """A line of the audit log, by its number."""
 
 
 class TrailAnswer(DatedAnswer):
@@ -45,7 +45,7 @@ class TrailHandler(ServiceHandler):
 
 
 class TrailPage(TrailHandler, Page):
-    """The audit trail as a page."""
+    """The audit log as a page."""
 
     @web.authenticated
     async def get(self) -> None:
@@ -63,7 +63,7 @@ class TrailPage(TrailHandler, Page):
 
 
 class TrailCSV(CSVHandler):
-    """The whole audit trail as CSV."""
+    """The whole audit log as CSV."""
 
     @web.authenticated
     async def get(self) -> None:
@@ -84,7 +84,7 @@ class TrailCSV(CSVHandler):
 
 
 class TrailAPI(TrailHandler, APIHandler):
-    """The audit trail as JSON."""
+    """The audit log as JSON."""
 
     @operation("trail", TrailAnswer, SEARCH, BEFORE, LIMIT)
     @web.authenticated

@@ -75,10 +75,10 @@ def read_notebook(text: str) -> Notebook:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError("is no notebook: it is not JSON.") from None
+        raise ValueError("is not a notebook: it is not JSON.") from None
     found = data.get("cells") if isinstance(data, dict) else None
     if not isinstance(found, list) or data.get("nbformat") != 4:
-        raise ValueError("is no notebook of format 4. Open it in JupyterLab and save it.")
+        raise ValueError("is not a notebook of format 4. Open it in JupyterLab and save it.")
     shown = [cell for cell in found if isinstance(cell, dict)]
     room = [MOST_PICTURES]
     cells = (_cell(cell, room) for cell in shown[:MOST_CELLS])
@@ -281,8 +281,9 @@ def _face(environment: Environment, pages_url: str) -> Markup:
     if environment.logo:
         beside = not environment.logo.startswith("/")
         source = f"{pages_url}/{environment.slug}/logo" if beside else environment.logo
-        image = '<img class="gs-logo" src="{}" alt="" width="40" height="40" loading="lazy">'
-        logo = Markup(image).format(source)
+        logo = Markup(
+            '<img class="gs-logo" src="{}" alt="" width="40" height="40" loading="lazy">'
+        ).format(source)
     else:
         letter = environment.display_name[:1].upper()
         logo = Markup('<span class="gs-logo" aria-hidden="true">{}</span>').format(letter)
@@ -420,8 +421,8 @@ def sentence(outlook: Outlook) -> str:
         return ""
     wait = waiting(outlook).removesuffix(" wait")
     if wait.startswith(("about", "at most")):
-        return f"Not enough are free now: expect to wait {wait} in line."
-    return "Not enough are free now: you would wait in line."
+        return f"Not enough are free now: expect to wait {wait} in the queue."
+    return "Not enough are free now: you would wait in the queue."
 
 
 def _request(environment: Environment, number: str, model: str) -> Request:

@@ -13,7 +13,7 @@ from datetime import datetime
 from enum import Enum
 from typing import Any
 
-from ..cli.command import LINES, argument, command, flag, option, required_reason_option, yes_option
+from ..cli.command import command
 from ..cli.config import Settings
 from ..cli.output import (
     actor,
@@ -28,6 +28,7 @@ from ..cli.output import (
     table,
     utc,
 )
+from ..cli.parameters import LINES, argument, flag, option, required_reason_option, yes_option
 from ..core.errors import AnotherEngine, EngineUnavailable, GPUSpawnerError, Refused, UnknownLease
 from ..engines.docker import DockerEngine, belongs_to, is_alive, sighting_of
 from ..engines.local import LocalEngine, process_ref

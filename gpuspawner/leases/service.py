@@ -337,7 +337,7 @@ class LeaseService:
         self.devices.inventory.forget()
         self.log.info("Lease %s of %s ended: %s", lease.id, lease.server, reason)
         if back:
-            self.log.info("Ticket %s of %s is back in line", lease.ticket_id, lease.server)
+            self.log.info("Ticket %s of %s is back in the queue", lease.ticket_id, lease.server)
         else:
             self.take_back(lease.ticket_id, lease.engine)
         return lease

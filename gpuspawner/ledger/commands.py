@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cli.command import (
-    ACCOUNT,
-    CREDITS,
-    WORDS,
-    argument,
-    command,
-    flag,
-    limit_option,
-    moment,
-    option,
-    required_reason_option,
-)
+from ..cli.command import command
 from ..cli.config import Settings
 from ..cli.output import (
     actor,
@@ -29,6 +18,17 @@ from ..cli.output import (
     show,
     table,
     utc,
+)
+from ..cli.parameters import (
+    ACCOUNT,
+    CREDITS,
+    WORDS,
+    argument,
+    flag,
+    limit_option,
+    moment,
+    option,
+    required_reason_option,
 )
 from ..core.errors import ConfigError, UnknownAccount, UnknownLease
 from ..services import Services

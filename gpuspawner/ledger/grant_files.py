@@ -91,7 +91,7 @@ def parse_amount(text: str) -> int:
     if re.fullmatch(r"[+-]?[0-9]*,[0-9]+", text):
         raise ValueError(f"the amount {short} has a comma: write it with a point, like 1.5.")
     if not _NUMBER.fullmatch(text):
-        raise ValueError(f"the amount {short} is no number of credits: write it like 12.5.")
+        raise ValueError(f"the amount {short} is not a number of credits: write it like 12.5.")
     if len(text.partition(".")[2].rstrip("0")) > 6:
         raise ValueError(f"the amount {short} has more than six decimals.")
     amount = parse_credits(text)
@@ -110,9 +110,9 @@ def decoded(data: bytes) -> str:
     try:
         text = data.decode("utf-16" if wide else "utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError("The file is no text in UTF-8: save it as CSV in UTF-8.") from None
+        raise ValueError("The file is not text in UTF-8: save it as CSV in UTF-8.") from None
     if "\0" in text:
-        raise ValueError("The file is no text: save it as CSV in UTF-8.")
+        raise ValueError("The file is not text: save it as CSV in UTF-8.")
     return text
 
 
@@ -126,7 +126,7 @@ def cells_of(text: str) -> Iterator[tuple[int, list[str]]]:
             if any(cell.strip() for cell in cells):
                 yield reader.line_num, [cell.strip() for cell in cells]
     except csv.Error as error:
-        raise ValueError(f"Line {reader.line_num} is no line of a CSV file: {error}.") from None
+        raise ValueError(f"Line {reader.line_num} is not a line of a CSV file: {error}.") from None
 
 
 def by_column(cells: Sequence[str], columns: Sequence[str], hint: str) -> dict[str, str]:

@@ -57,7 +57,7 @@ class Posting:
         # bool is an int to Python, and a float would silently lose microcredits.
         if type(self.amount) is not int:
             raise LedgerError(
-                f"The ledger refused an entry: {self.amount!r} for {self.account} is no whole "
+                f"The ledger refused an entry: {self.amount!r} for {self.account} is not a whole "
                 "number of microcredits. Convert credits with parse_credits first."
             )
         if self.amount == 0:
@@ -131,7 +131,7 @@ def check_account(name: str) -> str:
     prefix, colon, rest = name.partition(":")
     if not colon or prefix not in _PREFIXES:
         raise LedgerError(
-            f"The ledger refused an entry: {name!r} is no account name. Write member:NAME, "
+            f"The ledger refused an entry: {name!r} is not an account name. Write member:NAME, "
             "group:NAME or system:NAME."
         )
     if not rest or rest != rest.strip() or _CONTROL.search(rest):

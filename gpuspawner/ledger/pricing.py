@@ -58,7 +58,7 @@ class WeekHours:
         """
         open_zone(zone)
         if not isinstance(text, str):
-            raise ValueError(f"{text!r} are no hours of the week. {_REMEDY}")
+            raise ValueError(f"{text!r} are not hours of the week. {_REMEDY}")
         hours: set[int] = set()
         for part in text.split(","):
             hours |= _hours(part.strip())
@@ -89,7 +89,7 @@ def open_zone(name: str) -> ZoneInfo:
         return ZoneInfo(name)
     except Exception:  # also IsADirectoryError, for a folder of zones
         raise ValueError(
-            f"{name!r} is no time zone: write a name such as 'Europe/Vienna' or 'UTC'."
+            f"{name!r} is not a time zone: write a name such as 'Europe/Vienna' or 'UTC'."
         ) from None
 
 
@@ -100,10 +100,10 @@ def _hours(part: str) -> set[int]:
     """Return the hours of one part. Raises ValueError with a sentence."""
     found = _PART.fullmatch(part)
     if not part or not found:
-        raise ValueError(f"{part!r} are no hours of the week. {_REMEDY}")
+        raise ValueError(f"{part!r} are not hours of the week. {_REMEDY}")
     begin, end = int(found["begin"] or 0), int(found["end"] or 24)
     if begin > 23 or end > 24 or begin == end:
-        raise ValueError(f"{part!r} are no hours of a day. {_REMEDY}")
+        raise ValueError(f"{part!r} are not hours of a day. {_REMEDY}")
     length = (end - begin) % 24 or 24
     return {(24 * day + begin + n) % HOURS for day in _days(found) for n in range(length)}
 
@@ -252,7 +252,7 @@ def rates_by_model(config: Mapping[str, int | float | str | Decimal]) -> list[Ra
     """Parse ``{"*": 1, "A100": 4, "A100 MIG 1g.5gb": "0.5"}``. Raises ConfigError with the key."""
     if not isinstance(config, Mapping):
         raise ConfigError(
-            f"The rates are not valid: {config!r} is no mapping of model to credits per "
+            f"The rates are not valid: {config!r} is not a mapping of model to credits per "
             'GPU-hour. Write them like {"*": 1, "A100": 4}.'
         )
     rates: dict[str, Rate] = {}
@@ -355,8 +355,8 @@ def check_slots(value: object) -> int | None:
     if type(value) is int and 1 <= value <= MOST_SLOTS:
         return value
     raise ValueError(
-        f"{_short(value)} is no number of slots. Write from 1 to {MOST_SLOTS}: 4 is for a quarter "
-        "of a device."
+        f"{_short(value)} is not a number of slots. Write from 1 to {MOST_SLOTS}: 4 is for a "
+        "quarter of a device."
     )
 
 
@@ -374,7 +374,7 @@ def parse_moment(value: object, zone: str) -> datetime:
     except (ValueError, OverflowError):
         open_zone(zone)  # which raises for an unknown zone
         raise ValueError(
-            f"{_short(value)} is no date. Write it like 2026-10-01 or '2026-10-01 08:00'."
+            f"{_short(value)} is not a date. Write it like 2026-10-01 or '2026-10-01 08:00'."
         ) from None
 
 

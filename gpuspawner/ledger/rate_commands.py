@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cli.command import RATE_ID, argument, group, option, reason_option
+from ..cli.command import group
 from ..cli.config import Settings
 from ..cli.output import actor, count, credits, exact, local, note, show, table, utc
+from ..cli.parameters import RATE_ID, argument, option, reason_option
 from ..devices.models import model_matches
 from ..queue.commands import queue_services
 from ..services import Services

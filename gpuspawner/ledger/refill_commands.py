@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from ..cli.command import CREDITS, DAYS, argument, flag, group, moment, option, reason_option
+from ..cli.command import group
 from ..cli.config import Settings
 from ..cli.output import actor, count, credits, exact, local, note, show, table, utc
+from ..cli.parameters import CREDITS, DAYS, argument, flag, moment, option, reason_option
 from ..services import Services
 from .refills import EVERYBODY, Mode, Refill
 

@@ -63,7 +63,9 @@ class Recurrence:
         try:
             first = list(islice(made.after(made.starts_at, inclusive=True), LOOKED_AT))
         except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise ValueError(f"{_short(text)} is no recurrence rule: {error}. {_REMEDY}") from None
+            raise ValueError(
+                f"{_short(text)} is not a recurrence rule: {error}. {_REMEDY}"
+            ) from None
         if not first or first[0] > made.starts_at + YEARS * timedelta(days=366):
             raise ValueError(
                 f"{_short(text)} never comes: there is no such day within {YEARS} years. {_REMEDY}"
@@ -122,14 +124,16 @@ def _normal(text: str) -> str:
     """Return the rule in capitals and without its prefix. Raises ValueError if it is invalid."""
     rule = text.strip().upper().removeprefix("RRULE:")
     if len(rule) > LONGEST or not rule.isascii() or not rule.isprintable() or " " in rule:
-        raise ValueError(f"{_short(text)} is no recurrence rule. {_REMEDY}")
+        raise ValueError(f"{_short(text)} is not a recurrence rule. {_REMEDY}")
     parts: dict[str, str] = {}
     for part in rule.rstrip(";").split(";"):
         name, equals, value = part.partition("=")
         if name == "BYSECOND" or (name == "FREQ" and value in ("SECONDLY", "MINUTELY", "HOURLY")):
             raise ValueError(f"{_short(text)} comes too often: once a day, say. {_REMEDY}")
         if not equals or not value or name not in _PARTS or name in parts:
-            raise ValueError(f"{_short(text)} is no recurrence rule: see {part[:40]!r}. {_REMEDY}")
+            raise ValueError(
+                f"{_short(text)} is not a recurrence rule: see {part[:40]!r}. {_REMEDY}"
+            )
         most = _MOST.get(name)
         if most and not (value.isdigit() and 1 <= int(value[:9]) <= most):
             raise ValueError(f"{part[:40]} is not from 1 to {most}. {_REMEDY}")

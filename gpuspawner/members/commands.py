@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ..cli.command import argument, flag, group, option, reason_option, yes_option
+from ..cli.command import group
 from ..cli.config import Settings
 from ..cli.output import actor, confirmed, count, local, note, read_input, show, table, utc
+from ..cli.parameters import argument, flag, option, reason_option, yes_option
 from ..core.errors import Refused
 from ..core.units import format_credits
 from ..ledger.grant_files import MOST_BYTES

@@ -138,8 +138,8 @@ class RenameService:
                 )
         if waiting := queue_repository.open_of_member(connection, old):
             raise Refused(
-                f"{old} waits in line (ticket {waiting[0].id}): wait until that is over, or say "
-                f"`gpuspawner queue cancel {waiting[0].id} --reason TEXT`. {NOTHING}"
+                f"{old} waits in the queue (ticket {waiting[0].id}): wait until that is over, or "
+                f"say `gpuspawner queue cancel {waiting[0].id} --reason TEXT`. {NOTHING}"
             )
         # The rename seals them again, which must not hide a change made by hand.
         sealed = repository.leases_of(old) | repository.leases_of(new)
@@ -179,4 +179,4 @@ def _must_be_names(old: str, new: str) -> None:
     try:
         check_account(member_account(new))
     except LedgerError:
-        raise Refused(f"{new!r} is no name of a member. {NOTHING}") from None
+        raise Refused(f"{new!r} is not a name of a member. {NOTHING}") from None

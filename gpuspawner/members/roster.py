@@ -150,7 +150,7 @@ def _groups(text: str) -> tuple[str, ...]:
 
 def _mail(text: str) -> str:
     if text and not _MAIL.fullmatch(text):
-        raise ValueError(f"{text[:60]!r} is no mail address: write it like ada@lab.example.")
+        raise ValueError(f"{text[:60]!r} is not a mail address: write it like ada@lab.example.")
     return text
 
 

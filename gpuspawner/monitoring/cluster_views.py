@@ -265,8 +265,8 @@ def _memory(doing: DeviceActivity, size: int) -> str:
 def summary(picture: ClusterSnapshot) -> str:
     """Return how many devices are free and how many tickets wait."""
     waiting = picture.waiting
-    line = {0: "nobody waits in line", 1: "one waits in line"}.get(
-        waiting, f"{waiting} wait in line"
+    line = {0: "nobody waits in the queue", 1: "one waits in the queue"}.get(
+        waiting, f"{waiting} wait in the queue"
     )
     return f"{picture.free} of {picture.total} free, {line}"
 

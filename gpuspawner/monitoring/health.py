@@ -237,7 +237,7 @@ def checked_actions(config: Mapping[str, Any]) -> dict[str, str]:
         one_code = word == "xid" and code.isascii() and code.isdigit()
         if name not in CAUSES and not one_code:
             known = ", ".join(CAUSES)
-            raise ValueError(f'{name!r} is no cause: write "xid 79" for one error, or {known}')
+            raise ValueError(f'{name!r} is not a cause: write "xid 79" for one error, or {known}')
         if action not in ACTIONS:
             raise ValueError(f"{name!r} is to {action!r}; write ignore, watch or drain")
     return dict(config)

@@ -192,7 +192,9 @@ class IdlePolicies:
 def _checked(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     kind, colon, rest = name.partition(":")
     if name != "*" and not (kind in ("group", "environment") and colon and rest):
-        raise ValueError(f'{name!r} is no server\'s: write "*", "group:NAME" or "environment:NAME"')
+        raise ValueError(
+            f'{name!r} names no servers: write "*", "group:NAME" or "environment:NAME"'
+        )
     known = {each.name for each in fields(IdlePolicy)}
     for field, value in values.items():
         if field not in known:

@@ -255,13 +255,13 @@ class HubCollector(Collector):
             return
         yield _counters(
             "batch_gpu_seconds",
-            "GPU-seconds of cluster jobs beside servers, as far as they were read",
+            "GPU-seconds of batch jobs of the cluster, as far as they were read",
             ["model"],
             (([model], used.seconds) for model, used in found),
         )
         yield _counters(
             "batch_jobs",
-            "Cluster jobs beside servers that had a GPU",
+            "Batch jobs of the cluster that had a GPU",
             ["model"],
             (([model], used.jobs) for model, used in found),
         )

@@ -141,7 +141,7 @@ class ReportHandler(ServiceHandler):
         try:
             first, last = core_times.period(since, until, self.services.clock())
             if last - first > self.longest:
-                sentence = f"From {first} to {last} is too long: ask for three months at the most."
+                sentence = f"From {first} to {last} is too long: ask for three months at most."
                 raise InvalidRequest(sentence, field="from")
         except InvalidRequest as error:
             raise web.HTTPError(400) from error

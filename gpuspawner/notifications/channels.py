@@ -73,7 +73,7 @@ class Channel:
             raise InvalidRequest(sentence, field=self.name)
         fits = len(address) <= LONGEST and self.pattern.fullmatch(address)
         if not fits or _NEVER.search(address) or self._leaves_its_path(address):
-            sentence = f"{address[:60]!r} is no address for {self.label}.{such_as}"
+            sentence = f"{address[:60]!r} is not an address for {self.label}.{such_as}"
             raise InvalidRequest(sentence, field=self.name)
         return address
 
@@ -160,7 +160,7 @@ def wanted(choices: Mapping[str, ChannelChoice], notice: Notice) -> list[Channel
 def _channel(name: Any, value: Any) -> Channel:
     what = f"c.GPUNotifications.channels[{name!r}]"
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(what=f"{what} is no name; use small letters, digits and hyphens")
+        raise ConfigError(what=f"{what} is not a name; use small letters, digits and hyphens")
     if isinstance(value, str):
         value = {"url": value}
     if not isinstance(value, Mapping) or not all(isinstance(v, str) for v in value.values()):
@@ -201,7 +201,7 @@ def _check_url(what: str, url: str) -> None:
     scheme, mark, rest = _SECRET.sub("secret", url).partition("://")
     if not mark or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
         example = "mailtos://USER:{file:/etc/gpuspawner/smtp}@smtp.lab.example?to={address}"
-        raise ConfigError(what=f"the url of {what} is no URL; write it like {example}")
+        raise ConfigError(what=f"the url of {what} is not a URL; write it like {example}")
     host = re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")[2]
     keys = [part.partition("=")[0] for part in rest.partition("?")[2].split("&")]
     if ADDRESS in host or any(ADDRESS in key for key in keys):
@@ -213,7 +213,9 @@ def _pattern(what: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ConfigError(what=f"the pattern of {what} is no regular expression: {error}") from None
+        raise ConfigError(
+            what=f"the pattern of {what} is not a regular expression: {error}"
+        ) from None
 
 
 def _is_mail(url: str) -> bool:

@@ -15,7 +15,7 @@ class NoticeKind(str, Enum):
     TURN = "turn"
     """Your server starts: it was your turn."""
     TICKET_ENDED = "ticket_ended"
-    """Your place in line is gone, and why."""
+    """Your place in the queue is gone, and why."""
     SESSION_ENDS = "session_ends"
     """Your session ends soon."""
     STOPPED = "stopped"

@@ -34,7 +34,7 @@ LONGEST = 64 * 1024
 
 WORDS = {
     NoticeKind.TURN: "It is my turn",
-    NoticeKind.TICKET_ENDED: "I lose my place in line",
+    NoticeKind.TICKET_ENDED: "I lose my place in the queue",
     NoticeKind.SESSION_ENDS: "My session ends soon",
     NoticeKind.STOPPED: "My server was stopped",
     NoticeKind.CREDITS_LOW: "My credits run low",

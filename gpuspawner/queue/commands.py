@@ -9,20 +9,19 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from ..cli.command import (
+from ..cli.command import command, group
+from ..cli.config import Settings
+from ..cli.output import actor, count, local, note, show, table, utc
+from ..cli.parameters import (
     LINES,
     POINTS,
     POSITION,
     argument,
-    command,
-    group,
     limit_option,
     option,
     reason_option,
     required_reason_option,
 )
-from ..cli.config import Settings
-from ..cli.output import actor, count, local, note, show, table, utc
 from ..core.errors import InvalidRequest, TicketEnded, UnknownTicket
 from ..db.engine import Store
 from ..devices import repository as devices_repository
@@ -223,7 +222,9 @@ def _in_line(services: Services, line: list[InLine], name: str) -> InLine:
     try:
         ended = services.queue.ticket(name)
     except UnknownTicket:
-        sentence = f"No ticket {name!r} waits in line. List those that do with: gpuspawner queue"
+        sentence = (
+            f"No ticket {name!r} waits in the queue. List those that do with: gpuspawner queue"
+        )
         raise UnknownTicket(sentence, ticket=name) from None
     why = ended.end_reason.rstrip(".")
     raise TicketEnded(
@@ -242,7 +243,7 @@ def _text(line: list[InLine], paused: Closure | None, now: datetime) -> str:
         rows = [_queue_row(*entry, now) for entry in line]
         lines += [table(headers, rows, right=("PLACE", "SCORE")), ""]
     verb = "waits" if len(line) == 1 else "wait"
-    lines.append(f"{count(len(line), 'ticket')} {verb}" if line else "Nobody waits in line.")
+    lines.append(f"{count(len(line), 'ticket')} {verb}" if line else "Nobody waits in the queue.")
     if paused:
         since = f"Granting is paused by {paused.actor} since {local(paused.at)}"
         lines.append(since + _because(paused))
@@ -328,7 +329,7 @@ def _show_change(services: Services, ticket: Ticket, what: str) -> None:
     standing = services.positions.standings().get(ticket.id)
     place = standing.place if standing else 0  # it may have got its turn meanwhile
     value = {"id": ticket.id, "place": place, "boost": ticket.boost, "position": ticket.position}
-    where = f"it is number {place} in line now" if place else "it does not wait any more"
+    where = f"it is number {place} in the queue now" if place else "it does not wait any more"
     text = f"Ticket {ticket.id} of {ticket.server} {what}: {where}."
     show(value, text)
 
@@ -356,7 +357,9 @@ def resume(settings: Settings, reason: str) -> None:
     done = services.devices.resume(actor=actor(), reason=reason)
     text = "Nothing changed: granting was not paused."
     if done:
-        text = f"Granting is resumed: {count(len(services.queue.waiting()), 'ticket')} in line."
+        text = (
+            f"Granting is resumed: {count(len(services.queue.waiting()), 'ticket')} in the queue."
+        )
     show({"changed": done, "paused": None}, text)
 
 

@@ -72,7 +72,7 @@ class GPUSlurm(LoggingConfigurable):
         min=1.0,
         config=True,
         help="""
-        Seconds between two looks at a cluster: at who may use it, and at the jobs beside servers.
+        Seconds between two looks at a cluster: at who may use it, and at the batch jobs.
         What those cost does not depend on it.
 
         Example::
@@ -249,7 +249,7 @@ class DelegationService:
         look.fleet.choose(ticket.request, self.store.run(leases_repository.places_taken))
         if others:
             who = "1 server waits" if others == 1 else f"{others} servers wait"
-            sentence = f"{who} for a GPU before you. Start without a GPU, or wait in line."
+            sentence = f"{who} for a GPU before you. Start without a GPU, or wait in the queue."
             raise NoDeviceFree(sentence, waiting=others)
 
     def allotted(self, ticket: Ticket, fleet: PlacementIndex) -> tuple[Turn, frozenset[str]]:

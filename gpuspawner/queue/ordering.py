@@ -231,7 +231,7 @@ class TicketBatch(LimitedRequests):
     """When seconds and points were last calculated."""
     ends_seen: int = -1
     entry: Entry | None = None
-    """Its place in the line; None while it is out of it."""
+    """Its place in the queue; None while it is out of it."""
 
     def key(self, asked_at: float, ticket_id: str, now: float) -> Key:
         """Return the key of one of its tickets at ``now``."""

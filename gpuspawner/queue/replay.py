@@ -317,7 +317,7 @@ def _moment(text: str) -> float:
         pass
     else:
         if not 0 <= value < 1e11:
-            raise ValueError(f"timestamp is {text!r}; in seconds since 1970 that is no date")
+            raise ValueError(f"timestamp is {text!r}; in seconds since 1970 that is not a date")
         return value
     try:
         moment = datetime.fromisoformat(text.strip())

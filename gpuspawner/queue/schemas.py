@@ -177,7 +177,7 @@ class PauseAnswer(Answer):
 
 
 class OwnQueueAnswer(DatedAnswer):
-    """A member's part of the line."""
+    """A member's part of the queue."""
 
     paused: PauseAnswer | None
     waiting: Count

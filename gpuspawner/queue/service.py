@@ -236,7 +236,7 @@ class QueueService:
         number = isinstance(points, (int, float)) and not isinstance(points, bool)
         if not number or not abs(points) <= MOST_POINTS:  # NaN is refused too
             raise InvalidRequest(
-                f"{short_text(points)} is no number of points: write one from {-MOST_POINTS} "
+                f"{short_text(points)} is not a number of points: write one from {-MOST_POINTS} "
                 f"to {MOST_POINTS}; one is worth {self.hours_a_point:g} hours of waiting.",
                 field="points",
             )
@@ -250,8 +250,8 @@ class QueueService:
         whole = isinstance(position, int) and not isinstance(position, bool)
         if position is not None and not (whole and 1 <= position <= LAST_POSITION):
             raise InvalidRequest(
-                f"{short_text(position)} is no position in line: write 1 for next, 2 for the one "
-                "after it.",
+                f"{short_text(position)} is not a position in the queue: write 1 for next, 2 "
+                "for the one after it.",
                 field="position",
             )
         detail = f"to place {position}" if position is not None else "back to the order"
@@ -398,7 +398,7 @@ class QueueService:
         why = decision.held_back.get(probe.id)
         others = len(self.line.tickets)
         ahead = f"{others} {'server waits' if others == 1 else 'servers wait'} for a GPU before you"
-        sentence = f"{why or ahead}. Start without a GPU, or wait in line."
+        sentence = f"{why or ahead}. Start without a GPU, or wait in the queue."
         raise NoDeviceFree(sentence[0].upper() + sentence[1:], waiting=others)
 
     def _enqueue(self, ticket: Ticket) -> Ticket:

@@ -77,11 +77,11 @@ class QueuePosition:
 
     def sentence(self, now: datetime) -> str:
         """Return the sentence for the pending page."""
-        where = f"number {self.place} of {self.of} in line"
+        where = f"number {self.place} of {self.of} in the queue"
         if self.place == 1:
-            where = f"next in line, of {self.of}"
+            where = f"next in the queue, of {self.of}"
         if self.of == 1:
-            where = "the only one in line"
+            where = "the only one in the queue"
         return f"You are {where}. Waiting for {self.why}. {self.when(now)}".rstrip()
 
     def when(self, now: datetime) -> str:

@@ -304,7 +304,7 @@ def config_from_environment() -> Config:
         settings: Any = json.loads(text)
         return Config({str(section): Config(values) for section, values in settings.items()})
     except (ValueError, TypeError, AttributeError):
-        raise ConfigError(what="GPUSPAWNER_CONFIG is no JSON object of sections") from None
+        raise ConfigError(what="GPUSPAWNER_CONFIG is not a JSON object of sections") from None
 
 
 def main() -> None:

@@ -267,7 +267,7 @@ def cluster_rounds(tick: Tick) -> list[Round]:
     duties, every = ClusterDuty(tick), tick.services.settings.slurm.sync_seconds
     return [
         (every, "Members in Slurm", duties.members),
-        (every, "Jobs beside servers", duties.jobs),
+        (every, "Batch jobs", duties.jobs),
         (every, "Audit with Slurm", duties.audit),
     ]
 
@@ -301,7 +301,7 @@ class ClusterDuty(TickDuty):
             raise
         if done.jobs:
             credits = format_credits(done.amount)
-            self.log.info("Jobs beside servers: %d paid %s credits", done.jobs, credits)
+            self.log.info("Batch jobs: %d paid %s credits", done.jobs, credits)
         await self._tell_late()
 
     async def _tell_late(self) -> None:
@@ -311,7 +311,7 @@ class ClusterDuty(TickDuty):
         if since and (self._told_late is None or now - self._told_late >= TELL_EVERY):
             self._told_late = now
             self.log.warning(
-                "Jobs beside servers that ended since %s may not be paid yet: Slurm's accounting "
+                "Batch jobs that ended since %s may not be paid yet: Slurm's accounting "
                 "database does not answer, or was not told everything (sdiag: DBD Agent queue "
                 "size). On the controller: systemctl status slurmctld slurmdbd mariadb",
                 f"{since:%Y-%m-%d %H:%M} UTC",

@@ -90,7 +90,7 @@ def read_secret(place: str) -> str:
         if not (value := path.read_text(encoding="utf-8").strip()):
             raise Unavailable(f"The secret in {path} is empty.")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise Unavailable(f"The secret in {path} cannot be read: {why}.") from None
     return value
 

@@ -425,7 +425,7 @@ def _fault_of(path: str, *, is_secret: bool) -> str:
     except OSError as error:
         return f"cannot be read: {error.strerror}."
     if not stat.S_ISREG(mode):
-        return "is no ordinary file."
+        return "is not an ordinary file."
     if is_secret and mode & 0o077:
         return f"others can read, and with it be root on the node: chmod 600 {path}"
     return ""

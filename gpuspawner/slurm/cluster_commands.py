@@ -18,9 +18,10 @@ from docker.errors import DockerException
 from pydantic import AfterValidator, Field
 from requests import RequestException
 
-from ..cli.command import command, flag, option
+from ..cli.command import command
 from ..cli.config import Settings
 from ..cli.output import count, exact, local, note, printable, show, table, utc
+from ..cli.parameters import flag, option
 from ..core.config_files import Origin, shown
 from ..core.config_models import Checked, ConfigModel, read_model
 from ..core.errors import ConfigError, GPUSpawnerError, InvalidRequest
@@ -110,7 +111,9 @@ def read_inventory(written: str, name: str) -> HostInventory:
     Raises ConfigError, with ``name`` for where it comes from.
     """
     if len(written) > MOST_BYTES:
-        raise ConfigError(f"{name} has more than {MOST_BYTES} characters: this is no inventory.")
+        raise ConfigError(
+            f"{name} has more than {MOST_BYTES} characters: this is not an inventory."
+        )
     try:
         data = json.loads(written)
     except (ValueError, RecursionError):
@@ -363,7 +366,7 @@ def _text(
             (j.label, j.user, j.devices, str(j.seconds), local(j.started_at)) for j in strangers
         ]
         headers = ("JOB", "USER", "DEVICES", "SECONDS", "STARTED")
-        lines += ["Jobs of users who are no members; nobody was charged:"]
+        lines += ["Jobs of users who are not members; nobody was charged:"]
         lines += [table(headers, rows, right=("SECONDS",)), ""]
     said = f"{len(found)} differ from Slurm's jobs" if found else "all as Slurm's jobs say"
     charged = exact(sum(job.charged for job in jobs))

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..cli.command import PATH, argument, flag, group, option
+from ..cli.command import group
 from ..cli.config import Settings
 from ..cli.output import count, note, show
+from ..cli.parameters import PATH, argument, flag, option
 from ..core.config_files import read_text
 from ..core.errors import ConfigError
 from ..devices.discovery import open_source
@@ -374,7 +375,7 @@ def _address(host: str, found: HostInventory, options: SlurmOptions) -> str:
 def _named(word: str) -> tuple[str, str]:
     host, equals, file = word.partition("=")
     if not _HOST.fullmatch(host) or (equals and not file):
-        raise ConfigError(f"{word!r} is no host: write its name or address, or HOST=FILE.")
+        raise ConfigError(f"{word!r} is not a host: write its name or address, or HOST=FILE.")
     return host, file
 
 
@@ -382,7 +383,7 @@ def _controller(word: str) -> tuple[str, str]:
     host, _, address = word.partition("=")
     host = host or socket.gethostname().partition(".")[0]
     if not _HOST.fullmatch(host) or (address and not _HOST.fullmatch(address)):
-        raise ConfigError(f"{word!r} is no host: write --controller NAME or NAME=ADDRESS.")
+        raise ConfigError(f"{word!r} is not a host: write --controller NAME or NAME=ADDRESS.")
     return host, address
 
 

@@ -41,7 +41,7 @@ class BatchJob:
     user: str
     """Its user on the nodes."""
     member: str | None
-    """None for somebody who is no member of ours: then nobody is charged."""
+    """None for somebody who is not a member of ours: then nobody is charged."""
     account: str | None
     rate: int
     """Microcredits per hour for all its devices, as of when the run was first seen."""

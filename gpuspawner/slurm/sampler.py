@@ -134,9 +134,9 @@ def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> SamplerRepor
     try:
         told: Any = json.loads(body)
     except (ValueError, RecursionError):
-        raise InvalidAnswer("what it says is no JSON") from None
+        raise InvalidAnswer("what it says is not JSON") from None
     if not isinstance(told, dict) or "version" not in told:
-        raise InvalidAnswer("it is no sampler of gpuspawner")
+        raise InvalidAnswer("it is not a sampler of gpuspawner")
     if told["version"] != VERSION:
         raise InvalidAnswer(
             f"it is of another version (it says {told['version']!r:.20}, and {VERSION} is wanted): "
@@ -158,7 +158,7 @@ def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> SamplerRepor
 def _look(look: Any, now: datetime, indices: Mapping[str, int]) -> dict[str, Sample]:
     age = look["age"]
     if isinstance(age, bool) or not isinstance(age, int | float) or not math.isfinite(age):
-        raise ValueError("an age that is no number")
+        raise ValueError("an age that is not a number")
     if not 0 <= age <= OLDEST:
         raise ValueError(f"a look that is {age:g} seconds old")
     at = now - timedelta(seconds=age)

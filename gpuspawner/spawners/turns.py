@@ -89,7 +89,7 @@ class TurnDispatcher:
             if isinstance(got, Lease):
                 said.say(what_you_got(got), 10)
             elif place := self.services.positions.place_of(got.id):
-                _tell(said, f"You are number {place} in line.")
+                _tell(said, f"You are number {place} in the queue.")
             return got
 
         loop = asyncio.get_running_loop()

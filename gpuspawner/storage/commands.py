@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import docker
 
-from ..cli.command import PATH, argument, group, option
+from ..cli.command import group
 from ..cli.config import Settings
 from ..cli.output import actor, local, note, show, table, utc
+from ..cli.parameters import PATH, argument, option
 from ..core.errors import (
     ArchiveRefused,
     EngineUnavailable,

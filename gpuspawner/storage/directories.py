@@ -390,14 +390,16 @@ def _running(words: list[str], **pipes: Any) -> Iterator[Any]:
 def movable(directories: Mapping[str, str]) -> dict[str, str]:
     """Return those of the directories (old path to new path) that are here under either name.
 
-    Raises Refused if there are files under both names, or something that is no directory.
+    Raises Refused if there are files under both names, or something that is not a directory.
     """
     found = {}
     for old, new in directories.items():
         before, after = Path(old), Path(new)
         for path in (before, after):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
-                raise Refused(f"{path} is no directory: put it aside first. Nothing was changed.")
+                raise Refused(
+                    f"{path} is not a directory: put it aside first. Nothing was changed."
+                )
         if before.exists() and after.exists() and any(after.iterdir()):
             raise Refused(
                 f"There are files in both {old} and {new}: put them together in {old}, empty the "

@@ -31,7 +31,7 @@ def check_name(text: object, field: str = "name") -> str:
     if wrong or not _may_begin(name[0]) or name[-1] in _JOINERS:
         what = f"{wrong!r} may not be in it" if wrong else "it begins with a letter or a digit"
         raise InvalidRequest(
-            f"The field {field!r} is no name for a folder: {what}. Letters and digits of any "
+            f"The field {field!r} is not a name for a folder: {what}. Letters and digits of any "
             f"script are fine, and {' '.join(_SIGNS.strip())} between them.",
             field=field,
         )

@@ -389,8 +389,8 @@ class SharedFolderService:
             has_it = user == folder.owner or folder.since(user) is not None
             if not admin and not has_it:
                 raise FolderRefused(
-                    why=f"{user[:60]!r} is no member of it: invite them, and hand it on when they "
-                    "have accepted"
+                    why=f"{user[:60]!r} is not a member of it: invite them, and hand it on when "
+                    "they have accepted"
                 )
             _must_have_signed_in(connection, user)
             if user == folder.owner and folder.left_at is None:

@@ -167,7 +167,7 @@ IN_PATH = {
 LIMIT = Parameter(
     "limit",
     {"type": "integer", "minimum": 1, "maximum": MOST_LINES, "default": 50},
-    "How many at the most.",
+    "How many at most.",
 )
 BEFORE = Parameter("before", _ID, _NEXT)
 BEFORE_LEASE = Parameter("before", _HEX, _NEXT)

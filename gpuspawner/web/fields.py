@@ -48,7 +48,7 @@ def amount_of(text: object, field: str = "amount") -> int:
     try:
         amount = parse_credits(text)
     except ValueError:
-        what = f"is {text[:60]!r}: credits have six decimals at the most."
+        what = f"is {text[:60]!r}: credits have six decimals at most."
         raise invalid(field, what) from None
     if amount == 0:
         raise invalid(field, "is 0: nothing would change.")

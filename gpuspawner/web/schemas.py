@@ -182,7 +182,7 @@ GivenCredits = Annotated[
     int,
     checked(exact_amount, _typed_amount),
     described(
-        "Credits with six decimals at the most; below zero takes back, for admins.",
+        "Credits with six decimals at most; below zero takes back, for admins.",
         pattern=f"^{EXACT}$",
         examples=["25", "-0.5"],
     ),
@@ -191,7 +191,7 @@ PartCredits = Annotated[
     int,
     checked(exact_amount, _typed_amount),
     described(
-        "Credits with six decimals at the most; above zero.",
+        "Credits with six decimals at most; above zero.",
         pattern=f"^{EXACT.removeprefix('-?')}$",
         examples=["1.5"],
     ),

@@ -212,7 +212,7 @@ def test_secrets_do_not_leak_to_logs_processes_or_containers(
 def test_attacker_leaves_no_audit_entry_and_gets_no_gpu(hub: AttackHub, attempt: Attempts) -> None:
     """After all of it: the trail has no line of Mallory's, and no server of his has a GPU."""
     actors = {row.split("actor=")[-1] for row in hub.kept()["audit"]}
-    attempt("a line in the audit trail", refused=not any(THIEF in actor for actor in actors))
+    attempt("a line in the audit log", refused=not any(THIEF in actor for actor in actors))
     attempt("a GPU", refused=all(lease.server.user != THIEF for lease in _with_gpus(hub)))
     wait_for(lambda: hub.server(VICTIM), "Victoria's server, which is still there")
 

@@ -135,7 +135,7 @@ def wait(
     devices: int = 1,
     **wants: Any,
 ) -> Ticket:
-    """A place in line."""
+    """A place in the queue."""
     clock.forward(seconds=1)
     terms = Terms(seconds=seconds, wait=True)
     request = Request(devices=devices, **wants)
@@ -240,7 +240,7 @@ def _queue(fresh: Open) -> Iterator[tuple[str, Services]]:
         start(services, clock, "bob", f"{number}")
     ticket = wait(services, clock, "cleo")
     services.queue.cancel(ticket.id, actor="kim", reason="the course is over")
-    yield "a place in line is gone", services
+    yield "a place in the queue is gone", services
 
 
 def _idle(fresh: Open) -> Iterator[tuple[str, Services]]:

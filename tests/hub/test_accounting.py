@@ -272,7 +272,7 @@ def test_leaving_the_group_refuses_the_waiting_ticket(hub: PayingHub) -> None:
     def ticket() -> Any:
         return next(iter(hub.services.queue.tickets_of("lina")), None)
 
-    waiting = wait_for(ticket, "her place in line")
+    waiting = wait_for(ticket, "her place in the queue")
     assert (waiting.account, waiting.outcome) == ("group:course-line", "")
     body = {"users": ["lina"]}
     assert hub.api("DELETE", "/groups/course-line/users", json=body).ok

@@ -52,7 +52,7 @@ class ClockHub(PayingHub):
                 clock.set(seconds)
 
     def clock_entries(self) -> list[str]:
-        """What the audit trail says of wall clocks that were set."""
+        """What the audit log says of wall clocks that were set."""
         entries = (entry for entry in self.services.audit.trail(1000) if entry.action == "clock")
         return [entry.detail for entry in entries if "The wall clock was set by" in entry.detail]
 

@@ -113,10 +113,10 @@ def test_member_sees_all_devices_but_no_other_names(scene: Scene) -> None:
         assert "secret-plan" not in text
         assert not mentions(text, "bob")
         assert hub.services.leases.of_account("member:bob")[0].id not in text
-    assert "1 of 3 free, nobody waits in line" in words(page)
+    assert "1 of 3 free, nobody waits in the queue" in words(page)
     assert "yours: training" in words(page)
     assert words(page).count("in use") == 1
-    assert dict(told)["picture"]["summary"] == "1 of 3 free, nobody waits in line"
+    assert dict(told)["picture"]["summary"] == "1 of 3 free, nobody waits in the queue"
     first = hub.services.leases.of_account("member:ada")[0].uuids[0]
     assert dict(told)["mine"] == {first: "yours: training"}
     devices = hub.json("ada", "cluster").json()["devices"]

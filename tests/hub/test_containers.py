@@ -80,7 +80,7 @@ def test_server_that_lost_devices_restarts_with_them(hub: GPUHub, browser: Brows
     for user in ("bea", "carl"):
         hub.spawn_and_wait(user, {"gpus": 1})
     (lease,), (kept,) = hub.open_leases("bea"), hub.open_leases("carl")
-    assert hub.spawn("dora", {"gpus": 1}).ok  # she waits in line
+    assert hub.spawn("dora", {"gpus": 1}).ok  # she waits in the queue
     take_devices(hub.engine, lease.engine_ref)
 
     page = browser.new_page(viewport=WIDE)

@@ -617,7 +617,7 @@ def test_admin_previews_creates_and_ends_a_refill(hub: PayingHub) -> None:
     ("fields", "sentence"),
     [
         ({"rule": "FREQ=SECONDLY"}, "comes too often"),
-        ({"zone": "Mars/Base"}, "no time zone"),
+        ({"zone": "Mars/Base"}, "not a time zone"),
         ({"amount": "-5"}, "gives nothing"),
         ({"cap": "0"}, "'cap'"),
         ({"keep": "x"}, "'keep'"),

@@ -181,7 +181,7 @@ def test_server_does_not_start_after_its_lease_ended(hub: GPUHub) -> None:
     services.store.close()
 
 
-# Members in line, and pages.
+# Members in the queue, and pages.
 
 
 IMPATIENT = """

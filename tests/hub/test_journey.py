@@ -1,5 +1,5 @@
-"""Members all the way, one of them in line while the hub is killed. Real: Chromium, hub, proxy,
-service, Docker Engine, JupyterLab, SQLite."""
+"""Members all the way, one of them in the queue while the hub is killed. Real: Chromium, hub,
+proxy, service, Docker Engine, JupyterLab, SQLite."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     # Nothing is left for a third, who would not wait: a sentence, and a way on.
     three = open_form(browser, hub, "member3")
     expect(three.locator("#spawn_form")).to_contain_text("0 of 2 GPUs free.")
-    three.get_by_label("Don't wait in line").check()
+    three.get_by_label("Don't wait in the queue").check()
     start(three, "JupyterLab")
     refusal = three.locator(".spawn-error-msg")
     expect(refusal).to_contain_text("All 2 GPUs are in use (")
@@ -254,7 +254,7 @@ def test_waiting_member_reaches_server_after_a_hub_kill(browser: Browser, hub: G
     page = open_form(browser, hub, "member6")
     start(page, "A server that answers at once", "1")
     message = page.locator("#progress-message")
-    expect(message).to_contain_text("You are the only one in line", timeout=SLOW)
+    expect(message).to_contain_text("You are the only one in the queue", timeout=SLOW)
     expect(message).to_contain_text("Waiting for a GPU; none is free")
     end = hub.open_leases("member5")[0].ends_at
     assert end is not None
@@ -264,10 +264,10 @@ def test_waiting_member_reaches_server_after_a_hub_kill(browser: Browser, hub: G
     look_over(page, "journey-7-in-line", accessible=False)
 
     hub.kill9(services=True)
-    expect(message).to_contain_text("Your place in line is kept", timeout=SLOW)
+    expect(message).to_contain_text("Your place in the queue is kept", timeout=SLOW)
     look_over(page, "journey-8-hub-away", accessible=False)
     hub.start()
-    expect(message).to_contain_text("You are the only one in line", timeout=SLOW)
+    expect(message).to_contain_text("You are the only one in the queue", timeout=SLOW)
     expect(message).to_contain_text(likely)
 
     hub.stop_server("member5")
@@ -282,7 +282,7 @@ def test_member_can_stop_a_start_on_the_pending_page(browser: Browser, hub: GPUH
     hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
     page = open_form(browser, hub, "member4")
     start(page, "A server that answers at once", "1")
-    expect(page.locator("#progress-message")).to_contain_text("in line", timeout=SLOW)
+    expect(page.locator("#progress-message")).to_contain_text("in the queue", timeout=SLOW)
     page.get_by_role("button", name="Stop Server").click()
     wait_for(lambda: not hub.server("member4"), "the stop")
     expect(page.get_by_role("heading")).to_contain_text("Server not running", timeout=SLOW)

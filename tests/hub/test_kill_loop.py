@@ -38,7 +38,7 @@ import gpuspawner; gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """
 
 EXACT = 0.5
-"""Seconds between what is charged and what the engine's events say, at the most."""
+"""Seconds between what is charged and what the engine's events say, at most."""
 
 
 PARTS = ("hub", "service", "proxy", "database", "container")

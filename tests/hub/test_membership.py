@@ -47,7 +47,7 @@ def test_new_member_sees_the_welcome_page_once(hub: PayingHub, browser: Browser)
     page.goto(hub.url)
     send_sign_in(page, "ada")
     expect(page.get_by_role("heading", name="Welcome, ada")).to_be_visible(timeout=SLOW)
-    for heading in ("Credits pay for GPUs", "you wait in line", "Your files are in work"):
+    for heading in ("Credits pay for GPUs", "you wait in the queue", "Your files are in work"):
         expect(page.get_by_role("heading", name=heading)).to_be_visible()
     expect(page.get_by_text("You have 100.00 credits")).to_be_visible()
     expect(page.get_by_text("T4: 1.00 an hour, enough for 100 hours")).to_be_visible()

@@ -98,13 +98,13 @@ def test_member_saves_notification_choices(hub: PayingHub) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"address-mail": "cleo", "kinds-mail": "turn"}, "'cleo' is no address for Mail."),
+        ({"address-mail": "cleo", "kinds-mail": "turn"}, "'cleo' is not an address for Mail."),
         ({"kinds-mail": "turn"}, "Mail needs an address, or nothing chosen."),
-        ({"address-mail": "c@x.example\r\nBcc: eve@x.example"}, "is no address for Mail"),
+        ({"address-mail": "c@x.example\r\nBcc: eve@x.example"}, "is not an address for Mail"),
         ({"address-push": "json://evil.example", "kinds-push": "turn"}, "like my-own-topic"),
         ({"address-team": "json://evil.example"}, "needs no address"),
         ({"kinds-mail": "test", "address-mail": "c@x.example"}, "'test' is nothing to be told of"),
-        ({"address-mail": "<b>cleo</b>"}, "is no address for Mail"),
+        ({"address-mail": "<b>cleo</b>"}, "is not an address for Mail"),
     ],
 )
 def test_invalid_notice_choices_are_not_saved(

@@ -1,4 +1,4 @@
-"""Waiting in line: turns, changes by members and admins, faults, kill -9. Real: hub, proxy,
+"""Waiting in the queue: turns, changes by members and admins, faults, kill -9. Real: hub, proxy,
 accounting service, SQLite, the command line, Chromium; servers are local."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def module_hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
 @pytest.fixture
 def hub(module_hub: PayingHub) -> Iterator[PayingHub]:
     """All GPUs are in use before a test, and nobody waits; after it everything fits together.
-    Each test has members of its own in line."""
+    Each test has members of its own in the queue."""
     hub = module_hub
     fill(hub, *(user for user in FILLERS if hub.server(user) is None))
     yield hub
@@ -82,7 +82,7 @@ def hub(module_hub: PayingHub) -> Iterator[PayingHub]:
 def test_tickets_are_granted_in_queue_order(hub: PayingHub) -> None:
     line_up(hub, "dan", "eve")
     said = (event["message"] for event in hub.events("eve"))
-    assert "none is free" in next(each for each in said if "number 2 of 2 in line" in each)
+    assert "none is free" in next(each for each in said if "number 2 of 2 in the queue" in each)
 
     hub.stop_server("bob")
     hub.wait_server("dan")
@@ -149,7 +149,7 @@ def test_admin_cancel_ends_the_spawn_with_its_reason(hub: PayingHub) -> None:
     assert "an admin cancelled it: the course is over." in message
     wait_for(lambda: hub.server("nils") is None, "the end of nils's spawn", timeout=10)
     (told,) = hub.services.notifications.notices_of("nils")
-    assert told.title == "Your place in line is gone" and "the course is over" in told.body
+    assert told.title == "Your place in the queue is gone" and "the course is over" in told.body
     (trail,) = hub.services.audit.trail(1)
     assert (trail.actor, trail.action) == (ADMIN, "cancelled")
     assert trail.subject == f"ticket {ticket.id} of nils"
@@ -167,7 +167,7 @@ def test_member_cancels_a_ticket_on_their_page(hub: PayingHub, browser: Browser)
     page.wait_for_url(f"{hub.url}/services/gpu/?given_up=1")
     assert page.get_by_text("You gave your place up.").is_visible()
     assert page.get_by_text("it was given up on the member's page").is_visible()
-    assert page.get_by_text("My place in line").count() == 0
+    assert page.get_by_text("My place in the queue").count() == 0
     wait_for(lambda: hub.server("paul") is None, "the end of paul's spawn", timeout=SOON)
     assert hub.services.notifications.notices_of("paul") == [], (
         "nobody is told what they did themselves"
@@ -215,7 +215,9 @@ def test_drained_device_is_not_granted(hub: PayingHub) -> None:
 
 def test_ticket_moved_to_the_front_starts_first(hub: PayingHub) -> None:
     _, _, last = line_up(hub, "uli", "vera", "willi")
-    assert command(hub, "queue", "move", last.id, "1").endswith("it is number 1 in line now.\n")
+    assert command(hub, "queue", "move", last.id, "1").endswith(
+        "it is number 1 in the queue now.\n"
+    )
     hub.stop_server("cleo")
     hub.wait_server("willi", timeout=15)
     assert ticket_of(hub, "uli") and ticket_of(hub, "vera")
@@ -244,7 +246,7 @@ def assert_only_one_in_line(hub: PayingHub, user: str) -> None:
     """Who was behind has moved up, and their page says so."""
     wait_for(lambda: users_in_line(hub) == [user], f"{user} to move up", timeout=SOON)
     said = (event["message"] for event in hub.events(user, timeout=SOON))
-    assert any("You are the only one in line" in each for each in said)
+    assert any("You are the only one in the queue" in each for each in said)
 
 
 def test_renaming_a_member_ends_their_ticket(hub: PayingHub) -> None:
@@ -254,7 +256,7 @@ def test_renaming_a_member_ends_their_ticket(hub: PayingHub) -> None:
         "dora",
         lambda: hub.api("PATCH", "users/dora", json={"name": "dorothea"}).raise_for_status(),
     )
-    assert "Your place in line is gone: the member was renamed. Start the server again" in said
+    assert "Your place in the queue is gone: the member was renamed. Start the server again" in said
     assert_ended(hub, dora, "member_gone", "the member was renamed")
     assert_only_one_in_line(hub, "emil")
     # Under the new name they are as welcome as anybody.
@@ -279,7 +281,7 @@ def test_removing_a_member_ends_their_tickets(hub: PayingHub) -> None:
         assert answer.status_code == 204, answer.text
 
     said = last_word(hub, "fred", remove)
-    assert "Your place in line is gone: the member was removed." in said
+    assert "Your place in the queue is gone: the member was removed." in said
     for ticket in (one, two):
         assert hub.services.queue.ticket(ticket.id).outcome == "member_gone", (
             "by the time it is answered"
@@ -322,7 +324,7 @@ def test_ticket_expires_after_its_maximum_wait(hub: PayingHub) -> None:
             )
 
     said = last_word(hub, "jon", age)
-    assert f"Your place in line is gone: it waited for {TICKET_DAYS} days." in said
+    assert f"Your place in the queue is gone: it waited for {TICKET_DAYS} days." in said
     assert_ended(hub, jon, "expired", f"it waited for {TICKET_DAYS} days")
     assert_only_one_in_line(hub, "klaus")
 

@@ -180,11 +180,11 @@ def test_move_and_boost_reorder_queue_and_are_audited(hub: PayingHub) -> None:
 @pytest.mark.parametrize(
     ("action", "fields", "sentence"),
     [
-        ("move", {"position": "0"}, "0 is no position in line"),
+        ("move", {"position": "0"}, "0 is not a position in the queue"),
         ("move", {"position": "1.5"}, "The field 'position' is '1.5': write a whole number."),
         ("move", {"position": "<b>first</b>"}, "write a whole number"),
         ("boost", {"points": ""}, "The field 'points' is ''"),
-        ("boost", {"points": "nan"}, "nan is no number of points"),
+        ("boost", {"points": "nan"}, "nan is not a number of points"),
         ("boost", {"points": "5", "reason": "x" * 301}, "The reason has 301 characters"),
         ("cancel", {"reason": " "}, "The reason is missing"),
     ],
@@ -209,8 +209,8 @@ def test_invalid_queue_form_changes_nothing(
         ("queue/{dan}/move", "[" * 60_000, "Send one JSON object"),
         ("queue/{dan}/move", "{}", "The field 'position' is missing."),
         ("queue/{dan}/move", '{"place": 1}', "There is no field 'place'"),
-        ("queue/{dan}/move", '{"position": 1.5}', "1.5 is no position in line"),
-        ("queue/{dan}/boost", '{"points": NaN}', "nan is no number of points"),
+        ("queue/{dan}/move", '{"position": 1.5}', "1.5 is not a position in the queue"),
+        ("queue/{dan}/boost", '{"points": NaN}', "nan is not a number of points"),
         ("queue/{dan}/boost", '{"points": 5, "reason": 5}', "The field 'reason' is text."),
         ("queue/{dan}/boost", '{"points": 5, "reason": "\\ud800"}', "nobody can read"),
         ("queue/{dan}/cancel", "{}", "The reason is missing"),
@@ -257,7 +257,7 @@ def test_pause_is_shown_on_every_page(hub: PayingHub) -> None:
         assert "the GPUs to be given out again" in words(hub.page("eve"))
         form = words(hub.login("gus").get(f"{hub.url}/hub/spawn", timeout=120))
         assert "No GPU is given out just now (new fans &lt;until&gt; 15:00). You can wait" in form
-        assert "3 servers wait in line." in form
+        assert "3 servers wait in the queue." in form
         again = hub.send(ADMIN, "queue/granting", paused="yes", reason="other")
         assert "It was so already: nothing was changed." in words(again)
         assert hub.json(ADMIN, "queue").json()["paused"]["reason"] == reason

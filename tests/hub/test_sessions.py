@@ -271,8 +271,8 @@ def test_repeated_no_show_is_free_but_queues_last(hub: PayingHub) -> None:
         return hub.services.notifications.notices_of("ada")[0].body
 
     before = hub.services.ledger.open_account("ada").balance
-    assert "end of the line" not in misses()
-    assert "next time you wait at the end of the line" in misses()
+    assert "end of the queue" not in misses()
+    assert "next time you wait at the end of the queue" in misses()
     assert hub.services.ledger.member("ada").balance == before
     hub.start_server("bob", **T4)
     assert ask_in_line("ada").last

@@ -124,7 +124,7 @@ def test_audit_reports_sessions_that_differ_from_slurm(books: Books, cluster: Sl
     since = f"{lease.ended_at - timedelta(days=1):%Y-%m-%d}"
     text = books.printed("audit", "--since", since, code=1)
     assert text.startswith(f"DIFFERS  lease {lease.id} of gsgil: ")
-    assert "--since: 'soon' is no date" in books.printed("audit", "--since", "soon", code=1)
+    assert "--since: 'soon' is not a date" in books.printed("audit", "--since", "soon", code=1)
 
     # The service does it once a day.
     asyncio.run(cluster_duty(books, LOG).audit())

@@ -1,7 +1,7 @@
 """Real: Slurm with its database and two nodes, Linux users, the command line, SQLite.
 Stand-in: the GPUs.
 
-Jobs beside servers are paid from members' accounts, whatever Slurm's database was told when.
+Batch jobs are paid from members' accounts, whatever Slurm's database was told when.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_batch_jobs_are_charged_to_the_member_account(books: Books, cluster: Slu
 
     assert wait_for(strangers, "the job of nobody", interval=0.5) == ["gsbob"]
     text = books.printed("audit")
-    assert "Jobs of users who are no members; nobody was charged:" in text
+    assert "Jobs of users who are not members; nobody was charged:" in text
     assert f"1 batch job of members paid {2 * seconds}.000000 credits." in text
 
 
@@ -234,7 +234,7 @@ def test_admins_are_warned_daily_of_a_delayed_database(
         """What two rounds say of it."""
         caplog.clear()
         for _ in range(2):
-            asyncio.run(duties.tick.round("Jobs beside servers", duties.jobs))
+            asyncio.run(duties.tick.round("Batch jobs", duties.jobs))
         said = [record.getMessage() for record in caplog.records if record.name == LOG.name]
         return [text for text in said if "may not be paid yet" in text]
 

@@ -290,7 +290,7 @@ def test_ticket_marked_last_waits_behind_all_others(
         turns = delegate.turns()
         return [turns[each.id].place for each in (second, first) if each.id in turns]
 
-    wait_for(lambda: places() == [1, 2], "them to stand in line")
+    wait_for(lambda: places() == [1, 2], "them to stand in the queue")
     for _ in range(2):  # also when it is told again what an admin decided, which is nothing
         delegate.tend([first, second], paused=False)
         look_again(delegate, 2)

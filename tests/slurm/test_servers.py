@@ -77,7 +77,7 @@ def hub(
 
 
 def line(hub: SlurmHub) -> list[str]:
-    """The members in line, in Slurm's order."""
+    """The members in the queue, in Slurm's order."""
     return [ticket.server.user for ticket, _, _ in hub.services.positions.order()]
 
 
@@ -307,7 +307,7 @@ def test_server_and_ticket_survive_a_crash_of_all_daemons(
     def waits_with_one_job() -> bool:
         return jobs(cluster)[f"gpuspawner-{ticket.id}"] == 1 and bool(hub.server("bob"))
 
-    wait_for(waits_with_one_job, "bob to be back in line")
+    wait_for(waits_with_one_job, "bob to be back in the queue")
     assert_once(hub)
     assert hub.services.leases.get(lease.id).ended_at is None
     assert [each["Id"] for each in hub.containers(hub.node_of(lease))] == [container["Id"]]

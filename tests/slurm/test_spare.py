@@ -48,7 +48,7 @@ def test_queue_powers_on_a_node_and_survives_its_failure(soak: None, hub: SlurmH
 
     wait_for(gave_up, "Slurm to give the machine up", timeout=60, interval=0.5)
     jobs = ("squeue", "-h", "-t", "pending", "-o", "%j")
-    wait_for(lambda: ticket.id in cluster.run(*jobs), "bob's ticket to be in line again")
+    wait_for(lambda: ticket.id in cluster.run(*jobs), "bob's ticket to be in the queue again")
     assert hub.services.queue.ticket(ticket.id).outcome == ""
     assert [lease.server.user for lease in hub.services.leases.open_leases()] == ["ann"]
 

@@ -438,7 +438,7 @@ def until_in_line(services: Services, ticket: Ticket) -> None:
         except (SlurmUnavailable, KeyError):
             return 0
 
-    wait_for(place, "a place in line", timeout=60)
+    wait_for(place, "a place in the queue", timeout=60)
     services.queue.turns(frozenset([ticket.id]))
 
 

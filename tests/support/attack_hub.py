@@ -104,7 +104,7 @@ KEPT = (
         db_schema.folder_members,
     ),
 )
-"""The tables that a refused attempt leaves as they are: the audit trail among them."""
+"""The tables that a refused attempt leaves as they are: the audit log among them."""
 
 
 def _columns(table: sa.Table) -> list[sa.Column[Any]]:

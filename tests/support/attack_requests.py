@@ -22,7 +22,7 @@ FRIEND = "oskar"
 """With whom Olga shares folders: the requests are about things of hers."""
 
 LINE = "waits"
-"""Her server that waits in line."""
+"""Her server that waits in the queue."""
 
 WHY = "a reason"
 YES = {"confirm": "yes", "reason": WHY}

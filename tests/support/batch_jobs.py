@@ -1,4 +1,4 @@
-"""Jobs beside servers as sacct would tell of them, the books that they are paid from, and who
+"""Batch jobs as sacct would tell of them, the books that they are paid from, and who
 charges for them until they are killed."""
 
 from __future__ import annotations

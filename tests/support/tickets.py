@@ -1,4 +1,4 @@
-"""Members in line at a real hub, whose devices are all in use."""
+"""Members in the queue at a real hub, whose devices are all in use."""
 
 from __future__ import annotations
 

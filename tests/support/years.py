@@ -51,7 +51,7 @@ class Year:
     used: float = 0.7
     """The part of the time in which a device is leased."""
     queued: float = 0.2
-    """The part of the leases that came out of the line."""
+    """The part of the leases that came out of the queue."""
     begins: datetime = T0
     seed: int = 1
 

@@ -420,5 +420,7 @@ def test_renamed_or_removed_setting_is_rejected(old: str) -> None:
     if new := RENAMED[old]:
         now, _, trait = new.partition(".")
         assert trait in known[now].class_trait_names(config=True)
-    with pytest.raises(ConfigError, match=rf"c\.{old} is {f'c.{new}' if new else 'no setting'}"):
+    with pytest.raises(
+        ConfigError, match=rf"c\.{old} is {f'c.{new}' if new else 'no longer a setting'}"
+    ):
         add_services(Config({section: {name: 1}}))

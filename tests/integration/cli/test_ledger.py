@@ -52,7 +52,7 @@ def test_grant_file_reports_all_mistakes_and_grants_nothing(
     said = cli("grant", "--file", file, "--reason", "course", code=1).stderr
     assert said == (
         "Line 2: there is no account 'member:grcae'. Did you mean member:grace? --open opens it.\n"
-        "Line 3: the amount '1e3' is no number of credits: write it like 12.5.\n"
+        "Line 3: the amount '1e3' is not a number of credits: write it like 12.5.\n"
         "Line 4: member:ada is on line 1 already: add them up to one line.\n"
         "Nothing was granted to anybody.\n"
     )

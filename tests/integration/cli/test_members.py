@@ -170,7 +170,7 @@ def test_roster_is_previewed_imported_shown_and_ended(
     assert "not in the file: ends now" in changed
 
     broken = cli("roster", "import", "-", answer="name,ends\nada,soon\nbob,\n", code=1)
-    assert "Line 2: the end 'soon' is no date." in broken.stderr
+    assert "Line 2: the end 'soon' is not a date." in broken.stderr
     assert broken.stderr.endswith("Nothing was changed.\n")
 
     ended = cli("roster", "end", "ada", "--reason", "left").stdout

@@ -65,7 +65,7 @@ def test_queue_command_lists_waiting_tickets(
 
 
 def test_empty_queue_and_trail_are_reported(cli: Command, services: Services) -> None:
-    assert cli("queue").stdout == "Nobody waits in line.\n"
+    assert cli("queue").stdout == "Nobody waits in the queue.\n"
     assert cli.json("queue")["tickets"] == []
     assert cli("trail").stdout == "Nobody has changed anything yet.\n"
 
@@ -88,12 +88,12 @@ def test_queue_changes_take_effect_and_are_audited(
 ) -> None:
     bob, cleo, dan = line
     assert cli("queue", "move", "dan/night", "1", "--reason", "a demo").stdout == (
-        f"Ticket {dan.id} of dan/night is moved to position 1: it is number 1 in line now.\n"
+        f"Ticket {dan.id} of dan/night is moved to position 1: it is number 1 in the queue now.\n"
     )
     assert cli.json("queue", "boost", cleo.id[:8], "-50")["place"] == 3
     assert [t.server.user for t, _, _ in services.positions.order()] == ["dan", "bob", "cleo"]
     assert cli("queue", "move", "dan/night", "back").stdout == (
-        f"Ticket {dan.id} of dan/night is back in the order: it is number 2 in line now.\n"
+        f"Ticket {dan.id} of dan/night is back in the order: it is number 2 in the queue now.\n"
     )
     assert "has no boost any more: it is number 2" in cli("queue", "boost", "cleo", "0").stdout
     assert cli("queue", "cancel", "bob", "--reason", "the course is over").stdout == (
@@ -124,7 +124,7 @@ def test_granting_is_paused_and_resumed(
     assert re.search(r"Granting is paused by cli:root since .*: new fans$", listed)
     assert rows(listed)[0][4] == "the GPUs to be given out again (new fans)"
     assert cli.json("queue")["paused"]["reason"] == "new fans"
-    assert cli("resume").stdout == "Granting is resumed: 3 tickets in line.\n"
+    assert cli("resume").stdout == "Granting is resumed: 3 tickets in the queue.\n"
     assert cli("resume").stdout == "Nothing changed: granting was not paused.\n"
     assert [change.action for change in services.audit.trail()] == ["resume", "pause"]
 

@@ -22,7 +22,7 @@ from tests.support.broken_stores import by_hand
 from tests.support.brokers import Clock, broken_invariants, open_services, problems, running
 from tests.support.parts import each_database
 
-CHAINS = {"chain of transfers", "chain of the audit trail"}
+CHAINS = {"chain of transfers", "chain of the audit log"}
 
 
 @pytest.fixture

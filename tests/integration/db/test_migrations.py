@@ -189,7 +189,7 @@ def test_plain_postgresql_url_is_accepted(postgres: PrivatePostgres) -> None:
     [
         ("sqlite://", "must be a file"),
         ("sqlite:///:memory:", "must be a file"),
-        ("mysql://localhost/x", "no supported database"),
+        ("mysql://localhost/x", "not a supported database"),
         ("not a url", "write it like"),
     ],
 )

@@ -80,7 +80,7 @@ def test_no_show_is_stopped_and_not_charged(services: Services, clock: Clock) ->
     assert services.leases.get(lease.id) == ended
     assert services.ledger.member("ada").balance == 1000 * MICRO
     (notice,) = told(services, "ada", NoticeKind.STOPPED)
-    assert "Nothing was charged." in notice.body and "end of the line" not in notice.body
+    assert "Nothing was charged." in notice.body and "end of the queue" not in notice.body
 
 
 def test_connected_member_keeps_the_session(services: Services, clock: Clock) -> None:
@@ -107,13 +107,13 @@ def test_two_consecutive_no_shows_put_the_next_ticket_last(
         clock.forward(seconds=60)
         return told(services, user, NoticeKind.STOPPED)[-1].body
 
-    assert "end of the line" not in misses("ada")
+    assert "end of the queue" not in misses("ada")
     comes = from_the_queue(services, "ada")
     services.sessions.claim(comes.id)
     services.leases.release(comes.id, ended_at=clock.now, reason="stopped")
     clock.forward(seconds=60)
-    assert "end of the line" not in misses("ada"), "it was not the second in a row"
-    assert "next time you wait at the end of the line" in misses("ada")
+    assert "end of the queue" not in misses("ada"), "it was not the second in a row"
+    assert "next time you wait at the end of the queue" in misses("ada")
     for n in range(2):
         session(services, f"other-{n}")
     assert wait(services, "ada").last

@@ -92,10 +92,10 @@ def test_removed_rate_does_not_restore_an_older_one(services: Services, clock: C
         ({"amount": float("nan")}, "rate", "nan"),
         ({"model": "--"}, "model", "names no device model"),
         ({"environment": " "}, "environment", "names no environment"),
-        ({"slots": 0}, "slots", "is no number of slots"),
-        ({"hours": "late"}, "hours", "'late' are no hours of the week"),
-        ({"zone": "Mars"}, "zone", "'Mars' is no time zone"),
-        ({"since": "soon"}, "from", "'soon' is no date"),
+        ({"slots": 0}, "slots", "is not a number of slots"),
+        ({"hours": "late"}, "hours", "'late' are not hours of the week"),
+        ({"zone": "Mars"}, "zone", "'Mars' is not a time zone"),
+        ({"since": "soon"}, "from", "'soon' is not a date"),
         ({"since": "2025-03-01 11:59"}, "from", "cannot hold from 2025-03-01 11:59 UTC"),
         ({"since": "2025-03-01 12:59", "zone": VIENNA}, "from", "12:59 CET: that is over"),
     ],
@@ -142,7 +142,7 @@ def test_rates_follow_a_clock_set_back(services: Services, clock: Clock) -> None
     [
         ({"gpu_rates": {"A100": "1,5"}}, "The rate of 'A100' is not valid"),
         ({"special_rates": [{"rate": "1,5"}]}, "Entry 1 of c.GPURates.special"),
-        ({"rate_zone": "Mars"}, "GPURates.zone: 'Mars' is no time zone"),
+        ({"rate_zone": "Mars"}, "GPURates.zone: 'Mars' is not a time zone"),
     ],
 )
 def test_invalid_rate_configuration_stops_the_start(

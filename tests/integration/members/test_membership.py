@@ -54,7 +54,7 @@ def see_to_all(services: Services) -> None:
 
 
 def trail(services: Services) -> list[tuple[str, str, str]]:
-    """The audit trail of memberships, the oldest first."""
+    """The audit log of memberships, the oldest first."""
     lines = reversed(services.audit.trail())
     return [(x.actor, x.action, x.subject) for x in lines if x.action.startswith("membership")]
 
@@ -164,7 +164,7 @@ def test_expired_membership_warns_and_then_stops_sessions(services: Services, cl
     assert not services.positions.in_line(waiting.id)
     (warning,) = told(services, "ada", NoticeKind.SESSION_ENDS)
     assert warning.startswith("Your server stops at ")
-    title = "Your place in line is gone: your membership has ended"
+    title = "Your place in the queue is gone: your membership has ended"
     assert told(services, "ada", NoticeKind.TICKET_ENDED) == [title]
     for devices in (0, 1):  # not even a server without a GPU
         with pytest.raises(MembershipEnded, match=f"has ended: {why}. Your files"):

@@ -240,7 +240,7 @@ def test_invalid_rename_is_refused_and_changes_nothing(services: Services) -> No
     services.ledger.open_account(OLD)
     assert f"{OLD} is called that already" in refused(OLD, OLD)
     for name in ("", " x", "a\nb"):
-        assert f"{name!r} is no name of a member" in refused(OLD, name)
+        assert f"{name!r} is not a name of a member" in refused(OLD, name)
     lease = running(services, OLD)
     assert f"The server {OLD} runs under the name {OLD} (lease {lease.id})" in refused(OLD, NEW)
     services.leases.release(lease.id, reason="stopped")

@@ -305,7 +305,7 @@ async def test_removed_channel_is_skipped_and_bad_address_reported(
     async with notifying(services, channels={"mail": mail.url}):
         await sent(services, tell(services, "ada"))
         failed = await tried(services, tell(services, "bob"))
-        assert "'#bob' is no address for Mail." in failing(failed.error)["mail"]
+        assert "'#bob' is not an address for Mail." in failing(failed.error)["mail"]
         choose(services, "bob", address="bob@lab.example")
         await sent(services, failed)
     assert [got.to for got in mail.received] == [("bob@lab.example",)]
@@ -319,7 +319,7 @@ async def test_unknown_url_scheme_fails_the_notice(services: Services) -> None:
 
 
 def test_invalid_channel_url_is_a_config_error(services: Services) -> None:
-    with pytest.raises(ConfigError, match=r"c\.GPUNotifications\.channels\['mail'\] is no URL"):
+    with pytest.raises(ConfigError, match=r"c\.GPUNotifications\.channels\['mail'\] is not a URL"):
         Notifier(GPUNotifications(channels={"mail": "smtp.lab.example"}), services, services.log)
     environment = {
         "GPUSPAWNER_CONFIG": '{"GPUNotifications": {"channels": {"mail": "smtp.lab.example"}}}',
@@ -336,7 +336,7 @@ def test_invalid_channel_url_is_a_config_error(services: Services) -> None:
         timeout=60,
     )
     assert service.returncode == 1
-    assert "c.GPUNotifications.channels['mail'] is no URL; write it like" in service.stderr
+    assert "c.GPUNotifications.channels['mail'] is not a URL; write it like" in service.stderr
     assert "Traceback" not in service.stderr
 
 

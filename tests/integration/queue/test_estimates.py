@@ -80,7 +80,8 @@ def test_first_estimates_follow_the_session_ends(make: Make, clock: Clock) -> No
     standings = services.positions.standings()
 
     assert standings[second.id].sentence(clock.now) == (
-        "You are next in line, of 3. Waiting for a GPU; none is free. Most likely start: by 15:00."
+        "You are next in the queue, of 3. Waiting for a GPU; none is free. "
+        "Most likely start: by 15:00."
     )
     assert standings[third.id].when(clock.now) == "Most likely start: by 16:00."
     # Nobody knows how long cyd will stay.

@@ -120,7 +120,7 @@ def test_queue_continues_after_the_clock_is_set_back(services: Services, clock: 
     for ticket, ranked, standing in order:
         [waited] = [part for part in ranked.parts if part.name == "waiting"]
         assert waited.points >= 0, f"{ticket.server} has waited a negative time"
-        assert "in line" in standing.sentence(clock.now)
+        assert "in the queue" in standing.sentence(clock.now)
     for number, next_one in enumerate([ticket for ticket, _, _ in order]):
         services.leases.release(lease_of(services, f"runner{number}").id, reason="stopped")
         assert turns(services) == [next_one.server.user]

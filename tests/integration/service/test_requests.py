@@ -126,7 +126,7 @@ def _send(
 
 HOSTILE = 1000
 MOST_BYTES = 256 * 1024 * 1024
-"""What :mod:`gpuspawner.web.app` says that so many connections hold at the most."""
+"""What :mod:`gpuspawner.web.app` says that so many connections hold at most."""
 
 
 def test_hostile_connections_use_bounded_memory(service: ServiceProcess) -> None:

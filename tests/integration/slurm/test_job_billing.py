@@ -1,4 +1,4 @@
-"""Jobs beside servers are paid once, by whom it concerns; how far they were read, what waits, what
+"""Batch jobs are paid once, by whom it concerns; how far they were read, what waits, what
 fails.
 
 Real: SQLite, PostgreSQL, processes, SIGKILL, the services. Not real: what sacct says, which is

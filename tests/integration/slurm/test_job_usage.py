@@ -1,4 +1,4 @@
-"""What jobs beside servers used, in reports. Real: both databases, services whose clock the test
+"""What batch jobs used, in reports. Real: both databases, services whose clock the test
 sets. Not real: what sacct says."""
 
 from __future__ import annotations

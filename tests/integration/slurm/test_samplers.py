@@ -219,8 +219,8 @@ LIES = {
     "nothing": (b"", "without response"),
     "no HTTP": (b"SSH-2.0-OpenSSH_9.2\r\n", "SSH-2.0"),
     "not found": (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "404"),
-    "a page": (b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>", "no JSON"),
-    "another": (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", "no sampler"),
+    "a page": (b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>", "not JSON"),
+    "another": (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", "not a sampler"),
     "older": (b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"version":0}', "install the same"),
     "endless": (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * (MOST_BYTES + 100_000), "more than"),
 }

@@ -154,7 +154,7 @@ async def test_losing_permission_refuses_the_ticket_at_once(
     await eve.hears("number 2 of 2")
     dan.refusal = NotAllowed(what="the environment 'lab'")
     assert (await dan.refused()).message == "You may not use the environment 'lab'."
-    await eve.hears("the only one in line")
+    await eve.hears("the only one in the queue")
     assert (dan.ticket.outcome, dan.ticket.end_reason) == (
         "refused",
         "You may not use the environment 'lab'.",
@@ -169,7 +169,7 @@ async def test_renamed_member_loses_the_waiting_ticket(services: Services, spawn
     dan = spawn("dan")
     dan.refusal = MemberGone(why="the member was renamed")
     said = (await dan.refused()).message
-    assert said.startswith("Your place in line is gone: the member was renamed.")
+    assert said.startswith("Your place in the queue is gone: the member was renamed.")
     assert (dan.ticket.outcome, dan.ticket.end_reason) == ("member_gone", "the member was renamed")
 
 
@@ -189,16 +189,16 @@ async def test_failing_permission_check_keeps_the_ticket(
     assert (await eve.lease()).server == ServerRef("eve")
     assert dan.ticket.outcome == "" and not dan.wait.done()
     dan.refusal = None
-    await dan.hears("next in line")
+    await dan.hears("next in the queue")
     free_one(services, "bob")
     assert (await dan.lease()).server == ServerRef("dan")
-    await fay.hears("the only one in line")
+    await fay.hears("the only one in the queue")
 
 
 async def test_ticket_priority_follows_current_groups(services: Services, spawn: Line) -> None:
     dan = spawn("dan")
     eve = spawn("eve", "course")
-    await eve.hears("next in line")
+    await eve.hears("next in the queue")
     eve.groups = frozenset()
     await eve.hears("number 2 of 2")
     assert (eve.ticket.group, eve.ticket.priority) == ("", dan.ticket.priority)
@@ -213,7 +213,7 @@ async def test_unreported_grant_reaches_the_spawn_or_ends_it(
 ) -> None:
     """As when the connection to the database is cut after it had written everything."""
     dan = spawn("dan")
-    await dan.hears("in line")
+    await dan.hears("in the queue")
     with services.line.lock:  # between two rounds
         free_one(services)
         granted = services.queue.start_ticket(dan.id)
@@ -233,7 +233,7 @@ async def test_ticket_end_is_written_after_a_busy_database(services: Services, s
     with busy(services):
         await spawn.queueing.end(dan.id, "cancelled", "the start was stopped", tell=False)
         assert dan.ticket.outcome == ""
-    await eve.hears("the only one in line")
+    await eve.hears("the only one in the queue")
     assert (dan.ticket.outcome, dan.ticket.end_reason) == ("cancelled", "the start was stopped")
     assert services.notifications.notices_of("dan") == []
 
@@ -243,7 +243,7 @@ async def test_returning_before_the_end_is_written_keeps_the_ticket(
     services: Services, spawn: Line
 ) -> None:
     dan, _ = spawn("dan"), spawn("eve")
-    await dan.hears("next in line")
+    await dan.hears("next in the queue")
     dan.wait.cancel()
     with busy(services):
         await spawn.queueing.end(dan.id, "cancelled", "the start was stopped")

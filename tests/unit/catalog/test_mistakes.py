@@ -63,7 +63,7 @@ hours: {max: .inf} => is inf, not a usable number
 hours: {default: two} => is 'two', not a usable number
 hours: {max: 1000000000} => is 1000000000; 8760 is the most. Write less
 models: A100 => is 'A100', not a list
-models: [7] => holds 7, which is no text
+models: [7] => holds 7, which is not text
 models: ['-'] => names no device model
 models: [] => 'models' of environment 'base' is empty
 models: [A100, A100] => names 'A100' twice
@@ -98,8 +98,8 @@ environment: {cuda_x: '1'} => is set by gpuspawner
 environment: {GPUSPAWNER_LEASE: x} => is set by gpuspawner
 environment: {JUPYTERHUB_USER: x} => is set by gpuspawner
 environment: {A: 1} => 'A' of 'environment' of environment 'base' is 1, not text
-environment: {'A B': x} => is no name of an environment variable
-environment: {A-B: x} => no name of an environment variable
+environment: {'A B': x} => is not a name of an environment variable
+environment: {A-B: x} => is not a name of an environment variable
 spawner_override: {image: other} => the environment has a key of that name
 spawner_override: {device_requests: []} => the lease decides which devices
 spawner_override: {volumes: {a: /b}} => mounts come from 'datasets'
@@ -257,9 +257,9 @@ def assert_names_line(text: str, line: int, words: str) -> None:
         ),
         (entry("image: twice"), 4, "the key 'image' was already written on line 3"),
         (entry("environment: {A: x, A: y}"), 4, "the key 'A' was already written on line 4"),
-        (entry("environment: {1: x}"), 4, "the key 1 is no text. Put it in quotes"),
-        (entry("environment: {on: x}"), 4, "the key on is no text"),
-        (entry("environment: {[a]: x}"), 4, "the key here is no text"),
+        (entry("environment: {1: x}"), 4, "the key 1 is not text. Put it in quotes"),
+        (entry("environment: {on: x}"), 4, "the key on is not text"),
+        (entry("environment: {[a]: x}"), 4, "the key here is not text"),
         (entry("environment: &a {A: *a}"), 4, "this value refers to itself"),
         (entry("description: 2025-13-01"), 4, "'2025-13-01' cannot be read as it stands"),
         (entry("description: !!int x"), 4, "'x' cannot be read"),

@@ -30,7 +30,7 @@ from gpuspawner.queue.positions import Outlook
 
 MINUTE = timedelta(minutes=1)
 CLOSE = "Not enough are free now: "
-WAIT = "you would wait in line."
+WAIT = "you would wait in the queue."
 TORCH = Environment(
     image="lab",
     slug="torch",
@@ -59,7 +59,7 @@ def busy(**known: Any) -> Outlook:
 )
 def test_card_and_form_state_the_expected_wait(known: dict[str, Any], wait: str) -> None:
     assert said(busy(**known)) == f"0 of 8 GPUs free now, {wait} wait"
-    assert sentence(busy(**known)) == f"{CLOSE}expect to wait {wait} in line."
+    assert sentence(busy(**known)) == f"{CLOSE}expect to wait {wait} in the queue."
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_large_notebooks_are_truncated() -> None:
     ["", "{", "[]", "null", '{"cells": []}', '{"nbformat": 3, "worksheets": []}', "[" * 9**6],
 )
 def test_invalid_notebook_is_rejected(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^is no notebook"):
+    with pytest.raises(ValueError, match=r"^is not a notebook"):
         read_notebook(text)
 
 

@@ -132,11 +132,11 @@ def test_special_rates_are_parsed_in_their_time_zone() -> None:
         ({"rate": "0." + "1" * 18}, "has more than six decimals"),
         ({"rate": 1, "model": ""}, "'' names no device model"),
         ({"rate": 1, "environment": 3}, "3 names no environment"),
-        ({"rate": 1, "slots": 0}, "0 is no number of slots"),
-        ({"rate": 1, "slots": True}, "True is no number of slots"),
-        ({"rate": 1, "hours": "late"}, "'late' are no hours of the week"),
-        ({"rate": 1, "from": "tomorrow"}, "'tomorrow' is no date"),
-        ({"rate": 1, "from": "0001-01-01"}, "is no date"),
+        ({"rate": 1, "slots": 0}, "0 is not a number of slots"),
+        ({"rate": 1, "slots": True}, "True is not a number of slots"),
+        ({"rate": 1, "hours": "late"}, "'late' are not hours of the week"),
+        ({"rate": 1, "from": "tomorrow"}, "'tomorrow' is not a date"),
+        ({"rate": 1, "from": "0001-01-01"}, "is not a date"),
     ],
 )
 def test_invalid_special_rate_is_rejected_with_its_number(entry: Any, sentence: str) -> None:
@@ -146,7 +146,7 @@ def test_invalid_special_rate_is_rejected_with_its_number(entry: Any, sentence: 
     assert sentence in caught.value.message
     with pytest.raises(ConfigError, match=r"Entry 2 .*: entry 1 is for the same"):
         special_rates([{"model": "A100-80GB", "rate": 1}, {"model": "80gb a100", "rate": 2}], "UTC")
-    with pytest.raises(ConfigError, match="'Mars' is no time zone"):
+    with pytest.raises(ConfigError, match="'Mars' is not a time zone"):
         special_rates([{"rate": 1, "from": "2026-10-01"}], "Mars")
 
 
@@ -260,7 +260,7 @@ def test_invalid_rate_is_rejected_with_its_model(value: Any) -> None:
     [
         *(({key: 1}, "names no device model") for key in ("", "  ", "--", 100, None)),
         ({"A100-80GB": 1, "80gb a100": 2}, "'A100-80GB' and '80gb a100' name the same"),
-        ([("A100", 1)], "is no mapping"),
+        ([("A100", 1)], "is not a mapping"),
     ],
 )
 def test_invalid_rate_card_is_rejected(config: Any, said: str) -> None:
@@ -309,13 +309,15 @@ def test_week_hours_are_parsed(text: str, hours: set[int]) -> None:
     "text", ["", "Moon", "Mon,", "Mon 25-3", "24-3", "8-8", "1:30-3", "Mon-", "9", "-1-3", 5, None]
 )
 def test_invalid_week_hours_are_rejected(text: object) -> None:
-    with pytest.raises(ValueError, match=r"are no hours of .* like 'Mon-Fri 20-8, Sat, Sun'"):
+    with pytest.raises(ValueError, match=r"are not hours of .* like 'Mon-Fri 20-8, Sat, Sun'"):
         WeekHours.parse(text, "UTC")
 
 
 @pytest.mark.parametrize("zone", ["", "Mars/Base", "..", "/etc/passwd", "Europe", "a\0b"])
 def test_invalid_time_zone_is_rejected(zone: str) -> None:
-    with pytest.raises(ValueError, match="is no time zone: write a name such as 'Europe/Vienna'"):
+    with pytest.raises(
+        ValueError, match="is not a time zone: write a name such as 'Europe/Vienna'"
+    ):
         WeekHours.parse("20-8", zone)
 
 

@@ -100,7 +100,7 @@ NO_RULES = (
         ("FREQ=DAILY;UNTIL=never", "UNTIL=NEVER is neither"),
         *((f"FREQ=DAILY;{part}", f"see '{part}'") for part in UNKNOWN),
         ("INTERVAL=2", "does not say how often"),
-        *((rule, "no recurrence rule") for rule in NO_RULES),
+        *((rule, "not a recurrence rule") for rule in NO_RULES),
     ],
 )
 def test_invalid_recurrence_rule_is_rejected_with_an_example(rule: str, words: str) -> None:

@@ -248,7 +248,7 @@ def test_reversal_nets_zero_for_every_account(amounts: list[int]) -> None:
         assert entry.amount_for(account) + undone.amount_for(account) == 0
 
 
-# What jobs beside servers owe.
+# What batch jobs owe.
 
 
 SECONDS = st.integers(0, 10**8)

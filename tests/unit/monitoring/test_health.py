@@ -180,7 +180,7 @@ def test_xid_classes_are_unique_and_match_the_readme() -> None:
     assert len(rows) == len(causes) + len(classes) + 4  # two headings
 
     assert checked_actions({"hot": "watch", "xid 79": "ignore"})
-    with pytest.raises(ValueError, match="'warm' is no cause: write \"xid 79\""):
+    with pytest.raises(ValueError, match="'warm' is not a cause: write \"xid 79\""):
         checked_actions({"warm": "drain"})
     with pytest.raises(ValueError, match="'hot' is to 'burn'; write ignore, watch or drain"):
         checked_actions({"hot": "burn"})

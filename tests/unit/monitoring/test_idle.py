@@ -177,8 +177,8 @@ def test_idle_policy_entries_override_only_their_settings() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"ml101": {}}, "'ml101' is no server's"),
-        ({"group:": {}}, "'group:' is no server's"),
+        ({"ml101": {}}, "'ml101' names no servers"),
+        ({"group:": {}}, "'group:' names no servers"),
         ({"*": {"mod": "off"}}, "there are countdown_minutes"),
         ({"*": {"mode": "kill"}}, "write off, advise or enforce"),
         ({"*": {"mode": ""}}, "write off, advise or enforce"),

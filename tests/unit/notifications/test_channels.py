@@ -66,24 +66,24 @@ def test_channel_can_be_configured_by_url_alone() -> None:
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        ({}, "is no URL; write it like mailtos://"),
+        ({}, "is not a URL; write it like mailtos://"),
         (5, "must be a URL, or a dictionary of texts"),
         ({"url": 5}, "must be a URL, or a dictionary of texts"),
         ({"url": MAIL, "adress": "x"}, "has 'adress'; there are example, label, pattern, url"),
-        ("mail.lab.example", "is no URL"),
+        ("mail.lab.example", "is not a URL"),
         ("json://{address}/path", "may only be in the path, or the value of a parameter"),
         ("json://{address}:80/path", "may only be in the path"),
         ("json://me@x.{address}", "may only be in the path"),
-        ("{address}://host/path", "places|is no URL|may only be"),
+        ("{address}://host/path", "places|is not a URL|may only be"),
         ("json://host/?{address}=smtp.example", "may only be in the path"),
         ("mailto://host?smtp=x&a{address}b=c", "may only be in the path"),
         ("json://host/{user}", r"may have the places \{address\}, \{env:NAME\}"),
         ("json://host/{}", "may have the places"),
         ("json://host/{address", "may have the places"),
         ("json://host/{file:secret}", "write the whole path"),
-        ({"url": MAIL, "pattern": "("}, "is no regular expression"),
-        ({"url": MAIL, "example": "ada"}, "the example of .*'ada' is no address"),
-        ({"url": CHAT, "pattern": "@.+", "example": "#ada"}, "'#ada' is no address"),
+        ({"url": MAIL, "pattern": "("}, "is not a regular expression"),
+        ({"url": MAIL, "example": "ada"}, "the example of .*'ada' is not an address"),
+        ({"url": CHAT, "pattern": "@.+", "example": "#ada"}, "'#ada' is not an address"),
     ],
 )
 def test_invalid_channel_is_rejected_by_name(value: Any, sentence: str) -> None:
@@ -96,7 +96,7 @@ def test_invalid_channel_is_rejected_by_name(value: Any, sentence: str) -> None:
     ("channels", "default", "sentence"),
     [
         *(
-            ({name: MAIL}, {}, "is no name")
+            ({name: MAIL}, {}, "is not a name")
             for name in ("", "Mail", "a b", "a:b", "1st", "x" * 40, 5)
         ),
         (BOTH, {"two": "{user}@lab.example"}, "names no channel; there are: mail, team"),
@@ -152,12 +152,12 @@ def test_invalid_mail_address_is_rejected_with_an_example(address: str) -> None:
 @pytest.mark.parametrize("address", [".", "..", "../x", "x/..", "x/./y", "/..", "x/../../y"])
 def test_address_cannot_change_the_url_path(address: str) -> None:
     channel = one({"url": "json://chat.example/hook/{address}", "pattern": ".+"})
-    with pytest.raises(InvalidRequest, match="is no address"):
+    with pytest.raises(InvalidRequest, match="is not an address"):
         channel.check(address)
-    with pytest.raises(InvalidRequest, match="is no address"):
+    with pytest.raises(InvalidRequest, match="is not an address"):
         channel.fill(address, {})
     prefixed = one({"url": "json://chat.example/hook/.{address}", "pattern": ".+"})
-    with pytest.raises(InvalidRequest, match="is no address"):
+    with pytest.raises(InvalidRequest, match="is not an address"):
         prefixed.check("." if address != "." else "/x")
     for fine in ("...", ".x", "x..y", "a.b/c"):
         assert channel.check(fine) == fine

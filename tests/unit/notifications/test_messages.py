@@ -21,7 +21,7 @@ def ended(**values: Any) -> Notice:
 def test_message_has_a_title_and_a_one_line_body() -> None:
     notice = ended(reason="an admin cancelled it")
     assert (notice.key, notice.user, notice.at) == ("ended:1", "ada", NOW)
-    assert notice.title == "Your place in line is gone"
+    assert notice.title == "Your place in the queue is gone"
     body = "an admin cancelled it. Start the server again to get a new place."
     assert notice.body == body
 

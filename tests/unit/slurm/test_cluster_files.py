@@ -155,7 +155,7 @@ def test_second_config_run_changes_nothing_and_keeps_edits(
         (["--engine", "https://{host}:2376"], "tls"),
         (["--engine", "ssh://$(id)@{host}"], "ssh://USER@NODE"),
         (["--tls", "/nowhere"], "cannot be read"),
-        (["--controller", "a b"], "is no host"),
+        (["--controller", "a b"], "is not a host"),
         (["--set", "Epilog"], "NAME=VALUE"),
         (["--set", "Epilog=/x\nNodeName=evil"], "NAME=VALUE"),
     ],

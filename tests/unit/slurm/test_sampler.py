@@ -99,8 +99,8 @@ def test_missing_port_defaults_to_the_url_scheme() -> None:
 
 BAD_LOOKS: list[Any] = [{}, [1], [EMPTY] * (MOST_LOOKS + 1)]
 NO_ANSWERS = {
-    "no JSON": [b"", b"<html>", b"[" * 50_000, b"\xff\xfe\x00", b"9" * 5000],
-    "no sampler of gpuspawner": [b"[]", b"{}"],
+    "not JSON": [b"", b"<html>", b"[" * 50_000, b"\xff\xfe\x00", b"9" * 5000],
+    "not a sampler of gpuspawner": [b"[]", b"{}"],
     "install the same gpuspawner": [said(version=2)],
     "another version": [said(version=None)],
     "makes no sense": [

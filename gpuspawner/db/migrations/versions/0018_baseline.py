@@ -1,7 +1,7 @@
 """The baseline: every table, index and trigger of the first release.
 
 Written by Alembic from the tables in :mod:`gpuspawner.db.schema`, with the triggers that keep the
-ledger, the audit trail and its chain append-only. What changes the schema from here on is a
+ledger, the audit log and its chain append-only. What changes the schema from here on is a
 migration of its own; this one stays as it is.
 
 Revision ID: 0018
@@ -22,7 +22,7 @@ down_revision = None
 _APPEND_ONLY = {
     "transfers": ("", "the ledger is append-only: correct it by a reversal"),
     "postings": ("", "the ledger is append-only: correct it by a reversal"),
-    "audit": ("audit_", "the audit trail is append-only"),
+    "audit": ("audit_", "the audit log is append-only"),
     "chain": ("chain_", "the chain is append-only"),
 }
 """Each table that never changes, with the prefix of its PostgreSQL function and what that says."""
