@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 OWN_CLUSTER = ("test_from_one_box.py", "test_power.py", "test_spare.py")
 """Files of tests/slurm whose tests start a cluster of their own."""
-SHARED_HUB = ("test_containers.py", "test_members.py")
-"""Files of tests/attacks whose tests share a hub."""
 SLOWEST = ("test_wheel.py", "test_demo.py", "test_benchmarks.py", "test_kill_loop.py")
 ORDER = ("unit", "golden", "integration", "engines", "hub", "slurm", "attacks", "gpu")
 NO_GPU = "no NVIDIA GPU on this machine"
@@ -335,16 +333,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # there is no such hook where one process runs everything
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files are shared among processes; those with the shared Slurm go to one, for its cluster,
-    and those that attack the same hub to one, for the hub."""
+    """Files are shared among processes; those with the shared Slurm go to one, for its cluster."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            folder, _, name = file.rpartition("/")
-            shares = folder == "tests/slurm" and name not in OWN_CLUSTER
-            return folder if shares or (folder == "tests/attacks" and name in SHARED_HUB) else file
+            shares = file.startswith("tests/slurm/") and Path(file).name not in OWN_CLUSTER
+            return "tests/slurm" if shares else file
 
     return Files(config, log)
 

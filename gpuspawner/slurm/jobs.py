@@ -127,6 +127,8 @@ _ENDS = {
     "NODE_FAIL": "its machine was lost",
     "PREEMPTED": "its GPUs were given to somebody who goes first",
 }
+ENDS_BY_SLURM = frozenset(text for state, text in _ENDS.items() if state != "CANCELLED")
+"""Ends that no cancellation of ours causes."""
 
 
 def read_jobs(slurm: Slurm) -> list[SlurmJob]:

@@ -21,6 +21,7 @@ from ..leases.models import LeaseState, Request, ServerRef, Terms
 from ..slurm.cluster import Node
 from ..slurm.engine import CGROUP_V1, nest
 from ..slurm.images import QUICK, WantedImage, connector
+from ..slurm.jobs import ENDS_BY_SLURM
 from ..slurm.scheduler import SlurmDelegate
 from .docker import GPUDockerSpawner
 from .mixin import ExitStatus
@@ -312,4 +313,6 @@ class GPUSlurmSpawner(GPUDockerSpawner):
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineUnavailable()
             await asyncio.sleep(0.25)
-        return ExitStatus(gone=True, ended_at=over.ended_at)
+        # Slurm was about to end the job if its epilog had removed the container already.
+        why = "" if self.stopped_at or over.detail not in ENDS_BY_SLURM else over.detail
+        return ExitStatus(gone=True, ended_at=over.ended_at, detail=why)

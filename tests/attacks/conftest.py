@@ -15,11 +15,11 @@ from tests.support.engine import PrivateEngine
 from tests.support.processes import wait_for
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def hub(
     hubs: None, engine: PrivateEngine, images: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[AttackHub]:
-    """One hub for all attacks on it, and nothing left in the engine for whoever comes next."""
+    """The attacked hub; it leaves nothing in the engine for whoever comes next."""
     with AttackHub(tmp_path_factory.mktemp("attacks") / "hub", engine) as hub:
         page = f"{hub.url}/services/gpu/static/gpu.css"
         wait_for(lambda: requests.get(page, timeout=60).ok, "the service's pages", timeout=60)

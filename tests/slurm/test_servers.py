@@ -360,12 +360,18 @@ def test_preempted_server_ends_with_the_reason(hub: SlurmHub, cluster: SlurmClus
     preempted = {"normal", cluster.run("squeue", "-h", "-t", "R", "-o", "%q").strip()}
     words = ("modify", "qos", "high", "set", f"preempt={','.join(preempted)}")
     cluster.run("sacctmgr", "-i", "-Q", *words)
-    job = cluster.hold("urgent", "--qos=high", "--gres=gpu:h100:1")
+    node = hub.node_of(lease)
+    with cluster.epilog_waits(node):
+        job = cluster.hold("urgent", "--qos=high", "--gres=gpu:h100:1")
+        # The container is gone before Slurm has ended the job, and the hub sees that.
+        stops = "the hub to stop the server"
+        wait_for(lambda: (hub.server("ann") or {}).get("pending") == "stop", stops)
+        assert not hub.containers(node)
     cluster.wait_state(job, "RUNNING")
     ended = hub.wait_end(lease)
     assert "given to somebody who goes first" in ended.end_reason
     wait_for(lambda: hub.server("ann") is None, "the hub to know")
-    assert not hub.containers(hub.node_of(lease))
+    assert not hub.containers(node)
     assert not [name for name in jobs(cluster) if name.startswith("gpuspawner-")]
 
 

@@ -30,6 +30,12 @@ LARGE_PHONE = ViewportSize(width=390, height=844)
 
 ACROSS = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 """Pixels by which a page is wider than its window."""
+STICKING_OUT = """
+[...document.querySelectorAll("body *")].filter(
+    e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1
+).map(e => e.outerHTML.slice(0, 200))
+"""
+"""The elements that make it so, the outermost first."""
 DRAWN = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 """What is laid out anew after a change of size has been drawn."""
 OUTSIDE = """
@@ -142,7 +148,8 @@ def look_over(page: Page, name: str, *rules: str, accessible: bool = True) -> No
         page.set_viewport_size(size)
         page.evaluate(DRAWN)
         screenshot(page, f"{name}-{suffix}")
-        assert page.evaluate(ACROSS) <= 0, f"{name}: wider than its window on {suffix}"
+        wider = f"{name} is wider than its window on {suffix}"
+        assert page.evaluate(ACROSS) <= 0, f"{wider}: {page.evaluate(STICKING_OUT)[:5]}"
         if accessible:
             troubles = axe.troubles(page, *rules)
             assert troubles == [], f"{name} on {suffix}: {troubles}"

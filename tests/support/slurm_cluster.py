@@ -13,8 +13,9 @@ import re
 import secrets
 import signal
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -68,7 +69,10 @@ if [ -e "$here/WHICH-fails" ]; then
     echo "made to fail by a test" >&2
     exit 1
 fi
-DOCKER_HOST=unix://$here/docker.sock SLURM_CONF=FOLDER/etc/slurm.conf exec OURS
+DOCKER_HOST=unix://$here/docker.sock SLURM_CONF=FOLDER/etc/slurm.conf OURS
+status=$?
+while [ -e "$here/WHICH-waits" ]; do sleep 0.1; done
+exit $status
 """
 
 
@@ -191,6 +195,16 @@ class SlurmCluster(SlurmClient):
     def fail_epilog(self, node: Node) -> None:
         """From now on the node's epilog fails, which drains the node."""
         self._trap(node).touch()
+
+    @contextmanager
+    def epilog_waits(self, node: Node) -> Iterator[None]:
+        """Meanwhile the epilog has done its work and does not end, so that no job of it ends."""
+        mark = node.engine.directory / "epilog-waits"
+        mark.touch()
+        try:
+            yield
+        finally:
+            mark.unlink()
 
     def mend_epilog(self, node: Node) -> None:
         """It works again; the node still has to be resumed."""
