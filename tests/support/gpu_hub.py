@@ -136,11 +136,15 @@ class GPUHub(HubProcess):
         return int(kept)
 
     def records(self) -> dict[str, list[Any]]:
-        """Every row of leases and credits: two of these are equal when nothing changed."""
+        """Every row of leases and credits: two of these are equal when nothing changed.
+
+        Without the mark of leases that are in the totals, which the service sets some time later.
+        """
         with self._database.connect() as connection:
             return {
-                table.name: sorted(map(repr, connection.execute(sa.select(table))))
+                table.name: sorted(map(repr, connection.execute(sa.select(*columns))))
                 for table in RECORDS
+                if (columns := [c for c in table.c if c is not db_schema.leases.c.days])
             }
 
     @contextmanager
