@@ -328,6 +328,9 @@ def test_cancelled_starts_are_charged_only_if_running(
         time.sleep(chance.uniform(0.0, 0.5))
         hub.api("DELETE", f"users/{member}/server").raise_for_status()
         answers.join()
+        found = hub.server(member)
+        if found and found["ready"] and not found["pending"]:  # the stop came before the start
+            hub.stop_server(member)
         wait_for(lambda: hub.server(member) is None, "the stop")
         wait_for(lambda: not hub.open_leases(), "the release")
         wait_for(lambda: not hub.containers(), "the container's removal")
