@@ -30,7 +30,7 @@ GPUSampler._owners = owners
 
 HANGS = """
 import signal, time
-from gpuspawner.service import supervisor as watchdog
+from gpuspawner.service import worker as watchdog
 watchdog.HANGS_SECONDS, watchdog.STEP_SECONDS = 2.0, 0.1
 def hang_for_good(*_):
     while True:
