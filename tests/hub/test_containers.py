@@ -28,6 +28,7 @@ from tests.support.processes import command_of, free_port, wait_for
 CONFIG = """
 c.Accounting.reconcile_seconds = 3
 c.GPUMonitoring.containers_seconds = 1
+c.Spawner.poll_interval = 3600  # only the accounting service looks for servers that are gone
 c.GPUDockerSpawner.disk_limit = "60M"
 c.GPUDockerSpawner.workspace = "disk-{{username}}"
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
