@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
@@ -123,16 +123,10 @@ class DockerEngine:
         engine's list of containers, if the caller has it. Raises EngineUnavailable.
         """
         found = {}
-        for listed in self._list() if among is None else among:
-            owner = (listed.get("Labels") or {}).get(LABEL_LEASE, "")
-            is_its_own = (
-                owner == lease.id
-                or listed["Id"] == lease.engine_ref
-                or (name and f"/{name}" in (listed.get("Names") or ()))
-            )
-            # The engine's word for a running container; others hold no device.
-            may_hold = bool(lease.devices) and not owner and listed.get("State") not in _AT_REST
-            if not (is_its_own or may_hold) or (state := self.inspect(listed["Id"])) is None:
+        for listed, is_its_own in _candidates(
+            self._list() if among is None else among, lease, name
+        ):
+            if (state := self.inspect(listed["Id"])) is None:
                 continue
             if is_its_own or was_given(state, lease, self._stamp_error()):
                 found[state["Id"]] = state
@@ -143,6 +137,16 @@ class DockerEngine:
         if not tells and lease.engine_id and lease.engine_id != self.identity():
             raise AnotherEngine()
         return list(found.values())
+
+    def is_only_holder(self, container_id: str, lease: Lease, name: str) -> bool:
+        """Return True if this container has ended and no other may hold the lease's devices.
+
+        False also means that the containers have to be inspected: see :meth:`holders`. Raises
+        EngineUnavailable.
+        """
+        found = [listed for listed, _ in _candidates(self._list(), lease, name)]
+        ids = [listed["Id"] for listed in found]
+        return ids == [container_id] and found[0].get("State") in _AT_REST
 
     def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
         """Return what happened to the servers of ``leases`` that are not in ``found``.
@@ -195,6 +199,23 @@ class DockerEngine:
 def is_alive(container: dict[str, Any]) -> bool:
     """Return True unless the container has exited."""
     return container["State"].get("Status") not in ENDED
+
+
+def _candidates(
+    listed: Iterable[dict[str, Any]], lease: Lease, name: str
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield the listed containers that may hold a lease's devices, and True for the lease's own."""
+    for each in listed:
+        owner = (each.get("Labels") or {}).get(LABEL_LEASE, "")
+        is_its_own = (
+            owner == lease.id
+            or each["Id"] == lease.engine_ref
+            or bool(name and f"/{name}" in (each.get("Names") or ()))
+        )
+        # The engine's word for a running container; others hold no device.
+        may_hold = bool(lease.devices) and not owner and each.get("State") not in _AT_REST
+        if is_its_own or may_hold:
+            yield each, is_its_own
 
 
 def belongs_to(container: dict[str, Any], lease: Lease) -> bool:

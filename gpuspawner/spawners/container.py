@@ -41,6 +41,12 @@ ENGINE_ERRORS = (DockerException, OSError)
 FRESH_SECONDS = 2.0
 """Maximum age in seconds of an engine's answer that was requested ahead of its use."""
 
+LOOKS_AT_REMOVAL = 5
+"""How often a stop asks whether the engine has begun to remove a container, before it waits."""
+
+PAUSE_OF_LOOKS = 0.003
+"""Seconds before each of these questions; the engine needs about as long to begin."""
+
 THREADS = 16
 """Docker calls that may run at once; DockerSpawner alone has one thread for all members."""
 
@@ -102,7 +108,9 @@ class PrefetchedAnswer:
         """When the query started, and its task."""
 
     def ask(self) -> None:
-        """Start the query."""
+        """Start the query, unless one has just been started."""
+        if self._is_fresh():
+            return
         asked = asyncio.ensure_future(self._question())
         # Mark its exception as retrieved, since nobody may take the answer.
         asked.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -110,10 +118,12 @@ class PrefetchedAnswer:
 
     async def take(self) -> str:
         """Return the answer; query again if it was not requested or is older than FRESH_SECONDS."""
+        is_fresh = self._is_fresh()
         asked, self._asked = self._asked, None
-        if asked is None or time.monotonic() - asked[0] > FRESH_SECONDS:
-            return await self._question()
-        return await asked[1]
+        return await (asked[1] if asked and is_fresh else self._question())
+
+    def _is_fresh(self) -> bool:
+        return self._asked is not None and time.monotonic() - self._asked[0] <= FRESH_SECONDS
 
 
 def explanation(error: Exception) -> str:

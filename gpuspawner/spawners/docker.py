@@ -38,6 +38,8 @@ from ..storage.service import FolderMount
 from .container import (
     ENGINE_ERRORS,
     FRESH_SECONDS,
+    LOOKS_AT_REMOVAL,
+    PAUSE_OF_LOOKS,
     ContainerSettings,
     EngineAbilities,
     EngineCalls,
@@ -271,6 +273,9 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     """When the engine reported that nothing but this container, which had ended, could hold the
     lease's devices; and the ids of the container and the lease."""
     _removed = ""
+    _removal: asyncio.Future[None] | None = None
+    _inspection: dict[str, Any] | None = None
+    """What the engine answered when DockerSpawner asked for the address of the container."""
     _kept = SavedContainer()
     _plain: Plain | None = None
     _folders: tuple[FolderMount, ...] = ()
@@ -361,7 +366,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             self.touched = True
             kwargs = self.placed(kwargs)
         elif method != "start":
-            return await self.calls.call(method, *args, **kwargs)
+            answer = await self.calls.call(method, *args, **kwargs)
+            if method == "inspect_container":
+                self._inspection = answer
+            return answer
         # The call outlives a cancelled spawn. Keep a reference, so that the release waits for
         # it and sees its result.
         self.touched = True
@@ -550,6 +558,8 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     async def start(self) -> Any:
         """Start as DockerSpawner does, and explain every failure in words."""
         try:
+            if self._removal is not None:
+                await asyncio.wait([self._removal])
             self._kept = SavedContainer() if self.remove else await self._keep()
             self._identity.ask()
             return await super().start()
@@ -582,6 +592,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         Without either, the image that the admin configured stays.
         """
         super().apply_environment(environment)
+        self._identity.ask()  # while the lease is written
         if image := self.own_image or environment.image:
             self.image = image
 
@@ -641,33 +652,57 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         """
         await super().stop_object()
         self.stopped_at = self.services.clock()
-        container_id, lease, asked_at = self.container_id, self.lease, time.monotonic()
+        container_id, asked_at = self.container_id, time.monotonic()
         self._last_alone, self._removed = None, ""
-        container = None
-        if lease is None or self._is_changing():
-            container = await self._inspected()
-        else:
+        if self.remove and self.lease is not None and not self._is_changing():
             with suppress(*ENGINE_ERRORS, EngineUnavailable):
-                found = await self._holders(lease)
-                container = next((each for each in found if each["Id"] == container_id), None)
-                if container and len(found) == 1 and not is_alive(container):
-                    self._last_alone = asked_at, container_id, lease.id
-        if container is not None:
+                question = self.server_engine().is_only_holder
+                if await self.calls.ask(question, container_id, self.lease, self.object_name):
+                    self._last_alone = asked_at, container_id, self.lease.id
+                    return  # the removal shows when it ended
+        if (container := await self._inspected()) is not None:
             self.finished_at = sighting_of(container).ended_at
 
     async def remove_object(self) -> None:
-        """Remove the container as DockerSpawner does, unless it is already being removed."""
-        await self._remove(self.object_id)
+        """Remove the container as DockerSpawner does, unless it is already being removed.
+
+        The engine first marks it dead, and nobody can start it again: a stop does not wait until
+        the engine has deleted the files as well, but the next start of the server does.
+        """
+        container_id = self.object_id
+        removal = asyncio.ensure_future(self._remove(container_id))
+        if self._last_alone is not None and self._last_alone[1] == container_id:
+            for _ in range(LOOKS_AT_REMOVAL):
+                await asyncio.wait([removal], timeout=PAUSE_OF_LOOKS)
+                container = None if removal.done() else await self._inspected(container_id)
+                if container is None:
+                    break
+                self.finished_at = sighting_of(container).ended_at
+                if container["State"].get("Dead"):
+                    self._removed, self._removal = container_id, removal
+                    removal.add_done_callback(self._note_removal)
+                    return
+        await removal
+        left = await self._inspected(container_id)
+        if left is not None and left["State"].get("Dead"):  # an earlier stop is removing it
+            with suppress(*ENGINE_ERRORS):
+                await self.calls.call("wait", container_id, condition="removed")
+
+    def _note_removal(self, removal: asyncio.Future[None]) -> None:
+        if not removal.cancelled() and (error := removal.exception()) is not None:
+            self.log.warning("The container of %s is left: %s", self.server_ref, error)
 
     async def engine_started_at(self) -> datetime | None:
         """Return when the container was started, by the engine's clock; None if unknown."""
-        container = await self._inspected()
+        container, self._inspection = self._inspection, None
+        if container is None or container["Id"] != self.container_id or not is_alive(container):
+            container = await self._inspected()
         return sighting_of(container).started_at if container else None
 
-    async def _inspected(self) -> dict[str, Any] | None:
+    async def _inspected(self, container_id: str = "") -> dict[str, Any] | None:
         """Return the container as the engine describes it; None if it is gone or unknown."""
         with suppress(*ENGINE_ERRORS):
-            return await self._inspect(self.container_id)
+            return await self._inspect(container_id or self.container_id)
         return None
 
     async def create_plain(self, plain: Plain) -> None:

@@ -17,7 +17,7 @@ from tests.support.processes import REPO
 
 SHORTEST = {
     "spawn": (),
-    "click_to_lab": ("--cold", "1", "--nothing-ahead"),
+    "click_to_lab": ("--cold", "1"),
     "burst": ("--servers", "3"),
     "poll_during_pull": (),
     "hub_overhead": ("--leases", "5"),

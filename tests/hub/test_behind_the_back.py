@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -30,6 +32,7 @@ CONFIG = f"""
 c.GPURates.by_model = {{"*": 3600}}  # a credit a second
 c.GPUCredits.opening_grant = {GRANT}
 c.Spawner.poll_interval = {POLL}
+c.JupyterHub.allow_named_servers = True
 """
 
 
@@ -212,6 +215,35 @@ def test_device_release_waits_for_restarted_container(
     [ended] = hub.leases(member)
     assert ended.id == lease.id and ended.ended_at is not None
     assert_next_gets_it(hub, member)
+
+
+def fill(engine: PrivateEngine, container: str) -> None:
+    """Write so many files into a container that the engine needs long to delete them."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for number in range(30_000):
+            archive.addfile(tarfile.TarInfo(f"file-{number}"))
+    engine.client.put_archive(container, "/tmp", packed.getvalue())
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["stopped", "named-and-removed"])
+def test_server_starts_again_while_its_container_is_deleted(
+    hub: GPUHub, engine: PrivateEngine, member: str, removed: bool
+) -> None:
+    """A stop does not wait for it, the next start of the server does.
+
+    A named server that was removed gets another spawner, which knows nothing of the first.
+    """
+    name = "two" if removed else ""
+    hub.spawn_and_wait(member, {"gpus": 1}, name)
+    [earlier] = hub.containers()
+    fill(engine, earlier["Id"])
+    path = f"users/{member}/servers/two" if removed else f"users/{member}/server"
+    hub.api("DELETE", path, json={"remove": removed}).raise_for_status()
+    assert not hub.open_leases(member)
+    hub.spawn_and_wait(member, {"gpus": 1}, name)
+    assert engine.client.containers(all=True, quiet=True) == [{"Id": hub.containers()[0]["Id"]}]
+    hub.stop_server(member, name)
 
 
 def test_next_start_ends_a_renamed_container(

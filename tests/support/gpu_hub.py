@@ -156,11 +156,11 @@ class GPUHub(HubProcess):
     # What runs, and what members see.
 
     def containers(self) -> list[dict[str, Any]]:
-        """Every container that carries a lease's id, also those that have exited."""
+        """Every container with a lease's id, also one that has exited, but none being removed."""
         found: list[dict[str, Any]] = self.engine.client.containers(
             all=True, filters={"label": LABEL_LEASE}
         )
-        return found
+        return [each for each in found if each["State"] not in ("removing", "dead")]
 
     def container_of(self, member: str) -> str:
         """The id of the container of a member's running server."""
