@@ -194,7 +194,7 @@ class DeviceService:
         return self._reopen(GRANTING, "resume", actor, reason)
 
     def drain(self, device: str, *, actor: str, reason: str = "") -> bool:
-        """Grant a device (UUID or index) to nobody new; the session on it ends normally.
+        """Drain a device (UUID or index): the session on it ends normally, no new one starts.
 
         Returns False if it was already drained. Raises InvalidRequest for an unknown device. Where
         an external scheduler allocates devices, the whole machine is drained; see

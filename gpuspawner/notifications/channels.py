@@ -91,7 +91,7 @@ class Channel:
             raise InvalidRequest(f"The kinds for {self.label} must be a list.", field=self.name)
         known = {kind.value: kind for kind in KINDS}
         if unknown := [kind for kind in kinds if not isinstance(kind, str) or kind not in known]:
-            sentence = f"{str(unknown[0])[:60]!r} is nothing to be told of: there are "
+            sentence = f"{str(unknown[0])[:60]!r} is not a kind of notification: there are "
             raise InvalidRequest(sentence + ", ".join(known) + ".", field=self.name)
         chosen = frozenset(known[kind] for kind in kinds)
         if not chosen and not address.strip():

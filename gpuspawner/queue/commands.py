@@ -372,7 +372,7 @@ def drain(settings: Settings, device_name: str, reason: str) -> None:
     device = services.devices.find_device(device_name)
     done = services.devices.drain(device.uuid, actor=actor(), reason=reason)
     closure = services.devices.closures().get(device.uuid)
-    text = f"{_named(device)} is drained: nobody new gets it."
+    text = f"{_named(device)} is drained: no new session starts on it."
     if not done and closure:
         text = f"Nothing changed: {closure.actor} drained {_named(device)} at {local(closure.at)}."
     if done:

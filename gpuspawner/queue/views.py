@@ -34,8 +34,8 @@ DONE = {
     "cancel": "The ticket is cancelled, and its member is told why.",
     "pause": "Granting is paused.",
     "resume": "GPUs are given out again.",
-    "drain": "The GPU is drained: nobody new gets it.",
-    "drain-machine": "The whole machine is drained: nobody new gets any of its GPUs.",
+    "drain": "The GPU is drained: no new session starts on it.",
+    "drain-machine": "The whole machine is drained: no new session starts on its GPUs.",
     "undrain": "The GPU is given out again.",
     "undrain-machine": "The whole machine is given out again.",
     "nothing": "It was so already: nothing was changed.",
@@ -289,7 +289,7 @@ TICKET_ACTIONS = {
 }
 
 DEVICE_ACTIONS = {
-    "drain": Action("Drain a device: nobody new gets it.", WhyBody),
+    "drain": Action("Drain a device: no new session starts on it.", WhyBody),
     "undrain": Action("Undrain a device.", WhyBody),
 }
 

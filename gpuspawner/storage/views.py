@@ -23,7 +23,7 @@ DONE = {
     "invite": "They are invited.",
     "accept": "The folder is yours to use: your next server has it.",
     "leave": "You have left the folder.",
-    "uninvite": "They have it no more, from their next server on.",
+    "uninvite": "Their next server will no longer have it.",
     "hand-on": "The folder has a new owner.",
     "delete": "The folder is deleted. An admin can bring it back.",
     "restore": "The folder is back.",

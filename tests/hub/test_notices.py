@@ -103,7 +103,7 @@ def test_member_saves_notification_choices(hub: PayingHub) -> None:
         ({"address-mail": "c@x.example\r\nBcc: eve@x.example"}, "is not an address for Mail"),
         ({"address-push": "json://evil.example", "kinds-push": "turn"}, "like my-own-topic"),
         ({"address-team": "json://evil.example"}, "needs no address"),
-        ({"kinds-mail": "test", "address-mail": "c@x.example"}, "'test' is nothing to be told of"),
+        ({"kinds-mail": "test", "address-mail": "c@x.example"}, "'test' is not a kind of"),
         ({"address-mail": "<b>cleo</b>"}, "is not an address for Mail"),
     ],
 )
@@ -219,7 +219,7 @@ def test_json_api_reads_and_updates_choices(hub: PayingHub, mail: MailServer) ->
         ('{"mail": {"kinds": ["turn"]}}', "Mail needs an address"),
         ('{"mail": {"address": 5}}', "must be a text"),
         ('{"mail": {"address": "b@x.example", "kinds": "turn"}}', "must be a list"),
-        ('{"mail": {"address": "b@x.example", "kinds": [{}]}}', "is nothing to be told of"),
+        ('{"mail": {"address": "b@x.example", "kinds": [{}]}}', "is not a kind of notification"),
     ],
 )
 def test_invalid_json_choices_are_rejected(hub: PayingHub, body: str, sentence: str) -> None:

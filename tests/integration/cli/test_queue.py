@@ -138,7 +138,7 @@ def test_device_is_drained_and_undrained(
     index = str(night.devices[0].index)
     printed = cli("drain", index, "--reason", "a fan").stdout
     assert printed == (
-        f"Device {index} (T4, {uuid}) is drained: nobody new gets it. "
+        f"Device {index} (T4, {uuid}) is drained: no new session starts on it. "
         "The session of ada/night on it goes on to its end.\n"
     )
     listed = cli("devices").stdout
