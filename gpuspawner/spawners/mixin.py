@@ -17,7 +17,7 @@ from collections.abc import Callable as Function
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeVar, cast
 from urllib.parse import urlparse
 
@@ -68,6 +68,11 @@ class ExitStatus:
     """How it ended, in words."""
     forgotten: bool = False
     """True if the external scheduler has forgotten the server, which alone proves nothing."""
+
+
+@cache
+def _catalog_without_file() -> Catalog:
+    return Catalog.single(devices=DeviceLimits(default=1, max=options.MOST_GPUS))
 
 
 class GPUSpawnerMixin(Spawner):
@@ -279,7 +284,7 @@ class GPUSpawnerMixin(Spawner):
         """Return the catalog of the current file, or the last valid one. Raises ConfigError."""
         if found := self._watched:
             return found.current()
-        return Catalog.single(devices=DeviceLimits(default=1, max=options.MOST_GPUS))
+        return _catalog_without_file()
 
     async def refresh_catalog(self) -> None:
         """Read the catalog's file if it has changed, off the event loop."""
