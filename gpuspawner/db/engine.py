@@ -274,6 +274,8 @@ def _create_engine(url: str) -> sa.Engine:
                 pool_pre_ping=True,
                 connect_args={
                     "connect_timeout": 5,
+                    # psycopg returns bytes for text from a database that was made as SQL_ASCII.
+                    "client_encoding": "utf8",
                     "tcp_user_timeout": int(BUSY_SECONDS * 1000),
                     "options": f"-c lock_timeout={int(BUSY_SECONDS * 1000)}",
                 },

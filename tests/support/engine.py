@@ -25,7 +25,15 @@ from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.engines.docker import DockerEngine
 from tests.support import parts, processes
 from tests.support.cdi import programs_with_cdi, write_specification
-from tests.support.processes import LIVE, alive, as_root, end_process, take_slot, wait_for
+from tests.support.processes import (
+    LIVE,
+    PATIENCE,
+    alive,
+    as_root,
+    end_process,
+    take_slot,
+    wait_for,
+)
 
 HOOKS = Path(__file__).parent / "bin"
 SLOTS = 16
@@ -280,7 +288,7 @@ class PrivateEngine:
             log = (self.directory / "dockerd.log").read_text(errors="replace")
             raise RuntimeError(f"dockerd ended with {self._daemon.returncode}:\n{log[-3000:]}")
         try:
-            self.client = docker.APIClient(base_url=self.url, version="auto", timeout=60)
+            self.client = docker.APIClient(base_url=self.url, version="auto", timeout=60 * PATIENCE)
         except docker.errors.DockerException:
             return False
         return True

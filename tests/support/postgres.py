@@ -115,6 +115,11 @@ class PrivatePostgres:
         self._execute(f"CREATE TABLESPACE {name} LOCATION '{place}'")
         return self._url(self._create(f"TABLESPACE {name}"))
 
+    def ascii_database(self) -> str:
+        """Create an empty database without an encoding, as in a cluster made under LC_ALL=C."""
+        how = "ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0"
+        return self._url(self._create(how))
+
     def migrated_database(self) -> str:
         """The same as it is after all migrations, which are done once and then copied."""
         if not self._migrated:

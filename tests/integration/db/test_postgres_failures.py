@@ -47,6 +47,13 @@ def test_store_recovers_after_postgresql_restarts(server: PrivatePostgres) -> No
         assert_works(services)
 
 
+def test_database_without_an_encoding_keeps_texts(server: PrivatePostgres) -> None:
+    with in_use(server.ascii_database()) as services:
+        assert_works(services)
+        services.ledger.open_account("zoë")
+        assert services.ledger.member("zoë").name == "member:zoë"
+
+
 def test_transaction_is_rolled_back_if_postgresql_stops(server: PrivatePostgres) -> None:
     with in_use(server.fresh_database()) as services:
         before = services.leases.open_leases()[0]
