@@ -114,43 +114,45 @@ def test_file_that_is_not_a_database_fails(tmp_path: Path) -> None:
 # As a user whom permissions hold: root is only root here without its capability to ignore them.
 
 
-def checked_with_permissions(url: str) -> str:
+def checked_with_permissions(*urls: str) -> list[str]:
+    """What a process says of these databases, one after the other: its imports take seconds."""
     code = (
-        "from gpuspawner.cli.check_hub import check_database; import sys;"
-        "finding, _ = check_database(sys.argv[1]);"
-        "print(finding.status.value, finding.text, finding.remedy)"
+        "from gpuspawner.cli.check_hub import check_database; import sys\n"
+        "for url in sys.argv[1:]:\n"
+        "    finding, _ = check_database(url)\n"
+        "    print(finding.status.value, finding.text, finding.remedy)"
     )
     held = "--bounding-set=-dac_override,-dac_read_search"
     keep = ["setpriv", held, "--"] if os.geteuid() == 0 else []
     done = subprocess.run(
-        [*keep, sys.executable, "-c", code, url],
+        [*keep, sys.executable, "-c", code, *urls],
         env={**os.environ, "PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stdout
+    return done.stdout.splitlines()
 
 
-def test_unwritable_directory_fails(tmp_path: Path) -> None:
-    folder = tmp_path / "closed"
-    folder.mkdir(mode=0o555)
-    said = checked_with_permissions(f"sqlite:///{folder}/hub.sqlite")
-    assert said.startswith(f"fail SQLite at {folder}/hub.sqlite cannot be made by ")
-    assert f"must be able to write {folder} and the files in it." in said
-    folder.chmod(0o755)
-    assert checked_with_permissions(f"sqlite:///{folder}/hub.sqlite").startswith("ok ")
-    assert list(folder.iterdir()) == []
-
-
-def test_read_only_database_file_fails(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/hub.sqlite"
-    make_services(database_url=url, device_source="simulated:1xT4").ledger.open_account("ada")
-    Store.open(url).close()
-    (tmp_path / "hub.sqlite").chmod(0o444)
-    said = checked_with_permissions(url)
-    assert said.startswith(f"fail SQLite at {tmp_path}/hub.sqlite cannot be used by "), said
-    assert "attempt to write a readonly database" in said
+def test_unwritable_places_fail(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("closed", "open")]
+    for folder, mode in zip(folders, (0o555, 0o755), strict=True):
+        folder.mkdir(mode=mode)
+    file = tmp_path / "hub.sqlite"
+    make_services(
+        database_url=f"sqlite:///{file}", device_source="simulated:1xT4"
+    ).ledger.open_account("ada")
+    Store.open(f"sqlite:///{file}").close()
+    file.chmod(0o444)
+    files = [*(folder / "hub.sqlite" for folder in folders), file]
+    closed, may_write, read_only = checked_with_permissions(
+        *(f"sqlite:///{each}" for each in files)
+    )
+    assert closed.startswith(f"fail SQLite at {files[0]} cannot be made by ")
+    assert f"must be able to write {folders[0]} and the files in it." in closed
+    assert may_write.startswith("ok ") and list(folders[1].iterdir()) == []
+    assert read_only.startswith(f"fail SQLite at {file} cannot be used by "), read_only
+    assert "attempt to write a readonly database" in read_only
 
 
 # Where the file lies.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +21,7 @@ from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.services import Services, hub_services
 from tests.support.brokers import make_services
 from tests.support.parts import each_database
+from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO, wait_for
 from tests.support.rounds import ScriptedHub, make_tick
 
@@ -198,15 +197,8 @@ def rows(services: Services) -> list[str]:
 
 
 def command(folder: Path, *words: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "gpuspawner", *words],
-        cwd=folder,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), "TZ": "UTC"},
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), "TZ": "UTC"}
+    done = PRELOADED.run(words, folder, environment, answer="")
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 
