@@ -108,9 +108,7 @@ class PrefetchedAnswer:
         """When the query started, and its task."""
 
     def ask(self) -> None:
-        """Start the query, unless one has just been started."""
-        if self._is_fresh():
-            return
+        """Start the query."""
         asked = asyncio.ensure_future(self._question())
         # Mark its exception as retrieved, since nobody may take the answer.
         asked.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -118,12 +116,10 @@ class PrefetchedAnswer:
 
     async def take(self) -> str:
         """Return the answer; query again if it was not requested or is older than FRESH_SECONDS."""
-        is_fresh = self._is_fresh()
         asked, self._asked = self._asked, None
-        return await (asked[1] if asked and is_fresh else self._question())
-
-    def _is_fresh(self) -> bool:
-        return self._asked is not None and time.monotonic() - self._asked[0] <= FRESH_SECONDS
+        if asked is None or time.monotonic() - asked[0] > FRESH_SECONDS:
+            return await self._question()
+        return await asked[1]
 
 
 def explanation(error: Exception) -> str:

@@ -592,7 +592,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         Without either, the image that the admin configured stays.
         """
         super().apply_environment(environment)
-        self._identity.ask()  # while the lease is written
         if image := self.own_image or environment.image:
             self.image = image
 
