@@ -141,12 +141,17 @@ class DockerEngine:
     def is_only_holder(self, container_id: str, lease: Lease, name: str) -> bool:
         """Return True if this container has ended and no other may hold the lease's devices.
 
-        False also means that the containers have to be inspected: see :meth:`holders`. Raises
-        EngineUnavailable.
+        Only containers of nobody's lease are inspected for it. False also means that the engine
+        no longer has the container. Raises EngineUnavailable.
         """
-        found = [listed for listed, _ in _candidates(self._list(), lease, name)]
-        ids = [listed["Id"] for listed in found]
-        return ids == [container_id] and found[0].get("State") in _AT_REST
+        listed = self._list()
+        found = {each["Id"]: each for each, _ in _candidates(listed, lease, name)}
+        if container_id not in found:
+            return False
+        if len(found) == 1:
+            return found[container_id].get("State") in ENDED
+        left = self.holders(lease, name, among=listed)
+        return [each["Id"] for each in left] == [container_id] and not is_alive(left[0])
 
     def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
         """Return what happened to the servers of ``leases`` that are not in ``found``.

@@ -42,7 +42,7 @@ from .replay import (
     read_trace,
     replay_trace,
 )
-from .standing import QueuePosition, ScoreDifference, TicketComparison, compare
+from .rank import QueuePosition, ScoreDifference, TicketComparison, compare
 from .state import kind_of
 
 

@@ -34,7 +34,7 @@ from ..slurm.programs import Slurm
 from ..slurm.scheduler import SlurmDelegate
 from . import repository
 from .models import Delegate, RankedTicket, ScorePart, Ticket, Turn
-from .standing import QueuePosition, waits_for
+from .rank import QueuePosition, waits_for
 from .state import QueueState
 
 

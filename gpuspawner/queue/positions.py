@@ -21,7 +21,7 @@ from .delegation import DelegationService
 from .estimates import DevicesAhead
 from .models import Decision, Estimate, RankedTicket, Ticket, WaitingTicket
 from .settings import GPUQueue
-from .standing import QueuePosition, waits_for
+from .rank import QueuePosition, waits_for
 from .state import QueueState
 
 PLANNED = 8

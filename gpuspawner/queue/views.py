@@ -20,7 +20,7 @@ from ..web.pages import FormPage, Page
 from ..web.schemas import WhyBody
 from . import schemas
 from .models import Ticket
-from .standing import TicketComparison, compare
+from .rank import TicketComparison, compare
 
 MOST = 200
 """Maximum number of tickets on the page."""

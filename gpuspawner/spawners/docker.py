@@ -367,7 +367,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             kwargs = self.placed(kwargs)
         elif method != "start":
             answer = await self.calls.call(method, *args, **kwargs)
-            if method == "inspect_container":
+            if method == "inspect_container" and self._is_starting:
                 self._inspection = answer
             return answer
         # The call outlives a cancelled spawn. Keep a reference, so that the release waits for

@@ -23,7 +23,7 @@ from ..monitoring.charts import DeviceCurves, of_leases
 from ..monitoring.health_service import AffectedServer
 from ..monitoring.service import IdleServer
 from ..queue.models import RankedTicket, Ticket
-from ..queue.standing import QueuePosition
+from ..queue.rank import QueuePosition
 from ..services import Services
 from ..storage.repository import Folder
 from ..storage.service import WorkspaceUse

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docker.errors import APIError
 from docker.types import DeviceRequest
 
 from gpuspawner.core.units import MICRO
@@ -186,20 +187,40 @@ def test_renamed_container_runs_until_stopped(
     assert_next_gets_it(hub, member)
 
 
+@pytest.fixture()
+def foreign(engine: PrivateEngine) -> Iterator[str]:
+    """A container of nobody's lease that runs and was given no device, as a hub's own under
+    compose."""
+    made = engine.client.create_container(INSTANT, ["sleep", "600"], stop_signal="SIGKILL")
+    engine.client.start(made["Id"])
+    yield made["Id"]
+    engine.client.remove_container(made["Id"], force=True)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside-another"])
+@pytest.mark.parametrize("removed", [False, True], ids=["stopped", "removed"])
 def test_engine_identity_is_checked_only_without_the_container(
-    hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str
+    hub: GPUHub,
+    engine: PrivateEngine,
+    gate: Gate,
+    member: str,
+    removed: bool,
+    beside: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
     """No other engine has a container of this id; but any other has no such container either."""
-    for removed in (False, True):
-        _, container = started(hub, member)
-        if removed:
-            engine.client.remove_container(container, force=True)
-        gate.asked.clear()
-        hub.stop_server(member)
-        wait_for(lambda: not hub.open_leases(member), "the release")
-        asked = {request.partition("?")[0].rpartition("/")[2] for request in gate.asked}
-        assert ("info" in asked) is removed
-        assert removed or container in asked
+    other = request.getfixturevalue("foreign") if beside else ""
+    _, container = started(hub, member)
+    if removed:
+        engine.client.remove_container(container, force=True)
+    gate.asked.clear()
+    hub.stop_server(member)
+    wait_for(lambda: not hub.open_leases(member), "the release")
+    asked = {request.partition("?")[0].rpartition("/")[2] for request in gate.asked}
+    assert ("info" in asked) is removed
+    assert removed or container in asked
+    if beside:
+        assert any(other in path for path in gate.asked), "it is looked at before the release"
 
 
 def test_device_release_waits_for_restarted_container(
@@ -226,13 +247,41 @@ def fill(engine: PrivateEngine, container: str) -> None:
     engine.client.put_archive(container, "/tmp", packed.getvalue())
 
 
+def assert_cannot_start(engine: PrivateEngine, container: str) -> None:
+    with pytest.raises(APIError) as refused:
+        engine.client.start(container)
+    assert refused.value.status_code in (404, 409), refused.value
+
+
+def test_engine_killed_during_deletion_starts_no_container(
+    hub: GPUHub, engine: PrivateEngine, member: str
+) -> None:
+    """The next member may have the device before the engine has deleted the container.
+
+    The engine leaves it dead then, until the next start of its server deletes it.
+    """
+    _, container = started(hub, member)
+    fill(engine, container)
+    hub.api("DELETE", f"users/{member}/server").raise_for_status()
+    assert not hub.open_leases(member)
+    assert engine.client.inspect_container(container)["State"]["Dead"]
+    engine.kill9()
+    engine.start()
+    assert_cannot_start(engine, container)
+    assert_next_gets_it(hub, member)
+    hub.spawn_and_wait(member, {"gpus": 1})
+    assert engine.client.containers(all=True, quiet=True) == [{"Id": hub.containers()[0]["Id"]}]
+    hub.stop_server(member)
+
+
 @pytest.mark.parametrize("removed", [False, True], ids=["stopped", "named-and-removed"])
 def test_server_starts_again_while_its_container_is_deleted(
     hub: GPUHub, engine: PrivateEngine, member: str, removed: bool
 ) -> None:
     """A stop does not wait for it, the next start of the server does.
 
-    A named server that was removed gets another spawner, which knows nothing of the first.
+    Nobody can start the old container meanwhile. A named server that was removed gets another
+    spawner, which knows nothing of the first.
     """
     name = "two" if removed else ""
     hub.spawn_and_wait(member, {"gpus": 1}, name)
@@ -241,9 +290,11 @@ def test_server_starts_again_while_its_container_is_deleted(
     path = f"users/{member}/servers/two" if removed else f"users/{member}/server"
     hub.api("DELETE", path, json={"remove": removed}).raise_for_status()
     assert not hub.open_leases(member)
+    assert_cannot_start(engine, earlier["Id"])
     hub.spawn_and_wait(member, {"gpus": 1}, name)
     assert engine.client.containers(all=True, quiet=True) == [{"Id": hub.containers()[0]["Id"]}]
     hub.stop_server(member, name)
+    wait_for(lambda: not engine.client.containers(all=True), "the deletion after a plain stop")
 
 
 def test_next_start_ends_a_renamed_container(

@@ -20,7 +20,7 @@ from gpuspawner.queue.models import (
 )
 from gpuspawner.queue.ordering import FairShareUse
 from gpuspawner.queue.scheduler import Scheduler
-from gpuspawner.queue.standing import compare
+from gpuspawner.queue.rank import compare
 from tests.unit.queue.site import DAY, HOUR, T0, lease, scheduler_of, ticket
 
 
