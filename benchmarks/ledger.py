@@ -13,7 +13,9 @@ durability (SQLite: WAL and full sync; PostgreSQL: fsync on), and check nothing:
 * ``a debit of 200``: 200 debits a transaction, as the service charges running leases, beside plain
   SQLAlchemy Core with a list of rows for each statement. At least 80 % of its rate. Ours adds up
   what each account gets first; the baselines change a balance for each posting;
-* ``a debit of 200, driver``: the same beside the driver's own way to do many; without a target.
+* ``a debit of 200, driver``: the same beside the driver's own way to do many; without a target;
+* ``a debit, chain`` and ``a debit of 200, chain``: ours beside ours without the links of the audit
+  chain. The chain costs at most 5 %.
 
 Each pair runs in turns, so many debits a turn. ``processor`` is the posting thread's own time, with
 PostgreSQL's processes left out: other work disturbs that less.
@@ -32,12 +34,14 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import psycopg
 import sqlalchemy as sa
 from support.report import Report, Series, argument_parser, in_turns, pair
 
 from gpuspawner.core.units import MICRO
+from gpuspawner.db import hash_chain
 from gpuspawner.db.engine import Store
 from gpuspawner.db.schema import accounts, postings, transfers
 from gpuspawner.leases import repository as leases_repository
@@ -62,6 +66,9 @@ SESSIONS = 1000
 PAGES = 50
 MOST_RATIO = 1.25
 """At least 80% of the bare rate."""
+
+MOST_CHAIN_RATIO = 1.05
+"""What the audit chain may cost."""
 
 MOST_PAGE_MS = 100.0
 ACCOUNT = "member:anna"
@@ -115,17 +122,27 @@ def debits(report: Report, name: str, ours_url: str, bare_url: str, runs: int) -
         with stores[0].write() as connection:
             ledger_repository.post_many(connection, some)
 
-    def compare(what: str, bare: Debit, size: int, most: float | None) -> None:
-        """One pair of rows: ours beside a baseline, so many debits a transaction."""
+    def in_its_thread(first: int, size: int) -> Took:
+        return stores[0].executor.submit(timed, post, first, size).result()
+
+    def without_chain(first: int, size: int) -> Took:
+        with unchained():
+            return in_its_thread(first, size)
+
+    def compare(what: str, bare: Debit | None, size: int, most: float | None) -> None:
+        """One pair of rows: ours beside a baseline, so many debits a transaction.
+
+        Without ``bare`` it is ours without the chain.
+        """
         took: list[list[Took]] = [[], []]
 
-        def ours_in_its_thread(first: int) -> Took:
-            return stores[0].executor.submit(timed, post, first, size).result()
+        def baseline(first: int) -> Took:
+            return timed(bare, first, size) if bare else without_chain(first, size)
 
         in_turns(
             runs + WARM_UP,
-            lambda turn: took[0].append(ours_in_its_thread(next(numbers))),
-            lambda turn: took[1].append(timed(bare, next(numbers), size)),
+            lambda turn: took[0].append(in_its_thread(next(numbers), size)),
+            lambda turn: took[1].append(baseline(next(numbers))),
         )
         key = f"{name}_{what.replace(', ', '_').replace(' ', '_')}".replace("_a_debit", "_debit")
         for part, suffix in enumerate(("", ", processor")):
@@ -142,13 +159,32 @@ def debits(report: Report, name: str, ours_url: str, bare_url: str, runs: int) -
     with plain(bare_url) as driver:
         compare("a debit, driver", driver, 1, None)
         compare(f"a debit of {PORTION}, driver", driver, PORTION, None)
+    compare("a debit, chain", None, 1, MOST_CHAIN_RATIO)
+    compare(f"a debit of {PORTION}, chain", None, PORTION, MOST_CHAIN_RATIO)
     stores[0].close()
+
+
+_INSERT_UNCHAINED = {
+    name: insert.returning(transfers.c.id, sa.null().label("link"))
+    for name, insert in ledger_repository._NEW.items()
+}
+
+
+@contextmanager
+def unchained() -> Iterator[None]:
+    """Post transfers without a link of the audit chain, and without asking for the newest one."""
+    with (
+        mock.patch.object(hash_chain, "link_transfers", lambda before, some: None),
+        mock.patch.object(hash_chain, "newest_link", lambda connection: None),
+        mock.patch.object(ledger_repository, "_INSERT_ONE", _INSERT_UNCHAINED),
+    ):
+        yield
 
 
 def timed(debit: Debit, turn: int, size: int) -> Took:
     """What one debit took, of so many in a row, in transactions of this size."""
     count = max(DEBITS, size)
-    made = [charge(turn * PORTION + number) for number in range(count)]
+    made = [charge(turn * PORTION + number, number // size) for number in range(count)]
     began, worked = time.perf_counter(), time.thread_time()
     for first in range(0, count, size):
         debit(made[first : first + size])
@@ -156,14 +192,14 @@ def timed(debit: Debit, turn: int, size: int) -> Took:
     return took / count, work / count
 
 
-def charge(number: int) -> Transfer:
-    """The charge of the minute of this number."""
+def charge(number: int, minute: int) -> Transfer:
+    """A charge; those of one transaction are of one moment, as the service's are."""
     key = f"charge:{LEASE.id}:{number}"
     return Transfer(
         id=ledger_rules.transfer_id(key),
         key=key,
         kind=TransferKind.CHARGE,
-        at=T0 + timedelta(minutes=number),
+        at=T0 + timedelta(minutes=minute),
         actor="accounting",
         reason="1 x A100-80GB of anna",
         postings=(Posting(SYSTEM_USAGE, number + 1), Posting(ACCOUNT, -number - 1)),

@@ -112,6 +112,7 @@ NEWEST_LINK: dict[str, sa.ColumnElement[str | None]] = {
 }
 """The link of the newest transfers, by dialect; NULL in an empty ledger."""
 
+_SELECT_NEWEST_LINK = {name: sa.select(link) for name, link in NEWEST_LINK.items()}
 _NEWEST_POSTING = sa.select(sa.func.max(postings.c.id)).scalar_subquery()
 _BEFORE = (
     sa.select(chain.c.link).order_by(chain.c.id.desc()).limit(1).scalar_subquery(),
@@ -150,9 +151,20 @@ _ENDED = _LEASES.where(leases.c.ended_at.isnot(None))
 _ONE_LEASE = _LEASES.where(leases.c.id == sa.bindparam("lease"))
 
 
+def newest_link(connection: sa.Connection) -> str | None:
+    """Return the link of the newest transfers; None if the ledger is empty."""
+    return connection.execute(_SELECT_NEWEST_LINK[connection.dialect.name]).scalar()
+
+
 def link_transfers(before: str | None, some: Iterable[Transfer]) -> str:
     """Return the link of transfers posted together; ``before`` is the newest in the ledger."""
-    return _link(before or FIRST, *map(_transfer_facts, some))
+    texts: dict[datetime, str] = {}  # those of one charge have the same time
+    facts = []
+    for transfer in some:
+        if (at := texts.get(transfer.at)) is None:
+            at = texts[transfer.at] = transfer.at.isoformat()
+        facts.append(_transfer_facts(transfer, at))
+    return _link(before or FIRST, *facts)
 
 
 def seal_change(connection: sa.Connection, line: int, row: Sequence[Any]) -> None:
@@ -333,19 +345,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _transfer_facts(transfer: Transfer) -> str:
-    """Return the same as :func:`_facts` of the row and its postings; a transfer's time is UTC."""
-    return ascii(
-        (
-            transfer.id,
-            transfer.key,
-            transfer.kind.value,
-            transfer.at.isoformat(),
-            transfer.actor,
-            transfer.reason,
-            transfer.lease_id,
-            [(posting.account, posting.amount) for posting in transfer.postings],
-        )
+def _transfer_facts(transfer: Transfer, at: str) -> str:
+    """Return the same as :func:`_facts` of the row and its postings; ``at`` is its time as text.
+
+    Formatted field by field, which takes a third of the time.
+    """
+    lines = ", ".join([f"({each.account!a}, {each.amount})" for each in transfer.postings])
+    return (
+        f"({transfer.id!a}, {transfer.key!a}, {transfer.kind.value!a}, "
+        f"{at!a}, {transfer.actor!a}, {transfer.reason!a}, "
+        f"{transfer.lease_id!a}, [{lines}])"
     )
 
 

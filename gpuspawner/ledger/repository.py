@@ -51,7 +51,6 @@ _INSERT_ONE = {
     name: insert.returning(transfers.c.id, hash_chain.NEWEST_LINK[name])
     for name, insert in _NEW.items()
 }
-_NEWEST_LINK = {name: sa.select(link) for name, link in hash_chain.NEWEST_LINK.items()}
 _INSERT_POSTINGS = sa.insert(postings)
 _WITHOUT_POSTINGS = sa.select(transfers.c.id).where(
     transfers.c.id.in_(sa.bindparam("ids", expanding=True)),
@@ -128,7 +127,7 @@ def post_many(
         written, before = {row[0] for row in inserted}, inserted[0][1] if inserted else None
     else:
         written = _insert_many(connection, rows)
-        before = connection.execute(_NEWEST_LINK[dialect]).scalar()
+        before = hash_chain.newest_link(connection)
     are_new = []
     for transfer in some:
         are_new.append(transfer.id in written)

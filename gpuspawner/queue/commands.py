@@ -32,6 +32,7 @@ from ..devices.snapshots import InventoryCache
 from ..services import Services
 from . import replay
 from .models import Priority, RankedTicket, Ticket
+from .rank import QueuePosition, ScoreDifference, TicketComparison, compare
 from .replay import (
     ANY,
     ReplayFigures,
@@ -42,7 +43,6 @@ from .replay import (
     read_trace,
     replay_trace,
 )
-from .rank import QueuePosition, ScoreDifference, TicketComparison, compare
 from .state import kind_of
 
 

@@ -20,8 +20,8 @@ from ..leases.models import Request
 from .delegation import DelegationService
 from .estimates import DevicesAhead
 from .models import Decision, Estimate, RankedTicket, Ticket, WaitingTicket
-from .settings import GPUQueue
 from .rank import QueuePosition, waits_for
+from .settings import GPUQueue
 from .state import QueueState
 
 PLANNED = 8

@@ -19,8 +19,8 @@ from gpuspawner.queue.models import (
     WaitingTicket,
 )
 from gpuspawner.queue.ordering import FairShareUse
-from gpuspawner.queue.scheduler import Scheduler
 from gpuspawner.queue.rank import compare
+from gpuspawner.queue.scheduler import Scheduler
 from tests.unit.queue.site import DAY, HOUR, T0, lease, scheduler_of, ticket
 
 
