@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from apprise import Apprise, AppriseAsset, NotifyFormat, NotifyType
 from traitlets import Dict, Float, List, Unicode
 from traitlets.config import LoggingConfigurable
 
@@ -30,6 +30,9 @@ from ..notifications.channels import Channel, chosen, read, wanted
 from ..notifications.models import Notice, NoticeKind
 from ..notifications.repository import ChannelChoice, Outcome, errors_text, failing
 from ..services import Services
+
+if TYPE_CHECKING:
+    from apprise import AppriseAsset
 
 HOOK_SECONDS = 10.0
 """Seconds that an admin's command may take before it is killed."""
@@ -41,18 +44,22 @@ TITLE, BODY = 200, 4000
 """Maximum characters of a message's two parts."""
 
 _TYPES = {
-    NoticeKind.TURN: NotifyType.SUCCESS,
-    NoticeKind.SESSION_ENDS: NotifyType.WARNING,
-    NoticeKind.CREDITS_LOW: NotifyType.WARNING,
-    NoticeKind.GPU_SICK: NotifyType.WARNING,
-    NoticeKind.DISK_LOW: NotifyType.WARNING,
-    NoticeKind.STOPPED: NotifyType.WARNING,
+    NoticeKind.TURN: "success",
+    NoticeKind.SESSION_ENDS: "warning",
+    NoticeKind.CREDITS_LOW: "warning",
+    NoticeKind.GPU_SICK: "warning",
+    NoticeKind.DISK_LOW: "warning",
+    NoticeKind.STOPPED: "warning",
 }
+"""Apprise's types of those that are not just information."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def send(channel: Channel, address: str, notice: Notice) -> None:
     """Send a notice; may block for long. Raises Unavailable, with no secret in its message."""
+    # A tenth of the service's start, which a site without channels never needs.
+    from apprise import Apprise, NotifyFormat, NotifyType
+
     secrets = {place: read_secret(place) for place in channel.secrets()}
     said: list[str] = []
     token = _said.set(said)
@@ -67,7 +74,7 @@ def send(channel: Channel, address: str, notice: Notice) -> None:
         sent = messenger.notify(
             title=one_line(notice.title),
             body=plain(notice.body),
-            notify_type=_TYPES.get(notice.kind, NotifyType.INFO),
+            notify_type=NotifyType(_TYPES.get(notice.kind, "info")),
             body_format=NotifyFormat.TEXT,
         )
     finally:
@@ -131,6 +138,8 @@ _apprise_log.setLevel(logging.DEBUG)  # where Apprise 2 reports why a mail serve
 
 
 def _asset() -> AppriseAsset:
+    from apprise import AppriseAsset
+
     asset = AppriseAsset(async_mode=False, app_id="gpuspawner", app_desc="gpuspawner")
     # Apprise 2 would send from a few threads shared by all channels: a hanging server would delay
     # the others. Our own limit is in the notifier.

@@ -26,6 +26,9 @@ from tests.support.processes import BIN, LIVE, environment_of, free_port, wait_f
 HUB = """
 import sys
 sys.modules["rfc3987_syntax"] = None
+if "jupyterhub.app" in sys.modules:  # forked
+    from tests.support.preloaded import fork_service
+    fork_service()
 from jupyterhub.app import main
 main()
 """

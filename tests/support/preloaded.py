@@ -3,7 +3,8 @@
 Each is a process of its own, with its own session, folder, environment, files and exit code, as
 ``subprocess.Popen`` starts it; but it is forked from one that has imported JupyterHub and
 gpuspawner, which takes one to two seconds otherwise, for hundreds of processes. Run as a module,
-this file is the process to fork from.
+this file is the process to fork from. A hub that was forked forks its accounting service likewise:
+see :func:`fork_service`.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ import pkgutil
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support.processes import PATIENCE, REPO, die_with_us
 
 TIMEOUT = 60.0 * PATIENCE
 PACKAGES = (
     *("auth", "catalog", "cli", "db", "devices", "hub_pages", "leases", "ledger", "members"),
-    *("monitoring", "notifications", "queue", "spawners", "storage", "web"),
+    *("monitoring", "notifications", "queue", "service", "spawners", "storage", "web"),
 )
 """Packages of gpuspawner whose modules are imported ahead."""
 
@@ -40,6 +43,9 @@ READ_EARLY = ("LD_", "PYTHON", "JUPYTERHUB_", "OAUTH", "PROMETHEUS_")
 """How variables begin that are read when a program is loaded or a module is imported. Whoever sets
 one of them to what it was not when we imported everything gets a Python that starts from nothing:
 a hub with another clock or a stand-in for NVML, with modules of the test, or with OAuth."""
+
+READ_BY_SERVICE = ("LD_", "PYTHON", "PROMETHEUS_", "JUPYTERHUB_METRICS_", "JUPYTERHUB_XSRF_")
+"""The same for the accounting service. The others are set for each, and are read later."""
 
 _paths = [str(REPO), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 PYTHONPATH = os.pathsep.join(dict.fromkeys(filter(None, _paths)))
@@ -106,7 +112,7 @@ class Preloaded:
             said = self._process.stdout.readline()
         if not said.strip():
             raise RuntimeError("the process to fork from has ended")
-        return int(said)
+        return int(json.loads(said))
 
 
 class Forked:
@@ -185,17 +191,26 @@ def main() -> None:
         for module in pkgutil.walk_packages(path, f"gpuspawner.{package}."):
             if ".versions." not in module.name and not module.name.endswith(".env"):
                 importlib.import_module(module.name)
-    libc = ctypes.CDLL(None)
     gc.freeze()  # what a child does not look at is not copied for it
-    for line in open(0, "rb", closefd=False):  # noqa: SIM115 - closed as the process ends
-        what, *details = json.loads(line)
-        if what == "wait":
-            answer = os.waitstatus_to_exitcode(os.waitpid(details[0], 0)[1])
-        elif not (answer := os.fork()):
-            libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, as die_with_us
+    with open(0, closefd=False) as questions:
+        if details := _serve(questions, 1):
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, as die_with_us
             _become(*details)
-            return
-        os.write(1, f"{answer}\n".encode())
+
+
+def _serve(questions: Iterable[str], answers: int) -> list[Any]:
+    """Fork and wait as asked until nobody asks any more; in a child, return what to become."""
+    for line in questions:
+        what, *details = json.loads(line)
+        answer: int | None
+        if what == "start":
+            if not (answer := os.fork()):
+                return details
+        else:
+            pid, status = os.waitpid(details[0], os.WNOHANG if what == "poll" else 0)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        os.write(answers, f"{json.dumps(answer)}\n".encode())
+    return []
 
 
 def _become(
@@ -203,7 +218,7 @@ def _become(
 ) -> None:
     """Be the program from here on."""
     os.setsid()
-    for number, file in enumerate(_open(streams)):
+    for number, file in enumerate(_open(streams) if streams else ()):
         os.dup2(file, number)
         os.close(file)
     os.chdir(folder)
@@ -238,6 +253,119 @@ def _end_here() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_ended[0])
+
+
+# In a hub that was forked.
+
+SERVICE = [sys.executable, "-m", "gpuspawner.service"]
+
+
+def fork_service() -> None:
+    """Let this hub fork its accounting service, from a process as the hub is now.
+
+    For Hub and tests it is as what ``subprocess.Popen`` starts: below the hub, with a session of
+    its own, alive when the hub is killed, and with its command line and environment in /proc.
+    """
+    hub, keeper = socket.socketpair()
+    if os.fork():
+        keeper.close()
+        from jupyterhub.services import service
+
+        service.Popen = _Keeper(hub).start
+        return
+    hub.close()
+    os.setsid()  # signals to the hub's group are not for this process
+    with keeper, keeper.makefile("r", encoding="utf-8") as questions:
+        details = _serve(questions, keeper.fileno())
+    if not details:
+        os._exit(0)
+    arguments, folder, environment = details
+    _show_in_proc([sys.executable, *arguments], environment)
+    _become(arguments, folder, environment, [])
+    raise SystemExit(_ended[0])
+
+
+class _Keeper:
+    """The hub's end of the line to the process that forks its service."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line.makefile("rw", encoding="utf-8")
+        self._environment = dict(os.environ)
+
+    def start(self, command: Sequence[str], **options: Any) -> Any:
+        """Stand in for ``Popen`` in JupyterHub's module of services."""
+        given = options["env"]
+        early = {name for name in {*given, *self._environment} if name.startswith(READ_BY_SERVICE)}
+        is_fresh = any(given.get(name) != self._environment.get(name) for name in early)
+        if [*command] != SERVICE or options["preexec_fn"] or options["cwd"] or is_fresh:
+            return subprocess.Popen(command, **options)
+        return _ForkedService(self, self.ask("start", command[1:], os.getcwd(), given))
+
+    def ask(self, *question: object) -> Any:
+        self._line.write(json.dumps(question) + "\n")
+        self._line.flush()
+        return json.loads(self._line.readline())
+
+
+class _ForkedService:
+    """What JupyterHub needs of its service's ``Popen``."""
+
+    def __init__(self, keeper: _Keeper, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._keeper = keeper
+
+    def __enter__(self) -> _ForkedService:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._keeper.ask("poll", self.pid)
+        return self.returncode
+
+
+def _show_in_proc(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Let /proc show this command line and environment, and not those of the forking process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sbrk.restype = ctypes.c_void_p
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    names = {"start_code": 23, "end_code": 24, "start_data": 42, "end_data": 43}
+    names |= {"start_brk": 44, "start_stack": 25}
+    places = _Places(brk=libc.sbrk(0), exe=-1, **{name: int(stat[n]) for name, n in names.items()})
+    shown = (command, [f"{name}={value}" for name, value in environment.items()])
+    for texts, kind in zip(shown, ("arg", "env"), strict=True):
+        block = b"".join(os.fsencode(text) + b"\0" for text in texts)
+        buffer = ctypes.create_string_buffer(block, len(block))
+        _shown.append(buffer)
+        setattr(places, f"{kind}_start", ctypes.addressof(buffer))
+        setattr(places, f"{kind}_end", ctypes.addressof(buffer) + len(block))
+    size = ctypes.c_ulong(ctypes.sizeof(places))
+    if libc.prctl(35, 14, ctypes.byref(places), size, 0):  # PR_SET_MM, PR_SET_MM_MAP
+        raise OSError(ctypes.get_errno(), "the command line cannot be shown")
+
+
+_PLACES = (
+    *("start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack"),
+    *("arg_start", "arg_end", "env_start", "env_end"),
+)
+
+
+class _Places(ctypes.Structure):
+    """The kernel's ``struct prctl_mm_map``."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in _PLACES),
+        ("auxv", ctypes.c_void_p),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe", ctypes.c_int32),
+    ]
+
+
+_shown: list[Any] = []
+"""What the kernel reads for as long as the process lives."""
 
 
 if __name__ == "__main__":

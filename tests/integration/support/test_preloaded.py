@@ -77,6 +77,64 @@ def test_process_exit_status_is_reported(tmp_path: Path) -> None:
     assert process.wait(timeout=60) == 1
 
 
+SHOWN = """
+from pathlib import Path
+def shown(name):
+    return Path("/proc/self", name).read_text().strip("\\0").split("\\0")
+"""
+
+HUB = """
+import json, os, subprocess, sys
+from jupyterhub.services import service
+from tests.support import preloaded
+preloaded.SERVICE[1:] = ["-m", "facts"]
+preloaded.fork_service()
+for start in (subprocess.Popen, service.Popen):
+    process = start(
+        preloaded.SERVICE, env={**os.environ, "JUPYTERHUB_SERVICE_NAME": "gpu"}, cwd=None,
+        preexec_fn=None, start_new_session=True,
+    )
+    while process.poll() is None:
+        pass
+    assert process.returncode == 7 and process.poll() == 7
+    assert type(process).__name__ == ("Popen" if start is subprocess.Popen else "_ForkedService")
+"""
+
+
+def test_forked_service_matches_a_plain_one(tmp_path: Path) -> None:
+    """Also in what /proc shows of it, by which tests find and end it."""
+    known = FACTS.replace(
+        '"umask"', '"command": shown("cmdline"), "shown": sorted(shown("environ")), "umask"'
+    )
+    (tmp_path / "facts.py").write_text(SHOWN + known)
+    streams = [os.devnull, str(tmp_path / "out"), str(tmp_path / "err")]
+    process = PRELOADED.start(["-c", HUB], tmp_path, environment(TZ="UTC"), streams)
+    assert process.wait(timeout=120) == 0, (tmp_path / "err").read_text()
+    plain, forked = (
+        json.loads(line.rpartition(" ")[0]) for line in (tmp_path / "out").read_text().splitlines()
+    )
+    assert forked == plain
+    assert "JUPYTERHUB_SERVICE_NAME=gpu" in forked["shown"]
+    assert (tmp_path / "err").read_text() == ""
+
+
+def test_forked_service_outlives_a_killed_hub(tmp_path: Path) -> None:
+    (tmp_path / "facts.py").write_text("import time; open('began', 'w').close(); time.sleep(600)")
+    hub = HUB.replace("(subprocess.Popen, service.Popen)", "(service.Popen,)").replace(
+        "        pass", "        print(process.pid, flush=True); time.sleep(600)"
+    )
+    hub = "import time" + hub
+    streams = [os.devnull, str(tmp_path / "out"), str(tmp_path / "err")]
+    process = PRELOADED.start(["-c", hub], tmp_path, environment(), streams)
+    wait_for((tmp_path / "began").exists, "the service")
+    service = int((tmp_path / "out").read_text())
+    process.kill()
+    process.wait(timeout=60)
+    assert alive(service)
+    os.kill(service, signal.SIGKILL)
+    wait_for(lambda: not alive(service), "the service to end")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "forked"),
     [
