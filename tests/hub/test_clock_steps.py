@@ -8,9 +8,11 @@ import select
 import threading
 import time
 from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import pytest
+import requests
 
 from gpuspawner.core.units import MICRO
 from gpuspawner.engines.local import started_at
@@ -51,6 +53,13 @@ class ClockHub(PayingHub):
             if who in (name, "both"):
                 clock.set(seconds)
 
+    def has_our_time(self) -> bool:
+        """True if hub and service see our time again; they see what is set within a second."""
+        paths = ("hub/api/", "services/gpu/static/gpu.css")
+        seen = [requests.get(f"{self.url}/{path}", timeout=60).headers["Date"] for path in paths]
+        dates = [parsedate_to_datetime(text).timestamp() for text in seen]
+        return all(abs(date - time.time()) < 60 for date in dates)
+
     def clock_entries(self) -> list[str]:
         """What the audit log says of wall clocks that were set."""
         entries = (entry for entry in self.services.audit.trail(1000) if entry.action == "clock")
@@ -66,6 +75,7 @@ def module_hub(hubs: None, folder: Path) -> Iterator[ClockHub]:
 @pytest.fixture
 def hub(module_hub: ClockHub) -> Iterator[ClockHub]:
     """A hub whose clocks go with ours when a test begins."""
+    wait_for(module_hub.has_our_time, "the clocks to be ours again")
     yield module_hub
     module_hub.set_clocks(0)
 
