@@ -57,7 +57,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 def send(channel: Channel, address: str, notice: Notice) -> None:
     """Send a notice; may block for long. Raises Unavailable, with no secret in its message."""
-    # A tenth of the service's start, which a site without channels never needs.
+    # Slow to import, and a site without channels never needs it.
     from apprise import Apprise, NotifyFormat, NotifyType
 
     secrets = {place: read_secret(place) for place in channel.secrets()}

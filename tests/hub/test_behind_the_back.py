@@ -320,6 +320,34 @@ def test_next_start_ends_a_renamed_container(
     hub.stop_server(member)
 
 
+def test_stop_waits_for_a_foreign_container_with_the_device(
+    hub: GPUHub, engine: PrivateEngine, member: str
+) -> None:
+    """Somebody gave the lease's device to a container of their own, which the hub does not end."""
+    lease, _ = started(hub, member)
+    asked = DeviceRequest(device_ids=list(lease.uuids), capabilities=[["gpu"]])
+    host = engine.client.create_host_config(device_requests=[asked])
+    theirs = engine.client.create_container(
+        INSTANT, ["sleep", "600"], host_config=host, stop_signal="SIGKILL"
+    )
+    engine.client.start(theirs["Id"])
+    try:
+        hub.api("DELETE", f"users/{member}/server").raise_for_status()
+        wait_for(lambda: hub.server(member) is None, "the hub to let go of it")
+        wait_for(lambda: [c["Id"] for c in engine.client.containers()] == [theirs["Id"]], "its end")
+        assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
+        answer = hub.spawn(f"{member}-other", {"gpus": 1, "wait": "no"})
+        assert answer.status_code == 503, "another container has the device"
+        assert engine.client.containers(quiet=True) == [{"Id": theirs["Id"]}]
+    finally:
+        engine.client.remove_container(theirs["Id"], force=True)
+    hub.spawn_and_wait(member, {"gpus": 1})
+    newest, older = hub.leases(member)
+    assert older.id == lease.id and older.state is LeaseState.ENDED
+    assert newest.state is LeaseState.RUNNING
+    hub.stop_server(member)
+
+
 def test_stop_ends_a_recreated_container(hub: GPUHub, engine: PrivateEngine, member: str) -> None:
     """An admin's tool replaced the container, and its label is lost."""
     lease, container = started(hub, member)

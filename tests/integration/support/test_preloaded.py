@@ -84,7 +84,7 @@ def shown(name):
 """
 
 HUB = """
-import json, os, subprocess, sys
+import json, os, subprocess, sys, time
 from jupyterhub.services import service
 from tests.support import preloaded
 preloaded.SERVICE[1:] = ["-m", "facts"]
@@ -95,7 +95,7 @@ for start in (subprocess.Popen, service.Popen):
         preexec_fn=None, start_new_session=True,
     )
     while process.poll() is None:
-        pass
+        time.sleep(0.01)
     assert process.returncode == 7 and process.poll() == 7
     assert type(process).__name__ == ("Popen" if start is subprocess.Popen else "_ForkedService")
 """
@@ -121,9 +121,8 @@ def test_forked_service_matches_a_plain_one(tmp_path: Path) -> None:
 def test_forked_service_outlives_a_killed_hub(tmp_path: Path) -> None:
     (tmp_path / "facts.py").write_text("import time; open('began', 'w').close(); time.sleep(600)")
     hub = HUB.replace("(subprocess.Popen, service.Popen)", "(service.Popen,)").replace(
-        "        pass", "        print(process.pid, flush=True); time.sleep(600)"
+        "time.sleep(0.01)", "print(process.pid, flush=True); time.sleep(600)"
     )
-    hub = "import time" + hub
     streams = [os.devnull, str(tmp_path / "out"), str(tmp_path / "err")]
     process = PRELOADED.start(["-c", hub], tmp_path, environment(), streams)
     wait_for((tmp_path / "began").exists, "the service")
