@@ -38,6 +38,9 @@ from .core.scopes import (
 from .db.engine import default_url, sqlite_file
 from .db.leader import identity_file
 from .hub_pages.handlers import StaticGzip
+from .hub_pages.home import dashboard
+from .web import frame
+from .web.frame import Frame
 
 CULLER = "idle-culler"
 
@@ -299,7 +302,8 @@ def _add_pages(c: Config, service: str) -> None:
     """Add gpuspawner's pages to the Hub, and the settings that they need."""
     for page in PAGES:
         _append(c, "extra_handlers", page)
-    c.JupyterHub.template_vars.update({"gpuspawner_service": service})
+    values = {"gpuspawner_service": service, "gpuspawner_dashboard": dashboard}
+    c.JupyterHub.template_vars.update(values)
     if "default_url" not in c.JupyterHub:
         c.JupyterHub.default_url = _front_door
     settings = c.JupyterHub.tornado_settings
@@ -355,7 +359,18 @@ def _environment(c: Config) -> dict[str, str]:
         "GPUSPAWNER_DATABASE_URL": _absolute(database),
         "GPUSPAWNER_CONFIG": json.dumps({name: told for name, told in settings.items() if told}),
         "GPUSPAWNER_HUB_PID": str(os.getpid()),
+        frame.VARIABLE: _frame(c).to_text(),
     }
+
+
+def _frame(c: Config) -> Frame:
+    """Return the settings of the Hub's pages, in whose frame the service's pages are."""
+    paths, values = c.JupyterHub.template_paths, c.JupyterHub.template_vars
+    if isinstance(paths, LazyConfigValue):
+        paths = paths.get_value([])
+    if isinstance(values, LazyConfigValue):
+        values = values.get_value({})
+    return frame.passed_on([os.path.abspath(path) for path in paths], values)
 
 
 def _catalog_to_pull(c: Config) -> str:

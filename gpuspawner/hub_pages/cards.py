@@ -241,7 +241,7 @@ def devices_of(environment: Environment) -> str:
 def said(outlook: Outlook, *, cpu_only: bool = False) -> str:
     """Return the availability, such as ``3 of 8 GPUs free now, about 25 min wait``."""
     if cpu_only:
-        return "Starts at once"
+        return "Available now"
     if not outlook.total:
         return "No GPU here that fits"
     plural = "" if outlook.total == 1 else "s"
@@ -416,7 +416,7 @@ def wait_tables(
 def sentence(outlook: Outlook) -> str:
     """Return a sentence on the wait for one choice; empty if no device of the hub fits."""
     if outlook.at_once:
-        return "Starts at once."
+        return "Available now."
     if not outlook.total:
         return ""
     wait = waiting(outlook).removesuffix(" wait")

@@ -132,7 +132,7 @@ class StopPage(LeaseForm, FormPage):
             danger=True,
             why=why,
             refusal=refusal,
-            here="admin",
+            here="overview",
         )
 
 

@@ -93,7 +93,7 @@ class TransferPage(FormPage):
             note="Its opposite is written beside it; both stay in the statement. Undo that one "
             "to have it back.",
             danger=True,
-            here="accounts",
+            here="billing-admin",
         )
 
 
@@ -133,13 +133,13 @@ class RefundPage(FormPage):
                 ("Reason", reason),
             ],
             action=f"leases/{found.id}/refund",
-            button="Give it back",
+            button="Refund",
             back=f"leases/{found.id}",
             fields={
                 "reason": reason,
                 "amount": "" if part is None else format_credits(part, 6),
             },
-            here="accounts",
+            here="billing-admin",
         )
 
 

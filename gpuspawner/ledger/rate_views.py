@@ -82,7 +82,7 @@ class RatesPage(FormPage):
             back="rates",
             fields=typed,
             note="Servers that run keep the price that they started with.",
-            here="accounts",
+            here="billing-admin",
         )
 
 
@@ -121,7 +121,7 @@ class RemoveRatePage(RatesPage):
             back="rates",
             note="Servers that run keep the price that they started with.",
             danger=True,
-            here="accounts",
+            here="billing-admin",
         )
 
 

@@ -85,7 +85,7 @@ class RefillsPage(FormPage):
             back="refills",
             fields=typed,
             note="Each occurrence is given once, also when the service was down meanwhile.",
-            here="accounts",
+            here="billing-admin",
         )
 
 
@@ -111,7 +111,7 @@ class EndRefillPage(RefillsPage):
                     back="refills",
                     note="What was given stays.",
                     danger=True,
-                    here="accounts",
+                    here="billing-admin",
                 )
                 return
             await self.services.run(self.services.refills.end_refill, found.id, actor=self.actor)

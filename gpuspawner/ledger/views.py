@@ -30,7 +30,7 @@ from ..web import view_models
 from ..web.api import AFTER, AFTER_NAME, BEFORE, LIMIT, SEARCH, APIHandler, ChangingAPI, operation
 from ..web.base import ServiceHandler
 from ..web.fields import LAST, account_of, key_of, text_of, whole
-from ..web.pages import FormPage, MemberPage, Page, credit, exactly, part
+from ..web.pages import BillingPage, FormPage, Page, credit, exactly, part
 from ..web.schemas import Answer, EntryAnswer
 from . import schemas
 from .correction_views import refundable
@@ -170,12 +170,12 @@ class ReceiptCSV(CSVHandler):
             after = items.newer
 
 
-class PayerForm(MemberPage):
+class PayerForm(BillingPage):
     """The form that chooses the member's default account."""
 
     async def get(self) -> None:
-        """Redirect to the member's page."""
-        self.redirect(self.context.prefix)
+        """Redirect to the page with the form."""
+        self.redirect(f"{self.context.prefix}billing")
 
     @web.authenticated
     async def post(self) -> None:
@@ -190,7 +190,7 @@ class PayerForm(MemberPage):
         except GPUSpawnerError as refusal:
             await self.show_mine(refusal)
             return
-        self.redirect(f"{self.context.prefix}?kept=1", status=303)
+        self.redirect(f"{self.context.prefix}billing?kept=1", status=303)
 
 
 async def may_see(handler: ServiceHandler, lease_id: str) -> Lease:
@@ -308,10 +308,10 @@ class AccountPage(FormPage):
 
     @web.authenticated
     async def get(self, name: str) -> None:
-        """Send the page; members who are not admins see their own account on their own page."""
+        """Send the page; members who are not admins see their own account on "Billing"."""
         account = account_of(name)
         if account == member_account(self.user) and not self.admin:
-            self.go("")
+            self.go("billing")
             return
         await web_base.must_read(self, account)
         await self.show_account(account)
@@ -406,7 +406,7 @@ class GrantForm(AccountPage):
             },
             note="It stays in the statement, with your name and the reason.",
             danger=not giving,
-            here="accounts",
+            here="billing-admin",
         )
 
 

@@ -29,8 +29,9 @@ from ..devices.models import Device, DeviceStatus
 from ..devices.snapshots import DeviceView
 from ..leases.models import Lease, LeaseState
 from ..services import Services
+from ..web import view_models
 from ..web.api import APIHandler, operation
-from ..web.base import OTHERWISE, POLICY, ServiceHandler
+from ..web.base import OTHERWISE, ServiceHandler
 from ..web.fields import whole
 from ..web.pages import STATES, Page
 from .models import THROTTLE, DeviceUse, Sample
@@ -420,9 +421,6 @@ def as_text(picture: ClusterSnapshot, sight: ViewerScope) -> str:
     return json.dumps(told, separators=(",", ":"))
 
 
-SCRIPTED = f"{POLICY}; script-src 'self'; connect-src 'self'"
-"""The policy of the only page with a script: it may load the script and fetch pictures."""
-
 MOST_PICTURES = 1000
 
 UNSEEN = "The GPUs cannot be seen just now. Running servers go on; your admin sees why."
@@ -442,16 +440,11 @@ class ClusterHandler(ServiceHandler):
 class ClusterPage(ClusterHandler, Page):
     """All devices as tiles. A script keeps the page up to date; it also works without one."""
 
-    def set_default_headers(self) -> None:
-        """Allow the page's script in the content security policy."""
-        super().set_default_headers()
-        self.set_header("Content-Security-Policy", SCRIPTED)
-
     @web.authenticated
     async def get(self) -> None:
         """Send the page."""
         picture = await self.read(look, self.services, self.context.recent)
-        own = picture.own.get(self.user, {})
+        own, rates = picture.own.get(self.user, {}), self.services.prices.rates
         tiles = []
         for tile in picture.tiles:
             told = words(tile, self.sight, picture.at)
@@ -465,6 +458,9 @@ class ClusterPage(ClusterHandler, Page):
             summary=summary(picture),
             seen=not picture.error,
             tiles=tiles,
+            rates={tile.device.uuid: rates.rate_of(tile.device.model) for tile in picture.tiles},
+            tickets=await self.read(view_models.own_tickets, self.services, self.user),
+            xsrf=self.xsrf,
             token=self.xsrf_token.decode(),
             words=json.dumps({**STATES, "unseen": UNSEEN}),
             unseen=UNSEEN,

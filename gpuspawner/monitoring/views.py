@@ -302,7 +302,7 @@ class UtilizationRow:
 
 @dataclass(frozen=True, slots=True)
 class UtilizationReport:
-    """Held and used time from the first to the last day in the hub's own zone, inclusive."""
+    """Allocated and used time from the first to the last day in the hub's own zone, inclusive."""
 
     by: str
     first: date

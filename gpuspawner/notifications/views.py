@@ -133,7 +133,7 @@ class NoticesPage(NoticesHandler, Page):
         channels = self.context.channels
         fields = {f"{part}-{name}" for part in ("address", "kinds") for name in channels}
         if unknown := set(self.request.body_arguments) - fields - {"_xsrf"}:
-            sentence = f"{sorted(unknown)[0][:60]!r} is nothing that you can choose."
+            sentence = f"{sorted(unknown)[0][:60]!r} is not an option."
             raise web.HTTPError(400) from InvalidRequest(sentence)
         forms, found = [], []
         for channel in channels.values():
@@ -224,7 +224,7 @@ class ChoicesAPI(AnyAPI):
                 sentence = f"There is no channel {name[:60]!r}; there are: {there_are}."
                 raise InvalidRequest(sentence, field=name)
             if unknown := set(choice) - {"address", "kinds"}:
-                sentence = f"{sorted(unknown)[0][:60]!r} is nothing that you can choose."
+                sentence = f"{sorted(unknown)[0][:60]!r} is not an option."
                 raise InvalidRequest(sentence, field=name)
             address, kinds = choice.get("address", ""), choice.get("kinds", [])
             found.append(channels[name].choice(address, kinds))

@@ -33,8 +33,9 @@ from ..monitoring.service import GPUMonitoring
 from ..services import Services
 from ..settings import CLASSES
 from ..web import app as web_app
-from ..web import pages
+from ..web import frame, pages
 from ..web.base import Context
+from ..web.frame import Frame
 from .device_monitor import GPUSampler
 from .disk_monitor import disk_rounds
 from .duties import (
@@ -243,6 +244,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             recent=self.recent_samples,
             members_see_names=self.monitoring.members_see_names,
             hub=tick.hub,
+            frame=Frame.from_text(os.environ.get(frame.VARIABLE, "")),
             rounds=tick.rounds,
             duties=supervisor.states,
         )

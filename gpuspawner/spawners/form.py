@@ -107,7 +107,7 @@ def usual_label(limits: Sequence[SessionHours]) -> str:
     """Describe what happens if the member chooses no session length."""
     defaults = {limit.default for limit in limits}
     if len(defaults) > 1:
-        return "usual for the environment"
+        return "Default"
     (usual,) = defaults or {None}
     return f"as usual: {length(usual)}" if usual is not None else "until I stop it"
 

@@ -40,11 +40,12 @@ class FoldersPage(FormPage):
 
     async def show_folders(self, refusal: GPUSpawnerError | None = None, typed: str = "") -> None:
         """Send the page; ``typed`` is a refused name."""
-        had, offered = await self.read(view_models.folders_of, self.services, self.user)
+        files, had, offered = await self.read(view_models.files_of, self.services, self.user)
         everybody = await self.read(self.services.shared_folders.all_folders) if self.admin else ()
         self.show(
             "folders.html",
             now=self.services.clock(),
+            files=files,
             had=had,
             offered=offered,
             others=[f for f in everybody if f.owner != self.user or f.deleted_at or f.left_at],
@@ -121,7 +122,7 @@ class FolderPage(FoldersPage):
             fields=fields,
             note=notes[action],
             danger=action in ("delete", "leave"),
-            here="folders",
+            here="files",
         )
 
 

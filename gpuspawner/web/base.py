@@ -18,6 +18,7 @@ from ..monitoring.models import Sample
 from ..notifications.channels import Channel
 from ..services import Services
 from .fields import LAST, whole
+from .frame import Frame
 
 T = TypeVar("T")
 
@@ -75,6 +76,8 @@ class Context:
     """True if the cluster page shows all members who has a GPU."""
     hub: HubCalls | None = None
     """If None, nothing that needs the Hub can be done."""
+    frame: Frame = field(default_factory=Frame)
+    """The Hub's settings of its pages."""
     rounds: Mapping[str, int] = field(default_factory=dict)
     """Number of finished rounds of each background duty, by its name."""
     duties: Mapping[str, Duty] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from ..monitoring.charts import Chart, chart
 from . import view_models
 from .base import ServiceHandler
 from .fields import key_of
+from .frame import Place
 from .schemas import B, instant
 
 STATES = {
@@ -51,6 +52,9 @@ OUTCOMES = {
     "member_gone": "Member gone",
 }
 """Display names of ticket outcomes."""
+
+SEPARATOR = "\x1e"
+"""What base.html writes between a page's title, its name in the navigation, and its content."""
 
 OLD_FORM = "This form is too old, or came from another page. Open the page again, and send it anew."
 
@@ -100,7 +104,19 @@ class Page(ServiceHandler):
             "paused": self.paused,
             "shares": bool(self.services.settings.folders.source),
         }
-        self.finish(TEMPLATES.get_template(template).render({**usual, **values}))
+        text = TEMPLATES.get_template(template).render({**usual, **values})
+        title, here, content = text.split(SEPARATOR, 2)
+        is_known = bool(self.current_user)
+        html, policy = context.frame.page(
+            Place(context.hub_url, context.prefix, context.hub_auth.hub_host),
+            title=title.strip(),
+            here=here,
+            content=content,
+            user=self.user if is_known else "",
+            admin=is_known and self.admin,
+        )
+        self.set_header("Content-Security-Policy", policy)
+        self.finish(html)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Send the error as a page."""
@@ -113,9 +129,10 @@ DONE = ("kept", "stopped", "given_up", "extended", "restarted", "snoozed")
 
 
 class MemberPage(Page):
-    """The member's own page: balance, servers, devices, sessions and statement."""
+    """The member's sessions: servers, places in the queue, devices and past sessions."""
 
     reads_pause = False
+    template = "member.html"
 
     @web.authenticated
     async def get(self) -> None:
@@ -130,7 +147,7 @@ class MemberPage(Page):
         )
         self.paused = seen.overview.paused
         self.show(
-            "member.html",
+            self.template,
             lasting=view_models.lasting(seen.mine.funds, seen.overview, seen.mine.now),
             **{name: self.get_query_argument(name, "") for name in DONE},
             ending=[x for x in seen.mine.running if view_models.ends_soon(x, seen.mine.now, soon)],
@@ -139,6 +156,12 @@ class MemberPage(Page):
             credits_help=self.services.settings.credits.help_text,
             **{field.name: getattr(seen, field.name) for field in fields(seen)},
         )
+
+
+class BillingPage(MemberPage):
+    """The member's balance, who pays, the last weeks and the newest entries of the statement."""
+
+    template = "billing.html"
 
 
 class AdminPage(Page):
@@ -334,6 +357,7 @@ def _environment() -> jinja2.Environment:
         "outcome": lambda outcome: OUTCOMES.get(outcome, outcome),
         "state": lambda state: STATES.get(state, state),
     }
+    environment.globals["SEPARATOR"] = SEPARATOR
     environment.globals["zone"] = lambda: time.strftime("%Z (UTC%z)")
     return environment
 
@@ -347,7 +371,12 @@ def read_templates() -> None:
         TEMPLATES.get_template(name)
 
 
-HANDLERS = [("", MemberPage), ("admin", AdminPage), ("oauth_callback", OAuthCallback)]
+HANDLERS = [
+    ("", MemberPage),
+    ("billing", BillingPage),
+    ("admin", AdminPage),
+    ("oauth_callback", OAuthCallback),
+]
 
 
 class FormPage(Page):
@@ -403,7 +432,7 @@ class FormPage(Page):
             danger=danger,
             why=why,
             xsrf=self.xsrf,
-            **{"here": "mine", **values},
+            **{"here": "sessions", **values},
         )
 
     def go(self, path: str) -> None:

@@ -328,6 +328,16 @@ class MyFolder:
     write: bool
 
 
+def files_of(
+    services: Services, user: str
+) -> tuple[list[WorkspaceUse], list[MyFolder], list[MyFolder]]:
+    """Return the use of a member's workspaces, their folders, and those that are offered."""
+    with services.store.view():
+        spaces = services.storage.workspaces_of(user)
+        had, offered = folders_of(services, user)
+    return services.storage.held_in(spaces), had, offered
+
+
 def folders_of(services: Services, user: str) -> tuple[list[MyFolder], list[MyFolder]]:
     """Return the folders that a member has, and those that they are invited to."""
     called = {mount.folder_id: mount.name for mount in services.shared_folders.folder_mounts(user)}
@@ -437,12 +447,10 @@ class MemberView:
 
     mine: Member
     overview: Overview
-    devices: tuple[DeviceFigures, ...]
     tickets: OwnTickets
     past: AccountCredits
     ended: EndedMembership | None
     files: list[WorkspaceUse]
-    folders: list[MyFolder]
     offered: list[MyFolder]
     payers: Payers
     resting: list[IdleServer]
@@ -462,10 +470,10 @@ def look(
     services.devices.look()
     with services.store.view():
         mine = member(services, user, warn_minutes)
-        overview, devices = device_figures(services, user, False)
+        overview = services.monitoring.overview()
         tickets = services.queue.tickets_of(user, TICKETS)
         past = credits_of_account(services, member_account(user))
-        had, offered = folders_of(services, user)
+        offered = folders_of(services, user)[1]
         ended = services.members.membership_end(user)
         spaces = services.storage.workspaces_of(user)
         payers = services.ledger.payers(user, groups)
@@ -475,12 +483,10 @@ def look(
     return MemberView(
         mine=mine,
         overview=overview,
-        devices=devices,
         tickets=with_standings(services, tickets, overview.waiting),
         past=past,
         ended=ended,
         files=services.storage.held_in(spaces),
-        folders=had,
         offered=offered,
         payers=payers,
         resting=resting,

@@ -107,6 +107,12 @@ class GoldenHub(StandInHub):
     groups = GROUPS
 
 
+def cut(html: str, tag: str) -> str:
+    """The first element of a page with this tag."""
+    found = re.search(rf"<{tag}[ >].*?</{tag}>", html, re.DOTALL)
+    return found[0] if found else ""
+
+
 class Site:
     """``with Site(folder, migrated_file) as site``: its time is UTC, and its clock stands."""
 
@@ -180,7 +186,17 @@ class Site:
             proof = session.cookies.get("_xsrf", path=SERVICE)
             answer = session.post(url, data={**form, "_xsrf": proof}, **options)
         moved = f"-> {answer.headers['Location']}\n" if answer.is_redirect else ""
-        return self.plain(f"{answer.status_code}\n{moved}{answer.text}")
+        text = answer.text
+        if main := re.search(r"<main.*</main>", text, re.DOTALL):
+            text = f"{cut(text, 'title')}\n{main[0]}"
+        return self.plain(f"{answer.status_code}\n{moved}{text}")
+
+    def navigation(self, user: str) -> str:
+        """The navigation bar that is on every page of the service."""
+        self.service(user, "")
+        session = self._sessions["service", user]
+        page = session.get(self._service_url(), headers=NAVIGATION, timeout=60)
+        return self.plain(cut(page.text, "nav"))
 
     def _service_url(self) -> str:
         if "service" not in self._urls:

@@ -11,7 +11,16 @@ from tests.golden.conftest import Golden
 from tests.golden.site import ADMIN, Site
 from tests.golden.support import gpuspawner
 
-MEMBERS_PAGES = ("", "statement", "notices", "folders", "cluster", "rates", "no-such-page")
+MEMBERS_PAGES = (
+    "",
+    "billing",
+    "statement",
+    "notices",
+    "folders",
+    "cluster",
+    "rates",
+    "no-such-page",
+)
 ADMINS_PAGES = (
     *(
         "admin",
@@ -83,6 +92,12 @@ def test_member_pages_match_the_recording(golden: Golden, site: Site, path: str)
     golden(f"pages/member-{named(path)}.html", site.service("ada", filled(site, path)))
 
 
+@pytest.mark.parametrize("user", ["ada", ADMIN])
+def test_navigation_matches_the_recording(golden: Golden, site: Site, user: str) -> None:
+    who = "admin" if user == ADMIN else "member"
+    golden(f"pages/navigation-{who}.html", site.navigation(user))
+
+
 @pytest.mark.parametrize("user", ["bob", "cleo", "dan"])
 def test_idle_sick_and_queued_home_pages_match_the_recording(
     golden: Golden, site: Site, user: str
@@ -127,6 +142,7 @@ def test_openapi_document_matches_the_recording(golden: Golden, site: Site) -> N
     [
         *((user, path) for user in ("", "ada") for path in ("environments", "environments/torch")),
         *(("ada", path) for path in ("environments?q=files", "welcome", "spawn")),
+        *((user, "home") for user in ("ada", "bob", "dan")),
         *((user, "spawn") for user in ("cleo", ADMIN)),
         ("ada", "spawn?opt-environment=files&opt-gpus=0"),
     ],

@@ -103,7 +103,7 @@ def test_public_catalog_shows_free_devices_and_rates(hub: PayingHub) -> None:
     assert "PyTorch 2.5.1 CUDA 12.4 up to 2 GPUs" in text
     assert "3 of 3 GPUs free now 1.00 to 4.00 credits a GPU-hour Launch" in text
     assert "1 of 1 GPU free now 1.00 credits a GPU-hour" in text
-    assert "no GPU Notes and files. Starts at once free of charge Launch" in text
+    assert "no GPU Notes and files. Available now free of charge Launch" in text
 
 
 @pytest.mark.parametrize(
@@ -216,11 +216,11 @@ def test_visitor_launches_a_server_from_the_catalog(hub: PayingHub, browser: Bro
     expect(page.locator("#gpuspawner-price")).to_have_text(
         "1 GPU: 1.00 to 4.00 credits an hour. Your balance lasts 1 d 1 h."
     )
-    expect(page.locator("#gpuspawner-wait")).to_have_text("Starts at once.")
+    expect(page.locator("#gpuspawner-wait")).to_have_text("Available now.")
     assert hub.server("ada") is None and not hub.services.leases.open_leases()
     look_over(page, "catalog-4-form")
     page.get_by_label("GPUs", exact=True).select_option("2")
-    page.get_by_label("For how long").select_option("4")
+    page.get_by_label("Time limit").select_option("4")
     page.get_by_label("Memory").select_option("64 GB")
     page.get_by_role("button", name="Start").click()
     page.wait_for_url(re.compile("/user/ada/"), timeout=SLOW)
@@ -233,11 +233,11 @@ def test_visitor_launches_a_server_from_the_catalog(hub: PayingHub, browser: Bro
     hub.stop_server("ada")
     page.goto(f"{hub.url}/hub/home")
     look_over(page, "catalog-5-home")
-    page.get_by_role("link", name="GPUs and credits").click()
-    expect(page.get_by_role("heading", name="My GPUs and credits")).to_be_visible()
+    page.get_by_role("link", name="Sessions").click()
+    expect(page.get_by_role("heading", name="Sessions", exact=True)).to_be_visible()
     page.goto(f"{hub.url}/hub/spawn")
     expect(page.get_by_label("GPUs", exact=True)).to_have_value("2")
-    expect(page.get_by_label("For how long")).to_have_value("4")
+    expect(page.get_by_label("Time limit")).to_have_value("4")
     expect(page.get_by_label("Memory")).to_have_value("torch.room=more")
     page.locator("#environment-jax").check()
     expect(page.get_by_label("Memory")).to_be_hidden()

@@ -403,7 +403,7 @@ def test_member_sees_usage_curves_of_own_device(scene: Scene, past: str, browser
     hub = scene.hub
     told = words(ask(hub, "ada", past))
     assert "Whole session: used 45 % on average, 99 % at most; memory 49.5 of 80 GB at" in told
-    assert "What GPU" not in words(ask(hub, "bob", past)), "nothing of his runs"
+    assert "utilization" not in words(ask(hub, "bob", past)), "nothing of his runs"
     headers = {"Authorization": f"token {hub.user_token('ada')}"}
     page = browser.new_context(viewport=PHONE, extra_http_headers=headers).new_page()
     page.goto(past)

@@ -127,6 +127,8 @@ def test_full_workspace_refuses_gpus_until_cleaned_up(hub: FilesHub) -> None:
 
     hub.spawn_and_wait("anna", {"gpus": 0})
     page = text_of(hub.open_page("anna", "/services/gpu/").text)
+    assert "Your files take 5.7 MB of 5.0 MB. Start without a GPU, make room" in page
+    page = text_of(hub.open_page("anna", "/services/gpu/folders").text)
     assert "5.7 MB of 5.0 MB are used. Start without a GPU, make room" in page
     assert hub.shell("anna", "cd /home/jovyan/work && rm large")[0] == 0
     hub.stop_server("anna")
@@ -269,7 +271,7 @@ def test_shared_folders_are_managed_in_the_browser(hub: FilesHub, browser: Brows
     carl = browser.new_context(viewport=PHONE).new_page()
     anna.goto(f"{hub.url}/services/gpu/folders")
     send_sign_in(anna, "anna")  # on the way, by the form
-    expect(anna.get_by_role("heading", name="Shared folders")).to_be_visible()
+    expect(anna.get_by_role("heading", name="Files", exact=True)).to_be_visible()
     sign_in(carl, hub, "carl", "folders")
     anna.get_by_label("Name", exact=True).fill("../up")
     anna.get_by_role("button", name="Make the folder").click()

@@ -214,7 +214,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     # Nothing is left for a third, who would not wait: a sentence, and a way on.
     three = open_form(browser, hub, "member3")
     expect(three.locator("#spawn_form")).to_contain_text("0 of 2 GPUs free.")
-    three.get_by_label("Don't wait in the queue").check()
+    three.get_by_label("Don't queue if no GPU is free").check()
     start(three, "JupyterLab")
     refusal = three.locator(".spawn-error-msg")
     expect(refusal).to_contain_text("All 2 GPUs are in use (")

@@ -58,7 +58,7 @@ def test_new_member_sees_the_welcome_page_once(hub: PayingHub, browser: Browser)
     page.wait_for_url(re.compile("/hub/spawn"))
     page.goto(f"{hub.url}/hub/home")
     look_over(page, "membership-home")
-    page.get_by_role("link", name="Credits, queue and files in a minute").click()
+    page.get_by_role("link", name="Quick start guide").click()
     page.get_by_role("link", name="Start a server").click()
     page.wait_for_url(re.compile("/hub/spawn"))
     hub.restart()  # it is in the store, and not only in the hub's memory

@@ -277,7 +277,7 @@ def test_link_prefills_custom_form_fields(
     page.get_by_role("button", name="Sign in").click()
     note = page.locator("#gpuspawner-own-fields")
     expect(note).to_contain_text("course: stats")
-    expect(note).to_contain_text("Look it over, and press Start.")
+    expect(note).to_contain_text("Review and start.")
     expect(page.get_by_label("Course")).to_have_value("stats")
     expect(page.locator("[name=extras]")).to_be_checked()
     page.get_by_role("button", name="Start").click()

@@ -4,6 +4,8 @@ accounting service, SQLite, the command line, Chromium; servers are local."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -22,7 +24,6 @@ from tests.support.brokers import problems
 from tests.support.hub import ADMIN
 from tests.support.pages import sign_in, words
 from tests.support.paying_hub import PayingHub
-from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO, wait_for
 from tests.support.tickets import (
     CONFIG,
@@ -124,8 +125,15 @@ def test_hub_restart_keeps_every_ticket(hub: PayingHub) -> None:
 
 def command(hub: PayingHub, *arguments: str) -> str:
     """``gpuspawner`` in a shell on the hub's machine; what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = PRELOADED.run(arguments, hub.folder, environment, answer="")
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuspawner", *arguments],
+        cwd=hub.folder,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -145,7 +153,9 @@ def test_admin_cancel_ends_the_spawn_with_its_reason(hub: PayingHub) -> None:
     (trail,) = hub.services.audit.trail(1)
     assert (trail.actor, trail.action) == (ADMIN, "cancelled")
     assert trail.subject == f"ticket {ticket.id} of nils"
-    assert "Cancelled an admin cancelled it: the course is over" in words(hub.page("nils"))
+    assert "Cancelled an admin cancelled it: the course is over" in words(
+        hub.page("nils", "cluster")
+    )
     again = change(hub, ADMIN, f"queue/{ticket.id}/cancel", reason="again")
     assert (again.status_code, again.json()["error"]) == (409, "ticket_ended")
 

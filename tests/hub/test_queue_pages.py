@@ -72,11 +72,11 @@ def test_only_admins_see_all_tickets(hub: PayingHub) -> None:
     (ticket,) = own["tickets"]
     assert (ticket["user"], ticket["place"], ticket["of"]) == ("eve", 2, 3)
     assert "parts" not in ticket and "trail" not in own
-    for answer in (hub.json("eve", "queue"), hub.page("eve")):
+    for answer in (hub.json("eve", "queue"), hub.page("eve"), hub.page("eve", "cluster")):
         for name in ("dan", "fay", "ada"):
             assert not mentions(answer.text, name), f"{name} in {answer.url}"
-    page = words(hub.page("eve"))
-    assert "number 2 of 3" in page and "a GPU; none is free" in page
+    for page in (words(hub.page("eve")), words(hub.page("eve", "cluster"))):
+        assert "number 2 of 3" in page and "a GPU; none is free" in page
 
 
 def test_stranger_cannot_read_or_change_the_queue(hub: PayingHub) -> None:
@@ -273,9 +273,9 @@ def test_drained_device_is_shown_on_every_page(hub: PayingHub) -> None:
     try:
         page = words(answer)
         assert "The GPU is drained" in page and "1 of 3" in page
-        assert "draining" in words(hub.page("eve")), "somebody's session goes on on it"
+        assert "draining" in words(hub.page("eve", "cluster")), "somebody's session goes on on it"
         assert "drained by admin: a fan" in words(hub.page(ADMIN, "admin"))
-        assert "a fan" not in words(hub.page("eve"))
+        assert "a fan" not in words(hub.page("eve", "cluster"))
         states = [device["state"] for device in hub.json("eve", "devices").json()["devices"]]
         assert states == ["draining", "leased", "leased"]
         assert list(hub.json(ADMIN, "queue").json()["drained"]) == [gpu]

@@ -442,7 +442,7 @@ def test_draining_a_gpu_drains_its_node(
     refused = call(hub, ADMIN, f"devices/{gpu}/undrain", reason="")
     assert refused.status_code == 400 and "new disk" in refused.json()["message"]
     page.goto(f"{hub.url}/services/gpu/queue")
-    page.get_by_role("button", name="Give it out again").first.click()
+    page.get_by_role("button", name="Return to service").first.click()
     assert f"scontrol update {node} State=RESUME" in page.locator("main").inner_text()
     look_over(page, "drained-by-others", accessible=False)
     page.close()

@@ -67,15 +67,15 @@ def test_card_and_form_state_the_expected_wait(known: dict[str, Any], wait: str)
     [
         (busy(free=2, ahead=4), "2 of 8 GPUs free now, others wait", CLOSE + WAIT),
         (busy(), "0 of 8 GPUs free now", CLOSE + WAIT),
-        (Outlook(3, 8, at_once=True), "3 of 8 GPUs free now", "Starts at once."),
-        (Outlook(1, 1, at_once=True), "1 of 1 GPU free now", "Starts at once."),
+        (Outlook(3, 8, at_once=True), "3 of 8 GPUs free now", "Available now."),
+        (Outlook(1, 1, at_once=True), "1 of 1 GPU free now", "Available now."),
         (Outlook(0, 0, at_once=False), "No GPU here that fits", ""),
     ],
 )
 def test_card_and_form_state_free_gpus(outlook: Outlook, card: str, form: str) -> None:
     assert (said(outlook), sentence(outlook)) == (card, form)
     assert usual_request(CPU) == Request()
-    assert said(Outlook(0, 0, at_once=True), cpu_only=True) == "Starts at once"
+    assert said(Outlook(0, 0, at_once=True), cpu_only=True) == "Available now"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_each_choice_shows_its_expected_wait() -> None:
     more = [TORCH, Environment(slug="other", display_name="O", image="lab", models=("T4",)), CPU]
     found = wait_tables(more, range(4), ["A100", "T4"], ask)
     assert found.of == {"torch": 0, "other": 1}
-    assert found.sentence(TORCH, "|") == found.sentence(TORCH, "1|A100") == "Starts at once."
+    assert found.sentence(TORCH, "|") == found.sentence(TORCH, "1|A100") == "Available now."
     assert found.sentence(TORCH, "2|").startswith("Not enough are free now")
     assert found.sentence(TORCH, "3|") == found.sentence(TORCH, "0|") == "", "it cannot be chosen"
     assert found.sentence(CPU, "1|") == ""

@@ -399,7 +399,7 @@ def test_form_offers_session_lengths_with_prices() -> None:
     assert labels(1, rates=[0, 0]) == ["1 h"]
 
     assert usual_label([limited(8, 24)]) == "as usual: 8 h"
-    assert usual_label([limited(8, 24), limited(2, 4)]) == "usual for the environment"
+    assert usual_label([limited(8, 24), limited(2, 4)]) == "Default"
     assert usual_label([SessionHours()]) == usual_label([]) == "until I stop it"
 
 

@@ -1,0 +1,49 @@
+"""The member's dashboard on the Hub's home page."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from jupyterhub.user import User
+from markupsafe import Markup
+
+from ..core.errors import GPUSpawnerError
+from ..services import Services
+from ..web import view_models
+from ..web.pages import TEMPLATES
+
+RECENT = timedelta(days=1)
+"""For how long the page says why the last session was stopped."""
+
+NOTICES = 3
+"""How many of the newest notices it shows."""
+
+
+async def dashboard(user: User, service_url: str, hub_url: str) -> Markup:
+    """Return what runs or waits, what it costs, and what ended, for the template of the page.
+
+    Empty if the store does not answer, or if the Hub's spawner is not one of ours: the page then
+    is JupyterHub's own. ``service_url`` is such as ``/services/gpu/``, ``hub_url`` as ``/hub/``.
+    """
+    spawner = user.spawner
+    services = getattr(spawner, "services", None)
+    if not isinstance(services, Services):
+        return Markup()
+    try:
+        seen = await services.read(view_models.look, services, user.name, spawner.group_names, ())
+        told = await services.read(services.notifications.notices_of, user.name)
+    except GPUSpawnerError as error:
+        spawner.log.warning("The home page of %s has no dashboard: %s", user.name, error)
+        return Markup()
+    last = seen.mine.sessions[0].lease if seen.mine.sessions else None
+    is_recent = last and last.ended_at and seen.mine.now - last.ended_at < RECENT
+    text = TEMPLATES.get_template("dashboard.html").render(
+        prefix=service_url,
+        hub=hub_url,
+        mine=seen.mine,
+        tickets=seen.tickets,
+        ended=seen.ended,
+        notices=told[:NOTICES],
+        stopped=last if last and last.outcome and is_recent else None,
+    )
+    return Markup(text)  # every value in it is escaped  # nosec B704
