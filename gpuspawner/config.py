@@ -38,7 +38,7 @@ from .core.scopes import (
 from .db.engine import default_url, sqlite_file
 from .db.leader import identity_file
 from .hub_pages.handlers import StaticGzip
-from .hub_pages.home import dashboard
+from .hub_pages.home import dashboard_of
 from .web import frame
 from .web.frame import Frame
 
@@ -302,7 +302,7 @@ def _add_pages(c: Config, service: str) -> None:
     """Add gpuspawner's pages to the Hub, and the settings that they need."""
     for page in PAGES:
         _append(c, "extra_handlers", page)
-    values = {"gpuspawner_service": service, "gpuspawner_dashboard": dashboard}
+    values = {"gpuspawner_service": service, "gpuspawner_dashboard": dashboard_of}
     c.JupyterHub.template_vars.update(values)
     if "default_url" not in c.JupyterHub:
         c.JupyterHub.default_url = _front_door

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 from jupyterhub.user import User
@@ -19,8 +21,26 @@ NOTICES = 3
 """How many of the newest notices it shows."""
 
 
-async def dashboard(user: User, service_url: str, hub_url: str) -> Markup:
-    """Return what runs or waits, what it costs, and what ended, for the template of the page.
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """What the template of the page shows."""
+
+    html: Markup = Markup()
+    queued: bool = False
+    """True if the default server waits in the queue."""
+
+
+def dashboard_of(user: User | None) -> Callable[[str, str], Awaitable[Dashboard]]:
+    """Return what home.html calls: the Hub computes a template's variables for every page."""
+
+    async def dashboard(service_url: str, hub_url: str) -> Dashboard:
+        return await _dashboard(user, service_url, hub_url) if user else Dashboard()
+
+    return dashboard
+
+
+async def _dashboard(user: User, service_url: str, hub_url: str) -> Dashboard:
+    """Return what runs or waits, what it costs, and what ended.
 
     Empty if the store does not answer, or if the Hub's spawner is not one of ours: the page then
     is JupyterHub's own. ``service_url`` is such as ``/services/gpu/``, ``hub_url`` as ``/hub/``.
@@ -28,22 +48,25 @@ async def dashboard(user: User, service_url: str, hub_url: str) -> Markup:
     spawner = user.spawner
     services = getattr(spawner, "services", None)
     if not isinstance(services, Services):
-        return Markup()
+        return Dashboard()
     try:
         seen = await services.read(view_models.look, services, user.name, spawner.group_names, ())
         told = await services.read(services.notifications.notices_of, user.name)
     except GPUSpawnerError as error:
         spawner.log.warning("The home page of %s has no dashboard: %s", user.name, error)
-        return Markup()
+        return Dashboard()
     last = seen.mine.sessions[0].lease if seen.mine.sessions else None
     is_recent = last and last.ended_at and seen.mine.now - last.ended_at < RECENT
     text = TEMPLATES.get_template("dashboard.html").render(
         prefix=service_url,
         hub=hub_url,
+        user=user.escaped_name,
         mine=seen.mine,
         tickets=seen.tickets,
+        curves=seen.curves,
         ended=seen.ended,
         notices=told[:NOTICES],
         stopped=last if last and last.outcome and is_recent else None,
     )
-    return Markup(text)  # every value in it is escaped  # nosec B704
+    queued = any(place and not ticket.server.name for ticket, place in seen.tickets.waiting)
+    return Dashboard(Markup(text), queued)  # every value in it is escaped  # nosec B704

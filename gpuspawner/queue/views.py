@@ -25,7 +25,7 @@ from .rank import TicketComparison, compare
 MOST = 200
 """Maximum number of tickets on the page."""
 
-GIVEN_UP = "it was given up on the member's page"
+GIVEN_UP = "the member left the queue"
 """End reason of a ticket that its own member cancelled."""
 
 DONE = {
@@ -193,35 +193,60 @@ class TicketPage(QueueForms):
         )
 
 
-class CancelTicketPage(Page):
-    """The form that cancels a member's own ticket."""
+class CancelTicketPage(FormPage):
+    """The form by which members leave the queue, after a confirmation."""
 
+    @web.authenticated
     async def get(self, ticket_id: str) -> None:
-        """Redirect to the member's page."""
-        self.redirect(self.context.prefix)
+        """Ask for confirmation."""
+        ticket = await self.read(waiting_ticket, self.services, ticket_id, self.user)
+        self.ask(
+            "Leave the queue?",
+            [("Server", ticket.server.name or "My server")],
+            action=f"tickets/{ticket.id}/cancel",
+            button="Leave queue",
+            back="cluster",
+            note="Your place is lost. A later start waits in the queue anew.",
+            danger=True,
+            here="queue",
+        )
 
     @web.authenticated
     async def post(self, ticket_id: str) -> None:
-        """Cancel the ticket."""
-        await self.read(give_up, self.services, ticket_id, self.user)
-        self.redirect(f"{self.context.prefix}?given_up=1", status=303)
+        """Ask for confirmation, or cancel the ticket."""
+        if not self.confirmed:
+            await self.get(ticket_id)
+            return
+        await self.read(leave, self.services, ticket_id, self.user)
+        self.go("?given_up=1")
 
 
-def give_up(services: Services, ticket_id: str, user: str) -> Ticket:
-    """Cancel a member's own ticket. Blocks.
+def waiting_ticket(services: Services, ticket_id: str, user: str) -> Ticket:
+    """Return a member's own ticket. Blocks.
 
     Raises UnknownTicket, also for another member's ticket, and TicketEnded if it no longer waits.
     """
     ticket = services.queue.ticket(ticket_id)
     if ticket.server.user != user:
         raise UnknownTicket(ticket=ticket_id)
-    if not ticket.outcome:
-        ticket = services.queue.end_ticket(ticket_id, "cancelled", GIVEN_UP, tell=False)
-        if ticket.end_reason == GIVEN_UP:
-            return ticket
+    if ticket.outcome:
+        raise _ended(ticket)
+    return ticket
+
+
+def leave(services: Services, ticket_id: str, user: str) -> Ticket:
+    """Cancel a member's own ticket. Blocks. Raises as :func:`waiting_ticket` does."""
+    waiting_ticket(services, ticket_id, user)
+    ticket = services.queue.end_ticket(ticket_id, "cancelled", GIVEN_UP, tell=False)
+    if ticket.end_reason != GIVEN_UP:
+        raise _ended(ticket)
+    return ticket
+
+
+def _ended(ticket: Ticket) -> TicketEnded:
     if ticket.outcome == "granted":
-        raise TicketEnded("It was its turn a moment ago: the server starts. Stop that instead.")
-    raise TicketEnded(f"This ticket does not wait any more: {ticket.end_reason}")
+        return TicketEnded("It was its turn a moment ago: the server starts. Stop that instead.")
+    return TicketEnded(f"This ticket does not wait any more: {ticket.end_reason}")
 
 
 def change_of(
@@ -307,7 +332,7 @@ class TicketAPI(ChangingAPI):
             raise web.HTTPError(404) from UnknownTicket(ticket=ticket_id)
         if action == "cancel" and mine:
             self.sent(WhyBody)
-            await self.read(give_up, self.services, ticket_id, self.user)
+            await self.read(leave, self.services, ticket_id, self.user)
         else:
             self.need_admin()
             await self.change(change_of(self.services, action, self.sent), ticket_id)

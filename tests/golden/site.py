@@ -235,6 +235,7 @@ class Site:
         """The main part of a page of JupyterHub, which a member sees; nobody when empty."""
         session = self._sessions.get(("hub", user)) or self._sign_in_at_hub(user)
         answer = session.get(f"{self._hub_url()}/hub/{path}", headers=NAVIGATION, timeout=60)
+        answer.encoding = "utf-8"  # as the page itself says
         ours = r"<main.*</main>|<div class=.gpuspawner-form.*?</form>"
         main = re.search(ours, answer.text, re.DOTALL)
         return self.plain(f"{answer.status_code}\n{main[0] if main else answer.text}")

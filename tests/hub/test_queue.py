@@ -165,10 +165,13 @@ def test_member_cancels_a_ticket_on_their_page(hub: PayingHub, browser: Browser)
     page = browser.new_context().new_page()
     sign_in(page, hub, "paul", "")
     assert page.get_by_text("number 1 of 2").is_visible()
-    page.get_by_role("button", name="Cancel the wait for my server").click()
+    page.get_by_role("button", name="Leave queue for my server").click()
+    assert page.get_by_role("heading", name="Leave the queue?").is_visible()
+    assert "number 1 of 2" in words(hub.page("paul")), "nothing is lost before it is confirmed"
+    page.get_by_role("button", name="Leave queue").click()
     page.wait_for_url(f"{hub.url}/services/gpu/?given_up=1")
-    assert page.get_by_text("You gave your place up.").is_visible()
-    assert page.get_by_text("it was given up on the member's page").is_visible()
+    assert page.get_by_text("You left the queue.").is_visible()
+    assert page.get_by_text("the member left the queue").is_visible()
     assert page.get_by_text("My place in the queue").count() == 0
     wait_for(lambda: hub.server("paul") is None, "the end of paul's spawn", timeout=SOON)
     assert hub.services.notifications.notices_of("paul") == [], (

@@ -106,7 +106,7 @@ RIGHT = {
     "POST queue/{ticket}/move": Right(ADMIN, {"position": "1", "reason": WHY}),
     "POST queue/{ticket}/boost": Right(ADMIN, {"points": "9", "reason": WHY}),
     "POST queue/{ticket}/cancel": Right(ADMIN, {"reason": WHY}),
-    "POST tickets/{ticket}/cancel": Right(OWNER, {}),
+    "POST tickets/{ticket}/cancel": Right(OWNER, YES),
     "POST api/queue/{ticket}/move": Right(ADMIN, {"position": 1, "reason": WHY}),
     "POST api/queue/{ticket}/boost": Right(ADMIN, {"points": 9, "reason": WHY}),
     "POST api/queue/{ticket}/cancel": Right(OWNER, {"reason": WHY}),
