@@ -72,16 +72,26 @@ def find_leases(
     *,
     user: str | None = None,
     account: str | None = None,
+    text: str = "",
     before: str | None = None,
     limit: int = 50,
 ) -> Leases:
-    """Find the newest leases of a user or account, granted before one. Raises UnknownLease."""
+    """Find the newest leases of a user or account, granted before one. Raises UnknownLease.
+
+    ``text``: only those with this in the user, server, account or environment, in any case.
+    """
     order = (leases.c.granted_at.desc(), leases.c.id.desc())
     query = sa.select(leases.c.id).order_by(*order).limit(limit + 1)
     if user is not None:
         query = query.where(leases.c.user == user)
     if account is not None:
         query = query.where(leases.c.account == account)
+    if text:
+        part = text[:LONGEST].lower()
+        columns = (leases.c.user, leases.c.server_name, leases.c.account, leases.c.environment)
+        query = query.where(
+            sa.or_(*(sa.func.lower(c).contains(part, autoescape=True) for c in columns))
+        )
     if before is not None:
         last = leases_repository.get(connection, before)
         same = sa.and_(leases.c.granted_at == last.granted_at, leases.c.id < last.id)

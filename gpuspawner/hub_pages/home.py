@@ -25,7 +25,7 @@ NOTICES = 3
 class Dashboard:
     """What the template of the page shows."""
 
-    html: Markup = Markup()
+    html: str = ""
     queued: bool = False
     """True if the default server waits in the queue."""
 

@@ -21,16 +21,47 @@ from ..core.errors import (
     UnknownLease,
 )
 from ..core.scopes import SESSION
+from ..db.search import LONGEST
 from ..monitoring.models import DeviceUse, Sample
 from ..monitoring.service import IdleServer
 from ..services import Services
 from ..web import view_models
 from ..web.api import APIHandler, ChangingAPI, operation
 from ..web.base import ServiceHandler, may_see_balance
+from ..web.fields import text_of
 from ..web.pages import FormPage, MemberPage, Page, device_names
 from ..web.schemas import LeaseAnswer, ReasonBody
 from . import schemas
 from .models import Lease, LeasedDevice, LeaseState
+
+SESSIONS = 50
+"""Sessions per page of the history."""
+
+
+class HistoryPage(Page):
+    """All sessions, newest first: the member's own, or for admins those of everybody."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        """Send the page."""
+        search = text_of(self.get_query_argument("search", ""), "search", LONGEST)
+        find = partial(
+            self.services.reports.find_leases,
+            user=None if self.admin else self.user,
+            text=search,
+            before=self.get_query_argument("before", None),
+            limit=SESSIONS,
+        )
+        found = await self.read(find)
+        now = self.services.clock()
+        self.show(
+            "history.html",
+            now=now,
+            sessions=view_models.lease_figures(self.services, found.found, now),
+            older=found.older,
+            search=search,
+            first=not self.get_query_argument("before", ""),
+        )
 
 
 class LeaseForm(Page):
@@ -401,6 +432,7 @@ def warnings(found: CurrentSession, may_see_funds: bool) -> list[schemas.Warning
 
 
 LEASE_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("leases", HistoryPage),
     ("leases/([0-9a-f]{1,64})/stop", StopPage),
     ("api/leases/([0-9a-f]{1,64})/stop", StopAPI),
     ("api/leases/([0-9a-f]{1,64})/end", EndAPI),

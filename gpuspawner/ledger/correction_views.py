@@ -13,7 +13,7 @@ from ..core.units import format_credits
 from ..leases.models import Lease, LeaseState
 from ..web.api import ChangingAPI, Parameter, operation
 from ..web.base import ServiceHandler
-from ..web.pages import FormPage, credit
+from ..web.pages import LONGEST_FILE, FormPage, credit
 from ..web.schemas import LeaseAnswer, ReasonBody
 from .grant_files import Problem
 from .grants import BulkGrantResult
@@ -207,8 +207,6 @@ CORRECTION_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
 ]
 
 
-MOST = 1024 * 1024  # bytes of a file
-
 SHOWN = 10  # problems listed if a file is refused
 
 
@@ -246,7 +244,7 @@ class BulkPage(FormPage):
         self.need_admin()
         typed = {name: self.field(name) for name in ("lines", "reason", "open", "again")}
         try:
-            data = self._sent(typed["lines"])
+            data = self.uploaded(typed["lines"])
             typed["lines"] = data.decode("utf-8-sig", errors="replace")
             found = await self.services.run(
                 self.services.bulk_grants.grant_file,
@@ -262,16 +260,6 @@ class BulkPage(FormPage):
             return
         self.show_form(found, typed=typed)
 
-    def _sent(self, lines: str) -> bytes:
-        """Return the uploaded file, or else the typed lines. Raises InvalidRequest."""
-        files = self.request.files.get("file", [])
-        data = bytes(files[0]["body"]) if files and files[0]["body"] else lines.encode()
-        if len(data) > MOST:
-            raise InvalidRequest("The file has more than 1 MB: give it in parts.", field="file")
-        if not data.strip():
-            raise InvalidRequest("There is nothing in it: choose a file, or type lines.")
-        return data
-
 
 class BulkAPI(ChangingAPI):
     """The API operation that makes grants from a CSV file."""
@@ -286,7 +274,7 @@ class BulkAPI(ChangingAPI):
         ``{"csv": "ada,25\nbob,25", "reason": "week 3", "dry_run": true}``
         """
         self.need_admin()
-        sent = self.sent(GrantsBody, longest=2 * MOST)
+        sent = self.sent(GrantsBody, longest=2 * LONGEST_FILE)
         found: BulkGrantResult = await self.do(
             self.services.bulk_grants.grant_file,
             sent.csv.encode(),

@@ -288,16 +288,18 @@ class ReportService:
         *,
         user: str | None = None,
         account: str | None = None,
+        text: str = "",
         before: str | None = None,
         limit: int = 50,
     ) -> Leases:
         """Return the newest leases of a member's servers or paid by an account.
 
-        Raises UnknownLease.
+        ``text``: only those with this in the member, server, account or environment. Raises
+        UnknownLease.
         """
         with self.store.read() as connection:
             return search.find_leases(
-                connection, user=user, account=account, before=before, limit=limit
+                connection, user=user, account=account, text=text, before=before, limit=limit
             )
 
     def find_changes(self, text: str = "", before: int | None = None, limit: int = 50) -> Trail:

@@ -24,6 +24,7 @@ from ..db.engine import sqlite_file
 from ..leases import views as leases_views
 from ..ledger import correction_views, rate_views, refill_views
 from ..ledger import views as ledger_views
+from ..members import views as members_views
 from ..monitoring import cluster_views, metrics
 from ..monitoring import views as monitoring_views
 from ..notifications import views as notifications_views
@@ -223,6 +224,7 @@ ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
     *refill_views.REFILL_HANDLERS,
     *ledger_views.ACCOUNT_API_HANDLERS,
     *db_views.HANDLERS,
+    *members_views.HANDLERS,
     *storage_views.FOLDER_HANDLERS,
     *storage_views.FOLDER_API_HANDLERS,
     *openapi.OPENAPI_HANDLERS,

@@ -379,6 +379,10 @@ HANDLERS = [
 ]
 
 
+LONGEST_FILE = 1024 * 1024
+"""Maximum bytes of a file that a form sends."""
+
+
 class FormPage(Page):
     """A page with forms that change something."""
 
@@ -400,6 +404,16 @@ class FormPage(Page):
         """The form's idempotency key; empty if it has none. Raises InvalidRequest."""
         text = self.field("key")
         return f"page:{self.actor}:{key_of(text)}" if text else ""
+
+    def uploaded(self, lines: str) -> bytes:
+        """Return the file of the form, or else the typed lines. Raises InvalidRequest."""
+        files = self.request.files.get("file", [])
+        data = bytes(files[0]["body"]) if files and files[0]["body"] else lines.encode()
+        if len(data) > LONGEST_FILE:
+            raise InvalidRequest("The file has more than 1 MB: give it in parts.", field="file")
+        if not data.strip():
+            raise InvalidRequest("There is nothing in it: choose a file, or type lines.")
+        return data
 
     def ask(
         self,

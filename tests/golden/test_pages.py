@@ -19,6 +19,7 @@ MEMBERS_PAGES = (
     "folders",
     "cluster",
     "rates",
+    "leases",
     "no-such-page",
 )
 ADMINS_PAGES = (
@@ -30,6 +31,7 @@ ADMINS_PAGES = (
         "accounts/member:ada/statement",
     ),
     *("bulk", "rates", "refills", "queue", "trail", "usage", "used", "cluster", "folders"),
+    *("leases", "members"),
     *("leases/LEASE", "transfers/TRANSFER", "queue/TICKET"),
     *("statement.csv", "usage.csv", "used.csv", "trail.csv", "catalog.schema.json"),
 )
@@ -65,6 +67,8 @@ CONFIRMED = {
     "leases/LEASE/stop": {"reason": "A new fan"},
     "leases/LEASE/restart": {},
     "folders/FOLDER/delete": {"name": "results"},
+    "members": {"lines": "name,course,ends\nada,ML101,2025-06-30"},
+    "members/ada/end": {"course": "ML101"},
 }
 """Forms whose change is shown first, with a button that does it."""
 

@@ -204,6 +204,20 @@ def test_leases_are_paged_by_member_and_by_account(past: Services) -> None:
         past.reports.find_leases(before="nothing")
 
 
+def test_leases_can_be_searched(past: Services) -> None:
+    every = past.leases.of_account(None, 10_000)
+
+    def texts(lease: Lease) -> list[str]:
+        return [lease.server.user, lease.server.name, lease.account, lease.environment]
+
+    for text in ("ada", "MEMBER:B", "member:", "%", "a_d", "nobody"):
+        find = partial(past.reports.find_leases, text=text, limit=7)
+        found = {lease.id for lease in pages(find, entries="found")}
+        wanted = {x.id for x in every if any(text.lower() in part.lower() for part in texts(x))}
+        assert found == wanted, text
+        assert bool(found) is (text not in ("%", "a_d", "nobody"))
+
+
 def test_audit_trail_can_be_searched_and_paged(services: Services) -> None:
     for number in range(5):
         services.devices.pause(actor="kim", reason=f"Fan {number}")
