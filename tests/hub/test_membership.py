@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from gpuspawner.notifications.models import NoticeKind
-from tests.support.gpu_hub import text_of
+from tests.support.gpu_hub import ADMIN, text_of
 from tests.support.pages import WIDE, look_over, send_sign_in
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
@@ -117,3 +117,50 @@ def test_expired_member_is_stopped_and_can_return(
         "membership ended",
         "membership returned",
     ]
+
+
+def test_admin_imports_a_roster_and_ends_an_entry(
+    hub: PayingHub, browser: Browser, tmp_path: Path
+) -> None:
+    known = {entry.user for entry in hub.services.roster.entries()}
+    page = browser.new_context(viewport=WIDE).new_page()
+    page.set_default_timeout(SLOW)
+    page.goto(hub.url)
+    send_sign_in(page, ADMIN)
+    page.get_by_role("button", name="Admin").click()
+    page.get_by_role("link", name="Members").click()
+    file = tmp_path / "course.csv"
+
+    file.write_text("name,course,ends\neve,ML101,2035-07-31\neve,ML101,2035-07-31\n")
+    page.get_by_label("A CSV file").set_input_files(file)
+    page.get_by_role("button", name="Preview").click()
+    expect(page.get_by_role("alert")).to_contain_text("Line 3: eve is on line 2 already for ML101")
+
+    file.write_text("name,course,ends\neve,ML101,2035-07-31\nfay,ML101,2035-07-31\n")
+    page.get_by_label("A CSV file").set_input_files(file)
+    page.get_by_role("button", name="Preview").click()
+    expect(page.get_by_role("heading", name="Preview 2 new, 0 changed")).to_be_visible()
+    look_over(page, "membership-preview")
+    assert {entry.user for entry in hub.services.roster.entries()} == known
+    page.get_by_role("button", name="Import").click()
+    expect(page.get_by_text("The roster is imported: 2 new")).to_be_visible()
+    look_over(page, "membership-roster")
+    assert {entry.user for entry in hub.services.roster.entries()} == known | {"eve", "fay"}
+
+    page.get_by_label("Name, course or group").fill("ML101")
+    page.get_by_role("button", name="Search").click()
+    expect(page.get_by_role("heading", name="Roster 2")).to_be_visible()
+    page.get_by_role("button", name="End fay ML101").click()
+    page.get_by_label("Reason").fill("left the course")
+    page.get_by_role("button", name="End the entry").click()
+    expect(page.get_by_text("The roster entry has ended.")).to_be_visible()
+    assert hub.services.roster.roster_member("eve").member
+    assert not hub.services.roster.roster_member("fay").member
+    [ended, imported] = hub.services.audit.trail(2)
+    assert (ended.actor, ended.action, ended.detail) == (
+        ADMIN,
+        "roster end",
+        "ML101: left the course",
+    )
+    assert (imported.actor, imported.action) == (ADMIN, "roster import")
+    page.context.close()

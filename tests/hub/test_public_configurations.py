@@ -292,6 +292,6 @@ def test_link_cannot_preselect_another_image(hub: HubProcess) -> None:
     member = hub.login("gpuimages")
     page = member.get(f"{hub.url}/hub/spawn?image=plain&utm_source=mail", headers=NAVIGATION)
     assert "<strong>image: plain</strong>" in page.text
-    assert "Choose image above yourself." in page.text
+    assert "Choose image above." in page.text
     assert "utm_source" not in page.text.partition("gpuspawner-own-fields")[2][:2000]
     assert hub.server("gpuimages") is None, "a link starts nothing"

@@ -94,6 +94,7 @@ KEPT = (
         db_schema.closures,
         db_schema.audit,
         db_schema.notice_choices,
+        db_schema.roster,
         db_schema.payers,
     ),
     *(
@@ -195,6 +196,7 @@ class AttackHub(GPUHub):
             "devices": self.devices[0],
             "folders": self.plans,
             "leases": self.lease,
+            "members": VICTIM,
             "queue": self.ticket,
             "rates": "1",
             "refills": "1",

@@ -107,6 +107,8 @@ RIGHT = {
     "POST queue/{ticket}/boost": Right(ADMIN, {"points": "9", "reason": WHY}),
     "POST queue/{ticket}/cancel": Right(ADMIN, {"reason": WHY}),
     "POST tickets/{ticket}/cancel": Right(OWNER, YES),
+    "POST members": Right(ADMIN, {**YES, "lines": "name\n{new}"}),
+    "POST members/{entry}/end": Right(ADMIN, YES),
     "POST api/queue/{ticket}/move": Right(ADMIN, {"position": 1, "reason": WHY}),
     "POST api/queue/{ticket}/boost": Right(ADMIN, {"points": 9, "reason": WHY}),
     "POST api/queue/{ticket}/cancel": Right(OWNER, {"reason": WHY}),
@@ -303,6 +305,11 @@ class Requests:
         sent = {**REFILL, "key": f"new-{next(self._numbers)}", "audience": ["members:ml101"]}
         return {"refill": self._admin("api/refills", sent)["id"]}
 
+    def _entry(self, name: str, right: Right) -> dict[str, str]:
+        entry = f"new-{next(self._numbers)}"
+        assert self.hub.services.roster.import_roster(f"name\n{entry}".encode(), actor=ADMIN).done
+        return {"entry": entry}
+
     def _folder(self, name: str, right: Right) -> dict[str, str]:
         self._delete_folders()  # a member may have few
         called = f"plans {next(self._numbers)}"
@@ -362,6 +369,7 @@ def shape(hub: AttackHub, door: Door) -> str:
     ):
         path = path.replace(value, f"{{{word}}}")
     path = re.sub(r"accounts/member:\w+", "accounts/{account}", path)
+    path = re.sub(r"members/\w+", "members/{entry}", path)
     path = re.sub(r"\b(rate|refill)s/1\b", r"\1s/{\1}", path)
     return f"{door.method} {path}"
 
@@ -372,7 +380,7 @@ def _changed(call: Call, answer: requests.Response) -> bool:
         return answer.ok
     if answer.is_redirect:
         return "oauth" not in answer.headers["Location"]
-    return answer.status_code == 200 and call.path == "bulk"
+    return answer.status_code == 200 and call.path in ("bulk", "members")
 
 
 def _may(name: str) -> str:

@@ -24,6 +24,7 @@ NOTHING = {
     "devices": "GPU-0",
     "folders": "0" * 16,
     "leases": "0" * 32,
+    "members": "nobody",
     "queue": "0" * 32,
     "rates": "1",
     "refills": "1",
