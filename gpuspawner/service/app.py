@@ -269,7 +269,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
                 await asyncio.sleep(2)
         tick.well("Pages")
         self.log.info("Pages at %s", os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/"))
-        await asyncio.to_thread(pages.read_templates)
+        await asyncio.to_thread(pages.read_templates, context)
         try:
             await asyncio.Event().wait()
         finally:

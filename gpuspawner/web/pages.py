@@ -25,7 +25,7 @@ from ..devices.snapshots import DeviceView
 from ..leases.models import LeasedDevice
 from ..monitoring.charts import Chart, chart
 from . import view_models
-from .base import ServiceHandler
+from .base import Context, ServiceHandler
 from .fields import key_of
 from .frame import Place
 from .schemas import B, instant
@@ -365,10 +365,12 @@ def _environment() -> jinja2.Environment:
 TEMPLATES = _environment()
 
 
-def read_templates() -> None:
+def read_templates(context: Context) -> None:
     """Load every template, so that the first page after a start is fast."""
     for name in TEMPLATES.list_templates():
         TEMPLATES.get_template(name)
+    place = Place(context.hub_url, context.prefix)
+    context.frame.page(place, title="", here="", content="")
 
 
 HANDLERS = [
