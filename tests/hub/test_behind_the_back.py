@@ -348,10 +348,13 @@ def test_stop_waits_for_a_foreign_container_with_the_device(
     hub.stop_server(member)
 
 
-def test_stop_ends_a_recreated_container(hub: GPUHub, engine: PrivateEngine, member: str) -> None:
+def test_stop_ends_a_recreated_container(
+    hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str
+) -> None:
     """An admin's tool replaced the container, and its label is lost."""
     lease, container = started(hub, member)
     name = hub.containers()[0]["Names"][0].lstrip("/")
+    gate.shut()  # or the hub may look just when there is none, and settle
     engine.client.remove_container(container, force=True)
     asked = DeviceRequest(device_ids=list(lease.uuids), capabilities=[["gpu"]])
     host = engine.client.create_host_config(device_requests=[asked])
@@ -359,6 +362,7 @@ def test_stop_ends_a_recreated_container(hub: GPUHub, engine: PrivateEngine, mem
         INSTANT, ["sleep", "600"], name=name, host_config=host, stop_signal="SIGKILL"
     )
     engine.client.start(anew["Id"])
+    gate.open()
     hub.stop_server(member)
     wait_for(lambda: not hub.open_leases(member), "the release")
     assert not engine.client.containers(), "the device was free before its container ended"

