@@ -123,11 +123,12 @@ class PriceService:
         since: str = "",
         actor: str,
         reason: str = "",
+        dry_run: bool = False,
     ) -> Rate:
         """Set a rate for servers that start from ``since`` (empty: now) on.
 
         All values are as an admin writes them, ``hours`` and ``since`` in ``zone`` (empty: the
-        site's). Raises InvalidRequest naming the invalid field.
+        site's). ``dry_run``: only check them. Raises InvalidRequest naming the invalid field.
         """
         now = self.clock()
         zone = _checked("zone", open_zone, zone or self.settings.zone).key
@@ -149,7 +150,7 @@ class PriceService:
             actor=actor,
             reason=reason,
         )
-        with self.store.write() as connection:
+        with self.store.read() if dry_run else self.store.write() as connection:
             if same := next(
                 (x for x in repository.load_rates(connection) if x.subject == rate.subject), None
             ):
@@ -158,6 +159,8 @@ class PriceService:
                     f"{format_credits(same.amount, 6)} credits an hour. Remove it first.",
                     field="from",
                 )
+            if dry_run:
+                return rate
             rate = repository.insert_rate(connection, rate, zone)
             self._note_rate(connection, "set rate", rate, actor, reason, now)
         self.log.info("%s set rate %s: %s", actor, rate.id, words(rate, zone))

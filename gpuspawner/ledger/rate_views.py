@@ -54,13 +54,11 @@ class RatesPage(FormPage):
         typed = {name: self.field(name).strip()[:1000] for name in FIELDS}
         try:
             wanted = self.typed(RateBody).wanted()
+            wanted |= {"since": typed["since"].replace("T", " "), "dry_run": not self.confirmed}
+            await self.services.run(self.services.prices.set_rate, **wanted, actor=self.actor)
             if not self.confirmed:
-                if not typed["rate"]:
-                    raise InvalidRequest("The field 'rate' is empty: write credits an hour.")
                 self._ask(typed)
                 return
-            wanted["since"] = typed["since"].replace("T", " ")
-            await self.services.run(self.services.prices.set_rate, **wanted, actor=self.actor)
         except GPUSpawnerError as refusal:
             await self.show_rates(refusal, **typed)
             return

@@ -17,7 +17,19 @@ from . import schemas
 from .models import Account
 from .refills import Mode, Refill
 
-FIELDS = ("rule", "zone", "mode", "amount", "cap", "keep", "audience", "reason")
+SCHEDULE = ("every", "weekday", "monthday", "at")
+FIELDS = (*SCHEDULE, "rule", "zone", "mode", "amount", "cap", "keep", "audience", "reason")
+
+WEEKDAYS = {
+    "MO": "Monday",
+    "TU": "Tuesday",
+    "WE": "Wednesday",
+    "TH": "Thursday",
+    "FR": "Friday",
+    "SA": "Saturday",
+    "SU": "Sunday",
+}
+"""Weekdays by their names in a rule."""
 
 DONE = {"added": "The refill is made.", "ended": "The refill is ended: what was given stays."}
 
@@ -44,14 +56,34 @@ class RefillsPage(FormPage):
             refusal=refusal,
             typed={**dict.fromkeys(FIELDS, ""), "zone": self.services.settings.rates.zone, **typed},
             modes=tuple(Mode),
+            weekdays=WEEKDAYS,
+            schedule=schedule,
             xsrf=self.xsrf,
         )
+
+    def field(self, name: str) -> str:
+        """Return a field; the rule is what was chosen as a schedule unless one was written."""
+        text = super().field(name)
+        return text or self._chosen() if name == "rule" else text
+
+    def _chosen(self) -> str:
+        """Return the schedule that was chosen as a rule; empty if none was."""
+        every, at = super().field("every"), super().field("at")
+        days = {
+            "day": "FREQ=DAILY",
+            "week": f"FREQ=WEEKLY;BYDAY={super().field('weekday')}",
+            "month": f"FREQ=MONTHLY;BYMONTHDAY={super().field('monthday')}",
+        }
+        if every not in days:
+            return ""
+        hour, _, minute = at.partition(":")
+        return f"{days[every]};BYHOUR={hour.lstrip('0') or 0};BYMINUTE={minute.lstrip('0') or 0}"
 
     @web.authenticated
     async def post(self) -> None:
         """Add a refill, after a preview and a confirmation."""
         self.need_admin()
-        typed = {name: self.field(name).strip()[:2000] for name in FIELDS}
+        typed = {name: self.get_body_argument(name, "")[:2000] for name in FIELDS}
         try:
             wanted = self.typed(schemas.RefillBody).planned()
             wanted |= {"actor": self.actor, "key": self.key if self.confirmed else ""}
@@ -72,7 +104,7 @@ class RefillsPage(FormPage):
         )
         now = self.services.clock()
         facts: list[tuple[str, Any]] = [
-            ("Rule", f"{planned.recurrence.rule} ({planned.recurrence.zone})"),
+            ("When", f"{schedule(planned.recurrence.rule)} ({planned.recurrence.zone})"),
             ("Next times", ", ".join(moment(at, now).striptags() for at in coming)),
             ("If it came now", _told(gifts)),
             ("Reason", planned.reason),
@@ -83,7 +115,7 @@ class RefillsPage(FormPage):
             action="refills",
             button="Make it",
             back="refills",
-            fields=typed,
+            fields=typed | {"rule": planned.recurrence.rule},
             note="Each occurrence is given once, also when the service was down meanwhile.",
             here="billing-admin",
         )
@@ -105,7 +137,7 @@ class EndRefillPage(RefillsPage):
             if not self.confirmed:
                 self.ask(
                     "End this refill?",
-                    [("Rule", found.recurrence.rule), ("For", ", ".join(found.audience))],
+                    [("When", schedule(found.recurrence.rule)), ("For", ", ".join(found.audience))],
                     action=f"refills/{found.id}/end",
                     button="End it",
                     back="refills",
@@ -119,6 +151,23 @@ class EndRefillPage(RefillsPage):
             await self.show_refills(refusal)
             return
         self.go("refills?done=ended")
+
+
+def schedule(rule: str) -> str:
+    """Format a rule for people: ``every Monday at 06:00``; a rule that is less simple as it is."""
+    parts = dict(part.split("=", 1) for part in rule.split(";") if "=" in part)
+    hour, minute = parts.pop("BYHOUR", ""), parts.pop("BYMINUTE", "0")
+    if not (hour.isdigit() and minute.isdigit()):
+        return rule
+    at = f"at {int(hour):02}:{int(minute):02}"
+    match parts:
+        case {"FREQ": "DAILY", **more} if not more:
+            return f"every day {at}"
+        case {"FREQ": "WEEKLY", "BYDAY": day, **more} if not more and day in WEEKDAYS:
+            return f"every {WEEKDAYS[day]} {at}"
+        case {"FREQ": "MONTHLY", "BYMONTHDAY": day, **more} if not more and day.isdigit():
+            return f"on day {day} of every month {at}"
+    return rule
 
 
 REFILL = Parameter("refill", {"type": "string", "pattern": "^[0-9a-f]{1,32}$"}, "Its id.")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuspawner.ledger.refill_views import schedule
 from gpuspawner.ledger.refills import LEAST_GAP, Recurrence
 
 VIENNA = "Europe/Vienna"
@@ -137,3 +138,20 @@ def test_recurrences_are_ordered_and_spaced_apart(freq: str, more: list[str], zo
     assert all(later - one >= LEAST_GAP for one, later in pairwise(found))
     for one, later in pairwise(found):
         assert made.next(one) == later
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("FREQ=DAILY;BYHOUR=6;BYMINUTE=0", "every day at 06:00"),
+        ("FREQ=WEEKLY;BYDAY=MO;BYHOUR=18;BYMINUTE=5", "every Monday at 18:05"),
+        ("FREQ=WEEKLY;BYHOUR=6;BYDAY=SU", "every Sunday at 06:00"),
+        ("FREQ=MONTHLY;BYMONTHDAY=1;BYHOUR=0", "on day 1 of every month at 00:00"),
+        ("FREQ=WEEKLY;BYDAY=MO", "FREQ=WEEKLY;BYDAY=MO"),
+        ("FREQ=WEEKLY;BYDAY=MO,TU;BYHOUR=6", "FREQ=WEEKLY;BYDAY=MO,TU;BYHOUR=6"),
+        ("FREQ=DAILY;BYHOUR=6,18", "FREQ=DAILY;BYHOUR=6,18"),
+        ("FREQ=DAILY;INTERVAL=2;BYHOUR=6", "FREQ=DAILY;INTERVAL=2;BYHOUR=6"),
+    ],
+)
+def test_simple_rules_are_shown_as_a_schedule(rule: str, words: str) -> None:
+    assert schedule(rule) == words
