@@ -38,8 +38,10 @@ c.GPUNotifications.channels = {{
               "pattern": "[a-z-]{{4,40}}", "example": "my-own-topic"}},
 }}
 c.GPUNotifications.retry_seconds = [0.2] * 2000
-c.GPUCredits.opening_grant = 3
+c.GPUCredits.opening_grant = 10
 """
+"""A credit a second: on a busy machine a round comes late, and has to find some left."""
+
 TRICK = "<script>alert('a title')</script>"
 
 

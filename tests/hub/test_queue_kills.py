@@ -10,9 +10,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import requests
 
 from gpuspawner.leases.models import ServerRef
 from gpuspawner.queue.models import Ticket
@@ -42,7 +44,16 @@ def hub(hubs: None, tmp_path: Path) -> Iterator[PayingHub]:
 
 def refusal(hub: PayingHub, user: str) -> str:
     """Why a hub refuses a server, with or without a GPU."""
-    answers = [hub.spawn(user, {"gpus": gpus}) for gpus in (1, 0)]
+
+    def refused(gpus: int) -> list[requests.Response]:
+        answer = hub.spawn(user, {"gpus": gpus})
+        if answer.status_code not in (201, 202):
+            return [answer]
+        # JupyterHub did not wait for the refusal, which took more than a second.
+        wait_for(lambda: hub.server(user) is None, "the end of the spawn")
+        return []
+
+    answers = [wait_for(partial(refused, gpus), "a refusal within a second")[0] for gpus in (1, 0)]
     for answer in answers:
         assert answer.status_code == 503, answer.text
         assert_in_words(answer.text)
