@@ -11,7 +11,8 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from gpuspawner.notifications.models import NoticeKind
-from tests.support.gpu_hub import ADMIN, text_of
+from tests.support.gpu_hub import text_of
+from tests.support.hub import ADMIN
 from tests.support.pages import WIDE, look_over, send_sign_in
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for

@@ -375,7 +375,8 @@ def test_pages_fit_and_are_accessible(hub: PayingHub, browser: Browser) -> None:
         assert page.evaluate(colour) == "rgb(255, 255, 255)"
         look_over_in_the_dark(page, f"pages-{name}")
         page.emulate_media(color_scheme="dark")
-        page.wait_for_function(f"{colour} === 'rgb(33, 37, 41)'")
+        page.wait_for_selector("html[data-bs-theme=dark]", state="attached")
+        assert page.evaluate(colour) == "rgb(33, 37, 41)"
 
     for user, path, name in (
         ("ada", "", "member"),

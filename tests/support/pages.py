@@ -158,7 +158,7 @@ def look_over_in_the_dark(page: Page, name: str) -> None:
     """The page with the colours of a dark window, which are all that differs there."""
     # Colours that change step by step would be looked at on the way.
     page.emulate_media(color_scheme="dark", reduced_motion="reduce")
-    page.wait_for_function("document.documentElement.dataset.bsTheme !== 'light'")
+    page.wait_for_selector("html:not([data-bs-theme=light])", state="attached")
     screenshot(page, f"{name}-dark")
     assert axe.troubles(page) == [], f"{name} in the dark"
     page.emulate_media(color_scheme="light")
