@@ -42,8 +42,8 @@ def dashboard_of(user: User | None) -> Callable[[str, str], Awaitable[Dashboard]
 async def _dashboard(user: User, service_url: str, hub_url: str) -> Dashboard:
     """Return what runs or waits, what it costs, and what ended.
 
-    Empty if the store does not answer, or if the Hub's spawner is not one of ours: the page then
-    is JupyterHub's own. ``service_url`` is such as ``/services/gpu/``, ``hub_url`` as ``/hub/``.
+    Only a sentence if the store does not answer, and nothing if the Hub's spawner is not one of
+    ours. ``service_url`` is such as ``/services/gpu/``, ``hub_url`` as ``/hub/``.
     """
     spawner = user.spawner
     services = getattr(spawner, "services", None)
@@ -54,7 +54,8 @@ async def _dashboard(user: User, service_url: str, hub_url: str) -> Dashboard:
         told = await services.read(services.notifications.notices_of, user.name)
     except GPUSpawnerError as error:
         spawner.log.warning("The home page of %s has no dashboard: %s", user.name, error)
-        return Dashboard()
+        said = Markup('<p class="alert alert-warning" role="status">{}</p>')
+        return Dashboard(said.format(error.message))
     last = seen.mine.sessions[0].lease if seen.mine.sessions else None
     is_recent = last and last.ended_at and seen.mine.now - last.ended_at < RECENT
     text = TEMPLATES.get_template("dashboard.html").render(

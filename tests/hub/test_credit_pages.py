@@ -520,6 +520,8 @@ def test_admin_stops_a_server_and_member_sees_why(hub: PayingHub, browser: Brows
     assert (ended.outcome, ended.end_reason) == ("admin", "a new <fan>")
     assert "an admin stopped it" in words(hub.page("cleo", "notices"))
     assert "a new &lt;fan&gt;" in words(hub.page("cleo"))
+    home = hub.open_page("cleo", "/hub/home").text
+    assert "Your server was stopped at" in home and "a new &lt;fan&gt;" in home
     (change,) = hub.json(ADMIN, "trail?search=fan").json()["changes"]
     assert (change["actor"], change["action"]) == (ADMIN, "stop")
     again = hub.send(ADMIN, f"leases/{lease.id}/stop", reason="x", confirm="yes")

@@ -280,6 +280,8 @@ def _is_said_everywhere(hub: PayingHub, member: Visitor) -> None:
     assert page.status_code == 503 and SENTENCE in error_on(page.text)
     form = member.get("/hub/spawn")
     assert form.ok and SENTENCE in text_of(form.text)
+    home = member.get("/hub/home")
+    assert home.ok and SENTENCE in text_of(home.text)
     page = hub.page("ada")
     assert page.status_code == 503
     assert "The database does not answer. Try again in a moment" in page.text

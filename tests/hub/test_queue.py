@@ -165,6 +165,9 @@ def test_member_cancels_a_ticket_on_their_page(hub: PayingHub, browser: Browser)
     page = browser.new_context().new_page()
     sign_in(page, hub, "paul", "")
     assert page.get_by_text("number 1 of 2").is_visible()
+    home = hub.open_page("paul", "/hub/home").text
+    assert "number 1 of 2 in the queue" in home and "Leave queue" in home
+    assert "Stop My Server" not in home, "there is none yet"
     page.get_by_role("button", name="Leave queue for my server").click()
     assert page.get_by_role("heading", name="Leave the queue?").is_visible()
     assert "number 1 of 2" in words(hub.page("paul")), "nothing is lost before it is confirmed"
