@@ -169,7 +169,7 @@ def test_member_cancels_a_ticket_on_their_page(hub: PayingHub, browser: Browser)
     assert "number 1 of 2 in the queue" in home and "Leave queue" in home
     assert "Stop My Server" not in home, "there is none yet"
     page.get_by_role("button", name="Leave queue for my server").click()
-    assert page.get_by_role("heading", name="Leave the queue?").is_visible()
+    page.get_by_role("heading", name="Leave the queue?").wait_for()
     assert "number 1 of 2" in words(hub.page("paul")), "nothing is lost before it is confirmed"
     page.get_by_role("button", name="Leave queue").click()
     page.wait_for_url(f"{hub.url}/services/gpu/?given_up=1")
