@@ -10,15 +10,25 @@ from .errors import InvalidRequest
 
 def clock(moment: datetime, now: datetime) -> str:
     """A time of day in the hub's own zone, rounded up to the minute, with the day if not today."""
-    local = (moment + timedelta(minutes=1) - timedelta.resolution).astimezone()
+    local = minute_after(moment).astimezone()
     if local.date() == now.astimezone().date():
         return local.strftime("%H:%M")
     return local.strftime("%H:%M on %-d %B")
 
 
+def minute_after(moment: datetime) -> datetime:
+    """Return the time rounded up to the minute."""
+    return minute_of(moment + timedelta(minutes=1) - timedelta.resolution)
+
+
+def minute_of(moment: datetime) -> datetime:
+    """Return the time rounded down to the minute."""
+    return moment.replace(second=0, microsecond=0)
+
+
 def end_clock(moment: datetime, now: datetime) -> str:
     """A time of day as :func:`clock`, rounded down: what ends then is not said to end later."""
-    return clock(moment.replace(second=0, microsecond=0), now)
+    return clock(minute_of(moment), now)
 
 
 def deadline(moment: datetime, now: datetime) -> str:

@@ -34,6 +34,7 @@ from ..web.api import APIHandler, operation
 from ..web.base import OTHERWISE, ServiceHandler
 from ..web.fields import whole
 from ..web.pages import STATES, Page
+from ..web.schemas import instant
 from .models import THROTTLE, DeviceUse, Sample
 from .schemas import ClusterAnswer, ClusterDeviceAnswer
 
@@ -225,6 +226,7 @@ def words(tile: Tile, sight: ViewerScope, now: datetime) -> dict[str, Any]:
         "state": tile.view.state,
         "who": holder(tile, sight),
         "since": _since(tile, now),
+        "since_at": instant(tile.since) or "",
         "use": _use(doing),
         "level": 0 if doing.use is None else round(doing.use),
         "memory": _memory(doing, size),
@@ -293,7 +295,7 @@ class SerializedSnapshot:
     """A picture in serialized form."""
 
     at: str
-    """The time of day at which it was taken."""
+    """When it was taken, in ISO 8601."""
     texts: Mapping[ViewerScope, str]
     """One line of JSON for each kind of viewer."""
     own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -400,7 +402,7 @@ class LiveCluster:
         except Exception:  # try again with the next picture
             log.exception("The picture of the cluster could not be taken")
             trouble = OTHERWISE
-        at = self._services.clock().astimezone().strftime("%H:%M:%S")
+        at = instant(self._services.clock()) or ""
         return SerializedSnapshot(at, {}, trouble=trouble)
 
 
@@ -408,7 +410,7 @@ def take(services: Services, recent: Recent, sights: Collection[ViewerScope]) ->
     """Take a picture and serialize it for these kinds of viewers. Blocks."""
     picture = look(services, recent)
     return SerializedSnapshot(
-        at=picture.at.astimezone().strftime("%H:%M:%S"),
+        at=instant(picture.at) or "",
         texts={sight: as_text(picture, sight) for sight in sights},
         own=picture.own,
     )

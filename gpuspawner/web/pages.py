@@ -18,7 +18,7 @@ from tornado import web
 
 from ..core.errors import GPUSpawnerError, InvalidRequest
 from ..core.text import LONGEST_REASON
-from ..core.times import clock, end_clock
+from ..core.times import clock, end_clock, minute_after, minute_of
 from ..core.units import format_bytes, format_credits
 from ..devices.closures import GRANTING, Closure
 from ..devices.snapshots import DeviceView
@@ -231,9 +231,10 @@ def moment(at: datetime, now: datetime) -> Markup:
     return _time(at, _day_and(at, now, "%H:%M"))
 
 
-def clock_time(at: datetime) -> Markup:
+def clock_time(at: datetime, seconds: bool = False) -> Markup:
     """Format the time of day alone."""
-    return _time(at, at.astimezone().strftime("%H:%M"))
+    text = at.astimezone().strftime("%H:%M:%S" if seconds else "%H:%M")
+    return Markup('<time datetime="{}" data-alone>{}</time>').format(instant(at), text)
 
 
 def exactly(at: datetime, now: datetime | None = None) -> Markup:
@@ -290,12 +291,12 @@ def period(some: view_models.LeaseFigures, now: datetime) -> Markup:
 
 def until(at: datetime, now: datetime) -> Markup:
     """Format a future time, with its date unless it is today."""
-    return _time(at, clock(at, now))
+    return _time(minute_after(at), clock(at, now))
 
 
 def ends(at: datetime, now: datetime) -> Markup:
     """Format the time at which something ends, rounded down to the minute."""
-    return _time(at, end_clock(at, now))
+    return _time(minute_of(at), end_clock(at, now))
 
 
 def memory(size: int) -> str:
@@ -346,7 +347,8 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    formats = (credit, exact, span, duration, moment, period, exactly, on_day, until, ends)
+    times = (moment, period, exactly, on_day, until, ends, clock_time)
+    formats = (credit, exact, span, duration, *times)
     others = (gpu_hours, memory, points, subject, device_names)
     environment.filters |= {format.__name__: format for format in (*formats, *others)}
     environment.filters |= {

@@ -9,16 +9,19 @@ from datetime import datetime, timezone
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 import requests
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 
 from gpuspawner.core.errors import StoreUnavailable
 from gpuspawner.core.units import MICRO
 from gpuspawner.devices.simulated import SimulatedDevices
+from gpuspawner.leases.models import ServerRef
 from gpuspawner.ledger.models import member_account
 from gpuspawner.services import Services
+from gpuspawner.web.schemas import instant
 from tests.support.brokers import make_services
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.pages import (
@@ -29,6 +32,7 @@ from tests.support.pages import (
     mentions,
     picture,
     served,
+    sign_in,
     words,
 )
 from tests.support.paying_hub import FLEET, PayingHub
@@ -364,6 +368,29 @@ def test_unreachable_hub_is_reported(
 
 
 # What it looks like.
+
+
+@pytest.mark.parametrize("scripts", [True, False])
+def test_times_are_in_the_zone_of_the_browser(
+    hub: PayingHub, browser: Browser, scripts: bool
+) -> None:
+    """Without scripts they are in the site's zone, which the page names."""
+    [lease] = [x for x in hub.services.leases.open_leases() if x.server == ServerRef("ada")]
+    assert lease.started_at is not None
+    at = lease.started_at.astimezone(ZoneInfo("Asia/Tokyo") if scripts else None)
+    context = browser.new_context(timezone_id="Asia/Tokyo", java_script_enabled=scripts)
+    page = context.new_page()
+    sign_in(page, hub, "ada", "")
+    since = page.locator(f"time[datetime='{instant(lease.started_at)}']").first
+    expect(since).to_have_text(f"{at:%-d %b %H:%M}")
+    zone = "your time zone, Asia/Tokyo" if scripts else f"{at:%Z (UTC%z)}"
+    expect(page.locator("footer")).to_contain_text(f"Times are in {zone}.")
+    if scripts:
+        here = lease.started_at.astimezone()
+        expect(since).to_have_attribute("title", f"{here:%-d %b %H:%M} in {here:%Z (UTC%z)}")
+    page.goto(f"{hub.url}/services/gpu/cluster")
+    expect(page.locator("[data-text=since]", has_text=f"since {at:%H:%M}").first).to_be_visible()
+    context.close()
 
 
 def test_pages_fit_and_are_accessible(hub: PayingHub, browser: Browser) -> None:

@@ -15,6 +15,14 @@
   const put = (element, text) => {
     if (element.textContent !== text) element.textContent = text;
   };
+  const since = (place, text, at) => {
+    const local = (shown) => localTimes.like(shown, new Date(at), true);
+    put(place, at ? text.replace(/(\d+ \w+ )?\d\d:\d\d$/, local) : text);
+  };
+  for (const tile of tiles.values()) {
+    const place = tile.querySelector("[data-at]");
+    since(place, place.textContent, place.dataset.at);
+  }
   const say = (id, text) => put(document.getElementById(id), text);
 
   const leave = () => {
@@ -49,6 +57,8 @@
       if (name === "state") {
         place.className = `state ${told.state}`;
         put(place, words[told.state] || told.state);
+      } else if (name === "since") {
+        since(place, told.since, told.since_at);
       } else {
         put(place, name === "who" && own !== undefined ? own : told[name]);
       }
@@ -85,7 +95,10 @@
     hear("picture", (picture) => { last = picture; if (mine) draw(); });
     hear("mine", (own) => { mine = own; draw(); });
     hear("trouble", (text) => { if (text) trouble(text); else draw(); });
-    hear("time", (at) => { say("as-of", `As of ${at}.`); say("live", "Live."); });
+    hear("time", (at) => {
+      say("as-of", `As of ${localTimes.clock(new Date(at), true)}.`);
+      say("live", "Live.");
+    });
     source.onerror = () => {
       // A stream ends now and then, and the browser asks anew by itself. When it may not, the
       // session is over or the service has begun anew: the page signs in again.
