@@ -18,6 +18,7 @@ from jupyterhub.handlers.base import BaseHandler
 from jupyterhub.handlers.pages import RootHandler
 from jupyterhub.objects import Server
 from jupyterhub.user import User
+from jupyterhub.utils import url_escape_path
 from tornado import httputil, web
 from tornado.http1connection import HTTP1Connection
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
@@ -372,6 +373,23 @@ class EnvironmentPage(HubPageHandler):
             launch=link,
             shared=f"{self.request.protocol}://{self.request.host}{link}",
         )
+
+
+class StartWithoutGPU(HubPageHandler):
+    """The button of the pending page that leaves the queue and starts without a GPU."""
+
+    @web.authenticated
+    async def post(self, server_name: str) -> None:
+        """Start the user's own server, if it waits, and go back to the pending page."""
+        user = self.current_user
+        if not isinstance(user, User) or server_name not in user.spawners:
+            raise web.HTTPError(404, "You have no such server.")
+        try:
+            await user.spawners[server_name].start_without_gpu()
+        except GPUSpawnerError as error:
+            raise web.HTTPError(error.status_code, "%s", error.message) from None
+        name = f"/{url_escape_path(server_name)}" if server_name else ""
+        self.redirect(f"{self.hub.base_url}spawn-pending/{user.escaped_name}{name}", status=303)
 
 
 class Logo(HubPageHandler):

@@ -25,7 +25,8 @@ NOTICES = 3
 class Dashboard:
     """What the template of the page shows."""
 
-    html: Markup = Markup()
+    html: str = ""
+    """Markup, once there is something to show."""
     queued: bool = False
     """True if the default server waits in the queue."""
 

@@ -16,7 +16,7 @@ from ..devices.snapshots import Overview
 from ..services import Services
 from ..web import view_models
 from ..web.api import Action, APIHandler, ChangingAPI, each_action, operation
-from ..web.pages import FormPage, Page
+from ..web.pages import FormPage
 from ..web.schemas import WhyBody
 from . import schemas
 from .models import Ticket
@@ -199,6 +199,9 @@ class CancelTicketPage(FormPage):
     @web.authenticated
     async def get(self, ticket_id: str) -> None:
         """Ask for confirmation."""
+        await self._confirm(ticket_id)
+
+    async def _confirm(self, ticket_id: str) -> None:
         ticket = await self.read(waiting_ticket, self.services, ticket_id, self.user)
         self.ask(
             "Leave the queue?",
@@ -215,7 +218,7 @@ class CancelTicketPage(FormPage):
     async def post(self, ticket_id: str) -> None:
         """Ask for confirmation, or cancel the ticket."""
         if not self.confirmed:
-            await self.get(ticket_id)
+            await self._confirm(ticket_id)
             return
         await self.read(leave, self.services, ticket_id, self.user)
         self.go("?given_up=1")

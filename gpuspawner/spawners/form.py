@@ -34,7 +34,7 @@ from ..ledger.service import Payers
 from ..services import Services
 from . import options
 from .options import DataChoice, choose_environment, data_choices
-from .progress import spawn_exception
+from .progress import FailedSpawn
 
 T = TypeVar("T")
 
@@ -335,6 +335,7 @@ class _Owner(Protocol):
     def most_gpus(self) -> int: ...
     def session_hours(self, environment: Environment) -> SessionHours: ...
     def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice: ...
+    def refusal(self, error: GPUSpawnerError) -> FailedSpawn: ...
     def set_trait(self, name: str, value: Any) -> None: ...
 
 
@@ -432,7 +433,7 @@ class SpawnForm:
             choice = self._spawner.parse_options(query)
             await self._check_choice(choice)
         except GPUSpawnerError as error:
-            raise spawn_exception(error) from None
+            raise self._spawner.refusal(error) from None
         self._spawner.asked = choice
         sentence = "Look at what the link chose, and press Start."
         raise SpawnException(sentence, reason="link", status_code=400)
