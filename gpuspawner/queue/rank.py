@@ -73,8 +73,11 @@ class QueuePosition:
     """When it will probably start, if known."""
     planned: datetime | None = None
     """When its start is planned, by the ends of sessions, known or guessed."""
-    certain: bool = False
-    """True if all those ends are known: it starts by then, unless another ticket goes first."""
+    latest: datetime | None = None
+    """When it starts at the latest, by the ends that are known, unless another ticket goes first.
+
+    No extension moves it.
+    """
 
     def sentence(self, now: datetime) -> str:
         """Return the sentence for the pending page."""
@@ -92,7 +95,7 @@ class QueuePosition:
 
     def start(self, now: datetime, show: Show = zoned) -> str:
         """Format the expected start; see :func:`expected_start`."""
-        return expected_start(self.estimate, self.planned, self.certain, now, show)
+        return expected_start(self.estimate, self.planned, self.latest, now, show)
 
 
 Show = Callable[[datetime, datetime], str]
@@ -102,25 +105,24 @@ Show = Callable[[datetime, datetime], str]
 def expected_start(
     estimate: Estimate | None,
     planned: datetime | None,
-    certain: bool,
+    latest: datetime | None,
     now: datetime,
     show: Show = zoned,
 ) -> str:
     """Format when a request will start, and what kind of figure that is; empty if unknown.
 
-    ``about 14:20 to 14:50 (8 of 10 starts), by 15:17 at the latest``. A planned start that is not
-    certain is shown only if there is no estimate yet: ``around 14:24 (a first guess)``.
+    ``about 14:20 to 14:50 (8 of 10 starts), by 15:17 at the latest``. Without an estimate, a
+    planned start that is earlier than the latest is ``around 14:24 (a first guess)``.
     """
     text = ""
     if estimate is not None:
         low, high = (show(_later(at, now), now) for at in (estimate.low, estimate.high))
         text = ("about " + low + ("" if low == high else " to " + high)) + " (8 of 10 starts)"
-    if planned is None:
+    elif planned is not None and (latest is None or planned < latest):
+        text = "around " + show(max(planned, now), now) + " (a first guess)"
+    if latest is None:
         return text
-    at = show(max(planned, now), now)
-    if certain:
-        return (text + ", by " if text else "by ") + at + " at the latest"
-    return text or "around " + at + " (a first guess)"
+    return (text + ", by " if text else "by ") + show(max(latest, now), now) + " at the latest"
 
 
 def waits_for(request: Request, free: int, paused: Closure | None) -> str:

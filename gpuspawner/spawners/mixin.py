@@ -175,6 +175,8 @@ class GPUSpawnerMixin(Spawner):
         self.chosen: Environment | None = None
         self.asked: options.FormChoice | None = None
         """The choices of the link that opened the form."""
+        self.refused: options.FormChoice | None = None
+        """The same if these are the choices of a form that was refused, which shows them again."""
         self.asked_beside: Mapping[str, list[str]] = {}
         """The link's values for the admin's own fields, by name."""
         self.ticket: Ticket | None = None
@@ -456,6 +458,12 @@ class GPUSpawnerMixin(Spawner):
         )
         return failed
 
+    def _refused(self, error: GPUSpawnerError) -> FailedSpawn:
+        """Return the refusal of this start; JupyterHub shows the form again, as it was sent."""
+        with suppress(GPUSpawnerError):
+            self.asked = self.refused = options.parse(self.user_options or {}, foreign=True)
+        return self.refusal(error)
+
     # The form, and links that fill it in.
 
     @cached_property
@@ -502,7 +510,7 @@ class GPUSpawnerMixin(Spawner):
                 self._ask(request, terms)
         except GPUSpawnerError as error:
             self._is_starting = False
-            raise self.refusal(error) from error
+            raise self._refused(error) from error
         return self._acquire_then_hook(request, terms)
 
     async def _refresh_then_hook(self) -> None:
@@ -522,7 +530,7 @@ class GPUSpawnerMixin(Spawner):
         except BaseException as error:
             self._is_starting = False
             if isinstance(error, GPUSpawnerError):
-                raise self.refusal(error) from error
+                raise self._refused(error) from error
             raise
 
     async def _acquire(self, request: Request, terms: Terms) -> Lease:
