@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import sqlalchemy as sa
 from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
+from traitlets.utils.nested_update import nested_update
 
 from .core.errors import ConfigError
 from .core.scopes import (
@@ -57,6 +58,7 @@ PAGES = (
     (r"/environments/([^/]+)/logo", "gpuspawner.hub_pages.handlers.Logo"),
     (r"/welcome/?", "gpuspawner.hub_pages.handlers.Welcome"),
     (r"/welcome/first", "gpuspawner.hub_pages.handlers.FirstWelcome"),
+    (r"/without-gpu/([^/]*)", "gpuspawner.hub_pages.handlers.StartWithoutGPU"),
     (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.ServiceRelay"),
 )
 """Pages added to the Hub below ``/hub``; only the hub imports the handlers that they name."""
@@ -175,6 +177,7 @@ def add_services(
         c.GPUDatabase.hub_id_file = str(identity_file(c))
     _add_templates(c)
     _add_pages(c, name)
+    _add_log_filter(c)
     _define_scopes(c)
     if "concurrent_spawn_limit" not in c.JupyterHub:
         # Queued servers count as pending spawns, which JupyterHub limits to 100 by default.
@@ -311,6 +314,20 @@ def _add_pages(c: Config, service: str) -> None:
     theirs = settings.to_dict().get("update", {}) if is_lazy else settings
     if not {"transforms", "compress_response", "gzip"} & theirs.keys():
         settings.update({"transforms": [StaticGzip]})
+
+
+def _add_log_filter(c: Config) -> None:
+    """Keep tracebacks of ordinary refusals out of the Hub's log."""
+    name = "gpuspawner_refusals"
+    sections = [c.get(section, {}) for section in ("JupyterHub", "Application")]
+    theirs: Any = next((s["logging_config"] for s in sections if "logging_config" in s), {})
+    if isinstance(theirs, LazyConfigValue):
+        theirs = theirs.get_value({})
+    filters = {name: {"()": "gpuspawner.spawners.progress.RefusalFilter"}}
+    loggers = {logger: {"filters": [name]} for logger in ("JupyterHub", "asyncio")}
+    c.JupyterHub.logging_config = nested_update(
+        {"filters": filters, "loggers": loggers}, copy.deepcopy(theirs)
+    )
 
 
 def _front_door(handler: Any) -> str:

@@ -131,6 +131,7 @@ class Services(LoggingConfigurable):
             store,
             now,
             settings.queue,
+            settings.credits,
             line=self.line,
             devices=self.devices,
             delegation=self.delegation,

@@ -36,13 +36,16 @@ class Refused(GPUSpawnerError):
 
     reason = "refused"
     status_code = 400
+    ways_on: tuple[str, ...] = ()
+    """What the member can do instead: ``queue`` or ``cpu``, to start without a GPU."""
 
 
 class NoDeviceFree(Refused):
     """All GPUs are in use. Start without a GPU, or try again."""
 
     reason = "no_device_free"
-    status_code = 503
+    status_code = 409
+    ways_on = ("queue", "cpu")
 
 
 class TooMuchAsked(Refused):
@@ -56,6 +59,7 @@ class NoCredits(Refused):
 
     reason = "no_credits"
     status_code = 402
+    ways_on = ("cpu",)
 
 
 class InvalidRequest(Refused):
@@ -144,6 +148,7 @@ class WorkspaceFull(Refused):
 
     reason = "workspace_full"
     status_code = 507
+    ways_on = ("cpu",)
 
 
 class WorkspaceBusy(Refused):
@@ -184,7 +189,8 @@ class GrantingPaused(Refused):
     """No GPUs are given out just now: {why}. You can start without a GPU."""
 
     reason = "paused"
-    status_code = 503
+    status_code = 409
+    ways_on = ("queue", "cpu")
 
 
 # Something that the hub depends on does not answer.

@@ -36,6 +36,12 @@ def deadline(moment: datetime, now: datetime) -> str:
     return f"{end_clock(moment, now)} ({moment.astimezone():%Z})"
 
 
+def zoned(moment: datetime, now: datetime) -> str:
+    """A time of day as :func:`clock`, with its zone: ``14:20 UTC``."""
+    time, on, day = clock(moment, now).partition(" on ")
+    return f"{time} {moment.astimezone():%Z}{on}{day}"
+
+
 LONGEST = timedelta(weeks=106)
 """The longest period of one report: two years."""
 

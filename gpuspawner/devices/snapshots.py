@@ -9,7 +9,6 @@ from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 
-from ..core.times import clock
 from ..db.engine import Store
 from ..leases.models import Lease, LeaseState, Slot
 from ..ledger import rules as ledger_rules
@@ -244,13 +243,13 @@ def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCou
     return tuple(sorted(counts, key=lambda c: (-c.memory_bytes, c.model)))
 
 
-def latest_ends(
+def credit_ends(
     leases: Collection[Lease],
     accounts: Mapping[str, Account],
     grace: timedelta,
     now: datetime,
 ) -> dict[str, datetime]:
-    """Return the latest end of each lease, when its account runs dry, by lease id.
+    """Return when each lease ends because its account runs dry, unless it gets credits, by id.
 
     Leases of one account draw on it together. A lease that costs nothing has no such end.
     """
@@ -273,15 +272,3 @@ def latest_ends(
         if dry is not None:
             ends[lease.id] = dry + grace
     return ends
-
-
-def free_by(ends: Sequence[datetime], wanted: int, now: datetime) -> str:
-    """Return ``"2 will be free by 15:40 at the latest"``, or "" if that is not certain."""
-    soonest = sorted(ends)
-    if len(soonest) < wanted or not wanted:
-        return ""
-    moment = soonest[wanted - 1]
-    if moment - now > timedelta(days=2):
-        return ""
-    count = sum(end <= moment for end in soonest)
-    return f"{count} will be free by {clock(moment, now)} at the latest"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -218,7 +217,7 @@ def make_cards(
             face=_face(environment, pages_url),
             badges=_badges(environment),
             text=first_words(environment.summary or environment.description),
-            now=said(outlooks[environment.slug], cpu_only=environment.cpu_only),
+            now=said(outlooks[environment.slug], now, cpu_only=environment.cpu_only),
             at_once=outlooks[environment.slug].at_once,
             price=prices.of(environment),
             open=environment.slug not in closed,
@@ -238,39 +237,22 @@ def devices_of(environment: Environment) -> str:
     return f"up to {most} GPU{'s' if most > 1 else ''}" if most else "no GPU"
 
 
-def said(outlook: Outlook, *, cpu_only: bool = False) -> str:
-    """Return the availability, such as ``3 of 8 GPUs free now, about 25 min wait``."""
+def said(outlook: Outlook, now: datetime, *, cpu_only: bool = False) -> str:
+    """Return the availability: ``0 of 8 GPUs free now, start by 15:17 UTC at the latest``."""
     if cpu_only:
         return "Available now"
     if not outlook.total:
         return "No GPU here that fits"
     plural = "" if outlook.total == 1 else "s"
     free = f"{outlook.free} of {outlook.total} GPU{plural} free now"
-    waits = waiting(outlook)
-    return f"{free}, {waits}" if waits else free
-
-
-def waiting(outlook: Outlook) -> str:
-    """Return the wait, such as ``about 25 min wait``; empty if there is none or it is unknown."""
-    if outlook.at_once:
-        return ""
-    if outlook.likely is not None:
-        return f"about {_round(outlook.likely)} wait"
-    if outlook.most is not None:
-        return f"at most {_round(outlook.most)} wait"
-    return "others wait" if outlook.ahead else ""
+    if start := "" if outlook.at_once else outlook.start(now):
+        return f"{free}, start {start}"
+    return f"{free}, others wait" if outlook.ahead and not outlook.at_once else free
 
 
 def frameworks_of(environments: Sequence[Environment]) -> list[str]:
     """Return the names of all frameworks in these environments, sorted."""
     return sorted({name for e in environments for name in e.frameworks}, key=str.casefold)
-
-
-def _round(wait: timedelta) -> str:
-    """Format a wait, rounded up to minutes, or to 5 minutes if it is longer than 10."""
-    minutes = max(1, math.ceil(wait / timedelta(minutes=1)))
-    step = 1 if minutes <= 10 else 5
-    return format_time_left(timedelta(minutes=math.ceil(minutes / step) * step))
 
 
 # Cached, because these parts are the same for every reader.
@@ -387,7 +369,11 @@ Ask = Callable[[Mapping[str, Request]], Mapping[str, Outlook]]
 
 
 def wait_tables(
-    environments: Sequence[Environment], counts: Sequence[int], models: Sequence[str], ask: Ask
+    environments: Sequence[Environment],
+    counts: Sequence[int],
+    models: Sequence[str],
+    ask: Ask,
+    now: datetime,
 ) -> Tables:
     """Return a sentence on the wait for each choice of the form, by ``gpus|model``.
 
@@ -409,20 +395,19 @@ def wait_tables(
     tables: list[dict[str, str]] = [{} for _ in alike]
     for name, outlook in outlooks.items():
         at, _, choice = name.partition("|")
-        tables[int(at)][choice] = sentence(outlook)
+        tables[int(at)][choice] = sentence(outlook, now)
     return Tables.shared(alike, tables)
 
 
-def sentence(outlook: Outlook) -> str:
+def sentence(outlook: Outlook, now: datetime) -> str:
     """Return a sentence on the wait for one choice; empty if no device of the hub fits."""
     if outlook.at_once:
         return "Available now."
     if not outlook.total:
         return ""
-    wait = waiting(outlook).removesuffix(" wait")
-    if wait.startswith(("about", "at most")):
-        return f"Not enough are free now: expect to wait {wait} in the queue."
-    return "Not enough are free now: you would wait in the queue."
+    if start := outlook.start(now):
+        return f"Not enough are free now. Expected start: {start}."
+    return "Not enough are free now. You would wait in the queue."
 
 
 def _request(environment: Environment, number: str, model: str) -> Request:

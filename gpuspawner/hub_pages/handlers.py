@@ -18,6 +18,7 @@ from jupyterhub.handlers.base import BaseHandler
 from jupyterhub.handlers.pages import RootHandler
 from jupyterhub.objects import Server
 from jupyterhub.user import User
+from jupyterhub.utils import url_escape_path
 from tornado import httputil, web
 from tornado.http1connection import HTTP1Connection
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
@@ -32,6 +33,7 @@ from ..core.errors import GPUSpawnerError
 from ..core.units import format_credits
 from ..devices.snapshots import ModelCount, Overview
 from ..ledger.models import Account
+from ..queue.positions import Outlook
 from ..services import Services, hub_services
 from .cards import (
     LONGEST,
@@ -59,6 +61,14 @@ class State:
 
     overview: Overview
     cards: list[Card]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who reads a page; without a sign-in, somebody new."""
+
+    name: str
+    groups: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,18 +149,18 @@ class CatalogPages(Configurable):
         return list(catalog.visible_to(groups))
 
     def search(
-        self, catalog: Catalog, groups: Collection[str], wanted: CardFilter, page: int
+        self, catalog: Catalog, reader: Reader, wanted: CardFilter, page: int
     ) -> FoundEnvironments:
         """Return one page of the results of a search; the first page is 1. Reads the store."""
-        everything = self.shown(catalog, groups)
+        everything = self.shown(catalog, reader.groups)
         found = [e for e in everything if wanted.takes(e)] if wanted else everything
         if wanted.at_once:
-            outlooks = self.services.positions.outlooks({e.slug: usual_request(e) for e in found})
+            outlooks = self._outlooks(found, reader)
             found = [e for e in found if outlooks[e.slug].at_once]
         pages = max(1, math.ceil(len(found) / PAGE))
         page = min(page, pages)
         return FoundEnvironments(
-            state=self.state(found[PAGE * (page - 1) : PAGE * page], groups),
+            state=self.state(found[PAGE * (page - 1) : PAGE * page], reader),
             found=len(found),
             total=len(everything),
             frameworks=frameworks_of(everything),
@@ -158,13 +168,17 @@ class CatalogPages(Configurable):
             pages=pages,
         )
 
-    def state(self, some: Sequence[Environment], groups: Collection[str]) -> State:
-        """Return the cards of environments for a reader in these groups. Reads the store."""
+    def state(self, some: Sequence[Environment], reader: Reader) -> State:
+        """Return the cards of environments for a reader. Reads the store."""
         overview = self._overview()
-        outlooks = self.services.positions.outlooks({e.slug: usual_request(e) for e in some})
-        closed = {e.slug for e in some if not e.visible_to(groups)}
+        outlooks = self._outlooks(some, reader)
+        closed = {e.slug for e in some if not e.visible_to(reader.groups)}
         now, url = self.services.clock(), f"{self.settings['hub'].base_url}environments"
         return State(overview, make_cards(some, overview, outlooks, now, url, closed))
+
+    def _outlooks(self, some: Sequence[Environment], reader: Reader) -> dict[str, Outlook]:
+        requests = {e.slug: usual_request(e) for e in some}
+        return self.services.positions.outlooks(requests, reader.name, reader.groups)
 
     def _overview(self) -> Overview:
         """Return an overview at most ``FRESH`` seconds old, because anybody may ask at any rate."""
@@ -255,6 +269,11 @@ class HubPageHandler(DropsBody, BaseHandler):
         return frozenset(group.name for group in getattr(self.current_user, "groups", ()))
 
     @property
+    def reader(self) -> Reader:
+        """The reader, who may be nobody in particular."""
+        return Reader(getattr(self.current_user, "name", ""), self.groups)
+
+    @property
     def running(self) -> bool:
         """True if the reader's default server is running. Then a launch does not start another."""
         user = self.current_user
@@ -308,7 +327,7 @@ class Environments(HubPageHandler):
     async def get(self) -> None:
         """Show one page of the results."""
         wanted, page = self._wanted(), self._page()
-        found = await self.ask(self.site.search, self.catalog(), self.groups, wanted, page)
+        found = await self.ask(self.site.search, self.catalog(), self.reader, wanted, page)
         await self.show(
             "environments.html",
             cards=found.state.cards,
@@ -348,7 +367,7 @@ class LiveEnvironments(HubPageHandler):
         """Send the availability of the environments in the argument ``slugs``."""
         slugs = set(self.get_argument("slugs", "").split(",")[:PAGE])
         some = [e for e in self.shown() if e.slug in slugs]
-        state = await self.ask(self.site.state, some, self.groups)
+        state = await self.ask(self.site.state, some, self.reader)
         self.set_header("Cache-Control", "no-store")
         self.finish({card.slug: {"now": card.now, "at_once": card.at_once} for card in state.cards})
 
@@ -359,7 +378,7 @@ class EnvironmentPage(HubPageHandler):
     async def get(self, slug: str) -> None:
         """Show the environment with this slug."""
         environment, groups = self.environment(slug), self.groups
-        state = await self.ask(self.site.state, [environment], groups)
+        state = await self.ask(self.site.state, [environment], self.reader)
         details = await self.ask(read_details, self.catalog(), environment, groups)
         for trouble in details.troubles:
             self.log.warning("The catalog: %s", trouble)
@@ -372,6 +391,23 @@ class EnvironmentPage(HubPageHandler):
             launch=link,
             shared=f"{self.request.protocol}://{self.request.host}{link}",
         )
+
+
+class StartWithoutGPU(HubPageHandler):
+    """The button of the pending page that leaves the queue and starts without a GPU."""
+
+    @web.authenticated
+    async def post(self, server_name: str) -> None:
+        """Start the user's own server, if it waits, and go back to the pending page."""
+        user = self.current_user
+        if not isinstance(user, User) or server_name not in user.spawners:
+            raise web.HTTPError(404, "You have no such server.")
+        try:
+            await user.spawners[server_name].start_without_gpu()
+        except GPUSpawnerError as error:
+            raise web.HTTPError(error.status_code, "%s", error.message) from None
+        name = f"/{url_escape_path(server_name)}" if server_name else ""
+        self.redirect(f"{self.hub.base_url}spawn-pending/{user.escaped_name}{name}", status=303)
 
 
 class Logo(HubPageHandler):

@@ -26,6 +26,7 @@ class Dashboard:
     """What the template of the page shows."""
 
     html: str = ""
+    """Markup, once there is something to show."""
     queued: bool = False
     """True if the default server waits in the queue."""
 

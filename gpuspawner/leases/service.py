@@ -17,9 +17,8 @@ from ..core.errors import GrantingPaused, NoDeviceFree, ServerHasLease, UnknownL
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices import closures as devices_closures
-from ..devices import snapshots
 from ..devices.closures import GRANTING
-from ..devices.models import Device, model_matches
+from ..devices.models import Device
 from ..devices.placement import PlacementIndex, asks_for, must_run, texts
 from ..devices.service import DeviceService
 from ..devices.snapshots import InventorySnapshot
@@ -37,12 +36,6 @@ from .models import Lease, LeasedDevice, LeaseState, Request, ServerRef, Sightin
 
 PAUSED = Slot(GRANTING).text
 """The slot that is occupied while granting is paused."""
-
-STOPPING = timedelta(minutes=2)
-"""How long a stop takes beyond the grace period.
-
-One round of the accounting service notices that an account is dry, another stops its servers.
-"""
 
 ON_THIS_HOST = ("docker", "local")
 """Engines whose servers end when this machine goes down."""
@@ -120,15 +113,12 @@ class LeaseService:
             shown_at=terms.shown_at,
         )
         try:
-            try:
-                return grant(self.devices.look())
-            except NoDeviceFree as error:
-                # A process of the previous server may have ended since the last snapshot.
-                if not error.fields.get("occupied"):
-                    raise
-            return grant(self.devices.look(fresh=True))
+            return grant(self.devices.look())
         except NoDeviceFree as error:
-            raise self._with_end(error, request) from None
+            # A process of the previous server may have ended since the last snapshot.
+            if not error.fields.get("occupied"):
+                raise
+        return grant(self.devices.look(fresh=True))
 
     def _try_grant(
         self,
@@ -387,24 +377,6 @@ class LeaseService:
 
     # Helpers.
 
-    def _with_end(self, error: NoDeviceFree, request: Request) -> NoDeviceFree:
-        """Return the refusal with the time when devices are free at the latest, and advice."""
-        now = self.clock()
-        running = self.open_leases()
-        accounts = {account.name: account for account in self.ledger.accounts()}
-        grace = timedelta(seconds=self.settings.grace_seconds) + STOPPING
-        ends = snapshots.latest_ends(running, accounts, grace, now)
-        fitting = [
-            ends[lease.id]
-            for lease in running
-            for device in lease.devices
-            if lease.id in ends and _fits(device, request)
-        ]
-        promise = snapshots.free_by(fitting, request.devices, now)
-        sentence = error.message.rstrip(".") + (f" ({promise})" if promise else "")
-        advice = "Start without a GPU, or try again."
-        return NoDeviceFree(f"{sentence}. {advice}", **error.fields)
-
     def _end_of(
         self,
         lease: Lease,
@@ -484,10 +456,3 @@ def require_seen(look: InventorySnapshot, request: Request) -> None:
 
 def _leased(place: Slot, device: Device) -> LeasedDevice:
     return LeasedDevice(*place, device.index, device.model, device.memory_bytes)
-
-
-def _fits(device: LeasedDevice, request: Request) -> bool:
-    wanted = [request.models, (request.model,) if request.model else ()]
-    return device.memory_bytes >= request.memory_bytes and all(
-        any(model_matches(model, device.model) for model in models) for models in wanted if models
-    )

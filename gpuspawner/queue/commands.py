@@ -187,6 +187,7 @@ def plain(ticket: Ticket, ranked: RankedTicket, standing: QueuePosition) -> dict
         "waits_for": standing.why,
         "since": utc(ticket.created_at),
         "planned": utc(standing.planned),
+        "latest": utc(standing.latest),
         "estimate": estimate or None,
         "priority": Priority(ticket.priority).name.lower(),
         "boost": ticket.boost,

@@ -117,9 +117,12 @@ def _starts_later(
         return False
     if ticket.id in before.starts:
         return True
-    start, then = before.planned.get(ticket.id), after.planned.get(ticket.id)
-    if start is not None:
-        return then is None or then > start + EXACT
+    for starts, now in ((before.latest, after.latest), (before.planned, after.planned)):
+        start, then = starts.get(ticket.id), now.get(ticket.id)
+        if start is not None and (then is None or then > start + EXACT):
+            return True
+    if ticket.id in before.planned:
+        return False
     if ticket.id in before.held_back:
         if ticket.group and ticket.group == lease.group:
             return True  # held back by a limit that the lease itself may use up

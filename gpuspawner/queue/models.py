@@ -132,9 +132,14 @@ class Decision:
     starts: tuple[str, ...] = ()
     """Tickets that get their devices now, in this order."""
     planned: Mapping[str, float] = field(default_factory=dict)
-    """The latest starts of the tickets considered, as far as session ends show.
+    """The planned starts of the tickets considered, by session ends, known or guessed.
 
     Tickets whose start cannot be predicted are absent.
+    """
+    latest: Mapping[str, float] = field(default_factory=dict)
+    """By when tickets start at the latest, by the ends of sessions that have one.
+
+    Only a ticket that goes first can delay such a start.
     """
     held_back: Mapping[str, str] = field(default_factory=dict)
     """Tickets that a limit keeps waiting, with that limit in words."""

@@ -8,19 +8,25 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime, timedelta, timezone
-from functools import cache
+from functools import cache, partial
+
+import sqlalchemy as sa
 
 from ..core.errors import NoDeviceFree
+from ..core.times import zoned
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices.placement import must_run
 from ..devices.service import DeviceService
-from ..devices.snapshots import InventorySnapshot
+from ..devices.snapshots import InventorySnapshot, credit_ends
+from ..leases import repository as leases_repository
 from ..leases.models import Request
+from ..ledger import repository as ledger_repository
+from ..ledger.settings import GPUCredits
 from .delegation import DelegationService
 from .estimates import DevicesAhead
-from .models import Decision, Estimate, RankedTicket, Ticket, WaitingTicket
-from .rank import QueuePosition, waits_for
+from .models import Decision, Estimate, Priority, RankedTicket, Ticket, WaitingTicket
+from .rank import QueuePosition, Show, expected_start, waits_for
 from .settings import GPUQueue
 from .state import QueueState
 
@@ -30,8 +36,23 @@ PLANNED = 8
 POSITIONS_FRESH_SECONDS = 1.0
 """Seconds for which positions and estimates are reused, if nothing changes."""
 
+CREDITS_FRESH_SECONDS = 10.0
+"""Seconds for which the ends of credits are reused."""
+
+STOPPING = timedelta(minutes=2)
+"""How long a stop takes beyond the grace period.
+
+One round of the accounting service notices that an account is dry, another stops its servers.
+"""
+
 OUTLOOK_FRESH_SECONDS = 2.0
 """Seconds for which an outlook is reused for everybody who reads a page."""
+
+TRIED = 50
+"""With at most so many tickets in the queue, a request that is not made yet is planned like one."""
+
+NEWCOMER = "newcomer"
+"""The id of such a request in the scheduler."""
 
 AT_ONCE = 200
 """How many tickets are estimated before the lock of the queue is released."""
@@ -49,10 +70,18 @@ class Outlook:
     """True if it would start at once: enough are free and nobody waits for them."""
     ahead: int = 0
     """Suitable devices that others wait for."""
-    likely: timedelta | None = None
-    """Its probable wait, if enough tickets have waited to learn from."""
-    most: timedelta | None = None
-    """Its maximum wait, if all sessions that it would wait for have an end."""
+    estimate: Estimate | None = None
+    """When it will probably start, as that of a ticket; so are the next two."""
+    planned: datetime | None = None
+    latest: datetime | None = None
+
+    def start(self, now: datetime, show: Show = zoned) -> str:
+        """Format the expected start, as :meth:`QueuePosition.start` does for a ticket."""
+        return expected_start(self.estimate, self.planned, self.latest, now, show)
+
+
+Newcomer = tuple[Request, str, frozenset[str], int | None]
+"""A request that is not made yet, its member, their groups, and the session's seconds."""
 
 
 @dataclass(eq=False)
@@ -62,6 +91,7 @@ class PositionService:
     store: Store
     clock: Timekeeper
     settings: GPUQueue
+    credits: GPUCredits
     _: KW_ONLY
     line: QueueState
     devices: DeviceService
@@ -69,7 +99,8 @@ class PositionService:
 
     def __post_init__(self) -> None:
         self._standings: tuple[tuple[int, float], dict[str, QueuePosition]] = ((-1, 0.0), {})
-        self._outlooks: tuple[float, dict[Request, Outlook]] = (-math.inf, {})
+        self._likely_ends: tuple[float, dict[str, float]] = (-math.inf, {})
+        self._outlooks: tuple[float, dict[Newcomer, Outlook]] = (-math.inf, {})
 
     def standings(self) -> dict[str, QueuePosition]:
         """Return every ticket's position, reason and estimate, by ticket id."""
@@ -114,22 +145,32 @@ class PositionService:
         """Return True if suitable devices were free at the last look, so it may be its turn."""
         return self.line.free_for(ticket.request) > 0
 
-    def outlooks(self, requests: Mapping[str, Request]) -> dict[str, Outlook]:
-        """Return how each request, under any key, would fare; at most some seconds old."""
+    def outlooks(
+        self,
+        requests: Mapping[str, Request],
+        member: str = "",
+        groups: frozenset[str] = frozenset(),
+        seconds: int | None = None,
+    ) -> dict[str, Outlook]:
+        """Return how each request, under any key, would fare; at most some seconds old.
+
+        ``member`` and their ``groups`` decide where in the queue a request would be; a session
+        without ``seconds`` has no end.
+        """
         now = self.clock().timestamp()
         since, known = self._outlooks
         if not 0 <= now - since < OUTLOOK_FRESH_SECONDS:
             since, known = now, {}
         # Environments with the same requirements share one answer.
         wanted = {
-            name: replace(request, environment="") if request.environment else request
+            name: (replace(request, environment=""), member, groups, seconds)
             for name, request in requests.items()
         }
         missing = set(wanted.values()) - known.keys()
         if missing:
             known = known | self._look_ahead(missing, now)
             self._outlooks = (since, known)
-        return {name: known[request] for name, request in wanted.items()}
+        return {name: known[newcomer] for name, newcomer in wanted.items()}
 
     def require_fit(self, request: Request) -> None:
         """Raise TooMuchAsked if a request could never be granted, however long it waits."""
@@ -158,11 +199,36 @@ class PositionService:
         self.sync()
         if self.line.paused or not self.line.tickets:
             return Decision()
-        return self.line.scheduler.decide(
-            self.clock().timestamp(), self.line.supply.free, planned=planned, reasons=planned > 0
-        )
+        now = self.clock().timestamp()
+        return self._decision(now, planned)
 
     # Helpers.
+
+    def _decision(self, now: float, planned: int) -> Decision:
+        return self.line.scheduler.decide(
+            now,
+            self.line.supply.free,
+            planned=planned,
+            reasons=planned > 0,
+            likely_ends=self._ends_of_credits(now) if planned else {},
+        )
+
+    def _ends_of_credits(self, now: float) -> dict[str, float]:
+        """Return when the credits of open leases run out; nobody is promised that they do."""
+        since, known = self._likely_ends
+        if not 0 <= now - since < CREDITS_FRESH_SECONDS:
+            known = self.store.run(partial(self._read_ends, now=now))
+            self._likely_ends = (now, known)
+        return known
+
+    def _read_ends(self, connection: sa.Connection, now: float) -> dict[str, float]:
+        leases = leases_repository.open_leases(connection)
+        names = {lease.account for lease in leases if lease.rate}
+        accounts = {name: ledger_repository.get_account(connection, name) for name in names}
+        grace = timedelta(seconds=self.credits.grace_seconds) + STOPPING
+        at = datetime.fromtimestamp(now, timezone.utc)
+        ends = credit_ends(leases, accounts, grace, at)
+        return {lease_id: end.timestamp() for lease_id, end in ends.items()}
 
     def _stand(
         self, waiting: Sequence[Ticket], decision: Decision, now: float
@@ -174,39 +240,22 @@ class PositionService:
             text = waits_for(request, self.line.free_for(request), self.line.paused)
             return f"{text} ({held_back})" if held_back else text
 
-        latest = self._latest(waiting, decision)
-        estimates = self._estimates(waiting, decision, latest, now)
+        estimates = self._estimates(waiting, decision, now)
         for place, ticket in enumerate(waiting, start=1):
-            planned = decision.planned.get(ticket.id)
             found[ticket.id] = QueuePosition(
                 place=place,
                 of=len(waiting),
                 why=why(ticket.request, decision.held_back.get(ticket.id, "")),
                 estimate=estimates.get(ticket.id),
-                planned=datetime.fromtimestamp(planned, timezone.utc) if planned else None,
-                certain=ticket.id in latest,
+                planned=_moment(decision.planned.get(ticket.id)),
+                latest=_moment(decision.latest.get(ticket.id)),
             )
-        return found
-
-    def _latest(self, waiting: Sequence[Ticket], decision: Decision) -> dict[str, float]:
-        """Return the planned starts that no session without an end can delay."""
-        found: dict[str, float] = {}
-        with self.line.lock:
-            if any(lease.ends_at is None for lease in self.line.scheduler.running.values()):
-                return found
-        for ticket in waiting:
-            if ticket.id not in decision.planned:
-                break
-            found[ticket.id] = decision.planned[ticket.id]
-            if ticket.seconds is None:
-                break
         return found
 
     def _estimates(
         self,
         waiting: Sequence[Ticket],
         decision: Decision,
-        latest: Mapping[str, float],
         now: float,
     ) -> dict[str, Estimate]:
         """Return when tickets will probably start; a ticket that a limit holds back has none."""
@@ -219,21 +268,22 @@ class PositionService:
             with self.line.lock:
                 for ticket in waiting[start : start + AT_ONCE]:
                     if waits := self.line.scheduler.waiting.get(ticket.id):
-                        devices, most = ahead.of(waits), latest.get(ticket.id)
+                        devices, most = ahead.of(waits), decision.latest.get(ticket.id)
                         estimate = self.line.estimator.estimate(ticket.id, now, devices, most)
                         if estimate is not None and ticket.id not in decision.held_back:
                             found[ticket.id] = estimate
         return found
 
-    def _look_ahead(self, requests: set[Request], now: float) -> dict[Request, Outlook]:
+    def _look_ahead(self, newcomers: set[Newcomer], now: float) -> dict[Newcomer, Outlook]:
         with self.line.lock:
             self.sync()
             asked: Counter[frozenset[str]] = Counter()
             for ticket in self.line.scheduler.waiting.values():
                 asked[ticket.kinds] += ticket.devices
-            return {request: self._outlook(request, asked, now) for request in requests}
+            return {newcomer: self._outlook(newcomer, asked, now) for newcomer in newcomers}
 
-    def _outlook(self, request: Request, asked: Counter[frozenset[str]], now: float) -> Outlook:
+    def _outlook(self, newcomer: Newcomer, asked: Counter[frozenset[str]], now: float) -> Outlook:
+        request, member, groups, seconds = newcomer
         kinds = self.line.kinds(request) if request.devices else frozenset[str]()
         if not kinds:
             return Outlook(free=0, total=0, at_once=not request.devices)
@@ -245,33 +295,47 @@ class PositionService:
             return Outlook(free, total, at_once=False, ahead=ahead)
         if not ahead and any(given.get(kind, 0) >= request.devices for kind in kinds):
             return Outlook(free, total, at_once=True)
-        most = self._ends(kinds, ahead + request.devices - free, now)
-        newcomer = WaitingTicket(
-            id="", member="", devices=request.devices, kinds=kinds, asked_at=now
-        )  # fmt: skip
-        estimate = self.line.estimator.guess(newcomer, now, ahead, most)
+        group, priority = self.settings.standing_of(groups)
+        waiting = WaitingTicket(
+            id=NEWCOMER,
+            member=member,
+            group=group,
+            priority=Priority(priority),
+            devices=request.devices,
+            kinds=kinds,
+            asked_at=now,
+            seconds=seconds,
+        )
+        decision, before = Decision(), ahead
+        if len(self.line.tickets) <= TRIED:
+            decision, before = self._try(waiting, now)
+        latest = decision.latest.get(NEWCOMER)
+        estimate = self.line.estimator.guess(waiting, now, before, latest)
         return Outlook(
             free,
             total,
-            at_once=False,
+            at_once=NEWCOMER in decision.starts,
             ahead=ahead,
-            likely=_in(estimate.likely if estimate else None, now),
-            most=_in(most, now),
+            estimate=None if NEWCOMER in decision.held_back else estimate,
+            planned=_moment(decision.planned.get(NEWCOMER)),
+            latest=_moment(latest),
         )
 
-    def _ends(self, kinds: frozenset[str], wanted: int, now: float) -> float | None:
-        """Return when this many devices of these kinds are back, if session ends guarantee it."""
-        back = sorted(
-            (max(now, lease.ends_at), sum(lease.held.get(kind, 0) for kind in kinds))
-            for lease in self.line.scheduler.running.values()
-            if lease.ends_at is not None and not kinds.isdisjoint(lease.held)
-        )
-        for at, devices in back:
-            wanted -= devices
-            if wanted <= 0:
-                return at
-        return None
+    def _try(self, newcomer: WaitingTicket, now: float) -> tuple[Decision, int]:
+        """Return the decision as if the newcomer were in the queue, and the devices before it.
+
+        Needs the lock.
+        """
+        scheduler = self.line.scheduler
+        scheduler.submit(newcomer)
+        try:
+            decision = self._decision(now, PLANNED)
+            ahead = DevicesAhead()
+            counts = {name: ahead.of(scheduler.waiting[name]) for name in scheduler.in_line(now)}
+        finally:
+            scheduler.withdraw(newcomer.id)
+        return decision, counts[newcomer.id]
 
 
-def _in(moment: float | None, now: float) -> timedelta | None:
-    return None if moment is None else timedelta(seconds=max(0.0, moment - now))
+def _moment(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)

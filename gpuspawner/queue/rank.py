@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from ..core.times import clock
+from ..core.times import zoned
 from ..devices.closures import Closure
 from ..devices.placement import format_memory
 from ..leases.models import Request
@@ -72,8 +73,11 @@ class QueuePosition:
     """When it will probably start, if known."""
     planned: datetime | None = None
     """When its start is planned, by the ends of sessions, known or guessed."""
-    certain: bool = False
-    """True if all those ends are known: it starts by then, unless another ticket goes first."""
+    latest: datetime | None = None
+    """When it starts at the latest, by the ends that are known, unless another ticket goes first.
+
+    No extension moves it.
+    """
 
     def sentence(self, now: datetime) -> str:
         """Return the sentence for the pending page."""
@@ -87,17 +91,38 @@ class QueuePosition:
     def when(self, now: datetime) -> str:
         """Return the estimate as a sentence, or "" if there is none."""
         start = self.start(now)
-        return f"Most likely start: {start}." if start else ""
+        return f"Expected start: {start}." if start else ""
 
-    def start(self, now: datetime) -> str:
-        """Format the start, ``14:20 to 14:50``; the planned one if there is no estimate yet."""
-        if self.estimate is not None:
-            low, high = (_at(self.estimate.low, now), _at(self.estimate.high, now))
-            return low if low == high else f"{low} to {high}"
-        if self.planned is None:
-            return ""
-        planned = _at(self.planned.timestamp(), now)
-        return f"by {planned}" if self.certain else f"around {planned} (a first guess)"
+    def start(self, now: datetime, show: Show = zoned) -> str:
+        """Format the expected start; see :func:`expected_start`."""
+        return expected_start(self.estimate, self.planned, self.latest, now, show)
+
+
+Show = Callable[[datetime, datetime], str]
+"""Formats a time, given the current one: as text, or as Markup for a page."""
+
+
+def expected_start(
+    estimate: Estimate | None,
+    planned: datetime | None,
+    latest: datetime | None,
+    now: datetime,
+    show: Show = zoned,
+) -> str:
+    """Format when a request will start, and what kind of figure that is; empty if unknown.
+
+    ``about 14:20 to 14:50 (8 of 10 starts), by 15:17 at the latest``. Without an estimate, a
+    planned start that is earlier than the latest is ``around 14:24 (a first guess)``.
+    """
+    text = ""
+    if estimate is not None:
+        low, high = (show(_later(at, now), now) for at in (estimate.low, estimate.high))
+        text = ("about " + low + ("" if low == high else " to " + high)) + " (8 of 10 starts)"
+    elif planned is not None and (latest is None or planned < latest):
+        text = "around " + show(max(planned, now), now) + " (a first guess)"
+    if latest is None:
+        return text
+    return (text + ", by " if text else "by ") + show(max(latest, now), now) + " at the latest"
 
 
 def waits_for(request: Request, free: int, paused: Closure | None) -> str:
@@ -118,6 +143,5 @@ def waits_for(request: Request, free: int, paused: Closure | None) -> str:
     return f"{text}; {free} {'is' if free == 1 else 'are'} free"
 
 
-def _at(seconds: float, now: datetime) -> str:
-    moment = datetime.fromtimestamp(seconds, timezone.utc)
-    return clock(max(moment, now), now)
+def _later(seconds: float, now: datetime) -> datetime:
+    return max(datetime.fromtimestamp(seconds, timezone.utc), now)

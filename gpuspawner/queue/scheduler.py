@@ -158,12 +158,19 @@ class Scheduler:
     # Results.
 
     def decide(
-        self, now: float, free: Mapping[str, int], *, planned: int = 0, reasons: bool = False
+        self,
+        now: float,
+        free: Mapping[str, int],
+        *,
+        planned: int = 0,
+        reasons: bool = False,
+        likely_ends: Mapping[str, float] = MappingProxyType({}),
     ) -> Decision:
         """Decide who starts now on the ``free`` devices (by kind). Changes nothing.
 
         Planned are the starts that those of now depend on, and, for people to know, the starts of
         the next ``planned`` tickets; with ``reasons`` also which tickets a limit keeps waiting.
+        ``likely_ends`` are of leases that will probably end earlier than they have to.
         """
         if not self.waiting:
             return Decision()
@@ -175,11 +182,13 @@ class Scheduler:
         walk = Walk(self._book, self._limiter, round_)
         aged = self._first_by_age(now)
         walk.run(aged)
+        latest: dict[str, float] = {}
         if planned > 0:
-            self._plan(round_, now, self._in_order(now, aged), planned)
+            self._plan(round_, now, self._in_order(now, aged), planned, likely_ends)
+            latest = self._latest_starts(round_, now, self._in_order(now, aged), planned)
         held_back = self._held_back(round_.on, now) if reasons else {}
         self._limiter.give_back()
-        return Decision(tuple(walk.starts), round_.planned, held_back, round_.on)
+        return Decision(tuple(walk.starts), round_.planned, latest, held_back, round_.on)
 
     def order(self, now: float) -> list[RankedTicket]:
         """Return all waiting tickets, first next, each with the parts of its score."""
@@ -254,12 +263,22 @@ class Scheduler:
                 (before if key[0] == POSITION else rest).append(key)
         return chain(before, map(by_id.__getitem__, aged), rest)
 
-    def _plan(self, round_: Round, now: float, keys: Iterable[Key], most: int) -> None:
+    def _plan(
+        self,
+        round_: Round,
+        now: float,
+        keys: Iterable[Key],
+        most: int,
+        likely_ends: Mapping[str, float],
+    ) -> None:
         """Plan the next starts, each as if all before it start as planned."""
         kinds = {*self._capacity.devices, *round_.left}
         plans: dict[str, ReleasePlan] = {}
         for kind in kinds:
-            ends = [(at, devices) for at, _, devices in self._releases.ahead(kind, now)]
+            ends = [
+                (min(at, max(now, likely_ends.get(lease_id, at))), devices)
+                for at, lease_id, devices in self._releases.ahead(kind, now)
+            ]
             ends += [(at, devices) for at, _, devices in round_.started(kind)]
             plans[kind] = ReleasePlan(now, round_.left.get(kind, 0), ends)
         for key in keys:
@@ -278,7 +297,53 @@ class Scheduler:
             at, kind = min(starts, default=(math.inf, ""))
             if math.isfinite(at):
                 plans[kind].take(devices, at, seconds)
-                round_.planned.setdefault(key[3], at)
+                before = round_.planned.get(key[3], math.inf)
+                if math.isinf(before) or (likely_ends and at < before):
+                    round_.planned[key[3]] = at
+
+    def _latest_starts(
+        self, round_: Round, now: float, keys: Iterable[Key], most: int
+    ) -> dict[str, float]:
+        """Return by when the next ``most`` tickets start, by ends that are known and not guessed.
+
+        A session without an end counts as one that never ends. While there is one, a request for
+        several devices has no such time, because devices are gathered for it by guessed ends.
+        """
+        ends: dict[str, list[tuple[float, int]]] = {}
+        is_sure = True
+        for lease in self._running.values():
+            is_sure = is_sure and lease.ends_at is not None
+            for kind, devices in lease.held.items() if lease.ends_at is not None else ():
+                ends.setdefault(kind, []).append((max(now, lease.ends_at or now), devices))
+        for ticket_id, kind in round_.on.items():
+            ticket = self.waiting[ticket_id]
+            is_sure = is_sure and ticket.seconds is not None
+            if ticket.seconds is not None:
+                ends.setdefault(kind, []).append((now + ticket.seconds, ticket.devices))
+        plans = {
+            kind: ReleasePlan(now, round_.left.get(kind, 0), ends.get(kind, ()))
+            for kind in {*self._capacity.devices, *round_.left}
+        }
+        found: dict[str, float] = {}
+        for key in keys:
+            ticket = self.waiting[key[3]]
+            if ticket.id in round_.on:
+                continue
+            is_held_back = bool(self._limiter.refusal(self._book.batch(ticket.id), now))
+            if len(found) >= most or is_held_back or (ticket.devices > 1 and not is_sure):
+                break
+            seconds = math.inf if ticket.seconds is None else ticket.seconds
+            starts = [
+                (plans[kind].earliest(ticket.devices, seconds), kind)
+                for kind in sorted(ticket.kinds & plans.keys())
+            ]
+            at, kind = min(starts, default=(math.inf, ""))
+            if math.isinf(at):
+                break
+            plans[kind].take(ticket.devices, at, seconds)
+            found[ticket.id] = at
+            is_sure = is_sure and ticket.seconds is not None
+        return found
 
     def _parts(self, key: Key, now: float, because_of_age: bool) -> tuple[ScorePart, ...]:
         section, position, asked_at, ticket_id = key

@@ -126,6 +126,7 @@ class TicketAnswer(Answer):
     waits_for: str | None = told("standing.why", None)
     estimate: EstimateAnswer | None = told("standing.estimate", None)
     planned: Instant | None = told("standing.planned", None)
+    latest: Instant | None = told("standing.latest", None)
 
 
 class ScorePartAnswer(Answer):

@@ -137,11 +137,17 @@ class QueueService:
             if self._nobody_is_before(terms) or self._has_kept(server, request):
                 try:
                     return grant()
-                except (NoDeviceFree, GrantingPaused):
+                except GrantingPaused:
                     if not terms.wait:
                         raise
+                except NoDeviceFree as error:
+                    if not terms.wait:
+                        raise self._with_start(error, server, request, terms) from None
             elif not terms.wait:
-                return self._now_or_never(new_ticket(), grant)
+                try:
+                    return self._now_or_never(new_ticket(), grant)
+                except NoDeviceFree as error:
+                    raise self._with_start(error, server, request, terms) from None
             return self._enqueue(new_ticket())
 
     def turns(self, present: frozenset[str]) -> list[str]:
@@ -398,8 +404,28 @@ class QueueService:
         why = decision.held_back.get(probe.id)
         others = len(self.line.tickets)
         ahead = f"{others} {'server waits' if others == 1 else 'servers wait'} for a GPU before you"
-        sentence = f"{why or ahead}. Start without a GPU, or wait in the queue."
+        sentence = f"{why or ahead}."
         raise NoDeviceFree(sentence[0].upper() + sentence[1:], waiting=others)
+
+    def _with_start(
+        self, error: NoDeviceFree, server: ServerRef, request: Request, terms: Terms
+    ) -> NoDeviceFree:
+        """Return the refusal with the expected start of the same request in the queue."""
+        now = self.clock()
+        ask = self.positions.outlooks
+        outlook = ask({"": request}, server.user, terms.groups, seconds=terms.seconds)[""]
+        start = outlook.start(now)
+        when = f" Expected start in the queue: {start}." if start else ""
+        advice = "Join the queue, or start without a GPU."
+        summary = error.message.rstrip(".")
+        return NoDeviceFree(
+            f"{summary}.{when} {advice}",
+            **error.fields,
+            summary=f"{summary}.",
+            outlook=outlook,
+            now=now,
+            advice=advice,
+        )
 
     def _enqueue(self, ticket: Ticket) -> Ticket:
         """Queue a ticket. No sync with the store is needed: the next round has one."""

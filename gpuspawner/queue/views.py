@@ -199,9 +199,9 @@ class CancelTicketPage(FormPage):
     @web.authenticated
     async def get(self, ticket_id: str) -> None:
         """Ask for confirmation."""
-        await self._ask(ticket_id)
+        await self._confirm(ticket_id)
 
-    async def _ask(self, ticket_id: str) -> None:
+    async def _confirm(self, ticket_id: str) -> None:
         ticket = await self.read(waiting_ticket, self.services, ticket_id, self.user)
         self.ask(
             "Leave the queue?",
@@ -218,7 +218,7 @@ class CancelTicketPage(FormPage):
     async def post(self, ticket_id: str) -> None:
         """Ask for confirmation, or cancel the ticket."""
         if not self.confirmed:
-            await self._ask(ticket_id)
+            await self._confirm(ticket_id)
             return
         await self.read(leave, self.services, ticket_id, self.user)
         self.go("?given_up=1")

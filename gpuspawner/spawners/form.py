@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta, timezone
-from functools import cache
+from functools import cache, partial
 from html.parser import HTMLParser
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -34,7 +34,7 @@ from ..ledger.service import Payers
 from ..services import Services
 from . import options
 from .options import DataChoice, choose_environment, data_choices
-from .progress import spawn_exception
+from .progress import FailedSpawn
 
 T = TypeVar("T")
 
@@ -265,7 +265,8 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     counts = range(most + 1)
     count = chosen.devices.default if last.gpus is None else last.gpus
     now = services.clock()
-    outlooks = services.positions.outlooks({e.slug: usual_request(e) for e in shown})
+    ask = partial(services.positions.outlooks, member=user, groups=groups)
+    outlooks = ask({e.slug: usual_request(e) for e in shown})
     cards = make_cards(shown, overview, outlooks, now, limits.pages_url)
     prices = PriceList(overview, shown, now, ending)
     lines = prices.lines(account)
@@ -273,7 +274,7 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     paying = {a.name: a for a in payers.accounts}
     who = [(choice.value, paying[choice.value]) for choice in offered] or [("", account)]
     models = [count.model for count in overview.models]
-    waits = wait_tables(shown, counts, models, services.positions.outlooks)
+    waits = wait_tables(shown, counts, models, ask, now)
     hours = list(limits.hours.values())
     return templates.get_template("form.html").render(
         limits=limits,
@@ -319,6 +320,7 @@ class _Owner(Protocol):
     """What the form needs from its spawner; see GPUSpawnerMixin."""
 
     asked: options.FormChoice | None
+    refused: options.FormChoice | None
     asked_beside: Mapping[str, list[str]]
     services: Any
     catalog: Any
@@ -335,6 +337,7 @@ class _Owner(Protocol):
     def most_gpus(self) -> int: ...
     def session_hours(self, environment: Environment) -> SessionHours: ...
     def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice: ...
+    def refusal(self, error: GPUSpawnerError) -> FailedSpawn: ...
     def set_trait(self, name: str, value: Any) -> None: ...
 
 
@@ -381,7 +384,7 @@ class SpawnForm:
             left_out=len(environments) - len(shown),
             chosen=chosen,
             last=last,
-            by_link=spawner.asked is not None,
+            by_link=spawner.asked is not None and spawner.asked is not spawner.refused,
             most_gpus=spawner.most_gpus(),
             data=data_choices(catalog, shown, spawner.group_names, last.data),
             hours={e.slug: spawner.session_hours(e) for e in shown if not e.cpu_only},
@@ -432,7 +435,7 @@ class SpawnForm:
             choice = self._spawner.parse_options(query)
             await self._check_choice(choice)
         except GPUSpawnerError as error:
-            raise spawn_exception(error) from None
+            raise self._spawner.refusal(error) from None
         self._spawner.asked = choice
         sentence = "Look at what the link chose, and press Start."
         raise SpawnException(sentence, reason="link", status_code=400)

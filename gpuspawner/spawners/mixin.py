@@ -34,6 +34,7 @@ from ..core.errors import (
     GPUSpawnerError,
     InvalidRequest,
     MemberGone,
+    Refused,
     ServerHasLease,
     StartFailed,
     TicketEnded,
@@ -45,12 +46,12 @@ from ..ledger.rules import check_payer
 from ..queue.models import Ticket
 from ..services import Services, hub_services
 from . import options
-from .form import SpawnForm, defines_form, defines_options, note_of_link
+from .form import SpawnForm, defines_form, defines_options, note_of_link, templates
 from .no_shows import HubRecords
-from .progress import SpawnProgress, spawn_exception
+from .progress import FailedSpawn, SpawnProgress, spawn_exception
 from .readiness import StartTime, wait_for_answer
 from .recovery import Recovery, end_waits_first
-from .turns import Acquisition, TurnDispatcher, what_you_got
+from .turns import Acquisition, StartsWithoutGPU, TurnDispatcher, queue_card, what_you_got
 
 T = TypeVar("T")
 
@@ -174,8 +175,12 @@ class GPUSpawnerMixin(Spawner):
         self.chosen: Environment | None = None
         self.asked: options.FormChoice | None = None
         """The choices of the link that opened the form."""
+        self.refused: options.FormChoice | None = None
+        """The same if these are the choices of a form that was refused, which shows them again."""
         self.asked_beside: Mapping[str, list[str]] = {}
         """The link's values for the admin's own fields, by name."""
+        self.ticket: Ticket | None = None
+        """The ticket with which this spawn waits in the queue; None if it does not wait."""
         self.lease: Lease | None = None
         self.lease_id = ""
         self.touched = True
@@ -375,13 +380,13 @@ class GPUSpawnerMixin(Spawner):
         rest = {
             name: value
             for name, value in form_data.items()
-            if name not in options.FIELDS + options.IGNORED
+            if name not in (*options.FIELDS, *options.IGNORED, options.INSTEAD)
         }
         try:
-            choice = options.parse(ours)
+            choice = options.parse(ours).instead(form_data.get(options.INSTEAD, [""])[0])
             self.parse_options(rest)
         except GPUSpawnerError as error:
-            raise spawn_exception(error) from None
+            raise self.refusal(error) from None
         extra = {
             name: rest[name][0] if len(rest[name]) == 1 else rest[name]
             for name in self.extra_options
@@ -434,6 +439,31 @@ class GPUSpawnerMixin(Spawner):
         most = options.hours_setting("most_hours", self._value_of("most_hours"))
         return options.combine(environment.hours, SessionHours(default=usual, max=most))
 
+    def refusal(self, error: GPUSpawnerError) -> FailedSpawn:
+        """Convert a domain error to what JupyterHub shows: why, and what the member can do now."""
+        failed = spawn_exception(error)
+        choice, can_do_without = options.FormChoice(), False
+        with suppress(GPUSpawnerError):  # what was asked for may be the very thing that is wrong
+            choice = options.parse(self.user_options or {}, foreign=True)
+            chosen = options.choose_environment(self.load_catalog(), choice, self.group_names)
+            can_do_without = chosen.cpu_variant
+        ways = error.ways_on if isinstance(error, Refused) else ()
+        failed.links = {
+            name: choice.instead(name).as_query()
+            for name in (*ways, "")
+            if name != "cpu" or can_do_without
+        }
+        failed.jupyterhub_html_message = templates.get_template("gpuspawner/refusal.html").render(
+            refusal=failed, instead=options.INSTEAD
+        )
+        return failed
+
+    def _refused(self, error: GPUSpawnerError) -> FailedSpawn:
+        """Return the refusal of this start; JupyterHub shows the form again, as it was sent."""
+        with suppress(GPUSpawnerError):
+            self.asked = self.refused = options.parse(self.user_options or {}, foreign=True)
+        return self.refusal(error)
+
     # The form, and links that fill it in.
 
     @cached_property
@@ -480,7 +510,7 @@ class GPUSpawnerMixin(Spawner):
                 self._ask(request, terms)
         except GPUSpawnerError as error:
             self._is_starting = False
-            raise spawn_exception(error) from error
+            raise self._refused(error) from error
         return self._acquire_then_hook(request, terms)
 
     async def _refresh_then_hook(self) -> None:
@@ -500,7 +530,7 @@ class GPUSpawnerMixin(Spawner):
         except BaseException as error:
             self._is_starting = False
             if isinstance(error, GPUSpawnerError):
-                raise spawn_exception(error) from error
+                raise self._refused(error) from error
             raise
 
     async def _acquire(self, request: Request, terms: Terms) -> Lease:
@@ -522,9 +552,21 @@ class GPUSpawnerMixin(Spawner):
         if not self.acquisition.is_asked:
             self._ask(request, terms)
         got = await self.acquisition.answer()
-        lease = await self._wait_in_line(got) if isinstance(got, Ticket) else got
+        if isinstance(got, Ticket):
+            self.ticket = got
+            try:
+                got = await self._wait_in_line(got)
+            except StartsWithoutGPU:
+                ours = self.choice.instead("cpu").as_user_options()
+                said = (self.user_options or {}).items()
+                rest = {name: value for name, value in said if name not in options.FIELDS}
+                self.set_trait("user_options", {**rest, **ours})
+                environment, request = self.resolve_options()
+                return await self._grant(request, self.terms(environment, request))
+            finally:
+                self.ticket = None
         self.touched = False
-        return lease
+        return got
 
     async def _wait_in_line(self, ticket: Ticket) -> Lease:
         """Wait for the ticket's turn; the pending page shows its position and the estimate."""
@@ -547,6 +589,31 @@ class GPUSpawnerMixin(Spawner):
         if chosen is not None:
             self.apply_environment(chosen)  # the catalog may have changed since the request
         return lease
+
+    async def queue_card(self) -> str:
+        """Return what the pending page shows of the wait in the queue, as HTML; else empty."""
+        ticket, services = self.ticket, self.services
+        if ticket is None:
+            return ""
+        with suppress(GPUSpawnerError):  # the page then shows what the last round found
+            standings = await services.read(services.positions.standings)
+            if ticket.id in standings:
+                return queue_card(standings[ticket.id], services.clock())
+        return ""
+
+    @property
+    def can_start_without_gpu(self) -> bool:
+        """True if the environment of a waiting start runs without a GPU, too."""
+        return self.chosen is not None and self.chosen.cpu_variant
+
+    async def start_without_gpu(self) -> None:
+        """Leave the queue, and go on with this start without a GPU. Raises Refused."""
+        if self.ticket is None:
+            return
+        choice = self.choice.instead("cpu")
+        environment = options.choose_environment(self.load_catalog(), choice, self.group_names)
+        options.resolve(choice, environment, self.most_gpus())
+        await self.queueing.stop_waiting(self.ticket.id)
 
     def _must_be_there(self, server: ServerRef) -> None:
         """Raise MemberGone if the server's member was renamed or removed at the Hub."""
@@ -575,18 +642,18 @@ class GPUSpawnerMixin(Spawner):
         ends early fails at once, with its reason.
         """
         if self.lease is None:
-            raise spawn_exception(StartFailed(cause="it holds no lease"))
+            raise self.refusal(StartFailed(cause="it holds no lease"))
         taken = StartTime(self.start_timeout, self._spawn)
         try:
             url = await super().start()
             self.said.say("Waiting for the server to answer", 80)
             await taken.outlast(self._confirm_ready(url))
         except GPUSpawnerError as error:
-            raise spawn_exception(error) from error
+            raise self.refusal(error) from error
         except asyncio.CancelledError:
             if not taken.is_up():
                 raise
-            raise spawn_exception(await self._too_slow()) from None
+            raise self.refusal(await self._too_slow()) from None
         finally:
             self._is_starting = False
         self.seen_alive_at = self.services.clock()

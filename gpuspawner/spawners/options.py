@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
+from urllib.parse import urlencode
 
 from ..catalog.loader import Catalog
 from ..catalog.models import Environment, SessionHours
@@ -98,6 +99,8 @@ def data_choices(
 
 
 IGNORED = ("_xsrf",)
+INSTEAD = "gpuspawner_instead"
+"""The name of the buttons above a refused form; see :meth:`FormChoice.instead`."""
 MOST_GPUS = 1024
 LONGEST_OPTION = 128
 LEAST_HOURS = 0.25
@@ -140,6 +143,26 @@ class FormChoice:
             for name, value in said.items()
             if value is not None
         }
+
+    def as_query(self) -> str:
+        """Return the query of a link that opens the form with these choices."""
+        said = {f"opt-{name}": value for name, value in self.as_user_options().items()}
+        said.pop("opt-shown_at", None)
+        return urlencode(said, doseq=True)
+
+    def instead(self, way: str) -> FormChoice:
+        """Return what to ask for after a refusal: ``queue`` to wait, ``cpu`` without a GPU.
+
+        Raises InvalidRequest for any other way; an empty one changes nothing.
+        """
+        match way:
+            case "":
+                return self
+            case "queue":
+                return replace(self, wait=True)
+            case "cpu":
+                return replace(self, gpus=0, gpu_model=None, gpu_memory=None, wait=None)
+        raise InvalidRequest(field=INSTEAD)
 
     def options_in(self, environment: Environment) -> dict[str, str]:
         """Return the choices for this environment, by option."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 from jupyterhub.spawner import SpawnException
 
 from ..core.aio import within
-from ..core.errors import GPUSpawnerError, ImageUnavailable, StartFailed
+from ..core.errors import GPUSpawnerError, ImageUnavailable, Refused, StartFailed
 from ..engines.images import Connect, PullProgress, pull
 
 SIGN = 10.0
@@ -33,8 +34,17 @@ class SpawnProgress:
         self._number = 0
         self._last = 0
 
-    def say(self, message: str, percent: int | None = None, *, replaces: bool = False) -> None:
+    def say(
+        self,
+        message: str,
+        percent: int | None = None,
+        *,
+        replaces: bool = False,
+        queue: str | None = None,
+    ) -> None:
         """Add a message. The progress bar never goes back.
+
+        ``queue`` is given while the spawn waits in the queue: the card of the page, or empty.
 
         If ``replaces`` is set and was set for the last message, that message is dropped: a member
         who returns after hours reads only the current position in the queue.
@@ -47,6 +57,8 @@ class SpawnProgress:
                 self._events.pop()
             self._number += 1
             event = {"progress": self._last, "message": message}
+            if queue is not None:
+                event["queue"] = queue
             self._events.append((self._number, replaces, event))
             readers = list(self._readers.items())
         for more, loop in readers:
@@ -171,8 +183,37 @@ def sentence(image: str, now: PullProgress) -> str:
     return f"Pulling {image}: {now.done} of {now.layers} layers{amount}"
 
 
-def spawn_exception(error: GPUSpawnerError) -> SpawnException:
+class FailedSpawn(SpawnException):
+    """A spawn that failed or was refused, with the domain error that says why."""
+
+    def __init__(self, error: GPUSpawnerError) -> None:
+        super().__init__(error.message, reason=error.reason, status_code=error.status_code)
+        self.error = error
+        self.links: Mapping[str, str] = {}
+        """What the member can do now: queries of links to the form, by name."""
+        # JupyterHub's names. Without the first, its pages show the exception's own text.
+        self.jupyterhub_message = error.message
+        self.jupyterhub_html_message = ""
+
+
+def spawn_exception(error: GPUSpawnerError) -> FailedSpawn:
     """Convert a domain error so that JupyterHub shows its sentence, never a traceback."""
-    refusal = SpawnException(error.message, reason=error.reason, status_code=error.status_code)
-    refusal.jupyterhub_message = error.message  # otherwise pages show the exception's own text
-    return refusal
+    return FailedSpawn(error)
+
+
+class RefusalFilter(logging.Filter):
+    """Keeps tracebacks of ordinary refusals out of the Hub's log.
+
+    JupyterHub logs every exception of a form with its traceback. When a spawn is refused after the
+    Hub has answered, nobody awaits that task any more, and asyncio reports its exception as well.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Drop the traceback of a refusal, and what asyncio says about one."""
+        found = record.exc_info[1] if record.exc_info else None
+        if isinstance(found, FailedSpawn) and isinstance(found.error, Refused):
+            if record.name == "asyncio":
+                return False
+            record.msg, record.args = f"{record.getMessage()}: {found}", ()
+            record.exc_info = record.exc_text = None
+        return True

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -26,10 +27,13 @@ from ..core.errors import (
     TicketEnded,
     UnknownTicket,
 )
+from ..core.times import zoned
 from ..core.units import format_credits
 from ..leases.models import Lease, LeaseState, Request, ServerRef, Terms
 from ..queue.models import Ticket
+from ..queue.rank import QueuePosition
 from ..services import Services
+from .form import templates
 from .progress import SpawnProgress
 
 ROUND = 1.0
@@ -44,6 +48,10 @@ AT_ONCE = 50
 CHECKED = 20
 """Waiters checked per round, in rotation: may they still have what they wait for? Each is also
 checked at its turn."""
+
+
+class StartsWithoutGPU(Refused):
+    """Its member chose to start without a GPU, and not to wait any longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +131,20 @@ class TurnDispatcher:
             self._note(error)
         self.kick()
 
+    async def stop_waiting(self, ticket_id: str) -> None:
+        """End the wait of a spawn that goes on without a GPU.
+
+        Nothing changes for one that no longer waits. Raises StoreUnavailable.
+        """
+        waiter = self._waiters.get(ticket_id)
+        if waiter is None:
+            return
+        error = StartsWithoutGPU()
+        await self.end(ticket_id, "cancelled", "the server was started without a GPU", tell=False)
+        ended = await self.services.run(self.services.queue.ticket, ticket_id)
+        if ended.outcome != "granted":  # a moment ago; then it starts with its GPU
+            _fail(waiter, error)
+
     async def remove(self, user: str) -> bool:
         """End all waits of a member who is being removed. Return True if there was one."""
         mine = [w for w in self._waiters.values() if w.ticket.server.user == user]
@@ -178,17 +200,19 @@ class TurnDispatcher:
         watched = {i: waiter.said for i, waiter in self._waiters.items() if waiter.said.followed}
         if not watched:
             return
-        sentences = await self.services.read(self._sentences, list(watched))
-        for number, (ticket_id, sentence) in enumerate(sentences.items(), start=1):
+        told = await self.services.read(self._positions, list(watched))
+        for number, (ticket_id, (sentence, card)) in enumerate(told.items(), start=1):
             waiter = self._waiters.get(ticket_id)
             if waiter and not waiter.turn.done():
-                _tell(waiter.said, sentence)
+                _tell(waiter.said, sentence, card)
             if not number % AT_ONCE:
                 await asyncio.sleep(0)  # let the hub do other work
 
-    def _sentences(self, ticket_ids: list[str]) -> dict[str, str]:
+    def _positions(self, ticket_ids: list[str]) -> dict[str, tuple[str, str]]:
+        """Return the sentence and the card of each ticket."""
         standings, now = self.services.positions.standings(), self.services.clock()
-        return {i: standings[i].sentence(now) for i in ticket_ids if i in standings}
+        found = {i: standings[i] for i in ticket_ids if i in standings}
+        return {i: (its.sentence(now), queue_card(its, now)) for i, its in found.items()}
 
     async def _end_tickets(self) -> None:
         for ticket_id, end in list(self._ending.items()):
@@ -372,8 +396,15 @@ def what_you_got(lease: Lease) -> str:
     return f"{named} is yours, {format_credits(lease.rate)} credits an hour"
 
 
-def _tell(said: SpawnProgress, sentence: str) -> None:
-    said.say(sentence, 5, replaces=True)
+def queue_card(position: QueuePosition, now: datetime) -> str:
+    """Return what the pending page shows of a waiting ticket, as HTML."""
+    return templates.get_template("gpuspawner/queue_card.html").render(
+        position=position, now=now, zoned=zoned
+    )
+
+
+def _tell(said: SpawnProgress, sentence: str, card: str = "") -> None:
+    said.say(sentence, 5, replaces=True, queue=card)
 
 
 def _fail(waiter: PendingSpawn, error: GPUSpawnerError) -> None:

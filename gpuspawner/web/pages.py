@@ -360,6 +360,7 @@ def _environment() -> jinja2.Environment:
         "state": lambda state: STATES.get(state, state),
     }
     environment.globals["SEPARATOR"] = SEPARATOR
+    environment.globals["until"] = until
     environment.globals["zone"] = lambda: time.strftime("%Z (UTC%z)")
     return environment
 

@@ -233,12 +233,23 @@ class Site:
 
     def hub(self, user: str, path: str) -> str:
         """The main part of a page of JupyterHub, which a member sees; nobody when empty."""
-        session = self._sessions.get(("hub", user)) or self._sign_in_at_hub(user)
-        answer = session.get(f"{self._hub_url()}/hub/{path}", headers=NAVIGATION, timeout=60)
-        answer.encoding = "utf-8"  # as the page itself says
+        answer = self.hub_page(user, path)
         ours = r"<main.*</main>|<div class=.gpuspawner-form.*?</form>"
         main = re.search(ours, answer.text, re.DOTALL)
         return self.plain(f"{answer.status_code}\n{main[0] if main else answer.text}")
+
+    def hub_page(
+        self, user: str, path: str, form: Mapping[str, str] | None = None
+    ) -> requests.Response:
+        """A page of JupyterHub; with ``form``, the answer to a form on it."""
+        session = self._sessions.get(("hub", user)) or self._sign_in_at_hub(user)
+        url = f"{self._hub_url()}/hub/{path}"
+        answer = session.get(url, headers=NAVIGATION, timeout=60)
+        if form is not None:
+            proof = {"_xsrf": session.cookies.get("_xsrf", path="/hub/")}
+            answer = session.post(url, data=form, params=proof, headers=NAVIGATION, timeout=60)
+        answer.encoding = "utf-8"  # as the page itself says
+        return answer
 
     def _hub_url(self) -> str:
         if "hub" not in self._urls:

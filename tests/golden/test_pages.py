@@ -161,7 +161,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "login.html": {},
     "spawn_pending.html": {},
     "404.html": {"status_code": 404},
-    **{f"error.html {code}": {"status_code": code} for code in (400, 402, 403, 429, 500, 503)},
+    **{f"error.html {code}": {"status_code": code} for code in (400, 402, 403, 409, 429, 500, 503)},
 }
 """Templates that JupyterHub has too, with what they are rendered from."""
 

@@ -149,7 +149,7 @@ def test_server_end_during_outage_is_settled(
         assert hub.server(member) is not None, "not being able to see is not an end"
         assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
         answer = hub.spawn(f"{member}-other", {"gpus": 1, "wait": "no"})
-        assert answer.status_code == 503, "unknown is never free"
+        assert answer.status_code == 409, "unknown is never free"
     finally:
         gate.open()
     assert_settled(hub, lease, lived, died_at(engine, container, lease.granted_at))
@@ -310,7 +310,7 @@ def test_next_start_ends_a_renamed_container(
     finally:
         gate.open()
     answer = hub.spawn(f"{member}-other", {"gpus": 1, "wait": "no"})
-    assert answer.status_code == 503, "its container runs"
+    assert answer.status_code == 409, "its container runs"
     hub.spawn_and_wait(member, {"gpus": 1})
     [running] = hub.containers()
     assert running["Id"] != container, "the member's next start ended it"
@@ -337,7 +337,7 @@ def test_stop_waits_for_a_foreign_container_with_the_device(
         wait_for(lambda: [c["Id"] for c in engine.client.containers()] == [theirs["Id"]], "its end")
         assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
         answer = hub.spawn(f"{member}-other", {"gpus": 1, "wait": "no"})
-        assert answer.status_code == 503, "another container has the device"
+        assert answer.status_code == 409, "another container has the device"
         assert engine.client.containers(quiet=True) == [{"Id": theirs["Id"]}]
     finally:
         engine.client.remove_container(theirs["Id"], force=True)

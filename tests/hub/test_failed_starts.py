@@ -201,7 +201,7 @@ def test_http_timeout_applies_after_container_start(
 def failure_page(hub: GPUHub, member: str) -> str:
     """The page that says it; nothing while the failed server is being stopped."""
     page = hub.open_page(member, f"/hub/spawn-pending/{member}")
-    return page.text if "Spawn failed" in page.text else ""
+    return page.text if "Your server did not start" in page.text else ""
 
 
 def events_of(hub: GPUHub, member: str) -> list[dict[str, Any]]:
@@ -273,7 +273,7 @@ def test_engine_outage_during_start_keeps_the_device(hub: GPUHub, member: str, g
         wait_for(lambda: hub.server(member) is None, "the hub to let go of the server")
         assert hub.taken(), "unknown is never free"
         status, sentence = fails(hub, f"{member}-two", "instant")
-        assert status == 503 and sentence.startswith("The only GPU is in use")
+        assert status == 409 and sentence.startswith("The only GPU is in use")
     finally:
         gate.open()
     assert _running(hub)

@@ -112,7 +112,7 @@ def test_running_servers_survive_a_hub_kill(hub: GPUHub, member: str) -> None:
     # Adopted: the same leases, the same containers, and nothing for anybody else.
     assert {c["Id"] for c in hub.containers()} == containers
     refused = hub.spawn(f"{member}-three", {"gpus": 1, "wait": "no"})
-    assert refused.status_code == 503 and message_of(refused).startswith("All 2 GPUs are in use")
+    assert refused.status_code == 409 and message_of(refused).startswith("All 2 GPUs are in use")
     assert [lease.id for lease in hub.open_leases()] == [lease.id for lease in before]
     assert all(lease.state is LeaseState.RUNNING for lease in hub.open_leases())
     # They cost what they always did, the time without a hub included.

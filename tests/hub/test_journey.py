@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from gpuspawner.core.times import clock
 from gpuspawner.core.units import MICRO, format_credits
 from gpuspawner.ledger.rules import owed
 from tests.support.browser import screenshot
@@ -224,8 +223,8 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     three.get_by_label("Don't queue if no GPU is free").check()
     start(three, "JupyterLab")
     refusal = three.locator("body")
-    expect(refusal).to_contain_text("All 2 GPUs are in use (")
-    expect(refusal).to_contain_text("Start without a GPU, or try again.")
+    expect(refusal).to_contain_text("All 2 GPUs are in use. Expected start in the queue: ")
+    expect(refusal).to_contain_text("Join the queue, or start without a GPU.")
     look_over(three, "journey-5-all-in-use", accessible=False)
 
     # Member 1 stops. The GPU is free at once, and the balance is down to the second.
@@ -261,22 +260,21 @@ def test_waiting_member_reaches_server_after_a_hub_kill(browser: Browser, hub: G
     hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
     page = open_form(browser, hub, "member6")
     start(page, "A server that answers at once", "1")
-    message = page.locator("#progress-message")
-    expect(message).to_contain_text("You are the only one in the queue", timeout=SLOW)
-    expect(message).to_contain_text("Waiting for a GPU; none is free")
+    card = page.locator("#gs-card")
+    expect(card).to_contain_text("Number 1 of 1 in the queue", timeout=SLOW)
+    expect(card).to_contain_text("a GPU; none is free")
     end = hub.open_leases("member5")[0].ends_at
     assert end is not None
-    # With the day, when the end is after midnight.
-    likely = re.compile(rf"Most likely start: by {clock(end, end)[:5]}( on \d+ \w+)?\.")
-    expect(message).to_contain_text(likely)
+    expect(card).to_contain_text(re.compile("Expected start ?by .* at the latest"))
+    expect(card.locator("time")).to_have_attribute("datetime", re.compile(f"{end:%Y-%m-%dT%H:%M}"))
     look_over(page, "journey-7-in-line", accessible=False)
 
     hub.kill9(services=True)
-    expect(message).to_contain_text("Your place in the queue is kept", timeout=SLOW)
+    expect(card).to_contain_text("Your place in the queue is kept", timeout=SLOW)
     look_over(page, "journey-8-hub-away", accessible=False)
     hub.start()
-    expect(message).to_contain_text("You are the only one in the queue", timeout=SLOW)
-    expect(message).to_contain_text(likely)
+    expect(card).not_to_contain_text("Your place in the queue is kept", timeout=SLOW)
+    expect(card).to_contain_text("Number 1 of 1 in the queue")
 
     hub.stop_server("member5")
     page.wait_for_url(re.compile("/user/member6/"), timeout=SLOW)
@@ -290,10 +288,10 @@ def test_member_can_stop_a_start_on_the_pending_page(browser: Browser, hub: GPUH
     hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
     page = open_form(browser, hub, "member4")
     start(page, "A server that answers at once", "1")
-    expect(page.locator("#progress-message")).to_contain_text("in the queue", timeout=SLOW)
-    page.get_by_role("button", name="Stop Server").click()
+    page.get_by_role("link", name="Leave queue").click(timeout=SLOW)
+    page.get_by_role("button", name="Leave queue").click(timeout=SLOW)
     wait_for(lambda: not hub.server("member4"), "the stop")
-    expect(page.get_by_role("heading")).to_contain_text("Server not running", timeout=SLOW)
+    expect(page.get_by_text("You left the queue.")).to_be_visible(timeout=SLOW)
     look_over(page, "journey-9-left", accessible=False)
     hub.stop_server("member5")
     assert not hub.leases("member4")

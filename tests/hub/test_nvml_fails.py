@@ -86,7 +86,7 @@ def test_lost_device_is_granted_only_after_recovery(hub: GPUHub, fleet: Path) ->
     said = f"1 GPU does not answer and is not given out: GPU {number} (NVIDIA A100-SXM4-80GB)."
     assert said in form_text(hub, "member2")
     refused = hub.spawn("member2", {"gpus": 1, "wait": "no"})
-    assert refused.status_code == 503
+    assert refused.status_code == 409
     assert message_of(refused).startswith("No GPU is free: of 2, 1 is in use and 1 does not answer")
     assert not hub.leases("member2")
     # Who waits gets it as soon as it is back, and not before.
@@ -118,7 +118,7 @@ def test_lost_device_is_not_reused_after_its_session(hub: GPUHub, fleet: Path) -
     assert not hub.taken()
     hub.spawn_and_wait("member4", {"gpus": 1})
     assert hub.open_leases("member4")[0].uuids != lease.uuids
-    assert hub.spawn("member5", {"gpus": 1, "wait": "no"}).status_code == 503
+    assert hub.spawn("member5", {"gpus": 1, "wait": "no"}).status_code == 409
 
 
 def test_nvml_loss_pauses_grants_but_not_sessions(hub: GPUHub, fleet: Path) -> None:
@@ -129,7 +129,7 @@ def test_nvml_loss_pauses_grants_but_not_sessions(hub: GPUHub, fleet: Path) -> N
     lost = "The GPUs cannot be seen just now, so none is given out"
     wait_for(lambda: lost in form_text(hub, "member7"), "the form to say so")
     refused = hub.spawn("member7", {"gpus": 1, "wait": "no"})
-    assert refused.status_code == 503 and "not answer" in message_of(refused)
+    assert refused.status_code == 409 and "not answer" in message_of(refused)
     assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
     assert hub.get("member6", "env").ok
     # Without a GPU it starts, and sees none.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, expect
 
 from gpuspawner.db.schema import tickets
 from gpuspawner.leases.models import LeaseState, ServerRef
@@ -22,7 +22,7 @@ from gpuspawner.queue.models import Ticket
 from gpuspawner.service.worker import TICKET_DAYS
 from tests.support.brokers import problems
 from tests.support.hub import ADMIN
-from tests.support.pages import sign_in, words
+from tests.support.pages import add_cookies, look_over, look_over_in_the_dark, sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import REPO, wait_for
 from tests.support.tickets import (
@@ -169,7 +169,7 @@ def test_member_cancels_a_ticket_on_their_page(hub: PayingHub, browser: Browser)
     assert "number 1 of 2 in the queue" in home and "Leave queue" in home
     assert "Stop My Server" not in home, "there is none yet"
     page.get_by_role("button", name="Leave queue for my server").click()
-    page.get_by_role("heading", name="Leave the queue?").wait_for()
+    expect(page.get_by_role("heading", name="Leave the queue?")).to_be_visible()
     assert "number 1 of 2" in words(hub.page("paul")), "nothing is lost before it is confirmed"
     page.get_by_role("button", name="Leave queue").click()
     page.wait_for_url(f"{hub.url}/services/gpu/?given_up=1")
@@ -182,6 +182,50 @@ def test_member_cancels_a_ticket_on_their_page(hub: PayingHub, browser: Browser)
     )
     assert "number 1 of 1" in words(hub.page("rosa"))
     hub.stop_server("rosa")
+
+
+def test_pending_page_shows_the_queue_and_starts_without_a_gpu(
+    hub: PayingHub, browser: Browser
+) -> None:
+    line_up(hub, "olga", "quinn")
+    page = browser.new_context().new_page()
+    add_cookies(page, hub, "quinn")
+    page.goto(f"{hub.url}/hub/spawn-pending/quinn")
+    expect(page.get_by_role("heading", name="Waiting for a GPU")).to_be_visible()
+    expect(page.get_by_text("Number 2 of 2 in the queue", exact=True)).to_be_visible()
+    expect(page.locator("#progress-bar")).to_be_hidden()
+    expect(page.get_by_text("Your server is starting up.")).to_be_hidden()
+    expect(page.get_by_role("button", name="Stop Server")).to_be_hidden()
+    look_over(page, "queue-pending")
+    look_over_in_the_dark(page, "queue-pending")
+    hub.stop_server("olga")
+    expect(page.get_by_text("Number 1 of 1 in the queue", exact=True)).to_be_visible(timeout=20_000)
+    page.get_by_role("link", name="Leave queue").click()
+    expect(page.get_by_role("heading", name="Leave the queue?")).to_be_visible()
+    page.go_back()
+    page.get_by_role("button", name="Start without a GPU").click()
+    page.wait_for_url("**/user/quinn/**", timeout=30_000)
+    lease = hub.lease_of("quinn")
+    assert lease is not None and lease.devices == ()
+    assert hub.services.queue.waiting() == []
+
+
+def test_ended_wait_becomes_the_page_of_the_refusal(hub: PayingHub, browser: Browser) -> None:
+    (ticket,) = line_up(hub, "rita")
+    page = browser.new_context().new_page()
+    add_cookies(page, hub, "rita")
+    page.goto(f"{hub.url}/hub/spawn-pending/rita")
+    expect(page.get_by_role("heading", name="Waiting for a GPU")).to_be_visible()
+    change(hub, ADMIN, f"queue/{ticket.id}/cancel", reason="the course is over")
+    heading = page.get_by_role("heading", name="Your place in the queue is gone")
+    expect(heading).to_be_visible(timeout=20_000)
+    expect(page.get_by_role("alert")).to_contain_text("the course is over")
+    look_over(page, "queue-refusal")
+    look_over_in_the_dark(page, "queue-refusal")
+    page.get_by_role("link", name="Start again").click()
+    expect(page.get_by_label("GPUs", exact=True)).to_have_value("1")
+    log = hub.log_text()
+    assert "never retrieved" not in log
 
 
 def test_paused_queue_grants_nothing(hub: PayingHub) -> None:

@@ -123,10 +123,10 @@ def test_start_is_refused_when_no_device_is_free(hub: GPUHub, ask: Any) -> None:
     hub.spawn_and_wait("other", {"gpus": 1, "gpu_model": "T4"})
     held = hub.taken()
     status, sentence = ask(hub, "member1", {"gpus": "1", "wait": "no"})
-    assert status == 503
-    start, end = "All 3 GPUs are in use (", " at the latest). Start without a GPU, or try again."
-    assert sentence.startswith(start) and sentence.endswith(end)
-    assert " will be free by " in sentence
+    assert status == 409
+    start, end = "All 3 GPUs are in use. Expected start in the queue: around ", " (a first guess). "
+    assert sentence.startswith(start)
+    assert sentence.endswith(f"{end}Join the queue, or start without a GPU.")
     assert hub.taken() == held and not hub.open_leases("member1")
     # Without a GPU it starts, as the sentence says.
     hub.spawn_and_wait("member1", {"gpus": 0})
@@ -136,7 +136,7 @@ def test_start_is_refused_when_no_device_is_free(hub: GPUHub, ask: Any) -> None:
 def test_unavailable_gpu_model_or_memory_is_refused(hub: GPUHub) -> None:
     hub.spawn_and_wait("holder", {"gpus": 1, "gpu_model": "T4"})
     status, sentence = rest(hub, "member1", {"gpus": 1, "gpu_model": "T4", "wait": False})
-    assert status == 503 and sentence.startswith("The only T4 GPU is in use")
+    assert status == 409 and sentence.startswith("The only T4 GPU is in use")
     status, sentence = rest(hub, "member1", {"gpus": 1, "gpu_memory": 100})
     assert (status, sentence) == (
         400,
@@ -306,7 +306,7 @@ def test_two_members_racing_for_one_gpu_get_one_lease(hub: GPUHub) -> None:
         answers = _at_once(hub, members, {"gpus": 1, "gpu_model": "T4", "wait": False})
         winner, loser = sorted(members, key=lambda member: answers[member].status_code)
         assert answers[winner].status_code in (201, 202)
-        assert answers[loser].status_code == 503
+        assert answers[loser].status_code == 409
         hub.wait_server(winner)
         assert message_of(answers[loser]).startswith("The only T4 GPU is in use")
         [lease] = hub.open_leases()
@@ -319,7 +319,7 @@ def test_two_members_racing_for_one_gpu_get_one_lease(hub: GPUHub) -> None:
 def test_concurrent_starts_grant_each_device_once(hub: GPUHub) -> None:
     members = [f"crowd{n}" for n in range(8)]
     answers = _at_once(hub, members, {"gpus": 1, "wait": False})
-    assert sorted(a.status_code for a in answers.values()) == [201] * 3 + [503] * 5
+    assert sorted(a.status_code for a in answers.values()) == [201] * 3 + [409] * 5
     assert len(hub.taken()) == 3
     seen = {
         hub.environment_of(lease.server.user)["NVIDIA_VISIBLE_DEVICES"]

@@ -275,6 +275,23 @@ def test_hub_pages_are_added_beside_admin_settings(how: str) -> None:
     assert all(issubclass(import_object(name), RequestHandler) for _, name in PAGES)
 
 
+@pytest.mark.parametrize("how", ["none", "JupyterHub", "Application", "update"])
+def test_log_filter_is_added_beside_the_admins_logging(how: str) -> None:
+    c = Config()
+    theirs = {"loggers": {"JupyterHub": {"level": "INFO"}, "mine": {"level": "DEBUG"}}}
+    if how == "update":
+        c.JupyterHub.logging_config.update(theirs)
+    elif how != "none":
+        c[how].logging_config = theirs
+    add_services(c)
+    found = c.JupyterHub.logging_config
+    for name in ("JupyterHub", "asyncio"):
+        assert found["loggers"][name]["filters"] == ["gpuspawner_refusals"]
+    assert ("mine" in found["loggers"]) == (how != "none")
+    assert ("level" in found["loggers"]["JupyterHub"]) == (how != "none")
+    assert import_object(found["filters"]["gpuspawner_refusals"]["()"])
+
+
 # What the service hears.
 
 

@@ -4,17 +4,25 @@ estimator, SQLite."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from gpuspawner.core.errors import TooMuchAsked
+from gpuspawner.catalog.models import Environment
+from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
+from gpuspawner.hub_pages.cards import said, sentence, usual_request
 from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.queue.positions import Outlook
+from gpuspawner.queue.schemas import TicketAnswer
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make, running
+from tests.support.rounds import open_services
 from tests.support.sessions import ask, line_up
+from tests.support.tier import examples
 
 ONE, TWO = Request(devices=1), Request(devices=2)
 BIG = Request(devices=1, models=("A100",))
@@ -81,9 +89,9 @@ def test_first_estimates_follow_the_session_ends(make: Make, clock: Clock) -> No
 
     assert standings[second.id].sentence(clock.now) == (
         "You are next in the queue, of 3. Waiting for a GPU; none is free. "
-        "Most likely start: by 15:00."
+        "Expected start: by 15:00 UTC at the latest."
     )
-    assert standings[third.id].when(clock.now) == "Most likely start: by 16:00."
+    assert standings[third.id].when(clock.now) == "Expected start: by 16:00 UTC at the latest."
     # Nobody knows how long cyd will stay.
     assert standings[last.id].when(clock.now).endswith("(a first guess).")
 
@@ -94,7 +102,7 @@ def test_estimate_without_session_end_is_marked_as_a_guess(
     running(services, "ada", devices=4)
     ticket = line_up(services, "bob")
     said = services.positions.standings()[ticket.id].when(clock.now)
-    assert said.startswith("Most likely start: around 12:")
+    assert said.startswith("Expected start: around 12:")
     assert said.endswith("(a first guess).")
 
 
@@ -152,25 +160,24 @@ def test_outlook_is_immediate_when_devices_are_free(make: Make, clock: Clock) ->
     nowhere = Request(devices=1, models=("H200",))
     assert outlook(services, clock, nowhere) == Outlook(0, 0, at_once=False)
     start(services, "ada", 2, BIG)
-    assert outlook(services, clock, TWO) == Outlook(1, 2, at_once=False, most=_left(2, 6))
-
-
-def _left(hours: float, seconds: int) -> timedelta:
-    return timedelta(hours=hours) - timedelta(seconds=seconds - 3)
+    end = clock.now + 2 * HOUR
+    found = Outlook(1, 2, at_once=False, planned=end, latest=end)
+    assert outlook(services, clock, TWO) == found
 
 
 def test_outlook_maximum_follows_the_session_ends(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:2xT4")
     start(services, "ada", 1)
     start(services, "bob", 3)
+    now = clock.now
     found = outlook(services, clock, ONE)
-    assert (found.free, found.total, found.at_once, found.likely) == (0, 2, False, None)
-    assert found.most == HOUR - timedelta(seconds=3)
+    assert (found.free, found.total, found.at_once, found.estimate) == (0, 2, False, None)
+    assert found.latest == now + HOUR
     line_up(services, "cyd")
     behind = outlook(services, clock, ONE)
-    assert (behind.ahead, behind.most) == (1, 3 * HOUR - timedelta(seconds=6))
+    assert (behind.ahead, behind.latest) == (1, now + 3 * HOUR)
     third = line_up(services, "dan")
-    assert outlook(services, clock, ONE).most is None, "nobody can promise it"
+    assert outlook(services, clock, ONE).latest is None, "nobody can promise it"
     services.queue.end_ticket(third.id, "cancelled", "gone")
     assert outlook(services, clock, ONE).ahead == 1
 
@@ -192,8 +199,113 @@ def test_outlook_likely_wait_follows_past_waits(make: Make, clock: Clock) -> Non
         clock.forward(minutes=60)
         services.leases.release(got.id, ended_at=clock.now, reason="done")
     start(services, "ada", None)
-    likely = outlook(services, clock, ONE).likely
-    assert likely is not None and timedelta(minutes=20) <= likely <= 3 * HOUR
+    estimate = outlook(services, clock, ONE).estimate
+    assert estimate is not None
+    assert 20 * 60 <= estimate.likely - clock.now.timestamp() <= 3 * 3600
+
+
+def test_all_places_state_the_same_expected_start(make: Make, clock: Clock) -> None:
+    """Four GPUs: one session of an hour, one without an end, and two whose credits end first."""
+    services = make(device_source="simulated:4xT4", gpu_rates={"*": 4})
+    start(services, "ada", 1)
+    start(services, "bob", None)
+    start(services, "cyd", 7 * 24)
+    start(services, "dan", 7 * 24)
+    clock.forward(minutes=10)
+    asked = {"it": ONE}
+    outlook = services.positions.outlooks(asked, "eve", seconds=3600)["it"]
+    text = outlook.start(clock.now)
+    assert text == "around 12:30 UTC (a first guess), by 13:00 UTC at the latest"
+
+    environment = Environment(slug="torch", display_name="PyTorch", image="lab")
+    assert said(outlook, clock.now) == f"0 of 4 GPUs free now, start {text}"
+    assert sentence(outlook, clock.now).endswith(f"Expected start: {text}.")
+    assert services.positions.outlooks({"it": usual_request(environment)})["it"] == outlook
+    with pytest.raises(NoDeviceFree) as caught:
+        ask(services, "eve", seconds=3600, wait=False)
+    assert caught.value.message == (
+        f"All 4 GPUs are in use. Expected start in the queue: {text}. "
+        "Join the queue, or start without a GPU."
+    )
+    ticket = line_up(services, "eve", seconds=3600)
+    standing = services.positions.standings()[ticket.id]
+    assert standing.start(clock.now) == text
+    assert f"Expected start: {text}." in standing.sentence(clock.now)
+    answer = TicketAnswer.of(ticket=ticket, standing=standing)
+    assert (answer.planned, answer.latest) == (outlook.planned, outlook.latest)
+
+
+def test_credits_that_run_out_first_are_a_guess_and_no_promise(make: Make, clock: Clock) -> None:
+    services = make(device_source="simulated:1xT4", gpu_rates={"*": 4}, opening_grant=96)
+    start(services, "ada", 7 * 24)
+    found = outlook(services, clock, ONE)
+    # A day's credits, five minutes of grace, two to notice and to stop; rounded up.
+    assert found.start(clock.now) == (
+        "around 12:08 UTC on 2 March (a first guess), by 12:00 UTC on 8 March at the latest"
+    )
+
+
+@pytest.fixture
+def fresh(new_file: Callable[[], str]) -> Iterator[Callable[[], Services]]:
+    """New services with two A100 and a T4, on a store of their own."""
+    opened: list[Services] = []
+
+    def make() -> Services:
+        while opened:
+            opened.pop().store.close()
+        opened.append(open_services(new_file(), Clock(), opening_grant=1000))
+        return opened[0]
+
+    yield make
+    for services in opened:
+        services.store.close()
+
+
+waits = st.lists(
+    st.tuples(
+        st.sampled_from(["start", "wait", "end", "leave"]),
+        st.integers(1, 2),
+        st.sampled_from([None, 1800, 3600, 4 * 3600]),
+        st.integers(0, 3000),
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(waits, st.integers(1, 2), st.sampled_from([None, 3600]))
+def test_outlook_equals_the_position_of_the_ticket_that_follows(
+    fresh: Callable[[], Services],
+    steps: list[tuple[str, int, int | None, int]],
+    devices: int,
+    seconds: int | None,
+) -> None:
+    services = fresh()
+    clock = services.clock
+    assert isinstance(clock, Clock)
+    for number, (action, count, length, wait) in enumerate(steps):
+        clock.forward(seconds=1 + wait)
+        user = f"m{number}"
+        leases, tickets = services.leases.open_leases(), services.queue.waiting()
+        if action in ("start", "wait"):
+            got = ask(services, user, count, wait=True, seconds=length)
+            if not isinstance(got, Ticket):
+                services.leases.confirm(got.id, "container")
+        elif action == "end" and leases:
+            services.leases.release(leases[count % len(leases)].id, reason="stopped")
+            start_all(services)
+        elif action == "leave" and tickets:
+            services.queue.end_ticket(tickets[0].id, "cancelled", "gone")
+    clock.forward(seconds=5)
+    request = Request(devices=devices, environment="pytorch")
+    [found] = services.positions.outlooks({"": request}, "zed", seconds=seconds).values()
+    got = ask(services, "zed", devices, wait=True, seconds=seconds)
+    if found.at_once:
+        if isinstance(got, Ticket):
+            assert got.id in services.queue.turns(frozenset(services.positions.standings()))
+        return
+    standing = services.positions.standings()[got.id]
+    assert found.start(clock.now) == standing.start(clock.now)
 
 
 def test_outlook_is_cached_briefly_and_follows_a_pause(make: Make, clock: Clock) -> None:

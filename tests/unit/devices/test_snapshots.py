@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
+from gpuspawner.core.times import clock
 from gpuspawner.core.units import MICRO
 from gpuspawner.devices.closures import GRANTING, Closure
 from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus
 from gpuspawner.devices.snapshots import (
     ModelCount,
     Overview,
-    clock,
     count_models,
+    credit_ends,
     device_views,
-    free_by,
-    latest_ends,
 )
 from gpuspawner.leases.models import Lease, LeaseState, Slot
 from gpuspawner.ledger.models import Account
@@ -136,7 +135,7 @@ def test_model_counts_include_rates_and_skip_unusable_devices() -> None:
     assert (overview.total, overview.free) == (5, 3)
 
 
-# When devices come back at the latest.
+# When credits run out.
 
 
 def lease(number: int, user: str, rate: int = 4 * MICRO, **changes: Any) -> Lease:
@@ -164,16 +163,16 @@ def accounts(**balances: float) -> dict[str, Account]:
     [(8, {}, 2), (8, {"charged": 0}, 1), (-3, {}, 0)],
     ids=["until it is dry", "what is not charged yet is gone already", "dry"],
 )
-def test_latest_end_is_when_credits_and_grace_run_out(
+def test_credit_end_is_when_credits_and_grace_run_out(
     balance: float, changes: dict[str, Any], hours: float
 ) -> None:
-    ends = latest_ends([lease(1, "anna", **changes)], accounts(anna=balance), GRACE, NOW)
+    ends = credit_ends([lease(1, "anna", **changes)], accounts(anna=balance), GRACE, NOW)
     assert ends == {"lease-1": NOW + hours * HOUR + GRACE}
 
 
 def test_leases_of_one_account_share_its_balance() -> None:
     several = [lease(1, "anna"), lease(2, "anna", rate=12 * MICRO), lease(3, "bert")]
-    ends = latest_ends(several, accounts(anna=8, bert=4), GRACE, NOW)
+    ends = credit_ends(several, accounts(anna=8, bert=4), GRACE, NOW)
     hours = {"lease-1": 0.5, "lease-2": 0.5, "lease-3": 1}
     assert ends == {name: NOW + each * HOUR + GRACE for name, each in hours.items()}
 
@@ -182,9 +181,9 @@ def test_leases_without_a_predictable_end_are_left_out() -> None:
     free = lease(1, "anna", rate=0)
     starting = lease(2, "bert", state=LeaseState.GRANTED, started_at=None, charged=0)
     strange = lease(3, "nobody")
-    assert latest_ends([free, starting, strange], accounts(anna=1, bert=1), GRACE, NOW) == {}
+    assert credit_ends([free, starting, strange], accounts(anna=1, bert=1), GRACE, NOW) == {}
     rich = {"member:anna": Account(name="member:anna", balance=2**62)}
-    assert latest_ends([lease(1, "anna", rate=1, charged=0)], rich, GRACE, NOW) == {}
+    assert credit_ends([lease(1, "anna", rate=1, charged=0)], rich, GRACE, NOW) == {}
 
 
 # How that is said.
@@ -198,27 +197,6 @@ def new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     time.tzset()
-
-
-@pytest.mark.parametrize(
-    ("minutes", "wanted", "said"),
-    [
-        ([30], 1, "1 will be free by 07:30 at the latest"),
-        ([50, 30, 40], 1, "1 will be free by 07:30 at the latest"),
-        ([50, 30, 40], 2, "2 will be free by 07:40 at the latest"),
-        ([30, 30, 40], 1, "2 will be free by 07:30 at the latest"),
-        ([30], 2, ""),
-        ([], 1, ""),
-        ([30], 0, ""),
-        ([60 * 24 * 2], 1, "1 will be free by 07:00 on 3 March at the latest"),
-        ([60 * 24 * 2 + 1], 1, ""),
-    ],
-)
-def test_message_says_when_enough_devices_become_free(
-    minutes: list[int], wanted: int, said: str
-) -> None:
-    ends = [NOW + timedelta(minutes=m) for m in minutes]
-    assert free_by(ends, wanted, NOW) == said
 
 
 @pytest.mark.parametrize(

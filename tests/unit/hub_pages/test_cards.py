@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -26,11 +26,13 @@ from gpuspawner.hub_pages.cards import (
     wait_tables,
 )
 from gpuspawner.leases.models import Request
+from gpuspawner.queue.models import Estimate
 from gpuspawner.queue.positions import Outlook
 
 MINUTE = timedelta(minutes=1)
-CLOSE = "Not enough are free now: "
-WAIT = "you would wait in the queue."
+NOW = datetime(2026, 3, 2, 12, tzinfo=timezone.utc)
+CLOSE = "Not enough are free now. "
+WAIT = "You would wait in the queue."
 TORCH = Environment(
     image="lab",
     slug="torch",
@@ -49,17 +51,16 @@ def busy(**known: Any) -> Outlook:
     return Outlook(**{"free": 0, "total": 8, "at_once": False, **known})
 
 
-@pytest.mark.parametrize(
-    ("known", "wait"),
-    [
-        ({"likely": 22 * MINUTE}, "about 25 min"),
-        ({"likely": timedelta(seconds=5), "most": 9 * MINUTE}, "about 1 min"),
-        ({"most": 175 * MINUTE}, "at most 2 h 55 min"),
-    ],
-)
-def test_card_and_form_state_the_expected_wait(known: dict[str, Any], wait: str) -> None:
-    assert said(busy(**known)) == f"0 of 8 GPUs free now, {wait} wait"
-    assert sentence(busy(**known)) == f"{CLOSE}expect to wait {wait} in the queue."
+def test_card_and_form_state_the_expected_start() -> None:
+    at = NOW + 22 * MINUTE
+    found = busy(planned=at, latest=at)
+    assert said(found, NOW) == "0 of 8 GPUs free now, start by 12:22 UTC at the latest"
+    assert sentence(found, NOW) == f"{CLOSE}Expected start: by 12:22 UTC at the latest."
+    low, high = at.timestamp(), (at + 9 * MINUTE).timestamp()
+    found = busy(estimate=Estimate(low, low, high), planned=at, latest=NOW + 60 * MINUTE)
+    start = "about 12:22 UTC to 12:31 UTC (8 of 10 starts), by 13:00 UTC at the latest"
+    assert said(found, NOW) == f"0 of 8 GPUs free now, start {start}"
+    assert sentence(found, NOW) == f"{CLOSE}Expected start: {start}."
 
 
 @pytest.mark.parametrize(
@@ -73,9 +74,9 @@ def test_card_and_form_state_the_expected_wait(known: dict[str, Any], wait: str)
     ],
 )
 def test_card_and_form_state_free_gpus(outlook: Outlook, card: str, form: str) -> None:
-    assert (said(outlook), sentence(outlook)) == (card, form)
+    assert (said(outlook, NOW), sentence(outlook, NOW)) == (card, form)
     assert usual_request(CPU) == Request()
-    assert said(Outlook(0, 0, at_once=True), cpu_only=True) == "Available now"
+    assert said(Outlook(0, 0, at_once=True), NOW, cpu_only=True) == "Available now"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_each_choice_shows_its_expected_wait() -> None:
         }
 
     more = [TORCH, Environment(slug="other", display_name="O", image="lab", models=("T4",)), CPU]
-    found = wait_tables(more, range(4), ["A100", "T4"], ask)
+    found = wait_tables(more, range(4), ["A100", "T4"], ask, NOW)
     assert found.of == {"torch": 0, "other": 1}
     assert found.sentence(TORCH, "|") == found.sentence(TORCH, "1|A100") == "Available now."
     assert found.sentence(TORCH, "2|").startswith("Not enough are free now")
