@@ -9,13 +9,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from typing import Any
 
 from jupyterhub.spawner import SpawnException
+from markupsafe import Markup
 
 from ..core.aio import within
 from ..core.errors import GPUSpawnerError, ImageUnavailable, Refused, StartFailed
+from ..core.times import zoned
 from ..engines.images import Connect, PullProgress, pull
 
 SIGN = 10.0
@@ -183,12 +186,28 @@ def sentence(image: str, now: PullProgress) -> str:
     return f"Pulling {image}: {now.done} of {now.layers} layers{amount}"
 
 
+def local_time(moment: datetime, now: datetime) -> Markup:
+    """Format a time for a page, whose script writes it in the browser's own zone."""
+    at = moment.isoformat(timespec="seconds")
+    return Markup('<time datetime="{}">{}</time>').format(at, zoned(moment, now))
+
+
+def _with_local_times(error: GPUSpawnerError) -> str:
+    """Return a refusal's sentence, as Markup if it says when the start is expected."""
+    known = error.fields
+    if (outlook := known.get("outlook")) and (start := outlook.start(known["now"], local_time)):
+        sentence = Markup("{} Expected start in the queue: {}. {}")
+        return sentence.format(known["summary"], start, known["advice"])
+    return error.message
+
+
 class FailedSpawn(SpawnException):
     """A spawn that failed or was refused, with the domain error that says why."""
 
     def __init__(self, error: GPUSpawnerError) -> None:
         super().__init__(error.message, reason=error.reason, status_code=error.status_code)
         self.error = error
+        self.sentence = _with_local_times(error)
         self.links: Mapping[str, str] = {}
         """What the member can do now: queries of links to the form, by name."""
         # JupyterHub's names. Without the first, its pages show the exception's own text.

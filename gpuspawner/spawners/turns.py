@@ -27,14 +27,13 @@ from ..core.errors import (
     TicketEnded,
     UnknownTicket,
 )
-from ..core.times import zoned
 from ..core.units import format_credits
 from ..leases.models import Lease, LeaseState, Request, ServerRef, Terms
 from ..queue.models import Ticket
 from ..queue.rank import QueuePosition
 from ..services import Services
 from .form import templates
-from .progress import SpawnProgress
+from .progress import SpawnProgress, local_time
 
 ROUND = 1.0
 """Seconds after which the queue is checked anyway, because others change the store too."""
@@ -399,7 +398,7 @@ def what_you_got(lease: Lease) -> str:
 def queue_card(position: QueuePosition, now: datetime) -> str:
     """Return what the pending page shows of a waiting ticket, as HTML."""
     return templates.get_template("gpuspawner/queue_card.html").render(
-        position=position, now=now, zoned=zoned
+        position=position, now=now, local_time=local_time
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 from gpuspawner.leases.models import Lease, ServerRef
 from tests.golden.scenario import fill
 from tests.golden.site import Site
+from tests.support.brokers import running
 from tests.support.gpu_hub import error_on, text_of
 from tests.support.processes import wait_for
 
@@ -25,6 +26,8 @@ def site(tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> Itera
     """Two members wait in the queue, so that nobody gets a GPU at once."""
     with Site(tmp_path_factory.mktemp("site"), migrated_file) as site:
         fill(site)
+        # Before the first grant, the Hub releases the leases whose servers do not run.
+        site.hub_page("cleo", "spawn", {**TWO_T4, "wait": "no"})
         yield site
 
 
@@ -74,6 +77,22 @@ def test_later_refusal_is_a_page_that_leads_back_to_the_form(site: Site) -> None
     assert f'href="{again}&amp;opt-wait=False">Change the choices' in page.text
     assert 'href="/hub/spawn/cleo?opt-environment=torch&amp;opt-gpus=0">Start without' in page.text
     assert 'href="/hub/environments">Other environments' in page.text
+
+
+def test_refusal_says_when_the_queue_would_start_it(site: Site) -> None:
+    held = running(site.services, "holder", devices=2, model="A100")
+    form = {"environment": "torch", "gpus": "1", "gpu_model": "A100", "wait": "no"}
+    for page in (
+        site.hub_page("cleo", "spawn", form),
+        site.hub_page("cleo", "spawn-pending/cleo"),
+    ):
+        assert page.status_code == 409
+        sentence = error_on(page.text)
+        assert "Expected start in the queue: around" in sentence and " UTC" in sentence
+        assert sentence.endswith("(a first guess). Join the queue, or start without a GPU.")
+        assert re.search(r'<time datetime="[^"]*">\d\d:\d\d UTC', page.text)
+        assert "showLocalTimes(document)" in page.text, "in the browser's own zone"
+    site.services.leases.release(held.id, reason="stopped")
 
 
 def test_too_many_gpus_and_an_unknown_choice_are_refused_above_the_form(site: Site) -> None:
