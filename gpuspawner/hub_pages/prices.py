@@ -191,22 +191,30 @@ class PriceList:
         value in the form; ``usual_hours`` the lengths if the member chooses none, by slug. An
         account must be able to pay for ``lead`` at the start.
         """
-        models = ["", *dict.fromkeys(count.model for count in self.overview.models)]
         usual = usual_hours or {}
         alike = group_alike(self.environments, lambda e: (self._terms(e), usual.get(e.slug)))
-        if len(alike) * len(counts) * len(models) * (len(payers) + len(hours)) > MOST_CHOICES:
+        choices = [self._choices(some[0], counts) for some in alike]
+        if sum(map(len, choices)) * (len(payers) + len(hours)) > MOST_CHOICES:
             return Tables({}, ())
         lengths = dict(hours)
 
-        def offers(environment: Environment) -> dict[str, Offer]:
+        def offers(environment: Environment, some: Sequence[tuple[int, str]]) -> dict[str, Offer]:
             default = usual.get(environment.slug)
             ends = {**lengths, "": default} if default is not None else lengths
             return {
                 f"{gpus}|{model}": self._offer(environment, gpus, model, payers, ends, lead)
-                for gpus, model in product(counts, models)
+                for gpus, model in some
             }
 
-        return Tables.shared(alike, (offers(some[0]) for some in alike))
+        return Tables.shared(
+            alike, (offers(e[0], some) for e, some in zip(alike, choices, strict=True))
+        )
+
+    def _choices(self, environment: Environment, counts: Sequence[int]) -> list[tuple[int, str]]:
+        """Return the numbers of GPUs, with the default even if it is too many, and the models."""
+        most = max(self.most_gpus(environment), environment.devices.default)
+        models = ["", *self.model_names(environment)]
+        return list(product([count for count in counts if count <= most], models))
 
     def _terms(self, environment: Environment) -> Hashable:
         return (
@@ -227,9 +235,15 @@ class PriceList:
         if not gpus:
             return Offer(refusal="" if environment.cpu_variant else f"{NAME} needs a GPU.")
         fitting = [c for c in self._models_of(environment) if model in ("", c.model)]
-        if refusal := self._refusal(environment, gpus, model, fitting):
-            return Offer(refusal=refusal)
-        enough = [count for count in fitting if self._most([count]) >= gpus]
+        if not fitting:
+            return Offer(refusal=f"{NAME} does not run on a GPU of this hub.")
+        there = {c.model: self._most([x for x in fitting if x.model == c.model]) for c in fitting}
+        enough = [count for count in fitting if there[count.model] >= gpus]
+        if not enough:
+            most = max(there.values())
+            several = f"at most {most} GPU{'s' if most > 1 else ''} of one model"
+            what = f"{most} {model}" if model else several
+            return Offer(refusal=f"This hub has {what}.")
         what = _what(gpus, {count.model for count in enough})
         rates = sorted({gpus * self.rate(environment, count) for count in enough})
         if not rates[-1]:
@@ -253,21 +267,6 @@ class PriceList:
                 if not can_afford(account.available, hold_for(rates[0], lead))
             },
         )
-
-    def _refusal(
-        self, environment: Environment, gpus: int, model: str, fitting: Sequence[ModelCount]
-    ) -> str:
-        """Return why nobody gets this many GPUs, however long they wait; empty if they can."""
-        most = environment.devices.max
-        if gpus > most:
-            return f"{NAME} allows {most} GPU{'s' if most > 1 else ''}."
-        if not fitting:
-            return f"{NAME} does not run on {model or 'a GPU of this hub'}."
-        there = self._most(fitting)
-        if gpus > there:
-            what = f"{there} {model}" if model else f"at most {there} GPUs of one model"
-            return f"This hub has {what}."
-        return ""
 
     def _most(self, models: Iterable[ModelCount]) -> int:
         """Return the largest number of devices of one of these models, in service or not."""

@@ -118,15 +118,29 @@ def test_each_choice_states_its_price_and_total(
 @pytest.mark.parametrize(
     ("key", "refusal"),
     [
-        ("torch|3|", "{name} allows 2 GPUs."),
         ("torch|2|T4", "This hub has 1 T4."),
-        ("lab|3|", "This hub has at most 2 GPUs of one model."),
-        ("old|1|A100-80GB", "{name} does not run on A100-80GB."),
+        ("old|2|", "This hub has at most 1 GPU of one model."),
     ],
 )
 def test_impossible_choice_states_its_reason(key: str, refusal: str) -> None:
     offer = offered(key)
     assert (offer.refusal, offer.totals) == (refusal, {})
+
+
+def test_devices_of_one_model_count_together_whatever_their_memory() -> None:
+    devices = [
+        Device(uuid=f"GPU-{n}", index=n, model="A100", memory_bytes=memory * 2**30)
+        for n, memory in enumerate([40, 80])
+    ]
+    views = tuple(DeviceView(device, "free", "") for device in devices)
+    rates = Rates.of([Rate(amount=MICRO)])
+    known = Overview(
+        views, count_models(views, rates.card(NOON)), "simulated", "", "", "", rates=rates
+    )
+    prices = PriceList(known, [TORCH], NOON)
+    offer = prices.tables(range(3), [("", ADA)]).find(TORCH, "2|A100")
+    assert prices.most_gpus(TORCH) == 2
+    assert offer and (offer.what, offer.refusal) == ("2 x A100", "")
 
 
 def test_choice_states_when_credits_end_and_who_cannot_pay() -> None:
@@ -158,8 +172,8 @@ def test_environments_with_equal_terms_share_price_tables() -> None:
     dear = Rate(amount=2 * MICRO, environment="torch-7")
     found = PriceList(overview(Rate(amount=MICRO), dear), more, NOON).tables(range(4), [("", ADA)])
     assert len(found.tables) == 2
-    (three, one) = found.find(more[3], "3|"), found.find(more[7], "1|")
-    assert three and three.refusal == "{name} allows 2 GPUs."
+    one = found.find(more[7], "1|")
+    assert found.find(more[3], "3|") is None, "it cannot be chosen"
     assert one and one.price == "2.00 credits an hour"
 
 
@@ -168,7 +182,7 @@ def test_price_text_covers_free_gpu_only_and_many_choices() -> None:
     free = prices.tables([1], [("", ADA)], HOURS).find(TORCH, "1|")
     assert free and (free.price, free.totals, free.lasts) == ("free of charge", {}, {})
     assert prices.of(TORCH) == prices.of(CPU) == "free of charge"
-    assert prices.tables(range(2000), [("", ADA)]).tables == ()
+    assert prices.tables(range(3), [(str(n), ADA) for n in range(500)]).tables == ()
     only = TORCH.model_copy(update={"cpu_variant": False})
     found = PriceList(overview(Rate(amount=MICRO)), [only], NOON).tables(range(2), [("", ADA)])
     none = found.find(only, "0|")
