@@ -98,7 +98,7 @@ def _text(overview: Overview, told: Told) -> str:
         lines.append(f"The devices cannot be seen: {overview.error}")
     free = f"{overview.free} of {count(overview.total, 'device')} free"
     seen_by = "NVML" if overview.source == "nvml" else overview.source
-    lines.append(f"{free} ({seen_by})" if overview.total else f"No devices ({seen_by})")
+    lines.append(f"{free} ({seen_by})" if overview.models else f"No devices ({seen_by})")
     return "\n".join(lines)
 
 

@@ -97,7 +97,16 @@ def _nothing_new(before: Inventory, now: Inventory) -> bool:
 
 
 COUNTED = ("free", "leased", "occupied", "draining", "drained")
-"""States of devices that can be leased sooner or later."""
+"""States of devices that can be leased sooner or later; some only when they are back in service."""
+
+
+def is_in_service(device: Device, *, leased: bool, closed: bool) -> bool:
+    """Return True if a device is free, or will be when its server stops.
+
+    This is the one rule for "3 of 4 free" on pages, in the queue and in commands: a device that is
+    drained, in quarantine, occupied without a lease or not answering counts in neither number.
+    """
+    return leasable(device) is None and not closed and (leased or device.empty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,12 @@ class DeviceView:
     """The name of its machine, if there are several."""
 
     @property
+    def in_service(self) -> bool:
+        """True if it is free, or will be when its server stops."""
+        closed = self.state in ("draining", "drained")
+        return is_in_service(self.device, leased=self.state == "leased", closed=closed)
+
+    @property
     def name(self) -> str:
         """The name for people: the index, and the machine if there are several."""
         return f"{self.device.index} on {self.machine}" if self.machine else str(self.device.index)
@@ -129,6 +144,7 @@ class ModelCount:
     model: str
     memory_bytes: int
     total: int
+    """Devices in service, free or leased; 0 if all of them are out of service."""
     free: int
     rate: int
     """Current microcredits per GPU-hour, for environments without a rate of their own."""
@@ -154,7 +170,7 @@ class Overview:
 
     @property
     def total(self) -> int:
-        """The number of devices that can be leased sooner or later."""
+        """The number of devices in service, free or leased."""
         return sum(count.total for count in self.models)
 
     @property
@@ -224,7 +240,11 @@ def _closed(view: DeviceView, closure: Closure) -> DeviceView:
 
 
 def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCount, ...]:
-    """Return totals by model and memory, largest first; unknown devices are not counted."""
+    """Return totals by model and memory, largest first.
+
+    A model is listed while one of its devices can be leased sooner or later; counted are those in
+    service.
+    """
     found: dict[tuple[str, int], list[DeviceView]] = {}
     for view in views:
         if view.state in COUNTED:
@@ -234,7 +254,7 @@ def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCou
         ModelCount(
             model=model,
             memory_bytes=memory,
-            total=len(some),
+            total=sum(view.in_service for view in some),
             free=sum(view.state == "free" for view in some),
             rate=rates.rate_of(model, some[0].device.slots),
         )

@@ -146,7 +146,7 @@ class Card:
 
     environment: Environment
     face: Markup
-    """The logo, or the first letter of the name."""
+    """The logo, or an icon of its kind."""
     badges: Markup
     """The frameworks, and how many devices a server may have."""
     text: str
@@ -228,13 +228,15 @@ def make_cards(
 
 def usual_request(environment: Environment) -> Request:
     """Return the usual request in an environment, which its card describes."""
-    return _request(environment, str(max(1, environment.devices.default)), "")
+    return _request(environment, max(1, environment.devices.default), "")
 
 
 def devices_of(environment: Environment) -> str:
     """Return how many devices a server of this environment may have, in words."""
     most = environment.devices.max
-    return f"up to {most} GPU{'s' if most > 1 else ''}" if most else "no GPU"
+    if most < 2:
+        return "1 GPU" if most else "no GPU"
+    return f"1 to {most} GPUs"
 
 
 def said(outlook: Outlook, now: datetime, *, cpu_only: bool = False) -> str:
@@ -242,7 +244,7 @@ def said(outlook: Outlook, now: datetime, *, cpu_only: bool = False) -> str:
     if cpu_only:
         return "Available now"
     if not outlook.total:
-        return "No GPU here that fits"
+        return "No suitable GPU in service"
     plural = "" if outlook.total == 1 else "s"
     free = f"{outlook.free} of {outlook.total} GPU{plural} free now"
     if start := "" if outlook.at_once else outlook.start(now):
@@ -253,6 +255,35 @@ def said(outlook: Outlook, now: datetime, *, cpu_only: bool = False) -> str:
 def frameworks_of(environments: Sequence[Environment]) -> list[str]:
     """Return the names of all frameworks in these environments, sorted."""
     return sorted({name for e in environments for name in e.frameworks}, key=str.casefold)
+
+
+# Icons of environments without a logo, drawn in lines on 24 by 24.
+
+ICONS = {
+    "flame": '<path d="M12 3c1 4 6 6 6 11a6 6 0 0 1-12 0c0-3 2-4 2-7 2 1 3 2 3 4 1-2 2-5 1-8z"/>',
+    "graph": '<path d="M7.5 7.5l3.5 8M16.5 8L13 15.5M8.5 6h7"/><circle cx="6" cy="6" r="2.5"/>'
+    '<circle cx="18" cy="6" r="2.5"/><circle cx="12" cy="18" r="2.5"/>',
+    "terminal": '<rect x="3" y="4" width="18" height="16" rx="2"/><path d="M7 9l3 3-3 3M12 15h5"/>',
+    "chip": '<rect x="7" y="7" width="10" height="10" rx="1"/>'
+    '<path d="M10 3v4M14 3v4M10 17v4M14 17v4M3 10h4M3 14h4M17 10h4M17 14h4"/>',
+    "notebook": '<rect x="5" y="3" width="14" height="18" rx="2"/>'
+    '<path d="M9 3v18M12 8h4M12 12h4"/>',
+}
+
+_WORDS = {
+    "flame": {"pytorch", "torch"},
+    "graph": {"jax", "tensorflow", "keras", "rapids", "cudf", "numba", "julia"},
+    "terminal": {"vscode", "code", "terminal", "shell", "ssh"},
+}
+
+
+def icon_of(environment: Environment) -> str:
+    """Return which of :data:`ICONS` an environment has without a logo."""
+    e = environment
+    names = " ".join((e.slug, e.display_name, *e.frameworks, e.default_url))
+    found = set(re.findall(r"[a-z]+", names.lower()))
+    kinds = (kind for kind, words in _WORDS.items() if words & found)
+    return next(kinds, "notebook" if e.cpu_only else "chip")
 
 
 # Cached, because these parts are the same for every reader.
@@ -267,8 +298,9 @@ def _face(environment: Environment, pages_url: str) -> Markup:
             '<img class="gs-logo" src="{}" alt="" width="40" height="40" loading="lazy">'
         ).format(source)
     else:
-        letter = environment.display_name[:1].upper()
-        logo = Markup('<span class="gs-logo" aria-hidden="true">{}</span>').format(letter)
+        logo = Markup(
+            '<span class="gs-logo" aria-hidden="true"><svg viewBox="0 0 24 24">{}</svg></span>'
+        ).format(Markup(ICONS[icon_of(environment)]))
     return Markup('<span class="gs-face">{}</span>').format(logo)
 
 
@@ -308,8 +340,16 @@ class Details:
     """Sentences for an admin about files that cannot be read."""
 
 
-def read_details(catalog: Catalog, environment: Environment, groups: Collection[str]) -> Details:
-    """Return the details of an environment for a reader in these groups. Reads files."""
+def read_details(
+    catalog: Catalog,
+    environment: Environment,
+    groups: Collection[str],
+    usual: Mapping[str, object] | None = None,
+) -> Details:
+    """Return the details of an environment for a reader in these groups. Reads files.
+
+    ``usual`` are the hub's own ``mem_limit`` and ``cpu_limit``, for an environment without one.
+    """
     troubles: list[str] = []
 
     def read(key: str, make: Callable[[str], T], otherwise: T) -> T:
@@ -329,7 +369,7 @@ def read_details(catalog: Catalog, environment: Environment, groups: Collection[
         packages_left_out=max(0, len(packages) - MOST_PACKAGES),
         changes=read("changes", lambda text: to_html(text, 3), ""),
         notebook=read("sample_notebook", read_notebook, None),
-        limits=tuple(_limits(environment)),
+        limits=tuple(_limits(environment, usual or {})),
         data=tuple(mount.name for mount in catalog.mounts_for(environment, groups)),
         troubles=tuple(troubles),
     )
@@ -349,17 +389,23 @@ def logo_file(catalog: Catalog, environment: Environment) -> tuple[bytes, str]:
     return content, LOGO_TYPES[Path(environment.logo).suffix.lower()]
 
 
-def _limits(environment: Environment) -> list[tuple[str, str]]:
+def _limits(environment: Environment, usual: Mapping[str, object]) -> list[tuple[str, str]]:
     e, hours = environment, environment.hours.max
+    memory, cores = e.mem_limit or usual.get("mem_limit"), e.cpu_limit or usual.get("cpu_limit")
+    gpus = f"1 to {e.devices.max}" if e.devices.max > 1 else "1"
+    if e.cpu_variant:
+        gpus += ", or none"
     lines = [
-        ("GPUs", f"up to {e.devices.max}" if e.devices.max else "none"),
-        ("GPU models", ", ".join(e.models)),
-        ("Memory of a GPU", f"at least {format_memory(e.min_memory)}" if e.min_memory else ""),
+        ("GPUs", "none" if e.cpu_only else gpus),
+        ("GPU memory", f"at least {format_memory(e.min_memory)}" if e.min_memory else ""),
         ("NVIDIA driver", f"{e.min_driver} or later" if e.min_driver else ""),
         ("CUDA", f"{e.min_cuda} or later" if e.min_cuda else ""),
         ("Session", f"up to {format_time_left(timedelta(hours=hours))}" if hours else ""),
-        ("Memory", format_memory(e.mem_limit) if e.mem_limit else ""),
-        ("Processor cores", f"{e.cpu_limit:g}" if e.cpu_limit else ""),
+        ("CPU cores", f"{cores:g}" if isinstance(cores, (int, float)) else "not limited"),
+        (
+            "Memory",
+            format_memory(memory) if isinstance(memory, int) else str(memory or "not limited"),
+        ),
         ("Shared memory", format_memory(e.shm_size) if e.shm_size else ""),
     ]
     return [(name, value) for name, value in lines if value]
@@ -374,7 +420,7 @@ def wait_tables(
     models: Sequence[str],
     ask: Ask,
     now: datetime,
-) -> Tables:
+) -> Tables[str]:
     """Return a sentence on the wait for each choice of the form, by ``gpus|model``.
 
     ``ask`` returns how requests would fare, as
@@ -383,13 +429,12 @@ def wait_tables(
     alike = group_alike(
         (e for e in environments if not e.cpu_only), lambda e: (e.devices, e.models, e.min_memory)
     )
-    gpus = ["", *(str(count) for count in counts)]
-    if len(alike) * len(gpus) * (1 + len(models)) > MOST_CHOICES:
+    if len(alike) * len(counts) * (1 + len(models)) > MOST_CHOICES:
         return Tables({}, ())
     requests = {
-        f"{at}|{number}|{model}": _request(some[0], number, model)
+        f"{at}|{count}|{model}": _request(some[0], count, model)
         for at, some in enumerate(alike)
-        for number, model in product(gpus, ["", *models])
+        for count, model in product(counts, ["", *models])
     }
     outlooks = ask({name: request for name, request in requests.items() if request.devices})
     tables: list[dict[str, str]] = [{} for _ in alike]
@@ -402,7 +447,7 @@ def wait_tables(
 def sentence(outlook: Outlook, now: datetime) -> str:
     """Return a sentence on the wait for one choice; empty if no device of the hub fits."""
     if outlook.at_once:
-        return "Available now."
+        return "Starts now."
     if not outlook.total:
         return ""
     if start := outlook.start(now):
@@ -410,8 +455,7 @@ def sentence(outlook: Outlook, now: datetime) -> str:
     return "Not enough are free now. You would wait in the queue."
 
 
-def _request(environment: Environment, number: str, model: str) -> Request:
-    count = int(number) if number else environment.devices.default
+def _request(environment: Environment, count: int, model: str) -> Request:
     if not 0 < count <= environment.devices.max:
         return Request()
     return Request(

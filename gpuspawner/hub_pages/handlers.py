@@ -46,6 +46,7 @@ from .cards import (
     read_details,
     usual_request,
 )
+from .prices import PriceList
 
 T = TypeVar("T")
 
@@ -379,15 +380,18 @@ class EnvironmentPage(HubPageHandler):
         """Show the environment with this slug."""
         environment, groups = self.environment(slug), self.groups
         state = await self.ask(self.site.state, [environment], self.reader)
-        details = await self.ask(read_details, self.catalog(), environment, groups)
+        usual = {name: self.site.configured(name) for name in ("mem_limit", "cpu_limit")}
+        details = await self.ask(read_details, self.catalog(), environment, groups, usual)
         for trouble in details.troubles:
             self.log.warning("The catalog: %s", trouble)
+        now = self.site.services.clock()
         link = url_concat(f"{self.hub.base_url}spawn", {"opt-environment": environment.slug})
         await self.show(
             "environment.html",
             card=state.cards[0],
             overview=state.overview,
             details=details,
+            models=PriceList(state.overview, [environment], now).of_models(environment),
             launch=link,
             shared=f"{self.request.protocol}://{self.request.host}{link}",
         )

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from itertools import product
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 from ..catalog.models import Environment
 from ..core.times import deadline
 from ..core.units import format_credits
 from ..devices.models import model_matches
 from ..devices.placement import format_memory
-from ..devices.snapshots import ModelCount, Overview
+from ..devices.snapshots import COUNTED, ModelCount, Overview
 from ..ledger.lots import lasts
 from ..ledger.models import Account
-from ..ledger.rules import format_time_left
+from ..ledger.rules import can_afford, format_time_left, hold_for
+
+T = TypeVar("T")
 
 MOST_CHOICES = 4000
-"""Maximum number of sentences on a page. With more choices, it only has the price table."""
+"""Maximum number of figures on a page. With more choices, it only has the price table."""
 
 MOST_NAMES = 4
 """Maximum number of environments named in one line of the table."""
 
 FREE = "free of charge"
-
-WITHOUT = f"Without a GPU: {FREE}."
 
 NAME = "{name}"
 """Stands for the environment's name in a sentence."""
@@ -51,29 +53,51 @@ class PriceLine:
         """The rate in credits, formatted."""
         return format_credits(self.rate)
 
+    @property
+    def availability(self) -> str:
+        """How many are free, such as ``1 of 2``."""
+        return f"{self.free} of {self.total}" if self.total else "out of service"
 
-class Tables(NamedTuple):
-    """A sentence for each choice of the form. Environments with equal terms share a table."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What the form shows for one number of GPUs of one model in an environment."""
+
+    what: str = ""
+    """Such as ``2 x T4``, or ``1 GPU`` if there are several models; empty without a GPU."""
+    price: str = FREE
+    """Such as ``8.00 credits an hour``."""
+    refusal: str = ""
+    """Why nobody gets this, with ``{name}`` for the environment's name; else empty."""
+    totals: dict[str, str] = field(default_factory=dict)
+    """The price of a whole session, by the form's value of hours."""
+    lasts: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """How long each account pays, in hours and in words; left out if for ever."""
+    poor: dict[str, str] = field(default_factory=dict)
+    """Why an account cannot pay for the start, by the form's value of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tables(Generic[T]):
+    """What the form shows of each choice. Environments with equal terms share a table."""
 
     of: dict[str, int]
     """The index of an environment's table in ``tables``, by slug."""
-    tables: tuple[dict[str, str], ...]
-    """Sentences by the form's ``gpus|model|account`` or ``gpus|model``, with ``{name}`` for the
-    environment's name. ``gpus`` is empty for the environment's default, ``model`` for any."""
+    tables: tuple[dict[str, T], ...]
+    """By the form's ``gpus|model``; ``model`` is empty for any."""
 
     @classmethod
     def shared(
-        cls, alike: Sequence[Sequence[Environment]], tables: Iterable[dict[str, str]]
-    ) -> Tables:
+        cls, alike: Sequence[Sequence[Environment]], tables: Iterable[dict[str, T]]
+    ) -> Tables[T]:
         """Return the tables, one for each list of environments with equal terms."""
         of = {environment.slug: at for at, some in enumerate(alike) for environment in some}
         return cls(of, tuple(tables))
 
-    def sentence(self, environment: Environment, choice: str) -> str:
-        """Return the sentence for one choice; empty if there is none."""
+    def find(self, environment: Environment, choice: str) -> T | None:
+        """Return the entry for one choice; None if there is none."""
         number = self.of.get(environment.slug)
-        found = "" if number is None else self.tables[number].get(choice, "")
-        return found.replace(NAME, environment.display_name)
+        return None if number is None else self.tables[number].get(choice)
 
 
 class PriceList:
@@ -93,11 +117,25 @@ class PriceList:
         self.now = now
         self._cards = {e.slug: overview.rates.card(now, e.slug) for e in self.environments}
         self._slots = {view.device.model: view.device.slots for view in overview.devices}
+        self._known = Counter(
+            (view.device.model, view.device.memory_bytes)
+            for view in overview.devices
+            if view.state in COUNTED
+        )
 
     def rate(self, environment: Environment, count: ModelCount) -> int:
         """Return the microcredits per hour for one device, or one slot of a shared device."""
         slots = self._slots.get(count.model, 1)
         return self._cards[environment.slug].rate_of(count.model, slots)
+
+    def of_models(self, environment: Environment) -> list[PriceLine]:
+        """Return a line for each model that an environment runs on; none for a CPU-only one."""
+        if environment.cpu_only:
+            return []
+        return [
+            PriceLine(model_label(c), c.free, c.total, "", self.rate(environment, c), "")
+            for c in self._models_of(environment)
+        ]
 
     def lines(self, account: Account) -> list[PriceLine]:
         """Return a line for each model, or for each of its prices if environments differ."""
@@ -131,24 +169,52 @@ class PriceList:
             return ""
         return f"{_span(rates)} credits a GPU-hour" if rates[-1] else FREE
 
-    def tables(self, counts: Sequence[int], payers: Sequence[tuple[str, Account]]) -> Tables:
-        """Return a sentence on the price of each choice of the form.
+    def most_gpus(self, environment: Environment) -> int:
+        """Return the most GPUs that a server of this environment can get on this hub, ever."""
+        return min(environment.devices.max, self._most(self._models_of(environment)))
 
-        ``payers`` are the accounts to choose from, each with its value in the form.
+    def model_names(self, environment: Environment) -> list[str]:
+        """Return the models that an environment runs on."""
+        return list(dict.fromkeys(count.model for count in self._models_of(environment)))
+
+    def tables(
+        self,
+        counts: Sequence[int],
+        payers: Sequence[tuple[str, Account]],
+        hours: Sequence[tuple[str, float]] = (),
+        usual_hours: Mapping[str, float | None] | None = None,
+        lead: timedelta = timedelta(0),
+    ) -> Tables[Offer]:
+        """Return what each choice of the form costs, and who could not pay for it.
+
+        ``payers`` are the accounts to choose from and ``hours`` the session lengths, each with its
+        value in the form; ``usual_hours`` the lengths if the member chooses none, by slug. An
+        account must be able to pay for ``lead`` at the start.
         """
-        gpus = ["", *(str(count) for count in counts)]
-        models = ["", *(count.model for count in self.overview.models)]
-        alike = group_alike(self.environments, self._terms)
-        if len(alike) * len(gpus) * len(models) * len(payers) > MOST_CHOICES:
+        usual = usual_hours or {}
+        alike = group_alike(self.environments, lambda e: (self._terms(e), usual.get(e.slug)))
+        choices = [self._choices(some[0], counts) for some in alike]
+        if sum(map(len, choices)) * (len(payers) + len(hours)) > MOST_CHOICES:
             return Tables({}, ())
-        tables = (
-            {
-                f"{number}|{model}|{payer}": self._sentence(some[0], number, model, account)
-                for number, model, (payer, account) in product(gpus, models, payers)
+        lengths = dict(hours)
+
+        def offers(environment: Environment, some: Sequence[tuple[int, str]]) -> dict[str, Offer]:
+            default = usual.get(environment.slug)
+            ends = {**lengths, "": default} if default is not None else lengths
+            return {
+                f"{gpus}|{model}": self._offer(environment, gpus, model, payers, ends, lead)
+                for gpus, model in some
             }
-            for some in alike
+
+        return Tables.shared(
+            alike, (offers(e[0], some) for e, some in zip(alike, choices, strict=True))
         )
-        return Tables.shared(alike, tables)
+
+    def _choices(self, environment: Environment, counts: Sequence[int]) -> list[tuple[int, str]]:
+        """Return the numbers of GPUs, with the default even if it is too many, and the models."""
+        most = max(self.most_gpus(environment), environment.devices.default)
+        models = ["", *self.model_names(environment)]
+        return list(product([count for count in counts if count <= most], models))
 
     def _terms(self, environment: Environment) -> Hashable:
         return (
@@ -157,30 +223,66 @@ class PriceList:
             *((c.model, self.rate(environment, c)) for c in self._models_of(environment)),
         )
 
-    def _sentence(self, environment: Environment, number: str, model: str, account: Account) -> str:
-        gpus = int(number) if number else environment.devices.default
+    def _offer(
+        self,
+        environment: Environment,
+        gpus: int,
+        model: str,
+        payers: Sequence[tuple[str, Account]],
+        hours: Mapping[str, float],
+        lead: timedelta,
+    ) -> Offer:
         if not gpus:
-            return WITHOUT if environment.cpu_variant else f"{NAME} needs a GPU."
-        most = environment.devices.max
-        if gpus > most:
-            return f"{NAME} allows {most} GPU{'s' if most > 1 else ''}."
+            return Offer(refusal="" if environment.cpu_variant else f"{NAME} needs a GPU.")
         fitting = [c for c in self._models_of(environment) if model in ("", c.model)]
-        rates = sorted({gpus * self.rate(environment, count) for count in fitting})
-        if not rates:
-            return f"{NAME} does not run on that model."
-        what = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+        if not fitting:
+            return Offer(refusal=f"{NAME} does not run on a GPU of this hub.")
+        there = {c.model: self._most([x for x in fitting if x.model == c.model]) for c in fitting}
+        enough = [count for count in fitting if there[count.model] >= gpus]
+        if not enough:
+            most = max(there.values())
+            several = f"at most {most} GPU{'s' if most > 1 else ''} of one model"
+            what = f"{most} {model}" if model else several
+            return Offer(refusal=f"This hub has {what}.")
+        what = _what(gpus, {count.model for count in enough})
+        rates = sorted({gpus * self.rate(environment, count) for count in enough})
         if not rates[-1]:
-            return f"{what}: {FREE}."
-        kind, _, name = account.name.partition(":")
-        whose = f"The balance of the group {name}" if kind == "group" else "Your balance"
-        left = self._lasts(account, rates[-1])
-        return f"{what}: {_span(rates)} credits an hour. {whose} lasts {left}."
+            return Offer(what=what)
+        lasts = {value: self._left(account, rates[-1]) for value, account in payers}
+        return Offer(
+            what=what,
+            price=f"{_span(rates)} credits an hour",
+            totals={
+                value: f"{_span([math.ceil(rate * length) for rate in rates])} credits"
+                for value, length in hours.items()
+            },
+            lasts={
+                value: (round(left / timedelta(hours=1), 3), format_time_left(left))
+                for value, left in lasts.items()
+                if left is not None
+            },
+            poor={
+                value: _poor(account)
+                for value, account in payers
+                if not can_afford(account.available, hold_for(rates[0], lead))
+            },
+        )
+
+    def _most(self, models: Iterable[ModelCount]) -> int:
+        """Return the largest number of devices of one of these models, in service or not."""
+        by_model: Counter[str] = Counter()
+        for count in models:
+            by_model[count.model] += self._known[count.model, count.memory_bytes]
+        return max(by_model.values(), default=0)
 
     def _lasts(self, account: Account, rate: int) -> str:
+        left = self._left(account, rate)
+        return format_time_left(left) if left is not None else ""
+
+    def _left(self, account: Account, rate: int) -> timedelta | None:
         """Return how long an account can pay a rate, without credits that expire before use."""
         ending = [(end - self.now, left) for end, left in self._ending.get(account.name, ())]
-        left = lasts(ending, account.available, rate)
-        return format_time_left(left) if left is not None else ""
+        return lasts(ending, account.available, rate)
 
     def _models_of(self, environment: Environment) -> list[ModelCount]:
         return [
@@ -209,6 +311,20 @@ def model_label(count: ModelCount) -> str:
     memory = format_memory(count.memory_bytes)
     said = memory.replace(" ", "") in count.model.replace(" ", "")
     return count.model if said else f"{count.model}, {memory}"
+
+
+def _what(gpus: int, models: Collection[str]) -> str:
+    if len(models) > 1:
+        return f"{gpus} GPU{'s' if gpus > 1 else ''}"
+    (model,) = models
+    return f"{gpus} x {model}" if gpus > 1 else model
+
+
+def _poor(account: Account) -> str:
+    kind, _, name = account.name.partition(":")
+    whose = f"The group {name}'s" if kind == "group" else "Your"
+    balance = format_credits(account.available)
+    return f"{whose} balance of {balance} credits does not pay for the start."
 
 
 def _span(rates: Sequence[int]) -> str:

@@ -13,8 +13,8 @@ import sqlalchemy as sa
 
 from ..devices import closures
 from ..devices.models import Device
-from ..devices.placement import PlacementIndex, leasable, suitable
-from ..devices.snapshots import InventorySnapshot
+from ..devices.placement import PlacementIndex, suitable
+from ..devices.snapshots import InventorySnapshot, is_in_service
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeasedDevice, Request, Slot
 from . import repository
@@ -156,6 +156,7 @@ class QueueState:
     def _sync_supply(self, fleet: PlacementIndex, taken: frozenset[str]) -> bool:
         before = self.supply
         closed = {Slot(uuid).text for uuid in self.closed if uuid in fleet.by_uuid}
+        held = {Slot.from_text(text).uuid for text in taken}
         free = fleet.free(taken | closed) - self.closed.keys()
         self.supply = DeviceSupply(
             fleet,
@@ -163,7 +164,7 @@ class QueueState:
             Counter(
                 kind_of(d)
                 for d in fleet.devices
-                if leasable(d) is None and d.uuid not in self.closed
+                if is_in_service(d, leased=d.uuid in held, closed=d.uuid in self.closed)
             ),
         )
         if fleet is not before.fleet:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta, timezone
 from functools import cache, partial
 from html.parser import HTMLParser
@@ -78,7 +78,10 @@ class HourChoice:
 
     hours: float
     value: str
+    length: str
+    """The hours in words."""
     label: str
+    """The same with their cost."""
 
 
 def hour_choices(
@@ -97,7 +100,7 @@ def hour_choices(
         offered.add(last)
     found = sorted(rates)
     return [
-        HourChoice(hours, repr(hours).removesuffix(".0"), _hours_label(hours, found))
+        HourChoice(hours, repr(hours).removesuffix(".0"), length(hours), _hours_label(hours, found))
         for hours in sorted(offered)
         if hours >= options.LEAST_HOURS
     ]
@@ -261,28 +264,37 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     ending = services.ledger.ending_of([each.name for each in payers.accounts])
     overview = services.monitoring.overview()
     shown, last, chosen = limits.environments, limits.last, limits.chosen
-    most = min(limits.most_gpus, max(e.devices.max for e in shown), overview.total)
-    counts = range(most + 1)
-    count = chosen.devices.default if last.gpus is None else last.gpus
     now = services.clock()
     ask = partial(services.positions.outlooks, member=user, groups=groups)
     outlooks = ask({e.slug: usual_request(e) for e in shown})
     cards = make_cards(shown, overview, outlooks, now, limits.pages_url)
     prices = PriceList(overview, shown, now, ending)
     lines = prices.lines(account)
+    fields = {e.slug: environment_fields(e, prices, limits) for e in shown}
+    most = max(each.gpus for each in fields.values())
+    counts = range(1 + max(most, *(each.usual_gpus for each in fields.values())))
+    count = fields[chosen.slug].usual_gpus if last.gpus is None else last.gpus
     offered = payer_choices(payers, last.account)
     paying = {a.name: a for a in payers.accounts}
     who = [(choice.value, paying[choice.value]) for choice in offered] or [("", account)]
     models = [count.model for count in overview.models]
     waits = wait_tables(shown, counts, models, ask, now)
     hours = list(limits.hours.values())
+    lengths = hour_choices(hours, last.hours, [line.rate for line in lines])
+    costs = prices.tables(
+        counts,
+        who,
+        [(choice.value, choice.hours) for choice in lengths],
+        {slug: each.default for slug, each in limits.hours.items()},
+        services.ledger.settings.lead(None),
+    )
     return templates.get_template("form.html").render(
         limits=limits,
         cards=cards,
         chosen=chosen,
         overview=overview,
         silent=[v.device for v in overview.devices if v.device.status is DeviceStatus.UNKNOWN],
-        counts=counts,
+        counts=range(most + 1),
         count=min(count, most),
         last=last,
         balance=format_credits(account.available),
@@ -291,14 +303,47 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
         prices_until=prices.until(),
         shown_at=prices.now.astimezone(timezone.utc).isoformat(),
         told={
-            "costs": prices.tables(counts, who)._asdict(),
-            "waits": waits._asdict(),
-            "names": {card.slug: card.name for card in cards},
+            "costs": asdict(costs),
+            "waits": asdict(waits),
+            "fields": {slug: asdict(each) for slug, each in fields.items()},
         },
         payers=offered,
-        hours=hour_choices(hours, last.hours, [line.rate for line in lines]),
+        hours=lengths,
         usual_hours=usual_label(hours),
         most_hours={s: length(h.max) for s, h in limits.hours.items() if h.max is not None},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentFields:
+    """What the form's fields offer in one environment."""
+
+    name: str
+    gpus: int
+    """The most that this member may choose."""
+    usual_gpus: int
+    cpu_variant: bool
+    models: list[str]
+    most_hours: float | None
+    usual_hours: float | None
+    usual_length: str
+    """The same in words; empty if a session has no end unless the member chooses one."""
+
+
+def environment_fields(
+    environment: Environment, prices: PriceList, limits: FormLimits
+) -> EnvironmentFields:
+    """Return what one member may choose in an environment."""
+    hours = limits.hours.get(environment.slug, SessionHours())
+    return EnvironmentFields(
+        name=environment.display_name,
+        gpus=min(limits.most_gpus, prices.most_gpus(environment)),
+        usual_gpus=min(limits.most_gpus, environment.devices.default),
+        cpu_variant=environment.cpu_variant,
+        models=prices.model_names(environment),
+        most_hours=hours.max,
+        usual_hours=hours.default,
+        usual_length="" if hours.default is None else length(hours.default),
     )
 
 
@@ -326,7 +371,7 @@ class _Owner(Protocol):
     catalog: Any
     group_overrides: Any
     hub: Any
-    orm_spawner: Any
+    last_started: Mapping[str, Any]
     user: Any
 
     @property
@@ -394,18 +439,20 @@ class SpawnForm:
         )
 
     def last_choice(self) -> options.FormChoice:
-        """Return the choices of this server's last start, overridden by those of a link."""
+        """Return the choices with which this server last started, overridden by those of a link.
+
+        JupyterHub stores ``user_options`` before a start, so a refused choice would come back.
+        """
         try:
-            stored = self._spawner.orm_spawner.user_options or {}
-            last = options.parse(stored, foreign=True)
+            last = options.parse(self._spawner.last_started, foreign=True)
         except GPUSpawnerError:  # stored by an older version or by another program
             last = options.FormChoice()
         asked = self._spawner.asked
         if asked is None:
             return last
         if asked.environment not in (None, last.environment):
-            last = options.FormChoice(account=last.account, wait=last.wait)
-        return replace(last, **asked.as_user_options())
+            last = options.FormChoice(account=last.account)
+        return replace(last, **{"wait": None, **asked.as_user_options()})
 
     async def take_link(self, handler: Any) -> None:
         """Take the choice of the link that opens a form.

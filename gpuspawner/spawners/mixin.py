@@ -183,6 +183,7 @@ class GPUSpawnerMixin(Spawner):
         """The ticket with which this spawn waits in the queue; None if it does not wait."""
         self.lease: Lease | None = None
         self.lease_id = ""
+        self.last_started: dict[str, Any] = {}
         self.touched = True
         """True if the engine was asked to create anything since the lease was acquired."""
         self.said = SpawnProgress()
@@ -657,6 +658,7 @@ class GPUSpawnerMixin(Spawner):
         finally:
             self._is_starting = False
         self.seen_alive_at = self.services.clock()
+        self.last_started = self.choice.as_user_options()
         self.said.say("The server answers", 95)
         self.watch_claim()
         return url
@@ -876,16 +878,19 @@ class GPUSpawnerMixin(Spawner):
     # State and environment.
 
     def get_state(self) -> dict[str, Any]:
-        """Add the lease's id to the state. The store remains authoritative."""
+        """Add the lease's id, and what the form shows next time. The store is authoritative."""
         state: dict[str, Any] = super().get_state()
+        if self.last_started:
+            state["last_started"] = self.last_started
         if self.lease_id:
             state["lease_id"] = self.lease_id
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the lease's id from the state."""
+        """Restore what :meth:`get_state` added."""
         super().load_state(state)
         self.lease_id = state.get("lease_id", "")
+        self.last_started = state.get("last_started", {})
 
     def get_env(self) -> dict[str, str]:
         """Return the server's environment; all GPU variables are set last, from the lease."""

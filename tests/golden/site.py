@@ -116,8 +116,8 @@ def cut(html: str, tag: str) -> str:
 class Site:
     """``with Site(folder, migrated_file) as site``: its time is UTC, and its clock stands."""
 
-    def __init__(self, folder: Path, migrated_file: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, migrated_file: Path, fleet: str = FLEET) -> None:
+        self.folder, self.fleet = folder, fleet
         self.database = Path(shutil.copy(migrated_file, folder / "gpuspawner.sqlite"))
         self.database_url = f"sqlite:///{self.database}"
         self.clock = Clock(START)
@@ -125,7 +125,7 @@ class Site:
         catalog.write_text(CATALOG, encoding="utf-8")
         (folder / "packages.txt").write_text("torch==2.5.1\nnumpy==2.1.0\n", encoding="utf-8")
         (folder / "changes.md").write_text("- 2.5: faster.\n", encoding="utf-8")
-        text = CONFIG.format(database_url=self.database_url, fleet=FLEET, catalog=str(catalog))
+        text = CONFIG.format(database_url=self.database_url, fleet=fleet, catalog=str(catalog))
         (folder / "jupyterhub_config.py").write_text(text, encoding="utf-8")
         self._loop = asyncio.new_event_loop()
         self._sessions: dict[tuple[str, str], requests.Session] = {}
@@ -140,7 +140,7 @@ class Site:
         self._ending.callback(store.close)
         self.services = make_services(
             database_url=self.database_url,
-            device_source=FLEET,
+            device_source=self.fleet,
             gpu_rates={"*": 1, "A100": "3.6"},
             folder_source="/srv/folders/{id}",
             when_idle={"*": {"mode": "enforce"}},

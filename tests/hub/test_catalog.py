@@ -100,7 +100,7 @@ def open_page(browser: Browser, hub: PayingHub, path: str = "environments", **ki
 def test_public_catalog_shows_free_devices_and_rates(hub: PayingHub) -> None:
     text = words(get(hub, "environments"))
     assert "4 environments" in text and "For the staff" not in text
-    assert "PyTorch 2.5.1 CUDA 12.4 up to 2 GPUs" in text
+    assert "PyTorch 2.5.1 CUDA 12.4 1 to 2 GPUs" in text
     assert "3 of 3 GPUs free now 1.00 to 4.00 credits a GPU-hour Launch" in text
     assert "1 of 1 GPU free now 1.00 credits a GPU-hour" in text
     assert "no GPU Notes and files. Available now free of charge Launch" in text
@@ -133,8 +133,12 @@ def test_environment_page_shows_its_details(hub: PayingHub) -> None:
     text = words(page)
     for part in (
         "Open train.ipynb first. one two Docs",
+        "GPUs 1 to 2, or none",
+        "CPU cores not limited",
         "Memory 16 GB",
         "Session up to 8 h",
+        "Image torch:2.5",
+        "A100-80GB 2 of 2 4.00 T4, 16 GB 1 of 1 1.00",
         "Tested on 2026-10-01",
         "2 packages with their versions numpy 2.1.3 torch 2.5.1",
         "What is new PyTorch 2.5.1",
@@ -213,10 +217,9 @@ def test_visitor_launches_a_server_from_the_catalog(hub: PayingHub, browser: Bro
     send_sign_in(page, "ada")
     expect(page.locator("#gpuspawner-by-link")).to_contain_text("PyTorch")
     expect(page.locator("#environment-torch")).to_be_checked()
-    expect(page.locator("#gpuspawner-price")).to_have_text(
-        "1 GPU: 1.00 to 4.00 credits an hour. Your balance lasts 1 d 1 h."
-    )
-    expect(page.locator("#gpuspawner-wait")).to_have_text("Available now.")
+    summary = page.locator("#gpuspawner-summary")
+    expect(summary).to_contain_text("1 GPU")
+    expect(summary).to_contain_text("Starts now.")
     assert hub.server("ada") is None and not hub.services.leases.open_leases()
     look_over(page, "catalog-4-form")
     page.get_by_label("GPUs", exact=True).select_option("2")
@@ -244,6 +247,20 @@ def test_visitor_launches_a_server_from_the_catalog(hub: PayingHub, browser: Bro
     page.goto(f"{hub.url}/hub/environments/nope")
     look_over(page, "catalog-6-not-there")
     assert elsewhere == [] and errors == []
+    page.context.close()
+
+
+def test_stranger_on_a_phone_has_the_menu_and_copies_a_link(
+    hub: PayingHub, browser: Browser
+) -> None:
+    page = open_page(browser, hub, "environments/torch", viewport={"width": 390, "height": 844})
+    expect(page.get_by_role("button", name="Sign in")).to_be_hidden()
+    page.get_by_role("button", name="Toggle navigation").click()
+    expect(page.get_by_role("button", name="Sign in")).to_be_visible()
+    expect(page.get_by_role("link", name="Environments", exact=True)).to_be_visible()
+    expect(page.get_by_text("Login")).to_have_count(0)
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
     page.context.close()
 
 
@@ -275,7 +292,7 @@ def test_launch_works_with_the_keyboard_alone(hub: PayingHub, browser: Browser) 
     page.locator("#environment-plain").focus()
     page.keyboard.press("ArrowUp")
     expect(page.locator("#environment-jax")).to_be_checked()
-    expect(page.locator("#gpuspawner-price")).to_contain_text("1.00 credits an hour")
+    expect(page.locator("#gpuspawner-summary")).to_contain_text("T4")
     page.keyboard.press("Tab")
     expect(page.locator("#gpus")).to_be_focused()
     page.keyboard.press("End")
@@ -370,7 +387,7 @@ def test_launch_link_never_starts_a_server(hub: PayingHub) -> None:
     page = follow("opt-environment=torch&opt-gpus=2&opt-hours=3&opt-account=member:emil")
     assert re.search(r'value="torch"\s+checked', page.text)
     assert '<option value="2" selected>' in page.text
-    assert re.search(r'<option value="3" selected>', page.text)
+    assert re.search(r'<option value="3" data-length="3 h" selected>', page.text)
     for query, status, part in (
         ("opt-environment=nope", 400, "There is no environment &#39;nope&#39;"),
         ("opt-environment=staff", 403, "kept for certain groups"),
@@ -594,18 +611,38 @@ def test_price_shown_is_the_price_paid(priced: CatalogHub, browser: Browser) -> 
     page.on("pageerror", lambda error: errors.append(str(error)))
     add_cookies(page, hub, "pia")
     page.goto(f"{hub.url}/hub/spawn")
-    price = page.locator("#gpuspawner-price")
+    summary, start = page.locator("#gpuspawner-summary"), page.locator("[type=submit]")
     page.check("#environment-torch")
     page.select_option("#gpus", "2")
-    page.select_option("#gpu_model", "A100-80GB")
-    assert price.inner_text() == "2 GPUs: 8.00 credits an hour. Your balance lasts 12 h 30 min."
+    page.select_option("#hours", "8")
+    expect(summary).to_have_text("2 x A100-80GB, 8 h, 64.00 credits. Starts now.")
+    expect(page.locator("#hours option[value='24']")).to_have_text("1 d, 192.00 credits")
+    page.select_option("#hours", "24")
+    expect(summary).to_contain_text("Credits end first: after about 12 h 30 min.")
+    # What cannot be had is refused beside the field, and cannot be sent.
+    page.select_option("#gpu_model", "T4")
+    expect(page.get_by_role("alert").filter(has_text="This hub has 1 T4.")).to_be_visible()
+    expect(start).to_be_disabled()
+    expect(start).to_be_in_viewport()
+    look_over(page, "form-refused")
+    # The fields follow the environment.
     page.check("#environment-course")
-    assert price.inner_text() == "Course allows 1 GPU."
-    page.select_option("#gpus", "")
-    assert price.inner_text() == "1 GPU: 2.00 credits an hour. Your balance lasts 2 d 2 h."
+    expect(page.locator("#gpus option[value='2']")).to_be_disabled()
+    expect(page.locator("#gpus")).to_have_value("")
+    expect(summary).to_have_text("T4, 1 d, 12.00 credits. Starts now.")
+    expect(start).to_be_enabled()
+    page.select_option("#gpu_model", "")
+    page.select_option("#gpu_model", "A100-80GB")
+    page.select_option("#hours", "")
+    expect(summary).to_have_text(
+        "A100-80GB, until you stop it, 2.00 credits an hour. Starts now. "
+        "Credits last about 2 d 2 h."
+    )
     look_over(page, "form-prices")
     page.check("#environment-plain")
-    assert price.inner_text() == "Without a GPU: free of charge."
+    expect(summary).to_have_text("Without a GPU: free of charge. Starts now.")
+    for name in ("#gpus", "#gpu_model", "#hours", "#wait"):
+        expect(page.locator(name)).to_be_hidden()
     page.check("#environment-course")
     page.click("[type=submit]")
     page.wait_for_url(re.compile("/user/pia/"), timeout=SLOW)
@@ -645,4 +682,43 @@ def test_price_table_includes_future_rates_and_expiry(priced: CatalogHub) -> Non
     assert re.search(r"T4, 16 GB in PyTorch 1 of 1 1\.00 4 d 14 h", text), text
     assert re.search(r"A100-80GB in PyTorch 2 of 2 4\.00 1 d 11 h", text), text
     told = hub.form("rosa")
-    assert "1 GPU: 1.00 credits an hour. Your balance lasts 4 d 14 h." in told, "with JavaScript"
+    assert '"4 d 14 h"' in told, "with JavaScript"
+
+
+def test_empty_balance_disables_start_for_gpus_only(priced: CatalogHub, browser: Browser) -> None:
+    hub, page = priced, browser.new_context(viewport=WIDE).new_page()
+    add_cookies(page, hub, "tom")
+    page.goto(f"{hub.url}/hub/spawn")  # opens the account
+    ledger = hub.services.ledger
+    opening = ledger.statement("member:tom")[0].transfer
+    ledger.reverse(opening, actor="kim", reason="A new term")
+    page.reload()
+    start, why = page.locator("[type=submit]"), page.get_by_role("alert")
+    said = "Your balance of 0.00 credits does not pay for the start."
+    expect(why.filter(has_text=said)).to_be_visible()
+    expect(start).to_be_disabled()
+    page.select_option("#gpus", "0")
+    expect(why.filter(has_text=said)).to_be_hidden()
+    page.click("[type=submit]")
+    page.wait_for_url(re.compile("/user/tom/"), timeout=SLOW)
+
+
+def test_only_a_choice_that_started_comes_back(priced: CatalogHub) -> None:
+    """Not a refused one, and not through a link."""
+    hub = priced
+    hub.start_server("uma", environment="torch", gpus=1, gpu_model="T4")
+    choice = {"environment": "torch", "gpus": 1, "hours": 8, "wait": False}
+    refused = hub.spawn("vera", {**choice, "gpu_model": "T4"})
+    said = hub.failure("vera") if refused.status_code == 202 else message_of(refused)
+    assert "in use" in said
+    fresh = '<option value="T4" >', '<option value="1" >', 'name="wait" value="no" >'
+    linked = hub.open_page("vera", "/hub/spawn", **{"opt-environment": "torch"}).text
+    for form in (hub.form("vera"), linked):
+        assert all(field in form for field in fresh)
+
+    hub.start_server("vera", **choice, gpu_model="A100-80GB")
+    hub.stop_server("vera")
+    form = hub.form("vera")
+    assert '<option value="A100-80GB" selected>' in form and 'value="no" checked>' in form
+    linked = hub.open_page("vera", "/hub/spawn", **{"opt-environment": "torch"}).text
+    assert 'name="wait" value="no" >' in linked, "a link says itself whether to wait"

@@ -176,14 +176,12 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     expect(form.get_by_role("row").nth(1)).to_contain_text("A100-80GB 2 of 2 4.00 12 h 30 min")
     look_over(one, "journey-1-form", accessible=False)
 
-    # Too many for the environment: said, and chosen anew.
-    start(one, "Deep learning course", "2")
-    expect(one.locator("body")).to_contain_text(
-        "You asked for 2 GPUs; Deep learning course allows 1. Ask for 1 or fewer."
-    )
-    look_over(one, "journey-2-refusal", accessible=False)
+    # Too many for the environment: it cannot be chosen.
+    one.get_by_label("Deep learning course", exact=False).first.check()
+    expect(one.locator("#gpus option[value='2']")).to_be_disabled()
+    expect(one.get_by_role("button", name="Start")).to_be_in_viewport()
+    look_over(one, "journey-2-course", accessible=False)
     assert not hub.leases()
-    back_to_form(one, hub)
     start(one, "Deep learning course", "1")
     wait_for_lab(one, "member1")
 
@@ -244,7 +242,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     expect(one.locator("#spawn_form")).to_contain_text(f"Your balance: {shown} credits.")
     expect(one.get_by_role("radio").nth(1)).to_be_checked()  # what they chose last time
     one.get_by_label("flowers", exact=True).uncheck()  # the dataset is not needed for that
-    start(one, "JupyterLab without a GPU", "0")
+    start(one, "JupyterLab without a GPU")
     wait_for_lab(one, "member1")
     expect(one.locator(".jp-DirListing-item", has_text="notes.txt")).to_be_visible(timeout=SLOW)
     assert _file(hub, "member1", "notes.txt") == "by member1"
@@ -297,7 +295,7 @@ def test_member_can_stop_a_start_on_the_pending_page(browser: Browser, hub: GPUH
     assert not hub.leases("member4")
 
     page.goto(f"{hub.url}/hub/spawn")
-    start(page, "An environment that takes long", "0")
+    start(page, "An environment that takes long")
     page.wait_for_url("**/spawn-pending/**", timeout=SLOW)
     expect(page.locator("#progress-message")).to_have_text("Waiting for the server to answer")
     look_over(page, "journey-10-pending", accessible=False)

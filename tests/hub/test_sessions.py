@@ -338,12 +338,11 @@ def test_session_hours_are_limited_and_selectable(hub: PayingHub, browser: Brows
     page = browser.new_context(viewport=WIDE).new_page()
     sign_in(page, hub, "cleo", "")
     page.goto(f"{hub.url}/hub/spawn")
-    assert page.locator("#hours option").first.inner_text() == "Default"
+    page.check("#environment-long")
     labels = page.locator("#hours option").all_inner_texts()
-    assert labels[-1] == "12 h, 21600.00 credits a GPU"
+    assert (labels[0], labels[-1]) == ("Default (4 h), 7200.00 credits", "12 h, 21600.00 credits")
     assert page.locator("#wait").is_checked() is False
     look_over(page, "form-hours")
-    page.check("#environment-long")
     page.select_option("#hours", "8")
     page.check("#wait")
     page.click("#spawn_form input[type=submit], #spawn_form button[type=submit]")

@@ -110,7 +110,7 @@ def test_drained_device_shows_its_reason_and_is_not_free(
     assert (views[0].state, views[0].detail) == (state, before + why)
     assert views[1].state == "free"
     (count,) = count_models(views, RateCard())
-    assert (count.total, count.free) == (1 if state == "unknown" else 2, 1)
+    assert (count.total, count.free) == (1, 1), "out of service, it counts in neither"
 
 
 def test_model_counts_include_rates_and_skip_unusable_devices() -> None:
@@ -127,12 +127,12 @@ def test_model_counts_include_rates_and_skip_unusable_devices() -> None:
     ]
     counts = count_models(device_views(devices, {Slot("GPU-1"): "lease-1"}), rates)
     assert counts == (
-        ModelCount("A100", 80 * GIB, total=3, free=1, rate=4 * MICRO),
+        ModelCount("A100", 80 * GIB, total=2, free=1, rate=4 * MICRO),
         ModelCount("A100", 40 * GIB, total=1, free=1, rate=4 * MICRO),
         ModelCount("T4", 16 * GIB, total=1, free=1, rate=MICRO // 2),
     )
     overview = Overview((), counts, "nvml", "", "", "")
-    assert (overview.total, overview.free) == (5, 3)
+    assert (overview.total, overview.free) == (4, 3)
 
 
 # When credits run out.

@@ -18,6 +18,7 @@ from gpuspawner.hub_pages.cards import (
     CardFilter,
     Cell,
     Output,
+    icon_of,
     read_notebook,
     read_packages,
     said,
@@ -68,9 +69,9 @@ def test_card_and_form_state_the_expected_start() -> None:
     [
         (busy(free=2, ahead=4), "2 of 8 GPUs free now, others wait", CLOSE + WAIT),
         (busy(), "0 of 8 GPUs free now", CLOSE + WAIT),
-        (Outlook(3, 8, at_once=True), "3 of 8 GPUs free now", "Available now."),
-        (Outlook(1, 1, at_once=True), "1 of 1 GPU free now", "Available now."),
-        (Outlook(0, 0, at_once=False), "No GPU here that fits", ""),
+        (Outlook(3, 8, at_once=True), "3 of 8 GPUs free now", "Starts now."),
+        (Outlook(1, 1, at_once=True), "1 of 1 GPU free now", "Starts now."),
+        (Outlook(0, 0, at_once=False), "No suitable GPU in service", ""),
     ],
 )
 def test_card_and_form_state_free_gpus(outlook: Outlook, card: str, form: str) -> None:
@@ -95,6 +96,22 @@ def test_card_filter_finds_matching_environments(wanted: CardFilter, found: list
     assert [e.slug for e in (TORCH, CPU) if wanted.takes(e)] == found
 
 
+@pytest.mark.parametrize(
+    ("fields", "icon"),
+    [
+        ({"slug": "lab-24", "display_name": "PyTorch 2.5"}, "flame"),
+        ({"slug": "one", "frameworks": {"JAX": "0.4"}}, "graph"),
+        ({"slug": "editor", "default_url": "/vscode/"}, "terminal"),
+        ({"slug": "files", "devices": DeviceLimits(default=0, max=0)}, "notebook"),
+        ({"slug": "barcode"}, "chip"),
+    ],
+)
+def test_environment_without_a_logo_gets_an_icon_of_its_kind(
+    fields: dict[str, Any], icon: str
+) -> None:
+    assert icon_of(Environment(image="lab", **fields)) == icon
+
+
 def test_each_choice_shows_its_expected_wait() -> None:
     asked: list[Request] = []
 
@@ -107,10 +124,10 @@ def test_each_choice_shows_its_expected_wait() -> None:
     more = [TORCH, Environment(slug="other", display_name="O", image="lab", models=("T4",)), CPU]
     found = wait_tables(more, range(4), ["A100", "T4"], ask, NOW)
     assert found.of == {"torch": 0, "other": 1}
-    assert found.sentence(TORCH, "|") == found.sentence(TORCH, "1|A100") == "Available now."
-    assert found.sentence(TORCH, "2|").startswith("Not enough are free now")
-    assert found.sentence(TORCH, "3|") == found.sentence(TORCH, "0|") == "", "it cannot be chosen"
-    assert found.sentence(CPU, "1|") == ""
+    assert found.find(TORCH, "1|") == found.find(TORCH, "1|A100") == "Starts now."
+    assert str(found.find(TORCH, "2|")).startswith("Not enough are free now")
+    assert found.find(TORCH, "3|") is found.find(TORCH, "0|") is None, "it cannot be chosen"
+    assert found.find(CPU, "1|") is None
     assert {request.models for request in asked} == {("A100",), ("T4",)}
 
 

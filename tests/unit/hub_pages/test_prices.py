@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.devices.models import Device
 from gpuspawner.devices.snapshots import DeviceView, ModelCount, Overview, count_models
 from gpuspawner.hub_pages.handlers import Price, prices
-from gpuspawner.hub_pages.prices import PriceLine, PriceList
+from gpuspawner.hub_pages.prices import Offer, PriceLine, PriceList
 from gpuspawner.ledger.models import Account
 from gpuspawner.ledger.pricing import Rate, Rates, WeekHours
 
@@ -79,31 +80,90 @@ def test_price_list_shows_current_rate_and_when_it_changes() -> None:
     assert PriceList(overview(Rate(amount=MICRO)), [TORCH], NOON).until() == ""
 
 
-@pytest.mark.parametrize(
-    ("key", "sentence"),
-    [
-        ("torch||A100-80GB|", "1 GPU: 4.00 credits an hour. Your balance lasts 2 h 30 min."),
-        ("torch|2|A100-80GB|", "2 GPUs: 8.00 credits an hour. Your balance lasts 1 h 15 min."),
-        ("lab|||", "2 GPUs: 2.00 to 8.00 credits an hour. Your balance lasts 1 h 15 min."),
-        ("torch|0||", "Without a GPU: free of charge."),
-        ("torch|3||", "PyTorch allows 2 GPUs."),
-        ("old|1||", "1 GPU: 1.00 credits an hour. Your balance lasts 10 h."),
-        ("old|1|A100-80GB|", "Old does not run on that model."),
-        (
-            "lab|1|T4|group:ml",
-            "1 GPU: 1.00 credits an hour. The balance of the group ml lasts 1 h.",
-        ),
-    ],
-)
-def test_each_choice_states_its_price(key: str, sentence: str) -> None:
+HOURS = [("2", 2.0), ("8", 8.0)]
+
+
+def offered(key: str, *payers: tuple[str, Account], **terms: Any) -> Offer:
     prices = PriceList(overview(*TWO_PRICES), [TORCH, LAB, OLD, CPU], NOON)
-    group = Account(name="group:ml", balance=MICRO)
-    found = prices.tables(range(4), [("", ADA), ("group:ml", group)])
+    found = prices.tables(range(5), payers or [("", ADA)], HOURS, **terms)
     slug, _, choice = key.partition("|")
     [chosen] = [e for e in (TORCH, LAB, OLD) if e.slug == slug]
-    assert found.sentence(chosen, choice) == sentence
-    assert [len(table) for table in found.tables] == [5 * 3 * 2] * 3
-    assert found.sentence(CPU, choice) == ""
+    assert found.find(CPU, choice) is None
+    offer = found.find(chosen, choice)
+    assert offer
+    return offer
+
+
+@pytest.mark.parametrize(
+    ("key", "what", "price", "total"),
+    [
+        ("torch|1|A100-80GB", "A100-80GB", "4.00 credits an hour", "8.00 credits"),
+        ("torch|2|A100-80GB", "2 x A100-80GB", "8.00 credits an hour", "16.00 credits"),
+        ("torch|1|", "1 GPU", "1.00 to 4.00 credits an hour", "2.00 to 8.00 credits"),
+        ("torch|2|", "2 x A100-80GB", "8.00 credits an hour", "16.00 credits"),
+        ("old|1|", "T4", "1.00 credits an hour", "2.00 credits"),
+    ],
+)
+def test_each_choice_states_its_price_and_total(
+    key: str, what: str, price: str, total: str
+) -> None:
+    """There is one T4 only, so two GPUs are always A100."""
+    offer = offered(key)
+    assert (offer.what, offer.price, offer.totals["2"]) == (what, price, total)
+    assert (offer.refusal, offer.poor) == ("", {})
+    without = offered("torch|0|")
+    assert (without.price, without.totals) == ("free of charge", {})
+
+
+@pytest.mark.parametrize(
+    ("key", "refusal"),
+    [
+        ("torch|2|T4", "This hub has 1 T4."),
+        ("old|2|", "This hub has at most 1 GPU of one model."),
+    ],
+)
+def test_impossible_choice_states_its_reason(key: str, refusal: str) -> None:
+    offer = offered(key)
+    assert (offer.refusal, offer.totals) == (refusal, {})
+
+
+def test_devices_of_one_model_count_together_whatever_their_memory() -> None:
+    devices = [
+        Device(uuid=f"GPU-{n}", index=n, model="A100", memory_bytes=memory * 2**30)
+        for n, memory in enumerate([40, 80])
+    ]
+    views = tuple(DeviceView(device, "free", "") for device in devices)
+    rates = Rates.of([Rate(amount=MICRO)])
+    known = Overview(
+        views, count_models(views, rates.card(NOON)), "simulated", "", "", "", rates=rates
+    )
+    prices = PriceList(known, [TORCH], NOON)
+    offer = prices.tables(range(3), [("", ADA)]).find(TORCH, "2|A100")
+    assert prices.most_gpus(TORCH) == 2
+    assert offer and (offer.what, offer.refusal) == ("2 x A100", "")
+
+
+def test_choice_states_when_credits_end_and_who_cannot_pay() -> None:
+    group = Account(name="group:ml", balance=MICRO)
+    broke = Account(name="member:eve", balance=0)
+    offer = offered("torch|1|T4", ("", ADA), ("group:ml", group), ("eve", broke))
+    assert offer.lasts == {
+        "": (10, "10 h"),
+        "group:ml": (1, "1 h"),
+        "eve": (0, "less than a minute"),
+    }
+    assert offer.poor == {"eve": "Your balance of 0.00 credits does not pay for the start."}
+    later = offered("torch|1|T4", ("group:ml", group), lead=timedelta(hours=2))
+    why = "The group ml's balance of 1.00 credits does not pay for the start."
+    assert later.poor == {"group:ml": why}
+    cheap = offered("torch|1|", ("group:ml", group), lead=timedelta(hours=1))
+    assert cheap.poor == {}, "the T4 can be paid"
+
+
+def test_default_session_length_has_a_total_of_its_own() -> None:
+    offer = offered("torch|1|T4", usual_hours={"torch": 4.0, "lab": None})
+    assert offer.totals == {"2": "2.00 credits", "8": "8.00 credits", "": "4.00 credits"}
+    assert "" not in offered("lab|1|T4", usual_hours={"torch": 4.0, "lab": None}).totals
 
 
 def test_environments_with_equal_terms_share_price_tables() -> None:
@@ -112,23 +172,33 @@ def test_environments_with_equal_terms_share_price_tables() -> None:
     dear = Rate(amount=2 * MICRO, environment="torch-7")
     found = PriceList(overview(Rate(amount=MICRO), dear), more, NOON).tables(range(4), [("", ADA)])
     assert len(found.tables) == 2
-    assert found.sentence(more[3], "3||") == "Torch 3 allows 2 GPUs."
-    assert found.sentence(more[7], "1||").startswith("1 GPU: 2.00 credits an hour.")
+    one = found.find(more[7], "1|")
+    assert found.find(more[3], "3|") is None, "it cannot be chosen"
+    assert one and one.price == "2.00 credits an hour"
 
 
 def test_price_text_covers_free_gpu_only_and_many_choices() -> None:
     prices = PriceList(overview(Rate(amount=0)), [TORCH], NOON)
-    assert prices.tables([1], [("", ADA)]).sentence(TORCH, "1||") == "1 GPU: free of charge."
+    free = prices.tables([1], [("", ADA)], HOURS).find(TORCH, "1|")
+    assert free and (free.price, free.totals, free.lasts) == ("free of charge", {}, {})
     assert prices.of(TORCH) == prices.of(CPU) == "free of charge"
-    assert prices.tables(range(2000), [("", ADA)]).tables == ()
+    assert prices.tables(range(3), [(str(n), ADA) for n in range(500)]).tables == ()
     only = TORCH.model_copy(update={"cpu_variant": False})
     found = PriceList(overview(Rate(amount=MICRO)), [only], NOON).tables(range(2), [("", ADA)])
-    assert found.sentence(only, "0||") == "PyTorch needs a GPU."
+    none = found.find(only, "0|")
+    assert none and none.refusal == "{name} needs a GPU."
     nowhere = OLD.model_copy(update={"models": ("H200",)})
     prices = PriceList(overview(*TWO_PRICES), [TORCH, OLD, nowhere], NOON)
     assert prices.of(TORCH) == "1.00 to 4.00 credits a GPU-hour"
     assert prices.of(OLD) == "1.00 credits a GPU-hour"
     assert prices.of(nowhere) == ""
+    assert [prices.most_gpus(e) for e in (TORCH, LAB, OLD, nowhere)] == [2, 2, 1, 0]
+    assert prices.model_names(OLD) == ["T4"]
+    (line,) = prices.of_models(OLD)
+    assert (line.label, line.availability, line.price) == ("T4, 16 GB", "1 of 1", "1.00")
+    assert prices.of_models(CPU) == []
+    gone = prices.tables([1], [("", ADA)]).find(nowhere, "1|")
+    assert gone and gone.refusal == "{name} does not run on a GPU of this hub."
 
 
 def test_expiring_credits_count_until_they_expire() -> None:
@@ -144,10 +214,9 @@ def test_expiring_credits_count_until_they_expire() -> None:
         ("1.00", "6 h"),  # 4 of them are lost
     ]
     costs = prices.tables([1, 2], [("", ADA), (group.name, group)])
-    assert costs.sentence(TORCH, "1|T4|").endswith("Your balance lasts 6 h.")
-    assert costs.sentence(TORCH, "2|T4|").endswith("Your balance lasts 4 h.")
-    assert costs.sentence(TORCH, f"1|T4|{group.name}").endswith("group ml lasts 3 h 30 min.")
-    assert costs.sentence(TORCH, f"1|A100-80GB|{group.name}").endswith("group ml lasts 1 h.")
+    (t4, a100) = costs.find(TORCH, "1|T4"), costs.find(TORCH, "1|A100-80GB")
+    assert t4 and t4.lasts == {"": (6, "6 h"), group.name: (3.5, "3 h 30 min")}
+    assert a100 and a100.lasts[group.name] == (1, "1 h")
 
 
 # The welcome page.

@@ -448,3 +448,14 @@ def test_invalid_session_hour_setting_is_named(trait: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         spawner.session_hours(ANY)
     assert f"c.GPUSpawnerMixin.{trait} is {value!r}" in caught.value.message
+
+
+def test_choice_that_started_is_kept_in_the_state() -> None:
+    spawner, after = hours(), hours()
+    spawner.last_started = {"gpus": 2, "wait": False}
+    after.load_state(spawner.get_state())
+    assert after.last_started == spawner.last_started
+    after.clear_state()  # as before each start
+    assert after.get_state()["last_started"] == spawner.last_started
+    spawner.load_state({})
+    assert spawner.last_started == {}

@@ -27,6 +27,20 @@
     };
     form.addEventListener("input", filter);
   }
+  // Without this the field can be selected and copied by hand.
+  for (const button of document.querySelectorAll("[data-copy]")) {
+    const field = document.getElementById(button.dataset.copy);
+    button.hidden = false;
+    button.addEventListener("click", async () => {
+      field.select();
+      try {
+        await navigator.clipboard.writeText(field.value);
+      } catch (error) {
+        document.execCommand("copy"); // there is no clipboard without HTTPS
+      }
+      button.textContent = "Copied";
+    });
+  }
   // What is free now, while somebody looks.
   const places = new Map();
   for (const place of document.querySelectorAll("[data-now]")) {
