@@ -141,6 +141,9 @@ PASSED_ON = (
 )
 """Environment variables of the hub that the service needs, beside PostgreSQL's own (``PG...``)."""
 
+CONFIG_VARIABLE = "GPUSPAWNER_CONFIG"
+"""The environment variable with which the service gets the hub's settings, as JSON."""
+
 SERVICE_TIMEOUT = 120
 """Seconds in which the service has to answer: a large migration takes more than JupyterHub's 30."""
 
@@ -357,10 +360,20 @@ def _environment(c: Config) -> dict[str, str]:
         kept["DOCKER_HOST"] = host
     return kept | {
         "GPUSPAWNER_DATABASE_URL": _absolute(database),
-        "GPUSPAWNER_CONFIG": json.dumps({name: told for name, told in settings.items() if told}),
+        CONFIG_VARIABLE: json.dumps({name: told for name, told in settings.items() if told}),
         "GPUSPAWNER_HUB_PID": str(os.getpid()),
         frame.VARIABLE: _frame(c).to_text(),
     }
+
+
+def config_from_environment() -> Config:
+    """Return the Hub's settings for the accounting service, which its environment has."""
+    text = os.environ.get(CONFIG_VARIABLE, "{}")
+    try:
+        settings: Any = json.loads(text)
+        return Config({str(section): Config(values) for section, values in settings.items()})
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError(what=f"{CONFIG_VARIABLE} is not a JSON object of sections") from None
 
 
 def _frame(c: Config) -> Frame:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -13,15 +12,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from jupyterhub.services.auth import HubOAuth
 from jupyterhub.utils import make_ssl_context
 from traitlets import Float, List, Unicode, default
-from traitlets.config import Application, Config
+from traitlets.config import Application
 
 from .. import __version__
+from ..config import config_from_environment
 from ..core.aio import side_by_side
 from ..core.errors import ConfigError, GPUSpawnerError, Unavailable
 from ..db.leader import hub_name, make_identity
@@ -297,16 +296,6 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
         names = ("JUPYTERHUB_SSL_KEYFILE", "JUPYTERHUB_SSL_CERTFILE", "JUPYTERHUB_SSL_CLIENT_CA")
         key, certificate, authority = (os.environ.get(name) for name in names)
         return make_ssl_context(key, certificate, cafile=authority, purpose=purpose)
-
-
-def config_from_environment() -> Config:
-    """Return the Hub's settings for this service, which :mod:`gpuspawner.config` passes on."""
-    text = os.environ.get("GPUSPAWNER_CONFIG", "{}")
-    try:
-        settings: Any = json.loads(text)
-        return Config({str(section): Config(values) for section, values in settings.items()})
-    except (ValueError, TypeError, AttributeError):
-        raise ConfigError(what="GPUSPAWNER_CONFIG is not a JSON object of sections") from None
 
 
 def main() -> None:
