@@ -55,6 +55,7 @@ PAGES = (
     (r"/environments/-/live", "gpuspawner.hub_pages.handlers.LiveEnvironments"),
     (r"/environments/([^/]+)", "gpuspawner.hub_pages.handlers.EnvironmentPage"),
     (r"/environments/([^/]+)/logo", "gpuspawner.hub_pages.handlers.Logo"),
+    (r"/notices", "gpuspawner.hub_pages.handlers.Notices"),
     (r"/welcome/?", "gpuspawner.hub_pages.handlers.Welcome"),
     (r"/welcome/first", "gpuspawner.hub_pages.handlers.FirstWelcome"),
     (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.ServiceRelay"),

@@ -449,6 +449,27 @@ class ServiceRelay(DropsBody, APIHandler):
         return str(Server(orm_server=found.server).url)
 
 
+class Notices(HubPageHandler):
+    """The member's newest notices as JSON, for browser notifications on every page."""
+
+    async def get(self) -> None:
+        """Send them. Raises HTTPError 403 if nobody has signed in."""
+        if not isinstance(self.current_user, User):
+            raise web.HTTPError(403)
+        services = self.site.services
+        told = await self.ask(services.notifications.notices_of, self.current_user.name)
+        self.set_header("Cache-Control", "no-store")
+        self.finish(
+            {
+                "as_of": services.clock().isoformat(),
+                "notices": [
+                    {"title": some.title, "body": some.body, "at": some.at.isoformat()}
+                    for some in told
+                ],
+            }
+        )
+
+
 WELCOMED_KEY = "gpuspawner_welcomed"
 
 MODELS = 4
