@@ -33,6 +33,7 @@ from ..core.units import format_credits
 from ..devices.snapshots import ModelCount, Overview
 from ..ledger.models import Account
 from ..services import Services, hub_services
+from ..web.frame import STATIC
 from .cards import (
     LONGEST,
     PAGE,
@@ -447,6 +448,14 @@ class ServiceRelay(DropsBody, APIHandler):
         if found is None or found.server is None:
             raise web.HTTPError(503, "The GPU service does not run.")
         return str(Server(orm_server=found.server).url)
+
+
+class OwnFiles(web.StaticFileHandler):
+    """Style and scripts of ours on the Hub's pages, which do not wait for the service."""
+
+    def initialize(self) -> None:  # type: ignore[override]
+        """Serve the files that the service has too."""
+        super().initialize(str(STATIC))
 
 
 class Notices(HubPageHandler):

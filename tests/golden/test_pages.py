@@ -156,6 +156,7 @@ def test_hub_pages_match_the_recording(golden: Golden, site: Site, user: str, pa
 PARTS: dict[str, dict[str, Any]] = {
     "page.html": {"services": [{"name": "gpu", "href": "/services/gpu/"}]},
     "home.html": {},
+    "home.html stopping": {"default_server": {"pending": "stop"}},
     "login.html": {},
     "spawn_pending.html": {},
     "404.html": {"status_code": 404},
