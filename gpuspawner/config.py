@@ -39,7 +39,7 @@ from .core.scopes import (
 from .db.engine import default_url, sqlite_file
 from .db.leader import identity_file
 from .hub_pages.handlers import StaticGzip
-from .hub_pages.home import dashboard_of
+from .settings import CONFIG_VARIABLE
 from .web import frame
 from .web.frame import Frame
 
@@ -56,9 +56,11 @@ PAGES = (
     (r"/environments/-/live", "gpuspawner.hub_pages.handlers.LiveEnvironments"),
     (r"/environments/([^/]+)", "gpuspawner.hub_pages.handlers.EnvironmentPage"),
     (r"/environments/([^/]+)/logo", "gpuspawner.hub_pages.handlers.Logo"),
+    (r"/notices", "gpuspawner.hub_pages.handlers.Notices"),
     (r"/welcome/?", "gpuspawner.hub_pages.handlers.Welcome"),
     (r"/welcome/first", "gpuspawner.hub_pages.handlers.FirstWelcome"),
     (r"/without-gpu/([^/]*)", "gpuspawner.hub_pages.handlers.StartWithoutGPU"),
+    (r"/gpuspawner/static/(.*)", "gpuspawner.hub_pages.handlers.OwnFiles"),
     (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.ServiceRelay"),
 )
 """Pages added to the Hub below ``/hub``; only the hub imports the handlers that they name."""
@@ -305,6 +307,8 @@ def _add_pages(c: Config, service: str) -> None:
     """Add gpuspawner's pages to the Hub, and the settings that they need."""
     for page in PAGES:
         _append(c, "extra_handlers", page)
+    from .hub_pages.home import dashboard_of  # slow, and only the hub needs it
+
     values = {"gpuspawner_service": service, "gpuspawner_dashboard": dashboard_of}
     c.JupyterHub.template_vars.update(values)
     if "default_url" not in c.JupyterHub:
@@ -374,7 +378,7 @@ def _environment(c: Config) -> dict[str, str]:
         kept["DOCKER_HOST"] = host
     return kept | {
         "GPUSPAWNER_DATABASE_URL": _absolute(database),
-        "GPUSPAWNER_CONFIG": json.dumps({name: told for name, told in settings.items() if told}),
+        CONFIG_VARIABLE: json.dumps({name: told for name, told in settings.items() if told}),
         "GPUSPAWNER_HUB_PID": str(os.getpid()),
         frame.VARIABLE: _frame(c).to_text(),
     }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from traitlets import Float, Unicode, default
 from traitlets.config import Config, LoggingConfigurable
 
+from .core.errors import ConfigError
 from .db.engine import default_url
 from .ledger.prices import GPURates
 from .ledger.settings import GPUCredits
@@ -17,6 +20,19 @@ from .monitoring.service import GPUIdle
 from .queue.delegation import GPUSlurm
 from .queue.settings import GPUQueue
 from .storage.service import GPUFolders
+
+CONFIG_VARIABLE = "GPUSPAWNER_CONFIG"
+"""The environment variable with which the service gets the hub's settings, as JSON."""
+
+
+def config_from_environment() -> Config:
+    """Return the hub's settings for the accounting service. Raises ConfigError."""
+    text = os.environ.get(CONFIG_VARIABLE, "{}")
+    try:
+        settings: Any = json.loads(text)
+        return Config({str(section): Config(values) for section, values in settings.items()})
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError(what=f"{CONFIG_VARIABLE} is not a JSON object of sections") from None
 
 
 class GPUDatabase(LoggingConfigurable):

@@ -134,8 +134,11 @@ class Demo:
 
     def _start_hub(self) -> None:
         say("Starting hub, proxy, accounting service and idle culler")
+        configuration = self.state.write_configuration(
+            REPO / "hub_config" / "try_out.py", self._variables()
+        )
         self.hub = demo_processes.start(
-            [sys.executable, "-m", "jupyterhub", "-f", str(REPO / "hub_config" / "try_out.py")],
+            [sys.executable, "-m", "jupyterhub", "-f", str(configuration)],
             folder=self.state.folder,
             environment=self._environment(),
             log=self.state.log,
@@ -145,7 +148,7 @@ class Demo:
         if not self._wait_for("/services/gpu/", SERVICE_SECONDS):
             say(f"The accounting service does not answer yet; see {self.state.log}")
 
-    def _environment(self) -> dict[str, str]:
+    def _variables(self) -> dict[str, str]:
         ours = {
             **self.internal,
             "DIR": str(self.state.folder),
@@ -157,10 +160,13 @@ class Demo:
             "CATALOG": str(self._write_catalog()),
             "DOCKER_ADDRESS": self.containers.address if self.containers else "",
         }
+        return {f"GPUSPAWNER_DEMO_{name}": value for name, value in ours.items()}
+
+    def _environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("JUPYTERHUB_")}
         programs = str(Path(sys.executable).parent)
         kept["PATH"] = os.pathsep.join([programs, kept.get("PATH", os.defpath)])
-        return kept | {f"GPUSPAWNER_DEMO_{name}": value for name, value in ours.items()}
+        return kept
 
     def _write_catalog(self) -> Path:
         models = Counter(device.model for device in self.devices)
@@ -221,6 +227,7 @@ class Demo:
   Try: choose an environment, start it, and run  !env | grep GPUSPAWNER  in a notebook.
        {work}{data}
        Sign in as a second member in another browser, and take all GPUs.
+       In another shell, from here:  .venv/bin/gpuspawner queue
        Stop your server, and see what it cost: http://127.0.0.1:{self.port}/services/gpu/
 
   Log: {self.state.log}

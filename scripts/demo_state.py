@@ -123,6 +123,21 @@ class State:
         path.write_text(header + text, encoding="utf-8")
         return path
 
+    def write_configuration(self, file: Path, variables: dict[str, str]) -> Path:
+        """The hub's configuration of this run, where the ``gpuspawner`` command finds it too."""
+        lines = [
+            "# Written by the demo at every start, for its hub and for the gpuspawner command.",
+            "import os",
+            "",
+            *(f"os.environ[{name!r}] = {text!r}" for name, text in sorted(variables.items())),
+            "",
+            f"load_subconfig({str(file)!r})",
+        ]
+        path = self.folder / "jupyterhub_config.py"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        path.chmod(0o600)
+        return path
+
     def _kept(self, name: str, make: Callable[[], str]) -> str:
         path = self.folder / name
         if not path.exists():

@@ -39,7 +39,10 @@ COMMANDS = {
     "catalog": ("catalog.commands", "List and check the environments, and manage their images."),
     "workspaces": ("storage.commands", "List, archive, restore or delete members' workspaces."),
     "folders": ("storage.commands", "List or change the folders that members share."),
-    "roster": ("members.commands", "Show who is a member until when, or import a roster."),
+    "roster": (
+        "members.commands",
+        "Show the roster, or import a list of who may sign in, and until when.",
+    ),
     "members": ("members.commands", "Rename a member."),
     "slurm": ("slurm.commands", "Set up and maintain a Slurm cluster."),
     "queue": ("queue.commands", "Show the queue and the reasons for its order, or change it."),

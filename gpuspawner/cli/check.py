@@ -110,6 +110,7 @@ WORD_WIDTH, NAME_WIDTH = 11, 14
 @flag("--no-containers", "start no containers, and skip the checks that need one")
 def check(settings: Settings, no_containers: bool) -> int:
     """Run every check. Returns 1 if one fails."""
+    settings.require_hub()
     found = []
     with _ended_cleanly():
         for finding in findings(settings, containers=not no_containers):

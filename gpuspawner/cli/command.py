@@ -28,10 +28,12 @@ class Invocation:
     settings: Settings | None = None
 
     def load(self) -> Settings:
-        """Read the configuration. Raises ConfigError."""
+        """Read the configuration, and say on stderr whose it is. Raises ConfigError."""
         from .config import load  # imports SQLAlchemy, which help does not need
 
         self.settings = load(self.config, self.database)
+        if self.settings.found and not self.json:
+            click.echo(self.settings.describe_hub(), err=True)
         return self.settings
 
 
@@ -46,7 +48,7 @@ def _keep(context: click.Context, option: click.Parameter, value: Any) -> None:
 
 
 def _common_options() -> list[click.Parameter]:
-    config = f"the hub's configuration (default: {DEFAULT_FILE})"
+    config = f"the hub's configuration (default: {DEFAULT_FILE} here, else the demo's)"
     url = "URL of the hub's database (default: from the configuration or GPUSPAWNER_DATABASE_URL)"
     return [
         _common("-f", "--config", metavar="FILE", help=config),

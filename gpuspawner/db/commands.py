@@ -105,6 +105,7 @@ def restore(settings: Settings, file: Path, check: bool, overwrite: bool) -> Non
         text = f"{file} can be restored: every invariant holds ({_looked_at(rows)})."
         show({"file": str(file), "rows": rows, "restored": False}, text)
         return
+    settings.require_hub()
     done = db_backup.restore(settings.database_url, file, overwrite=overwrite)
     where = shown_url(settings.database_url)
     text = f"Restored {file} to {where}: every invariant holds ({_looked_at(done.rows)})."

@@ -25,6 +25,7 @@ from .snapshots import DeviceView, Overview, count_models, device_views
 @command()
 def devices(settings: Settings) -> int:
     """List the devices."""
+    settings.require_configuration("where the devices are")
     if (missing := settings.missing_database()) is None:
         services = settings.open_services()
         leases = {lease.id: lease for lease in services.leases.open_leases()}

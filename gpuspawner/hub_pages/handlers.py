@@ -35,6 +35,7 @@ from ..devices.snapshots import ModelCount, Overview
 from ..ledger.models import Account
 from ..queue.positions import Outlook
 from ..services import Services, hub_services
+from ..web.frame import STATIC
 from .cards import (
     LONGEST,
     PAGE,
@@ -487,6 +488,35 @@ class ServiceRelay(DropsBody, APIHandler):
         if found is None or found.server is None:
             raise web.HTTPError(503, "The GPU service does not run.")
         return str(Server(orm_server=found.server).url)
+
+
+class OwnFiles(web.StaticFileHandler):
+    """Style and scripts of ours on the Hub's pages, which do not wait for the service."""
+
+    def initialize(self) -> None:  # type: ignore[override]
+        """Serve the files that the service has too."""
+        super().initialize(str(STATIC))
+
+
+class Notices(HubPageHandler):
+    """The member's newest notices as JSON, for browser notifications on every page."""
+
+    async def get(self) -> None:
+        """Send them. Raises HTTPError 403 if nobody has signed in."""
+        if not isinstance(self.current_user, User):
+            raise web.HTTPError(403)
+        services = self.site.services
+        told = await self.ask(services.notifications.notices_of, self.current_user.name)
+        self.set_header("Cache-Control", "no-store")
+        self.finish(
+            {
+                "as_of": services.clock().isoformat(),
+                "notices": [
+                    {"title": some.title, "body": some.body, "at": some.at.isoformat()}
+                    for some in told
+                ],
+            }
+        )
 
 
 WELCOMED_KEY = "gpuspawner_welcomed"

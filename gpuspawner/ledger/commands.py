@@ -37,6 +37,13 @@ from .grants import BulkGrantResult, meant
 from .models import Account, member_account
 from .reports import StatementEntry
 
+REMEDIES = {
+    "open": "--open opens it.",
+    "again": "--again repeats them.",
+    "reason": "--reason is for lines without one.",
+}
+"""The option of ``grant`` that allows what a line of a file asks for."""
+
 key_option = option(
     "--key", "TEXT", "do this only once, even if the command is repeated with this key"
 )
@@ -310,7 +317,7 @@ def _show_file(done: BulkGrantResult, dry_run: bool) -> int:
     """Print what a file granted, or would grant; return the exit status."""
     show(_plain_transfer(done), _told(done, dry_run))
     for problem in done.problems:
-        note(str(problem))
+        note(" ".join(filter(None, (str(problem), REMEDIES.get(problem.remedy)))))
     if done.problems:
         note("Nothing was granted to anybody.")
     return 1 if done.problems else 0

@@ -1,6 +1,7 @@
 """Many grants from a CSV file, as spreadsheets write it. Pure: bytes in, rows and problems out.
 
 Columns: ``member`` (or ``account``), ``amount``, maybe ``reason``. The first line may name them.
+Without such a line each line has two or three of them, in this order.
 """
 
 from __future__ import annotations
@@ -54,9 +55,15 @@ class Problem:
 
     number: int
     sentence: str
+    remedy: str = ""
+    """The field of a grant that allows the line: ``open``, ``again`` or ``reason``."""
 
     def __str__(self) -> str:
         return f"Line {self.number}: {self.sentence}" if self.number else self.sentence
+
+
+class NoReason(ValueError):
+    """A line has no reason, and none was given for such lines."""
 
 
 def parse(data: bytes, reason: str) -> tuple[list[GrantRow], list[Problem]]:
@@ -72,6 +79,8 @@ def parse(data: bytes, reason: str) -> tuple[list[GrantRow], list[Problem]]:
     for number, cells in rows:
         try:
             found.append(_row(number, cells, columns, reason))
+        except NoReason as error:
+            problems.append(Problem(number, str(error), remedy="reason"))
         except (ValueError, LedgerError) as error:
             problems.append(Problem(number, str(error)))
     if not rows:
@@ -149,7 +158,7 @@ def _columns(rows: list[tuple[int, list[str]]]) -> list[str]:
     _, first = rows[0]
     names = [_COLUMNS.get(cell.lower(), "") for cell in first]
     if "amount" not in names and "account" not in names:
-        return ["account", "amount", "reason"][: max(2, len(first))]
+        return ["account", "amount", "reason"]
     if not all(names) or len(set(names)) < len(names) or not {"account", "amount"} <= set(names):
         raise ValueError(
             f"The first line names the columns {', '.join(first)[:100]!r}: write member, amount "
@@ -169,8 +178,8 @@ def _row(number: int, cells: Sequence[str], columns: Sequence[str], reason: str)
     amount = parse_amount(values["amount"])
     if amount < 0:
         raise ValueError(
-            f"the amount {format_credits(amount)} takes credits away: a file only gives. Use "
-            "`gpuspawner grant MEMBER -AMOUNT` for that."
+            f"the amount {format_credits(amount)} takes credits away: a file only gives. Take "
+            "them from each account by itself."
         )
     said = values.get("reason") or reason
     if said.isdigit():
@@ -179,7 +188,7 @@ def _row(number: int, cells: Sequence[str], columns: Sequence[str], reason: str)
             "with a point."
         )
     if not said:
-        raise ValueError("it has no reason: say why, for the statement.")
+        raise NoReason("it has no reason: say why, for the statement.")
     if len(said) > LONGEST_REASON or not said.isprintable():
         raise ValueError(f"its reason is longer than {LONGEST_REASON} characters, or unreadable.")
     return GrantRow(number, _account(values["account"]), amount, said)

@@ -371,9 +371,8 @@ class BulkGrantService:
                 before = self.ledger.opening_amount() if row.account.startswith("member:") else 0
                 gifts.append(GrantResult(row, before, before + row.amount, opened=True))
             else:
-                hint = f"{meant(row.account, known)} --open opens it."
-                sentence = f"there is no account {row.account!r}.{hint}"
-                problems.append(Problem(row.number, sentence))
+                sentence = f"there is no account {row.account!r}.{meant(row.account, known)}"
+                problems.append(Problem(row.number, sentence, remedy="open"))
         return gifts, problems
 
     def _granted_before(
@@ -384,9 +383,9 @@ class BulkGrantService:
             return []
         sentence = (
             f"The same grants were given at {earlier.at:%Y-%m-%d %H:%M} UTC by {earlier.actor}: "
-            "nothing is given twice unless you say so (--again)."
+            "nothing is given twice unless you say so."
         )
-        return [Problem(0, sentence)]
+        return [Problem(0, sentence, remedy="again")]
 
 
 def meant(account: str, known: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from .pricing import ANY, Rate
 @group()
 def rates(settings: Settings) -> None:
     """List every rate that applies now or later."""
+    settings.require_configuration("what GPUs cost")
     services = settings.open_services()
     found = services.prices.all_rates()
     headers = ("ID", "CREDITS/H", "MODEL", "ENVIRONMENT", "SLOTS", "HOURS", "FROM", "BY", "REASON")

@@ -42,7 +42,7 @@ def roster(settings: Settings, former: bool) -> None:
     entries = services.roster.entries()
     headers = ("NAME", "COURSE", "GROUPS", "STARTS", "ENDS", "MAIL", "NOW")
     rows = [(*_cells(services, entry), _now(services, entry)) for entry in entries]
-    text = table(headers, rows) if rows else "Nobody is on the roster."
+    text = table(headers, rows) if rows else _empty_roster(services.members.count_members())
     show([plain_entry(services, entry) for entry in entries], text)
 
 
@@ -117,6 +117,14 @@ def plain_entry(services: Services, entry: RosterEntry) -> dict[str, Any]:
         "ends_at": utc(entry.ends_at),
         "holds": entry.holds(services.clock()),
     }
+
+
+def _empty_roster(members: int) -> str:
+    """Describe an empty roster: members without an entry are let in by how they sign in."""
+    text = "The roster is empty: no list of members was imported."
+    if members:
+        text += f" The hub has {count(members, 'member')}, let in by the rules of its sign-in."
+    return text
 
 
 def _show_former(found: Sequence[Membership]) -> None:
@@ -229,6 +237,7 @@ def _files(settings: Settings, found: Belongings, old: str, new: str) -> MemberF
     """Sort a member's workspaces by who renames them. Raises Refused."""
     from ..cli.hub import open_hub  # imports JupyterHub: slow, and needed here only
 
+    settings.require_configuration("where workspaces are", file=True)
     hub = open_hub(settings.config)
     before, after = _workspace(hub, old), _workspace(hub, new)
     known = [some.source for some in found.workspaces]

@@ -94,6 +94,12 @@ def update_membership(connection: sa.Connection, user: str, **values: Any) -> No
     connection.execute(sa.update(memberships).where(where).values(values))
 
 
+def count_members(connection: sa.Connection) -> int:
+    """Return how many are members now, by the roster or without it."""
+    query = sa.select(sa.func.count()).select_from(memberships).where(sa.not_(ENDED))
+    return int(connection.execute(query).scalar_one())
+
+
 def former_members(connection: sa.Connection) -> list[Membership]:
     """Return all former members, by name."""
     query = sa.select(memberships).where(ENDED).order_by(memberships.c.user)

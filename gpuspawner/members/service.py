@@ -97,6 +97,10 @@ class MemberService:
             return None
         return EndedMembership(known.reason, known.ended_at + self.membership_grace)
 
+    def count_members(self) -> int:
+        """Return how many are members now, by the roster or without it."""
+        return self.store.run(repository.count_members)
+
     def former_members(self) -> list[Membership]:
         """Return all former members, by name."""
         return self.store.run(repository.former_members)

@@ -448,6 +448,8 @@ def simulate(
 ) -> None:
     """Replay past sessions under the hub's own policy and alternative ones."""
     names = _names(policy)
+    if OURS in names:
+        settings.require_configuration("how the hub orders its queue")
     if trace:
         jobs, devices = _of_trace(trace, gpus, settings)
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -13,13 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from jupyterhub.services.auth import HubOAuth
 from jupyterhub.utils import make_ssl_context
 from traitlets import Float, List, Unicode, default
-from traitlets.config import Application, Config
+from traitlets.config import Application
 
 from .. import __version__
 from ..core.aio import side_by_side
@@ -31,7 +29,7 @@ from ..engines.local import LocalEngine, process_ref
 from ..monitoring import views as monitoring_views
 from ..monitoring.service import GPUMonitoring
 from ..services import Services
-from ..settings import CLASSES
+from ..settings import CLASSES, config_from_environment
 from ..web import app as web_app
 from ..web import frame, pages
 from ..web.base import Context
@@ -297,16 +295,6 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
         names = ("JUPYTERHUB_SSL_KEYFILE", "JUPYTERHUB_SSL_CERTFILE", "JUPYTERHUB_SSL_CLIENT_CA")
         key, certificate, authority = (os.environ.get(name) for name in names)
         return make_ssl_context(key, certificate, cafile=authority, purpose=purpose)
-
-
-def config_from_environment() -> Config:
-    """Return the Hub's settings for this service, which :mod:`gpuspawner.config` passes on."""
-    text = os.environ.get("GPUSPAWNER_CONFIG", "{}")
-    try:
-        settings: Any = json.loads(text)
-        return Config({str(section): Config(values) for section, values in settings.items()})
-    except (ValueError, TypeError, AttributeError):
-        raise ConfigError(what="GPUSPAWNER_CONFIG is not a JSON object of sections") from None
 
 
 def main() -> None:

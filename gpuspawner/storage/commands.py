@@ -193,6 +193,7 @@ class WorkspaceSite:
     def __init__(self, settings: Settings) -> None:
         from ..cli.hub import open_hub  # imports JupyterHub: slow, and needed here only
 
+        settings.require_configuration("where workspaces are", file=True)
         self.services: Services = settings.open_services()
         self.hub: HubSettings = open_hub(settings.config)
         self.template = str(getattr(self.hub.spawner, "workspace", ""))
@@ -466,6 +467,7 @@ def _tree(place: str, settings: Settings) -> Tree:
     """Return the files of a folder that no container has."""
     from ..cli.hub import open_hub  # imports JupyterHub: slow, and needed here only
 
+    settings.require_configuration("where folders are", file=True)
     hub = open_hub(settings.config)
     if not hub.uses_docker:
         return DirectoryTree(place)

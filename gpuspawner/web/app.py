@@ -32,6 +32,7 @@ from ..queue import views as queue_views
 from ..storage import views as storage_views
 from . import api, openapi, pages
 from .base import Context, ServiceHandler
+from .frame import STATIC
 
 NAME = "gpuspawner_cookie_secret"
 BYTES = 32
@@ -205,9 +206,6 @@ BELIEVED = 10
 
 A revoked token or a removed admin loses access within this time.
 """
-
-STATIC = Path(__file__).parent / "static"
-
 
 ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
     *pages.HANDLERS,

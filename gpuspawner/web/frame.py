@@ -24,6 +24,9 @@ HUB_TEMPLATES = Path(DATA_FILES_PATH) / "templates"
 OUR_TEMPLATES = Path(__file__).parent.parent / "spawners" / "hub_templates"
 """Templates that gpuspawner adds to the Hub."""
 
+STATIC = Path(__file__).parent / "static"
+"""Style and scripts of ours, which the service and the Hub serve."""
+
 TEMPLATE = "gpu_service.html"
 
 log = logging.getLogger(__name__)

@@ -160,7 +160,7 @@ class Site:
     # Commands.
 
     def command(self, *arguments: str) -> str:
-        """What a command prints, with its exit code when that is not 0."""
+        """What a command prints, with its exit code when that is not 0; not which hub it found."""
         printed = io.StringIO()
         with (
             contextlib.redirect_stdout(printed),
@@ -168,7 +168,8 @@ class Site:
             _in_folder(self.folder),
         ):
             code = run_command(list(arguments))
-        return self.plain(printed.getvalue() + (f"(exit code {code})\n" if code else ""))
+        text = re.sub(r"^hub: .*\n", "", printed.getvalue())
+        return self.plain(text + (f"(exit code {code})\n" if code else ""))
 
     # The service's pages.
 

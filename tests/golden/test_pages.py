@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from typing import Any
 
 import pytest
@@ -158,6 +160,7 @@ def test_hub_pages_match_the_recording(golden: Golden, site: Site, user: str, pa
 PARTS: dict[str, dict[str, Any]] = {
     "page.html": {"services": [{"name": "gpu", "href": "/services/gpu/"}]},
     "home.html": {},
+    "home.html stopping": {"default_server": {"pending": "stop"}},
     "login.html": {},
     "spawn_pending.html": {},
     "404.html": {"status_code": 404},
@@ -172,3 +175,17 @@ def test_jupyterhub_template_additions_match_the_recording(
 ) -> None:
     text = site.hub_parts(part.split()[0], message="", status_message="Odd", **PARTS[part])
     golden(f"hub/part-{part.replace('.html', '').replace(' ', '-')}.html", text)
+
+
+def test_bulk_form_takes_its_own_example_and_names_its_fields(site: Site) -> None:
+    page = site.service(ADMIN, "bulk")
+    example = re.search(r'placeholder="([^"]+)"', page)
+    assert example
+    sent = {"lines": html.unescape(example[1])}
+    refused = html.unescape(site.service(ADMIN, "bulk", sent))
+    assert "Line 1: it has no reason" in refused and "“Reason for lines without one”" in refused
+    refused = html.unescape(site.service(ADMIN, "bulk", sent | {"reason": "course"}))
+    assert "there is no account 'group:ml101'" in refused
+    assert "Tick “Open accounts that are not there yet”" in refused and "--" not in refused
+    shown = site.service(ADMIN, "bulk", sent | {"reason": "course", "open": "yes"})
+    assert "2 lines, 525.00 credits" in shown

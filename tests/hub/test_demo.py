@@ -201,6 +201,29 @@ def check_environment(demo: DemoProcess, seen: Mapping[str, Any]) -> None:
     assert demo.password() not in json.dumps(environment)
 
 
+def check_command_line(demo: DemoProcess) -> None:
+    """The command finds the demo, its settings and its spawner."""
+    environment = os.environ | {"GPUSPAWNER_DEMO_DIR": str(demo.folder)}
+    found = {}
+    for command in ("rates", "roster", "check --no-containers"):
+        found[command] = subprocess.run(
+            [sys.executable, "-m", "gpuspawner", *command.split()],
+            cwd=demo.folder.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        line = f"hub: demo at {demo.folder} (database {demo.folder}/gpuspawner.sqlite)\n"
+        assert found[command].stderr.startswith(line), found[command].stderr
+    for price in (r" 4\.00 +A100 ", r" 0\.50 +T4 ", r" 1\.00 +\* "):
+        assert re.search(price, found["rates"].stdout)
+    assert "The roster is empty" in found["roster"].stdout
+    assert "let in by the rules of its sign-in" in found["roster"].stdout
+    assert "servers by GPULocalSpawner" in found["check --no-containers"].stdout
+    assert "4 devices" in found["check --no-containers"].stdout
+
+
 def check_nothing_runs(demo: DemoProcess, processes: list[psutil.Process]) -> None:
     """Neither a process of the demo's, nor anybody at its port, nor an open lease."""
     assert processes
@@ -222,6 +245,7 @@ def test_demo_runs_without_docker(local: DemoProcess) -> None:
     assert (local.folder / "password").read_text().strip() == local.password()
 
     seen = use_a_gpu(local)
+    check_command_line(local)
     check_environment(local, seen)
     check_price(local, OPENING_GRANT, seen)
     assert seen["cwd"] == str(local.folder / "workspaces" / "member1" / "work")

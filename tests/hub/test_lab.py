@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from gpuspawner.devices import repository as devices_repository
 from gpuspawner.devices.repository import SickLease
@@ -208,9 +208,9 @@ def test_lab_shows_gpu_status_warnings_and_panel(
     open_without_service(page, hub)
     item = page.locator(".gpuspawner-item button")
     expect(item).to_contain_text("A100-80GB", timeout=2 * SLOW)
-    expect(item).to_contain_text("37 %")
-    expect(item).to_contain_text("12/80 GB")
-    expect(item).to_contain_text(re.compile(r"4\d\.\d\d credits"))
+    expect(item).to_contain_text("GPU 37 %")
+    expect(item).to_contain_text("memory 12 of 80 GB")
+    expect(item).to_contain_text(re.compile(r"4\d\.\d\d credits left"))
     expect(item).to_contain_text(re.compile(r"\d+ min left"))
 
     # Its GPU rests: said with the end, and put off by a click.
@@ -270,9 +270,35 @@ def test_lab_shows_gpu_status_warnings_and_panel(
     expect(dialog).to_contain_text("Your files stay")
     keep(page, "stop")
     assert errors == [], errors
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    page.route(re.compile(r"/gpuspawner/session/end\b"), hold)
+    page.evaluate(WHAT_THE_PANEL_SAYS)
     dialog.get_by_role("button", name="Stop it").click()
+    expect(panel).to_contain_text("Stopping…")
+    expect(panel.get_by_role("button", name="Stop server")).to_be_hidden()
+    expect(item).to_have_text("Stopping…")
+    keep(page, "stopping")
+    held[0].continue_()
     page.wait_for_url(f"{hub.url}/hub/home", timeout=SLOW)
+    said = json.loads(page.evaluate("sessionStorage.panel"))
+    assert said and all(text.endswith("Stopping…") for text in said), said
+    expect(page.get_by_role("button", name="Start My Server")).to_be_visible(timeout=SLOW)
     hub.wait_end(lease)
+
+
+WHAT_THE_PANEL_SAYS = """
+const panel = document.querySelector(".gpuspawner-content");
+const said = [];
+new MutationObserver(() => {
+  said.push(panel.innerText);
+  sessionStorage.panel = JSON.stringify(said);
+}).observe(panel, { childList: true, subtree: true });
+"""
+"""Each text that the panel has from now on, which the page after it can still read."""
 
 
 def open_without_service(page: Page, hub: PayingHub) -> None:

@@ -237,8 +237,9 @@ def test_invalid_json_choices_are_rejected(hub: PayingHub, body: str, sentence: 
 def test_page_explains_missing_channels(hub: PayingHub) -> None:
     with served(hub, hub.services) as url:
         page = words(ask(hub, "cleo", url + "notices"))
-        assert "This hub has no mail, chat or push set up" in page
-        assert "Send me a test" not in page
+        for offered in ("Send me a test", "Notification settings", "c.GPU"):
+            assert offered not in page
+        assert "c.GPUNotifications.channels" in words(ask(hub, ADMIN, url + "notices"))
 
 
 # The whole way.
@@ -319,3 +320,65 @@ def test_notices_page_works_without_javascript(
         look_over_in_the_dark(page, "notices")
 
     look_over_all(browser, hub, "fay", {"notices": "notices"}, in_the_dark)
+
+
+SHOWS = """
+window.Notification = class extends EventTarget {
+  static get permission() { return allowed; }
+  static requestPermission = () => Promise.resolve(allowed);
+  constructor(title, options) {
+    super();
+    const shown = document.body.appendChild(document.createElement("output"));
+    shown.textContent = `${title}: ${options.body}`;
+  }
+};
+"""
+"""Only the display is replaced: headless Chromium has none."""
+
+
+def browser_that_shows(browser: Browser, *, allowed: bool) -> Page:
+    """A page in a browser that allows notifications, or has blocked them."""
+    context = browser.new_context(viewport=WIDE, permissions=["notifications"] if allowed else [])
+    answer = "window.Notification.permission" if allowed else "'denied'"
+    context.add_init_script(f"const allowed = {answer};{SHOWS}")
+    return context.new_page()
+
+
+def test_open_page_shows_notices_in_the_browser(hub: PayingHub, browser: Browser) -> None:
+    hub.api("POST", "users/gil").raise_for_status()
+    tell(hub.services, "gil", title="An old notice")
+    page = browser_that_shows(browser, allowed=True)
+    sign_in(page, hub, "gil", "notices")
+    page.get_by_role("button", name="Notify me in this browser").click()
+    expect(page.get_by_text("This browser notifies you while")).to_be_visible()
+    screenshot(page, "notices-in-this-browser")
+    assert page.locator("output").count() == 0
+
+    # On every page of the hub, the Hub's own too.
+    for path in ("/services/gpu/", "/services/gpu/cluster", "/hub/home"):
+        page.goto(f"{hub.url}{path}")
+        title = f"It is your turn, seen on {path}"
+        tell(hub.services, "gil", title=title, body="Your server starts.")
+        expect(page.locator("output")).to_have_text([f"{title}: Your server starts."])
+
+    page.goto(f"{hub.url}/services/gpu/notices")
+    page.get_by_role("button", name="Turn off").click()
+    expect(page.get_by_role("button", name="Notify me in this browser")).to_be_visible()
+    assert page.evaluate("localStorage['gpuspawner-notify:gil']") == "off"
+    page.context.close()
+
+
+def test_blocked_browser_notifications_are_explained(hub: PayingHub, browser: Browser) -> None:
+    page = browser_that_shows(browser, allowed=False)
+    sign_in(page, hub, "bob", "notices")
+    expect(page.get_by_text("This browser blocks notifications from this site.")).to_be_visible()
+    assert page.get_by_role("button", name="Notify me in this browser").count() == 0
+    page.context.close()
+
+
+def test_newest_notices_are_for_their_member_only(hub: PayingHub) -> None:
+    tell(hub.services, "bob", title="For Bob")
+    told = hub.browser_of("bob").get(f"{hub.url}/hub/notices").json()
+    assert told["notices"][0]["title"] == "For Bob" and told["as_of"]
+    assert "For Bob" not in hub.browser_of("cleo").get(f"{hub.url}/hub/notices").text
+    assert requests.get(f"{hub.url}/hub/notices", timeout=120).status_code == 403

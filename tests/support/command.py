@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from gpuspawner.cli.config import sqlite_path
 from gpuspawner.leases.models import Lease, Request, ServerRef
 from gpuspawner.services import Services
 from tests.support.preloaded import PRELOADED
@@ -25,6 +26,8 @@ class Command:
         self.folder = folder
         self.database_url = database_url
         self.environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), "TZ": "UTC"}
+        self.hub_said = ""
+        """What the last command said on stderr about its hub, when that was this one."""
         self.environment |= {"HOME": str(folder), "LC_ALL": "C.UTF-8", "USER": "root"}
         (folder / "jupyterhub_config.py").write_text(
             "c = get_config()\n"
@@ -34,12 +37,26 @@ class Command:
             "c.JupyterHub.services.append({'name': 'x'})\n"
         )
 
+    @property
+    def database(self) -> str:
+        """The database as the command names it: a file by its path."""
+        return str(sqlite_path(self.database_url) or self.database_url)
+
+    @property
+    def hub_line(self) -> str:
+        """What a command says on stderr about the hub that it used."""
+        file = (self.folder / "jupyterhub_config.py").resolve()
+        return f"hub: {file} (database {self.database})"
+
     def __call__(
         self, *arguments: str, code: int = 0, answer: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
         done = PRELOADED.run(arguments, self.folder, self.environment | environment, answer)
         assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode == code, done.stdout + done.stderr
+        line = f"{self.hub_line}\n"
+        self.hub_said = line if done.stderr.startswith(line) else ""
+        done.stderr = done.stderr.removeprefix(line)
         return done
 
     def json(self, *arguments: str, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 import { Widget } from '@lumino/widgets';
 
 import type { Session } from './session';
-import { credits, end, memory, models, span, use } from './words';
+import { STOPPING, credits, end, memory, models, span, use } from './words';
 
 /**
  * The item in the status bar, while there is an answer.
@@ -25,13 +25,15 @@ export class Item extends Widget {
       return;
     }
     const ends = end(now);
-    const words: [string, string][] = [
-      ['model', models(now.devices)],
-      ['use', use(now.devices)],
-      ['memory', memory(now.devices)],
-      ['credits', now.account ? `${credits(now.account.balance)} credits` : ''],
-      ['time', ends ? `${span(Date.parse(ends) - this.session.clock())} left` : '']
-    ];
+    const words: [string, string][] = this.session.stopping
+      ? [['model', STOPPING]]
+      : [
+          ['model', models(now.devices)],
+          ['use', use(now.devices)],
+          ['memory', memory(now.devices)],
+          ['credits', now.account ? `${credits(now.account.balance)} credits left` : ''],
+          ['time', ends ? `${span(Date.parse(ends) - this.session.clock())} left` : '']
+        ];
     const parts = words.filter(([, text]) => text);
     this.button.replaceChildren(
       ...parts.map(([name, text]) => {

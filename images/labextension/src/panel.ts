@@ -4,7 +4,18 @@ import { Widget } from '@lumino/widgets';
 import type { Action, IDevice, INow } from './answer';
 import { curve } from './curve';
 import type { Session } from './session';
-import { clock, credits, end, gigabytes, isKnown, models, percent, span, warning } from './words';
+import {
+  STOPPING,
+  clock,
+  credits,
+  end,
+  gigabytes,
+  isKnown,
+  models,
+  percent,
+  span,
+  warning
+} from './words';
 
 export const icon = new LabIcon({
   name: 'gpuspawner:gpu',
@@ -42,13 +53,12 @@ export class Panel extends Widget {
   }
 
   protected onUpdateRequest(): void {
-    const now = this.session.now;
-    this.buttons.hidden = !now;
+    const { now, stopping } = this.session;
+    this.buttons.hidden = !now || stopping;
     this.heading.textContent = now ? models(now.devices) : 'GPU';
-    if (!now) {
-      this.content.replaceChildren(
-        make('p', '', 'Nothing is known of this server just now. It goes on as it is.')
-      );
+    if (!now || stopping) {
+      const text = stopping ? STOPPING : 'Status unavailable; retrying.';
+      this.content.replaceChildren(make('p', '', text));
       return;
     }
     const at = this.session.clock();

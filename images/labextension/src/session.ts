@@ -18,6 +18,9 @@ export class Session {
   /** The newest answer; null while there is none. */
   now: INow | null = null;
 
+  /** The member stops this server, which then answers nothing more. */
+  stopping = false;
+
   /** There is a new answer, or none any more. */
   readonly changed = new Signal<this, void>(this);
 
@@ -34,17 +37,23 @@ export class Session {
   /** Ask now, and from then on. */
   async ask(): Promise<void> {
     window.clearTimeout(this.timer);
+    if (this.stopping) {
+      return;
+    }
     let pause: number;
     try {
       pause = await this.askOnce();
       this.failed = 0;
     } catch {
       // JupyterLab says itself that its server is gone.
-      this.now = null;
+      this.now = this.stopping ? this.now : null;
       pause = Math.min(LAST_PAUSE, FIRST_PAUSE * 2 ** this.failed);
       this.failed += 1;
     }
     this.askedAt = Date.now();
+    if (this.stopping) {
+      return; // what a server says while it stops is no news
+    }
     this.changed.emit();
     window.clearTimeout(this.timer);
     this.timer = window.setTimeout(() => void this.ask(), 1000 * pause);
@@ -52,21 +61,30 @@ export class Session {
 
   /** Do it. The sentence that says why it was not done, or nothing. */
   async act(action: Action): Promise<string> {
+    this.setStopping(action === 'end');
     let told: { done: boolean; message: string };
     try {
       const url = `${this.url}/${action}`;
       const response = await ServerConnection.makeRequest(url, { method: 'POST' }, this.settings);
+      if (!response.ok) {
+        throw new ServerConnection.ResponseError(response);
+      }
       told = await response.json();
     } catch {
-      // A server that stops does not answer to the end.
+      // A server that stops does not answer to the end; the proxy or the Hub does in its place.
       const message = 'This server did not answer. Try again in a moment.';
       told = { done: action === 'end', message };
     }
-    if (told.done) {
-      await this.ask();
-      return '';
+    if (!told.done) {
+      this.setStopping(false);
     }
-    return told.message;
+    await this.ask();
+    return told.done ? '' : told.message;
+  }
+
+  private setStopping(stopping: boolean): void {
+    this.stopping = stopping;
+    this.changed.emit();
   }
 
   private async askOnce(): Promise<number> {

@@ -2,6 +2,8 @@
 
 import type { IDevice, INow, IWarning } from './answer';
 
+export const STOPPING = 'Stopping…';
+
 const GB = 2 ** 30;
 
 /** `3 h 20 min`, rounded down to the minute. */
@@ -56,27 +58,28 @@ export function models(devices: IDevice[]): string {
   return words.join(', ') || 'No GPU';
 }
 
-/** The use of all devices together; of MIG instances it is only known whether they work. */
+/** `GPU 35 %`, the use of all devices together; of MIG instances it is only known whether they work. */
 export function use(devices: IDevice[]): string {
   const known = devices.map(device => device.use_percent).filter(isKnown);
   if (known.length) {
-    return percent(known.reduce((sum, one) => sum + one, 0) / known.length);
+    return `GPU ${percent(known.reduce((sum, one) => sum + one, 0) / known.length)}`;
   }
   const busy = devices.map(device => device.busy).filter(isKnown);
   if (!busy.length) {
     return '';
   }
-  return busy.some(Boolean) ? 'in use' : 'not used';
+  return busy.some(Boolean) ? 'GPU in use' : 'GPU not used';
 }
 
-/** `12/80 GB`, of all devices together. */
+/** `memory 12 of 80 GB`, of all devices together. */
 export function memory(devices: IDevice[]): string {
   const used = devices.map(device => device.used_bytes);
   if (!devices.length || !used.every(isKnown)) {
     return '';
   }
   const total = devices.reduce((sum, device) => sum + device.memory_bytes, 0);
-  return `${gigabytes(used.reduce((sum, one) => sum + one, 0))}/${gigabytes(total)} GB`;
+  const sum = used.reduce((one, other) => one + other, 0);
+  return `memory ${gigabytes(sum)} of ${gigabytes(total)} GB`;
 }
 
 /** When this server stops by itself, if it does; the milliseconds are the service's clock. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import sqlalchemy as sa
 from gpuspawner.cli.app import main
 from gpuspawner.db.engine import Store
 from gpuspawner.services import Services
+from scripts.demo_state import State
 from tests.support.brokers import make_services
 from tests.support.command import FLEET, Command
 
@@ -35,6 +37,49 @@ def test_database_can_be_named_in_three_ways(
     assert len(other.json("accounts", "--database", database_url)) == 2
     (elsewhere / "jupyterhub_config.py").unlink()
     assert len(other.json("accounts", GPUSPAWNER_DATABASE_URL=database_url)) == 2
+
+
+def test_command_finds_the_hub_and_names_it(
+    cli: Command, services: Services, tmp_path: Path
+) -> None:
+    assert cli("accounts").stderr == "" and cli.hub_said
+    text = (tmp_path / "jupyterhub_config.py").read_text()
+    (tmp_path / "jupyterhub_config.py").unlink()
+    state = State(tmp_path / ".demo")
+    state.open()
+    (tmp_path / "try_out.py").write_text(f"import os\n{text}assert os.environ['OF_THE_DEMO']")
+    state.write_configuration(tmp_path / "try_out.py", {"OF_THE_DEMO": "yes"})
+    said = cli("rates")
+    assert said.stderr == f"hub: demo at {state.folder} (database {cli.database})\n"
+    assert "3.60  A100" in said.stdout
+    configured = json.dumps({"GPURates": {"by_model": {"*": 7}}})
+    passed_on = {"GPUSPAWNER_CONFIG": configured, "GPUSPAWNER_DATABASE_URL": cli.database_url}
+    said = cli("rates", **passed_on)
+    assert said.stderr.startswith("hub: GPUSPAWNER_CONFIG in the environment (database ")
+    assert "7.00  *" in said.stdout and "A100" not in said.stdout
+    by_file = cli("rates", "-f", ".demo/jupyterhub_config.py", **passed_on)
+    assert "hub: demo at" in by_file.stderr and "3.60  A100" in by_file.stdout
+    assert cli("accounts", "--json", "-f", ".demo/jupyterhub_config.py").stderr == ""
+
+
+def test_without_a_configuration_no_default_is_shown_as_the_site_s(
+    services: Services, tmp_path: Path, database_url: str
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    cli = Command(empty, "sqlite:///hub.sqlite")
+    (empty / "jupyterhub_config.py").unlink()
+    for command in ("accounts", "rates", "devices", "queue", "roster", "catalog", "check"):
+        refused = cli(command, code=2)
+        assert refused.stdout == ""
+        assert refused.stderr.startswith("gpuspawner: No hub is found from here. Run this in")
+        assert "-f FILE" in refused.stderr and "--database URL" in refused.stderr
+    named = ("--database", database_url)
+    assert "without its configuration" in cli("accounts", *named).stderr
+    for command in ("rates", "devices", "catalog", "workspaces", "simulate"):
+        refused = cli(command, *named, code=2)
+        assert refused.stdout == ""
+        assert "Only the hub's configuration says" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -108,7 +153,7 @@ def test_closed_output_pipe_is_not_an_error(cli: Command, services: Services) ->
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), "only which hub it is about"
     assert done.stdout.startswith("ACCOUNT")
 
 

@@ -12,6 +12,16 @@ from gpuspawner.ledger.grant_files import MOST, digest, parse, parse_amount
 ADA, BOB = ("member:ada", 10 * MICRO), ("member:bob", 1_500_000)
 
 
+def test_lines_without_a_header_may_have_a_reason_each() -> None:
+    for data in (b"ada,25\ngroup:ml101,500,autumn\n", b"group:ml101,500,autumn\nada,25\n"):
+        rows, problems = parse(data, "course")
+        assert problems == []
+        assert {(row.account, row.amount, row.reason) for row in rows} == {
+            ("member:ada", 25 * MICRO, "course"),
+            ("group:ml101", 500 * MICRO, "autumn"),
+        }
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -46,7 +56,7 @@ def test_grant_lines_have_a_number_reason_and_unique_member() -> None:
     assert [str(problem) for problem in problems] == [f"Line {n}: {said}" for n in (3, 4)]
     assert len(rows) == 4
     _, (problem,) = parse(b"ada,1\n", "")
-    assert "it has no reason: say why" in str(problem)
+    assert "it has no reason: say why" in str(problem) and problem.remedy == "reason"
 
     _, problems = parse(b"ada,1,5\n", "")
     assert "is the amount 1,5? Write it with a point." in str(problems[0])
