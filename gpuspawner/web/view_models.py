@@ -357,6 +357,9 @@ def folders_of(services: Services, user: str) -> tuple[list[MyFolder], list[MyFo
 LINES = 50
 """Statement entries per page."""
 
+NEWEST = 15
+"""Statement entries beside an account's balance."""
+
 WEEKS = 8
 """Weeks in the chart."""
 
@@ -395,20 +398,24 @@ class AccountCredits:
         return any(any(week.use) for week in self.weeks)
 
 
-def credits_of_account(
-    services: Services, account: str, before: int | None = None
-) -> AccountCredits:
-    """Return an account's statement and last weeks; empty if it is not opened yet."""
-    bounds = core_weeks.last_weeks(services.clock(), WEEKS)
+def credits_of_account(services: Services, account: str, now: datetime) -> AccountCredits:
+    """Return an account's newest statement lines and last weeks; empty if it is not opened yet."""
+    bounds = core_weeks.last_weeks(now, WEEKS)
     used = services.reports.use_of_account(account, bounds)
     told = (Week(*parts) for parts in zip(bounds, bounds[1:], used, strict=False))
-    return AccountCredits(account_statement(services, account, before), tuple(told))
+    return AccountCredits(account_statement(services, account, now, limit=NEWEST), tuple(told))
 
 
-def account_statement(services: Services, account: str, before: int | None = None) -> EntryPage:
+def account_statement(
+    services: Services,
+    account: str,
+    now: datetime,
+    before: int | None = None,
+    limit: int = LINES,
+) -> EntryPage:
     """Return a page of the statement, sessions' charges combined; empty if not opened yet."""
     try:
-        return services.reports.statement_page(account, before, LINES, folded=True)
+        return services.reports.folded_page(account, now, before, limit)
     except UnknownAccount:  # a member's first sign-in opens it
         return EntryPage((), None)
 
@@ -428,17 +435,39 @@ def lasting(some: Funds, overview: Overview, now: datetime) -> tuple[Runway, ...
     )
 
 
+@dataclass(frozen=True, slots=True)
+class AccountFigures:
+    """All figures of an account's own page."""
+
+    now: datetime
+    funds: Funds
+    running: tuple[LeaseFigures, ...]
+    """The open leases that it pays for."""
+    past: AccountCredits
+
+
+def account_figures(
+    services: Services, account: str, warn_minutes: Sequence[float]
+) -> AccountFigures:
+    """Read an account in one transaction, so that its figures agree. Raises UnknownAccount."""
+    with services.store.view():
+        now = services.clock()
+        opened = services.leases.open_leases()
+        mine = [lease for lease in opened if lease.account == account]
+        found, ending = services.ledger.account(account), ending_of(services, account)
+        return AccountFigures(
+            now=now,
+            funds=funds(found, mine, now, warn_minutes, ending),
+            running=lease_figures(services, mine, now),
+            past=credits_of_account(services, account, now),
+        )
+
+
 def funds_of(services: Services, account: str, warn_minutes: Sequence[float]) -> Funds:
     """Return the current figures of an account. Raises UnknownAccount."""
     found: Account = services.ledger.account(account)
     ending = ending_of(services, account)
     return funds(found, services.leases.open_leases(), services.clock(), warn_minutes, ending)
-
-
-def running_of(services: Services, account: str) -> tuple[LeaseFigures, ...]:
-    """Return the open leases that an account pays for."""
-    mine = [lease for lease in services.leases.open_leases() if lease.account == account]
-    return lease_figures(services, mine, services.clock())
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,7 +501,7 @@ def look(
         mine = member(services, user, warn_minutes)
         overview = services.monitoring.overview()
         tickets = services.queue.tickets_of(user, TICKETS)
-        past = credits_of_account(services, member_account(user))
+        past = credits_of_account(services, member_account(user), mine.now)
         offered = folders_of(services, user)[1]
         ended = services.members.membership_end(user)
         spaces = services.storage.workspaces_of(user)

@@ -30,10 +30,12 @@ export function clock(moment: string, now: number): string {
   return at.toLocaleString(undefined, today ? time : { ...day, ...time });
 }
 
-/** A decimal string with two decimals, cut off. */
+/** A decimal string with two decimals, rounded half away from zero as on the service's pages. */
 export function credits(amount: string): string {
-  const [whole, decimals = ''] = amount.split('.');
-  return `${whole}.${decimals.padEnd(2, '0').slice(0, 2)}`;
+  const [whole, decimals = ''] = amount.replace('-', '').split('.');
+  const cents = Math.round(Number(whole + decimals.padEnd(6, '0').slice(0, 6)) / 10000);
+  const sign = amount.startsWith('-') && cents ? '\u2212' : '';
+  return `${sign}${Math.floor(cents / 100)}.${String(cents % 100).padStart(2, '0')}`;
 }
 
 export function percent(use: number): string {
