@@ -135,7 +135,8 @@ class ReceiptPage(Page):
         after = whole(text, "after", 0, LAST)
         receipt = await self.read(self.services.reports.receipt, lease_id, after, ITEMS)
         now = self.services.clock()
-        (some,) = view_models.lease_figures(self.services, [receipt.lease], now)
+        figures = view_models.lease_figures
+        (some,) = await self.read(figures, self.services, [receipt.lease], now)
         use = await self.read(self.services.monitoring.session_use, receipt.lease)
         items, due = receipt.items, some.cost - receipt.lease.charged
         back = sum(round_credits(item.amount) for item in items.back)
@@ -543,7 +544,8 @@ class ReceiptAPI(APIHandler):
         after = whole(self.get_query_argument("after", "0"), "after", 0, LAST)
         receipt = await self.read(self.services.reports.receipt, lease_id, after, limit)
         now = self.services.clock()
-        (told,) = view_models.lease_figures(self.services, [receipt.lease], now)
+        figures = view_models.lease_figures
+        (told,) = await self.read(figures, self.services, [receipt.lease], now)
         use = await self.read(self.services.monitoring.session_use, receipt.lease)
         items = receipt.items
         self.answer(

@@ -11,7 +11,7 @@ from ..core.errors import UnknownAccount
 from ..db.audit_log import AuditEntry
 from ..devices.closures import GRANTING, Closure
 from ..devices.snapshots import DeviceView, Overview
-from ..leases.models import Lease, LeaseState
+from ..leases.models import EndReason, Lease, LeaseState, SessionEnd, first_end
 from ..ledger import lots
 from ..ledger import rules as ledger_rules
 from ..ledger.models import Account, member_account
@@ -41,8 +41,13 @@ class LeaseFigures:
     lease: Lease
     cost: int
     """Microcredits until now, or until the lease ended."""
-    stops_at: datetime | None = None
-    """When the server is stopped because its account ran dry, unless credits are added."""
+    end: SessionEnd | None = None
+    """When and why a running session ends by itself; None if it does not, or is being stopped."""
+
+    @property
+    def stops_at(self) -> datetime | None:
+        """When the server stops whose member was told that its account ran dry."""
+        return self.end.at if self.end and self.lease.warned_at else None
 
     @property
     def since(self) -> datetime:
@@ -238,15 +243,35 @@ def lease_figures(
     services: Services, leases: Collection[Lease], now: datetime
 ) -> tuple[LeaseFigures, ...]:
     """Return leases with their cost until ``now``."""
-    stops = services.exhaustion.dry_stops(leases)
+    ends = session_ends(services, leases, now)
     return tuple(
         LeaseFigures(
             lease=lease,
             cost=lease.charged + ledger_rules.charge_due(lease, now),
-            stops_at=stops.get(lease.id),
+            end=ends.get(lease.id),
         )
         for lease in leases
     )
+
+
+def session_ends(
+    services: Services, leases: Collection[Lease], now: datetime
+) -> dict[str, SessionEnd]:
+    """Return when and why each running session ends by itself, by lease id.
+
+    By its time limit, its credits at the account's present rate, or the end of its membership,
+    whichever comes first.
+    """
+    running = [x for x in leases if x.state is LeaseState.RUNNING and not x.outcome]
+    if not running:
+        return {}
+    credits = services.exhaustion.credit_ends(running, now)
+    members = services.roster.membership_stops({lease.server.user for lease in running})
+    found = {
+        lease.id: first_end(lease.ends_at, credits.get(lease.id), members.get(lease.server.user))
+        for lease in running
+    }
+    return {lease_id: end for lease_id, end in found.items() if end}
 
 
 def all_funds(
@@ -302,12 +327,12 @@ def funds(
 
 
 def ends_soon(some: LeaseFigures, now: datetime, warn_minutes: Sequence[float]) -> bool:
-    """Return True if a session ends so soon that its member is warned."""
-    end, seconds = some.lease.ends_at, some.lease.seconds
-    if end is None or seconds is None or not some.lease.started_at or some.lease.outcome:
+    """Return True if a session's time limit ends it so soon that its member is warned."""
+    end, seconds = some.end, some.lease.seconds
+    if end is None or end.reason is not EndReason.TIME or seconds is None:
         return False
     minutes = [m for m in warn_minutes if 60 * m < seconds]
-    return due_warning(minutes, end - now) is not None
+    return due_warning(minutes, end.at - now) is not None
 
 
 def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | None:

@@ -4,7 +4,7 @@ import { Widget } from '@lumino/widgets';
 import type { Action, IDevice, INow } from './answer';
 import { curve } from './curve';
 import type { Session } from './session';
-import { clock, credits, end, gigabytes, isKnown, models, percent, span, warning } from './words';
+import { because, clock, credits, gigabytes, isKnown, models, percent, span, warning } from './words';
 
 export const icon = new LabIcon({
   name: 'gpuspawner:gpu',
@@ -124,10 +124,10 @@ function meter(name: string, kind: string, text: string, value: number | null): 
 }
 
 function facts(now: INow, at: number): HTMLElement {
-  const ends = end(now);
+  const ends = now.lease.end?.at;
   const rows: [string, string][] = [
     ['Environment', now.lease.environment],
-    ['Stops at', ends ? `${clock(ends, at)} (in ${span(Date.parse(ends) - at)})` : ''],
+    ['Stops at', ends ? `${clock(ends, at)} (in ${span(Date.parse(ends) - at)}), ${because(now)}` : ''],
     ['Cost so far', `${credits(now.lease.cost)} credits`],
     ['An hour', `${credits(now.lease.rate_per_hour)} credits`],
     [

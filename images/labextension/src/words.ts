@@ -81,10 +81,14 @@ export function memory(devices: IDevice[]): string {
   return `${gigabytes(used.reduce((sum, one) => sum + one, 0))}/${gigabytes(total)} GB`;
 }
 
-/** When this server stops by itself, if it does; the milliseconds are the service's clock. */
-export function end(now: INow): string | null {
-  const ends = [now.lease.ends_at, now.lease.stops_at].filter(isKnown);
-  return ends.length ? ends.reduce((one, other) => (one < other ? one : other)) : null;
+/** Why this server stops by itself. */
+export function because(now: INow): string {
+  const reason = now.lease.end?.reason;
+  if (reason === 'credits') {
+    const group = now.account?.account.startsWith('group:');
+    return `because ${group ? 'the credits of the group' : 'your credits'} run out`;
+  }
+  return reason === 'membership' ? 'because your membership ends' : 'at its time limit';
 }
 
 /** What a warning says. */
