@@ -31,11 +31,17 @@ def parse_credits(text: str | int | float) -> int:
     return whole
 
 
-def format_credits(micro: int, places: int = 2) -> str:
-    """Format microcredits as decimal credits, rounded down to ``places`` decimals (0 to 6)."""
+def round_credits(micro: int, places: int = 2) -> int:
+    """Round microcredits to ``places`` decimals of a credit (0 to 6), half away from zero."""
     step = 10 ** (6 - places)
-    units = micro // step
-    sign, units = ("-", -units) if units < 0 else ("", units)
+    size = (abs(micro) + step // 2) // step * step
+    return -size if micro < 0 else size
+
+
+def format_credits(micro: int, places: int = 2) -> str:
+    """Format microcredits as decimal credits: what people read, rounded by ``round_credits``."""
+    rounded = round_credits(micro, places)
+    sign, units = "-" if rounded < 0 else "", abs(rounded) // 10 ** (6 - places)
     if not places:
         return f"{sign}{units}"
     return f"{sign}{units // 10**places}.{units % 10**places:0{places}d}"

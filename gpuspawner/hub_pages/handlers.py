@@ -643,7 +643,8 @@ def _place(site: CatalogPages, spawner: type[Any]) -> str:
 
 def _known_of(services: Services, user: str) -> tuple[Account, list[ModelCount]]:
     """Return the member's account, opened if the sign-in failed to, and the GPU models."""
-    return services.ledger.open_account(user), list(services.monitoring.overview().models)
+    (account,) = services.ledger.less_due([services.ledger.open_account(user)])
+    return account, list(services.monitoring.overview().models)
 
 
 def _known(settings: MutableMapping[str, Any]) -> set[str]:

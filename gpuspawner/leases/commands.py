@@ -35,7 +35,9 @@ from ..engines.local import LocalEngine, process_ref
 from ..ledger import rules as ledger_rules
 from ..queue.commands import queue_services
 from ..services import Services
-from .models import Lease, LeaseState, ServerRef, Sighting
+from ..web import view_models
+from ..web.view_models import LeaseFigures
+from .models import EndReason, Lease, LeaseState, ServerRef, Sighting
 
 lease_argument = argument("lease_id", "LEASE", "the lease's id, or a unique prefix of it")
 
@@ -56,10 +58,19 @@ def leases(settings: Settings, with_ended: bool, member: str | None, limit: int)
         found = [lease for lease in found if lease.server.user == member]
     if with_ended:
         found = found[:limit]
-    show([plain(lease) for lease in found], _text(found, with_ended, member, limit))
+    figures = view_models.lease_figures(services, found, services.clock())
+    value = [{**plain(some.lease), **_plain_figures(some)} for some in figures]
+    show(value, _text(figures, with_ended, member, limit))
 
 
 _EVERY = 2**31 - 1
+
+WHY = {
+    EndReason.TIME: "time limit",
+    EndReason.CREDITS: "credits run out",
+    EndReason.MEMBERSHIP: "membership ends",
+}
+"""Why a session ends by itself, in the table."""
 
 
 def devices_of(lease: Lease) -> str:
@@ -103,23 +114,31 @@ def plain(lease: Lease) -> dict[str, Any]:
     }
 
 
-def _text(found: Sequence[Lease], with_ended: bool, member: str | None, limit: int) -> str:
+def _plain_figures(some: LeaseFigures) -> dict[str, Any]:
+    """Return what depends on the time: the cost until now, and the end of a running session."""
+    end = some.end
+    told = {"at": utc(end.at), "reason": end.reason.value} if end else None
+    return {"cost": exact(some.cost), "end": told}
+
+
+def _text(found: Sequence[LeaseFigures], with_ended: bool, member: str | None, limit: int) -> str:
     whose = f" of {member}" if member is not None else ""
     if not found:
         return f"No {'' if with_ended else 'open '}leases{whose}."
     headers = ["LEASE", "SERVER", "ENVIRONMENT", "DEVICES", "STATE", "GRANTED", "STARTED"]
-    headers += ["CREDITS/H", "CHARGED"]
+    headers += ["CREDITS/H", "COST"]
     headers += ["ENDED", "WHY"] if with_ended else ["ENDS"]
-    rows = [_row(lease, with_ended) for lease in found]
+    rows = [_row(some, with_ended) for some in found]
     kind = "lease" if with_ended else "open lease"
-    text = table(headers, rows, right=("CREDITS/H", "CHARGED"))
+    text = table(headers, rows, right=("CREDITS/H", "COST"))
     text += f"\n\n{count(len(found), kind)}{whose}"
     if with_ended and len(found) == limit:
         text += f" (the newest; --limit shows more than {limit})"
     return text
 
 
-def _row(lease: Lease, ended: bool) -> list[str]:
+def _row(some: LeaseFigures, ended: bool) -> list[str]:
+    lease, end = some.lease, some.end
     row = [
         lease.id,
         str(lease.server),
@@ -129,11 +148,11 @@ def _row(lease: Lease, ended: bool) -> list[str]:
         local(lease.granted_at),
         local(lease.started_at),
         credits(lease.rate),
-        credits(lease.charged),
+        credits(some.cost),
     ]
     if ended:
         return [*row, local(lease.ended_at), lease.end_reason]
-    return [*row, local(lease.ends_at) if lease.started_at else "-"]
+    return [*row, f"{local(end.at)} ({WHY[end.reason]})" if end else "-"]
 
 
 class EngineState(str, Enum):

@@ -193,6 +193,34 @@ class Lease:
         return 0 if self.state is LeaseState.ENDED else max(0, self.hold - self.charged)
 
 
+class EndReason(str, Enum):
+    """Why a session ends by itself."""
+
+    TIME = "time"
+    """Its time limit is reached."""
+    CREDITS = "credits"
+    """Its account has run dry."""
+    MEMBERSHIP = "membership"
+    """Its member is no member any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """When a session ends by itself, and why."""
+
+    at: datetime
+    reason: EndReason
+
+
+def first_end(
+    limit: datetime | None, credits: datetime | None, membership: datetime | None = None
+) -> SessionEnd | None:
+    """Return the earliest of a session's ends; None if there is none."""
+    ends = zip((limit, credits, membership), EndReason, strict=True)
+    known = [SessionEnd(at, reason) for at, reason in ends if at]
+    return min(known, key=lambda end: end.at, default=None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
     """A server found on an engine that carries a lease's id."""

@@ -98,7 +98,7 @@ class ExtendAPI(APIHandler):
         """Restart a session's time limit; an admin may do it for anybody."""
         await own_lease(self, lease_id, or_admin=True)
         extend = partial(self.services.extensions.extend, lease_id, actor=self.user)
-        self.answer_lease(await self.read(extend))
+        await self.answer_lease(await self.read(extend))
 
 
 class StopPage(LeaseForm, FormPage):
@@ -175,7 +175,7 @@ class StopAPI(ChangingAPI):
     async def post(self, lease_id: str) -> None:  # noqa: D102 - the class docstring is the summary
         self.need_admin()
         reason = self.sent(ReasonBody).reason
-        self.answer_lease(await self.do(self.services.sessions.stop, lease_id, reason=reason))
+        await self.answer_lease(await self.do(self.services.sessions.stop, lease_id, reason=reason))
 
 
 class EndAPI(APIHandler):
@@ -191,7 +191,7 @@ class EndAPI(APIHandler):
         if found.state is LeaseState.ENDED:
             raise web.HTTPError(409) from CannotStop(why="it has stopped already")
         await stop_own(self, found)
-        self.answer_lease(await self.read(self.services.leases.get, lease_id))
+        await self.answer_lease(await self.read(self.services.leases.get, lease_id))
 
 
 def _facts(lease: Lease, server: str) -> list[tuple[str, str]]:
@@ -271,7 +271,7 @@ class RestartAPI(APIHandler):
         restart = partial(self.services.restarts.restart, lease_id, actor=self.actor)
         ordered = await self.read(restart)
         self.context.poke()
-        self.answer_lease(ordered)
+        await self.answer_lease(ordered)
 
 
 class SnoozeForm(LeaseForm, MemberPage):
@@ -299,7 +299,7 @@ class SnoozeAPI(APIHandler):
     async def post(self, lease_id: str) -> None:
         """Postpone the stop of an idle server; an admin may do it for anybody."""
         await own_lease(self, lease_id, or_admin=True)
-        self.answer_lease(await self.read(self.services.idle.snooze, lease_id))
+        await self.answer_lease(await self.read(self.services.idle.snooze, lease_id))
 
 
 CURVE = timedelta(hours=1)
@@ -420,9 +420,9 @@ def warnings(found: CurrentSession, may_see_funds: bool) -> list[schemas.Warning
         at, snooze = resting.stops_at, resting.snooze_minutes
         key = f"idle:{at.timestamp():.0f}" if at else "idle"
         told.append(warning(kind="idle", key=key, at=at, snooze_minutes=snooze))
-    if found.ending and it.ends_at is not None:
-        key = f"session:{it.ends_at.timestamp():.0f}"
-        told.append(warning(kind="session", key=key, at=it.ends_at))
+    if found.ending and (end := found.lease.end) is not None:
+        key = f"session:{end.at.timestamp():.0f}"
+        told.append(warning(kind="session", key=key, at=end.at))
     if found.lease.stops_at is not None:
         told.append(warning(kind="credits", key="credits:dry", at=found.lease.stops_at))
     elif it.rate and may_see_funds and found.funds.warning is not None:

@@ -124,7 +124,7 @@ def grant(
         key=f"grant:{key}" if key else "",
         until=moment(until, services.settings.rates.zone),
     )
-    account = services.ledger.account(name)
+    account = find_account(services, name)
     verb, way = ("Gave", "to") if amount > 0 else ("Took", "from")
     text = f"{verb} {credits(abs(amount))} credits {way} {name}"
     if not is_new:
@@ -143,6 +143,7 @@ def statement(settings: Settings, name: str, limit: int) -> None:
     services = settings.open_services()
     account = find_account(services, name)
     lines, ending = services.ledger.statement(name, limit), services.ledger.lots_of(name)
+    folded = services.reports.folded_page(name, services.clock(), limit=limit)
     value = {
         **_plain_account(account),
         "ending": [{"at": utc(lot.ends_at), "amount": exact(left)} for lot, left in ending],
@@ -157,26 +158,27 @@ def statement(settings: Settings, name: str, limit: int) -> None:
             credits(line.balance),
             line.actor,
             line.lease_id or "-",
-            line.transfer[:8],
+            line.transfer[:8] or "-",
             line.reason,
         )
-        for line in lines
+        for line in folded.entries
     ]
     parts = [_sentence(account)]
     parts += [
         f"{credits(left)} of them end at {local(lot.ends_at)}." for lot, left in ending if left
     ]
-    if lines:
+    if rows:
         parts += ["", table(headers, rows, right=("AMOUNT", "BALANCE"))]
-    if len(lines) == limit:
-        parts += ["", f"These are the newest {count(len(lines), 'line')}; --limit shows more."]
+    if folded.older is not None:
+        parts += ["", f"These are the newest {count(len(rows), 'line')}; --limit shows more."]
     show(value, "\n".join(parts))
 
 
 @command()
 def accounts(settings: Settings) -> None:
     """List every member's and group's account."""
-    found = settings.open_services().ledger.accounts()
+    services = settings.open_services()
+    found = services.ledger.less_due(services.ledger.accounts())
     headers = ("ACCOUNT", "BALANCE", "HELD", "AVAILABLE")
     rows = [(a.name, credits(a.balance), credits(a.held), credits(a.available)) for a in found]
     text = table(headers, rows, right=headers[1:])
@@ -187,9 +189,9 @@ def accounts(settings: Settings) -> None:
 
 
 def find_account(services: Services, name: str, advice: str = "") -> Account:
-    """Return the account, or raise UnknownAccount with the closest names and advice."""
+    """Return the account less what is due now, or raise UnknownAccount with the closest names."""
     try:
-        return services.ledger.account(name)
+        return services.ledger.current_account(name)
     except UnknownAccount:
         question = meant(name, (account.name for account in services.ledger.accounts()))
         opens = " A member's account opens at their first sign-in." if "member:" in name else ""
@@ -257,7 +259,7 @@ def refund(
     # The prefix separates it from the keys of pages and scripts.
     own_key = f"cli:{key}" if key else ""
     after = services.ledger.refund(lease.id, amount, actor=actor(), reason=reason, key=own_key)
-    account = services.ledger.account(lease.account)
+    account = find_account(services, lease.account)
     back = after.refunded - lease.refunded
     value = {
         "lease": lease.id,
@@ -286,7 +288,7 @@ def reverse(settings: Settings, transfer: str, reason: str) -> None:
     moved = {p.account: p.amount for p in opposite.postings if not p.account.startswith("system:")}
     words = [
         f"{credits(abs(amount))} credits {'to' if amount > 0 else 'from'} {name}, whose balance is "
-        f"{credits(services.ledger.account(name).balance)} now"
+        f"{credits(find_account(services, name).balance)} now"
         for name, amount in moved.items()
     ]
     value = {

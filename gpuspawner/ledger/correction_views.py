@@ -188,7 +188,7 @@ class RefundAPI(ChangingAPI):
         key = f"api:{self.actor}:{sent.key}" if sent.key else ""
         refund = self.services.ledger.refund
         done = await self.do(refund, lease_id, sent.amount, reason=sent.reason, key=key)
-        self.answer_lease(done)
+        await self.answer_lease(done)
 
 
 def refundable(found: Lease) -> bool:

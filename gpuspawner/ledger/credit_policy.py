@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 
 from ..core.errors import ConfigError
 from ..core.units import format_credits, parse_credits
-from ..leases.models import Lease, LeaseState
+from ..leases.models import Lease, LeaseState, SessionEnd, first_end
 from . import rules
 from .lots import lasts
 
@@ -164,11 +164,50 @@ def stops_at(
     """Return when a lease ends whose member was told that the account is dry, else None."""
     if lease.warned_at is None or lease.state is LeaseState.ENDED:
         return None
-    if lease.when_dry == OVERDRAFT:
-        return rules.runs_dry_at(purse.balance + lease.overdraft, purse.rate, now)
-    if lease.when_dry == SESSION and lease.ends_at:
-        return lease.ends_at
-    return lease.warned_at + grace
+    end = first_end(lease.ends_at, credits_end(lease, purse, now, grace))
+    return end.at if end else None
+
+
+def credits_end(
+    lease: Lease, purse: AccountRunway, now: datetime, grace: timedelta
+) -> datetime | None:
+    """Return when a lease is stopped because its account runs dry at its present rate.
+
+    None if that never happens, as for a lease that costs nothing.
+    """
+    if lease.state is not LeaseState.RUNNING or lease.rate <= 0:
+        return None
+    policy = CreditPolicy(lease.when_dry, lease.overdraft)
+    end = _dry_end(policy, purse, now, grace, has_limit=lease.ends_at is not None)
+    if end and lease.when_dry != OVERDRAFT and purse.balance <= 0 and _was_told(lease, now):
+        return rules.after(lease.warned_at or now, grace)  # the grace period has begun
+    return end
+
+
+def planned_end(
+    purse: AccountRunway,
+    seconds: int | None,
+    now: datetime,
+    policy: CreditPolicy,
+    grace: timedelta,
+) -> SessionEnd | None:
+    """Return when and why a session would end that starts now, before anything is asked for.
+
+    ``purse`` has the rate of the session and of all others that the account pays for. ``seconds``
+    is the time limit, None if there is none.
+    """
+    limit = None if seconds is None else rules.after(now, timedelta(seconds=seconds))
+    return first_end(limit, _dry_end(policy, purse, now, grace, has_limit=limit is not None))
+
+
+def _dry_end(
+    policy: CreditPolicy, purse: AccountRunway, now: datetime, grace: timedelta, *, has_limit: bool
+) -> datetime | None:
+    """Return when a policy stops a server whose member was not told of an empty account yet."""
+    if policy.when_dry == SESSION and has_limit:
+        return None
+    dry = rules.after(now, lasts(purse.ending, purse.balance + policy.overdraft, purse.rate))
+    return dry if dry is None or policy.when_dry == OVERDRAFT else rules.after(dry, grace)
 
 
 def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | None:

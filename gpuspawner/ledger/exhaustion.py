@@ -108,16 +108,24 @@ class ExhaustionService:
                 notifications_repository.add(connection, notice)
         return happened
 
-    def dry_stops(self, some: Collection[Lease]) -> dict[str, datetime]:
-        """Return when each lease is stopped whose member was told that nothing is left."""
-        if not any(lease.warned_at for lease in some):
+    def credit_ends(self, leases: Collection[Lease], now: datetime) -> dict[str, datetime]:
+        """Return when each lease is stopped because its account runs dry at its present rate.
+
+        By lease id; without the leases that credits do not end.
+        """
+        names = {lease.account for lease in leases if lease.rate}
+        if not names:
             return {}
-        now, found = self.clock(), {}
-        for account, (balance, paid_for) in self.store.run(_paying).items():
-            purse = AccountRunway.of(balance, paid_for, now)
-            for lease in some:
-                if lease.account == account:
-                    found[lease.id] = credit_policy.stops_at(lease, purse, now, self.grace)
+        found = {}
+        with self.store.read() as connection:
+            # One account is asked for alone: a member's page needs no more.
+            paying = _paying(connection, *names) if len(names) == 1 else _paying(connection)
+            for name in names & paying.keys():
+                ending = charges.ending_credits(connection, name, now)
+                purse = AccountRunway.of(*paying[name], now, ending)
+                for lease in leases:
+                    if lease.account == name:
+                        found[lease.id] = credit_policy.credits_end(lease, purse, now, self.grace)
         return {lease_id: moment for lease_id, moment in found.items() if moment}
 
     # Helpers.
@@ -185,6 +193,7 @@ class ExhaustionService:
             left=purse.balance + lease.overdraft,
             minutes=minutes,
             lasts_until=now + (purse.lasts(lease) or timedelta(0)),
+            stops_at=credit_policy.credits_end(lease, purse, now, self.grace),
             several=several,
             credits_help=self.settings.help_text,
         )

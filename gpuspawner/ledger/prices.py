@@ -156,7 +156,7 @@ class PriceService:
             ):
                 raise InvalidRequest(
                     f"Rate {same.id} is for the same from the same moment on: "
-                    f"{format_credits(same.amount, 6)} credits an hour. Remove it first.",
+                    f"{format_credits(same.amount)} credits an hour. Remove it first.",
                     field="from",
                 )
             if dry_run:

@@ -7,11 +7,10 @@ from typing import Any
 from tornado import web
 
 from ..core.errors import GPUSpawnerError
-from ..core.units import format_credits
 from ..web import base as web_base
 from ..web.api import ChangingAPI, Parameter, operation
 from ..web.base import ServiceHandler
-from ..web.pages import FormPage, credit, moment
+from ..web.pages import FormPage, credit, credit_total, moment
 from ..web.schemas import WhyBody
 from . import schemas
 from .models import Account
@@ -235,10 +234,10 @@ async def answer_with(handler: ChangingAPI, refill: Refill, *, made: bool) -> No
 
 def _told(gifts: list[tuple[Account, int]]) -> str:
     """Describe in one line how much would be granted, and to whom."""
-    total = sum(gift for _, gift in gifts)
+    total = credit_total(gift for _, gift in gifts)
     some = ", ".join(f"{account.name} {credit(gift)}" for account, gift in gifts[:SHOWN])
     more = f", and {len(gifts) - SHOWN} more" if len(gifts) > SHOWN else ""
-    return f"{format_credits(total)} credits to {len(gifts)} accounts: {some}{more}"
+    return f"{total} credits to {len(gifts)} accounts: {some}{more}"
 
 
 REFILL_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [

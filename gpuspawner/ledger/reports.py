@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import chain
 from typing import Any
 
 import sqlalchemy as sa
@@ -24,8 +25,14 @@ from .usage import LeaseUse
 USE = (TransferKind.CHARGE.value, TransferKind.REFUND.value)
 """The kinds of lines that a lease makes, one a minute."""
 
+DUE = "due"
+"""The kind of a part that was not charged yet."""
+
 MOST_READ = 5000
 """How many postings are combined into one page for people, at most."""
+
+MOST_PARTS = 20
+"""How many of a line's newest charges are shown one by one; the earlier ones are one sum."""
 
 AT_FIRST = 200
 """How many of these are read before it is known how many are needed."""
@@ -52,7 +59,7 @@ _PAGE = (
     .limit(sa.bindparam("most", type_=sa.Integer))
 )
 _MARKS = _PAGE.with_only_columns(
-    postings.c.id, postings.c.amount, transfers.c.kind, transfers.c.lease_id
+    postings.c.id, postings.c.amount, transfers.c.kind, transfers.c.lease_id, transfers.c.at
 )
 _SINCE = sa.select(sa.func.coalesce(sa.func.sum(postings.c.amount), 0)).where(
     _account, postings.c.id >= sa.bindparam("before")
@@ -64,6 +71,12 @@ _OF_LEASE = (
     .where(_LEASE, postings.c.id > sa.bindparam("after"))
     .order_by(postings.c.id)
     .limit(sa.bindparam("most", type_=sa.Integer))
+)
+_BACK_OF_LEASE = (
+    sa.select(*_SELECTED)
+    .select_from(_JOINED)
+    .where(_LEASE, transfers.c.kind != TransferKind.CHARGE.value)
+    .order_by(postings.c.id)
 )
 _upto = sa.case((postings.c.id <= sa.bindparam("after"), postings.c.amount), else_=0)
 _SUMS_OF_LEASE = (
@@ -81,14 +94,27 @@ NEWEST = 2**62
 
 
 @dataclass(frozen=True, slots=True)
+class StatementPart:
+    """What a line for people opens to: a charge, a refund, or the sum of the earlier ones."""
+
+    at: datetime
+    kind: str
+    """A transfer's kind, or ``due`` for what was not charged yet."""
+    amount: int
+    count: int = 1
+    """How many lines it sums up."""
+
+
+@dataclass(frozen=True, slots=True)
 class StatementEntry:
-    """One line of a statement; for people, all charges of a lease between two other events."""
+    """One line of a statement; for people, all charges and refunds of a lease on the page."""
 
     id: int
-    """The id of its posting, the oldest one of those combined."""
+    """The id of its posting, the oldest one of those combined; 0 if nothing was charged yet."""
     transfer: str
-    """The newest transfer of those combined."""
+    """The transfer that gives it its reason: of those combined, the oldest charge."""
     at: datetime
+    """Of those combined, the newest one's."""
     kind: str
     reason: str
     actor: str
@@ -99,6 +125,10 @@ class StatementEntry:
     lease_id: str | None
     count: int = 1
     """How many lines are combined."""
+    refunded: int = 0
+    """Microcredits that came back, which ``amount`` includes."""
+    parts: tuple[StatementPart, ...] = ()
+    """What a line for people opens to, newest first: exactly its amount."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +151,8 @@ class ReceiptItems:
     count: int
     total: int
     """Microcredits that the lease cost: its charges less its refunds."""
+    back: tuple[StatementEntry, ...] = ()
+    """All that came back, on whichever page it is."""
 
 
 def entry_page(
@@ -138,22 +170,40 @@ def entry_page(
 
 
 def folded_page(
-    connection: sa.Connection, account: str, before: int | None = None, limit: int = 50
+    connection: sa.Connection,
+    account: str,
+    now: datetime,
+    before: int | None = None,
+    limit: int = 50,
 ) -> EntryPage:
-    """Return the lines for people: a lease's charges with no other event between them are one.
+    """Return the lines for people: all charges and refunds of a lease on the page are one.
 
+    The first page includes what is due until ``now``, so that its balance is the current one.
     Raises UnknownAccount.
     """
     balance = _balance_before(connection, account, before)
-    groups, cut = _together(_marks(connection, account, before or NEWEST), limit)
-    newest = _details(connection, [group[0][0] for group in groups])
+    open_leases = leases_repository.open_leases(connection) if before is None else []
+    due = {
+        lease.id: (lease, amount)
+        for lease in open_leases
+        if lease.account == account and (amount := rules.charge_due(lease, now))
+    }
+    balance -= sum(amount for _, amount in due.values())
+    marks = [(0, -amount, DUE, lease_id, now) for lease_id, (_, amount) in due.items()]
+    read = _marks(connection, account, before or NEWEST)
+    # What is due takes no place from what was posted: each page must have a posting to go on from.
+    groups, cut = _together(chain(marks, read), max(limit, len(due) + 1))
+    named = [_naming(group) for group in groups]
+    details = _details(connection, [mark[0] for mark in named if mark[0]])
     entries = []
-    for group in groups:
-        amount = sum(mark[1] for mark in group)
-        line = _entry(newest[group[0][0]], balance)
-        entries.append(replace(line, id=group[-1][0], amount=amount, count=len(group)))
-        balance -= amount
-    oldest = min((entry.id for entry in entries), default=None)
+    for group, (posting, _, _, lease_id, _) in zip(groups, named, strict=True):
+        if posting:
+            line = _entry(details[posting], balance)
+        else:
+            line = _due_entry(due[lease_id][0], now, balance)
+        entries.append(_combined(line, group))
+        balance -= entries[-1].amount
+    oldest = min((entry.id for entry in entries if entry.id), default=None)
     if oldest is not None and not cut:  # there are no more, or too many were read
         values = {"account": account, "before": oldest, "most": 1}
         cut = connection.execute(_MARKS, values).first() is not None
@@ -173,7 +223,9 @@ def items_of_account(
         cost -= row[6]
         entries.append(_entry(row, cost))
     newer = entries[-1].id if len(rows) > limit else None
-    return ReceiptItems(tuple(entries), newer, int(count), -int(total))
+    returned = connection.execute(_BACK_OF_LEASE, {"lease": lease_id, "account": account})
+    back = tuple(_entry(row, 0) for row in returned)
+    return ReceiptItems(tuple(entries), newer, int(count), -int(total), back)
 
 
 def _balance_before(connection: sa.Connection, account: str, before: int | None) -> int:
@@ -206,24 +258,59 @@ def _marks(connection: sa.Connection, account: str, before: int) -> Iterator[Seq
 def _together(marks: Iterable[Sequence[Any]], limit: int) -> tuple[list[list[Sequence[Any]]], bool]:
     """Return the postings of each line, newest line first, and True if there are more lines.
 
-    A stretch of nothing but use is one line for each lease, in the order of their newest charges.
+    The use of a lease is one line, at the time of its newest charge.
     """
     groups: list[list[Sequence[Any]]] = []
-    stretch: dict[str | None, list[Sequence[Any]]] = {}
+    of_lease: dict[str | None, list[Sequence[Any]]] = {}
     for mark in marks:
-        _, _, kind, lease_id = mark
-        use = kind in USE
-        if not use:
-            stretch = {}
-        if use and lease_id in stretch:
-            stretch[lease_id].append(mark)
+        _, _, kind, lease_id, _ = mark
+        use = kind in (*USE, DUE)
+        if use and lease_id in of_lease:
+            of_lease[lease_id].append(mark)
             continue
         if len(groups) == limit:
             return groups, True
         groups.append([mark])
         if use:
-            stretch[lease_id] = groups[-1]
+            of_lease[lease_id] = groups[-1]
     return groups, False
+
+
+def _naming(group: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    """Return the posting that says what a line is for: its oldest charge, if it has one.
+
+    The newest charge of an ended session says "up to its end", and a refund why it was made.
+    """
+    charges = [mark for mark in group if mark[2] == TransferKind.CHARGE.value]
+    return charges[-1] if charges else group[0]
+
+
+def _due_entry(lease: Lease, now: datetime, balance: int) -> StatementEntry:
+    """Return the line of a lease that was not charged yet."""
+    kind, actor = TransferKind.CHARGE.value, rules.ACTOR_ACCOUNTING
+    reason = rules.charge_reason([device.model for device in lease.devices], lease.server)
+    return StatementEntry(0, "", now, kind, reason, actor, 0, balance, lease.id)
+
+
+def _combined(line: StatementEntry, group: Sequence[Sequence[Any]]) -> StatementEntry:
+    """Return a line with the figures of all postings that it combines, newest first."""
+    amount = sum(mark[1] for mark in group)
+    shown, earlier = group[:MOST_PARTS], group[MOST_PARTS:]
+    parts = [StatementPart(mark[4], mark[2], mark[1]) for mark in shown]
+    if earlier:
+        left = sum(mark[1] for mark in earlier)
+        parts.append(StatementPart(earlier[0][4], earlier[0][2], left, len(earlier)))
+    posted = [mark[0] for mark in group if mark[0]]
+    refund = TransferKind.REFUND.value
+    return replace(
+        line,
+        id=posted[-1] if posted else 0,
+        at=group[0][4],
+        amount=amount,
+        count=len(posted),
+        refunded=sum(mark[1] for mark in group if mark[2] == refund),
+        parts=tuple(parts) if group[0][2] in (*USE, DUE) else (),
+    )
 
 
 def _details(connection: sa.Connection, ids: Sequence[int]) -> dict[int, Sequence[Any]]:
@@ -250,15 +337,18 @@ class ReportService:
         self.store = store
         self.clock = clock
 
-    def statement_page(
-        self, account: str, before: int | None = None, limit: int = 50, *, folded: bool = False
+    def statement_page(self, account: str, before: int | None = None, limit: int = 50) -> EntryPage:
+        """Return lines of an account one by one, newest first. Raises UnknownAccount."""
+        return self.store.run(lambda connection: entry_page(connection, account, before, limit))
+
+    def folded_page(
+        self, account: str, now: datetime, before: int | None = None, limit: int = 50
     ) -> EntryPage:
-        """Return lines of an account, newest first; ``folded``: a session's charges as one.
+        """Return lines for people: a session's charges as one, with what is due until ``now``.
 
         Raises UnknownAccount.
         """
-        read = folded_page if folded else entry_page
-        return self.store.run(lambda connection: read(connection, account, before, limit))
+        return self.store.run(lambda x: folded_page(x, account, now, before, limit))
 
     def receipt(self, lease_id: str, after: int = 0, limit: int = 100) -> Receipt:
         """Return what a session cost, item by item, oldest first. Raises UnknownLease."""

@@ -7,7 +7,7 @@ admin does is also in the audit log, in the same transaction.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from ..core.errors import ConfigError, InvalidRequest, NotAllowed, UnknownAccount
 from ..core.text import checked_reason
-from ..core.units import format_credits, parse_credits
+from ..core.units import format_credits, parse_credits, round_credits
 from ..db import audit_log, hash_chain
 from ..db.engine import Store
 from ..leases import repository as leases_repository
@@ -57,6 +57,18 @@ class LedgerService:
     def account(self, name: str) -> Account:
         """Return the balance and holds of an account. Raises UnknownAccount."""
         return self.store.run(lambda connection: repository.get_account(connection, name))
+
+    def current_account(self, name: str) -> Account:
+        """Return the account less what is due now, as pages show it. Raises UnknownAccount."""
+        return self.less_due([self.account(name)])[0]
+
+    def less_due(self, accounts: Iterable[Account]) -> list[Account]:
+        """Return accounts as if all that is due now for running servers were charged."""
+        now, opened = self.clock(), self.store.run(leases_repository.open_leases)
+        return [
+            rules.owing((lease for lease in opened if lease.account == some.name), some, now)
+            for some in accounts
+        ]
 
     def member(self, user: str) -> Account:
         """Return the account of a member; an empty one if it is not open yet."""
@@ -158,10 +170,11 @@ class LedgerService:
         with self.store.write() as connection:
             lease = leases_repository.get(connection, lease_id, lock=True)
             key = rules.refund_key(lease.id, key or secrets.token_hex(8))
-            if repository.of_key(connection, key) is None:
+            if (done := repository.of_key(connection, key)) is None:
                 amount = _refundable(connection, lease, amount)
-            elif amount is None:
+            elif amount in (None, round_credits(done.amount_for(lease.account))):
                 return lease
+            assert amount is not None
             refund_lease(connection, lease, amount, key, now, actor=actor, reason=reason)
             return leases_repository.get(connection, lease.id)
 
@@ -252,13 +265,16 @@ class LedgerService:
     # Who pays.
 
     def payers(self, user: str, groups: Collection[str]) -> Payers:
-        """Return the accounts that may pay for a member of these groups, and the usual one."""
+        """Return the accounts that may pay for a member of these groups, and the usual one.
+
+        What is due now is subtracted already.
+        """
         with self.store.read() as connection:
             found = [
                 repository.find_account(connection, name) for name in accounts_of(user, groups)
             ]
             usual = usual_payer(connection, user, groups)
-        known = tuple(account for account in found if account)
+        known = tuple(self.less_due(account for account in found if account))
         if not known or known[0].name != member_account(user):  # not open yet
             known = (Account(name=member_account(user)), *known)
         return Payers(known, usual)
@@ -403,10 +419,12 @@ def _refundable(connection: sa.Connection, lease: Lease, amount: int | None) -> 
         raise InvalidRequest(why, field="lease")
     if amount is None:
         return left
+    if left < amount <= round_credits(left):
+        return left  # all of it, as it is shown
     if not 0 < amount <= left:
         raise InvalidRequest(
-            f"{format_credits(amount, 6)} credits cannot be given back for lease {named}: write "
-            f"more than 0 and at most {format_credits(left, 6)}, which is what is left of its "
+            f"{format_credits(amount)} credits cannot be given back for lease {named}: write "
+            f"more than 0 and at most {format_credits(left)}, which is what is left of its "
             "charges.",
             field="amount",
         )
@@ -427,7 +445,7 @@ def _must_be_reversible(connection: sa.Connection, transfer: Transfer) -> None:
     if -transfer.amount_for(lease.account) > left:
         raise InvalidRequest(
             f"Of what lease {lease.id} of {lease.server} was charged, "
-            f"{format_credits(max(0, left), 6)} credits are left, and this charge is more: refund "
+            f"{format_credits(max(0, left))} credits are left, and this charge is more: refund "
             "what is left of the lease instead.",
             field="transfer",
         )

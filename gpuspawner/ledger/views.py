@@ -20,7 +20,7 @@ from ..core.errors import (
 )
 from ..core.scopes import GRANT, READ_ACCOUNTS
 from ..core.text import LONGEST_REASON
-from ..core.units import format_credits
+from ..core.units import format_credits, round_credits
 from ..db.search import LONGEST
 from ..leases.models import Lease, LeaseState
 from ..leases.sessions import goes_on
@@ -68,13 +68,15 @@ class StatementPage(Page):
         text = self.get_query_argument("before", "")
         before = whole(text, "before", 1, LAST) if text else None
         own = account == member_account(self.user)
+        now = self.services.clock()
+        statement = view_models.account_statement
         self.show(
             "statement.html",
             account=account,
             own=own,
             base="statement" if own and not name else f"accounts/{part(account)}/statement",
-            now=self.services.clock(),
-            page=await self.read(view_models.account_statement, self.services, account, before),
+            now=now,
+            page=await self.read(statement, self.services, account, now, before),
             first=before is None,
         )
 
@@ -133,16 +135,21 @@ class ReceiptPage(Page):
         after = whole(text, "after", 0, LAST)
         receipt = await self.read(self.services.reports.receipt, lease_id, after, ITEMS)
         now = self.services.clock()
-        (some,) = view_models.lease_figures(self.services, [receipt.lease], now)
+        figures = view_models.lease_figures
+        (some,) = await self.read(figures, self.services, [receipt.lease], now)
         use = await self.read(self.services.monitoring.session_use, receipt.lease)
+        items, due = receipt.items, some.cost - receipt.lease.charged
+        back = sum(round_credits(item.amount) for item in items.back)
         self.show(
             "receipt.html",
             now=now,
             some=some,
-            items=receipt.items,
+            items=items,
+            due=due,
+            # What came back is in rows of its own: with them, it adds up to the total as shown.
+            charged=round_credits(items.total + due) + back,
             use=use,
             first=after == 0,
-            back=receipt.lease.charged + receipt.lease.refunded - receipt.items.total,
             ended=receipt.lease.state is LeaseState.ENDED,
             refundable=self.admin and refundable(receipt.lease),
             goes_on=self.admin and goes_on(receipt.lease),
@@ -321,20 +328,20 @@ class AccountPage(FormPage):
     ) -> None:
         """Send the page; ``typed`` is the content of a refused form."""
         minutes = self.context.warn_minutes
-        funds = await self.read(view_models.funds_of, self.services, account, minutes)
+        found = await self.read(view_models.account_figures, self.services, account, minutes)
         overview = await self.read(self.services.monitoring.overview)
         kind, _, owner = account.partition(":")
         members = await web_base.members_of(self, owner) if kind == "group" else frozenset()
         self.show(
             "account.html",
-            now=self.services.clock(),
+            now=found.now,
             account=account,
             path=f"accounts/{part(account)}",
-            funds=funds,
+            funds=found.funds,
             members=sorted(members) if kind == "group" else None,
-            lasting=view_models.lasting(funds, overview, self.services.clock()),
-            running=await self.read(view_models.running_of, self.services, account),
-            past=await self.read(view_models.credits_of_account, self.services, account),
+            lasting=view_models.lasting(found.funds, overview, found.now),
+            running=found.running,
+            past=found.past,
             done=DONE.get(self.get_query_argument("done", ""), ""),
             refusal=refusal,
             typed={"amount": "", "reason": "", "until": "", **typed},
@@ -361,7 +368,7 @@ class GrantForm(AccountPage):
             sent = self.typed(schemas.GrantBody)
             if sent.amount < 0:
                 web_base.must_take(self, account)
-            before = await self.services.read(self.services.ledger.account, account)
+            before = await self.services.read(self.services.ledger.current_account, account)
             if not self.confirmed:
                 self._ask(account, sent, before.balance)
                 return
@@ -537,7 +544,8 @@ class ReceiptAPI(APIHandler):
         after = whole(self.get_query_argument("after", "0"), "after", 0, LAST)
         receipt = await self.read(self.services.reports.receipt, lease_id, after, limit)
         now = self.services.clock()
-        (told,) = view_models.lease_figures(self.services, [receipt.lease], now)
+        figures = view_models.lease_figures
+        (told,) = await self.read(figures, self.services, [receipt.lease], now)
         use = await self.read(self.services.monitoring.session_use, receipt.lease)
         items = receipt.items
         self.answer(

@@ -7,7 +7,7 @@ reason why it stays. A test compares both with the schema.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -79,6 +79,12 @@ def find_membership(
     query = sa.select(memberships).where(memberships.c.user == user)
     row = connection.execute(query.with_for_update() if lock else query).one_or_none()
     return Membership(*row) if row else None
+
+
+def memberships_of(connection: sa.Connection, users: Collection[str]) -> list[Membership]:
+    """Return the memberships of these users, of those who ever had one."""
+    query = sa.select(memberships).where(memberships.c.user.in_(users))
+    return [Membership(*row) for row in connection.execute(query)]
 
 
 def begin_membership(connection: sa.Connection, user: str, now: datetime) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -229,6 +229,22 @@ class RosterService:
         now = now or self.clock()
         entries = self.store.run(lambda connection: repository.roster_of_user(connection, user))
         return self._verdict(entries, now)
+
+    def membership_stops(self, users: Collection[str]) -> dict[str, datetime]:
+        """Return when the servers of these users stop because their membership has an end.
+
+        By user: it has ended, or their last entry on the roster ends.
+        """
+        now, grace, found = self.clock(), self.members.membership_grace, {}
+        with self.store.read() as connection:
+            for known in repository.memberships_of(connection, users):
+                end = known.ended_at
+                if end is None and known.by_roster:
+                    entries = repository.roster_of_user(connection, known.user)
+                    end = self._verdict(entries, now).until
+                if end is not None:
+                    found[known.user] = end + grace
+        return found
 
     def import_roster(
         self, data: bytes, *, actor: str, dry_run: bool = False, whole: bool = False

@@ -277,7 +277,7 @@ def _stops_soon(lease: Lease, known: Membership, stops_at: datetime, now: dateti
         now,
         lease=lease,
         reason=known.reason,
-        stops_at=stops_at,
+        stops_at=min(stops_at, lease.ends_at or stops_at),
     )
 
 

@@ -75,9 +75,9 @@ def short(micro: int) -> str:
     if micro < MICRO // 100:
         return "<0.01"
     for limit, places, unit in ((10, 2, 1), (1000, 1, 1), (10_000, 1, 1000), (10**6, 0, 1000)):
-        if micro < limit * MICRO:
+        if micro + unit * 10 ** (6 - places) // 2 < limit * MICRO:  # also when it is rounded up
             return format_credits(micro // unit, places) + ("k" if unit > 1 else "")
-    return format_credits(micro // 1_000_000, 1 if micro < 10**8 * MICRO else 0) + "M"
+    return format_credits(micro // 1_000_000, 1 if micro < (10**8 - 50_000) * MICRO else 0) + "M"
 
 
 CURVE_WIDTH, CURVE_HEIGHT = 360, 96

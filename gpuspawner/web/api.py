@@ -233,9 +233,10 @@ class APIHandler(ServiceHandler):
         """Send the model's fields as JSON, read from an object and from ``more``."""
         self.finish(model.of(found, **more).as_json())
 
-    def answer_lease(self, found: Lease) -> None:
-        """Send a lease, with its cost so far."""
-        (told,) = view_models.lease_figures(self.services, [found], self.services.clock())
+    async def answer_lease(self, found: Lease) -> None:
+        """Send a lease, with its cost so far and its end."""
+        now = self.services.clock()
+        (told,) = await self.read(view_models.lease_figures, self.services, [found], now)
         self.answer(LeaseAnswer, told)
 
     @property
@@ -317,7 +318,7 @@ class LeasesHandler(APIHandler):
         )
         found = await self.read(find)
         now = self.services.clock()
-        told = view_models.lease_figures(self.services, found.found, now)
+        told = await self.read(view_models.lease_figures, self.services, found.found, now)
         self.answer(LeasesAnswer, as_of=now, leases=told, next=found.older)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime, timedelta
@@ -19,7 +19,7 @@ from tornado import web
 from ..core.errors import GPUSpawnerError, InvalidRequest
 from ..core.text import LONGEST_REASON
 from ..core.times import clock, end_clock, minute_after, minute_of
-from ..core.units import format_bytes, format_credits
+from ..core.units import format_bytes, format_credits, round_credits
 from ..devices.closures import GRANTING, Closure
 from ..devices.snapshots import DeviceView
 from ..leases.models import LeasedDevice
@@ -210,9 +210,13 @@ class NotFound(Page):
 
 
 def credit(micro: int) -> str:
-    """Format credits with two decimals; small amounts with four or six, so that none is zero."""
-    places = next((n for n in (2, 4) if abs(micro) >= 10 ** (6 - n)), 6) if micro else 2
-    return format_credits(micro, places).replace("-", "\N{MINUS SIGN}")
+    """Format credits with two decimals."""
+    return format_credits(micro).replace("-", "\N{MINUS SIGN}")
+
+
+def credit_total(amounts: Iterable[int]) -> str:
+    """Format the total below a column of amounts: the sum of the figures as they are shown."""
+    return credit(sum(map(round_credits, amounts)))
 
 
 def span(length: timedelta) -> str:
@@ -270,7 +274,7 @@ def gpu_hours(seconds: int) -> str:
 
 
 def exact(micro: int) -> str:
-    """Format microcredits as credits with all six decimals."""
+    """Format credits with all six decimals, for what a page shows only in an opened detail."""
     return format_credits(micro, 6).replace("-", "\N{MINUS SIGN}")
 
 
@@ -349,7 +353,7 @@ def _environment() -> jinja2.Environment:
     )
     times = (moment, period, exactly, on_day, until, ends, clock_time)
     formats = (credit, exact, span, duration, *times)
-    others = (gpu_hours, memory, points, subject, device_names)
+    others = (credit_total, gpu_hours, memory, points, subject, device_names)
     environment.filters |= {format.__name__: format for format in (*formats, *others)}
     environment.filters |= {
         "chart": weeks_chart,

@@ -27,7 +27,7 @@ from pydantic import (
 from ..core.errors import InvalidRequest
 from ..core.text import LONGEST_REASON, checked_reason
 from ..core.units import format_credits
-from ..leases.models import LeaseState
+from ..leases.models import EndReason, LeaseState
 from .fields import (
     EXACT,
     INSTANT,
@@ -297,6 +297,13 @@ class LeasedAnswer(Answer):
     memory_bytes: Count
 
 
+class SessionEndAnswer(Answer):
+    """When and why a running session ends by itself."""
+
+    at: Instant
+    reason: EndReason
+
+
 class LeaseAnswer(Answer):
     """A lease, and what it cost so far."""
 
@@ -316,6 +323,7 @@ class LeaseAnswer(Answer):
     warned_at: Instant | None = told("lease.warned_at")
     stops_at: Instant | None
     ends_at: Instant | None = told("lease.ends_at")
+    end: SessionEndAnswer | None
     claim_by: Instant | None = told("lease.claim_by")
     group: str = told("lease.group")
     outcome: str = told("lease.outcome")

@@ -11,7 +11,7 @@ from ..core.errors import UnknownAccount
 from ..db.audit_log import AuditEntry
 from ..devices.closures import GRANTING, Closure
 from ..devices.snapshots import DeviceView, Overview
-from ..leases.models import Lease, LeaseState
+from ..leases.models import EndReason, Lease, LeaseState, SessionEnd, first_end
 from ..ledger import lots
 from ..ledger import rules as ledger_rules
 from ..ledger.models import Account, member_account
@@ -41,8 +41,13 @@ class LeaseFigures:
     lease: Lease
     cost: int
     """Microcredits until now, or until the lease ended."""
-    stops_at: datetime | None = None
-    """When the server is stopped because its account ran dry, unless credits are added."""
+    end: SessionEnd | None = None
+    """When and why a running session ends by itself; None if it does not, or is being stopped."""
+
+    @property
+    def stops_at(self) -> datetime | None:
+        """When the server stops whose member was told that its account ran dry."""
+        return self.end.at if self.end and self.lease.warned_at else None
 
     @property
     def since(self) -> datetime:
@@ -238,15 +243,35 @@ def lease_figures(
     services: Services, leases: Collection[Lease], now: datetime
 ) -> tuple[LeaseFigures, ...]:
     """Return leases with their cost until ``now``."""
-    stops = services.exhaustion.dry_stops(leases)
+    ends = session_ends(services, leases, now)
     return tuple(
         LeaseFigures(
             lease=lease,
             cost=lease.charged + ledger_rules.charge_due(lease, now),
-            stops_at=stops.get(lease.id),
+            end=ends.get(lease.id),
         )
         for lease in leases
     )
+
+
+def session_ends(
+    services: Services, leases: Collection[Lease], now: datetime
+) -> dict[str, SessionEnd]:
+    """Return when and why each running session ends by itself, by lease id.
+
+    By its time limit, its credits at the account's present rate, or the end of its membership,
+    whichever comes first.
+    """
+    running = [x for x in leases if x.state is LeaseState.RUNNING and not x.outcome]
+    if not running:
+        return {}
+    credits = services.exhaustion.credit_ends(running, now)
+    members = services.roster.membership_stops({lease.server.user for lease in running})
+    found = {
+        lease.id: first_end(lease.ends_at, credits.get(lease.id), members.get(lease.server.user))
+        for lease in running
+    }
+    return {lease_id: end for lease_id, end in found.items() if end}
 
 
 def all_funds(
@@ -302,12 +327,12 @@ def funds(
 
 
 def ends_soon(some: LeaseFigures, now: datetime, warn_minutes: Sequence[float]) -> bool:
-    """Return True if a session ends so soon that its member is warned."""
-    end, seconds = some.lease.ends_at, some.lease.seconds
-    if end is None or seconds is None or not some.lease.started_at or some.lease.outcome:
+    """Return True if a session's time limit ends it so soon that its member is warned."""
+    end, seconds = some.end, some.lease.seconds
+    if end is None or end.reason is not EndReason.TIME or seconds is None:
         return False
     minutes = [m for m in warn_minutes if 60 * m < seconds]
-    return due_warning(minutes, end - now) is not None
+    return due_warning(minutes, end.at - now) is not None
 
 
 def due_warning(minutes: Sequence[float], left: timedelta | None) -> float | None:
@@ -357,6 +382,9 @@ def folders_of(services: Services, user: str) -> tuple[list[MyFolder], list[MyFo
 LINES = 50
 """Statement entries per page."""
 
+NEWEST = 15
+"""Statement entries beside an account's balance."""
+
 WEEKS = 8
 """Weeks in the chart."""
 
@@ -395,20 +423,24 @@ class AccountCredits:
         return any(any(week.use) for week in self.weeks)
 
 
-def credits_of_account(
-    services: Services, account: str, before: int | None = None
-) -> AccountCredits:
-    """Return an account's statement and last weeks; empty if it is not opened yet."""
-    bounds = core_weeks.last_weeks(services.clock(), WEEKS)
+def credits_of_account(services: Services, account: str, now: datetime) -> AccountCredits:
+    """Return an account's newest statement lines and last weeks; empty if it is not opened yet."""
+    bounds = core_weeks.last_weeks(now, WEEKS)
     used = services.reports.use_of_account(account, bounds)
     told = (Week(*parts) for parts in zip(bounds, bounds[1:], used, strict=False))
-    return AccountCredits(account_statement(services, account, before), tuple(told))
+    return AccountCredits(account_statement(services, account, now, limit=NEWEST), tuple(told))
 
 
-def account_statement(services: Services, account: str, before: int | None = None) -> EntryPage:
+def account_statement(
+    services: Services,
+    account: str,
+    now: datetime,
+    before: int | None = None,
+    limit: int = LINES,
+) -> EntryPage:
     """Return a page of the statement, sessions' charges combined; empty if not opened yet."""
     try:
-        return services.reports.statement_page(account, before, LINES, folded=True)
+        return services.reports.folded_page(account, now, before, limit)
     except UnknownAccount:  # a member's first sign-in opens it
         return EntryPage((), None)
 
@@ -428,17 +460,39 @@ def lasting(some: Funds, overview: Overview, now: datetime) -> tuple[Runway, ...
     )
 
 
+@dataclass(frozen=True, slots=True)
+class AccountFigures:
+    """All figures of an account's own page."""
+
+    now: datetime
+    funds: Funds
+    running: tuple[LeaseFigures, ...]
+    """The open leases that it pays for."""
+    past: AccountCredits
+
+
+def account_figures(
+    services: Services, account: str, warn_minutes: Sequence[float]
+) -> AccountFigures:
+    """Read an account in one transaction, so that its figures agree. Raises UnknownAccount."""
+    with services.store.view():
+        now = services.clock()
+        opened = services.leases.open_leases()
+        mine = [lease for lease in opened if lease.account == account]
+        found, ending = services.ledger.account(account), ending_of(services, account)
+        return AccountFigures(
+            now=now,
+            funds=funds(found, mine, now, warn_minutes, ending),
+            running=lease_figures(services, mine, now),
+            past=credits_of_account(services, account, now),
+        )
+
+
 def funds_of(services: Services, account: str, warn_minutes: Sequence[float]) -> Funds:
     """Return the current figures of an account. Raises UnknownAccount."""
     found: Account = services.ledger.account(account)
     ending = ending_of(services, account)
     return funds(found, services.leases.open_leases(), services.clock(), warn_minutes, ending)
-
-
-def running_of(services: Services, account: str) -> tuple[LeaseFigures, ...]:
-    """Return the open leases that an account pays for."""
-    mine = [lease for lease in services.leases.open_leases() if lease.account == account]
-    return lease_figures(services, mine, services.clock())
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,7 +526,7 @@ def look(
         mine = member(services, user, warn_minutes)
         overview = services.monitoring.overview()
         tickets = services.queue.tickets_of(user, TICKETS)
-        past = credits_of_account(services, member_account(user))
+        past = credits_of_account(services, member_account(user), mine.now)
         offered = folders_of(services, user)[1]
         ended = services.members.membership_end(user)
         spaces = services.storage.workspaces_of(user)

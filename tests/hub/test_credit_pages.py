@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from gpuspawner.core.units import MICRO
+from gpuspawner.core.units import MICRO, format_credits
 from gpuspawner.leases import repository as leases_repository
 from gpuspawner.leases.models import Lease, LeaseState, ServerRef
 from gpuspawner.monitoring.models import DeviceUse
@@ -153,8 +153,9 @@ def test_receipt_amounts_add_up_to_the_total(hub: PayingHub) -> None:
     lease = past_lease(hub)
     page = words(hub.page("ada", f"leases/{lease.id}"))
     total = f"{lease.charged // MICRO}.{lease.charged % MICRO:06}"
-    assert f"Total {total}" in page
-    assert "4.000000 credits an hour" in page
+    assert f"Total {format_credits(lease.charged)}" in page
+    assert f"Sum, shown as {format_credits(lease.charged)} {total}" in page
+    assert "4.00 credits an hour" in page
     assert lease.devices[0].uuid in page
     answer = hub.page("ada", f"leases/{lease.id}.csv")
     assert answer.headers["Content-Type"].startswith("text/csv")
@@ -340,15 +341,15 @@ def test_session_is_refunded_only_once(hub: PayingHub) -> None:
     assert "Give a part of it back?" in words(hub.send(ADMIN, path, **part))
     for _ in range(2):
         given = hub.send(ADMIN, path, confirm="yes", **part)
-        assert "0.000001 came back" in words(given), given.text
+        assert "a slow disk" in words(given), given.text
         assert past_lease(hub).charged == lease.charged - 1
     for amount in ("-1", "0", "1,5", "1000"):
         refused = hub.send(ADMIN, path, reason="x", amount=amount, confirm="yes")
         assert refused.status_code == 400, amount
     assert past_lease(hub).refunded == 1
     done = words(hub.send(ADMIN, path, reason="the GPU was sick", confirm="yes"))
-    assert "It was given back." in done and "came back" in done
-    assert "Total 0.000000" in done
+    assert "It was given back." in done and "the GPU was sick" in done
+    assert "Total 0.00" in done
     assert past_lease(hub).charged == 0
     again = hub.send(ADMIN, path, reason="the GPU was sick", confirm="yes")
     assert again.status_code == 400

@@ -23,7 +23,13 @@ export interface ILease {
   rate_per_hour: string;
   cost: string;
   ends_at: string | null;
-  stops_at: string | null;
+  // The earliest of all; null when it does not end by itself, or is being stopped.
+  end: IEnd | null;
+}
+
+export interface IEnd {
+  at: string;
+  reason: 'time' | 'credits' | 'membership';
 }
 
 export interface IWarning {

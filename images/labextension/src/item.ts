@@ -1,7 +1,7 @@
 import { Widget } from '@lumino/widgets';
 
 import type { Session } from './session';
-import { STOPPING, credits, end, memory, models, span, use } from './words';
+import { STOPPING, credits, memory, models, span, use } from './words';
 
 /**
  * The item in the status bar, while there is an answer.
@@ -24,7 +24,7 @@ export class Item extends Widget {
     if (!now) {
       return;
     }
-    const ends = end(now);
+    const ends = now.lease.end?.at;
     const words: [string, string][] = this.session.stopping
       ? [['model', STOPPING]]
       : [

@@ -6,9 +6,9 @@ import { curve } from './curve';
 import type { Session } from './session';
 import {
   STOPPING,
+  because,
   clock,
   credits,
-  end,
   gigabytes,
   isKnown,
   models,
@@ -134,10 +134,10 @@ function meter(name: string, kind: string, text: string, value: number | null): 
 }
 
 function facts(now: INow, at: number): HTMLElement {
-  const ends = end(now);
+  const ends = now.lease.end?.at;
   const rows: [string, string][] = [
     ['Environment', now.lease.environment],
-    ['Stops at', ends ? `${clock(ends, at)} (in ${span(Date.parse(ends) - at)})` : ''],
+    ['Stops at', ends ? `${clock(ends, at)} (in ${span(Date.parse(ends) - at)}), ${because(now)}` : ''],
     ['Cost so far', `${credits(now.lease.cost)} credits`],
     ['An hour', `${credits(now.lease.rate_per_hour)} credits`],
     [

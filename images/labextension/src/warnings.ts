@@ -3,7 +3,7 @@ import { PageConfig, URLExt } from '@jupyterlab/coreutils';
 
 import type { Action, INow, IWarning } from './answer';
 import type { Session } from './session';
-import { clock, end, warning } from './words';
+import { clock, warning } from './words';
 
 // So long before the end a warning that was put off comes again.
 const SOON = 10 * 60000;
@@ -32,7 +32,7 @@ export class Warnings {
       return;
     }
     const now = this.session.now;
-    const moment = now && (action === 'snooze' ? idle(now)?.at : end(now));
+    const moment = now && (action === 'snooze' ? idle(now)?.at : now.lease.end?.at);
     const until = moment ? ` until ${clock(moment, this.session.clock())}` : '';
     const done = action === 'snooze' ? 'The stop is put off' : 'This server goes on';
     Notification.success(`${done}${until}.`, { autoClose: 8000 });

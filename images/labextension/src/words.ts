@@ -32,10 +32,12 @@ export function clock(moment: string, now: number): string {
   return at.toLocaleString(undefined, today ? time : { ...day, ...time });
 }
 
-/** A decimal string with two decimals, cut off. */
+/** A decimal string with two decimals, rounded half away from zero as on the service's pages. */
 export function credits(amount: string): string {
-  const [whole, decimals = ''] = amount.split('.');
-  return `${whole}.${decimals.padEnd(2, '0').slice(0, 2)}`;
+  const [whole, decimals = ''] = amount.replace('-', '').split('.');
+  const cents = Math.round(Number(whole + decimals.padEnd(6, '0').slice(0, 6)) / 10000);
+  const sign = amount.startsWith('-') && cents ? '\u2212' : '';
+  return `${sign}${Math.floor(cents / 100)}.${String(cents % 100).padStart(2, '0')}`;
 }
 
 export function percent(use: number): string {
@@ -82,10 +84,14 @@ export function memory(devices: IDevice[]): string {
   return `memory ${gigabytes(sum)} of ${gigabytes(total)} GB`;
 }
 
-/** When this server stops by itself, if it does; the milliseconds are the service's clock. */
-export function end(now: INow): string | null {
-  const ends = [now.lease.ends_at, now.lease.stops_at].filter(isKnown);
-  return ends.length ? ends.reduce((one, other) => (one < other ? one : other)) : null;
+/** Why this server stops by itself. */
+export function because(now: INow): string {
+  const reason = now.lease.end?.reason;
+  if (reason === 'credits') {
+    const group = now.account?.account.startsWith('group:');
+    return `because ${group ? 'the credits of the group' : 'your credits'} run out`;
+  }
+  return reason === 'membership' ? 'because your membership ends' : 'at its time limit';
 }
 
 /** What a warning says. */

@@ -149,7 +149,7 @@ def test_missing_credits_are_explained_with_cost_and_help(make: Make) -> None:
 def test_credits_on_hold_cannot_pay_for_another_lease(make: Make) -> None:
     services = make(opening_grant=1, gpu_rates={"*": 4})
     acquire(services, "anna")
-    with pytest.raises(NoCredits, match=r"balance of 0.33 credits \(0.66 more are set aside"):
+    with pytest.raises(NoCredits, match=r"balance of 0.33 credits \(0.67 more are set aside"):
         acquire(services, "anna", server="lab")
 
 

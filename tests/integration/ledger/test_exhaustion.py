@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +15,13 @@ import sqlalchemy as sa
 
 from gpuspawner.core.errors import CannotExtend, ConfigError, NoCredits
 from gpuspawner.core.units import MICRO
-from gpuspawner.leases.models import LeaseState, Request, ServerRef, Terms
+from gpuspawner.leases.models import EndReason, LeaseState, Request, ServerRef, SessionEnd, Terms
+from gpuspawner.ledger.credit_policy import AccountRunway, planned_end
 from gpuspawner.ledger.models import member_account
 from gpuspawner.ledger.rules import owed
 from gpuspawner.service.duties import CreditDuty, SessionDuty
 from gpuspawner.services import Services
+from gpuspawner.web import view_models
 from tests.support.brokers import T0, Clock, Make, problems
 from tests.support.dry import MINUTE, server, titles
 from tests.support.rounds import (
@@ -32,6 +35,15 @@ from tests.support.rounds import (
     running,
     told,
 )
+
+
+def end_of(services: Services, lease_id: str) -> SessionEnd | None:
+    """When and why a session ends by itself, as pages and REST say it."""
+    lease = services.leases.get(lease_id)
+    end = view_models.session_ends(services, [lease], services.clock()).get(lease_id)
+    # A charge is rounded down to a microcredit, which lasts 0.9 milliseconds.
+    return end and replace(end, at=end.at.replace(microsecond=end.at.microsecond // 1000))
+
 
 # Stopped after a grace.
 
@@ -117,6 +129,53 @@ async def test_servers_that_cost_nothing_continue_without_credits(
         )
 
 
+@pytest.mark.parametrize(
+    ("group", "seconds", "reason", "stops"),
+    [
+        ("", 7 * 24 * 3600, EndReason.CREDITS, 900 + GRACE),  # a credit lasts a quarter hour
+        ("", 600, EndReason.TIME, 600),
+        ("", None, EndReason.CREDITS, 900 + GRACE),
+        ("lab", 3600, EndReason.CREDITS, 1350),  # with its overdraft
+        ("course", 3600, EndReason.TIME, 3600),
+    ],
+)
+async def test_session_stops_at_the_end_and_for_the_reason_that_was_shown(
+    services: Services,
+    clock: Clock,
+    hub: ScriptedHub,
+    duty: Duties,
+    group: str,
+    seconds: int | None,
+    reason: EndReason,
+    stops: float,
+) -> None:
+    """The end is the same before the start, at it and after the credits are gone; it comes true."""
+    policy = services.exhaustion.settings.policies[group or "*"]
+    balance = services.ledger.open_account("ada").balance
+    purse = AccountRunway(balance, RATE)
+    planned = planned_end(purse, seconds, clock.now, policy, services.exhaustion.grace)
+    lease = server(services, "ada", group, seconds=seconds)
+    expected = T0 + timedelta(seconds=stops)
+    assert planned == SessionEnd(expected, reason) == end_of(services, lease.id)
+    credits = duty()
+    for at in sorted({899, 900, int(stops) - 1}):
+        if at >= stops:
+            continue
+        clock.now = T0 + timedelta(seconds=at)
+        services.ledger.charge_all()
+        await credits.round()
+        assert end_of(services, lease.id) == SessionEnd(expected, reason)
+        assert services.leases.get(lease.id).outcome == ""
+    clock.now = expected
+    services.ledger.charge_all()
+    await credits.round()
+    services.sessions.end_session(lease.id)
+    assert services.leases.get(lease.id).outcome == (
+        "credits" if reason is EndReason.CREDITS else "session_end"
+    )
+    assert end_of(services, lease.id) is None, "it is being stopped"
+
+
 # The session ends first.
 
 
@@ -135,7 +194,7 @@ async def test_session_policy_lets_a_planned_session_finish(
         server(services, "ada", "course", seconds=60, name="another")
     clock.forward(seconds=7200 - 1200)
     await duty().round()
-    assert services.exhaustion.dry_stops([services.leases.get(lease.id)]) == {lease.id: clock.now}
+    assert end_of(services, lease.id) == SessionEnd(clock.now, EndReason.TIME)
     assert [x.id for x in services.sessions.due_sessions().over] == [lease.id]
     settled = services.leases.release(lease.id, ended_at=clock.now, reason="its time was over")
     assert (settled.charged, settled.waived) == (8 * MICRO, 0)
@@ -147,7 +206,7 @@ def test_session_without_credits_cannot_be_extended(services: Services, clock: C
     clock.forward(seconds=14 * MINUTE)
     assert services.extensions.extend(lease.id, actor="ada").extended == 14 * MINUTE
     clock.forward(seconds=59)
-    with pytest.raises(CannotExtend, match=r"member:ada has 0\.00 credits left, and needs 0\.06"):
+    with pytest.raises(CannotExtend, match=r"member:ada has 0\.00 credits left, and needs 0\.07"):
         services.extensions.extend(lease.id, actor="ada")
     services.ledger.grant("member:ada", MICRO, actor="kim", reason="more")
     assert services.extensions.extend(lease.id, actor="ada").extended == 15 * MINUTE - 1
@@ -173,8 +232,9 @@ async def test_overdraft_ends_exactly_at_its_limit(
     low, out, _ = services.notifications.notices_of("ada")
     assert "credits are left with the overdraft of 0.50" in low.body
     assert "goes on until the overdraft of 0.50 credits is used up, about " in out.body
-    (stop,) = services.exhaustion.dry_stops([services.leases.get(lease.id)]).values()
-    assert round((stop - T0).total_seconds(), 2) == 1350
+    stop = end_of(services, lease.id)
+    assert stop and stop.reason is EndReason.CREDITS
+    assert stop.at == T0 + timedelta(seconds=1350)
     with pytest.raises(NoCredits):
         server(services, "ada", "lab", name="another")
     clock.forward(seconds=1)
@@ -334,7 +394,7 @@ async def test_credit_warnings_are_given_once_and_on_time(
     assert said == [5 * 60 + 1, 13 * 60 + 1], "less than ten minutes, and two"
     assert services.leases.get(lease.id).told_dry == 2
     assert [line for line in told(caplog.records) if "was warned" in line] == [
-        "member:ada has 0.66 credits left: ada was warned that less than 10 min are left",
+        "member:ada has 0.67 credits left: ada was warned that less than 10 min are left",
         "member:ada has 0.13 credits left: ada was warned that less than 2 min are left",
     ]
 

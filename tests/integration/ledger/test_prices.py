@@ -121,7 +121,7 @@ def test_concurrent_rates_for_one_moment_conflict(make: Make) -> None:
         return prices.set_rate(5, model="A100", since="2025-04-01", actor="kim")
 
     (refused,) = (said for said in at_once(2, set_rate) if isinstance(said, InvalidRequest))
-    assert refused.message.startswith("Rate 1 is for the same from the same moment on: 5.000000 c")
+    assert refused.message.startswith("Rate 1 is for the same from the same moment on: 5.00 c")
     assert len(brokers[0].audit.trail()) == 1
 
 

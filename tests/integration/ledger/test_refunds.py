@@ -72,7 +72,7 @@ def test_refund_outside_the_remaining_charge_is_rejected(
     services: Services, over: Lease, credits: float
 ) -> None:
     refund(services, over, 0.5)
-    with pytest.raises(InvalidRequest, match=r"at most 2\.500000, which is what is left"):
+    with pytest.raises(InvalidRequest, match=r"at most 2\.50, which is what is left"):
         refund(services, over, credits)
     assert credits_of(services) == 7.5 and len(services.audit.trail()) == 1
 
@@ -90,14 +90,25 @@ def test_refund_with_the_same_key_is_given_once(services: Services, over: Lease)
     assert credits_of(services) == 10 and len(services.audit.trail()) == 2
 
 
+def test_refund_of_the_cost_as_shown_gives_back_all(services: Services, clock: Clock) -> None:
+    lease = running(services, "anna")
+    clock.forward(seconds=4673)  # 1.298055, shown as 1.30
+    lease = services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    assert lease.charged == 1_298_055
+    whole = refund(services, lease, 1.3, "ticket-9")
+    assert (whole.charged, whole.refunded, credits_of(services)) == (0, 1_298_055, 10)
+    assert refund(services, lease, 1.3, "ticket-9") == whole
+    assert len(services.audit.trail()) == 1
+
+
 def test_refunds_and_reversals_never_exceed_the_charge(services: Services, over: Lease) -> None:
     """Whatever comes first: what was charged is the most."""
     last, first, _opening = services.ledger.statement(ANNA)
     services.ledger.reverse(last.transfer, actor="root", reason="a slow disk")
-    with pytest.raises(InvalidRequest, match=r"at most 2\.000000"):
+    with pytest.raises(InvalidRequest, match=r"at most 2\.00,"):
         refund(services, over, 3)
     refund(services, over, 0.5)
-    with pytest.raises(InvalidRequest, match=r"1\.500000 credits are left, and this charge is mo"):
+    with pytest.raises(InvalidRequest, match=r"1\.50 credits are left, and this charge is mo"):
         services.ledger.reverse(first.transfer, actor="root", reason="a slow disk")
     assert refund(services, over).charged == MICRO, "what the reversal gave back stays charged"
     assert credits_of(services) == 10

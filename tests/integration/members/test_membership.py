@@ -10,11 +10,12 @@ import pytest
 
 from gpuspawner.core.errors import InvalidRequest, MembershipEnded
 from gpuspawner.core.units import MICRO
-from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
+from gpuspawner.leases.models import EndReason, Lease, Request, ServerRef, SessionEnd, Terms
 from gpuspawner.ledger.refills import EVERYBODY
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
+from gpuspawner.web import view_models
 from tests.support.brokers import Clock, Make, acquire, broken_invariants, running
 from tests.support.parts import each_database
 from tests.support.threads import at_once
@@ -191,6 +192,32 @@ def test_expired_membership_warns_and_then_stops_sessions(services: Services, cl
         (SIGN_IN, "membership began", "member:ada"),
         (SERVICE, "membership ended", "member:ada"),
     ]
+
+
+def test_session_ends_with_the_membership_unless_something_is_earlier(
+    services: Services, clock: Clock
+) -> None:
+    list_until(services, "2025-03-02")
+    sign_in(services)
+    end = services.roster.roster_member("ada").until
+    assert end is not None
+    stops_at = end + timedelta(minutes=30)
+    lease = running(services, "ada", 1)
+
+    def shown() -> SessionEnd | None:
+        lease_now = services.leases.get(lease.id)
+        return view_models.session_ends(services, [lease_now], clock.now).get(lease.id)
+
+    assert shown() == SessionEnd(stops_at, EndReason.MEMBERSHIP)
+    list_until(services, "2025-03-01")
+    assert shown() == SessionEnd(stops_at - timedelta(days=1), EndReason.MEMBERSHIP)
+    clock.now = end - timedelta(days=1)
+    see_to_all(services)
+    assert shown() == SessionEnd(stops_at - timedelta(days=1), EndReason.MEMBERSHIP)
+    clock.forward(minutes=30)
+    see_to_all(services)
+    assert services.leases.get(lease.id).outcome == "member_gone"
+    assert shown() is None, "it is being stopped"
 
 
 def test_returning_to_the_roster_restores_membership(services: Services, clock: Clock) -> None:

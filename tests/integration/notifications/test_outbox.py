@@ -160,7 +160,7 @@ async def test_low_group_account_notifies_every_session_owner(
         ((kind, title),) = told(services, user)
         assert (kind, title[:28]) == ("credits_low", "The credits of the group ml ")
         newest = services.notifications.notices_of(user)[0]
-        assert f"a while after that, {theirs} will be stopped" in newest.body
+        assert f"; {theirs} will be stopped at " in newest.body
     await minutes(services, hub, clock, 10)
     newest = services.notifications.notices_of("bob")[0]
     assert newest.title == "The credits of the group ml have run out"
@@ -206,7 +206,7 @@ async def test_the_hook_hears_of_each_event_of_credits_once(
         "balance": "0.600000",
         "rate_per_hour": "4.000000",
         "minutes": 10,
-        "stops_at": None,
+        "stops_at": "2025-03-01T12:20:00.000+00:00",
         "at": "2025-03-01T12:06:00.000+00:00",
     }
     assert (gone["event"], gone["balance"]) == ("credits_gone", "0.000000")

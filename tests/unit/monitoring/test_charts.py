@@ -45,18 +45,22 @@ def test_chart_bars_stay_inside_and_follow_cost_order(costs: list[int]) -> None:
         (0, "0"),
         (0.001, "<0.01"),
         (0.01, "0.01"),
-        (9.999, "9.99"),
+        (9.994, "9.99"),
+        (9.999, "10.0"),
         (10, "10.0"),
-        (999.99, "999.9"),
+        (999.94, "999.9"),
+        (999.99, "1.0k"),
         (1000, "1.0k"),
-        (9999, "9.9k"),
+        (9949, "9.9k"),
+        (9999, "10k"),
         (10_000, "10k"),
-        (999_999, "999k"),
+        (999_499, "999k"),
+        (999_999, "1.0M"),
         (1_000_000, "1.0M"),
         (10**9, "1000M"),
     ],
 )
-def test_short_values_are_rounded_down(credits: float, said: str) -> None:
+def test_short_values_are_rounded_and_at_most_five_characters(credits: float, said: str) -> None:
     assert short(round(credits * MICRO)) == said
     assert len(said) <= 5
 

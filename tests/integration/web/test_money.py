@@ -1,0 +1,195 @@
+"""One session's cost in every place that shows it. Real: everything of ours, SQLite, HTTP.
+Stand-ins: the devices are simulated, the clock stands still, the Hub is a small HTTP server."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from gpuspawner.core.units import MICRO, format_credits, parse_credits, round_credits
+from gpuspawner.leases.models import Lease, Request, ServerRef
+from tests.golden.site import Site
+
+CENT = Decimal("0.01")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> Iterator[Site]:
+    """A site with one member, who has a lot of credits."""
+    with Site(tmp_path_factory.mktemp("site"), migrated_file) as site:
+        site.services.members.membership_returned("ada", actor="sign-in")
+        site.services.ledger.open_account("ada")
+        site.services.ledger.grant("member:ada", 10**6 * MICRO, actor="kim", reason="A lot")
+        yield site
+
+
+def rounded(text: str) -> str:
+    """An exact decimal with two decimals, rounded as people do it."""
+    return str(Decimal(text.replace("\N{MINUS SIGN}", "-")).quantize(CENT, ROUND_HALF_UP))
+
+
+@given(micro=st.integers(-(10**12), 10**12))
+def test_credits_are_rounded_half_away_from_zero(micro: int) -> None:
+    exact = Decimal(micro) / MICRO
+    assert Decimal(format_credits(micro)) == exact.quantize(CENT, ROUND_HALF_UP)
+    assert parse_credits(format_credits(micro)) == round_credits(micro) == -round_credits(-micro)
+    assert format_credits(micro, 6) == f"{exact:.6f}"
+    assert format_credits(micro) != "-0.00"
+
+
+class Shown:
+    """What the places say about one session, as texts with two decimals."""
+
+    def __init__(self, site: Site, lease: Lease) -> None:
+        self.site = site
+        self.lease = lease
+
+    def read(self, path: str) -> str:
+        """A page, with the real ids."""
+        self.site.service("ada", "")
+        session = self.site._sessions["service", "ada"]
+        answer = session.get(self.site._service_url() + path, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    def costs(self) -> dict[str, str]:
+        """The cost of the session, by place."""
+        lease, found = self.lease, {}
+        receipt, table = self.read(f"leases/{lease.id}"), self.site.command("leases", "--all")
+        page, statement = self.read(""), self.read("statement")
+        if lease.ended_at:
+            row = rf'<td class="number">([\d.]+)<br><a class="small" href="[^"]*{lease.id}"'
+        else:
+            row = r"<dt>Cost so far</dt><dd>([\d.]+) credits"
+        found["session list"] = only(row, page)
+        found["receipt headline"] = only(r'class="amount">([\d.]+)<', receipt)
+        found["receipt total"] = only(r"Total</th>.*?<strong>([\d.]+)<", receipt)
+        found["receipt's exact sum"] = only(r"Sum, shown as ([\d.]+)<", receipt)
+        found["receipt's exact sum, rounded"] = rounded(
+            only(r"Sum, shown as .*?<strong>([\d.]+)</strong>", receipt)
+        )
+        (line,) = [each for each in rows(statement) if f"leases/{lease.id}" in each]
+        found["statement"] = only(r'</td>\s*<td class="number">\W?([\d.]+)</td>\s*<td', line)
+        found["statement's exact sum"] = only(r"Sum, shown as \W?([\d.]+)<", line)
+        newest = only(r"\n(\w+ +ada +torch .*?)\n", table)
+        cells = newest.split()
+        found["gpuspawner leases"] = cells[cells.index("UTC", cells.index("UTC") + 1) + 2]
+        told = json.loads(self.read("api/leases"))["leases"]
+        (answer,) = [each for each in told if each["id"] == lease.id]
+        found["REST"] = rounded(answer["cost"])
+        found["receipt by REST"] = rounded(
+            json.loads(self.read(f"api/leases/{lease.id}/receipt"))["lease"]["cost"]
+        )
+        if lease.ended_at:  # before, files have what was charged
+            items = csv.DictReader(io.StringIO(self.read(f"leases/{lease.id}.csv")))
+            found["CSV"] = rounded(str(sum(Decimal(item["amount"]) for item in items)))
+        return found
+
+    def must_add_up(self) -> None:
+        """Every total is the sum of the rows above it, as they are shown."""
+        receipt = self.read(f"leases/{self.lease.id}")
+        section = receipt[
+            receipt.index('id="items"') : receipt.index("<details", receipt.index('id="items"'))
+        ]
+        *parts, total = re.findall(r'class="number">(?:<strong>)?(\W?[\d.]+)<', section)
+        assert sum(map(amount, parts)) == amount(total)
+        detail = receipt[receipt.index('class="after exact"') :]
+        *exact, whole = re.findall(r'class="number">(?:<strong>)?(\W?[\d.]+)<', detail)
+        assert sum(map(amount, exact[::2])) == amount(whole) == amount(exact[-1])
+        for line in rows(self.read("statement")):
+            parts = re.findall(r'<td class="number">(\W?[\d.]+\.\d{6})</td>', line)
+            assert sum(map(amount, parts[:-1])) == sum(map(amount, parts[-1:]))
+
+    def must_agree_on_the_balance(self) -> None:
+        """The newest balance of the statement, the headline, REST and the command line agree."""
+        billing, statement = self.read("billing"), self.read("statement")
+        balance = only(r'class="amount">([\d.]+)<', billing)
+        newest = only(r'<td class="number">([\d]+\.\d\d)</td>\s*</tr>', statement)
+        table = self.site.command("accounts")
+        me = json.loads(self.read("api/me"))
+        assert {
+            "headline": balance,
+            "statement": newest,
+            "gpuspawner accounts": only(r"member:ada +([\d.]+)", table),
+            "gpuspawner statement": only(
+                r"member:ada: ([\d.]+) credits", self.site.command("statement", "ada")
+            ),
+            "REST": rounded(me["account"]["balance"]),
+        } == dict.fromkeys(
+            ("headline", "statement", "gpuspawner accounts", "gpuspawner statement", "REST"),
+            balance,
+        )
+
+
+def amount(text: str) -> Decimal:
+    return Decimal(text.replace("\N{MINUS SIGN}", "-"))
+
+
+def only(pattern: str, text: str) -> str:
+    """The one thing that a pattern finds first."""
+    found = re.search(pattern, text, re.DOTALL)
+    assert found, (pattern, text)
+    return found[1]
+
+
+def rows(page: str) -> list[str]:
+    """The lines of a statement, with what each opens to."""
+    return page[page.index("<tbody>") :].split("        <tr>\n          <td>")[1:]
+
+
+@settings(
+    phases=(Phase.explicit, Phase.generate),  # an example takes a second: none is made smaller
+    max_examples=10,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    rate=st.integers(100_000, 9_999_999),
+    ticks=st.lists(st.integers(30, 4000), min_size=1, max_size=6),
+    grant=st.booleans(),
+    refund=st.none() | st.integers(1, 200),
+    rest=st.integers(0, 200),
+)
+def test_cost_of_a_session_is_the_same_wherever_it_is_shown(
+    site: Site, rate: int, ticks: list[int], grant: bool, refund: int | None, rest: int
+) -> None:
+    services, clock = site.services, site.clock
+    for left in services.leases.open_leases():  # by an example that failed
+        services.leases.release(left.id, ended_at=clock(), reason="stopped")
+    clock.forward(seconds=1)
+    services.prices.set_rate(format_credits(rate, 6), model="T4", actor="kim", reason="Today")
+    clock.forward(seconds=1)
+    wanted = Request(devices=1, model="T4", environment="torch")
+    lease = services.leases.grant(ServerRef("ada"), wanted, engine="local")
+    lease = services.leases.confirm(lease.id)
+    for number, seconds in enumerate(ticks):
+        clock.forward(seconds=seconds)
+        services.ledger.charge_all()
+        if grant and not number:  # between two charges
+            services.ledger.grant("member:ada", MICRO, actor="kim", reason="In between")
+    clock.forward(seconds=rest)
+    running = Shown(site, services.leases.get(lease.id))
+    costs = running.costs()
+    assert len(costs) == 10 and len(set(costs.values())) == 1, costs
+    running.must_add_up()
+    running.must_agree_on_the_balance()
+
+    lease = services.leases.release(lease.id, ended_at=clock(), reason="stopped")
+    clock.forward(seconds=1)
+    if refund and lease.charged:
+        part = min(lease.charged, refund * 10_000 + lease.charged % 7_000)
+        services.ledger.refund(lease.id, part, actor="kim", reason="A slow disk")
+    ended = Shown(site, services.leases.get(lease.id))
+    costs = ended.costs()
+    assert len(costs) == 11 and len(set(costs.values())) == 1, costs
+    ended.must_add_up()
+    ended.must_agree_on_the_balance()
