@@ -625,6 +625,7 @@ def test_price_shown_is_the_price_paid(priced: CatalogHub, browser: Browser) -> 
     expect(start).to_be_disabled()
     expect(start).to_be_in_viewport()
     look_over(page, "form-refused")
+    look_over_in_the_dark(page, "form-refused")
     # The fields follow the environment.
     page.check("#environment-course")
     expect(page.locator("#gpus option[value='2']")).to_be_disabled()

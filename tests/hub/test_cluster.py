@@ -194,7 +194,8 @@ def test_cluster_page_updates_live(scene: Scene, browser: Browser) -> None:
     hub.start_server("cleo", gpus=1, gpu_model="T4")
     page.wait_for_selector(".tile:has-text('cleo')")
     hub.stop_server("cleo")
-    page.wait_for_selector("#summary:has-text('1 of 3 free')")
+    # Without the one that is sick since it fell off the bus.
+    page.wait_for_selector("#summary:has-text('1 of 2 free')")
     assert page.locator(".tile:has-text('cleo')").count() == 0
     assert troubles == []
 
