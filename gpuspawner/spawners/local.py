@@ -42,6 +42,11 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
         name = self.user.escaped_name if self.user else ""
         return os.path.abspath(self.workspace.format(username=name))
 
+    @default("notebook_dir")
+    def _default_notebook_dir(self) -> str:
+        # JupyterLab then lists ``work`` beside what else is there, such as ``datasets``.
+        return self.home_dir
+
     _noted = ""
     """The reference of the last process whose exit is or was watched."""
 

@@ -168,6 +168,7 @@ def use_a_gpu(demo: DemoProcess) -> dict[str, Any]:
     moments.append(datetime.now(timezone.utc))
     seen: dict[str, Any] = json.loads(member.run(LOOK))
     member.run("open('notes.txt', 'a').write('one more run\\n')")
+    seen["files"] = member.files()
     other = Visitor(demo.url, "member2", demo.password())
     assert "3 of 4 GPUs free" in text_of(other.get("/hub/spawn"))
     moments.append(datetime.now(timezone.utc))
@@ -250,6 +251,7 @@ def test_demo_runs_without_docker(local: DemoProcess) -> None:
     check_price(local, OPENING_GRANT, seen)
     assert seen["cwd"] == str(local.folder / "workspaces" / "member1" / "work")
     assert "datasets" in seen["home"]
+    assert {"work", "datasets"} <= set(seen["files"]), "where JupyterLab's file browser opens"
     sample = local.folder / "workspaces" / "member1" / "datasets" / "sample" / "iris.csv"
     assert "setosa" in sample.read_text() and not sample.stat().st_mode & 0o222
 

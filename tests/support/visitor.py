@@ -82,11 +82,21 @@ class Visitor:
 
     def run(self, code: str, timeout: float = 60.0) -> str:
         """Run code in a new kernel of the running server; what it printed."""
-        token = self.api("POST", f"users/{self.name}/tokens", json={"note": "a kernel"})
-        token.raise_for_status()
-        base = f"{self.url}/user/{self.name}"
-        with Kernel(base, token.json()["token"], timeout) as kernel:
+        with Kernel(f"{self.url}/user/{self.name}", self._token(), timeout) as kernel:
             return kernel.run(code)
+
+    def files(self) -> list[str]:
+        """What the file browser of the running server lists when it opens."""
+        url = f"{self.url}/user/{self.name}/api/contents"
+        headers = {"Authorization": f"token {self._token()}"}
+        answer = requests.get(url, headers=headers, timeout=60)
+        answer.raise_for_status()
+        return [each["name"] for each in answer.json()["content"]]
+
+    def _token(self) -> str:
+        made = self.api("POST", f"users/{self.name}/tokens", json={"note": "a test"})
+        made.raise_for_status()
+        return str(made.json()["token"])
 
     def _xsrf(self) -> str:
         return self.session.cookies.get("_xsrf", "", path="/hub/") or ""
