@@ -327,7 +327,11 @@ def extend(settings: Settings, lease_id: str) -> None:
     if extended.seconds is None:
         text = f"Lease {lease.id} of {lease.server} has no end: nothing changed."
     else:
-        text = f"The session of {lease.server} ends at {local(extended.ends_at)}."
+        ends = view_models.session_ends(services, [extended], services.clock())
+        end = ends.get(extended.id)
+        why = "" if end is None or end.reason is EndReason.TIME else f" ({WHY[end.reason]})"
+        at = end.at if end else extended.ends_at
+        text = f"The session of {lease.server} ends at {local(at)}{why}."
     show(plain(extended), text)
 
 
