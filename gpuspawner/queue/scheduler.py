@@ -170,7 +170,8 @@ class Scheduler:
 
         Planned are the starts that those of now depend on, and, for people to know, the starts of
         the next ``planned`` tickets; with ``reasons`` also which tickets a limit keeps waiting.
-        ``likely_ends`` are of leases that will probably end earlier than they have to.
+        ``likely_ends`` are of leases that will probably end earlier than they have to; infinity
+        for one whose devices are not given to anybody else.
         """
         if not self.waiting:
             return Decision()
@@ -185,7 +186,8 @@ class Scheduler:
         latest: dict[str, float] = {}
         if planned > 0:
             self._plan(round_, now, self._in_order(now, aged), planned, likely_ends)
-            latest = self._latest_starts(round_, now, self._in_order(now, aged), planned)
+            keys = self._in_order(now, aged)
+            latest = self._latest_starts(round_, now, keys, planned, likely_ends)
         held_back = self._held_back(round_.on, now) if reasons else {}
         self._limiter.give_back()
         return Decision(tuple(walk.starts), round_.planned, latest, held_back, round_.on)
@@ -278,6 +280,7 @@ class Scheduler:
             ends = [
                 (min(at, max(now, likely_ends.get(lease_id, at))), devices)
                 for at, lease_id, devices in self._releases.ahead(kind, now)
+                if likely_ends.get(lease_id) != math.inf
             ]
             ends += [(at, devices) for at, _, devices in round_.started(kind)]
             plans[kind] = ReleasePlan(now, round_.left.get(kind, 0), ends)
@@ -297,12 +300,18 @@ class Scheduler:
             at, kind = min(starts, default=(math.inf, ""))
             if math.isfinite(at):
                 plans[kind].take(devices, at, seconds)
-                before = round_.planned.get(key[3], math.inf)
-                if math.isinf(before) or (likely_ends and at < before):
+                if likely_ends or key[3] not in round_.planned:
                     round_.planned[key[3]] = at
+            elif likely_ends:
+                round_.planned.pop(key[3], None)
 
     def _latest_starts(
-        self, round_: Round, now: float, keys: Iterable[Key], most: int
+        self,
+        round_: Round,
+        now: float,
+        keys: Iterable[Key],
+        most: int,
+        likely_ends: Mapping[str, float],
     ) -> dict[str, float]:
         """Return by when the next ``most`` tickets start, by ends that are known and not guessed.
 
@@ -312,6 +321,8 @@ class Scheduler:
         ends: dict[str, list[tuple[float, int]]] = {}
         is_sure = True
         for lease in self._running.values():
+            if likely_ends.get(lease.id) == math.inf:
+                continue
             is_sure = is_sure and lease.ends_at is not None
             for kind, devices in lease.held.items() if lease.ends_at is not None else ():
                 ends.setdefault(kind, []).append((max(now, lease.ends_at or now), devices))

@@ -245,6 +245,20 @@ def test_credits_that_run_out_first_are_a_guess_and_no_promise(make: Make, clock
     )
 
 
+def test_drained_device_is_promised_to_nobody(make: Make, clock: Clock) -> None:
+    services = make(device_source="simulated:2xT4")
+    lease = services.leases.get(start(services, "ada", 1))
+    start(services, "bob", 3)
+    now = clock.now
+    ticket = line_up(services, "cyd", seconds=3600)
+    assert services.positions.standings()[ticket.id].latest == now + HOUR
+    services.devices.drain(lease.uuids[0], actor="root", reason="a new fan")
+    clock.forward(seconds=3)
+    found = services.positions.standings()[ticket.id]
+    assert found.planned == found.latest == now + 3 * HOUR
+    assert outlook(services, clock, ONE).latest == now + 4 * HOUR
+
+
 @pytest.fixture
 def fresh(new_file: Callable[[], str]) -> Iterator[Callable[[], Services]]:
     """New services with two A100 and a T4, on a store of their own."""
