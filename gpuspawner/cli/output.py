@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import InvalidRequest
-from ..core.units import format_credits
+from ..core.units import format_credits, format_price
 from ..engines.images import PullProgress
 from .command import wants_json
 
@@ -95,6 +95,11 @@ def _drawn(lines: Sequence[Sequence[str]], right: Collection[str]) -> str:
 def credits(micro: int) -> str:
     """Format microcredits for people: two decimals."""
     return format_credits(micro)
+
+
+def price(micro: int) -> str:
+    """Format microcredits an hour for people."""
+    return format_price(micro)
 
 
 def exact(micro: int) -> str:

@@ -38,6 +38,12 @@ def round_credits(micro: int, places: int = 2) -> int:
     return -size if micro < 0 else size
 
 
+def format_price(micro: int) -> str:
+    """Format credits an hour: two decimals, and four or six for a lower price."""
+    places = next((n for n in (2, 4) if round_credits(micro, n)), 6) if micro else 2
+    return format_credits(micro, places)
+
+
 def format_credits(micro: int, places: int = 2) -> str:
     """Format microcredits as decimal credits: what people read, rounded by ``round_credits``."""
     rounded = round_credits(micro, places)

@@ -260,14 +260,23 @@ def frameworks_of(environments: Sequence[Environment]) -> list[str]:
 # Icons of environments without a logo, drawn in lines on 24 by 24.
 
 ICONS = {
-    "flame": '<path d="M12 3c1 4 6 6 6 11a6 6 0 0 1-12 0c0-3 2-4 2-7 2 1 3 2 3 4 1-2 2-5 1-8z"/>',
-    "graph": '<path d="M7.5 7.5l3.5 8M16.5 8L13 15.5M8.5 6h7"/><circle cx="6" cy="6" r="2.5"/>'
-    '<circle cx="18" cy="6" r="2.5"/><circle cx="12" cy="18" r="2.5"/>',
-    "terminal": '<rect x="3" y="4" width="18" height="16" rx="2"/><path d="M7 9l3 3-3 3M12 15h5"/>',
-    "chip": '<rect x="7" y="7" width="10" height="10" rx="1"/>'
-    '<path d="M10 3v4M14 3v4M10 17v4M14 17v4M3 10h4M3 14h4M17 10h4M17 14h4"/>',
-    "notebook": '<rect x="5" y="3" width="14" height="18" rx="2"/>'
-    '<path d="M9 3v18M12 8h4M12 12h4"/>',
+    "flame": Markup(
+        '<path d="M12 3c1 4 6 6 6 11a6 6 0 0 1-12 0c0-3 2-4 2-7 2 1 3 2 3 4 1-2 2-5 1-8z"/>'
+    ),
+    "graph": Markup(
+        '<path d="M7.5 7.5l3.5 8M16.5 8L13 15.5M8.5 6h7"/><circle cx="6" cy="6" r="2.5"/>'
+        '<circle cx="18" cy="6" r="2.5"/><circle cx="12" cy="18" r="2.5"/>'
+    ),
+    "terminal": Markup(
+        '<rect x="3" y="4" width="18" height="16" rx="2"/><path d="M7 9l3 3-3 3M12 15h5"/>'
+    ),
+    "chip": Markup(
+        '<rect x="7" y="7" width="10" height="10" rx="1"/>'
+        '<path d="M10 3v4M14 3v4M10 17v4M14 17v4M3 10h4M3 14h4M17 10h4M17 14h4"/>'
+    ),
+    "notebook": Markup(
+        '<rect x="5" y="3" width="14" height="18" rx="2"/><path d="M9 3v18M12 8h4M12 12h4"/>'
+    ),
 }
 
 _WORDS = {
@@ -300,7 +309,7 @@ def _face(environment: Environment, pages_url: str) -> Markup:
     else:
         logo = Markup(
             '<span class="gs-logo" aria-hidden="true"><svg viewBox="0 0 24 24">{}</svg></span>'
-        ).format(Markup(ICONS[icon_of(environment)]))
+        ).format(ICONS[icon_of(environment)])
     return Markup('<span class="gs-face">{}</span>').format(logo)
 
 

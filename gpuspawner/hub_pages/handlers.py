@@ -30,7 +30,7 @@ from traitlets.config import Configurable
 from ..catalog.loader import Catalog, watched
 from ..catalog.models import DeviceLimits, Environment
 from ..core.errors import GPUSpawnerError
-from ..core.units import format_credits
+from ..core.units import format_credits, format_price
 from ..devices.snapshots import ModelCount, Overview
 from ..ledger.models import Account
 from ..queue.positions import Outlook
@@ -626,7 +626,7 @@ def prices(account: Account, models: list[ModelCount]) -> list[Price]:
     cheapest = sorted(rates.items(), key=lambda item: (item[1], item[0]))[:MODELS]
     available = max(0, account.available)
     return [
-        Price(model, format_credits(rate), available // rate if rate else None)
+        Price(model, format_price(rate), available // rate if rate else None)
         for model, rate in cheapest
     ]
 

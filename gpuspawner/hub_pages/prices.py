@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from ..catalog.models import Environment
 from ..core.times import deadline
-from ..core.units import format_credits
+from ..core.units import format_credits, format_price
 from ..devices.models import model_matches
 from ..devices.placement import format_memory
 from ..devices.snapshots import COUNTED, ModelCount, Overview
@@ -51,7 +51,7 @@ class PriceLine:
     @property
     def price(self) -> str:
         """The rate in credits, formatted."""
-        return format_credits(self.rate)
+        return format_price(self.rate)
 
     @property
     def availability(self) -> str:
@@ -329,7 +329,7 @@ def _poor(account: Account) -> str:
 
 def _span(rates: Sequence[int]) -> str:
     """Format sorted rates as ``4.00`` or ``1.00 to 4.00``."""
-    least, most = format_credits(rates[0]), format_credits(rates[-1])
+    least, most = format_price(rates[0]), format_price(rates[-1])
     return least if least == most else f"{least} to {most}"
 
 

@@ -24,6 +24,7 @@ from ..cli.output import (
     exact,
     local,
     note,
+    price,
     show,
     table,
     utc,
@@ -147,7 +148,7 @@ def _row(some: LeaseFigures, ended: bool) -> list[str]:
         "warned" if lease.warned_at and lease.state is LeaseState.RUNNING else lease.state.value,
         local(lease.granted_at),
         local(lease.started_at),
-        credits(lease.rate),
+        price(lease.rate),
         credits(some.cost),
     ]
     if ended:

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 import sqlalchemy as sa
 
 from ..core.errors import NoCredits
-from ..core.units import format_credits
+from ..core.units import format_credits, format_price
 from ..ledger import rules as ledger_rules
 from ..ledger.models import Account
 from ..ledger.service import LedgerService
@@ -43,7 +43,7 @@ class CreditChecks:
             first = f"the whole session of {ledger_rules.format_time_left(lead)}"
         raise NoCredits(
             f"{whose} balance of {format_credits(account.available)} credits{set_aside} does not "
-            f"cover this: it costs {format_credits(rate)} credits an hour, and {first} "
+            f"cover this: it costs {format_price(rate)} credits an hour, and {first} "
             f"({format_credits(-(-hold // 10_000) * 10_000)}) must "
             f"be there at the start. {self.settings.help_text} You can start without a GPU: "
             "that is free.",

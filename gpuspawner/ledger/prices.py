@@ -13,7 +13,7 @@ from traitlets import Dict, List, Unicode
 from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, InvalidRequest
-from ..core.units import format_credits
+from ..core.units import format_credits, format_price
 from ..db.engine import Store
 from . import pricing, repository
 from .pricing import ANY, Rate, RateCard, Rates, WeekHours, open_zone
@@ -213,7 +213,7 @@ def priced_at(now: datetime, shown_at: datetime | None) -> tuple[datetime, ...]:
 
 def words(rate: Rate, zone: str) -> str:
     """Format a rate for people: ``4.00 credits an hour for A100 in pytorch from ...``."""
-    parts = [f"{format_credits(rate.amount)} credits an hour for {_what(rate)}"]
+    parts = [f"{format_price(rate.amount)} credits an hour for {_what(rate)}"]
     if rate.environment != ANY:
         parts.append(f"in {rate.environment}")
     if rate.hours:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..cli.command import group
 from ..cli.config import Settings
-from ..cli.output import actor, count, credits, exact, local, note, show, table, utc
+from ..cli.output import actor, count, exact, local, note, price, show, table, utc
 from ..cli.parameters import RATE_ID, argument, option, reason_option
 from ..devices.models import model_matches
 from ..queue.commands import queue_services
@@ -114,7 +114,7 @@ def _row(rate: Rate) -> tuple[str, ...]:
     hours = f"{rate.hours.text} ({rate.hours.zone})" if rate.hours else "always"
     return (
         str(rate.id or "-"),
-        credits(rate.amount),
+        price(rate.amount),
         rate.model,
         rate.environment,
         str(rate.slots or "-"),

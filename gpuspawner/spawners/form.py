@@ -261,6 +261,8 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     except UnknownAccount:
         account = services.ledger.open_account(user)
     payers = services.ledger.payers(user, groups)
+    # As all pages show it: less what is due now.
+    account = next((each for each in payers.accounts if each.name == account.name), account)
     ending = services.ledger.ending_of([each.name for each in payers.accounts])
     overview = services.monitoring.overview()
     shown, last, chosen = limits.environments, limits.last, limits.chosen

@@ -27,7 +27,7 @@ from ..core.errors import (
     TicketEnded,
     UnknownTicket,
 )
-from ..core.units import format_credits
+from ..core.units import format_price
 from ..leases.models import Lease, LeaseState, Request, ServerRef, Terms
 from ..queue.models import Ticket
 from ..queue.rank import QueuePosition
@@ -392,7 +392,7 @@ def what_you_got(lease: Lease) -> str:
     if not lease.devices:
         return "A server without a GPU (free of charge)"
     named = ", ".join(f"GPU {d.index} ({d.model})" for d in lease.devices)
-    return f"{named} is yours, {format_credits(lease.rate)} credits an hour"
+    return f"{named} is yours, {format_price(lease.rate)} credits an hour"
 
 
 def queue_card(position: QueuePosition, now: datetime) -> str:

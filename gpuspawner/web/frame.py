@@ -152,7 +152,7 @@ class Frame:
             "expanded_scopes": set(),
             "admin_access": False,
             "no_spawner_check": True,
-            "xsrf_token": "",
+            "xsrf_token": "",  # the service has its own  # nosec B105
             **self.template_vars,
         }
 

@@ -19,7 +19,7 @@ from tornado import web
 from ..core.errors import GPUSpawnerError, InvalidRequest
 from ..core.text import LONGEST_REASON
 from ..core.times import clock, end_clock, minute_after, minute_of
-from ..core.units import format_bytes, format_credits, round_credits
+from ..core.units import format_bytes, format_credits, format_price, round_credits
 from ..devices.closures import GRANTING, Closure
 from ..devices.snapshots import DeviceView
 from ..leases.models import LeasedDevice
@@ -214,13 +214,20 @@ def credit(micro: int) -> str:
     return format_credits(micro).replace("-", "\N{MINUS SIGN}")
 
 
+def price(micro: int) -> str:
+    """Format credits an hour."""
+    return format_price(micro)
+
+
 def credit_total(amounts: Iterable[int]) -> str:
     """Format the total below a column of amounts: the sum of the figures as they are shown."""
     return credit(sum(map(round_credits, amounts)))
 
 
-def span(length: timedelta) -> str:
-    """Format a duration as ``3 h 20 min``, rounded down to the minute."""
+def span(length: timedelta | None) -> str:
+    """Format a duration as ``3 h 20 min``, rounded down to the minute; None is endless."""
+    if length is None:
+        return "thousands of years"
     minutes = int(length.total_seconds()) // 60
     days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
     if days:
@@ -352,7 +359,7 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
     )
     times = (moment, period, exactly, on_day, until, ends, clock_time)
-    formats = (credit, exact, span, duration, *times)
+    formats = (credit, price, exact, span, duration, *times)
     others = (credit_total, gpu_hours, memory, points, subject, device_names)
     environment.filters |= {format.__name__: format for format in (*formats, *others)}
     environment.filters |= {
