@@ -13,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 
 from gpuspawner.core.units import MICRO, format_credits
 from gpuspawner.leases import repository as leases_repository
@@ -162,6 +162,24 @@ def test_receipt_amounts_add_up_to_the_total(hub: PayingHub) -> None:
     rows = list(csv.DictReader(io.StringIO(answer.text)))
     assert sum(Decimal(row["amount"]) for row in rows) == Decimal(total)
     assert rows[-1]["cost"] == total
+
+
+@pytest.mark.parametrize("path", ["receipt", "statement"])
+def test_receipt_and_statement_are_printed(hub: PayingHub, browser: Browser, path: str) -> None:
+    """Without the navigation and all that can be pressed, and with the details opened."""
+    lease = hub.services.leases.of_account("member:ada")[0].id
+    page = browser.new_context().new_page()
+    page.add_init_script("window.print = () => dispatchEvent(new Event('beforeprint'))")
+    sign_in(page, hub, "ada", f"leases/{lease}" if path == "receipt" else "statement")
+    page.get_by_role("button", name="Print or save as PDF").click()
+    page.emulate_media(media="print")
+    expect(page.get_by_role("heading", level=1)).to_be_visible()
+    for pressed in ("nav", "button", "form", "footer"):
+        assert not any(each.is_visible() for each in page.locator(pressed).all()), pressed
+    details = page.locator("main details").all()
+    assert details and all(each.get_attribute("open") is not None for each in details)
+    screenshot(page, f"credits-{path}-print")
+    assert page.pdf().startswith(b"%PDF")
 
 
 def test_receipt_shows_device_utilization(hub: PayingHub) -> None:
