@@ -13,7 +13,7 @@
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest --durations=30
 # Most tests wait for real parts most of the time: some processes share the files among them.
-SHARED ?= -n 4 --dist loadfile --no-loadscope-reorder
+SHARED ?= -n 5 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo check quick test soak audit bench golden labextension constraints env parts
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -18,6 +16,7 @@ from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
 from gpuspawner.services import Services
 from tests.support.brokers import make_services
 from tests.support.engine import PrivateEngine
+from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO, wait_for
 
 CONFIG = """
@@ -51,14 +50,8 @@ def start(engine: PrivateEngine, image: str, services: Services) -> Lease:
 
 
 def release(folder: Path, lease: Lease, *more: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "gpuspawner", "release", lease.id, "--yes", *more],
-        cwd=folder,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), "TZ": "UTC"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), "TZ": "UTC"}
+    done = PRELOADED.run(["release", lease.id, "--yes", *more], folder, environment, answer="")
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -25,6 +23,7 @@ from tests.support.brokers import problems
 from tests.support.hub import ADMIN
 from tests.support.pages import add_cookies, look_over, look_over_in_the_dark, sign_in, words
 from tests.support.paying_hub import PayingHub
+from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO, wait_for
 from tests.support.tickets import (
     CONFIG,
@@ -126,15 +125,8 @@ def test_hub_restart_keeps_every_ticket(hub: PayingHub) -> None:
 
 def command(hub: PayingHub, *arguments: str) -> str:
     """``gpuspawner`` in a shell on the hub's machine; what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "gpuspawner", *arguments],
-        cwd=hub.folder,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = PRELOADED.run(arguments, hub.folder, environment, answer="")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

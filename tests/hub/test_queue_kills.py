@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -21,6 +19,7 @@ from gpuspawner.queue.models import Ticket
 from tests.support.brokers import problems
 from tests.support.gpu_hub import assert_in_words, message_of
 from tests.support.paying_hub import PayingHub
+from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO, wait_for
 from tests.support.tickets import CONFIG, fill, line_up, ticket_of, users_in_line
 from tests.support.tier import SOAK, Rounds
@@ -121,14 +120,8 @@ def test_second_hub_needs_a_takeover_to_use_the_store(
 
 def take_over(hub: PayingHub) -> None:
     """As an admin does, in the hub's working directory."""
-    done = subprocess.run(
-        [sys.executable, "-m", "gpuspawner", "takeover", "--yes"],
-        cwd=hub.folder,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), "TZ": "UTC"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), "TZ": "UTC"}
+    done = PRELOADED.run(["takeover", "--yes"], hub.folder, environment, answer="")
     assert done.returncode == 0, done.stderr
 
 
