@@ -123,7 +123,7 @@ def start(page: Page, environment: str, gpus: str | None = None) -> None:
     page.get_by_label(environment, exact=False).first.check()
     if gpus is not None:
         page.get_by_label("GPUs", exact=True).select_option(gpus)
-    page.get_by_role("button", name="Start").click()
+    page.get_by_role("button", name="Start", exact=True).click()
 
 
 def back_to_form(page: Page, hub: GPUHub) -> None:
@@ -179,7 +179,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     # Too many for the environment: it cannot be chosen.
     one.get_by_label("Deep learning course", exact=False).first.check()
     expect(one.locator("#gpus option[value='2']")).to_be_disabled()
-    expect(one.get_by_role("button", name="Start")).to_be_in_viewport()
+    expect(one.get_by_role("button", name="Start", exact=True)).to_be_in_viewport()
     look_over(one, "journey-2-course", accessible=False)
     assert not hub.leases()
     start(one, "Deep learning course", "1")

@@ -423,11 +423,11 @@ def test_draining_a_gpu_drains_its_node(
     assert hub.node_of(hub.wait_lease("ann")) is second
     page = browser.new_page(viewport=WIDE)
     sign_in(page, hub, ADMIN, "")
-    for name in ("", "cluster", "queue"):
+    for name in ("admin", "cluster", "queue"):
         page.goto(f"{hub.url}/services/gpu/{name}")
         text = page.locator("main").inner_text()
         assert first.name in text and second.name in text
-        look_over(page, f"machines-{name or 'mine'}", accessible=False)
+        look_over(page, f"machines-{name}", accessible=False)
     hub.stop_server("ann")
     answer = call(hub, ADMIN, f"devices/{gpu}/undrain", reason="")
     assert answer.json()["changed"] and not answer.json()["drained"]
