@@ -60,7 +60,7 @@ def test_price_list_has_one_line_per_model_and_price() -> None:
 
     rates = [Rate(amount=MICRO), Rate(amount=0, environment="lab"), Rate(amount=9, model="A100")]
     assert lines(*rates) == [
-        ("A100-80GB", "in PyTorch", "0.00", "46296 d 7 h"),
+        ("A100-80GB", "in PyTorch", "0.000009", "46296 d 7 h"),
         ("A100-80GB", "in Lab", "0.00", ""),
         ("T4, 16 GB", "in PyTorch and Old", "1.00", "10 h"),
         ("T4, 16 GB", "in Lab", "0.00", ""),
