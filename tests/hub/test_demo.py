@@ -328,7 +328,7 @@ def test_demo_runs_servers_in_docker(
     assert len(clean_engine.client.containers()) == 1
     assert docker.interrupt() == 0
     check_nothing_runs(docker, processes)
-    assert clean_engine.client.containers(all=True) == []
+    wait_for(lambda: not clean_engine.client.containers(all=True), "the deletion")
 
     # The machine has GPUs, as NVML shows them (here a stand-in); a container proves that the
     # engine hands them over. The member finds credits and files again.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.support.engine import PrivateEngine
 from tests.support.hub import HubProcess
 from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, sign_in
 from tests.support.nvml import nvml_library
-from tests.support.processes import REPO, free_port
+from tests.support.processes import REPO, free_port, wait_for
 from tests.support.visitor import Visitor, text_of
 
 USERS = {"ada": ["gpu-members"], "boss": ["gpu-admins"], "eve": ["art"]}
@@ -152,7 +153,8 @@ def test_shipped_config_runs_isolated_member_servers(lab: Lab) -> None:
     ada.stop()
     (lease,) = lab.leases("ada")
     assert lease.state is LeaseState.ENDED and lease.charged > 0
-    assert lab.engine.client.containers(all=True, filters={"name": "jupyter-ada"}) == []
+    listed = partial(lab.engine.client.containers, all=True, filters={"name": "jupyter-ada"})
+    wait_for(lambda: not listed(), "the deletion, which a stop does not wait for")
     volumes = lab.engine.client.volumes()["Volumes"]
     assert [each["Name"] for each in volumes] == ["gpuspawner-work-ada"]
 
