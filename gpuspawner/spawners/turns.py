@@ -64,6 +64,8 @@ class PendingSpawn:
     said: SpawnProgress
     unsure: bool = False
     """True if the last check had no result: the waiter gets no turn until a check succeeds."""
+    without_gpu: bool = False
+    """True if the member chose to start without a GPU: the ticket's end is not the spawn's."""
 
 
 class TurnDispatcher:
@@ -138,11 +140,10 @@ class TurnDispatcher:
         waiter = self._waiters.get(ticket_id)
         if waiter is None:
             return
-        error = StartsWithoutGPU()
+        # Said before: the round may see the end first.
+        waiter.without_gpu = True
         await self.end(ticket_id, "cancelled", "the server was started without a GPU", tell=False)
-        ended = await self.services.run(self.services.queue.ticket, ticket_id)
-        if ended.outcome != "granted":  # a moment ago; then it starts with its GPU
-            _fail(waiter, error)
+        await self._ended(waiter)  # or it was granted a moment ago: then it starts with its GPU
 
     async def remove(self, user: str) -> bool:
         """End all waits of a member who is being removed. Return True if there was one."""
@@ -293,6 +294,8 @@ class TurnDispatcher:
         if ticket.outcome == "granted" and ticket.lease_id:
             lease = await self.services.run(self.services.leases.get, ticket.lease_id)
             await self._hand_over(waiter, lease)
+        elif ticket.outcome and waiter.without_gpu:
+            _fail(waiter, StartsWithoutGPU())
         elif ticket.outcome:
             _fail(waiter, TicketEnded(why=ticket.end_reason.rstrip(".")))
 

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from gpuspawner.spawners.progress import SpawnProgress
-from gpuspawner.spawners.turns import TurnDispatcher
+from gpuspawner.spawners.turns import StartsWithoutGPU, TurnDispatcher
 from tests.support.brokers import Clock, Make, running
 from tests.support.parts import each_database
 from tests.support.processes import wait_for
@@ -341,3 +342,20 @@ async def test_ticket_waits_while_another_hub_holds_the_lock(
     assert not dan.wait.done() and dan.ticket.outcome == ""
     other.give_up()
     assert (await dan.lease()).server == ServerRef("dan")
+
+
+async def test_start_goes_on_without_gpu_although_the_round_sees_the_end_first(
+    spawn: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dan = spawn("dan")
+    end = spawn.queueing.end
+
+    async def end_and_look(*args: Any, **kwargs: Any) -> None:
+        await end(*args, **kwargs)
+        await until(dan.wait.done, "the round that sees the end", SOON)
+
+    await spawn.rounds(1)
+    monkeypatch.setattr(spawn.queueing, "end", end_and_look)
+    await spawn.queueing.stop_waiting(dan.id)
+    assert isinstance(await dan.refused(), StartsWithoutGPU)
+    assert dan.ticket.end_reason == "the server was started without a GPU"
