@@ -38,10 +38,9 @@ from .core.scopes import (
 )
 from .db.engine import default_url, sqlite_file
 from .db.leader import identity_file
-from .hub_pages.handlers import StaticGzip
 from .settings import CONFIG_VARIABLE
 from .web import frame
-from .web.frame import Frame
+from .web.frame import Frame, StaticGzip
 
 CULLER = "idle-culler"
 
@@ -307,9 +306,7 @@ def _add_pages(c: Config, service: str) -> None:
     """Add gpuspawner's pages to the Hub, and the settings that they need."""
     for page in PAGES:
         _append(c, "extra_handlers", page)
-    from .hub_pages.home import dashboard_of  # slow, and only the hub needs it
-
-    values = {"gpuspawner_service": service, "gpuspawner_dashboard": dashboard_of}
+    values = {"gpuspawner_service": service, "gpuspawner_dashboard": _dashboard_of}
     c.JupyterHub.template_vars.update(values)
     if "default_url" not in c.JupyterHub:
         c.JupyterHub.default_url = _front_door
@@ -332,6 +329,17 @@ def _add_log_filter(c: Config) -> None:
     c.JupyterHub.logging_config = nested_update(
         {"filters": filters, "loggers": loggers}, copy.deepcopy(theirs)
     )
+
+
+# Importing the Hub's handlers takes half a second, and each command reads this configuration:
+# only the hub imports them, when it first shows a page.
+
+
+def _dashboard_of(user: Any) -> Any:
+    """Return what home.html calls for this user."""
+    from .hub_pages.home import dashboard_of
+
+    return dashboard_of(user)
 
 
 def _front_door(handler: Any) -> str:

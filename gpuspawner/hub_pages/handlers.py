@@ -19,11 +19,10 @@ from jupyterhub.handlers.pages import RootHandler
 from jupyterhub.objects import Server
 from jupyterhub.user import User
 from jupyterhub.utils import url_escape_path
-from tornado import httputil, web
+from tornado import web
 from tornado.http1connection import HTTP1Connection
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
 from tornado.httputil import url_concat
-from tornado.web import GZipContentEncoding
 from traitlets import Bool
 from traitlets.config import Configurable
 
@@ -195,26 +194,6 @@ class CatalogPages(Configurable):
         cls = self.settings["spawner_class"]
         sections = (c.__name__ for c in cls.__mro__ if c.__name__ in self.config)
         return next((self.config[s][trait] for s in sections if trait in self.config[s]), "")
-
-
-class StaticGzip(GZipContentEncoding):
-    """Compresses files below ``static/``, which are the same for everybody.
-
-    Pages are not compressed: their compressed length could reveal private data of the reader.
-    """
-
-    def __init__(self, request: httputil.HTTPServerRequest) -> None:
-        super().__init__(request)
-        self._static = "/static/" in request.path and "Range" not in request.headers
-
-    def transform_first_chunk(
-        self, status_code: int, headers: httputil.HTTPHeaders, chunk: bytes, finishing: bool
-    ) -> tuple[int, httputil.HTTPHeaders, bytes]:
-        """Compress a static file, and leave any other response as it is."""
-        if self._static:
-            return super().transform_first_chunk(status_code, headers, chunk, finishing)
-        self._gzipping = False
-        return status_code, headers, chunk
 
 
 FILES = "default-src 'none'; style-src 'unsafe-inline'; sandbox"

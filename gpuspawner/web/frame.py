@@ -15,6 +15,8 @@ from typing import Any
 import jinja2
 from jupyterhub._data import DATA_FILES_PATH
 from markupsafe import Markup
+from tornado import httputil
+from tornado.web import GZipContentEncoding
 
 VARIABLE = "GPUSPAWNER_FRAME"
 """The environment variable by which the hub's configuration passes its frame to the service."""
@@ -183,3 +185,23 @@ def policy(nonce: str, hub_host: str = "") -> str:
         f"style-src-attr 'unsafe-inline'; img-src {here} data: https:; font-src {here} https:; "
         "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
     )
+
+
+class StaticGzip(GZipContentEncoding):
+    """Compresses files below ``static/``, which are the same for everybody.
+
+    Pages are not compressed: their compressed length could reveal private data of the reader.
+    """
+
+    def __init__(self, request: httputil.HTTPServerRequest) -> None:
+        super().__init__(request)
+        self._static = "/static/" in request.path and "Range" not in request.headers
+
+    def transform_first_chunk(
+        self, status_code: int, headers: httputil.HTTPHeaders, chunk: bytes, finishing: bool
+    ) -> tuple[int, httputil.HTTPHeaders, bytes]:
+        """Compress a static file, and leave any other response as it is."""
+        if self._static:
+            return super().transform_first_chunk(status_code, headers, chunk, finishing)
+        self._gzipping = False
+        return status_code, headers, chunk

@@ -344,10 +344,17 @@ def browser_that_shows(browser: Browser, *, allowed: bool) -> Page:
     return context.new_page()
 
 
+def shown_later(page: Page) -> int:
+    """How many notifications the page has shown, once its clock has gone past its next question."""
+    page.clock.fast_forward(15_000)
+    return page.locator("output").count()
+
+
 def test_open_page_shows_notices_in_the_browser(hub: PayingHub, browser: Browser) -> None:
     hub.api("POST", "users/gil").raise_for_status()
     tell(hub.services, "gil", title="An old notice")
     page = browser_that_shows(browser, allowed=True)
+    page.clock.install()
     sign_in(page, hub, "gil", "notices")
     page.get_by_role("button", name="Notify me in this browser").click()
     expect(page.get_by_text("This browser notifies you while")).to_be_visible()
@@ -356,9 +363,10 @@ def test_open_page_shows_notices_in_the_browser(hub: PayingHub, browser: Browser
 
     # On every page of the hub, the Hub's own too.
     for path in ("/services/gpu/", "/services/gpu/cluster", "/hub/home"):
-        page.goto(f"{hub.url}{path}")
+        page.goto(f"{hub.url}{path}", wait_until="networkidle")  # RequireJS measures time too
         title = f"It is your turn, seen on {path}"
         tell(hub.services, "gil", title=title, body="Your server starts.")
+        wait_for(lambda: shown_later(page), "the notice on the page")
         expect(page.locator("output")).to_have_text([f"{title}: Your server starts."])
 
     page.goto(f"{hub.url}/services/gpu/notices")

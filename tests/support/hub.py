@@ -25,15 +25,13 @@ from tests.support.processes import BIN, LIVE, environment_of, free_port, wait_f
 
 HUB = """
 import sys
-sys.modules["rfc3987_syntax"] = None
 if "jupyterhub.app" in sys.modules:  # forked
     from tests.support.preloaded import fork_service
     fork_service()
 from jupyterhub.app import main
 main()
 """
-"""``python -m jupyterhub`` without the grammar of IRIs that jsonschema works out at each start, for
-half of a start's processor time; without it an "iri" in a schema is taken as it is."""
+"""``python -m jupyterhub``; one that was forked forks its accounting service too."""
 
 USER_PASSWORD = "a password for tests"
 ADMIN_PASSWORD = "a longer password, for the admin of the tests"

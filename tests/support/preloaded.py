@@ -183,8 +183,6 @@ def _open(streams: Sequence[str]) -> list[int]:
 
 def main() -> None:
     atexit.register(_end_here)  # the first to be registered is the last to be called
-    # As the hubs of tests/support/hub.py do; once that is imported it is too late for them.
-    sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
     importlib.import_module("jupyterhub.app")
     for package in PACKAGES:
         path = importlib.import_module(f"gpuspawner.{package}").__path__
