@@ -45,6 +45,7 @@ LOG_SHOWN = 20_000
 
 # Hundreds of hubs, services and commands would compile our modules anew otherwise.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.pop("PYTHONUNBUFFERED", None)  # hubs do not pass it on, so no service could be forked
 sys.dont_write_bytecode = False
 
 # Started in the background or by nohup, we ignore Ctrl-C or a lost terminal, and everything

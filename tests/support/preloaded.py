@@ -27,6 +27,7 @@ import threading
 import time
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,12 @@ READ_EARLY = ("LD_", "PYTHON", "JUPYTERHUB_", "OAUTH", "PROMETHEUS_")
 one of them to what it was not when we imported everything gets a Python that starts from nothing:
 a hub with another clock or a stand-in for NVML, with modules of the test, or with OAuth."""
 
-READ_BY_SERVICE = ("LD_", "PYTHON", "PROMETHEUS_", "JUPYTERHUB_METRICS_", "JUPYTERHUB_XSRF_")
-"""The same for the accounting service. The others are set for each, and are read later."""
+READ_BY_SERVICE = (
+    *("LD_", "PYTHON", "PROMETHEUS_", "JUPYTERHUB_METRICS_", "JUPYTERHUB_XSRF_"),
+    "JUPYTERHUB_SSL_",
+)
+"""The same for the accounting service. The others are set for each, and are read later, but for
+the prefix, which :func:`fork_service` passes on."""
 
 _paths = [str(REPO), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 PYTHONPATH = os.pathsep.join(dict.fromkeys(filter(None, _paths)))
@@ -187,8 +192,11 @@ def main() -> None:
     for package in PACKAGES:
         path = importlib.import_module(f"gpuspawner.{package}").__path__
         for module in pkgutil.walk_packages(path, f"gpuspawner.{package}."):
-            if ".versions." not in module.name and not module.name.endswith(".env"):
+            if ".versions." not in module.name and not module.name.endswith((".env", ".__main__")):
                 importlib.import_module(module.name)
+    templates = sys.modules["gpuspawner.web.pages"].TEMPLATES
+    for name in templates.list_templates():  # each service compiles them at its start
+        templates.get_template(name)
     gc.freeze()  # what a child does not look at is not copied for it
     with open(0, closefd=False) as questions:
         if details := _serve(questions, 1):
@@ -279,6 +287,10 @@ def fork_service() -> None:
         os._exit(0)
     arguments, folder, environment = details
     _show_in_proc([sys.executable, *arguments], environment)
+    from jupyterhub.services.auth import HubOAuth
+
+    prefix = environment.get("JUPYTERHUB_SERVICE_PREFIX", "/")
+    HubOAuth.instance = partial(HubOAuth.instance, base_url=prefix)  # type: ignore[method-assign]
     _become(arguments, folder, environment, [])
     raise SystemExit(_ended[0])
 
@@ -305,12 +317,14 @@ class _Keeper:
         return json.loads(self._line.readline())
 
 
-class _ForkedService:
-    """What JupyterHub needs of its service's ``Popen``."""
+class _ForkedService(subprocess.Popen[bytes]):
+    """What JupyterHub needs of its service's ``Popen``, which its trait ``proc`` must be."""
+
+    _child_created = False  # not by us: nothing is left to be waited for
 
     def __init__(self, keeper: _Keeper, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None
+        self.returncode: Any = None
         self._keeper = keeper
 
     def __enter__(self) -> _ForkedService:

@@ -94,6 +94,7 @@ for start in (subprocess.Popen, service.Popen):
         preloaded.SERVICE, env={**os.environ, "JUPYTERHUB_SERVICE_NAME": "gpu"}, cwd=None,
         preexec_fn=None, start_new_session=True,
     )
+    service._ServiceSpawner().proc = process
     while process.poll() is None:
         time.sleep(0.01)
     assert process.returncode == 7 and process.poll() == 7
