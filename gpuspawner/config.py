@@ -55,6 +55,8 @@ PAGES = (
     (r"/environments/-/live", "gpuspawner.hub_pages.handlers.LiveEnvironments"),
     (r"/environments/([^/]+)", "gpuspawner.hub_pages.handlers.EnvironmentPage"),
     (r"/environments/([^/]+)/logo", "gpuspawner.hub_pages.handlers.Logo"),
+    (r"/catalog", "gpuspawner.hub_pages.catalog_state.CatalogState"),
+    (r"/glossary", "gpuspawner.hub_pages.handlers.Glossary"),
     (r"/notices", "gpuspawner.hub_pages.handlers.Notices"),
     (r"/welcome/?", "gpuspawner.hub_pages.handlers.Welcome"),
     (r"/welcome/first", "gpuspawner.hub_pages.handlers.FirstWelcome"),

@@ -22,6 +22,7 @@ from ..core.errors import ConfigError, EngineUnavailable, ImageUnavailable
 from ..devices.placement import format_memory
 from ..engines.images import (
     Connect,
+    image_state,
     local_images,
     offered_digest,
     packages_of_image,
@@ -171,20 +172,17 @@ def check_images(settings: Settings, found: Catalog) -> int:
 
 
 def _look(client: docker.APIClient, name: str, image: str) -> CheckFinding:
-    here = local_images(client, image)
-    if here is None:
+    state = image_state(client, image, ask_registry=True)
+    if state.size is None:
         text = f"{image} is not here: the first start would wait for a pull."
         return CheckFinding(name, Status.FAIL, text, f"gpuspawner catalog pull {name}")
-    has = image.partition("@")[2] or here.digest_in(image)
-    if not has:
+    if not state.digest:
         return CheckFinding(name, Status.OK, f"{image} is here; it was built on this machine.")
-    try:
-        newest = offered_digest(client, image)
-    except ImageUnavailable as error:
-        text = f"{image} is here; whether there is a newer one is not known: {error.fields['why']}."
+    if state.why:
+        text = f"{image} is here; whether there is a newer one is not known: {state.why}."
         return CheckFinding(name, Status.UNCHECKED, text)
-    if newest != has:
-        text = f"{image} is here; its registry offers a newer one ({newest[:19]}...)."
+    if state.is_outdated:
+        text = f"{image} is here; its registry offers a newer one ({state.offered[:19]}...)."
         return CheckFinding(name, Status.OK, text, f"gpuspawner catalog update {name}")
     return CheckFinding(name, Status.OK, f"{image} is here, and the newest.")
 

@@ -247,6 +247,40 @@ def offered_digest(client: docker.APIClient, reference: str) -> str:
         raise unavailable(reference, words_of(error)) from error
 
 
+@dataclass(frozen=True, slots=True)
+class ImageState:
+    """What the engine and, if it was asked, the registry have of a reference."""
+
+    image: str
+    size: int | None
+    """Bytes on the engine; None if the image is not there."""
+    digest: str
+    """Its digest in its registry; empty for one that was built here, or is not there."""
+    offered: str = ""
+    """The digest that the registry has now; empty if it was not asked, or does not say."""
+    why: str = ""
+    """Why the registry does not say."""
+
+    @property
+    def is_outdated(self) -> bool:
+        """True if the registry has another image by now."""
+        return bool(self.offered) and self.offered != self.digest
+
+
+def image_state(client: docker.APIClient, image: str, *, ask_registry: bool) -> ImageState:
+    """Return whether an image is here and, if asked, the newest. Raises EngineUnavailable."""
+    here = local_images(client, image)
+    if here is None:
+        return ImageState(image, None, "")
+    digest = image.partition("@")[2] or here.digest_in(image)
+    if not digest or not ask_registry:
+        return ImageState(image, here.size, digest)
+    try:
+        return ImageState(image, here.size, digest, offered_digest(client, image))
+    except ImageUnavailable as error:
+        return ImageState(image, here.size, digest, why=error.fields["why"])
+
+
 def pinned_image(reference: str, digest: str) -> str:
     """Return the reference with this digest in place of any other: ``name:tag@sha256:...``."""
     return f"{reference.partition('@')[0]}@{digest}"

@@ -143,6 +143,11 @@ class CatalogPages(Configurable):
             return Catalog.single(devices=DeviceLimits(default=1, max=1024))
         return watched(self.settings, name, self.settings["log"]).current()
 
+    def catalog_problem(self) -> str:
+        """Return why the catalog's file is refused just now; empty if it is valid."""
+        name = self.configured("catalog")
+        return watched(self.settings, name, self.settings["log"]).problem if name else ""
+
     def shown(self, catalog: Catalog, groups: Collection[str]) -> list[Environment]:
         """Return the environments shown to a reader in these groups, in the file's order."""
         if self.show_restricted:
@@ -554,6 +559,14 @@ class Welcome(HubPageHandler):
             place=_place(self.site, self.settings["spawner_class"]),
             folders=bool(services.settings.folders.source),
         )
+
+
+class Glossary(HubPageHandler):
+    """The page ``/hub/glossary``: what the words on the pages mean."""
+
+    async def get(self) -> None:
+        """Show the page."""
+        await self.show("glossary.html")
 
 
 class FirstWelcome(Welcome):

@@ -34,10 +34,6 @@ DONE = {
     "cancel": "The ticket is cancelled, and its member is told why.",
     "pause": "Granting is paused.",
     "resume": "GPUs are given out again.",
-    "drain": "The GPU is drained: no new session starts on it.",
-    "drain-machine": "The whole machine is drained: no new session starts on its GPUs.",
-    "undrain": "The GPU is given out again.",
-    "undrain-machine": "The whole machine is given out again.",
     "nothing": "It was so already: nothing was changed.",
 }
 """Messages after a change."""
@@ -56,7 +52,7 @@ class QueueForms(FormPage):
 
 
 class QueuePage(QueueForms):
-    """The whole queue with its scores, and closed devices, for admins."""
+    """The whole queue with its scores, for admins."""
 
     @web.authenticated
     async def get(self) -> None:
@@ -68,7 +64,6 @@ class QueuePage(QueueForms):
         """Send the page; ``typed`` is the content of a refused form."""
         line = await self.read(view_models.whole_line, self.services)
         overview: Overview = await self.read(self.services.monitoring.overview)
-        states = {view.device.uuid: view for view in overview.devices}
         one, other = (self.get_query_argument(name, "") for name in ("a", "b"))
         try:
             comparison = _comparison(line, one, other)
@@ -82,11 +77,7 @@ class QueuePage(QueueForms):
             comparison=comparison,
             most=MOST,
             devices=overview.devices,
-            drained=[
-                (states[uuid], closure) for uuid, closure in line.closed.items() if uuid in states
-            ],
-            machines=any(view.machine for view in overview.devices),
-            open_devices=[view for view in overview.devices if view.device.uuid not in line.closed],
+            drained=sum(view.device.uuid in line.closed for view in overview.devices),
             live=bool(self.get_query_argument("live", "")) and self.request.method == "GET",
             done=DONE.get(self.get_query_argument("done", ""), ""),
             refusal=refusal,
@@ -95,57 +86,27 @@ class QueuePage(QueueForms):
         )
 
 
-class ClosureForm(QueuePage):
-    """A form of the queue's page that closes or reopens something."""
+class GrantingForm(QueuePage):
+    """The form that pauses and resumes granting."""
 
     async def get(self) -> None:
         """Redirect to the queue."""
         self.redirect(f"{self.context.prefix}queue")
-
-    def chosen(self, name: str, yes: str, no: str) -> tuple[str, Callable[..., bool]]:
-        """Return the action that a yes-or-no field names, and the method that performs it.
-
-        Raises InvalidRequest.
-        """
-        action = {"yes": yes, "no": no}.get(self.field(name))
-        if action is None:
-            raise InvalidRequest(f"The field {name!r} is yes or no.", field=name)
-        return action, getattr(self.services.devices, action)
-
-
-class GrantingForm(ClosureForm):
-    """The form that pauses and resumes granting."""
 
     @web.authenticated
     async def post(self) -> None:
         """Pause or resume granting."""
         self.need_admin()
         reason = self.field("reason")
+        action = {"yes": "pause", "no": "resume"}.get(self.field("paused"), "")
         try:
-            action, work = self.chosen("paused", "pause", "resume")
-            done = await self.change(work, reason=reason)
+            if not action:
+                raise InvalidRequest("The field 'paused' is yes or no.", field="paused")
+            done = await self.change(getattr(self.services.devices, action), reason=reason)
         except GPUSpawnerError as refusal:
             await self.show_line(refusal, granting=reason[: 2 * LONGEST_REASON])
             return
         self.say(action if done else "nothing")
-
-
-class DrainForm(ClosureForm):
-    """The form that drains a device or ends its drain."""
-
-    @web.authenticated
-    async def post(self) -> None:
-        """Drain the device or end its drain."""
-        self.need_admin()
-        device, reason = self.field("device"), self.field("reason")
-        try:
-            action, work = self.chosen("drained", "drain", "undrain")
-            done = await self.change(work, device, reason=reason)
-        except GPUSpawnerError as refusal:
-            await self.show_line(refusal, device=device, drain=reason[: 2 * LONGEST_REASON])
-            return
-        whole = "-machine" if self.services.machines.machine_of(device) else ""
-        self.say(f"{action}{whole}" if done else "nothing")
 
 
 class TicketPage(QueueForms):
@@ -401,7 +362,6 @@ _TICKET = "([0-9A-Za-z-]{1,64})"
 QUEUE_HANDLERS = [
     ("queue", QueuePage),
     ("queue/granting", GrantingForm),
-    ("queue/devices", DrainForm),
     (f"queue/{_TICKET}", TicketPage),
     (f"queue/{_TICKET}/(move|boost|cancel)", TicketPage),
     (f"tickets/{_TICKET}/cancel", CancelTicketPage),

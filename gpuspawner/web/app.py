@@ -21,6 +21,7 @@ from tornado.iostream import IOStream
 
 from ..db import views as db_views
 from ..db.engine import sqlite_file
+from ..devices import views as devices_views
 from ..leases import views as leases_views
 from ..ledger import correction_views, rate_views, refill_views
 from ..ledger import views as ledger_views
@@ -212,6 +213,7 @@ ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
     *api.HANDLERS,
     *notifications_views.HANDLERS,
     *queue_views.QUEUE_HANDLERS,
+    *devices_views.HANDLERS,
     *leases_views.LEASE_HANDLERS,
     *ledger_views.STATEMENT_HANDLERS,
     *metrics.HANDLERS,

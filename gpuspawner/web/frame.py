@@ -37,7 +37,7 @@ _LOADS = re.compile(r"<(script|style|link)(?=[\s>])")
 
 
 @dataclass(frozen=True, slots=True)
-class Viewer:
+class TemplateUser:
     """The signed-in member, as the Hub's templates know one."""
 
     name: str
@@ -143,7 +143,7 @@ class Frame:
             "base_url": place.hub_url,
             "prefix": place.hub_url.removesuffix("hub/"),
             "service_url": place.service_url,
-            "user": Viewer(user) if user else None,
+            "user": TemplateUser(user) if user else None,
             "login_url": f"{place.hub_url}login",
             "logout_url": f"{place.hub_url}logout",
             "login_service": None,

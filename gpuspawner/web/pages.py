@@ -165,7 +165,7 @@ class BillingPage(MemberPage):
 
 
 class AdminPage(Page):
-    """All open leases and their accounts, and the devices in full, for admins."""
+    """All open leases and their accounts, for admins."""
 
     @web.authenticated
     async def get(self) -> None:
@@ -173,16 +173,13 @@ class AdminPage(Page):
         self.need_admin()
         warn_minutes = self.context.warn_minutes
         all_of_them = await self.read(view_models.everyone, self.services, warn_minutes)
-        overview, found = await self.read(
-            view_models.device_figures, self.services, self.user, True
-        )
+        overview = await self.read(self.services.monitoring.overview)
         self.show(
             "admin.html",
             everyone=all_of_them,
             stopped=self.get_query_argument("stopped", ""),
             xsrf=self.xsrf,
             overview=overview,
-            devices=found,
         )
 
 

@@ -33,7 +33,7 @@ ADMINS_PAGES = (
         "accounts/member:ada/statement",
     ),
     *("bulk", "rates", "refills", "queue", "trail", "usage", "used", "cluster", "folders"),
-    *("leases", "members"),
+    *("leases", "members", "devices"),
     *("leases/LEASE", "transfers/TRANSFER", "queue/TICKET"),
     *("statement.csv", "usage.csv", "used.csv", "trail.csv", "catalog.schema.json"),
 )

@@ -434,7 +434,7 @@ def test_sick_device_is_drained_until_it_recovers(scene: Scene, browser: Browser
     assert "GPU 2 (T4), Xid 79: it lost power, NVLink or the bus" in text
     assert "comes back when it has stopped" in text
     look_over(page, "sick")
-    assert "drained by health: Xid 79" in words(hub.page(ADMIN, "admin"))
+    assert "drained by health: Xid 79" in words(hub.page(ADMIN, "devices"))
 
     hub.stop_server("dora")
     assert hub.spawn("emil", t4).ok

@@ -23,7 +23,7 @@ from tests.support import axe
 from tests.support.batch_jobs import CLUSTER, look_since, run
 from tests.support.browser import screenshot
 from tests.support.hub import ADMIN, NAVIGATION
-from tests.support.pages import PHONE, look_over_all, sign_in, words
+from tests.support.pages import PHONE, sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
@@ -103,35 +103,8 @@ def past_lease(hub: PayingHub) -> Lease:
 # What it looks like, and whether everybody can use it.
 
 
-def test_credit_pages_fit_and_are_accessible(hub: PayingHub, browser: Browser) -> None:
-    """Nothing sticks out, nothing comes from elsewhere, and axe finds nothing serious."""
-    transfer = hub.services.reports.statement_page("member:ada").entries[-1].transfer
-    lease = past_lease(hub).id
-    of_member = {
-        "credits-member": "",
-        "credits-statement": "statement",
-        "credits-receipt": f"leases/{lease}",
-        "credits-notices": "notices",
-    }
-    of_admin = {
-        "credits-accounts": "accounts",
-        "credits-account": "accounts/member:ada",
-        "credits-transfer": f"transfers/{transfer}",
-        "credits-refund": f"leases/{lease}",
-        "credits-usage": "usage",
-        "credits-trail": "trail",
-        "credits-everyone": "admin",
-        "credits-queue": "queue",
-        "credits-rates": "rates",
-        "credits-refills": "refills",
-        "credits-bulk": "bulk",
-    }
-    look_over_all(browser, hub, "ada", of_member)
-    look_over_all(browser, hub, ADMIN, of_admin)
-
-
 def test_axe_check_detects_a_missing_label(browser: Browser) -> None:
-    """The check above is not blind."""
+    """The check in test_every_page.py is not blind."""
     page = browser.new_page()
     page.set_content("<html lang=en><title>x</title><main><h1>x</h1><input></main></html>")
     assert [finding.split(":")[0] for finding in axe.troubles(page)] == ["critical label"]

@@ -15,8 +15,9 @@ from gpuspawner.core.units import MICRO, format_credits
 from gpuspawner.ledger.rules import owed
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
-from tests.support.gpu_hub import GPUHub
-from tests.support.pages import WIDE, add_cookies, look_over, send_sign_in
+from tests.support.gpu_hub import GPUHub, text_of
+from tests.support.hub import ADMIN
+from tests.support.pages import WIDE, Clicks, add_cookies, look_over, send_sign_in
 from tests.support.processes import free_port, wait_for
 
 SLOW = 120_000
@@ -61,6 +62,7 @@ CONFIG = """
 c.GPURates.by_model = {{"*": 1, "A100": 4}}
 c.GPUCredits.opening_grant = 50
 c.GPUDockerSpawner.workspace = "work-{{username}}"
+c.GPUCredits.grace_seconds = 2
 c.GPUDockerSpawner.gpu_limit = 2
 c.DockerSpawner.mem_limit = "2G"
 c.JupyterHub.cleanup_servers = False
@@ -106,14 +108,11 @@ def hub(module_hub: GPUHub) -> Iterator[GPUHub]:
         module_hub.stop_server(lease.server.user)
 
 
-def open_form(browser: Browser, hub: GPUHub, user: str, *, signed_in: bool = True) -> Page:
+def open_form(browser: Browser, hub: GPUHub, user: str) -> Page:
     """A member's own window with the form to start a server."""
     page = browser.new_context(viewport=WIDE).new_page()
-    if signed_in:
-        add_cookies(page, hub, user)
+    add_cookies(page, hub, user)
     page.goto(f"{hub.url}/hub/spawn")
-    if not signed_in:
-        send_sign_in(page, user)
     expect(page.get_by_role("heading", name="Server Options")).to_be_visible()
     return page
 
@@ -166,8 +165,12 @@ def type_in_terminal(page: Page, command: str) -> None:
 
 
 def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub) -> None:
-    # Member 1 signs in, and sees what there is and what it costs.
-    one = open_form(browser, hub, "member1", signed_in=False)
+    # Member 1 finds an environment, signs in, and sees what there is and what it costs.
+    context = browser.new_context(viewport=WIDE)
+    clicks, one = Clicks(context), context.new_page()
+    one.goto(f"{hub.url}/hub/environments")
+    one.get_by_role("link", name="Launch JupyterLab", exact=True).click()
+    send_sign_in(one, "member1")
     form = one.locator("#spawn_form")
     expect(form).to_contain_text("2 of 2 GPUs free.")
     expect(form).to_contain_text("Your balance: 50.00 credits.")
@@ -199,7 +202,9 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     expect(item).to_contain_text(" %", timeout=SLOW)
     expect(item).to_contain_text("credits")
 
-    said = {"member1": run_cell(one, CELL), "member2": hub.kernel_run("member2", CELL)}
+    said = {"member1": run_cell(one, CELL)}
+    assert clicks.count <= 9, "from the catalog to a cell's output"
+    said |= {"member2": hub.kernel_run("member2", CELL)}
     screenshot(one, "journey-3-lab")
     for user, text in said.items():
         [lease] = hub.open_leases(user)
@@ -254,6 +259,28 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     assert _file(hub, "member2", "notes.txt") == "by member2"
 
 
+def test_admin_sees_which_images_are_missing(hub: GPUHub) -> None:
+    def page(user: str = ADMIN, query: str = "") -> str:
+        return text_of(hub.open_page(user, f"/hub/catalog{query}").text)
+
+    file = hub.folder / "catalog.yaml"
+    text = file.read_text(encoding="utf-8")
+    row = "JupyterLab lab, preselected everybody up to 2 "
+    assert re.search(rf"{row}\S+ here built on this machine", page())
+    new = "  - {slug: new, display_name: A new one, image: 'nowhere/new:1', devices: {max: 0}}\n"
+    try:
+        file.write_text(text.replace("datasets:\n", f"{new}datasets:\n"), encoding="utf-8")
+        missing = "A new one new everybody none nowhere/new:1 missing the first start waits"
+        assert missing in page() and missing in page(query="?updates=1")
+        file.write_text("environments: [", encoding="utf-8")
+        broken = page()
+        assert "The catalog's file has a mistake; the last valid one stays in use." in broken
+        assert missing in broken
+    finally:
+        file.write_text(text, encoding="utf-8")
+    assert hub.open_page("one", "/hub/catalog").status_code == 403
+
+
 def test_waiting_member_reaches_server_after_a_hub_kill(browser: Browser, hub: GPUHub) -> None:
     hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
     page = open_form(browser, hub, "member6")
@@ -284,7 +311,10 @@ def test_waiting_member_reaches_server_after_a_hub_kill(browser: Browser, hub: G
 def test_member_can_stop_a_start_on_the_pending_page(browser: Browser, hub: GPUHub) -> None:
     """The page that waits says how far it is, and its button stops the start or leaves the line."""
     hub.spawn_and_wait("member5", {"environment": "instant", "gpus": 2})
-    page = open_form(browser, hub, "member4")
+    context = browser.new_context(viewport=WIDE)
+    clicks, page = Clicks(context), context.new_page()
+    add_cookies(page, hub, "member4")
+    page.goto(f"{hub.url}/hub/spawn")
     start(page, "A server that answers at once", "1")
     page.get_by_role("link", name="Leave queue").click(timeout=SLOW)
     page.get_by_role("button", name="Leave queue").click(timeout=SLOW)
@@ -294,8 +324,10 @@ def test_member_can_stop_a_start_on_the_pending_page(browser: Browser, hub: GPUH
     hub.stop_server("member5")
     assert not hub.leases("member4")
 
-    page.goto(f"{hub.url}/hub/spawn")
+    page.get_by_role("link", name="Home", exact=True).click()
+    page.get_by_role("button", name="Start My Server").click()
     start(page, "An environment that takes long")
+    assert clicks.count <= 9, "who waits, leaves and returns"
     page.wait_for_url("**/spawn-pending/**", timeout=SLOW)
     expect(page.locator("#progress-message")).to_have_text("Waiting for the server to answer")
     look_over(page, "journey-10-pending", accessible=False)
@@ -325,3 +357,26 @@ def _file(hub: GPUHub, user: str, name: str) -> str:
     """A file of the member's workspace, as their server shows it."""
     answer = hub.get(user, f"api/contents/{name}")
     return str(answer.json()["content"]) if answer.ok else ""
+
+
+def test_home_says_that_the_credits_ran_out(browser: Browser, hub: GPUHub) -> None:
+    context = browser.new_context(viewport=WIDE)
+    clicks, page = Clicks(context), context.new_page()
+    add_cookies(page, hub, "member7")
+    page.goto(f"{hub.url}/hub/spawn")
+    start(page, "A server that answers at once", "1")
+    page.wait_for_url(re.compile("/user/member7/"), timeout=SLOW)
+    body = {"amount": "-49.99", "reason": "used elsewhere"}  # of the 50 that everybody begins with
+    path = "accounts/member:member7/grants"
+    hub.call(ADMIN, "POST", path, json=body).raise_for_status()
+
+    page.goto(f"{hub.url}/hub/home")
+    wait_for(lambda: not hub.open_leases("member7"), "the end of the session", timeout=SLOW / 1000)
+    page.get_by_role("link", name="Home", exact=True).click()
+    expect(page.get_by_role("status").first).to_contain_text("Your server was stopped at")
+    expect(page.get_by_role("status").first).to_contain_text("the credits ran out")
+    look_over(page, "journey-12-ran-out", accessible=False)
+    page.get_by_role("link", name="Receipt").click()
+    expect(page.get_by_role("heading", name="Charges and refunds")).to_be_visible()
+    assert clicks.count <= 6, "from the form to the receipt"
+    context.close()

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
+from gpuspawner.core.units import MICRO
 from gpuspawner.notifications.models import NoticeKind
 from tests.support.gpu_hub import text_of
 from tests.support.hub import ADMIN
-from tests.support.pages import WIDE, look_over, send_sign_in
+from tests.support.pages import WIDE, Clicks, add_cookies, look_over, send_sign_in
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
@@ -165,3 +166,67 @@ def test_admin_imports_a_roster_and_ends_an_entry(
     )
     assert (imported.actor, imported.action) == (ADMIN, "roster import")
     page.context.close()
+
+
+def test_admin_prepares_a_course_in_few_clicks(
+    hub: PayingHub, browser: Browser, tmp_path: Path
+) -> None:
+    """A roster, a weekly refill, a refund and a drain: all from the menu, nothing typed twice."""
+    hub.start_server("bob", "ruined", gpus=1, gpu_model="A100")
+    ruined = hub.services.leases.of_account("member:bob", 500)[0].id
+    wait_for(lambda: hub.services.leases.get(ruined).charged, "a charge")
+    hub.stop_server("bob", "ruined")
+    context = browser.new_context(viewport=WIDE)
+    clicks, page = Clicks(context), context.new_page()
+    page.set_default_timeout(SLOW)
+    add_cookies(page, hub, ADMIN)
+    page.goto(f"{hub.url}/hub/home")
+
+    def go(*path: str) -> None:
+        page.get_by_role("button", name="Admin").click()
+        menu = page.locator(".dropdown-menu:visible")
+        menu.get_by_role("link", name=path[0], exact=True).click()
+        for name in path[1:]:
+            page.get_by_role("link", name=name, exact=True).click()
+
+    file = tmp_path / "course.csv"
+    file.write_text("name,course,groups\ngus,DL202,dl202\nhedi,DL202,dl202\n")
+    go("Members")
+    page.get_by_label("A CSV file").set_input_files(file)
+    page.get_by_role("button", name="Preview").click()
+    page.get_by_role("button", name="Import").click()
+    expect(page.get_by_text("The roster is imported: 2 new")).to_be_visible()
+
+    go("Billing", "Refills")
+    page.get_by_label("On (weekly)").select_option("Thursday")
+    page.get_by_label("Credits each").fill("25")
+    page.get_by_label("For whom").fill("members:dl202")
+    page.get_by_label("Reason, which members read").fill("exercises")
+    page.get_by_role("button", name="Preview").click()
+    page.get_by_role("button", name="Make it").click()
+    expect(page.get_by_role("row", name="members:dl202")).to_be_visible()
+
+    go("Sessions")
+    page.get_by_role("link", name="Receipt of bob/ruined").click()
+    page.get_by_label("Reason, which its member reads").fill("the GPU was sick")
+    page.get_by_role("button", name="Refund").click()
+    page.get_by_role("button", name="Refund").click()
+    expect(page.get_by_text("It was given back.")).to_be_visible()
+
+    go("Devices")
+    page.get_by_role("link", name="Drain GPU 0").click()
+    page.get_by_label("Reason").fill("a new fan")
+    page.get_by_role("button", name="Drain").click()
+    expect(page.get_by_text("The GPU is drained")).to_be_visible()
+    assert clicks.count <= 19
+    context.close()
+
+    services = hub.services
+    assert services.roster.roster_member("gus").member
+    [refill] = services.refills.all_refills()
+    assert refill.audience == ("members:dl202",) and refill.amount == 25 * MICRO
+    lease = services.leases.get(ruined)
+    assert services.reports.receipt(ruined).items.total == 0 and lease.charged > 0
+    [drained] = services.devices.closures().values()
+    assert (drained.actor, drained.reason) == (ADMIN, "a new fan")
+    services.devices.undrain(drained.subject, actor=ADMIN)

@@ -181,10 +181,12 @@ def test_pending_page_shows_the_queue_and_starts_without_a_gpu(
     hub: PayingHub, browser: Browser
 ) -> None:
     line_up(hub, "olga", "quinn")
-    page = browser.new_context().new_page()
+    page = browser.new_context(permissions=["notifications"]).new_page()
     add_cookies(page, hub, "quinn")
     page.goto(f"{hub.url}/hub/spawn-pending/quinn")
     expect(page.get_by_role("heading", name="Waiting for a GPU")).to_be_visible()
+    page.get_by_role("button", name="Tell me when it is my turn").click()
+    expect(page.get_by_text("This browser tells you when it is your turn.")).to_be_visible()
     # Who goes first depends on the lengths of earlier sessions, too.
     expect(page.locator("#gs-card")).to_contain_text(re.compile(r"Number [12] of 2 in the queue"))
     expect(page.locator("#progress-bar")).to_be_hidden()

@@ -423,7 +423,7 @@ def test_draining_a_gpu_drains_its_node(
     assert hub.node_of(hub.wait_lease("ann")) is second
     page = browser.new_page(viewport=WIDE)
     sign_in(page, hub, ADMIN, "")
-    for name in ("admin", "cluster", "queue"):
+    for name in ("cluster", "devices"):
         page.goto(f"{hub.url}/services/gpu/{name}")
         text = page.locator("main").inner_text()
         assert first.name in text and second.name in text
@@ -441,7 +441,7 @@ def test_draining_a_gpu_drains_its_node(
     cluster.run("scontrol", "update", node, "State=DRAIN", "Reason=new disk")
     refused = call(hub, ADMIN, f"devices/{gpu}/undrain", reason="")
     assert refused.status_code == 400 and "new disk" in refused.json()["message"]
-    page.goto(f"{hub.url}/services/gpu/queue")
+    page.goto(f"{hub.url}/services/gpu/devices")
     page.get_by_role("button", name="Return to service").first.click()
     assert f"scontrol update {node} State=RESUME" in page.locator("main").inner_text()
     look_over(page, "drained-by-others", accessible=False)

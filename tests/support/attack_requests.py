@@ -97,7 +97,7 @@ RIGHT = {
     "PUT api/notices/choices": Right(OWNER, {}),
     "POST queue/granting": Right(ADMIN, {"paused": "yes", "reason": WHY}, then=RESUME),
     "POST api/granting": Right(ADMIN, {"paused": True, "reason": WHY}, then=RESUME),
-    "POST queue/devices": Right(
+    "POST devices": Right(
         ADMIN, {"device": "{device}", "drained": "yes", "reason": WHY}, then=UNDRAIN
     ),
     "POST api/devices/{device}/drain": Right(ADMIN, {"reason": WHY}, then=UNDRAIN),

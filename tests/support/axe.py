@@ -17,13 +17,23 @@ async selector => (await axe.run(selector, {resultTypes: ["violations"]})).viola
 """Only what was found: all that axe-core looked at takes longer to bring here than to look at."""
 
 
+def findings(page: Page, within: str = "html") -> list[dict[str, str]]:
+    """All that axe-core finds: impact, id, and the first element that has it."""
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(SOURCE.read_text(encoding="utf-8"))
+    found: list[dict[str, str]] = page.evaluate(VIOLATIONS, within)
+    return found
+
+
+def in_words(finding: dict[str, str]) -> str:
+    return f"{finding['impact']} {finding['id']}: {finding['html']}"
+
+
 def troubles(page: Page, *also: str, within: str = "html") -> list[str]:
     """Serious and critical findings, each with the first element that has it; ``also`` those of
     these rules. ``within``: a selector of the part that is looked at."""
-    if not page.evaluate("'axe' in window"):
-        page.evaluate(SOURCE.read_text(encoding="utf-8"))
     return [
-        f"{finding['impact']} {finding['id']}: {finding['html']}"
-        for finding in page.evaluate(VIOLATIONS, within)
+        in_words(finding)
+        for finding in findings(page, within)
         if finding["impact"] in ("serious", "critical") or finding["id"] in also
     ]

@@ -71,8 +71,8 @@ def _pages_shown(browser: Browser) -> str:
 
 def screenshot(page: Page, name: str) -> Path:
     """Keep a picture of the whole page in ``test-results/`` and say where."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.png"
+    path = RESULTS / f"{re.sub(r'[^A-Za-z0-9._/-]+', '-', name)}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=path, full_page=True)
     return path
 

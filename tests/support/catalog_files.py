@@ -82,7 +82,7 @@ FILES = {
     "catalog.yaml": CATALOG,
     "packages.txt": "torch==2.5.1\nnumpy==2.1.3\n",
     "changes.md": "- PyTorch 2.5.1\n",
-    "sample.ipynb": notebook("## Train a model", "print(40 + 2)", "42\n"),
+    "sample.ipynb": notebook("# Train a model", "print(40 + 2)", "42\n"),
     "evil.txt": f"{EVIL}==1.0\n",
     "evil.md": f"{EVIL}\n\n[x](javascript:document.title='ran')",
     "evil.ipynb": notebook(EVIL, EVIL, EVIL),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.web.frame import OUR_TEMPLATES, Frame, Place, Viewer, passed_on
+from gpuspawner.web.frame import OUR_TEMPLATES, Frame, Place, TemplateUser, passed_on
 
 HERE = Place("/hub/", "/services/gpu/")
 EXTENDS = '{% extends "templates/page.html" %}'
@@ -99,7 +99,7 @@ def test_policy_names_the_hub_where_the_service_has_a_domain_of_its_own() -> Non
 @pytest.mark.parametrize("name", ['a"; alert(1)//', "</script><script>alert(1)", "ä\u2028\\"])
 def test_members_name_stays_a_string_in_the_frames_script(name: str) -> None:
     html, _ = page(Frame(), user=name)
-    escaped = Viewer(name).json_escaped_name
+    escaped = TemplateUser(name).json_escaped_name
     assert f'user: "{escaped}"' in html and "<" not in escaped and "\u2028" not in escaped
     assert not re.search(r'(?<!\\)(?:\\\\)*"', escaped)
     assert "<script>alert" not in html

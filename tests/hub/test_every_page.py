@@ -1,0 +1,230 @@
+"""Every page of the hub, as its readers see it: on a desk and on a phone, by day and in the dark.
+
+The pictures are in ``test-results/pages``, which CI keeps. Real here: JupyterHub, proxy, accounting
+service, local servers, Chromium, axe-core; one hub for all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+from tornado.web import RequestHandler
+
+from gpuspawner.config import PAGES
+from gpuspawner.core.units import MICRO
+from gpuspawner.ledger.models import member_account
+from gpuspawner.web.app import ROUTES
+from tests.support.catalog_files import CATALOG, FILES
+from tests.support.hub import ADMIN
+from tests.support.pages import WIDE, add_cookies, look_over_page
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import wait_for
+from tests.support.tickets import line_up
+
+SLOW = 120_000
+"""Milliseconds for a page or a server, on a machine with other things to do."""
+
+CONFIG = """
+c.JupyterHub.authenticator_class = "gpu-members-shared-password"
+c.Authenticator.allow_all = False
+c.MemberMixin.roster = True
+c.JupyterHub.load_groups = {{"ml101": {{"users": ["ada", "bob"]}}}}
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
+c.GPUSpawnerMixin.catalog = {catalog!r}
+c.GPUFolders.source = {folders!r}
+c.GPUCredits.opening_grant = 100
+c.GPUCredits.hold_minutes = 1
+c.GPUCredits.grace_seconds = 3600
+c.GPURates.by_model = {{"*": 1, "A100": 4}}
+"""
+
+LONG = "the weekly seminar on representation learning, winter term"
+
+
+class FurnishedHub(PayingHub):
+    """A hub with something on every page, and the ids by which pages are asked for."""
+
+    ids: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def hub(hubs: None, folder: Path) -> Iterator[FurnishedHub]:
+    """Ada and Bob use all GPUs, Cleo and Dan wait, Eve's credits ran out, Fay is new."""
+    for name, text in FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    config = CONFIG.format(catalog=str(folder / "catalog.yaml"), folders=f"{folder}/folders/{{id}}")
+    (folder / "catalog.yaml").write_text(CATALOG, encoding="utf-8")
+    with FurnishedHub(folder / "hub", config) as hub:
+        hub.ids = furnish(hub)
+        yield hub
+
+
+def furnish(hub: FurnishedHub) -> dict[str, str]:
+    """Give every page something to show, and return what the addresses need."""
+    services = hub.services
+    lines = ["name,ends", *(f"{user}," for user in ("ada", "bob", "cleo", "dan", "eve", "fay"))]
+    assert services.roster.import_roster("\n".join(lines).encode(), actor="kim").done
+    past = hub.start_server("ada", "past", environment="torch", gpus=1)
+    wait_for(lambda: services.leases.get(past.id).seen_at, "a look at the server")
+    hub.stop_server("ada", "past")
+    lease = hub.start_server("ada", environment="torch", gpus=2, hours=4)
+    hub.start_server("bob", environment="jax", gpus=1)
+    tickets = line_up(hub, "cleo", "dan", environment="torch", gpus=2)
+    hub.login("eve")
+    services.ledger.open_account("eve")
+    hub.set_balance("eve", 0)
+    for account in ("ada", "eve"):
+        services.ledger.grant(member_account(account), MICRO, actor="kim", reason=LONG)
+    rate = services.prices.set_rate(
+        "2.5", model="T4", environment="torch", hours="Sat, Sun", actor="kim", reason=LONG
+    )
+    refill = services.refills.add_refill(
+        services.refills.plan_refill(
+            "FREQ=MONTHLY;BYMONTHDAY=1",
+            amount=10 * MICRO,
+            audience=["everybody"],
+            actor="kim",
+            reason=LONG,
+            starts_at=datetime(2999, 1, 1, tzinfo=timezone.utc),
+        )
+    )
+    made = hub.call("ada", "POST", "folders", json={"name": "seminar-data"})
+    assert made.ok, made.text
+    transfer = services.reports.statement_page("member:ada").entries[0].transfer
+    return {
+        "past": past.id,
+        "lease": lease.id,
+        "ticket": tickets[0].id,
+        "next_ticket": tickets[1].id,
+        "rate": str(rate.id),
+        "refill": refill.id,
+        "transfer": transfer,
+        "folder": made.json()["id"],
+    }
+
+
+MEMBER, WAITS, BROKE, NEW = "ada", "cleo", "eve", "fay"
+
+SERVICE: dict[str, tuple[tuple[str, str], ...]] = {
+    "": ((MEMBER, ""), (WAITS, ""), (BROKE, ""), (NEW, "")),
+    "billing": ((MEMBER, "billing"), (BROKE, "billing")),
+    "admin": ((ADMIN, "admin"),),
+    "notices": ((MEMBER, "notices"),),
+    "notices/test": ((MEMBER, "notices/test"),),
+    "queue": ((ADMIN, "queue"), (ADMIN, "queue?a={ticket}&b={next_ticket}")),
+    "queue/granting": ((ADMIN, "queue/granting"),),
+    "devices": ((ADMIN, "devices"),),
+    "queue/([0-9A-Za-z-]{1,64})": ((ADMIN, "queue/{ticket}"),),
+    "queue/([0-9A-Za-z-]{1,64})/(move|boost|cancel)": ((ADMIN, "queue/{ticket}/move"),),
+    "tickets/([0-9A-Za-z-]{1,64})/cancel": ((WAITS, "tickets/{ticket}/cancel"),),
+    "leases": ((MEMBER, "leases"), (ADMIN, "leases")),
+    "leases/([0-9a-f]{1,64})": ((MEMBER, "leases/{past}"), (ADMIN, "leases/{past}")),
+    "leases/([0-9a-f]{1,64})/stop": ((ADMIN, "leases/{lease}/stop"),),
+    "leases/([0-9a-f]+)/extend": ((MEMBER, "leases/{lease}/extend"),),
+    "leases/([0-9a-f]{1,64})/snooze": ((MEMBER, "leases/{lease}/snooze"),),
+    "leases/([0-9a-f]{1,64})/restart": ((MEMBER, "leases/{lease}/restart"),),
+    "leases/([0-9a-f]{1,64})/refund": ((ADMIN, "leases/{past}/refund"),),
+    "payer": ((MEMBER, "payer"),),
+    "statement": ((MEMBER, "statement"),),
+    "accounts": ((ADMIN, "accounts"),),
+    "accounts/([^/]+)": ((ADMIN, "accounts/member:ada"),),
+    "accounts/([^/]+)/grant": ((ADMIN, "accounts/member:ada/grant"),),
+    "accounts/([^/]+)/statement": ((ADMIN, "accounts/member:ada/statement"),),
+    "transfers/([0-9a-f]{32})": ((ADMIN, "transfers/{transfer}"),),
+    "bulk": ((ADMIN, "bulk"),),
+    "rates": ((ADMIN, "rates"),),
+    "rates/([0-9]{1,18})/remove": ((ADMIN, "rates/{rate}/remove"),),
+    "refills": ((ADMIN, "refills"),),
+    "refills/([0-9a-f]{1,32})/end": ((ADMIN, "refills/{refill}/end"),),
+    "trail": ((ADMIN, "trail"),),
+    "members": ((ADMIN, "members"),),
+    "members/([^/]{1,200})/end": ((ADMIN, "members/fay/end"),),
+    "folders": ((MEMBER, "folders"), (ADMIN, "folders")),
+    "folders/([0-9a-f]{16})/(invite|accept|leave|uninvite|hand-on|delete|restore)": (
+        (MEMBER, "folders/{folder}/invite"),
+    ),
+    "usage": ((ADMIN, "usage"),),
+    "used": ((ADMIN, "used"),),
+    "cluster": ((MEMBER, "cluster"), (ADMIN, "cluster")),
+}
+"""Every page of the service by its route: who opens which address. Some lead on to another page."""
+
+HUB: dict[str, tuple[tuple[str, str], ...]] = {
+    r"/environments/?": (("", "environments"), (MEMBER, "environments")),
+    r"/environments/([^/]+)": (("", "environments/torch"), (NEW, "environments/jax")),
+    r"/catalog": ((ADMIN, "catalog"),),
+    r"/glossary": (("", "glossary"), (MEMBER, "glossary")),
+    r"/welcome/?": ((NEW, "welcome"),),
+    r"/welcome/first": ((NEW, "welcome/first"),),
+    "home": ((MEMBER, "home"), (WAITS, "home"), (BROKE, "home"), (NEW, "home")),
+    "login": (("", "login"),),
+    "spawn": ((NEW, "spawn"), (BROKE, "spawn")),
+    "spawn-pending": ((WAITS, "spawn-pending/cleo"),),
+    "not running": ((NEW, "user/fay/lab"),),
+    "not found": ((MEMBER, "environments/none"),),
+    "not allowed": ((MEMBER, "spawn/bob"),),
+}
+"""The Hub's pages that are ours, in whole or in part."""
+
+NO_PAGES = {"oauth_callback", "metrics", "cluster/live", r"catalog\.schema\.json"}
+NO_HUB_PAGES = {
+    r"/environments/-/live": "JSON",
+    r"/environments/([^/]+)/logo": "a picture",
+    r"/notices": "JSON",
+    r"/without-gpu/([^/]*)": "a form's action",
+    r"/gpuspawner/static/(.*)": "files",
+    r"/api/gpuspawner/(.*)": "JSON",
+}
+
+
+def test_every_page_is_looked_at() -> None:
+    """Whoever adds a page adds it above."""
+    shown = {
+        route
+        for route, handler in ROUTES
+        if handler.get is not RequestHandler.get
+        and not route.startswith("api/")
+        and not route.endswith(r"\.csv")
+    }
+    assert shown - NO_PAGES == set(SERVICE)
+    assert {route for route, _ in PAGES} - set(NO_HUB_PAGES) == {r for r in HUB if r[0] == "/"}
+
+
+def name_of(user: str, address: str) -> str:
+    """The name of a page's pictures, without ids."""
+    plain = re.sub(r"[{}?=]+", "-", address).strip("/-") or "home"
+    return f"{plain.replace('/', '-').replace(':', '-')}-{user or 'stranger'}"
+
+
+@pytest.mark.parametrize("user", ["", MEMBER, WAITS, BROKE, NEW, ADMIN])
+def test_pages_are_readable_on_every_screen(hub: FurnishedHub, browser: Browser, user: str) -> None:
+    """No finding of axe-core, no complaint on the console, nothing wider than the window."""
+    page = browser.new_context(viewport=WIDE, reduced_motion="reduce").new_page()
+    page.set_default_timeout(SLOW)
+    if user:
+        add_cookies(page, hub, user)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    pages = [("/services/gpu/", it) for its in SERVICE.values() for it in its]
+    pages += [("/hub/", it) for its in HUB.values() for it in its]
+    seen: set[str] = set()
+    found: list[str] = []
+    for prefix, (reader, address) in pages:
+        if reader != user:
+            continue
+        page.goto(f"{hub.url}{prefix}{address.format(**hub.ids)}")
+        if page.url in seen:
+            continue  # it leads on to a page that was looked at
+        seen.add(page.url)
+        if prefix == "/services/gpu/":
+            assert page.locator("[aria-current=page]").count() == 1, "where it is in the menu"
+        found += look_over_page(page, f"pages/{prefix.split('/')[1]}-{name_of(user, address)}")
+    assert not found, "\n".join(found)
+    assert {url for url in asked if not url.startswith((f"{hub.url}/", "data:"))} == set()
+    assert len(seen) >= 2
+    page.context.close()
