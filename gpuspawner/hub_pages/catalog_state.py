@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -57,6 +57,6 @@ class CatalogState(HubPageHandler):
             return {}, "The Docker Engine does not answer, so the images cannot be seen."
 
 
-def _look(connect: Callable[[float], Any], images: Sequence[str], ask: bool) -> dict[str, Any]:
+def _look(connect: Callable[[float], Any], images: Iterable[str], ask: bool) -> dict[str, Any]:
     with closing(connect(ENGINE_SECONDS)) as client:
         return {image: image_state(client, image, ask_registry=ask) for image in images}

@@ -183,7 +183,7 @@ def look_over_page(page: Page, name: str) -> list[str]:
     found = [f"{it.type} on the console: {it.text}" for it in said]
     found += [f"error of a script: {it}" for it in page.page_errors()]
     for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]  # a Literal
+        page.emulate_media(color_scheme=scheme)
         dark = "html[data-bs-theme=dark]" if scheme == "dark" else "html:not([data-bs-theme=dark])"
         page.wait_for_selector(dark, state="attached")
         if (ground := page.evaluate(GROUND)) != GROUNDS[scheme]:

@@ -290,7 +290,7 @@ def fork_service() -> None:
     from jupyterhub.services.auth import HubOAuth
 
     prefix = environment.get("JUPYTERHUB_SERVICE_PREFIX", "/")
-    HubOAuth.instance = partial(HubOAuth.instance, base_url=prefix)  # type: ignore[method-assign]
+    HubOAuth.instance = partial(HubOAuth.instance, base_url=prefix)
     _become(arguments, folder, environment, [])
     raise SystemExit(_ended[0])
 
