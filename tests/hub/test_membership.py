@@ -226,7 +226,7 @@ def test_admin_prepares_a_course_in_few_clicks(
     [refill] = services.refills.all_refills()
     assert refill.audience == ("members:dl202",) and refill.amount == 25 * MICRO
     lease = services.leases.get(ruined)
-    assert services.reports.receipt(ruined).items.total == 0 and lease.charged > 0
+    assert services.reports.receipt(ruined).items.total == 0 and lease.refunded > 0
     [drained] = services.devices.closures().values()
     assert (drained.actor, drained.reason) == (ADMIN, "a new fan")
     services.devices.undrain(drained.subject, actor=ADMIN)

@@ -177,11 +177,9 @@ def look_over(page: Page, name: str, *rules: str, accessible: bool = True) -> No
 def look_over_page(page: Page, name: str) -> list[str]:
     """Keep pictures of the page as on a desk and as on a phone, by day and in the dark.
 
-    Returns what is wrong with it: what axe-core finds, what sticks out, what its console says.
+    Returns what is wrong with it: what axe-core finds, what sticks out, errors of its scripts.
     """
-    said = [it for it in page.console_messages() if it.location["url"] != page.url]  # its status
-    found = [f"{it.type} on the console: {it.text}" for it in said]
-    found += [f"error of a script: {it}" for it in page.page_errors()]
+    found = [f"error of a script: {it}" for it in page.page_errors()]
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         dark = "html[data-bs-theme=dark]" if scheme == "dark" else "html:not([data-bs-theme=dark])"

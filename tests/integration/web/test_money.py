@@ -1,5 +1,6 @@
-"""One session's cost in every place that shows it. Real: everything of ours, SQLite, HTTP.
-Stand-ins: the devices are simulated, the clock stands still, the Hub is a small HTTP server."""
+"""One session's cost and end in every place that shows them. Real: everything of ours, SQLite,
+HTTP. Stand-ins: simulated devices, a clock that stands still, a small HTTP server for the Hub.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from gpuspawner.core.units import MICRO, format_credits, parse_credits, round_credits
-from gpuspawner.leases.models import Lease, Request, ServerRef
+from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from tests.golden.site import Site
 
 CENT = Decimal("0.01")
@@ -46,6 +48,15 @@ def test_credits_are_rounded_half_away_from_zero(micro: int) -> None:
     assert format_credits(micro) != "-0.00"
 
 
+WHY = {"time": "at its time limit", "credits": "because your credits run out"}
+
+
+def minute(text: str) -> datetime:
+    """The minute of a moment: pages show no seconds of an end."""
+    moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    return moment.replace(second=0, microsecond=0)
+
+
 class Shown:
     """What the places say about one session, as texts with two decimals."""
 
@@ -60,6 +71,27 @@ class Shown:
         answer = session.get(self.site._service_url() + path, timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.text
+
+    def home(self) -> str:
+        """The Hub's home page."""
+        return self.site.hub_page("ada", "home").text
+
+    def ends(self) -> dict[str, tuple[datetime, str]]:
+        """When the session ends, to the minute, and why, by place."""
+        id = self.lease.id
+        (listed,) = [
+            each for each in json.loads(self.read("api/leases"))["leases"] if each["id"] == id
+        ]
+        answers = {
+            "REST": listed["end"],
+            "JupyterLab": json.loads(self.read(f"api/leases/{id}/now"))["lease"]["end"],
+        }
+        found = {name: (minute(end["at"]), end["reason"]) for name, end in answers.items()}
+        for name, page in (("session list", self.read("")), ("Home", self.home())):
+            shown = only(r"<dt>Ends</dt><dd>(.*?)</dd>", page)
+            [reason] = [why for why, words in WHY.items() if words in shown]
+            found[name] = (minute(only(r'datetime="([^"]+)"', shown)), reason)
+        return found
 
     def costs(self) -> dict[str, str]:
         """The cost of the session, by place."""
@@ -89,7 +121,11 @@ class Shown:
         found["receipt by REST"] = rounded(
             json.loads(self.read(f"api/leases/{lease.id}/receipt"))["lease"]["cost"]
         )
-        if lease.ended_at:  # before, files have what was charged
+        if not lease.ended_at:
+            told = json.loads(self.read(f"api/leases/{lease.id}/now"))
+            found["JupyterLab"] = rounded(told["lease"]["cost"])
+            found["Home"] = only(r"<dt>Cost so far</dt><dd>([\d.]+) credits", self.home())
+        else:  # before, files have what was charged
             items = csv.DictReader(io.StringIO(self.read(f"leases/{lease.id}.csv")))
             found["CSV"] = rounded(str(sum(Decimal(item["amount"]) for item in items)))
         return found
@@ -179,7 +215,7 @@ def test_cost_of_a_session_is_the_same_wherever_it_is_shown(
     clock.forward(seconds=rest)
     running = Shown(site, services.leases.get(lease.id))
     costs = running.costs()
-    assert len(costs) == 10 and len(set(costs.values())) == 1, costs
+    assert len(costs) == 12 and len(set(costs.values())) == 1, costs
     running.must_add_up()
     running.must_agree_on_the_balance()
 
@@ -193,3 +229,46 @@ def test_cost_of_a_session_is_the_same_wherever_it_is_shown(
     assert len(costs) == 11 and len(set(costs.values())) == 1, costs
     ended.must_add_up()
     ended.must_agree_on_the_balance()
+
+
+@settings(
+    phases=(Phase.explicit, Phase.generate),
+    max_examples=10,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    rate=st.integers(100_000, 9_999_999),
+    limit=st.integers(3600, 36_000),
+    lasts=st.integers(3600, 36_000),
+    passed=st.integers(1, 1800),
+)
+def test_end_of_a_session_is_the_same_wherever_it_is_shown(
+    site: Site, rate: int, limit: int, lasts: int, passed: int
+) -> None:
+    services, clock = site.services, site.clock
+    for left in services.leases.open_leases():
+        services.leases.release(left.id, ended_at=clock(), reason="stopped")
+    clock.forward(seconds=1)
+    services.prices.set_rate(format_credits(rate, 6), model="T4", actor="kim", reason="Today")
+    clock.forward(seconds=1)
+    balance = services.ledger.member("ada").balance
+    change = rate * lasts // 3600 - balance
+    services.ledger.grant("member:ada", change, actor="kim", reason="For this example")
+    try:
+        wanted = Request(devices=1, model="T4", environment="torch")
+        terms = Terms(seconds=limit)
+        lease = services.leases.grant(ServerRef("ada"), wanted, engine="local", terms=terms)
+        lease = services.leases.confirm(lease.id)
+        assert lease.started_at is not None
+        clock.forward(seconds=passed)
+        services.ledger.charge_all()
+        ends = Shown(site, services.leases.get(lease.id)).ends()
+        assert len(ends) == 4 and len(set(ends.values())) == 1, ends
+        [(at, why)] = set(ends.values())
+        dry = lasts + services.settings.credits.grace_seconds
+        assert why == ("time" if limit <= dry else "credits")
+        end = lease.started_at + timedelta(seconds=min(limit, dry))
+        assert abs(end - at).total_seconds() < 62
+    finally:
+        services.ledger.grant("member:ada", -change, actor="kim", reason="After this example")
