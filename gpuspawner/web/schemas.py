@@ -141,6 +141,8 @@ def checked(
 
 _UNREADABLE = r"\u0000-\u0008\u000e-\u001b\u007f-\u0084\u0086-\u009f"
 """Characters that no reason has; all white space in it becomes a space each."""
+_SPACE = r"\t-\r\u001c-\u0020\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+"""White space as Python knows it: that of a schema's patterns is not quite the same."""
 
 
 def _reason(value: Any, field: str, *, needed: bool = False) -> str:
@@ -171,7 +173,7 @@ NeededReason = Annotated[
         "Why.",
         minLength=1,
         maxLength=LONGEST_REASON,
-        pattern=rf"^[^{_UNREADABLE}]*[^{_UNREADABLE}\s][^{_UNREADABLE}]*$",
+        pattern=f"^[^{_UNREADABLE}]*[^{_UNREADABLE}{_SPACE}][^{_UNREADABLE}]*$",
     ),
 ]
 Written = Annotated[str, _of(str), described(pattern=r"^[^\u0000]*$")]

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from gpuspawner.core.errors import InvalidRequest
+from gpuspawner.core.text import checked_reason
 from gpuspawner.ledger.schemas import GrantBody, RateBody, RefillBody
 from gpuspawner.queue.schemas import BoostBody, MoveBody, PauseBody
 from gpuspawner.storage.schemas import InvitationBody, NewFolderBody
 from gpuspawner.web.app import ROUTES
 from gpuspawner.web.openapi import declarations, document
-from gpuspawner.web.schemas import Body, ReasonBody, WhyBody
+from gpuspawner.web.schemas import Body, NeededReason, ReasonBody, WhyBody
 
 HANDLERS = [handler for _, handler in ROUTES]
 EXAMPLES = {
@@ -167,3 +170,16 @@ def test_invalid_form_is_rejected_with_a_message(
     with pytest.raises(InvalidRequest) as refused:
         model.from_form(lambda name: form.get(name, ""), "UTC")
     assert refused.value.message.startswith(sentence)
+
+
+def test_schema_of_a_reason_accepts_what_the_service_accepts() -> None:
+    """Patterns of a schema are JavaScript's, whose white space is not quite Python's."""
+    written = TypeAdapter(NeededReason).json_schema()["pattern"]
+    assert "\\s" not in written
+    pattern = re.compile(written)
+    for text in filter(lambda it: unicodedata.category(it) != "Cs", map(chr, range(0x10000))):
+        try:
+            accepted = bool(checked_reason(text, needed=True))
+        except InvalidRequest:
+            accepted = False
+        assert bool(pattern.search(text)) == accepted, repr(text)
