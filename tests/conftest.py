@@ -359,7 +359,11 @@ def pytest_runtest_makereport(
     """A failing test shows the log of every part that runs."""
     report = yield
     if report.failed:
-        for part in list(LIVE):
+        if browser := getattr(item, "funcargs", {}).get("module_browser"):
+            from tests.support.browser import pages_shown
+
+            report.sections.append(("pages in the browser", pages_shown(browser)))
+        for part in reversed(LIVE):  # the test's own first: CI shows the beginning of long logs
             try:
                 text = part.log_text()
             except Exception as e:

@@ -254,6 +254,7 @@ def test_outsider_can_switch_account_in_the_browser(oauth: Lab, browser: Browser
     page.click("text=Sign in with another account")
     screenshot(page, "auth-provider-asks")
     assert page.url.startswith(provider.url)
+    provider.wait_turn("ada")
     give(page, "ada")
     page.wait_for_url(f"{hub.url}/hub/home")
 
@@ -261,9 +262,9 @@ def test_outsider_can_switch_account_in_the_browser(oauth: Lab, browser: Browser
 def give(page: Page, user: str) -> None:
     """Name and password, on the provider's own pages."""
     page.fill("input[name=login]", user)
-    page.press("input[name=login]", "Enter")
+    page.get_by_role("button", name="Continue").click()
     page.fill("input[name=password]", password_of(user))
-    page.press("input[name=password]", "Enter")
+    page.get_by_role("button", name="Sign in").click()
 
 
 # With a shared password.

@@ -32,8 +32,6 @@ from tests.support.paying_hub import PayingHub
 from tests.support.processes import environment_of, wait_for
 from tests.support.tickets import fill, line_up
 
-SLOW = 120_000
-"""Milliseconds for a page or a server, on a machine with other things to do."""
 SOON = 60.0
 
 CONFIG = """
@@ -89,7 +87,6 @@ def get(hub: PayingHub, path: str, **query: str) -> requests.Response:
 
 def open_page(browser: Browser, hub: PayingHub, path: str = "environments", **kind: Any) -> Page:
     page = browser.new_context(**{"viewport": WIDE, **kind}).new_page()
-    page.set_default_timeout(SLOW)
     page.goto(f"{hub.url}/hub/{path}")
     return page
 
@@ -226,7 +223,7 @@ def test_visitor_launches_a_server_from_the_catalog(hub: PayingHub, browser: Bro
     page.get_by_label("Time limit").select_option("4")
     page.get_by_label("Memory").select_option("64 GB")
     page.get_by_role("button", name="Start").click()
-    page.wait_for_url(re.compile("/user/ada/"), timeout=SLOW)
+    page.wait_for_url(re.compile("/user/ada/"))
     [lease] = hub.services.leases.open_leases()
     assert (lease.environment, len(lease.devices), lease.seconds) == ("torch", 2, 4 * 3600)
     expect(page.locator("body")).to_have_text(lease.id)
@@ -275,7 +272,7 @@ def test_launch_works_without_javascript(hub: PayingHub, browser: Browser) -> No
     expect(page.locator("#environment-plain")).to_be_checked()
     screenshot(page, "catalog-7-form-without-javascript")
     page.get_by_role("button", name="Start").click()
-    page.wait_for_url(re.compile("/user/bert/"), timeout=SLOW)
+    page.wait_for_url(re.compile("/user/bert/"))
     [lease] = hub.services.leases.open_leases()
     assert (lease.environment, lease.devices) == ("plain", ())
     hub.stop_server("bert")
@@ -304,7 +301,7 @@ def test_launch_works_with_the_keyboard_alone(hub: PayingHub, browser: Browser) 
         if page.evaluate("document.activeElement.type") == "submit":
             break
     page.keyboard.press("Enter")
-    page.wait_for_url(re.compile("/user/cleo/"), timeout=SLOW)
+    page.wait_for_url(re.compile("/user/cleo/"))
     [lease] = hub.services.leases.open_leases()
     assert (lease.environment, len(lease.devices)) == ("jax", 1)
     hub.stop_server("cleo")
@@ -646,7 +643,7 @@ def test_price_shown_is_the_price_paid(priced: CatalogHub, browser: Browser) -> 
         expect(page.locator(name)).to_be_hidden()
     page.check("#environment-course")
     page.click("[type=submit]")
-    page.wait_for_url(re.compile("/user/pia/"), timeout=SLOW)
+    page.wait_for_url(re.compile("/user/pia/"))
     assert errors == []
     lease = hub.lease_of("pia")
     assert lease and lease.rate == 2 * MICRO
@@ -701,7 +698,7 @@ def test_empty_balance_disables_start_for_gpus_only(priced: CatalogHub, browser:
     page.select_option("#gpus", "0")
     expect(why.filter(has_text=said)).to_be_hidden()
     page.click("[type=submit]")
-    page.wait_for_url(re.compile("/user/tom/"), timeout=SLOW)
+    page.wait_for_url(re.compile("/user/tom/"))
 
 
 def test_only_a_choice_that_started_comes_back(priced: CatalogHub) -> None:

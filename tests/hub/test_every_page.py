@@ -26,9 +26,6 @@ from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 from tests.support.tickets import line_up
 
-SLOW = 120_000
-"""Milliseconds for a page or a server, on a machine with other things to do."""
-
 CONFIG = """
 c.JupyterHub.authenticator_class = "gpu-members-shared-password"
 c.Authenticator.allow_all = False
@@ -207,7 +204,6 @@ def name_of(user: str, address: str) -> str:
 def test_pages_are_readable_on_every_screen(hub: FurnishedHub, browser: Browser, user: str) -> None:
     """No finding of axe-core, no complaint on the console, nothing wider than the window."""
     page = browser.new_context(viewport=WIDE, reduced_motion="reduce").new_page()
-    page.set_default_timeout(SLOW)
     if user:
         add_cookies(page, hub, user)
     asked: list[str] = []

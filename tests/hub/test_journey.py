@@ -20,9 +20,6 @@ from tests.support.hub import ADMIN
 from tests.support.pages import WIDE, Clicks, add_cookies, look_over, send_sign_in
 from tests.support.processes import free_port, wait_for
 
-SLOW = 120_000
-"""Milliseconds for what takes Jupyter some time, on a machine with other things to do."""
-
 CATALOG = """
 environments:
   - slug: lab
@@ -133,8 +130,8 @@ def back_to_form(page: Page, hub: GPUHub) -> None:
 
 def wait_for_lab(page: Page, user: str) -> None:
     """Until JupyterLab is there, by itself."""
-    page.wait_for_url(re.compile(f"/user/{user}/lab"), timeout=SLOW)
-    expect(page.locator(".jp-Launcher, .jp-NotebookPanel").first).to_be_visible(timeout=SLOW)
+    page.wait_for_url(re.compile(f"/user/{user}/lab"))
+    expect(page.locator(".jp-Launcher, .jp-NotebookPanel").first).to_be_visible()
 
 
 def run_cell(page: Page, code: str) -> str:
@@ -145,12 +142,12 @@ def run_cell(page: Page, code: str) -> str:
     page.locator(".jp-Dialog").get_by_role("button", name="Select").click()
     notebook = page.locator(".jp-NotebookPanel:visible")
     idle = notebook.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
-    expect(idle).to_be_visible(timeout=SLOW)
+    expect(idle).to_be_visible()
     cell = notebook.locator(".jp-Cell .cm-content").first
     cell.fill(code)
     cell.press("Shift+Enter")
     output = notebook.locator(".jp-OutputArea-output").first
-    expect(output).to_contain_text("the end", timeout=SLOW)
+    expect(output).to_contain_text("the end")
     return output.inner_text()
 
 
@@ -159,7 +156,7 @@ def type_in_terminal(page: Page, command: str) -> None:
     page.get_by_role("button", name="New Launcher").first.click()
     page.locator(".jp-LauncherCard:visible", has_text="Terminal").first.click()
     terminal = page.locator(".jp-Terminal:visible")
-    expect(terminal.locator(".xterm-screen")).to_be_visible(timeout=SLOW)
+    expect(terminal.locator(".xterm-screen")).to_be_visible()
     terminal.click()
     page.keyboard.type(f"{command}\n")
 
@@ -192,14 +189,14 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     two = open_form(browser, hub, "member2")
     expect(two.locator("#spawn_form")).to_contain_text("1 of 2 GPUs free.")
     start(two, "JupyterLab")
-    two.wait_for_url(re.compile("/spawn-pending/|/user/"), timeout=SLOW)
+    two.wait_for_url(re.compile("/spawn-pending/|/user/"))
     two.close()
     hub.wait_server("member2")
 
     # What their GPU does, by way of the container's own token and the hub's API.
     item = one.locator(".gpuspawner-item button")
-    expect(item).to_contain_text("A100-80GB", timeout=SLOW)
-    expect(item).to_contain_text(" %", timeout=SLOW)
+    expect(item).to_contain_text("A100-80GB")
+    expect(item).to_contain_text(" %")
     expect(item).to_contain_text("credits")
 
     said = {"member1": run_cell(one, CELL)}
@@ -249,7 +246,7 @@ def test_two_members_use_gpus_from_sign_in_to_stop(browser: Browser, hub: GPUHub
     one.get_by_label("flowers", exact=True).uncheck()  # the dataset is not needed for that
     start(one, "JupyterLab without a GPU")
     wait_for_lab(one, "member1")
-    expect(one.locator(".jp-DirListing-item", has_text="notes.txt")).to_be_visible(timeout=SLOW)
+    expect(one.locator(".jp-DirListing-item", has_text="notes.txt")).to_be_visible()
     assert _file(hub, "member1", "notes.txt") == "by member1"
     assert hub.open_leases("member1")[0].devices == ()
     [container] = [c for c in hub.containers() if "member1" in str(c["Names"])]
@@ -286,7 +283,7 @@ def test_waiting_member_reaches_server_after_a_hub_kill(browser: Browser, hub: G
     page = open_form(browser, hub, "member6")
     start(page, "A server that answers at once", "1")
     card = page.locator("#gs-card")
-    expect(card).to_contain_text("Number 1 of 1 in the queue", timeout=SLOW)
+    expect(card).to_contain_text("Number 1 of 1 in the queue")
     expect(card).to_contain_text("a GPU; none is free")
     end = hub.open_leases("member5")[0].ends_at
     assert end is not None
@@ -295,14 +292,14 @@ def test_waiting_member_reaches_server_after_a_hub_kill(browser: Browser, hub: G
     look_over(page, "journey-7-in-line", accessible=False)
 
     hub.kill9(services=True)
-    expect(card).to_contain_text("Your place in the queue is kept", timeout=SLOW)
+    expect(card).to_contain_text("Your place in the queue is kept")
     look_over(page, "journey-8-hub-away", accessible=False)
     hub.start()
-    expect(card).not_to_contain_text("Your place in the queue is kept", timeout=SLOW)
+    expect(card).not_to_contain_text("Your place in the queue is kept")
     expect(card).to_contain_text("Number 1 of 1 in the queue")
 
     hub.stop_server("member5")
-    page.wait_for_url(re.compile("/user/member6/"), timeout=SLOW)
+    page.wait_for_url(re.compile("/user/member6/"))
     [lease] = hub.open_leases("member6")
     assert len(lease.devices) == 1
     assert lease.ticket_id, "it came from the line"
@@ -316,10 +313,10 @@ def test_member_can_stop_a_start_on_the_pending_page(browser: Browser, hub: GPUH
     add_cookies(page, hub, "member4")
     page.goto(f"{hub.url}/hub/spawn")
     start(page, "A server that answers at once", "1")
-    page.get_by_role("link", name="Leave queue").click(timeout=SLOW)
-    page.get_by_role("button", name="Leave queue").click(timeout=SLOW)
+    page.get_by_role("link", name="Leave queue").click()
+    page.get_by_role("button", name="Leave queue").click()
     wait_for(lambda: not hub.server("member4"), "the stop")
-    expect(page.get_by_text("You left the queue.")).to_be_visible(timeout=SLOW)
+    expect(page.get_by_text("You left the queue.")).to_be_visible()
     look_over(page, "journey-9-left", accessible=False)
     hub.stop_server("member5")
     assert not hub.leases("member4")
@@ -328,7 +325,7 @@ def test_member_can_stop_a_start_on_the_pending_page(browser: Browser, hub: GPUH
     page.get_by_role("button", name="Start My Server").click()
     start(page, "An environment that takes long")
     assert clicks.count <= 9, "who waits, leaves and returns"
-    page.wait_for_url("**/spawn-pending/**", timeout=SLOW)
+    page.wait_for_url("**/spawn-pending/**")
     expect(page.locator("#progress-message")).to_have_text("Waiting for the server to answer")
     look_over(page, "journey-10-pending", accessible=False)
     page.get_by_text("Event log").click()
@@ -349,7 +346,7 @@ def _stop_on_home_page(page: Page, hub: GPUHub) -> None:
     # JupyterHub's page loads its script after itself: a click before that is lost.
     page.wait_for_function("() => window.jQuery?._data(document.querySelector('#stop'), 'events')")
     page.get_by_role("button", name="Stop My Server").click()
-    expect(page.get_by_role("button", name="Start My Server")).to_be_visible(timeout=SLOW)
+    expect(page.get_by_role("button", name="Start My Server")).to_be_visible()
     wait_for(lambda: not hub.open_leases("member1"), "the release")
 
 
@@ -365,13 +362,13 @@ def test_home_says_that_the_credits_ran_out(browser: Browser, hub: GPUHub) -> No
     add_cookies(page, hub, "member7")
     page.goto(f"{hub.url}/hub/spawn")
     start(page, "A server that answers at once", "1")
-    page.wait_for_url(re.compile("/user/member7/"), timeout=SLOW)
+    page.wait_for_url(re.compile("/user/member7/"))
     body = {"amount": "-49.99", "reason": "used elsewhere"}  # of the 50 that everybody begins with
     path = "accounts/member:member7/grants"
     hub.call(ADMIN, "POST", path, json=body).raise_for_status()
 
     page.goto(f"{hub.url}/hub/home")
-    wait_for(lambda: not hub.open_leases("member7"), "the end of the session", timeout=SLOW / 1000)
+    wait_for(lambda: not hub.open_leases("member7"), "the end of the session", timeout=120)
     page.get_by_role("link", name="Home", exact=True).click()
     expect(page.get_by_role("status").first).to_contain_text("Your server was stopped at")
     expect(page.get_by_role("status").first).to_contain_text("the credits ran out")

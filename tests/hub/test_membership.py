@@ -18,9 +18,6 @@ from tests.support.pages import WIDE, Clicks, add_cookies, look_over, send_sign_
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
-SLOW = 120_000
-"""Milliseconds for a page or a server, on a machine with other things to do."""
-
 CONFIG = """
 c.JupyterHub.authenticator_class = "gpu-members-shared-password"
 c.Authenticator.allow_all = False
@@ -45,10 +42,9 @@ def put_on_roster(hub: PayingHub, *lines: str) -> None:
 
 def test_new_member_sees_the_welcome_page_once(hub: PayingHub, browser: Browser) -> None:
     page = browser.new_context(viewport=WIDE).new_page()
-    page.set_default_timeout(SLOW)
     page.goto(hub.url)
     send_sign_in(page, "ada")
-    expect(page.get_by_role("heading", name="Welcome, ada")).to_be_visible(timeout=SLOW)
+    expect(page.get_by_role("heading", name="Welcome, ada")).to_be_visible()
     for heading in ("Credits pay for GPUs", "you wait in the queue", "Your files are in work"):
         expect(page.get_by_role("heading", name=heading)).to_be_visible()
     expect(page.get_by_text("You have 100.00 credits")).to_be_visible()
@@ -126,7 +122,6 @@ def test_admin_imports_a_roster_and_ends_an_entry(
 ) -> None:
     known = {entry.user for entry in hub.services.roster.entries()}
     page = browser.new_context(viewport=WIDE).new_page()
-    page.set_default_timeout(SLOW)
     page.goto(hub.url)
     send_sign_in(page, ADMIN)
     page.get_by_role("button", name="Admin").click()
@@ -178,7 +173,6 @@ def test_admin_prepares_a_course_in_few_clicks(
     hub.stop_server("bob", "ruined")
     context = browser.new_context(viewport=WIDE)
     clicks, page = Clicks(context), context.new_page()
-    page.set_default_timeout(SLOW)
     add_cookies(page, hub, ADMIN)
     page.goto(f"{hub.url}/hub/home")
 

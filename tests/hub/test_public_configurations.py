@@ -270,7 +270,6 @@ def test_link_prefills_custom_form_fields(
     """By a link of a course, in the browser of a member who then presses Start."""
     hub.stop_server("gpuform")
     page = browser.new_page()
-    page.set_default_timeout(60_000)
     page.goto(f"{hub.url}/hub/spawn?course=stats&opt-week=7&opt-course=stats&opt-extras=slides")
     page.get_by_label("Username").fill("gpuform")
     page.get_by_label("Password", exact=False).first.fill(USER_PASSWORD)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.support import parts
 from tests.support.processes import REPO
@@ -21,8 +21,10 @@ ARGUMENTS = (
     "--disable-gpu",
     "--disable-sync",
 )
-# Five seconds are the default, which a slow machine takes for a page.
-expect.set_options(timeout=90_000)
+PATIENCE_MS = 120_000
+"""Milliseconds for a page or an element: an upper bound, since a slow machine takes its time."""
+
+expect.set_options(timeout=PATIENCE_MS)
 
 
 def chromium() -> str:
@@ -43,16 +45,18 @@ def open_browser() -> Iterator[Browser]:
     parts.require("browser")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=list(ARGUMENTS))
+        browser.on("context", _be_patient)
         try:
             yield browser
-        except BaseException:
-            print(_pages_shown(browser))
-            raise
         finally:
             browser.close()
 
 
-def _pages_shown(browser: Browser) -> str:
+def _be_patient(context: BrowserContext) -> None:
+    context.set_default_timeout(PATIENCE_MS)
+
+
+def pages_shown(browser: Browser) -> str:
     """What each open page shows and complained about, for the report of a failed test."""
     lines = []
     for page in (page for context in browser.contexts for page in context.pages):
