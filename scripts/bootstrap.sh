@@ -12,7 +12,11 @@ case $what in
     *) fail "usage: scripts/bootstrap.sh [demo|all]" ;;
 esac
 
-python=${PYTHON:-python3}
+# The distribution's own Python, if it will do: it is what users have, and it is built with
+# optimizations. One that pyenv compiles by default takes a quarter more processor time for the tests.
+own=/usr/bin/python3
+"$own" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2> /dev/null || own=python3
+python=${PYTHON:-$own}
 command -v "$python" > /dev/null || fail "There is no $python here: install Python 3.10 or newer."
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     fail "$("$python" --version) is too old: gpuspawner needs Python 3.10 or newer. Name one with PYTHON=..."
@@ -33,7 +37,9 @@ if ! "$python" -c 'import ensurepip, venv' 2> /dev/null; then
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     install_packages "python$version-venv"
 fi
-if ! .venv/bin/python -m pip --version > /dev/null 2>&1; then
+base='import sys; print(sys.base_prefix, sys.version)'
+if ! .venv/bin/python -m pip --version > /dev/null 2>&1 ||
+    [ "$(.venv/bin/python -c "$base")" != "$("$python" -c "$base")" ]; then
     "$python" -m venv --clear .venv
 fi
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import axe_core_python
@@ -10,18 +11,22 @@ from playwright.sync_api import Page
 SOURCE = Path(axe_core_python.__file__).with_name("axe.min.js")
 
 VIOLATIONS = """
-async selector => (await axe.run(selector, {resultTypes: ["violations"]})).violations.map(
+async ([selector, options]) => (await axe.run(selector, options)).violations.map(
     ({impact, id, nodes}) => ({impact, id, html: nodes[0].html.slice(0, 200)})
 )
 """
 """Only what was found: all that axe-core looked at takes longer to bring here than to look at."""
 
+COLOURS = ("color-contrast", "link-in-text-block")
+"""The rules whose findings depend on colours."""
 
-def findings(page: Page, within: str = "html") -> list[dict[str, str]]:
-    """All that axe-core finds: impact, id, and the first element that has it."""
+
+def findings(page: Page, within: str = "html", rules: Sequence[str] = ()) -> list[dict[str, str]]:
+    """All that axe-core finds, or by these rules: impact, id, and the first element that has it."""
     if not page.evaluate("'axe' in window"):
         page.evaluate(SOURCE.read_text(encoding="utf-8"))
-    found: list[dict[str, str]] = page.evaluate(VIOLATIONS, within)
+    options = {"resultTypes": ["violations"]} | ({"runOnly": list(rules)} if rules else {})
+    found: list[dict[str, str]] = page.evaluate(VIOLATIONS, [within, options])
     return found
 
 
