@@ -33,7 +33,7 @@ ADMINS_PAGES = (
         "accounts/member:ada/statement",
     ),
     *("bulk", "rates", "refills", "queue", "trail", "usage", "used", "cluster", "folders"),
-    *("leases", "members", "devices"),
+    *("leases", "members", "devices", "workspaces"),
     *("leases/LEASE", "transfers/TRANSFER", "queue/TICKET"),
     *("statement.csv", "usage.csv", "used.csv", "trail.csv", "catalog.schema.json"),
 )
@@ -71,6 +71,7 @@ CONFIRMED = {
     "folders/FOLDER/delete": {"name": "results"},
     "members": {"lines": "name,course,ends\nada,ML101,2025-06-30"},
     "members/ada/end": {"course": "ML101"},
+    "workspaces/unlock": {"workspace": "work-dan"},
 }
 """Forms whose change is shown first, with a button that does it."""
 
