@@ -178,6 +178,13 @@ def test_jupyterhub_template_additions_match_the_recording(
     golden(f"hub/part-{part.replace('.html', '').replace(' ', '-')}.html", text)
 
 
+@pytest.mark.parametrize(("path", "name"), [("devices", "drained"), ("queue/granting", "paused")])
+def test_switch_that_is_neither_yes_nor_no_is_refused(site: Site, path: str, name: str) -> None:
+    for form in ({}, {name: "maybe"}):
+        refused = html.unescape(site.service(ADMIN, path, form))
+        assert refused.startswith("400") and f"The field '{name}' is yes or no." in refused
+
+
 def test_bulk_form_takes_its_own_example_and_names_its_fields(site: Site) -> None:
     page = site.service(ADMIN, "bulk")
     example = re.search(r'placeholder="([^"]+)"', page)

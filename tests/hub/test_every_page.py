@@ -193,7 +193,7 @@ NO_HUB_PAGES = {
 
 
 def test_every_page_is_looked_at() -> None:
-    """Whoever adds a page adds it above."""
+    """Every route that answers with a page is in one of the tables above."""
     shown = {
         route
         for route, handler in ROUTES
