@@ -333,8 +333,8 @@ def _add_log_filter(c: Config) -> None:
     )
 
 
-# Importing the Hub's handlers takes half a second, and each command reads this configuration:
-# only the hub imports them, when it first shows a page.
+# Importing the Hub's handlers takes half a second, and each command reads this configuration: only
+# the hub imports them, at its start.
 
 
 def _dashboard_of(user: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tornado import web
 
-from ..core.errors import GPUSpawnerError, InvalidRequest
+from ..core.errors import GPUSpawnerError
 from ..core.text import LONGEST_REASON
 from ..web import view_models
 from ..web.pages import FormPage
@@ -56,10 +56,8 @@ class DevicesPage(FormPage):
         """Drain the device or end its drain."""
         self.need_admin()
         device, reason = self.field("device"), self.field("reason")
-        action = {"yes": "drain", "no": "undrain"}.get(self.field("drained"), "")
         try:
-            if not action:
-                raise InvalidRequest("The field 'drained' is yes or no.", field="drained")
+            action = "drain" if self.is_yes("drained") else "undrain"
             change = getattr(self.services.devices, action)
             done = await self.services.run(change, device, actor=self.user, reason=reason)
         except GPUSpawnerError as refusal:

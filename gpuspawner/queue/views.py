@@ -98,10 +98,8 @@ class GrantingForm(QueuePage):
         """Pause or resume granting."""
         self.need_admin()
         reason = self.field("reason")
-        action = {"yes": "pause", "no": "resume"}.get(self.field("paused"), "")
         try:
-            if not action:
-                raise InvalidRequest("The field 'paused' is yes or no.", field="paused")
+            action = "pause" if self.is_yes("paused") else "resume"
             done = await self.change(getattr(self.services.devices, action), reason=reason)
         except GPUSpawnerError as refusal:
             await self.show_line(refusal, granting=reason[: 2 * LONGEST_REASON])

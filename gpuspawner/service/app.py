@@ -49,6 +49,7 @@ from .hub_client import HubClient
 from .image_prefetch import ImagePrefetcher
 from .notifier import GPUNotifications, Notifier
 from .worker import Round, Supervisor, Tick, Watchdog
+from .workspace_monitor import workspace_rounds
 
 PID = "GPUSPAWNER_HUB_PID"
 """The variable with the process id of the Hub that started the service."""
@@ -217,6 +218,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             (600.0, "Folders", FolderOwnerDuty(tick).round),
             *cluster_rounds(tick),
             *disk_rounds(tick, sessions.poke),
+            *workspace_rounds(tick),
         ]
         await side_by_side(*(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds))
 

@@ -40,7 +40,7 @@ from .directories import (
     volume_sizes,
     write_archive,
 )
-from .repository import Folder, FolderMember, Workspace
+from .repository import ARCHIVED, Folder, FolderMember, Workspace
 
 if TYPE_CHECKING:
     from ..cli.hub import HubSettings
@@ -115,9 +115,7 @@ def archive_workspace(settings: Settings, workspace: str, to: str | None) -> Non
         if not tree.exists():
             raise UnknownWorkspace(name=source)
         contents = write_archive(tree.read(), file)
-    site.services.storage.note_workspace(
-        source, "archive workspace", actor=actor(), detail=str(file)
-    )
+    site.services.storage.note_workspace(source, ARCHIVED, actor=actor(), detail=str(file))
     text = (
         f"{source} of {known.user}: {contents.entries} entries, "
         f"{format_bytes(contents.size)} in {file} ({format_bytes(file.stat().st_size)}). "
@@ -182,7 +180,7 @@ def free_workspace(settings: Settings, workspace: str) -> None:
     """Unlock a workspace that an interrupted command left locked."""
     site = WorkspaceSite(settings)
     source = site.find(workspace).source
-    done = site.services.storage.free_workspace(source)
+    done = site.services.storage.free_workspace(source, actor=actor())
     text = f"{source} can be used again." if done else f"Nobody had {source} in hand."
     show({"workspace": source, "changed": done}, text)
 

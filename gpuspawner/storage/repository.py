@@ -10,7 +10,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..core.errors import UnknownFolder
-from ..db.schema import folder_members, folders, quota_projects, workspaces
+from ..db.audit_log import AuditEntry
+from ..db.schema import audit, folder_members, folders, quota_projects, workspaces
 
 FIRST_PROJECT = 700_000_000
 """Our ids start here: an admin's own projects and Docker's are far below."""
@@ -68,6 +69,19 @@ def put_workspace(connection: sa.Connection, workspace: Workspace) -> None:
 def remove_workspace(connection: sa.Connection, source: str) -> None:
     """Delete a workspace's row."""
     connection.execute(sa.delete(workspaces).where(workspaces.c.source == source))
+
+
+ARCHIVED = "archive workspace"
+"""The action of an archive in the audit log; its detail is the file."""
+
+
+def last_archives(connection: sa.Connection) -> dict[str, AuditEntry]:
+    """Return the newest archive of each workspace that has one, by the workspace's name."""
+    newest = sa.select(sa.func.max(audit.c.id)).where(audit.c.action == ARCHIVED)
+    columns = [audit.c[name] for name in AuditEntry.__dataclass_fields__]
+    query = sa.select(*columns).where(audit.c.id.in_(newest.group_by(audit.c.subject)))
+    found = (AuditEntry(*row) for row in connection.execute(query))
+    return {entry.subject: entry for entry in found}
 
 
 def project_of(connection: sa.Connection, source: str) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from ..core.errors import (
     WorkspaceBusy,
 )
 from ..db import audit_log
+from ..db.audit_log import AuditEntry
 from ..db.engine import Store
 from ..leases import repository as leases_repository
 from ..ledger import repository as ledger_repository
@@ -94,6 +95,21 @@ class GPUFolders(LoggingConfigurable):
     )
 
 
+MEASURED_IN_USE = timedelta(hours=1)
+"""After this time a workspace is measured again while a server of its member runs."""
+
+MEASURED_AT_REST = timedelta(days=1)
+"""After this time any workspace is measured again."""
+
+
+class MeasuredSize(NamedTuple):
+    """The size of a workspace when it was last measured."""
+
+    used: int | None
+    """Bytes; None if it could not be measured."""
+    at: datetime
+
+
 class WorkspaceUse(NamedTuple):
     """A workspace and its use."""
 
@@ -110,6 +126,8 @@ class StorageService:
     clock: Callable[[], datetime]
     settings: GPUFolders
     log: logging.Logger
+    sizes: dict[str, MeasuredSize] = field(default_factory=dict)
+    """The measured sizes by workspace, in the process that measures."""
 
     @property
     def quotas(self) -> Quotas:
@@ -185,6 +203,28 @@ class StorageService:
         """Return every workspace that a server ever got."""
         return list(self.store.run(repository.all_workspaces))
 
+    def last_archives(self) -> dict[str, AuditEntry]:
+        """Return the audit log's newest archive of each workspace, by the workspace's name."""
+        return self.store.run(repository.last_archives)
+
+    def unmeasured(self) -> list[Workspace]:
+        """Return the workspaces whose size is unknown or too old."""
+        with self.store.read() as connection:
+            found = repository.all_workspaces(connection)
+            running = {lease.server.user for lease in leases_repository.open_leases(connection)}
+        now = self.clock()
+
+        def is_due(some: Workspace) -> bool:
+            known = self.sizes.get(some.source)
+            age = MEASURED_IN_USE if some.user in running else MEASURED_AT_REST
+            return known is None or now - known.at >= age
+
+        return [some for some in found if is_due(some)]
+
+    def keep_size(self, source: str, used: int | None) -> None:
+        """Record a workspace's measured size in bytes; None if it could not be measured."""
+        self.sizes[source] = MeasuredSize(used, self.clock())
+
     def claim_workspace(self, source: str, what: str, *, user: str = "") -> Workspace:
         """Keep servers away from a workspace while something is done with it.
 
@@ -212,13 +252,18 @@ class StorageService:
             repository.put_workspace(connection, claimed)
             return claimed
 
-    def free_workspace(self, source: str) -> bool:
-        """Let servers have a workspace again. Returns False if nobody had claimed it."""
+    def free_workspace(self, source: str, *, actor: str = "") -> bool:
+        """Let servers have a workspace again. Returns False if nobody had claimed it.
+
+        ``actor`` is the admin who unlocks it, for the audit log.
+        """
         with self.store.write() as connection:
             known = repository.find_workspace(connection, source, lock=True)
             if known is None or not known.busy:
                 return False
             repository.put_workspace(connection, replace(known, busy=""))
+            if actor:
+                self._note(connection, source, "unlock workspace", actor, known.busy)
             return True
 
     def note_workspace(self, source: str, action: str, *, actor: str, detail: str = "") -> None:
@@ -226,10 +271,13 @@ class StorageService:
         with self.store.write() as connection:
             if action == "delete workspace":
                 repository.remove_workspace(connection, source)
-            at = self.clock()
-            audit_log.note(
-                connection, at=at, actor=actor, action=action, subject=source, detail=detail
-            )
+            self._note(connection, source, action, actor, detail)
+
+    def _note(
+        self, connection: sa.Connection, source: str, action: str, actor: str, detail: str
+    ) -> None:
+        at = self.clock()
+        audit_log.note(connection, at=at, actor=actor, action=action, subject=source, detail=detail)
 
 
 LONGEST_USER = 255

@@ -1,22 +1,27 @@
-"""Shared folders as pages and JSON."""
+"""Shared folders as pages and JSON, and all workspaces as a page for admins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tornado import web
 
-from ..core.errors import FolderRefused, GPUSpawnerError, UnknownFolder
+from ..core.errors import FolderRefused, GPUSpawnerError, UnknownFolder, UnknownWorkspace
+from ..db.audit_log import AuditEntry
+from ..leases.models import Lease
+from ..services import Services
 from ..web import view_models
 from ..web.api import ALL, Action, APIHandler, ChangingAPI, each_action, operation, refusals
 from ..web.base import ServiceHandler
-from ..web.fields import one_of
+from ..web.fields import one_of, text_of
 from ..web.pages import FormPage
 from . import schemas
-from .repository import Folder
+from .quotas import QuotaUse
+from .repository import Folder, Workspace
 from .rules import LONGEST
+from .service import MeasuredSize
 
 DONE = {
     "made": "The folder is made: your next server has it.",
@@ -247,6 +252,132 @@ def folder_answer(folder: Folder, user: str, called: str) -> schemas.FolderAnswe
     write = knows and folder.writes(user)
     return schemas.FolderAnswer.of(folder, mine=mine, mounted_as=called or None, write=write)
 
+
+class ListedWorkspace(NamedTuple):
+    """A workspace in the admins' list."""
+
+    workspace: Workspace
+    size: MeasuredSize | None
+    """None: it has not been measured yet."""
+    lease: Lease | None
+    """Of a running server of its member."""
+    is_former: bool
+    """True if its owner is no member any more."""
+    archive: AuditEntry | None
+    """The newest one."""
+
+    @property
+    def used(self) -> int | None:
+        """Bytes; None if unknown."""
+        return self.size.used if self.size else None
+
+    @property
+    def is_full(self) -> bool:
+        """True if almost nothing of its quota is left."""
+        return self.used is not None and QuotaUse(self.used, self.workspace.quota).full
+
+
+def list_workspaces(services: Services) -> list[ListedWorkspace]:
+    """Return every workspace that a server ever got, largest first."""
+    with services.store.view():
+        found, archives = services.storage.workspaces(), services.storage.last_archives()
+        running = {lease.server.user: lease for lease in services.leases.open_leases()}
+        former = {each.user for each in services.members.former_members()}
+    sizes = services.storage.sizes
+    listed = [
+        ListedWorkspace(
+            workspace=some,
+            size=sizes.get(some.source),
+            lease=running.get(some.user),
+            is_former=some.user in former,
+            archive=archives.get(some.source),
+        )
+        for some in found
+    ]
+    return sorted(listed, key=lambda some: -(some.used or 0))
+
+
+WORKSPACES = 200
+"""Workspaces on the page; the search finds the others."""
+
+LONGEST_SOURCE = 4096
+"""Characters of a directory's path."""
+
+WORKSPACES_DONE = {
+    "unlocked": "The workspace can be used again.",
+    "nothing": "It was not locked: nothing was changed.",
+}
+"""Messages after a change."""
+
+
+class WorkspacesPage(FormPage):
+    """Every member's workspace with its size, last use and last archive, for admins."""
+
+    @web.authenticated
+    async def get(self) -> None:
+        """Send the page."""
+        self.need_admin()
+        await self.show_workspaces()
+
+    async def show_workspaces(self, refusal: GPUSpawnerError | None = None) -> None:
+        """Send the page; ``refusal`` is why nothing was unlocked."""
+        search = text_of(self.get_query_argument("search", ""), "search", LONGEST_SOURCE).lower()
+        everything = await self.read(list_workspaces, self.services)
+        found = [
+            some
+            for some in everything
+            if search in some.workspace.user.lower() or search in some.workspace.source.lower()
+        ]
+        self.show(
+            "workspaces.html",
+            now=self.services.clock(),
+            search=search,
+            found=found[:WORKSPACES],
+            count=len(found),
+            used=sum(some.used or 0 for some in found),
+            done=WORKSPACES_DONE.get(self.get_query_argument("done", ""), ""),
+            refusal=refusal,
+            xsrf=self.xsrf,
+        )
+
+
+class UnlockWorkspacePage(WorkspacesPage):
+    """The form that unlocks a workspace, after a confirmation."""
+
+    async def get(self) -> None:
+        """Redirect to the workspaces."""
+        self.go("workspaces")
+
+    @web.authenticated
+    async def post(self) -> None:
+        """Ask for a confirmation, or unlock the workspace."""
+        self.need_admin()
+        source, storage = self.field("workspace"), self.services.storage
+        known = {some.source: some for some in await self.read(storage.workspaces)}
+        if (some := known.get(source)) is None:
+            await self.show_workspaces(UnknownWorkspace(name=source[:300]))
+        elif some.busy and not self.confirmed:
+            self.ask(
+                "Unlock this workspace?",
+                [("Workspace", source), ("Member", some.user), ("Locked", some.busy)],
+                action="workspaces/unlock",
+                button="Unlock it",
+                back="workspaces",
+                fields={"workspace": source},
+                note="Only if what locked it was interrupted. If that still goes on, a server would"
+                " use the files at the same time.",
+                danger=True,
+                here="workspaces",
+            )
+        else:
+            done = await self.services.run(storage.free_workspace, source, actor=self.actor)
+            self.go(f"workspaces?done={'unlocked' if done else 'nothing'}")
+
+
+WORKSPACE_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("workspaces", WorkspacesPage),
+    ("workspaces/unlock", UnlockWorkspacePage),
+]
 
 FOLDER_API_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
     ("api/folders", FoldersAPI),

@@ -226,6 +226,7 @@ ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
     *db_views.HANDLERS,
     *members_views.HANDLERS,
     *storage_views.FOLDER_HANDLERS,
+    *storage_views.WORKSPACE_HANDLERS,
     *storage_views.FOLDER_API_HANDLERS,
     *openapi.OPENAPI_HANDLERS,
     *openapi.CATALOG_SCHEMA_HANDLERS,

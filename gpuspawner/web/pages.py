@@ -26,7 +26,7 @@ from ..leases.models import LeasedDevice
 from ..monitoring.charts import Chart, chart
 from . import view_models
 from .base import Context, ServiceHandler
-from .fields import key_of
+from .fields import invalid, key_of
 from .frame import Place
 from .schemas import B, instant
 
@@ -402,6 +402,16 @@ class FormPage(Page):
     def field(self, name: str) -> str:
         """Return a field of the form, or an empty string if it is missing."""
         return str(self.get_body_argument(name, ""))
+
+    def is_yes(self, name: str) -> bool:
+        """Return True if a field of the form is yes, and False if it is no.
+
+        Raises InvalidRequest.
+        """
+        text = self.field(name)
+        if text not in ("yes", "no"):
+            raise invalid(name, "is yes or no.")
+        return text == "yes"
 
     def typed(self, model: type[B]) -> B:
         """Parse the form with the API's model of the same request. Raises InvalidRequest."""

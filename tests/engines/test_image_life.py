@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import docker
 import pytest
 from docker.errors import ImageNotFound
 
@@ -20,6 +21,7 @@ from gpuspawner.catalog.loader import load
 from gpuspawner.cli.app import main
 from gpuspawner.engines.images import ENTRY
 from gpuspawner.engines.smoke_test import SMOKE
+from gpuspawner.hub_pages.catalog_state import look_at_images
 from tests.support.engine import PrivateEngine
 from tests.support.images import BASE
 from tests.support.registry import SlowRegistry
@@ -213,6 +215,31 @@ def test_prune_removes_only_unused_images(site: Site, images: Any) -> None:
     assert site.here == {new}
     gone = others - {i["Id"] for i in client.images()}
     assert len(gone) == 1, "images of others are not looked at"
+
+
+async def test_all_engines_are_asked_and_registries_through_one_that_has_the_image(
+    site: Site,
+) -> None:
+    def gone(timeout: float) -> docker.APIClient:
+        return docker.APIClient(base_url="unix:///nowhere/docker.sock", timeout=timeout)
+
+    def connect(timeout: float) -> docker.APIClient:
+        return docker.APIClient(base_url=site.engine.url, version="auto", timeout=timeout)
+
+    site("pull")
+    engines, missing = {"": gone, "one": connect, "two": connect}, "gpuspawner/nowhere:1"
+    images = [site.image, BASE, missing]
+    found = await look_at_images(engines, images, ask_registries=False)
+    assert list(found) == ["one", "two"] and found["one"] == found["two"]
+    old = site.registry.digest("old")
+    assert found["one"][site.image].digest == old and not found["one"][site.image].is_outdated
+    assert found["one"][missing].size is None and found["one"][BASE].digest == ""
+
+    site.registry.retag("lab", "new")
+    for states in (await look_at_images(engines, images, ask_registries=True)).values():
+        assert states[site.image].is_outdated
+        assert states[site.image].offered == site.registry.digest("new")
+        assert not any(states[image].why for image in images)
 
 
 def test_catalog_commands_report_a_missing_engine(site: Site) -> None:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from tests.golden.support import (
+    ARCHIVED,
     MICRO,
     DeviceUse,
     Found,
@@ -81,6 +82,19 @@ def fill(site: Any) -> None:
     find_sick(services, clock, cleos)
     services.ledger.charge_all()
     clock.forward(minutes=1)
+    _keep_files(services)
+
+
+def _keep_files(services: Services) -> None:
+    """Ada's workspace is full, Bob's has an archive, Dan's is being restored."""
+    storage = services.storage
+    storage.use_workspace("work-ada", "ada", 50 * 2**30)
+    storage.use_workspace("work-bob", "bob", None)
+    storage.use_workspace("work-dan", "dan", None)
+    storage.note_workspace("work-bob", ARCHIVED, actor="kim", detail="/srv/archives/bob.tar.gz")
+    storage.claim_workspace("work-dan", "an admin puts them back")
+    storage.keep_size("work-ada", 50 * 2**30 - 1000)
+    storage.keep_size("work-bob", 3 * 2**30)
 
 
 def _give_credits(services: Services, clock: Clock) -> None:

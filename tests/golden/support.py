@@ -25,10 +25,12 @@ from gpuspawner.notifications.channels import read as read_channels
 from gpuspawner.notifications.models import Notice
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
+from gpuspawner.storage.repository import ARCHIVED
 from gpuspawner.web import app as web_app
 from gpuspawner.web.base import Context
 
 __all__ = [
+    "ARCHIVED",
     "MICRO",
     "DeviceUse",
     "Found",

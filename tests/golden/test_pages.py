@@ -33,7 +33,7 @@ ADMINS_PAGES = (
         "accounts/member:ada/statement",
     ),
     *("bulk", "rates", "refills", "queue", "trail", "usage", "used", "cluster", "folders"),
-    *("leases", "members", "devices"),
+    *("leases", "members", "devices", "workspaces"),
     *("leases/LEASE", "transfers/TRANSFER", "queue/TICKET"),
     *("statement.csv", "usage.csv", "used.csv", "trail.csv", "catalog.schema.json"),
 )
@@ -71,6 +71,7 @@ CONFIRMED = {
     "folders/FOLDER/delete": {"name": "results"},
     "members": {"lines": "name,course,ends\nada,ML101,2025-06-30"},
     "members/ada/end": {"course": "ML101"},
+    "workspaces/unlock": {"workspace": "work-dan"},
 }
 """Forms whose change is shown first, with a button that does it."""
 
@@ -175,6 +176,13 @@ def test_jupyterhub_template_additions_match_the_recording(
 ) -> None:
     text = site.hub_parts(part.split()[0], message="", status_message="Odd", **PARTS[part])
     golden(f"hub/part-{part.replace('.html', '').replace(' ', '-')}.html", text)
+
+
+@pytest.mark.parametrize(("path", "name"), [("devices", "drained"), ("queue/granting", "paused")])
+def test_switch_that_is_neither_yes_nor_no_is_refused(site: Site, path: str, name: str) -> None:
+    for form in ({}, {name: "maybe"}):
+        refused = html.unescape(site.service(ADMIN, path, form))
+        assert refused.startswith("400") and f"The field '{name}' is yes or no." in refused
 
 
 def test_bulk_form_takes_its_own_example_and_names_its_fields(site: Site) -> None:

@@ -265,10 +265,12 @@ def test_admin_sees_which_images_are_missing(hub: GPUHub) -> None:
     row = "JupyterLab lab, preselected everybody up to 2 "
     assert re.search(rf"{row}\S+ here built on this machine", page())
     new = "  - {slug: new, display_name: A new one, image: 'nowhere/new:1', devices: {max: 0}}\n"
+    own = new.replace("}}", "}, spawner_override: {pull_policy: never}}").replace("new", "own")
     try:
-        file.write_text(text.replace("datasets:\n", f"{new}datasets:\n"), encoding="utf-8")
+        file.write_text(text.replace("datasets:\n", f"{new}{own}datasets:\n"), encoding="utf-8")
         missing = "A new one new everybody none nowhere/new:1 missing the first start waits"
         assert missing in page() and missing in page(query="?updates=1")
+        assert "nowhere/own:1 missing a start fails: pulling is off" in page()
         file.write_text("environments: [", encoding="utf-8")
         broken = page()
         assert "The catalog's file has a mistake; the last valid one stays in use." in broken

@@ -26,6 +26,7 @@ from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm import job_spec
 from gpuspawner.slurm.accounts import user_of
 from gpuspawner.slurm.programs import minutes_of
+from tests.support.gpu_hub import text_of
 from tests.support.hub import ADMIN
 from tests.support.images import INSTANT
 from tests.support.pages import WIDE, look_over, sign_in
@@ -98,6 +99,12 @@ def test_server_gets_its_slurm_devices_and_returns_them(
     assert ended.charged == owed(ended.rate, ended.started_at, ended.ended_at) > 0
     assert not hub.containers(node)
     assert cluster.state(job) == "CANCELLED"
+
+
+def test_catalog_page_shows_images_on_each_node(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    names = ", ".join(node.name for node in cluster.nodes)
+    page = text_of(hub.open_page(ADMIN, "/hub/catalog").text)
+    assert f"{INSTANT} the hub's machine: here built on this machine {names}: here" in page
 
 
 def test_waiting_member_sees_position_and_starts_automatically(

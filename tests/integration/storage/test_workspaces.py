@@ -11,6 +11,7 @@ from gpuspawner.core.errors import QuotaUnavailable, UnknownWorkspace, Workspace
 from gpuspawner.services import Services
 from gpuspawner.storage import repository as storage_repository
 from gpuspawner.storage.quotas import Quotas, QuotaUse, measure
+from gpuspawner.storage.repository import ARCHIVED
 from tests.support.brokers import Clock, acquire
 from tests.support.parts import each_database
 from tests.support.threads import at_once
@@ -76,6 +77,53 @@ def test_workspace_record_is_updated_on_change_or_when_stale(
     assert services.storage.workspaces()[0].seen_at == clock.now
     [known] = services.storage.workspaces()
     assert (known.source, known.quota, known.is_volume) == ("work-anna", 20, True)
+
+
+@each_database
+def test_workspace_is_measured_daily_and_hourly_while_a_server_runs(
+    services: Services, clock: Clock
+) -> None:
+    storage = services.storage
+    for user in ("anna", "bert"):
+        storage.use_workspace(f"/srv/w/{user}", user, None)
+    lease = acquire(services, "anna", 0)
+
+    def due() -> list[str]:
+        return [some.user for some in storage.unmeasured()]
+
+    assert due() == ["anna", "bert"]
+    storage.keep_size("/srv/w/anna", 5)
+    storage.keep_size("/srv/w/bert", None)
+    assert due() == [] and storage.sizes["/srv/w/anna"] == (5, clock.now)
+    clock.forward(minutes=59)
+    assert due() == []
+    clock.forward(minutes=1)
+    assert due() == ["anna"]
+    services.leases.release(lease.id, reason="stopped")
+    assert due() == []
+    clock.forward(hours=23)
+    assert due() == ["anna", "bert"]
+
+
+@each_database
+def test_last_archive_of_each_workspace_is_found(services: Services, clock: Clock) -> None:
+    storage = services.storage
+    for source, file in (("work-anna", "1.tar"), ("work-bert", "2.tar"), ("work-anna", "3.tar")):
+        storage.note_workspace(source, ARCHIVED, actor="kim", detail=file)
+        clock.forward(hours=1)
+    storage.note_workspace("work-bert", "restore workspace", actor="kim", detail="4.tar")
+    found = {source: entry.detail for source, entry in storage.last_archives().items()}
+    assert found == {"work-anna": "3.tar", "work-bert": "2.tar"}
+
+
+def test_unlocked_workspace_is_in_the_audit_log(services: Services) -> None:
+    services.storage.use_workspace("/srv/w/anna", "anna", None)
+    services.storage.claim_workspace("/srv/w/anna", "an admin archives them")
+    assert services.storage.free_workspace("/srv/w/anna", actor="kim")
+    assert not services.storage.free_workspace("/srv/w/anna", actor="kim")
+    [entry] = services.audit.trail()
+    told = (entry.actor, entry.action, entry.subject, entry.detail)
+    assert told == ("kim", "unlock workspace", "/srv/w/anna", "an admin archives them")
 
 
 @each_database
