@@ -98,7 +98,7 @@ class GPUFolders(LoggingConfigurable):
 MEASURED_IN_USE = timedelta(hours=1)
 """After this time a workspace is measured again while a server of its member runs."""
 
-MEASURED_AT_REST = timedelta(days=1)
+MEASURED_IDLE = timedelta(days=1)
 """After this time any workspace is measured again."""
 
 
@@ -216,7 +216,7 @@ class StorageService:
 
         def is_due(some: Workspace) -> bool:
             known = self.sizes.get(some.source)
-            age = MEASURED_IN_USE if some.user in running else MEASURED_AT_REST
+            age = MEASURED_IN_USE if some.user in running else MEASURED_IDLE
             return known is None or now - known.at >= age
 
         return [some for some in found if is_due(some)]
