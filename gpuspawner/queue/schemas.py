@@ -18,6 +18,7 @@ from ..web.schemas import (
     Instant,
     Number,
     Reason,
+    WhyBody,
     checked,
     described,
     told,
@@ -78,6 +79,12 @@ class MoveBody(Body):
 class PauseBody(Body):
     paused: Flag
     reason: Reason = ""
+
+
+class DrainBody(WhyBody):
+    """Why; with ``anyway`` also if waiting members could then start later than they were told."""
+
+    anyway: Flag = False
 
 
 class ClosureAnswer(Answer):
