@@ -155,7 +155,8 @@ class PositionService:
         """Return how each request, under any key, would fare; at most some seconds old.
 
         ``member`` and their ``groups`` decide where in the queue a request would be; a session
-        without ``seconds`` has no end.
+        without ``seconds`` has no end. An external scheduler says when a request starts only once
+        it has it, and never at the latest.
         """
         now = self.clock().timestamp()
         since, known = self._outlooks
@@ -298,6 +299,8 @@ class PositionService:
             return Outlook(free, total, at_once=False, ahead=ahead)
         if not ahead and any(given.get(kind, 0) >= request.devices for kind in kinds):
             return Outlook(free, total, at_once=True)
+        if self.delegation.delegate is not None:  # its order is not ours
+            return Outlook(free, total, at_once=False, ahead=ahead)
         group, priority = self.settings.standing_of(groups)
         waiting = WaitingTicket(
             id=NEWCOMER,

@@ -133,7 +133,11 @@ class TicketAnswer(Answer):
     waits_for: str | None = told("standing.why", None)
     estimate: EstimateAnswer | None = told("standing.estimate", None)
     planned: Instant | None = told("standing.planned", None)
-    latest: Instant | None = told("standing.latest", None)
+    latest: Instant | None = told(
+        "standing.latest",
+        None,
+        description="When it starts at the latest; null if unknown, and where Slurm decides.",
+    )
 
 
 class ScorePartAnswer(Answer):
