@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gpuspawner.core.units import MICRO, format_credits, parse_credits, round_credits
 from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
-from tests.golden.site import Site
+from tests.golden.site import ADMIN, Site
 
 CENT = Decimal("0.01")
 
@@ -272,3 +272,43 @@ def test_end_of_a_session_is_the_same_wherever_it_is_shown(
         assert abs(end - at).total_seconds() < 62
     finally:
         services.ledger.grant("member:ada", -change, actor="kim", reason="After this example")
+
+
+@settings(
+    phases=(Phase.explicit, Phase.generate),
+    max_examples=3,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    amounts=st.lists(st.integers(1, 10**8), min_size=2, max_size=4),
+    seconds=st.integers(30, 4000),
+)
+def test_bulk_grant_adds_up_and_is_what_is_posted(
+    site: Site, amounts: list[int], seconds: int
+) -> None:
+    """Ada has a session that is not charged yet; the others' accounts are opened."""
+    services, clock = site.services, site.clock
+    lease = services.leases.open_leases() or [
+        services.leases.grant(ServerRef("ada"), Request(devices=1, model="T4"), engine="local")
+    ]
+    services.leases.confirm(lease[0].id)
+    clock.forward(seconds=seconds)
+    names = ["ada", *(f"new{number}-{clock.now:%H%M%S}" for number in range(len(amounts) - 1))]
+    credits = [f"{Decimal(each) / MICRO:.6f}" for each in amounts]
+    lines = "".join(f"{name},{each}\n" for name, each in zip(names, credits, strict=True))
+    (site.folder / "course.csv").write_text(lines)
+    form = {"lines": lines, "reason": "A course", "open": "yes"}
+    site.service(ADMIN, "bulk")
+    page = site.service(ADMIN, "bulk", form)
+    gifts = re.findall(r'class="number">\+([\d.]+)</td><td class="number">([\d.]+)</td>', page)
+    total = only(r"lines, ([\d.]+) credits", page)
+    assert [gift for gift, _ in gifts] == [rounded(each) for each in credits]
+    assert sum(Decimal(gift) for gift, _ in gifts) == Decimal(total)
+    command = ("grant", "--file", "course.csv", "--reason", "A course", "--open")
+    assert f"Would give {total} credits" in site.command(*command, "--dry-run")
+    given = site.service(ADMIN, "bulk", form | {"confirm": "yes"})
+    assert f"{total} credits were given to" in given
+    table = site.command("accounts")
+    balances = [only(rf"member:{name} +([\d.]+)", table) for name in names]
+    assert balances == [balance for _, balance in gifts]
