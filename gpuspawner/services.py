@@ -39,6 +39,7 @@ from .monitoring.health_service import HealthService
 from .monitoring.service import IdleService, MonitoringService
 from .notifications.service import NotificationService
 from .queue.delegation import DelegationService, make_delegate
+from .queue.drains import DrainService
 from .queue.extensions import ExtensionService
 from .queue.positions import PositionService
 from .queue.service import QueueService
@@ -157,6 +158,8 @@ class Services(LoggingConfigurable):
             credit_checks=self.credit_checks,
             log=self.log,
         )
+
+        self.drains = DrainService(store, now, devices=self.devices, positions=self.positions)
 
     def _make_members(self) -> None:
         store, now, settings = self.store, self.time, self.settings

@@ -122,6 +122,13 @@ class CannotExtend(Refused):
     status_code = 409
 
 
+class CannotDrain(Refused):
+    """The GPU is not drained: members who wait could start later than they were told."""
+
+    reason = "cannot_drain"
+    status_code = 409
+
+
 class CannotSnooze(Refused):
     """The stop cannot be put off: {why}."""
 

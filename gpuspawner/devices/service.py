@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
+import sqlalchemy as sa
+
 from ..core.errors import GPUSpawnerError, InvalidRequest
 from ..core.text import checked_reason, short_text
 from ..db import audit_log
@@ -198,7 +200,8 @@ class DeviceService:
 
         Returns False if it was already drained. Raises InvalidRequest for an unknown device. Where
         an external scheduler allocates devices, the whole machine is drained; see
-        :meth:`on_machine`.
+        :meth:`on_machine`. Waiting members may start later than they were told; for admins, use
+        :class:`gpuspawner.queue.drains.DrainService`.
         """
         uuid, reason = self.find_device(device).uuid, checked_reason(reason)
         if self.machines.delegate is not None:
@@ -206,6 +209,10 @@ class DeviceService:
         beside = self.machines.on_machine(uuid)
         done = [self._close(each, "drain", actor, reason) for each in beside]
         return any(done)
+
+    def drain_in(self, connection: sa.Connection, uuid: str, *, actor: str, reason: str) -> bool:
+        """Drain one device in the caller's transaction, without its machine."""
+        return self._close_in(connection, uuid, "drain", actor, reason)
 
     def undrain(self, device: str, *, actor: str, reason: str = "") -> bool:
         """Return a device to service, even a missing or a sick one. False if it was not drained.
@@ -251,16 +258,21 @@ class DeviceService:
         )
 
     def _close(self, subject: str, action: str, actor: str, reason: str) -> bool:
-        now, reason = self.clock(), checked_reason(reason)
         with self.store.write() as connection:
-            before = closures.load(connection).get(subject)
-            if before is not None and before.actor in (HEALTH, LEAK):
-                closures.reopen(connection, subject)  # an automatic one would end by itself
-            done = closures.close(connection, Closure(subject, now, actor, reason))
-            if done:
-                audit_log.note(
-                    connection, at=now, actor=actor, action=action, subject=subject, detail=reason
-                )
+            return self._close_in(connection, subject, action, actor, reason)
+
+    def _close_in(
+        self, connection: sa.Connection, subject: str, action: str, actor: str, reason: str
+    ) -> bool:
+        now, reason = self.clock(), checked_reason(reason)
+        before = closures.load(connection).get(subject)
+        if before is not None and before.actor in (HEALTH, LEAK):
+            closures.reopen(connection, subject)  # an automatic one would end by itself
+        done = closures.close(connection, Closure(subject, now, actor, reason))
+        if done:
+            audit_log.note(
+                connection, at=now, actor=actor, action=action, subject=subject, detail=reason
+            )
         return done
 
     def _reopen(self, subject: str, action: str, actor: str, reason: str) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from tornado import web
 
-from ..core.errors import GPUSpawnerError
+from ..core.errors import CannotDrain, GPUSpawnerError
 from ..core.text import LONGEST_REASON
 from ..web import view_models
 from ..web.pages import FormPage
@@ -53,13 +56,35 @@ class DevicesPage(FormPage):
 
     @web.authenticated
     async def post(self) -> None:
-        """Drain the device or end its drain."""
+        """Drain the device or end its drain.
+
+        A drain that makes members wait longer than they were told needs a confirmation.
+        """
         self.need_admin()
         device, reason = self.field("device"), self.field("reason")
+        changes: dict[str, Callable[..., bool]] = {
+            "drain": partial(self.services.drains.drain, anyway=self.confirmed),
+            "undrain": self.services.devices.undrain,
+        }
         try:
             action = "drain" if self.is_yes("drained") else "undrain"
-            change = getattr(self.services.devices, action)
+            change = changes[action]
             done = await self.services.run(change, device, actor=self.user, reason=reason)
+        except CannotDrain as refusal:
+            known = refusal.fields["device"]
+            facts = [("GPU", f"{known.index}: {known.model}"), ("Reason", reason or "none")]
+            self.ask(
+                f"Drain GPU {known.index} anyway?",
+                facts,
+                action="devices",
+                button="Drain anyway",
+                back="devices",
+                fields={"device": known.uuid, "reason": reason, "drained": "yes"},
+                note=refusal.message,
+                danger=True,
+                here="devices",
+            )
+            return
         except GPUSpawnerError as refusal:
             await self.show_devices(refusal, device, reason[: 2 * LONGEST_REASON])
             return

@@ -16,6 +16,7 @@ from ..core.units import format_credits, format_price
 from ..devices.models import model_matches
 from ..devices.placement import format_memory
 from ..devices.snapshots import COUNTED, ModelCount, Overview
+from ..ledger.credit_policy import SESSION, AccountRunway, CreditPolicy, planned_end
 from ..ledger.lots import lasts
 from ..ledger.models import Account
 from ..ledger.rules import can_afford, format_time_left, hold_for
@@ -71,8 +72,9 @@ class Offer:
     """Why nobody gets this, with ``{name}`` for the environment's name; else empty."""
     totals: dict[str, str] = field(default_factory=dict)
     """The price of a whole session, by the form's value of hours."""
-    lasts: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """How long each account pays, in hours and in words; left out if for ever."""
+    lasts: dict[str, tuple[float | None, str]] = field(default_factory=dict)
+    """How long each account pays, left out if for ever: in how many hours that ends a session with
+    a time limit (None if it never does), and in words."""
     poor: dict[str, str] = field(default_factory=dict)
     """Why an account cannot pay for the start, by the form's value of it."""
 
@@ -109,10 +111,20 @@ class PriceList:
         environments: Sequence[Environment],
         now: datetime,
         ending: Mapping[str, Sequence[tuple[datetime, int]]] | None = None,
+        running: Mapping[str, int] | None = None,
+        policies: Mapping[str, CreditPolicy] | None = None,
+        grace: timedelta = timedelta(0),
     ) -> None:
-        """``ending``: when credits expire and how many (in microcredits), by account name."""
+        """``ending``: when credits expire and how many (in microcredits), by account name.
+
+        By the same name: ``running``, microcredits an hour of the servers that run already, and
+        ``policies``; ``grace`` is that of a server whose account is dry.
+        """
         self.overview = overview
         self._ending = ending or {}
+        self._running = running or {}
+        self._policies = policies or {}
+        self._grace = grace
         self.environments = [e for e in environments if not e.cpu_only]
         self.now = now
         self._cards = {e.slug: overview.rates.card(now, e.slug) for e in self.environments}
@@ -248,7 +260,7 @@ class PriceList:
         rates = sorted({gpus * self.rate(environment, count) for count in enough})
         if not rates[-1]:
             return Offer(what=what)
-        lasts = {value: self._left(account, rates[-1]) for value, account in payers}
+        lasts = {value: self._lasts_with(account, rates[-1]) for value, account in payers}
         return Offer(
             what=what,
             price=f"{_span(rates)} credits an hour",
@@ -256,11 +268,7 @@ class PriceList:
                 value: f"{_span([math.ceil(rate * length) for rate in rates])} credits"
                 for value, length in hours.items()
             },
-            lasts={
-                value: (round(left / timedelta(hours=1), 3), format_time_left(left))
-                for value, left in lasts.items()
-                if left is not None
-            },
+            lasts={value: found for value, found in lasts.items() if found is not None},
             poor={
                 value: _poor(account)
                 for value, account in payers
@@ -281,8 +289,24 @@ class PriceList:
 
     def _left(self, account: Account, rate: int) -> timedelta | None:
         """Return how long an account can pay a rate, without credits that expire before use."""
-        ending = [(end - self.now, left) for end, left in self._ending.get(account.name, ())]
-        return lasts(ending, account.available, rate)
+        return lasts(self._ending_of(account), account.available, rate)
+
+    def _lasts_with(self, account: Account, rate: int) -> tuple[float | None, str] | None:
+        """Return how long an account pays for a new server beside those that run already."""
+        policy = self._policies.get(account.name, CreditPolicy())
+        rate += self._running.get(account.name, 0)
+        ending = self._ending_of(account)
+        left = lasts(ending, account.balance + policy.overdraft, rate)
+        if left is None:
+            return None
+        purse = AccountRunway(account.balance, rate, tuple(ending))
+        end = planned_end(purse, None, self.now, policy, self._grace)
+        if end is None or policy.when_dry == SESSION:
+            return None, format_time_left(left)
+        return round((end.at - self.now) / timedelta(hours=1), 3), format_time_left(left)
+
+    def _ending_of(self, account: Account) -> list[tuple[timedelta, int]]:
+        return [(end - self.now, left) for end, left in self._ending.get(account.name, ())]
 
     def _models_of(self, environment: Environment) -> list[ModelCount]:
         return [

@@ -31,6 +31,7 @@ from ..cli.parameters import (
     required_reason_option,
 )
 from ..core.errors import ConfigError, UnknownAccount, UnknownLease
+from ..core.units import round_credits
 from ..services import Services
 from .grant_files import MOST_BYTES
 from .grants import BulkGrantResult, meant
@@ -339,7 +340,8 @@ def _told(done: BulkGrantResult, dry_run: bool) -> str:
         for gift in done.gifts
     ]
     verb = "Gave" if done.done else "Would give" if dry_run else "Would have given"
-    total = f"{verb} {credits(done.total)} credits to {count(len(rows), 'account')}."
+    shown = sum(round_credits(gift.row.amount) for gift in done.gifts)
+    total = f"{verb} {credits(shown)} credits to {count(len(rows), 'account')}."
     return f"{table(headers, rows, right=headers[2:5])}\n\n{total}" if rows else total
 
 

@@ -281,7 +281,7 @@ class GrantResult:
 
     row: GrantRow
     before: int
-    """The balance in microcredits."""
+    """The balance in microcredits, less what is due; of an account that opens, its first grant."""
     after: int
     opened: bool = False
     """True if this opens the account."""
@@ -299,7 +299,7 @@ class BulkGrantResult:
 
     @property
     def total(self) -> int:
-        """Microcredits of all lines."""
+        """Microcredits of all lines, without the first grants of accounts that open."""
         return sum(gift.row.amount for gift in self.gifts)
 
 
@@ -362,7 +362,8 @@ class BulkGrantService:
     ) -> tuple[list[GrantResult], list[Problem]]:
         """Return what each line would do, and problems for accounts that do not exist."""
         gifts, problems = [], []
-        known = {account.name: account.balance for account in repository.all_accounts(connection)}
+        accounts = self.ledger.less_due_in(connection, repository.all_accounts(connection))
+        known = {account.name: account.balance for account in accounts}
         for row in rows:
             if row.account in known:
                 before = known[row.account]

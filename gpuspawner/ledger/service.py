@@ -64,7 +64,11 @@ class LedgerService:
 
     def less_due(self, accounts: Iterable[Account]) -> list[Account]:
         """Return accounts as if all that is due now for running servers were charged."""
-        now, opened = self.clock(), self.store.run(leases_repository.open_leases)
+        return self.store.run(lambda connection: self.less_due_in(connection, accounts))
+
+    def less_due_in(self, connection: sa.Connection, accounts: Iterable[Account]) -> list[Account]:
+        """Return the same in the caller's transaction."""
+        now, opened = self.clock(), leases_repository.open_leases(connection)
         return [
             rules.owing((lease for lease in opened if lease.account == some.name), some, now)
             for some in accounts

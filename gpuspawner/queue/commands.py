@@ -17,12 +17,13 @@ from ..cli.parameters import (
     POINTS,
     POSITION,
     argument,
+    flag,
     limit_option,
     option,
     reason_option,
     required_reason_option,
 )
-from ..core.errors import InvalidRequest, TicketEnded, UnknownTicket
+from ..core.errors import CannotDrain, InvalidRequest, TicketEnded, UnknownTicket
 from ..db.engine import Store
 from ..devices import repository as devices_repository
 from ..devices.closures import GRANTING, Closure
@@ -367,11 +368,15 @@ def resume(settings: Settings, reason: str) -> None:
 @command()
 @device_argument
 @reason_option
-def drain(settings: Settings, device_name: str, reason: str) -> None:
+@flag("--anyway", "also if waiting members could then start later than they were told")
+def drain(settings: Settings, device_name: str, reason: str, anyway: bool) -> None:
     """Take a device out of service; its session goes on to its end."""
     services = queue_services(settings)
     device = services.devices.find_device(device_name)
-    done = services.devices.drain(device.uuid, actor=actor(), reason=reason)
+    try:
+        done = services.drains.drain(device.uuid, actor=actor(), reason=reason, anyway=anyway)
+    except CannotDrain as refusal:
+        raise CannotDrain(refusal.message.removesuffix(".") + " (--anyway).") from None
     closure = services.devices.closures().get(device.uuid)
     text = f"{_named(device)} is drained: no new session starts on it."
     if not done and closure:

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
+from functools import partial
+from types import MappingProxyType
 
 import sqlalchemy as sa
 
@@ -42,11 +44,17 @@ NO_KIND = ""
 
 
 def delayed(
-    scheduler: Scheduler, lease_id: str, ends_at: float, now: float, free: Mapping[str, int]
+    scheduler: Scheduler,
+    lease_id: str,
+    ends_at: float,
+    now: float,
+    free: Mapping[str, int],
+    drained: Mapping[str, float] = MappingProxyType({}),
 ) -> list[WaitingTicket]:
     """Return the tickets that would start later if the lease continued until ``ends_at``.
 
-    Times are in seconds since 1970; ``free`` counts devices by kind. A ticket without a planned
+    Times are in seconds since 1970; ``free`` counts devices by kind; ``drained`` are the leases
+    whose devices nobody gets next, each with infinity. A ticket without a planned
     start that could use these devices may well start later, and is included. Tickets of the lease's
     own member are not: that is their choice. The scheduler is left unchanged.
     """
@@ -55,10 +63,13 @@ def delayed(
     others = [ticket for ticket in scheduler.waiting.values() if ticket.member != member]
     if not others or lease is None:
         return others  # for devices that this process does not know, nobody can say
-    before = scheduler.decide(now, free, planned=PLANNED, reasons=True)
+    decide = partial(
+        scheduler.decide, now, free, planned=PLANNED, reasons=True, likely_ends=drained
+    )
+    before = decide()
     scheduler.extended(lease_id, ends_at)
     try:
-        after = scheduler.decide(now, free, planned=PLANNED, reasons=True)
+        after = decide()
     finally:
         scheduler.extended(lease_id, lease.ends_at)
     left = Counter(free)
@@ -202,7 +213,7 @@ class ExtensionService:
         groups = [x for x in running if extended.group and x.group == extended.group]
         limits = zip((mine, groups), self.settings.limits_of(extended.group), strict=True)
         free = self.line.supply.free
-        late = delayed(self.line.scheduler, extended.id, end, at, free)
+        late = delayed(self.line.scheduler, extended.id, end, at, free, self.line.drained())
         reasons = [
             drained(extended, self.line.closed),
             *(too_many_hours(some, extended, end, at, limit) for some, limit in limits),

@@ -99,8 +99,7 @@ class PositionService:
 
     def __post_init__(self) -> None:
         self._standings: tuple[tuple[int, float], dict[str, QueuePosition]] = ((-1, 0.0), {})
-        self._likely_ends: tuple[float, dict[str, float], dict[str, tuple[str, ...]]]
-        self._likely_ends = (-math.inf, {}, {})
+        self._likely_ends: tuple[float, dict[str, float]] = (-math.inf, {})
         self._outlooks: tuple[float, dict[Newcomer, Outlook]] = (-math.inf, {})
 
     def standings(self) -> dict[str, QueuePosition]:
@@ -156,7 +155,8 @@ class PositionService:
         """Return how each request, under any key, would fare; at most some seconds old.
 
         ``member`` and their ``groups`` decide where in the queue a request would be; a session
-        without ``seconds`` has no end.
+        without ``seconds`` has no end. An external scheduler says when a request starts only once
+        it has it, and never at the latest.
         """
         now = self.clock().timestamp()
         since, known = self._outlooks
@@ -219,26 +219,20 @@ class PositionService:
 
         Infinity for a lease whose device is drained and does not come back to the queue.
         """
-        since, ends, uuids = self._likely_ends
+        since, ends = self._likely_ends
         if not 0 <= now - since < CREDITS_FRESH_SECONDS:
-            ends, uuids = self.store.run(partial(self._read_ends, now=now))
-            self._likely_ends = (now, ends, uuids)
-        drained = (
-            name for name, held in uuids.items() if not self.line.closed.keys().isdisjoint(held)
-        )
-        return ends | dict.fromkeys(drained, math.inf)
+            ends = self.store.run(partial(self._read_ends, now=now))
+            self._likely_ends = (now, ends)
+        return ends | self.line.drained()
 
-    def _read_ends(
-        self, connection: sa.Connection, now: float
-    ) -> tuple[dict[str, float], dict[str, tuple[str, ...]]]:
+    def _read_ends(self, connection: sa.Connection, now: float) -> dict[str, float]:
         leases = leases_repository.open_leases(connection)
         names = {lease.account for lease in leases if lease.rate}
         accounts = {name: ledger_repository.get_account(connection, name) for name in names}
         grace = timedelta(seconds=self.credits.grace_seconds) + STOPPING
         at = datetime.fromtimestamp(now, timezone.utc)
         ends = credit_ends(leases, accounts, grace, at)
-        found = {lease_id: end.timestamp() for lease_id, end in ends.items()}
-        return found, {lease.id: lease.uuids for lease in leases}
+        return {lease_id: end.timestamp() for lease_id, end in ends.items()}
 
     def _stand(
         self, waiting: Sequence[Ticket], decision: Decision, now: float
@@ -305,6 +299,8 @@ class PositionService:
             return Outlook(free, total, at_once=False, ahead=ahead)
         if not ahead and any(given.get(kind, 0) >= request.devices for kind in kinds):
             return Outlook(free, total, at_once=True)
+        if self.delegation.delegate is not None:  # its order is not ours
+            return Outlook(free, total, at_once=False, ahead=ahead)
         group, priority = self.settings.standing_of(groups)
         waiting = WaitingTicket(
             id=NEWCOMER,

@@ -18,6 +18,7 @@ from ..web.schemas import (
     Instant,
     Number,
     Reason,
+    WhyBody,
     checked,
     described,
     told,
@@ -80,6 +81,12 @@ class PauseBody(Body):
     reason: Reason = ""
 
 
+class DrainBody(WhyBody):
+    """Why; with ``anyway`` also if waiting members could then start later than they were told."""
+
+    anyway: Flag = False
+
+
 class ClosureAnswer(Answer):
     since: Instant = told("at")
     actor: str
@@ -126,7 +133,11 @@ class TicketAnswer(Answer):
     waits_for: str | None = told("standing.why", None)
     estimate: EstimateAnswer | None = told("standing.estimate", None)
     planned: Instant | None = told("standing.planned", None)
-    latest: Instant | None = told("standing.latest", None)
+    latest: Instant | None = told(
+        "standing.latest",
+        None,
+        description="When it starts at the latest; null if unknown, and where Slurm decides.",
+    )
 
 
 class ScorePartAnswer(Answer):

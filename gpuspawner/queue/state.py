@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -72,13 +73,14 @@ class QueueState:
         self._alone: dict[str, datetime] = {}
         self._versions: dict[str, str] = {}
         self._leases: dict[str, str] = {}
+        self._uuids: dict[str, tuple[str, ...]] = {}
         self._synced_at: datetime | None = None
         self._kinds = lru_cache(maxsize=4096)(self._find_kinds)
 
     def begin_anew(self, scheduler: Scheduler) -> None:
         """Read everything again, because the clock was set and all stored times were moved."""
         self.scheduler, self.tickets, self._synced_at = scheduler, {}, None
-        self._alone, self._versions, self._leases = {}, {}, {}
+        self._alone, self._versions, self._leases, self._uuids = {}, {}, {}, {}
         self.supply = DeviceSupply(PlacementIndex((), {}), {}, {})
         self.revision += 1
 
@@ -143,6 +145,17 @@ class QueueState:
         self.scheduler.withdraw(ticket_id)
         self.revision += 1
 
+    def drained(self) -> dict[str, float]:
+        """Return the leases whose devices do not come back to the queue, each with infinity.
+
+        These are ``likely_ends`` of :meth:`Scheduler.decide`.
+        """
+        return {
+            lease_id: math.inf
+            for lease_id, held in self._uuids.items()
+            if not self.closed.keys().isdisjoint(held)
+        }
+
     def kinds(self, request: Request) -> frozenset[str]:
         """Return the kinds that have enough devices for the request, in use or not."""
         return self._kinds(request.model, request.models, request.memory_bytes, request.devices)
@@ -192,6 +205,7 @@ class QueueState:
             # A server that never started used nothing.
             used_until = lease.ended_at if lease.started_at else lease.granted_at
             self.scheduler.ended(lease.id, (used_until or now).timestamp())
+            self._uuids.pop(lease.id, None)
         changed = [name for name, mark in found.items() if self._leases.get(name) != mark]
         for lease in repository.some_leases(connection, changed):
             self._tell_of(lease, fleet)
@@ -200,6 +214,7 @@ class QueueState:
 
     def _tell_of(self, lease: Lease, fleet: PlacementIndex) -> None:
         """Tell the scheduler about a lease that is new or whose end moved."""
+        self._uuids[lease.id] = lease.uuids
         ends_at = lease.ends_at.timestamp() if lease.ends_at else None
         if lease.id in self.scheduler.running:
             self.scheduler.extended(lease.id, ends_at)

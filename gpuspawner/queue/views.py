@@ -276,7 +276,7 @@ TICKET_ACTIONS = {
 }
 
 DEVICE_ACTIONS = {
-    "drain": Action("Drain a device: no new session starts on it.", WhyBody),
+    "drain": Action("Drain a device: no new session starts on it.", schemas.DrainBody),
     "undrain": Action("Undrain a device.", WhyBody),
 }
 
@@ -332,10 +332,12 @@ class DrainAPI(ChangingAPI):
     async def post(self, device: str, action: str) -> None:
         """Make the change and answer with the device's state."""
         self.need_admin()
-        reason = self.sent(WhyBody).reason
-        work = self.services.devices.drain if action == "drain" else self.services.devices.undrain
+        work = self.services.devices.undrain
+        sent = self.sent(schemas.DrainBody if action == "drain" else WhyBody)
+        if isinstance(sent, schemas.DrainBody):
+            work = partial(self.services.drains.drain, anyway=sent.anyway)
         try:
-            changed = await self.change(work, device, reason=reason)
+            changed = await self.change(work, device, reason=sent.reason)
         except web.HTTPError as error:
             cause = error.__cause__
             if isinstance(cause, InvalidRequest) and cause.fields.get("field") == "device":

@@ -6,6 +6,7 @@ Unlike in JupyterHub, a link starts nothing: its author may want others to spend
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta, timezone
@@ -27,7 +28,7 @@ from ..core.units import format_credits
 from ..devices.models import DeviceStatus
 from ..hub_pages.cards import PAGE, make_cards, usual_request, wait_tables
 from ..hub_pages.prices import PriceList, model_label
-from ..leases.models import Request
+from ..leases.models import LeaseState, Request
 from ..ledger.models import Account, member_account
 from ..ledger.rules import check_payer, format_time_left
 from ..ledger.service import Payers
@@ -270,7 +271,13 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     ask = partial(services.positions.outlooks, member=user, groups=groups)
     outlooks = ask({e.slug: usual_request(e) for e in shown})
     cards = make_cards(shown, overview, outlooks, now, limits.pages_url)
-    prices = PriceList(overview, shown, now, ending)
+    running: Counter[str] = Counter()
+    for lease in services.leases.open_leases():
+        running[lease.account] += lease.rate if lease.state is LeaseState.RUNNING else 0
+    policy_for = services.ledger.settings.policy_for
+    policies = {each.name: policy_for(each.name, groups) for each in payers.accounts}
+    grace = services.exhaustion.grace
+    prices = PriceList(overview, shown, now, ending, running, policies, grace)
     lines = prices.lines(account)
     fields = {e.slug: environment_fields(e, prices, limits) for e in shown}
     most = max(each.gpus for each in fields.values())

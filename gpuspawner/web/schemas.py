@@ -110,13 +110,17 @@ class Answer(BaseModel):
         return self.model_dump(mode="json", by_alias=True)
 
 
-def told(path: str, *default: Any, name: str | None = None) -> Any:
+def told(path: str, *default: Any, name: str | None = None, description: str | None = None) -> Any:
     """A field that is read by a path such as ``lease.server.user``.
 
     ``default`` is for where the path leads nowhere, as through None; ``name``: in the JSON.
     """
-    value = default[0] if default else ...
-    return Field(value, validation_alias=AliasPath(*path.split(".")), serialization_alias=name)
+    return Field(
+        default[0] if default else ...,
+        validation_alias=AliasPath(*path.split(".")),
+        serialization_alias=name,
+        description=description,
+    )
 
 
 # Fields of bodies. Each refuses with a sentence that names it.

@@ -28,6 +28,8 @@ from gpuspawner.leases.models import LeaseState, Request, ServerRef, Terms
 from gpuspawner.monitoring.health import Symptom
 from gpuspawner.monitoring.health_service import FoundSymptoms
 from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.positions import Outlook
+from gpuspawner.queue.schemas import TicketAnswer
 from gpuspawner.services import Services
 from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.cluster import read_cluster
@@ -151,6 +153,20 @@ def test_session_can_be_extended_right_after_its_start(
     assert cluster.holder(ticket.id, "%l") == "2:20:00"
     with pytest.raises(SlurmRefused, match="its job has ended"):
         service.extend("f" * 16, 3600)
+
+
+def test_no_latest_start_is_named(services: Services) -> None:
+    """Slurm expects starts and promises none: another job may get the devices first."""
+    holder = asked(services, "ann", model="H100", seconds=3600)
+    until(services, [holder], lambda turns: turns == [holder.id])
+    services.leases.confirm(services.queue.start_ticket(holder.id).id, "container")
+    waiting = asked(services, "ann", "b", model="H100", seconds=3600)
+    wanted = {"it": Request(devices=1, model="H100")}
+    outlook = services.positions.outlooks(wanted, "ann", seconds=3600)["it"]
+    assert outlook == Outlook(0, 1, at_once=False, ahead=1)
+    standing = services.positions.standings()[waiting.id]
+    answer = TicketAnswer.of(ticket=waiting, standing=standing)
+    assert standing.latest is answer.latest is None
 
 
 # Machines that are closed, by us and by others.

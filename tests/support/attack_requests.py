@@ -98,9 +98,9 @@ RIGHT = {
     "POST queue/granting": Right(ADMIN, {"paused": "yes", "reason": WHY}, then=RESUME),
     "POST api/granting": Right(ADMIN, {"paused": True, "reason": WHY}, then=RESUME),
     "POST devices": Right(
-        ADMIN, {"device": "{device}", "drained": "yes", "reason": WHY}, then=UNDRAIN
+        ADMIN, {**YES, "device": "{device}", "drained": "yes", "reason": WHY}, then=UNDRAIN
     ),
-    "POST api/devices/{device}/drain": Right(ADMIN, {"reason": WHY}, then=UNDRAIN),
+    "POST api/devices/{device}/drain": Right(ADMIN, {"anyway": True, "reason": WHY}, then=UNDRAIN),
     "POST api/devices/{device}/undrain": Right(ADMIN, {"reason": WHY}),
     "POST queue/{ticket}": Right(ADMIN, {"reason": WHY}),
     "POST queue/{ticket}/move": Right(ADMIN, {"position": "1", "reason": WHY}),

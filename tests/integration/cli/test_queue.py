@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.leases.models import Request, ServerRef, Terms
+from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.queue import replay
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
@@ -153,6 +153,23 @@ def test_device_is_drained_and_undrained(
     assert cli.json("undrain", uuid)["changed"] is True
     assert cli("undrain", index).stdout == f"Nothing changed: device {index} was not drained.\n"
     assert "1 of 3 devices free" in cli("devices").stdout
+
+
+def test_drain_that_breaks_a_latest_start_needs_a_flag(cli: Command, services: Services) -> None:
+    services.clock = lambda: datetime.now(timezone.utc)
+    request, terms = Request(devices=1, model="T4"), Terms(seconds=36_000, wait=True)
+    lease = services.queue.ask(ServerRef("ada"), request, engine="local", terms=terms)
+    assert isinstance(lease, Lease)
+    services.leases.confirm(lease.id)
+    services.queue.ask(ServerRef("bob"), request, engine="local", terms=terms)
+    refused = cli("drain", *lease.uuids, code=1)
+    assert re.search(
+        r"1 waiting member could start later than they were told \(by .* at the latest\)\. "
+        r"Wait until they have started, or drain it anyway \(--anyway\)\.",
+        refused.stderr,
+    )
+    assert not services.devices.closures()
+    assert cli.json("drain", *lease.uuids, "--anyway")["changed"]
 
 
 def test_queue_commands_leave_device_records_unchanged(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.ledger.grants import BulkGrantResult
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make, credits_of
@@ -54,6 +55,18 @@ def test_grant_file_can_open_accounts(services: Services) -> None:
     assert [account.balance for account in services.ledger.accounts()] == [
         *(MICRO, 2 * MICRO, MICRO, 2 * MICRO)
     ]
+
+
+@each_database
+def test_foreseen_balance_is_less_what_is_due(services: Services, clock: Clock) -> None:
+    lease = services.leases.grant(ServerRef("anna"), Request(devices=1), engine="local")
+    services.leases.confirm(lease.id)
+    clock.forward(minutes=10)
+    foreseen = grant(services, dry_run=True)
+    assert foreseen.gifts[0].before == services.ledger.current_account("member:anna").balance
+    assert foreseen.gifts[0].before < services.ledger.account("member:anna").balance
+    assert grant(services).gifts == foreseen.gifts
+    assert foreseen.gifts[0].after == services.ledger.current_account("member:anna").balance
 
 
 @each_database

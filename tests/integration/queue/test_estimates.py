@@ -288,7 +288,7 @@ waits = st.lists(
 
 @settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(waits, st.integers(1, 2), st.sampled_from([None, 3600]))
-def test_outlook_equals_the_position_of_the_ticket_that_follows(
+def test_all_places_state_the_expected_start_of_the_ticket_that_follows(
     fresh: Callable[[], Services],
     steps: list[tuple[str, int, int | None, int]],
     devices: int,
@@ -313,13 +313,29 @@ def test_outlook_equals_the_position_of_the_ticket_that_follows(
     clock.forward(seconds=5)
     request = Request(devices=devices, environment="pytorch")
     [found] = services.positions.outlooks({"": request}, "zed", seconds=seconds).values()
+    refused = ""
+    if not found.at_once:
+        with pytest.raises(NoDeviceFree) as caught:
+            ask(services, "zed", devices, wait=False, seconds=seconds)
+        refused = caught.value.message
     got = ask(services, "zed", devices, wait=True, seconds=seconds)
     if found.at_once:
         if isinstance(got, Ticket):
             assert got.id in services.queue.turns(frozenset(services.positions.standings()))
         return
     standing = services.positions.standings()[got.id]
-    assert found.start(clock.now) == standing.start(clock.now)
+    text = standing.start(clock.now)
+    places = {
+        "catalog": said(found, clock.now).partition(", start ")[2],
+        "form": found.start(clock.now),
+        "refusal": refused.partition("Expected start in the queue: ")[2].partition(". Join")[0],
+    }
+    assert places == dict.fromkeys(places, text)
+    assert text in sentence(found, clock.now) and text in standing.sentence(clock.now)
+    [(_, _, listed)] = [each for each in services.positions.order() if each[0].id == got.id]
+    assert listed == standing, "the queue's page, also by REST and in a shell"
+    answer = TicketAnswer.of(ticket=got, standing=standing)
+    assert (answer.planned, answer.latest) == (found.planned, found.latest)
 
 
 def test_outlook_is_cached_briefly_and_follows_a_pause(make: Make, clock: Clock) -> None:

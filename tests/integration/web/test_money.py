@@ -5,21 +5,25 @@ HTTP. Stand-ins: simulated devices, a clock that stands still, a small HTTP serv
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from gpuspawner.core.units import MICRO, format_credits, parse_credits, round_credits
+from gpuspawner.core.units import MICRO, format_credits, format_price, parse_credits, round_credits
 from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
-from tests.golden.site import Site
+from gpuspawner.ledger.rules import owed
+from gpuspawner.notifications.models import Notice
+from tests.golden.site import ADMIN, Site
 
 CENT = Decimal("0.01")
 
@@ -165,6 +169,34 @@ class Shown:
             balance,
         )
 
+    def end_now(self) -> tuple[datetime, str]:
+        """When the session ends and why, by REST."""
+        end = json.loads(self.read(f"api/leases/{self.lease.id}/now"))["lease"]["end"]
+        return minute(end["at"]), end["reason"]
+
+
+def form(site: Site) -> dict[str, Any]:
+    """What the form shows of a T4 with PyTorch: its figures for the page's script."""
+    page = site.hub_page("ada", "spawn").text
+    costs = json.loads(html.unescape(only(r'id="gpuspawner-told">(.*?)</script>', page)))["costs"]
+    found: dict[str, Any] = costs["tables"][costs["of"]["torch"]]["1|T4"]
+    return found
+
+
+def foreseen(offer: Mapping[str, Any], limit: int) -> str:
+    """Why a session of so many seconds ends, as the form's script says it."""
+    hours, _ = offer["lasts"][""]
+    return "credits" if hours is not None and hours < limit / 3600 else "time"
+
+
+def named_end(notice: Notice, now: datetime) -> datetime:
+    """The end of the session that a notice names, the last of its times."""
+    text = f"{notice.title} {notice.body}"
+    *_, (time, day) = re.findall(r"(\d\d:\d\d)(?: on (\d+ \w+))? \(UTC\)", text)
+    return datetime.strptime(
+        f"{time} {day or f'{now:%d %B}'} {now.year} +0000", "%H:%M %d %B %Y %z"
+    )
+
 
 def amount(text: str) -> Decimal:
     return Decimal(text.replace("\N{MINUS SIGN}", "-"))
@@ -243,6 +275,7 @@ def test_cost_of_a_session_is_the_same_wherever_it_is_shown(
     lasts=st.integers(3600, 36_000),
     passed=st.integers(1, 1800),
 )
+@example(rate=MICRO, limit=3800, lasts=3700, passed=60)  # the limit comes within the grace period
 def test_end_of_a_session_is_the_same_wherever_it_is_shown(
     site: Site, rate: int, limit: int, lasts: int, passed: int
 ) -> None:
@@ -256,6 +289,7 @@ def test_end_of_a_session_is_the_same_wherever_it_is_shown(
     change = rate * lasts // 3600 - balance
     services.ledger.grant("member:ada", change, actor="kim", reason="For this example")
     try:
+        offer = form(site)
         wanted = Request(devices=1, model="T4", environment="torch")
         terms = Terms(seconds=limit)
         lease = services.leases.grant(ServerRef("ada"), wanted, engine="local", terms=terms)
@@ -270,5 +304,71 @@ def test_end_of_a_session_is_the_same_wherever_it_is_shown(
         assert why == ("time" if limit <= dry else "credits")
         end = lease.started_at + timedelta(seconds=min(limit, dry))
         assert abs(end - at).total_seconds() < 62
+        assert foreseen(offer, limit) == why, offer
+        assert offer["price"] == f"{format_price(rate)} credits an hour"
+        for hours, total in offer["totals"].items():
+            length = timedelta(hours=float(hours or 4))  # the environment's default
+            cost = owed(lease.rate, lease.started_at, lease.started_at + length)
+            assert total == f"{format_price(cost)} credits"
+
+        # The warnings, and what the member is told once the credits are gone.
+        warned = [limit - 60, lasts - 60, lasts + 1]
+        named = 0
+        for seconds in sorted(each for each in warned if passed < each < min(limit, dry)):
+            clock.now = lease.started_at + timedelta(seconds=seconds)
+            services.ledger.charge_all()
+            told = {notice.key for notice in services.notifications.notices_of("ada")}
+            services.sessions.warn_session(lease.id, [2])
+            services.exhaustion.see_to("member:ada", [2])
+            new = [x for x in services.notifications.notices_of("ada") if x.key not in told]
+            end, reason = Shown(site, lease).end_now()
+            assert reason == why
+            assert {named_end(notice, clock.now) for notice in new} <= {end}, new
+            named += len(new)
+        assert named
+        if why == "time":
+            clock.now = lease.started_at + timedelta(seconds=limit)
+            assert services.sessions.end_session(lease.id)
+            assert named_end(services.notifications.notices_of("ada")[0], clock.now) == at
     finally:
         services.ledger.grant("member:ada", -change, actor="kim", reason="After this example")
+
+
+@settings(
+    phases=(Phase.explicit, Phase.generate),
+    max_examples=3,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    amounts=st.lists(st.integers(1, 10**8), min_size=2, max_size=4),
+    seconds=st.integers(30, 4000),
+)
+def test_bulk_grant_adds_up_and_is_what_is_posted(
+    site: Site, amounts: list[int], seconds: int
+) -> None:
+    """Ada has a session that is not charged yet; the others' accounts are opened."""
+    services, clock = site.services, site.clock
+    lease = services.leases.open_leases() or [
+        services.leases.grant(ServerRef("ada"), Request(devices=1, model="T4"), engine="local")
+    ]
+    services.leases.confirm(lease[0].id)
+    clock.forward(seconds=seconds)
+    names = ["ada", *(f"new{number}-{clock.now:%H%M%S}" for number in range(len(amounts) - 1))]
+    credits = [f"{Decimal(each) / MICRO:.6f}" for each in amounts]
+    lines = "".join(f"{name},{each}\n" for name, each in zip(names, credits, strict=True))
+    (site.folder / "course.csv").write_text(lines)
+    form = {"lines": lines, "reason": "A course", "open": "yes"}
+    site.service(ADMIN, "bulk")
+    page = site.service(ADMIN, "bulk", form)
+    gifts = re.findall(r'class="number">\+([\d.]+)</td><td class="number">([\d.]+)</td>', page)
+    total = only(r"lines, ([\d.]+) credits", page)
+    assert [gift for gift, _ in gifts] == [rounded(each) for each in credits]
+    assert sum(Decimal(gift) for gift, _ in gifts) == Decimal(total)
+    command = ("grant", "--file", "course.csv", "--reason", "A course", "--open")
+    assert f"Would give {total} credits" in site.command(*command, "--dry-run")
+    given = site.service(ADMIN, "bulk", form | {"confirm": "yes"})
+    assert f"{total} credits were given to" in given
+    table = site.command("accounts")
+    balances = [only(rf"member:{name} +([\d.]+)", table) for name in names]
+    assert balances == [balance for _, balance in gifts]

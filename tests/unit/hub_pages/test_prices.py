@@ -14,6 +14,7 @@ from gpuspawner.devices.models import Device
 from gpuspawner.devices.snapshots import DeviceView, ModelCount, Overview, count_models
 from gpuspawner.hub_pages.handlers import Price, prices
 from gpuspawner.hub_pages.prices import Offer, PriceLine, PriceList
+from gpuspawner.ledger.credit_policy import OVERDRAFT, SESSION, CreditPolicy
 from gpuspawner.ledger.models import Account
 from gpuspawner.ledger.pricing import Rate, Rates, WeekHours
 
@@ -217,6 +218,27 @@ def test_expiring_credits_count_until_they_expire() -> None:
     (t4, a100) = costs.find(TORCH, "1|T4"), costs.find(TORCH, "1|A100-80GB")
     assert t4 and t4.lasts == {"": (6, "6 h"), group.name: (3.5, "3 h 30 min")}
     assert a100 and a100.lasts[group.name] == (1, "1 h")
+
+
+@pytest.mark.parametrize(
+    ("policy", "ends_in", "words"),
+    [
+        (CreditPolicy(), 2.5, "2 h"),  # with the grace of half an hour
+        (CreditPolicy(OVERDRAFT, 5 * MICRO), 3, "3 h"),
+        (CreditPolicy(SESSION), None, "2 h"),  # it goes on to its time limit
+    ],
+)
+def test_choice_states_the_end_that_the_policy_brings(
+    policy: CreditPolicy, ends_in: float | None, words: str
+) -> None:
+    """Another server that costs 4 credits an hour runs already, with a hold."""
+    ada = replace(ADA, held=MICRO)
+    running, half_an_hour = {ADA.name: 4 * MICRO}, timedelta(minutes=30)
+    prices = PriceList(
+        overview(*TWO_PRICES), [TORCH], NOON, {}, running, {ADA.name: policy}, half_an_hour
+    )
+    offer = prices.tables([1], [("", ada)]).find(TORCH, "1|T4")
+    assert offer and offer.lasts == {"": (ends_in, words)}
 
 
 # The welcome page.
