@@ -21,6 +21,7 @@ from tornado.routing import PathMatches
 from gpuspawner.db import schema as db_schema
 from gpuspawner.members.repository import RosterEntry, put_roster
 from gpuspawner.services import Services
+from gpuspawner.storage.repository import Workspace, put_workspace
 from gpuspawner.web.app import make_app
 from gpuspawner.web.base import Context
 from tests.support import images
@@ -98,6 +99,7 @@ KEPT = (
         db_schema.notice_choices,
         db_schema.roster,
         db_schema.payers,
+        db_schema.workspaces,
     ),
     *(
         db_schema.lots,
@@ -219,6 +221,13 @@ class AttackHub(GPUHub):
         """Give a name an entry on the roster, which no authenticator here asks for."""
         with self._database.begin() as connection:
             put_roster(connection, [RosterEntry(name)], datetime.now(timezone.utc))
+
+    def locked_workspace(self, source: str, user: str) -> str:
+        """Make a workspace that a command left locked, and return its directory."""
+        with self._database.begin() as connection:
+            at = datetime.now(timezone.utc)
+            put_workspace(connection, Workspace(source, user, at, busy="It is being archived"))
+        return source
 
     # Inside a container.
 

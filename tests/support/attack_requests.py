@@ -109,6 +109,7 @@ RIGHT = {
     "POST tickets/{ticket}/cancel": Right(OWNER, YES),
     "POST members": Right(ADMIN, {**YES, "lines": "name\n{new}"}),
     "POST members/{entry}/end": Right(ADMIN, YES),
+    "POST workspaces/unlock": Right(ADMIN, {**YES, "workspace": "{workspace}"}),
     "POST api/queue/{ticket}/move": Right(ADMIN, {"position": 1, "reason": WHY}),
     "POST api/queue/{ticket}/boost": Right(ADMIN, {"points": 9, "reason": WHY}),
     "POST api/queue/{ticket}/cancel": Right(OWNER, {"reason": WHY}),
@@ -249,6 +250,8 @@ class Requests:
         values = {"new": f"new-{next(self._numbers)}", "account": f"member:{OWNER}"}
         values["day"] = self._new_day()
         values["device"] = self.hub.devices[0]
+        if name == "POST workspaces/unlock":
+            values["workspace"] = self.hub.locked_workspace(f"/srv/{values['new']}", OWNER)
         for word in re.findall(r"\{(\w+)\}", name):
             if word in values:
                 continue
@@ -388,6 +391,6 @@ def _may(name: str) -> str:
     if name in RIGHT:
         return RIGHT[name].by
     words = ("admin", "queue", "metrics", "accounts", "transfers", "rates", "refills", "bulk")
-    more = ("trail", "usage", "used", "cluster")
+    more = ("trail", "usage", "used", "cluster", "devices", "members", "workspaces")
     path = name.partition(" ")[2].removeprefix("api/")
     return ADMIN if re.split(r"[/.?]", path)[0] in (*words, *more) else OWNER
