@@ -139,9 +139,9 @@ def test_member_confirmation_pages_match_the_recording(
     [
         ("accounts/member:ada?done=granted", "The credits were given."),
         ("queue?done=pause", "Granting is paused."),
-        ("rates?done=set", "The rate is set: servers that start from then on pay it."),
-        ("refills?done=added", "The refill is made."),
-        ("transfers/TRANSFER?done=reversed", "The transfer was undone by this one, its opposite."),
+        ("rates?done=set", "The rate is set. It applies to servers that start from then on."),
+        ("refills?done=added", "The refill is created."),
+        ("transfers/TRANSFER?done=reversed", "The transfer was undone. This is its reversal."),
     ],
 )
 def test_page_says_what_was_done_and_nothing_for_other_words(
