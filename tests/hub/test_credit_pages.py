@@ -176,7 +176,7 @@ def test_receipt_shows_device_utilization(hub: PayingHub) -> None:
     minute = DeviceUse(uuid=lease.uuids[0], since=began, seconds=60, memory_max=12 * 2**30, **did)
     hub.services.monitoring.remember_use([minute])
     page = words(hub.page("ada", f"leases/{lease.id}"))
-    assert re.search(r"Mean use Peak use Most memory .*42 % 97 % 12 GB", page)
+    assert re.search(r"Mean use Peak use Peak memory .*42 % 97 % 12 GB", page)
     told = hub.json("ada", f"leases/{lease.id}/receipt").json()
     assert told["use"] == [
         {"uuid": lease.uuids[0], "mean_percent": 42.0, "peak_percent": 97}
@@ -431,7 +431,7 @@ def test_admin_uploads_and_confirms_a_bulk_grant(hub: PayingHub, browser: Browse
     page = context.new_page()
     sign_in(page, hub, ADMIN, "bulk")
     file = {"name": "grants.csv", "mimeType": "text/csv", "buffer": b"cleo,1\ngroup:ml101,50\n"}
-    page.get_by_label("A CSV file").set_input_files(files=[file])
+    page.get_by_label("CSV file").set_input_files(files=[file])
     page.get_by_label("Reason for lines without one").fill("autumn")
     page.get_by_label("Open accounts that are not there yet").check()
     with page.expect_navigation():
@@ -510,7 +510,7 @@ def test_admin_stops_a_server_and_member_sees_why(hub: PayingHub, browser: Brows
     wait_for(lambda: hub.server("cleo") is None, "the stop", timeout=60)
     ended = hub.services.leases.get(lease.id)
     assert (ended.outcome, ended.end_reason) == ("admin", "a new <fan>")
-    assert "an admin stopped it" in words(hub.page("cleo", "notices"))
+    assert "was stopped by an admin" in words(hub.page("cleo", "notices"))
     assert "a new &lt;fan&gt;" in words(hub.page("cleo"))
     home = hub.open_page("cleo", "/hub/home").text
     assert "Your server was stopped at" in home and "a new &lt;fan&gt;" in home
@@ -535,7 +535,7 @@ def test_granted_credits_can_expire_on_a_date(hub: PayingHub) -> None:
     """By the clock of the hub's own zone for dates: Vienna's."""
     path, sent = "accounts/member:bob/grant", {"amount": "7", "reason": "term", "key": "term-7"}
     asked = words(hub.send(ADMIN, path, until="2999-07-01", **sent))
-    assert "They end" in asked
+    assert "Expires" in asked
     done = hub.send(ADMIN, path, until="2999-07-01", confirm="yes", **sent)
     assert "The credits were given." in words(done)
     ((ends_at, left),) = hub.services.ledger.ending_of(["member:bob"])["member:bob"]
@@ -563,7 +563,7 @@ def test_admin_sets_and_removes_a_rate(hub: PayingHub) -> None:
     ]
     assert (rate.amount, rate.actor, rate.reason) == (7_250_000, ADMIN, "a course")
     assert "Remove this rate?" in words(hub.send(ADMIN, f"rates/{rate.id}/remove"))
-    assert "Removed." in words(hub.send(ADMIN, f"rates/{rate.id}/remove", confirm="yes"))
+    assert "The rate is removed." in words(hub.send(ADMIN, f"rates/{rate.id}/remove", confirm="yes"))
     gone = hub.send(ADMIN, f"rates/{rate.id}/remove", confirm="yes")
     assert gone.status_code == 400
     assert "There is no rate" in words(gone)

@@ -296,7 +296,7 @@ def test_shared_folders_are_managed_in_the_browser(hub: FilesHub, browser: Brows
     assert carl.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     anna.reload()
     screenshot(anna, "folders-wide")
-    card.get_by_text("Delete it").click()
+    card.get_by_text("Delete folder").click()
     card.get_by_label("Write its name").fill("Заметки")
     card.get_by_role("button", name="Delete").click()
     anna.get_by_role("button", name="Delete it").click()
