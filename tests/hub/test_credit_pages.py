@@ -540,7 +540,7 @@ def test_granted_credits_can_expire_on_a_date(hub: PayingHub) -> None:
     assert "The credits were given." in words(done)
     ((ends_at, left),) = hub.services.ledger.ending_of(["member:bob"])["member:bob"]
     assert (f"{ends_at:%Y-%m-%d %H:%M}", left) == ("2999-06-30 22:00", 7 * MICRO)
-    assert "7.00 of them end at" in words(hub.page("bob", "billing"))
+    assert "7.00 of them expire at" in words(hub.page("bob", "billing"))
     for until in ("soon", "2020-01-01", "2999-02-30"):
         refused = hub.send(ADMIN, path, **{**sent, "until": until, "confirm": "yes", "key": "k"})
         assert refused.status_code == 400, until
@@ -563,7 +563,8 @@ def test_admin_sets_and_removes_a_rate(hub: PayingHub) -> None:
     ]
     assert (rate.amount, rate.actor, rate.reason) == (7_250_000, ADMIN, "a course")
     assert "Remove this rate?" in words(hub.send(ADMIN, f"rates/{rate.id}/remove"))
-    assert "The rate is removed." in words(hub.send(ADMIN, f"rates/{rate.id}/remove", confirm="yes"))
+    removed = hub.send(ADMIN, f"rates/{rate.id}/remove", confirm="yes")
+    assert "The rate is removed." in words(removed)
     gone = hub.send(ADMIN, f"rates/{rate.id}/remove", confirm="yes")
     assert gone.status_code == 400
     assert "There is no rate" in words(gone)
