@@ -90,14 +90,14 @@ class ServerWaits(Refused):
 
 
 class TicketEnded(Refused):
-    """Your place in the queue is gone: {why}. Start the server again to get a new one."""
+    """You lost your place in the queue: {why}. Start the server again to get a new one."""
 
     reason = "ticket_ended"
     status_code = 409
 
 
 class MemberGone(TicketEnded):
-    """Your place in the queue is gone: {why}. Start the server again to get a new one."""
+    """You lost your place in the queue: {why}. Start the server again to get a new one."""
 
     reason = "member_gone"
 
@@ -151,7 +151,7 @@ class CannotStop(Refused):
 
 
 class WorkspaceFull(Refused):
-    """Your files take {used} of {limit}: start without a GPU, make room, then start again."""
+    """Your files use {used} of {limit}. To free space, start without a GPU and delete files."""
 
     reason = "workspace_full"
     status_code = 507
@@ -193,7 +193,7 @@ class FolderRefused(Refused):
 
 
 class GrantingPaused(Refused):
-    """No GPUs are given out just now: {why}. You can start without a GPU."""
+    """New GPU sessions are paused: {why}. You can start without a GPU."""
 
     reason = "paused"
     status_code = 409

@@ -341,8 +341,8 @@ class Details:
     changes: str
     """Safe HTML."""
     notebook: Notebook | None
-    limits: tuple[tuple[str, str], ...]
-    """Pairs of a label and what a server has or needs, in words."""
+    limits: Mapping[str, str]
+    """What a server has or needs, formatted; empty texts for what is not limited."""
     data: tuple[str, ...]
     """Names of the datasets and shared folders of its servers."""
     troubles: tuple[str, ...]
@@ -378,7 +378,7 @@ def read_details(
         packages_left_out=max(0, len(packages) - MOST_PACKAGES),
         changes=read("changes", lambda text: to_html(text, 3), ""),
         notebook=read("sample_notebook", read_notebook, None),
-        limits=tuple(_limits(environment, usual or {})),
+        limits=_limits(environment, usual or {}),
         data=tuple(mount.name for mount in catalog.mounts_for(environment, groups)),
         troubles=tuple(troubles),
     )
@@ -398,26 +398,16 @@ def logo_file(catalog: Catalog, environment: Environment) -> tuple[bytes, str]:
     return content, LOGO_TYPES[Path(environment.logo).suffix.lower()]
 
 
-def _limits(environment: Environment, usual: Mapping[str, object]) -> list[tuple[str, str]]:
+def _limits(environment: Environment, usual: Mapping[str, object]) -> dict[str, str]:
     e, hours = environment, environment.hours.max
     memory, cores = e.mem_limit or usual.get("mem_limit"), e.cpu_limit or usual.get("cpu_limit")
-    gpus = f"1 to {e.devices.max}" if e.devices.max > 1 else "1"
-    if e.cpu_variant:
-        gpus += ", or none"
-    lines = [
-        ("GPUs", "none" if e.cpu_only else gpus),
-        ("GPU memory", f"at least {format_memory(e.min_memory)}" if e.min_memory else ""),
-        ("NVIDIA driver", f"{e.min_driver} or later" if e.min_driver else ""),
-        ("CUDA", f"{e.min_cuda} or later" if e.min_cuda else ""),
-        ("Session", f"up to {format_time_left(timedelta(hours=hours))}" if hours else ""),
-        ("CPU cores", f"{cores:g}" if isinstance(cores, (int, float)) else "not limited"),
-        (
-            "Memory",
-            format_memory(memory) if isinstance(memory, int) else str(memory or "not limited"),
-        ),
-        ("Shared memory", format_memory(e.shm_size) if e.shm_size else ""),
-    ]
-    return [(name, value) for name, value in lines if value]
+    return {
+        "gpu_memory": format_memory(e.min_memory) if e.min_memory else "",
+        "session": format_time_left(timedelta(hours=hours)) if hours else "",
+        "cores": f"{cores:g}" if isinstance(cores, (int, float)) else "",
+        "memory": format_memory(memory) if isinstance(memory, int) else str(memory or ""),
+        "shared_memory": format_memory(e.shm_size) if e.shm_size else "",
+    }
 
 
 Ask = Callable[[Mapping[str, Request]], Mapping[str, Outlook]]

@@ -93,7 +93,7 @@ class RestartService:
                 raise CannotRestart(why="it reaches them, as far as is known")
             closed = closures.load(connection)
             if GRANTING in closed:
-                raise CannotRestart(why="no GPUs are given out just now")
+                raise CannotRestart(why="new GPU sessions are paused")
             for device in lease.devices:
                 if found := closed.get(device.uuid):
                     because = f": {found.reason}" if found.reason else ""

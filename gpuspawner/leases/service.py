@@ -448,7 +448,7 @@ def require_seen(look: InventorySnapshot, request: Request) -> None:
     """
     if request.devices and look.inventory.error and not look.devices:
         raise NoDeviceFree(
-            f"The GPUs cannot be seen just now, so none is given out: {look.inventory.error}",
+            f"GPU status is unavailable, so no GPU session can start: {look.inventory.error}",
             unknown=0,
         )
     must_run(request, look.inventory)

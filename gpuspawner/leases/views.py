@@ -29,7 +29,7 @@ from ..web import view_models
 from ..web.api import APIHandler, ChangingAPI, operation
 from ..web.base import ServiceHandler, may_see_balance
 from ..web.fields import text_of
-from ..web.pages import FormPage, MemberPage, Page, device_names
+from ..web.pages import FormPage, MemberPage, Page
 from ..web.schemas import LeaseAnswer, ReasonBody
 from . import schemas
 from .models import Lease, LeasedDevice, LeaseState
@@ -120,15 +120,7 @@ class StopPage(LeaseForm, FormPage):
 
     async def _stop_own(self, lease: Lease) -> None:
         if not self.confirmed:
-            self.ask(
-                f"Stop {lease.server.name or 'my server'}?",
-                _facts(lease, lease.server.name or "My server")[:2],
-                action=f"leases/{lease.id}/stop",
-                button="Stop it",
-                back="",
-                note="What runs in it ends now. Your files stay, and it costs nothing more.",
-                danger=True,
-            )
+            self.confirm("stop_own", action=f"leases/{lease.id}/stop", back="", lease=lease)
             return
         await stop_own(self, lease)
         self.go(f"?stopped={lease.id}")
@@ -152,19 +144,8 @@ class StopPage(LeaseForm, FormPage):
         self.go(f"admin?stopped={lease.id}")
 
     def _ask_why(self, lease: Lease, why: str, refusal: InvalidRequest | None = None) -> None:
-        self.ask(
-            f"Stop the server of {lease.server.user}?",
-            _facts(lease, str(lease.server)),
-            action=f"leases/{lease.id}/stop",
-            button="Stop it",
-            back="admin",
-            note="What runs in it ends now. The files stay, and it costs nothing more. Its member "
-            "is told the reason.",
-            danger=True,
-            why=why,
-            refusal=refusal,
-            here="overview",
-        )
+        action = f"leases/{lease.id}/stop"
+        self.confirm("stop", action=action, back="admin", lease=lease, why=why, refusal=refusal)
 
 
 class StopAPI(ChangingAPI):
@@ -192,14 +173,6 @@ class EndAPI(APIHandler):
             raise web.HTTPError(409) from CannotStop(why="it has stopped already")
         await stop_own(self, found)
         await self.answer_lease(await self.read(self.services.leases.get, lease_id))
-
-
-def _facts(lease: Lease, server: str) -> list[tuple[str, str]]:
-    return [
-        ("Server", server),
-        ("Environment", lease.environment or "the hub's own"),
-        ("GPUs", device_names(lease.devices)),
-    ]
 
 
 async def own_lease(handler: ServiceHandler, lease_id: str, *, or_admin: bool = False) -> Lease:
@@ -237,7 +210,7 @@ class RestartPage(LeaseForm, FormPage):
         """Ask for confirmation, or order the restart."""
         found = await own_lease(self, lease_id)
         if not self.confirmed:
-            self._ask(found)
+            self.confirm("restart", action=f"leases/{lease_id}/restart", back="", lease=found)
             return
         try:
             await self.services.run(self.services.restarts.restart, lease_id, actor=self.user)
@@ -245,19 +218,6 @@ class RestartPage(LeaseForm, FormPage):
             raise web.HTTPError(refusal.status_code) from refusal
         self.context.poke()
         self.go(f"?restarted={lease_id}")
-
-    def _ask(self, found: Lease) -> None:
-        same = "the same GPU" if len(found.devices) == 1 else "the same GPUs"
-        self.ask(
-            f"Restart {found.server.name or 'my server'} with {same}?",
-            _facts(found, found.server.name or "My server"),
-            action=f"leases/{found.id}/restart",
-            button="Restart it",
-            back="",
-            note="What runs in it ends now. Your files stay. It starts by itself in a moment, for "
-            "the hours that are left, at the prices of now.",
-            danger=True,
-        )
 
 
 class RestartAPI(APIHandler):

@@ -13,14 +13,12 @@ from ..core.units import format_credits
 from ..leases.models import Lease, LeaseState
 from ..web.api import ChangingAPI, Parameter, operation
 from ..web.base import ServiceHandler
-from ..web.pages import LONGEST_FILE, FormPage, credit
+from ..web.pages import LONGEST_FILE, FormPage
 from ..web.schemas import LeaseAnswer, ReasonBody
 from .grant_files import Problem
 from .grants import BulkGrantResult
 from .models import Transfer
 from .schemas import GrantsAnswer, GrantsBody, ProblemAnswer, RefundBody, TransferAnswer
-
-REVERSED = "The transfer was undone by this one, its opposite."
 
 
 async def find_transfer(handler: ServiceHandler, transfer_id: str) -> Transfer:
@@ -52,7 +50,7 @@ class TransferPage(FormPage):
             "transfer.html",
             transfer=found,
             reversal=await self.read(self.services.reports.reversal_of, found.id),
-            done=REVERSED if self.get_query_argument("done", "") == "reversed" else "",
+            done=self.get_query_argument("done", ""),
             refusal=refusal,
             reason=reason,
             xsrf=self.xsrf,
@@ -67,7 +65,10 @@ class TransferPage(FormPage):
         try:
             sent = self.typed(ReasonBody)
             if not self.confirmed:
-                self._ask(found, sent.reason)
+                back, typed = f"transfers/{found.id}", {"reason": sent.reason}
+                self.confirm(
+                    "reversal", action=back, back=back, fields=typed, transfer=found, **typed
+                )
                 return
             done = await self.services.run(
                 self.services.ledger.reverse, found.id, actor=self.actor, reason=sent.reason
@@ -76,25 +77,6 @@ class TransferPage(FormPage):
             await self.show_transfer(found.id, refusal, reason[: 2 * LONGEST_REASON])
             return
         self.go(f"transfers/{done.id}?done=reversed")
-
-    def _ask(self, found: Transfer, reason: str) -> None:
-        facts = [
-            (f"{posting.account} gets", credit(-posting.amount))
-            for posting in found.postings
-            if not posting.account.startswith("system:")
-        ]
-        self.ask(
-            "Undo this transfer?",
-            [("It was for", found.reason), *facts, ("Reason", reason)],
-            action=f"transfers/{found.id}",
-            button="Undo it",
-            back=f"transfers/{found.id}",
-            fields={"reason": reason},
-            note="Its opposite is written beside it; both stay in the statement. Undo that one "
-            "to have it back.",
-            danger=True,
-            here="billing-admin",
-        )
 
 
 class RefundPage(FormPage):
@@ -112,7 +94,7 @@ class RefundPage(FormPage):
         try:
             sent = self.typed(RefundBody)
             if not self.confirmed:
-                self._ask(found, sent.amount, sent.reason)
+                self._ask(found, sent)
                 return
             refund, told = self.services.ledger.refund, {"reason": sent.reason, "key": self.key}
             await self.services.run(refund, lease_id, sent.amount, actor=self.actor, **told)
@@ -122,24 +104,15 @@ class RefundPage(FormPage):
             raise web.HTTPError(refusal.status_code) from refusal
         self.go(f"leases/{lease_id}?refunded=1")
 
-    def _ask(self, found: Lease, part: int | None, reason: str) -> None:
-        self.ask(
-            "Give back what this session cost?" if part is None else "Give a part of it back?",
-            [
-                ("Session of", str(found.server)),
-                ("To", found.account),
-                ("Credits", "all that is left" if part is None else credit(part)),
-                ("It cost", credit(found.charged)),
-                ("Reason", reason),
-            ],
+    def _ask(self, found: Lease, sent: RefundBody) -> None:
+        amount = "" if sent.amount is None else format_credits(sent.amount, 6)
+        self.confirm(
+            "refund",
             action=f"leases/{found.id}/refund",
-            button="Refund",
             back=f"leases/{found.id}",
-            fields={
-                "reason": reason,
-                "amount": "" if part is None else format_credits(part, 6),
-            },
-            here="billing-admin",
+            fields={"reason": sent.reason, "amount": amount},
+            lease=found,
+            sent=sent,
         )
 
 

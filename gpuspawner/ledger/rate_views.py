@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime
 
 from tornado import web
@@ -17,8 +16,6 @@ from .pricing import ANY
 from .schemas import FullRateAnswer, RateAnswer, RateBody, RatesAnswer
 
 FIELDS = ("rate", "model", "environment", "hours", "since", "reason")
-
-DONE = {"set": "The rate is set: servers that start from then on pay it.", "removed": "Removed."}
 
 
 class RatesPage(FormPage):
@@ -41,7 +38,7 @@ class RatesPage(FormPage):
             next_change=found.next_change(now),
             zone_name=self.services.settings.rates.zone,
             any=ANY,
-            done=DONE.get(self.get_query_argument("done", ""), ""),
+            done=self.get_query_argument("done", ""),
             refusal=refusal,
             typed={**dict.fromkeys(FIELDS, ""), **typed},
             xsrf=self.xsrf,
@@ -57,31 +54,15 @@ class RatesPage(FormPage):
             wanted |= {"since": typed["since"].replace("T", " "), "dry_run": not self.confirmed}
             await self.services.run(self.services.prices.set_rate, **wanted, actor=self.actor)
             if not self.confirmed:
-                self._ask(typed)
+                zone = self.services.settings.rates.zone
+                self.confirm(
+                    "rate", action="rates", back="rates", fields=typed, typed=typed, zone_name=zone
+                )
                 return
         except GPUSpawnerError as refusal:
             await self.show_rates(refusal, **typed)
             return
         self.go("rates?done=set")
-
-    def _ask(self, typed: dict[str, str]) -> None:
-        facts: Sequence[tuple[str, str]] = [
-            ("Credits an hour", typed["rate"]),
-            ("Model", typed["model"] or "any"),
-            ("Environment", typed["environment"] or "any"),
-            ("Hours", typed["hours"] or "always"),
-            ("From", f"{typed['since'] or 'now'} ({self.services.settings.rates.zone})"),
-        ]
-        self.ask(
-            "Set this rate?",
-            facts,
-            action="rates",
-            button="Set it",
-            back="rates",
-            fields=typed,
-            note="Servers that run keep the price that they started with.",
-            here="billing-admin",
-        )
 
 
 class RemoveRatePage(RatesPage):
@@ -111,16 +92,8 @@ class RemoveRatePage(RatesPage):
         rate = next((each for each in rates if each.id == rate_id), None)
         if rate is None:
             raise InvalidRequest("This rate was removed before: nothing was changed.", field="id")
-        self.ask(
-            "Remove this rate?",
-            [("Rate", words(rate, self.services.settings.rates.zone))],
-            action=f"rates/{rate_id}/remove",
-            button="Remove it",
-            back="rates",
-            note="Servers that run keep the price that they started with.",
-            danger=True,
-            here="billing-admin",
-        )
+        told = words(rate, self.services.settings.rates.zone)
+        self.confirm("rate_removal", action=f"rates/{rate_id}/remove", back="rates", rate=told)
 
 
 class RatesAPI(ChangingAPI):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tornado import web
 
 from ..core.errors import GPUSpawnerError
 from ..web import base as web_base
 from ..web.api import ChangingAPI, Parameter, operation
 from ..web.base import ServiceHandler
-from ..web.pages import FormPage, credit, credit_total, moment
+from ..web.pages import FormPage
 from ..web.schemas import WhyBody
 from . import schemas
-from .models import Account
 from .refills import Mode, Refill
 
 SCHEDULE = ("every", "weekday", "monthday", "at")
@@ -29,11 +26,6 @@ WEEKDAYS = {
     "SU": "Sunday",
 }
 """Weekdays by their names in a rule."""
-
-DONE = {"added": "The refill is made.", "ended": "The refill is ended: what was given stays."}
-
-SHOWN = 20
-"""Accounts listed in a preview."""
 
 
 class RefillsPage(FormPage):
@@ -51,7 +43,7 @@ class RefillsPage(FormPage):
             "refills.html",
             now=self.services.clock(),
             refills=await self.read(self.services.refills.all_refills),
-            done=DONE.get(self.get_query_argument("done", ""), ""),
+            done=self.get_query_argument("done", ""),
             refusal=refusal,
             typed={**dict.fromkeys(FIELDS, ""), "zone": self.services.settings.rates.zone, **typed},
             modes=tuple(Mode),
@@ -101,22 +93,16 @@ class RefillsPage(FormPage):
         coming, gifts = await self.services.read(
             self.services.refills.preview_refill, planned, members
         )
-        now = self.services.clock()
-        facts: list[tuple[str, Any]] = [
-            ("When", f"{schedule(planned.recurrence.rule)} ({planned.recurrence.zone})"),
-            ("Next times", ", ".join(moment(at, now).striptags() for at in coming)),
-            ("If it came now", _told(gifts)),
-            ("Reason", planned.reason),
-        ]
-        self.ask(
-            "Make this refill?",
-            facts,
+        self.confirm(
+            "refill",
             action="refills",
-            button="Make it",
             back="refills",
             fields=typed | {"rule": planned.recurrence.rule},
-            note="Each occurrence is given once, also when the service was down meanwhile.",
-            here="billing-admin",
+            refill=planned,
+            coming=coming,
+            gifts=gifts,
+            schedule=schedule,
+            now=self.services.clock(),
         )
 
 
@@ -134,15 +120,9 @@ class EndRefillPage(RefillsPage):
         try:
             found = await self.services.read(self.services.refills.refill, refill_id)
             if not self.confirmed:
-                self.ask(
-                    "End this refill?",
-                    [("When", schedule(found.recurrence.rule)), ("For", ", ".join(found.audience))],
-                    action=f"refills/{found.id}/end",
-                    button="End it",
-                    back="refills",
-                    note="What was given stays.",
-                    danger=True,
-                    here="billing-admin",
+                end = f"refills/{found.id}/end"
+                self.confirm(
+                    "refill_end", action=end, back="refills", refill=found, schedule=schedule
                 )
                 return
             await self.services.run(self.services.refills.end_refill, found.id, actor=self.actor)
@@ -230,14 +210,6 @@ async def answer_with(handler: ChangingAPI, refill: Refill, *, made: bool) -> No
     coming, gifts = await handler.read(handler.services.refills.preview_refill, refill, members)
     given = [schemas.RefillGiftAnswer.of(account, amount=gift) for account, gift in gifts]
     handler.answer(schemas.FullRefillAnswer, refill, made=made, comes_at=coming, gifts=given)
-
-
-def _told(gifts: list[tuple[Account, int]]) -> str:
-    """Describe in one line how much would be granted, and to whom."""
-    total = credit_total(gift for _, gift in gifts)
-    some = ", ".join(f"{account.name} {credit(gift)}" for account, gift in gifts[:SHOWN])
-    more = f", and {len(gifts) - SHOWN} more" if len(gifts) > SHOWN else ""
-    return f"{total} credits to {len(gifts)} accounts: {some}{more}"
 
 
 REFILL_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [

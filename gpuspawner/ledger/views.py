@@ -30,7 +30,7 @@ from ..web import view_models
 from ..web.api import AFTER, AFTER_NAME, BEFORE, LIMIT, SEARCH, APIHandler, ChangingAPI, operation
 from ..web.base import ServiceHandler
 from ..web.fields import LAST, account_of, key_of, text_of, whole
-from ..web.pages import BillingPage, FormPage, Page, credit, exactly, part
+from ..web.pages import BillingPage, FormPage, Page, part
 from ..web.schemas import Answer, EntryAnswer
 from . import schemas
 from .correction_views import refundable
@@ -259,14 +259,6 @@ STATEMENT_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
 ROWS = 50
 """Accounts per page."""
 
-DONE = {
-    "granted": "The credits were given.",
-    "taken": "The credits were taken back.",
-    "nothing": "This was done before: nothing was changed.",
-    "opened": "The account is open.",
-}
-"""Messages after a change."""
-
 
 async def find_accounts(
     handler: ServiceHandler,
@@ -342,7 +334,7 @@ class AccountPage(FormPage):
             lasting=view_models.lasting(found.funds, overview, found.now),
             running=found.running,
             past=found.past,
-            done=DONE.get(self.get_query_argument("done", ""), ""),
+            done=self.get_query_argument("done", ""),
             refusal=refusal,
             typed={"amount": "", "reason": "", "until": "", **typed},
             zone_name=self.services.settings.rates.zone,
@@ -391,29 +383,18 @@ class GrantForm(AccountPage):
         self.go(f"accounts/{part(account)}?done={became}")
 
     def _ask(self, account: str, sent: schemas.GrantBody, balance: int) -> None:
-        amount, until = sent.amount, sent.until
-        giving = amount > 0
-        end = f"{exactly(until).striptags()} ({until.astimezone():%Z})" if until else "never"
-        self.ask(
-            f"Give credits to {account}?" if giving else f"Take credits back from {account}?",
-            [
-                ("Credits", credit(abs(amount))),
-                ("Reason", sent.reason),
-                ("Balance now", credit(balance)),
-                ("Balance then", credit(balance + amount)),
-                *([("They end", end)] if giving else []),
-            ],
+        self.confirm(
+            "grant",
             action=f"accounts/{part(account)}/grant",
-            button="Give them" if giving else "Take them back",
             back=f"accounts/{part(account)}",
             fields={
-                "amount": format_credits(amount, 6),
+                "amount": format_credits(sent.amount, 6),
                 "reason": sent.reason,
-                "until": until.isoformat() if until else "",
+                "until": sent.until.isoformat() if sent.until else "",
             },
-            note="It stays in the statement, with your name and the reason.",
-            danger=not giving,
-            here="billing-admin",
+            account=account,
+            sent=sent,
+            balance=balance,
         )
 
 

@@ -130,21 +130,16 @@ class EndRosterEntryPage(FormPage):
     def _ask_why(
         self, name: str, course: str, why: str, refusal: InvalidRequest | None = None
     ) -> None:
-        self.ask(
-            f"End {name} on the roster?",
-            [("Member", name), *([("Course", course)] if course else [])],
+        self.confirm(
+            "roster_end",
             action=f"members/{part(name)}/end",
-            button="End the entry",
             back="members",
             fields={"course": course},
-            note="Who is a member by this entry alone starts nothing more. What runs is warned, "
-            f"and stopped after {self.services.settings.members.grace_minutes:g} minutes. Files "
-            "and credits stay.",
-            danger=True,
+            name=name,
+            course=course,
+            minutes=self.services.settings.members.grace_minutes,
             why=why,
-            why_label="Reason, for the audit log",
             refusal=refusal,
-            here="members",
         )
 
 

@@ -267,11 +267,8 @@ def _memory(doing: DeviceActivity, size: int) -> str:
 
 def summary(picture: ClusterSnapshot) -> str:
     """Return how many devices are free and how many tickets wait."""
-    waiting = picture.waiting
-    line = {0: "nobody waits in the queue", 1: "one waits in the queue"}.get(
-        waiting, f"{waiting} wait in the queue"
-    )
-    return f"{picture.free} of {picture.total} free, {line}"
+    queue = f"{picture.waiting} in the queue" if picture.waiting else "the queue is empty"
+    return f"{picture.free} of {picture.total} free, {queue}"
 
 
 log = logging.getLogger(__name__)
@@ -425,7 +422,7 @@ def as_text(picture: ClusterSnapshot, sight: ViewerScope) -> str:
 
 MOST_PICTURES = 1000
 
-UNSEEN = "The GPUs cannot be seen just now. Running servers go on; your admin sees why."
+UNSEEN = "GPU status is unavailable. Running servers continue; your admin can see why."
 
 
 class ClusterHandler(ServiceHandler):

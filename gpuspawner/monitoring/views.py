@@ -38,15 +38,6 @@ USAGE_BY = {
 Weeks use the field with the fewest values.
 """
 
-NAMELESS = {
-    "member": "no member",
-    "account": "nobody",
-    "group": "no group",
-    "model": "no GPU",
-    "environment": "the hub's own",
-}
-"""Labels for rows whose name is empty."""
-
 USE_COLUMNS = ("gpu_seconds", "gpu_hours", "credits", "sessions")
 JOB_COLUMNS = ("gpu_hours", "credits", "jobs")
 """Columns of a usage report as CSV, after the name."""
@@ -161,7 +152,6 @@ class ReportPage(ReportHandler, Page):
             now=self.services.clock(),
             report=found,
             choices=self.groupings,
-            nameless=NAMELESS.get(found.by, ""),
             query=urlencode(query),
         )
 

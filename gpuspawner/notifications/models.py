@@ -15,7 +15,7 @@ class NoticeKind(str, Enum):
     TURN = "turn"
     """Your server starts: it was your turn."""
     TICKET_ENDED = "ticket_ended"
-    """Your place in the queue is gone, and why."""
+    """You lost your place in the queue, and why."""
     SESSION_ENDS = "session_ends"
     """Your session ends soon."""
     STOPPED = "stopped"

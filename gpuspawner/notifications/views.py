@@ -32,15 +32,6 @@ TEST_WAIT = 8.0
 LONGEST = 64 * 1024
 """Maximum bytes of a request that changes choices."""
 
-WORDS = {
-    NoticeKind.TURN: "It is my turn",
-    NoticeKind.TICKET_ENDED: "I lose my place in the queue",
-    NoticeKind.SESSION_ENDS: "My session ends soon",
-    NoticeKind.STOPPED: "My server was stopped",
-    NoticeKind.CREDITS_LOW: "My credits run low",
-    NoticeKind.GPU_SICK: "A GPU of my server is sick",
-    NoticeKind.DISK_LOW: "My server has little room left",
-}
 TOO_MANY = f"A test was sent a moment ago. Wait {TEST_EVERY} seconds before the next one."
 NO_CHANNEL = "Nothing is chosen yet, so there is nowhere to send a test. Choose and save first."
 
@@ -120,7 +111,7 @@ class NoticesPage(NoticesHandler, Page):
             "notices.html",
             now=now,
             forms=refused or [_form(some, choices) for some in self.context.channels.values()],
-            kinds=[(kind.value, WORDS[kind]) for kind in KINDS],
+            kinds=[kind.value for kind in KINDS],
             told=[(some, *state(some, self.context.channels, now)) for some in told],
             saved=bool(self.get_query_argument("saved", "")),
             tested=(tested, *state(tested, self.context.channels, now)) if tested else None,

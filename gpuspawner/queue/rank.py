@@ -131,7 +131,7 @@ def waits_for(request: Request, free: int, paused: Closure | None) -> str:
     ``paused`` is why nothing is granted at the moment, if that is so.
     """
     if paused:
-        return f"the GPUs to be given out again ({paused.reason or 'maintenance'})"
+        return f"new GPU sessions to resume ({paused.reason or 'maintenance'})"
     count = request.devices
     text = f"{count} GPUs" if count > 1 else "a GPU"
     if request.model:

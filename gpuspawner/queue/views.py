@@ -28,16 +28,6 @@ MOST = 200
 GIVEN_UP = "the member left the queue"
 """End reason of a ticket that its own member cancelled."""
 
-DONE = {
-    "move": "The ticket is moved.",
-    "boost": "The boost of the ticket is set.",
-    "cancel": "The ticket is cancelled, and its member is told why.",
-    "pause": "Granting is paused.",
-    "resume": "GPUs are given out again.",
-    "nothing": "It was so already: nothing was changed.",
-}
-"""Messages after a change."""
-
 
 class QueueForms(FormPage):
     """The base of admin pages with forms that change the queue."""
@@ -79,7 +69,7 @@ class QueuePage(QueueForms):
             devices=overview.devices,
             drained=sum(view.device.uuid in line.closed for view in overview.devices),
             live=bool(self.get_query_argument("live", "")) and self.request.method == "GET",
-            done=DONE.get(self.get_query_argument("done", ""), ""),
+            done=self.get_query_argument("done", ""),
             refusal=refusal,
             typed=defaultdict(str, typed),
             xsrf=self.xsrf,
@@ -162,16 +152,8 @@ class CancelTicketPage(FormPage):
 
     async def _confirm(self, ticket_id: str) -> None:
         ticket = await self.read(waiting_ticket, self.services, ticket_id, self.user)
-        self.ask(
-            "Leave the queue?",
-            [("Server", ticket.server.name or "My server")],
-            action=f"tickets/{ticket.id}/cancel",
-            button="Leave queue",
-            back="cluster",
-            note="Your place is lost. A later start waits in the queue anew.",
-            danger=True,
-            here="queue",
-        )
+        action = f"tickets/{ticket.id}/cancel"
+        self.confirm("leave_queue", action=action, back="cluster", ticket=ticket)
 
     @web.authenticated
     async def post(self, ticket_id: str) -> None:

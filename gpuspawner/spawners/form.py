@@ -29,7 +29,7 @@ from ..devices.models import DeviceStatus
 from ..hub_pages.cards import PAGE, make_cards, usual_request, wait_tables
 from ..hub_pages.prices import PriceList, model_label
 from ..leases.models import LeaseState, Request
-from ..ledger.models import Account, member_account
+from ..ledger.models import member_account
 from ..ledger.rules import check_payer, format_time_left
 from ..ledger.service import Payers
 from ..services import Services
@@ -46,8 +46,9 @@ T = TypeVar("T")
 class PayerChoice:
     """One entry in the form's list of accounts."""
 
-    value: str
-    label: str
+    account: str
+    available: str
+    """Credits."""
     selected: bool
 
 
@@ -60,13 +61,10 @@ def payer_choices(payers: Payers, last: str | None) -> list[PayerChoice]:
     if len(names) < 2:
         return []
     chosen = last if last in names else payers.usual
-    return [PayerChoice(a.name, _payer_label(a), a.name == chosen) for a in payers.accounts]
-
-
-def _payer_label(account: Account) -> str:
-    kind, _, name = account.name.partition(":")
-    whose = f"group {name}" if kind == "group" else "my own credits"
-    return f"{whose} ({format_credits(account.available)} credits)"
+    return [
+        PayerChoice(account.name, format_credits(account.available), account.name == chosen)
+        for account in payers.accounts
+    ]
 
 
 STEPS = (1.0, 2.0, 4.0, 8.0, 12.0, 24.0, 48.0, 72.0, 168.0)
@@ -285,7 +283,7 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     count = fields[chosen.slug].usual_gpus if last.gpus is None else last.gpus
     offered = payer_choices(payers, last.account)
     paying = {a.name: a for a in payers.accounts}
-    who = [(choice.value, paying[choice.value]) for choice in offered] or [("", account)]
+    who = [(choice.account, paying[choice.account]) for choice in offered] or [("", account)]
     models = [count.model for count in overview.models]
     waits = wait_tables(shown, counts, models, ask, now)
     hours = list(limits.hours.values())

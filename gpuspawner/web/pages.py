@@ -438,39 +438,21 @@ class FormPage(Page):
             raise InvalidRequest("There is nothing in it: choose a file, or type lines.")
         return data
 
-    def ask(
-        self,
-        title: str,
-        facts: Sequence[tuple[str, str]],
-        *,
-        action: str,
-        button: str,
-        back: str,
-        fields: Mapping[str, str] | None = None,
-        note: str = "",
-        danger: bool = False,
-        why: str | None = None,
-        **values: Any,
+    def confirm(
+        self, question: str, *, fields: Mapping[str, str] | None = None, **values: Any
     ) -> None:
         """Show what will be done, with a button that confirms it.
 
-        ``action`` and ``back`` are paths below the service's own. If ``why`` is given, the page
-        asks for a reason and prefills its field with ``why``.
+        ``question`` is a template of ``confirm/``. The paths ``action`` and ``back`` are below the
+        service's own. If ``why`` is given, the page asks for a reason, and shows ``why`` in its
+        field.
         """
-        self.show(
-            "confirm.html",
-            title=title,
-            facts=facts,
-            action=action,
-            button=button,
-            back=back,
-            fields={"key": secrets.token_hex(8), **(fields or {}), "confirm": "yes"},
-            note=note,
-            danger=danger,
-            why=why,
-            xsrf=self.xsrf,
-            **{"here": "sessions", **values},
-        )
+        sent = {"key": secrets.token_hex(8), **(fields or {}), "confirm": "yes"}
+        self.show(f"confirm/{question}.html", fields=sent, xsrf=self.xsrf, **values)
+
+    def ask(self, title: str, facts: Sequence[tuple[str, str]], **values: Any) -> None:
+        """Show a question that has no template of its own; see :meth:`confirm`."""
+        self.confirm("base", title=title, facts=facts, **values)
 
     def go(self, path: str) -> None:
         """Redirect to another page of the service after a change."""

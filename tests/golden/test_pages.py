@@ -127,6 +127,32 @@ def test_confirmation_pages_match_the_recording(golden: Golden, site: Site, path
 
 
 @pytest.mark.parametrize(
+    ("user", "path"), [("ada", "leases/LEASE/stop"), ("eve", "tickets/TICKET/cancel")]
+)
+def test_member_confirmation_pages_match_the_recording(
+    golden: Golden, site: Site, user: str, path: str
+) -> None:
+    golden(f"pages/confirm-{user}-{named(path)}.html", site.service(user, filled(site, path), {}))
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("accounts/member:ada?done=granted", "The credits were given."),
+        ("queue?done=pause", "Granting is paused."),
+        ("rates?done=set", "The rate is set. It applies to servers that start from then on."),
+        ("refills?done=added", "The refill is created."),
+        ("transfers/TRANSFER?done=reversed", "The transfer was undone. This is its reversal."),
+    ],
+)
+def test_page_says_what_was_done_and_nothing_for_other_words(
+    site: Site, path: str, sentence: str
+) -> None:
+    assert sentence in html.unescape(site.service(ADMIN, filled(site, path)))
+    assert 'class="notice good"' not in site.service(ADMIN, filled(site, f"{path}x"))
+
+
+@pytest.mark.parametrize(
     ("user", "path"),
     [*(("ada", path) for path in MEMBERS_ANSWERS), *((ADMIN, path) for path in ADMINS_ANSWERS)],
 )

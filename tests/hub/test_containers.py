@@ -95,7 +95,7 @@ def test_server_that_lost_devices_restarts_with_them(hub: GPUHub, browser: Brows
         return warning.is_visible()
 
     wait_for(warned, "the warning", timeout=60)
-    expect(warning).to_contain_text("Your server cannot reach its GPU any more")
+    expect(warning).to_contain_text("Your server has lost access to its GPU")
     look_over(page, "lost")
     (said,) = [line for line in service_lines(hub) if "does not reach its GPUs" in line]
     assert f"(lease {lease.id}). They came by NVIDIA's hook; the engine's cgroup driver" in said
@@ -111,7 +111,7 @@ def test_server_that_lost_devices_restarts_with_them(hub: GPUHub, browser: Brows
 
     page.get_by_role("button", name="Restart with the same GPU").click()
     screenshot(page, "lost-asked")
-    page.get_by_role("button", name="Restart it").click()
+    page.get_by_role("button", name="Restart", exact=True).click()
     expect(page.get_by_text("The server is being restarted")).to_be_visible()
     (service,) = [p for p in hub.children_left() if "gpuspawner.service" in command_of(p)]
     service.kill()  # the next one goes on where it was
@@ -175,7 +175,7 @@ def test_only_server_over_its_disk_limit_is_stopped(hub: GPUHub, services: Servi
     assert told("bob").keys() == {NoticeKind.DISK_LOW, NoticeKind.STOPPED}, "each once"
     assert len(services.notifications.notices_of("bob")) == 2
     said = told("bob")[NoticeKind.STOPPED]
-    assert said.startswith("Your server is stopped: it filled its own container. It wrote 80 MB")
+    assert said.startswith("Your server was stopped: it used too much disk space. It wrote 80 MB")
     assert "What is in /home/jovyan/work is kept" in said and "ask your admin" in said
     for text in (said, warned):
         assert "disk_limit" not in text

@@ -176,7 +176,7 @@ def test_receipt_shows_device_utilization(hub: PayingHub) -> None:
     minute = DeviceUse(uuid=lease.uuids[0], since=began, seconds=60, memory_max=12 * 2**30, **did)
     hub.services.monitoring.remember_use([minute])
     page = words(hub.page("ada", f"leases/{lease.id}"))
-    assert re.search(r"Mean use Peak use Most memory .*42 % 97 % 12 GB", page)
+    assert re.search(r"Mean use Peak use Peak memory .*42 % 97 % 12 GB", page)
     told = hub.json("ada", f"leases/{lease.id}/receipt").json()
     assert told["use"] == [
         {"uuid": lease.uuids[0], "mean_percent": 42.0, "peak_percent": 97}
@@ -250,20 +250,20 @@ def test_admin_grants_and_reverses_credits(hub: PayingHub, browser: Browser) -> 
     page = context.new_page()
     sign_in(page, hub, ADMIN, "accounts/member:bob")
     page.get_by_label("Credits", exact=True).fill("2.5")
-    page.get_by_label("Reason, which its member reads").fill("a <present>")
+    page.get_by_label("Reason (shown to the member)").fill("a <present>")
     press(page, "Give")
     screenshot(page, "credits-confirm-phone")
     assert "Give credits to member:bob?" in page.inner_text("main")
     assert hub.services.ledger.member("bob").balance == before
-    press(page, "Give them")
+    press(page, "Give credits")
     assert "The credits were given." in page.inner_text("main")
     assert hub.services.ledger.member("bob").balance == before + 5 * MICRO // 2
     page.get_by_role("link", name="Grant by admin").first.click()
-    page.get_by_label("Reason, which its member reads").fill("the wrong Bob")
+    page.get_by_label("Reason (shown to the member)").fill("the wrong Bob")
     press(page, "Undo")
     assert hub.services.ledger.member("bob").balance == before + 5 * MICRO // 2
-    press(page, "Undo it")
-    assert "undone by this one" in page.inner_text("main")
+    press(page, "Undo")
+    assert "This is its reversal." in page.inner_text("main")
     assert hub.services.ledger.member("bob").balance == before
     context.close()
     statement = words(hub.page("bob", "statement"))
@@ -326,10 +326,10 @@ def test_session_is_refunded_only_once(hub: PayingHub) -> None:
     lease = past_lease(hub)
     path = f"leases/{lease.id}/refund"
     asked = words(hub.send(ADMIN, path, reason="the GPU was sick"))
-    assert "Give back what this session cost?" in asked
+    assert "Refund this session?" in asked
     assert past_lease(hub).charged == lease.charged > 0
     part = {"reason": "a slow disk", "amount": "0.000001", "key": "a-part"}
-    assert "Give a part of it back?" in words(hub.send(ADMIN, path, **part))
+    assert "Refund part of this session?" in words(hub.send(ADMIN, path, **part))
     for _ in range(2):
         given = hub.send(ADMIN, path, confirm="yes", **part)
         assert "a slow disk" in words(given), given.text
@@ -339,7 +339,7 @@ def test_session_is_refunded_only_once(hub: PayingHub) -> None:
         assert refused.status_code == 400, amount
     assert past_lease(hub).refunded == 1
     done = words(hub.send(ADMIN, path, reason="the GPU was sick", confirm="yes"))
-    assert "It was given back." in done and "the GPU was sick" in done
+    assert "The session was refunded." in done and "the GPU was sick" in done
     assert "Total 0.00" in done
     assert past_lease(hub).charged == 0
     again = hub.send(ADMIN, path, reason="the GPU was sick", confirm="yes")
@@ -354,7 +354,7 @@ def test_account_search_matches_part_of_the_name(hub: PayingHub) -> None:
     page = words(hub.page(ADMIN, "accounts?search=BO"))
     assert "member:bob" in page and "member:ada" not in page
     nobody = words(hub.page(ADMIN, "accounts?search=nobody"))
-    assert "No account has this in its name." in nobody
+    assert "No account matches." in nobody
     assert hub.page(ADMIN, "accounts/member:nobody").status_code == 404
     assert hub.page(ADMIN, "accounts/system:grants").status_code == 403
     own = hub.page("bob", "accounts/member:bob")
@@ -375,7 +375,7 @@ def test_reports_agree_across_json_csv_and_html(hub: PayingHub) -> None:
         names = [row["name"] for row in told["rows"]]
         assert [row[0] for row in rows[1:]] == names
         page = words(hub.page(ADMIN, f"usage?by={by}"))
-        assert "All together" in page and "Batch jobs" in page
+        assert "Total" in page and "Batch jobs" in page
     assert hub.page(ADMIN, "usage?from=2026-13-01").status_code == 400
     trail = list(csv.DictReader(io.StringIO(hub.page(ADMIN, "trail.csv").text)))
     assert [row["action"] for row in trail] == [
@@ -431,21 +431,21 @@ def test_admin_uploads_and_confirms_a_bulk_grant(hub: PayingHub, browser: Browse
     page = context.new_page()
     sign_in(page, hub, ADMIN, "bulk")
     file = {"name": "grants.csv", "mimeType": "text/csv", "buffer": b"cleo,1\ngroup:ml101,50\n"}
-    page.get_by_label("A CSV file").set_input_files(files=[file])
+    page.get_by_label("CSV file").set_input_files(files=[file])
     page.get_by_label("Reason for lines without one").fill("autumn")
     page.get_by_label("Open accounts that are not there yet").check()
     with page.expect_navigation():
-        page.get_by_role("button", name="Show what it would do").click()
+        page.get_by_role("button", name="Preview").click()
     screenshot(page, "credits-bulk-shown")
     assert "is opened" in page.inner_text("main")
     with page.expect_navigation():
-        page.get_by_role("button", name="Give all of it").click()
+        page.get_by_role("button", name="Grant all").click()
     assert "51.00 credits were given to 2 accounts." in page.inner_text("main")
     context.close()
     assert hub.services.ledger.member("cleo").balance == before + MICRO
     assert hub.services.ledger.account("group:ml101").balance == 50 * MICRO
     group = words(hub.page(ADMIN, "accounts/group:ml101"))
-    assert "Members of this group may draw on it: ada, bob." in group
+    assert "Members of this group can use it: ada, bob." in group
     assert hub.json("ada", "accounts/group:ml101").json()["balance"] == "50.000000"
     assert hub.json("cleo", "accounts/group:ml101").status_code == 403
     assert hub.json("ada", "accounts/group:ml101/statement").status_code == 403
@@ -458,7 +458,7 @@ def test_member_chooses_a_default_payer(hub: PayingHub) -> None:
     page = words(hub.page("ada", "billing"))
     assert "Who pays" in page and "group:ml101" in page
     done = words(hub.send("ada", "payer", account="group:ml101"))
-    assert "Kept: group:ml101 pays when you do not say another one." in done
+    assert "Saved: group:ml101 pays unless you choose another account." in done
     assert hub.services.ledger.payers("ada", ["ml101"]).usual == "group:ml101"
     for account in ("member:bob", "group:other", "system:grants", "x", ""):
         refused = hub.send("ada", "payer", account=account)
@@ -502,15 +502,15 @@ def test_admin_stops_a_server_and_member_sees_why(hub: PayingHub, browser: Brows
         page.get_by_role("button", name="Stop cleo").press("Enter")
     screenshot(page, "admin-stop-phone")
     assert "Stop the server of cleo?" in page.inner_text("main")
-    page.get_by_label("Reason, which its member reads").fill("a new <fan>")
+    page.get_by_label("Reason (shown to the member)").fill("a new <fan>")
     with page.expect_navigation():
-        page.get_by_role("button", name="Stop it").press("Enter")
-    assert "its member is told why" in page.inner_text("main")
+        page.get_by_role("button", name="Stop server").press("Enter")
+    assert "Its member is notified with the reason" in page.inner_text("main")
     context.close()
     wait_for(lambda: hub.server("cleo") is None, "the stop", timeout=60)
     ended = hub.services.leases.get(lease.id)
     assert (ended.outcome, ended.end_reason) == ("admin", "a new <fan>")
-    assert "an admin stopped it" in words(hub.page("cleo", "notices"))
+    assert "was stopped by an admin" in words(hub.page("cleo", "notices"))
     assert "a new &lt;fan&gt;" in words(hub.page("cleo"))
     home = hub.open_page("cleo", "/hub/home").text
     assert "Your server was stopped at" in home and "a new &lt;fan&gt;" in home
@@ -535,12 +535,12 @@ def test_granted_credits_can_expire_on_a_date(hub: PayingHub) -> None:
     """By the clock of the hub's own zone for dates: Vienna's."""
     path, sent = "accounts/member:bob/grant", {"amount": "7", "reason": "term", "key": "term-7"}
     asked = words(hub.send(ADMIN, path, until="2999-07-01", **sent))
-    assert "They end" in asked
+    assert "Expires" in asked
     done = hub.send(ADMIN, path, until="2999-07-01", confirm="yes", **sent)
     assert "The credits were given." in words(done)
     ((ends_at, left),) = hub.services.ledger.ending_of(["member:bob"])["member:bob"]
     assert (f"{ends_at:%Y-%m-%d %H:%M}", left) == ("2999-06-30 22:00", 7 * MICRO)
-    assert "7.00 of them end at" in words(hub.page("bob", "billing"))
+    assert "7.00 of them expire at" in words(hub.page("bob", "billing"))
     for until in ("soon", "2020-01-01", "2999-02-30"):
         refused = hub.send(ADMIN, path, **{**sent, "until": until, "confirm": "yes", "key": "k"})
         assert refused.status_code == 400, until
@@ -563,7 +563,8 @@ def test_admin_sets_and_removes_a_rate(hub: PayingHub) -> None:
     ]
     assert (rate.amount, rate.actor, rate.reason) == (7_250_000, ADMIN, "a course")
     assert "Remove this rate?" in words(hub.send(ADMIN, f"rates/{rate.id}/remove"))
-    assert "Removed." in words(hub.send(ADMIN, f"rates/{rate.id}/remove", confirm="yes"))
+    removed = hub.send(ADMIN, f"rates/{rate.id}/remove", confirm="yes")
+    assert "The rate is removed." in words(removed)
     gone = hub.send(ADMIN, f"rates/{rate.id}/remove", confirm="yes")
     assert gone.status_code == 400
     assert "There is no rate" in words(gone)
@@ -593,7 +594,7 @@ def test_invalid_rate_changes_nothing(
 
 def test_admin_previews_creates_and_ends_a_refill(hub: PayingHub) -> None:
     asked = words(hub.send(ADMIN, "refills", **WEEKLY))
-    assert "Make this refill?" in asked
+    assert "Create this refill?" in asked
     assert "50.00 credits to 2 accounts: member:ada 25.00, member:bob 25.00" in asked
     assert len(hub.services.refills.all_refills()) == 1
     monthly = {**WEEKLY, "rule": "", "every": "month", "monthday": "3", "at": "07:05"}
@@ -602,10 +603,10 @@ def test_admin_previews_creates_and_ends_a_refill(hub: PayingHub) -> None:
     assert "hour must be" in words(hub.send(ADMIN, "refills", **{**monthly, "at": "25:00"}))
     for _ in range(2):
         done = words(hub.send(ADMIN, "refills", confirm="yes", key="weekly-1", **WEEKLY))
-        assert "The refill is made." in done
+        assert "The refill is created." in done
     (made,) = [refill for refill in hub.services.refills.all_refills() if refill.made_by == ADMIN]
     assert "End this refill?" in words(hub.send(ADMIN, f"refills/{made.id}/end"))
-    assert "The refill is ended" in words(hub.send(ADMIN, f"refills/{made.id}/end", confirm="yes"))
+    assert "The refill has ended" in words(hub.send(ADMIN, f"refills/{made.id}/end", confirm="yes"))
     assert len(hub.services.refills.all_refills()) == 1
     trail = hub.json(ADMIN, "trail?search=refill").json()["changes"]
     assert {"refill_add", "refill_end"} <= {change["action"] for change in trail}

@@ -119,17 +119,17 @@ def test_full_workspace_refuses_gpus_until_cleaned_up(hub: FilesHub) -> None:
     refused = hub.spawn("anna", {"gpus": 1})
     assert refused.status_code == 507
     assert message_of(refused) == (
-        "Your files take 5.7 MB of 5.0 MB: start without a GPU, make room, then start again."
+        "Your files use 5.7 MB of 5.0 MB. To free space, start without a GPU and delete files."
     )
     assert hub.records() == before and hub.containers() == []
     form = text_of(hub.open_page("anna", "/hub/spawn").text)
-    assert "Your files take 5.7 MB of 5.0 MB. Start without a GPU, make room" in form
+    assert "Your files use 5.7 MB of 5.0 MB. To free space, start without a GPU" in form
 
     hub.spawn_and_wait("anna", {"gpus": 0})
     page = text_of(hub.open_page("anna", "/services/gpu/").text)
-    assert "Your files take 5.7 MB of 5.0 MB. Start without a GPU, make room" in page
+    assert "Your files use 5.7 MB of 5.0 MB. To free space, start without a GPU" in page
     page = text_of(hub.open_page("anna", "/services/gpu/folders").text)
-    assert "5.7 MB of 5.0 MB are used. Start without a GPU, make room" in page
+    assert "5.7 MB of 5.0 MB are used. To free space, start without a GPU" in page
     assert hub.shell("anna", "cd /home/jovyan/work && rm large")[0] == 0
     hub.stop_server("anna")
     hub.spawn_and_wait("anna", {"gpus": 1})
@@ -274,13 +274,13 @@ def test_shared_folders_are_managed_in_the_browser(hub: FilesHub, browser: Brows
     expect(anna.get_by_role("heading", name="Files", exact=True)).to_be_visible()
     sign_in(carl, hub, "carl", "folders")
     anna.get_by_label("Name", exact=True).fill("../up")
-    anna.get_by_role("button", name="Make the folder").click()
+    anna.get_by_role("button", name="Create").click()
     expect(anna.get_by_role("alert")).to_contain_text("Nothing was changed.")
     anna.get_by_label("Name", exact=True).fill("Заметки <b>")
-    anna.get_by_role("button", name="Make the folder").click()
+    anna.get_by_role("button", name="Create").click()
     expect(anna.get_by_role("alert")).to_contain_text("'<' may not be in it")
     anna.get_by_label("Name", exact=True).fill("Заметки")
-    anna.get_by_role("button", name="Make the folder").click()
+    anna.get_by_role("button", name="Create").click()
     card = anna.get_by_role("article").filter(has_text="Заметки")
     card.get_by_label("Invite a member").fill("carl")
     card.get_by_label("They may").select_option("yes")
@@ -296,7 +296,7 @@ def test_shared_folders_are_managed_in_the_browser(hub: FilesHub, browser: Brows
     assert carl.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     anna.reload()
     screenshot(anna, "folders-wide")
-    card.get_by_text("Delete it").click()
+    card.get_by_text("Delete folder").click()
     card.get_by_label("Write its name").fill("Заметки")
     card.get_by_role("button", name="Delete").click()
     anna.get_by_role("button", name="Delete it").click()

@@ -86,7 +86,7 @@ def test_expired_member_is_stopped_and_can_return(
     hub.kill_service()  # the next one goes on
     assert hub.wait_end(lease).outcome == "member_gone"
     assert hub.told("cara", NoticeKind.STOPPED) == [
-        "Your server is stopped: your membership has ended"
+        "Your server was stopped: your membership has ended"
     ]
     assert len(hub.told("cara", NoticeKind.SESSION_ENDS)) == 1
     assert hub.services.members.membership_end("cara") is not None
@@ -98,7 +98,7 @@ def test_expired_member_is_stopped_and_can_return(
 
     said = text_of(hub.page("cara").text)
     assert "Your membership has ended: the time on the roster ended on" in said
-    assert "Your files and your credits are kept; nothing new can be started." in said
+    assert "Your files and credits are kept, but you cannot start servers." in said
 
     put_on_roster(hub, "cara,")
     wait_for(lambda: not hub.services.members.former_members(), "the return", timeout=60)
@@ -129,12 +129,12 @@ def test_admin_imports_a_roster_and_ends_an_entry(
     file = tmp_path / "course.csv"
 
     file.write_text("name,course,ends\neve,ML101,2035-07-31\neve,ML101,2035-07-31\n")
-    page.get_by_label("A CSV file").set_input_files(file)
+    page.get_by_label("CSV file").set_input_files(file)
     page.get_by_role("button", name="Preview").click()
     expect(page.get_by_role("alert")).to_contain_text("Line 3: eve is on line 2 already for ML101")
 
     file.write_text("name,course,ends\neve,ML101,2035-07-31\nfay,ML101,2035-07-31\n")
-    page.get_by_label("A CSV file").set_input_files(file)
+    page.get_by_label("CSV file").set_input_files(file)
     page.get_by_role("button", name="Preview").click()
     expect(page.get_by_role("heading", name="Preview 2 new, 0 changed")).to_be_visible()
     look_over(page, "membership-preview")
@@ -149,7 +149,7 @@ def test_admin_imports_a_roster_and_ends_an_entry(
     expect(page.get_by_role("heading", name="Roster 2")).to_be_visible()
     page.get_by_role("button", name="End fay ML101").click()
     page.get_by_label("Reason").fill("left the course")
-    page.get_by_role("button", name="End the entry").click()
+    page.get_by_role("button", name="End entry").click()
     expect(page.get_by_text("The roster entry has ended.")).to_be_visible()
     assert hub.services.roster.roster_member("eve").member
     assert not hub.services.roster.roster_member("fay").member
@@ -186,7 +186,7 @@ def test_admin_prepares_a_course_in_few_clicks(
     file = tmp_path / "course.csv"
     file.write_text("name,course,groups\ngus,DL202,dl202\nhedi,DL202,dl202\n")
     go("Members")
-    page.get_by_label("A CSV file").set_input_files(file)
+    page.get_by_label("CSV file").set_input_files(file)
     page.get_by_role("button", name="Preview").click()
     page.get_by_role("button", name="Import").click()
     expect(page.get_by_text("The roster is imported: 2 new")).to_be_visible()
@@ -195,17 +195,17 @@ def test_admin_prepares_a_course_in_few_clicks(
     page.get_by_label("On (weekly)").select_option("Thursday")
     page.get_by_label("Credits each").fill("25")
     page.get_by_label("For whom").fill("members:dl202")
-    page.get_by_label("Reason, which members read").fill("exercises")
+    page.get_by_label("Reason (shown to members)").fill("exercises")
     page.get_by_role("button", name="Preview").click()
-    page.get_by_role("button", name="Make it").click()
+    page.get_by_role("button", name="Create").click()
     expect(page.get_by_role("row", name="members:dl202")).to_be_visible()
 
     go("Sessions")
     page.get_by_role("link", name="Receipt of bob/ruined").click()
-    page.get_by_label("Reason, which its member reads").fill("the GPU was sick")
+    page.get_by_label("Reason (shown to the member)").fill("the GPU was sick")
     page.get_by_role("button", name="Refund").click()
     page.get_by_role("button", name="Refund").click()
-    expect(page.get_by_text("It was given back.")).to_be_visible()
+    expect(page.get_by_text("The session was refunded.")).to_be_visible()
 
     go("Devices")
     page.get_by_role("link", name="Drain GPU 0").click()

@@ -93,10 +93,10 @@ def test_member_snoozes_an_idle_stop(hub: PayingHub, browser: Browser) -> None:
     )
     page = browser.new_page(viewport=WIDE)
     sign_in(page, hub, "ada", "")
-    assert "its GPU is not used" in page.inner_text(".notice.warn:has(form)")
+    assert "its GPU is idle" in page.inner_text(".notice.warn:has(form)")
     look_over(page, "idle")
     page.click("text=30 min more")
-    page.wait_for_selector("text=It is put off")
+    page.wait_for_selector("text=Postponed")
     screenshot(page, "idle-put-off")
 
     def snooze(user: str) -> requests.Response:

@@ -153,7 +153,7 @@ def test_member_sends_a_test_notice_by_mail(hub: PayingHub, mail: MailServer) ->
     sent = send_form(hub, "dan", {}, "notices/test")
     assert sent.history[0].status_code == 303
     assert "The test was sent." in words(sent)
-    assert mails_to(mail, "dan@lab.example") == ["A test of your notices"]
+    assert mails_to(mail, "dan@lab.example") == ["Test notification"]
     assert "A test was sent a moment ago. Wait 20 seconds" in words(refused_test(hub, "dan"))
     tests = [n for n in hub.services.notifications.notices_of("dan") if n.kind is NoticeKind.TEST]
     assert len(mails_to(mail, "dan@lab.example")) == len(tests), "none of the refused one"
@@ -164,7 +164,7 @@ def test_failed_test_notice_is_reported(hub: PayingHub) -> None:
     answer = send_form(hub, "gus", {}, "notices/test")
     assert answer.ok
     page = words(answer)
-    assert "The test did not get through. Not sent by Push to a phone." in page
+    assert "The test was not delivered. Not sent by Push to a phone." in page
     assert "127.0.0.1" not in page
 
 
@@ -205,7 +205,7 @@ def test_json_api_reads_and_updates_choices(hub: PayingHub, mail: MailServer) ->
     assert "test" not in told["kinds"]
 
     wait_for(lambda: hub.call("bob", "POST", "notices/test").ok, "the next test", timeout=25)
-    assert "A test of your notices" in mails_to(mail, "bob@lab.example")
+    assert "Test notification" in mails_to(mail, "bob@lab.example")
     newest = hub.call("bob", "GET", "notices").json()["notices"][0]
     assert (newest["kind"], newest["state"], newest["error"]) == ("test", "done", "")
     assert hub.call("bob", "GET", "notices/test").status_code == 405
@@ -250,7 +250,7 @@ def test_running_out_of_credits_sends_mail_once(hub: PayingHub, mail: MailServer
     choose(hub.services, "eve", address=address)
     hub.start_server("eve", gpus=1)
     wait_for(
-        lambda: "Your server is stopped: the credits have run out" in mails_to(mail, address),
+        lambda: "Your server was stopped: the credits have run out" in mails_to(mail, address),
         "the last mail",
     )
     found = mails_to(mail, address)
@@ -258,7 +258,7 @@ def test_running_out_of_credits_sends_mail_once(hub: PayingHub, mail: MailServer
     assert any(subject.startswith("Your credits last until ") for subject in found)
     assert len(found) == len(set(found)), "each once"
     page = words(hub.page("eve", "notices"))
-    assert "Your files are where you left them" in page
+    assert "Your files are kept" in page
 
 
 def test_killed_service_loses_no_notices(hub: PayingHub, mail: MailServer) -> None:
@@ -312,7 +312,7 @@ def test_notices_page_works_without_javascript(
     )
     page.get_by_role("button", name="Send me a test").click()
     expect(page.get_by_role("status")).to_contain_text("The test was sent.")
-    assert mails_to(mail, "fay@lab.example") == ["A test of your notices"]
+    assert mails_to(mail, "fay@lab.example") == ["Test notification"]
 
     scripted = browser.new_context(viewport=WIDE).new_page()  # without scripts nothing is measured
     sign_in(scripted, hub, "fay", "notices")

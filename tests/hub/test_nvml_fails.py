@@ -83,7 +83,7 @@ def test_lost_device_is_granted_only_after_recovery(hub: GPUHub, fleet: Path) ->
     nvml.write_fleet(fleet, sick)
     wait_for(lambda: "0 of 1 GPU free" in form_text(hub, "member2"), "the form to say so")
     number = FLEET.index(free)
-    said = f"1 GPU does not answer and is not given out: GPU {number} (NVIDIA A100-SXM4-80GB)."
+    said = f"1 GPU does not respond and is out of service: GPU {number} (NVIDIA A100-SXM4-80GB)."
     assert said in form_text(hub, "member2")
     refused = hub.spawn("member2", {"gpus": 1, "wait": "no"})
     assert refused.status_code == 409
@@ -126,7 +126,7 @@ def test_nvml_loss_pauses_grants_but_not_sessions(hub: GPUHub, fleet: Path) -> N
     hub.spawn_and_wait("member6", {"gpus": 1})
     [lease] = hub.open_leases()
     nvml.write_fleet(fleet, FLEET, fails={"nvmlDeviceGetCount_v2": nvml.DRIVER_NOT_LOADED})
-    lost = "The GPUs cannot be seen just now, so none is given out"
+    lost = "GPU status is unavailable, so no GPU session can start"
     wait_for(lambda: lost in form_text(hub, "member7"), "the form to say so")
     refused = hub.spawn("member7", {"gpus": 1, "wait": "no"})
     assert refused.status_code == 409 and "not answer" in message_of(refused)

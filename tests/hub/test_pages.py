@@ -185,10 +185,10 @@ def test_page_warns_about_low_credits(hub: PayingHub) -> None:
 
 
 def test_page_explains_a_missing_account(hub: PayingHub) -> None:
-    assert "You have no server running" in words(hub.page("dan"))
+    assert "No server is running" in words(hub.page("dan"))
     page = words(hub.page("dan", "billing"))
     assert "0.00 credits" in page
-    assert "Your account opens with your first sign-in" in page
+    assert "Your account opens when you first sign in" in page
     assert hub.json("dan", "me").json()["statement"] == []
 
 
@@ -322,7 +322,7 @@ def test_nvml_error_details_are_shown_only_to_admins(
     url, source, _ = rare
     source.lose("The driver says: secret detail.")
     page = words(ask(hub, "ada", url))
-    assert "The GPUs cannot be seen just now." in page
+    assert "GPU status is unavailable." in page
     assert "secret detail" not in page
     answer = ask(hub, "ada", url + "api/devices").json()
     assert answer["seen"] is False

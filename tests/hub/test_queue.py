@@ -142,7 +142,7 @@ def test_admin_cancel_ends_the_spawn_with_its_reason(hub: PayingHub) -> None:
     assert "an admin cancelled it: the course is over." in message
     wait_for(lambda: hub.server("nils") is None, "the end of nils's spawn", timeout=10)
     (told,) = hub.services.notifications.notices_of("nils")
-    assert told.title == "Your place in the queue is gone" and "the course is over" in told.body
+    assert told.title == "You lost your place in the queue" and "the course is over" in told.body
     (trail,) = hub.services.audit.trail(1)
     assert (trail.actor, trail.action) == (ADMIN, "cancelled")
     assert trail.subject == f"ticket {ticket.id} of nils"
@@ -185,8 +185,8 @@ def test_pending_page_shows_the_queue_and_starts_without_a_gpu(
     add_cookies(page, hub, "quinn")
     page.goto(f"{hub.url}/hub/spawn-pending/quinn")
     expect(page.get_by_role("heading", name="Waiting for a GPU")).to_be_visible()
-    page.get_by_role("button", name="Tell me when it is my turn").click()
-    expect(page.get_by_text("This browser tells you when it is your turn.")).to_be_visible()
+    page.get_by_role("button", name="Notify me when it is my turn").click()
+    expect(page.get_by_text("This browser notifies you when it is your turn.")).to_be_visible()
     # Who goes first depends on the lengths of earlier sessions, too.
     expect(page.locator("#gs-card")).to_contain_text(re.compile(r"Number [12] of 2 in the queue"))
     expect(page.locator("#progress-bar")).to_be_hidden()
@@ -213,7 +213,7 @@ def test_ended_wait_becomes_the_page_of_the_refusal(hub: PayingHub, browser: Bro
     page.goto(f"{hub.url}/hub/spawn-pending/rita")
     expect(page.get_by_role("heading", name="Waiting for a GPU")).to_be_visible()
     change(hub, ADMIN, f"queue/{ticket.id}/cancel", reason="the course is over")
-    heading = page.get_by_role("heading", name="Your place in the queue is gone")
+    heading = page.get_by_role("heading", name="You lost your place in the queue")
     expect(heading).to_be_visible(timeout=20_000)
     expect(page.get_by_role("alert")).to_contain_text("the course is over")
     look_over(page, "queue-refusal")
@@ -304,7 +304,9 @@ def test_renaming_a_member_ends_their_ticket(hub: PayingHub) -> None:
         "dora",
         lambda: hub.api("PATCH", "users/dora", json={"name": "dorothea"}).raise_for_status(),
     )
-    assert "Your place in the queue is gone: the member was renamed. Start the server again" in said
+    assert (
+        "You lost your place in the queue: the member was renamed. Start the server again" in said
+    )
     assert_ended(hub, dora, "member_gone", "the member was renamed")
     assert_only_one_in_line(hub, "emil")
     # Under the new name they are as welcome as anybody.
@@ -329,7 +331,7 @@ def test_removing_a_member_ends_their_tickets(hub: PayingHub) -> None:
         assert answer.status_code == 204, answer.text
 
     said = last_word(hub, "fred", remove)
-    assert "Your place in the queue is gone: the member was removed." in said
+    assert "You lost your place in the queue: the member was removed." in said
     for ticket in (one, two):
         assert hub.services.queue.ticket(ticket.id).outcome == "member_gone", (
             "by the time it is answered"
@@ -372,7 +374,7 @@ def test_ticket_expires_after_its_maximum_wait(hub: PayingHub) -> None:
             )
 
     said = last_word(hub, "jon", age)
-    assert f"Your place in the queue is gone: it waited for {TICKET_DAYS} days." in said
+    assert f"You lost your place in the queue: it waited for {TICKET_DAYS} days." in said
     assert_ended(hub, jon, "expired", f"it waited for {TICKET_DAYS} days")
     assert_only_one_in_line(hub, "klaus")
 

@@ -228,19 +228,19 @@ def test_pause_is_shown_on_every_page(hub: PayingHub) -> None:
         assert "Granting is paused." in words(answer)
         for user, path in (("eve", ""), ("ada", "notices"), (ADMIN, "admin"), (ADMIN, "queue")):
             page = hub.page(user, path)
-            assert "No GPUs are given out just now: new fans &lt;until&gt; 15:00." in page.text
+            assert "New GPU sessions are paused: new fans &lt;until&gt; 15:00." in page.text
         paused = hub.json("eve", "queue").json()["paused"]
         assert paused == {"reason": reason}
-        assert "the GPUs to be given out again" in words(hub.page("eve"))
+        assert "new GPU sessions to resume" in words(hub.page("eve"))
         form = words(hub.login("gus").get(f"{hub.url}/hub/spawn", timeout=120))
-        assert "No GPU is given out just now (new fans &lt;until&gt; 15:00). You can wait" in form
+        assert "New GPU sessions are paused (new fans &lt;until&gt; 15:00). You can join" in form
         assert "3 servers wait in the queue." in form
         again = hub.send(ADMIN, "queue/granting", paused="yes", reason="other")
-        assert "It was so already: nothing was changed." in words(again)
+        assert "Already done: nothing was changed." in words(again)
         assert hub.json(ADMIN, "queue").json()["paused"]["reason"] == reason
     finally:
         assert change(hub, ADMIN, "granting", paused=False).json()["changed"] is True
-    assert "No GPUs are given out" not in words(hub.page("eve"))
+    assert "New GPU sessions are paused" not in words(hub.page("eve"))
     assert [change.action for change in hub.services.audit.trail(2)] == ["resume", "pause"]
 
 

@@ -96,7 +96,7 @@ def ended(hub: PayingHub, lease: Lease) -> Lease:
 ALL = [
     "Your credits last",
     "Your credits have run out",
-    "Your server is stopped: the credits have run out",
+    "Your server was stopped: the credits have run out",
 ]
 
 
@@ -178,7 +178,8 @@ def test_planned_session_outlasts_the_credit_grace(hub: PayingHub) -> None:
     warned_at = warned(hub, lease).warned_at
     hub.kill_service()
     assert (
-        "goes on until its session ends at" in hub.services.notifications.notices_of("pia")[0].body
+        "continues until its session ends at"
+        in hub.services.notifications.notices_of("pia")[0].body
     )
     assert hub.spawn("pia", {"gpus": 1}, "another").status_code == 402
     hub.wait_pages()

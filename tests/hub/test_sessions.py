@@ -141,7 +141,9 @@ def test_session_ends_on_time_and_is_charged_exactly(hub: PayingHub) -> None:
     assert done.charged == owed(lease.rate, lease.started_at, done.ended_at)
     wait_for(lambda: hub.server("ada") is None, "the Hub's word", timeout=20)
     assert hub.told("ada", NoticeKind.SESSION_ENDS) == [], "it was shorter than any warning"
-    assert hub.told("ada", NoticeKind.STOPPED) == ["Your server is stopped: its time is over"]
+    assert hub.told("ada", NoticeKind.STOPPED) == [
+        "Your server was stopped: its time limit was reached"
+    ]
     assert "stopped: its time was over" in words(hub.page("ada"))
     assert hub.server("bob") is not None
     assert hub.services.sessions.due_sessions().stop == ()

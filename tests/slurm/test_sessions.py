@@ -112,7 +112,7 @@ def test_idle_server_yields_and_no_show_is_not_charged(
     assert (ended.outcome, ended.end_reason) == ("idle", "its GPUs were not used")
     assert ended.charged == owed(rests.rate, ended.started_at, ended.ended_at) > 0
     assert "stops at" in told(hub, "rests", NoticeKind.SESSION_ENDS)[0]
-    stopped = "Your server is stopped: its GPU was not used"
+    stopped = "Your server was stopped: its GPU was idle"
     assert told(hub, "rests", NoticeKind.STOPPED) == [stopped]
 
     lease = hub.wait_lease("waits")
@@ -140,7 +140,9 @@ def test_session_is_warned_and_charged_up_to_its_end(hub: SlurmHub, cluster: Slu
     wait_for(lambda: gone(hub, cluster, lease), "all to be gone")
     (warning,) = told(hub, "ann", NoticeKind.SESSION_ENDS)
     assert warning.startswith("Your server stops at ")
-    assert told(hub, "ann", NoticeKind.STOPPED) == ["Your server is stopped: its time is over"]
+    assert told(hub, "ann", NoticeKind.STOPPED) == [
+        "Your server was stopped: its time limit was reached"
+    ]
 
     def heard() -> list[tuple[str, list[str]]]:
         told_ann = [line for line in lines(hub, "notices.json") if line["user"] == "ann"]

@@ -94,8 +94,8 @@ def test_stop_command_orders_the_end_and_notifies_the_member(
     assert (ordered.outcome, ordered.end_reason) == ("admin", "the machine gets a new fan")
     assert [x.id for x in services.sessions.due_sessions().stop] == [lease.id]
     (notice,) = told(services, "ada", NoticeKind.STOPPED)
-    assert notice.title == "Your server is stopped: an admin stopped it"
-    assert notice.body.startswith("the machine gets a new fan. Your files are")
+    assert notice.title == "Your server was stopped by an admin"
+    assert notice.body.startswith("Reason: the machine gets a new fan. Your files are")
     (change,) = services.audit.trail()
     assert (change.actor, change.action) == ("cli:root", "stop")
     again = cli("stop", lease.id[:6], "--reason", "another", code=1).stderr

@@ -122,7 +122,7 @@ def test_granting_is_paused_and_resumed(
     assert "Nothing changed: cli:root paused granting at" in cli("pause").stdout
     listed = cli("queue").stdout
     assert re.search(r"Granting is paused by cli:root since .*: new fans$", listed)
-    assert rows(listed)[0][4] == "the GPUs to be given out again (new fans)"
+    assert rows(listed)[0][4] == "new GPU sessions to resume (new fans)"
     assert cli.json("queue")["paused"]["reason"] == "new fans"
     assert cli("resume").stdout == "Granting is resumed: 3 tickets in the queue.\n"
     assert cli("resume").stdout == "Nothing changed: granting was not paused.\n"

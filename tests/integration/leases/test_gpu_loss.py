@@ -226,7 +226,7 @@ def test_impossible_restart_is_refused_with_the_reason(services: Services, clock
     refused(lease, "GPU 0 is drained: a new fan")
     services.devices.undrain(lease.uuids[0], actor="admin")
     services.devices.pause(actor="admin", reason="an upgrade")
-    refused(lease, "no GPUs are given out")
+    refused(lease, "new GPU sessions are paused")
     services.devices.resume(actor="admin")
     assert services.devices.closures() == {}
     services.sessions.stop(lease.id, actor="admin", reason="a test")
@@ -246,12 +246,12 @@ def test_member_is_notified_of_gpu_loss_and_restart(services: Services) -> None:
     lease = running(services, "ada", 2, server="a b/ç")
     services.restarts.tell_lost(lease.id)
     (told,) = services.notifications.notices_of("ada")
-    assert told.title == "Your server a b/ç cannot reach its GPUs any more"
+    assert told.title == "Your server a b/ç has lost access to its GPUs"
     assert "Failed to initialize NVML: Unknown Error" in told.body
     services.restarts.restart(lease.id, actor="ada")
     told = services.notifications.notices_of("ada")[0]
     assert told.kind is NoticeKind.STOPPED
-    assert told.title == "Your server a b/ç starts again with the same GPUs"
+    assert told.title == "Your server a b/ç restarts with the same GPUs"
     (going_on,) = services.restarts.all_restarts()
     assert going_on.server == lease.server  # whatever its name has in it
     assert services.leases.release(lease.id, reason="stopped").state is LeaseState.ENDED

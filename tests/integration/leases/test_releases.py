@@ -67,7 +67,7 @@ def test_no_device_is_granted_while_the_driver_is_lost(services: Services, clock
 def test_hub_without_a_driver_knows_devices_from_the_database(make: Make) -> None:
     new = make()
     fleet(new).lose("the driver does not answer")
-    with pytest.raises(NoDeviceFree, match=r"cannot be seen just now.*the driver"):
+    with pytest.raises(NoDeviceFree, match=r"status is unavailable.*the driver"):
         acquire(new, "anna")  # they were never seen: they are not said to be none
     assert acquire(new, "anna", devices=0, server="cpu").devices == ()
     fleet(new).restore()

@@ -148,7 +148,7 @@ def test_first_stop_order_stays_with_actor_and_reason(services: Services, clock:
     assert services.leases.get(lease.id) == ended
     assert services.audit.trail() == [change]
     (notice,) = told(services, "ada", NoticeKind.STOPPED)
-    assert notice.body.startswith("The machine gets a new fan. Your files")
+    assert notice.body.startswith("Reason: The machine gets a new fan. Your files")
 
 
 # Warnings.
@@ -217,7 +217,7 @@ def test_session_is_ended_once_with_its_reason(services: Services, clock: Clock)
     due = services.sessions.due_sessions(WARN)
     assert due.over == () and [some.id for some in due.stop] == [lease.id]
     (notice,) = told(services, "ada", NoticeKind.STOPPED)
-    assert notice.title == "Your server is stopped: its time is over"
+    assert notice.title == "Your server was stopped: its time limit was reached"
 
     end = clock.now + timedelta(seconds=7)  # the Hub takes its time
     clock.forward(seconds=9)

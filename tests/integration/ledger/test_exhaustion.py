@@ -189,7 +189,7 @@ async def test_session_policy_lets_a_planned_session_finish(
     await duty().round()
     assert services.leases.get(lease.id).outcome == ""
     (notice,) = services.notifications.notices_of("ada")
-    assert "goes on until its session ends at " in notice.body
+    assert "continues until its session ends at " in notice.body
     with pytest.raises(NoCredits):
         server(services, "ada", "course", seconds=60, name="another")
     clock.forward(seconds=7200 - 1200)
@@ -231,7 +231,7 @@ async def test_overdraft_ends_exactly_at_its_limit(
     ]
     low, out, _ = services.notifications.notices_of("ada")
     assert "credits are left with the overdraft of 0.50" in low.body
-    assert "goes on until the overdraft of 0.50 credits is used up, about " in out.body
+    assert "continues until the overdraft of 0.50 credits is used up, about " in out.body
     stop = end_of(services, lease.id)
     assert stop and stop.reason is EndReason.CREDITS
     assert stop.at == T0 + timedelta(seconds=1350)
@@ -433,7 +433,7 @@ async def test_concurrent_services_notify_the_member_once(
     assert titles(services) == [
         "Your credits last",
         "Your credits have run out",
-        "Your server is stopped: the credits have run out",
+        "Your server was stopped: the credits have run out",
     ]
     assert services.leases.get(lease.id).outcome == "credits"
 

@@ -165,7 +165,7 @@ def test_expired_membership_warns_and_then_stops_sessions(services: Services, cl
     assert not services.positions.in_line(waiting.id)
     (warning,) = told(services, "ada", NoticeKind.SESSION_ENDS)
     assert warning.startswith("Your server stops at ")
-    title = "Your place in the queue is gone: your membership has ended"
+    title = "You lost your place in the queue: your membership has ended"
     assert told(services, "ada", NoticeKind.TICKET_ENDED) == [title]
     for devices in (0, 1):  # not even a server without a GPU
         with pytest.raises(MembershipEnded, match=f"has ended: {why}. Your files"):
@@ -183,7 +183,7 @@ def test_expired_membership_warns_and_then_stops_sessions(services: Services, cl
     assert ordered.outcome == "member_gone"
     assert ordered.end_reason == f"the membership of ada ended: {why}"
     assert [x.id for x in services.sessions.due_sessions().stop] == [lease.id]
-    title = "Your server is stopped: your membership has ended"
+    title = "Your server was stopped: your membership has ended"
     assert told(services, "ada", NoticeKind.STOPPED) == [title]
     assert len(told(services, "ada", NoticeKind.SESSION_ENDS)) == 1
     settled = services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
@@ -231,7 +231,7 @@ def test_returning_to_the_roster_restores_membership(services: Services, clock: 
     clock.forward(hours=1)  # the grace would be over
     see_to_all(services)
     assert services.leases.get(lease.id).outcome == ""
-    assert "Your server goes on" in told(services, "ada", NoticeKind.SESSION_ENDS)
+    assert "Your server continues" in told(services, "ada", NoticeKind.SESSION_ENDS)
     assert not sign_in(services)
     acquire(services, "ada", 1, "another")
     known = services.members.membership("ada")

@@ -51,7 +51,7 @@ def test_sick_device_is_drained_refunded_probed_and_returned(
     assert find(services, uuid, "lost", lasting=True, ago=60) == "sick"
     assert find(services, uuid, "lost", lasting=True) == ""
     (body,) = told(services, "ada")
-    assert "GPU 0 (T4) is not well since 12:19" in body and "it is lost" in body
+    assert "GPU 0 (T4) has been sick since 12:19" in body and "it is lost" in body
     assert "up to 13:19 (UTC), comes back when it has stopped" in body
     (mine,) = services.health.sick_of("ada")
     assert (mine.lease.id, mine.device.uuid, services.health.sick_of("bob")) == (lease.id, uuid, [])

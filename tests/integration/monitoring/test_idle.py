@@ -61,14 +61,14 @@ def test_idle_session_is_warned_and_then_stopped(services: Services) -> None:
     assert judged(services) == []
     (title,) = told(services, NoticeKind.SESSION_ENDS)
     assert title.startswith("Your server stops at 12:41")
-    assert title.endswith("its GPU is not used")
+    assert title.endswith("its GPU is idle")
     minutes(services, lease, 9)
     assert judged(services) == []
     minutes(services, lease, 1)
     assert judged(services) == ["stop"]
     ordered = services.leases.get(lease.id)
     assert (ordered.outcome, ordered.end_reason) == ("idle", "its GPUs were not used")
-    assert told(services, NoticeKind.STOPPED) == ["Your server is stopped: its GPU was not used"]
+    assert told(services, NoticeKind.STOPPED) == ["Your server was stopped: its GPU was idle"]
     assert services.sessions.due_sessions().stop == (ordered,)  # by whom the service carries it out
     assert judged(services) == []
 
@@ -81,7 +81,7 @@ def test_activity_cancels_idle_stop_and_unknown_use_is_ignored(services: Service
     assert judged(services) == []
     minutes(services, lease, 1, use=80)
     assert judged(services) == ["back"]
-    assert told(services, NoticeKind.SESSION_ENDS)[0] == "Your server goes on"
+    assert told(services, NoticeKind.SESSION_ENDS)[0] == "Your server continues"
     assert services.leases.get(lease.id).outcome == ""
 
 

@@ -64,7 +64,7 @@ def test_paused_granting_refuses_devices_and_keeps_tickets(services: Services) -
         ask(services, "bert")
     assert isinstance(ask(services, "cara", 0), Lease), "a server without a GPU starts"
     why = services.positions.standings()[ticket.id].why
-    assert why == "the GPUs to be given out again (new fans)"
+    assert why == "new GPU sessions to resume (new fans)"
     assert services.devices.closures()[closures.GRANTING].actor == KIM
 
     assert services.devices.resume(actor=KIM, reason="they turn")

@@ -106,11 +106,11 @@ async def test_container_is_warned_near_limit_and_stopped_above_it(
     [watched], [enforced] = notices_of("bob"), notices_of("carl")
     assert watched.kind is enforced.kind is NoticeKind.DISK_LOW
     assert watched.body == (
-        "It wrote 922 MB of 1 GB into its own container, where installed packages, caches and /tmp "
-        "are. If it grows beyond 1 GB, it is stopped. Write large files to /home/jovyan/work, or "
-        "ask your admin for more room."
+        "Its container uses 922 MB of 1 GB: installed packages, caches and /tmp. If it grows "
+        "beyond 1 GB, it is stopped. Write large files to /home/jovyan/work, or ask your admin "
+        "for more space."
     )
-    assert "its programs find no space left on the device" in enforced.body
+    assert "its programs get “No space left on device”" in enforced.body
     assert "stopped" not in enforced.title + enforced.body
 
     engine.sizes[f"container-{bob.id}"] = 1.5

@@ -55,7 +55,7 @@ def test_refused_form_says_what_can_be_done_and_keeps_the_choices(site: Site, lo
     page = site.hub_page("cleo", "spawn", {**TWO_T4, "wait": "no"})
     assert page.status_code == 409
     said = text_of(page.text)
-    assert "No GPU is free for this" in said and "Server Options" not in said
+    assert "No suitable GPU is free" in said and "Server Options" not in said
     assert error_on(page.text).startswith("2 servers wait for a GPU before you.")
     for way, label in (("queue", "Join the queue"), ("cpu", "Start without a GPU")):
         button = f'form="spawn_form" name="gpuspawner_instead" value="{way}"'
@@ -70,11 +70,11 @@ def test_later_refusal_is_a_page_that_leads_back_to_the_form(site: Site) -> None
     page = site.hub_page("cleo", "spawn-pending/cleo")
     assert page.status_code == 409
     said = text_of(page.text)
-    assert "No GPU is free for this" in said and "2 servers wait for a GPU" in said
+    assert "No suitable GPU is free" in said and "2 servers wait for a GPU" in said
     assert "Spawn failed" not in said and "Relaunch" not in said
     again = "/hub/spawn/cleo?opt-environment=torch&amp;opt-gpus=2&amp;opt-gpu_model=T4"
     assert f'href="{again}&amp;opt-wait=True">Join the queue' in page.text
-    assert f'href="{again}&amp;opt-wait=False">Change the choices' in page.text
+    assert f'href="{again}&amp;opt-wait=False">Change options' in page.text
     assert 'href="/hub/spawn/cleo?opt-environment=torch&amp;opt-gpus=0">Start without' in page.text
     assert 'href="/hub/environments">Other environments' in page.text
 
@@ -100,13 +100,13 @@ def test_too_many_gpus_and_an_unknown_choice_are_refused_above_the_form(site: Si
         400,
         "You asked for 3 GPUs; PyTorch allows 2. Ask for 2 or fewer.",
     )
-    assert "That is more than you can have" in text_of(page.text)
+    assert "This is over your limit" in text_of(page.text)
     page = site.hub_page("cleo", "spawn", {**TWO_T4, "gpuspawner_instead": "both"})
     assert page.status_code == 400 and "gpuspawner_instead" in error_on(page.text)
     page = site.hub_page("cleo", "spawn?opt-environment=torch&opt-gpus=3")
     assert page.status_code == 400
     assert error_on(page.text).startswith("You asked for 3 GPUs")
-    assert "That is more than you can have" in text_of(page.text)
+    assert "This is over your limit" in text_of(page.text)
 
 
 def test_pending_page_of_a_queued_start_shows_the_queue_and_not_a_start(site: Site) -> None:

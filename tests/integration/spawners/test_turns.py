@@ -170,7 +170,7 @@ async def test_renamed_member_loses_the_waiting_ticket(services: Services, spawn
     dan = spawn("dan")
     dan.refusal = MemberGone(why="the member was renamed")
     said = (await dan.refused()).message
-    assert said.startswith("Your place in the queue is gone: the member was renamed.")
+    assert said.startswith("You lost your place in the queue: the member was renamed.")
     assert (dan.ticket.outcome, dan.ticket.end_reason) == ("member_gone", "the member was renamed")
 
 

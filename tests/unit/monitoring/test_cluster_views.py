@@ -157,11 +157,8 @@ def test_tile_start_time_and_queue_summary_are_formatted() -> None:
     later = NOW + timedelta(days=2)
     assert words(tile(), ViewerScope.PLAIN, later)["since"] == f"since {at:%-d %b %H:%M}"
     assert words(tile(held=False, state="free"), ViewerScope.PLAIN, NOW)["since"] == ""
-    for count, said in ((0, "nobody waits"), (1, "one waits"), (7, "7 wait")):
-        assert (
-            summary(ClusterSnapshot(NOW, (), 8, 3, count, ""))
-            == f"3 of 8 free, {said} in the queue"
-        )
+    for count, said in ((0, "the queue is empty"), (1, "1 in the queue"), (7, "7 in the queue")):
+        assert summary(ClusterSnapshot(NOW, (), 8, 3, count, "")) == f"3 of 8 free, {said}"
 
 
 # What is sent.

@@ -1,0 +1,70 @@
+"""Members' pages and messages name no settings; admins' pages do so in help details only.
+
+Real: the recorded pages and messages, the templates, and the names of all settings.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.golden.conftest import RECORDED
+from tests.golden.support import configurables
+from tests.support.gpu_hub import text_of
+from tests.support.processes import REPO
+
+FOR_ADMINS = re.compile(
+    r"admin-|navigation-admin|spawn-admin|confirm-(?!ada|eve|folders|.*restart)"
+)
+RECORDED_FOR_MEMBERS = [
+    RECORDED / "notices.txt",
+    *(
+        path
+        for path in sorted(RECORDED.glob("pages/*.html")) + sorted(RECORDED.glob("hub/*.html"))
+        if not FOR_ADMINS.match(path.name)
+    ),
+]
+TEMPLATES = sorted(
+    path for path in REPO.glob("gpuspawner/**/*templates/**/*") if path.suffix in (".html", ".txt")
+)
+SETTINGS = {
+    word
+    for cls in configurables()
+    for word in (
+        cls.__name__,
+        *(name for name in cls.class_trait_names(config=True) if "_" in name),
+    )
+}
+
+
+def jargon_in(text: str) -> set[str]:
+    """Return the settings, command-line flags and standards that a text names."""
+    named = re.findall(r"\bc\.[A-Z]\w+|(?<![-\w])--[a-z][\w-]*|\bRFC\b|\bgpuspawner [a-z]+", text)
+    return {*named, *SETTINGS.intersection(re.findall(r"\w+", text))}
+
+
+def test_jargon_is_found_in_a_text() -> None:
+    text = "Set c.GPUCredits or grace_seconds (RFC 5545), or type `gpuspawner grant --open`."
+    found = {"c.GPUCredits", "GPUCredits", "grace_seconds", "RFC", "gpuspawner grant", "--open"}
+    assert jargon_in(text) == found
+    assert jargon_in("ada's 2-GPU server -- 5.0 GB, on member:ada") == set()
+
+
+@pytest.mark.parametrize("path", RECORDED_FOR_MEMBERS, ids=lambda path: path.stem)
+def test_no_page_or_message_for_members_has_jargon(path: Path) -> None:
+    assert jargon_in(text_of(path.read_text(encoding="utf-8"))) == set()
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
+def test_no_template_has_jargon_outside_of_help_details(path: Path) -> None:
+    text = re.sub(r"\{#.*?#\}", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"<details\b.*?</details>", "", text, flags=re.DOTALL)
+    text = re.sub(r"\{[{%](?:[^\"}]|\"[^\"]*\")*?[%}]\}", lambda tag: words_in(tag[0]), text)
+    assert jargon_in(text_of(text)) == set()
+
+
+def words_in(tag: str) -> str:
+    """Return the sentences in a tag of Jinja: its texts with more than one word."""
+    return " ".join(text for text in re.findall(r'"([^"]*)"', tag) if " " in text.strip())
