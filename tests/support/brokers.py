@@ -78,7 +78,6 @@ SETTINGS = {
     "sick_refund_minutes": "GPUHealth.refund_minutes",
     "folder_source": "GPUFolders.source",
     "folder_quota": "GPUFolders.quota",
-    "most_folders": "GPUFolders.max_per_member",
     "cluster": "GPUSlurm.cluster_file",
 } | {
     name: f"{each.__name__}.{name}"

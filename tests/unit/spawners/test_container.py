@@ -295,8 +295,9 @@ def test_default_hardening_limits_the_container() -> None:
 
 
 def test_disabled_hardening_changes_nothing() -> None:
-    off = Hardening(capabilities=None, no_new_privileges=False, pids=0, memory=0, oom_score_adj=0)
-    assert harden({"CapAdd": ["SYS_PTRACE"]}, off) == {"CapAdd": ["SYS_PTRACE"]}
+    off = Hardening(capabilities=None, no_new_privileges=False, pids=0, memory=0)
+    admins = {"CapAdd": ["SYS_PTRACE"], "OomScoreAdj": 0}
+    assert harden(admins, off) == admins
 
 
 ALL_KEPT = sorted(["SYS_PTRACE", *KEPT_CAPABILITIES])
