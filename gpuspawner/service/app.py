@@ -51,6 +51,7 @@ from .notifier import GPUNotifications, Notifier
 from .worker import Round, Supervisor, Tick, Watchdog
 
 PID = "GPUSPAWNER_HUB_PID"
+ID_FILE = "GPUSPAWNER_HUB_ID_FILE"
 """The variable with the process id of the Hub that started the service."""
 
 NOTICES_EVERY = 2.0
@@ -179,7 +180,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             )
             raise ConfigError(what=what) from None
         services = Services(self.config)
-        if file := services.settings.database.hub_id_file:
+        if file := os.environ.get(ID_FILE):
             with suppress(OSError):  # the hub reports that
                 services.granter.identity = make_identity(Path(file))
         identity = services.granter.identity
