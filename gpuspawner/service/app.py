@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from jupyterhub.services.auth import HubOAuth
 from jupyterhub.utils import make_ssl_context
-from traitlets import Float, List, Unicode, default
+from traitlets import Float, default
 from traitlets.config import Application
 
 from .. import __version__
@@ -90,19 +90,6 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
         """,
     )
 
-    engines = List(
-        Unicode(),
-        default_value=[],
-        config=True,
-        help="""
-        The engines to ask which servers they run: ``docker``, ``local``.
-
-        Empty: the engines of all leases that are open or ended recently. Example::
-
-            c.Accounting.engines = ["docker"]
-        """,
-    )
-
     @default("log_level")
     def _default_log_level(self) -> int:
         return logging.INFO
@@ -121,9 +108,6 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             logger = logging.getLogger(name)
             logger.parent = self.log
             logger.setLevel(max(self.log.level, logging.WARNING))  # do not log every request
-        if unknown := set(self.engines) - set(ENGINES):
-            what = f"c.Accounting.engines names {sorted(unknown)}; there are {sorted(ENGINES)}"
-            raise ConfigError(what=what)
 
     def start(self) -> None:
         """Serve until the Hub sends a signal, or is gone."""
@@ -192,7 +176,6 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             hub=HubClient(api_url, token, self._ssl(ssl.Purpose.SERVER_AUTH)),
             engines=engines,
             log=self.log,
-            ask=self.engines,
             charge_seconds=services.settings.credits.charge_seconds,
             hub_name=hub_name(pid, identity) if (pid := os.environ.get(PID)) else "",
         )

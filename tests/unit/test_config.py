@@ -378,7 +378,7 @@ def test_settings_of_every_plain_type_reach_the_service() -> None:
     c.GPUCredits.opening_grant = "12.5"
     c.GPUDevices.source = Path("nvml")
     c.GPUCredits.charge_seconds = 5
-    c.Accounting.engines = {"docker"}
+    c.GPUSessions.warn_minutes = {5, 20}
     c.GPUNotifications.channels = {"mail": "mailto://mail.example?to={address}"}
     add_services(c)
 
@@ -386,7 +386,7 @@ def test_settings_of_every_plain_type_reach_the_service() -> None:
         "GPURates": {"by_model": {"*": 1, "A100": 4}},
         "GPUCredits": {"opening_grant": "12.5", "charge_seconds": 5},
         "GPUDevices": {"source": "nvml"},
-        "Accounting": {"engines": ["docker"]},
+        "GPUSessions": {"warn_minutes": [5, 20]},
         "GPUNotifications": {"channels": {"mail": "mailto://mail.example?to={address}"}},
     }
     c.GPURates.by_model.update({"T4": 2})
