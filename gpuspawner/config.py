@@ -146,7 +146,7 @@ FIXED = {
     "GPUSlurm.sync_seconds": "it is always 60",
     "Accounting.engines": "it is always the engines of the leases",
     "GPUDockerSpawner.oom_score_adj": "it is 500 unless extra_host_config has another",
-    "GPUDockerSpawner.folders_target": "it is always shared in the home of workspace_target",
+    "GPUDockerSpawner.folders_target": 'it is "shared" in the home of workspace_target',
     "CatalogPages.show_restricted": "it is always off",
     "MemberLDAPAuthenticator.group_name_attribute": "it is always cn",
     **dict.fromkeys(
