@@ -52,7 +52,6 @@ c.GPUDatabase.url = {database!r}
 c.GPUDevices.source = "simulated:{gpus}xA100-80GB"
 c.GPUCredits.opening_grant = 1000000
 c.Accounting.reconcile_seconds = 86400
-c.Accounting.engines = ["local"]
 c.JupyterHub.services = []
 import gpuspawner
 gpuspawner.add_services(c, url={url!r})

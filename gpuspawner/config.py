@@ -128,6 +128,27 @@ RENAMED = {
     "GPUCredits.hook": "GPUNotifications.hook",
     "GPUSessions.hook": "GPUNotifications.hook",
     "Notifier.retry_seconds": "GPUNotifications.retry_seconds",
+}
+"""Old names of settings and their current names."""
+
+FIXED = {
+    "GPUDatabase.hub_id_file": "the file is gpuspawner_hub_id beside the cookie secret",
+    "GPUHealth.quiet_minutes": "it is always 10",
+    "GPUHealth.max_relapses": "it is always 3",
+    "GPUHealth.refund_minutes": "it is always 60",
+    "GPUHealth.probe_image": "it is always the spawner's own image",
+    "GPUHealth.probe_injection": "it is always the spawner's gpu_injection",
+    "GPUFolders.max_per_member": "it is always 10",
+    "GPUMonitoring.containers_seconds": "it is always 45",
+    "GPUMonitoring.keep_minutes_days": "it is always 14",
+    "GPUMonitoring.keep_hours_days": "it is always 400",
+    "GPUNotifications.retry_seconds": "the pauses are always 10 s to 6 h",
+    "GPUSlurm.sync_seconds": "it is always 60",
+    "Accounting.engines": "it is always the engines of the leases",
+    "GPUDockerSpawner.oom_score_adj": "it is 500 unless extra_host_config has another",
+    "GPUDockerSpawner.folders_target": 'it is "shared" in the home of workspace_target',
+    "CatalogPages.show_restricted": "it is always off",
+    "MemberLDAPAuthenticator.group_name_attribute": "it is always cn",
     **dict.fromkeys(
         (
             *("Broker.ticket_days", "Accounting.credits_hook_seconds"),
@@ -135,10 +156,10 @@ RENAMED = {
             *("Notifier.hook_seconds", "Notifier.send_seconds"),
             *("Broker.slurm_rest", "Broker.slurm_rest_token", "Broker.slurm_rest_ca"),
         ),
-        "",
+        "it has no successor",
     ),
 }
-"""Old names of settings and their current names; empty for settings that no longer exist."""
+"""Settings that no longer exist, and what holds instead."""
 
 PASSED_ON = (
     *("HOME", "TZ", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_CONFIG"),
@@ -176,8 +197,6 @@ def add_services(
     if c.JupyterHub.get("internal_ssl"):
         _require_loopback(url)
     require_new_names(c)
-    if "hub_id_file" not in c.GPUDatabase:
-        c.GPUDatabase.hub_id_file = str(identity_file(c))
     _add_templates(c)
     _add_pages(c, name)
     _add_log_filter(c)
@@ -205,11 +224,14 @@ def add_services(
 
 def require_new_names(c: Config) -> None:
     """Raise ConfigError naming settings with old names, which traitlets would silently ignore."""
-    found = [
-        f"c.{old} is c.{new} now" if new else f"c.{old} is no longer a setting: leave it out"
-        for old, new in RENAMED.items()
-        if (name := old.partition("."))[2] in c.get(name[0], {})
-    ]
+    found = []
+    for old in (*RENAMED, *FIXED):
+        section, _, name = old.partition(".")
+        if name not in c.get(section, {}):
+            continue
+        new = RENAMED.get(old, old)
+        gone = f"c.{old} is no longer a setting, {FIXED.get(new)}: leave it out"
+        found.append(gone if new in FIXED else f"c.{old} is c.{new} now")
     if found:
         raise ConfigError(what="; ".join(found))
 
@@ -374,8 +396,7 @@ def _environment(c: Config) -> dict[str, str]:
     settings = {section: _plain_section(c, section) for section in SECTIONS}
     if catalog := _catalog_to_pull(c):
         settings["Accounting"].setdefault("catalog", catalog)
-    for name, value in _probe_settings(c).items():
-        settings["GPUHealth"].setdefault(name, value)
+    settings["GPUDockerSpawner"] = _probe_settings(c)
     database = settings["GPUDatabase"].pop("url", None) or default_url()
     # URLs of channels can take secrets from environment variables.
     named = set(re.findall(r"\{env:([^{}\s]+)\}", json.dumps(settings["GPUNotifications"])))
@@ -390,6 +411,7 @@ def _environment(c: Config) -> dict[str, str]:
         "GPUSPAWNER_DATABASE_URL": _absolute(database),
         CONFIG_VARIABLE: json.dumps({name: told for name, told in settings.items() if told}),
         "GPUSPAWNER_HUB_PID": str(os.getpid()),
+        "GPUSPAWNER_HUB_ID_FILE": str(identity_file(c)),
         frame.VARIABLE: _frame(c).to_text(),
     }
 
@@ -427,11 +449,11 @@ def _spawner_settings(c: Config) -> dict[str, Any]:
 
 
 def _probe_settings(c: Config) -> dict[str, str]:
-    """Return the settings for probing a sick GPU, in line with the spawner's own settings."""
+    """Return the spawner's settings with which a sick GPU is probed as servers get theirs."""
     if _is_local(c):
-        return {"probe_injection": "process"}
+        return {"gpu_injection": "process"}
     found = _spawner_settings(c)
-    settings = {"probe_image": found.get("image"), "probe_injection": found.get("gpu_injection")}
+    settings = {name: found.get(name) for name in ("image", "gpu_injection")}
     return {name: text for name, text in settings.items() if isinstance(text, str) and text}
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, MutableMapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from traitlets.config import Config, LoggingConfigurable
@@ -243,14 +242,13 @@ def hub_services(
         found: Services = settings[KEY]
         return found
     services = Services(config)
-    path = Path(services.settings.database.hub_id_file or identity_file(config))
+    path = identity_file(config)
     try:
         services.granter.identity = make_identity(path)
     except OSError as error:
         log.warning(
-            "The hub's id cannot be kept in %s (%s): name another file with "
-            "c.GPUDatabase.hub_id_file. Until then another hub on the same database could take "
-            "this one's leases for its own.",
+            "The hub's id cannot be kept in %s (%s). Until it can, another hub on the same "
+            "database could take this one's leases for its own.",
             path,
             error.strerror,
         )

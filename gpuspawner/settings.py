@@ -55,18 +55,6 @@ class GPUDatabase(LoggingConfigurable):
     def _default_url(self) -> str:
         return default_url()
 
-    hub_id_file = Unicode(
-        config=True,
-        help="""
-        The file with the id of this hub, by which it knows its own leases. The hub creates it at
-        the first start. Back it up together with the hub's working directory.
-
-        The default is ``gpuspawner_hub_id`` beside the hub's cookie secret. Example::
-
-            c.GPUDatabase.hub_id_file = "/srv/jupyterhub/gpuspawner_hub_id"
-        """,
-    )
-
 
 class GPUDevices(LoggingConfigurable):
     """The source of the devices."""

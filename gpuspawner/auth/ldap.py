@@ -33,6 +33,9 @@ ANSWER_SECONDS = 15.0
 
 ANYTHING = "(objectClass=*)"
 
+GROUP_NAME = "cn"
+"""The attribute with a group's name: OpenLDAP, FreeIPA and Active Directory have it there."""
+
 T = TypeVar("T")
 
 
@@ -70,18 +73,6 @@ class Directory(LDAPAuthenticator):
         Example::
 
             c.MemberLDAPAuthenticator.group_search_base = "ou=groups,dc=lab,dc=example"
-        """,
-    )
-
-    group_name_attribute = Unicode(
-        "cn",
-        config=True,
-        help="""
-        The attribute of a group that holds its name on the hub.
-
-        Example::
-
-            c.MemberLDAPAuthenticator.group_name_attribute = "cn"
         """,
     )
 
@@ -250,9 +241,9 @@ class Directory(LDAPAuthenticator):
         wanted = self.group_search_filter.format(
             userdn=escape_filter_chars(dn), uid=escape_filter_chars(name)
         )
-        attribute, base = self.group_name_attribute, self.group_search_base
-        entries = _search(reader, base, wanted, [attribute], scope=ldap3.SUBTREE)
-        names = (entry.entry_attributes_as_dict.get(attribute) or () for entry in entries)
+        base, scope = self.group_search_base, ldap3.SUBTREE
+        entries = _search(reader, base, wanted, [GROUP_NAME], scope=scope)
+        names = (entry.entry_attributes_as_dict.get(GROUP_NAME) or () for entry in entries)
         return sorted({str(name) for of_one in names for name in of_one})
 
 
@@ -310,7 +301,7 @@ class MemberLDAPAuthenticator(MemberMixin, Directory):
         named = self.allowed_groups | self.admin_groups
         if named and not self.manage_groups and self.group_search_base:
             raise TraitError("c.MemberLDAPAuthenticator.group_search_base needs manage_groups.")
-        if any("=" in name for name in named) and self.group_name_attribute == "cn":
+        if any("=" in name for name in named):
             raise TraitError(
                 "c.MemberLDAPAuthenticator's allowed_groups and admin_groups take the names of "
                 "groups (cn) and no DNs."

@@ -123,7 +123,7 @@ def _looked_at(rows: Mapping[str, int]) -> str:
 @yes_option
 def takeover(settings: Settings, yes: bool) -> None:
     """Show which hub owns the database, ask, and make this hub its owner."""
-    path = Path(settings.services.database.hub_id_file or identity_file(settings.config))
+    path = identity_file(settings.config)
     if not (identity := read_identity(path)):
         raise Refused(
             f"No hub has started here yet: there is no file {path}. Type this in the hub's working "

@@ -37,6 +37,11 @@ HELPER = {
 SOCKETS = ("docker.sock", "containerd.sock", "podman.sock")
 
 
+OOM_SCORE_ADJ = 500
+"""Half of the kernel's scale: when the machine is out of memory, members' programs end before those
+of the hub, the database and the engine, which have 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hardening:
     """Restrictions of a container, unless its host configuration sets them."""
@@ -48,7 +53,6 @@ class Hardening:
     """Processes and threads; 0 for no limit."""
     memory: int = 0
     """Bytes; 0 for no limit."""
-    oom_score_adj: int = 500
 
 
 def harden(host: Mapping[str, Any], hardening: Hardening) -> dict[str, Any]:
@@ -69,7 +73,7 @@ def harden(host: Mapping[str, Any], hardening: Hardening) -> dict[str, Any]:
     limits = {
         "PidsLimit": hardening.pids,
         "Memory": hardening.memory,
-        "OomScoreAdj": hardening.oom_score_adj,
+        "OomScoreAdj": OOM_SCORE_ADJ,
     }
     hard |= {name: limit for name, limit in limits.items() if limit and host.get(name) is None}
     return hard

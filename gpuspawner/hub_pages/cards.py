@@ -157,8 +157,6 @@ class Card:
     """True if a server would start without a wait."""
     price: str
     """The price of one device; empty if no device fits."""
-    open: bool = True
-    """True if the reader may start this environment."""
 
     @property
     def slug(self) -> str:
@@ -203,12 +201,10 @@ def make_cards(
     outlooks: Mapping[str, Outlook],
     now: datetime,
     pages_url: str,
-    closed: Collection[str] = (),
 ) -> list[Card]:
     """Return a card for each environment.
 
-    ``outlooks`` are by slug. ``pages_url`` is the URL of the catalog's pages. ``closed`` are the
-    slugs of environments that the reader may see but not start.
+    ``outlooks`` are by slug. ``pages_url`` is the URL of the catalog's pages.
     """
     prices = PriceList(overview, environments, now)
     return [
@@ -220,7 +216,6 @@ def make_cards(
             now=said(outlooks[environment.slug], now, cpu_only=environment.cpu_only),
             at_once=outlooks[environment.slug].at_once,
             price=prices.of(environment),
-            open=environment.slug not in closed,
         )
         for environment in environments
     ]

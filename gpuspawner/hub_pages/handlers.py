@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -102,18 +102,6 @@ class CatalogPages(Configurable):
         """,
     )
 
-    show_restricted = Bool(
-        False,
-        config=True,
-        help="""
-        Show environments with ``allowed_groups`` to everybody, marked as restricted.
-
-        Off by default: only members of those groups see them. Example::
-
-            c.CatalogPages.show_restricted = True
-        """,
-    )
-
     settings: MutableMapping[str, Any]
     _seen: tuple[float, Overview | None] = (0.0, None)
 
@@ -148,17 +136,11 @@ class CatalogPages(Configurable):
         name = self.configured("catalog")
         return watched(self.settings, name, self.settings["log"]).problem if name else ""
 
-    def shown(self, catalog: Catalog, groups: Collection[str]) -> list[Environment]:
-        """Return the environments shown to a reader in these groups, in the file's order."""
-        if self.show_restricted:
-            return list(catalog.environments)
-        return list(catalog.visible_to(groups))
-
     def search(
         self, catalog: Catalog, reader: Reader, wanted: CardFilter, page: int
     ) -> FoundEnvironments:
         """Return one page of the results of a search; the first page is 1. Reads the store."""
-        everything = self.shown(catalog, reader.groups)
+        everything = list(catalog.visible_to(reader.groups))
         found = [e for e in everything if wanted.takes(e)] if wanted else everything
         if wanted.at_once:
             outlooks = self._outlooks(found, reader)
@@ -178,9 +160,8 @@ class CatalogPages(Configurable):
         """Return the cards of environments for a reader. Reads the store."""
         overview = self._overview()
         outlooks = self._outlooks(some, reader)
-        closed = {e.slug for e in some if not e.visible_to(reader.groups)}
         now, url = self.services.clock(), f"{self.settings['hub'].base_url}environments"
-        return State(overview, make_cards(some, overview, outlooks, now, url, closed))
+        return State(overview, make_cards(some, overview, outlooks, now, url))
 
     def _outlooks(self, some: Sequence[Environment], reader: Reader) -> dict[str, Outlook]:
         requests = {e.slug: usual_request(e) for e in some}
@@ -277,7 +258,7 @@ class HubPageHandler(DropsBody, BaseHandler):
 
     def shown(self) -> list[Environment]:
         """Return the environments that the reader may see."""
-        return self.site.shown(self.catalog(), self.groups)
+        return list(self.catalog().visible_to(self.groups))
 
     async def ask(self, work: Callable[..., T], *args: Any) -> T:
         """Run ``work`` off the event loop. An error of the services becomes the page's message."""

@@ -8,7 +8,7 @@ time doubles with each relapse; after a few within a day, only an admin returns 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -258,11 +258,11 @@ LONGEST_QUIET = timedelta(hours=12)
 class HealthPolicy:
     """The admin's decisions."""
 
-    actions: Mapping[str, str] = field(default_factory=dict)
+    actions: Mapping[str, str]
     """Actions that differ from the defaults in :data:`gpuspawner.monitoring.health.CAUSES`."""
-    quiet: timedelta = timedelta(minutes=10)
+    quiet: timedelta
     """How long a sick device must be without symptoms before it is probed, the first time."""
-    most_falls: int = 3
+    most_falls: int
     """After this many relapses within a day, it stays out until an admin returns it."""
 
     def action(self, symptom: Symptom) -> str:

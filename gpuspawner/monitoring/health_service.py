@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 import sqlalchemy as sa
-from traitlets import Dict, Enum, Float, Integer, Unicode
+from traitlets import Dict, Enum
 from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, Refused
@@ -23,7 +23,6 @@ from ..devices.closures import HEALTH, KEEPER, LEAK, Closure
 from ..devices.repository import SickLease, StoredHealth
 from ..devices.service import MachineService, closed_devices
 from ..devices.snapshots import InventoryCache
-from ..engines.injection import MODES as INJECTION_MODES
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeasedDevice
 from ..ledger import repository as ledger_repository
@@ -46,6 +45,16 @@ from .health import (
 
 REFUND_KEY = "sick"
 """One refund of this kind per lease."""
+
+REFUND_TIME = timedelta(hours=1)
+"""Refunds cover the cost up to so long after the fault: members are told of it, and who goes on for
+longer pays again."""
+
+QUIET_MINUTES = 10.0
+"""Without symptoms before a sick device is probed: a driver's reset and what follows are over."""
+
+MOST_FALLS = 3
+"""With so many relapses, each within a day of the one before, a device needs an admin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,31 +111,6 @@ class GPUHealth(LoggingConfigurable):
         """,
     )
 
-    quiet_minutes = Float(
-        10.0,
-        min=0.0,
-        config=True,
-        help="""
-        Minutes without any symptom after which a sick GPU is probed. The time doubles with each
-        relapse within a day. Example::
-
-            c.GPUHealth.quiet_minutes = 30
-        """,
-    )
-
-    max_relapses = Integer(
-        3,
-        min=1,
-        config=True,
-        help="""
-        A GPU that falls sick this many times, each time within a day of the one before, stays out
-        of service until an admin returns it (``gpuspawner undrain``). With 1, it stays out from the
-        first time on. Example::
-
-            c.GPUHealth.max_relapses = 1
-        """,
-    )
-
     refund = Enum(
         ("since_fault", "session", "none"),
         "since_fault",
@@ -134,52 +118,9 @@ class GPUHealth(LoggingConfigurable):
         help="""
         What a member whose GPU fell sick gets back once their server has ended: its cost
         ``since_fault`` (the default), the cost of the whole ``session``, or ``none``. Cost that
-        arises more than ``refund_minutes`` after the fault is not refunded. Example::
+        arises more than an hour after the fault is not refunded. Example::
 
             c.GPUHealth.refund = "session"
-        """,
-    )
-
-    refund_minutes = Float(
-        60.0,
-        min=0.0,
-        config=True,
-        help="""
-        Refunds cover the cost up to this many minutes after the fault. Members are told of the
-        fault; those who continue for longer pay again.
-
-        Example::
-
-            c.GPUHealth.refund_minutes = 240
-        """,
-    )
-
-    probe_image = Unicode(
-        "",
-        config=True,
-        help="""
-        The image in which a sick GPU is probed. Choose one with Python, so that the probe tests the
-        GPU's memory too. If it is empty or not on the engine, the first image of the catalog that
-        is there is used. ``add_services`` takes it from the spawner's own ``image``.
-
-        Example::
-
-            c.GPUHealth.probe_image = "quay.io/jupyter/base-notebook"
-        """,
-    )
-
-    probe_injection = Enum(
-        ("auto", "process", *INJECTION_MODES),
-        "auto",
-        config=True,
-        help="""
-        How the probe's container gets the GPU, with the values of
-        ``c.GPUDockerSpawner.gpu_injection``, from which ``add_services`` takes it. ``process``
-        probes in a process of this host instead of a container.
-
-        Example::
-
-            c.GPUHealth.probe_injection = "cdi"
         """,
     )
 
@@ -189,7 +130,7 @@ class GPUHealth(LoggingConfigurable):
             actions = checked_actions(self.actions)
         except (ValueError, AttributeError, TypeError) as error:
             raise ConfigError(what=f"c.GPUHealth.actions: {error}") from None
-        return HealthPolicy(actions, timedelta(minutes=self.quiet_minutes), self.max_relapses)
+        return HealthPolicy(actions, timedelta(minutes=QUIET_MINUTES), MOST_FALLS)
 
 
 @dataclass(eq=False)
@@ -359,10 +300,10 @@ class HealthService:
 
     def sick_promise(self, sick: SickLease, now: datetime) -> str:
         """Return the refund that the member will get, as a sentence; empty if none."""
-        rule, minutes = self.settings.refund, self.settings.refund_minutes
-        if rule == "none" or (rule == "since_fault" and not minutes):
+        rule = self.settings.refund
+        if rule == "none":
             return ""
-        until = sick.fault_at + timedelta(minutes=minutes)
+        until = sick.fault_at + REFUND_TIME
         what = "since then" if rule == "since_fault" else "from its start"
         upto = deadline(until, now)
         return f"What the server costs {what}, up to {upto}, comes back when it has stopped."
@@ -384,7 +325,7 @@ class HealthService:
         """Return the microcredits that the settings refund, whatever was charged."""
         if self.settings.refund == "none" or lease.started_at is None or lease.ended_at is None:
             return 0
-        until = min(lease.ended_at, sick.fault_at + timedelta(minutes=self.settings.refund_minutes))
+        until = min(lease.ended_at, sick.fault_at + REFUND_TIME)
         whole = ledger_rules.owed(lease.rate, lease.started_at, max(until, lease.started_at))
         if self.settings.refund == "session":
             return whole

@@ -206,45 +206,6 @@ class GPUMonitoring(LoggingConfigurable):
         """,
     )
 
-    keep_minutes_days = Float(
-        14.0,
-        min=1.0,
-        config=True,
-        help="""
-        Days for which the use of each GPU is kept by the minute. Older use is kept by the hour.
-
-        Example::
-
-            c.GPUMonitoring.keep_minutes_days = 30
-        """,
-    )
-
-    keep_hours_days = Float(
-        400.0,
-        min=1.0,
-        config=True,
-        help="""
-        Days for which the use of each GPU is kept by the hour.
-
-        Example::
-
-            c.GPUMonitoring.keep_hours_days = 1200
-        """,
-    )
-
-    containers_seconds = Float(
-        45.0,
-        min=0.0,
-        config=True,
-        help="""
-        Seconds between two checks of each container with GPUs: does it still reach them? A check is
-        one small process in the container, which opens the GPUs and ends. 0 turns the checks off.
-        Example::
-
-            c.GPUMonitoring.containers_seconds = 120
-        """,
-    )
-
     members_see_names = Bool(
         False,
         config=True,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 
 import sqlalchemy as sa
-from traitlets import Bool, Float, Unicode
+from traitlets import Bool, Unicode
 from traitlets.config import LoggingConfigurable
 
 from ..core.errors import GPUSpawnerError, GrantingPaused, NoDeviceFree, Unavailable
@@ -64,20 +64,6 @@ class GPUSlurm(LoggingConfigurable):
         Example::
 
             c.GPUSlurm.jobs_of_members = False
-        """,
-    )
-
-    sync_seconds = Float(
-        60.0,
-        min=1.0,
-        config=True,
-        help="""
-        Seconds between two looks at a cluster: at who may use it, and at the batch jobs.
-        What those cost does not depend on it.
-
-        Example::
-
-            c.GPUSlurm.sync_seconds = 300
         """,
     )
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from jupyterhub.services.auth import HubOAuth
 from jupyterhub.utils import make_ssl_context
-from traitlets import Float, List, Unicode, default
+from traitlets import Float, default
 from traitlets.config import Application
 
 from .. import __version__
@@ -52,6 +52,7 @@ from .worker import Round, Supervisor, Tick, Watchdog
 from .workspace_monitor import workspace_rounds
 
 PID = "GPUSPAWNER_HUB_PID"
+ID_FILE = "GPUSPAWNER_HUB_ID_FILE"
 """The variable with the process id of the Hub that started the service."""
 
 NOTICES_EVERY = 2.0
@@ -90,19 +91,6 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
         """,
     )
 
-    engines = List(
-        Unicode(),
-        default_value=[],
-        config=True,
-        help="""
-        The engines to ask which servers they run: ``docker``, ``local``.
-
-        Empty: the engines of all leases that are open or ended recently. Example::
-
-            c.Accounting.engines = ["docker"]
-        """,
-    )
-
     @default("log_level")
     def _default_log_level(self) -> int:
         return logging.INFO
@@ -121,9 +109,6 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             logger = logging.getLogger(name)
             logger.parent = self.log
             logger.setLevel(max(self.log.level, logging.WARNING))  # do not log every request
-        if unknown := set(self.engines) - set(ENGINES):
-            what = f"c.Accounting.engines names {sorted(unknown)}; there are {sorted(ENGINES)}"
-            raise ConfigError(what=what)
 
     def start(self) -> None:
         """Serve until the Hub sends a signal, or is gone."""
@@ -180,7 +165,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             )
             raise ConfigError(what=what) from None
         services = Services(self.config)
-        if file := services.settings.database.hub_id_file:
+        if file := os.environ.get(ID_FILE):
             with suppress(OSError):  # the hub reports that
                 services.granter.identity = make_identity(Path(file))
         identity = services.granter.identity
@@ -192,7 +177,6 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             hub=HubClient(api_url, token, self._ssl(ssl.Purpose.SERVER_AUTH)),
             engines=engines,
             log=self.log,
-            ask=self.engines,
             charge_seconds=services.settings.credits.charge_seconds,
             hub_name=hub_name(pid, identity) if (pid := os.environ.get(PID)) else "",
         )

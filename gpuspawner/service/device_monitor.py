@@ -190,7 +190,7 @@ Probe = Callable[[str], ProbeResult]
 
 def health_duty(tick: Tick, sampling: Sampling, sampler: Sampler, catalog: str = "") -> HealthDuty:
     """Return the judge of this host's samples; ``catalog`` names images for its probes."""
-    injection = tick.services.settings.health.probe_injection
+    injection = _injection(tick)
 
     def probe(uuid: str) -> ProbeResult:
         if isinstance(sampler, SimulatedSampler):
@@ -200,24 +200,28 @@ def health_duty(tick: Tick, sampling: Sampling, sampler: Sampler, catalog: str =
                 return ProbeResult(text="a simulated device")
         if injection in ("process", "none"):
             if _node_of(tick, uuid):
-                how = f"c.GPUHealth.probe_injection is {injection!r}"
-                raise ProbeNotPossible(f"{how}, and it is on a machine of the cluster")
+                raise ProbeNotPossible("servers of this hub get no GPUs of the cluster's machines")
             return probe_by_process(uuid)
         return _probe_in_container(tick, catalog, uuid)
 
     return HealthDuty(tick, sampling, probe)
 
 
+def _injection(tick: Tick) -> str:
+    """Return how servers get their GPUs, as ``add_services`` says; probes do the same."""
+    return str(tick.services.config.GPUDockerSpawner.get("gpu_injection", "auto"))
+
+
 def _probe_in_container(tick: Tick, catalog: str, uuid: str) -> ProbeResult:
-    settings = tick.services.settings.health
+    image = str(tick.services.config.GPUDockerSpawner.get("image", ""))
     try:
         known = WatchedCatalog(catalog, tick.log).current().environments if catalog else ()
-        images = [settings.probe_image, *(image for each in known for image in each.images)]
+        images = [image, *(image for each in known for image in each.images)]
         client = _engine_of(tick, uuid)
     except (GPUSpawnerError, DockerException, OSError) as error:
         raise ProbeNotPossible(str(error)) from error
     with closing(client):
-        return probe_in_container(client, images, settings.probe_injection, uuid)
+        return probe_in_container(client, images, _injection(tick), uuid)
 
 
 class HealthDuty(TickDuty):
@@ -351,6 +355,12 @@ TIDY_EVERY = 120
 """After this many of them, completed hours are summed up and old data is deleted."""
 JUDGE_EVERY = 12
 """After this many of them, idle GPUs are judged."""
+KEEP_MINUTES = timedelta(days=14)
+"""How long use is kept by the minute: long enough to look into last week's complaint."""
+KEEP_HOURS = timedelta(days=400)
+"""How long use is kept by the hour: a year and the month to compare it with."""
+CONTAINERS_EVERY = 45.0
+"""Seconds between two checks whether containers reach their GPUs, each a process in a container."""
 
 
 PROCESSES_EVERY = 60.0
@@ -374,9 +384,10 @@ class GPUSampler:
         self, tick: Tick, supervisor: Supervisor, poke: Callable[[], None]
     ) -> None:
         """Sample devices, and check containers, until cancelled."""
-        rounds: list[Round] = [(2.0, "Restarts", RestartDuty(tick).round)]
-        if seconds := self.monitoring.containers_seconds:
-            rounds.append((seconds, "GPUs in containers", GPULossDuty(tick, poke).round))
+        rounds: list[Round] = [
+            (2.0, "Restarts", RestartDuty(tick).round),
+            (CONTAINERS_EVERY, "GPUs in containers", GPULossDuty(tick, poke).round),
+        ]
         await side_by_side(
             supervisor.keep("Use of GPUs", partial(self.remember_use, tick)),
             *(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds),
@@ -435,10 +446,7 @@ class GPUSampler:
                 await services.run(services.monitoring.remember_use, minutes)
                 sampling.written(minutes)
             if tidy:
-                keep = (self.monitoring.keep_minutes_days, self.monitoring.keep_hours_days)
-                await services.run(
-                    services.monitoring.tidy_use, *(timedelta(days=number) for number in keep)
-                )
+                await services.run(services.monitoring.tidy_use, KEEP_MINUTES, KEEP_HOURS)
 
 
 AGAIN = 20.0

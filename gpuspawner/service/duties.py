@@ -254,6 +254,9 @@ class SessionDuty(TickDuty):
         return known
 
 
+CLUSTER_EVERY = 60.0
+"""Seconds between two looks at a cluster's members and batch jobs: soon enough for people, and asks
+little of Slurm. What jobs cost does not depend on it."""
 AUDIT_EVERY = timedelta(days=1)
 TELL_EVERY = timedelta(days=1)
 SETTLED = timedelta(minutes=10)
@@ -264,7 +267,7 @@ def cluster_rounds(tick: Tick) -> list[Round]:
     """Return these duties; none without a cluster."""
     if not tick.services.settings.slurm.cluster_file:
         return []
-    duties, every = ClusterDuty(tick), tick.services.settings.slurm.sync_seconds
+    duties, every = ClusterDuty(tick), CLUSTER_EVERY
     return [
         (every, "Members in Slurm", duties.members),
         (every, "Batch jobs", duties.jobs),

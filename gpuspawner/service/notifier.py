@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from traitlets import Dict, Float, List, Unicode
+from traitlets import Dict, List, Unicode
 from traitlets.config import LoggingConfigurable
 
 from ..core.aio import in_daemon_thread, within
@@ -220,6 +220,10 @@ async def _talk(process: asyncio.subprocess.Process, text: bytes) -> str:
     return " ".join(said.decode("utf-8", "replace").split())[:SHOWN]
 
 
+RETRY_SECONDS: Sequence[float] = (10.0, 60.0, 300.0, 900.0, 3600.0, 10800.0, 21600.0)
+"""Pauses before further tries of a message. After the last it is given up: a mail server that is
+away for a night is back by then, and the message stays on its member's page."""
+
 SENDERS = 4
 """How many messages of one channel are being sent at once."""
 
@@ -278,18 +282,6 @@ class GPUNotifications(LoggingConfigurable):
         """,
     )
 
-    retry_seconds = List(
-        Float(min=0.0),
-        default_value=[10.0, 60.0, 300.0, 900.0, 3600.0, 10800.0, 21600.0],
-        config=True,
-        help="""
-        Seconds to wait before each further try to send a message that failed. After the last try,
-        or after a day, it is given up; it stays on the member's page. Example::
-
-            c.GPUNotifications.retry_seconds = [30, 300, 3600]
-        """,
-    )
-
 
 class Notifier:
     """Sends notices by mail, chat and push (through Apprise), and to an admin's command."""
@@ -316,7 +308,7 @@ class Notifier:
     @property
     def most_tries(self) -> int:
         """After how many tries a notice is given up."""
-        return len(self.settings.retry_seconds) + 1
+        return len(RETRY_SECONDS) + 1
 
     def tell_admin(self, notice: Notice) -> None:
         """Run the hook, without waiting for it, for something that no member is told."""
@@ -408,7 +400,7 @@ class Notifier:
         if notice.kind is NoticeKind.TEST:
             tries = self.most_tries  # whoever tries the channels waits for an answer
         if tries < self.most_tries:
-            pause = self.settings.retry_seconds[tries - 1]
+            pause = RETRY_SECONDS[tries - 1]
             self._not_before[notice.id] = asyncio.get_running_loop().time() + pause
         else:
             message = "The notice %r for %s is not sent any more: %s"

@@ -276,8 +276,6 @@ class Tick:
     engines: Mapping[str, Engine]
     """Every available engine, by name."""
     log: logging.Logger
-    ask: Collection[str] = ()
-    """The engines queried in every round; by default those of open and recent leases."""
     start_grace_seconds: float = 60.0
     """Nothing younger than this is ended only because the Hub does not list it."""
     charge_seconds: float = 60.0
@@ -331,7 +329,7 @@ class Tick:
         leases = await self.services.run(self.services.leases.open_leases)
         servers = await self._with_missing(servers, leases)
         recent = await self.services.run(self.services.leases.of_account, None)
-        names = self.ask or {lease.engine for lease in (*leases, *recent)}
+        names = {lease.engine for lease in (*leases, *recent)}
         asked = {name: engine for name, engine in self.engines.items() if name in names}
         sightings = Sightings(asked, leases)
         grace = self.start_grace_seconds

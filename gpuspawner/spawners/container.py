@@ -448,18 +448,16 @@ class Storage:
     workspace: MountedWorkspace
     mounts: Sequence[Mount] = ()
     folders: Sequence[FolderMount] = ()
-    folders_target: str
-    """The folder in the container with the shared folders."""
 
     def binds(self) -> list[str]:
         """Return ``source:target:mode`` of everything that this server mounts."""
         own = self.workspace
         first = [f"{own.source}:{own.target}:rw"] if own.source else []
         others = [f"{m.source}:{m.target}:{'ro' if m.read_only else 'rw'}" for m in self.mounts]
+        home = "/".join(own.target.split("/")[:3])  # where members look, such as /home/jovyan
         # A folder's name contains no colon and no slash: see storage/rules.py.
         shared = [
-            f"{f.source}:{self.folders_target}/{f.name}:{'rw' if f.write else 'ro'}"
-            for f in self.folders
+            f"{f.source}:{home}/shared/{f.name}:{'rw' if f.write else 'ro'}" for f in self.folders
         ]
         return first + others + shared
 

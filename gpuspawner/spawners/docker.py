@@ -149,18 +149,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         """,
     )
 
-    folders_target = Unicode(
-        "/home/jovyan/shared",
-        config=True,
-        help="""
-        Where the folders that members share with one another are in the container.
-
-        Example::
-
-            c.GPUDockerSpawner.folders_target = "/home/jovyan/shared"
-        """,
-    )
-
     own_images = Dict(
         config=True,
         help="""
@@ -250,21 +238,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         ``extra_host_config`` wins. Example::
 
             c.GPUDockerSpawner.disk_limit = "50G"
-        """,
-    )
-
-    oom_score_adj = Integer(
-        500,
-        min=0,
-        max=1000,
-        config=True,
-        help="""
-        How much sooner the kernel ends a member's program than those of the hub, the database or
-        the engine when the whole machine is out of memory. From 0 (no difference) to 1000.
-
-        Example::
-
-            c.GPUDockerSpawner.oom_score_adj = 800
         """,
     )
 
@@ -423,7 +396,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
                 no_new_privileges=self.no_new_privileges,
                 pids=self.pids_limit,
                 memory=int(await self.abilities.memory(calls) * share) if share else 0,
-                oom_score_adj=self.oom_score_adj,
             ),
             disk=await self.abilities.disk_limit(calls, starts_from, int(self.disk_limit)),
         )
@@ -500,7 +472,6 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             log=self.log,
             user=self.user.name,
             workspace=workspace,
-            folders_target=self.folders_target.rstrip("/"),
         )
 
     async def open_workspace(self) -> None:

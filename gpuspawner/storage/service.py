@@ -35,6 +35,9 @@ from .rules import check_name, is_same, told_apart
 SEEN_EVERY = timedelta(hours=1)
 """How exactly the last use of a workspace is recorded."""
 
+FOLDERS_PER_MEMBER = 10
+"""The most shared folders of a member's own at once: each is a mount in every server of theirs."""
+
 GLANCE = 0.1
 """Seconds that a page spends on measuring a directory."""
 
@@ -79,18 +82,6 @@ class GPUFolders(LoggingConfigurable):
         Example::
 
             c.GPUFolders.quota = 100
-        """,
-    )
-
-    max_per_member = Integer(
-        10,
-        config=True,
-        help="""
-        The most shared folders that a member may have created at once. Deleted ones do not count.
-
-        Example::
-
-            c.GPUFolders.max_per_member = 3
         """,
     )
 
@@ -539,11 +530,10 @@ class SharedFolderService:
         mine = [f for f in repository.folders_of_user(connection, owner) if f.owner == owner]
         if any(is_same(folder.name, name) for folder in mine):
             raise FolderRefused(why=f"you have a folder named {name} already")
-        most = self.settings.max_per_member
-        if len(mine) >= most:
+        if len(mine) >= FOLDERS_PER_MEMBER:
             raise FolderRefused(
-                why=f"you have made {len(mine)}, and {most} is the most: delete one that you do "
-                "not need"
+                why=f"you have made {len(mine)}, and {FOLDERS_PER_MEMBER} is the most: delete one "
+                "that you do not need"
             )
 
     def _note_folder(

@@ -45,7 +45,7 @@ CONFIG = """
 c.GPURates.by_model = {"*": 1}
 c.GPUCredits.grace_seconds = 3600
 c.GPUCredits.opening_grant = 1000
-c.GPUHealth.quiet_minutes = 0.05
+service_constants["gpuspawner.monitoring.health_service.QUIET_MINUTES"] = 0.05
 c.GPUMonitoring.sample_seconds = 0.5
 c.JupyterHub.services.append({"name": "bot", "api_token": "token-of-bot"})
 c.JupyterHub.load_roles.append(

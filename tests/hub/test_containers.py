@@ -23,11 +23,11 @@ from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, assert_in_words
 from tests.support.pages import WIDE, look_over, sign_in
 from tests.support.paying_hub import service_lines
-from tests.support.processes import command_of, free_port, wait_for
+from tests.support.processes import environment_of, free_port, wait_for
 
 CONFIG = """
 c.Accounting.reconcile_seconds = 3
-c.GPUMonitoring.containers_seconds = 1
+service_constants["gpuspawner.service.device_monitor.CONTAINERS_EVERY"] = 1
 c.Spawner.poll_interval = 3600  # only the accounting service looks for servers that are gone
 c.GPUDockerSpawner.disk_limit = "60M"
 c.GPUDockerSpawner.workspace = "disk-{{username}}"
@@ -113,7 +113,8 @@ def test_server_that_lost_devices_restarts_with_them(hub: GPUHub, browser: Brows
     screenshot(page, "lost-asked")
     page.get_by_role("button", name="Restart", exact=True).click()
     expect(page.get_by_text("The server is being restarted")).to_be_visible()
-    (service,) = [p for p in hub.children_left() if "gpuspawner.service" in command_of(p)]
+    name = "JUPYTERHUB_SERVICE_NAME"
+    (service,) = [p for p in hub.children_left() if environment_of(p).get(name) == "gpu"]
     service.kill()  # the next one goes on where it was
 
     def back() -> Lease | None:

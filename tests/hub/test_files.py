@@ -41,7 +41,6 @@ c.GPUDockerSpawner.own_images = {{
     "lab": {{"images": ["{repository}", "lab/*"], "most": "4G", "labels": {{"scanned": "yes"}}}},
 }}
 c.GPUFolders.source = "{files}/folders/{{id}}"
-c.GPUFolders.max_per_member = 4
 c.Accounting.reconcile_seconds = 1
 import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:{port}")

@@ -36,7 +36,7 @@ c.GPUNotifications.channels = {{
     "push": {{"url": "ntfy://127.0.0.1:{nobody}/{{address}}", "label": "Push to a phone",
               "pattern": "[a-z-]{{4,40}}", "example": "my-own-topic"}},
 }}
-c.GPUNotifications.retry_seconds = [0.2] * 2000
+service_constants["gpuspawner.service.notifier.RETRY_SECONDS"] = [0.2] * 2000
 c.GPUCredits.opening_grant = 10
 """
 """A credit a second: on a busy machine a round comes late, and has to find some left."""

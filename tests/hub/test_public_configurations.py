@@ -128,7 +128,8 @@ class Stacks(DockerSpawner):
 c.Stacks.extra_create_kwargs = {{"user": "root"}}
 c.Stacks.environment = {{"GRANT_SUDO": "yes", "CHOWN_HOME": "yes"}}
 c.Stacks.extra_host_config = {{
-    "ulimits": [{{"name": n, "soft": 65536, "hard": 65536}} for n in ("memlock", "stack")]
+    "oom_score_adj": 0,
+    "ulimits": [{{"name": n, "soft": 65536, "hard": 65536}} for n in ("memlock", "stack")],
 }}
 
 STYLES = (Form, Lab, Images, Callables, Hooks, Patient, Stacks)
@@ -139,7 +140,6 @@ c.GPUStacks.no_new_privileges = False
 c.GPUStacks.pids_limit = 0
 c.GPUStacks.memory_share = 0
 c.GPUStacks.disk_limit = 0
-c.GPUStacks.oom_score_adj = 0
 c.GPUStacks.shm_size = 0
 CLASSES = {{"plain" + style.__name__.lower(): style for style in STYLES}}
 CLASSES |= {{"gpu" + name.lower(): cls for name, cls in GPU.items()}}

@@ -24,7 +24,7 @@ from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_hub import SlurmHub
 from tests.support.slurm_node import Node, NodeDevice
 
-CONFIG = "c.GPUHealth.quiet_minutes = 0.02"
+CONFIG = 'service_constants["gpuspawner.monitoring.health_service.QUIET_MINUTES"] = 0.02'
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
 

@@ -72,13 +72,9 @@ SETTINGS = {
     "membership_grace_minutes": "GPUMembers.grace_minutes",
     "when_idle": "GPUIdle.policy",
     "when_sick": "GPUHealth.actions",
-    "sick_quiet_minutes": "GPUHealth.quiet_minutes",
-    "sick_most": "GPUHealth.max_relapses",
     "sick_refund": "GPUHealth.refund",
-    "sick_refund_minutes": "GPUHealth.refund_minutes",
     "folder_source": "GPUFolders.source",
     "folder_quota": "GPUFolders.quota",
-    "most_folders": "GPUFolders.max_per_member",
     "cluster": "GPUSlurm.cluster_file",
 } | {
     name: f"{each.__name__}.{name}"

@@ -42,6 +42,7 @@ POLLED = re.compile(r"gpu/static/gpu.css|_xsrf_utils|200 GET /hub/api/users|200 
 
 DEFAULTS = """
 c = get_config()
+service_constants = {{}}
 c.JupyterHub.bind_url = {base!r}
 c.JupyterHub.hub_bind_url = "http://{hub_ip}:{hub_port}"
 c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{proxy_port}"
@@ -57,7 +58,8 @@ c.Authenticator.admin_users = {{{admin!r}}}
 c.JupyterHub.spawner_class = "simple"
 c.Spawner.default_url = "/lab"
 """
-"""What the hub is unless the test's own snippet, which follows, says otherwise."""
+"""What the hub is unless the test's own snippet, which follows, says otherwise. A snippet sets what
+is no setting by ``service_constants["gpuspawner.service.app.NAME"] = 1``."""
 
 TESTS_SERVICE = """
 c.JupyterHub.services.extend([{{"name": "tests", "api_token": {token!r}}}])
@@ -66,6 +68,13 @@ c.JupyterHub.load_roles.extend([{{"name": "tests", "services": ["tests"], "scope
     "access:servers", "access:services", "list:services", "read:services", "tokens",
     "read:hub", "read:metrics", "proxy", "shutdown",
 ]}}])
+if service_constants:
+    import json
+    from gpuspawner.config import _entries
+    for entry in _entries(c.JupyterHub.services):
+        if entry.get("command", [])[1:] == ["-m", "gpuspawner.service"]:
+            told = json.dumps(service_constants)
+            entry["command"][1:] = ["-m", "tests.support.service_constants", told]
 """
 """Added last, so that a snippet may set services and roles of its own."""
 

@@ -104,7 +104,7 @@ class ServiceProcess:
         self._settings: dict[str, dict[str, Any]] = {
             "GPUDevices": {"source": "simulated:1xT4"},
             "GPUCredits": {"charge_seconds": 0.2},
-            "GPUMonitoring": {"sample_seconds": 0, "containers_seconds": 0},
+            "GPUMonitoring": {"sample_seconds": 0},
         }
         for section, values in (settings or {}).items():
             self._settings.setdefault(section, {}).update(values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
+from gpuspawner.monitoring import health_service
 from gpuspawner.monitoring.health import Symptom
 from gpuspawner.monitoring.health_service import FoundSymptoms
 from gpuspawner.notifications.models import NoticeKind
@@ -49,7 +50,8 @@ def trail(services: Services) -> list[tuple[str, str, str]]:
 
 def fall_sick_and_recover(ready: Connection, url: str, clock: Clock) -> None:
     """For ever: somebody gets a device, it falls sick, they stop, it is probed and given out."""
-    services = open_services(url, clock, sick_most=1_000_000_000, **RATE)
+    health_service.MOST_FALLS = 1_000_000_000  # in a process of its own
+    services = open_services(url, clock, **RATE)
     uuid = services.devices.look().devices[0].uuid
     ready.send("ready")
     while True:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+
+import pytest
 
 from gpuspawner.notifications.channels import KINDS
 from gpuspawner.notifications.models import Notice, NoticeKind
@@ -50,9 +52,12 @@ def choose(
 
 
 @asynccontextmanager
-async def notifying(services: Services, **settings: Any) -> AsyncIterator[Notifier]:
+async def notifying(
+    services: Services, retry_seconds: Sequence[float] = (0.05,) * 3, **settings: Any
+) -> AsyncIterator[Notifier]:
     """A notifier whose rounds follow one another quickly."""
-    settings.setdefault("retry_seconds", [0.05] * 3)
+    patch = pytest.MonkeyPatch()
+    patch.setattr("gpuspawner.service.notifier.RETRY_SECONDS", retry_seconds)
     notifier = Notifier(GPUNotifications(**settings), services, services.log)
 
     async def rounds() -> None:
@@ -64,6 +69,7 @@ async def notifying(services: Services, **settings: Any) -> AsyncIterator[Notifi
     try:
         yield notifier
     finally:
+        patch.undo()
         await notifier.close()
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

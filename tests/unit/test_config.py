@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,15 @@ from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
 
 import gpuspawner
-from gpuspawner.config import CULLER_CONFIG, PAGES, RENAMED, SECTIONS, TEMPLATES, add_services
+from gpuspawner.config import (
+    CULLER_CONFIG,
+    FIXED,
+    PAGES,
+    RENAMED,
+    SECTIONS,
+    TEMPLATES,
+    add_services,
+)
 from gpuspawner.core.errors import ConfigError
 from gpuspawner.core.scopes import (
     ACCOUNTING_SCOPES,
@@ -55,10 +64,8 @@ def role_of(c: Config, name: str) -> dict[str, Any]:
 
 
 def told(c: Config) -> dict[str, Any]:
-    """The settings that reach the service, but for where the hub's id is: it always does."""
-    found = dict(json.loads(service_of(c)["environment"]["GPUSPAWNER_CONFIG"]))
-    assert found.pop("GPUDatabase") == {"hub_id_file": c.GPUDatabase.hub_id_file}
-    return found
+    """The settings that reach the service."""
+    return dict(json.loads(service_of(c)["environment"]["GPUSPAWNER_CONFIG"]))
 
 
 def served(settings: dict[str, Any] | None = None, **words: Any) -> Config:
@@ -354,7 +361,6 @@ def test_service_gets_the_catalog_whose_images_it_prepulls(
             {"DockerSpawner": {"image": "lab:1"}, "GPUDockerSpawner": {"gpu_injection": "cdi"}},
             ("lab:1", "cdi"),
         ),
-        ({"GPUHealth": {"probe_image": "x"}, "DockerSpawner": {"image": "lab:1"}}, ("x", None)),
         ({"JupyterHub": {"spawner_class": "gpu-local"}}, (None, "process")),
         ({}, (None, None)),
     ],
@@ -362,8 +368,8 @@ def test_service_gets_the_catalog_whose_images_it_prepulls(
 def test_service_gets_probe_image_and_gpu_injection(
     settings: dict[str, Any], expected: tuple[str | None, str | None]
 ) -> None:
-    found = told(served(settings)).get("GPUHealth", {})
-    assert (found.get("probe_image"), found.get("probe_injection")) == expected
+    found = told(served(settings)).get("GPUDockerSpawner", {})
+    assert (found.get("image"), found.get("gpu_injection")) == expected
 
 
 def test_settings_of_every_plain_type_reach_the_service() -> None:
@@ -372,7 +378,7 @@ def test_settings_of_every_plain_type_reach_the_service() -> None:
     c.GPUCredits.opening_grant = "12.5"
     c.GPUDevices.source = Path("nvml")
     c.GPUCredits.charge_seconds = 5
-    c.Accounting.engines = {"docker"}
+    c.GPUSessions.warn_minutes = {5, 20}
     c.GPUNotifications.channels = {"mail": "mailto://mail.example?to={address}"}
     add_services(c)
 
@@ -380,7 +386,7 @@ def test_settings_of_every_plain_type_reach_the_service() -> None:
         "GPURates": {"by_model": {"*": 1, "A100": 4}},
         "GPUCredits": {"opening_grant": "12.5", "charge_seconds": 5},
         "GPUDevices": {"source": "nvml"},
-        "Accounting": {"engines": ["docker"]},
+        "GPUSessions": {"warn_minutes": [5, 20]},
         "GPUNotifications": {"channels": {"mail": "mailto://mail.example?to={address}"}},
     }
     c.GPURates.by_model.update({"T4": 2})
@@ -412,32 +418,25 @@ def test_service_gets_only_the_environment_variables_it_needs(
     assert all(isinstance(value, str) for value in environment.values())
 
 
-@pytest.mark.parametrize(
-    ("settings", "file"),
-    [
-        ({"JupyterHub": {"cookie_secret_file": "/srv/hub/secret"}}, "/srv/hub/gpuspawner_hub_id"),
-        ({"GPUDatabase": {"hub_id_file": "/etc/hub_id"}}, "/etc/hub_id"),
-    ],
-)
-def test_hub_id_file_follows_cookie_secret_or_setting(settings: dict[str, Any], file: str) -> None:
-    c = served(settings)
-    told(c)
-    assert c.GPUDatabase.hub_id_file == file
+def test_service_gets_the_hub_id_file_beside_the_cookie_secret() -> None:
+    c = served({"JupyterHub": {"cookie_secret_file": "/srv/hub/secret"}})
+    file = service_of(c)["environment"]["GPUSPAWNER_HUB_ID_FILE"]
+    assert file == "/srv/hub/gpuspawner_hub_id"
 
 
 def test_service_gets_every_config_section_it_reads() -> None:
     assert {*SECTIONS} == {each.__name__ for each in Accounting.classes} | {Accounting.__name__}
 
 
-@pytest.mark.parametrize("old", RENAMED)
+@pytest.mark.parametrize("old", (*RENAMED, *FIXED))
 def test_renamed_or_removed_setting_is_rejected(old: str) -> None:
     """traitlets says nothing of a section that no class reads."""
     section, _, name = old.partition(".")
     known = {each.__name__: each for each in Accounting.classes}
-    if new := RENAMED[old]:
-        now, _, trait = new.partition(".")
-        assert trait in known[now].class_trait_names(config=True)
-    with pytest.raises(
-        ConfigError, match=rf"c\.{old} is {f'c.{new}' if new else 'no longer a setting'}"
-    ):
+    new = RENAMED.get(old, old)
+    now, _, trait = new.partition(".")
+    exists = now in known and trait in known[now].class_trait_names(config=True)
+    assert exists is (new not in FIXED)
+    expected = f"c.{new} now" if exists else f"no longer a setting, {FIXED[new]}: leave it out"
+    with pytest.raises(ConfigError, match=re.escape(f"c.{old} is {expected}")):
         add_services(Config({section: {name: 1}}))

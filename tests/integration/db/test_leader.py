@@ -66,7 +66,8 @@ def test_hub_identity_is_created_once_and_private(
 def test_pages_and_spawners_share_services_and_identity(tmp_path: Path, database_url: str) -> None:
     """A page may be the first to ask: a catalog that is public, say."""
     file = tmp_path / "gpuspawner_hub_id"
-    config = Config({"GPUDatabase": {"url": database_url, "hub_id_file": str(file)}})
+    secret = {"cookie_secret_file": str(tmp_path / "secret")}
+    config = Config({"GPUDatabase": {"url": database_url}, "JupyterHub": secret})
     settings: dict[str, Any] = {"config": config, "log": logging.getLogger(__name__)}
     settings["users"] = SimpleNamespace(settings=settings)
     services = CatalogPages.of(settings).services

@@ -13,6 +13,7 @@ import pytest
 
 from gpuspawner.core.errors import NoDeviceFree
 from gpuspawner.devices.source import SamplingSource
+from gpuspawner.monitoring import health_service
 from gpuspawner.monitoring.health import SymptomWindow
 from gpuspawner.monitoring.health_service import FoundSymptoms
 from gpuspawner.monitoring.models import Sample
@@ -102,9 +103,10 @@ def test_quarantine_does_not_override_an_admin_drain(
 
 
 async def test_service_drains_probes_and_returns_sick_devices(
-    database_url: str, show: Callable[[str], object]
+    database_url: str, show: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    services = open_services(database_url, sick_quiet_minutes=0.005, **RATE)
+    monkeypatch.setattr(health_service, "QUIET_MINUTES", 0.005)
+    services = open_services(database_url, **RATE)
     source = services.watch.source
     assert isinstance(source, SamplingSource)
     sampler = source.sampler()

@@ -139,7 +139,7 @@ async def test_server_of_another_hub_is_left_alone(
     clock.now = datetime.now(timezone.utc) + timedelta(hours=1)
     engine = LocalEngine()
     assert theirs.id in {sighting.lease_id for sighting in engine.sightings()}
-    await make_tick(services, hub, engine, ask=["local"]).reconcile()
+    await make_tick(services, hub, engine).reconcile()
     assert process.poll() is None
     assert services.leases.get(ours.id).state is LeaseState.ENDED
 

@@ -10,7 +10,7 @@ from tests.support.brokers import Make
 
 @pytest.fixture
 def services(make: Make) -> Services:
-    made = make(folder_source="/srv/folders/{id}", most_folders=3, folder_quota=1)
+    made = make(folder_source="/srv/folders/{id}", folder_quota=1)
     for name in ("anna", "bert", "carl"):
         made.ledger.open_account(name)
     return made

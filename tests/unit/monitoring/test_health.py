@@ -29,7 +29,7 @@ from gpuspawner.monitoring.health import (
 from gpuspawner.monitoring.models import Condition, Sample
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
-POLICY = HealthPolicy(quiet=timedelta(minutes=10), most_falls=3)
+POLICY = HealthPolicy({}, quiet=timedelta(minutes=10), most_falls=3)
 
 
 def samples(count: int, since: datetime = NOW, **shows: Any) -> Iterator[Sample]:

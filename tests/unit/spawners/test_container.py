@@ -18,7 +18,14 @@ from gpuspawner.engines.injection import (
     without_gpus,
 )
 from gpuspawner.leases.models import Lease, LeasedDevice, ServerRef
-from gpuspawner.spawners.container import ULIMITS, ContainerSettings, build
+from gpuspawner.spawners.container import (
+    ULIMITS,
+    ContainerSettings,
+    MountedWorkspace,
+    Storage,
+    build,
+)
+from gpuspawner.storage.service import FolderMount
 from tests.support.leases import lease_of
 
 GIB = 2**30
@@ -271,6 +278,22 @@ def test_injection_modes_are_listed_best_first(info: dict[str, Any], ways: list[
     assert candidates(info) == ways
 
 
+@pytest.mark.parametrize(
+    ("workspace", "home"),
+    [
+        ("/home/jovyan/work", "/home/jovyan"),
+        ("/home/jovyan", "/home/jovyan"),
+        ("/home/rstudio/work/", "/home/rstudio"),
+    ],
+)
+def test_shared_folders_are_in_the_home_of_the_workspace(workspace: str, home: str) -> None:
+    unused: Any = dict.fromkeys(("services", "docker", "calls", "prepared", "log"))
+    folder = FolderMount("/srv/1", "Data", write=True, folder_id="1")
+    mounted = MountedWorkspace("", workspace)
+    storage = Storage(**unused, user="anna", workspace=mounted, folders=(folder,))
+    assert storage.binds() == [f"/srv/1:{home}/shared/Data:rw"]
+
+
 # Hardening.
 
 
@@ -295,8 +318,9 @@ def test_default_hardening_limits_the_container() -> None:
 
 
 def test_disabled_hardening_changes_nothing() -> None:
-    off = Hardening(capabilities=None, no_new_privileges=False, pids=0, memory=0, oom_score_adj=0)
-    assert harden({"CapAdd": ["SYS_PTRACE"]}, off) == {"CapAdd": ["SYS_PTRACE"]}
+    off = Hardening(capabilities=None, no_new_privileges=False, pids=0, memory=0)
+    admins = {"CapAdd": ["SYS_PTRACE"], "OomScoreAdj": 0}
+    assert harden(admins, off) == admins
 
 
 ALL_KEPT = sorted(["SYS_PTRACE", *KEPT_CAPABILITIES])
