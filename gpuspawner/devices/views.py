@@ -12,15 +12,6 @@ from ..core.text import LONGEST_REASON
 from ..web import view_models
 from ..web.pages import FormPage
 
-DONE = {
-    "drain": "The GPU is drained: no new session starts on it.",
-    "drain-machine": "The whole machine is drained: no new session starts on its GPUs.",
-    "undrain": "The GPU is given out again.",
-    "undrain-machine": "The whole machine is given out again.",
-    "nothing": "It was so already: nothing was changed.",
-}
-"""Messages after a change."""
-
 
 class DevicesPage(FormPage):
     """Every GPU with its state and its session, and the forms that drain it and end the drain."""
@@ -47,7 +38,7 @@ class DevicesPage(FormPage):
             open_devices=[view for view in overview.devices if view.device.uuid not in closed],
             machines=any(view.machine for view in overview.devices),
             now=self.services.clock(),
-            done=DONE.get(self.get_query_argument("done", ""), ""),
+            done=self.get_query_argument("done", ""),
             refusal=refusal,
             device=device,
             reason=reason,
@@ -72,17 +63,14 @@ class DevicesPage(FormPage):
             done = await self.services.run(change, device, actor=self.user, reason=reason)
         except CannotDrain as refusal:
             known = refusal.fields["device"]
-            facts = [("GPU", f"{known.index}: {known.model}"), ("Reason", reason or "none")]
-            self.ask(
-                f"Drain GPU {known.index} anyway?",
-                facts,
+            self.confirm(
+                "drain",
                 action="devices",
-                button="Drain anyway",
                 back="devices",
                 fields={"device": known.uuid, "reason": reason, "drained": "yes"},
-                note=refusal.message,
-                danger=True,
-                here="devices",
+                device=known,
+                reason=reason,
+                late=refusal.message,
             )
             return
         except GPUSpawnerError as refusal:

@@ -23,17 +23,6 @@ from .repository import Folder, Workspace
 from .rules import LONGEST
 from .service import MeasuredSize
 
-DONE = {
-    "made": "The folder is made: your next server has it.",
-    "invite": "They are invited.",
-    "accept": "The folder is yours to use: your next server has it.",
-    "leave": "You have left the folder.",
-    "uninvite": "Their next server will no longer have it.",
-    "hand-on": "The folder has a new owner.",
-    "delete": "The folder is deleted. An admin can bring it back.",
-    "restore": "The folder is back.",
-}
-
 
 class FoldersPage(FormPage):
     """The member's folders and invitations, and the form for a new folder."""
@@ -54,7 +43,7 @@ class FoldersPage(FormPage):
             had=had,
             offered=offered,
             others=[f for f in everybody if f.owner != self.user or f.deleted_at or f.left_at],
-            done=DONE.get(self.get_query_argument("done", ""), ""),
+            done=self.get_query_argument("done", ""),
             refusal=refusal,
             typed=typed,
             longest=LONGEST,
@@ -98,36 +87,19 @@ class FolderPage(FoldersPage):
         self.go(f"folders?done={action}")
 
     def _ask(self, folder: Folder, action: str, sent: Any) -> None:
-        member = getattr(sent, "member", "")[:255]
-        facts = [("Folder", folder.name), ("Owner", folder.owner)]
-        titles = {
-            "leave": "Leave this folder?",
-            "hand-on": f"Make {member or 'nobody'} its owner?",
-            "delete": "Delete this folder?",
-            "uninvite": f"Share it with {member or 'nobody'} no more?",
-        }
-        notes = {
-            "leave": "The files stay with the others. Only its owner can invite you again.",
-            "hand-on": "Only the owner invites members and deletes the folder.",
-            "delete": f"Nobody has it any more from their next server on: {_count(folder)}. "
-            "The files are kept until an admin removes them.",
-            "uninvite": "A server of theirs that runs has it until it stops.",
-        }
-        fields = {"member": member}
+        fields = {"member": getattr(sent, "member", "")[:255]}
         if action == "delete":
             fields["name"] = sent.name
             if sent.name != folder.name:
                 raise FolderRefused(why=f"to delete it, write its name, {folder.name}")
-        self.ask(
-            titles[action],
-            facts,
+        self.confirm(
+            "folder",
             action=f"folders/{folder.id}/{action}",
-            button={"leave": "Leave it", "delete": "Delete it"}.get(action, "Yes"),
             back="folders",
             fields=fields,
-            note=notes[action],
-            danger=action in ("delete", "leave"),
-            here="files",
+            change=action,
+            folder=folder,
+            member=fields["member"],
         )
 
 
@@ -164,11 +136,6 @@ def change_of(
         case _:
             handler.need_admin()
             return partial(shared.bring_back, folder.id, actor=actor)
-
-
-def _count(folder: Folder) -> str:
-    others = sum(some.accepted_at is not None for some in folder.members)
-    return "nobody else has it" if not others else f"{others} other{'s' if others > 1 else ''}"
 
 
 ID = "([0-9a-f]{16})"
@@ -303,12 +270,6 @@ WORKSPACES = 200
 LONGEST_SOURCE = 4096
 """Characters of a directory's path."""
 
-WORKSPACES_DONE = {
-    "unlocked": "The workspace can be used again.",
-    "nothing": "It was not locked: nothing was changed.",
-}
-"""Messages after a change."""
-
 
 class WorkspacesPage(FormPage):
     """Every member's workspace with its size, last use and last archive, for admins."""
@@ -335,7 +296,7 @@ class WorkspacesPage(FormPage):
             found=found[:WORKSPACES],
             count=len(found),
             used=sum(some.used or 0 for some in found),
-            done=WORKSPACES_DONE.get(self.get_query_argument("done", ""), ""),
+            done=self.get_query_argument("done", ""),
             refusal=refusal,
             xsrf=self.xsrf,
         )
@@ -357,17 +318,12 @@ class UnlockWorkspacePage(WorkspacesPage):
         if (some := known.get(source)) is None:
             await self.show_workspaces(UnknownWorkspace(name=source[:300]))
         elif some.busy and not self.confirmed:
-            self.ask(
-                "Unlock this workspace?",
-                [("Workspace", source), ("Member", some.user), ("Locked", some.busy)],
+            self.confirm(
+                "unlock",
                 action="workspaces/unlock",
-                button="Unlock it",
                 back="workspaces",
                 fields={"workspace": source},
-                note="Only if what locked it was interrupted. If that still goes on, a server would"
-                " use the files at the same time.",
-                danger=True,
-                here="workspaces",
+                workspace=some,
             )
         else:
             done = await self.services.run(storage.free_workspace, source, actor=self.actor)

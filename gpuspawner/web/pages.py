@@ -450,10 +450,6 @@ class FormPage(Page):
         sent = {"key": secrets.token_hex(8), **(fields or {}), "confirm": "yes"}
         self.show(f"confirm/{question}.html", fields=sent, xsrf=self.xsrf, **values)
 
-    def ask(self, title: str, facts: Sequence[tuple[str, str]], **values: Any) -> None:
-        """Show a question that has no template of its own; see :meth:`confirm`."""
-        self.confirm("base", title=title, facts=facts, **values)
-
     def go(self, path: str) -> None:
         """Redirect to another page of the service after a change."""
         self.redirect(self.context.prefix + path, status=303)
