@@ -370,7 +370,7 @@ def test_use_report_shows_idle_time_to_admins_only(
 ) -> None:
     page = words(ask(scene.hub, ADMIN, past + "used"))
     assert "bob 1 8.00 0.30 5.70 5 % ada 1 4.00 2.85 0.15 95 %" in page
-    total = "All together 2 12.00 3.15 5.85 35 %"
+    total = "Total 2 12.00 3.15 5.85 35 %"
     assert f"{total} Batch jobs had 2.00 more GPU hours" in page
     for size in (WIDE, PHONE):
         picture(browser, scene.hub, past + "used", f"used-{size['width']}", size)

@@ -83,7 +83,7 @@ def test_lost_device_is_granted_only_after_recovery(hub: GPUHub, fleet: Path) ->
     nvml.write_fleet(fleet, sick)
     wait_for(lambda: "0 of 1 GPU free" in form_text(hub, "member2"), "the form to say so")
     number = FLEET.index(free)
-    said = f"1 GPU does not respond and is out of service: GPU {number} (NVIDIA A100-SXM4-80GB)."
+    said = f"1 GPU does not answer and is out of service: GPU {number} (NVIDIA A100-SXM4-80GB)."
     assert said in form_text(hub, "member2")
     refused = hub.spawn("member2", {"gpus": 1, "wait": "no"})
     assert refused.status_code == 409

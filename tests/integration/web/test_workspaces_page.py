@@ -44,7 +44,7 @@ def test_running_server_and_former_member_are_marked(site: Site) -> None:
     services.members.membership_ended("ada", "the course is over", actor="kim")
     html = site.service(ADMIN, "workspaces")
     page = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
-    assert "ada no member any more" in page and "bob no member" not in page
+    assert "ada no longer a member" in page and "bob no longer" not in page
     assert page.count("server runs") == 1 and "/services/gpu/leases/" in html
 
 
