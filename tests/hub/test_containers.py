@@ -164,7 +164,7 @@ def test_only_server_over_its_disk_limit_is_stopped(hub: GPUHub, services: Servi
     write(hub, "bob", "/home/jovyan/work/large", 100)  # his workspace is no part of it
     write(hub, "bob", "/tmp/large", 50)
     warned = wait_for(lambda: told("bob").get(NoticeKind.DISK_LOW), "the warning", timeout=30)
-    assert "wrote 50 MB of 60 MB into its own container" in warned
+    assert "Its container uses 50 MB of 60 MB" in warned
     assert "beyond 60 MB, it is stopped. Write large files to /home/jovyan/work" in warned
     assert hub.open_leases("bob") == [lease] or not hub.open_leases("bob")[0].outcome
 

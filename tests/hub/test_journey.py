@@ -323,7 +323,7 @@ def test_member_can_stop_a_start_on_the_pending_page(browser: Browser, hub: GPUH
     hub.stop_server("member5")
     assert not hub.leases("member4")
 
-    page.get_by_role("link", name="Home", exact=True).click()
+    page.get_by_role("link", name="Home", exact=True).first.click()
     page.get_by_role("button", name="Start My Server").click()
     start(page, "An environment that takes long")
     assert clicks.count <= 9, "who waits, leaves and returns"
@@ -371,7 +371,7 @@ def test_home_says_that_the_credits_ran_out(browser: Browser, hub: GPUHub) -> No
 
     page.goto(f"{hub.url}/hub/home")
     wait_for(lambda: not hub.open_leases("member7"), "the end of the session", timeout=120)
-    page.get_by_role("link", name="Home", exact=True).click()
+    page.get_by_role("link", name="Home", exact=True).first.click()
     expect(page.get_by_role("status").first).to_contain_text("Your server was stopped at")
     expect(page.get_by_role("status").first).to_contain_text("the credits ran out")
     look_over(page, "journey-12-ran-out", accessible=False)
