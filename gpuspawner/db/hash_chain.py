@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime
 from hashlib import sha256
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from ..leases.models import LeasedDevice
 from ..ledger.models import Transfer, member_account
-from .schema import audit, chain, lease_places, leases, postings, renames, transfers
+from .schema import as_text, audit, chain, lease_places, leases, postings, renames, transfers
 
 _ALL = sa.select(renames).order_by(renames.c.id.desc())
 
@@ -158,13 +158,7 @@ def newest_link(connection: sa.Connection) -> str | None:
 
 def link_transfers(before: str | None, some: Iterable[Transfer]) -> str:
     """Return the link of transfers posted together; ``before`` is the newest in the ledger."""
-    texts: dict[datetime, str] = {}  # those of one charge have the same time
-    facts = []
-    for transfer in some:
-        if (at := texts.get(transfer.at)) is None:
-            at = texts[transfer.at] = transfer.at.isoformat()
-        facts.append(_transfer_facts(transfer, at))
-    return _link(before or FIRST, *facts)
+    return _link(before or FIRST, *[_transfer_facts(transfer) for transfer in some])
 
 
 def seal_change(connection: sa.Connection, line: int, row: Sequence[Any]) -> None:
@@ -336,24 +330,23 @@ def _hash(text: str) -> str:
 
 def _facts(values: Iterable[Any]) -> str:
     """Return ascii() of the tuple, with times as ISO 8601 in UTC; JSON would take far longer."""
-    return ascii(tuple(_plain(value) for value in values))
+    return ascii(tuple(_iso(each) if isinstance(each, datetime) else each for each in values))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return value.astimezone(timezone.utc).isoformat()
-    return value
+def _iso(at: datetime) -> str:
+    """Return a time as ISO 8601 in UTC, from the text that SQLite has just got of it."""
+    return str(as_text(at)).replace(" ", "T").removesuffix(".000000") + "+00:00"
 
 
-def _transfer_facts(transfer: Transfer, at: str) -> str:
-    """Return the same as :func:`_facts` of the row and its postings; ``at`` is its time as text.
+def _transfer_facts(transfer: Transfer) -> str:
+    """Return the same as :func:`_facts` of the row and its postings.
 
     Formatted field by field, which takes half the time.
     """
     lines = ", ".join([f"({each.account!a}, {each.amount})" for each in transfer.postings])
     return (
-        f"({transfer.id!a}, {transfer.key!a}, {transfer.kind.value!a}, "
-        f"{at!a}, {transfer.actor!a}, {transfer.reason!a}, "
+        f"({transfer.id!a}, {transfer.key!a}, '{transfer.kind.value}', "
+        f"'{_iso(transfer.at)}', {transfer.actor!a}, {transfer.reason!a}, "
         f"{transfer.lease_id!a}, [{lines}])"
     )
 
