@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime
 from hashlib import sha256
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -22,8 +22,9 @@ import sqlalchemy as sa
 
 from ..leases.models import LeasedDevice
 from ..ledger.models import Transfer, member_account
-from .schema import audit, chain, lease_places, leases, postings, renames, transfers
+from .schema import as_text, audit, chain, lease_places, leases, postings, renames, transfers
 
+_EMPTY = sha256()
 _ALL = sa.select(renames).order_by(renames.c.id.desc())
 
 
@@ -158,12 +159,11 @@ def newest_link(connection: sa.Connection) -> str | None:
 
 def link_transfers(before: str | None, some: Iterable[Transfer]) -> str:
     """Return the link of transfers posted together; ``before`` is the newest in the ledger."""
-    texts: dict[datetime, str] = {}  # those of one charge have the same time
-    facts = []
+    at, text, facts = None, "", []
     for transfer in some:
-        if (at := texts.get(transfer.at)) is None:
-            at = texts[transfer.at] = transfer.at.isoformat()
-        facts.append(_transfer_facts(transfer, at))
+        if transfer.at != at:  # those of one charge have the same time
+            at, text = transfer.at, _iso(transfer.at)
+        facts.append(_transfer_facts(transfer, text))
     return _link(before or FIRST, *facts)
 
 
@@ -331,18 +331,19 @@ def _link(before: str, *parts: str) -> str:
 
 
 def _hash(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
+    made = _EMPTY.copy()  # for a new one, OpenSSL looks the algorithm up
+    made.update(text.encode())
+    return made.hexdigest()
 
 
 def _facts(values: Iterable[Any]) -> str:
     """Return ascii() of the tuple, with times as ISO 8601 in UTC; JSON would take far longer."""
-    return ascii(tuple(_plain(value) for value in values))
+    return ascii(tuple(_iso(each) if isinstance(each, datetime) else each for each in values))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return value.astimezone(timezone.utc).isoformat()
-    return value
+def _iso(at: datetime) -> str:
+    """Return a time as ISO 8601 in UTC, from the text that SQLite has just got of it."""
+    return str(as_text(at)).replace(" ", "T").removesuffix(".000000") + "+00:00"
 
 
 def _transfer_facts(transfer: Transfer, at: str) -> str:
@@ -352,8 +353,8 @@ def _transfer_facts(transfer: Transfer, at: str) -> str:
     """
     lines = ", ".join([f"({each.account!a}, {each.amount})" for each in transfer.postings])
     return (
-        f"({transfer.id!a}, {transfer.key!a}, {transfer.kind.value!a}, "
-        f"{at!a}, {transfer.actor!a}, {transfer.reason!a}, "
+        f"({transfer.id!a}, {transfer.key!a}, '{transfer.kind.value}', "
+        f"'{at}', {transfer.actor!a}, {transfer.reason!a}, "
         f"{transfer.lease_id!a}, [{lines}])"
     )
 

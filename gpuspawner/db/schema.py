@@ -62,13 +62,23 @@ class UTCDateTime(TypeDecorator[datetime]):
         return value.astimezone(timezone.utc)
 
 
+_newest: tuple[datetime | None, str] = (None, "")
+
+
 def as_text(value: datetime | None) -> str | None:
-    """Format as SQLAlchemy's own type for SQLite does: ``2026-11-01 12:00:00.000000``."""
+    """Format as SQLAlchemy's own type for SQLite does: ``2026-11-01 12:00:00.000000``.
+
+    The newest text is kept, because a transaction writes the same moment several times.
+    """
+    global _newest
     if value is None:
         return None
-    if value.tzinfo is not timezone.utc:
-        value = _in_utc(value)
-    return value.isoformat(" ", "microseconds")[:26]  # without its +00:00
+    at, text = _newest
+    if value != at:
+        utc = value if value.tzinfo is timezone.utc else _in_utc(value)
+        text = utc.isoformat(" ", "microseconds")[:26]  # without its +00:00
+        _newest = value, text
+    return text
 
 
 def from_text(value: str | None) -> datetime | None:

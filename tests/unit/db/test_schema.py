@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite
 
-from gpuspawner.db.schema import UTCDateTime
+from gpuspawner.db.schema import UTCDateTime, as_text
 
 EXACT = datetime(2025, 3, 1, 7, 0, 0, 123456, tzinfo=timezone(timedelta(hours=-5)))
 
@@ -33,3 +33,10 @@ def test_sqlite_times_match_the_sqlalchemy_format(moment: datetime) -> None:
     assert back("2025-03-01 12:00:00") == datetime(2025, 3, 1, 12, tzinfo=timezone.utc)
     with pytest.raises(ValueError, match="carry a time zone"):
         ours(plain)
+
+
+def test_each_time_has_its_own_text() -> None:
+    """The newest text is kept: another time, or the same one of another zone, comes out right."""
+    utc = EXACT.astimezone(timezone.utc)
+    for moment in (EXACT, utc, utc, utc + timedelta(microseconds=1), EXACT):
+        assert as_text(moment) == moment.astimezone(timezone.utc).isoformat(" ")[:26]
