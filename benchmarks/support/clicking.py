@@ -10,7 +10,7 @@ from datetime import datetime
 
 from playwright.sync_api import Browser, BrowserContext, Page, TimeoutError, ViewportSize
 
-from tests.support.browser import ARGUMENTS, chromium
+from tests.support.browser import ARGUMENTS, chromium, environment
 from tests.support.engine import PrivateEngine
 from tests.support.hub import USER_PASSWORD, HubProcess
 from tests.support.processes import wait_for
@@ -55,7 +55,11 @@ def sign_in(browser: Browser, hub: HubProcess, user: str, profile: str = "") -> 
     size: ViewportSize = {"width": 1280, "height": 800}
     if profile:
         context = browser.browser_type.launch_persistent_context(
-            profile, executable_path=chromium(), args=list(ARGUMENTS), viewport=size
+            profile,
+            executable_path=chromium(),
+            args=list(ARGUMENTS),
+            env=dict(environment()),
+            viewport=size,
         )
     else:
         context = browser.new_context(viewport=size)

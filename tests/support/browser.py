@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,8 +12,8 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from tests.support import parts
-from tests.support.processes import REPO
+from tests.support import c_library, parts
+from tests.support.processes import REPO, kept_dir
 
 RESULTS = REPO / "test-results"
 ARGUMENTS = (
@@ -35,6 +37,16 @@ def chromium() -> str:
     raise RuntimeError("no Chromium is installed: run scripts/test_parts.sh")
 
 
+def environment() -> dict[str, str]:
+    """What to set for a browser that hears nothing of network interfaces; why, the source says."""
+    source = Path(__file__).with_name("no_netlink.c")
+    folder = kept_dir() / f"no-netlink-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
+    library = folder / "no_netlink.so"
+    if not library.exists():
+        c_library.build(folder, library.name, source)
+    return os.environ | {"LD_PRELOAD": str(library)}
+
+
 @contextmanager
 def open_browser() -> Iterator[Browser]:
     """A headless browser.
@@ -44,7 +56,9 @@ def open_browser() -> Iterator[Browser]:
     """
     parts.require("browser")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium(), args=list(ARGUMENTS))
+        browser = playwright.chromium.launch(
+            executable_path=chromium(), args=list(ARGUMENTS), env=dict(environment())
+        )
         browser.on("context", _be_patient)
         try:
             yield browser

@@ -7,13 +7,12 @@ The fleet may be rewritten at any time; the program's next call sees the new one
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from tests.support import c_library
 
 SOURCE = Path(__file__).with_name("nvml_standin.c")
 LIBRARY = "libnvidia-ml.so.1"
@@ -111,27 +110,13 @@ def mig_gpu(*slots: int, **fields: Any) -> GPU:
 
 
 def build_nvml_library(directory: Path) -> Path:
-    """Compile the stand-in into ``directory`` and return the library's path.
-
-    Needs a C compiler: ``$CC``, ``cc``, ``gcc``, ``clang``, or the package ``ziglang``.
-    """
-    return _build(directory, LIBRARY, SOURCE)
+    """Compile the stand-in into ``directory`` and return the library's path."""
+    return c_library.build(directory, LIBRARY, SOURCE)
 
 
 def build_cuda_library(directory: Path) -> Path:
     """Compile the stand-in for CUDA's own library; what it does, its source says."""
-    return _build(directory, CUDA_LIBRARY, CUDA_SOURCE)
-
-
-def _build(directory: Path, name: str, source: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    library = directory / name
-    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-pthread", f"-Wl,-soname,{name}"]
-    command = [*_compiler(), *flags, "-o", str(library), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return library
+    return c_library.build(directory, CUDA_LIBRARY, CUDA_SOURCE)
 
 
 def write_fleet(
@@ -195,13 +180,3 @@ def environment(library: Path, fleet: Path) -> dict[str, str]:
 
 def _rules(kind: str, rules: Mapping[str, int]) -> list[str]:
     return [f"{kind} {function} {value}" for function, value in rules.items()]
-
-
-def _compiler() -> list[str]:
-    for name in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
-        if name and shutil.which(name):
-            return [name]
-    zig = [sys.executable, "-m", "ziglang", "cc"]
-    if subprocess.run([*zig, "--version"], capture_output=True).returncode == 0:
-        return zig
-    raise RuntimeError("The NVML stand-in needs a C compiler: install gcc, or pip install ziglang.")
