@@ -149,7 +149,7 @@ def _look(connect: Connect, images: Iterable[str]) -> dict[str, ImageState] | No
 
 
 def _offer(connect: Connect, image: str) -> tuple[str, str]:
-    """Return the digest that the registry has now, and if there is none, why."""
+    """Return the digest that the registry has now; or, without one, the reason."""
     try:
         with closing(connect(REGISTRY_SECONDS)) as client:
             return offered_digest(client, image), ""

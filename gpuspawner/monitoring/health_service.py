@@ -53,7 +53,7 @@ longer pays again."""
 QUIET_MINUTES = 10.0
 """Without symptoms before a sick device is probed: a driver's reset and what follows are over."""
 
-MOST_FALLS = 3
+MOST_RELAPSES = 3
 """With so many relapses, each within a day of the one before, a device needs an admin."""
 
 
@@ -130,7 +130,7 @@ class GPUHealth(LoggingConfigurable):
             actions = checked_actions(self.actions)
         except (ValueError, AttributeError, TypeError) as error:
             raise ConfigError(what=f"c.GPUHealth.actions: {error}") from None
-        return HealthPolicy(actions, timedelta(minutes=QUIET_MINUTES), MOST_FALLS)
+        return HealthPolicy(actions, timedelta(minutes=QUIET_MINUTES), MOST_RELAPSES)
 
 
 @dataclass(eq=False)

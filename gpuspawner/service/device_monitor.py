@@ -359,11 +359,11 @@ KEEP_MINUTES = timedelta(days=14)
 """How long use is kept by the minute: long enough to look into last week's complaint."""
 KEEP_HOURS = timedelta(days=400)
 """How long use is kept by the hour: a year and the month to compare it with."""
-CONTAINERS_EVERY = 45.0
+CONTAINERS_SECONDS = 45.0
 """Seconds between two checks whether containers reach their GPUs, each a process in a container."""
 
 
-PROCESSES_EVERY = 60.0
+PROCESSES_SECONDS = 60.0
 """Seconds between two lists of the processes on a GPU, the driver's slowest query."""
 
 
@@ -386,7 +386,7 @@ class GPUSampler:
         """Sample devices, and check containers, until cancelled."""
         rounds: list[Round] = [
             (2.0, "Restarts", RestartDuty(tick).round),
-            (CONTAINERS_EVERY, "GPUs in containers", GPULossDuty(tick, poke).round),
+            (CONTAINERS_SECONDS, "GPUs in containers", GPULossDuty(tick, poke).round),
         ]
         await side_by_side(
             supervisor.keep("Use of GPUs", partial(self.remember_use, tick)),
@@ -399,7 +399,7 @@ class GPUSampler:
         source = services.watch.source
         if not self.monitoring.sample_seconds or not isinstance(source, SamplingSource):
             return
-        sampler = source.sampler(PROCESSES_EVERY)
+        sampler = source.sampler(PROCESSES_SECONDS)
         sampling = Sampling(sampler, services.clock, self.monitoring.sample_seconds, tick.log)
         self.samples = sampling
         catalog = getattr(self, "catalog", "")  # of the images that are prefetched, if any

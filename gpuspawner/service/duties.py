@@ -254,7 +254,7 @@ class SessionDuty(TickDuty):
         return known
 
 
-CLUSTER_EVERY = 60.0
+CLUSTER_SECONDS = 60.0
 """Seconds between two looks at a cluster's members and batch jobs: soon enough for people, and asks
 little of Slurm. What jobs cost does not depend on it."""
 AUDIT_EVERY = timedelta(days=1)
@@ -267,7 +267,7 @@ def cluster_rounds(tick: Tick) -> list[Round]:
     """Return these duties; none without a cluster."""
     if not tick.services.settings.slurm.cluster_file:
         return []
-    duties, every = ClusterDuty(tick), CLUSTER_EVERY
+    duties, every = ClusterDuty(tick), CLUSTER_SECONDS
     return [
         (every, "Members in Slurm", duties.members),
         (every, "Batch jobs", duties.jobs),

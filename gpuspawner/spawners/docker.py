@@ -779,13 +779,14 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         await self.cleared()
         if not self.touched and self.pending != "spawn":
             return 0  # refused before anything was created
+        asked_at = self.services.clock()  # it may have ended by the time that the answer is here
         try:
             status = await super().poll()
         except ENGINE_ERRORS as error:
             self.log.warning("Cannot see whether %s lives: %s", self.server_ref, error)
             return None
         if status is None:
-            self.seen_alive_at = self.services.clock()
+            self.seen_alive_at = asked_at
         return status
 
     async def prove_gone(self) -> ExitStatus:

@@ -6,9 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from traitlets.config import Config
 
 from gpuspawner.cli.hub import open_hub
+from tests.support.brokers import Clock
 from tests.support.engine import PrivateEngine
 
 
@@ -50,3 +52,27 @@ async def test_engine_call_runs_without_being_awaited(
     while not call.done():
         await asyncio.sleep(0.01)
     assert clean_engine.client.inspect_volume("made-by-a-hook")["Name"] == "made-by-a-hook"
+
+
+async def test_server_was_seen_alive_when_the_engine_was_asked(
+    clean_engine: PrivateEngine, images: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when it answered: a server that ends meanwhile would be charged for the time since."""
+    spawner = spawner_on(clean_engine, tmp_path)
+    made = clean_engine.client.create_container(images.SILENT, name=spawner.object_name)
+    clean_engine.client.start(made)
+    spawner.touched = True
+    clock = Clock()
+    monkeypatch.setattr(spawner.services, "clock", clock)
+    ask = spawner.get_object
+
+    async def answer_late() -> Any:
+        found = await ask()
+        clock.forward(minutes=1)
+        return found
+
+    monkeypatch.setattr(spawner, "get_object", answer_late)
+    asked_at = clock()
+    assert await spawner.poll() is None
+    assert clock() > asked_at
+    assert spawner.seen_alive_at == asked_at

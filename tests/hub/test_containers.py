@@ -27,7 +27,7 @@ from tests.support.processes import environment_of, free_port, wait_for
 
 CONFIG = """
 c.Accounting.reconcile_seconds = 3
-service_constants["gpuspawner.service.device_monitor.CONTAINERS_EVERY"] = 1
+service_constants["gpuspawner.service.device_monitor.CONTAINERS_SECONDS"] = 1
 c.Spawner.poll_interval = 3600  # only the accounting service looks for servers that are gone
 c.GPUDockerSpawner.disk_limit = "60M"
 c.GPUDockerSpawner.workspace = "disk-{{username}}"

@@ -55,7 +55,7 @@ ENVIRONMENTS = f"""  - slug: days
 
 CONFIG = """
 c.GPUCredits.grace_seconds = 2
-service_constants["gpuspawner.service.duties.CLUSTER_EVERY"] = 5
+service_constants["gpuspawner.service.duties.CLUSTER_SECONDS"] = 5
 c.GPUQueue.group_weights = {"research": 3}
 c.JupyterHub.load_groups = {"research": {"users": ["zoe"]}}
 """

@@ -1,6 +1,6 @@
 """``python -m tests.support.service_constants JSON``: the accounting service with other constants.
 
-The JSON object has their values by name, such as ``gpuspawner.service.duties.CLUSTER_EVERY``.
+The JSON object has their values by name, such as ``gpuspawner.service.duties.CLUSTER_SECONDS``.
 """
 
 from __future__ import annotations

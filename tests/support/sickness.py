@@ -50,7 +50,7 @@ def trail(services: Services) -> list[tuple[str, str, str]]:
 
 def fall_sick_and_recover(ready: Connection, url: str, clock: Clock) -> None:
     """For ever: somebody gets a device, it falls sick, they stop, it is probed and given out."""
-    health_service.MOST_FALLS = 1_000_000_000  # in a process of its own
+    health_service.MOST_RELAPSES = 1_000_000_000  # in a process of its own
     services = open_services(url, clock, **RATE)
     uuid = services.devices.look().devices[0].uuid
     ready.send("ready")
