@@ -14,6 +14,7 @@ import pytest
 from gpuspawner.engines.local import LEASE_VARIABLE
 from gpuspawner.leases.models import Lease
 from gpuspawner.services import Services
+from tests.support import rounds
 from tests.support.brokers import Clock, Make, open_services, problems
 from tests.support.rounds import ScriptedHub
 
@@ -52,6 +53,22 @@ def make(database_url: str, clock: Clock, failed: set[str]) -> Iterator[Make]:
     assert opened
     assert problems(opened[0].store, failed=failed) == []
     opened[0].store.close()  # brokers on one database share it
+
+
+@pytest.fixture
+def fresh(new_file: Callable[[], str]) -> Iterator[Callable[..., Services]]:
+    """Open services on a store of their own, for each example of a property; closes the last."""
+    opened: list[Services] = []
+
+    def make(**settings: Any) -> Services:
+        while opened:
+            opened.pop().store.close()
+        opened.append(rounds.open_services(new_file(), Clock(), opening_grant=1000, **settings))
+        return opened[0]
+
+    yield make
+    for services in opened:
+        services.store.close()
 
 
 @pytest.fixture

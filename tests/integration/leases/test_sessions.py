@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,22 +36,6 @@ from tests.support.tier import Rounds, examples
 def services(make: Make) -> Services:
     """Two A100 at 4 credits an hour and a T4 at 1; everybody has 1,000 credits."""
     return make(**{**SITE, "opening_grant": 1000})
-
-
-@pytest.fixture
-def fresh(new_file: Callable[[], str]) -> Iterator[Callable[[], Services]]:
-    """New services, on a store of their own."""
-    opened: list[Services] = []
-
-    def make() -> Services:
-        while opened:
-            opened.pop().store.close()
-        opened.append(open_services(new_file(), Clock(), opening_grant=1000))
-        return opened[0]
-
-    yield make
-    for services in opened:
-        services.store.close()
 
 
 def from_the_queue(services: Services, user: str) -> Lease:
@@ -257,7 +241,7 @@ def test_clock_set_back_repeats_no_warning_nor_ends_early(services: Services, cl
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(0, 1200), max_size=10), st.integers(1, 7200))
 def test_session_warnings_come_in_order_before_the_end(
-    fresh: Callable[[], Services], pauses: list[float], seconds: int
+    fresh: Callable[..., Services], pauses: list[float], seconds: int
 ) -> None:
     """However late or often somebody looks, and however long the session is."""
     services = fresh()
@@ -467,7 +451,7 @@ steps = st.lists(
 @settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
 def test_extension_never_delays_a_planned_start(
-    fresh: Callable[[], Services], steps: list[tuple[str, int, float]]
+    fresh: Callable[..., Services], steps: list[tuple[str, int, float]]
 ) -> None:
     """Whatever was asked, ended and extended before: every promise is kept, all in the store."""
     services = fresh()

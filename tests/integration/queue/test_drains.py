@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import pytest
@@ -15,7 +15,6 @@ from gpuspawner.leases.models import Lease
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock, Make
-from tests.support.rounds import open_services
 from tests.support.sessions import ask, line_up
 from tests.support.tier import examples
 
@@ -106,22 +105,6 @@ def test_extension_does_not_count_on_a_drained_device(make: Make, clock: Clock) 
         services.extensions.extend(second.id, actor="bob")
 
 
-@pytest.fixture
-def fresh(new_file: Callable[[], str]) -> Iterator[Callable[[], Services]]:
-    opened: list[Services] = []
-
-    def make() -> Services:
-        while opened:
-            opened.pop().store.close()
-        source = "simulated:3xA100-80GB,1xT4"
-        opened.append(open_services(new_file(), Clock(), opening_grant=1000, device_source=source))
-        return opened[0]
-
-    yield make
-    for services in opened:
-        services.store.close()
-
-
 @settings(
     max_examples=examples(30),
     deadline=None,
@@ -134,11 +117,11 @@ def fresh(new_file: Callable[[], str]) -> Iterator[Callable[[], Services]]:
     drains=st.lists(st.integers(0, 3), max_size=4),
 )
 def test_accepted_drain_keeps_every_latest_start(
-    fresh: Callable[[], Services],
+    fresh: Callable[..., Services],
     asked: list[tuple[int, int | None]],
     drains: list[int],
 ) -> None:
-    services = fresh()
+    services = fresh(device_source="simulated:3xA100-80GB,1xT4")
     clock = Clock.of(services)
     for number, (devices, seconds) in enumerate(asked):
         clock.forward(minutes=1)

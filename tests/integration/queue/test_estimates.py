@@ -4,7 +4,7 @@ estimator, SQLite."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import pytest
@@ -20,7 +20,6 @@ from gpuspawner.queue.positions import Outlook
 from gpuspawner.queue.schemas import TicketAnswer
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make, running
-from tests.support.rounds import open_services
 from tests.support.sessions import ask, line_up
 from tests.support.tier import examples
 
@@ -259,22 +258,6 @@ def test_drained_device_is_promised_to_nobody(make: Make, clock: Clock) -> None:
     assert outlook(services, clock, ONE).latest == now + 4 * HOUR
 
 
-@pytest.fixture
-def fresh(new_file: Callable[[], str]) -> Iterator[Callable[[], Services]]:
-    """New services with two A100 and a T4, on a store of their own."""
-    opened: list[Services] = []
-
-    def make() -> Services:
-        while opened:
-            opened.pop().store.close()
-        opened.append(open_services(new_file(), Clock(), opening_grant=1000))
-        return opened[0]
-
-    yield make
-    for services in opened:
-        services.store.close()
-
-
 waits = st.lists(
     st.tuples(
         st.sampled_from(["start", "wait", "end", "leave"]),
@@ -289,7 +272,7 @@ waits = st.lists(
 @settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(waits, st.integers(1, 2), st.sampled_from([None, 3600]))
 def test_all_places_state_the_expected_start_of_the_ticket_that_follows(
-    fresh: Callable[[], Services],
+    fresh: Callable[..., Services],
     steps: list[tuple[str, int, int | None, int]],
     devices: int,
     seconds: int | None,
