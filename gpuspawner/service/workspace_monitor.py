@@ -35,14 +35,18 @@ class WorkspaceDuty(TickDuty):
     def __init__(self, tick: Tick, engine: DockerEngine) -> None:
         super().__init__(tick)
         self.engine = engine
+        self._under_way = set[str]()
+        """What is measured, also by threads that nobody waits for any more."""
 
     async def round(self) -> None:
         """Measure what is due."""
         storage = self.services.storage
-        due = await self.services.run(storage.unmeasured)
+        unmeasured = await self.services.run(storage.unmeasured)
+        due = [some for some in unmeasured if some.source not in self._under_way]
         if volumes := [some for some in due if some.is_volume]:
+            names = [some.source for some in volumes]
             with self.tick.going_on("Sizes of volumes"):
-                sizes = await self._paced(partial(self.engine.call, volume_sizes))
+                sizes = await self._paced(partial(self.engine.call, volume_sizes), *names)
                 for some in volumes:
                     storage.keep_size(some.source, sizes.get(some.source))
         for some in due:
@@ -54,17 +58,20 @@ class WorkspaceDuty(TickDuty):
         storage = self.services.storage
         try:
             use = await self._paced(
-                partial(storage.use_of, some.source, some.quota, PATIENCE_SECONDS)
+                partial(storage.use_of, some.source, some.quota, PATIENCE_SECONDS), some.source
             )
-        except asyncio.TimeoutError as error:  # the thread may never end
+        except asyncio.TimeoutError as error:  # the thread may never end; there is one at most
             storage.keep_size(some.source, None)
             raise Unavailable("its file system does not answer") from error
         storage.keep_size(some.source, use.used if use else None)
 
-    async def _paced(self, work: Callable[[], T]) -> T:
+    async def _paced(self, work: Callable[[], T], *sources: str) -> T:
         """Return the result of blocking work, after a pause. Raises asyncio.TimeoutError."""
         began = time.monotonic()
-        result = in_daemon_thread("gpuspawner-workspaces", work)
+        self._under_way.update(sources)
+        result = in_daemon_thread(
+            "gpuspawner-workspaces", work, lambda: self._under_way.difference_update(sources)
+        )
         await asyncio.wait({result}, timeout=2 * PATIENCE_SECONDS)
         await asyncio.sleep(MOST_BUSY * (time.monotonic() - began))
         if not result.done():

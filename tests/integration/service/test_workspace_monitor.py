@@ -17,6 +17,7 @@ from gpuspawner.service.workspace_monitor import WorkspaceDuty
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make
 from tests.support.rounds import SITE, ScriptedHub, make_tick, told
+from tests.support.telling import until
 
 
 @pytest.fixture
@@ -91,13 +92,25 @@ async def test_hanging_file_system_does_not_delay_other_workspaces(
         storage.use_workspace(f"{tmp_path}/{name}", name, None)
     use_of = storage.use_of
 
+    asked: list[str] = []
+
     def hang(source: str, *args: Any) -> Any:
+        asked.append(Path(source).name)
         if source.endswith("anna"):
             answered.wait(60)
         return use_of(source, *args)
 
     monkeypatch.setattr(storage, "use_of", hang)
-    await duty_of(services, ScriptedEngine()).round()
+    duty = duty_of(services, ScriptedEngine())
+    await duty.round()
     assert storage.sizes[f"{tmp_path}/anna"] == (None, clock.now)
     assert storage.sizes[f"{tmp_path}/bert"].used is not None
     assert told(caplog.records) == [f"Size of {tmp_path}/anna: its file system does not answer"]
+
+    clock.forward(days=2)
+    await duty.round()
+    assert asked == ["anna", "bert", "bert"], "the thread that hangs is the only one"
+    answered.set()
+    await until(lambda: not duty._under_way, "the file system to answer")
+    await duty.round()
+    assert storage.sizes[f"{tmp_path}/anna"].used is not None
