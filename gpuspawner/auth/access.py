@@ -115,7 +115,7 @@ class Sentences(Authenticator):
         if isinstance(failure, web.HTTPError) and (is_page or failure.status_code < 500):
             return failure
         if is_silence(failure):
-            self.log.warning("%s does not answer: %s", self._service, failure)
+            self.log.warning("%s is not responding: %s", self._service, failure)
             return self._not_working()
         if isinstance(failure, HTTPClientError) and failure.code < 500:
             self.log.warning("%s did not accept a sign-in: %s", self._service, failure)
@@ -132,7 +132,7 @@ class Sentences(Authenticator):
         return self._failed(
             503,
             f"{self._service} is not working, so the hub cannot tell who you are. "
-            f"Running servers go on. Try again in a moment. {self._lasting()}",
+            f"Running servers continue. Try again in a moment. {self._lasting()}",
         )
 
     def _unusable(self) -> AuthPage:
@@ -165,7 +165,7 @@ class Sentences(Authenticator):
 
 
 def is_silence(failure: Exception) -> bool:
-    """Return True if an identity provider did not answer or reported an error of its own."""
+    """Return True if an identity provider did not respond or reported an error of its own."""
     if isinstance(failure, HTTPClientError):
         return bool(failure.code >= 500)  # 599 is tornado's own code for a timeout
     return isinstance(failure, (OSError, asyncio.TimeoutError))

@@ -109,7 +109,7 @@ class Directory(LDAPAuthenticator):
         """Return the auth model; None for a wrong name or password.
 
         Raises:
-            OSError: The directory does not answer (before Python 3.11 also asyncio.TimeoutError).
+            OSError: The directory is not responding (before Python 3.11 also asyncio.TimeoutError).
             LookupError: The directory refuses the account in ``lookup_dn_search_user``.
         """
         name = (data or {}).get("username", "").strip().lower()
@@ -315,7 +315,7 @@ class MemberLDAPAuthenticator(MemberMixin, Directory):
         names = {here: there for there, here in self.username_map.items()}
         found = await self.look_up(names.get(user.name, user.name))
         if found is None:
-            why = "the directory has no such account any more"
+            why = "the account no longer exists in the directory"
             await self._tell_ended(user.name, why)
             raise self._refusal(user.name, why, self._membership_remedy())
         return {**found, "name": user.name}

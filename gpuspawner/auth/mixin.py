@@ -159,7 +159,7 @@ class MemberMixin(Rules):
         """Return fresh auth data, or False to require a new sign-in.
 
         It returns False for a former member, and raises ``HTTPError(403)`` with the message to
-        show if they try to start a server. If the identity provider does not answer, members stay
+        show if they try to start a server. If the identity provider is not responding, members stay
         signed in unless ``auth_refresh_strict`` is set.
         """
         try:
@@ -170,7 +170,7 @@ class MemberMixin(Rules):
             if self.auth_refresh_strict or not is_silence(failure):
                 raise self._sentence_for(failure) from failure
             self.log.warning(
-                "%s does not answer (%s): %r stays signed in.", self._service, failure, user.name
+                "%s is not responding (%s): %r stays signed in.", self._service, failure, user.name
             )
             return True
         if isinstance(refreshed, dict) and refreshed.get("name") != user.name:
@@ -184,7 +184,7 @@ class MemberMixin(Rules):
         except web.HTTPError as failure:
             if failure.status_code < 500:  # a refusal of the base class
                 return self._sign_in_anew(user, handler)
-            # The store or the provider does not answer.
+            # The store or the provider is not responding.
             self.log.warning("%r stays signed in: %s", user.name, failure)
             return refreshed
 
@@ -253,8 +253,8 @@ class MemberMixin(Rules):
             self.log.warning("The roster cannot be read: %s", failure or "it took too long")
             raise self._failed(
                 503,
-                "The roster of members cannot be read just now, so the hub cannot tell whether you "
-                f"are one. Running servers go on. Try again in a moment. {self._lasting()}",
+                "The roster of members cannot be read right now, so the hub cannot check if you "
+                f"are one. Running servers continue. Try again in a moment. {self._lasting()}",
             ) from failure
         return verdict
 

@@ -240,8 +240,8 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         if error in _DECLINED:
             return self._failed(
                 403,
-                f"{self._service} was not allowed to tell this hub who you are: somebody said no "
-                "there, you or its admin. The hub needs your name and groups and nothing else. "
+                f"{self._service} did not confirm who you are: access was declined "
+                "there, by you or its admin. The hub needs only your name and groups. "
                 f"Sign in again and agree. {self._lasting()}",
             )
         if error in _NOT_NOW:

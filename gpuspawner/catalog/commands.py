@@ -122,7 +122,7 @@ def _pulled(image: str, node: str, connect: Connect) -> dict[str, str]:
     except (ImageUnavailable, EngineUnavailable) as error:
         told |= {"state": "failed", "why": f"{node}: {error.message}" if node else error.message}
     except (DockerException, RequestException, OSError) as error:
-        why = f"{node}: its Docker Engine does not answer: {words_of(error)}."
+        why = f"{node}: its Docker Engine is not responding: {words_of(error)}."
         told |= {"state": "failed", "why": why}
     return told
 
@@ -333,8 +333,8 @@ def _engine(settings: Settings, *timeout: float) -> tuple[docker.APIClient, Any]
         return hub.connect(*timeout), hub
     except (docker.errors.DockerException, OSError) as error:
         raise EngineUnavailable(
-            f"The Docker Engine at {hub.engine_address} does not answer. Start it (sudo systemctl "
-            "start docker), or say where it is with DOCKER_HOST."
+            f"The Docker Engine at {hub.engine_address} is not responding. Start it (sudo "
+            "systemctl start docker), or set its address with DOCKER_HOST."
         ) from error
 
 

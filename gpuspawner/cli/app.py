@@ -46,7 +46,10 @@ COMMANDS = {
     "members": ("members.commands", "Rename a member."),
     "slurm": ("slurm.commands", "Set up and maintain a Slurm cluster."),
     "queue": ("queue.commands", "Show the queue and the reasons for its order, or change it."),
-    "pause": ("queue.commands", "Pause granting GPUs; sessions go on and tickets keep waiting."),
+    "pause": (
+        "queue.commands",
+        "Pause granting GPUs; sessions continue and tickets keep their places.",
+    ),
     "resume": ("queue.commands", "Resume granting GPUs."),
     "drain": ("queue.commands", "Take a GPU out of service; its session ends normally."),
     "undrain": ("queue.commands", "Return a drained GPU to service."),

@@ -181,7 +181,7 @@ def _check_running_proxy(api_url: str, token: str) -> CheckFinding:
             session.trust_env = False  # no HTTP proxy between a hub and its own proxy
             answer = session.get(url, headers={"Authorization": f"token {token}"}, timeout=5)
     except requests.RequestException:
-        text = f"The proxy, which the hub does not start itself, does not answer at {api_url}."
+        text = f"The proxy, which the hub does not start itself, is not responding at {api_url}."
         return CheckFinding("proxy", Status.FAIL, text, remedy)
     if answer.status_code == 403:
         text = f"The proxy at {api_url} does not take the hub's token."

@@ -119,7 +119,7 @@ def check_docker(
     yield finding
     if client is None:
         for name in ("image", "GPU injection", "hub API", "disk limit", "workspace"):
-            yield CheckFinding(name, Status.UNCHECKED, "The engine does not answer.")
+            yield CheckFinding(name, Status.UNCHECKED, "The engine is not responding.")
         return
     images = images_of(hub, catalog)
     for image in images:

@@ -131,7 +131,7 @@ def _check_munge(cluster: Cluster) -> CheckFinding:
         done = subprocess.CompletedProcess([], 1, "", "munge: no answer within 10 seconds")
     if done.returncode:
         said = done.stderr.strip().partition("\n")[0].removeprefix("munge: ")
-        text = f"munged does not answer at {socket}: {said.rstrip('.')}."
+        text = f"munged is not responding at {socket}: {said.rstrip('.')}."
         return CheckFinding(name, Status.FAIL, text, "sudo systemctl start munge")
     return CheckFinding(name, Status.OK, f"munged answers at {socket}")
 

@@ -184,7 +184,7 @@ class _Nodes:
                     raise _invalid(event, "a second document begins here; one is all that is read")
             elif isinstance(event, yaml.AliasEvent):
                 if event.anchor not in self.anchors:
-                    raise _invalid(event, f"the alias {event.anchor!r} stands for nothing above")
+                    raise _invalid(event, f"the alias {event.anchor!r} is not defined above")
                 self.put(self.anchors[event.anchor], outer)
             elif isinstance(event, yaml.NodeEvent):
                 node = self.node(event)
@@ -243,7 +243,7 @@ class _Values:
         """Count values. Raises ConfigError if aliases repeat too much."""
         self.left -= values
         if self.left < 0:
-            raise _error(self.name, node, "aliases repeat too much of what is written. Write less.")
+            raise _error(self.name, node, "aliases expand to too much text. Use fewer aliases.")
 
     def members(self, node: _Node, path: KeyPath) -> Iterator[tuple[str, Any]]:
         """Yield the key and value of each pair of a mapping."""

@@ -231,7 +231,7 @@ def _size(base: int) -> Checked:
         if count < _LEAST_SIZE:
             raise ValueError(f"is {shown(value)}: less than 1M. Write a unit, such as 8G or 512M.")
         if count > _MOST_SIZE:
-            raise ValueError(f"is {shown(value)}: more than any machine has. Write less.")
+            raise ValueError(f"is {shown(value)}: more than any machine has. Write a smaller size.")
         return count
 
     written = [{"type": "integer", "minimum": _LEAST_SIZE}, text_schema(_SIZE_TEXT)]

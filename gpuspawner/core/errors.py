@@ -12,7 +12,7 @@ from typing import Any
 
 
 class GPUSpawnerError(Exception):
-    """Something went wrong. Try again in a moment, and tell your admin if it stays."""
+    """Something went wrong. Try again in a moment, and tell your admin if it persists."""
 
     reason = "error"
     status_code = 500
@@ -49,7 +49,7 @@ class NoDeviceFree(Refused):
 
 
 class TooMuchAsked(Refused):
-    """You asked for more than this hub has or allows."""
+    """The request exceeds what this hub has or allows."""
 
     reason = "limit"
 
@@ -76,14 +76,14 @@ class NotAllowed(Refused):
 
 
 class ServerHasLease(Refused):
-    """This server already holds devices: stop it first, then start it again."""
+    """This server already has GPUs. Stop it first, then start it again."""
 
     reason = "already_leased"
     status_code = 409
 
 
 class ServerWaits(Refused):
-    """This server waits in the queue already: go to its page, or stop it first."""
+    """This server is already in the queue. Open its page, or stop it first."""
 
     reason = "already_waiting"
     status_code = 409
@@ -110,7 +110,7 @@ class MembershipEnded(Refused):
 
 
 class TooManyTickets(Refused):
-    """You have {count} tickets in the queue already, and {most} is the most. Stop one first."""
+    """You already have {count} tickets in the queue; the maximum is {most}. Cancel one first."""
 
     reason = "limit"
 
@@ -123,14 +123,14 @@ class CannotExtend(Refused):
 
 
 class CannotDrain(Refused):
-    """The GPU is not drained: members who wait could start later than they were told."""
+    """The GPU was not drained: waiting members could start later than they were told."""
 
     reason = "cannot_drain"
     status_code = 409
 
 
 class CannotSnooze(Refused):
-    """The stop cannot be put off: {why}."""
+    """The stop cannot be postponed: {why}."""
 
     reason = "cannot_snooze"
     status_code = 409
@@ -159,7 +159,7 @@ class WorkspaceFull(Refused):
 
 
 class WorkspaceBusy(Refused):
-    """Your files cannot be used just now: {what}. Try again in a while, or ask your admin."""
+    """Your files are not available right now: {what}. Try again later, or ask your admin."""
 
     reason = "workspace_busy"
     status_code = 409
@@ -173,7 +173,7 @@ class UnknownWorkspace(Refused):
 
 
 class ArchiveRefused(GPUSpawnerError):
-    """The workspace was not archived, or not put back: {what}."""
+    """The workspace was not archived or restored: {what}."""
 
     reason = "archive"
 
@@ -200,49 +200,49 @@ class GrantingPaused(Refused):
     ways_on = ("queue", "cpu")
 
 
-# Something that the hub depends on does not answer.
+# Something that the hub depends on is not responding.
 
 
 class Unavailable(GPUSpawnerError):
-    """A part of the hub does not answer. Try again in a moment."""
+    """A part of the hub is not responding. Try again in a moment."""
 
     reason = "unavailable"
     status_code = 503
 
 
 class StoreUnavailable(Unavailable):
-    """The database does not answer. Try again in a moment; nothing was changed."""
+    """Database unavailable. No changes were made. Try again in a moment."""
 
     reason = "store_unavailable"
 
 
 class ClockWasSet(Unavailable):
-    """The server's clock was set just now. Try again; nothing was changed."""
+    """The server's clock was just changed. No changes were made. Try again."""
 
     reason = "clock_was_set"
 
 
 class EngineUnavailable(Unavailable):
-    """The container engine does not answer. Try again in a moment; nothing was charged."""
+    """The container engine is not responding. Try again in a moment; nothing was charged."""
 
     reason = "engine_unavailable"
 
 
 class AnotherEngine(EngineUnavailable):
-    """Your last server was started on another container engine than the one that answers now, and
-    may run there still. Tell your admin."""
+    """Your last server was started on another container engine and may still run there. Tell your
+    admin."""
 
     reason = "another_engine"
 
 
 class SlurmUnavailable(Unavailable):
-    """Slurm does not answer just now: {why}. What runs goes on; try again in a moment."""
+    """Slurm is not responding: {why}. Running sessions continue. Try again in a moment."""
 
     reason = "slurm_unavailable"
 
 
 class SlurmRefused(Refused):
-    """Slurm refused it: {why}."""
+    """Slurm rejected the request: {why}."""
 
     reason = "slurm_refused"
 
@@ -254,33 +254,33 @@ class ImageUnavailable(Unavailable):
 
 
 class ImageAwaited(Unavailable):
-    """It waits for its image: {why}."""
+    """The image is not available yet: {why}."""
 
     reason = "image_awaited"
 
 
 class NotReconciled(Unavailable):
-    """The hub is still finding out which GPUs are in use. Try again in a moment."""
+    """The hub is still checking which GPUs are in use. Try again in a moment."""
 
     reason = "not_reconciled"
 
 
 class AnotherHubGrants(Unavailable):
-    """Another hub gives out the GPUs of this database; one database belongs to one hub.
-    Stop the other hub, or give this one a database of its own (c.GPUDatabase.url)."""
+    """Another hub grants GPUs from this database; a database can serve only one hub.
+    Stop the other hub, or give this one its own database (c.GPUDatabase.url)."""
 
     reason = "another_hub"
 
 
 class NotTheOwner(AnotherHubGrants):
-    """The servers in the database of this hub are those of another hub, which ran on {machine}.
-    Nothing starts here until an admin has said which hub goes on with them."""
+    """The servers in this hub's database belong to another hub, which ran on {machine}.
+    Nothing starts here until an admin decides which hub takes them over."""
 
     reason = "not_the_owner"
 
 
 class QuotaUnavailable(Unavailable):
-    """A quota for {path} cannot be kept: {why}."""
+    """A quota for {path} cannot be enforced: {why}."""
 
     reason = "quota_unavailable"
 
@@ -301,7 +301,7 @@ class ConfigError(GPUSpawnerError):
 
 
 class BackupRefused(GPUSpawnerError):
-    """The copy of the database was not made, or not put back: {what}."""
+    """The database was not backed up or restored: {what}."""
 
     reason = "backup"
 
@@ -342,14 +342,14 @@ class UnknownRefill(Refused):
 
 
 class UnknownRate(Refused):
-    """There is no rate {rate!r} that an admin set: `gpuspawner rates` lists them."""
+    """There is no rate {rate!r}: `gpuspawner rates` lists them."""
 
     reason = "unknown_rate"
     status_code = 404
 
 
 class TooManyViewers(Refused):
-    """Too many windows show the live page. Close some, or reload this page for newer figures."""
+    """Too many live pages are open. Close some, or reload this page for newer figures."""
 
     reason = "too_many_viewers"
     status_code = 429

@@ -20,7 +20,7 @@ def checked_reason(reason: str, *, needed: bool = False) -> str:
         sentence = f"The reason has {len(text)} characters: {LONGEST_REASON} is the most."
         raise InvalidRequest(sentence, field="reason")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
-        raise InvalidRequest("The reason has characters that nobody can read.", field="reason")
+        raise InvalidRequest("The reason has unreadable characters.", field="reason")
     return text
 
 

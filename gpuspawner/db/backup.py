@@ -79,7 +79,9 @@ def _partial(file: Path) -> Iterator[Path]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BackupRefused(f"Somebody else writes {file} just now. Wait for them.") from None
+            raise BackupRefused(
+                f"Another process is writing {file}. Wait until it has finished."
+            ) from None
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, 0)
         try:

@@ -144,8 +144,8 @@ def takeover(settings: Settings, yes: bool) -> None:
     note(
         f"The database belongs to the hub {found.hub}, which ran on {found.machine} since "
         f"{local(found.since)}, with {what}. This hub is {identity}.\n"
-        "It will go on with them as its own: a server that it does not know is ended, and who "
-        "waits and is not a member here loses their place. Do this only if the other hub is "
+        "It will take them over: servers that it does not know are ended, and people in the queue "
+        "who are not members here lose their place. Do this only if the other hub is "
         "stopped for good."
     )
     if not yes and not confirmed("Take it over?"):
@@ -156,5 +156,5 @@ def takeover(settings: Settings, yes: bool) -> None:
         raise Refused(
             f"A hub runs on this database ({granter.holder()}): stop it first. Nothing was changed."
         ) from None
-    text = "The database belongs to this hub. It goes on by itself within a minute."
+    text = "The database belongs to this hub. It resumes automatically within a minute."
     show({"changed": True, "hub": identity, "before": found.hub}, text)

@@ -59,7 +59,7 @@ _SENTENCES = {
 
 
 class DriverLost(Exception):
-    """NVML as a whole does not answer. The message is a sentence for the inventory."""
+    """NVML as a whole is not responding. The message is a sentence for the inventory."""
 
 
 class QueryFailed(Exception):
@@ -87,7 +87,7 @@ def ask_driver(call: Callable[[], T]) -> T:
 
 
 def ask(what: str, call: Callable[..., T], *args: Any) -> T:
-    """Query a device. Raises QueryFailed, or DriverLost if the driver does not answer."""
+    """Query a device. Raises QueryFailed, or DriverLost if the driver is not responding."""
     try:
         return call(*args)
     except pynvml.NVMLError as error:
@@ -162,7 +162,7 @@ def _read(what: str, call: Callable[..., Any], *args: Any) -> Any:
 log = logging.getLogger(__name__)
 
 REOPEN_AFTER = timedelta(seconds=60)
-"""How often NVML is reopened while a device does not answer.
+"""How often NVML is reopened while a device is not responding.
 
 Only a new session learns of a GPU that was reset or returned.
 """
@@ -355,7 +355,7 @@ class NVMLDevices:
     def _log_silent(self, silent: dict[int, str]) -> None:
         for index, reason in silent.items():
             if self._logged.get(index) != reason:
-                log.warning("GPU %d, or an instance of it, does not answer. %s", index, reason)
+                log.warning("GPU %d, or an instance of it, is not responding. %s", index, reason)
         self._logged = silent
 
     def _links_between(self, gpus: Mapping[str, Any]) -> Mapping[tuple[str, str], int]:
@@ -557,8 +557,8 @@ class NVMLSampler:
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
         """Sample every device that is or was present.
 
-        A device that does not answer or is missing has an error. ``monotonic`` is in seconds and
-        paces slow readings. Raises DevicesUnavailable if NVML as a whole does not answer.
+        A device that is not responding or is missing has an error. ``monotonic`` is in seconds and
+        paces slow readings. Raises DevicesUnavailable if NVML as a whole is not responding.
         """
         try:
             return self._sample(now, monotonic)
@@ -667,7 +667,7 @@ class NVMLSampler:
         at, uuid = min(waits, default=(monotonic, ""))
         if monotonic - at < self._processes_every:
             return ""
-        self._kept[uuid].listed_at = monotonic  # also if it does not answer, because others wait
+        self._kept[uuid].listed_at = monotonic  # also if it is not responding, because others wait
         return uuid
 
     # Errors that the driver reports.
@@ -688,7 +688,7 @@ class NVMLSampler:
                 uuid = pynvml.nvmlDeviceGetUUID(event.device)
             except pynvml.NVMLError as error:
                 if error.value not in (pynvml.NVML_ERROR_TIMEOUT, pynvml.NVML_ERROR_GPU_IS_LOST):
-                    log.warning("Errors of GPUs (Xid) are not reported any more: %s", error)
+                    log.warning("Errors of GPUs (Xid) are no longer reported: %s", error)
                     self._events = None
                 break
             found[uuid] = (*found.get(uuid, ()), int(event.eventData))

@@ -2,7 +2,7 @@
 
 In this order:
 
-  1. Never granted: a device that does not answer, is in MIG mode, is set to ``prohibited``, is
+  1. Never granted: a device that is not responding, is in MIG mode, is set to ``prohibited``, is
      fully taken, is occupied by a process without a lease, or has memory in use without a process.
   2. Devices of one lease are distinct and of one model, so that a job runs evenly on all of them.
   3. The tightest fit wins: the least memory that suffices, so that large devices stay free.
@@ -159,7 +159,7 @@ def _who_has_them(request: Request, total: int, counts: Mapping[str, int], most_
         [
             _count(counts["in_use"], "is in use", "are in use"),
             _count(counts["occupied"], "is used", "are used", " by programs outside the hub"),
-            _count(counts["unknown"], "does not answer", "do not answer"),
+            _count(counts["unknown"], "is not responding", "are not responding"),
             _count(counts["drained"], "is drained", "are drained"),
         ]
     )
@@ -250,7 +250,7 @@ FEW = 16
 def leasable(device: Device) -> str | None:
     """Return None if the device could be leased when free, else the reason as a sentence."""
     if device.status is DeviceStatus.UNKNOWN:
-        return device.reason or "It does not answer."
+        return device.reason or "It is not responding."
     if device.status is DeviceStatus.DRAINED:
         return device.reason or "Its machine is drained."
     if device.status is DeviceStatus.PARENT:

@@ -16,7 +16,7 @@ from ..monitoring.health import SICK, HealthState, returned
 from .models import Device, DeviceProcess, DeviceStatus, Inventory
 from .source import unknown
 
-DEVICE_GONE = "not there any more"
+DEVICE_GONE = "no longer present"
 
 
 def load_devices(connection: sa.Connection, source: str) -> tuple[Device, ...]:

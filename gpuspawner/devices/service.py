@@ -112,7 +112,7 @@ class LeakService:
     def judge_leaks(self) -> list[Closure]:
         """Quarantine devices that stay occupied without a lease, and lift what is over.
 
-        Returns the newly quarantined devices. A device that does not answer stays as it is.
+        Returns the newly quarantined devices. A device that is not responding stays as it is.
         """
         now = self.clock()
         look = self.look()

@@ -169,7 +169,7 @@ class SimulatedDevices:
         """Return a sampler of the devices' use, a :class:`SimulatedSampler`."""
         return SimulatedSampler(self)
 
-    def fail(self, uuid: str, reason: str = "It does not answer.") -> None:
+    def fail(self, uuid: str, reason: str = "It is not responding.") -> None:
         """Make one device unknown. KeyError for a UUID that is not in this fleet."""
         with self._lock:
             device = self._now_seen[uuid]
@@ -182,7 +182,7 @@ class SimulatedDevices:
             device = self._now_seen[uuid]
             self._now_seen[uuid] = replace(device, processes=(*device.processes, process))
 
-    def lose(self, reason: str = "The simulated driver does not answer.") -> None:
+    def lose(self, reason: str = "The simulated driver is not responding.") -> None:
         """Show nothing any more, as if the driver were gone."""
         with self._lock:
             self._lost = reason

@@ -51,7 +51,7 @@ class SamplingSource(Protocol):
         """Return a sampler; ``processes_every`` are the least seconds between process lists."""
 
 
-GONE_REASON = "NVML does not list it any more."
+GONE_REASON = "NVML no longer lists it."
 
 DRIVER_BYTES = 2 * 2**30
 """Bytes that a driver or a display may use while nobody computes."""

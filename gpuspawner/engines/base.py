@@ -40,7 +40,7 @@ class Engine(Protocol):
         """Return every server that carries a lease's id, alive or exited.
 
         Blocks. A server that is created and not yet started counts as alive: only an exit is an
-        end. Raises EngineUnavailable if the engine does not answer.
+        end. Raises EngineUnavailable if the engine is not responding.
         """
 
     def end(self, sighting: Sighting) -> None:

@@ -72,7 +72,7 @@ def probe_in_container(
             return ProbeResult(found.text.rstrip("."))
         tried = _try_in_container(client, image, mode, uuid)
     except (DockerException, requests.RequestException, OSError, EngineUnavailable) as error:
-        raise ProbeNotPossible(f"the engine did not answer: {words_of(error)}") from error
+        raise ProbeNotPossible(f"the engine did not respond: {words_of(error)}") from error
     return tried if tried.failure else ProbeResult(text=f"{found.text}; {tried.text}")
 
 

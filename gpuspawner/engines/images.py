@@ -74,7 +74,7 @@ _WHY = (
         r"timed? ?out|deadline exceeded|connection (refused|reset)|no such host|unexpected EOF|"
         r"\bEOF\b|byte range|TLS handshake|network is unreachable|temporary failure|"
         r"name resolution",
-        "its registry does not answer, or stopped in the middle",
+        "its registry is not responding, or stopped in the middle",
         _LATER,
     ),
 )
@@ -342,7 +342,7 @@ def remove(client: docker.APIClient, image: LocalImage) -> str:
 
 def _no_answer(error: Exception) -> EngineUnavailable:
     return EngineUnavailable(
-        f"The container engine does not answer: {words_of(error)}. Try again in a moment."
+        f"The container engine is not responding: {words_of(error)}. Try again in a moment."
     )
 
 

@@ -145,8 +145,8 @@ def lacks_shell(text: str) -> bool:
 
 
 def no_answer(name: str, error: Exception) -> CheckFinding:
-    """Return the finding of a check that the engine did not answer."""
-    text = f"The Docker Engine did not answer: {words_of(error)}."
+    """Return the finding of a check that the engine did not respond."""
+    text = f"The Docker Engine did not respond: {words_of(error)}."
     return CheckFinding(name, Status.FAIL, text, "Try again; see: journalctl -u docker")
 
 
@@ -307,7 +307,7 @@ def check_engine(connect: Connect, where: str) -> tuple[CheckFinding, docker.API
         client = connect()
         version = client.version()
     except (DockerException, requests.RequestException, OSError, ValueError, TypeError) as error:
-        text = f"The Docker Engine at {where} does not answer: {words_of(error)}."
+        text = f"The Docker Engine at {where} is not responding: {words_of(error)}."
         return CheckFinding(name, Status.FAIL, text, _no_engine_remedy(str(error))), None
     text = f"Docker Engine {version['Version']} (API {version['ApiVersion']}) at {where}"
     return CheckFinding(name, Status.OK, text), client

@@ -227,7 +227,7 @@ class Server:
             except urllib.error.HTTPError as error:
                 problem = f"{PREFIX}{page} answers {error.code}"
             except OSError as error:
-                problem = f"{PREFIX}{page} does not answer: {error}"
+                problem = f"{PREFIX}{page} is not responding: {error}"
             if time.monotonic() > end:
                 raise RuntimeError(f"{problem} within {self.patience:.0f} s")
             time.sleep(0.1)

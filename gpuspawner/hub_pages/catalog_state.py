@@ -91,7 +91,7 @@ class CatalogState(HubPageHandler):
 async def look_at_images(
     engines: Mapping[str, Connect], images: Iterable[str], *, ask_registries: bool
 ) -> Found:
-    """Return what each engine has of these images, without the engines that do not answer.
+    """Return what each engine has of these images, without the engines that are not responding.
 
     If the registries are asked, a state says what they have now, or why that is not known.
     """
@@ -108,7 +108,7 @@ async def look_at_images(
                 through.setdefault(image, engines[name])
     asks = {image: partial(_offer, connect, image) for image, connect in through.items()}
     offers = await answers_in_time(asks, REGISTRY_SECONDS)
-    late = "", "it did not answer in time"
+    late = "", "it did not respond in time"
 
     def with_offer(state: ImageState) -> ImageState:
         if not state.digest:
@@ -140,7 +140,7 @@ async def answers_in_time(calls: Mapping[str, Callable[[], T]], seconds: float) 
 
 
 def _look(connect: Connect, images: Iterable[str]) -> dict[str, ImageState] | None:
-    """Return the images' states on one engine; None if it does not answer."""
+    """Return the images' states on one engine; None if it is not responding."""
     try:
         with closing(connect(ENGINE_SECONDS)) as client:
             return {image: image_state(client, image, ask_registry=False) for image in images}
@@ -156,7 +156,7 @@ def _offer(connect: Connect, image: str) -> tuple[str, str]:
     except ImageUnavailable as error:
         return "", str(error.fields["why"])
     except _NO_ANSWER:
-        return "", "the engine that has the image does not answer"
+        return "", "the engine that has the image is not responding"
 
 
 def seen_images(

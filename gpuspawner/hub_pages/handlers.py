@@ -253,7 +253,7 @@ class HubPageHandler(DropsBody, BaseHandler):
             return self.site.catalog()
         except GPUSpawnerError as error:
             self.log.error("The catalog cannot be shown: %s", error.message)
-            sentence = "The environments cannot be shown just now. Try again in a moment."
+            sentence = "The environments cannot be shown right now. Try again in a moment."
             raise web.HTTPError(503, sentence) from None
 
     def shown(self) -> list[Environment]:
@@ -438,8 +438,8 @@ class ServiceRelay(DropsBody, APIHandler):
         try:
             answer = await AsyncHTTPClient().fetch(request, raise_error=False)
         except (HTTPClientError, OSError) as error:
-            self.log.warning("gpuspawner's service does not answer: %s", error)
-            raise web.HTTPError(503, "The GPU service does not answer just now.") from None
+            self.log.warning("gpuspawner's service is not responding: %s", error)
+            raise web.HTTPError(503, "The GPU service is not responding.") from None
         self.set_status(503 if answer.code == 599 else answer.code)
         self.set_header("Content-Type", "application/json")
         self.finish(answer.body or b"{}")

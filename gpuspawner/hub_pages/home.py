@@ -43,7 +43,7 @@ def dashboard_of(user: User | None) -> Callable[[str, str], Awaitable[Dashboard]
 async def _dashboard(user: User, service_url: str, hub_url: str) -> Dashboard:
     """Return what runs or waits, what it costs, and what ended.
 
-    Only a sentence if the store does not answer, and nothing if the Hub's spawner is not one of
+    Only a sentence if the store is not responding, and nothing if the Hub's spawner is not one of
     ours. ``service_url`` is such as ``/services/gpu/``, ``hub_url`` as ``/hub/``.
     """
     spawner = user.spawner

@@ -195,7 +195,7 @@ def release(settings: Settings, lease_id: str, yes: bool, force: bool) -> None:
         stopped_at=services.clock() if proof.fate is EngineState.ALIVE else None,
         reason=f"released by hand by {default_actor()} ({proof.fate.value})",
     )
-    text = f"Lease {ended.id} ended: {credits(ended.charged)} credits charged in all."
+    text = f"Lease {ended.id} ended: {credits(ended.charged)} credits charged in total."
     show({**plain(ended), "server_was": proof.fate.value}, text)
 
 
@@ -241,7 +241,7 @@ def _ask_docker(lease: Lease, settings: Settings, services: Services) -> Release
     except AnotherEngine:
         return _unknown("another Docker Engine answers than the one it was started on.")
     except EngineUnavailable:
-        return _unknown("the Docker Engine does not answer.")
+        return _unknown("the Docker Engine is not responding.")
     if foreign := [each for each in holders if is_alive(each) and not belongs_to(each, lease)]:
         name = foreign[0]["Name"].lstrip("/")
         return _unknown(f"the container {name}, of no lease, was given one of its GPUs.")
@@ -296,7 +296,7 @@ def _intent(lease: Lease, proof: ReleaseProof, now: datetime) -> str:
     ]
     if proof.fate is EngineState.ALIVE:
         lines.append(
-            "Its server would go on using the devices until the accounting service ends it, "
+            "Its server would keep using the devices until the accounting service ends it, "
             "which it does when a server has no open lease."
         )
     elif proof.fate is EngineState.UNKNOWN and lease.devices:
@@ -310,11 +310,11 @@ def _refusal(lease: Lease, proof: ReleaseProof) -> str:
     if proof.fate is EngineState.ALIVE:
         return (
             f"Lease {lease.id} was not released: its server is alive. Stop it on the hub's admin "
-            "page, which releases the lease by itself, or insist with --force."
+            "page, which releases the lease automatically, or use --force."
         )
     return (
         f"Lease {lease.id} was not released: whether its server is gone is unknown, because "
-        f"{proof.text} Try again when that can be told, or insist with --force."
+        f"{proof.text} Try again once that is known, or use --force."
     )
 
 

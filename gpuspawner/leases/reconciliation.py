@@ -117,7 +117,7 @@ def _of_lease(
 ) -> Action:
     found = sightings.get(lease.engine)
     if found is None:
-        return Unknown(lease, f"the engine {lease.engine!r} did not answer")
+        return Unknown(lease, f"the engine {lease.engine!r} did not respond")
     mine = [s for s in found if s.lease_id == lease.id]
     alive = next((s for s in mine if s.alive and not s.unknown), None)
     unknown = next((s.unknown for s in mine if s.unknown), "")
@@ -132,7 +132,7 @@ def _of_lease(
             return Seen(lease) if confirmed else Confirm(lease, alive.ref, alive.started_at)
         if young:
             return Unknown(lease, "its server is on its way")
-        return Remove(lease.engine, alive, "the Hub does not know its server any more")
+        return Remove(lease.engine, alive, "the Hub no longer knows its server")
     if unknown:
         return Unknown(lease, unknown, is_stuck=True)
     coming = servers is None or hub is HubState.PENDING or young

@@ -209,7 +209,7 @@ def insert(connection: sa.Connection, lease: Lease) -> None:
             connection.execute(sa.insert(lease_places), places)
     except IntegrityError as error:
         if "one_open_lease_a_slot" in str(error) or "lease_places.uuid" in str(error):
-            raise NoDeviceFree("The GPU was just taken by somebody else. Try again.") from None
+            raise NoDeviceFree("Another session just took the GPU. Try again.") from None
         if "one_open_lease_a_server" in str(error) or "leases.user" in str(error):
             raise ServerHasLease() from None
         raise

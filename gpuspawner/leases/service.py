@@ -253,11 +253,11 @@ class LeaseService:
             repository.update(connection, lease_id, user=server.user, server_name=server.name)
             old, new, payer = lease.server.user, server.user, lease.account
             detail = (
-                f"lease {lease.id}: {lease.server} is {server} at the Hub; {payer} goes on paying"
+                f"lease {lease.id}: {lease.server} is {server} at the Hub; {payer} keeps paying"
             )
             note(connection, "hub", "renamed", old, detail, self.clock())
         self.log.warning(
-            "The member %s was renamed to %s at the Hub. The server goes on, and %s pays for it. "
+            "The member %s was renamed to %s at the Hub. The server continues; %s pays for it. "
             "Credits, history and files are still those of %s: give them the new name with "
             "`gpuspawner members rename %s %s`, or rename the member back.",
             *(old, new, payer, old, old, new),

@@ -69,7 +69,7 @@ class SessionService:
                 return lease
             twice = repository.no_shows_in_a_row(connection, lease.server.user) >= 1
             minutes = (lease.claim_seconds or 0) / 60
-            reason = f"nobody connected within {minutes:g} min of its start"
+            reason = f"no one connected within {minutes:g} min of its start"
             told = _stopped("no_show", lease, now, twice=twice)
             return order_end(connection, lease, "no_show", reason, told, self.log)
 

@@ -191,7 +191,7 @@ async def stop_own(handler: ServiceHandler, lease: Lease) -> None:
     """Ask the Hub to stop a member's own server, like the Hub's stop button. Raises HTTPError."""
     hub = handler.context.hub
     if hub is None:
-        raise web.HTTPError(503) from CannotStop(why="the Hub cannot be asked just now")
+        raise web.HTTPError(503) from CannotStop(why="the Hub is not responding")
     try:
         await hub.stop_server(lease.server)
     except GPUSpawnerError as error:

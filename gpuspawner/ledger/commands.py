@@ -322,7 +322,7 @@ def _show_file(done: BulkGrantResult, dry_run: bool) -> int:
     for problem in done.problems:
         note(" ".join(filter(None, (str(problem), REMEDIES.get(problem.remedy)))))
     if done.problems:
-        note("Nothing was granted to anybody.")
+        note("Nothing was granted.")
     return 1 if done.problems else 0
 
 

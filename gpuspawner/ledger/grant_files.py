@@ -174,12 +174,12 @@ def _row(number: int, cells: Sequence[str], columns: Sequence[str], reason: str)
     if not values.get("account"):
         raise ValueError("it names no member.")
     if not values.get("amount"):
-        raise ValueError(f"it says no amount for {values['account'][:60]}.")
+        raise ValueError(f"it has no amount for {values['account'][:60]}.")
     amount = parse_amount(values["amount"])
     if amount < 0:
         raise ValueError(
-            f"the amount {format_credits(amount)} takes credits away: a file only gives. Take "
-            "them from each account by itself."
+            f"the amount {format_credits(amount)} is negative: a file can only grant credits. "
+            "Deduct from each account separately."
         )
     said = values.get("reason") or reason
     if said.isdigit():

@@ -85,7 +85,7 @@ class RefillService:
         first = next(recurrence.after(now, inclusive=True), None)
         if first is None:
             raise InvalidRequest(
-                f"{recurrence.rule} has no occurrence that is still to come. Name a later end.",
+                f"{recurrence.rule} has no future occurrence. Choose a later end.",
                 field="rule",
             )
         names = check_audience(audience)

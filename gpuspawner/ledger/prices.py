@@ -135,8 +135,8 @@ class PriceService:
         begins = _checked("from", pricing.parse_moment, since, zone) if since else now
         if begins < now:
             raise InvalidRequest(
-                f"The rate cannot hold from {_local(begins, zone)}: that is over, and what ran "
-                "then keeps its price. Leave the date out for a rate from now on.",
+                f"The rate cannot start at {_local(begins, zone)}: that is in the past, and "
+                "past sessions keep their price. Leave the date out for a rate from now on.",
                 field="from",
             )
         rate = Rate(

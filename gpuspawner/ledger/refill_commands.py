@@ -105,7 +105,7 @@ def remove_refill(settings: Settings, refill_id: str, reason: str) -> None:
     services = settings.open_services()
     refill = services.refills.refill(refill_id)
     ended = services.refills.end_refill(refill.id, actor=actor(), reason=reason)
-    text = f"Refill {ended.id} ({ended.reason}) is ended. What it granted stays."
+    text = f"Refill {ended.id} ({ended.reason}) is ended. Credits already granted stay."
     show(plain(ended), text)
 
 

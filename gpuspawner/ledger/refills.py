@@ -68,10 +68,10 @@ class Recurrence:
             ) from None
         if not first or first[0] > made.starts_at + YEARS * timedelta(days=366):
             raise ValueError(
-                f"{_short(text)} never comes: there is no such day within {YEARS} years. {_REMEDY}"
+                f"{_short(text)} never occurs: there is no such day within {YEARS} years. {_REMEDY}"
             )
         if any(later - one < LEAST_GAP for one, later in pairwise(first)):
-            raise ValueError(f"{_short(text)} comes more than once an hour. {_REMEDY}")
+            raise ValueError(f"{_short(text)} occurs more than once an hour. {_REMEDY}")
         return made
 
     def after(self, moment: datetime, *, inclusive: bool = False) -> Iterator[datetime]:
@@ -251,8 +251,8 @@ def check_audience(names: Iterable[str]) -> tuple[str, ...]:
             continue
         if not name.startswith(("member:", "group:")):
             raise InvalidRequest(
-                f"{name[:60]!r} names nobody: write {EVERYBODY}, members:GROUP (each member of a "
-                "group), member:NAME or group:NAME (a group's account).",
+                f"{name[:60]!r} is not an audience: write {EVERYBODY}, members:GROUP (each member "
+                "of a group), member:NAME or group:NAME (a group's account).",
                 field="audience",
             )
         check_account(name)
@@ -263,19 +263,19 @@ def check_amounts(mode: Mode, amount: int, cap: int | None, keep: timedelta | No
     """Raise InvalidRequest for amounts that can give nothing, or too much."""
     if amount <= 0:
         raise InvalidRequest(
-            f"A refill of {format_credits(amount)} credits gives nothing: write more than 0.",
+            f"A refill of {format_credits(amount)} credits grants nothing: write more than 0.",
             field="amount",
         )
     if cap is not None and (cap <= 0 or (mode is Mode.TOP_UP and cap < amount)):
         what = f"the amount of {format_credits(amount)}" if cap > 0 else "0"
         raise InvalidRequest(
-            f"The cap of {format_credits(cap)} credits is not above {what}: it would never be "
-            "reached. Write a greater one, or leave it out.",
+            f"The cap of {format_credits(cap)} credits is not above {what}: it would have no "
+            "effect. Write a larger one, or leave it out.",
             field="cap",
         )
     if keep is not None and not timedelta(0) < keep <= LONGEST_KEPT:
         raise InvalidRequest(
             f"The credits of a refill can be kept for up to {LONGEST_KEPT.days} days, and for "
-            "longer than nothing.",
+            "more than 0.",
             field="keep",
         )

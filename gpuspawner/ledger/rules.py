@@ -309,7 +309,7 @@ def check_payer(asked: str, user: str, groups: Collection[str]) -> str:
         return asked
     allowed = " or ".join(mine[:5])
     raise NotAllowed(
-        f"The field 'account' names {asked[:60]!r}, which you may not draw on: write {allowed}, "
+        f"The field 'account' names {asked[:60]!r}, which you cannot use: write {allowed}, "
         "or leave it out.",
         field="account",
     )

@@ -326,7 +326,7 @@ class LedgerService:
             if repository.find_account(connection, asked):
                 return asked
         raise NotAllowed(
-            f"The field 'account' names {asked!r}, which has no credits yet: an admin gives it "
+            f"The field 'account' names {asked!r}, which has no credits yet; an admin can grant "
             f"some. Until then write {own}, or leave it out.",
             field="account",
         )
@@ -374,10 +374,10 @@ def give(
     transfer = make(account, amount, key=key, at=now, actor=actor, reason=reason)
     since = since or now
     if until is not None and amount <= 0:
-        raise InvalidRequest("What is taken back has no end: leave the end out.", field="until")
+        raise InvalidRequest("A deduction has no end: leave the end out.", field="until")
     if until is not None and until <= since:
         raise InvalidRequest(
-            f"These credits would end at {_utc(until)}, which is over already. Name a later end.",
+            f"These credits would end at {_utc(until)}, which is in the past. Choose a later end.",
             field="until",
         )
     if not repository.post(connection, transfer):
@@ -414,11 +414,11 @@ def _refundable(connection: sa.Connection, lease: Lease, amount: int | None) -> 
     if lease.outcome == REFUNDED:
         why = f"Lease {lease.id} was refunded already. Nothing was changed."
     elif lease.state is not LeaseState.ENDED:
-        why = f"Lease {named} goes on: stop its server first, then refund it."
+        why = f"Lease {named} is still open: stop its server first, then refund it."
     elif not lease.charged:
         why = f"Nothing was charged for lease {named}: there is nothing to refund."
     elif not left:
-        why = f"All that lease {named} was charged came back already: there is nothing to refund."
+        why = f"Lease {named} is already fully refunded."
     if why:
         raise InvalidRequest(why, field="lease")
     if amount is None:
@@ -427,9 +427,9 @@ def _refundable(connection: sa.Connection, lease: Lease, amount: int | None) -> 
         return left  # all of it, as it is shown
     if not 0 < amount <= left:
         raise InvalidRequest(
-            f"{format_credits(amount)} credits cannot be given back for lease {named}: write "
-            f"more than 0 and at most {format_credits(left)}, which is what is left of its "
-            "charges.",
+            f"{format_credits(amount)} credits cannot be refunded for lease {named}: write "
+            f"more than 0 and at most {format_credits(left)}, the part of its charges that "
+            "was not refunded.",
             field="amount",
         )
     return amount

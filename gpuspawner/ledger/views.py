@@ -406,7 +406,7 @@ ACCOUNT_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
 
 
 NOT_ALL = (
-    f"The list of accounts is for admins and for whoever has the scope {READ_ACCOUNTS}. Your own "
+    f"The list of accounts is for admins and for users with the scope {READ_ACCOUNTS}. Your own "
     "is at api/me."
 )
 

@@ -192,7 +192,7 @@ class MemberFiles:
 @group()
 def members(settings: Settings) -> None:
     """Refuse: a subcommand is needed."""
-    raise Refused("Say what to do: `gpuspawner members rename OLD NEW`.")
+    raise Refused("Choose a subcommand: `gpuspawner members rename OLD NEW`.")
 
 
 @members.command()
@@ -219,7 +219,7 @@ def rename(settings: Settings, old: str, new: str, yes: bool) -> None:
         raise Refused("Nothing was changed.")
     move = partial(storage_directories.move, files.here)
     services.renames.rename_member(old, new, actor=actor(), sources=files.here, move=move)
-    text = f"{old} is called {new} from now on."
+    text = f"{old} is renamed to {new}."
     if by_hand := _by_hand(files, new):
         text += "\n" + "\n".join(by_hand)
     value = {
@@ -280,7 +280,7 @@ def _plan(found: Belongings, files: MemberFiles, old: str, new: str) -> str:
     ]
     lines = [f"{new} gets all that {old} has: {', '.join(what)}, and everything else."]
     lines += [f"{source} is renamed to {target}" for source, target in files.here.items()]
-    lines += [f"The server {lease.server} goes on." for lease in found.open_leases]
+    lines += [f"The server {lease.server} keeps running." for lease in found.open_leases]
     lines += _by_hand(files, new)
     return "\n".join(lines)
 

@@ -118,15 +118,13 @@ class RenameService:
         _must_be_names(old, new)
         if not repository.is_known(connection, old):
             raise Refused(
-                f"Nothing is known of a member {old!r}: `gpuspawner accounts` lists the names. "
-                f"{NOTHING}"
+                f"There is no member {old!r}: `gpuspawner accounts` lists the names. {NOTHING}"
             )
         if own := repository.own_history(connection, old, new):
             what = ", ".join(f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in own.items())
             raise Refused(
                 f"{new} has a history of their own ({what}), which would be mixed with that of "
-                f"{old}. Name somebody who has none, or give them credits with `gpuspawner grant`. "
-                f"{NOTHING}"
+                f"{old}. Choose another name, or move credits with `gpuspawner grant`. {NOTHING}"
             )
         opened = leases_repository.open_leases(connection)
         for lease in opened:
@@ -138,13 +136,13 @@ class RenameService:
                 )
         if waiting := queue_repository.open_of_member(connection, old):
             raise Refused(
-                f"{old} waits in the queue (ticket {waiting[0].id}): wait until that is over, or "
-                f"say `gpuspawner queue cancel {waiting[0].id} --reason TEXT`. {NOTHING}"
+                f"{old} waits in the queue (ticket {waiting[0].id}): wait until it has started, "
+                f"or run `gpuspawner queue cancel {waiting[0].id} --reason TEXT`. {NOTHING}"
             )
         # The rename seals them again, which must not hide a change made by hand.
         sealed = repository.leases_of(old) | repository.leases_of(new)
         if problem := next(hash_chain.check_leases(connection, sealed), ""):
-            raise Refused(f"`gpuspawner audit` does not hold: {problem} {NOTHING}")
+            raise Refused(f"`gpuspawner audit` fails: {problem} {NOTHING}")
         theirs = storage_repository.workspaces_of_user(connection, old)
         if busy := next((some for some in theirs if some.busy), None):
             raise Refused(
@@ -175,7 +173,7 @@ def _take_back_opening(connection: sa.Connection, new: str, actor: str, now: dat
 def _must_be_names(old: str, new: str) -> None:
     """Raise Refused for a name that no account can have, and for twice the same name."""
     if old == new:
-        raise Refused(f"{old} is called that already. {NOTHING}")
+        raise Refused(f"{old} already has that name. {NOTHING}")
     try:
         check_account(member_account(new))
     except LedgerError:

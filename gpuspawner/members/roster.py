@@ -77,13 +77,11 @@ def _columns(rows: Sequence[tuple[int, list[str]]]) -> list[str]:
     for cell, name in zip(first, names, strict=True):
         if not name:
             raise ValueError(
-                f"Line {number} has a column {cell[:60]!r} that a roster has not: take it out, or "
-                f"{_WRITE}."
+                f"Line {number} has a column {cell[:60]!r} that a roster does not have: remove "
+                f"it, or {_WRITE}."
             )
         if names.count(name) > 1:
-            raise ValueError(
-                f"Line {number} has two columns for the same ({cell[:60]!r} is one): take one out."
-            )
+            raise ValueError(f"Line {number} has a duplicate column ({cell[:60]!r}): remove one.")
     return names
 
 
@@ -92,7 +90,7 @@ def _entry(cells: Sequence[str], columns: Sequence[str], zone: str) -> RosterEnt
     values = by_column(cells, columns, "put a text with commas in quotes.")
     for name, text in values.items():
         if len(text) > (LONGEST * 10 if name == "groups" else LONGEST) or not text.isprintable():
-            raise ValueError(f"{text[:40]!r}... is longer than anybody can read, or unreadable.")
+            raise ValueError(f"{text[:40]!r}... is too long, or has unreadable characters.")
     user = values.get("user", "").lower()
     if not user:
         raise ValueError("it names no member.")

@@ -178,7 +178,7 @@ class MemberService:
             return True
         known = repository.find_membership(connection, user, lock=True)
         if known is None:
-            raise RuntimeError(f"the membership of {user} cannot be read back")
+            raise RuntimeError(f"the membership of {user} cannot be read")
         if known.ended_at is None and known.by_roster == by_roster:
             return False
         repository.update_membership(

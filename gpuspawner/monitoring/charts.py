@@ -208,7 +208,7 @@ def _summary(whole: DeviceUse, memory_bytes: int) -> str:
     """Summarize the use in one sentence."""
     mean = _use(whole)
     if mean is None:
-        return "It did not answer."
+        return "It did not respond."
     if whole.measured:
         used = f"used {mean:.0f} % on average, {whole.use_max} % at most"
     else:

@@ -70,7 +70,7 @@ class DeviceActivity:
     """Why its clocks are reduced."""
     warm: bool = False
     error: str = ""
-    """Why it does not answer."""
+    """Why it is not responding."""
     silent: str = ""
     """Why it could not be queried."""
     resting: bool = False
@@ -106,9 +106,11 @@ class Tile:
         """Return the device's problems as this viewer may see them; empty if there are none."""
         told, doing = [], self.doing
         if doing.error:
-            told.append(f"does not answer: {doing.error}" if _full(sight) else "does not answer")
+            told.append(
+                f"is not responding: {doing.error}" if _full(sight) else "is not responding"
+            )
         if doing.silent and not doing.resting:
-            told.append(doing.silent if _full(sight) else "its machine does not tell what it does")
+            told.append(doing.silent if _full(sight) else "no measurements from its machine")
         if doing.xids and _full(sight):
             told.append("Xid " + ", ".join(map(str, doing.xids)))
         if doing.slowed and _full(sight):

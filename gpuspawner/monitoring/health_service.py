@@ -171,7 +171,7 @@ class HealthService:
         """Record a probe: the sick device returns to service, or stays out for ``failure``.
 
         Returns False, and changes nothing, if it is no longer sick or was leased. Raises
-        Unavailable if the external scheduler of its machine does not answer: try again then.
+        Unavailable if the external scheduler of its machine is not responding: try again then.
         """
         now = self.clock()
         opened = not failure and self._opened_there(uuid)

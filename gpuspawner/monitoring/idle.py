@@ -155,7 +155,7 @@ def snooze(policy: IdlePolicy, state: IdleState, now: datetime) -> IdleState | N
 def activity_of(minutes: Iterable[DeviceUse], seconds: float, *, output: bool) -> Activity:
     """Return the activity of the busiest of a server's devices in the same period.
 
-    It is unknown if one of the devices did not answer, unless another one worked.
+    It is unknown if one of the devices did not respond, unless another one worked.
     """
     uses: list[float] = []
     busy: list[float] = []

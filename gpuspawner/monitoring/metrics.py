@@ -151,7 +151,7 @@ _gauges, _counters = partial(_family, GaugeMetricFamily), partial(_family, Count
 
 
 NO_SCOPE = (
-    f"The metrics are for admins and for whoever has the scope {READ_METRICS}: give a role with it "
+    f"The metrics are for admins and for users with the scope {READ_METRICS}: give a role with it "
     "to the service that reads them."
 )
 

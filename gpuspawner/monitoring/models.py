@@ -85,7 +85,7 @@ class Sample:
     condition: Condition | None = None
     """As last read, up to a minute ago."""
     error: str = ""
-    """Why it does not answer; then there are no other values."""
+    """Why it is not responding; then there are no other values."""
     silent: str = ""
     """Why it could not be queried, as a sentence; then there are no other values.
 
@@ -143,7 +143,7 @@ class DeviceUse:
     strangers: int = 0
     """Maximum number of compute processes without a lease."""
     error: str = ""
-    """Why the device did not answer, as last reported."""
+    """Why the device did not respond, as last reported."""
 
     @property
     def use(self) -> float | None:

@@ -284,7 +284,9 @@ class IdleService:
                 raise CannotSnooze(why="it is not going to be stopped for that")
             later = snooze(policy, watched.state, now)
             if later is None:
-                raise CannotSnooze(why=f"it was put off {policy.most_snoozes} times, as allowed")
+                raise CannotSnooze(
+                    why=f"it was already postponed {policy.most_snoozes} times, the maximum"
+                )
             repository.put_watched(connection, lease_id, replace(watched, state=later))
         self.log.info("Lease %s of %s is snoozed until %s", lease_id, lease.server, later.stops_at)
         return lease
@@ -346,7 +348,7 @@ class IdleService:
         notifications_repository.add(
             connection, _told(lease, policy, event, state.stops_at, waiting, now)
         )
-        self.log.info("Lease %s of %s rests: %s", lease.id, lease.server, event)
+        self.log.info("Lease %s (%s) is idle: %s", lease.id, lease.server, event)
         return IdleEvent(lease, event, state.stops_at)
 
 

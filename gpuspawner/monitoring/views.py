@@ -46,7 +46,7 @@ PAUSE = 0.1
 """Seconds between two portions of leases that are added up."""
 
 NO_SCOPE = (
-    f"Reports of use are for admins and for whoever has the scope {READ_USAGE}. Your own use is "
+    f"Reports of use are for admins and for users with the scope {READ_USAGE}. Your own use is "
     "on your page."
 )
 

@@ -152,7 +152,7 @@ def boost(settings: Settings, ticket_name: str, points: float, reason: str) -> N
     """Add points to a ticket's score (0 removes them)."""
     services, ticket = _find(settings, ticket_name)
     boosted = services.queue.boost(ticket.id, points, actor=actor(), reason=reason)
-    what = f"has a boost of {boosted.boost:+g} points" if boosted.boost else "has no boost any more"
+    what = f"has a boost of {boosted.boost:+g} points" if boosted.boost else "no longer has a boost"
     _show_change(services, boosted, what)
 
 
@@ -230,7 +230,7 @@ def _in_line(services: Services, line: list[InLine], name: str) -> InLine:
         raise UnknownTicket(sentence, ticket=name) from None
     why = ended.end_reason.rstrip(".")
     raise TicketEnded(
-        f"Ticket {ended.id} of {ended.server} does not wait any more "
+        f"Ticket {ended.id} of {ended.server} is no longer waiting "
         f"({ended.outcome or 'waiting'}: {why}). Nothing was changed."
     )
 
@@ -285,7 +285,7 @@ def _compared(found: TicketComparison, tickets: dict[str, Ticket]) -> str:
     rows.append(("score", *scores, _ahead(found.points), "", ""))
     lines.append(table(headers, rows, right=headers[1:4]))
     if _points(found.points) == "0.00":
-        lines += ["", "Their scores are as good as equal: who asked first goes first."]
+        lines += ["", "Their scores are practically equal: the earlier request goes first."]
     return "\n".join(lines)
 
 
@@ -331,7 +331,7 @@ def _show_change(services: Services, ticket: Ticket, what: str) -> None:
     standing = services.positions.standings().get(ticket.id)
     place = standing.place if standing else 0  # it may have got its turn meanwhile
     value = {"id": ticket.id, "place": place, "boost": ticket.boost, "position": ticket.position}
-    where = f"it is number {place} in the queue now" if place else "it does not wait any more"
+    where = f"it is number {place} in the queue now" if place else "it is no longer waiting"
     text = f"Ticket {ticket.id} of {ticket.server} {what}: {where}."
     show(value, text)
 
@@ -385,7 +385,7 @@ def drain(settings: Settings, device_name: str, reason: str, anyway: bool) -> No
         text += _with_it(services, device)
     server = _server_on(services, device)
     if server:
-        text += f" The session of {server} on it goes on to its end."
+        text += f" The session of {server} on it continues until it ends."
     value = {"changed": done, "drained": plain_closure(closure) if closure else None}
     show({"uuid": device.uuid, "server": server, **value}, text)
 
@@ -397,11 +397,11 @@ def undrain(settings: Settings, device_name: str, reason: str) -> None:
     """Return a drained device to service."""
     services = queue_services(settings)
     done = services.devices.undrain(device_name, actor=actor(), reason=reason)
-    text = f"Device {device_name} is given out again."
+    text = f"Device {device_name} is back in service."
     if machine := done and services.machines.machine_of(
         services.devices.find_device(device_name).uuid
     ):
-        text = f"The whole machine {machine} is given out again."
+        text = f"The whole machine {machine} is back in service."
     if not done:
         text = f"Nothing changed: device {device_name} was not drained."
     show({"changed": done, "drained": None}, text)
@@ -533,11 +533,11 @@ def _of_store(
         )
     if not jobs:
         raise InvalidRequest(
-            f"No session with GPUs ended in the last {days} days: there is nothing to play. "
+            f"No session with GPUs ended in the last {days} days: there is nothing to replay. "
             "Take more --days, or a --trace.",
             field="days",
         )
-    note(f"The sessions of the last {days} days, as they were asked for.")
+    note(f"The sessions of the last {days} days, as they were requested.")
     return jobs, devices
 
 

@@ -276,7 +276,7 @@ class DelegationService:
         if ticket.id not in self._troubles:
             return ""
         who = self._other().engine.capitalize()
-        return f"{who} does not answer just now; it is asked again until it does"
+        return f"{who} is not responding; the hub retries until it does"
 
     def order(self) -> list[tuple[Ticket, RankedTicket, QueuePosition]]:
         """Return the queue in the order of the external scheduler, first to start first."""
@@ -313,7 +313,7 @@ class DelegationService:
 
         lost = self.store.run(find_lost)
         for ticket_id in lost:
-            self.log.warning("Nobody waits with ticket %s any more: taking it back", ticket_id)
+            self.log.warning("Nobody waits with ticket %s: taking it back", ticket_id)
             self.delegate.cancel(ticket_id)
         return lost
 
@@ -351,5 +351,7 @@ class DelegationService:
 
     def _other(self) -> Delegate:
         if self.delegate is None:
-            raise RuntimeError("this hub gives out its devices itself: there is no other scheduler")
+            raise RuntimeError(
+                "this hub schedules its devices itself: there is no external scheduler"
+            )
         return self.delegate

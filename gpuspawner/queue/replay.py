@@ -132,7 +132,7 @@ def replay_trace(
         if wake_seconds and waiting and idle:
             wake_at = now + wake_seconds
     if waiting:
-        raise RuntimeError(f"{waiting} tickets wait for ever: the policy starts none of them")
+        raise RuntimeError(f"{waiting} tickets wait forever: the policy starts none of them")
     return ReplayResult(jobs, starts, devices)
 
 

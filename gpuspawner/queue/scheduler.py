@@ -374,5 +374,5 @@ class Scheduler:
             hours += ", which has made up for all that was lacking"
         parts.append(ScorePart("waiting", points, hours))
         if section == LAST:
-            parts.append(ScorePart("last", -BY_AGE, "nobody came when it was its turn, twice"))
+            parts.append(ScorePart("last", -BY_AGE, "missed its turn twice"))
         return tuple(parts)

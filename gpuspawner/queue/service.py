@@ -532,23 +532,23 @@ def _must_be_within(limit: QueueLimits, ticket: Ticket) -> None:
     asked = ticket.request.devices
     if limit.devices is not None and asked > limit.devices:
         raise TooMuchAsked(
-            f"You asked for {asked} GPUs, and {limit.devices} at once is your limit. "
-            f"Ask for {limit.devices} at most.",
+            f"You asked for {asked} GPUs, but your limit is {limit.devices} at once. "
+            f"Ask for {limit.devices} or fewer.",
             asked=asked,
             most=limit.devices,
         )
     hours = asked * (ticket.seconds or 0) / 3600
     if limit.gpu_hours is not None and hours > limit.gpu_hours:
         raise TooMuchAsked(
-            f"You asked for {hours:g} GPU-hours, and {limit.gpu_hours:g} is your limit. "
-            "Ask for fewer GPUs, or for fewer hours.",
+            f"You asked for {hours:g} GPU-hours, but your limit is {limit.gpu_hours:g}. "
+            "Ask for fewer GPUs or fewer hours.",
             asked=asked,
         )
 
 
 def _has_ended(ticket: Ticket) -> str:
     return (
-        f"The ticket of {ticket.server} does not wait any more ({ticket.outcome}: "
+        f"The ticket of {ticket.server} is no longer waiting ({ticket.outcome}: "
         f"{ticket.end_reason.rstrip('.')}). Nothing was changed."
     )
 

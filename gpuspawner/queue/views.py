@@ -189,8 +189,10 @@ def leave(services: Services, ticket_id: str, user: str) -> Ticket:
 
 def _ended(ticket: Ticket) -> TicketEnded:
     if ticket.outcome == "granted":
-        return TicketEnded("It was its turn a moment ago: the server starts. Stop that instead.")
-    return TicketEnded(f"This ticket does not wait any more: {ticket.end_reason}")
+        return TicketEnded(
+            "Its turn has just come, and the server is starting. Stop the server instead."
+        )
+    return TicketEnded(f"This ticket is no longer waiting: {ticket.end_reason}")
 
 
 def change_of(
@@ -214,7 +216,7 @@ def _comparison(line: view_models.QueueView, one: str, other: str) -> TicketComp
         return None
     first, second = line.find(one), line.find(other)
     if first is None or second is None:
-        raise InvalidRequest("One of the two tickets does not wait any more.", field="a")
+        raise InvalidRequest("One of the two tickets is no longer waiting.", field="a")
     if first is second:
         raise InvalidRequest("Both are the same ticket: choose two.", field="b")
     return compare(first.ranked, second.ranked)

@@ -152,7 +152,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             for duty in duties:
                 duty.cancel()
             await asyncio.gather(*duties, return_exceptions=True)
-        self.log.info("Stopped. Charges go on from where they are when the service is back.")
+        self.log.info("Stopped. Charging resumes where it stopped when the service is back.")
 
     def _tick(self) -> Tick:
         try:

@@ -298,7 +298,7 @@ class HealthDuty(TickDuty):
             if done and found.failure:
                 self.log.warning("Device %s failed its probe: %s", uuid, found.failure)
             elif done:
-                self.log.warning("Device %s is given out again: %s", uuid, found.text)
+                self.log.warning("Device %s is back in service: %s", uuid, found.text)
 
 
 def _node_of(tick: Tick, uuid: str) -> Node | None:
@@ -526,7 +526,7 @@ class RestartDuty(TickDuty):
         if started is StartAnswer.YES:
             self.log.info("%s starts again with the GPUs that it had", restart.server)
         else:
-            await self._give_up(restart, "the Hub does not start it any more")
+            await self._give_up(restart, "the Hub no longer starts it")
 
     async def _give_up(self, restart: Restart, why: str) -> None:
         await self.services.run(self.services.restarts.end_restart, restart.server, why)

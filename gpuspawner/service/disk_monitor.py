@@ -72,7 +72,7 @@ def is_due(last: DiskMeasurement | None, now: float, free_bytes: int | None) -> 
 
 
 class DiskDuty(TickDuty):
-    """Checks the disk of each engine; one that does not answer delays no other one's servers."""
+    """Checks the disk of each engine; one that is not responding delays no other one's servers."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Disk:
         self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def round(self, leases: Mapping[str, Lease]) -> None:
-        """Measure the containers of these leases if due; log if the engine does not answer."""
+        """Measure the containers of these leases if due; log if the engine is not responding."""
         self._warned &= leases.keys()
         if not leases:
             self._last = None

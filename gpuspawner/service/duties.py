@@ -64,13 +64,17 @@ class CreditDuty(TickDuty):
                 what = "%s has %s credits left: %s was warned that less than %g min are left"
                 self.log.info(what, lease.account, left, lease.server, it.minutes)
             case "back":
-                self.log.info("%s has credits again: %s goes on", lease.account, lease.server)
+                self.log.info("%s has credits again: %s continues", lease.account, lease.server)
             case "dry":
                 until = f"until {it.stops_at:%Y-%m-%d %H:%M:%S %Z}" if it.stops_at else "on"
-                what = "%s ran dry (%s credits): %s goes on %s, unless credits are given"
+                what = "%s has no credits left (%s): %s continues %s, unless credits are granted"
                 self.log.warning(what, lease.account, left, lease.server, until)
             case "stop":
-                why = "its overdraft is used up" if lease.when_dry == OVERDRAFT else "it ran dry"
+                why = (
+                    "its overdraft is used up"
+                    if lease.when_dry == OVERDRAFT
+                    else "its credits ran out"
+                )
                 what = "%s has %s credits: %s is to be stopped, %s"
                 self.log.warning(what, lease.account, left, lease.server, why)
 
@@ -92,12 +96,12 @@ class FolderOwnerDuty(TickDuty):
     """Takes shared folders from members who were removed while no server of theirs started."""
 
     async def round(self) -> None:
-        """Check all of them once. Raises Unavailable if the Hub does not answer."""
+        """Check all of them once. Raises Unavailable if the Hub is not responding."""
         services = self.services
         for user in await services.run(services.shared_folders.folder_people):
             if not await self.tick.hub.has_member(user):
                 await services.run(services.shared_folders.member_left, user)
-                self.tick.log.info("%s left the hub, and has no shared folder any more", user)
+                self.tick.log.info("%s left the hub and was removed from all shared folders", user)
 
 
 class RefillDuty(TickDuty):
@@ -315,7 +319,7 @@ class ClusterDuty(TickDuty):
             self._told_late = now
             self.log.warning(
                 "Batch jobs that ended since %s may not be paid yet: Slurm's accounting "
-                "database does not answer, or was not told everything (sdiag: DBD Agent queue "
+                "database is not responding, or was not told everything (sdiag: DBD Agent queue "
                 "size). On the controller: systemctl status slurmctld slurmdbd mariadb",
                 f"{since:%Y-%m-%d %H:%M} UTC",
             )

@@ -187,10 +187,12 @@ async def run(command: Sequence[str], text: bytes, seconds: float) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         if isinstance(error, asyncio.TimeoutError):
-            raise Unavailable(f"The hook was not done in {seconds:g} s and was killed.") from None
+            raise Unavailable(
+                f"The hook did not finish within {seconds:g} s and was killed."
+            ) from None
         raise
     if process.returncode:
-        raise Unavailable(f"The hook ended with {process.returncode}: {said or 'it said nothing'}")
+        raise Unavailable(f"The hook ended with {process.returncode}: {said or 'no output'}")
 
 
 def as_json(notice: Notice) -> bytes:
@@ -403,7 +405,7 @@ class Notifier:
             pause = RETRY_SECONDS[tries - 1]
             self._not_before[notice.id] = asyncio.get_running_loop().time() + pause
         else:
-            message = "The notice %r for %s is not sent any more: %s"
+            message = "The notice %r for %s is no longer sent: %s"
             self.log.warning(message, notice.key, notice.user, text.replace("\n", "; "))
         return Outcome(None, tries, text)
 
@@ -413,7 +415,7 @@ class Notifier:
         async with self._senders[name]:
             try:
                 if self._threads[name] >= MOST_HANGING:
-                    raise Unavailable("Its server takes messages and does not answer.")
+                    raise Unavailable("Its server accepts connections but does not respond.")
                 await self._in_thread(name, lambda: send(channel, choice.address, notice))
             except GPUSpawnerError as error:
                 return self._note(f"Channel {name}", error.message)
@@ -438,7 +440,7 @@ class Notifier:
         await asyncio.wait([done], timeout=SEND_SECONDS)
         if not done.done():
             done.cancel()
-            raise Unavailable(f"It was not done in {SEND_SECONDS:g} s.")
+            raise Unavailable(f"It did not finish within {SEND_SECONDS:g} s.")
         done.result()
 
     async def _run_hook(self, notice: Notice) -> str:

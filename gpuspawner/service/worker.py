@@ -82,7 +82,7 @@ class Supervisor:
 
 
 HANGS_SECONDS = 30.0
-"""An event loop that did not answer for this long is considered hung."""
+"""An event loop that did not respond for this long is considered hung."""
 
 STEP_SECONDS = 1.0
 """Seconds between two checks of the event loop."""
@@ -137,7 +137,7 @@ class Watchdog:
         frame = sys._current_frames().get(self._watched)
         stack = "".join(traceback.format_stack(frame)) if frame else "unknown\n"
         self._log.critical(
-            "The event loop did not answer for %g s. The service ends itself with status %d, and "
+            "The event loop did not respond for %g s. The service ends itself with status %d, and "
             "whatever started it starts it again. Its main thread was here:\n%s",
             HANGS_SECONDS,
             EXIT_STATUS,
@@ -208,7 +208,7 @@ class SpawnResumer:
         if started is StartAnswer.NO_MEMBER:
             await self._end(ticket, "member_gone", "the member was removed or renamed")
         elif started is StartAnswer.REFUSED:
-            await self._end(ticket, "refused", "the Hub does not start this server any more")
+            await self._end(ticket, "refused", "the Hub no longer starts this server")
         else:
             self.log.info("Ticket %s: %s waits on", ticket.id, ticket.server)
 
@@ -245,7 +245,7 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
         self._leases = leases
         self._found: dict[str, Sequence[Sighting] | None] = {}
         self.errors: dict[str, EngineUnavailable] = {}
-        """The engines that did not answer. Blocks like everything in here: use a thread."""
+        """The engines that did not respond. Blocks like everything in here: use a thread."""
 
     def __getitem__(self, name: str) -> Sequence[Sighting] | None:
         if name not in self._found:
@@ -450,7 +450,7 @@ class Tick:
             self.well(part)
         self.rounds[part] += 1
 
-    # Log messages about parts that do not answer: one when it begins, one when it ends.
+    # Log messages about parts that are not responding: one when it begins, one when it ends.
 
     @contextmanager
     def going_on(self, part: str, expected: type[Exception] = GPUSpawnerError) -> Iterator[None]:
@@ -463,7 +463,7 @@ class Tick:
             self.well(part)
 
     def trouble(self, part: str, error: Exception) -> None:
-        """Log once that a part does not answer, with a traceback if that is unexpected."""
+        """Log once that a part is not responding, with a traceback if that is unexpected."""
         trace = not isinstance(error, GPUSpawnerError)
         said = f"{type(error).__name__}: {error}" if trace else str(error)
         if self._trouble.get(part) != said:
@@ -482,7 +482,7 @@ class Tick:
             self.well(part)
             return
         why = f" ({error.__cause__})" if error.__cause__ else ""
-        said = f"it does not answer{why}; its leases stay as they are until it does"
+        said = f"it is not responding{why}; its leases stay as they are until it does"
         self.trouble(part, EngineUnavailable(said))
 
 

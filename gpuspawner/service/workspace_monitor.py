@@ -62,7 +62,7 @@ class WorkspaceDuty(TickDuty):
             )
         except asyncio.TimeoutError as error:  # the thread may never end; there is one at most
             storage.keep_size(some.source, None)
-            raise Unavailable("its file system does not answer") from error
+            raise Unavailable("its file system is not responding") from error
         storage.keep_size(some.source, use.used if use else None)
 
     async def _paced(self, work: Callable[[], T], *sources: str) -> T:

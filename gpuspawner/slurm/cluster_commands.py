@@ -180,13 +180,13 @@ def this_host(settings: Settings) -> HostInventory:
 def node_devices(seen: Inventory, gpus: Path = DRIVER_GPUS) -> list[NodeDevice]:
     """Return the devices in the order of their files.
 
-    A device that does not answer is an error: Slurm counts by position, and would mistake those
+    A device that is not responding is an error: Slurm counts by position, and would mistake those
     behind it for others.
     """
     silent = [d for d in seen.devices if d.status is DeviceStatus.UNKNOWN]
     if silent:
         raise ConfigError(
-            f"The GPU {silent[0].index} does not answer: {silent[0].reason} Repair it or remove "
+            f"The GPU {silent[0].index} is not responding: {silent[0].reason} Repair it or remove "
             "it first."
         )
     whole = [d for d in seen.devices if d.status is not DeviceStatus.PARENT]
@@ -258,7 +258,7 @@ def fetched(host: str) -> str:
     except FileNotFoundError:
         raise ConfigError(f"There is no ssh on this machine to ask {host} by. {remedy}") from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{host} did not answer within 60 seconds. {remedy}") from None
+        raise ConfigError(f"{host} did not respond within 60 seconds. {remedy}") from None
     if done.returncode:
         said = " ".join(done.stderr.split())[-300:] or f"ssh ended with {done.returncode}"
         raise ConfigError(
@@ -310,7 +310,7 @@ def _done(services: Services, plan: accounts.SyncPlan) -> tuple[str, ...]:
         plan = services.cluster_members.plan_for_cluster()
         if not plan.steps:
             return plan.problems
-    return (*plan.problems, "Slurm's database does not keep what it was told: run it again.")
+    return (*plan.problems, "Slurm's database did not store the changes: run the command again.")
 
 
 @command()
@@ -366,7 +366,7 @@ def _text(
             (j.label, j.user, j.devices, str(j.seconds), local(j.started_at)) for j in strangers
         ]
         headers = ("JOB", "USER", "DEVICES", "SECONDS", "STARTED")
-        lines += ["Jobs of users who are not members; nobody was charged:"]
+        lines += ["Jobs of users who are not members (not charged):"]
         lines += [table(headers, rows, right=("SECONDS",)), ""]
     said = f"{len(found)} differ from Slurm's jobs" if found else "all as Slurm's jobs say"
     charged = exact(sum(job.charged for job in jobs))

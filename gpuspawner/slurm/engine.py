@@ -47,7 +47,7 @@ class SlurmEngine:
         self._listing: dict[str, Future[bool]] = {}
         """The last query of each node: True if it was answered."""
         self._silent: set[str] = set()
-        """The nodes that did not answer in time when last waited for."""
+        """The nodes that did not respond in time when last waited for."""
         self._away: set[str] = set()
         self._where: dict[str, tuple[str, str]] = {}
         """Node and job of each container seen."""
@@ -55,7 +55,7 @@ class SlurmEngine:
     def sightings(self) -> list[Sighting]:
         """Return every server on a node that answers.
 
-        Raises EngineUnavailable if Slurm does not answer: without it nobody knows what has ended.
+        Raises EngineUnavailable if Slurm is not responding: without it nobody knows what has ended.
         """
         alive = self._living()
         ended = {str(job.id) for job in self._delegate.known() if not job.lives}
@@ -71,7 +71,7 @@ class SlurmEngine:
     def removed(self, leases: Iterable[Lease], found: Iterable[Sighting]) -> list[Sighting]:
         """Return what happened to running servers that were not found.
 
-        They ended with their job, or are on a node that did not answer.
+        They ended with their job, or are on a node that did not respond.
         """
         there = {sighting.lease_id for sighting in found}
         more = []

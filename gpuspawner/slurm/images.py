@@ -132,7 +132,7 @@ class NodeImages:
         return time.monotonic() - at < (HERE if here else LACKS)
 
     def _ask(self, image: str, node: str) -> bool | None:
-        """Return True if a node has an image; None if it does not answer."""
+        """Return True if a node has an image; None if it is not responding."""
         try:
             self._engines[node].call(lambda client: client.inspect_image(image))
         except NotFound:

@@ -125,7 +125,7 @@ _ENDS = {
     "CANCELLED": "its job in Slurm was cancelled",
     "TIMEOUT": "its time in Slurm was over",
     "NODE_FAIL": "its machine was lost",
-    "PREEMPTED": "its GPUs were given to somebody who goes first",
+    "PREEMPTED": "preempted by a job with higher priority",
 }
 ENDS_BY_SLURM = frozenset(text for state, text in _ENDS.items() if state != "CANCELLED")
 """Ends that no cancellation of ours causes."""
@@ -149,7 +149,7 @@ def jobs_of(text: str) -> list[SlurmJob]:
             raise SlurmUnavailable(why=f"squeue says {str(errors)[:200]}")
         return [_job(each) for each in (*found["jobs"], *rows)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"squeue --json did not answer as Slurm 22.05 does ({error!r:.80})"
+        why = f"squeue --json did not respond as Slurm 22.05 does ({error!r:.80})"
         raise SlurmUnavailable(why=why) from None
 
 
@@ -473,7 +473,7 @@ def _moment(moment: datetime) -> str:
 
 
 def _strange(row: str) -> SlurmUnavailable:
-    return SlurmUnavailable(why=f"sacct did not answer as Slurm 22.05 does ({row[:80]!r})")
+    return SlurmUnavailable(why=f"sacct did not respond as Slurm 22.05 does ({row[:80]!r})")
 
 
 # The devices of a run.

@@ -87,7 +87,7 @@ class PriorityOverrides:
             ):
                 held += len(some)
         if held:
-            self._log.info("Held %d jobs: no GPUs are given out just now", held)
+            self._log.info("Held %d jobs: granting is paused", held)
 
     def go_on(self, jobs: Iterable[SlurmJob], places: Mapping[int, int]) -> None:
         """Release what we held for a pause, jobs with an admin's position first.

@@ -199,7 +199,7 @@ class Slurm:
             why = f"the program {program} is not on this machine (install slurm-client)"
             raise SlurmUnavailable(why=why) from None
         except subprocess.TimeoutExpired:
-            why = f"{program} did not answer within {self.seconds:g} seconds"
+            why = f"{program} did not respond within {self.seconds:g} seconds"
             raise SlurmUnavailable(why=why) from None
         except OSError as error:
             raise SlurmUnavailable(why=f"{program} cannot be run ({error.strerror})") from None

@@ -44,7 +44,7 @@ MOST_LOOKS = 60
 OLDEST = 600.0
 """Maximum age of a look in seconds for the hub to accept it."""
 TOLD = OLDEST - 60.0
-"""Seconds after which a look is not sent any more, because an answer may take a while."""
+"""Seconds after which a look is no longer sent, because an answer may take a while."""
 _MOST_PROCESSES = 200
 _MOST_XIDS = 64
 _MOST_XID = 100_000

@@ -236,7 +236,7 @@ def _states(text: str) -> dict[str, _State]:
             raise SlurmUnavailable(why=f"sinfo says {str(errors)[:200]}")
         return {str(node["name"]): _state(node) for node in found["nodes"]}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"sinfo --json did not answer as Slurm 22.05 does ({error!r:.80})"
+        why = f"sinfo --json did not respond as Slurm 22.05 does ({error!r:.80})"
         raise SlurmUnavailable(why=why) from None
 
 
@@ -490,7 +490,7 @@ class SlurmDelegate(Nodes):
             self.turns(0)
 
     def _must_answer(self) -> None:
-        """Raise SlurmUnavailable if Slurm did not answer last, so that nobody waits long."""
+        """Raise SlurmUnavailable if Slurm did not respond last, so that nobody waits long."""
         if self._trouble is not None or self._asker.seconds > PATIENCE:
             self.turns()
 

@@ -154,7 +154,7 @@ class ClusterMemberService:
         if not problems:
             self._admitted = {**self._admitted, person.member: (person, time.monotonic())}
         for problem in problems:
-            self.log.warning("Slurm could not be told about %s: %s", person.member, problem)
+            self.log.warning("Could not register %s in Slurm: %s", person.member, problem)
         return "" if problems and known != person else account_of(person.group)
 
     # Helpers.
@@ -244,7 +244,7 @@ def _bring(slurm: Slurm, cluster: str, asked: WantedAssociations) -> tuple[str, 
             return plan.problems
         if accounts.is_there(slurm, cluster, asked):
             return ()
-    return ("its database does not keep what it was told",)
+    return ("its database does not store the changes",)
 
 
 def _word(priority: int) -> str:

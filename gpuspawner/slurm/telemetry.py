@@ -1,7 +1,7 @@
 """Samples of the devices of all nodes, from the sampler of each.
 
-All are queried at once, each by its own thread. A node that does not answer is not waited for: its
-devices are silent, which says nothing about them, and those of the others are not affected.
+All are queried at once, each by its own thread. A node that is not responding is not waited for:
+its devices are silent, which says nothing about them, and those of the others are not affected.
 """
 
 from __future__ import annotations

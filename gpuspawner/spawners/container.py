@@ -36,7 +36,7 @@ from ..storage.service import FolderMount
 from .form import templates
 
 ENGINE_ERRORS = (DockerException, OSError)
-"""What a call raises if the engine refuses it or does not answer (requests raises OSError)."""
+"""What a call raises if the engine refuses it or is not responding (requests raises OSError)."""
 
 FRESH_SECONDS = 2.0
 """Maximum age in seconds of an engine's answer that was requested ahead of its use."""

@@ -541,7 +541,7 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             cause = missing if is_missing else explanation(error)
             raise spawn_exception(StartFailed(cause=cause)) from error
         except OSError as error:
-            self.log.error("The Docker Engine does not answer: %s", error)
+            self.log.error("The Docker Engine is not responding: %s", error)
             raise spawn_exception(EngineUnavailable()) from error
 
     async def _keep(self) -> SavedContainer:

@@ -71,14 +71,14 @@ def check_own_image(reference: str, rules: Sequence[OwnImages]) -> list[OwnImage
         )
     if not rules:
         raise NotAllowed(
-            "You may not bring an image of your own: choose an environment, or ask your admin.",
+            "You cannot use your own image: choose an environment, or ask your admin.",
             field="own_image",
         )
     allowing = [rule for rule in rules if rule.allows(reference)]
     if not allowing:
         patterns = ", ".join(sorted({some for rule in rules for some in rule.images}))
         raise NotAllowed(
-            f"You may not use the image {reference}. Yours may be: {patterns}.", field="own_image"
+            f"You may not use the image {reference}. Allowed images: {patterns}.", field="own_image"
         )
     return allowing
 

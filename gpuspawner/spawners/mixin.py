@@ -580,7 +580,7 @@ class GPUSpawnerMixin(Spawner):
             # The environment's driver requirements may change meanwhile: no member asks for those.
             asked = ticket.request
             if request != replace(asked, min_driver=request.min_driver, min_cuda=request.min_cuda):
-                raise TicketEnded(why="what you asked for is not what you may have any more")
+                raise TicketEnded(why="you may no longer use what you asked for")
             terms = self.terms(chosen, request)
             check_payer(ticket.account, ticket.server.user, terms.groups)
             return terms
@@ -766,7 +766,7 @@ class GPUSpawnerMixin(Spawner):
                     return
                 if services.clock() >= lease.claim_by:
                     await services.run(services.sessions.no_show, lease.id)
-                    self.log.warning("%s: nobody connected in time", self.server_ref)
+                    self.log.warning("%s: no connection in time", self.server_ref)
                     return
             except GPUSpawnerError as error:
                 self.log.warning("%s: %s", self.server_ref, error.message)
@@ -791,8 +791,8 @@ class GPUSpawnerMixin(Spawner):
             await wait_for_answer(address, tls, self._require_alive, self.http_timeout)
         except AnyTimeoutError:
             detail = await self.failure_detail()
-            self.log.error("%s did not answer at %s. %s", self.server_ref, address, detail)
-            cause = f"it did not answer within {self.http_timeout} seconds"
+            self.log.error("%s did not respond at %s. %s", self.server_ref, address, detail)
+            cause = f"it did not respond within {self.http_timeout} seconds"
             raise StartFailed(cause=cause) from None
 
     async def _require_alive(self) -> None:

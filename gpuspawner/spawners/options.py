@@ -333,7 +333,7 @@ def _whole(name: str, value: Any) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise _invalid(name, "a whole number from 0", value)
     if name == "gpus" and int(text) > MOST_GPUS:
-        raise TooMuchAsked(f"You asked for {int(text)} GPUs, and no server gets that many.")
+        raise TooMuchAsked(f"You asked for {int(text)} GPUs, more than any server can have.")
     return int(text)
 
 

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from ..core.aio import within
 from ..core.errors import GPUSpawnerError, ImageUnavailable, Refused, StartFailed
-from ..core.times import zoned
+from ..core.times import minute_after, zoned
 from ..engines.images import Connect, PullProgress, pull
 
 SIGN = 10.0
@@ -187,8 +187,11 @@ def sentence(image: str, now: PullProgress) -> str:
 
 
 def local_time(moment: datetime, now: datetime) -> Markup:
-    """Format a time for a page, whose script writes it in the browser's own zone."""
-    at = moment.isoformat(timespec="seconds")
+    """Format a time for a page, whose script writes it in the browser's own zone.
+
+    Both are rounded up to the minute: the script writes hours and minutes of what it is given.
+    """
+    at = minute_after(moment).isoformat(timespec="seconds")
     return Markup('<time datetime="{}">{}</time>').format(at, zoned(moment, now))
 
 

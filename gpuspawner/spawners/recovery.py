@@ -76,7 +76,7 @@ class Recovery:
             reconcile = self.services.leases.reconcile
             actions = await self.services.run(reconcile, sightings, servers, grace_seconds=0)
             if away := [name for name, found in sightings.items() if found is None]:
-                self.log.error("Granting nothing yet: %s does not answer", " and ".join(away))
+                self.log.error("Granting nothing yet: %s is not responding", " and ".join(away))
                 raise NotReconciled()
             self.services.leases.engine_ids.update(await asyncio.to_thread(_identities, engines))
             orphans = [action for action in actions if isinstance(action, Remove)]
@@ -144,7 +144,7 @@ def _look(
 def _identities(engines: Mapping[str, Engine]) -> dict[str, str]:
     """Return the identities of the Docker engines, for the leases to be granted. Blocks.
 
-    An engine that does not answer now is identified at its first start.
+    An engine that is not responding now is identified at its first start.
     """
     found = {}
     for name, engine in engines.items():

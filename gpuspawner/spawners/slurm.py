@@ -169,7 +169,7 @@ class GPUSlurmSpawner(GPUDockerSpawner):
     def client(self) -> docker.APIClient:
         """The client for DockerSpawner's own calls, with a short timeout outside of start and stop.
 
-        A node that is cut off does not answer, and its calls occupy threads that all servers share.
+        Calls to a node that is cut off would occupy threads that all servers share.
         """
         if self.node is None or self.pending in ("spawn", "stop"):
             return super().client

@@ -181,7 +181,7 @@ def free_workspace(settings: Settings, workspace: str) -> None:
     site = WorkspaceSite(settings)
     source = site.find(workspace).source
     done = site.services.storage.free_workspace(source, actor=actor())
-    text = f"{source} can be used again." if done else f"Nobody had {source} in hand."
+    text = f"{source} can be used again." if done else f"{source} was not being processed."
     show({"workspace": source, "changed": done}, text)
 
 
@@ -246,7 +246,7 @@ class WorkspaceSite:
         except UnknownWorkspace:
             if not member:
                 raise UnknownWorkspace(
-                    f"There is no workspace {name[:300]!r} yet: say whose it will be with --member."
+                    f"There is no workspace {name[:300]!r} yet: name its owner with --member."
                 ) from None
         source = os.path.abspath(name) if "/" in name else name
         return Workspace(source, member, seen_at=self.services.clock())
@@ -298,7 +298,7 @@ class WorkspaceSite:
         try:
             told = self.client.volumes(filters={"label": LABEL})["Volumes"] or []
         except (GPUSpawnerError, docker.errors.DockerException, OSError):
-            self.troubles.append("The container engine does not answer: volumes may be missing.")
+            self.troubles.append("The container engine is not responding: volumes may be missing.")
             return []
         return [(v["Name"], (v.get("Labels") or {}).get(LABEL) or NOBODY) for v in told]
 
@@ -383,8 +383,8 @@ def delete_folder(settings: Settings, folder_id: str, name: str) -> None:
     folder = find_folder(services, folder_id)
     done = services.shared_folders.delete_folder(folder.id, name, actor=actor(), admin=True)
     text = (
-        f"{done.name} ({done.id}) is nobody's from their next server on. Its files are still at "
-        f"{services.shared_folders.folder_place(done.id)}; "
+        f"{done.name} ({done.id}) is deleted: members lose access at their next server start. "
+        f"Its files are still at {services.shared_folders.folder_place(done.id)}; "
         f"`gpuspawner folders restore {done.id}` undoes it."
     )
     show(plain_folder(done), text)
@@ -412,13 +412,13 @@ def remove_folder(settings: Settings, folder_id: str, yes_delete: str) -> None:
             f"{folder.name} is in use. Delete it first: gpuspawner folders delete {folder.id}"
         )
     if not place:
-        raise Refused("Where folders lie is not said: set c.GPUFolders.source.")
+        raise Refused("The folders' location is not set: set c.GPUFolders.source.")
     if yes_delete != folder.name:
         use = services.storage.use_of(place, None, 10.0)
         size = format_bytes(use.used) if use else "of unknown size"
         raise Refused(
             f"This would remove {place}, {size}, with every file of the folder {folder.name}, for "
-            f"good. Nothing was changed. If that is what you want, say --yes-delete "
+            f"good. Nothing was changed. To confirm, use --yes-delete "
             f"'{folder.name}'"
         )
     tree = _tree(place, settings)

@@ -125,10 +125,12 @@ def read_archive(file: Path) -> Generator[bytes]:
 def _must_stay_inside(entry: tarfile.TarInfo, file: Path) -> None:
     path = PurePosixPath(entry.name)
     if path.is_absolute() or ".." in path.parts:
-        raise ArchiveRefused(what=f"{file} holds {entry.name[:100]!r}, which leads out of it")
+        raise ArchiveRefused(what=f"{file} holds {entry.name[:100]!r}, which points outside of it")
     link = PurePosixPath(entry.linkname)
     if entry.islnk() and (link.is_absolute() or ".." in link.parts):
-        raise ArchiveRefused(what=f"{file} holds {entry.name[:100]!r}, a link that leads out of it")
+        raise ArchiveRefused(
+            what=f"{file} holds {entry.name[:100]!r}, a link that points outside of it"
+        )
     if entry.isdev() and not entry.isfifo():
         raise ArchiveRefused(what=f"{file} holds {entry.name[:100]!r}, which is a device")
 
@@ -279,7 +281,7 @@ class VolumeTree:
                 if top is not None:  # the engine omits the entry "."
                     self.client.put_archive(holder, "/", _folder(_PLACE[1:], top))
             except (DockerException, requests.RequestException) as error:
-                raise ArchiveRefused(what=f"the engine did not take it ({error})") from error
+                raise ArchiveRefused(what=f"the engine rejected it ({error})") from error
 
     def delete(self) -> None:
         """Delete it with everything in it. Raises ArchiveRefused."""
@@ -398,12 +400,12 @@ def movable(directories: Mapping[str, str]) -> dict[str, str]:
         for path in (before, after):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
                 raise Refused(
-                    f"{path} is not a directory: put it aside first. Nothing was changed."
+                    f"{path} is not a directory: move it away first. Nothing was changed."
                 )
         if before.exists() and after.exists() and any(after.iterdir()):
             raise Refused(
-                f"There are files in both {old} and {new}: put them together in {old}, empty the "
-                "other one, and say this again. Nothing was changed."
+                f"There are files in both {old} and {new}: merge them in {old}, empty the other "
+                "one, and run this again. Nothing was changed."
             )
         if before.exists() or after.exists():
             found[old] = new

@@ -193,7 +193,9 @@ class Quotas:
             why = f"there is no {self.command[0]} on this machine (package xfsprogs)"
             raise QuotaUnavailable(path=mount, why=why) from None
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise QuotaUnavailable(path=mount, why=f"xfs_quota did not answer ({error})") from error
+            raise QuotaUnavailable(
+                path=mount, why=f"xfs_quota did not respond ({error})"
+            ) from error
         # It exits with 0 even on failure, so its output decides. For symlinks, sockets and devices,
         # which it rightly leaves alone, it prints that it did.
         wrong = [x for x in done.stderr.splitlines() if x.strip() and _LEFT_ALONE not in x]

@@ -25,7 +25,7 @@ def check_name(text: object, field: str = "name") -> str:
     longest = max(len(name), len(text))
     if longest > LONGEST:
         raise InvalidRequest(
-            f"The field {field!r} has {longest} characters: {LONGEST} is the most.", field=field
+            f"The field {field!r} has {longest} characters; the maximum is {LONGEST}.", field=field
         )
     wrong = next((character for character in name if not _may_stand(character)), "")
     if wrong or not _may_begin(name[0]) or name[-1] in _JOINERS:

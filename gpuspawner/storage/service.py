@@ -230,8 +230,8 @@ class StorageService:
             known = known or Workspace(source=source, user=user, seen_at=self.clock())
             if known.busy:
                 raise WorkspaceBusy(
-                    f"{source} is in hand already: {known.busy}. If whoever did that was killed, "
-                    f"say `gpuspawner workspaces free {source}` and try again."
+                    f"{source} is already being processed: {known.busy}. If that command was "
+                    f"killed, run `gpuspawner workspaces free {source}` and try again."
                 )
             for lease in leases_repository.open_leases(connection):
                 if lease.server.user == known.user:
@@ -368,7 +368,9 @@ class SharedFolderService:
             if before and before.write == write:
                 return folder
             if not before and len(folder.members) >= MOST_MEMBERS:
-                raise FolderRefused(why=f"it is shared with {MOST_MEMBERS} members, the most")
+                raise FolderRefused(
+                    why=f"it is already shared with {MOST_MEMBERS} members, the maximum"
+                )
             accepted = before.accepted_at if before else None
             repository.invite_to_folder(
                 connection, folder_id, FolderMember(user, write, actor, now, accepted)
@@ -480,7 +482,7 @@ class SharedFolderService:
         with self.store.write() as connection:
             folder = repository.get_folder(connection, folder_id, lock=True)
             if folder.deleted_at is None:
-                raise FolderRefused(why="it is not deleted: somebody may have files in it")
+                raise FolderRefused(why="it is not deleted: it may contain files")
             repository.remove_folder(connection, folder_id)
             self._note_folder(connection, folder, "remove folder", actor)
 
@@ -523,7 +525,9 @@ class SharedFolderService:
             return folder
         folder = self._seen_folder(connection, folder_id, user)
         if folder.owner != user:
-            raise NotAllowed(f"The folder {folder.name} is {folder.owner}'s: only they change it.")
+            raise NotAllowed(
+                f"The folder {folder.name} belongs to {folder.owner}: only they can change it."
+            )
         return folder
 
     def _must_be_new_folder(self, connection: sa.Connection, name: str, owner: str) -> None:

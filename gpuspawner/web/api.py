@@ -39,12 +39,12 @@ BodyOfChannels = Callable[[Collection[str]], type[BaseModel]]
 ERRORS = {
     400: "A field is not valid; the sentence names it.",
     401: "You did not say who you are.",
-    403: "You may not: it is somebody else's, or your token's scopes do not allow it.",
-    404: "There is nothing of this name.",
+    403: "Not allowed: it belongs to someone else, or your token lacks the scope.",
+    404: "Not found.",
     405: "Nothing can be done here in this way.",
     409: "It cannot be done as things are now.",
     429: "It was done a moment ago: wait a little.",
-    503: "The database or the Hub does not answer just now.",
+    503: "The database or the Hub is not responding.",
 }
 """Descriptions of the errors that any operation may return, by HTTP status."""
 

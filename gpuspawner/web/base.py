@@ -30,10 +30,10 @@ POLICY = (
 SENTENCES = {
     400: "The address is not complete or not valid. Go back, and follow the link again.",
     401: "Say who you are: send a token of the Hub in the header Authorization (token ...).",
-    403: "This page is not for you. Sign in as somebody who may see it, or ask your admin.",
+    403: "You do not have access to this page. Sign in with another account, or ask your admin.",
     404: "There is no such page.",
     405: "This page can only be read.",
-    503: "A part of the hub does not answer. Try again in a moment.",
+    503: "A part of the hub is not responding. Try again in a moment.",
 }
 OTHERWISE = "Something went wrong. Try again in a moment, and tell your admin if it stays."
 
@@ -156,7 +156,7 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
         except web.HTTPError as error:
             if error.status_code < 500:
                 raise
-            sentence = "The Hub cannot say who you are just now. Try again in a moment."
+            sentence = "The Hub cannot confirm who you are right now. Try again in a moment."
             raise web.HTTPError(503, "%s", error.log_message) from Unavailable(sentence)
         self._is_resolved = True
         # Overwrite the None that Tornado cached during the XSRF check.
@@ -283,7 +283,7 @@ NOT_YOURS = (
     "page; ask an admin if you need to see another."
 )
 NO_SCOPE = (
-    "You may not give credits to {account!r}. Admins may, and whoever has the scope "
+    "You may not give credits to {account!r}. Admins may, and users with the scope "
     "custom:gpuspawner:grant for this account's member or group."
 )
 ONLY_GIVES = (

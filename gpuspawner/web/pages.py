@@ -435,7 +435,7 @@ class FormPage(Page):
         if len(data) > LONGEST_FILE:
             raise InvalidRequest("The file has more than 1 MB: give it in parts.", field="file")
         if not data.strip():
-            raise InvalidRequest("There is nothing in it: choose a file, or type lines.")
+            raise InvalidRequest("The list is empty: choose a file, or type lines.")
         return data
 
     def confirm(

@@ -121,7 +121,7 @@ def test_container_reaches_only_the_hub_api(hub: AttackHub, attempt: Attempts) -
     # Where packets are lost, all of the time is waited for.
     attempt("metadata of a cloud", refused=not hub.reaches("169.254.169.254", 80, seconds=5))
     # Another member's server opens to nobody without a token of hers. It asks the hub whose this
-    # one is: while both have much to do it may say nothing, or that the hub did not answer (5xx).
+    # one is: while both have much to do it may say nothing, or that the hub did not respond (5xx).
     networks = hub.container(VICTIM)["NetworkSettings"]["Networks"]
     [address] = [each["IPAddress"] for each in networks.values()]
     token = "$JUPYTERHUB_API_TOKEN"

@@ -199,7 +199,7 @@ def test_missing_engine_fails_with_a_remedy(check: Check) -> None:
     checked = check('\nc.GPUDockerSpawner.client_kwargs = {"base_url": "unix:///nowhere.sock"}\n')
     assert (checked.code, checked.red) == (1, ["engine"])
     assert checked["engine"]["text"] == (
-        "The Docker Engine at unix:///nowhere.sock does not answer: No such file or directory."
+        "The Docker Engine at unix:///nowhere.sock is not responding: No such file or directory."
     )
     assert "systemctl start docker" in checked["engine"]["remedy"]
     assert checked["GPU injection"]["status"] == "unchecked", "and not silently green"
@@ -350,7 +350,7 @@ c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{hub.proxy_port}"
     right = f"{lines}c.ConfigurableHTTPProxy.auth_token = {hub._proxy_token!r}"
     assert check(right, NO_CONTAINERS)["proxy"]["status"] == "ok"
     hub.stop()
-    assert "does not answer" in check(right, NO_CONTAINERS)["proxy"]["text"]
+    assert "is not responding" in check(right, NO_CONTAINERS)["proxy"]["text"]
 
 
 def test_missing_services_or_scopes_fail_the_check(check: Check) -> None:

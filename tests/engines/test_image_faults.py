@@ -74,8 +74,8 @@ def test_image_missing_in_the_registry_is_reported(
 def test_unreachable_registry_is_reported(small: SmallEngine) -> None:
     with SlowRegistry(size=0) as gone:
         image = f"{gone.repository}:lab"
-    assert "its registry does not answer" in refusal(small, image)
-    with pytest.raises(ImageUnavailable, match="does not answer"):
+    assert "its registry is not responding" in refusal(small, image)
+    with pytest.raises(ImageUnavailable, match="is not responding"):
         offered_digest(small.client, image)
 
 

@@ -246,6 +246,6 @@ def test_catalog_commands_report_a_missing_engine(site: Site) -> None:
     config = CONFIG.format(engine="unix:///nowhere/docker.sock", catalog=str(site.catalog))
     (site.folder / "jupyterhub_config.py").write_text(config)
     for words in (["pull"], ["prune"], ["check", "--images"], ["update", "lab"]):
-        assert "The Docker Engine at unix:///nowhere/docker.sock does not answer." in (
+        assert "The Docker Engine at unix:///nowhere/docker.sock is not responding." in (
             site(*words, code=1)
         )

@@ -212,7 +212,7 @@ def test_killed_archive_leaves_no_file_and_can_be_repeated(site: Site) -> None:
     process.wait(timeout=120)
     assert not file.exists()
     says = site("workspaces", "archive", "anna", "--to", str(file), code=1)
-    assert "in hand already" in says and f"workspaces free {mine}" in says
+    assert "already being processed" in says and f"workspaces free {mine}" in says
     site("workspaces", "free", "anna")
     site("workspaces", "archive", "anna", "--to", str(file))
     assert file.exists()

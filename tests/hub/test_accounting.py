@@ -187,7 +187,7 @@ def test_group_account_pays_only_for_its_members(hub: PayingHub) -> None:
 
     refused = hub.spawn("bob", {"gpus": 1, "account": COURSE})
     assert refused.status_code == 403
-    assert "names 'group:course-ml', which you may not draw on" in refused.text
+    assert "names 'group:course-ml', which you cannot use" in refused.text
     assert "member:bob" in refused.text
     assert hub.lease_of("bob") is None
     refused = hub.spawn("bob", {"gpus": 1, "account": "system:grants"})
@@ -279,7 +279,7 @@ def test_leaving_the_group_refuses_the_waiting_ticket(hub: PayingHub) -> None:
     assert hub.api("DELETE", "/groups/course-line/users", json=body).ok
     ended = wait_for(lambda: ticket() if ticket().outcome else None, "its end", timeout=20)
     assert ended.outcome == "refused"
-    assert "names 'group:course-line', which you may not draw on" in ended.end_reason
+    assert "names 'group:course-line', which you cannot use" in ended.end_reason
     assert hub.services.ledger.account("group:course-line").balance == 500 * MICRO
     for server in ("", "other"):
         hub.stop_server("leo", server)

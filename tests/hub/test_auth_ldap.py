@@ -120,7 +120,7 @@ def test_leaving_group_or_directory_ends_access(lab: Lab) -> None:
     directory.remove("gone")
     for user, reason in (
         ("leaver", "no longer a member of this hub"),
-        ("gone", "the directory has no such account any more"),
+        ("gone", "the account no longer exists in the directory"),
     ):
 
         def sent_to(session: requests.Session = sessions[user]) -> str:

@@ -373,7 +373,7 @@ def test_stop_ends_a_recreated_container(
 def test_failed_stop_is_charged_until_the_real_end(
     hub: GPUHub, engine: PrivateEngine, gate: Gate, member: str, late: float
 ) -> None:
-    """The member stops while the engine does not answer: it costs until it has really ended, and
+    """The member stops while the engine is not responding: it costs until it has really ended, and
     not until the engine's answer to the stop."""
     lease, container = started(hub, member)
     gate.shut()

@@ -174,7 +174,7 @@ def test_cluster_page_updates_live(scene: Scene, browser: Browser) -> None:
         _1={"error": "It fell off the bus.", "xids": [79]},
     )
     page.wait_for_selector(".tile.own:has-text('100 %')")
-    page.wait_for_selector(".tile:has-text('does not answer')")
+    page.wait_for_selector(".tile:has-text('is not responding')")
     own = page.inner_text(".tile.own")
     assert "79.0 of 80 GB" in own
     assert "91 °C" in own
@@ -275,7 +275,7 @@ def test_live_streams_per_member_are_limited(live: tuple[PayingHub, Services, st
     streams = [watch(hub, "ada", url, 1000) for _ in range(cluster_views.MOST_OF_ONE)]
     one_more = watch(hub, "ada", url)
     assert one_more.status_code == 429
-    assert one_more.json()["message"].startswith("Too many windows show the live page.")
+    assert one_more.json()["message"].startswith("Too many live pages are open.")
     with watch(hub, "bob", url) as stream:
         assert "picture" in dict(events(stream))
     streams.pop().close()
@@ -316,7 +316,7 @@ def test_live_stream_reports_errors_and_recovers(
         told = events(stream)
         assert next(told) == ("trouble", "")
         for error, sentence in (
-            (StoreUnavailable(), "The database does not answer."),
+            (StoreUnavailable(), "Database unavailable."),
             (ZeroDivisionError("a secret of the code"), "Something went wrong."),
         ):
 

@@ -200,12 +200,12 @@ def test_statement_csv_is_complete_and_escaped(hub: PayingHub) -> None:
     [
         ("accounts/member:ada", "The account 'member:ada' is not yours"),
         ("accounts/member:nobody/statement", "The account 'member:nobody' is not yours"),
-        ("accounts", "This page is not for you."),
+        ("accounts", "You do not have access to this page."),
         ("usage", "Reports of use are for admins"),
-        ("trail", "This page is not for you."),
+        ("trail", "You do not have access to this page."),
         ("leases/{lease}", "This session is not yours"),
         ("leases/0123456789abcdef", "This session is not yours"),
-        ("transfers/{transfer}", "This page is not for you."),
+        ("transfers/{transfer}", "You do not have access to this page."),
     ],
 )
 def test_member_cannot_open_pages_of_others(hub: PayingHub, path: str, sentence: str) -> None:
@@ -473,7 +473,7 @@ def test_member_chooses_a_default_payer(hub: PayingHub) -> None:
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
-        ("", "There is nothing in it"),
+        ("", "The list is empty"),
         ("nobody-known,5,x", "there is no account 'member:nobody-known'"),
         ('ada,"1,5",x', "Line 1"),
         ("ada,5,x\nada,6,x", "Line 2"),
@@ -617,11 +617,11 @@ def test_admin_previews_creates_and_ends_a_refill(hub: PayingHub) -> None:
     [
         ({"rule": "FREQ=SECONDLY"}, "comes too often"),
         ({"zone": "Mars/Base"}, "not a time zone"),
-        ({"amount": "-5"}, "gives nothing"),
+        ({"amount": "-5"}, "grants nothing"),
         ({"cap": "0"}, "'cap'"),
         ({"keep": "x"}, "'keep'"),
         ({"mode": "x"}, "'mode'"),
-        ({"audience": "ada"}, "names nobody"),
+        ({"audience": "ada"}, "is not an audience"),
         ({"reason": ""}, "The reason is missing"),
     ],
 )

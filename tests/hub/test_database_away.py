@@ -39,7 +39,7 @@ from tests.support.tickets import COUNTED, fill, line_up, looks
 from tests.support.visitor import Visitor
 
 GRANT = 100_000
-SENTENCE = "The database does not answer. Try again in a moment; nothing was changed."
+SENTENCE = "Database unavailable. No changes were made. Try again in a moment."
 
 CONFIG = f"""
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 60}}  # whoever asks hears how it ended
@@ -284,7 +284,7 @@ def _is_said_everywhere(hub: PayingHub, member: Visitor) -> None:
     assert home.ok and SENTENCE in text_of(home.text)
     page = hub.page("ada")
     assert page.status_code == 503
-    assert "The database does not answer. Try again in a moment" in page.text
+    assert "Database unavailable. No changes were made. Try again in a moment" in page.text
     answer = hub.json("ada", "me")
     assert (answer.status_code, answer.json()["error"]) == (503, "store_unavailable")
     assert hub.get("bob", "").ok, "who runs, runs"

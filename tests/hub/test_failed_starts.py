@@ -135,9 +135,9 @@ def assert_next_start_works(hub: GPUHub, user: str) -> None:
 FAILURES = {
     "absent": r"the image gpuspawner/nowhere:1 is not on this machine, and pulling is off",
     "unreachable": r"the image 127\.0\.0\.1:1/gpuspawner/nowhere:1 could not be pulled \(.*its "
-    r"registry does not answer.*",
+    r"registry is not responding.*",
     "exits": "it exited at once with code 3",
-    "silent": "it did not answer within 2 seconds",
+    "silent": "it did not respond within 2 seconds",
     "crawling": r"it was not up within 5 seconds \(it got as far as: Pulling 127\.0\.0\.1:.*\)",
 }
 """Why a start of each environment fails."""
@@ -217,7 +217,7 @@ def events_of(hub: GPUHub, member: str) -> list[dict[str, Any]]:
     "environment, sentence",
     [
         ("exits", "it exited at once with code 3"),
-        ("silent", "it did not answer within 2 seconds"),
+        ("silent", "it did not respond within 2 seconds"),
         ("crawling", "it was not up within 5 seconds"),
         ("absent", "pulling is off"),
     ],
@@ -253,7 +253,7 @@ def test_engine_outage_refuses_starts_at_no_cost(hub: GPUHub, member: str, gate:
     try:
         assert fails(hub, member, "instant") == (
             503,
-            "The container engine does not answer. Try again in a moment; nothing was charged.",
+            "The container engine is not responding. Try again in a moment; nothing was charged.",
         )
         assert hub.open_page(member, "/hub/spawn").ok
     finally:

@@ -51,7 +51,7 @@ PENDING = f"""
 """
 """Environments whose spawn stays pending: the server never answers, or its image never comes."""
 
-STILL_FINDING_OUT = "The hub is still finding out which GPUs are in use. Try again in a moment."
+STILL_FINDING_OUT = "The hub is still checking which GPUs are in use. Try again in a moment."
 
 
 @pytest.fixture(scope="module")

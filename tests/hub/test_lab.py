@@ -211,13 +211,15 @@ def test_lab_shows_gpu_status_warnings_and_panel(
     expect(item).to_contain_text(re.compile(r"4\d\.\d\d credits left"))
     expect(item).to_contain_text(re.compile(r"\d+ min left"))
 
-    # Its GPU rests: said with the end, and put off by a click.
-    warned = page.locator(".Toastify__toast", has_text="is not used")
-    expect(warned).to_contain_text(re.compile(r"It stops at \S+.* unless there is work for it"))
+    # Its GPU is idle: said with the end, and postponed by a click.
+    warned = page.locator(".Toastify__toast", has_text="is idle")
+    expect(warned).to_contain_text(re.compile(r"This server stops at \S+.*: its GPU is idle"))
     keep(page, "warning")
     before = idle_state(hub, lease)
     warned.get_by_role("button", name="Snooze").click()
-    expect(page.locator(".Toastify__toast", has_text="The stop is put off until")).to_be_visible()
+    expect(
+        page.locator(".Toastify__toast", has_text="Postponed: this server runs until")
+    ).to_be_visible()
     after = idle_state(hub, lease)
     assert after.snoozes == before.snoozes + 1
     assert after.stops_at is not None and before.stops_at is not None
@@ -229,13 +231,15 @@ def test_lab_shows_gpu_status_warnings_and_panel(
     panel = page.locator(".gpuspawner-panel")
     expect(panel.get_by_role("heading", name="A100-80GB")).to_be_visible()
     expect(panel).to_contain_text("12 of 80 GB")
-    expect(panel.get_by_role("img", name="Use and memory in the last hour")).to_be_visible()
+    expect(panel.get_by_role("img", name="Utilization and memory in the last hour")).to_be_visible()
     expect(panel.locator("polyline.gpuspawner-use").first).to_be_visible()
     assert troubles(page, within=".gpuspawner-panel") == []
     keep(page, "panel")
     extended = hub.services.leases.get(lease.id).ends_at
     panel.get_by_role("button", name="Extend").click()
-    expect(page.locator(".Toastify__toast", has_text="This server goes on until")).to_be_visible()
+    expect(
+        page.locator(".Toastify__toast", has_text="Extended: this server runs until")
+    ).to_be_visible()
     assert extended is not None
     assert (hub.services.leases.get(lease.id).ends_at or extended) > extended
 
@@ -245,7 +249,7 @@ def test_lab_shows_gpu_status_warnings_and_panel(
             connection, lease.id, WatchedLease(begun(), utcnow() + timedelta(hours=1))
         )
     panel.get_by_role("button", name="Snooze").click()
-    refused = page.locator(".Toastify__toast", has_text="The stop cannot be put off")
+    refused = page.locator(".Toastify__toast", has_text="The stop cannot be postponed")
     expect(refused).to_be_visible()
 
     # GPUs that it does not reach any more, or that are sick: the restart is on the service's page.
@@ -256,7 +260,7 @@ def test_lab_shows_gpu_status_warnings_and_panel(
     expect(
         page.locator(".Toastify__toast", has_text="The GPU of this server is sick")
     ).to_be_visible()
-    lost = page.locator(".Toastify__toast", has_text="does not reach its GPU any more")
+    lost = page.locator(".Toastify__toast", has_text="has lost access to its GPU")
     expect(lost).to_be_visible()
     keep(page, "lost")
     with page.context.expect_page() as opened:
@@ -265,7 +269,7 @@ def test_lab_shows_gpu_status_warnings_and_panel(
 
     panel.get_by_role("button", name="Stop server").click()
     dialog = page.locator(".jp-Dialog", has_text="Stop this server?")
-    expect(dialog).to_contain_text("Your files stay")
+    expect(dialog).to_contain_text("Your files are kept")
     keep(page, "stop")
     assert errors == [], errors
     held: list[Route] = []
@@ -275,7 +279,7 @@ def test_lab_shows_gpu_status_warnings_and_panel(
 
     page.route(re.compile(r"/gpuspawner/session/end\b"), hold)
     page.evaluate(WHAT_THE_PANEL_SAYS)
-    dialog.get_by_role("button", name="Stop it").click()
+    dialog.get_by_role("button", name="Stop", exact=True).click()
     expect(panel).to_contain_text("Stopping…")
     expect(panel.get_by_role("button", name="Stop server")).to_be_hidden()
     expect(item).to_have_text("Stopping…")

@@ -78,7 +78,7 @@ def test_metrics_are_denied_to_members_and_strangers(hub: PayingHub) -> None:
         answer = scrape(hub, token)
         assert answer.status_code == 403, token
         assert "gpuspawner_" not in answer.text
-        assert answer.text.startswith(("The metrics are for admins", "This page is not for you"))
+        assert answer.text.startswith(("The metrics are for admins", "You do not have access"))
 
 
 def test_member_snoozes_an_idle_stop(hub: PayingHub, browser: Browser) -> None:
@@ -107,7 +107,7 @@ def test_member_snoozes_an_idle_stop(hub: PayingHub, browser: Browser) -> None:
     assert snooze("ada").json()["id"] == lease.id
     refused = snooze("ada")
     assert refused.status_code == 409
-    assert "it was put off 2 times" in refused.text
+    assert "it was already postponed 2 times" in refused.text
     found = hub.services.idle.idle_state(ServerRef("ada"))[1]
     assert found and found.state.stops_at == now + timedelta(minutes=70)
 

@@ -83,11 +83,13 @@ def test_lost_device_is_granted_only_after_recovery(hub: GPUHub, fleet: Path) ->
     nvml.write_fleet(fleet, sick)
     wait_for(lambda: "0 of 1 GPU free" in form_text(hub, "member2"), "the form to say so")
     number = FLEET.index(free)
-    said = f"1 GPU does not answer and is out of service: GPU {number} (NVIDIA A100-SXM4-80GB)."
+    said = f"1 GPU is not responding and is out of service: GPU {number} (NVIDIA A100-SXM4-80GB)."
     assert said in form_text(hub, "member2")
     refused = hub.spawn("member2", {"gpus": 1, "wait": "no"})
     assert refused.status_code == 409
-    assert message_of(refused).startswith("No GPU is free: of 2, 1 is in use and 1 does not answer")
+    assert message_of(refused).startswith(
+        "No GPU is free: of 2, 1 is in use and 1 is not responding"
+    )
     assert not hub.leases("member2")
     # Who waits gets it as soon as it is back, and not before.
     assert hub.spawn("member3", {"gpus": 1}).status_code == 202
@@ -110,7 +112,7 @@ def test_lost_device_is_not_reused_after_its_session(hub: GPUHub, fleet: Path) -
             for gpu in FLEET
         ],
     )
-    wait_for(lambda: "1 GPU does not answer" in form_text(hub, "member5"), "the form to say so")
+    wait_for(lambda: "1 GPU is not responding" in form_text(hub, "member5"), "the form to say so")
     [still] = hub.open_leases()
     assert still.id == lease.id and still.state is LeaseState.RUNNING
     assert hub.get("member4", "env").ok
@@ -129,7 +131,7 @@ def test_nvml_loss_pauses_grants_but_not_sessions(hub: GPUHub, fleet: Path) -> N
     lost = "GPU status is unavailable, so no GPU session can start"
     wait_for(lambda: lost in form_text(hub, "member7"), "the form to say so")
     refused = hub.spawn("member7", {"gpus": 1, "wait": "no"})
-    assert refused.status_code == 409 and "not answer" in message_of(refused)
+    assert refused.status_code == 409 and "not responding" in message_of(refused)
     assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
     assert hub.get("member6", "env").ok
     # Without a GPU it starts, and sees none.

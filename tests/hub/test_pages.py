@@ -118,7 +118,7 @@ def test_member_sees_no_names_of_others(hub: PayingHub) -> None:
 def test_member_cannot_read_admin_pages(hub: PayingHub) -> None:
     for path, said in (
         ("accounts", "The list of accounts is for admins"),
-        ("leases?all=1", "This page is not for"),
+        ("leases?all=1", "You do not have access to this page"),
     ):
         answer = hub.json("ada", path)
         assert answer.status_code == 403
@@ -126,7 +126,7 @@ def test_member_cannot_read_admin_pages(hub: PayingHub) -> None:
         assert "bob" not in answer.text
     page = hub.page("ada", "admin")
     assert page.status_code == 403
-    assert "This page is not for you." in words(page)
+    assert "You do not have access to this page." in words(page)
     assert "Audit log" not in hub.page("ada").text and "Audit log" in hub.page(ADMIN).text
 
 
@@ -340,7 +340,7 @@ def test_internal_errors_show_no_traceback(
     url, _, services = rare
     for error, status, sentence in (
         (ZeroDivisionError("a secret of the code"), 500, "Something went wrong."),
-        (StoreUnavailable(), 503, "The database does not answer."),
+        (StoreUnavailable(), 503, "Database unavailable."),
     ):
 
         def fail(error: Exception = error) -> Any:
@@ -363,7 +363,7 @@ def test_unreachable_hub_is_reported(
         for path in ("", "api/me"):
             answer = ask(hub, "ada", url + path)
             assert answer.status_code == 503
-            assert "The Hub cannot say who you are just now." in answer.text
+            assert "The Hub cannot confirm who you are right now." in answer.text
             assert nobody not in answer.text
 
 

@@ -28,10 +28,10 @@ SOON = 40.0
 """Seconds for what takes a few, on a machine with other things to do."""
 
 
-ANOTHER = "Another hub gives out the GPUs of this database; one database belongs to one hub."
+ANOTHER = "Another hub grants GPUs from this database; a database can serve only one hub."
 
 
-NOT_THE_OWNER = "The servers in the database of this hub are those of another hub"
+NOT_THE_OWNER = "The servers in this hub's database belong to another hub"
 
 
 @pytest.fixture

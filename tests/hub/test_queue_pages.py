@@ -189,7 +189,7 @@ def test_invalid_queue_form_changes_nothing(
         ("queue/{dan}/move", '{"position": 1.5}', "1.5 is not a position in the queue"),
         ("queue/{dan}/boost", '{"points": NaN}', "nan is not a number of points"),
         ("queue/{dan}/boost", '{"points": 5, "reason": 5}', "The field 'reason' is text."),
-        ("queue/{dan}/boost", '{"points": 5, "reason": "\\ud800"}', "nobody can read"),
+        ("queue/{dan}/boost", '{"points": 5, "reason": "\\ud800"}', "unreadable characters"),
         ("queue/{dan}/cancel", "{}", "The reason is missing"),
         ("queue/{dan}/cancel", '{"reason": "x", "user": "dan"}', "There is no field 'user'"),
         ("granting", "{}", "The field 'paused' is true or false."),
@@ -218,7 +218,7 @@ def test_unknown_ticket_is_not_found(hub: PayingHub) -> None:
     assert hub.send(ADMIN, "tickets/no-such/cancel").status_code == 404
     page = hub.page(ADMIN, "queue?a=x&b=y")
     assert page.status_code == 400
-    assert "One of the two tickets does not wait any more." in words(page)
+    assert "One of the two tickets is no longer waiting." in words(page)
 
 
 def test_pause_is_shown_on_every_page(hub: PayingHub) -> None:

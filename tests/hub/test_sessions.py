@@ -268,7 +268,7 @@ def test_repeated_no_show_is_free_but_queues_last(hub: PayingHub) -> None:
         assert lease.claim_seconds == 3
         done = hub.wait_end(lease)
         assert (done.outcome, done.charged) == ("no_show", 0)
-        assert done.end_reason == "nobody connected within 0.05 min of its start"
+        assert done.end_reason == "no one connected within 0.05 min of its start"
         wait_for(lambda: hub.server("ada") is None, "the Hub's word", timeout=20)
         return hub.services.notifications.notices_of("ada")[0].body
 

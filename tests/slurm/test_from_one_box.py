@@ -156,7 +156,7 @@ def test_check_reports_cluster_faults_by_node(
 
     drained = found[f"node {first.name}"]
     assert "fan broken" in drained.text and f"NodeName={first.name} State=RESUME" in drained.remedy
-    assert "does not answer" in found[f"engine {second.name}"].text
+    assert "is not responding" in found[f"engine {second.name}"].text
     assert "GPU-not-here-any-more" in found[f"GPUs {first.name}"].text
     assert "NFS" in found["workspaces"].remedy
     assert found["munge"].status is Status.OK
@@ -225,7 +225,7 @@ def test_catalog_pull_reports_the_image_on_every_node(
     assert lines[0] == f"{only_here}: here"
     assert lines[1] == f"{only_here} on {first.name}: here"
     assert lines[2].startswith("moved: ") and only_here in lines[2]
-    assert lines[3].startswith("away: its Docker Engine does not answer")
+    assert lines[3].startswith("away: its Docker Engine is not responding")
 
 
 def test_database_moves_from_one_host_to_slurm_and_back(

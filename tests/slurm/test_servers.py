@@ -376,7 +376,7 @@ def test_preempted_server_ends_with_the_reason(hub: SlurmHub, cluster: SlurmClus
         assert not hub.containers(node)
     cluster.wait_state(job, "RUNNING")
     ended = hub.wait_end(lease)
-    assert "given to somebody who goes first" in ended.end_reason
+    assert "preempted by a job with higher priority" in ended.end_reason
     wait_for(lambda: hub.server("ann") is None, "the hub to know")
     assert not hub.containers(node)
     assert not [name for name in jobs(cluster) if name.startswith("gpuspawner-")]

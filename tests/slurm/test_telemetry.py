@@ -116,7 +116,7 @@ def test_sick_gpu_drains_its_node_until_the_probe_passes(
     wait_for(lambda: "drain" in cluster.node_state(machine), "Slurm to be told", timeout=30)
     samplers[1].show(gpu)
     wait_for(lambda: verdict() == "watch", "a probe that passes", timeout=30)
-    given = f"Device {gpu.uuid} is given out again"
+    given = f"Device {gpu.uuid} is back in service"
     wait_for(lambda: given in hub.log_text(), "the cluster to be told", timeout=30)
     wait_for(lambda: cluster.node_state(machine) == "idle", "it to take jobs", timeout=30)
 
@@ -134,7 +134,7 @@ def test_silent_node_is_named_without_affecting_others(
     screenshot(page, "cluster-silent-1280")
     phone = browser.new_page(viewport=PHONE)
     sign_in(phone, hub, "ann", "cluster")
-    shows(phone, one.uuid, "its machine does not tell what it does")
+    shows(phone, one.uuid, "no measurements from its machine")
     assert "refused" not in phone.content(), "why, admins are told"
     screenshot(phone, "cluster-silent-390")
     phone.close()

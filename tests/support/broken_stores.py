@@ -16,7 +16,7 @@ from gpuspawner.leases.models import ServerRef
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, acquire, open_services, problems, running
 
-SENTENCE = "The database does not answer. Try again in a moment; nothing was changed."
+SENTENCE = "Database unavailable. No changes were made. Try again in a moment."
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def pages_shown(browser: Browser) -> str:
                 if it.timing["responseEnd"] < 0:
                     lines.append(f"no answer, or not its end: {it.url} {it.failure or ''}")
         except Exception as e:
-            lines.append(f"(it does not answer: {e})")
+            lines.append(f"(it is not responding: {e})")
     return "\n".join(lines)
 
 

@@ -56,7 +56,7 @@
           const found = await ask();
           if (found) show(found);
         } catch {
-          // The hub does not answer just now.
+          // The hub is not responding.
         }
         await pause(SECONDS);
       }

@@ -21,7 +21,7 @@ export function curve(device: IDevice, now: number): SVGSVGElement | null {
     viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
     class: 'gpuspawner-curve',
     role: 'img',
-    'aria-label': 'Use and memory in the last hour'
+    'aria-label': 'Utilization and memory in the last hour'
   });
   for (const [value, word] of [
     [0, '0 %'],

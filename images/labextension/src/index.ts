@@ -15,7 +15,7 @@ const NARROW = 760;
 
 const plugin: JupyterFrontEndPlugin<void> = {
   id: 'gpuspawner:session',
-  description: 'GPU use, credits and time left of this server.',
+  description: 'GPU utilization, credits and time left of this server.',
   autoStart: true,
   optional: [IStatusBar, ILabShell],
   activate: (

@@ -44,7 +44,7 @@ export class Item extends Widget {
       })
     );
     const all = parts.map(([, text]) => text).join(', ');
-    this.button.title = `${all}. Click for more.`;
+    this.button.title = `${all}. Click for details.`;
     this.button.setAttribute('aria-label', `GPU: ${all}`);
     this.button.classList.toggle('gpuspawner-warned', now.warnings.length > 0);
   }

@@ -10,6 +10,7 @@ import {
   clock,
   credits,
   gigabytes,
+  isGroup,
   isKnown,
   models,
   percent,
@@ -64,7 +65,7 @@ export class Panel extends Widget {
     const at = this.session.clock();
     this.button.snooze.hidden = !now.warnings.some(it => it.snooze_minutes > 0);
     this.button.extend.hidden = now.lease.ends_at === null;
-    const page = make('a', '', 'Credits, sessions and notices') as HTMLAnchorElement;
+    const page = make('a', '', 'Sessions, billing and notifications') as HTMLAnchorElement;
     page.href = now.page;
     page.target = '_blank';
     page.rel = 'noopener';
@@ -82,14 +83,14 @@ export class Panel extends Widget {
       parts.push(make('h3', '', `GPU ${device.index}`));
     }
     if (device.error) {
-      parts.push(make('p', 'gpuspawner-warning', 'This GPU does not answer.'));
+      parts.push(make('p', 'gpuspawner-warning', 'This GPU is not responding.'));
     }
     const used = device.used_bytes;
     const total = device.memory_bytes;
     const use = device.use_percent === null ? busy(device.busy) : percent(device.use_percent);
-    const memory = isKnown(used) ? `${gigabytes(used)} of ${gigabytes(total)} GB` : 'not known';
+    const memory = isKnown(used) ? `${gigabytes(used)} of ${gigabytes(total)} GB` : 'unknown';
     parts.push(
-      meter('Use', 'use', use, device.use_percent),
+      meter('Utilization', 'use', use, device.use_percent),
       meter('Memory', 'memory', memory, isKnown(used) ? (100 * used) / total : null)
     );
     const drawing = curve(device, at);
@@ -97,7 +98,7 @@ export class Panel extends Widget {
     if (drawing) {
       figure.append(drawing);
     } else {
-      figure.append(make('figcaption', '', 'The curve begins with the first full minute.'));
+      figure.append(make('figcaption', '', 'The chart starts after the first full minute.'));
     }
     return [...parts, figure];
   }
@@ -115,7 +116,7 @@ const LABELS: Record<Action, string> = {
 };
 
 function busy(known: boolean | null): string {
-  return known === null ? 'not known' : known ? 'in use' : 'not used';
+  return known === null ? 'unknown' : known ? 'in use' : 'idle';
 }
 
 function meter(name: string, kind: string, text: string, value: number | null): HTMLElement {
@@ -137,11 +138,11 @@ function facts(now: INow, at: number): HTMLElement {
   const ends = now.lease.end?.at;
   const rows: [string, string][] = [
     ['Environment', now.lease.environment],
-    ['Stops at', ends ? `${clock(ends, at)} (in ${span(Date.parse(ends) - at)}), ${because(now)}` : ''],
+    ['Ends', ends ? `${clock(ends, at)} (${span(Date.parse(ends) - at)} left), ${because(now)}` : ''],
     ['Cost so far', `${credits(now.lease.cost)} credits`],
-    ['An hour', `${credits(now.lease.rate_per_hour)} credits`],
+    ['Price', `${credits(now.lease.rate_per_hour)} credits an hour`],
     [
-      now.account?.account.startsWith('group:') ? 'Left in the group' : 'Left',
+      isGroup(now) ? 'Balance of the group' : 'Balance',
       now.account ? `${credits(now.account.balance)} credits` : ''
     ]
   ];

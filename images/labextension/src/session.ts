@@ -72,7 +72,7 @@ export class Session {
       told = await response.json();
     } catch {
       // A server that stops does not answer to the end; the proxy or the Hub does in its place.
-      const message = 'This server did not answer. Try again in a moment.';
+      const message = 'This server is not responding. Try again in a moment.';
       told = { done: action === 'end', message };
     }
     if (!told.done) {

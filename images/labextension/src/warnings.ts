@@ -34,7 +34,7 @@ export class Warnings {
     const now = this.session.now;
     const moment = now && (action === 'snooze' ? idle(now)?.at : now.lease.end?.at);
     const until = moment ? ` until ${clock(moment, this.session.clock())}` : '';
-    const done = action === 'snooze' ? 'The stop is put off' : 'This server goes on';
+    const done = action === 'snooze' ? 'Postponed: this server runs' : 'Extended: this server runs';
     Notification.success(`${done}${until}.`, { autoClose: 8000 });
   }
 
@@ -103,8 +103,8 @@ function idle(now: INow): IWarning | undefined {
 async function confirmed(): Promise<boolean> {
   const result = await showDialog({
     title: 'Stop this server?',
-    body: 'What runs in it ends now. Your files stay, and it costs nothing more.',
-    buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: 'Stop it' })]
+    body: 'Running code ends now. Your files are kept, and nothing more is charged.',
+    buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: 'Stop' })]
   });
   return result.button.accept;
 }

@@ -60,7 +60,7 @@ export function models(devices: IDevice[]): string {
   return words.join(', ') || 'No GPU';
 }
 
-/** `GPU 35 %`, the use of all devices together; of MIG instances it is only known whether they work. */
+/** `GPU 35 %`, the utilization of all devices together; MIG instances only tell whether they are used. */
 export function use(devices: IDevice[]): string {
   const known = devices.map(device => device.use_percent).filter(isKnown);
   if (known.length) {
@@ -70,7 +70,7 @@ export function use(devices: IDevice[]): string {
   if (!busy.length) {
     return '';
   }
-  return busy.some(Boolean) ? 'GPU in use' : 'GPU not used';
+  return busy.some(Boolean) ? 'GPU in use' : 'GPU idle';
 }
 
 /** `memory 12 of 80 GB`, of all devices together. */
@@ -88,37 +88,46 @@ export function memory(devices: IDevice[]): string {
 export function because(now: INow): string {
   const reason = now.lease.end?.reason;
   if (reason === 'credits') {
-    const group = now.account?.account.startsWith('group:');
-    return `because ${group ? 'the credits of the group' : 'your credits'} run out`;
+    return `because ${isGroup(now) ? 'the credits of the group' : 'your credits'} run out`;
   }
   return reason === 'membership' ? 'because your membership ends' : 'at its time limit';
 }
 
 /** What a warning says. */
 export function warning(it: IWarning, now: INow, at: number): string {
-  const stops = it.at ? ` It stops at ${clock(it.at, at)}` : '';
   const many = now.devices.length > 1;
+  const its = many ? 'its GPUs' : 'its GPU';
+  const stops = it.at ? `This server stops at ${clock(it.at, at)}` : 'This server is stopped soon';
   if (it.kind === 'lost') {
-    const its = many ? 'its GPUs' : 'its GPU';
-    return `This server does not reach ${its} any more. Save your work, and restart it with the same.`;
+    return `This server has lost access to ${its}. Save your work, then restart it: it keeps the same ${many ? 'GPUs' : 'GPU'}.`;
   }
   if (it.kind === 'sick') {
     const which = many ? 'A GPU of this server is' : 'The GPU of this server is';
-    return `${which} sick: what runs on it may be wrong. Save your work, stop the server and start it again: it gets another GPU.`;
+    return `${which} sick: programs on it may fail or give wrong results. Save your work, stop the server and start it again: it gets another GPU.`;
   }
   if (it.kind === 'idle') {
-    const rests = many ? 'The GPUs of this server are not used.' : 'The GPU of this server is not used.';
+    const idle = `${its} ${many ? 'are' : 'is'} idle`;
     return it.at
-      ? `${rests}${stops} unless there is work for ${many ? 'them' : 'it'}. Your files stay.`
-      : `${rests} It costs credits all the same.`;
+      ? `${stops}: ${idle}. It keeps running if the ${many ? 'GPUs are' : 'GPU is'} used before then. Your files are kept.`
+      : `This server does not use ${its}. It still costs credits: stop it if you do not need it.`;
   }
   if (it.kind === 'session') {
-    return `The time of this server is nearly over.${stops}. Your files stay.`;
+    return `${stops}, at its time limit: save your work. Your files are kept.`;
   }
-  const left = it.at ? ` They last until ${clock(it.at, at)}` : '';
-  return it.key === 'credits:dry'
-    ? `Your credits are used up.${stops}. Your files stay.`
-    : `Your credits run low.${left}.`;
+  const credits = whose(now);
+  if (it.key === 'credits:dry') {
+    return `${credits} have run out. ${stops}: save your work. Your files are kept.`;
+  }
+  return it.at ? `${credits} last until ${clock(it.at, at)}.` : `${credits} are running low.`;
+}
+
+function whose(now: INow): string {
+  return isGroup(now) ? 'The credits of the group' : 'Your credits';
+}
+
+/** Whether a group pays for this server. */
+export function isGroup(now: INow): boolean {
+  return Boolean(now.account?.account.startsWith('group:'));
 }
 
 export function isKnown<T>(value: T | null): value is T {

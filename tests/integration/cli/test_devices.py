@@ -68,7 +68,7 @@ def test_devices_command_leaves_device_records_unchanged(
     config.write_text(text.replace(FLEET, "simulated:1xA100-80GB"))
     plain = cli.json("devices")
     assert [device["state"] for device in plain["devices"]] == ["free", "unknown", "unknown"]
-    assert plain["devices"][1]["detail"] == "not there any more"
+    assert plain["devices"][1]["detail"] == "no longer present"
     config.write_text(text.replace(FLEET, "nvml"))
     assert cli.json("devices", code=0 if glob.glob("/dev/nvidia[0-9]*") else 1)
     with services.store.read() as connection:

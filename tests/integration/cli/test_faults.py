@@ -124,7 +124,7 @@ def test_database_password_is_never_printed(
 def test_unreachable_database_is_reported(tmp_path: Path) -> None:
     cli = Command(tmp_path, "postgresql+psycopg://hub@127.0.0.1:1/hub")
     done = cli("accounts", code=1)
-    assert done.stderr.startswith("gpuspawner: The database does not answer.")
+    assert done.stderr.startswith("gpuspawner: Database unavailable.")
     assert "Connection refused" in done.stderr
 
 

@@ -24,11 +24,11 @@ def test_live_server_keeps_its_lease_unless_forced(
     services.forward(hours=1)
     done = cli("release", lease.id, "--yes", code=1)
     assert "is alive." in done.stderr
-    assert "insist with --force" in done.stderr
+    assert "use --force" in done.stderr
     assert services.leases.get(lease.id).state is LeaseState.RUNNING
 
     done = cli("release", lease.id, "--yes", "--force")
-    assert "go on using the devices until the accounting service ends it" in done.stderr
+    assert "keep using the devices until the accounting service ends it" in done.stderr
     ended = services.leases.get(lease.id)
     assert ended.state is LeaseState.ENDED
     assert ended.end_reason == "released by hand by root (alive)"
@@ -57,7 +57,7 @@ def test_release_charges_a_gone_server_until_last_seen(cli: Command, services: S
     assert services.leases.get(lease.id).state is LeaseState.RUNNING
 
     done = cli("release", lease.id[:8], answer="y\n")
-    assert done.stdout == f"Lease {lease.id} ended: 3.60 credits charged in all.\n"
+    assert done.stdout == f"Lease {lease.id} ended: 3.60 credits charged in total.\n"
     assert services.leases.get(lease.id).charged == 3_600_000
     assert services.monitoring.overview().free == 3
 
@@ -65,7 +65,7 @@ def test_release_charges_a_gone_server_until_last_seen(cli: Command, services: S
 def test_release_needs_force_if_the_server_may_live(cli: Command, services: Services) -> None:
     docker = grant(services, ADA, engine="docker", ref="c0ffee", devices=1)
     done = cli("release", docker.id, "--yes", code=1, DOCKER_HOST="unix:///nowhere.sock")
-    assert "the Docker Engine does not answer" in done.stderr
+    assert "the Docker Engine is not responding" in done.stderr
     assert "is unknown" in done.stderr
     other = grant(services, GRACE, engine="slurm", devices=1)
     done = cli("release", other.id, "--yes", code=1)

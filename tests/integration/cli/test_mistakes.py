@@ -38,7 +38,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], int, str]] = [
     ("grant system:grants 1", REASON, 1, "the ledger's own account"),
     ("grant", ("group: ", "1", *REASON), 1, "no usable name"),
     ("grant ada 5 --until soon", REASON, 1, "'soon' is not a date"),
-    ("grant ada 5 --until 2020-01-01", REASON, 1, "which is over already"),
+    ("grant ada 5 --until 2020-01-01", REASON, 1, "which is in the past"),
     ("grant ada", REASON, 2, "AMOUNT is missing"),
     ("grant", (), 2, "ACCOUNT is missing"),
     ("grant --file /nowhere.csv", REASON, 1, "/nowhere.csv cannot be read: No such"),
@@ -56,7 +56,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], int, str]] = [
     ("refills add", ("every day", "1", *REASON), 1, "not a recurrence rule"),
     ("refills add", ("FREQ=DAILY", "1,5", *REASON), 2, "1,5"),
     ("refills add", (*ONCE_A_DAY, "--zone", "Mars"), 1, "Mars"),
-    ("refills add", (*ONCE_A_DAY, "--for", "all"), 1, "names nobody"),
+    ("refills add", (*ONCE_A_DAY, "--for", "all"), 1, "is not an audience"),
     ("refills add", (*ONCE_A_DAY, "--keep-days", "0"), 2, "not a number of days"),
     ("refills add", (*ONCE_A_DAY, "--from", "soon"), 1, "not a date"),
     ("refills remove zzz", (), 1, "no refill 'zzz'"),
@@ -70,7 +70,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], int, str]] = [
         1,
         "The field 'zone' is not valid: 'Mars' is not a time zone",
     ),
-    ("rates set * 1 --from 2020-01-01", (), 1, "cannot hold from 2020-01-01 00:00 UTC: that is"),
+    ("rates set * 1 --from 2020-01-01", (), 1, "cannot start at 2020-01-01 00:00 UTC: that is"),
     (
         "rates set * 1 --slots 0",
         (),
@@ -114,7 +114,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], int, str]] = [
     ("simulate --days 3", (), 1, "No session with GPUs ended in the last 3 days"),
     # Members and the cluster.
     ("members", (), 1, "gpuspawner members rename OLD NEW"),
-    ("members rename nobody x --yes", (), 1, "Nothing is known of a member 'nobody'"),
+    ("members rename nobody x --yes", (), 1, "There is no member 'nobody'"),
     ("slurm sync", (), 2, "There is no cluster: write c.GPUSlurm.cluster_file"),
     ("slurm audit", (), 2, "There is no cluster: write c.GPUSlurm.cluster_file"),
 ]

@@ -95,7 +95,7 @@ def test_queue_changes_take_effect_and_are_audited(
     assert cli("queue", "move", "dan/night", "back").stdout == (
         f"Ticket {dan.id} of dan/night is back in the order: it is number 2 in the queue now.\n"
     )
-    assert "has no boost any more: it is number 2" in cli("queue", "boost", "cleo", "0").stdout
+    assert "no longer has a boost: it is number 2" in cli("queue", "boost", "cleo", "0").stdout
     assert cli("queue", "cancel", "bob", "--reason", "the course is over").stdout == (
         f"Ticket {bob.id} of bob is cancelled.\n"
     )
@@ -139,7 +139,7 @@ def test_device_is_drained_and_undrained(
     printed = cli("drain", index, "--reason", "a fan").stdout
     assert printed == (
         f"Device {index} (T4, {uuid}) is drained: no new session starts on it. "
-        "The session of ada/night on it goes on to its end.\n"
+        "The session of ada/night on it continues until it ends.\n"
     )
     listed = cli("devices").stdout
     assert re.search(
@@ -206,7 +206,7 @@ def test_ended_ticket_and_ambiguous_prefix_are_rejected(
     ended = wait(services, "eve")
     services.queue.end_ticket(ended.id, "expired", "it waited for 14 days")
     done = cli("queue", "boost", ended.id, "5", code=1)
-    assert "of eve does not wait any more (expired: it waited for 14 days)." in done.stderr
+    assert "of eve is no longer waiting (expired: it waited for 14 days)." in done.stderr
     with services.store.write() as connection:
         for number, ticket in enumerate(line):
             connection.execute(

@@ -262,7 +262,7 @@ def test_lease_of_a_taken_slot_or_server_is_refused(store: Store) -> None:
     with store.write() as connection:
         leases_repository.insert(connection, lease("one", "anna", "GPU-1"))
     with (
-        pytest.raises(NoDeviceFree, match="just taken by somebody else"),
+        pytest.raises(NoDeviceFree, match="Another session just took the GPU"),
         store.write() as connection,
     ):
         leases_repository.insert(connection, lease("two", "bert", "GPU-0", "GPU-1"))

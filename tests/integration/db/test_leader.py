@@ -99,7 +99,7 @@ def test_other_hub_cannot_grant_with_open_lease_or_ticket(services: Services, wh
         services.leases.release(lease.id, reason="stopped")
     other = LeaderLock(services.store, B)
     for _ in range(2):
-        with pytest.raises(NotTheOwner, match="are those of another hub"):
+        with pytest.raises(NotTheOwner, match="belong to another hub"):
             other.take()
         assert not other.sure and other.holder() == "", "it is not in the way of its owner"
     take_and_let_go(services, A)

@@ -70,7 +70,7 @@ def test_device_without_known_uuid_is_skipped_and_logged_once(machine: Machine, 
         inventory = machine.look()
         assert statuses(inventory) == {fleet[0].uuid: "ok", fleet[2].uuid: "ok"}
         assert inventory["error"] == ""
-    assert machine.log.read_text().count("GPU 1, or an instance of it, does not answer.") == 1
+    assert machine.log.read_text().count("GPU 1, or an instance of it, is not responding.") == 1
 
 
 def test_error_is_reported_if_no_device_can_be_identified(machine: Machine) -> None:
@@ -93,7 +93,7 @@ def test_gpu_off_the_bus_is_unknown_after_indexes_shift(
         fleet[2].uuid: 1,
     }
     assert statuses(inventory)[fleet[1].uuid] == "unknown"
-    assert reasons(inventory) == {fleet[1].uuid: "NVML does not list it any more."}
+    assert reasons(inventory) == {fleet[1].uuid: "NVML no longer lists it."}
     assert list(statuses(machine.has(*fleet).look()).values()) == ["ok"] * 3
 
 
@@ -348,7 +348,7 @@ def test_hanging_driver_delays_no_release_and_recovers(library: Path, tmp_path: 
             for statuses_now, error in tell("answers"):
                 assert error == HANGING
                 assert "free" not in statuses_now.values()
-        assert "not answer" in tell("ask edsger")
+        assert "not responding" in tell("ask edsger")
         assert tell(f"release {second['lease']}") == "ended"
         tell("pages 1")
         [[statuses_now, _]] = tell("answers")

@@ -189,7 +189,7 @@ def test_device_returning_at_another_index_keeps_its_uuid(machine: Machine) -> N
     first.use, second.use = (11, 0), (22, 0)
     machine.has(first, second).sample()
     seen = by_uuid(machine.has(second).sample())
-    assert seen[first.uuid]["error"] == "NVML does not list it any more."
+    assert seen[first.uuid]["error"] == "NVML no longer lists it."
     assert (seen[second.uuid]["use"], seen[second.uuid]["index"]) == (22, 0)
     seen = by_uuid(machine.has(second, first).sample())
     assert (seen[first.uuid]["use"], seen[first.uuid]["index"], seen[first.uuid]["error"]) == (

@@ -37,10 +37,10 @@ def test_failed_device_is_not_leased_but_its_lease_continues(
     assert detail == f"lease {lease.id}; not answering: The GPU is lost."
     assert services.ledger.charge_all() == 1 and credits_of(services) == 98
     assert acquire(services, "bert", 2).uuids == (uuids[1], uuids[3])
-    with pytest.raises(NoDeviceFree, match="of 4, 3 are in use and 1 does not answer"):
+    with pytest.raises(NoDeviceFree, match="of 4, 3 are in use and 1 is not responding"):
         acquire(services, "cara")
     services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
-    with pytest.raises(NoDeviceFree, match="2 do not answer"):
+    with pytest.raises(NoDeviceFree, match="2 are not responding"):
         acquire(services, "cara")  # its device is not proved well by the end of its lease
     fleet(services).restore(uuids[2])
     clock.forward(seconds=3)
@@ -54,7 +54,7 @@ def test_no_device_is_granted_while_the_driver_is_lost(services: Services, clock
     overview = services.monitoring.overview()
     assert [view.state for view in overview.devices] == ["leased"] + ["unknown"] * 3
     assert overview.error == "The NVIDIA driver is not loaded." and overview.free == 0
-    with pytest.raises(NoDeviceFree, match="3 do not answer"):
+    with pytest.raises(NoDeviceFree, match="3 are not responding"):
         acquire(services, "bert")
     assert acquire(services, "bert", devices=0).devices == ()
     assert services.ledger.charge_all() == 1
@@ -66,7 +66,7 @@ def test_no_device_is_granted_while_the_driver_is_lost(services: Services, clock
 
 def test_hub_without_a_driver_knows_devices_from_the_database(make: Make) -> None:
     new = make()
-    fleet(new).lose("the driver does not answer")
+    fleet(new).lose("the driver is not responding")
     with pytest.raises(NoDeviceFree, match=r"status is unavailable.*the driver"):
         acquire(new, "anna")  # they were never seen: they are not said to be none
     assert acquire(new, "anna", devices=0, server="cpu").devices == ()
@@ -75,7 +75,7 @@ def test_hub_without_a_driver_knows_devices_from_the_database(make: Make) -> Non
     blind = make(gpu_rates={"*": 1})
     fleet(blind).lose()
     assert states(blind) == ["unknown"] * 4
-    with pytest.raises(NoDeviceFree, match="4 do not answer"):
+    with pytest.raises(NoDeviceFree, match="4 are not responding"):
         acquire(blind, "anna")
 
 

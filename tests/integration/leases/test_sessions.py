@@ -60,7 +60,7 @@ def test_no_show_is_stopped_and_not_charged(services: Services, clock: Clock) ->
     clock.forward(seconds=5)
     ended = services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
     assert (ended.outcome, ended.charged) == ("no_show", 0)
-    assert ended.end_reason == "nobody connected within 10 min of its start"
+    assert ended.end_reason == "no one connected within 10 min of its start"
     assert services.leases.get(lease.id) == ended
     assert services.ledger.member("ada").balance == 1000 * MICRO
     (notice,) = told(services, "ada", NoticeKind.STOPPED)

@@ -54,7 +54,7 @@ def test_impossible_refund_is_refused_with_the_reason(services: Services, clock:
     lease = running(services, "anna")
     clock.forward(hours=1)
     services.ledger.charge_all()
-    with pytest.raises(InvalidRequest, match="goes on: stop its server first"):
+    with pytest.raises(InvalidRequest, match="is still open: stop its server first"):
         services.ledger.refund(lease.id, actor="root", reason="sick")
     at(services, clock, lease, 1)
     with pytest.raises(InvalidRequest, match="reason is missing"):
@@ -196,7 +196,7 @@ def test_reversed_grant_is_not_taken_back_again(services: Services, clock: Clock
 
 @pytest.mark.parametrize(
     ("credits", "until", "words"),
-    [(5, hours(0), "over already"), (5, hours(-1), "over already"), (-5, hours(1), "no end")],
+    [(5, hours(0), "in the past"), (5, hours(-1), "in the past"), (-5, hours(1), "no end")],
 )
 def test_invalid_expiry_of_a_grant_is_rejected(
     services: Services, credits: int, until: datetime, words: str

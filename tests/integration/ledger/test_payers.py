@@ -65,7 +65,7 @@ def test_account_of_others_cannot_pay(services: Services, asked: str) -> None:
     services.ledger.open_account("bert")
     before = services.ledger.accounts()
     for way in (services.queue.ask, services.leases.grant):
-        with pytest.raises(NotAllowed, match=r"field 'account' names .* may not draw on") as caught:
+        with pytest.raises(NotAllowed, match=r"field 'account' names .* cannot use") as caught:
             way(ANNA, ONE, engine="docker", terms=terms(asked))
         assert "member:anna or group:course" in caught.value.message
         assert caught.value.fields["field"] == "account"
@@ -74,7 +74,7 @@ def test_account_of_others_cannot_pay(services: Services, asked: str) -> None:
 
 def test_group_without_an_account_cannot_pay(services: Services) -> None:
     """An account is opened by an admin, not by whoever names it."""
-    with pytest.raises(NotAllowed, match="has no credits yet: an admin gives it some"):
+    with pytest.raises(NotAllowed, match="has no credits yet; an admin can grant some"):
         ask(services, ANNA, terms(COURSE))
     assert [account.name for account in services.ledger.accounts()] == []
 

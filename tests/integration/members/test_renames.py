@@ -236,9 +236,9 @@ def test_invalid_rename_is_refused_and_changes_nothing(services: Services) -> No
         assert error.value.message.endswith("Nothing was changed.")
         return error.value.message
 
-    assert "Nothing is known of a member 'nobody'" in refused("nobody", NEW)
+    assert "There is no member 'nobody'" in refused("nobody", NEW)
     services.ledger.open_account(OLD)
-    assert f"{OLD} is called that already" in refused(OLD, OLD)
+    assert f"{OLD} already has that name" in refused(OLD, OLD)
     for name in ("", " x", "a\nb"):
         assert f"{name!r} is not a name of a member" in refused(OLD, name)
     lease = running(services, OLD)

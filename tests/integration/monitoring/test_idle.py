@@ -30,7 +30,7 @@ def services(make: Make) -> Services:
 
 
 def minutes(services: Services, lease: Lease, count: int, use: int | None = 0) -> None:
-    """So many minutes pass, in which the devices of a lease work so much; None: do not answer."""
+    """So many minutes pass, in which the devices of a lease work so much; None: unknown."""
     for _ in range(count):
         since = services.clock().replace(second=0, microsecond=0)
         known = 0 if use is None else 60
@@ -177,7 +177,7 @@ def test_idle_stop_can_be_snoozed_only_twice(services: Services) -> None:
     minutes(services, lease, 39)
     assert judged(services) == []
     services.idle.snooze(lease.id)
-    with pytest.raises(CannotSnooze, match="put off 2 times"):
+    with pytest.raises(CannotSnooze, match="postponed 2 times"):
         services.idle.snooze(lease.id)
     minutes(services, lease, 31)
     assert judged(services) == ["stop"]

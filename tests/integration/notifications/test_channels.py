@@ -204,7 +204,7 @@ async def test_rejected_address_is_given_up_after_retries(
     assert now(services, bad).sent_at is None
     assert now(services, bad).tries == 4
     assert [got.to for got in mail.received] == [("bob@lab.example",)] * 2
-    (line,) = [r.getMessage() for r in caplog.records if "not sent any more" in r.getMessage()]
+    (line,) = [r.getMessage() for r in caplog.records if "no longer sent" in r.getMessage()]
     assert bad.key in line and "ada" in line
 
 
@@ -236,7 +236,7 @@ async def test_hanging_channel_does_not_delay_others(
             await sent(services, tell(services, "bob"))
             # Senders that hang are not added to without end.
             failed = await tried(services, both, 2)
-            why = "Its server takes messages and does not answer."
+            why = "Its server accepts connections but does not respond."
             assert failing(failed.error) == {"dead": why}
             assert sum(thread.name == "notice-dead" for thread in threading.enumerate()) <= 16
     assert len(mail.received) == 1, "what has arrived is not sent again"
@@ -439,7 +439,10 @@ async def test_hook_receives_each_notice_once(
     [
         (["/no/such/command"], "cannot be started"),
         (["/bin/sh", "-c", "echo broken pipe of mine >&2; exit 3"], "ended with 3: broken pipe"),
-        (["/bin/sh", "-c", "sleep 1000.25 & sleep 1000.25"], "not done in 0.3 s and was killed"),
+        (
+            ["/bin/sh", "-c", "sleep 1000.25 & sleep 1000.25"],
+            "did not finish within 0.3 s and was killed",
+        ),
         (["/bin/sh", "-c", "kill -9 $$"], "ended with -9"),
     ],
 )

@@ -37,7 +37,7 @@ def test_request_above_a_limit_is_refused(
     make: Make, limits: dict[str, Any], wide: dict[str, int], fits: dict[str, int], words: str
 ) -> None:
     services = make(**limits)
-    with pytest.raises(TooMuchAsked, match=rf"You asked {words}.* is your limit\."):
+    with pytest.raises(TooMuchAsked, match=rf"You asked {words}, but your limit is "):
         asked(services, "anna", **wide)
     assert services.queue.waiting() == []
     ticket = asked(services, "anna", devices=2, **fits)
@@ -79,7 +79,7 @@ def test_changed_hours_keep_the_queue_position(make: Make) -> None:
     assert (again.id, again.created_at, again.seconds) == (first.id, first.created_at, 7200)
     assert services.queue.ticket(first.id) == again, "it is written down"
     assert services.line.scheduler.waiting[first.id].seconds == 7200, "and counts from now on"
-    with pytest.raises(TooMuchAsked, match="You asked for 9 GPU-hours, and 8 is your limit"):
+    with pytest.raises(TooMuchAsked, match="You asked for 9 GPU-hours, but your limit is 8"):
         asked(services, "anna", seconds=9 * 3600)
     assert services.queue.ticket(first.id) == again
 

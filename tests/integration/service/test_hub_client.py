@@ -60,5 +60,5 @@ async def test_unexpected_hub_responses_raise_unavailable(
 async def test_unreachable_hub_raises_unavailable() -> None:
     listening, port = bind_unused_port()
     listening.close()
-    with pytest.raises(Unavailable, match="does not answer"):
+    with pytest.raises(Unavailable, match="is not responding"):
         await HubClient(f"http://127.0.0.1:{port}/hub/api", "token").servers()

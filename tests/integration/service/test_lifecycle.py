@@ -61,7 +61,7 @@ def test_hanging_service_exits_and_logs_where_it_hung(processes: None, tmp_path:
         wait_for(lambda: ended.poll() is not None, "its end")
         assert ended.returncode == EXIT_STATUS
         said = service.log_text()
-        assert "The event loop did not answer for 2 s" in said
+        assert "The event loop did not respond for 2 s" in said
         assert "hang_for_good" in said
         service.start()  # as its Hub does
         service.wait_rounds(1)

@@ -178,7 +178,7 @@ async def test_server_starting_during_reconciliation_keeps_its_lease(
 
 
 class Silent(LocalEngine):
-    """An engine that does not answer."""
+    """An engine that is not responding."""
 
     def sightings(self) -> list[Sighting]:
         raise EngineUnavailable()

@@ -65,7 +65,7 @@ async def test_directories_are_measured_while_the_engine_is_away(
     assert storage.sizes["work-bert"].used == 7 and storage.sizes["work-dora"].used is None
     assert storage.unmeasured() == []
     [away] = told(caplog.records)
-    assert away.startswith("Sizes of volumes: The container engine does not answer.")
+    assert away.startswith("Sizes of volumes: The container engine is not responding.")
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ async def test_hanging_file_system_does_not_delay_other_workspaces(
     await duty.round()
     assert storage.sizes[f"{tmp_path}/anna"] == (None, clock.now)
     assert storage.sizes[f"{tmp_path}/bert"].used is not None
-    assert told(caplog.records) == [f"Size of {tmp_path}/anna: its file system does not answer"]
+    assert told(caplog.records) == [f"Size of {tmp_path}/anna: its file system is not responding"]
 
     clock.forward(days=2)
     await duty.round()

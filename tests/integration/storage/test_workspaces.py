@@ -21,7 +21,7 @@ def test_claimed_workspace_is_unavailable_to_servers(services: Services) -> None
     services.storage.use_workspace("/srv/w/anna", "anna", None)
     claimed = services.storage.claim_workspace("/srv/w/anna", "an admin archives them")
     assert (claimed.user, claimed.busy) == ("anna", "an admin archives them")
-    with pytest.raises(WorkspaceBusy, match="cannot be used just now: an admin archives them"):
+    with pytest.raises(WorkspaceBusy, match="are not available right now: an admin archives them"):
         services.storage.use_workspace("/srv/w/anna", "anna", None)
     with pytest.raises(WorkspaceBusy, match="workspaces free /srv/w/anna"):
         services.storage.claim_workspace("/srv/w/anna", "somebody else too")

@@ -153,7 +153,7 @@ def test_unreadable_roster_makes_sign_in_answer_503() -> None:
         database_url="postgresql://nobody@127.0.0.1:1/none", device_source="simulated:1xT4"
     )
     seen = sign_in(make(Plain, {"roster": True}, services=services), ADA)
-    assert seen.startswith("503 The roster of members cannot be read just now")
+    assert seen.startswith("503 The roster of members cannot be read right now")
 
 
 # What is recorded.

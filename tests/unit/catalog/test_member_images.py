@@ -42,7 +42,7 @@ def test_own_image_must_match_an_allowed_pattern(reference: str, allowed: bool) 
         assert allowed
     except NotAllowed as error:
         assert not allowed
-        assert "Yours may be: lab/*, registry.lab:5000/**, tools:1.*." in error.message
+        assert "Allowed images: lab/*, registry.lab:5000/**, tools:1.*." in error.message
     except InvalidRequest:
         assert not allowed and ":5000." in reference
 
@@ -69,7 +69,7 @@ def test_own_images_are_limited_by_size_labels_and_groups() -> None:
     check_contents("lab/tools", 1, {}, [*ml, *research])
 
     assert own_images(RULES, {"others"}) == []
-    with pytest.raises(NotAllowed, match="image of your own"):
+    with pytest.raises(NotAllowed, match="your own image"):
         check_own_image("lab/tools", [])
 
     # What is kept of a container belongs to the environment's image.

@@ -110,7 +110,7 @@ def test_exact_model_name_beats_a_partial_match() -> None:
         ({"compute_mode": "default"}, None),
         ({"compute_mode": "exclusive_process"}, None),
         ({"status": DeviceStatus.UNKNOWN, "reason": "GPU is lost"}, "GPU is lost"),
-        ({"status": DeviceStatus.UNKNOWN}, "does not answer"),
+        ({"status": DeviceStatus.UNKNOWN}, "is not responding"),
         ({"status": DeviceStatus.DRAINED, "reason": "drained by root"}, "drained by root"),
         ({"status": DeviceStatus.DRAINED}, "machine is drained"),
         ({"status": DeviceStatus.PARENT}, "its instances are leased"),
@@ -263,7 +263,7 @@ def test_refusal_says_that_all_matching_gpus_are_in_use(
 
 @pytest.mark.parametrize(
     ("status", "why"),
-    [(DeviceStatus.UNKNOWN, "4 do not answer"), (DeviceStatus.DRAINED, "4 are drained")],
+    [(DeviceStatus.UNKNOWN, "4 are not responding"), (DeviceStatus.DRAINED, "4 are drained")],
 )
 def test_drained_or_silent_devices_count_as_not_free(status: DeviceStatus, why: str) -> None:
     out = [replace(device, status=status) for device in SIX]
@@ -283,12 +283,12 @@ def test_refusal_counts_each_unavailable_device_once() -> None:
     }  # fmt: skip
     assert said == (
         "No GPU is free: of 4, 2 are in use, 1 is used by programs outside the hub "
-        "and 1 does not answer."
+        "and 1 is not responding."
     )
     _, said, _ = refusal(Request(devices=2), devices, in_use(0))
     assert said == (
         "You asked for 2 GPUs, and only 1 is free: of 4, 1 is in use, "
-        "1 is used by programs outside the hub and 1 does not answer."
+        "1 is used by programs outside the hub and 1 is not responding."
     )
 
 

@@ -92,7 +92,7 @@ def test_pull_progress_sums_all_layers() -> None:
         ("unauthorized: authentication required", "wants a sign-in"),
         ("filesystem layer verification failed for digest sha256:1", "not what the digest says"),
         ("manifest verification failed for digest sha256:1", "not what the digest says"),
-        ("Get https://x/v2/: dial tcp: lookup x: no such host", "does not answer"),
+        ("Get https://x/v2/: dial tcp: lookup x: no such host", "is not responding"),
         ("unexpected EOF", "stopped in the middle"),
         ("something new\n  of the engine.", "could not be pulled: something new of the engine. "),
     ],

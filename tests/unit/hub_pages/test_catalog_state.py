@@ -99,7 +99,7 @@ def test_state_of_an_image_says_what_its_pull_policy_makes_of_it(
 
 def test_engines_that_do_not_answer_are_named() -> None:
     alone = page({}, [""], "ifnotpresent")
-    assert "The Docker Engine does not answer, so the images cannot be seen." in alone
+    assert "The Docker Engine is not responding, so the images cannot be seen." in alone
     assert "lab:1 not known" in alone and "Check for newer images" not in alone
     some = page({"a": {"lab:1": HERE}}, ["", "a", "b"], "ifnotpresent")
     assert "so their images cannot be seen: the hub's machine, b." in some

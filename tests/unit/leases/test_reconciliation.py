@@ -54,7 +54,7 @@ ANYHOW = [READY, PENDING, NOBODY, None]
 OTHER_SERVER = {ServerRef("anna"): HubState.READY}
 LATER = replace(EXITED, ref="container-2", ended_at=NOW - timedelta(seconds=2), detail="")
 GONE = Release(LEASE, None, "the server was gone")
-UNKNOWN_TO_HUB = Remove("docker", LIVES, "the Hub does not know its server any more")
+UNKNOWN_TO_HUB = Remove("docker", LIVES, "the Hub no longer knows its server")
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ UNKNOWN_TO_HUB = Remove("docker", LIVES, "the Hub does not know its server any m
         (LEASE, [EXITED, LATER], [READY], Release(LEASE, LATER.ended_at, ENDED)),
         (LEASE, [EXITED, replace(LIVES, ref="container-3")], [READY], Seen(LEASE)),
         # Nobody can say.
-        (LEASE, None, ANYHOW, Unknown(LEASE, "the engine 'docker' did not answer")),
-        (GRANTED, None, ANYHOW, Unknown(GRANTED, "the engine 'docker' did not answer")),
+        (LEASE, None, ANYHOW, Unknown(LEASE, "the engine 'docker' did not respond")),
+        (GRANTED, None, ANYHOW, Unknown(GRANTED, "the engine 'docker' did not respond")),
         # Servers without an open lease; one that was just created may have one.
         (None, [LIVES], [READY], Remove("docker", LIVES, "its lease has ended")),
         (None, [replace(LIVES, created_at=None)], [NOBODY], Remove),

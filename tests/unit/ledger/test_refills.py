@@ -94,7 +94,7 @@ NO_RULES = (
     [
         *((f"FREQ={rule}", "comes too often") for rule in TOO_OFTEN),
         ("FREQ=DAILY;BYMINUTE=0,1", "more than once an hour"),
-        *((f"FREQ=YEARLY;{day}", "never comes") for day in NEVER),
+        *((f"FREQ=YEARLY;{day}", "never occurs") for day in NEVER),
         ("FREQ=DAILY;INTERVAL=7;BYDAY=MO;BYHOUR=8;COUNT=0", "COUNT=0 is not from 1"),
         ("FREQ=DAILY;INTERVAL=0", "INTERVAL=0 is not from 1"),
         *((f"FREQ=DAILY;INTERVAL={n}", "is not from 1") for n in ("-1", "9" * 20)),

@@ -106,7 +106,7 @@ def test_curve_has_gaps_where_samples_are_missing() -> None:
     assert it.use.count("M") == 3
     assert it.memory.count("M") == 3
     assert places(it.use)[-1] == places(it.use)[-2], "a minute by itself is a dot"
-    assert drawn([silent]).summary == "It did not answer."
+    assert drawn([silent]).summary == "It did not respond."
     assert drawn([silent]).use == ""
 
 

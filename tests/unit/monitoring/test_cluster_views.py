@@ -83,10 +83,10 @@ DRAINS = "lease abc123; drained by kim: a loud fan."
     ("some", "member", "admin"),
     [
         (tile(), "", ""),
-        (tile(LOST), "does not answer", "does not answer: GPU is lost (pid 4711); Xid 79"),
+        (tile(LOST), "is not responding", "is not responding: GPU is lost (pid 4711); Xid 79"),
         (tile(WARM), "too warm", "slowed: too warm (hardware)"),
         (tile(DeviceActivity(slowed=("power cap",))), "", "slowed: power cap"),
-        (tile(DeviceActivity(silent=GPU2)), "its machine does not tell what it does", GPU2),
+        (tile(DeviceActivity(silent=GPU2)), "no measurements from its machine", GPU2),
         (tile(state="draining", detail=DRAINS), "", "drained by kim: a loud fan"),
         (tile(state="occupied", detail=USED, held=False), "", USED),
     ],
@@ -190,9 +190,9 @@ async def test_viewer_receives_only_changed_events() -> None:
     }
     viewer.offer(frame("12:00:02", '{"a":1}', ada={"GPU-1": "training"}))
     assert events(await viewer.next(5)) == {"time": "12:00:02"}
-    viewer.offer(SerializedSnapshot("12:00:04", {}, trouble="The database does not answer."))
+    viewer.offer(SerializedSnapshot("12:00:04", {}, trouble="Database unavailable."))
     told = events(await viewer.next(5))
-    assert told == {"trouble": "The database does not answer.", "time": "12:00:04"}
+    assert told == {"trouble": "Database unavailable.", "time": "12:00:04"}
     viewer.offer(frame("12:00:06", '{"a":1}'))
     assert events(await viewer.next(5)) == {"mine": {}, "trouble": "", "time": "12:00:06"}
 

@@ -388,5 +388,5 @@ def test_device_files_follow_driver_minor_numbers(tmp_path: Path) -> None:
     unknown = node_devices(seen(*devices), tmp_path / "no")
     assert [d.uuid for d in unknown] == ["GPU-0", "GPU-1", "GPU-2"]
     silent = replace(devices[1], status=DeviceStatus.UNKNOWN, reason="It fell off the bus.")
-    with pytest.raises(ConfigError, match="GPU 1 does not answer: It fell off"):
+    with pytest.raises(ConfigError, match="GPU 1 is not responding: It fell off"):
         node_devices(seen(devices[0], silent), tmp_path)

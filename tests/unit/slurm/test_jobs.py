@@ -65,7 +65,7 @@ def test_waiting_job_is_parsed_with_its_reason() -> None:
         ("CANCELLED", False, "was cancelled"),
         ("TIMEOUT", False, "time in Slurm was over"),
         ("NODE_FAIL", True, "machine was lost"),
-        ("PREEMPTED", True, "somebody who goes first"),
+        ("PREEMPTED", True, "higher priority"),
         ("COMPLETED", False, "COMPLETED"),
         ("A_NEW_WORD", False, "A_NEW_WORD"),
     ],
@@ -231,7 +231,7 @@ def test_malformed_sacct_output_is_rejected(cells: dict[str, str] | None) -> Non
     if cells is not None:
         said = ["~x~".join(changed(**cells))]
     for line in said:
-        with pytest.raises(SlurmUnavailable, match="sacct did not answer"):
+        with pytest.raises(SlurmUnavailable, match="sacct did not respond"):
             jobs.parse_runs(f"{line}\n", "~x~")
 
 

@@ -47,7 +47,7 @@ NO_DATABASE = "sacctmgr: error: Problem talking to the database: Connection refu
     [
         (NO_CONTROLLER, SlurmUnavailable, "contact"),
         (NO_DATABASE, SlurmUnavailable, "database"),
-        (REFUSED, SlurmRefused, r"^Slurm refused it: Requested node configuration"),
+        (REFUSED, SlurmRefused, r"^Slurm rejected the request: Requested node configuration"),
     ],
 )
 def test_program_failure_is_reported_as_unavailable_or_refused(
@@ -60,7 +60,7 @@ def test_program_failure_is_reported_as_unavailable_or_refused(
 def test_missing_or_hanging_program_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(SlurmUnavailable, match="scontrol is not on this machine"):
         program(tmp_path, "").run("scontrol")
-    with pytest.raises(SlurmUnavailable, match=r"did not answer within 0\.2 seconds"):
+    with pytest.raises(SlurmUnavailable, match=r"did not respond within 0\.2 seconds"):
         Slurm(folder=program(tmp_path, "exec sleep 60").folder, seconds=0.2).run("squeue")
 
 

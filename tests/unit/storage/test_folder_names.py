@@ -33,7 +33,7 @@ def test_folder_names_in_any_script_are_kept(name: str) -> None:
         ("a:rw", "':' may not be in it"),
         ("{username}", "'{' may not be in it"),
         ("<script>", "'<' may not be in it"),
-        ("x" * (LONGEST + 1), "60 is the most"),
+        ("x" * (LONGEST + 1), "the maximum is 60"),
         *((name, "is text") for name in (7, None)),
     ],
 )

@@ -112,7 +112,7 @@ def test_amount_schema_matches_the_written_format() -> None:
         (WhyBody, {"why": ""}, "There is no field 'why'; there are reason."),
         (WhyBody, {"reason": 5}, "The field 'reason' is text."),
         (WhyBody, {"reason": "x" * 301}, "The field 'reason' has 300 characters at most."),
-        (WhyBody, {"reason": "\x00"}, "The reason has characters that nobody can read."),
+        (WhyBody, {"reason": "\x00"}, "The reason has unreadable characters."),
         (ReasonBody, {}, "The reason is missing: "),
         (GrantBody, {"reason": "x"}, "The field 'amount' is not valid: write credits as text"),
         (GrantBody, {"amount": "1", "reason": "x", "key": ""}, "The field 'key' is not valid"),
