@@ -90,7 +90,7 @@ def refusal(client: docker.APIClient, image: str, size_bytes: int) -> str:
     """Return why the engine refuses a container of this size, in its own words, or "".
 
     A container is created, never started, and removed. Blocks. Raises ImageNotFound, and any error
-    that is not responding this question.
+    of an engine that does not answer this question.
     """
     host = {"NetworkMode": "none", "StorageOpt": {"size": str(size_bytes)}}
     try:
