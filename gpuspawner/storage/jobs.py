@@ -247,10 +247,12 @@ class WorkspaceJobs:
         while job := self._next():
             try:
                 self._do(job)
+            except ArchiveRefused as error:  # without that it was not done, which the state says
+                self._end(job, FAILED, error=f"{error.fields['what']}.")
             except GPUSpawnerError as error:
                 self._end(job, FAILED, error=error.message)
             except (docker.errors.DockerException, OSError) as error:
-                self._end(job, FAILED, error=ArchiveRefused(what=str(error)).message)
+                self._end(job, FAILED, error=f"{error}.")
             except Exception:
                 self._log.exception("%s of %s failed", job.kind, job.workspace)
                 self._end(job, FAILED, error="Something went wrong: the service's log says more.")

@@ -41,6 +41,7 @@ c.GPUDockerSpawner.own_images = {{
     "lab": {{"images": ["{repository}", "lab/*"], "most": "4G", "labels": {{"scanned": "yes"}}}},
 }}
 c.GPUFolders.source = "{files}/folders/{{id}}"
+c.GPUFolders.archives = "{files}/archives"
 c.Accounting.reconcile_seconds = 1
 import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
@@ -177,6 +178,70 @@ def test_server_cannot_start_on_a_claimed_workspace(hub: FilesHub) -> None:
         hub.services.storage.free_workspace(source)
     hub.spawn_and_wait("carl", {"gpus": 0})
     hub.stop_server("carl")
+
+
+def test_workspace_is_archived_and_restored_in_the_browser(hub: FilesHub, browser: Browser) -> None:
+    """An admin archives what somebody left, and puts it back; a server refuses both."""
+    hub.write("carl", 20_000_000)
+    mine = hub.files / "members" / "carl"
+    before = (mine / "large").read_bytes()
+    hub.services.storage.use_workspace(str(mine), "carl", None)
+    page = browser.new_context(viewport=WIDE).new_page()
+    sign_in(page, hub, ADMIN, "workspaces?search=carl")
+    carls = page.get_by_role("row").filter(
+        has=page.get_by_role("rowheader", name="carl", exact=True)
+    )
+
+    # Carl starts a server while the question is on the screen.
+    carls.get_by_role("button", name="Archive").click()
+    expect(page.get_by_role("heading", name="Archive this workspace?")).to_be_visible()
+    hub.spawn_and_wait("carl", {"gpus": 0})
+    page.get_by_role("button", name="Archive it").click()
+    expect(page.get_by_role("alert")).to_contain_text("belongs to carl, whose server runs")
+    expect(carls.get_by_role("link", name="server runs")).to_be_visible()
+    expect(carls.get_by_role("button", name="Archive")).to_have_count(0)
+    hub.stop_server("carl")
+
+    page.goto(f"{hub.url}/services/gpu/workspaces")
+    carls.get_by_role("button", name="Archive").click()
+    screenshot(page, "workspaces-archive")
+    page.get_by_role("button", name="Archive it").click()
+    screenshot(page, "workspaces-archiving")
+    jobs = page.get_by_role("list").filter(has=page.locator("[data-job]"))
+    expect(jobs).to_contain_text(f"{mine} is archived as carl-", timeout=60_000)
+    assert "?" not in page.url, "the page loaded itself anew when it was done"
+    expect(carls).to_contain_text("archived")
+    assert troubles(page) == []
+    screenshot(page, "workspaces-archived")
+    page.reload()
+    expect(jobs).to_contain_text("is archived as carl-")
+
+    restore = page.get_by_role("button", name="Restore carl-")
+    restore.click()
+    expect(page.get_by_label("Into workspace")).to_have_value(str(mine))
+    screenshot(page, "workspaces-restore")
+    page.get_by_role("button", name="Restore it").click()
+    expect(jobs).to_contain_text(f"{mine} is not empty", timeout=60_000)
+    (mine / "large").unlink()
+    for left in mine.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    restore.click()
+    page.get_by_role("button", name="Restore it").click()
+    expect(jobs).to_contain_text(f"is back in {mine} of carl", timeout=60_000)
+    assert (mine / "large").read_bytes() == before
+    done = [some.action for some in hub.services.audit.trail() if some.subject == str(mine)]
+    assert done == ["restore workspace", "archive workspace"]
+
+    phone = browser.new_context(viewport=PHONE, color_scheme="dark").new_page()
+    sign_in(phone, hub, ADMIN, "workspaces")
+    assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert troubles(phone) == []
+    screenshot(phone, "workspaces-archived-phone")
+    phone.get_by_role("button", name="Restore carl-").click()
+    assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert troubles(phone) == []
+    screenshot(phone, "workspaces-restore-phone")
+    hub.write("carl", 0)
 
 
 # Shared folders.

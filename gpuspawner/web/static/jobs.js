@@ -5,6 +5,7 @@
   const list = document.querySelector("[data-jobs]");
   if (!list) return;
   const SECONDS = 3;
+  const headers = { "X-XSRFToken": document.querySelector("input[name=_xsrf]").value };
   const UNITS = ["bytes", "kB", "MB", "GB", "TB", "PB"];
   const items = new Map([...list.querySelectorAll("[data-job]")].map((it) => [it.dataset.job, it]));
 
@@ -22,7 +23,9 @@
   const look = async () => {
     let jobs = null;
     try {
-      const answer = document.hidden ? null : await fetch(list.dataset.jobs, { cache: "no-store" });
+      const answer = document.hidden
+        ? null
+        : await fetch(list.dataset.jobs, { cache: "no-store", headers });
       jobs = answer && answer.ok ? (await answer.json()).jobs : null;
     } catch {
       // The service does not answer yet.

@@ -116,7 +116,10 @@ def test_workspace_is_archived_and_restored_after_confirmations(site: Site, file
     assert "done=restore" in site.service(ADMIN, "workspaces/restore", sure)
     assert ended(site).state == "failed"
     failed = site.service(ADMIN, "workspaces")
-    assert "SITE/members/cleo of cleo was not restored." in failed and "is not empty" in failed
+    assert (
+        "SITE/members/cleo of cleo was not restored: SITE/members/cleo is not empty; archive"
+        in failed
+    )
     (files / "note").unlink()
     site.service(ADMIN, "workspaces/restore", sure)
     assert ended(site).state == "done" and (files / "note").read_text() == "hello"
