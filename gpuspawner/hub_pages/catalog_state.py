@@ -19,6 +19,7 @@ from tornado import web
 from ..catalog.models import Environment
 from ..core.aio import in_daemon_thread
 from ..core.errors import EngineUnavailable, ImageUnavailable
+from ..core.units import format_bytes
 from ..devices.placement import format_memory
 from ..engines.images import Connect, ImageState, image_state, offered_digest
 from ..slurm.images import reach
@@ -70,6 +71,7 @@ class CatalogState(UpdatesHandler):
             seen=partial(seen_images, found, is_cluster=len(engines) > 1),
             policy_of=lambda each: str(each.spawner_override.get("pull_policy", policy)).lower(),
             memory=format_memory,
+            size=format_bytes,
             asked=asked,
             jobs=self.updates.jobs(),
             outdated=outdated(found, environments),

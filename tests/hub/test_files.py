@@ -411,8 +411,10 @@ def test_image_is_updated_from_the_page_of_the_catalog(
     updates = page.get_by_role("region", name="Updates")
     expect(updates).to_be_visible()
     screenshot(page, "catalog-updating")
-    expect(updates).to_contain_text(f"lab has {new} now", timeout=120_000)
-    expect(page.get_by_role("row").filter(has_text="lab")).to_contain_text(new)
+    short = f"{image}@{registry.digest('new')[:19]}…"
+    expect(updates).to_contain_text(f"lab has {short} now", timeout=120_000)
+    expect(page.get_by_role("row").filter(has_text="lab")).to_contain_text(short)
+    expect(page.get_by_role("columnheader", name="Tested")).to_be_in_viewport(ratio=1)
     assert troubles(page) == []
     screenshot(page, "catalog-updated")
     [entry] = [some for some in hub.services.audit.trail() if some.action == "update image"]
