@@ -56,6 +56,8 @@ PAGES = (
     (r"/environments/([^/]+)", "gpuspawner.hub_pages.handlers.EnvironmentPage"),
     (r"/environments/([^/]+)/logo", "gpuspawner.hub_pages.handlers.Logo"),
     (r"/catalog", "gpuspawner.hub_pages.catalog_state.CatalogState"),
+    (r"/catalog/-/updates", "gpuspawner.hub_pages.image_updates.ImageUpdatesState"),
+    (r"/catalog/([^/]+)/update", "gpuspawner.hub_pages.image_updates.ImageUpdatePage"),
     (r"/glossary", "gpuspawner.hub_pages.handlers.Glossary"),
     (r"/notices", "gpuspawner.hub_pages.handlers.Notices"),
     (r"/welcome/?", "gpuspawner.hub_pages.handlers.Welcome"),

@@ -10,9 +10,10 @@ from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any, TypeVar
 
+import docker
 from traitlets.config import Config, LoggingConfigurable
 
-from .core.errors import ClockWasSet
+from .core.errors import ClockWasSet, EngineUnavailable
 from .db.audit import AuditService
 from .db.clock import Timekeeper
 from .db.engine import Store
@@ -21,6 +22,7 @@ from .devices.discovery import open_source
 from .devices.service import DeviceService, LeakService, MachineService
 from .devices.snapshots import InventoryCache
 from .devices.source import DeviceSource
+from .engines.docker import client_from_environment
 from .leases.clock_corrections import ClockCorrectionService
 from .leases.credit_checks import CreditChecks
 from .leases.gpu_loss import RestartService
@@ -46,13 +48,26 @@ from .queue.state import QueueState
 from .settings import ServiceSettings
 from .slurm.job_billing import ClusterAuditService, JobBillingService
 from .slurm.service import ClusterMemberService
+from .storage.archives import WorkspaceArchiver
 from .storage.disk_limits import DiskLimitService
+from .storage.jobs import WorkspaceJobs, archives_folder
 from .storage.service import SharedFolderService, StorageService
 
 T = TypeVar("T")
 
 OUTSIDE = 8
 """Maximum number of concurrent calls to engines, registries, Slurm and file systems."""
+
+
+ARCHIVE_SECONDS = 600.0
+"""Seconds without a word after which the engine is given up, while it reads or fills a volume."""
+
+
+def _archive_client() -> docker.APIClient:
+    try:
+        return client_from_environment(ARCHIVE_SECONDS)
+    except (docker.errors.DockerException, OSError) as error:
+        raise EngineUnavailable() from error
 
 
 def utcnow() -> datetime:
@@ -167,6 +182,14 @@ class Services(LoggingConfigurable):
         self.renames = RenameService(store, now, self.log)
         self.notifications = NotificationService(store, now)
         self.storage = StorageService(store, now, settings.folders, self.log)
+        # By the setting with which GPUs are probed: "process" is a hub without an engine.
+        injection = self.config.GPUDockerSpawner.get("gpu_injection", "auto")
+        self.workspace_jobs = WorkspaceJobs(
+            WorkspaceArchiver(self.storage, _archive_client, injection != "process"),
+            archives_folder(settings.folders, settings.database.url),
+            now,
+            self.log,
+        )
         self.shared_folders = SharedFolderService(store, now, settings.folders)
         self.disk_limits = DiskLimitService(store, now, self.log)
 

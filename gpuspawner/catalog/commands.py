@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
-from datetime import date
 from typing import Any
 
 import docker
@@ -24,9 +23,7 @@ from ..engines.images import (
     Connect,
     image_state,
     local_images,
-    offered_digest,
     packages_of_image,
-    pinned_image,
     pull,
     removable,
     remove,
@@ -35,7 +32,8 @@ from ..engines.preflight import CheckFinding, Status, words_of
 from ..engines.smoke_test import passed, smoke
 from ..slurm.cluster import read_cluster
 from ..slurm.images import reach
-from .editor import CatalogFile, changes_file, entry_of, entry_text, packages_file
+from .editor import CatalogFile, entry_of, entry_text, packages_file
+from .image_updates import ImageUpdate, ImageUpdater, check_slug
 from .loader import Catalog, load
 from .models import Environment, ProfileChoice
 from .parser import NOUNS, schema
@@ -78,7 +76,7 @@ def add_entry(
         note("Put it under 'environments' of the catalog, or say --write.")
         return
     catalog = CatalogFile(catalog_file(file, settings))
-    _check_slug(catalog, str(entry["slug"]))
+    check_slug(catalog, str(entry["slug"]))
     if packages:
         folder = catalog.path.parent
         entry["packages"] = packages_file(folder, str(entry["slug"]), "", packages)
@@ -196,86 +194,27 @@ def _look(client: docker.APIClient, name: str, image: str) -> CheckFinding:
 @catalog_option
 def update(settings: Settings, slug: str, keep_as: str | None, file: str | None) -> int:
     """Update an environment to its newest image if it passes its test."""
-    catalog = CatalogFile(catalog_file(file, settings))
-    environment = catalog.catalog.get(slug)
-    if keep_as:
-        _check_slug(catalog, keep_as)
-    client, hub = _engine(settings)
-    old = _old(client, environment)
-    digest = offered_digest(client, environment.image)
-    if digest == environment.image_digest:
-        show(_plain_image(environment, digest, []), "It has the newest image.")
+    _, hub = _engine(settings)
+    updater = ImageUpdater(catalog_file(file, settings), hub.connect)
+    done = updater.update(slug, keep_as=keep_as or "", follow=follow)
+    environment, found = done.offer.environment, done.findings
+    if not found:
+        show(_plain_image(done), "It has the newest image.")
         return 0
-    image = pinned_image(environment.image, digest)
-    if not local_images(client, image):
-        # Pull by digest only, so that the local tag keeps naming the image that members use.
-        follow(image, pull(hub.connect, image))
-    found = smoke(client, image, first_page=environment.default_url)
-    if not passed(found):
+    if not done.is_done:
         _print(found)
-        note(f"{environment.slug} keeps the image that it has: {environment.image}")
+        note(f"{slug} keeps the image that it has: {environment.image}")
         return 1
-    if keep_as:
-        catalog.add(_kept_entry(client, catalog, environment, old, keep_as))
-    keys = {"image": image, "tested_on": date.today().isoformat()}
-    catalog.set_keys(environment.slug, keys | _told(client, catalog, environment, image))
-    text = f"{environment.slug} has {image} now. Servers that run keep theirs until they end."
-    show(_plain_image(environment, digest, found), text)
+    text = f"{slug} has {done.offer.new} now. Servers that run keep theirs until they end."
+    show(_plain_image(done), text)
     return 0
 
 
-def _told(
-    client: docker.APIClient, file: CatalogFile, environment: Environment, image: str
-) -> dict[str, str]:
-    """Write the new image's packages and changes beside the catalog, and return their keys."""
-    after = packages_of_image(client, image)
-    if not after:
-        return {}
-    folder, slug = file.path.parent, environment.slug
-    keys = {}
-    if before := packages_of_image(client, environment.image):
-        keys["changes"] = changes_file(folder, environment, before, after, date.today())
-    keys["packages"] = packages_file(folder, slug, environment.packages, after)
-    return keys
-
-
-def _old(client: docker.APIClient, environment: Environment) -> str:
-    """Return the environment's current image, pinned to its digest if that is known."""
-    here = local_images(client, environment.image)
-    digest = environment.image_digest or (here.digest_in(environment.image) if here else "")
-    return pinned_image(environment.image, digest) if digest else environment.image
-
-
-def _check_slug(file: CatalogFile, slug: str) -> None:
-    """Raise ConfigError if the slug is invalid or taken."""
-    Catalog.from_mapping({"environments": [{"slug": slug, "image": "any"}]}, "The new environment")
-    if any(e.slug == slug for e in file.catalog.environments):
-        raise ConfigError(
-            f"{file.path} has an environment {slug!r} already. Give the new one another name, or "
-            "say `gpuspawner catalog update` for a newer image."
-        )
-
-
-def _kept_entry(
-    client: docker.APIClient, file: CatalogFile, environment: Environment, image: str, slug: str
-) -> dict[str, Any]:
-    """Return the environment's entry in the file with another slug and the old image."""
-    entry = file.plain_entry(environment.slug)
-    for key in ("default", "packages", "changes"):
-        entry.pop(key, None)
-    if packages := packages_of_image(client, environment.image):
-        entry["packages"] = packages_file(file.path.parent, slug, "", packages)
-    name = f"{environment.display_name} (older)"
-    return {**entry, "slug": slug, "display_name": name, "image": image}
-
-
-def _plain_image(
-    environment: Environment, digest: str, found: Sequence[CheckFinding]
-) -> dict[str, Any]:
+def _plain_image(done: ImageUpdate) -> dict[str, Any]:
     return {
-        "slug": environment.slug,
-        "image": pinned_image(environment.image, digest),
-        "findings": [asdict(finding) for finding in found],
+        "slug": done.offer.environment.slug,
+        "image": done.offer.new,
+        "findings": [asdict(finding) for finding in done.findings],
     }
 
 

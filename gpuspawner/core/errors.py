@@ -178,6 +178,13 @@ class ArchiveRefused(GPUSpawnerError):
     reason = "archive"
 
 
+class UnknownArchive(Refused):
+    """There is no archive {name!r} in the hub's folder of archives."""
+
+    reason = "unknown_archive"
+    status_code = 404
+
+
 class UnknownFolder(Refused):
     """There is no shared folder {folder!r} that you may use."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..ledger import repository as ledger_repository
 from ..ledger.checks import Books, PostingRow
 from ..ledger.models import Account, TransferKind, is_system
 from ..slurm import repository as slurm_repository
-from . import hash_chain
+from . import audit_log, hash_chain
 from .engine import Store, revision
 from .schema import (
     OPEN_LEASE,
@@ -68,6 +69,13 @@ class AuditService:
     def trail(self, limit: int = 100) -> list[AuditEntry]:
         """Return the newest entries of the audit log, newest first."""
         return self.store.run(lambda connection: find_changes(connection, limit=limit).changes)
+
+    def note(self, at: datetime, actor: str, action: str, subject: str, detail: str) -> None:
+        """Record what was done outside of the store."""
+        with self.store.write() as connection:
+            audit_log.note(
+                connection, at=at, actor=actor, action=action, subject=subject, detail=detail
+            )
 
     def chain_head(self) -> str:
         """Return the head of the audit chain, to be noted elsewhere."""

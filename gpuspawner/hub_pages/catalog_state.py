@@ -19,11 +19,12 @@ from tornado import web
 from ..catalog.models import Environment
 from ..core.aio import in_daemon_thread
 from ..core.errors import EngineUnavailable, ImageUnavailable
+from ..core.units import format_bytes
 from ..devices.placement import format_memory
 from ..engines.images import Connect, ImageState, image_state, offered_digest
 from ..slurm.images import reach
 from ..slurm.scheduler import SlurmDelegate
-from .handlers import HubPageHandler
+from .image_updates import UpdatesHandler
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class SeenImage(NamedTuple):
     """Of the engines; the hub's own has an empty one."""
 
 
-class CatalogState(HubPageHandler):
+class CatalogState(UpdatesHandler):
     """The page ``/hub/catalog``; with ``updates=1`` the registries are asked for newer images."""
 
     @web.authenticated
@@ -70,7 +71,10 @@ class CatalogState(HubPageHandler):
             seen=partial(seen_images, found, is_cluster=len(engines) > 1),
             policy_of=lambda each: str(each.spawner_override.get("pull_policy", policy)).lower(),
             memory=format_memory,
+            size=format_bytes,
             asked=asked,
+            jobs=self.updates.jobs(),
+            outdated=outdated(found, environments),
             engines=engines,
             silent=[name for name in engines if name not in found],
             file=self.site.configured("catalog"),
@@ -157,6 +161,12 @@ def _offer(connect: Connect, image: str) -> tuple[str, str]:
         return "", str(error.fields["why"])
     except _NO_ANSWER:
         return "", "the engine that has the image is not responding"
+
+
+def outdated(found: Found, environments: Iterable[Environment]) -> set[str]:
+    """Return the slugs of environments whose own image has a newer one in its registry."""
+    newer = {image for states in found.values() for image, it in states.items() if it.is_outdated}
+    return {each.slug for each in environments if each.image in newer}
 
 
 def seen_images(

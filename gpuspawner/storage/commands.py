@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -18,29 +16,24 @@ from ..cli.config import Settings
 from ..cli.output import actor, local, note, show, table, utc
 from ..cli.parameters import PATH, argument, option
 from ..core.errors import (
-    ArchiveRefused,
     EngineUnavailable,
     GPUSpawnerError,
-    QuotaUnavailable,
     Refused,
     UnknownFolder,
     UnknownWorkspace,
 )
 from ..core.units import format_bytes
 from ..services import Services
+from .archives import WorkspaceArchiver, archive_name
 from .directories import (
     ENDINGS,
     DirectoryTree,
     Tree,
     VolumeTree,
-    check_archive,
-    ending,
     must_be_unused,
-    read_archive,
     volume_sizes,
-    write_archive,
 )
-from .repository import ARCHIVED, Folder, FolderMember, Workspace
+from .repository import Folder, FolderMember, Workspace
 
 if TYPE_CHECKING:
     from ..cli.hub import HubSettings
@@ -109,13 +102,9 @@ def archive_workspace(settings: Settings, workspace: str, to: str | None) -> Non
     site = WorkspaceSite(settings)
     known = site.find(workspace)
     source = known.source
-    file = Path(to or _file_name(source)).absolute()
-    ending(file)
-    with site.claimed(known, "an admin archives them") as tree:
-        if not tree.exists():
-            raise UnknownWorkspace(name=source)
-        contents = write_archive(tree.read(), file)
-    site.services.storage.note_workspace(source, ARCHIVED, actor=actor(), detail=str(file))
+    # The wall clock names the file, as the shell of who runs this shows it.
+    file = Path(to or archive_name(source, datetime.now().astimezone())).absolute()
+    contents = site.archiver.archive(known, file, actor=actor())
     text = (
         f"{source} of {known.user}: {contents.entries} entries, "
         f"{format_bytes(contents.size)} in {file} ({format_bytes(file.stat().st_size)}). "
@@ -131,25 +120,12 @@ def archive_workspace(settings: Settings, workspace: str, to: str | None) -> Non
 def restore_workspace(settings: Settings, file: Path, workspace: str, member: str) -> None:
     """Restore an archive into an empty workspace."""
     site = WorkspaceSite(settings)
-    contents = check_archive(file)
     known = site.find_or_new(workspace, member)
-    source = known.source
-    with site.claimed(known, "an admin puts them back") as tree:
-        if not tree.is_empty():
-            raise ArchiveRefused(
-                what=f"{source} is not empty; archive and delete it first, or name another one"
-            )
-        tree.write(read_archive(file), contents.top)
-    if known.quota:
-        try:
-            site.services.storage.keep_quota(source, known.quota)
-        except QuotaUnavailable as error:
-            note(error.message)
-    site.services.storage.note_workspace(
-        source, "restore workspace", actor=actor(), detail=str(file)
-    )
-    text = f"{source}: {contents.entries} entries, {format_bytes(contents.size)} are back."
-    show({"workspace": source, "bytes": contents.size}, text)
+    contents, no_quota = site.archiver.restore(known, file, actor=actor())
+    if no_quota:
+        note(no_quota)
+    text = f"{known.source}: {contents.entries} entries, {format_bytes(contents.size)} are back."
+    show({"workspace": known.source, "bytes": contents.size}, text)
 
 
 @workspaces.command("delete")
@@ -167,7 +143,7 @@ def delete_workspace(settings: Settings, workspace: str, yes_delete: str) -> Non
             f"This would delete {what}, with every file in it, for good. Nothing was changed. If "
             f"that is what you want, say --yes-delete {source}"
         )
-    with site.claimed(known, "an admin deletes them") as tree:
+    with site.archiver.claimed(known, "an admin deletes them") as tree:
         if tree.exists():
             tree.delete()
         site.services.storage.note_workspace(source, "delete workspace", actor=actor(), detail=what)
@@ -195,6 +171,9 @@ class WorkspaceSite:
         self.services: Services = settings.open_services()
         self.hub: HubSettings = open_hub(settings.config)
         self.template = str(getattr(self.hub.spawner, "workspace", ""))
+        self.archiver = WorkspaceArchiver(
+            self.services.storage, lambda: self.client, self.hub.uses_docker
+        )
         self.troubles: list[str] = []
 
     @cached_property
@@ -258,25 +237,6 @@ class WorkspaceSite:
         use = self.services.storage.use_of(workspace.source, workspace.quota, PATIENCE)
         return use.used if use else None
 
-    @contextmanager
-    def claimed(self, known: Workspace, what: str) -> Iterator[Tree]:
-        """Yield a workspace's files while no server can get it."""
-        self.services.storage.claim_workspace(known.source, what, user=known.user)
-        try:
-            if self.hub.uses_docker:
-                must_be_unused(self.client, known.source)
-            yield self._tree(known)
-        finally:
-            self.services.storage.free_workspace(known.source)
-
-    def _tree(self, workspace: Workspace) -> Tree:
-        if not workspace.is_volume:
-            return DirectoryTree(workspace.source)
-        images = self.client.images()
-        if not images:
-            raise ArchiveRefused(what="the engine has no image to make a container of")
-        return VolumeTree(self.client, workspace.source, str(images[0]["Id"]))
-
     def _directories(self) -> list[tuple[str, str]]:
         """Return directories where the hub creates workspaces, by name."""
         before, brace, after = self.template.partition("{username}")
@@ -330,11 +290,6 @@ def _plain(some: WorkspaceRecord, running: set[str]) -> dict[str, Any]:
         "busy": some.workspace.busy,
         "there": some.there,
     }
-
-
-def _file_name(source: str) -> str:
-    name = os.path.basename(source) or "workspace"
-    return f"{name}-{datetime.now().astimezone():%Y-%m-%d}.tar.gz"
 
 
 folder_argument = argument("folder_id", "FOLDER", "the folder's id, or a unique prefix of it")

@@ -73,6 +73,8 @@ def remove_workspace(connection: sa.Connection, source: str) -> None:
 
 ARCHIVED = "archive workspace"
 """The action of an archive in the audit log; its detail is the file."""
+RESTORED = "restore workspace"
+"""The action of putting one back; its detail is the file."""
 
 
 def last_archives(connection: sa.Connection) -> dict[str, AuditEntry]:
@@ -82,6 +84,12 @@ def last_archives(connection: sa.Connection) -> dict[str, AuditEntry]:
     query = sa.select(*columns).where(audit.c.id.in_(newest.group_by(audit.c.subject)))
     found = (AuditEntry(*row) for row in connection.execute(query))
     return {entry.subject: entry for entry in found}
+
+
+def archived_from(connection: sa.Connection) -> dict[str, str]:
+    """Return of which workspace each archive was made, by the archive's file."""
+    query = sa.select(audit.c.detail, audit.c.subject).where(audit.c.action == ARCHIVED)
+    return {row.detail: row.subject for row in connection.execute(query.order_by(audit.c.id))}
 
 
 def project_of(connection: sa.Connection, source: str) -> int | None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from ..core.errors import InvalidRequest
 from ..web.fields import of_type
-from ..web.schemas import Answer, Body, DatedAnswer, Instant, checked, described, told
+from ..web.schemas import (
+    Answer,
+    Body,
+    Count,
+    DatedAnswer,
+    Instant,
+    Written,
+    checked,
+    described,
+    told,
+    written,
+)
 
 LONGEST_SENT = 1000
 """Characters of a name that is sent; what makes and finds it says how long it may be."""
@@ -24,6 +35,28 @@ Name = Annotated[
     str,
     checked(_name, lambda text, *_: text),
     described(minLength=1, maxLength=LONGEST_SENT),
+]
+
+LONGEST_SOURCE = 4096
+"""Characters of a directory's path."""
+
+
+def _longer(value: Any, field: str) -> str:
+    text = str(of_type(value, str, field))
+    if not 0 < len(text) <= LONGEST_SOURCE:
+        raise InvalidRequest(f"The field {field!r} is text, and is not empty.", field=field)
+    return text
+
+
+Source = Annotated[
+    str,
+    checked(_longer, lambda text, field, _: _longer(text.strip(), field)),
+    described(
+        "A directory or volume, as listed.",
+        minLength=1,
+        maxLength=LONGEST_SOURCE,
+        pattern=r"^[^\u0000]*$",
+    ),
 ]
 MayWrite = Annotated[
     bool,
@@ -78,3 +111,69 @@ class FolderAnswer(Answer):
 
 class FoldersAnswer(DatedAnswer):
     folders: tuple[FolderAnswer, ...]
+
+
+class WorkspaceBody(Body):
+    workspace: Source
+
+
+class RestoreBody(Body):
+    """An archive, and the empty workspace that it is put into."""
+
+    archive: Name = Field(description="The archive's name, as listed.")
+    workspace: Source
+    member: Written = written(255, "ada", "")
+
+
+class ListedWorkspaceAnswer(Answer):
+    """A workspace, as admins see it."""
+
+    workspace: str = told("workspace.source")
+    member: str = told("workspace.user")
+    bytes: Count | None = told("used", description="As last measured; null if it is not known.")
+    quota_bytes: Count | None = told("workspace.quota")
+    last_used_at: Instant = told("workspace.seen_at")
+    locked: str = told("workspace.busy", description="What an admin does with it; else empty.")
+    lease: str | None = told("lease.id", None, description="Of a running server of the member.")
+    former_member: bool = told("is_former")
+
+
+class ArchiveAnswer(Answer):
+    """A file in the hub's folder of archives."""
+
+    name: str
+    bytes: Count = told("size")
+    made_at: Instant
+    workspace: str = Field(description="Of which it was made; empty if that is not known.")
+
+
+class WorkspaceJobAnswer(Answer):
+    """Something that is done with a workspace in the background."""
+
+    id: Count
+    kind: Literal["archive", "restore"]
+    state: Literal["waiting", "running", "done", "failed"]
+    workspace: str
+    member: str = told("user")
+    archive: str
+    actor: str
+    asked_at: Instant
+    started_at: Instant | None
+    ended_at: Instant | None
+    bytes: Count = told("done_bytes", description="Read or put back so far.")
+    error: str = Field(description="Why it failed, or why the quota was not set; else empty.")
+
+
+class WorkspacesAnswer(DatedAnswer):
+    workspaces: tuple[ListedWorkspaceAnswer, ...]
+    archives: tuple[ArchiveAnswer, ...]
+    jobs: tuple[WorkspaceJobAnswer, ...]
+
+
+class WorkspaceJobsAnswer(DatedAnswer):
+    jobs: tuple[WorkspaceJobAnswer, ...]
+
+
+class UnlockAnswer(Answer):
+    workspace: str
+    changed: bool

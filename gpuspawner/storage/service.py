@@ -43,7 +43,7 @@ GLANCE = 0.1
 
 
 class GPUFolders(LoggingConfigurable):
-    """Shared folders, and the command for quotas."""
+    """Shared folders, archives of workspaces, and the command for quotas."""
 
     xfs_quota = List(
         Unicode(),
@@ -82,6 +82,20 @@ class GPUFolders(LoggingConfigurable):
         Example::
 
             c.GPUFolders.quota = 100
+        """,
+    )
+
+    archives = Unicode(
+        "",
+        config=True,
+        help="""
+        The directory of the archives that admins make on the page of workspaces. Choose one with
+        much room. Empty: ``gpuspawner_archives`` next to the database, or in the hub's working
+        directory if that is no SQLite file.
+
+        Example::
+
+            c.GPUFolders.archives = "/srv/archives"
         """,
     )
 
@@ -228,20 +242,16 @@ class StorageService:
             if known is None and not user:
                 raise UnknownWorkspace(name=source)
             known = known or Workspace(source=source, user=user, seen_at=self.clock())
-            if known.busy:
-                raise WorkspaceBusy(
-                    f"{source} is already being processed: {known.busy}. If that command was "
-                    f"killed, run `gpuspawner workspaces free {source}` and try again."
-                )
-            for lease in leases_repository.open_leases(connection):
-                if lease.server.user == known.user:
-                    raise WorkspaceBusy(
-                        f"{source} belongs to {known.user}, whose server runs (lease "
-                        f"{lease.id}). Stop it first: nothing was changed."
-                    )
+            _must_be_claimable(connection, known)
             claimed = replace(known, busy=what)
             repository.put_workspace(connection, claimed)
             return claimed
+
+    def require_claimable(self, known: Workspace) -> None:
+        """Raise WorkspaceBusy if this workspace could not be claimed just now."""
+        with self.store.read() as connection:
+            now = repository.find_workspace(connection, known.source)
+            _must_be_claimable(connection, now or known)
 
     def free_workspace(self, source: str, *, actor: str = "") -> bool:
         """Let servers have a workspace again. Returns False if nobody had claimed it.
@@ -269,6 +279,21 @@ class StorageService:
     ) -> None:
         at = self.clock()
         audit_log.note(connection, at=at, actor=actor, action=action, subject=source, detail=detail)
+
+
+def _must_be_claimable(connection: sa.Connection, known: Workspace) -> None:
+    source = known.source
+    if known.busy:
+        raise WorkspaceBusy(
+            f"{source} is already being processed: {known.busy}. If that was killed, unlock it "
+            f"(`gpuspawner workspaces free {source}`) and try again."
+        )
+    for lease in leases_repository.open_leases(connection):
+        if lease.server.user == known.user:
+            raise WorkspaceBusy(
+                f"{source} belongs to {known.user}, whose server runs (lease {lease.id}). Stop it "
+                "first: nothing was changed."
+            )
 
 
 LONGEST_USER = 255

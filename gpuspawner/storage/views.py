@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from tornado import web
 
-from ..core.errors import FolderRefused, GPUSpawnerError, UnknownFolder, UnknownWorkspace
+from ..core.errors import (
+    FolderRefused,
+    GPUSpawnerError,
+    UnknownArchive,
+    UnknownFolder,
+    UnknownWorkspace,
+)
 from ..db.audit_log import AuditEntry
 from ..leases.models import Lease
 from ..services import Services
@@ -17,10 +23,12 @@ from ..web.api import ALL, Action, APIHandler, ChangingAPI, each_action, operati
 from ..web.base import ServiceHandler
 from ..web.fields import one_of, text_of
 from ..web.pages import FormPage
+from ..web.schemas import Body
 from . import schemas
 from .quotas import QuotaUse
 from .repository import Folder, Workspace
 from .rules import LONGEST
+from .schemas import LONGEST_SOURCE
 from .service import MeasuredSize
 
 
@@ -267,12 +275,9 @@ def list_workspaces(services: Services) -> list[ListedWorkspace]:
 WORKSPACES = 200
 """Workspaces on the page; the search finds the others."""
 
-LONGEST_SOURCE = 4096
-"""Characters of a directory's path."""
-
 
 class WorkspacesPage(FormPage):
-    """Every member's workspace with its size, last use and last archive, for admins."""
+    """Every member's workspace with its size, last use and archives, for admins."""
 
     @web.authenticated
     async def get(self) -> None:
@@ -281,14 +286,17 @@ class WorkspacesPage(FormPage):
         await self.show_workspaces()
 
     async def show_workspaces(self, refusal: GPUSpawnerError | None = None) -> None:
-        """Send the page; ``refusal`` is why nothing was unlocked."""
+        """Send the page; ``refusal`` is why nothing was changed."""
         search = text_of(self.get_query_argument("search", ""), "search", LONGEST_SOURCE).lower()
+        jobs = self.services.workspace_jobs
         everything = await self.read(list_workspaces, self.services)
+        archives = await self.read(jobs.archives)
         found = [
             some
             for some in everything
             if search in some.workspace.user.lower() or search in some.workspace.source.lower()
         ]
+        shown = await self.read(jobs.jobs)
         self.show(
             "workspaces.html",
             now=self.services.clock(),
@@ -296,43 +304,189 @@ class WorkspacesPage(FormPage):
             found=found[:WORKSPACES],
             count=len(found),
             used=sum(some.used or 0 for some in found),
+            jobs=shown,
+            in_hand={job.workspace for job in shown if job.is_open},
+            archives=archives[:WORKSPACES],
+            archive_count=len(archives),
+            archive_size=sum(some.size for some in archives),
+            folder=str(jobs.folder),
             done=self.get_query_argument("done", ""),
             refusal=refusal,
             xsrf=self.xsrf,
         )
 
 
-class UnlockWorkspacePage(WorkspacesPage):
-    """The form that unlocks a workspace, after a confirmation."""
+class WorkspaceChangePage(WorkspacesPage):
+    """The forms that archive, restore or unlock a workspace, each after a confirmation."""
 
-    async def get(self) -> None:
+    async def get(self, action: str) -> None:
         """Redirect to the workspaces."""
         self.go("workspaces")
 
     @web.authenticated
-    async def post(self) -> None:
-        """Ask for a confirmation, or unlock the workspace."""
+    async def post(self, action: str) -> None:
+        """Ask for a confirmation, or make the change."""
         self.need_admin()
-        source, storage = self.field("workspace"), self.services.storage
-        known = {some.source: some for some in await self.read(storage.workspaces)}
-        if (some := known.get(source)) is None:
-            await self.show_workspaces(UnknownWorkspace(name=source[:300]))
-        elif some.busy and not self.confirmed:
-            self.confirm(
-                "unlock",
-                action="workspaces/unlock",
-                back="workspaces",
-                fields={"workspace": source},
-                workspace=some,
-            )
-        else:
-            done = await self.services.run(storage.free_workspace, source, actor=self.actor)
-            self.go(f"workspaces?done={'unlocked' if done else 'nothing'}")
+        try:
+            if action == "restore" and not self.confirmed:
+                await self._ask_what_to_restore()
+                return
+            sent: Any = self.typed(cast(type[Body], WORKSPACE_ACTIONS[action].body))
+            if action != "restore" and await self._asks(action, sent.workspace):
+                return
+            changed = await self.services.run(workspace_change(self, action, sent))
+        except GPUSpawnerError as refusal:
+            if action == "restore" and self.confirmed:
+                await self._ask_what_to_restore(refusal)
+            else:
+                await self.show_workspaces(refusal)
+            return
+        self.go(f"workspaces?done={action if changed else 'nothing'}")
 
+    async def _asks(self, action: str, source: str) -> bool:
+        """Ask for a confirmation if one is needed. Raises UnknownWorkspace."""
+        jobs = self.services.workspace_jobs
+        some = await self.services.read(jobs.known, source)
+        if some is None:
+            raise UnknownWorkspace(name=source[:300])
+        if self.confirmed or (action == "unlock" and not some.busy):
+            return False
+        size = self.services.storage.sizes.get(source)
+        self.confirm(
+            action,
+            action=f"workspaces/{action}",
+            back="workspaces",
+            fields={"workspace": source},
+            workspace=some,
+            used=size.used if size else None,
+            folder=str(jobs.folder),
+        )
+        return True
+
+    async def _ask_what_to_restore(self, refusal: GPUSpawnerError | None = None) -> None:
+        """Ask into which workspace an archive is put. Raises UnknownArchive."""
+        jobs = self.services.workspace_jobs
+        name = self.field("archive")
+        try:
+            archive = await self.services.read(jobs.find_archive, name)
+        except UnknownArchive as error:
+            await self.show_workspaces(refusal or error)
+            return
+        workspace = self.field("workspace")[:LONGEST_SOURCE] or archive.workspace
+        known = await self.services.read(jobs.known, workspace)
+        self.confirm(
+            "restore",
+            action="workspaces/restore",
+            back="workspaces",
+            fields={"archive": name},
+            archive=archive,
+            workspace=workspace,
+            known=known,
+            member=self.field("member")[:255],
+            now=self.services.clock(),
+            refusal=refusal,
+        )
+
+
+WORKSPACE_ACTIONS: dict[str, Action] = {
+    "archive": Action("Archive a workspace in the background.", schemas.WorkspaceBody),
+    "restore": Action(
+        "Put an archive into an empty workspace, in the background.", schemas.RestoreBody
+    ),
+    "unlock": Action(
+        "Unlock a workspace that an interrupted command left locked.", schemas.WorkspaceBody
+    ),
+}
+
+
+_AT_ONCE = {"unlock": WORKSPACE_ACTIONS["unlock"]}
+_IN_BACKGROUND = {name: WORKSPACE_ACTIONS[name] for name in ("archive", "restore")}
+
+
+def workspace_change(handler: ServiceHandler, action: str, sent: Any) -> Callable[[], Any]:
+    """Return a function that performs an action; ``sent`` is the body that the action needs."""
+    jobs, actor = handler.services.workspace_jobs, handler.actor
+    match action:
+        case "archive":
+            return partial(jobs.start_archive, sent.workspace, actor=actor)
+        case "restore":
+            return partial(
+                jobs.start_restore, sent.archive, sent.workspace, member=sent.member, actor=actor
+            )
+        case _:
+            return partial(jobs.unlock, sent.workspace, actor=actor)
+
+
+class WorkspacesAPI(APIHandler):
+    """All workspaces as JSON, for admins."""
+
+    @operation("workspaces", schemas.WorkspacesAnswer)
+    @web.authenticated
+    async def get(self) -> None:
+        """List every workspace, every archive, and what is done with them, for admins."""
+        self.need_admin()
+        jobs = self.services.workspace_jobs
+        self.answer(
+            schemas.WorkspacesAnswer,
+            as_of=self.services.clock(),
+            workspaces=await self.read(list_workspaces, self.services),
+            archives=await self.read(jobs.archives),
+            jobs=await self.read(jobs.jobs),
+        )
+
+
+class WorkspaceJobsAPI(APIHandler):
+    """What is done with workspaces in the background."""
+
+    @operation("workspaces/jobs", schemas.WorkspaceJobsAnswer, name="workspaceJobs")
+    @web.authenticated
+    async def get(self) -> None:
+        """List what waits, runs or ended lately, newest first, for admins."""
+        self.need_admin()
+        jobs = await self.read(self.services.workspace_jobs.jobs)
+        self.answer(schemas.WorkspaceJobsAnswer, as_of=self.services.clock(), jobs=jobs)
+
+
+class WorkspaceAPI(ChangingAPI):
+    """The API operations that begin something in the background."""
+
+    @each_action("workspaces", _IN_BACKGROUND, schemas.WorkspaceJobAnswer, "{}Workspace")
+    @web.authenticated
+    async def post(self, action: str) -> None:
+        """Begin it, and answer with what is done in the background."""
+        self.need_admin()
+        sent: Any = self.sent(cast(type[Body], WORKSPACE_ACTIONS[action].body))
+        with refusals():
+            job = await self.services.run(workspace_change(self, action, sent))
+        self.answer(schemas.WorkspaceJobAnswer, job)
+
+
+class UnlockWorkspaceAPI(ChangingAPI):
+    """The API operation that unlocks a workspace."""
+
+    @each_action("workspaces", _AT_ONCE, schemas.UnlockAnswer, "{}Workspace")
+    @web.authenticated
+    async def post(self) -> None:
+        """Unlock it, and answer whether it was locked."""
+        self.need_admin()
+        sent = self.sent(schemas.WorkspaceBody)
+        with refusals():
+            if await self.services.read(self.services.workspace_jobs.known, sent.workspace) is None:
+                raise UnknownWorkspace(name=sent.workspace[:300])
+            changed = await self.services.run(workspace_change(self, "unlock", sent))
+        self.answer(schemas.UnlockAnswer, workspace=sent.workspace, changed=changed)
+
+
+WORKSPACE_API_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("api/workspaces", WorkspacesAPI),
+    ("api/workspaces/jobs", WorkspaceJobsAPI),
+    ("api/workspaces/(archive|restore)", WorkspaceAPI),
+    ("api/workspaces/unlock", UnlockWorkspaceAPI),
+]
 
 WORKSPACE_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
     ("workspaces", WorkspacesPage),
-    ("workspaces/unlock", UnlockWorkspacePage),
+    ("workspaces/(archive|restore|unlock)", WorkspaceChangePage),
 ]
 
 FOLDER_API_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [

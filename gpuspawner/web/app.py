@@ -228,6 +228,7 @@ ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
     *storage_views.FOLDER_HANDLERS,
     *storage_views.WORKSPACE_HANDLERS,
     *storage_views.FOLDER_API_HANDLERS,
+    *storage_views.WORKSPACE_API_HANDLERS,
     *openapi.OPENAPI_HANDLERS,
     *openapi.CATALOG_SCHEMA_HANDLERS,
     *monitoring_views.USAGE_HANDLERS,

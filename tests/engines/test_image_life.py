@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,20 @@ import docker
 import pytest
 from docker.errors import ImageNotFound
 
+from gpuspawner.catalog.image_updates import ImageUpdater
 from gpuspawner.catalog.loader import load
 from gpuspawner.cli.app import main
+from gpuspawner.core.errors import ConfigError
 from gpuspawner.engines.images import ENTRY
 from gpuspawner.engines.smoke_test import SMOKE
 from gpuspawner.hub_pages.catalog_state import look_at_images
+from gpuspawner.hub_pages.image_updates import ImageUpdates, UpdateJob
+from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.images import BASE
+from tests.support.processes import wait_for
 from tests.support.registry import SlowRegistry
+from tests.support.threads import at_once
 
 CONFIG = """
 c = get_config()
@@ -189,6 +197,74 @@ def test_image_update_is_smoke_tested_before_it_is_used(site: Site) -> None:
     removed = site("prune", "--yes")
     assert old not in removed and new not in removed
     assert {f"@{old}", f"@{new}", ":lab"} <= site.here
+
+
+def test_update_from_the_page_runs_once_and_is_audited(site: Site, tmp_path: Path) -> None:
+    """What the admins' page does: the offer that was agreed to, one at a time, the audit log."""
+
+    def connect(timeout: float) -> docker.APIClient:
+        return docker.APIClient(base_url=site.engine.url, version="auto", timeout=timeout)
+
+    def ended(job: UpdateJob) -> UpdateJob:
+        def look() -> UpdateJob | None:
+            now = next(some for some in updates.jobs() if some.id == job.id)
+            return None if now.is_open else now
+
+        return wait_for(look, "the end of the update", timeout=120)
+
+    site("pull")
+    before = site.catalog.read_text()
+    with services_on(f"sqlite:///{tmp_path}/gpuspawner.sqlite") as services:
+        updates = ImageUpdates(services, logging.getLogger("updates"))
+        updater = ImageUpdater(site.catalog, connect)
+        assert not updater.offer("lab").is_newer
+        site.registry.retag("lab", "bad")
+        offer = updater.offer("lab")
+        assert offer.old.endswith(site.registry.digest("old"))
+        failed = ended(updates.start(updater, offer, "kim"))
+        assert failed.state == "failed" and failed.error.startswith("It failed its test: ")
+        assert "no_such_module" in failed.error
+
+        site.registry.retag("lab", "new")
+        stale = ended(updates.start(updater, offer, "kim"))
+        assert stale.state == "failed" and "offers another image by now" in stale.error
+        assert site.catalog.read_text() == before and services.audit.trail() == []
+
+        offer = updater.offer("lab")
+        found = at_once(8, lambda _: updates.start(updater, offer, "kim"))
+        [job] = [each for each in found if isinstance(each, UpdateJob)]
+        assert sum("one is updated at a time" in str(each) for each in found) == 7
+        done = ended(job)
+        assert (done.state, done.error) == ("done", "")
+        assert load(site.catalog).get("lab").image == offer.new
+        [entry] = services.audit.trail()
+        assert (entry.actor, entry.action) == ("kim", "update image")
+        assert (entry.subject, entry.detail) == (
+            "environment lab",
+            f"{offer.old} to {offer.new}",
+        )
+
+
+def test_update_keeps_what_was_written_into_the_file_meanwhile(site: Site) -> None:
+    def connect(timeout: float) -> docker.APIClient:
+        return docker.APIClient(base_url=site.engine.url, version="auto", timeout=timeout)
+
+    def edit(before: str, after: str) -> None:
+        text = site.catalog.read_text()
+        assert before in text
+        site.write(text.replace(before, after))
+
+    site("pull")
+    site.registry.retag("lab", "new")
+    updater = ImageUpdater(site.catalog, connect)
+    edit_more = partial(edit, "Two lines,", "Two edited lines,")
+    done = updater.update("lab", follow=lambda _, progress: list(progress), test=edit_more)
+    assert done.is_done and "Two edited lines," in site.catalog.read_text()
+    site.registry.retag("lab", "old")
+    new = done.offer.new
+    with pytest.raises(ConfigError, match="was changed meanwhile"):
+        updater.update("lab", follow=lambda _, p: list(p), test=partial(edit, new, site.image))
+    assert load(site.catalog).get("lab").image == site.image
 
 
 def test_prune_removes_only_unused_images(site: Site, images: Any) -> None:

@@ -5,6 +5,7 @@ The clock moves on between any two events, so that no order depends on a random 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from tests.golden.support import (
     Ticket,
 )
 from tests.support.brokers import Clock
+from tests.support.processes import wait_for
 
 HOUR = 3600
 ML = frozenset({"ml"})
@@ -86,13 +88,22 @@ def fill(site: Any) -> None:
 
 
 def _keep_files(services: Services) -> None:
-    """Ada's workspace is full, Bob's has an archive, Dan's is being restored."""
+    """Ada's workspace is full, Bob's has an archive, Dan's is being restored, Zoe's is gone."""
     storage = services.storage
     storage.use_workspace("work-ada", "ada", 50 * 2**30)
     storage.use_workspace("work-bob", "bob", None)
     storage.use_workspace("work-dan", "dan", None)
     storage.note_workspace("work-bob", ARCHIVED, actor="kim", detail="/srv/archives/bob.tar.gz")
     storage.claim_workspace("work-dan", "an admin puts them back")
+    jobs = services.workspace_jobs
+    jobs.folder.mkdir()
+    archive = jobs.folder / "zoe-2025-02-01-120000.tar.gz"
+    archive.write_bytes(bytes(2000))
+    os.utime(archive, (1738411200, 1738411200))
+    storage.note_workspace("/srv/w/zoe", ARCHIVED, actor="kim", detail=str(archive))
+    storage.use_workspace("/srv/w/zoe", "zoe", None)
+    failed = jobs.start_archive("/srv/w/zoe", actor="kim")
+    wait_for(lambda: failed.id not in {job.id for job in jobs.jobs() if job.is_open}, "its end")
     storage.keep_size("work-ada", 50 * 2**30 - 1000)
     storage.keep_size("work-bob", 3 * 2**30)
 

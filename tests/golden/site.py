@@ -143,6 +143,7 @@ class Site:
             device_source=self.fleet,
             gpu_rates={"*": 1, "A100": "3.6"},
             folder_source="/srv/folders/{id}",
+            gpu_injection="process",
             when_idle={"*": {"mode": "enforce"}},
         )
         thread = threading.Thread(target=self._loop.run_forever)

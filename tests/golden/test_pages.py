@@ -50,7 +50,7 @@ MEMBERS_ANSWERS = (
 ADMINS_ANSWERS = (
     *("leases?all=1", "accounts", "accounts/member:ada", "accounts/member:ada/statement"),
     *("queue", "rates", "refills", "trail", "usage", "used", "cluster", "transfers/TRANSFER"),
-    *("leases/LEASE/receipt", "folders?all=1"),
+    *("leases/LEASE/receipt", "folders?all=1", "workspaces", "workspaces/jobs"),
 )
 CONFIRMED = {
     "accounts/member:ada/grant": {"amount": "12.5", "reason": "Homework 4"},
@@ -71,6 +71,8 @@ CONFIRMED = {
     "folders/FOLDER/delete": {"name": "results"},
     "members": {"lines": "name,course,ends\nada,ML101,2025-06-30"},
     "members/ada/end": {"course": "ML101"},
+    "workspaces/archive": {"workspace": "work-dan"},
+    "workspaces/restore": {"archive": "zoe-2025-02-01-120000.tar.gz"},
     "workspaces/unlock": {"workspace": "work-dan"},
 }
 """Forms whose change is shown first, with a button that does it."""

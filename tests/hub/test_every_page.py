@@ -126,7 +126,7 @@ SERVICE: dict[str, tuple[tuple[str, str], ...]] = {
     "queue/granting": ((ADMIN, "queue/granting"),),
     "devices": ((ADMIN, "devices"),),
     "workspaces": ((ADMIN, "workspaces"),),
-    "workspaces/unlock": ((ADMIN, "workspaces/unlock"),),
+    "workspaces/(archive|restore|unlock)": ((ADMIN, "workspaces/archive"),),
     "queue/([0-9A-Za-z-]{1,64})": ((ADMIN, "queue/{ticket}"),),
     "queue/([0-9A-Za-z-]{1,64})/(move|boost|cancel)": ((ADMIN, "queue/{ticket}/move"),),
     "tickets/([0-9A-Za-z-]{1,64})/cancel": ((WAITS, "tickets/{ticket}/cancel"),),
@@ -166,6 +166,7 @@ HUB: dict[str, tuple[tuple[str, str], ...]] = {
     r"/environments/?": (("", "environments"), (MEMBER, "environments")),
     r"/environments/([^/]+)": (("", "environments/torch"), (NEW, "environments/jax")),
     r"/catalog": ((ADMIN, "catalog"),),
+    r"/catalog/([^/]+)/update": ((ADMIN, "catalog/torch/update"),),
     r"/glossary": (("", "glossary"), (MEMBER, "glossary")),
     r"/welcome/?": ((NEW, "welcome"),),
     r"/welcome/first": ((NEW, "welcome/first"),),
@@ -184,6 +185,7 @@ NETWORK_CHANGED = "net::ERR_NETWORK_CHANGED"
 NO_PAGES = {"oauth_callback", "metrics", "cluster/live", r"catalog\.schema\.json"}
 NO_HUB_PAGES = {
     r"/environments/-/live": "JSON",
+    r"/catalog/-/updates": "JSON",
     r"/environments/([^/]+)/logo": "a picture",
     r"/notices": "JSON",
     r"/without-gpu/([^/]*)": "a form's action",

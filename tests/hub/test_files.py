@@ -22,10 +22,10 @@ from tests.support.axe import troubles
 from tests.support.brokers import make_services
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
-from tests.support.gpu_hub import GPUHub, message_of, text_of
+from tests.support.gpu_hub import CATALOG, GPUHub, message_of, text_of
 from tests.support.hub import ADMIN
-from tests.support.images import INSTANT, ensure_images
-from tests.support.pages import PHONE, WIDE, send_sign_in, sign_in
+from tests.support.images import INSTANT, TRIED, ensure_images
+from tests.support.pages import PHONE, WIDE, add_cookies, send_sign_in, sign_in
 from tests.support.processes import free_port, wait_for
 from tests.support.registry import SlowRegistry
 
@@ -41,6 +41,7 @@ c.GPUDockerSpawner.own_images = {{
     "lab": {{"images": ["{repository}", "lab/*"], "most": "4G", "labels": {{"scanned": "yes"}}}},
 }}
 c.GPUFolders.source = "{files}/folders/{{id}}"
+c.GPUFolders.archives = "{files}/archives"
 c.Accounting.reconcile_seconds = 1
 import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
@@ -67,12 +68,19 @@ class FilesHub(GPUHub):
 @pytest.fixture(scope="module")
 def registry(engine: PrivateEngine) -> Iterator[SlowRegistry]:
     """Images of which one is scanned, and one is not."""
-    ensure_images(engine, [INSTANT])
-    with SlowRegistry(size=1000) as registry, tempfile.TemporaryFile() as saved:
-        saved.writelines(engine.client.get_image(INSTANT))
-        saved.seek(0)
-        registry.add_saved("good", saved, {"Labels": {"scanned": "yes"}})
+    ensure_images(engine, [INSTANT, TRIED])
+    with SlowRegistry(size=1000) as registry:
+        with tempfile.TemporaryFile() as saved:
+            saved.writelines(engine.client.get_image(INSTANT))
+            saved.seek(0)
+            registry.add_saved("good", saved, {"Labels": {"scanned": "yes"}})
+        with tempfile.TemporaryFile() as saved:
+            saved.writelines(engine.client.get_image(TRIED))
+            for tag in ("old", "new"):
+                saved.seek(0)
+                registry.add_saved(tag, saved, {"Labels": {"version": tag}})
         registry.add("bad", {"program": b"x"}, {"Labels": {"scanned": "no"}})
+        registry.retag("lab", "old")
         yield registry
 
 
@@ -81,7 +89,8 @@ def hub(
     hubs: None, engine: PrivateEngine, registry: SlowRegistry, folder: Path
 ) -> Iterator[FilesHub]:
     config = CONFIG.format(files=folder / "files", port=free_port(), repository=registry.repository)
-    with FilesHub(folder / "hub", engine, config) as hub:
+    catalog = f"{CATALOG}  - slug: lab\n    image: {registry.repository}:lab\n"
+    with FilesHub(folder / "hub", engine, config, catalog=catalog) as hub:
         hub.files = folder / "files"
         hub.services = make_services(database_url=hub.database_url, folder_source="/nowhere/{id}")
         page = f"{hub.url}/services/gpu/static/gpu.css"
@@ -177,6 +186,70 @@ def test_server_cannot_start_on_a_claimed_workspace(hub: FilesHub) -> None:
         hub.services.storage.free_workspace(source)
     hub.spawn_and_wait("carl", {"gpus": 0})
     hub.stop_server("carl")
+
+
+def test_workspace_is_archived_and_restored_in_the_browser(hub: FilesHub, browser: Browser) -> None:
+    """An admin archives what somebody left, and puts it back; a server refuses both."""
+    hub.write("carl", 20_000_000)
+    mine = hub.files / "members" / "carl"
+    before = (mine / "large").read_bytes()
+    hub.services.storage.use_workspace(str(mine), "carl", None)
+    page = browser.new_context(viewport=WIDE).new_page()
+    sign_in(page, hub, ADMIN, "workspaces?search=carl")
+    carls = page.get_by_role("row").filter(
+        has=page.get_by_role("rowheader", name="carl", exact=True)
+    )
+
+    # Carl starts a server while the question is on the screen.
+    carls.get_by_role("button", name="Archive").click()
+    expect(page.get_by_role("heading", name="Archive this workspace?")).to_be_visible()
+    hub.spawn_and_wait("carl", {"gpus": 0})
+    page.get_by_role("button", name="Archive it").click()
+    expect(page.get_by_role("alert")).to_contain_text("belongs to carl, whose server runs")
+    expect(carls.get_by_role("link", name="server runs")).to_be_visible()
+    expect(carls.get_by_role("button", name="Archive")).to_have_count(0)
+    hub.stop_server("carl")
+
+    page.goto(f"{hub.url}/services/gpu/workspaces")
+    carls.get_by_role("button", name="Archive").click()
+    screenshot(page, "workspaces-archive")
+    page.get_by_role("button", name="Archive it").click()
+    screenshot(page, "workspaces-archiving")
+    jobs = page.get_by_role("list").filter(has=page.locator("[data-job]"))
+    expect(jobs).to_contain_text(f"{mine} is archived as carl-", timeout=60_000)
+    assert "?" not in page.url, "the page loaded itself anew when it was done"
+    expect(carls).to_contain_text("archived")
+    assert troubles(page) == []
+    screenshot(page, "workspaces-archived")
+    page.reload()
+    expect(jobs).to_contain_text("is archived as carl-")
+
+    restore = page.get_by_role("button", name="Restore carl-")
+    restore.click()
+    expect(page.get_by_label("Into workspace")).to_have_value(str(mine))
+    screenshot(page, "workspaces-restore")
+    page.get_by_role("button", name="Restore it").click()
+    expect(jobs).to_contain_text(f"{mine} is not empty", timeout=60_000)
+    (mine / "large").unlink()
+    for left in mine.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    restore.click()
+    page.get_by_role("button", name="Restore it").click()
+    expect(jobs).to_contain_text(f"is back in {mine} of carl", timeout=60_000)
+    assert (mine / "large").read_bytes() == before
+    done = [some.action for some in hub.services.audit.trail() if some.subject == str(mine)]
+    assert done == ["restore workspace", "archive workspace"]
+
+    phone = browser.new_context(viewport=PHONE, color_scheme="dark").new_page()
+    sign_in(phone, hub, ADMIN, "workspaces")
+    assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert troubles(phone) == []
+    screenshot(phone, "workspaces-archived-phone")
+    phone.get_by_role("button", name="Restore carl-").click()
+    assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert troubles(phone) == []
+    screenshot(phone, "workspaces-restore-phone")
+    hub.write("carl", 0)
 
 
 # Shared folders.
@@ -308,6 +381,65 @@ def test_shared_folders_are_managed_in_the_browser(hub: FilesHub, browser: Brows
     expect(admin.get_by_role("heading", name="Of others")).to_be_visible()
     assert troubles(admin) == []
     screenshot(admin, "folders-admin")
+
+
+def test_image_is_updated_from_the_page_of_the_catalog(
+    hub: FilesHub, engine: PrivateEngine, registry: SlowRegistry, browser: Browser
+) -> None:
+    """An admin looks for a newer image, sees from which to which, and it is tested and entered."""
+    image = f"{registry.repository}:lab"
+    old, new = (f"{image}@{registry.digest(tag)}" for tag in ("old", "new"))
+
+    def is_here() -> bool:
+        with contextlib.suppress(docker.errors.ImageNotFound):
+            return bool(engine.client.inspect_image(image))
+        return False
+
+    wait_for(is_here, "the image, which the service pulls ahead", timeout=120)
+    registry.retag("lab", "new")
+    page = browser.new_context(viewport=WIDE).new_page()
+    add_cookies(page, hub, ADMIN)
+    page.goto(f"{hub.url}/hub/catalog")
+    expect(page.get_by_role("link", name="Update")).to_have_count(0)
+    page.get_by_role("button", name="Check for newer images").click()
+    page.get_by_role("link", name="Update lab").click()
+    expect(page.get_by_text(old, exact=True)).to_be_visible()
+    expect(page.get_by_text(new, exact=True)).to_be_visible()
+    assert troubles(page) == []
+    screenshot(page, "catalog-update")
+    page.get_by_role("button", name="Update it").click()
+    updates = page.get_by_role("region", name="Updates")
+    expect(updates).to_be_visible()
+    screenshot(page, "catalog-updating")
+    short = f"{image}@{registry.digest('new')[:19]}…"
+    expect(updates).to_contain_text(f"lab has {short} now", timeout=120_000)
+    expect(page.get_by_role("row").filter(has_text="lab")).to_contain_text(short)
+    expect(page.get_by_role("columnheader", name="Tested")).to_be_in_viewport(ratio=1)
+    assert troubles(page) == []
+    screenshot(page, "catalog-updated")
+    [entry] = [some for some in hub.services.audit.trail() if some.action == "update image"]
+    assert (entry.actor, entry.subject) == (ADMIN, "environment lab")
+    assert entry.detail == f"{old} to {new}"
+
+    phone = browser.new_context(viewport=PHONE, color_scheme="dark").new_page()
+    add_cookies(phone, hub, ADMIN)
+    for address in ("catalog", "catalog/lab/update"):
+        phone.goto(f"{hub.url}/hub/{address}")
+        assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        assert troubles(phone) == []
+        screenshot(phone, f"{address}-phone")
+    expect(phone.get_by_text("It has the newest image.")).to_be_visible()
+
+
+def test_only_admins_update_images_and_only_from_their_page(hub: FilesHub) -> None:
+    before = (hub.folder / "catalog.yaml").read_bytes()
+    assert hub.open_page("anna", "/hub/catalog/lab/update").status_code in (403, 404)
+    assert hub.open_page("anna", "/hub/catalog/-/updates").status_code in (403, 404)
+    for user, status in (("anna", (403, 404)), (ADMIN, (403,))):
+        session = hub.browser_of(user)
+        refused = session.post(f"{hub.url}/hub/catalog/lab/update?digest=sha256:0", timeout=60)
+        assert refused.status_code in status, refused.text
+    assert (hub.folder / "catalog.yaml").read_bytes() == before
 
 
 # Images of their own.

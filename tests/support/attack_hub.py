@@ -67,6 +67,7 @@ c.GPUDockerSpawner.shm_size = "64M"
 c.GPUDockerSpawner.pids_limit = {pids}
 c.DockerSpawner.mem_limit = {memory!r}
 c.GPUFolders.source = "attacks-folder-{{id}}"
+c.GPUFolders.archives = {archives!r}
 c.GPURates.by_model = {{"*": 1}}
 c.GPUCredits.charge_seconds = 36000
 c.Accounting.reconcile_seconds = 36000
@@ -143,7 +144,12 @@ class AttackHub(GPUHub):
         self.service_port = free_port()
         self._tokens: dict[str, str] = {}
         config = CONFIG.format(
-            port=self.service_port, pids=PIDS, memory=MEMORY, victim=VICTIM, secret=self.secret
+            port=self.service_port,
+            pids=PIDS,
+            memory=MEMORY,
+            victim=VICTIM,
+            secret=self.secret,
+            archives=str(folder / "archives"),
         )
         environment = {"CHAT_URL": f"json://127.0.0.1:9/{self.secret}-of-the-chat"}
         super().__init__(
@@ -222,12 +228,19 @@ class AttackHub(GPUHub):
         with self._database.begin() as connection:
             put_roster(connection, [RosterEntry(name)], datetime.now(timezone.utc))
 
-    def locked_workspace(self, source: str, user: str) -> str:
-        """Make a workspace that a command left locked, and return its directory."""
+    def workspace(self, source: str, user: str, busy: str = "") -> str:
+        """Make a workspace, locked for what makes it busy, and return its directory."""
         with self._database.begin() as connection:
             at = datetime.now(timezone.utc)
-            put_workspace(connection, Workspace(source, user, at, busy="It is being archived"))
+            put_workspace(connection, Workspace(source, user, at, busy=busy))
         return source
+
+    def archive(self, name: str) -> str:
+        """Put a file into the folder of archives, which is damaged, and return its name."""
+        folder = self.folder / "archives"
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"damaged")
+        return name
 
     # Inside a container.
 

@@ -84,6 +84,7 @@ REFILL |= {"amount": "5", "reason": WHY, "key": "{new}"}
 _FAR = date.today() + timedelta(days=180)
 FORM_REFILL = {**REFILL, "rule": f"FREQ=YEARLY;BYMONTH={_FAR.month};BYMONTHDAY={_FAR.day}"}
 """The same by the form, which asks for no beginning: its rules begin at the next full minute."""
+RESTORED = {"archive": "{archive}", "workspace": "{workspace}"}
 FOLDER = {"confirm": "yes", "member": FRIEND}
 
 RIGHT = {
@@ -109,7 +110,12 @@ RIGHT = {
     "POST tickets/{ticket}/cancel": Right(OWNER, YES),
     "POST members": Right(ADMIN, {**YES, "lines": "name\n{new}"}),
     "POST members/{entry}/end": Right(ADMIN, YES),
+    "POST workspaces/archive": Right(ADMIN, {**YES, "workspace": "{workspace}"}),
+    "POST workspaces/restore": Right(ADMIN, {**YES, **RESTORED}),
     "POST workspaces/unlock": Right(ADMIN, {**YES, "workspace": "{workspace}"}),
+    "POST api/workspaces/archive": Right(ADMIN, {"workspace": "{workspace}"}),
+    "POST api/workspaces/restore": Right(ADMIN, RESTORED),
+    "POST api/workspaces/unlock": Right(ADMIN, {"workspace": "{workspace}"}),
     "POST api/queue/{ticket}/move": Right(ADMIN, {"position": 1, "reason": WHY}),
     "POST api/queue/{ticket}/boost": Right(ADMIN, {"points": 9, "reason": WHY}),
     "POST api/queue/{ticket}/cancel": Right(OWNER, {"reason": WHY}),
@@ -241,6 +247,8 @@ class Requests:
             self._admin(*call.then)
         if re.match("(api/)?(leases|queue|tickets)/", call.path):
             self._settle()
+        if re.match("(api/)?workspaces/", call.path):
+            wait_for(self._jobs_ended, "the end of what it began")
         return _changed(call, answer), tells
 
     # Below here: how.
@@ -250,8 +258,11 @@ class Requests:
         values = {"new": f"new-{next(self._numbers)}", "account": f"member:{OWNER}"}
         values["day"] = self._new_day()
         values["device"] = self.hub.devices[0]
-        if name == "POST workspaces/unlock":
-            values["workspace"] = self.hub.locked_workspace(f"/srv/{values['new']}", OWNER)
+        if "POST workspaces/" in name or "POST api/workspaces/" in name:
+            busy = "It is being archived" if name.endswith("unlock") else ""
+            user = OWNER if busy else "away"  # whose servers do not run
+            values["workspace"] = self.hub.workspace(f"/srv/{values['new']}", user, busy)
+            values["archive"] = self.hub.archive(f"{values['new']}.tar.gz")
         for word in re.findall(r"\{(\w+)\}", name):
             if word in values:
                 continue
@@ -271,6 +282,10 @@ class Requests:
         hers = (OWNER, *(values[w] for w in ("lease", "ticket", "folder") if w in values))
         path = name.partition(" ")[2].format(**values)
         return Call(name, door, path, _may(name), sent, then, hers)
+
+    def _jobs_ended(self) -> bool:
+        jobs = self.hub.service("GET", "api/workspaces/jobs", ADMIN).json()["jobs"]
+        return all(job["ended_at"] for job in jobs)
 
     def _lease(self, name: str, right: Right) -> dict[str, str]:
         if "refund" in name:

@@ -75,6 +75,8 @@ SETTINGS = {
     "sick_refund": "GPUHealth.refund",
     "folder_source": "GPUFolders.source",
     "folder_quota": "GPUFolders.quota",
+    "archives": "GPUFolders.archives",
+    "gpu_injection": "GPUDockerSpawner.gpu_injection",
     "cluster": "GPUSlurm.cluster_file",
 } | {
     name: f"{each.__name__}.{name}"

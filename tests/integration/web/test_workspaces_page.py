@@ -3,14 +3,17 @@ still, and the Hub is a small HTTP server."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gpuspawner.storage.jobs import WorkspaceJob
 from tests.golden.site import ADMIN, Site
 from tests.golden.support import Request, ServerRef
+from tests.support.processes import wait_for
 
 WORK = "/srv/w/<b>ada"
 
@@ -55,7 +58,7 @@ def test_workspace_is_unlocked_after_a_confirmation_and_audited(site: Site) -> N
     assert "Unlock this workspace?" in asked and "/srv/w/&lt;b&gt;ada" in asked
     assert {some.busy for some in storage.workspaces()} == {"", "an admin archives them"}
     done = site.service(ADMIN, "workspaces/unlock", form | {"confirm": "yes"})
-    assert done.startswith("303\n-> /services/gpu/workspaces?done=unlocked")
+    assert done.startswith("303\n-> /services/gpu/workspaces?done=unlock")
     assert {some.busy for some in storage.workspaces()} == {""}
     [entry] = site.services.audit.trail()
     assert (entry.actor, entry.action, entry.subject) == (ADMIN, "unlock workspace", WORK)
@@ -75,3 +78,102 @@ def test_member_cannot_see_or_unlock_workspaces(site: Site) -> None:
     assert site.service("ada", "workspaces/unlock", form).startswith("403")
     busy = {some.busy for some in site.services.storage.workspaces()}
     assert busy == {"", "an admin archives them"}
+
+
+@pytest.fixture
+def files(site: Site) -> Path:
+    """Cleo's workspace, a directory with a file."""
+    folder = site.folder / "members" / "cleo"
+    folder.mkdir(parents=True)
+    (folder / "note").write_text("hello")
+    site.services.ledger.open_account("cleo")
+    site.services.storage.use_workspace(str(folder), "cleo", None)
+    return folder
+
+
+def ended(site: Site) -> WorkspaceJob:
+    """Wait for the end of the newest job."""
+    jobs = site.services.workspace_jobs
+    return wait_for(lambda: None if (job := jobs.jobs()[0]).is_open else job, "its end")
+
+
+def test_workspace_is_archived_and_restored_after_confirmations(site: Site, files: Path) -> None:
+    form = {"workspace": str(files)}
+    asked = site.service(ADMIN, "workspaces/archive", form)
+    assert "Archive this workspace?" in asked and "no server of cleo can start meanwhile" in asked
+    assert site.services.workspace_jobs.jobs() == []
+    sent = site.service(ADMIN, "workspaces/archive", form | {"confirm": "yes"})
+    assert sent.startswith("303\n-> /services/gpu/workspaces?done=archive")
+    archive = ended(site).archive
+    for _ in range(2):  # it is there after a reload
+        page = site.service(ADMIN, "workspaces")
+        assert f"is archived as {archive} (5 bytes of files)" in page
+
+    chosen = {"archive": archive}
+    asked = site.service(ADMIN, "workspaces/restore", chosen)
+    assert "Restore this archive?" in asked and 'value="SITE/members/cleo"' in asked
+    sure = chosen | form | {"confirm": "yes"}
+    assert "done=restore" in site.service(ADMIN, "workspaces/restore", sure)
+    assert ended(site).state == "failed"
+    failed = site.service(ADMIN, "workspaces")
+    assert (
+        "SITE/members/cleo of cleo was not restored: SITE/members/cleo is not empty; archive"
+        in failed
+    )
+    (files / "note").unlink()
+    site.service(ADMIN, "workspaces/restore", sure)
+    assert ended(site).state == "done" and (files / "note").read_text() == "hello"
+    assert f"{archive} is back in SITE/members/cleo of cleo" in site.service(ADMIN, "workspaces")
+    trail = [(some.actor, some.action) for some in site.services.audit.trail()]
+    assert trail == [(ADMIN, "restore workspace"), (ADMIN, "archive workspace")]
+
+
+def test_refusals_are_on_the_page_in_words(site: Site, files: Path) -> None:
+    sure = {"workspace": str(files), "confirm": "yes"}
+    lease = site.services.leases.grant(ServerRef("cleo"), Request(devices=0), engine="local")
+    refused = site.service(ADMIN, "workspaces/archive", sure)
+    assert refused.startswith("409") and "Nothing was changed." in refused
+    assert "belongs to cleo, whose server runs" in refused
+    site.services.leases.release(lease.id, reason="stopped")
+    refused = site.service(ADMIN, "workspaces/archive", {"workspace": WORK, "confirm": "yes"})
+    assert refused.startswith("409") and "already being processed" in refused
+    for action in ("archive", "unlock"):
+        refused = site.service(ADMIN, f"workspaces/{action}", {"workspace": "nowhere"})
+        assert refused.startswith("404") and "There is no workspace" in refused
+        assert site.service(ADMIN, f"workspaces/{action}", {}).startswith("400")
+    refused = site.service(ADMIN, "workspaces/restore", {"archive": "../x.tar.gz"})
+    assert refused.startswith("404") and "There is no archive" in refused
+
+
+def test_refused_restore_keeps_what_was_typed(site: Site, files: Path) -> None:
+    form = {"workspace": str(files), "confirm": "yes"}
+    site.service(ADMIN, "workspaces/archive", form)
+    archive = ended(site).archive
+    (files / "note").unlink()
+    files.rmdir()
+    site.services.storage.note_workspace(str(files), "delete workspace", actor=ADMIN)
+    restore = {"archive": archive, **form}
+    asked = site.service(ADMIN, "workspaces/restore", restore)
+    assert asked.startswith("400") and "say which member it will belong to" in asked
+    asked = site.service(ADMIN, "workspaces/restore", restore | {"member": "zoe"})
+    assert asked.startswith("404") and 'name="member"' in asked and 'value="zoe"' in asked
+    site.service(ADMIN, "workspaces/restore", restore | {"member": "cleo"})
+    assert ended(site).state == "done" and (files / "note").read_text() == "hello"
+
+
+def test_rest_has_what_the_page_has(site: Site, files: Path) -> None:
+    told = json.loads(site.service(ADMIN, "api/workspaces").partition("\n")[2])
+    found = {some["member"]: some for some in told["workspaces"]}
+    assert found["ada"]["locked"] == "an admin archives them" and found["bob"]["bytes"] == 3 * 2**30
+    assert (told["archives"], told["jobs"]) == ([], [])
+    assert json.loads(site.service(ADMIN, "api/workspaces/jobs").partition("\n")[2])["jobs"] == []
+
+
+@pytest.mark.parametrize("action", ["archive", "restore", "unlock"])
+def test_member_cannot_archive_restore_or_list(site: Site, files: Path, action: str) -> None:
+    form = {"workspace": str(files), "archive": "x.tar.gz", "confirm": "yes"}
+    assert site.service("cleo", f"workspaces/{action}", form).startswith("403")
+    assert site.service("cleo", "api/workspaces").startswith("403")
+    assert site.service("cleo", "api/workspaces/jobs").startswith("403")
+    assert site.service("cleo", f"api/workspaces/{action}", form).startswith("403")
+    assert site.services.workspace_jobs.jobs() == [] and site.services.audit.trail() == []

@@ -12,7 +12,13 @@ import pytest
 
 from gpuspawner.catalog.models import DeviceLimits, Environment
 from gpuspawner.engines.images import ImageState
-from gpuspawner.hub_pages.catalog_state import Found, SeenImage, answers_in_time, seen_images
+from gpuspawner.hub_pages.catalog_state import (
+    Found,
+    SeenImage,
+    answers_in_time,
+    outdated,
+    seen_images,
+)
 from gpuspawner.web.frame import OUR_TEMPLATES
 from tests.support.gpu_hub import text_of
 
@@ -64,13 +70,16 @@ def test_image_is_shown_only_where_servers_of_its_environment_run() -> None:
 
 def page(found: Found, engines: Sequence[str], policy: str) -> str:
     """The words of the page with one environment."""
-    frame = {"gpuspawner/styled.html": "{% block main %}{% endblock %}"}
+    frame = {
+        "gpuspawner/styled.html": "{% block main %}{% endblock %}{% block script %}{% endblock %}"
+    }
     ours = jinja2.FileSystemLoader(OUR_TEMPLATES)
     loader = jinja2.ChoiceLoader([jinja2.DictLoader(frame), ours])
     template = jinja2.Environment(loader=loader, autoescape=True).get_template("catalog_state.html")
     seen = partial(seen_images, found, is_cluster=len(engines) > 1)
     silent = [name for name in engines if name not in found]
     values = {"engines": engines, "silent": silent, "seen": seen, "environments": [LAB]}
+    values |= {"jobs": [], "outdated": outdated(found, [LAB])}
     return text_of(template.render(policy_of=lambda each: policy, **values))
 
 

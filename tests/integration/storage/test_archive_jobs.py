@@ -1,0 +1,305 @@
+"""Archives that admins start from a page. Real: both databases, directories, GNU tar, threads that
+race, the service as a process that is killed. No engine: members' servers are local processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.core.errors import (
+    Refused,
+    UnknownAccount,
+    UnknownArchive,
+    UnknownWorkspace,
+    WorkspaceBusy,
+)
+from gpuspawner.services import Services
+from gpuspawner.storage import jobs as jobs_module
+from gpuspawner.storage.archives import WorkspaceArchiver
+from gpuspawner.storage.jobs import WorkspaceJob, WorkspaceJobs
+from tests.support.brokers import Make, acquire, services_on
+from tests.support.hub import ADMIN
+from tests.support.processes import wait_for
+from tests.support.service_process import ServiceProcess
+from tests.support.threads import at_once
+
+KIM = "kim"
+
+
+@pytest.fixture
+def services(make: Make, tmp_path: Path) -> Services:
+    made = make(archives=str(tmp_path / "archives"), gpu_injection="process")
+    for name in ("anna", "bert"):
+        made.ledger.open_account(name)
+    return made
+
+
+@pytest.fixture
+def work(services: Services, tmp_path: Path) -> Callable[[str], str]:
+    """Make a member's workspace with a file, and say where it is."""
+
+    def make(user: str, content: bytes = b"hello") -> str:
+        folder = tmp_path / "members" / user
+        folder.mkdir(parents=True)
+        (folder / "note").write_bytes(content)
+        services.storage.use_workspace(str(folder), user, None)
+        return str(folder)
+
+    return make
+
+
+class Watched(WorkspaceArchiver):
+    """Says how many archives run at once, and begins none before ``gate`` is open."""
+
+    gate = threading.Event()
+    now = most = 0
+
+    def archive(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+        Watched.now += 1
+        Watched.most = max(Watched.most, Watched.now)
+        assert Watched.gate.wait(120)
+        try:
+            return super().archive(*args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            Watched.now -= 1
+
+
+@pytest.fixture
+def gate(services: Services) -> threading.Event:
+    """Archives begin when this is set."""
+    Watched.gate, Watched.now, Watched.most = threading.Event(), 0, 0
+    known = services.workspace_jobs
+    old = known._archiver
+    watched = Watched(old.storage, old.connect, old.uses_docker)
+    services.workspace_jobs = WorkspaceJobs(watched, known.folder, services.time, services.log)
+    return Watched.gate
+
+
+def ended(services: Services, job: WorkspaceJob) -> WorkspaceJob:
+    """Wait for the end of a job, and return what became of it."""
+
+    def look() -> WorkspaceJob | None:
+        now = next(some for some in services.workspace_jobs.jobs() if some.id == job.id)
+        return None if now.is_open else now
+
+    return wait_for(look, "the end of it")
+
+
+def test_workspace_is_archived_deleted_and_restored(
+    services: Services, work: Callable[[str], str]
+) -> None:
+    source, jobs = work("anna"), services.workspace_jobs
+    done = ended(services, jobs.start_archive(source, actor=KIM))
+    assert (done.state, done.error, done.done_bytes) == ("done", "", 5)
+    assert done.archive == "anna-2025-03-01-120000.tar.gz"
+    [archive] = jobs.archives()
+    assert (archive.name, archive.workspace) == (done.archive, source)
+    assert (jobs.folder.stat().st_mode & 0o777, (jobs.folder / archive.name).stat().st_mode) == (
+        0o700,
+        0o100600,
+    )
+    assert (Path(source) / "note").read_bytes() == b"hello"
+
+    full = ended(services, jobs.start_restore(archive.name, source, actor=KIM))
+    assert full.state == "failed" and f"{source} is not empty" in full.error
+    (Path(source) / "note").unlink()
+    back = ended(services, jobs.start_restore(archive.name, source, actor=KIM))
+    assert (back.state, back.error) == ("done", "")
+    assert (Path(source) / "note").read_bytes() == b"hello"
+    assert {some.busy for some in services.storage.workspaces()} == {""}
+    trail = [(some.actor, some.action, some.subject) for some in services.audit.trail()]
+    assert trail == [(KIM, "restore workspace", source), (KIM, "archive workspace", source)]
+
+
+def test_deleted_workspace_is_restored_for_a_member_who_has_signed_in(
+    services: Services, work: Callable[[str], str]
+) -> None:
+    source, jobs = work("anna"), services.workspace_jobs
+    name = ended(services, jobs.start_archive(source, actor=KIM)).archive
+    (Path(source) / "note").unlink()
+    Path(source).rmdir()
+    services.storage.note_workspace(source, "delete workspace", actor=KIM)
+    with pytest.raises(Refused, match="say which member it will belong to"):
+        jobs.start_restore(name, source, actor=KIM)
+    with pytest.raises(UnknownAccount):
+        jobs.start_restore(name, source, member="zoe", actor=KIM)
+    with pytest.raises(UnknownWorkspace):  # no other directory of the machine can be named
+        jobs.start_restore(name, "/etc/new", member="bert", actor=KIM)
+    done = ended(services, jobs.start_restore(name, source, member="bert", actor=KIM))
+    assert done.state == "done" and (Path(source) / "note").read_bytes() == b"hello"
+    [known] = services.storage.workspaces()
+    assert (known.source, known.user, known.busy) == (source, "bert", "")
+    with pytest.raises(Refused, match="belongs to bert"):
+        jobs.start_restore(name, source, member="anna", actor=KIM)
+
+
+def test_only_files_of_the_folder_are_archives(services: Services, tmp_path: Path) -> None:
+    jobs = services.workspace_jobs
+    assert jobs.archives() == []
+    jobs.folder.mkdir()
+    outside = tmp_path / "outside.tar.gz"
+    outside.write_bytes(b"secret")
+    (jobs.folder / "link.tar.gz").symlink_to(outside)
+    (jobs.folder / ".7.half.tar.gz").write_bytes(b"half")
+    (jobs.folder / "notes.txt").write_bytes(b"no archive")
+    (jobs.folder / "copied.tar").write_bytes(b"by hand")
+    assert [(some.name, some.workspace) for some in jobs.archives()] == [("copied.tar", "")]
+    for name in ("link.tar.gz", "../outside.tar.gz", str(outside), ".7.half.tar.gz", "notes.txt"):
+        with pytest.raises(UnknownArchive):
+            jobs.start_restore(name, "/srv/w/anna", actor=KIM)
+
+
+def test_running_server_and_locked_workspace_are_refused_in_words(
+    services: Services, work: Callable[[str], str]
+) -> None:
+    source, jobs = work("anna"), services.workspace_jobs
+    lease = acquire(services, "anna", 0)
+    with pytest.raises(WorkspaceBusy, match=f"whose server runs .lease {lease.id}"):
+        jobs.start_archive(source, actor=KIM)
+    services.leases.release(lease.id, reason="stopped")
+    services.storage.claim_workspace(source, "an admin archives them")
+    with pytest.raises(WorkspaceBusy, match="already being processed"):
+        jobs.start_archive(source, actor=KIM)
+    with pytest.raises(UnknownWorkspace):
+        jobs.start_archive("/srv/w/zoe", actor=KIM)
+    assert jobs.jobs() == [] and services.audit.trail() == []
+
+
+def test_server_that_starts_before_the_turn_is_refused_then(
+    services: Services, work: Callable[[str], str], gate: threading.Event
+) -> None:
+    source = work("anna")
+    job = services.workspace_jobs.start_archive(source, actor=KIM)
+    acquire(services, "anna", 0)
+    gate.set()
+    done = ended(services, job)
+    assert done.state == "failed" and "anna, whose server runs" in done.error
+    assert services.workspace_jobs.archives() == []
+
+
+def test_workspace_in_hand_cannot_be_unlocked_or_started_again(
+    services: Services, work: Callable[[str], str], gate: threading.Event
+) -> None:
+    source, jobs = work("anna"), services.workspace_jobs
+    job = jobs.start_archive(source, actor=KIM)
+    for again in (
+        lambda: jobs.start_archive(source, actor=KIM),
+        lambda: jobs.unlock(source, actor=KIM),
+    ):
+        with pytest.raises(WorkspaceBusy, match="is being archived, or waits for it"):
+            again()
+    gate.set()
+    assert ended(services, job).state == "done"
+    assert not jobs.unlock(source, actor=KIM)
+
+
+def test_racing_requests_archive_each_workspace_once_and_one_at_a_time(
+    services: Services, work: Callable[[str], str], gate: threading.Event
+) -> None:
+    sources = [work(f"user{number}") for number in range(4)]
+    jobs = services.workspace_jobs
+    found = at_once(16, lambda number: jobs.start_archive(sources[number % 4], actor=KIM))
+    started = [each for each in found if isinstance(each, WorkspaceJob)]
+    refused = [each for each in found if isinstance(each, WorkspaceBusy)]
+    assert sorted(job.workspace for job in started) == sources
+    assert len(refused) == 12
+    gate.set()
+    assert {ended(services, job).state for job in started} == {"done"}
+    assert Watched.most == 1 and len(jobs.archives()) == 4
+
+
+def test_racing_processes_archive_a_workspace_once(
+    make: Make, services: Services, work: Callable[[str], str], tmp_path: Path
+) -> None:
+    """The database decides between a page and a command, which know nothing of each other."""
+    work("anna", os.urandom(2_000_000))
+    [known] = services.storage.workspaces()
+    others = [make(archives=str(tmp_path / f"of-{n}"), gpu_injection="process") for n in range(4)]
+
+    def archive(number: int) -> object:
+        archiver = others[number].workspace_jobs._archiver
+        return archiver.archive(known, tmp_path / f"{number}.tar.gz", actor=KIM)
+
+    found = at_once(4, archive)
+    refused = [each for each in found if isinstance(each, WorkspaceBusy)]
+    made = list(tmp_path.glob("*.tar.gz"))
+    assert len(made) + len(refused) == 4 and made
+    assert len(services.audit.trail()) == len(made)
+    assert services.storage.workspaces()[0].busy == ""
+
+
+def test_step_of_the_clock_in_the_middle_leaves_nothing_locked(
+    services: Services, work: Callable[[str], str]
+) -> None:
+    """Minutes lie between the claim and its end; a change after a step is made once more."""
+    source = work("anna")
+    archiver, stepped = services.workspace_jobs._archiver, list[int]()
+    clock = services.store.clock
+    [known] = services.storage.workspaces()
+
+    def read(size: int) -> None:
+        if not stepped:
+            stepped.append(size)
+            clock._told.version = -1  # as if this thread got an older time
+
+    archiver.archive(known, Path(source).parent / "a.tar", actor=KIM, progress=read)
+    assert stepped and services.storage.workspaces()[0].busy == ""
+    assert [some.action for some in services.audit.trail()] == ["archive workspace"]
+
+
+def test_archive_leaves_room_on_its_file_system(
+    services: Services, work: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = work("anna")
+    monkeypatch.setattr(jobs_module, "KEPT_FREE", 2**60)
+    done = ended(services, services.workspace_jobs.start_archive(source, actor=KIM))
+    assert done.state == "failed" and "have to stay free" in done.error
+    assert services.storage.workspaces()[0].busy == ""
+    assert list(services.workspace_jobs.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_service_that_ends_leaves_the_workspace_locked_and_no_archive(
+    processes: None, tmp_path: Path, how: signal.Signals
+) -> None:
+    """As the command does when it is killed: an admin unlocks it, and archives anew."""
+    folder = tmp_path / "members" / "anna"
+    folder.mkdir(parents=True)
+    (folder / "huge").write_bytes(os.urandom(100_000_000))
+    local = {"GPUDockerSpawner": {"gpu_injection": "process"}}
+    source, form = str(folder), {"workspace": str(folder)}
+    with ServiceProcess(tmp_path, local) as service, services_on(service.database_url) as services:
+        services.storage.use_workspace(source, "anna", None)
+        begun = service.ask("POST", "api/workspaces/archive", ADMIN, json=form)
+        assert begun.ok, begun.text
+        name = begun.json()["archive"]
+
+        def job() -> dict[str, object]:
+            answer = service.ask("GET", "api/workspaces/jobs", ADMIN)
+            return dict(answer.json()["jobs"][0])
+
+        wait_for(lambda: job()["bytes"], "its first bytes")
+        assert service.process is not None
+        service.process.send_signal(how)
+        service.process.wait()
+        archives = tmp_path / "gpuspawner_archives"
+        assert not (archives / name).exists() and len(list(archives.iterdir())) == 1
+        assert services.storage.workspaces()[0].busy == "an admin archives them"
+
+        (folder / "huge").write_bytes(b"small")
+        service.start()
+        told = service.ask("GET", "api/workspaces", ADMIN).json()
+        assert (told["jobs"], told["archives"]) == ([], [])
+        assert told["workspaces"][0]["locked"] == "an admin archives them"
+        refused = service.ask("POST", "api/workspaces/archive", ADMIN, json=form)
+        assert refused.status_code == 409 and "already being processed" in refused.json()["message"]
+        unlocked = service.ask("POST", "api/workspaces/unlock", ADMIN, json=form)
+        assert unlocked.json() == {"workspace": source, "changed": True}
+        service.ask("POST", "api/workspaces/archive", ADMIN, json=form).raise_for_status()
+        wait_for(lambda: job()["state"] == "done", "the archive")
+        assert [each.name for each in archives.iterdir()] == [job()["archive"]]
