@@ -8,6 +8,7 @@ all of it, ``slurm`` a real Slurm with several engines, ``attacks`` such a hub a
 
 from __future__ import annotations
 
+import gc
 import glob
 import itertools
 import os
@@ -310,6 +311,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """While a test runs, only the parts that it declared can start."""
     with parts.allowed(item):
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """What is imported and collected stays until the end: thousands of tests that no collection of
+    garbage goes through, neither here nor while they run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

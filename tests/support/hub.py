@@ -37,6 +37,9 @@ USER_PASSWORD = "a password for tests"
 ADMIN_PASSWORD = "a longer password, for the admin of the tests"
 ADMIN = "admin"
 
+RUNS = b"JupyterHub is now running"
+"""What a hub's log says when its start is over."""
+
 POLLED = re.compile(r"gpu/static/gpu.css|_xsrf_utils|200 GET /hub/api/users|200 GET /hub/health")
 """Lines of a hub's log that say only that somebody waits for something."""
 
@@ -112,6 +115,8 @@ class HubProcess:
         self._hub: subprocess.Popen[bytes] | Forked | None = None
         self._browsers: dict[str, requests.Session] = {}
         self._proxy: subprocess.Popen[bytes] | None = None
+        self._log_before = 0
+        """Bytes of the log that are of earlier starts."""
 
     def __enter__(self) -> HubProcess:
         self.start()
@@ -154,6 +159,8 @@ class HubProcess:
         if self.external_proxy and (self._proxy is None or self._proxy.poll() is not None):
             self._proxy = self._start_proxy()
         log = str(self.folder / "hub.log")
+        Path(log).touch()
+        self._log_before = os.path.getsize(log)
         streams = (os.devnull, log, log)
         # A benchmark measures a hub as members have it.
         start = PRELOADED.start if parts.in_test() else start_plainly
@@ -457,6 +464,11 @@ class HubProcess:
     def _answers(self) -> bool:
         if self._hub is not None and (code := self._hub.poll()) is not None:
             raise RuntimeError(f"the hub ended with {code}:\n{self.log_text()[-4000:]}")
+        # Asked before, the proxy would have the hub draw a page that says why it does not answer.
+        with open(self.folder / "hub.log", "rb") as log:
+            log.seek(self._log_before)
+            if RUNS not in log.read():
+                return False
         try:
             return self.api("GET", "/", timeout=5).status_code == 200
         except requests.RequestException:
