@@ -23,6 +23,7 @@ from gpuspawner.cli.config import load
 from gpuspawner.cli.hub import open_hub
 from gpuspawner.engines.preflight import Status
 from gpuspawner.services import Services
+from gpuspawner.storage.jobs import WorkspaceJob
 from tests.support.brokers import acquire, open_services
 from tests.support.engine import PrivateEngine
 from tests.support.images import INSTANT, ensure_images
@@ -174,6 +175,37 @@ def test_volume_workspace_is_archived_deleted_and_restored(site: Site, here: Pri
     site("workspaces", "restore", str(file), name, "--member", "bert")
     assert here.run(INSTANT, look, binds=["work-bert:/w"]) == (0, before)
     assert [c for c in here.client.containers(all=True) if "archive" in c["Names"][0]] == []
+
+
+def test_volume_is_archived_and_restored_by_the_page(site: Site, here: PrivateEngine) -> None:
+    """Through the engine that the service reaches, which also knows containers without a lease."""
+    name = site.volume("work-page", "bert", "echo hello > /w/note")
+    jobs = site.services.workspace_jobs
+
+    def ended(job: WorkspaceJob) -> WorkspaceJob:
+        def look() -> WorkspaceJob | None:
+            now = next(some for some in jobs.jobs() if some.id == job.id)
+            return None if now.is_open else now
+
+        return wait_for(look, "the end of it", timeout=60)
+
+    host = here.client.create_host_config(binds=[f"{name}:/w"])
+    made = here.client.create_container(INSTANT, ["sleep", "300"], host_config=host, name="other")
+    here.client.start(made["Id"])
+    refused = ended(jobs.start_archive(name, actor="kim"))
+    assert "in use by the container other" in refused.error
+    here.client.remove_container(made["Id"], force=True)
+
+    done = ended(jobs.start_archive(name, actor="kim"))
+    assert (done.state, done.error) == ("done", "")
+    assert here.run(INSTANT, ["sh", "-c", "rm /w/note"], binds=[f"{name}:/w"])[0] == 0
+    back = ended(jobs.start_restore(done.archive, name, actor="kim"))
+    assert (back.state, back.error) == ("done", "")
+    assert (
+        here.run(INSTANT, ["sh", "-c", "cat /w/note"], binds=[f"{name}:/w"])[1].strip() == "hello"
+    )
+    assert site.services.storage.workspaces()[0].busy == ""
+    here.client.remove_volume(name)
 
 
 def test_workspace_in_use_is_not_archived_or_deleted(site: Site, here: PrivateEngine) -> None:
