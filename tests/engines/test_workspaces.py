@@ -272,7 +272,7 @@ def test_damaged_or_hostile_archive_restores_nothing(site: Site) -> None:
             tar.addfile(entry)
         bad = site.folder / f"bad{number}.tar"
         bad.write_bytes(out.getvalue())
-        hostile.append((bad, "out of it" if kind != tarfile.BLKTYPE else "device"))
+        hostile.append((bad, "outside of it" if kind != tarfile.BLKTYPE else "device"))
     short, noise = site.folder / "short.tar.gz", site.folder / "noise.tar.zst"
     short.write_bytes(whole[: len(whole) // 2])
     noise.write_bytes(os.urandom(1000))
