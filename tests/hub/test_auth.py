@@ -216,7 +216,7 @@ def test_member_leaving_the_group_is_signed_out(oauth: Lab) -> None:
     ("answer", "status", "sentence"),
     [
         ({"code": "made-up"}, 403, "Lab did not accept this sign-in"),
-        ({"error": "access_denied"}, 403, "Lab was not allowed to tell this hub who you are"),
+        ({"error": "access_denied"}, 403, "Lab did not confirm who you are"),
         ({"error": "temporarily_unavailable"}, 503, "Lab is not working"),
         ({"error": "login_required"}, 400, "This sign-in began in another browser or too long"),
         (

@@ -575,7 +575,7 @@ def test_admin_sets_and_removes_a_rate(hub: PayingHub) -> None:
     [
         ({"rate": ""}, "'rate'"),
         ({"rate": "NaN"}, "'rate'"),
-        ({"since": "2020-01-01"}, "that is over"),
+        ({"since": "2020-01-01"}, "that is in the past"),
         ({"hours": "Mon-Fri 99"}, "'hours'"),
         ({"reason": "x" * 400}, "300 is the most"),
     ],

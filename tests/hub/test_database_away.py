@@ -259,7 +259,9 @@ def test_database_outage_keeps_sessions_and_tickets(
         _goes_on(hub, before)
         well = "Charges: all is well again"
         wait_for(lambda: well in hub.service_lines(), "the charges", timeout=10)
-        said = [line for line in hub.service_lines() if line.startswith("Charges: The database")]
+        said = [
+            line for line in hub.service_lines() if line.startswith("Charges: Database unavailable")
+        ]
         assert len(said) == 1, said
         traceback = re.search(r'File ".*/gpuspawner/(service|web)/', hub.log_text())
         assert not traceback, "the service says it in words"

@@ -178,8 +178,8 @@ def test_server_cannot_start_on_a_claimed_workspace(hub: FilesHub) -> None:
         refused = hub.spawn("carl", {"gpus": 0})
         assert refused.status_code == 409
         assert message_of(refused) == (
-            "Your files cannot be used just now: an admin archives them. Try again in a while, "
-            "or ask your admin."
+            "Your files are not available right now: an admin archives them. Try again later, or "
+            "ask your admin."
         )
         assert hub.containers() == [] and hub.open_leases("carl") == []
     finally:

@@ -114,7 +114,7 @@ def test_server_stops_after_credits_and_grace_run_out(hub: PayingHub) -> None:
     assert hub.services.monitoring.overview().free == 3
     stop = "Stopping ada: the credits ran out"
     wait_for(lambda: stop in hub.service_lines(), "a line of it")
-    assert sum("ada ran dry" in line for line in hub.service_lines()) == 1
+    assert sum("ada has no credits left" in line for line in hub.service_lines()) == 1
 
     refused = hub.spawn("ada", {"gpus": 1})
     assert refused.status_code == 402

@@ -433,7 +433,7 @@ def test_hanging_controller_blocks_no_requests(services: Services, cluster: Slur
         assert ended.result(timeout=60).outcome == "left"
         assert isinstance(rounds.exception(timeout=60), SlurmUnavailable)
         (standing,) = services.positions.standings().values()
-        assert "Slurm is not responding; it is asked again" in standing.why
+        assert "Slurm is not responding; the hub retries until it does" in standing.why
         assert delegate._asker.seconds > 0 and delegate._nodes_asker.seconds > 0, "both hang yet"
     until_in_line(services, new)
     assert "is not responding" not in services.positions.standings()[new.id].why

@@ -47,7 +47,7 @@ def test_member_is_renamed_once_after_confirmation(
     assert "Rename ada to lovelace? [y/N]" in said and said.endswith("Nothing was changed.\n")
     assert services.ledger.member("ada").balance == balance and (files / "ada").exists()
     done = cli("members", "rename", "ada", "lovelace", answer="y\n")
-    assert done.stdout == "ada is called lovelace from now on.\n"
+    assert done.stdout == "ada is renamed to lovelace.\n"
     assert (files / "lovelace" / "notebook").read_text() == "1 + 1" and not (files / "ada").exists()
     assert services.ledger.member("lovelace").balance == balance
     again = cli("members", "rename", "ada", "lovelace").stdout
@@ -126,7 +126,7 @@ def test_rename_keeps_a_server_without_a_directory_running(
     lease = grant(services, ADA, engine="docker", devices=1)
     services.leases.follow_rename(lease.id, ServerRef("lovelace"))
     said = cli("members", "rename", "ada", "lovelace", "--yes").stderr
-    assert "The server lovelace goes on." in said
+    assert "The server lovelace keeps running." in said
     assert services.leases.get(lease.id).account == "member:lovelace"
 
 

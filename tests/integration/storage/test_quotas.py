@@ -22,7 +22,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 SCENES: dict[str, dict[str, Any]] = {
     "it is known where quotas can be kept": {
         "problem": "",
-        "elsewhere": "A quota for /run cannot be kept: its file system keeps no project quotas "
+        "elsewhere": "A quota for /run cannot be enforced: its file system keeps no project quotas "
         "(XFS, mounted with prjquota).",
     },
     "no byte goes in beyond the quota": {
@@ -64,5 +64,5 @@ def test_user_namespace_cannot_change_the_project_id(told: dict[str, Any]) -> No
 
 
 def test_unprivileged_hub_is_told_how_to_set_quotas(told: dict[str, Any]) -> None:
-    assert told["not root"].startswith("A quota for /run/xfs cannot be kept: ")
+    assert told["not root"].startswith("A quota for /run/xfs cannot be enforced: ")
     assert 'c.GPUFolders.xfs_quota = ["sudo", "-n", "xfs_quota"]' in told["not root"]
