@@ -289,10 +289,10 @@ def test_connecting_in_time_keeps_the_server(hub: PayingHub) -> None:
     hub.stop_server("bob")
     hub.wait_server("eve", timeout=30)
     lease = hub.lease_of("eve")
-    assert lease is not None and lease.claim_seconds == 600 and lease.started_at is not None
+    assert lease is not None and lease.claim_seconds == 600 and lease.up_since is not None
     # A server of Jupyter's reports what its member does; this one lets the test do it.
     url = f"{hub.url}/hub/api/users/eve/activity"
-    at = (lease.started_at + timedelta(seconds=2)).isoformat()
+    at = (lease.up_since + timedelta(seconds=2)).isoformat()
     body = {"last_activity": at, "servers": {"": {"last_activity": at}}}
     headers = {"Authorization": f"token {hub.token}"}
     requests.post(url, json=body, headers=headers, timeout=120).raise_for_status()
