@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import tarfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
-from docker.errors import APIError
+from docker.errors import APIError, NotFound
 from docker.types import DeviceRequest
 
 from gpuspawner.core.units import MICRO
@@ -238,13 +239,29 @@ def test_device_release_waits_for_restarted_container(
     assert_next_gets_it(hub, member)
 
 
-def fill(engine: PrivateEngine, container: str) -> None:
+def fill(engine: PrivateEngine, container: str, files: int = 30_000) -> None:
     """Write so many files into a container that the engine needs long to delete them."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        for number in range(30_000):
+        for number in range(files):
             archive.addfile(tarfile.TarInfo(f"file-{number}"))
     engine.client.put_archive(container, "/tmp", packed.getvalue())
+
+
+def caught_in_deletion(hub: GPUHub, engine: PrivateEngine, member: str) -> str:
+    """Stop a server; return its container, which the engine is deleting.
+
+    A machine that holds this process up for long gets more files to delete.
+    """
+    for files in (30_000, 60_000, 120_000):
+        _, container = started(hub, member)
+        fill(engine, container, files)
+        hub.api("DELETE", f"users/{member}/server").raise_for_status()
+        assert not hub.open_leases(member)
+        with suppress(NotFound):
+            assert engine.client.inspect_container(container)["State"]["Dead"]
+            return container
+    raise AssertionError("the engine deleted each container before it could be killed")
 
 
 def assert_cannot_start(engine: PrivateEngine, container: str) -> None:
@@ -260,11 +277,7 @@ def test_engine_killed_during_deletion_starts_no_container(
 
     The engine leaves it dead then, until the next start of its server deletes it.
     """
-    _, container = started(hub, member)
-    fill(engine, container)
-    hub.api("DELETE", f"users/{member}/server").raise_for_status()
-    assert not hub.open_leases(member)
-    assert engine.client.inspect_container(container)["State"]["Dead"]
+    container = caught_in_deletion(hub, engine, member)
     engine.kill9()
     engine.start()
     assert_cannot_start(engine, container)
