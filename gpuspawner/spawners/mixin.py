@@ -17,7 +17,7 @@ from collections.abc import Callable as Function
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar, cast
 from urllib.parse import urlparse
 
@@ -54,6 +54,10 @@ from .recovery import Recovery, end_waits_first
 from .turns import Acquisition, StartsWithoutGPU, TurnDispatcher, queue_card, what_you_got
 
 T = TypeVar("T")
+
+COMPARING = 30.0
+"""Seconds that a start waits at most for the comparison after a hub start. One that waited in the
+queue before has ``start_timeout``."""
 
 CLEARING = 60.0
 """Seconds that the Hub waits for the cleanup after a failed start."""
@@ -520,9 +524,7 @@ class GPUSpawnerMixin(Spawner):
 
     async def _acquire_then_hook(self, request: Request, terms: Terms) -> None:
         try:
-            await self.recovery.wait(self.engine_name, self.engine, self.user.db)
-            if self.looks_first(request):
-                await self.look_at_files(request)
+            await self._prepare(request)
             self.lease = await self._acquire(request, terms)
             self.lease_id = self.lease.id
             self.said.say(what_you_got(self.lease), 10)
@@ -533,6 +535,31 @@ class GPUSpawnerMixin(Spawner):
             if isinstance(error, GPUSpawnerError):
                 raise self._refused(error) from error
             raise
+
+    async def _prepare(self, request: Request) -> None:
+        """Do what precedes the request for a lease."""
+        try:
+            await self._await_comparison()
+            if self.looks_first(request):
+                await self.look_at_files(request)
+        except asyncio.CancelledError:
+            self.acquisition.leave(self.server_ref)
+            raise
+
+    async def _await_comparison(self) -> None:
+        """Wait for the comparison after a hub start, with progress.
+
+        Who waited in the queue before waits as long as a start may take. Others are refused sooner.
+        """
+        patience: float = self.start_timeout
+        if not self.recovery.is_compared:
+            ticket_of = self.services.queue.ticket_of
+            if await self.services.run(ticket_of, self.server_ref) is None:
+                patience = min(patience, COMPARING)
+        say = partial(self.said.say, percent=2)
+        await self.recovery.wait(
+            self.engine_name, self.engine, self.user.db, patience=patience, say=say
+        )
 
     async def _acquire(self, request: Request, terms: Terms) -> Lease:
         try:
