@@ -697,6 +697,7 @@ class GPUSpawnerMixin(Spawner):
             started_at = await asked
         finally:
             asked.cancel()
+        self._require_wanted()
         lease = cast("Lease", self.lease)
         self.lease = await self.services.run(
             self.services.leases.confirm,
@@ -762,6 +763,8 @@ class GPUSpawnerMixin(Spawner):
         A failure is retried at the next poll; an unconfirmed server costs nothing. The accounting
         service does the same in its next round, and the member may stop the server meanwhile.
         """
+        if self.server is None:
+            return  # stopped already
         try:
             await self._wait_ready(await self.get_url())
             started_at = await self.engine_started_at()
@@ -769,7 +772,8 @@ class GPUSpawnerMixin(Spawner):
                 self.services.leases.confirm, lease.id, self.engine_ref(), started_at=started_at
             )
         except (GPUSpawnerError, OSError) as error:
-            self.log.warning("%s is not adopted yet: %s", self.server_ref, error)
+            if self.server is not None:
+                self.log.warning("%s is not adopted yet: %s", self.server_ref, error)
             return
         if self.lease is lease:
             self.lease = confirmed
@@ -827,8 +831,17 @@ class GPUSpawnerMixin(Spawner):
             detail = await self.failure_detail()
             raise StartFailed(cause=detail or "it exited at once")
 
+    def _require_wanted(self) -> None:
+        """Raise StartFailed if the server was stopped, for which the Hub does not always wait."""
+        if self.server is None:
+            raise StartFailed(cause="it was stopped before it answered")
+
     def _server_url(self, started: Any) -> str:
-        """Return the URL of the server's API, from what ``start`` returned: a URL or (ip, port)."""
+        """Return the URL of the server's API, from what ``start`` returned: a URL or (ip, port).
+
+        Raises StartFailed if the server was stopped.
+        """
+        self._require_wanted()
         if not isinstance(started, str):
             ip, port = started
             scheme = "https" if self.internal_ssl else "http"

@@ -20,7 +20,7 @@ from jupyterhub import orm
 from jupyterhub.objects import Server
 from sqlalchemy.orm import Session
 
-from gpuspawner.core.errors import EngineUnavailable, NotReconciled
+from gpuspawner.core.errors import EngineUnavailable, NotReconciled, StartFailed
 from gpuspawner.db import engine as db_engine
 from gpuspawner.engines.local import LocalEngine
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Sighting
@@ -165,3 +165,28 @@ async def test_failed_adoption_is_retried_at_the_next_poll(
     await until(lambda: spawner.lease.state is LeaseState.RUNNING, "the hub to know", LONG)
     assert await spawner.poll() is None
     assert caplog.text.count(failed) == 1, "an adopted server is not adopted again"
+
+
+async def test_stopped_server_is_not_adopted(
+    services: Services, lease: Lease, process: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The Hub has forgotten the address of a server that its member stopped meanwhile."""
+    pid, _ = process
+    spawner = spawner_of(services, pid=pid, lease_id=lease.id)
+    assert spawner.server is None and await spawner.poll() is None
+    adopting = spawner._adopting
+    assert adopting is not None
+    await adopting
+    assert services.leases.get(lease.id).state is LeaseState.GRANTED
+    assert not caplog.text
+
+
+async def test_start_that_was_stopped_fails_in_words(services: Services, lease: Lease) -> None:
+    """The Hub has forgotten its address, and it is started nevertheless."""
+    spawner = spawner_of(services, lease_id=lease.id)
+    spawner.lease = lease
+    with pytest.raises(StartFailed) as failed:
+        await spawner._wait_ready(("127.0.0.1", 1))
+    assert failed.value.message == (
+        "Your server did not start: it was stopped before it answered. Nothing was charged."
+    )
