@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -319,6 +320,25 @@ def test_server_and_ticket_survive_a_crash_of_all_daemons(
     assert hub.services.leases.get(lease.id).ended_at is None
     assert [each["Id"] for each in hub.containers(hub.node_of(lease))] == [container["Id"]]
     wait_for(lambda: hub.get("ann", "devices").ok, "ann's server to be reached")
+    hub.stop_server("ann")
+    assert hub.wait_lease("bob").ticket_id == ticket.id
+    assert_once(hub)
+    hub.stop_server("bob")
+
+
+def test_resumed_start_waits_for_slurm(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    """The hub is up before the controller is, as after a start of the machine."""
+    hub.begin("ann", gpus=1, gpu_model="H100")
+    ticket = hub.queue_up("bob", gpus=1, gpu_model="H100")
+    cluster.save("ann")
+    hub.kill9(services=True)
+    cluster.kill("slurmctld")
+    hub.start()
+    wait_for(lambda: hub.server("bob"), "the service to begin the start again")
+    waits = "Checking which GPUs are in use: waiting for Slurm"
+    said = list(takewhile(lambda event: event.get("message") != waits, hub.events("bob")))
+    assert not any(event.get("failed") for event in said)
+    cluster.restart("slurmctld")
     hub.stop_server("ann")
     assert hub.wait_lease("bob").ticket_id == ticket.id
     assert_once(hub)
