@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping
 from collections.abc import Callable as Function
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache, cached_property, partial
@@ -22,15 +22,17 @@ from typing import Any, TypeVar, cast
 from urllib.parse import urlparse
 
 import sqlalchemy as sa
-from jupyterhub.spawner import Spawner
+from jupyterhub.spawner import Spawner, SpawnException
 from jupyterhub.traitlets import Callable
 from jupyterhub.utils import AnyTimeoutError, make_ssl_context, maybe_future
+from tornado.web import HTTPError
 from traitlets import Any as AnyTrait
 from traitlets import Float, Integer, List, Unicode, Union, default
 
 from ..catalog.loader import Catalog, WatchedCatalog, watched
 from ..catalog.models import DeviceLimits, Environment, SessionHours
 from ..core.errors import (
+    ConfigError,
     GPUSpawnerError,
     InvalidRequest,
     MemberGone,
@@ -58,6 +60,10 @@ T = TypeVar("T")
 COMPARING = 30.0
 """Seconds that a start waits at most for the comparison after a hub start. One that waited in the
 queue before has ``start_timeout``."""
+
+MISCONFIGURED = (
+    "This hub is not set up correctly. Tell your admin, who finds the reason in its log."
+)
 
 CLEARING = 60.0
 """Seconds that the Hub waits for the cleanup after a failed start."""
@@ -445,7 +451,13 @@ class GPUSpawnerMixin(Spawner):
         return options.combine(environment.hours, SessionHours(default=usual, max=most))
 
     def refusal(self, error: GPUSpawnerError) -> FailedSpawn:
-        """Convert a domain error to what JupyterHub shows: why, and what the member can do now."""
+        """Convert a domain error to what JupyterHub shows: why, and what the member can do now.
+
+        Only admins read which setting is wrong; otherwise the log says it.
+        """
+        if isinstance(error, ConfigError) and not self.user.admin:
+            self.log.error("%s did not start: %s", self.server_ref, error.message)
+            error = GPUSpawnerError(MISCONFIGURED)
         failed = spawn_exception(error)
         choice, can_do_without = options.FormChoice(), False
         with suppress(GPUSpawnerError):  # what was asked for may be the very thing that is wrong
@@ -468,6 +480,26 @@ class GPUSpawnerMixin(Spawner):
         with suppress(GPUSpawnerError):
             self.asked = self.refused = options.parse(self.user_options or {}, foreign=True)
         return self.refusal(error)
+
+    @contextmanager
+    def in_words(self) -> Iterator[None]:
+        """Raise every error of a start so that the member reads a sentence.
+
+        JupyterHub shows the text of any error. One that nobody expected has words for developers
+        only: they go to the log.
+        """
+        try:
+            yield
+        except GPUSpawnerError as error:
+            raise self._refused(error) from error
+        except (HTTPError, SpawnException):
+            raise
+        except Exception as error:
+            if hasattr(error, "jupyterhub_message"):
+                raise
+            self.log.error("%s did not start", self.server_ref, exc_info=error)
+            cause = "an unexpected error occurred (tell your admin)"
+            raise self.refusal(StartFailed(cause=cause)) from error
 
     # The form, and links that fill it in.
 
@@ -506,16 +538,17 @@ class GPUSpawnerMixin(Spawner):
         self._spawn = asyncio.current_task()
         self._is_starting = True
         try:
-            environment, request = self.resolve_options()
-            terms = self.terms(environment, request)
-            self.apply_environment(environment)
-            if self.recovery.is_done and not self.looks_first(request):
-                # Ask now, and not when the event loop returns to this spawn: if very many start at
-                # once, it would serve all the others first.
-                self._ask(request, terms)
-        except GPUSpawnerError as error:
+            with self.in_words():
+                environment, request = self.resolve_options()
+                terms = self.terms(environment, request)
+                self.apply_environment(environment)
+                if self.recovery.is_done and not self.looks_first(request):
+                    # Ask now, and not when the event loop returns to this spawn: if very many start
+                    # at once, it would serve all the others first.
+                    self._ask(request, terms)
+        except Exception:
             self._is_starting = False
-            raise self._refused(error) from error
+            raise
         return self._acquire_then_hook(request, terms)
 
     async def _refresh_then_hook(self) -> None:
@@ -524,8 +557,7 @@ class GPUSpawnerMixin(Spawner):
 
     async def _acquire_then_hook(self, request: Request, terms: Terms) -> None:
         try:
-            await self._prepare(request)
-            self.lease = await self._acquire(request, terms)
+            self.lease = await self._acquire_in_words(request, terms)
             self.lease_id = self.lease.id
             self.said.say(what_you_got(self.lease), 10)
             if (hook := super().run_pre_spawn_hook()) is not None:
@@ -535,6 +567,12 @@ class GPUSpawnerMixin(Spawner):
             if isinstance(error, GPUSpawnerError):
                 raise self._refused(error) from error
             raise
+
+    async def _acquire_in_words(self, request: Request, terms: Terms) -> Lease:
+        """Acquire the lease. Raises FailedSpawn; what the admin's hook raises is the hook's own."""
+        with self.in_words():
+            await self._prepare(request)
+            return await self._acquire(request, terms)
 
     async def _prepare(self, request: Request) -> None:
         """Do what precedes the request for a lease."""
