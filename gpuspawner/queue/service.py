@@ -88,6 +88,11 @@ class QueueService:
         """Return a ticket, waiting or ended. Raises UnknownTicket."""
         return self.store.run(lambda connection: repository.get_ticket(connection, ticket_id))
 
+    def ticket_of(self, server: ServerRef) -> Ticket | None:
+        """Return the ticket with which a server waits; None if it does not wait."""
+        mine = self.store.run(lambda c: repository.open_of_member(c, server.user))
+        return next((ticket for ticket in mine if ticket.server == server), None)
+
     def tickets_of(self, user: str, limit: int = 20) -> list[Ticket]:
         """Return a member's newest tickets, newest first."""
         return self.store.run(lambda c: repository.tickets_of_user(c, user, limit))

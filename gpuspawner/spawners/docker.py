@@ -528,6 +528,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
 
     async def start(self) -> Any:
         """Start as DockerSpawner does, and explain every failure in words."""
+        with self.in_words():
+            return await self._start()
+
+    async def _start(self) -> Any:
         try:
             if self._removal is not None:
                 await asyncio.wait([self._removal])

@@ -47,6 +47,11 @@ class GPULocalSpawner(GPUSpawnerMixin, SimpleLocalProcessSpawner):
         # JupyterLab then lists ``work`` beside what else is there, such as ``datasets``.
         return self.home_dir
 
+    async def start(self) -> Any:
+        """Start as JupyterHub's own spawner does, and explain every failure in words."""
+        with self.in_words():
+            return await super().start()
+
     _noted = ""
     """The reference of the last process whose exit is or was watched."""
 

@@ -12,25 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping
 from collections.abc import Callable as Function
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar, cast
 from urllib.parse import urlparse
 
 import sqlalchemy as sa
-from jupyterhub.spawner import Spawner
+from jupyterhub.spawner import Spawner, SpawnException
 from jupyterhub.traitlets import Callable
 from jupyterhub.utils import AnyTimeoutError, make_ssl_context, maybe_future
+from tornado.web import HTTPError
 from traitlets import Any as AnyTrait
 from traitlets import Float, Integer, List, Unicode, Union, default
 
 from ..catalog.loader import Catalog, WatchedCatalog, watched
 from ..catalog.models import DeviceLimits, Environment, SessionHours
 from ..core.errors import (
+    ConfigError,
     GPUSpawnerError,
     InvalidRequest,
     MemberGone,
@@ -54,6 +56,14 @@ from .recovery import Recovery, end_waits_first
 from .turns import Acquisition, StartsWithoutGPU, TurnDispatcher, queue_card, what_you_got
 
 T = TypeVar("T")
+
+COMPARING = 30.0
+"""Seconds that a start waits at most for the comparison after a hub start. One that waited in the
+queue before has ``start_timeout``."""
+
+MISCONFIGURED = (
+    "This hub is not set up correctly. Tell your admin, who finds the reason in its log."
+)
 
 CLEARING = 60.0
 """Seconds that the Hub waits for the cleanup after a failed start."""
@@ -441,7 +451,13 @@ class GPUSpawnerMixin(Spawner):
         return options.combine(environment.hours, SessionHours(default=usual, max=most))
 
     def refusal(self, error: GPUSpawnerError) -> FailedSpawn:
-        """Convert a domain error to what JupyterHub shows: why, and what the member can do now."""
+        """Convert a domain error to what JupyterHub shows: why, and what the member can do now.
+
+        Only admins read which setting is wrong; otherwise the log says it.
+        """
+        if isinstance(error, ConfigError) and not self.user.admin:
+            self.log.error("%s did not start: %s", self.server_ref, error.message)
+            error = GPUSpawnerError(MISCONFIGURED)
         failed = spawn_exception(error)
         choice, can_do_without = options.FormChoice(), False
         with suppress(GPUSpawnerError):  # what was asked for may be the very thing that is wrong
@@ -464,6 +480,26 @@ class GPUSpawnerMixin(Spawner):
         with suppress(GPUSpawnerError):
             self.asked = self.refused = options.parse(self.user_options or {}, foreign=True)
         return self.refusal(error)
+
+    @contextmanager
+    def in_words(self) -> Iterator[None]:
+        """Raise every error of a start so that the member reads a sentence.
+
+        JupyterHub shows the text of any error. One that nobody expected has words for developers
+        only: they go to the log.
+        """
+        try:
+            yield
+        except GPUSpawnerError as error:
+            raise self._refused(error) from error
+        except (HTTPError, SpawnException):
+            raise
+        except Exception as error:
+            if hasattr(error, "jupyterhub_message"):
+                raise
+            self.log.error("%s did not start", self.server_ref, exc_info=error)
+            cause = "an unexpected error occurred (tell your admin)"
+            raise self.refusal(StartFailed(cause=cause)) from error
 
     # The form, and links that fill it in.
 
@@ -502,16 +538,17 @@ class GPUSpawnerMixin(Spawner):
         self._spawn = asyncio.current_task()
         self._is_starting = True
         try:
-            environment, request = self.resolve_options()
-            terms = self.terms(environment, request)
-            self.apply_environment(environment)
-            if self.recovery.is_done and not self.looks_first(request):
-                # Ask now, and not when the event loop returns to this spawn: if very many start at
-                # once, it would serve all the others first.
-                self._ask(request, terms)
-        except GPUSpawnerError as error:
+            with self.in_words():
+                environment, request = self.resolve_options()
+                terms = self.terms(environment, request)
+                self.apply_environment(environment)
+                if self.recovery.is_done and not self.looks_first(request):
+                    # Ask now, and not when the event loop returns to this spawn: if very many start
+                    # at once, it would serve all the others first.
+                    self._ask(request, terms)
+        except Exception:
             self._is_starting = False
-            raise self._refused(error) from error
+            raise
         return self._acquire_then_hook(request, terms)
 
     async def _refresh_then_hook(self) -> None:
@@ -520,10 +557,7 @@ class GPUSpawnerMixin(Spawner):
 
     async def _acquire_then_hook(self, request: Request, terms: Terms) -> None:
         try:
-            await self.recovery.wait(self.engine_name, self.engine, self.user.db)
-            if self.looks_first(request):
-                await self.look_at_files(request)
-            self.lease = await self._acquire(request, terms)
+            self.lease = await self._acquire_in_words(request, terms)
             self.lease_id = self.lease.id
             self.said.say(what_you_got(self.lease), 10)
             if (hook := super().run_pre_spawn_hook()) is not None:
@@ -533,6 +567,37 @@ class GPUSpawnerMixin(Spawner):
             if isinstance(error, GPUSpawnerError):
                 raise self._refused(error) from error
             raise
+
+    async def _acquire_in_words(self, request: Request, terms: Terms) -> Lease:
+        """Acquire the lease. Raises FailedSpawn; what the admin's hook raises is the hook's own."""
+        with self.in_words():
+            await self._prepare(request)
+            return await self._acquire(request, terms)
+
+    async def _prepare(self, request: Request) -> None:
+        """Do what precedes the request for a lease."""
+        try:
+            await self._await_comparison()
+            if self.looks_first(request):
+                await self.look_at_files(request)
+        except asyncio.CancelledError:
+            self.acquisition.leave(self.server_ref)
+            raise
+
+    async def _await_comparison(self) -> None:
+        """Wait for the comparison after a hub start, with progress.
+
+        Who waited in the queue before waits as long as a start may take. Others are refused sooner.
+        """
+        patience: float = self.start_timeout
+        if not self.recovery.is_compared:
+            ticket_of = self.services.queue.ticket_of
+            if await self.services.run(ticket_of, self.server_ref) is None:
+                patience = min(patience, COMPARING)
+        say = partial(self.said.say, percent=2)
+        await self.recovery.wait(
+            self.engine_name, self.engine, self.user.db, patience=patience, say=say
+        )
 
     async def _acquire(self, request: Request, terms: Terms) -> Lease:
         try:
@@ -670,6 +735,7 @@ class GPUSpawnerMixin(Spawner):
             started_at = await asked
         finally:
             asked.cancel()
+        self._require_wanted()
         lease = cast("Lease", self.lease)
         self.lease = await self.services.run(
             self.services.leases.confirm,
@@ -735,6 +801,8 @@ class GPUSpawnerMixin(Spawner):
         A failure is retried at the next poll; an unconfirmed server costs nothing. The accounting
         service does the same in its next round, and the member may stop the server meanwhile.
         """
+        if self.server is None:
+            return  # stopped already
         try:
             await self._wait_ready(await self.get_url())
             started_at = await self.engine_started_at()
@@ -742,7 +810,8 @@ class GPUSpawnerMixin(Spawner):
                 self.services.leases.confirm, lease.id, self.engine_ref(), started_at=started_at
             )
         except (GPUSpawnerError, OSError) as error:
-            self.log.warning("%s is not adopted yet: %s", self.server_ref, error)
+            if self.server is not None:
+                self.log.warning("%s is not adopted yet: %s", self.server_ref, error)
             return
         if self.lease is lease:
             self.lease = confirmed
@@ -800,8 +869,17 @@ class GPUSpawnerMixin(Spawner):
             detail = await self.failure_detail()
             raise StartFailed(cause=detail or "it exited at once")
 
+    def _require_wanted(self) -> None:
+        """Raise StartFailed if the server was stopped, for which the Hub does not always wait."""
+        if self.server is None:
+            raise StartFailed(cause="it was stopped before it answered")
+
     def _server_url(self, started: Any) -> str:
-        """Return the URL of the server's API, from what ``start`` returned: a URL or (ip, port)."""
+        """Return the URL of the server's API, from what ``start`` returned: a URL or (ip, port).
+
+        Raises StartFailed if the server was stopped.
+        """
+        self._require_wanted()
         if not isinstance(started, str):
             ip, port = started
             scheme = "https" if self.internal_ssl else "http"

@@ -13,6 +13,7 @@ from jupyterhub import orm
 from jupyterhub.auth import Authenticator
 from jupyterhub.utils import maybe_future
 
+from ..core.aio import within
 from ..core.errors import (
     AnotherHubGrants,
     EngineUnavailable,
@@ -29,6 +30,12 @@ from ..leases.reconciliation import HubState, Remove
 from ..services import Services
 from .turns import TurnDispatcher
 
+REST = 1.0
+"""Seconds between a failed comparison and the next attempt."""
+
+CHECKING = "Checking which GPUs are in use"
+"""What a member reads who waits for the comparison."""
+
 
 class Recovery:
     """The comparison of leases, containers and the Hub's servers, once per start of a hub.
@@ -40,26 +47,67 @@ class Recovery:
         self.services = services
         self.log = log
         self._task: asyncio.Task[None] | None = None
+        self._failed_at = -REST
+        """When the last attempt failed, by the event loop's clock."""
+        self._away: list[str] = []
+        """The engines that did not respond to the last attempt."""
+
+    @property
+    def is_compared(self) -> bool:
+        """True if the comparison of this start of the hub is done."""
+        return self._task is not None and _succeeded(self._task)
 
     @property
     def is_done(self) -> bool:
         """True if granting may continue without any check."""
-        task = self._task
-        return task is not None and _succeeded(task) and self.services.granter.sure
+        return self.is_compared and self.services.granter.sure
 
-    async def wait(self, engine_name: str, make_engine: Callable[[], Engine], hub_db: Any) -> None:
+    async def wait(
+        self,
+        engine_name: str,
+        make_engine: Callable[[], Engine],
+        hub_db: Any,
+        *,
+        patience: float,
+        say: Callable[[str], None],
+    ) -> None:
         """Wait until the comparison is done, once per start of the hub.
 
+        An engine that is not responding yet, as after a start of the machine, is asked again for
+        ``patience`` seconds. ``say`` is told what this waits for.
+
         ``engine_name`` and ``make_engine`` are of this hub's spawners; ``hub_db`` is a session of
-        the Hub's own database. Raises NotReconciled, AnotherHubGrants or StoreUnavailable if the
-        comparison failed; the next spawn tries again.
+        the Hub's own database. Raises NotReconciled or EngineUnavailable if no engine answered in
+        time, and AnotherHubGrants or StoreUnavailable at once; the next spawn tries again.
         """
         if not self.services.granter.sure:
             await self._must_grant()
-        if self._task is None or (self._task.done() and not _succeeded(self._task)):
-            compared = self._compare(engine_name, make_engine, hub_db)
-            self._task = asyncio.ensure_future(compared)
-        await asyncio.shield(self._task)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience
+        while not self.is_compared:
+            say(self._progress())
+            if self._task is None or self._task.done():
+                compared = self._attempt(engine_name, make_engine, hub_db)
+                self._task = asyncio.ensure_future(compared)
+            try:
+                await within(max(0.0, deadline - loop.time()), asyncio.shield(self._task))
+            except asyncio.TimeoutError:  # the engine takes the request, and does not answer it
+                raise NotReconciled() from None
+            except (NotReconciled, EngineUnavailable):
+                if loop.time() + REST >= deadline:
+                    raise
+
+    async def _attempt(
+        self, engine_name: str, make_engine: Callable[[], Engine], hub_db: Any
+    ) -> None:
+        """Compare, a moment after the last failed attempt, however many starts wait for it."""
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._failed_at + REST - loop.time())
+        try:
+            await self._compare(engine_name, make_engine, hub_db)
+        except BaseException:
+            self._failed_at = loop.time()
+            raise
 
     async def _compare(
         self, engine_name: str, make_engine: Callable[[], Engine], hub_db: Any
@@ -75,8 +123,8 @@ class Recovery:
             sightings = await asyncio.to_thread(_look, engines, leases)
             reconcile = self.services.leases.reconcile
             actions = await self.services.run(reconcile, sightings, servers, grace_seconds=0)
-            if away := [name for name, found in sightings.items() if found is None]:
-                self.log.error("Granting nothing yet: %s is not responding", " and ".join(away))
+            self._note_away([name for name, found in sightings.items() if found is None])
+            if self._away:
                 raise NotReconciled()
             self.services.leases.engine_ids.update(await asyncio.to_thread(_identities, engines))
             orphans = [action for action in actions if isinstance(action, Remove)]
@@ -87,6 +135,17 @@ class Recovery:
             if not orphans:
                 break
         self.log.info("Leases compared with what runs: granting may begin")
+
+    def _note_away(self, away: list[str]) -> None:
+        """Log once, and not at each attempt, that an engine is not responding."""
+        if away and away != self._away:
+            self.log.error("Granting nothing yet: %s is not responding", " and ".join(away))
+        self._away = away
+
+    def _progress(self) -> str:
+        """Return what a member who waits reads."""
+        away = ["Slurm" if name == "slurm" else "the container engine" for name in self._away]
+        return f"{CHECKING}: waiting for {' and '.join(away)}" if away else CHECKING
 
     async def _must_grant(self) -> None:
         try:

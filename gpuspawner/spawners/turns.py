@@ -324,6 +324,8 @@ class Acquisition:
         """The same, until the answer is taken."""
         self._left_ticket = ""
         """The ticket of a cancelled wait; whoever stops the server ends it."""
+        self._left_server: ServerRef | None = None
+        """The server whose ticket, if it has one, is left in the same way."""
 
     @property
     def was_begun(self) -> bool:
@@ -337,8 +339,16 @@ class Acquisition:
 
     def begin(self, asked: asyncio.Future[Lease | Ticket]) -> None:
         """Follow a request of :meth:`TurnDispatcher.ask`; :meth:`answer` returns its result."""
-        self._left_ticket = ""
+        self._left_ticket, self._left_server = "", None
         self._asked = self._acquiring = asked
+
+    def leave(self, server: ServerRef) -> None:
+        """Give up the ticket that the server may have from before a restart of the hub.
+
+        Its start was cancelled before it asked for a lease. As after a cancelled wait, whoever
+        stops the server ends the ticket.
+        """
+        self._left_server = server
 
     async def answer(self) -> Lease | Ticket:
         """Return the lease, or the ticket to :meth:`wait` with."""
@@ -374,6 +384,12 @@ class Acquisition:
         if self._asked is not None:  # stopped before the answer was taken
             self._give_back(self._asked)
             self._asked = None
+        server, self._left_server = self._left_server, None
+        if server is not None:
+            services = self.queueing.services
+            with suppress(GPUSpawnerError):  # then the accounting service starts the spawn again
+                if earlier := await services.run(services.queue.ticket_of, server):
+                    self._left_ticket = earlier.id
         ticket, self._left_ticket = self._left_ticket, ""
         if ticket:
             await self.queueing.end(ticket, "cancelled", "the start was stopped", tell=False)

@@ -56,6 +56,9 @@ environments:
   - slug: crawling
     image: 127.0.0.1:{registry}/gpuspawner/nowhere:1
     spawner_override: {{start_timeout: 5}}
+  - slug: mistyped
+    image: {instant}
+    spawner_override: {{extra_host_config: {{memory_limit: 1g}}}}
   - slug: hanging
     image: 127.0.0.1:{registry}/gpuspawner/nowhere:1
 """
@@ -81,6 +84,12 @@ async def tidy(spawner):
 
 c.JupyterHub.spawner_class = Tidied
 c.Spawner.post_stop_hook = tidy
+
+def of_member(setting, usual):
+    return lambda spawner: setting.get(spawner.user.name, usual)
+
+c.GPUSpawnerMixin.gpu_limit = of_member({{"no-number": None}}, 8)
+c.GPUSpawnerMixin.most_hours = of_member({{"no-hours": -1}}, None)
 """
 
 
@@ -138,6 +147,7 @@ FAILURES = {
     r"registry is not responding.*",
     "exits": "it exited at once with code 3",
     "silent": "it did not respond within 2 seconds",
+    "mistyped": r"an unexpected error occurred \(tell your admin\)",
     "crawling": r"it was not up within 5 seconds \(it got as far as: Pulling 127\.0\.0\.1:.*\)",
 }
 """Why a start of each environment fails."""
@@ -145,6 +155,7 @@ FAILURES = {
 FOR_THE_ADMIN = {
     "exits": "no module named jupyterhub: this image is made to fail",  # its last words
     "silent": "running, and listening to nobody",
+    "mistyped": "unexpected keyword argument",
 }
 
 
@@ -159,6 +170,30 @@ def test_failed_start_is_explained_and_costs_nothing(
     assert environment != "exits" or "exit code 3" in lease.end_reason
     assert FOR_THE_ADMIN.get(environment, "") in hub.log_text()
     assert_next_start_works(hub, member)
+
+
+@pytest.mark.parametrize(
+    "user, sentence, in_log",
+    [
+        (
+            "no-number",
+            "Your server did not start: an unexpected error occurred (tell your admin). Nothing "
+            "was charged.",
+            "int() argument must be",
+        ),
+        (
+            "no-hours",
+            "This hub is not set up correctly. Tell your admin, who finds the reason in its log.",
+            "c.GPUSpawnerMixin.most_hours is -1",
+        ),
+    ],
+)
+def test_mistake_in_the_configuration_is_explained_to_the_admin_only(
+    hub: GPUHub, user: str, sentence: str, in_log: str
+) -> None:
+    assert fails(hub, user, "instant") == (500, sentence)
+    assert in_log in hub.log_text()
+    assert not hub.leases(user) and not hub.containers()
 
 
 def test_failure_reason_survives_a_slow_cleanup(hub: GPUHub) -> None:

@@ -48,10 +48,16 @@ PENDING = f"""
   - slug: hanging
     image: 127.0.0.1:{{registry}}/gpuspawner/nowhere:1
     devices: {{{{default: 1, max: 2}}}}
+  - slug: hasty
+    image: {images.INSTANT}
+    devices: {{{{default: 1, max: 2}}}}
+    spawner_override: {{{{start_timeout: 2}}}}
 """
-"""Environments whose spawn stays pending: the server never answers, or its image never comes."""
+"""Environments whose spawn stays pending: the server never answers, or its image never comes; and
+one whose starts may not take long."""
 
 STILL_FINDING_OUT = "The hub is still checking which GPUs are in use. Try again in a moment."
+WAITING = "Checking which GPUs are in use: waiting for the container engine"
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +273,14 @@ def test_adopted_server_is_charged_from_its_start(
     assert ended.charged / MICRO == pytest.approx(lived, abs=0.5)
 
 
+def refused_page(hub: GPUHub, member: str) -> str:
+    """The page of a start that was refused; nothing while that is still being cleared away."""
+    page = hub.open_page(member, f"/hub/spawn-pending/{member}")
+    return page.text if STILL_FINDING_OUT in page.text else ""
+
+
 def test_hub_grants_nothing_until_the_engine_answers(hub: GPUHub, member: str, gate: Gate) -> None:
+    """Who asks meanwhile waits as long as a start may take, and is refused then."""
     hub.spawn_and_wait(member, {"gpus": 1})
     [lease] = hub.open_leases()
     hub.browser_of(f"{member}-two")
@@ -276,12 +289,12 @@ def test_hub_grants_nothing_until_the_engine_answers(hub: GPUHub, member: str, g
     try:
         hub.start()
         before = hub.records()
-        for options in ({"gpus": 1}, {"environment": "cpu"}):
+        for options in ({"environment": "hasty", "gpus": 1}, {"environment": "hasty", "gpus": 0}):
             refused = hub.spawn(f"{member}-two", options)
             assert (refused.status_code, message_of(refused)) == (503, STILL_FINDING_OUT)
-            page = hub.send_refused_form(f"{member}-two", options)
-            assert page.status_code == 503 and STILL_FINDING_OUT in page.text
-            assert_in_words(page.text)
+            hub.send_form(f"{member}-two", options)
+            page = wait_for(lambda: refused_page(hub, f"{member}-two"), "the page that says it")
+            assert_in_words(page)
         assert hub.records() == before, "nothing was granted, and nothing released"
         assert answers(hub, member), "who was running goes on"
     finally:
@@ -293,6 +306,77 @@ def test_hub_grants_nothing_until_the_engine_answers(hub: GPUHub, member: str, g
     }
     hub.stop_server(member)
     assert_paid_exactly(hub, lease)
+
+
+def wait_told(hub: GPUHub, member: str) -> None:
+    """Until the page of the member's pending start says what it waits for."""
+    wait_for(lambda: (hub.server(member) or {}).get("pending") == "spawn", "the start")
+    said = next(event for event in hub.events(member) if WAITING in event.get("message", ""))
+    assert_in_words(said["message"])
+
+
+def tickets(hub: GPUHub, member: str) -> list[tuple[str, str]]:
+    """The member's tickets, newest first, and how they ended."""
+    with services_on(hub.database_url) as services:
+        return [(ticket.id, ticket.outcome) for ticket in services.queue.tickets_of(member)]
+
+
+def test_starts_wait_for_an_engine_that_comes_up_later(
+    hub: GPUHub, member: str, gate: Gate
+) -> None:
+    """As after a start of the machine. One waited in the queue before, which the accounting
+    service would begin again; two are new."""
+    resumed, new, cpu = (f"{member}-{who}" for who in ("resumed", "new", "cpu"))
+    hub.spawn_and_wait(member, ALL)
+    hub.ask_and_go("POST", resumed, {"gpus": 1})
+    [(ticket, _)] = wait_for(lambda: tickets(hub, resumed), "the ticket")
+    hub.kill9()
+    gate.shut()
+    try:
+        hub.start()
+        before = hub.records()
+        for user, options in (
+            (resumed, {"gpus": 1}),
+            (new, {"gpus": 1}),
+            (cpu, {"environment": "cpu"}),
+        ):
+            hub.ask_and_go("POST", user, options)
+            wait_told(hub, user)
+        assert hub.records() == before, "nothing was granted, and nothing released"
+    finally:
+        gate.open()
+    hub.wait_server(cpu)
+    assert hub.open_leases(resumed) == hub.open_leases(new) == []
+    hub.stop_server(member)
+    for user in (resumed, new):
+        hub.wait_server(user)
+    assert tickets(hub, resumed) == [(ticket, "granted")]
+    assert [lease.ticket_id for lease in hub.open_leases(resumed)] == [ticket]
+
+
+def test_start_stopped_before_the_comparison_leaves_nothing(
+    hub: GPUHub, member: str, gate: Gate
+) -> None:
+    """Its ticket ends as well: otherwise the accounting service would begin the start again."""
+    resumed, new = f"{member}-resumed", f"{member}-new"
+    hub.spawn_and_wait(member, ALL)
+    hub.ask_and_go("POST", resumed, {"gpus": 1})
+    [(ticket, _)] = wait_for(lambda: tickets(hub, resumed), "the ticket")
+    hub.kill9()
+    gate.shut()
+    try:
+        hub.start()
+        for user in (resumed, new):
+            hub.ask_and_go("POST", user, {"gpus": 1})
+            wait_told(hub, user)
+        for user in (resumed, new):
+            hub.stop_server(user)
+        assert tickets(hub, resumed) == [(ticket, "cancelled")]
+        assert tickets(hub, new) == []
+    finally:
+        gate.open()
+    hub.spawn_and_wait("passer-by", {"environment": "cpu"})
+    assert {lease.server.user for lease in hub.open_leases()} == {member, "passer-by"}
 
 
 def test_hub_shuts_down_during_an_image_pull(hub: GPUHub, member: str) -> None:

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import requests
 from playwright.sync_api import Browser
 
 from gpuspawner.core.units import MICRO
-from gpuspawner.leases.models import Lease, ServerRef
+from gpuspawner.leases.models import Lease
 from gpuspawner.ledger.models import member_account
 from gpuspawner.ledger.reports import StatementEntry
 from gpuspawner.ledger.rules import owed
@@ -320,8 +321,25 @@ def test_server_and_ticket_survive_a_crash_of_all_daemons(
     assert [each["Id"] for each in hub.containers(hub.node_of(lease))] == [container["Id"]]
     wait_for(lambda: hub.get("ann", "devices").ok, "ann's server to be reached")
     hub.stop_server("ann")
-    # A start that the hub refuses since Slurm is not up yet is one that the service begins again.
-    wait_for(lambda: hub.services.leases.of_server(ServerRef("bob")), "bob's turn")
+    assert hub.wait_lease("bob").ticket_id == ticket.id
+    assert_once(hub)
+    hub.stop_server("bob")
+
+
+def test_resumed_start_waits_for_slurm(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    """The hub is up before the controller is, as after a start of the machine."""
+    hub.begin("ann", gpus=1, gpu_model="H100")
+    ticket = hub.queue_up("bob", gpus=1, gpu_model="H100")
+    cluster.save("ann")
+    hub.kill9(services=True)
+    cluster.kill("slurmctld")
+    hub.start()
+    wait_for(lambda: hub.server("bob"), "the service to begin the start again")
+    waits = "Checking which GPUs are in use: waiting for Slurm"
+    said = list(takewhile(lambda event: event.get("message") != waits, hub.events("bob")))
+    assert not any(event.get("failed") for event in said)
+    cluster.restart("slurmctld")
+    hub.stop_server("ann")
     assert hub.wait_lease("bob").ticket_id == ticket.id
     assert_once(hub)
     hub.stop_server("bob")
