@@ -44,7 +44,11 @@ _STEADY = 2_000_000
 
 _SHIFTED = (
     (leases, OPEN_LEASE, "granted_at started_at answered_at seen_at warned_at claimed_at"),
-    (tickets, OPEN_TICKET, "created_at"),
+    (
+        tickets,
+        OPEN_TICKET,
+        "created_at estimated_at estimate_low estimate_likely estimate_high",
+    ),
     (sick_leases, UNSETTLED, "fault_at told_at"),
     (idle, sa.true(), "judged_until warned_at stops_at"),
     (closures, sa.true(), "at"),

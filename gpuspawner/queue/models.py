@@ -157,6 +157,16 @@ class Estimate:
     """Eight of ten tickets start between ``low`` and ``high``."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredEstimate:
+    """A ticket's estimate in the store, which every process shows."""
+
+    at: float
+    """When it was calculated, in seconds since 1970."""
+    estimate: Estimate | None
+    """None if too few similar tickets had started to give one."""
+
+
 HOUR = 3600.0
 DAY = 24 * HOUR
 

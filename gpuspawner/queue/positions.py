@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import cache, partial
+from itertools import islice
 
 import sqlalchemy as sa
 
@@ -23,9 +25,18 @@ from ..leases import repository as leases_repository
 from ..leases.models import Request
 from ..ledger import repository as ledger_repository
 from ..ledger.settings import GPUCredits
+from . import repository
 from .delegation import DelegationService
 from .estimates import DevicesAhead
-from .models import Decision, Estimate, Priority, RankedTicket, Ticket, WaitingTicket
+from .models import (
+    Decision,
+    Estimate,
+    Priority,
+    RankedTicket,
+    StoredEstimate,
+    Ticket,
+    WaitingTicket,
+)
 from .rank import QueuePosition, Show, expected_start, waits_for
 from .settings import GPUQueue
 from .state import QueueState
@@ -56,6 +67,27 @@ NEWCOMER = "newcomer"
 
 AT_ONCE = 200
 """How many tickets are estimated before the lock of the queue is released."""
+
+LOOK_SECONDS = 60.0
+"""Seconds between two looks at whether stored estimates still hold, if nothing changes."""
+
+LOOK_REST = 50.0
+"""The least pause between two such looks, as a multiple of the last one's duration."""
+
+RENEWED_SECONDS = 45.0
+"""Seconds after which a look replaces a stored estimate even if it still holds.
+
+Less than between two looks, since an estimate is stored some time after the look began.
+"""
+
+FRESH_SECONDS = 180.0
+"""Seconds for which a stored estimate is shown: an older one's author is gone."""
+
+NOTICEABLE_SECONDS, NOTICEABLE_PART = 60.0, 0.1
+"""A stored estimate is replaced if an end moved by more than both: seconds, part of the wait."""
+
+PORTION = 1000
+"""How many estimates are stored in one transaction: between two, others can write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +133,13 @@ class PositionService:
         self._standings: tuple[tuple[int, float], dict[str, QueuePosition]] = ((-1, 0.0), {})
         self._likely_ends: tuple[float, dict[str, float]] = (-math.inf, {})
         self._outlooks: tuple[float, dict[Newcomer, Outlook]] = (-math.inf, {})
+        self._stored: tuple[int, datetime | None, dict[str, StoredEstimate]] = (-1, None, {})
+        """What was read: the clock's version, when the newest was stored, and each by ticket."""
+        self._looked: tuple[int, float, float] = (-1, -math.inf, 0.0)
+        """At the last look: the queue's revision, the time, and how long the look took."""
+        self._looked_until = -math.inf
+        """When it ended, by the machine's monotonic clock."""
+        self._learned_at = -math.inf
 
     def standings(self) -> dict[str, QueuePosition]:
         """Return every ticket's position, reason and estimate, by ticket id."""
@@ -129,6 +168,60 @@ class PositionService:
             waiting = [self.line.tickets[each.id] for each in ranked]
         found = self._stand(waiting, decision, now)
         return [(t, r, found[t.id]) for t, r in zip(waiting, ranked, strict=True)]
+
+    def store_estimates(self) -> int:
+        """Store estimates of tickets that have none or no longer one that holds; return how many.
+
+        The hub that grants calls this in each of its rounds, and nobody else does: every process
+        learns from what it has seen, and a ticket is to be shown the same everywhere.
+        """
+        if self.delegation.delegate is not None:
+            return 0
+        began = time.monotonic()
+        with self.line.lock:
+            now = self.clock().timestamp()
+            new = self.line.scheduler.waiting.keys() - self._stored[2].keys()
+            if self.line.paused or not (new or self._is_look_due(now)):
+                return 0
+            decision = self.decide(PLANNED)
+            revision = self.line.revision
+            waiting = [self.line.tickets[name] for name in self.line.scheduler.in_line(now)]
+            is_due = self._is_look_due(now)
+        stored = self._read_stored(now)
+        only = None if is_due else {ticket.id for ticket in waiting} - stored.keys()
+        found = self._own_estimates(waiting, decision, now, only)
+        changed = {
+            ticket_id: estimate
+            for ticket_id, estimate in found.items()
+            if _is_outdated(stored.get(ticket_id), estimate, now)
+        }
+        rest = iter(changed.items())
+        while part := dict(islice(rest, PORTION)):
+            with self.store.write() as connection:
+                # Of the moment of writing: then readers find all that was stored since they read.
+                repository.store_estimates(connection, part, self.clock(), _moment(now))
+        if changed:
+            self._standings = ((-1, 0.0), {})
+        if is_due:
+            self._learned_at = now
+            self._looked_until = time.monotonic()
+            self._looked = (revision, now, self._looked_until - began)
+        return len(changed)
+
+    def first_estimate(self, ticket: Ticket) -> StoredEstimate | None:
+        """Return the estimate of a ticket that is about to be queued. Needs the lock.
+
+        None if :meth:`store_estimates` is to store the first one, because it takes a while here.
+        """
+        if self.delegation.delegate is not None or self.line.paused:
+            return None
+        if not self.line.synced or len(self.line.tickets) > TRIED:
+            return None
+        now = self.clock().timestamp()
+        waiting = self.line.waiting(ticket)
+        decision, before = self._try(waiting, now)
+        latest = decision.latest.get(ticket.id)
+        return StoredEstimate(now, self.line.estimator.guess(waiting, now, before, latest))
 
     def place_of(self, ticket_id: str) -> int:
         """Return a ticket's position; 0 if it does not wait or has none yet."""
@@ -251,8 +344,8 @@ class PositionService:
                 of=len(waiting),
                 why=why(ticket.request, decision.held_back.get(ticket.id, "")),
                 estimate=estimates.get(ticket.id),
-                planned=_moment(decision.planned.get(ticket.id)),
-                latest=_moment(decision.latest.get(ticket.id)),
+                planned=_moment_or_none(decision.planned.get(ticket.id)),
+                latest=_moment_or_none(decision.latest.get(ticket.id)),
             )
         return found
 
@@ -262,10 +355,38 @@ class PositionService:
         decision: Decision,
         now: float,
     ) -> dict[str, Estimate]:
-        """Return when tickets will probably start; a ticket that a limit holds back has none."""
+        """Return when tickets will probably start; a ticket that a limit holds back has none.
+
+        By the stored estimates, which all processes show alike, and by our own for tickets without.
+        """
         found: dict[str, Estimate] = {}
         if self.line.paused:
             return found
+        stored = self._read_stored(now)
+        missing = {ticket.id for ticket in waiting} - stored.keys()
+        own: Mapping[str, Estimate | None] = {}
+        if not 0 <= now - self._learned_at < RENEWED_SECONDS:
+            # Learn from all tickets, to have estimates of our own when nobody stores any.
+            self._learned_at = now
+            own = self._own_estimates(waiting, decision, now)
+        elif missing:
+            own = self._own_estimates(waiting, decision, now, missing)
+        for ticket in waiting:
+            known = stored.get(ticket.id)
+            estimate = known.estimate if known else own.get(ticket.id)
+            if estimate is not None and ticket.id not in decision.held_back:
+                found[ticket.id] = _within(estimate, now, decision.latest.get(ticket.id))
+        return found
+
+    def _own_estimates(
+        self,
+        waiting: Sequence[Ticket],
+        decision: Decision,
+        now: float,
+        only: Collection[str] | None = None,
+    ) -> dict[str, Estimate | None]:
+        """Return what this process would tell the tickets of the queue, or only some of them."""
+        found: dict[str, Estimate | None] = {}
         ahead = DevicesAhead()
         for start in range(0, len(waiting), AT_ONCE):
             # Release the lock in between: a new request need not wait for all of them.
@@ -273,10 +394,35 @@ class PositionService:
                 for ticket in waiting[start : start + AT_ONCE]:
                     if waits := self.line.scheduler.waiting.get(ticket.id):
                         devices, most = ahead.of(waits), decision.latest.get(ticket.id)
-                        estimate = self.line.estimator.estimate(ticket.id, now, devices, most)
-                        if estimate is not None and ticket.id not in decision.held_back:
-                            found[ticket.id] = estimate
+                        if only is None or ticket.id in only:
+                            found[ticket.id] = self.line.estimator.estimate(
+                                ticket.id, now, devices, most
+                            )
         return found
+
+    def _is_look_due(self, now: float) -> bool:
+        """Return True if it is time to see whether all stored estimates still hold."""
+        revision, since, took = self._looked
+        if not 0 <= now - since < LOOK_SECONDS:
+            return True
+        return (
+            revision != self.line.revision
+            and time.monotonic() - self._looked_until >= LOOK_REST * took
+        )
+
+    def _read_stored(self, now: float) -> dict[str, StoredEstimate]:
+        """Return the stored estimates that are not too old; reads only what is new."""
+        version, newest, known = self._stored
+        if version != self.clock.version or newest is None:
+            version, newest, known = self.clock.version, _moment(now - FRESH_SECONDS), {}
+        since = newest
+        found, newest = self.store.run(lambda c: repository.estimates_since(c, since))
+        tickets = self.line.tickets
+        if len(known) > 2 * len(tickets) + AT_ONCE:
+            known = {name: each for name, each in known.items() if name in tickets}
+        known = known | found
+        self._stored = (version, newest, known)
+        return {name: each for name, each in known.items() if now - each.at < FRESH_SECONDS}
 
     def _look_ahead(self, newcomers: set[Newcomer], now: float) -> dict[Newcomer, Outlook]:
         with self.line.lock:
@@ -323,8 +469,8 @@ class PositionService:
             at_once=NEWCOMER in decision.starts,
             ahead=ahead,
             estimate=None if NEWCOMER in decision.held_back else estimate,
-            planned=_moment(decision.planned.get(NEWCOMER)),
-            latest=_moment(latest),
+            planned=_moment_or_none(decision.planned.get(NEWCOMER)),
+            latest=_moment_or_none(latest),
         )
 
     def _try(self, newcomer: WaitingTicket, now: float) -> tuple[Decision, int]:
@@ -343,5 +489,30 @@ class PositionService:
         return decision, counts[newcomer.id]
 
 
-def _moment(seconds: float | None) -> datetime | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
+def _is_outdated(known: StoredEstimate | None, estimate: Estimate | None, now: float) -> bool:
+    """Return True if a stored estimate is to be replaced by this one."""
+    if known is None or not 0 <= now - known.at < RENEWED_SECONDS:
+        return True
+    if known.estimate is None or estimate is None:
+        return known.estimate is not estimate
+    shown = _within(known.estimate, now, None)
+    noticeable = max(NOTICEABLE_SECONDS, NOTICEABLE_PART * (estimate.high - now))
+    moved = max(abs(shown.low - estimate.low), abs(shown.high - estimate.high))
+    return moved > noticeable
+
+
+def _within(estimate: Estimate, now: float, latest: float | None) -> Estimate:
+    """Return an estimate as it is told now: not in the past, and not after the latest start."""
+    most = math.inf if latest is None else max(now, latest)
+    low, likely, high = (
+        min(most, max(now, at)) for at in (estimate.low, estimate.likely, estimate.high)
+    )
+    return Estimate(low, likely, high)
+
+
+def _moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, timezone.utc)
+
+
+def _moment_or_none(seconds: float | None) -> datetime | None:
+    return None if seconds is None else _moment(seconds)

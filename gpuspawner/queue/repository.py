@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ..core.errors import ServerWaits, UnknownTicket
 from ..db.schema import OPEN_LEASE, OPEN_PLACE, OPEN_TICKET, lease_places, leases, tickets
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, Request, ServerRef
-from .models import Ticket
+from .models import Estimate, StoredEstimate, Ticket
 
 _FIELDS = tuple(n for n in Ticket.__dataclass_fields__ if n not in ("server", "request", "options"))
 _REQUEST_FIELDS = tuple(Request.__dataclass_fields__)
@@ -30,11 +30,34 @@ _VERSIONS = sa.select(
     sa.func.aggregate_strings(tickets.c.id + ":" + sa.cast(tickets.c.version, sa.Text), " ")
 ).where(OPEN_TICKET)
 _COUNT = sa.select(sa.func.count()).select_from(tickets).where(OPEN_TICKET)
+_ESTIMATES = sa.select(
+    tickets.c.id,
+    tickets.c.estimated_at,
+    tickets.c.estimate_low,
+    tickets.c.estimate_likely,
+    tickets.c.estimate_high,
+).where(OPEN_TICKET, tickets.c.estimated_at >= sa.bindparam("since"))
+_STORE_ESTIMATE = (
+    sa.update(tickets)
+    .where(
+        tickets.c.id == sa.bindparam("ticket"),
+        OPEN_TICKET,
+        tickets.c.estimated_at.is_(None) | (tickets.c.estimated_at <= sa.bindparam("based_on")),
+    )
+    .values(
+        estimated_at=sa.bindparam("at"),
+        estimate_low=sa.bindparam("low"),
+        estimate_likely=sa.bindparam("likely"),
+        estimate_high=sa.bindparam("high"),
+    )
+)
 _HAD_DEVICES = sa.exists().where(lease_places.c.lease_id == leases.c.id)
 
 
-def insert_ticket(connection: sa.Connection, ticket: Ticket) -> None:
-    """Insert a ticket. Raises ServerWaits if the server has one already.
+def insert_ticket(
+    connection: sa.Connection, ticket: Ticket, first: StoredEstimate | None = None
+) -> None:
+    """Insert a ticket with its first estimate. Raises ServerWaits if the server has one already.
 
     The caller must then roll the transaction back.
     """
@@ -42,6 +65,10 @@ def insert_ticket(connection: sa.Connection, ticket: Ticket) -> None:
     row |= {"user": ticket.server.user, "server_name": ticket.server.name, "state": "waiting"}
     row["request"] = json.dumps({n: getattr(ticket.request, n) for n in _REQUEST_FIELDS})
     row["options"] = json.dumps(dict(ticket.options))
+    if first is not None:
+        low, likely, high = _moments(first.estimate)
+        row |= {"estimated_at": _moment(first.at)}
+        row |= {"estimate_low": low, "estimate_likely": likely, "estimate_high": high}
     try:
         connection.execute(sa.insert(tickets), row)
     except IntegrityError as error:
@@ -107,6 +134,39 @@ def update_ticket(connection: sa.Connection, ticket_id: str, **values: Any) -> N
     connection.execute(sa.update(tickets).where(where).values(values))
 
 
+def store_estimates(
+    connection: sa.Connection,
+    estimates: Mapping[str, Estimate | None],
+    at: datetime,
+    based_on: datetime,
+) -> None:
+    """Store the estimates of waiting tickets; their versions stay as they are.
+
+    A ticket whose stored estimate is newer than what these are ``based_on`` keeps it.
+    """
+    common = {"at": at, "based_on": based_on}
+    rows = []
+    for ticket_id, estimate in estimates.items():
+        low, likely, high = _moments(estimate)
+        rows.append({"ticket": ticket_id, "low": low, "likely": likely, "high": high, **common})
+    if rows:
+        connection.execute(_STORE_ESTIMATE, rows)
+
+
+def estimates_since(
+    connection: sa.Connection, since: datetime
+) -> tuple[dict[str, StoredEstimate], datetime]:
+    """Return the estimates of waiting tickets stored since then, and when the last one was."""
+    found, newest = {}, since
+    for ticket_id, at, low, likely, high in connection.execute(_ESTIMATES, {"since": since}):
+        estimate = None
+        if low is not None:
+            estimate = Estimate(low.timestamp(), likely.timestamp(), high.timestamp())
+        found[ticket_id] = StoredEstimate(at.timestamp(), estimate)
+        newest = max(newest, at)
+    return found, newest
+
+
 def end_ticket(
     connection: sa.Connection,
     ticket_id: str,
@@ -129,6 +189,16 @@ def _parts(ids: Iterable[str]) -> Iterator[list[str]]:
     rest = iter(ids)
     while part := list(islice(rest, 500)):
         yield part
+
+
+def _moments(estimate: Estimate | None) -> tuple[datetime | None, datetime | None, datetime | None]:
+    if estimate is None:
+        return None, None, None
+    return _moment(estimate.low), _moment(estimate.likely), _moment(estimate.high)
+
+
+def _moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, timezone.utc)
 
 
 def _ticket(row: Sequence[Any]) -> Ticket:

@@ -438,6 +438,7 @@ class QueueService:
         must_run(request, self.positions.devices.look().inventory)
         if not self.line.kinds(request):
             self.positions.require_fit(request)
+        first = self.positions.first_estimate(ticket)
         with self.store.write() as connection:
             require_member(connection, server.user)
             if leases_repository.open_of(connection, server):
@@ -452,7 +453,9 @@ class QueueService:
             self._must_be_allowed(connection, ticket, len(mine) - bool(known))
             if leases_repository.no_shows_in_a_row(connection, server.user) >= 2:
                 ticket = replace(ticket, last=True)
-            repository.insert_ticket(connection, ticket)
+            if known or ticket.last:
+                first = None  # it was for another place in the queue: the next round has a new one
+            repository.insert_ticket(connection, ticket, first)
         if known:
             self.line.drop(known.id)
         self.line.add(ticket)

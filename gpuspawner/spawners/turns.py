@@ -194,6 +194,7 @@ class TurnDispatcher:
         for ticket_id, waiter in list(self._waiters.items()):
             if not waiter.turn.done() and not self.services.positions.in_line(ticket_id):
                 await self._ended(waiter)
+        await self.services.run(self.services.positions.store_estimates)
         await self._tell_readers()
 
     async def _tell_readers(self) -> None:

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -14,9 +14,11 @@ from gpuspawner.core.errors import NoDeviceFree, TicketEnded
 from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.ledger.models import member_account
 from gpuspawner.queue import repository as queue_repository
-from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.commands import plain
+from gpuspawner.queue.models import Estimate, Ticket
+from gpuspawner.queue.schemas import TicketAnswer
 from gpuspawner.services import Services
-from tests.support.brokers import open_services
+from tests.support.brokers import Clock, open_services
 from tests.support.racers import FORKSERVER
 
 THREADS = 4
@@ -148,3 +150,63 @@ def cancel_on_threads(
             for thread in range(THREADS)
         ]
         return [entry for future in asked for entry in future.result()]
+
+
+# A ticket's estimate, in processes of their own.
+
+
+def shown_elsewhere(gate: Barrier, url: str, at: datetime, ticket_id: str) -> dict[str, Any]:
+    """What another process shows of a ticket at a moment: in REST, by the command, on pages."""
+    services = open_services(url, Clock(at), device_source="simulated:1xT4")
+    ticket = services.queue.ticket(ticket_id)
+    shown = all_shown(services, ticket)
+    services.store.close()
+    return shown
+
+
+def all_shown(services: Services, ticket: Ticket) -> dict[str, Any]:
+    """The estimate in an answer, by the command, and in the Hub's words."""
+    standing = services.positions.standings()[ticket.id]
+    answer = TicketAnswer.of(ticket=ticket, standing=standing).as_json()
+    [listed] = [plain(*each) for each in services.positions.order() if each[0].id == ticket.id]
+    shown = {
+        "REST": {name: at[:23] for name, at in (answer["estimate"] or {}).items()},
+        "command": {name: at[:23] for name, at in (listed["estimate"] or {}).items()},
+        "page": standing.start(services.clock()),
+    }
+    assert shown["REST"] == shown["command"], "to the millisecond"
+    return shown
+
+
+Stored = tuple[datetime, datetime, str, Estimate]
+"""When an estimate was written, what it was based on, whose it is, and the estimate."""
+
+
+def store_again_and_again(
+    gate: Barrier, url: str, ids: list[str], author: int, rounds: int
+) -> list[Stored]:
+    """Store estimates of all tickets, each of which only this author has in this round."""
+    services = open_services(url, refresh_seconds=60)
+    written = []
+    gate.wait(120)
+    for number in range(rounds):
+        based_on = services.clock()
+        now = based_on.timestamp()
+        for ticket_id in ids:
+            estimate = Estimate(now + author, now + 10 + author, now + 1000 + number)
+            with services.store.write() as connection:
+                at = services.clock()
+                found = {ticket_id: estimate}
+                queue_repository.store_estimates(connection, found, at, based_on)
+            written.append((at, based_on, ticket_id, estimate))
+    services.store.close()
+    return written
+
+
+def end_some(gate: Barrier, url: str, ids: list[str]) -> None:
+    """End these tickets one after the other."""
+    services = open_services(url, refresh_seconds=60)
+    gate.wait(120)
+    for ticket_id in ids:
+        services.queue.end_ticket(ticket_id, "cancelled", "a racer did", tell=False)
+    services.store.close()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -20,6 +21,8 @@ from gpuspawner.engines.docker import was_given
 from gpuspawner.leases.models import Lease, Request, ServerRef, Sighting, Terms
 from gpuspawner.leases.reconciliation import HubState
 from gpuspawner.ledger import reports
+from gpuspawner.queue.models import Estimate, Ticket
+from gpuspawner.queue.repository import estimates_since, store_estimates
 from gpuspawner.services import Services
 from tests.support.brokers import open_services, problems
 from tests.support.clocks import apart, wall_clock_apart
@@ -263,12 +266,24 @@ def test_waiting_time_is_unchanged_by_a_clock_step(start: Start, machine: Machin
     for user in "abcd":
         session(services, machine, user)
     request = Request(devices=1, environment="pytorch")
-    services.queue.ask(ServerRef("eve"), request, engine="docker", terms=Terms(wait=True))
+    asked = services.queue.ask(ServerRef("eve"), request, engine="docker", terms=Terms(wait=True))
+    assert isinstance(asked, Ticket)
     services.positions.standings()
+    now = services.clock()
+    away = Estimate(*(now.timestamp() + 3600 * hours for hours in (1, 2, 3)))
+    with services.store.write() as connection:
+        store_estimates(connection, {asked.id: away}, now, now)
     machine.forward(MINUTE)
     step_clock(services, machine, 2 * HOUR, LASTS)
     [ticket] = services.queue.waiting()
     assert services.clock() - ticket.created_at == timedelta(microseconds=MINUTE + LASTS)
+    with services.store.read() as connection:
+        [estimate] = estimates_since(connection, ticket.created_at)[0].values()
+    moved = ticket.created_at.timestamp() - asked.created_at.timestamp()
+    assert moved and estimate.estimate
+    for before, after in zip(astuple(away), astuple(estimate.estimate), strict=True):
+        assert after - before == pytest.approx(moved), "as far from now as before"
+    assert estimate.at - now.timestamp() == pytest.approx(moved)
     [standing] = services.positions.standings().values()
     assert standing.place == 1
     open_lease = services.leases.open_leases()[0]
