@@ -96,7 +96,7 @@ class ImageUpdater:
         Raises:
             ConfigError: The catalog's file cannot be changed automatically, or was meanwhile.
             GPUSpawnerError: The registry offers another image than the one that was agreed to.
-            ImageUnavailable: The registry does not answer, or does not have it.
+            ImageUnavailable: The registry is not responding, or does not have it.
         """
         catalog = CatalogFile(self._path)
         if keep_as:

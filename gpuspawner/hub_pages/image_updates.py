@@ -65,7 +65,7 @@ class UpdateJob:
 class ImageUpdates:
     """Runs one update at a time, in a thread that the Hub does not wait for at its end.
 
-    An update that ends with the Hub has changed nothing: the catalog's file is written at the end.
+    If the Hub ends during an update, nothing has changed: the catalog's file is written last.
     """
 
     def __init__(self, services: Services, log: logging.Logger) -> None:
@@ -259,7 +259,7 @@ async def in_time(work: Callable[[], ImageOffer]) -> ImageOffer:
     await asyncio.wait({task}, timeout=REGISTRY_SECONDS)
     if not task.done():
         task.cancel()
-        raise EngineUnavailable("The engine or the registry does not answer. Nothing was changed.")
+        raise EngineUnavailable("The engine or registry is not responding. Nothing was changed.")
     try:
         return task.result()
     except (DockerException, RequestException, OSError) as error:

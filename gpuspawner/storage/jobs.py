@@ -58,7 +58,7 @@ class ArchiveFile(NamedTuple):
     """Bytes."""
     made_at: datetime
     workspace: str
-    """Of which it was made; empty if the audit log does not say."""
+    """The workspace it was made from; empty if the audit log does not say."""
 
 
 @dataclass(frozen=True, slots=True)
