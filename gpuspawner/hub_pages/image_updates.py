@@ -216,7 +216,7 @@ class ImageUpdatePage(UpdatesHandler):
         try:
             offer = await self._offer(updater, slug)
             if offer.digest != self.get_query_argument("digest", ""):
-                raise Refused("The registry offers another image by now: look at it once more.")
+                raise Refused("The registry now offers another image: look at it again.")
             self.updates.start(updater, offer, self.current_user.name)
         except GPUSpawnerError as refusal:
             await self._ask(slug, refusal)
