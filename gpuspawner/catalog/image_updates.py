@@ -82,7 +82,7 @@ class ImageUpdater:
         keep_as: str = "",
         digest: str = "",
         follow: Callable[[str, Iterator[PullProgress]], None],
-        test: Callable[[], None] = lambda: None,
+        test: Callable[[], object] = lambda: None,
     ) -> ImageUpdate:
         """Update an environment to its newest image if that passes its test.
 

@@ -262,7 +262,7 @@ def test_update_keeps_what_was_written_into_the_file_meanwhile(site: Site) -> No
     assert done.is_done and "Two edited lines," in site.catalog.read_text()
     site.registry.retag("lab", "old")
     new = done.offer.new
-    with pytest.raises(ConfigError, match="was changed meanwhile"):
+    with pytest.raises(ConfigError, match="was changed during the update"):
         updater.update("lab", follow=lambda _, p: list(p), test=partial(edit, new, site.image))
     assert load(site.catalog).get("lab").image == site.image
 
