@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Generic, TypeVar
+
+from .errors import GPUSpawnerError
 
 DONE, FAILED = "done", "failed"
 
@@ -67,6 +70,19 @@ class JobTable(Generic[J]):
         with self.lock:
             self._jobs[job_id] = changed = replace(self._jobs[job_id], **values)
             return changed
+
+    def run(self, job: J, work: Callable[[J], None], log: logging.Logger, failure: str) -> None:
+        """Do an open job's work, which ends it unless it raises.
+
+        Our own errors say why it failed. Others go to the log, and ``failure`` is shown.
+        """
+        try:
+            work(job)
+        except GPUSpawnerError as error:
+            self.end(job.id, FAILED, error=error.message)
+        except Exception:
+            log.exception("Job failed: %r", job)
+            self.end(job.id, FAILED, error=failure)
 
     def end(self, job_id: int, state: str, **values: Any) -> None:
         """End a job, and forget the oldest of those that ended."""

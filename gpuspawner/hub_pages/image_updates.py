@@ -20,9 +20,9 @@ from tornado import web
 from ..catalog.image_updates import ImageOffer, ImageUpdater
 from ..core.aio import in_daemon_thread
 from ..core.errors import ClockWasSet, EngineUnavailable, GPUSpawnerError, Refused
-from ..core.jobs import DONE, FAILED, Job, JobTable
+from ..core.jobs import DONE, Job, JobTable
 from ..engines.images import Connect, PullProgress
-from ..engines.preflight import Status, words_of
+from ..engines.preflight import Status
 from ..services import Services
 from .handlers import HubPageHandler
 
@@ -35,6 +35,11 @@ ENDED_KEPT = 5
 """Of how many updates that have ended the result is shown."""
 
 KEY = "gpuspawner_image_updates"
+
+_FAILURE = (
+    "The container engine or the file system may be at fault. See that both work, then try again: "
+    "the Hub's log says what went wrong."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,25 +86,15 @@ class ImageUpdates:
                 )
             job = self._table.add(job)
         threading.Thread(
-            target=self._run, args=(updater, job), name="gpuspawner-update", daemon=True
+            target=self._table.run,
+            args=(job, partial(self._update, updater), self._log, _FAILURE),
+            name="gpuspawner-update",
+            daemon=True,
         ).start()
         return job
 
-    def _run(self, updater: ImageUpdater, job: UpdateJob) -> None:
-        try:
-            error = self._update(updater, job)
-        except GPUSpawnerError as refusal:
-            error = refusal.message
-        except (DockerException, RequestException, OSError) as failure:
-            error = f"{words_of(failure)}."
-        except Exception:
-            self._log.exception("The update of %s failed", job.slug)
-            error = "Something went wrong: the Hub's log says more."
-        if error:
-            self._table.end(job.id, FAILED, error=error)
-
-    def _update(self, updater: ImageUpdater, job: UpdateJob) -> str:
-        """Update, and return why the environment keeps its image, if it does."""
+    def _update(self, updater: ImageUpdater, job: UpdateJob) -> None:
+        """Update. Raises Refused if the environment keeps its image."""
 
         def follow(_: str, progress: Iterator[PullProgress]) -> None:
             for now in progress:
@@ -113,11 +108,10 @@ class ImageUpdates:
         )
         failed = [finding for finding in done.findings if finding.status is not Status.OK]
         if failed:
-            return "It failed its test: " + " ".join(f"{f.name}: {f.text}" for f in failed)
+            raise Refused("It failed its test: " + " ".join(f"{f.name}: {f.text}" for f in failed))
         if not done.is_done:
-            return "It has the newest image already."
+            raise Refused("It has the newest image already.")
         self._table.end(job.id, DONE, error=self._noted(job))
-        return ""
 
     def _noted(self, job: UpdateJob) -> str:
         """Record it in the audit log; return what to say if that is not possible."""

@@ -14,8 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-import docker
-
 from ..core.errors import (
     ArchiveRefused,
     GPUSpawnerError,
@@ -25,7 +23,7 @@ from ..core.errors import (
     UnknownWorkspace,
     WorkspaceBusy,
 )
-from ..core.jobs import DONE, FAILED, Job, JobTable
+from ..core.jobs import DONE, Job, JobTable
 from ..core.units import format_bytes
 from ..db.engine import sqlite_file
 from ..ledger import repository as ledger_repository
@@ -47,6 +45,11 @@ ENDED_KEPT = 20
 
 WAITING, RUNNING = "waiting", "running"
 ARCHIVE, RESTORE = "archive", "restore"
+
+_FAILURE = (
+    "The container engine or the file system may be at fault. See that both work, then try again: "
+    "the service's log says what went wrong."
+)
 
 _PART = re.compile(r"\.([0-9]+)\..+")
 
@@ -228,19 +231,7 @@ class WorkspaceJobs:
 
     def _work(self) -> None:
         while job := self._next():
-            try:
-                self._do(job)
-            except ArchiveRefused as error:  # without that it was not done, which the state says
-                self._table.end(job.id, FAILED, error=f"{error.fields['what']}.")
-            except GPUSpawnerError as error:
-                self._table.end(job.id, FAILED, error=error.message)
-            except (docker.errors.DockerException, OSError) as error:
-                self._table.end(job.id, FAILED, error=f"{error}.")
-            except Exception:
-                self._log.exception("%s of %s failed", job.kind, job.workspace)
-                self._table.end(
-                    job.id, FAILED, error="Something went wrong: the service's log says more."
-                )
+            self._table.run(job, self._do, self._log, _FAILURE)
 
     def _next(self) -> WorkspaceJob | None:
         """Return the job whose turn it is; None, and the thread ends, if nothing waits."""
@@ -261,12 +252,20 @@ class WorkspaceJobs:
             if job.kind == ARCHIVE:
                 self._must_have_room()
 
-        if job.kind == ARCHIVE:
-            self._make_folder()
-            self._must_have_room()
-            contents = self._archiver.archive(known, file, actor=job.actor, progress=proceed)
-        else:
-            contents, why = self._archiver.restore(known, file, actor=job.actor, progress=proceed)
+        try:
+            if job.kind == ARCHIVE:
+                self._make_folder()
+                self._must_have_room()
+                contents = self._archiver.archive(known, file, actor=job.actor, progress=proceed)
+            else:
+                contents, why = self._archiver.restore(
+                    known, file, actor=job.actor, progress=proceed
+                )
+        except ArchiveRefused as error:
+            if error.said:
+                self._log.error("%s It says: %s", error.message, error.said)
+            # Without that it was not done, which the state says.
+            raise GPUSpawnerError(f"{error.what}.") from error
         self._table.end(job.id, DONE, error=why, done_bytes=contents.size)
 
     def _make_folder(self) -> None:
@@ -278,7 +277,8 @@ class WorkspaceJobs:
                 if found and name.endswith(ENDINGS) and not _lives(int(found[1])):
                     (self.folder / name).unlink(missing_ok=True)
         except OSError as error:
-            raise ArchiveRefused(what=f"{self.folder}: {error.strerror or error}") from error
+            what = f"{self.folder} cannot be used as the folder of archives. Check who may write it"
+            raise ArchiveRefused(what, error) from error
 
     def _must_have_room(self) -> None:
         free = shutil.disk_usage(self.folder).free

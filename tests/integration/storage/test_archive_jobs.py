@@ -3,13 +3,17 @@ race, the service as a process that is killed. No engine: members' servers are l
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import docker
 import pytest
 
 from gpuspawner.core.errors import (
@@ -272,6 +276,73 @@ def test_archive_leaves_room_on_its_file_system(
     assert done.state == "failed" and "have to stay free" in done.error
     assert services.storage.workspaces()[0].busy == ""
     assert list(services.workspace_jobs.folder.iterdir()) == []
+
+
+class Broken(BaseHTTPRequestHandler):
+    """An engine that answers every question with an error."""
+
+    def do_GET(self) -> None:
+        self.send_response(500)
+        self.end_headers()
+        self.wfile.write(b'{"message": "layer store: 0xc000"}')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def broken_engine() -> Iterator[Callable[[], docker.APIClient]]:
+    """How to reach one."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield lambda: docker.APIClient(f"tcp://127.0.0.1:{server.server_port}", version="1.43")
+        server.shutdown()
+
+
+def test_error_of_the_engine_or_the_system_is_a_sentence_and_its_words_are_in_the_log(
+    services: Services,
+    work: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, jobs = work("anna"), services.workspace_jobs
+
+    def fails(begin: Callable[[], WorkspaceJob], sentence: str, raw: str) -> None:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, services.log.name):
+            failed = ended(services, begin())
+        assert failed.state == "failed" and sentence in failed.error
+        assert raw not in failed.error and raw in caplog.text
+        assert services.storage.workspaces()[0].busy == ""
+
+    def archive() -> WorkspaceJob:
+        return services.workspace_jobs.start_archive(source, actor=KIM)
+
+    made = jobs.folder / ended(services, archive()).archive
+    file = made.rename(made.with_name("anna.tar.gz"))
+
+    def restore() -> WorkspaceJob:
+        return services.workspace_jobs.start_restore(file.name, source, actor=KIM)
+
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        fails(archive, "tar could not be started. Install it", "No such file or directory")
+
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    fails(restore, f"{file} is damaged or cut short. Choose another", "Compressed file ended")
+    file.write_bytes(whole)
+
+    folder = jobs.folder.rename(jobs.folder.with_name("moved"))
+    jobs.folder.write_bytes(b"not a folder")
+    fails(archive, f"{jobs.folder} cannot be used as the folder of archives", "File exists")
+    jobs.folder.unlink()
+    folder.rename(jobs.folder)
+
+    with broken_engine() as connect:
+        archiver = replace(jobs._archiver, connect=connect, uses_docker=True)
+        services.workspace_jobs = WorkspaceJobs(archiver, jobs.folder, services.time, services.log)
+        fails(archive, "The container engine", "0xc000")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

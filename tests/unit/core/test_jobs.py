@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -101,3 +102,26 @@ def test_one_of_racing_threads_is_let_in_under_the_lock(table: JobTable[Job]) ->
     for _ in range(20):
         [job] = [each for each in at_once(8, start) if isinstance(each, Job)]
         table.end(job.id, DONE)
+
+
+@pytest.mark.parametrize(
+    ("error", "shown", "logged"),
+    [
+        (Refused("It is in use."), "It is in use.", ""),
+        (PermissionError(13, "secret detail"), "See the log.", "secret detail"),
+    ],
+)
+def test_failed_job_shows_a_sentence_and_the_log_has_the_words(
+    table: JobTable[Job],
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    shown: str,
+    logged: str,
+) -> None:
+    def fail(_: Job) -> None:
+        raise error
+
+    table.run(table.add(new()), fail, logging.getLogger("jobs"), "See the log.")
+    [job] = table.jobs()
+    assert (job.state, job.error, job.ended_at) == (FAILED, shown, NOW)
+    assert logged in caplog.text and bool(logged) is bool(caplog.text)
