@@ -144,9 +144,9 @@ class Demo:
             log=self.state.log,
         )
         if not self._wait_for("/hub/api", START_SECONDS):
-            raise Stop(f"The hub does not answer. {self._last_words()}")
+            raise Stop(f"The hub is not responding. {self._last_words()}")
         if not self._wait_for("/services/gpu/", SERVICE_SECONDS):
-            say(f"The accounting service does not answer yet; see {self.state.log}")
+            say(f"The accounting service is not responding yet; see {self.state.log}")
 
     def _variables(self) -> dict[str, str]:
         ours = {

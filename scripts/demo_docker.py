@@ -134,7 +134,7 @@ def find_image(client: docker.APIClient, image: str, folder: Path) -> ImageMaker
         if has(client, image):
             return None
     except ENGINE_ERRORS as error:
-        raise NoDocker(f"The container engine does not answer: {words_of(error)}.") from None
+        raise NoDocker(f"The container engine is not responding: {words_of(error)}.") from None
     maker = ImageMaker(image, folder)
     maker.start()
     return maker

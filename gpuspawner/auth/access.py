@@ -104,7 +104,7 @@ class Sentences(Authenticator):
         """Return the page for a former member who tries to start a server."""
         message = (
             f"No new server for {name!r}: this account is no longer a member of this hub. "
-            f"Why: {why}. Files and credits are kept. {self._membership_remedy()}"
+            f"Reason: {why}. Files and credits are kept. {self._membership_remedy()}"
         )
         headline = "Your membership has ended"
         return Refusal(message, why=why, markup=self._markup(message), headline=headline)
@@ -139,7 +139,7 @@ class Sentences(Authenticator):
         """Return the page for an error that only the admin can fix."""
         return self._failed(
             502,
-            f"{self._service} gave an answer that this hub cannot use, so you are not signed in. "
+            f"This hub cannot use the answer of {self._service}, so you are not signed in. "
             + self._whom_to_ask("to look at the hub's log"),
         )
 

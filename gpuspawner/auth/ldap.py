@@ -154,7 +154,7 @@ class Directory(LDAPAuthenticator):
         """
         connection = super().get_connection(userdn, password)
         if connection is None and userdn == self.lookup_dn_search_user:
-            raise LookupError("the directory refuses lookup_dn_search_user or its password")
+            raise LookupError("the directory rejects lookup_dn_search_user or its password")
         return connection
 
     # Runs in a thread.
@@ -304,7 +304,7 @@ class MemberLDAPAuthenticator(MemberMixin, Directory):
         if any("=" in name for name in named):
             raise TraitError(
                 "c.MemberLDAPAuthenticator's allowed_groups and admin_groups take the names of "
-                "groups (cn) and no DNs."
+                "groups (cn), not DNs."
             )
 
     async def _ask_provider(
@@ -337,10 +337,10 @@ class MemberLDAPAuthenticator(MemberMixin, Directory):
         return self.login_service or "The directory"
 
     def _own_rule(self) -> str:
-        return "the directory does not have it as a member" if self.member_filter else ""
+        return "the directory does not list it as a member" if self.member_filter else ""
 
     def _why_own_block(self) -> str:
-        return "the directory does not have it among those who may use this hub"
+        return "the directory does not list it among those who may use this hub"
 
     def _mail_of(self, model: dict[str, Any]) -> tuple[str, bool]:
         return self._best_mail((model.get("auth_state") or {}).get("ldap_mail") or []), True

@@ -228,8 +228,8 @@ class MemberMixin(Rules):
             return False
         if handler.current_user is user and not getattr(handler, "_token_authenticated", False):
             message = (
-                f"{self._service} wants you to sign in again before a server starts. "
-                "Sign in, and then start it."
+                f"{self._service} requires you to sign in again before a server starts. "
+                "Sign in, then start the server."
             )
             raise self._failed(403, message)
         return False
@@ -253,8 +253,9 @@ class MemberMixin(Rules):
             self.log.warning("The roster cannot be read: %s", failure or "it took too long")
             raise self._failed(
                 503,
-                "The roster of members cannot be read right now, so the hub cannot check if you "
-                f"are one. Running servers continue. Try again in a moment. {self._lasting()}",
+                "The roster of members cannot be read right now, so the hub cannot check whether "
+                "you are on it. Running servers continue. Try again in a moment. "
+                + self._lasting(),
             ) from failure
         return verdict
 

@@ -77,7 +77,7 @@ class SayingCallbackHandler(OAuthCallbackHandler):
         try:
             super().check_state()
         except Exception as failure:
-            self.log.warning("A sign-in came back that did not begin here: %s", failure)
+            self.log.warning("A sign-in came back that was not started here: %s", failure)
             raise self.authenticator._begin_again() from failure
 
 
@@ -134,7 +134,9 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
                 options=_CHECKS,
             )
         except (jwt.ExpiredSignatureError, jwt.ImmatureSignatureError) as failure:
-            self.log.error("The id token of %s is out of time: %s", self._service, failure)
+            self.log.error(
+                "The id token of %s is expired or not valid yet: %s", self._service, failure
+            )
             raise self._clocks_differ() from failure
         return claims
 
@@ -157,7 +159,7 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         if is_list and all(isinstance(group, str) for group in found):
             return self._hub_groups_from(found)
         self.log.error(
-            "%s: the claim %s is not a list of names, so nobody gets a group by it. Set "
+            "%s: the claim %s is not a list of names, so it gives nobody a group. Set "
             "auth_state_groups_key to a function that returns the names.",
             self._service,
             key,
@@ -259,7 +261,7 @@ class MemberOAuthMixin(MemberMixin, OAuthenticator):
         return self._failed(
             502,
             f"The clocks of {self._service} and of this hub differ, so its answer seems out of "
-            f"date, and you are not signed in. {self._whom_to_ask('to set the time')}",
+            f"date and you are not signed in. {self._whom_to_ask('to set the time')}",
         )
 
 

@@ -73,7 +73,7 @@ def add_entry(
     Catalog.from_mapping({"environments": [entry]}, f"the entry of {image_name}")
     if not write:
         show(entry, entry_text(entry).rstrip())
-        note("Put it under 'environments' of the catalog, or say --write.")
+        note("Put it under 'environments' of the catalog, or use --write.")
         return
     catalog = CatalogFile(catalog_file(file, settings))
     check_slug(catalog, str(entry["slug"]))
@@ -81,7 +81,7 @@ def add_entry(
         folder = catalog.path.parent
         entry["packages"] = packages_file(folder, str(entry["slug"]), "", packages)
     catalog.add(entry)
-    show(entry, f"{catalog.path} has an environment {entry['slug']!r} now.")
+    show(entry, f"{catalog.path} now has an environment {entry['slug']!r}.")
 
 
 # pull
@@ -177,12 +177,12 @@ def _look(client: docker.APIClient, name: str, image: str) -> CheckFinding:
     if not state.digest:
         return CheckFinding(name, Status.OK, f"{image} is here; it was built on this machine.")
     if state.why:
-        text = f"{image} is here; whether there is a newer one is not known: {state.why}."
+        text = f"{image} is here; it is not known whether there is a newer one: {state.why}."
         return CheckFinding(name, Status.UNCHECKED, text)
     if state.is_outdated:
         text = f"{image} is here; its registry offers a newer one ({state.offered[:19]}...)."
         return CheckFinding(name, Status.OK, text, f"gpuspawner catalog update {name}")
-    return CheckFinding(name, Status.OK, f"{image} is here, and the newest.")
+    return CheckFinding(name, Status.OK, f"{image} is here and up to date.")
 
 
 # update
@@ -203,9 +203,9 @@ def update(settings: Settings, slug: str, keep_as: str | None, file: str | None)
         return 0
     if not done.is_done:
         _print(found)
-        note(f"{slug} keeps the image that it has: {environment.image}")
+        note(f"{slug} keeps its image: {environment.image}")
         return 1
-    text = f"{slug} has {done.offer.new} now. Servers that run keep theirs until they end."
+    text = f"{slug} now has {done.offer.new}. Running servers keep their image until they end."
     show(_plain_image(done), text)
     return 0
 
@@ -254,7 +254,7 @@ def _pruned(told: Sequence[dict[str, Any]], removed: bool) -> str:
         state = "removed" if each["removed"] else f"kept: {each['kept']}" if removed else "can go"
         lines.append(f"{each['image']} ({each['bytes'] / 1e9:.1f} GB, {each['why']}): {state}")
     if not removed:
-        lines.append(f"{count(len(told), 'image')} can go. Say --yes to remove them.")
+        lines.append(f"{count(len(told), 'image')} can go. Use --yes to remove them.")
     return "\n".join(lines)
 
 

@@ -74,7 +74,7 @@ def _devices(image: str, text: str) -> dict[str, Any]:
     if not found or int(found[1]) > int(found[2]):
         raise ConfigError(
             f"The label {ENTRY}devices of {image} is {text!r}. Write it as '1-4': how many GPUs a "
-            "member gets, and how many at most."
+            "member gets by default, and how many at most."
         )
     return {"devices": {"default": int(found[1]), "max": int(found[2])}}
 

@@ -82,7 +82,7 @@ class ImageUpdater:
         keep_as: str = "",
         digest: str = "",
         follow: Callable[[str, Iterator[PullProgress]], None],
-        test: Callable[[], None] = lambda: None,
+        test: Callable[[], object] = lambda: None,
     ) -> ImageUpdate:
         """Update an environment to its newest image if that passes its test.
 
@@ -96,7 +96,7 @@ class ImageUpdater:
         Raises:
             ConfigError: The catalog's file cannot be changed automatically, or was meanwhile.
             GPUSpawnerError: The registry offers another image than the one that was agreed to.
-            ImageUnavailable: The registry does not answer, or does not have it.
+            ImageUnavailable: The registry is not responding, or does not have it.
         """
         catalog = CatalogFile(self._path)
         if keep_as:
@@ -105,8 +105,8 @@ class ImageUpdater:
             offer = _offer(client, catalog.catalog.get(slug))
             if digest and offer.digest != digest:
                 raise GPUSpawnerError(
-                    f"The registry of {slug} offers another image by now. Look at the new one, and "
-                    "update again: nothing was changed."
+                    f"The registry of {slug} now offers another image. Look at it, then update "
+                    "again: nothing was changed."
                 )
             if offer.environment.image_digest == offer.digest:
                 return ImageUpdate(offer)
@@ -121,8 +121,8 @@ class ImageUpdater:
             catalog = CatalogFile(self._path)
             if catalog.catalog.get(slug).image != offer.environment.image:
                 raise ConfigError(
-                    f"{self._path}: the image of {slug!r} was changed meanwhile, and stays as it "
-                    "is there now."
+                    f"{self._path}: the image of {slug!r} was changed during the update. That "
+                    "change was kept."
                 )
             environment = catalog.catalog.get(slug)
             if keep_as:
@@ -146,8 +146,8 @@ def check_slug(file: CatalogFile, slug: str) -> None:
     Catalog.from_mapping({"environments": [{"slug": slug, "image": "any"}]}, "The new environment")
     if any(e.slug == slug for e in file.catalog.environments):
         raise ConfigError(
-            f"{file.path} has an environment {slug!r} already. Give the new one another name, or "
-            "say `gpuspawner catalog update` for a newer image."
+            f"{file.path} already has an environment {slug!r}. Give the new one another name, or "
+            "use `gpuspawner catalog update` for a newer image."
         )
 
 

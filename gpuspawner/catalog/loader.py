@@ -90,7 +90,7 @@ class Catalog:
         environment = next((e for e in self.environments if e.slug == slug), None)
         if environment is not None and environment not in visible:
             raise NotAllowed(
-                f"You may not use the environment {slug!r}: it is kept for certain groups. Choose "
+                f"You may not use the environment {slug!r}: it is reserved for some groups. Choose "
                 "another, or ask your admin to add you."
             )
         return self._find(slug, visible)
@@ -104,8 +104,8 @@ class Catalog:
         visible = self.visible_to(groups)
         if not visible:
             raise NotAllowed(
-                "No environment of this hub is open to you. Ask your admin to add you to a group "
-                "that may use one."
+                "You may not use any environment of this hub. Ask your admin to add you to a "
+                "group that may."
             )
         return next((e for e in visible if e.default), visible[0])
 

@@ -370,7 +370,7 @@ class Environment(_ServerSettings):
         """
         if unknown := [name for name in chosen if name not in self.profile_options]:
             known = ", ".join(self.profile_options)
-            there = f"There are: {known}." if known else "It has none."
+            there = f"Its options are: {known}." if known else "It has none."
             raise InvalidRequest(
                 f"{self.display_name} has no option {unknown[0][:60]!r}. {there}", field="options"
             )

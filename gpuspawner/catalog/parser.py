@@ -37,7 +37,7 @@ def find(folder: Path, key: str, name: str) -> Path:
         why = error.strerror if isinstance(error, OSError) else "its links form a loop"
         raise ValueError(
             f"names {shown(name)}, which cannot be read beside the catalog: {why}. Put the file "
-            "there, or leave the key out."
+            "there, or remove the key."
         ) from None
     if not path.is_relative_to(inner):
         raise ValueError(
@@ -49,8 +49,8 @@ def find(folder: Path, key: str, name: str) -> Path:
     most = MOST_BYTES[key]
     if found.st_size > most:
         raise ValueError(
-            f"names {shown(name)}, a file of {found.st_size} bytes; {most} are the most. Make it "
-            "smaller."
+            f"names {shown(name)}, a file of {found.st_size} bytes; at most {most} are allowed. "
+            "Make it smaller."
         )
     return path
 
@@ -168,7 +168,7 @@ def _check_targets(origin: Origin, *named: tuple[str, tuple[Mount, ...]]) -> Non
                     raise origin.error(
                         (key, mount.name, "target"),
                         f"{mount.name!r} would be mounted on {mount.target} and {other.name!r} on "
-                        f"{other.target}: one would hide the other. Give one another 'target'.",
+                        f"{other.target}: one would hide the other. Change the 'target' of one.",
                     )
             seen.append(mount)
 
@@ -182,8 +182,8 @@ def _check_slugs(origin: Origin, environments: list[Environment]) -> None:
         if slug in seen:
             raise origin.error(
                 ("environments", index, "slug"),
-                f"environments {seen[slug] + 1} and {index + 1} have the same slug {slug!r}. Give "
-                "one of them another.",
+                f"environments {seen[slug] + 1} and {index + 1} have the same slug {slug!r}. "
+                "Change one of them.",
             )
         seen[slug] = index
         if environment.default and default:
@@ -205,7 +205,7 @@ def _check_way_in(origin: Origin, environments: list[Environment]) -> None:
                 ("environments", index, "cpu_variant"),
                 f"environment {environment.slug!r} says 'cpu_variant: false', and its members have "
                 "no other that starts without a GPU: without credits they could not reach their "
-                "files. Add one for them, or leave it out.",
+                "files. Add one for them, or remove 'cpu_variant'.",
             )
 
 

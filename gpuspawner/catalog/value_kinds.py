@@ -95,7 +95,7 @@ def _line(value: object) -> str:
             f"is {shown(found)}, with a line break or a control character. Write one plain line."
         )
     if len(found) > MOST_LINE:
-        raise ValueError(f"has {len(found)} characters; {MOST_LINE} are the most. Shorten it.")
+        raise ValueError(f"has {len(found)} characters. Shorten it to {MOST_LINE}.")
     return found
 
 
@@ -114,7 +114,7 @@ FrameworkVersion = Annotated[str, Checked(_framework_version, _LINE)]
 def _long_text(value: object) -> str:
     found = text(value)
     if len(found) > MOST_TEXT:
-        raise ValueError(f"has {len(found)} characters; {MOST_TEXT} are the most. Shorten it.")
+        raise ValueError(f"has {len(found)} characters. Shorten it to {MOST_TEXT}.")
     return found
 
 
@@ -330,7 +330,7 @@ def is_inside(path: str, folder: str) -> bool:
 
 def _variable_name(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-        raise ValueError("is not a name of an environment variable. Use letters, digits and '_'.")
+        raise ValueError("is not the name of an environment variable. Use letters, digits and '_'.")
     if value.upper().startswith(_RESERVED_VARIABLES):
         raise ValueError(
             "is set by gpuspawner for every server, and cannot be set here. Leave it out."
@@ -342,7 +342,7 @@ def _variable_value(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"is {shown(value)}, not text. Put it in quotes.")
     if "\0" in value:
-        raise ValueError("holds a character that ends a text. Take it out.")
+        raise ValueError("contains a NUL character. Remove it.")
     return value
 
 

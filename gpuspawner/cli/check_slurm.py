@@ -159,7 +159,7 @@ def _check_slurm_controller(slurm: Slurm) -> CheckFinding:
     except GPUSpawnerError as error:
         return CheckFinding(name, Status.FAIL, error.message, remedy)
     if not is_tested(version):
-        text = f"This is Slurm {version}; gpuspawner was tried with {', '.join(TESTED)}."
+        text = f"This is Slurm {version}; gpuspawner is tested with {', '.join(TESTED)}."
         return CheckFinding(name, Status.FAIL, text, "Install one of these (Debian 12 has it).")
     if "UP" not in said.split():
         return CheckFinding(name, Status.FAIL, f"{said}.", remedy)
@@ -206,7 +206,7 @@ def _check_node(node: Node, seen: NodeState | None) -> CheckFinding:
         remedy = "Write both anew with gpuspawner slurm config, and restart slurmctld and slurmd."
         return CheckFinding(name, Status.FAIL, text, remedy)
     if seen.version and not seen.off and not is_tested(seen.version):
-        text = f"Its slurmd is {seen.version}; gpuspawner was tried with {', '.join(TESTED)}."
+        text = f"Its slurmd is {seen.version}; gpuspawner is tested with {', '.join(TESTED)}."
         return CheckFinding(name, Status.FAIL, text, "Install one of these there.")
     return CheckFinding(name, Status.OK, f"{seen.state}, {what}")
 
@@ -254,7 +254,7 @@ def _unfit(info: Mapping[str, Any], nested: bool) -> tuple[str, str] | None:
     """
     if nested and str(info.get("CgroupVersion", "1")) != "1":
         return (
-            "It has cgroup v2, and containers in their jobs' control groups were tried with v1.",
+            "It has cgroup v2, but containers in their jobs' control groups are tested with v1.",
             'c.GPUSlurmSpawner.job_cgroup = "" leaves limits to the environments; or start the '
             "node's kernel with systemd.unified_cgroup_hierarchy=0",
         )

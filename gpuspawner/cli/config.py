@@ -15,7 +15,7 @@ from traitlets.config import Config
 from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 
 from ..config import require_new_names
-from ..core.errors import ConfigError, StoreUnavailable
+from ..core.errors import ConfigError, GPUSpawnerError, StoreUnavailable
 from ..queue.scheduler import Scheduler
 from ..services import Services
 from ..settings import CONFIG_VARIABLE, ServiceSettings, config_from_environment
@@ -147,9 +147,11 @@ def read_file(path: Path) -> Config:
         raise ConfigError(f"There is no configuration file {path}. Name it with -f.") from None
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if isinstance(error, GPUSpawnerError):
+            why = error.message
         line = _line(error.__traceback__, path)
         raise ConfigError(
-            f"The configuration file {path}{line} does not load: {why}. "
+            f"The configuration file {path}{line} does not load: {why.rstrip('.')}. "
             "The hub would stop here too."
         ) from error
 

@@ -8,7 +8,7 @@ import traceback
 from sqlalchemy.exc import SQLAlchemyError
 from traitlets import TraitError
 
-from ..core.errors import ConfigError, GPUSpawnerError, StoreUnavailable
+from ..core.errors import ArchiveRefused, ConfigError, GPUSpawnerError, StoreUnavailable
 from .command import Invocation
 from .config import passwords, redact
 
@@ -35,6 +35,8 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, StoreUnavailable):
         why = f" It says: {_cause(error.__cause__)}" if error.__cause__ else ""
         return f"{error.message}{why}", REFUSED
+    if isinstance(error, ArchiveRefused) and error.said:
+        return f"{error.message} It says: {error.said}", REFUSED
     if isinstance(error, GPUSpawnerError):
         return error.message, REFUSED
     if isinstance(error, SQLAlchemyError):

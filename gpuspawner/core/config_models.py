@@ -95,7 +95,7 @@ _ENDS = {
     "model_type": "is {shown}, not a mapping. Write it as 'key: value' lines.",
     "no_value": "has no value. Write one, or leave the key out.",
     "string_type": "is {shown}, not text. Put it in quotes.",
-    "too_long": "has {length} entries; {max_length} are the most. Take some out.",
+    "too_long": "has {length} entries; at most {max_length} are allowed. Remove some.",
     "too_short": "is empty. Write at least one entry.",
     "value_error": "{error}",
 }

@@ -177,6 +177,12 @@ class ArchiveRefused(GPUSpawnerError):
 
     reason = "archive"
 
+    def __init__(self, what: str, said: object = "") -> None:
+        super().__init__(what=what)
+        self.what = what
+        self.said = str(said)
+        """The words of the system, the engine or a program, for logs and commands."""
+
 
 class UnknownArchive(Refused):
     """There is no archive {name!r} in the hub's folder of archives."""

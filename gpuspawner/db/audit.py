@@ -219,10 +219,10 @@ def _lots(connection: sa.Connection) -> Iterator[str]:
     taken = {name: int(total) for name, total in connection.execute(moved) if not is_system(name)}
     for name, total in connection.execute(said.order_by(lots.c.account)):
         if int(total) != taken.pop(name, 0):
-            yield f"The lots of {name} say that {total} microcredits were taken back at their end."
+            yield f"{total} microcredits of {name} expired by its lots, but not by its postings."
     for name, total in taken.items():
         if total:
-            yield f"{total} microcredits of {name} were taken back without a lot."
+            yield f"{total} microcredits of {name} expired by its postings, but not by its lots."
 
 
 def _refills(connection: sa.Connection) -> Iterator[str]:
@@ -239,7 +239,7 @@ def _refills(connection: sa.Connection) -> Iterator[str]:
         if found != (count, total):
             yield (
                 f"The refill {refill} of {occurrence:%Y-%m-%d %H:%M} UTC gave {total} "
-                f"microcredits to {count} accounts, but its postings {found[1]} to {found[0]}."
+                f"microcredits to {count} accounts, but its postings gave {found[1]} to {found[0]}."
             )
     for name in given:
         yield f"Credits were given for {name}, but no such occurrence is recorded."
@@ -251,22 +251,22 @@ def _places(connection: sa.Connection) -> Iterator[str]:
     places = sa.select(lease_places.c.lease_id, lease_places.c.uuid).select_from(joined).limit(1)
     kept = places.where(lease_places.c.open, ~OPEN_LEASE)
     for name, uuid in connection.execute(kept):
-        yield f"Lease {name} has ended, and still takes device {uuid}."
+        yield f"Lease {name} has ended, but still takes device {uuid}."
     lost = places.where(~lease_places.c.open, OPEN_LEASE)
     for name, uuid in connection.execute(lost):
-        yield f"Lease {name} is open, and its device {uuid} counts as free."
+        yield f"Lease {name} is open, but its device {uuid} counts as free."
 
 
 def _one_lease(connection: sa.Connection) -> Iterator[str]:
-    """Each place on a device has at most one open lease, and so has each server."""
+    """Each slot of a device has at most one open lease, and so has each server."""
     uuid, slot = lease_places.c.uuid, lease_places.c.slot
     taken = sa.select(uuid, slot).where(lease_places.c.open).group_by(uuid, slot)
     for place in connection.execute(taken.having(sa.func.count() > 1).limit(1)):
-        yield f"Place {place[1]} of device {place[0]} is leased twice."
+        yield f"Slot {place[1]} of device {place[0]} is leased twice."
     user, name = leases.c.user, leases.c.server_name
     running = sa.select(user, name).where(OPEN_LEASE).group_by(user, name)
     for server in connection.execute(running.having(sa.func.count() > 1).limit(1)):
-        yield f"The server {server[0]}/{server[1]} holds two leases."
+        yield f"The server {server[0]}/{server[1]} has two open leases."
 
 
 def _times(connection: sa.Connection) -> Iterator[str]:
@@ -295,7 +295,7 @@ CHECKS: dict[str, Check] = {
     "schema": _schema,
     "file": _file,
     "references": _references,
-    "one lease a place": _one_lease,
+    "one lease per slot": _one_lease,
     "places": _places,
     "order of times": _times,
     "keys": _keys,

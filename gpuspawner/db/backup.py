@@ -55,7 +55,7 @@ class RestoreResult:
 def back_up(store: Store, file: Path, *, overwrite: bool = False) -> int:
     """Copy the store into ``file``, for its owner only; return its size. Raises BackupRefused."""
     if file.exists() and not overwrite:
-        what = f"{file} is there already; name another file, or say --overwrite"
+        what = f"{file} already exists; name another file, or use --overwrite"
         raise BackupRefused(f"Nothing was copied: {what}.")
     try:
         with _partial(file) as part:
@@ -163,9 +163,9 @@ def prove(file: Path, copy: Path) -> dict[str, int]:
                 raise BackupRefused(f"{refused}: it is cut short.")
             known = "SELECT 1 FROM sqlite_master WHERE name = ?"
             if not connection.execute(known, (VERSION_TABLE,)).fetchone():
-                raise BackupRefused(f"{refused}: it is not a copy of a gpuspawner's database.")
+                raise BackupRefused(f"{refused}: it is not a copy of a gpuspawner database.")
     except sqlite3.Error as error:
-        what = f"it is damaged, cut short, or no copy of a gpuspawner's database ({error})"
+        what = f"it is damaged, cut short, or not a copy of a gpuspawner database ({error})"
         raise BackupRefused(f"{refused}: {what}.") from error
     except OSError as error:
         raise BackupRefused(f"{refused}: {_said(error)}.") from error
@@ -224,7 +224,7 @@ def _restore_file(store: Store, granter: LeaderLock, file: Path, overwrite: bool
     return RestoreResult(rows, kept)
 
 
-_THERE = "There is a database already: {what}. Say --overwrite to replace it ({how})."
+_THERE = "There is a database already: {what}. Use --overwrite to replace it ({how})."
 _USED = "The database is in use{whose}. Stop the hub and its services first; nothing was changed."
 
 

@@ -15,7 +15,7 @@ from . import backup as db_backup
 from .audit import AuditFinding
 from .leader import LeaderLock, identity_file, read_identity
 
-UNKNOWN_HEAD = "rows up to it were changed or deleted by hand, or it is of another database."
+UNKNOWN_HEAD = "earlier rows were changed or deleted by hand, or it is from another database."
 
 
 @command()
@@ -38,11 +38,11 @@ def audit(settings: Settings, head: str) -> int:
     value = plain(findings, rows) | {"head": head or None}
     said = text(findings, rows)
     if head:
-        said += f"\nHead of the audit chain, to be kept elsewhere: {head}"
+        said += f"\nHead of the audit chain (keep it elsewhere): {head}"
     if noted:
         value["knows_head"] = known
         if not known:
-            said += f"\nThe chain does not have the head {printable(noted)}: {UNKNOWN_HEAD}"
+            said += f"\nThe chain does not contain the head {printable(noted)}: {UNKNOWN_HEAD}"
     show(value, said)
     return 0 if holds(findings) and known else 1
 
@@ -88,9 +88,9 @@ def backup(settings: Settings, file: Path, overwrite: bool) -> None:
     store = settings.open_services().store
     size = db_backup.back_up(store, file, overwrite=overwrite)
     text = f"Copied the database to {file} ({size / 1_000_000:.1f} MB, for its owner only)."
-    text += f" Prove it with: gpuspawner restore --check {file}"
+    text += f" Check it with: gpuspawner restore --check {file}"
     head = db_backup.head(file)
-    text += f"\nHead of its audit chain, to be kept elsewhere: {head}"
+    text += f"\nHead of its audit chain (keep it elsewhere): {head}"
     show({"file": str(file), "bytes": size, "head": head}, text)
 
 
@@ -110,7 +110,7 @@ def restore(settings: Settings, file: Path, check: bool, overwrite: bool) -> Non
     where = shown_url(settings.database_url)
     text = f"Restored {file} to {where}: every invariant holds ({_looked_at(done.rows)})."
     if done.kept:
-        text += f" What was there before is kept: {done.kept}"
+        text += f" The old database is kept: {done.kept}"
     value = {"file": str(file), "rows": done.rows, "restored": True, "kept": done.kept or None}
     show(value, text)
 
@@ -126,14 +126,14 @@ def takeover(settings: Settings, yes: bool) -> None:
     path = identity_file(settings.config)
     if not (identity := read_identity(path)):
         raise Refused(
-            f"No hub has started here yet: there is no file {path}. Type this in the hub's working "
+            f"No hub has started here yet: there is no file {path}. Run this in the hub's working "
             "directory, with its configuration (-f)."
         )
     services = settings.open_services()
     granter = LeaderLock(services.store, identity)
     found, has_something = granter.owner()
     if found is None or found.hub == identity:
-        text = "Nothing to do: the database belongs to this hub, or to nobody yet."
+        text = "Nothing to do: the database belongs to this hub or to none."
         show({"changed": False, "hub": identity}, text)
         return
     if has_something:

@@ -412,7 +412,7 @@ def upgrade(connection: sa.Connection) -> None:
         return
     if current is not None and current not in versions():
         what = (
-            f"the database is of version {current}, which this gpuspawner does not know; "
+            f"the database has version {current}, which this gpuspawner does not know; "
             "install the newer gpuspawner again, or restore the database from before its upgrade"
         )
         raise ConfigError(what=what)

@@ -438,7 +438,7 @@ def _compared(
         for ref, facts in portion.items():
             sealed = known.get(ref)
             if not sealed:
-                yield f"{_named(kind, ref)} was put in by hand: it has no seal."
+                yield f"{_named(kind, ref)} was inserted by hand: it has no seal."
             elif sealed != _hash(facts):
                 yield f"{_named(kind, ref)} was changed by hand after it was written."
 
@@ -450,9 +450,11 @@ def _named(kind: str, ref: str) -> str:
 
 def _broken(what: str, link: str | None) -> str:
     if link is None:
-        why = "has no link to the one before it: it was put in by hand, or what was written with it"
+        why = (
+            "has no link to the one before it: it was inserted by hand, or what was written with it"
+        )
     else:
-        why = "does not follow the one before it: it was changed or put in by hand, or what was "
+        why = "does not follow the one before it: it was changed or inserted by hand, or what was "
         why += "before it"
     return f"{what} {why} was deleted."
 

@@ -50,7 +50,7 @@ def read_identity(path: Path) -> str:
     except FileNotFoundError:
         return ""
     if not _ID.fullmatch(text):
-        what = f"{path} does not hold a hub's id. Put it back from a backup, or remove it"
+        what = f"{path} does not contain a hub's id. Restore it from a backup, or remove it"
         raise ConfigError(what=what)
     return text
 
@@ -124,7 +124,7 @@ _TRIES = 5
 
 
 TAKE_OVER = (
-    "Start that hub again, or, if it is gone for good, type in this hub's working directory: "
+    "Start that hub again or, if it is gone for good, run in this hub's working directory: "
     "gpuspawner takeover"
 )
 """What an admin can do about NotTheOwner."""

@@ -6,8 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,119 +20,98 @@ from tornado import web
 from ..catalog.image_updates import ImageOffer, ImageUpdater
 from ..core.aio import in_daemon_thread
 from ..core.errors import ClockWasSet, EngineUnavailable, GPUSpawnerError, Refused
+from ..core.jobs import DONE, Job, JobTable
 from ..engines.images import Connect, PullProgress
-from ..engines.preflight import Status, words_of
+from ..engines.preflight import Status
 from ..services import Services
 from .handlers import HubPageHandler
 
 REGISTRY_SECONDS = 30.0
 """Seconds that the question waits for a registry."""
 
-PULLING, TESTING, DONE, FAILED = "pulling", "testing", "done", "failed"
+PULLING, TESTING = "pulling", "testing"
 
 ENDED_KEPT = 5
 """Of how many updates that have ended the result is shown."""
 
 KEY = "gpuspawner_image_updates"
 
+_FAILURE = (
+    "The container engine or the file system may be at fault. See that both work, then try again: "
+    "the Hub's log says what went wrong."
+)
 
-@dataclass(frozen=True, slots=True)
-class UpdateJob:
-    """An update that runs, or what became of it."""
 
-    id: int
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateJob(Job):
+    """An update; its bytes are those that were downloaded."""
+
     slug: str
     old: str
     new: str
-    actor: str
-    started_at: datetime
     state: str = PULLING
-    done_bytes: int = 0
-    """Downloaded so far."""
     all_bytes: int = 0
     """Of all layers whose download has begun."""
-    ended_at: datetime | None = None
-    error: str = ""
-    """Why the environment keeps its image, or what else went wrong."""
-
-    @property
-    def is_open(self) -> bool:
-        """True if it has not ended."""
-        return self.state in (PULLING, TESTING)
 
 
 class ImageUpdates:
     """Runs one update at a time, in a thread that the Hub does not wait for at its end.
 
-    An update that ends with the Hub has changed nothing: the catalog's file is written at the end.
+    If the Hub ends during an update, nothing has changed: the catalog's file is written last.
     """
 
     def __init__(self, services: Services, log: logging.Logger) -> None:
         self._services = services
         self._log = log
-        self._lock = threading.Lock()
-        self._jobs: dict[int, UpdateJob] = {}
-        self._last = 0
+        self._table = JobTable[UpdateJob](services.clock, ENDED_KEPT)
 
     def jobs(self) -> list[UpdateJob]:
         """Return what runs or ended lately, newest first."""
-        with self._lock:
-            return sorted(self._jobs.values(), key=lambda job: -job.id)
+        return self._table.jobs()
 
     def start(self, updater: ImageUpdater, offer: ImageOffer, actor: str) -> UpdateJob:
         """Begin to update to what was offered. Raises Refused while another update runs."""
-        now = self._services.clock()
-        with self._lock:
-            for job in self._jobs.values():
-                if job.is_open:
-                    raise Refused(
-                        f"{job.slug} is being updated just now, and one is updated at a time. Wait "
-                        "until that has ended: nothing was changed."
-                    )
-            self._last += 1
-            job = UpdateJob(
-                self._last, offer.environment.slug, offer.old, offer.new, actor, started_at=now
-            )
-            self._jobs[job.id] = job
+        job = UpdateJob(
+            slug=offer.environment.slug,
+            old=offer.old,
+            new=offer.new,
+            actor=actor,
+            started_at=self._services.clock(),
+        )
+        with self._table.lock:
+            for other in self._table.open_jobs():
+                raise Refused(
+                    f"{other.slug} is being updated just now, and one is updated at a time. Wait "
+                    "until that has ended: nothing was changed."
+                )
+            job = self._table.add(job)
         threading.Thread(
-            target=self._run, args=(updater, job), name="gpuspawner-update", daemon=True
+            target=self._table.run,
+            args=(job, partial(self._update, updater), self._log, _FAILURE),
+            name="gpuspawner-update",
+            daemon=True,
         ).start()
         return job
 
-    def _run(self, updater: ImageUpdater, job: UpdateJob) -> None:
-        try:
-            error = self._update(updater, job)
-        except GPUSpawnerError as refusal:
-            error = refusal.message
-        except (DockerException, RequestException, OSError) as failure:
-            error = f"{words_of(failure)}."
-        except Exception:
-            self._log.exception("The update of %s failed", job.slug)
-            error = "Something went wrong: the Hub's log says more."
-        if error:
-            self._change(job.id, state=FAILED, error=error, ended_at=self._services.clock())
-
-    def _update(self, updater: ImageUpdater, job: UpdateJob) -> str:
-        """Update, and return why the environment keeps its image, if it does."""
+    def _update(self, updater: ImageUpdater, job: UpdateJob) -> None:
+        """Update. Raises Refused if the environment keeps its image."""
 
         def follow(_: str, progress: Iterator[PullProgress]) -> None:
             for now in progress:
-                self._change(job.id, done_bytes=now.got, all_bytes=now.size)
+                self._table.change(job.id, done_bytes=now.got, all_bytes=now.size)
 
         done = updater.update(
             job.slug,
             digest=job.new.partition("@")[2],
             follow=follow,
-            test=partial(self._change, job.id, state=TESTING),
+            test=partial(self._table.change, job.id, state=TESTING),
         )
         failed = [finding for finding in done.findings if finding.status is not Status.OK]
         if failed:
-            return "It failed its test: " + " ".join(f"{f.name}: {f.text}" for f in failed)
+            raise Refused("It failed its test: " + " ".join(f"{f.name}: {f.text}" for f in failed))
         if not done.is_done:
-            return "It has the newest image already."
-        error = self._noted(job)
-        self._change(job.id, state=DONE, error=error, ended_at=self._services.clock())
-        return ""
+            raise Refused("It has the newest image already.")
+        self._table.end(job.id, DONE, error=self._noted(job))
 
     def _noted(self, job: UpdateJob) -> str:
         """Record it in the audit log; return what to say if that is not possible."""
@@ -152,13 +130,6 @@ class ImageUpdates:
             self._log.error("The update of %s is not in the audit log: %s", job.slug, error)
             return "The audit log could not be written."
         return ""
-
-    def _change(self, job_id: int, **values: Any) -> None:
-        with self._lock:
-            self._jobs[job_id] = replace(self._jobs[job_id], **values)
-            ended = [job.id for job in self._jobs.values() if not job.is_open]
-            for old in ended[:-ENDED_KEPT]:
-                del self._jobs[old]
 
 
 def updates_of(
@@ -216,7 +187,7 @@ class ImageUpdatePage(UpdatesHandler):
         try:
             offer = await self._offer(updater, slug)
             if offer.digest != self.get_query_argument("digest", ""):
-                raise Refused("The registry offers another image by now: look at it once more.")
+                raise Refused("The registry now offers another image: look at it again.")
             self.updates.start(updater, offer, self.current_user.name)
         except GPUSpawnerError as refusal:
             await self._ask(slug, refusal)
@@ -259,7 +230,7 @@ async def in_time(work: Callable[[], ImageOffer]) -> ImageOffer:
     await asyncio.wait({task}, timeout=REGISTRY_SECONDS)
     if not task.done():
         task.cancel()
-        raise EngineUnavailable("The engine or the registry does not answer. Nothing was changed.")
+        raise EngineUnavailable("The engine or registry is not responding. Nothing was changed.")
     try:
         return task.result()
     except (DockerException, RequestException, OSError) as error:

@@ -40,7 +40,7 @@ class StartAnswer(Enum):
 
 
 class HubClient:
-    """The Hub, by a service's token. Raises Unavailable if it is not responding as expected."""
+    """The Hub, by a service's token. Raises Unavailable if its answer is missing or unexpected."""
 
     def __init__(self, api_url: str, token: str, ssl_context: ssl.SSLContext | None = None) -> None:
         self.api_url = api_url.rstrip("/")
@@ -162,12 +162,11 @@ class HubClient:
                 raise _not_allowed(method, path) from None
             raise Unavailable(
                 f"The Hub answered {method} {path.partition('?')[0]} with {error.code} "
-                f"({error.message}). It is tried again in the next round."
+                f"({error.message}). The next round asks again."
             ) from None
         except (OSError, ValueError) as error:
             raise Unavailable(
-                f"The Hub at {self.api_url} is not responding ({error}). It is asked again at the "
-                "next round."
+                f"The Hub at {self.api_url} is not responding ({error}). The next round asks again."
             ) from None
 
 

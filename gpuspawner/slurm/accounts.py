@@ -350,9 +350,9 @@ def plan_sync(
     theirs = {name for name in asked.accounts if name in found.accounts and not found.is_ours(name)}
     for name in sorted(theirs):
         problems.append(
-            f"Slurm has an account {name} that is not below {ROOT_ACCOUNT}: it is not "
-            f"ours, and stays as it is. Give it another name, or another parent: sacctmgr modify "
-            f"account {name} set parent={ROOT_ACCOUNT}."
+            f"Slurm has an account {name} outside {ROOT_ACCOUNT}, which was left unchanged. Rename "
+            f"the group, or let gpuspawner manage the account: sacctmgr modify account {name} "
+            f"set parent={ROOT_ACCOUNT}."
         )
     for name, row in asked.accounts.items():
         if name not in theirs:
@@ -361,8 +361,8 @@ def plan_sync(
     for user, (account, row, qos) in asked.users.items():
         if (account, user) not in found.places and is_system(user):
             problems.append(
-                f"The member {user} cannot have jobs: on this machine {user} is a user of the "
-                "system. Give the member another name in the hub."
+                f"The member {user} cannot have jobs: {user} is a system user on this machine. "
+                "Give the member another name in the hub."
             )
         elif account not in theirs:
             changes += _changes(user, account, row, qos, found)
@@ -387,8 +387,8 @@ def check_version(slurm: Slurm) -> None:
     """Raise SlurmRefused for an untested version of Slurm, whose syntax may differ."""
     said = slurm.run("sacctmgr", "--version").strip()
     if not is_tested(said):
-        why = f"it is {said}, and gpuspawner was tried with {' and '.join(TESTED)}"
-        raise SlurmRefused(why=f"{why}. Install that one")
+        why = f"this is {said}, but gpuspawner is tested with {' and '.join(TESTED)}"
+        raise SlurmRefused(why=f"{why}. Install a tested version")
 
 
 def is_there(slurm: Slurm, cluster: str, asked: WantedAssociations) -> bool:

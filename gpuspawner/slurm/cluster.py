@@ -148,8 +148,8 @@ class Node:
         """Return the device with Slurm's ``index``, from 0. Raises ConfigError."""
         if not 0 <= index < len(self.devices):
             raise ConfigError(
-                f"Slurm gave the device {index} of the node {self.name}, and cluster.yaml knows "
-                f"{len(self.devices)} there. Run gpuspawner slurm config again."
+                f"Slurm allocated device {index} of the node {self.name}, but cluster.yaml lists "
+                f"only {len(self.devices)} there. Run gpuspawner slurm config again."
             )
         return self.devices[index]
 
@@ -193,7 +193,7 @@ class Cluster:
         """Return the node with this name. Raises ConfigError for an unknown one."""
         if (found := self._nodes.get(name)) is None:
             raise ConfigError(
-                f"Slurm names the node {name}, which cluster.yaml does not know. Add it: "
+                f"Slurm has the node {name}, which is not in cluster.yaml. Add it: "
                 "gpuspawner slurm config."
             )
         return found
@@ -212,8 +212,8 @@ def engine_address(value: object) -> str:
     parts = urlsplit(found)
     if parts.scheme in ("tcp", "http"):
         raise ValueError(
-            f"is {shown(found)}: an engine on plain TCP makes everybody root who reaches its port. "
-            "Use ssh://USER@NODE, or https://NODE:2376 with 'tls'."
+            f"is {shown(found)}: anyone who can reach the port of an engine on plain TCP is root "
+            "on the node. Use ssh://USER@NODE, or https://NODE:2376 with 'tls'."
         )
     if not _is_url(parts, "ssh", "https"):
         raise ValueError(
@@ -231,8 +231,8 @@ def sampler_address(value: object) -> str:
         raise ValueError(f"is {shown(found)}. Write https://10.0.0.11:9401, or unix:///PATH.")
     if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "::1", "localhost"):
         raise ValueError(
-            f"is {shown(found)}: without TLS everybody on the network could answer in its place. "
-            "Write https://; http:// is for 127.0.0.1, on the hub's own machine."
+            f"is {shown(found)}: without TLS, anyone on the network could pose as the sampler. "
+            "Write https://; http:// is only for 127.0.0.1, the hub's own machine."
         )
     return found.rstrip("/")
 
@@ -258,7 +258,7 @@ def _is_url(parts: SplitResult, *schemes: str) -> bool:
 def _address(value: object) -> str:
     found = text(value)
     if not _is_address(found):
-        raise ValueError(f"is {shown(found)}, neither an IP address nor a host's name.")
+        raise ValueError(f"is {shown(found)}, neither an IP address nor a host name.")
     return found
 
 
@@ -267,7 +267,7 @@ def _ip_address(value: object) -> str:
     try:
         return str(ipaddress.ip_address(found))
     except ValueError:
-        raise ValueError(f"is {shown(found)}, no IP address such as 10.0.0.11.") from None
+        raise ValueError(f"is {shown(found)}, not an IP address such as 10.0.0.11.") from None
 
 
 def _is_address(word: str) -> bool:
@@ -281,7 +281,7 @@ def _is_address(word: str) -> bool:
 def _model(value: object) -> str:
     found = text(value)
     if not found.isprintable() or len(found) > 100:
-        raise ValueError(f"is {shown(found)}, not a model's name such as NVIDIA A100-SXM4-80GB.")
+        raise ValueError(f"is {shown(found)}, not a model name such as NVIDIA A100-SXM4-80GB.")
     return found
 
 
@@ -323,14 +323,14 @@ class NodeEntry(ConfigModel):
         https = [key for key in ("engine", "sampler") if getattr(self, key)[:8] == "https://"]
         if "engine" in https and self.tls is None:
             raise mistake(
-                "has an engine that needs 'tls' with 'ca', 'certificate' and 'key': who reaches an "
-                "engine that asks for no certificate is root on the node.",
+                "has an engine that needs 'tls' with 'ca', 'certificate' and 'key': anyone who can "
+                "reach an engine that asks for no certificate is root on the node.",
                 "engine",
             )
         if https and self.tls is None:
-            raise mistake("has an https:// sampler, which needs 'tls', too.", "sampler")
+            raise mistake("has an https:// sampler, which also needs 'tls'.", "sampler")
         if self.tls is not None and not https:
-            raise mistake("has 'tls', which belongs to an https:// engine.", "tls")
+            raise mistake("has 'tls' but no https:// address that uses it. Leave it out.", "tls")
         return self
 
 
@@ -377,8 +377,8 @@ def _check_devices(origin: Origin, read: ClusterFile) -> None:
             if device.uuid in seen:
                 raise origin.error(
                     ("nodes", name, "devices", index, "uuid"),
-                    f"the device {device.uuid} is on the node {seen[device.uuid]} already. A "
-                    "device is on one node.",
+                    f"the device {device.uuid} is already listed for the node {seen[device.uuid]}. "
+                    "List each device once.",
                 )
             seen[device.uuid] = name
 
@@ -427,5 +427,5 @@ def _fault_of(path: str, *, is_secret: bool) -> str:
     if not stat.S_ISREG(mode):
         return "is not an ordinary file."
     if is_secret and mode & 0o077:
-        return f"others can read, and with it be root on the node: chmod 600 {path}"
+        return f"other users can read, which makes them root on the node: run chmod 600 {path}"
     return ""

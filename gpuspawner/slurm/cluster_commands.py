@@ -63,15 +63,15 @@ class HostInventory:
 
 def _line(value: object) -> str:
     if not isinstance(value, str) or not value.isprintable() or len(value) > 200:
-        raise ValueError(f"is {shown(value)}, not one line of text.")
+        raise ValueError(f"is {shown(value)}, not a single line of text.")
     return value.strip()
 
 
 def _require_whole(uuid: str) -> str:
     if uuid.startswith("MIG-"):
         raise ValueError(
-            f"is {uuid}, a MIG instance, which gpuspawner slurm config does not write. Leave MIG "
-            "mode (nvidia-smi -mig 0), or write gres.conf and cluster.yaml by hand."
+            f"is {uuid}, a MIG instance, which gpuspawner slurm config does not support. Turn MIG "
+            "mode off (nvidia-smi -mig 0), or write gres.conf and cluster.yaml by hand."
         )
     return uuid
 
@@ -245,7 +245,7 @@ def fetched(host: str) -> str:
     Raises ConfigError.
     """
     ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "--", host]
-    remedy = f"Run it there by hand, and give the file: {host}=FILE."
+    remedy = f"Run it there by hand and name the file: {host}=FILE."
     try:
         done = subprocess.run(
             [*ssh, "gpuspawner", "slurm", "inventory"],
@@ -256,13 +256,15 @@ def fetched(host: str) -> str:
             check=False,
         )
     except FileNotFoundError:
-        raise ConfigError(f"There is no ssh on this machine to ask {host} by. {remedy}") from None
+        raise ConfigError(
+            f"{host} cannot be queried without ssh: install it here. {remedy}"
+        ) from None
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{host} did not respond within 60 seconds. {remedy}") from None
     if done.returncode:
         said = " ".join(done.stderr.split())[-300:] or f"ssh ended with {done.returncode}"
         raise ConfigError(
-            f"gpuspawner slurm inventory cannot be asked on {host}: {said.rstrip('.')}. {remedy}"
+            f"gpuspawner slurm inventory failed on {host}: {said.rstrip('.')}. {remedy}"
         )
     return done.stdout
 
@@ -386,5 +388,5 @@ def _since(text: str, zone: str, now: datetime) -> datetime:
     except ValueError as error:
         raise InvalidRequest(f"--since: {error}", field="since") from None
     if moment >= now:
-        raise InvalidRequest(f"--since: {text} is still to come.", field="since")
+        raise InvalidRequest(f"--since: {text} is in the future.", field="since")
     return moment

@@ -143,7 +143,7 @@ _SETTING = re.compile(r"[A-Za-z][A-Za-z0-9]{1,60}")
 def slurm(settings: Settings) -> None:
     """Refuse: a subcommand is needed."""
     raise ConfigError(
-        "Say what: gpuspawner slurm config HOST..., inventory, sampler, sync or audit."
+        "Name a subcommand: gpuspawner slurm config HOST..., inventory, sampler, sync or audit."
     )
 
 
@@ -265,8 +265,8 @@ def _show_drafts(
     show(plain, "\n".join(lines))
     if lost:
         note(
-            f"gpuspawner: Nothing was written: {', '.join(edited)} was edited by hand. Give --set "
-            "or another option in place of the edit, or replace it with --force."
+            f"gpuspawner: Nothing was written: {', '.join(edited)} was edited by hand. Use --set "
+            "or another option instead of the edit, or replace the file with --force."
         )
 
 
@@ -314,8 +314,8 @@ def _nodes(
         found = _inventory(host, file, settings)
         if found.hostname in nodes:
             raise ConfigError(
-                f"Two hosts are called {found.hostname}: give each a name of its own (hostnamectl "
-                "set-hostname)."
+                f"Two hosts are called {found.hostname}: give one of them another name "
+                "(hostnamectl set-hostname)."
             )
         _check_versions(host, found)
         engine, tls = addresses.engine_of(options, host, found)
@@ -347,7 +347,7 @@ def _check_versions(host: str, found: HostInventory) -> None:
         note(f"{host} has no slurmd yet: install slurmd and slurm-client there.")
     elif not is_tested(found.slurm):
         raise ConfigError(
-            f"{host} has Slurm {found.slurm}, which gpuspawner was not tried with. Install "
+            f"{host} has Slurm {found.slurm}, which gpuspawner is not tested with. Install "
             f"{' or '.join(TESTED)} (Debian 12 has it)."
         )
     if not found.engine:
@@ -361,11 +361,11 @@ def _address(host: str, found: HostInventory, options: SlurmOptions) -> str:
         told = str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
     except OSError:
         raise ConfigError(
-            f"The address of {name} cannot be found. Give it in place of the name."
+            f"The address of {name} cannot be found. Give the address instead of the name."
         ) from None
     if told.startswith("127."):
-        more = f"--controller {found.hostname}=ADDRESS" if own else "its address in place of it"
-        raise ConfigError(f"{name} is {told} here, which no other machine reaches. Give {more}.")
+        more = f"--controller {found.hostname}=ADDRESS" if own else "its address instead"
+        raise ConfigError(f"{name} is {told} here, which no other machine can reach. Give {more}.")
     return told
 
 
@@ -437,7 +437,7 @@ def sampler(settings: Settings, listen: str, tls: Path, processes_seconds: float
         raise ConfigError(f"--processes {processes_seconds:g}: write {LEAST_SECONDS:.0f} to 86400.")
     source = open_source(settings.services.devices.source)
     if not isinstance(source, SamplingSource):
-        raise ConfigError(f"{source.name} does not tell what its devices do.")
+        raise ConfigError(f"The source {source.name} does not report the use of its devices.")
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
     recorder = Recorder(source.sampler(processes_seconds))
     asyncio.run(_until_ended(recorder, url, tls))

@@ -144,8 +144,8 @@ class NodeImages:
     def _give_up_or_wait(self, wanted: WantedImage, able: Collection[str]) -> None:
         if not wanted.pulls:
             raise InvalidRequest(
-                f"The image {wanted.name} is on no machine, and pulling is off. Choose another "
-                "environment, or tell your admin."
+                f"No machine has the image {wanted.name}, and images are not pulled here. Choose "
+                "another environment, or tell your admin."
             )
         with self._lock:
             failed = [self._failed.get((name, wanted.name)) for name in able]
@@ -163,12 +163,12 @@ class NodeImages:
             now = {name: self._pulls[name, image] for name in able if (name, image) in self._pulls}
             failed = {name for name in able if self._failed.get((name, image), NEVER)[1] > since}
         if not now and all(self._seen[name, image][0] is None for name in able):
-            return f"no machine answers that could have its image {image}"
+            return f"no machine that could have its image {image} is responding"
         if not now:  # then another process pulls it, if one can
             lack = {name for name in able if self._seen[name, image][0] is False}
             now = dict.fromkeys(lack - failed)
         if not now:
-            return f"its image {image} is on no machine yet"
+            return f"no machine has its image {image} yet"
         # The most advanced one counts: then the server can start.
         best = max((each for each in now.values() if each), key=_part, default=None)
         said = f"its image {image} is being fetched to {' and '.join(sorted(now))}"

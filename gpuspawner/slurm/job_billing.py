@@ -290,9 +290,9 @@ class JobBillingService:
             return
         self._told = {**self._told, run.key: said}
         self.log.error(
-            "Job %s of %s on %s cannot be charged, all others are (%s). Repair that: gpuspawner "
-            "audit says what is wrong with the books. It is tried again within a day, and for %d "
-            "days; after that take the credits by hand with gpuspawner grant.",
+            "Job %s of %s on %s cannot be charged (%s); other jobs are. gpuspawner audit says what "
+            "is wrong with the books: repair it. The hub retries daily for %d days; after that, "
+            "take the credits by hand with gpuspawner grant.",
             *(run.label, run.user, cluster.name, said, LOOK_BACK.days),
             exc_info=None if isinstance(error, GPUSpawnerError) else error,
         )
@@ -357,7 +357,7 @@ class JobBillingService:
         repository.insert(connection, job)
         if member is None:
             self.log.warning(
-                "Job %s of %s on %s has %s, and no member is that user: nobody is charged",
+                "Job %s of %s on %s has %s, but this user is not a member: nobody is charged",
                 *(run.label, run.user, cluster.name, job.devices),
             )
         return job
@@ -506,7 +506,7 @@ class ClusterAuditService:
         for ticket in there:
             run = held[ticket.id]
             if ticket.id not in served and run.ended_at and run.seconds > TOLERANCE:
-                what = f"job {run.label} had its devices for {run.seconds} s, and no session did"
+                what = f"job {run.label} had its devices for {run.seconds} s, but no session did"
                 subject = f"ticket {ticket.id} of {ticket.server}"
                 found.append(SessionDifference(subject, what, 0, run.seconds))
         return found
@@ -536,7 +536,7 @@ def _compared(mine: list[Lease], runs: list[JobRun]) -> list[SessionDifference]:
     ends = [lease.ended_at for lease in mine if lease.ended_at]
     ours = round((max(ends) - min(lease.granted_at for lease in mine)).total_seconds())
     if not runs:
-        what = f"it had devices for {ours} s, and Slurm knows no job for it"
+        what = f"it had devices for {ours} s, but Slurm has no job for it"
         return [SessionDifference(subject, what, ours, 0)] if ours > TOLERANCE else []
     theirs = sum(run.seconds for run in runs)
     found = []

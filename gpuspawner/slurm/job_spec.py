@@ -104,7 +104,7 @@ def _wanted(request: Request, cluster: Cluster) -> tuple[str, list[str], Collect
     fitting = {device.uuid for device in suitable(request, devices_of(cluster))}
     if cluster.shards and request.devices > 1:
         raise TooMuchAsked(
-            "The GPUs of this cluster are shared in parts, and a server has one part. Ask for 1.",
+            "GPUs are shared on this cluster, and a server gets one slot. Ask for 1 GPU.",
             asked=request.devices,
             most=1,
         )
@@ -146,7 +146,7 @@ def _too_many(request: Request, most: int) -> TooMuchAsked:
     if not most:
         return TooMuchAsked(f"No machine has {what}. Choose another.", asked=request.devices)
     return TooMuchAsked(
-        f"You asked for {request.devices} {what} for one server, and no machine has more than "
+        f"You asked for {request.devices} {what} for one server, but no machine has more than "
         f"{most}. Ask for {most} at most.",
         asked=request.devices,
         most=most,

@@ -42,22 +42,22 @@ _GIVEN = re.compile(r"(gpu|shard)(?::[^,()]*)?\(IDX:([0-9,-]+)\)")
 _REASONS = {
     "None": "",
     "Resources": "",
-    "Priority": "others go first",
+    "Priority": "other requests go first",
     "Dependency": "another job has to end first",
     "JobHeldAdmin": "an admin holds it back",
     "JobHeldUser": "it is held back",
-    "BeginTime": "its time has not come yet",
+    "BeginTime": "it is set to start later",
     "PartitionDown": "the partition is closed",
     "PartitionInactive": "the partition is closed",
     "PartitionTimeLimit": "the session is longer than the partition allows",
-    "PartitionNodeLimit": "the partition does not allow as many machines",
+    "PartitionNodeLimit": "the partition does not allow that many machines",
     "QOSMaxGRESPerUser": "you have as many GPUs as one member may have",
     "MaxGRESPerUser": "you have as many GPUs as one member may have",
     "QOSMaxJobsPerUserLimit": "you have as many servers as one member may have",
     "AssocGrpGRES": "your group has as many GPUs as it may have",
     "QOSGrpGRES": "your group has as many GPUs as it may have",
     "AssocMaxJobsLimit": "you have as many servers as one member may have",
-    "ReqNodeNotAvail": "the machines that would do are closed or away",
+    "ReqNodeNotAvail": "the suitable machines are closed or down",
     "Reservation": "the machines are reserved",
     "InvalidAccount": "your account in Slurm is closed",
     "InvalidQOS": "your account in Slurm may not use this QOS",
@@ -123,7 +123,7 @@ class SlurmJob:
 
 _ENDS = {
     "CANCELLED": "its job in Slurm was cancelled",
-    "TIMEOUT": "its time in Slurm was over",
+    "TIMEOUT": "it reached its time limit in Slurm",
     "NODE_FAIL": "its machine was lost",
     "PREEMPTED": "preempted by a job with higher priority",
 }
@@ -149,14 +149,14 @@ def jobs_of(text: str) -> list[SlurmJob]:
             raise SlurmUnavailable(why=f"squeue says {str(errors)[:200]}")
         return [_job(each) for each in (*found["jobs"], *rows)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"squeue --json did not respond as Slurm 22.05 does ({error!r:.80})"
+        why = f"squeue --json did not answer in Slurm 22.05's format ({error!r:.80})"
         raise SlurmUnavailable(why=why) from None
 
 
 def _must_be_tested(meta: Mapping[str, Any]) -> None:
     release = str(meta.get("Slurm", {}).get("release", ""))
     if release and not is_tested(release):
-        why = f"it is Slurm {release}, and gpuspawner was tried with {' and '.join(TESTED)}"
+        why = f"this is Slurm {release}, but gpuspawner is tested with {' and '.join(TESTED)}"
         raise SlurmUnavailable(why=why)
 
 
@@ -349,7 +349,7 @@ def behind(slurm: Slurm) -> int:
     """
     found = _BEHIND.search(slurm.run("sdiag"))
     if found is None:
-        why = "sdiag does not say how far the accounting database is behind, as Slurm 22.05 does"
+        why = "sdiag does not report the accounting database's backlog, as in Slurm 22.05"
         raise SlurmUnavailable(why=why)
     return int(found[1])
 
@@ -473,7 +473,7 @@ def _moment(moment: datetime) -> str:
 
 
 def _strange(row: str) -> SlurmUnavailable:
-    return SlurmUnavailable(why=f"sacct did not respond as Slurm 22.05 does ({row[:80]!r})")
+    return SlurmUnavailable(why=f"sacct did not answer in Slurm 22.05's format ({row[:80]!r})")
 
 
 # The devices of a run.

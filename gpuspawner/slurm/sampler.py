@@ -134,12 +134,12 @@ def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> SamplerRepor
     try:
         told: Any = json.loads(body)
     except (ValueError, RecursionError):
-        raise InvalidAnswer("what it says is not JSON") from None
+        raise InvalidAnswer("its answer is not JSON") from None
     if not isinstance(told, dict) or "version" not in told:
-        raise InvalidAnswer("it is not a sampler of gpuspawner")
+        raise InvalidAnswer("it is not a gpuspawner sampler")
     if told["version"] != VERSION:
         raise InvalidAnswer(
-            f"it is of another version (it says {told['version']!r:.20}, and {VERSION} is wanted): "
+            f"its version is {told['version']!r:.20} and must be {VERSION}: "
             "install the same gpuspawner there as here"
         )
     try:
@@ -152,7 +152,7 @@ def read(body: bytes, now: datetime, indices: Mapping[str, int]) -> SamplerRepor
             trouble=_word(told["trouble"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise InvalidAnswer(f"what it says makes no sense ({error!r:.80})") from None
+        raise InvalidAnswer(f"its answer is not valid ({error!r:.80})") from None
 
 
 def _look(look: Any, now: datetime, indices: Mapping[str, int]) -> dict[str, Sample]:
@@ -160,7 +160,7 @@ def _look(look: Any, now: datetime, indices: Mapping[str, int]) -> dict[str, Sam
     if isinstance(age, bool) or not isinstance(age, int | float) or not math.isfinite(age):
         raise ValueError("an age that is not a number")
     if not 0 <= age <= OLDEST:
-        raise ValueError(f"a look that is {age:g} seconds old")
+        raise ValueError(f"a sample that is {age:g} seconds old")
     at = now - timedelta(seconds=age)
     found: dict[str, Sample] = {}
     for said in _listed(look["devices"], 1000):
@@ -187,7 +187,7 @@ def _sample(said: Mapping[str, Any], uuid: str, index: int, at: datetime) -> Sam
 
 def _process(pid: Any, used: Any, kind: Any, name: Any, strange: Any) -> RemoteProcess:
     if kind not in ("compute", "graphics"):
-        raise ValueError("a process of no known kind")
+        raise ValueError("a process of unknown kind")
     held = None if used is None else _number(used, 2**50)
     return RemoteProcess(_number(pid, 2**31), held, kind, _word(name), _flag(strange))
 
@@ -200,25 +200,25 @@ def _condition(said: Mapping[str, Any]) -> Condition:
 
 def _number(value: Any, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        raise ValueError(f"{value!r:.30} in the place of a number up to {most}")
+        raise ValueError(f"{value!r:.30} instead of a number up to {most}")
     return value
 
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{value!r:.30} in the place of true or false")
+        raise ValueError(f"{value!r:.30} instead of true or false")
     return value
 
 
 def _word(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r:.30} in the place of words")
+        raise ValueError(f"{value!r:.30} instead of text")
     return "".join(letter for letter in value[:_MOST_WORDS] if letter.isprintable())
 
 
 def _listed(value: Any, most: int) -> list[Any]:
     if not isinstance(value, list) or len(value) > most:
-        raise ValueError(f"no list of up to {most}")
+        raise ValueError(f"not a list of up to {most} entries")
     return value
 
 
@@ -288,7 +288,7 @@ class Recorder:
             trouble = str(lost)
         except Exception as error:  # whatever a driver does, the next look follows
             LOG.exception("Sampling the GPUs failed")
-            trouble = f"what GPUs do cannot be seen: {error!r:.200}"
+            trouble = f"the use of GPUs cannot be read: {error!r:.200}"
         with self._lock:
             if said:
                 self._last += 1
@@ -350,7 +350,7 @@ def tls_context(folder: Path) -> ssl.SSLContext:
         why = error.strerror or getattr(error, "reason", "") or str(error)
         raise ConfigError(
             f"ca.pem, server-cert.pem and server-key.pem of {folder} cannot be used: {why}. Name "
-            "the folder that the node's engine has them in with --tls."
+            "the folder with the certificates of the node's engine: --tls."
         ) from None
     return context
 
@@ -374,8 +374,8 @@ def listening(recorder: Recorder, url: str, tls: Path) -> Iterator[HTTPServer]:
             server.add_sockets(bind_sockets(port_of(parts), parts.hostname))
     except OSError as error:
         raise ConfigError(
-            f"{url} cannot be listened at: {error.strerror or error}. Give an address of this "
-            "machine with --listen, and a port that nobody else has."
+            f"The sampler cannot listen at {url}: {error.strerror or error}. Name an address of "
+            "this machine and a free port with --listen."
         ) from None
     try:
         yield server
@@ -387,5 +387,5 @@ async def serve(recorder: Recorder, url: str, tls: Path, stop: asyncio.Event) ->
     """Sample and answer until ``stop``. Raises ConfigError."""
     with listening(recorder, url, tls):
         recorder.start()
-        LOG.info("Telling at %s what the GPUs of this machine do", url)
+        LOG.info("Reporting the use of this machine's GPUs at %s", url)
         await stop.wait()

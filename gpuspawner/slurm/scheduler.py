@@ -88,7 +88,7 @@ class Nodes:
         self._nodes_asker.wait(is_due, AWAY_PATIENCE if known else PATIENCE)
         nodes = self._nodes
         if nodes is None:
-            why = SlurmUnavailable(why="it has not said yet which nodes there are").message
+            why = SlurmUnavailable(why="it has not listed its nodes yet").message
             return Inventory(devices=(), observed_at=now, source=self.name, error=why)
         return replace(nodes, observed_at=now)
 
@@ -160,11 +160,10 @@ class Nodes:
         if not found.drained:
             return
         if not found.is_ours:
-            why = (found.reason or "none is given") + (f" (by {found.by})" if found.by else "")
+            why = (found.reason or "no reason is given") + (f" (by {found.by})" if found.by else "")
             raise InvalidRequest(
-                f"The machine {machine} was drained in Slurm, not by gpuspawner; the reason: "
-                f"{why}. See to that, then type: scontrol update NodeName={machine} "
-                "State=RESUME."
+                f"The machine {machine} was drained in Slurm, not by gpuspawner: {why}. "
+                f"Resolve that, then run: scontrol update NodeName={machine} State=RESUME."
             )
         self.slurm.reopen(machine)
         self._nodes_told_at = time.monotonic()
@@ -196,7 +195,7 @@ class Nodes:
     def _state_of(self, machine: str) -> _State:
         states = _states(self.slurm.nodes())
         if machine not in states:
-            raise SlurmUnavailable(why=f"it says nothing of the machine {machine}")
+            raise SlurmUnavailable(why=f"it does not list the machine {machine}")
         return states[machine]
 
 
@@ -236,7 +235,7 @@ def _states(text: str) -> dict[str, _State]:
             raise SlurmUnavailable(why=f"sinfo says {str(errors)[:200]}")
         return {str(node["name"]): _state(node) for node in found["nodes"]}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"sinfo --json did not respond as Slurm 22.05 does ({error!r:.80})"
+        why = f"sinfo --json did not answer in Slurm 22.05's format ({error!r:.80})"
         raise SlurmUnavailable(why=why) from None
 
 
@@ -359,7 +358,7 @@ class SlurmDelegate(Nodes):
         able = job_spec.able(ticket.request, self.cluster)
         untold = frozenset(self._untold)
         if untold and able <= untold:
-            raise SlurmUnavailable(why="the machines that would do are closed")
+            raise SlurmUnavailable(why="the suitable machines are closed")
         lacking = {*untold, *self.images.lacking(ticket, able)}
         account = self._before(ticket)
         job = job_spec.of(ticket, self.cluster, user=user, account=account, lacking=lacking)
@@ -377,7 +376,7 @@ class SlurmDelegate(Nodes):
             self._submitted[ticket.id] = self._handed_in = time.monotonic()
             self._has_news()
         self._hand.submitted(ticket, job.nice)
-        self._log.info("Ticket %s of %s is with Slurm", ticket.id, ticket.server)
+        self._log.info("Ticket %s of %s was submitted to Slurm", ticket.id, ticket.server)
 
     def _hand_in(self, job: JobSpec) -> None:
         try:
@@ -582,7 +581,7 @@ class SlurmDelegate(Nodes):
         most = self.slurm.longest(partition)
         if minutes > most:
             hours = f"{most / 60:.1f}".removesuffix(".0")
-            raise SlurmRefused(why=f"the partition {partition} lets nothing run for over {hours} h")
+            raise SlurmRefused(why=f"the partition {partition} allows no job longer than {hours} h")
 
     # Queries.
 
@@ -693,6 +692,6 @@ def _with_devices(job: SlurmJob, before: SlurmJob | None) -> SlurmJob:
 def _explained(error: SlurmRefused, user: str) -> SlurmRefused:
     said = str(error.fields.get("why", ""))
     if "Invalid user" in said or "Invalid account" in said:
-        who = f"the user {user} has no account there" if user else "we have no account there"
-        return SlurmRefused(why=f"{who}. Tell your admin: gpuspawner slurm sync makes them")
+        who = f"the user {user} has no account there" if user else "the hub has no account there"
+        return SlurmRefused(why=f"{who}. Ask your admin to create it with gpuspawner slurm sync")
     return error

@@ -79,7 +79,7 @@ class NodesSampler:
         ahead = source.ahead or 0.0
         apart = abs(ahead) > MOST_APART
         if apart and not source.clock_said:
-            text = "the clock of the machine %s is %.0f s %s ours: let all keep their time by NTP"
+            text = "the clock of the machine %s is %.0f s %s ours: synchronize both by NTP"
             which = "ahead of" if ahead > 0 else "behind"
             self._log.warning(text, source.node.name, abs(ahead), which)
         source.clock_said = apart
@@ -133,7 +133,7 @@ class _Source:
         name, why = self.node.name, self.why.rstrip(".")
         if self.resting:
             return f"the machine {name} is {self.resting}"
-        return f"the machine {name} does not tell what its GPUs do: {why}"
+        return f"the machine {name} does not report the use of its GPUs: {why}"
 
     def ask(self) -> None:
         """Query, unless an answer is still to come or to be taken."""
@@ -152,7 +152,7 @@ class _Source:
         """Query once, and wait for the answer."""
         self.ask()
         self._done.wait(LONGEST)
-        return self._answer or _SamplerAnswer(why="nothing came in time")
+        return self._answer or _SamplerAnswer(why="it did not answer in time")
 
     def heard(self, answer: _SamplerAnswer, now: datetime) -> tuple[Sample, ...]:
         """Process an answer, and return its samples."""
@@ -213,11 +213,11 @@ class _Source:
             while chunk := response.read1(65_536):
                 body += chunk
                 if len(body) > MOST_BYTES:
-                    raise InvalidAnswer(f"it says more than {MOST_BYTES} bytes")
+                    raise InvalidAnswer(f"its answer is longer than {MOST_BYTES} bytes")
                 if time.monotonic() > end:
-                    raise InvalidAnswer(f"it takes longer than {LONGEST:.0f} s to say anything")
+                    raise InvalidAnswer(f"its answer takes longer than {LONGEST:.0f} s")
         if response.status != 200:
-            raise InvalidAnswer(f"it says {response.status} where samples should be")
+            raise InvalidAnswer(f"it answered with status {response.status} instead of samples")
         return body
 
     def _close(self) -> None:
@@ -228,13 +228,13 @@ class _Source:
 
 def _in_words(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not to be trusted ({error.verify_message})"
+        return f"its certificate is not trusted ({error.verify_message})"
     if isinstance(error, ssl.SSLError) and "CERTIFICATE_EXPIRED" in str(error.reason):
-        return "it holds our certificate for expired: make new ones, or set its clock right"
+        return "it rejects our certificate as expired: make new ones, or set its clock right"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed ({error.reason or error})"
     if isinstance(error, TimeoutError):
-        return "nothing came in time"
+        return "it did not answer in time"
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return str(error) or type(error).__name__

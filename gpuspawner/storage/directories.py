@@ -59,7 +59,7 @@ def write_archive(tar: Iterable[bytes], file: Path) -> ArchiveContents:
     """
     kind = ending(file)
     if file.exists():
-        raise ArchiveRefused(what=f"{file} is there already: name another file")
+        raise ArchiveRefused(what=f"{file} already exists: name another file")
     part = file.with_name(f".{os.getpid()}.{file.name}")
     try:
         descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -71,9 +71,13 @@ def write_archive(tar: Iterable[bytes], file: Path) -> ArchiveContents:
         os.link(part, file)  # unlike a rename, it replaces nothing
         return found
     except OSError as error:
-        raise ArchiveRefused(what=f"{file}: {error.strerror or error}") from error
+        what = f"{file} could not be written. Check that its folder is writable and has space"
+        raise ArchiveRefused(what, error) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+_DAMAGED = "{file} is damaged or cut short. Choose another archive"
 
 
 def check_archive(file: Path) -> ArchiveContents:
@@ -95,11 +99,12 @@ def check_archive(file: Path) -> ArchiveContents:
                 if PurePosixPath(entry.name) == PurePosixPath("."):
                     top = entry
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ArchiveRefused(what=f"{file} is damaged or cut short ({error})") from error
+        raise ArchiveRefused(_DAMAGED.format(file=file), error) from error
     except OSError as error:
-        raise ArchiveRefused(what=f"{file}: {error.strerror or error}") from error
+        what = f"{file} could not be read. Check that it is there and who may read it"
+        raise ArchiveRefused(what, error) from error
     if not entries:
-        raise ArchiveRefused(what=f"{file} is damaged or cut short (nothing is in it)")
+        raise ArchiveRefused(_DAMAGED.format(file=file), "nothing is in it")
     return ArchiveContents(entries, size, top)
 
 
@@ -209,7 +214,8 @@ class DirectoryTree:
             _feed([*_TAR, "--same-owner", "-p", "-C", str(beside), "-xf", "-"], tar)
             os.rename(beside, self.path)
         except OSError as error:
-            raise ArchiveRefused(what=f"{self.path}: {error.strerror or error}") from error
+            what = f"{self.path} could not be filled. Check that its folder is writable"
+            raise ArchiveRefused(what, error) from error
         finally:
             shutil.rmtree(beside, ignore_errors=True)
 
@@ -221,8 +227,7 @@ class DirectoryTree:
             shutil.rmtree(beside)
         except OSError as error:
             where = f" (what is left of it: {beside})" if beside.exists() else ""
-            what = f"{self.path} is not deleted: {error.strerror or error}{where}"
-            raise ArchiveRefused(what=what) from error
+            raise ArchiveRefused(f"{self.path} was not deleted{where}", error) from error
 
     def _beside(self, what: str) -> Path:
         return self.path.with_name(f".gpuspawner-{what}-{secrets.token_hex(4)}")
@@ -266,7 +271,8 @@ class VolumeTree:
                 stream, _ = self.client.get_archive(holder, f"{_PLACE}/.", chunk_size=CHUNK)
                 yield from stream
             except (DockerException, requests.RequestException) as error:
-                raise ArchiveRefused(what=f"the engine stopped in the middle ({error})") from error
+                what = "the container engine stopped in the middle. See that it runs, and try again"
+                raise ArchiveRefused(what, error) from error
 
     def write(self, tar: Iterable[bytes], top: tarfile.TarInfo | None) -> None:
         """Fill it from a tar, when it is empty. Raises ArchiveRefused.
@@ -281,15 +287,16 @@ class VolumeTree:
                 if top is not None:  # the engine omits the entry "."
                     self.client.put_archive(holder, "/", _folder(_PLACE[1:], top))
             except (DockerException, requests.RequestException) as error:
-                raise ArchiveRefused(what=f"the engine rejected it ({error})") from error
+                what = "the container engine did not take it. See that it runs and has space"
+                raise ArchiveRefused(what, error) from error
 
     def delete(self) -> None:
         """Delete it with everything in it. Raises ArchiveRefused."""
         try:
             _answered(lambda: self.client.remove_volume(self.name))
         except APIError as error:
-            what = f"the volume {self.name} is not deleted: {error.explanation or error}"
-            raise ArchiveRefused(what=what) from error
+            what = f"the volume {self.name} was not deleted"
+            raise ArchiveRefused(what, error.explanation or error) from error
 
     @contextlib.contextmanager
     def _holder(self) -> Iterator[str]:
@@ -374,7 +381,8 @@ def _running(words: list[str], **pipes: Any) -> Iterator[Any]:
                 words, stderr=said, env={**os.environ, "LC_ALL": "C"}, **pipes
             )
         except OSError as error:
-            raise ArchiveRefused(what=f"{words[0]} cannot be run: {error.strerror}") from error
+            what = f"{words[0]} could not be started. Install it on this machine"
+            raise ArchiveRefused(what, error) from error
         try:
             yield process
         except BaseException:
@@ -386,7 +394,8 @@ def _running(words: list[str], **pipes: Any) -> Iterator[Any]:
             said.seek(0)
             lines = said.read(4000).decode(errors="replace").splitlines()
             line = next((x for x in lines if x.strip()), f"exit status {process.returncode}")
-            raise ArchiveRefused(what=f"{words[0]} says: {line.strip()[:300].rstrip('.')}")
+            what = f"{words[0]} failed. Check who may read the files, and the space that is free"
+            raise ArchiveRefused(what, line.strip()[:300])
 
 
 def movable(directories: Mapping[str, str]) -> dict[str, str]:

@@ -9,12 +9,10 @@ import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
-
-import docker
 
 from ..core.errors import (
     ArchiveRefused,
@@ -25,13 +23,14 @@ from ..core.errors import (
     UnknownWorkspace,
     WorkspaceBusy,
 )
+from ..core.jobs import DONE, Job, JobTable
 from ..core.units import format_bytes
 from ..db.engine import sqlite_file
 from ..ledger import repository as ledger_repository
 from ..ledger.models import member_account
 from . import repository
 from .archives import WorkspaceArchiver, archive_name
-from .directories import ENDINGS, ArchiveContents
+from .directories import ENDINGS
 from .repository import Workspace
 from .service import GPUFolders
 
@@ -44,8 +43,13 @@ MOST_WAITING = 200
 ENDED_KEPT = 20
 """Of how many that have ended the result is shown."""
 
-WAITING, RUNNING, DONE, FAILED = "waiting", "running", "done", "failed"
+WAITING, RUNNING = "waiting", "running"
 ARCHIVE, RESTORE = "archive", "restore"
+
+_FAILURE = (
+    "The container engine or the file system may be at fault. See that both work, then try again: "
+    "the service's log says what went wrong."
+)
 
 _PART = re.compile(r"\.([0-9]+)\..+")
 
@@ -58,34 +62,21 @@ class ArchiveFile(NamedTuple):
     """Bytes."""
     made_at: datetime
     workspace: str
-    """Of which it was made; empty if the audit log does not say."""
+    """The workspace it was made from; empty if the audit log does not say."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkspaceJob:
-    """Something that is to be done with a workspace, and what became of it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkspaceJob(Job):
+    """An archive or a restore; its bytes are those read or put back, at the end the files'."""
 
-    id: int
     kind: str
     """``archive`` or ``restore``."""
     workspace: str
     user: str
     archive: str
     """The archive's name."""
-    actor: str
     asked_at: datetime
     state: str = WAITING
-    started_at: datetime | None = None
-    ended_at: datetime | None = None
-    done_bytes: int = 0
-    """Bytes that were read or put back so far; once it is done, those of the files."""
-    error: str = ""
-    """Why it failed, or why the quota was not set."""
-
-    @property
-    def is_open(self) -> bool:
-        """True if it has not ended."""
-        return self.state in (WAITING, RUNNING)
 
 
 def archives_folder(settings: GPUFolders, database_url: str) -> Path:
@@ -115,15 +106,12 @@ class WorkspaceJobs:
         self._storage = archiver.storage
         self._clock = clock
         self._log = log
-        self._lock = threading.Lock()
-        self._jobs: dict[int, WorkspaceJob] = {}
-        self._last = 0
+        self._table = JobTable[WorkspaceJob](clock, ENDED_KEPT)
         self._thread: threading.Thread | None = None
 
     def jobs(self) -> list[WorkspaceJob]:
         """Return what waits, runs or ended lately, newest first."""
-        with self._lock:
-            return sorted(self._jobs.values(), key=lambda job: -job.id)
+        return self._table.jobs()
 
     def archives(self) -> list[ArchiveFile]:
         """Return the archives in the folder, newest first."""
@@ -176,7 +164,7 @@ class WorkspaceJobs:
 
         Returns False if it was not locked. Raises WorkspaceBusy while it is being archived here.
         """
-        with self._lock:
+        with self._table.lock:
             self._must_be_idle(workspace)
             return self._storage.free_workspace(workspace, actor=actor)
 
@@ -210,8 +198,8 @@ class WorkspaceJobs:
             raise UnknownAccount(account=account)
 
     def _must_be_idle(self, workspace: str) -> None:
-        for job in self._jobs.values():
-            if job.is_open and job.workspace == workspace:
+        for job in self._table.open_jobs():
+            if job.workspace == workspace:
                 doing = "archived" if job.kind == ARCHIVE else "restored"
                 raise WorkspaceBusy(
                     f"{workspace} is being {doing}, or waits for it. Wait until that has ended: "
@@ -219,22 +207,20 @@ class WorkspaceJobs:
                 )
 
     def _start(self, kind: str, known: Workspace, name: str, actor: str) -> WorkspaceJob:
-        with self._lock:
+        job = WorkspaceJob(
+            kind=kind,
+            workspace=known.source,
+            user=known.user,
+            archive=name,
+            actor=actor,
+            asked_at=self._clock(),
+        )
+        with self._table.lock:
             self._must_be_idle(known.source)
             self._storage.require_claimable(known)
-            if sum(job.is_open for job in self._jobs.values()) >= MOST_WAITING:
+            if len(self._table.open_jobs()) >= MOST_WAITING:
                 raise Refused(f"{MOST_WAITING} archives wait already. Try again later.")
-            self._last += 1
-            job = WorkspaceJob(
-                id=self._last,
-                kind=kind,
-                workspace=known.source,
-                user=known.user,
-                archive=name,
-                actor=actor,
-                asked_at=self._clock(),
-            )
-            self._jobs[job.id] = job
+            job = self._table.add(job)
             if self._thread is None:
                 # The process does not wait for it at its end: an archive may take hours.
                 self._thread = threading.Thread(
@@ -245,49 +231,42 @@ class WorkspaceJobs:
 
     def _work(self) -> None:
         while job := self._next():
-            try:
-                self._do(job)
-            except ArchiveRefused as error:  # without that it was not done, which the state says
-                self._end(job, FAILED, error=f"{error.fields['what']}.")
-            except GPUSpawnerError as error:
-                self._end(job, FAILED, error=error.message)
-            except (docker.errors.DockerException, OSError) as error:
-                self._end(job, FAILED, error=f"{error}.")
-            except Exception:
-                self._log.exception("%s of %s failed", job.kind, job.workspace)
-                self._end(job, FAILED, error="Something went wrong: the service's log says more.")
+            self._table.run(job, self._do, self._log, _FAILURE)
 
     def _next(self) -> WorkspaceJob | None:
         """Return the job whose turn it is; None, and the thread ends, if nothing waits."""
-        with self._lock:
-            waiting = [job for job in self._jobs.values() if job.state == WAITING]
-            if not waiting:
-                self._thread = None
-                return None
-            job = replace(waiting[0], state=RUNNING, started_at=self._clock())
-            self._jobs[job.id] = job
-            return job
+        with self._table.lock:
+            for job in self._table.open_jobs():
+                return self._table.change(job.id, state=RUNNING, started_at=self._clock())
+            self._thread = None
+            return None
 
     def _do(self, job: WorkspaceJob) -> None:
         known = self.known(job.workspace) or Workspace(job.workspace, job.user, self._clock())
-        file, why = self.folder / job.archive, ""
-        contents: ArchiveContents
-        if job.kind == ARCHIVE:
-            self._make_folder()
+        file, why, done = self.folder / job.archive, "", 0
 
-            def read(size: int) -> None:
-                self._proceed(job.id, size)
+        def proceed(size: int) -> None:
+            nonlocal done
+            done += size
+            self._table.change(job.id, done_bytes=done)
+            if job.kind == ARCHIVE:
                 self._must_have_room()
 
-            self._must_have_room()
-            contents = self._archiver.archive(known, file, actor=job.actor, progress=read)
-        else:
-
-            def put_back(size: int) -> None:
-                self._proceed(job.id, size)
-
-            contents, why = self._archiver.restore(known, file, actor=job.actor, progress=put_back)
-        self._end(job, DONE, error=why, size=contents.size)
+        try:
+            if job.kind == ARCHIVE:
+                self._make_folder()
+                self._must_have_room()
+                contents = self._archiver.archive(known, file, actor=job.actor, progress=proceed)
+            else:
+                contents, why = self._archiver.restore(
+                    known, file, actor=job.actor, progress=proceed
+                )
+        except ArchiveRefused as error:
+            if error.said:
+                self._log.error("%s It says: %s", error.message, error.said)
+            # Without that it was not done, which the state says.
+            raise GPUSpawnerError(f"{error.what}.") from error
+        self._table.end(job.id, DONE, error=why, done_bytes=contents.size)
 
     def _make_folder(self) -> None:
         """Make the folder, and remove what a killed process left unfinished in it."""
@@ -298,7 +277,8 @@ class WorkspaceJobs:
                 if found and name.endswith(ENDINGS) and not _lives(int(found[1])):
                     (self.folder / name).unlink(missing_ok=True)
         except OSError as error:
-            raise ArchiveRefused(what=f"{self.folder}: {error.strerror or error}") from error
+            what = f"{self.folder} cannot be used as the folder of archives. Check who may write it"
+            raise ArchiveRefused(what, error) from error
 
     def _must_have_room(self) -> None:
         free = shutil.disk_usage(self.folder).free
@@ -307,22 +287,6 @@ class WorkspaceJobs:
                 what=f"only {format_bytes(free)} are free in {self.folder}, and "
                 f"{format_bytes(KEPT_FREE)} have to stay free"
             )
-
-    def _proceed(self, job_id: int, size: int) -> None:
-        with self._lock:
-            job = self._jobs[job_id]
-            self._jobs[job_id] = replace(job, done_bytes=job.done_bytes + size)
-
-    def _end(self, job: WorkspaceJob, state: str, *, error: str = "", size: int = 0) -> None:
-        ended_at = self._clock()
-        with self._lock:
-            done = size or self._jobs[job.id].done_bytes
-            self._jobs[job.id] = replace(
-                self._jobs[job.id], state=state, ended_at=ended_at, error=error, done_bytes=done
-            )
-            ended = [each.id for each in self._jobs.values() if not each.is_open]
-            for old in ended[:-ENDED_KEPT]:
-                del self._jobs[old]
 
 
 def _lives(pid: int) -> bool:

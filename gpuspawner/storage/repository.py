@@ -87,7 +87,7 @@ def last_archives(connection: sa.Connection) -> dict[str, AuditEntry]:
 
 
 def archived_from(connection: sa.Connection) -> dict[str, str]:
-    """Return of which workspace each archive was made, by the archive's file."""
+    """Return the workspace that each archive was made from, by the archive's file."""
     query = sa.select(audit.c.detail, audit.c.subject).where(audit.c.action == ARCHIVED)
     return {row.detail: row.subject for row in connection.execute(query.order_by(audit.c.id))}
 

@@ -144,7 +144,7 @@ class ArchiveAnswer(Answer):
     name: str
     bytes: Count = told("size")
     made_at: Instant
-    workspace: str = Field(description="Of which it was made; empty if that is not known.")
+    workspace: str = Field(description="The workspace it was made from; empty if not known.")
 
 
 class WorkspaceJobAnswer(Answer):

@@ -132,7 +132,7 @@ def test_new_image_is_added_to_the_catalog_and_tested(site: Site) -> None:
     assert f"slug: lab display_name: The lab summary: What everybody takes image: {site.image}" in (
         printed
     )
-    assert "devices: {default: 0, max: 2}" in printed and "say --write" in printed
+    assert "devices: {default: 0, max: 2}" in printed and "use --write" in printed
     assert len(load(site.catalog).environments) == 1
     site("add", site.image, "--write")
     assert site.catalog.read_text().startswith("# Mine.\nenvironments:\n- slug: other\n")
@@ -155,7 +155,7 @@ def test_catalog_images_are_checked_and_pulled(site: Site) -> None:
     assert "-> gpuspawner catalog pull lab" in missing
     assert f"{site.image}: pulled" in site("pull")
     assert f"{site.image}: here" in site("pull", "lab")
-    assert "is here, and the newest" in site("check", "--images")
+    assert "is here and up to date" in site("check", "--images")
     assert "There is no environment 'labs'" in site("pull", "labs", code=1)
     site.registry.retag("lab", "new")
     offers = site("check", "--images")
@@ -167,7 +167,7 @@ def test_image_update_is_smoke_tested_before_it_is_used(site: Site) -> None:
     before = site.catalog.read_text()
     site.registry.retag("lab", "bad")
     refused = site("update", "lab", code=1)
-    assert "import no_such_module" in refused and "keeps the image that it has" in refused
+    assert "import no_such_module" in refused and "keeps its image" in refused
     assert site.catalog.read_text() == before
     tagged = site.engine.client.inspect_image(site.image)
     assert f"{site.registry.repository}@{site.registry.digest('old')}" in tagged["RepoDigests"]
@@ -191,7 +191,7 @@ def test_image_update_is_smoke_tested_before_it_is_used(site: Site) -> None:
     )
     assert catalog.get("lab").tested_on is not None
     assert "It has the newest image" in site("update", "lab")
-    assert "is here, and the newest" in site("check", "--images")
+    assert "is here and up to date" in site("check", "--images")
 
     # Who pinned an old one keeps it, and its image is not pruned. (The bad one may be.)
     removed = site("prune", "--yes")
@@ -227,7 +227,7 @@ def test_update_from_the_page_runs_once_and_is_audited(site: Site, tmp_path: Pat
 
         site.registry.retag("lab", "new")
         stale = ended(updates.start(updater, offer, "kim"))
-        assert stale.state == "failed" and "offers another image by now" in stale.error
+        assert stale.state == "failed" and "now offers another image" in stale.error
         assert site.catalog.read_text() == before and services.audit.trail() == []
 
         offer = updater.offer("lab")
@@ -262,7 +262,7 @@ def test_update_keeps_what_was_written_into_the_file_meanwhile(site: Site) -> No
     assert done.is_done and "Two edited lines," in site.catalog.read_text()
     site.registry.retag("lab", "old")
     new = done.offer.new
-    with pytest.raises(ConfigError, match="was changed meanwhile"):
+    with pytest.raises(ConfigError, match="was changed during the update"):
         updater.update("lab", follow=lambda _, p: list(p), test=partial(edit, new, site.image))
     assert load(site.catalog).get("lab").image == site.image
 

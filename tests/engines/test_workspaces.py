@@ -134,7 +134,7 @@ def test_directory_workspace_is_archived_deleted_and_restored(site: Site, ending
     assert "The workspace is as it was." in site("workspaces", "archive", "anna", "--to", str(file))
     assert picture(mine) == before and file.stat().st_mode & 0o777 == 0o600
     refused = site("workspaces", "archive", "anna", "--to", str(file), code=1)
-    assert "is there already" in refused
+    assert "already exists" in refused
 
     says = site("workspaces", "delete", "anna", code=1)
     assert f"This would delete {mine} of anna" in says and f"--yes-delete {mine}" in says

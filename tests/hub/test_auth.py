@@ -222,7 +222,7 @@ def test_member_leaving_the_group_is_signed_out(oauth: Lab) -> None:
         (
             {"error": "invalid_scope", "error_description": "Call 0900-SCAM"},
             502,
-            "Lab gave an answer that this hub cannot use",
+            "This hub cannot use the answer of Lab",
         ),
         ({}, 400, "This sign-in began in another browser or too long ago"),
         ({"code": "any", "state": "forged"}, 400, "This sign-in began in another browser or too"),

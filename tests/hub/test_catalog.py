@@ -387,7 +387,7 @@ def test_launch_link_never_starts_a_server(hub: PayingHub) -> None:
     assert re.search(r'<option value="3" data-length="3 h" selected>', page.text)
     for query, status, part in (
         ("opt-environment=nope", 400, "There is no environment &#39;nope&#39;"),
-        ("opt-environment=staff", 403, "kept for certain groups"),
+        ("opt-environment=staff", 403, "reserved for some groups"),
         ("opt-gpus=2&opt-environment=plain", 400, "runs without one"),
         ("opt-gpus=2&opt-environment=jax", 400, "allows 1"),
         ("opt-hours=100&opt-environment=torch", 400, "allows 8"),

@@ -130,7 +130,7 @@ def test_a_refusal_is_in_slurms_words(delegate: SlurmDelegate, cluster: SlurmClu
     cluster.users.make("eve")
     with pytest.raises(SlurmRefused, match="the user eve has no account there"):
         delegate.submit(replace(ticket(1), server=ServerRef("eve")))
-    with pytest.raises(SlurmRefused, match="lets nothing run for over 24 h"):
+    with pytest.raises(SlurmRefused, match="allows no job longer than 24 h"):
         delegate.submit(replace(ticket(2), seconds=90_000))
     long = JobSpec(name="long", comment="{}", partition="gpu", cpus=1, megabytes=100,
                   gres="gpu:1", minutes=1441, user="ann")  # fmt: skip

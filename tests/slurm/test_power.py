@@ -56,7 +56,9 @@ def test_powered_off_and_drained_nodes_are_described(
     name, other = powered.nodes[1].name, powered.nodes[0].name
     assert told[spare.uuid] == (True, f"the machine {name} is off (power saving)")
     resting, why = told[on.uuid]
-    assert not resting and why.startswith(f"the machine {other} does not tell what its GPUs do")
+    assert not resting and why.startswith(
+        f"the machine {other} does not report the use of its GPUs"
+    )
     assert name not in caplog.text, "nothing is wrong with it"
     assert other in caplog.text
 

@@ -30,12 +30,15 @@ expect.set_options(timeout=PATIENCE_MS)
 
 
 def chromium() -> str:
-    """The path of the installed browser: Playwright's own where there is one, as on Ubuntu."""
+    """The path of the installed browser: Debian's, else Playwright's own, as on Ubuntu.
+
+    Ubuntu's is a snap, which cannot see a test's folders.
+    """
+    for name in ("chromium", "google-chrome"):
+        if (found := shutil.which(name)) and not found.startswith("/snap/"):
+            return found
     for own in Path.home().glob(".cache/ms-playwright/chromium-*/chrome-linux*/chrome"):
         return str(own)
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := shutil.which(name):
-            return found
     raise RuntimeError("no Chromium is installed: run scripts/test_parts.sh")
 
 
@@ -46,7 +49,8 @@ def environment() -> dict[str, str]:
     library = folder / "no_netlink.so"
     if not library.exists():
         c_library.build(folder, library.name, source)
-    return os.environ | {"LD_PRELOAD": str(library)}
+    others = os.environ.get("LD_PRELOAD", "")
+    return os.environ | {"LD_PRELOAD": f"{others} {library}".strip()}
 
 
 @contextmanager
@@ -79,11 +83,13 @@ def pages_shown(browser: Browser) -> str:
         lines.append(f"--- page {page.url}")
         try:
             lines.append(page.locator("body").inner_text(timeout=5_000)[:600])
+            # Playwright's own process keeps the last ones of these, and answers whatever the page
+            # does: they need no timeout.
             lines.extend(f"{it.type}: {it.text}"[:300] for it in page.console_messages()[-15:])
             lines.extend(f"error: {it}"[:300] for it in page.page_errors()[-5:])
-            for it in page.requests():
-                if it.timing["responseEnd"] < 0:
-                    lines.append(f"no answer, or not its end: {it.url} {it.failure or ''}")
+            open_ones = [it for it in page.requests() if it.timing["responseEnd"] < 0]
+            for it in open_ones[-15:]:
+                lines.append(f"no answer, or not its end: {it.url[:300]} {it.failure or ''}")
         except Exception as e:
             lines.append(f"(it is not responding: {e})")
     return "\n".join(lines)

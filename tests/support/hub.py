@@ -38,7 +38,10 @@ ADMIN_PASSWORD = "a longer password, for the admin of the tests"
 ADMIN = "admin"
 
 RUNS = b"JupyterHub is now running"
-"""What a hub's log says when its start is over."""
+"""What a hub's log says when its start is over, if its level lets it."""
+
+SAYS_INFO = re.compile(rb"^\[I [^]]* JupyterHub ", re.MULTILINE)
+"""A line of a hub whose log has that; the first comes before the hub listens."""
 
 POLLED = re.compile(r"gpu/static/gpu.css|_xsrf_utils|200 GET /hub/api/users|200 GET /hub/health")
 """Lines of a hub's log that say only that somebody waits for something."""
@@ -467,9 +470,14 @@ class HubProcess:
         # Asked before, the proxy would have the hub draw a page that says why it does not answer.
         with open(self.folder / "hub.log", "rb") as log:
             log.seek(self._log_before)
-            if RUNS not in log.read():
-                return False
+            said = log.read()
         try:
+            if RUNS not in said:
+                if SAYS_INFO.search(said):
+                    return False
+                # Its log level hides that: it has no port before it can answer itself.
+                own = f"http://{self.hub_ip}:{self.hub_port}/hub/api/"
+                requests.get(own, timeout=5).raise_for_status()
             return self.api("GET", "/", timeout=5).status_code == 200
         except requests.RequestException:
             return False

@@ -53,7 +53,7 @@ class NodeSampler:
         nvml.write_fleet(self.fleet, fleet, **driver)
 
     def start(self) -> None:
-        """Begin; it is not responding at once."""
+        """Begin; it does not answer at once."""
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 die_with_us(self._command), cwd=self.folder, stdout=log, stderr=log, env=os.environ

@@ -28,7 +28,7 @@
         : await fetch(list.dataset.jobs, { cache: "no-store", headers });
       jobs = answer && answer.ok ? (await answer.json()).jobs : null;
     } catch {
-      // The service does not answer yet.
+      // The service is not responding yet.
     }
     if (jobs && !isTyping()) {
       const same = (job) => items.get(String(job.id))?.dataset.state === job.state;

@@ -27,7 +27,7 @@ LAST_PAUSE = 600.0
 """Seconds until the hub is asked again after it did not answer; twice as long each time."""
 
 TIMEOUT = 30.0
-AWAY = "gpuspawner does not answer just now. Try again in a moment."
+AWAY = "gpuspawner is not responding. Try again in a moment."
 
 SILENT = (HTTPClientError, OSError, ValueError)
 """No answer, or one that makes no sense."""

@@ -37,7 +37,7 @@ def test_backup_can_be_checked_and_restored(
     said = cli("backup", "monday.copy").stdout
     assert said.startswith("Copied the database to monday.copy (")
     assert "for its owner only" in said
-    assert "say --overwrite" in cli("backup", "monday.copy", code=1).stderr
+    assert "use --overwrite" in cli("backup", "monday.copy", code=1).stderr
     assert cli.json("backup", "monday.copy", "--overwrite")["bytes"] > 0
     assert "every invariant holds" in cli("restore", "--check", "monday.copy").stdout
     assert "The database is in use" in cli("restore", "--overwrite", "monday.copy", code=1).stderr
@@ -55,11 +55,11 @@ def test_audit_prints_the_chain_head_and_finds_it_later(
     services.ledger.open_account("anna")
     told = cli.json("audit")
     head = told["head"]
-    assert f"Head of the audit chain, to be kept elsewhere: {head}" in cli("audit").stdout
+    assert f"Head of the audit chain (keep it elsewhere): {head}" in cli("audit").stdout
     services.ledger.grant("member:anna", MICRO, actor="root", reason="prize")
     assert cli.json("audit", "--head", head)["knows_head"] is True
     done = cli("audit", "--head", head.replace(".", ".1", 1), code=1)
-    assert "The chain does not have the head" in done.stdout
+    assert "The chain does not contain the head" in done.stdout
     copy = tmp_path_factory.mktemp("copies") / "copy.sqlite"
     saved = cli.json("backup", str(copy))
     assert saved["head"] == cli.json("audit")["head"] != head

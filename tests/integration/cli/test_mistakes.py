@@ -162,3 +162,22 @@ def test_mistaken_command_is_explained_and_changes_nothing(
     printed = capsys.readouterr()
     assert (printed.out, sentence in printed.err) == ("", True), printed.err
     assert state(site) == before
+
+
+@pytest.mark.parametrize("services", ["before", "after", ""])
+def test_check_names_a_removed_setting_and_what_to_do(cli: Command, services: str) -> None:
+    """Whichever line finds it first: ``add_services`` of the file, or the command after it."""
+    file, add = cli.folder / "jupyterhub_config.py", "from gpuspawner import add_services\n"
+    lines = ["c.GPUHealth.quiet_minutes = 5\n", "c.Broker.ticket_days = 2\n"]
+    add += "add_services(c)\n"
+    file.write_text(
+        file.read_text()
+        + "".join([add, *lines] if services == "before" else [*lines, add if services else ""])
+    )
+    said = cli("check", code=2).stderr
+    for gone in (
+        "c.GPUHealth.quiet_minutes is no longer a setting, it is always 10: leave it out",
+        "c.Broker.ticket_days is no longer a setting, it has no successor: leave it out",
+    ):
+        assert gone in said
+    assert ".." not in said and "ConfigError" not in said

@@ -111,7 +111,7 @@ def test_overwriting_must_be_explicit_and_keeps_the_old_database(
 ) -> None:
     file = tmp_path / "copy"
     backup.back_up(used.store, file)
-    with pytest.raises(BackupRefused, match="is there already; name another file"):
+    with pytest.raises(BackupRefused, match="already exists; name another file"):
         backup.back_up(used.store, file)
     backup.back_up(used.store, file, overwrite=True)
     before = contents(used.store)

@@ -79,7 +79,7 @@ CHANGED = {
         f"DELETE FROM audit WHERE id = {OLDEST}",
         f"DELETE FROM audit WHERE id = {NEWEST}",
     ),
-    "was put in by hand": (
+    "was inserted by hand": (
         "INSERT INTO audit (at, actor, action, subject, detail) "
         "VALUES ('2025-03-01 12:00:00', 'root', 'drain', 'GPU-x', '')",
     ),
@@ -201,7 +201,7 @@ def test_deleted_last_transfer_of_a_batch_is_found(services: Services) -> None:
             connection.exec_driver_sql(f"DELETE FROM {table} WHERE {column} = '{last}'")
         [found] = hash_chain.check_transfers(connection)
     assert f"One of the 2 transfers from {first}" in found
-    assert found.endswith("it was put in by hand, or what was written with it was deleted.")
+    assert found.endswith("it was inserted by hand, or what was written with it was deleted.")
 
 
 def test_deletion_of_the_newest_grant_is_found(services: Services) -> None:

@@ -63,7 +63,7 @@ def test_audit_reports_sessions_that_differ_from_slurm_jobs(services: Services) 
         ([holder("aa", seconds=3601)], []),
         ([holder("aa", seconds=3602)], ["3600 s here, and 3602 s in Slurm (job 1)"]),
         ([holder("aa", seconds=3598)], ["3600 s here, and 3598 s in Slurm (job 1)"]),
-        ([], ["it had devices for 3600 s, and Slurm knows no job for it"]),
+        ([], ["it had devices for 3600 s, but Slurm has no job for it"]),
         ([holder("aa", gpus={"a100": 2})], ["1 devices here, and 2 in Slurm (job 1)"]),
         ([holder("aa", gpus={}, shards={"": 1})], []),
         (
@@ -90,5 +90,5 @@ def test_audit_reports_jobs_without_a_session(services: Services) -> None:
     wait_in_line(services, "aa")
     runs = [holder("aa", seconds=90), holder("unknown", 2)]
     assert [str(each) for each in services.cluster_audit.compare([], {}, runs)] == [
-        "ticket aa of anna/aa: job 1 had its devices for 90 s, and no session did"
+        "ticket aa of anna/aa: job 1 had its devices for 90 s, but no session did"
     ]

@@ -3,12 +3,17 @@ race, the service as a process that is killed. No engine: members' servers are l
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import docker
 import pytest
 
 from gpuspawner.core.errors import (
@@ -20,8 +25,10 @@ from gpuspawner.core.errors import (
 )
 from gpuspawner.services import Services
 from gpuspawner.storage import jobs as jobs_module
-from gpuspawner.storage.archives import WorkspaceArchiver
+from gpuspawner.storage.archives import Progress, WorkspaceArchiver
+from gpuspawner.storage.directories import ArchiveContents
 from gpuspawner.storage.jobs import WorkspaceJob, WorkspaceJobs
+from gpuspawner.storage.repository import Workspace
 from tests.support.brokers import Make, acquire, services_on
 from tests.support.hub import ADMIN
 from tests.support.processes import wait_for
@@ -53,31 +60,39 @@ def work(services: Services, tmp_path: Path) -> Callable[[str], str]:
     return make
 
 
+@dataclass(frozen=True)
 class Watched(WorkspaceArchiver):
-    """Says how many archives run at once, and begins none before ``gate`` is open."""
+    """Begins no archive before ``gate`` is set, and keeps how many ran whenever one began."""
 
-    gate = threading.Event()
-    now = most = 0
+    gate: threading.Event = field(default_factory=threading.Event)
+    running: set[Path] = field(default_factory=set)
+    counts: list[int] = field(default_factory=list)
 
-    def archive(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
-        Watched.now += 1
-        Watched.most = max(Watched.most, Watched.now)
-        assert Watched.gate.wait(120)
+    def archive(
+        self,
+        known: Workspace,
+        file: Path,
+        *,
+        actor: str,
+        progress: Progress = lambda size: None,
+    ) -> ArchiveContents:
+        self.running.add(file)
+        self.counts.append(len(self.running))
+        assert self.gate.wait(120)
         try:
-            return super().archive(*args, **kwargs)  # type: ignore[arg-type]
+            return super().archive(known, file, actor=actor, progress=progress)
         finally:
-            Watched.now -= 1
+            self.running.remove(file)
 
 
 @pytest.fixture
-def gate(services: Services) -> threading.Event:
-    """Archives begin when this is set."""
-    Watched.gate, Watched.now, Watched.most = threading.Event(), 0, 0
+def watched(services: Services) -> Watched:
+    """What archives from now on."""
     known = services.workspace_jobs
     old = known._archiver
-    watched = Watched(old.storage, old.connect, old.uses_docker)
-    services.workspace_jobs = WorkspaceJobs(watched, known.folder, services.time, services.log)
-    return Watched.gate
+    made = Watched(old.storage, old.connect, old.uses_docker)
+    services.workspace_jobs = WorkspaceJobs(made, known.folder, services.time, services.log)
+    return made
 
 
 def ended(services: Services, job: WorkspaceJob) -> WorkspaceJob:
@@ -171,19 +186,19 @@ def test_running_server_and_locked_workspace_are_refused_in_words(
 
 
 def test_server_that_starts_before_the_turn_is_refused_then(
-    services: Services, work: Callable[[str], str], gate: threading.Event
+    services: Services, work: Callable[[str], str], watched: Watched
 ) -> None:
     source = work("anna")
     job = services.workspace_jobs.start_archive(source, actor=KIM)
     acquire(services, "anna", 0)
-    gate.set()
+    watched.gate.set()
     done = ended(services, job)
     assert done.state == "failed" and "anna, whose server runs" in done.error
     assert services.workspace_jobs.archives() == []
 
 
 def test_workspace_in_hand_cannot_be_unlocked_or_started_again(
-    services: Services, work: Callable[[str], str], gate: threading.Event
+    services: Services, work: Callable[[str], str], watched: Watched
 ) -> None:
     source, jobs = work("anna"), services.workspace_jobs
     job = jobs.start_archive(source, actor=KIM)
@@ -193,13 +208,13 @@ def test_workspace_in_hand_cannot_be_unlocked_or_started_again(
     ):
         with pytest.raises(WorkspaceBusy, match="is being archived, or waits for it"):
             again()
-    gate.set()
+    watched.gate.set()
     assert ended(services, job).state == "done"
     assert not jobs.unlock(source, actor=KIM)
 
 
 def test_racing_requests_archive_each_workspace_once_and_one_at_a_time(
-    services: Services, work: Callable[[str], str], gate: threading.Event
+    services: Services, work: Callable[[str], str], watched: Watched
 ) -> None:
     sources = [work(f"user{number}") for number in range(4)]
     jobs = services.workspace_jobs
@@ -208,9 +223,9 @@ def test_racing_requests_archive_each_workspace_once_and_one_at_a_time(
     refused = [each for each in found if isinstance(each, WorkspaceBusy)]
     assert sorted(job.workspace for job in started) == sources
     assert len(refused) == 12
-    gate.set()
+    watched.gate.set()
     assert {ended(services, job).state for job in started} == {"done"}
-    assert Watched.most == 1 and len(jobs.archives()) == 4
+    assert watched.counts == [1, 1, 1, 1] and len(jobs.archives()) == 4
 
 
 def test_racing_processes_archive_a_workspace_once(
@@ -261,6 +276,73 @@ def test_archive_leaves_room_on_its_file_system(
     assert done.state == "failed" and "have to stay free" in done.error
     assert services.storage.workspaces()[0].busy == ""
     assert list(services.workspace_jobs.folder.iterdir()) == []
+
+
+class Broken(BaseHTTPRequestHandler):
+    """An engine that answers every question with an error."""
+
+    def do_GET(self) -> None:
+        self.send_response(500)
+        self.end_headers()
+        self.wfile.write(b'{"message": "layer store: 0xc000"}')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def broken_engine() -> Iterator[Callable[[], docker.APIClient]]:
+    """How to reach one."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield lambda: docker.APIClient(f"tcp://127.0.0.1:{server.server_port}", version="1.43")
+        server.shutdown()
+
+
+def test_error_of_the_engine_or_the_system_is_a_sentence_and_its_words_are_in_the_log(
+    services: Services,
+    work: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, jobs = work("anna"), services.workspace_jobs
+
+    def fails(begin: Callable[[], WorkspaceJob], sentence: str, raw: str) -> None:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, services.log.name):
+            failed = ended(services, begin())
+        assert failed.state == "failed" and sentence in failed.error
+        assert raw not in failed.error and raw in caplog.text
+        assert services.storage.workspaces()[0].busy == ""
+
+    def archive() -> WorkspaceJob:
+        return services.workspace_jobs.start_archive(source, actor=KIM)
+
+    made = jobs.folder / ended(services, archive()).archive
+    file = made.rename(made.with_name("anna.tar.gz"))
+
+    def restore() -> WorkspaceJob:
+        return services.workspace_jobs.start_restore(file.name, source, actor=KIM)
+
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        fails(archive, "tar could not be started. Install it", "No such file or directory")
+
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    fails(restore, f"{file} is damaged or cut short. Choose another", "Compressed file ended")
+    file.write_bytes(whole)
+
+    folder = jobs.folder.rename(jobs.folder.with_name("moved"))
+    jobs.folder.write_bytes(b"not a folder")
+    fails(archive, f"{jobs.folder} cannot be used as the folder of archives", "File exists")
+    jobs.folder.unlink()
+    folder.rename(jobs.folder)
+
+    with broken_engine() as connect:
+        archiver = replace(jobs._archiver, connect=connect, uses_docker=True)
+        services.workspace_jobs = WorkspaceJobs(archiver, jobs.folder, services.time, services.log)
+        fails(archive, "The container engine", "0xc000")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

@@ -92,7 +92,7 @@ OAUTH_TABLE = [
     ("admin by a group", OAUTH_STAFF, claims("staff"), "in as admin"),
     ("blocked, though in the group", OAUTH_BLOCKED, claims("ml-course"), "403 blocked"),
     ("own sentence", OAUTH_SENTENCE, {"sub": "ada"}, "403 list of members. Enrol first."),
-    ("no name in the claims", OAUTH, {"email": "a@b"}, "502 an answer that this hub cannot use"),
+    ("no name in the claims", OAUTH, {"email": "a@b"}, "502 This hub cannot use the answer"),
 ]
 
 DUMMY_TABLE = [

@@ -45,7 +45,7 @@ ALL = {**BOTH, "membership": "all"}
 
 NO_DOMAIN = "is in no domain that may use this hub"
 DOWN = "is not working, so the hub cannot tell"
-UNUSABLE = "an answer that this hub cannot use"
+UNUSABLE = "This hub cannot use the answer"
 
 
 def who(mail: str, *groups: str, confirmed: Any = True) -> dict[str, Any]:

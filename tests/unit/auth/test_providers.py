@@ -207,7 +207,7 @@ EARLY = {"iat": time.time() + 7200, "nbf": time.time() + 7200}
     [
         (LATE, "502 The clocks of Microsoft and of this hub differ"),
         (EARLY, "502 The clocks of Microsoft and of this hub differ"),
-        ({"aud": "another-app"}, "502 Microsoft gave an answer that"),
+        ({"aud": "another-app"}, "502 This hub cannot use the answer of Microsoft"),
     ],
     ids=["late", "early", "for somebody else"],
 )

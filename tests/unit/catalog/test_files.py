@@ -91,7 +91,9 @@ def test_missing_irregular_or_oversized_file_is_rejected(tmp_path: Path, key: st
     most = parser.MOST_BYTES[key]
     with open(file, "wb") as large:
         large.truncate(most + 1)
-    with pytest.raises(ConfigError, match=f"a file of {most + 1} bytes; {most} are the most"):
+    with pytest.raises(
+        ConfigError, match=f"a file of {most + 1} bytes; at most {most} are allowed"
+    ):
         load(path)
 
 

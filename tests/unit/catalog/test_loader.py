@@ -242,7 +242,7 @@ def test_groups_decide_visible_usable_and_default_environments() -> None:
     assert [e.slug for e in read.visible_to(["course", "other"])] == ["pytorch", "base"]
     assert [e.slug for e in read.visible_to([])] == ["base"]
     assert read.get_for("pytorch", {"course"}).slug == "pytorch"
-    with pytest.raises(NotAllowed, match="'pytorch': it is kept for certain groups"):
+    with pytest.raises(NotAllowed, match="'pytorch': it is reserved for some groups"):
         read.get_for("pytorch", [])
     with pytest.raises(InvalidRequest) as caught:
         read.get_for("pytorc", [])
@@ -253,7 +253,7 @@ def test_groups_decide_visible_usable_and_default_environments() -> None:
     assert read.default_for(["research"]).slug == "pytorch"
     assert read.default_for([]).slug == "base"
     closed = catalog(entry("allowed_groups: [staff]"))
-    with pytest.raises(NotAllowed, match="No environment of this hub is open to you"):
+    with pytest.raises(NotAllowed, match="You may not use any environment of this hub"):
         closed.default_for(["research"])
 
 

@@ -98,8 +98,8 @@ environment: {cuda_x: '1'} => is set by gpuspawner
 environment: {GPUSPAWNER_LEASE: x} => is set by gpuspawner
 environment: {JUPYTERHUB_USER: x} => is set by gpuspawner
 environment: {A: 1} => 'A' of 'environment' of environment 'base' is 1, not text
-environment: {'A B': x} => is not a name of an environment variable
-environment: {A-B: x} => is not a name of an environment variable
+environment: {'A B': x} => is not the name of an environment variable
+environment: {A-B: x} => is not the name of an environment variable
 spawner_override: {image: other} => the environment has a key of that name
 spawner_override: {device_requests: []} => the lease decides which devices
 spawner_override: {volumes: {a: /b}} => mounts come from 'datasets'
@@ -121,10 +121,13 @@ profile_options: {a: {choices: {'x=y': {}}}} => the name 'x=y' in 'choices' of o
 """
 MANY = "{" + ", ".join(f"o{n}: {{choices: {{x: {{}}}}}}" for n in range(11)) + "}"
 LONG = [
-    ("summary: " + "x" * 201, "has 201 characters; 200 are the most"),
-    ("description: " + "x" * 20_001, "has 20001 characters; 20000 are the most"),
-    ("links: {" + ", ".join(f"l{n}: /x" for n in range(51)) + "}", "51 entries; 50 are the most"),
-    (f"profile_options: {MANY}", "10 are the"),
+    ("summary: " + "x" * 201, "has 201 characters. Shorten it to 200"),
+    ("description: " + "x" * 20_001, "has 20001 characters. Shorten it to 20000"),
+    (
+        "links: {" + ", ".join(f"l{n}: /x" for n in range(51)) + "}",
+        "51 entries; at most 50 are allowed",
+    ),
+    (f"profile_options: {MANY}", "at most 10"),
     ("first_page: lab\ndefault_url: /lab", "has both 'first_page' and 'default_url'"),
 ]
 

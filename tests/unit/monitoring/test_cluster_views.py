@@ -72,7 +72,7 @@ def test_holder_name_shown_depends_on_the_viewer() -> None:
     assert json.loads(full)["tiles"]["GPU-1"]["who"] == "ada/training"
 
 
-GPU2 = "the machine gpu2 does not tell what its GPUs do: Connection refused"
+GPU2 = "the machine gpu2 does not report the use of its GPUs: Connection refused"
 USED = "used without a lease by x (pid 4711)"
 LOST = DeviceActivity(error="GPU is lost (pid 4711).", xids=(79,))
 WARM = DeviceActivity(slowed=("too warm (hardware)",), warm=True)

@@ -170,7 +170,7 @@ def test_sync_keeps_accounts_made_by_the_site() -> None:
     before = {key: dict(value) for key, value in database.rows.items()}
     asked = wanted([ADA, Person(member="bob")], research=Group())
     plan = accounts.plan_sync(asked, database.found(), "lab")
-    assert "g-research" in plan.problems[0] and "not below gpuspawner" in plan.problems[0]
+    assert "g-research" in plan.problems[0] and "outside gpuspawner" in plan.problems[0]
     for step in plan.steps:
         database.do(step)
     assert {key: database.rows[key] for key in before} == before
@@ -268,7 +268,7 @@ def test_untested_slurm_version_is_rejected(version: str) -> None:
     if version in TRIED:
         accounts.check_version(slurm)
         return
-    with pytest.raises(SlurmRefused, match=r"tried with 22\.05\.8"):
+    with pytest.raises(SlurmRefused, match=r"tested with 22\.05\.8"):
         accounts.check_version(slurm)
 
 

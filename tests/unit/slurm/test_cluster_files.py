@@ -112,7 +112,7 @@ def test_controller_engine_uses_the_local_socket(
     (tmp_path / "head.json").write_text(host("head", A100).to_json())
     words = ["--out", str(tmp_path / "out"), f"head={tmp_path}/head.json"]
     assert main(["slurm", "config", *words, "--controller", "head=127.0.0.1"]) == 2
-    assert "no other machine reaches" in capsys.readouterr().err
+    assert "no other machine can reach" in capsys.readouterr().err
     assert main(["slurm", "config", *words, "--controller", "head=10.0.0.1"]) == 0
     node = read_cluster(tmp_path / "out/cluster.yaml").node("head")
     assert (node.engine, node.address) == ("unix:///var/run/docker.sock", "10.0.0.1")
@@ -181,9 +181,9 @@ DEVICE = {"uuid": "GPU-9", "model": "x", "memory_bytes": GIB, "file": "/dev/nvid
         ({"memory_bytes": -1}, "1048576 is the least"),
         ({"unheard": 1}, "unknown key"),
         ({"devices": [DEVICE | {"uuid": "MIG-1234"}]}, "MIG"),
-        ({"devices": [DEVICE | {"uuid": "GPU-gpu1-0"}]}, "is on the node gpu1 already"),
+        ({"devices": [DEVICE | {"uuid": "GPU-gpu1-0"}]}, "already listed for the node gpu1"),
         ({"devices": [DEVICE | {"file": "/dev/nvidia0 Count=9"}]}, "whole path"),
-        ({"devices": [DEVICE | {"model": "a\nb"}]}, "one line"),
+        ({"devices": [DEVICE | {"model": "a\nb"}]}, "single line"),
     ],
 )
 def test_invalid_host_inventory_is_rejected(
@@ -253,9 +253,9 @@ ENGINE = "ssh://gpuspawner@10.0.0.11"
         ("name: lab", "nam: lab", "line 2: the cluster has an unknown key 'nam'"),
         ("nodes:", "nodes: {}\nothers:", "unknown key"),
         ("gpu1:", "gpu 1:", "letters, digits and -"),
-        ("10.0.0.11\n    engine", "gpu1\n    engine", "line 5.*no IP address"),
-        (ENGINE, "tcp://10.0.0.11:2375", "line 6.*everybody root"),
-        (ENGINE, "http://10.0.0.11:2375", "everybody root"),
+        ("10.0.0.11\n    engine", "gpu1\n    engine", "line 5.*not an IP address"),
+        (ENGINE, "tcp://10.0.0.11:2375", "line 6.*root on the node"),
+        (ENGINE, "http://10.0.0.11:2375", "root on the node"),
         (ENGINE, "https://10.0.0.11:2376", "needs 'tls'"),
         (ENGINE, "ssh://a:b@10.0.0.11", "ssh://USER@NODE"),
         (ENGINE, "ssh://-oProxyCommand=x", "ssh://USER@NODE"),
@@ -264,7 +264,7 @@ ENGINE = "ssh://gpuspawner@10.0.0.11"
         ("cpus: 16", "cpus: 16\n    sampler: http://10.0.0.11:9401", "line 8.*without TLS"),
         ("cpus: 16", "cpus: 16\n    sampler: 10.0.0.11:9401", "line 8.*https://10.0.0.11:9401"),
         ("cpus: 16", "cpus: 16\n    sampler: https://a:b@10.0.0.11:9401", "line 8.*Write https"),
-        ("cpus: 16", "cpus: 16\n    sampler: https://10.0.0.11:9401", "line 8.*needs 'tls', too"),
+        ("cpus: 16", "cpus: 16\n    sampler: https://10.0.0.11:9401", "line 8.*also needs 'tls'"),
         ("GPU-1111", "'GPU 1'", "letters, digits and -"),
         ("memory: 80G", "memory: 80", "less than 1M"),
         ("memory: 80G", "memory: 80G, file: '/dev/x y'", "whole path"),
@@ -306,7 +306,7 @@ def test_remote_sampler_needs_tls_and_local_one_does_not(
         (tmp_path / name).touch(mode=0o600)
     sampler = ["--sampler", "https://{host}:9401"]
     assert config(*sampler, "--controller", "gpu1=10.0.0.11") == 2
-    assert "needs 'tls', too" in capsys.readouterr().err
+    assert "also needs 'tls'" in capsys.readouterr().err
     assert config(*sampler, "--controller", "gpu1=10.0.0.11", "--tls", str(tmp_path)) == 0
     nodes = read_cluster(tmp_path / "out/cluster.yaml").nodes
     assert [node.sampler for node in nodes] == ["http://127.0.0.1:9401", "https://10.0.0.12:9401"]

@@ -118,7 +118,7 @@ def test_job_gets_a_node_share_per_gpu_or_shard() -> None:
     assert gres(asked(shared)) == "shard:1"
     assert gres(asked(shared, model="A100")) == "shard:a100:1"
     assert "--cpus-per-task=2" in asked(shared, model="A100")
-    with pytest.raises(TooMuchAsked, match="shared in parts"):
+    with pytest.raises(TooMuchAsked, match="a server gets one slot"):
         asked(shared, devices=2)
 
 

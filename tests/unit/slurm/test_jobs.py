@@ -54,7 +54,7 @@ def test_waiting_job_is_parsed_with_its_reason() -> None:
     found = job(WAITS)
     assert found.waits and found.lives and not found.indices
     assert found.started_at is None and found.why == ""
-    assert job(WAITS | {"state_reason": "Priority"}).why == "others go first"
+    assert job(WAITS | {"state_reason": "Priority"}).why == "other requests go first"
     assert job(WAITS | {"state_reason": "Licenses"}).why == "Slurm says Licenses"
     assert job(WAITS | {"start_time": 1795347732}).started_at == at(1795347732)
 
@@ -63,7 +63,7 @@ def test_waiting_job_is_parsed_with_its_reason() -> None:
     ("state", "again", "words"),
     [
         ("CANCELLED", False, "was cancelled"),
-        ("TIMEOUT", False, "time in Slurm was over"),
+        ("TIMEOUT", False, "time limit in Slurm"),
         ("NODE_FAIL", True, "machine was lost"),
         ("PREEMPTED", True, "higher priority"),
         ("COMPLETED", False, "COMPLETED"),
@@ -133,7 +133,7 @@ def test_output_of_an_untested_slurm_version_is_rejected(release: str) -> None:
     if release.startswith("22.05."):
         assert [found.id for found in jobs_of(text)] == [1]
         return
-    with pytest.raises(SlurmUnavailable, match=f"it is Slurm {release}.*tried with 22.05.8"):
+    with pytest.raises(SlurmUnavailable, match=f"this is Slurm {release}.*tested with 22.05.8"):
         jobs_of(text)
 
 
@@ -231,7 +231,7 @@ def test_malformed_sacct_output_is_rejected(cells: dict[str, str] | None) -> Non
     if cells is not None:
         said = ["~x~".join(changed(**cells))]
     for line in said:
-        with pytest.raises(SlurmUnavailable, match="sacct did not respond"):
+        with pytest.raises(SlurmUnavailable, match="sacct did not answer in"):
             jobs.parse_runs(f"{line}\n", "~x~")
 
 
@@ -333,7 +333,7 @@ def test_database_backlog_is_read_from_sdiag() -> None:
     for size in (0, 3, 41_000):
         assert jobs.behind(recorder(SDIAG.format(size))) == size
     for text in ("", SDIAG.format("many"), SDIAG.replace("DBD ", "")):
-        with pytest.raises(SlurmUnavailable, match="sdiag does not say how far"):
+        with pytest.raises(SlurmUnavailable, match="sdiag does not report the accounting"):
             jobs.behind(recorder(text))
 
 

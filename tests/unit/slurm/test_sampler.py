@@ -100,10 +100,10 @@ def test_missing_port_defaults_to_the_url_scheme() -> None:
 BAD_LOOKS: list[Any] = [{}, [1], [EMPTY] * (MOST_LOOKS + 1)]
 NO_ANSWERS = {
     "not JSON": [b"", b"<html>", b"[" * 50_000, b"\xff\xfe\x00", b"9" * 5000],
-    "not a sampler of gpuspawner": [b"[]", b"{}"],
+    "not a gpuspawner sampler": [b"[]", b"{}"],
     "install the same gpuspawner": [said(version=2)],
-    "another version": [said(version=None)],
-    "makes no sense": [
+    "must be": [said(version=None)],
+    "its answer is not valid": [
         b'{"version": 1}',
         *(said(looks=some) for some in BAD_LOOKS),
         *(said(last=last) for last in (-1, True)),
@@ -235,7 +235,7 @@ def test_failing_or_hanging_driver_is_reported(
     assert ask().trouble == "The driver is not loaded."
     looks.fails = ZeroDivisionError("oh")
     assert not recorder.look()
-    assert "cannot be seen" in ask().trouble
+    assert "cannot be read" in ask().trouble
     looks.fails = None
     recorder.look()
     assert ask().trouble == ""
