@@ -25,6 +25,7 @@ import pytest
 from gpuspawner.engines.smoke_test import passed, smoke
 from tests.support.engine import DEVICES, PrivateEngine
 from tests.support.processes import REPO, wait_for
+from tests.support.tier import SOAK
 
 PYTORCH = "gpuspawner/pytorch:test"
 STAND_IN = "colorama"
@@ -41,7 +42,7 @@ def torch_wheel() -> Path | None:
     return None
 
 
-WHEEL = torch_wheel()
+WHEEL = torch_wheel() if SOAK else None  # pip takes a while to say, in each process of a run
 
 
 @pytest.fixture

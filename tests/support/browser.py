@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.support import c_library, parts
-from tests.support.processes import REPO, kept_dir
+from tests.support.processes import REPO
 
 RESULTS = REPO / "test-results"
 ARGUMENTS = (
@@ -45,10 +44,7 @@ def chromium() -> str:
 def environment() -> dict[str, str]:
     """What to set for a browser that hears nothing of network interfaces; why, the source says."""
     source = Path(__file__).with_name("no_netlink.c")
-    folder = kept_dir() / f"no-netlink-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
-    library = folder / "no_netlink.so"
-    if not library.exists():
-        c_library.build(folder, library.name, source)
+    library = c_library.compiled("no_netlink.so", source)
     others = os.environ.get("LD_PRELOAD", "")
     return os.environ | {"LD_PRELOAD": f"{others} {library}".strip()}
 
@@ -97,9 +93,10 @@ def pages_shown(browser: Browser) -> str:
 
 def screenshot(page: Page, name: str) -> Path:
     """Keep a picture of the whole page in ``test-results/`` and say where."""
-    path = RESULTS / f"{re.sub(r'[^A-Za-z0-9._/-]+', '-', name)}.png"
+    path = RESULTS / f"{re.sub(r'[^A-Za-z0-9._/-]+', '-', name)}.jpg"
     path.parent.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=path, full_page=True)
+    # A PNG takes the browser twice as long, and small letters can be read in this too.
+    page.screenshot(path=path, full_page=True, type="jpeg", quality=80)
     return path
 
 
