@@ -138,7 +138,7 @@ def test_new_image_is_added_to_the_catalog_and_tested(site: Site) -> None:
     assert site.catalog.read_text().startswith("# Mine.\nenvironments:\n- slug: other\n")
     made = load(site.catalog).get("lab")
     assert (made.display_name, made.image, made.devices.max) == ("The lab", site.image, 2)
-    assert "has an environment 'lab' already" in site("add", site.image, "--write", code=2)
+    assert "already has an environment 'lab'" in site("add", site.image, "--write", code=2)
     site("add", site.image, "--write", "--slug", "lab-two")
     assert [e.slug for e in load(site.catalog).environments] == ["other", "lab", "lab-two"]
     site("add", BASE, "--write")
@@ -174,7 +174,7 @@ def test_image_update_is_smoke_tested_before_it_is_used(site: Site) -> None:
 
     site.registry.retag("lab", "new")
     assert "'../x'" in site("update", "lab", "--keep-as", "../x", code=2)
-    assert "has an environment 'lab' already" in site("update", "lab", "--keep-as", "lab", code=2)
+    assert "already has an environment 'lab'" in site("update", "lab", "--keep-as", "lab", code=2)
     assert site.catalog.read_text() == before
     assert "lab has" in site("update", "lab", "--keep-as", "lab-older")
     new, old = (site.registry.digest(tag) for tag in ("new", "old"))

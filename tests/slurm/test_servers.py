@@ -369,7 +369,7 @@ def test_gpu_with_a_failed_epilog_is_not_granted(hub: SlurmHub, cluster: SlurmCl
 
     def is_told() -> bool:
         standing = hub.services.positions.standings().get(ticket.id)
-        return bool(standing and "closed or away" in standing.why)
+        return bool(standing and "closed or down" in standing.why)
 
     wait_for(is_told, "bob to be told")
     assert hub.services.queue.ticket(ticket.id).outcome == ""

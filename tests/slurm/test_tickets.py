@@ -241,7 +241,7 @@ def test_node_drained_by_others_is_not_reopened(
         services.devices.undrain(uuid, actor="admin")
     assert why(cluster, node) and uuid in services.devices.closures()
     assert "undrain" not in [change.action for change in services.audit.trail()]
-    command = re.search(r"type: (scontrol .*=RESUME)\.", refused.value.message)
+    command = re.search(r"run: (scontrol .*=RESUME)\.", refused.value.message)
     assert command
     cluster.run(*command[1].split())  # as the sentence says
     assert not why(cluster, node)

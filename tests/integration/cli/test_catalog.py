@@ -78,7 +78,7 @@ def test_catalog_check_reports_a_mistake_with_its_line(cli: Command) -> None:
     assert refused.stderr == (
         "gpuspawner: catalog.yaml, line 12: 'changes' of environment 'needy' names 'changes.md', "
         "which cannot be read beside the catalog: No such file or directory. Put the file there, "
-        "or leave the key out.\n"
+        "or remove the key.\n"
     )
     assert "cannot be read: No such file" in cli("catalog", "check", "none.yaml", code=2).stderr
     (cli.folder / "catalog.yaml").write_text(CATALOG)

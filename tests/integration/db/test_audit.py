@@ -63,7 +63,7 @@ WRONG = {
         "UPDATE transfers SET lease_id = 'nobody' WHERE kind = 'refund'",
         "transfers.lease_id is 'nobody', but leases has no such row",
     ),
-    "places": ("UPDATE lease_places SET open = false WHERE open", "is open, and its device"),
+    "places": ("UPDATE lease_places SET open = false WHERE open", "is open, but its device"),
     "order of times": (
         "UPDATE leases SET started_at = NULL WHERE state = 'running'",
         "its times contradict that",
@@ -92,7 +92,7 @@ WRONG = {
     ),
     "credits that ended": (
         "UPDATE lots SET taken = taken - 1",
-        "The lots of member:bert say that 4 microcredits were taken back",
+        "4 microcredits of member:bert expired by its lots, but not by its postings",
     ),
     "settlement of leases": (
         "UPDATE leases SET ended_at = '2025-03-09 12:00:00' WHERE \"user\" = 'anna'",
@@ -140,7 +140,7 @@ def test_audit_finds_wrong_refills_and_expired_credits(used: Services) -> None:
         connection.exec_driver_sql("UPDATE lots SET taken = taken - 1 WHERE taken > 0")
     found = broken_invariants(used)
     assert set(found) == {"refills", "credits that ended"}
-    sentence = "UTC gave 40000001 microcredits to 4 accounts, but its postings 40000000 to 4"
+    sentence = "UTC gave 40000001 microcredits to 4 accounts, but its postings gave 40000000 to 4"
     assert sentence in found["refills"]
 
 

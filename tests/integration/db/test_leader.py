@@ -79,7 +79,7 @@ def test_pages_and_spawners_share_services_and_identity(tmp_path: Path, database
 def test_damaged_identity_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "gpuspawner_hub_id"
     path.write_text("half of an i")
-    with pytest.raises(ConfigError, match="does not hold a hub's id"):
+    with pytest.raises(ConfigError, match="does not contain a hub's id"):
         make_identity(path)
     assert path.read_text() == "half of an i"
 

@@ -139,7 +139,7 @@ def test_database_of_an_unknown_version_is_rejected(empty_database_url: str, ver
     change = sa.text(f"UPDATE gpuspawner_version SET version_num = '{version}'")
     with closing(Store(empty_database_url)) as store, store.write() as connection:
         connection.execute(change)
-    why = f"of version {version}, which this gpuspawner does"
+    why = f"has version {version}, which this gpuspawner does"
     with closing(Store(empty_database_url)) as older, pytest.raises(ConfigError, match=why):
         older.run(ledger_repository.all_accounts)
 
