@@ -176,7 +176,7 @@ def test_image_update_is_smoke_tested_before_it_is_used(site: Site) -> None:
     assert "'../x'" in site("update", "lab", "--keep-as", "../x", code=2)
     assert "already has an environment 'lab'" in site("update", "lab", "--keep-as", "lab", code=2)
     assert site.catalog.read_text() == before
-    assert "lab has" in site("update", "lab", "--keep-as", "lab-older")
+    assert "lab now has" in site("update", "lab", "--keep-as", "lab-older")
     new, old = (site.registry.digest(tag) for tag in ("new", "old"))
     text = site.catalog.read_text()
     assert f"    image: {site.image}@{new}  # by its tag\n" in text

@@ -84,7 +84,7 @@ def test_database_of_a_newer_version_fails(services: Services) -> None:
     change(services, "UPDATE gpuspawner_version SET version_num = '9999'")
     finding, readable = check_database(services.settings.database.url)
     assert (finding.status, readable) == (Status.FAIL, False)
-    assert "has version 9999, which this gpuspawner does not know" in finding.text
+    assert "is of version 9999, which this gpuspawner does not know" in finding.text
 
 
 def test_empty_postgresql_database_passes_and_stays_empty(postgres: Any) -> None:
