@@ -59,6 +59,9 @@ class NodeWatch:
         engine = spawner.shared("gpuspawner_nodes", spawner.services.delegation.engine)
         running = await spawner.services.run_outside(engine.running)
         for lease_id, each in by_lease.items():
+            # Stopped meanwhile: the Hub would stop the server that has its name now.
+            if each.lease_id != lease_id or each.user.spawners.get(each.name) is not each:
+                continue
             if lease_id not in running and each.active and not each.pending:
                 each.log.info("%s has disappeared: the Hub polls it", each.server_ref)
                 await each.poll_and_notify()
