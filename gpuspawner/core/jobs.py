@@ -16,7 +16,7 @@ DONE, FAILED = "done", "failed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job, and what became of it. A subclass says what it does and its states before the end."""
+    """A job and its result. A subclass adds what it does, and its states before the end."""
 
     id: int = 0
     """Given by :class:`JobTable`."""
@@ -40,7 +40,7 @@ J = TypeVar("J", bound=Job)
 class JobTable(Generic[J]):
     """The open jobs of a process, and the last ones that ended. They are gone with the process.
 
-    Hold ``lock``, which is reentrant, to decide by the jobs that there are and act on it.
+    To check the jobs and act on the result, hold ``lock``, which is reentrant.
     """
 
     def __init__(self, clock: Callable[[], datetime], ended_kept: int) -> None:

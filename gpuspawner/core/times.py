@@ -16,6 +16,11 @@ def clock(moment: datetime, now: datetime) -> str:
     return local.strftime("%H:%M on %-d %B")
 
 
+def at_second(seconds: float) -> datetime:
+    """Return the time so many seconds after 1970, in UTC."""
+    return datetime.fromtimestamp(seconds, timezone.utc)
+
+
 def minute_after(moment: datetime) -> datetime:
     """Return the time rounded up to the minute."""
     return minute_of(moment + timedelta(minutes=1) - timedelta.resolution)

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from functools import cache, partial
 from itertools import islice
 
 import sqlalchemy as sa
 
 from ..core.errors import NoDeviceFree
-from ..core.times import zoned
+from ..core.times import at_second, zoned
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices.placement import must_run
@@ -170,10 +170,10 @@ class PositionService:
         return [(t, r, found[t.id]) for t, r in zip(waiting, ranked, strict=True)]
 
     def store_estimates(self) -> int:
-        """Store estimates of tickets that have none or no longer one that holds; return how many.
+        """Store new estimates where there is none or it no longer holds; return how many.
 
-        The hub that grants calls this in each of its rounds, and nobody else does: every process
-        learns from what it has seen, and a ticket is to be shown the same everywhere.
+        Only the hub that grants calls this, in each of its rounds. Each process learns from what it
+        has seen, so two authors would give one ticket two estimates.
         """
         if self.delegation.delegate is not None:
             return 0
@@ -199,7 +199,7 @@ class PositionService:
         while part := dict(islice(rest, PORTION)):
             with self.store.write() as connection:
                 # Of the moment of writing: then readers find all that was stored since they read.
-                repository.store_estimates(connection, part, self.clock(), _moment(now))
+                repository.store_estimates(connection, part, self.clock(), at_second(now))
         if changed:
             self._standings = ((-1, 0.0), {})
         if is_due:
@@ -211,7 +211,7 @@ class PositionService:
     def first_estimate(self, ticket: Ticket) -> StoredEstimate | None:
         """Return the estimate of a ticket that is about to be queued. Needs the lock.
 
-        None if :meth:`store_estimates` is to store the first one, because it takes a while here.
+        None in a long queue, where it takes a while: :meth:`store_estimates` adds it then.
         """
         if self.delegation.delegate is not None or self.line.paused:
             return None
@@ -323,7 +323,7 @@ class PositionService:
         names = {lease.account for lease in leases if lease.rate}
         accounts = {name: ledger_repository.get_account(connection, name) for name in names}
         grace = timedelta(seconds=self.credits.grace_seconds) + STOPPING
-        at = datetime.fromtimestamp(now, timezone.utc)
+        at = at_second(now)
         ends = credit_ends(leases, accounts, grace, at)
         return {lease_id: end.timestamp() for lease_id, end in ends.items()}
 
@@ -385,7 +385,7 @@ class PositionService:
         now: float,
         only: Collection[str] | None = None,
     ) -> dict[str, Estimate | None]:
-        """Return what this process would tell the tickets of the queue, or only some of them."""
+        """Return this process's own estimates, of all tickets or only some."""
         found: dict[str, Estimate | None] = {}
         ahead = DevicesAhead()
         for start in range(0, len(waiting), AT_ONCE):
@@ -414,7 +414,7 @@ class PositionService:
         """Return the stored estimates that are not too old; reads only what is new."""
         version, newest, known = self._stored
         if version != self.clock.version or newest is None:
-            version, newest, known = self.clock.version, _moment(now - FRESH_SECONDS), {}
+            version, newest, known = self.clock.version, at_second(now - FRESH_SECONDS), {}
         since = newest
         found, newest = self.store.run(lambda c: repository.estimates_since(c, since))
         tickets = self.line.tickets
@@ -490,7 +490,7 @@ class PositionService:
 
 
 def _is_outdated(known: StoredEstimate | None, estimate: Estimate | None, now: float) -> bool:
-    """Return True if a stored estimate is to be replaced by this one."""
+    """Return True if a new estimate should replace the stored one."""
     if known is None or not 0 <= now - known.at < RENEWED_SECONDS:
         return True
     if known.estimate is None or estimate is None:
@@ -502,7 +502,7 @@ def _is_outdated(known: StoredEstimate | None, estimate: Estimate | None, now: f
 
 
 def _within(estimate: Estimate, now: float, latest: float | None) -> Estimate:
-    """Return an estimate as it is told now: not in the past, and not after the latest start."""
+    """Return an estimate cut to the time from now to the latest start."""
     most = math.inf if latest is None else max(now, latest)
     low, likely, high = (
         min(most, max(now, at)) for at in (estimate.low, estimate.likely, estimate.high)
@@ -510,9 +510,5 @@ def _within(estimate: Estimate, now: float, latest: float | None) -> Estimate:
     return Estimate(low, likely, high)
 
 
-def _moment(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, timezone.utc)
-
-
 def _moment_or_none(seconds: float | None) -> datetime | None:
-    return None if seconds is None else _moment(seconds)
+    return None if seconds is None else at_second(seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from ..core.errors import ServerWaits, UnknownTicket
+from ..core.times import at_second
 from ..db.schema import OPEN_LEASE, OPEN_PLACE, OPEN_TICKET, lease_places, leases, tickets
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, Request, ServerRef
@@ -67,7 +68,7 @@ def insert_ticket(
     row["options"] = json.dumps(dict(ticket.options))
     if first is not None:
         low, likely, high = _moments(first.estimate)
-        row |= {"estimated_at": _moment(first.at)}
+        row |= {"estimated_at": at_second(first.at)}
         row |= {"estimate_low": low, "estimate_likely": likely, "estimate_high": high}
     try:
         connection.execute(sa.insert(tickets), row)
@@ -194,11 +195,7 @@ def _parts(ids: Iterable[str]) -> Iterator[list[str]]:
 def _moments(estimate: Estimate | None) -> tuple[datetime | None, datetime | None, datetime | None]:
     if estimate is None:
         return None, None, None
-    return _moment(estimate.low), _moment(estimate.likely), _moment(estimate.high)
-
-
-def _moment(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, timezone.utc)
+    return at_second(estimate.low), at_second(estimate.likely), at_second(estimate.high)
 
 
 def _ticket(row: Sequence[Any]) -> Ticket:

@@ -58,8 +58,8 @@ from .turns import Acquisition, StartsWithoutGPU, TurnDispatcher, queue_card, wh
 T = TypeVar("T")
 
 COMPARING = 30.0
-"""Seconds that a start waits at most for the comparison after a hub start. One that waited in the
-queue before has ``start_timeout``."""
+"""Most seconds that a start waits for the comparison after a hub start. One resumed from the queue
+may wait for ``start_timeout``."""
 
 MISCONFIGURED = (
     "This hub is not set up correctly. Tell your admin, who finds the reason in its log."
@@ -533,7 +533,7 @@ class GPUSpawnerMixin(Spawner):
         """Acquire the lease, then run the admin's own ``pre_spawn_hook``."""
         if (found := self._watched) and found.is_due():
             return self._refresh_then_hook()
-        self.said = SpawnProgress()
+        self._begin_progress()
         self.stopped_at = self.finished_at = None
         self._spawn = asyncio.current_task()
         self._is_starting = True
@@ -587,7 +587,7 @@ class GPUSpawnerMixin(Spawner):
     async def _await_comparison(self) -> None:
         """Wait for the comparison after a hub start, with progress.
 
-        Who waited in the queue before waits as long as a start may take. Others are refused sooner.
+        A start resumed from the queue waits as long as a start may take; others are refused sooner.
         """
         patience: float = self.start_timeout
         if not self.recovery.is_compared:
@@ -870,7 +870,7 @@ class GPUSpawnerMixin(Spawner):
             raise StartFailed(cause=detail or "it exited at once")
 
     def _require_wanted(self) -> None:
-        """Raise StartFailed if the server was stopped, for which the Hub does not always wait."""
+        """Raise StartFailed if the server was stopped: the Hub may let its start go on."""
         if self.server is None:
             raise StartFailed(cause="it was stopped before it answered")
 
@@ -888,9 +888,19 @@ class GPUSpawnerMixin(Spawner):
         return f"{parsed.scheme}://{parsed.netloc}{self.server.base_url}api"
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the progress of this spawn as it happens."""
-        async for event in self.said.follow():
-            yield event
+        """Yield the progress of this spawn as it happens.
+
+        Who begins to follow before the spawn does has the messages of the last one, and goes on.
+        """
+        said = None
+        while said is not self.said:
+            said = self.said
+            async for event in said.follow():
+                yield event
+
+    def _begin_progress(self) -> None:
+        earlier, self.said = self.said, SpawnProgress()
+        earlier.close()
 
     # 3. Release.
 

@@ -36,6 +36,13 @@ class SpawnProgress:
         self._writing = threading.Lock()
         self._number = 0
         self._last = 0
+        self._closed = False
+
+    def close(self) -> None:
+        """Let everybody go who follows: another spawn begins, with messages of its own."""
+        with self._writing:
+            self._closed = True
+            self._wake()
 
     def say(
         self,
@@ -63,8 +70,10 @@ class SpawnProgress:
             if queue is not None:
                 event["queue"] = queue
             self._events.append((self._number, replaces, event))
-            readers = list(self._readers.items())
-        for more, loop in readers:
+            self._wake()
+
+    def _wake(self) -> None:
+        for more, loop in self._readers.items():
             with suppress(RuntimeError):  # that loop is closed, so the reader is gone
                 loop.call_soon_threadsafe(more.set)
 
@@ -79,7 +88,7 @@ class SpawnProgress:
         return bool(self._readers)
 
     async def follow(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield all messages so far, then each new one, until the reader goes away.
+        """Yield all messages so far, then each new one, until :meth:`close`.
 
         Without news, an event without a message follows every :data:`SIGN` seconds: a proxy keeps
         the page's connection open when the hub is gone, and the page could not tell.
@@ -89,7 +98,7 @@ class SpawnProgress:
         with self._writing:
             self._readers[more] = asyncio.get_running_loop()
         try:
-            while True:
+            while not self._closed:
                 more.clear()
                 for number, _, event in list(self._events):
                     if number > seen:

@@ -280,7 +280,7 @@ def refused_page(hub: GPUHub, member: str) -> str:
 
 
 def test_hub_grants_nothing_until_the_engine_answers(hub: GPUHub, member: str, gate: Gate) -> None:
-    """Who asks meanwhile waits as long as a start may take, and is refused then."""
+    """A start waits for the engine as long as any start may take, and is then refused."""
     hub.spawn_and_wait(member, {"gpus": 1})
     [lease] = hub.open_leases()
     hub.browser_of(f"{member}-two")
@@ -321,15 +321,21 @@ def tickets(hub: GPUHub, member: str) -> list[tuple[str, str]]:
         return [(ticket.id, ticket.outcome) for ticket in services.queue.tickets_of(member)]
 
 
+def queued_behind(hub: GPUHub, member: str, other: str) -> str:
+    """Start a server on all GPUs and let another member queue; return that one's ticket."""
+    hub.spawn_and_wait(member, ALL)
+    hub.ask_and_go("POST", other, {"gpus": 1})
+    [(ticket, _)] = wait_for(lambda: tickets(hub, other), "the ticket")
+    return ticket
+
+
 def test_starts_wait_for_an_engine_that_comes_up_later(
     hub: GPUHub, member: str, gate: Gate
 ) -> None:
-    """As after a start of the machine. One waited in the queue before, which the accounting
-    service would begin again; two are new."""
+    """As after a reboot of the machine. One start waited in the queue before the restart; two are
+    new."""
     resumed, new, cpu = (f"{member}-{who}" for who in ("resumed", "new", "cpu"))
-    hub.spawn_and_wait(member, ALL)
-    hub.ask_and_go("POST", resumed, {"gpus": 1})
-    [(ticket, _)] = wait_for(lambda: tickets(hub, resumed), "the ticket")
+    ticket = queued_behind(hub, member, resumed)
     hub.kill9()
     gate.shut()
     try:
@@ -359,9 +365,7 @@ def test_start_stopped_before_the_comparison_leaves_nothing(
 ) -> None:
     """Its ticket ends as well: otherwise the accounting service would begin the start again."""
     resumed, new = f"{member}-resumed", f"{member}-new"
-    hub.spawn_and_wait(member, ALL)
-    hub.ask_and_go("POST", resumed, {"gpus": 1})
-    [(ticket, _)] = wait_for(lambda: tickets(hub, resumed), "the ticket")
+    ticket = queued_behind(hub, member, resumed)
     hub.kill9()
     gate.shut()
     try:

@@ -19,7 +19,7 @@ import requests
 from playwright.sync_api import Browser
 
 from gpuspawner.core.units import MICRO
-from gpuspawner.leases.models import Lease
+from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.models import member_account
 from gpuspawner.ledger.reports import StatementEntry
 from gpuspawner.ledger.rules import owed
@@ -61,6 +61,24 @@ c.GPUQueue.group_weights = {"research": 3}
 c.JupyterHub.load_groups = {"research": {"users": ["zoe"]}}
 """
 
+HELD = """
+import pathlib, time
+from gpuspawner.slurm.engine import SlurmEngine
+
+running = SlurmEngine.running
+
+def held(self):
+    with open("watch-asked", "a") as file:
+        file.write(".")
+    while pathlib.Path("hold-watch").exists():
+        time.sleep(0.05)
+    return running(self)
+
+SlurmEngine.running = held
+"""
+"""While there is a file ``hold-watch``, the watch over servers gets no answer from the nodes; the
+length of ``watch-asked`` says how often it has asked."""
+
 DAEMONS = ("slurmctld", "slurmdbd", "hub")
 
 NEW = ("gwen", "hugo")
@@ -72,7 +90,7 @@ def hub(
     hubs: None, shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmHub]:
     folder = tmp_path_factory.mktemp("servers") / "hub"
-    with SlurmHub(folder, shared_cluster, CONFIG, environments=ENVIRONMENTS) as hub:
+    with SlurmHub(folder, shared_cluster, CONFIG + HELD, environments=ENVIRONMENTS) as hub:
         for user in NEW:
             hub.services.ledger.open_account(user)
         yield hub
@@ -378,6 +396,29 @@ def test_gpu_with_a_failed_epilog_is_not_granted(hub: SlurmHub, cluster: SlurmCl
     later = hub.wait_lease("bob")
     assert ended.ended_at and later.granted_at >= ended.ended_at
     hub.stop_server("bob")
+
+
+def test_watch_leaves_a_server_that_started_meanwhile(hub: SlurmHub) -> None:
+    """The member stops and starts again while the nodes are asked which servers run."""
+    hold, asked = hub.folder / "hold-watch", hub.folder / "watch-asked"
+
+    def wait_asked() -> None:
+        before = asked.stat().st_size
+        wait_for(lambda: asked.stat().st_size > before, "the watch to ask")
+
+    hub.begin("ann", gpus=1)
+    wait_for(asked.exists, "the watch to begin")
+    hold.touch()
+    try:
+        wait_asked()
+        hub.stop_server("ann")
+        lease = hub.begin("ann", gpus=1)
+    finally:
+        hold.unlink()
+    wait_asked()  # it has dealt with the answer before
+    assert (hub.server("ann") or {}).get("ready")
+    assert hub.services.leases.get(lease.id).state is LeaseState.RUNNING
+    hub.stop_server("ann")
 
 
 def test_preempted_server_ends_with_the_reason(hub: SlurmHub, cluster: SlurmCluster) -> None:

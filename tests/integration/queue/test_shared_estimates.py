@@ -50,8 +50,16 @@ def stored(services: Services) -> dict[str, StoredEstimate]:
     return services.store.run(lambda c: repository.estimates_since(c, ever))[0]
 
 
+def hub_with_a_ticket(make: Make, clock: Clock) -> tuple[Services, Ticket]:
+    """A hub that has seen its queue for a while, and a ticket that waits there now."""
+    hub = make(**T4)
+    learn(hub, clock)
+    running(hub, "ada")
+    return hub, line_up(hub, "bob")
+
+
 def minutes_away(services: Services, minutes: float) -> Estimate:
-    """An estimate that no process would have by itself: from so many minutes on."""
+    """An estimate that no process would give by itself: it starts so many minutes from now."""
     low = services.clock().timestamp() + 60 * minutes
     return Estimate(low, low + 300, low + 600)
 
@@ -69,10 +77,7 @@ def test_every_process_shows_the_estimate_that_the_hub_stored(
     make: Make, clock: Clock, database_url: str
 ) -> None:
     """The hub has seen the queue; the others read what is in the store when they start."""
-    hub = make(**T4)
-    learn(hub, clock)
-    running(hub, "ada")
-    ticket = line_up(hub, "bob")
+    hub, ticket = hub_with_a_ticket(make, clock)
     clock.forward(minutes=20)  # nobody stores any
     elsewhere = (racing_line.shown_elsewhere, database_url, clock.now, ticket.id)
     own, [other] = all_shown(hub, ticket), together(elsewhere)
@@ -90,10 +95,7 @@ def test_every_process_shows_the_estimate_that_the_hub_stored(
 def test_estimate_is_stored_when_the_ticket_is_created(
     make: Make, clock: Clock, database_url: str
 ) -> None:
-    hub = make(**T4)
-    learn(hub, clock)
-    running(hub, "ada")
-    ticket = line_up(hub, "bob")
+    hub, ticket = hub_with_a_ticket(make, clock)
     assert stored(hub)[ticket.id].estimate, "in the same transaction"
     elsewhere = (racing_line.shown_elsewhere, database_url, clock.now, ticket.id)
     [service] = together(elsewhere)
@@ -117,10 +119,7 @@ def test_ticket_in_a_long_queue_has_an_estimate_after_the_next_round(
 
 
 def test_stored_estimate_is_kept_while_it_holds(make: Make, clock: Clock) -> None:
-    hub = make(**T4)
-    learn(hub, clock)
-    running(hub, "ada")
-    ticket = line_up(hub, "bob")
+    hub, ticket = hub_with_a_ticket(make, clock)
     clock.forward(seconds=LOOK_SECONDS)
     assert look(hub) == 1, "it is old"
     before = stored(hub)[ticket.id]
@@ -156,24 +155,19 @@ def test_moved_ticket_has_another_estimate_after_the_next_round(make: Make, cloc
 
 def test_old_estimate_is_not_shown(make: Make, clock: Clock) -> None:
     """The hub that stores them has been down for minutes."""
-    hub, service = make(**T4), make(**T4)
-    learn(hub, clock)
-    running(hub, "ada")
-    ticket = line_up(hub, "bob")
+    service = make(**T4)
+    hub, ticket = hub_with_a_ticket(make, clock)
     store(hub, ticket, minutes_away(hub, 5000))
     clock.forward(seconds=FRESH_SECONDS - 1)
-    told = service.positions.standings()[ticket.id].estimate
-    assert told and told.low == stored(hub)[ticket.id].estimate.low  # type: ignore[union-attr]
+    told, known = service.positions.standings()[ticket.id].estimate, stored(hub)[ticket.id].estimate
+    assert told and known and told.low == known.low
     clock.forward(seconds=2)
     own = service.positions.standings()[ticket.id].estimate
     assert own and own.high < told.low
 
 
 def test_stored_estimate_is_shown_within_now_and_the_latest_start(make: Make, clock: Clock) -> None:
-    hub = make(**T4)
-    learn(hub, clock)
-    running(hub, "ada")
-    ticket = line_up(hub, "bob")
+    hub, ticket = hub_with_a_ticket(make, clock)
     store(hub, ticket, minutes_away(hub, 0.5))
     clock.forward(seconds=100)
     told = hub.positions.standings()[ticket.id].estimate

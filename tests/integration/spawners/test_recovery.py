@@ -181,6 +181,19 @@ async def test_stopped_server_is_not_adopted(
     assert not caplog.text
 
 
+async def test_page_opened_before_a_start_begins_follows_it(services: Services) -> None:
+    spawner = spawner_of(services)
+    spawner.said.say("Of the start before")
+    events = spawner.progress()
+    assert (await anext(events))["message"] == "Of the start before"
+    more = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    spawner._begin_progress()
+    spawner.said.say("Of this start")
+    assert (await asyncio.wait_for(more, LONG))["message"] == "Of this start"
+    await events.aclose()
+
+
 async def test_start_that_was_stopped_fails_in_words(services: Services, lease: Lease) -> None:
     """The Hub has forgotten its address, and it is started nevertheless."""
     spawner = spawner_of(services, lease_id=lease.id)
