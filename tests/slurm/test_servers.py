@@ -398,20 +398,26 @@ def test_gpu_with_a_failed_epilog_is_not_granted(hub: SlurmHub, cluster: SlurmCl
     hub.stop_server("bob")
 
 
-def test_watch_leaves_a_server_that_started_meanwhile(hub: SlurmHub) -> None:
-    """The member stops and starts again while the nodes are asked which servers run."""
+def test_watch_leaves_a_server_that_started_meanwhile(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    """The member stops and starts again while the nodes are asked which servers run.
+
+    Slurm is away at the stop, so the spawner of the first server keeps its lease.
+    """
     hold, asked = hub.folder / "hold-watch", hub.folder / "watch-asked"
 
     def wait_asked() -> None:
         before = asked.stat().st_size
         wait_for(lambda: asked.stat().st_size > before, "the watch to ask")
 
-    hub.begin("ann", gpus=1)
+    first = hub.begin("ann", gpus=1)
     wait_for(asked.exists, "the watch to begin")
     hold.touch()
     try:
         wait_asked()
+        cluster.kill("slurmctld")
         hub.stop_server("ann")
+        cluster.restart("slurmctld")
+        hub.wait_end(first)
         lease = hub.begin("ann", gpus=1)
     finally:
         hold.unlink()
