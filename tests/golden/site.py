@@ -53,6 +53,7 @@ c.JupyterHub.spawner_class = "gpu-local"
 c.JupyterHub.authenticator_class = "dummy"
 c.JupyterHub.db_url = "sqlite:///jupyterhub.sqlite"
 c.JupyterHub.cookie_secret = bytes(32)
+c.JupyterHub.cookie_secret_file = {secret_file!r}
 c.JupyterHub.load_groups = {{"ml": {{"users": ["ada", "bob"]}}}}
 c.JupyterHub.log_level = "ERROR"
 c.Authenticator.allow_all = True
@@ -125,7 +126,12 @@ class Site:
         catalog.write_text(CATALOG, encoding="utf-8")
         (folder / "packages.txt").write_text("torch==2.5.1\nnumpy==2.1.0\n", encoding="utf-8")
         (folder / "changes.md").write_text("- 2.5: faster.\n", encoding="utf-8")
-        text = CONFIG.format(database_url=self.database_url, fleet=fleet, catalog=str(catalog))
+        text = CONFIG.format(
+            database_url=self.database_url,
+            secret_file=str(folder / "jupyterhub_cookie_secret"),
+            fleet=fleet,
+            catalog=str(catalog),
+        )
         (folder / "jupyterhub_config.py").write_text(text, encoding="utf-8")
         self._loop = asyncio.new_event_loop()
         self._sessions: dict[tuple[str, str], requests.Session] = {}

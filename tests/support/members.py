@@ -67,8 +67,13 @@ def accounts(services: Services) -> dict[str, int]:
     return {account.name: account.balance for account in services.ledger.accounts()}
 
 
-def make(kind: type[MemberMixin], settings: dict[str, Any], **kwargs: Any) -> MemberMixin:
+def make(
+    kind: type[MemberMixin], settings: dict[str, Any], folder: Path | None = None, **kwargs: Any
+) -> MemberMixin:
+    """An authenticator; its database is in the folder, which one that asks no database lacks."""
     config = Config()
+    if folder is not None:
+        config.GPUDatabase.url = f"sqlite:///{folder}/gpuspawner.sqlite"
     config[kind.__name__] = Config(settings)
     return kind(config=config, **kwargs)
 

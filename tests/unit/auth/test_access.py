@@ -6,6 +6,7 @@ Stand-in: the identity provider, whose claims are the rows (tests/hub/test_auth.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,8 +180,10 @@ def test_refusal_names_account_reason_and_contact(services: Services) -> None:
         ('"x"onclick=y@lab.example', '<a href="mailto:%22x%22onclick%3Dy@lab.example">&quot;x&quo'),
     ],
 )
-def test_refusal_page_escapes_contact_and_username(contact: str, shown: str) -> None:
-    authenticator = make(Plain, {"contact": contact})
+def test_refusal_page_escapes_contact_and_username(
+    contact: str, shown: str, tmp_path: Path
+) -> None:
+    authenticator = make(Plain, {"contact": contact}, tmp_path)
     with pytest.raises(web.HTTPError) as page:
         asyncio.run(authenticator.check_allowed("<b>eve", {"name": "<b>eve", "groups": []}))
 

@@ -288,9 +288,13 @@ FRESH = [
     [pytest.param(*row[1:], id=row[0].replace(" ", "-")) for row in FRESH],
 )
 def test_auth_refresh_rechecks_membership(
-    settings: dict[str, Any], user: Any, fresh: Any, verdict: Any
+    settings: dict[str, Any],
+    user: Any,
+    fresh: Any,
+    verdict: Any,
+    tmp_path: Path,
 ) -> None:
-    authenticator = make(Plain, settings)
+    authenticator = make(Plain, settings, tmp_path)
     authenticator.fresh = fresh
 
     try:
