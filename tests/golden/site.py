@@ -61,6 +61,7 @@ c.Authenticator.admin_users = {{"admin"}}
 c.ConfigurableHTTPProxy.should_start = False
 c.ConfigurableHTTPProxy.auth_token = "of-the-proxy"
 c.GPULocalSpawner.catalog = {catalog!r}
+c.GPULocalSpawner.workspace = {workspace!r}
 import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:10190")
 """
@@ -131,6 +132,7 @@ class Site:
             secret_file=str(folder / "jupyterhub_cookie_secret"),
             fleet=fleet,
             catalog=str(catalog),
+            workspace=f"{folder}/workspaces/{{username}}",
         )
         (folder / "jupyterhub_config.py").write_text(text, encoding="utf-8")
         self._loop = asyncio.new_event_loop()

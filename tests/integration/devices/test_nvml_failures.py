@@ -20,6 +20,7 @@ from gpuspawner.devices.nvml import HANGING
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine, links, reasons, statuses
 from tests.support.nvml.nvml_library import gpus, mig_gpu
+from tests.support.processes import REPO
 
 # One device that fails.
 
@@ -313,6 +314,7 @@ def test_hanging_driver_delays_no_release_and_recovers(library: Path, tmp_path: 
         process = subprocess.Popen(
             [sys.executable, "-c", HUB, f"sqlite:///{tmp_path / 'hub.sqlite'}"],
             env=os.environ | nvml.environment(library, fleet),
+            cwd=REPO,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
