@@ -300,9 +300,9 @@ def gpm() -> Found:
     took, _ = timed(lambda: pynvml.nvmlGpmSampleGet(handle, samples[0]), 300)
     found["sample"] = milliseconds(took)
 
-    def figures(wanted: Mapping[int, str]) -> Found:
+    def figures(wanted: Mapping[int, str], seconds: float = 1.0) -> Found:
         pynvml.nvmlGpmSampleGet(handle, samples[0])
-        time.sleep(1)
+        time.sleep(seconds)
         pynvml.nvmlGpmSampleGet(handle, samples[1])
         asked = pynvml.c_nvmlGpmMetricsGet_t()
         asked.version = pynvml.NVML_GPM_METRICS_GET_VERSION
@@ -328,9 +328,10 @@ def gpm() -> Found:
             time.sleep(0.7)
             found[name] = figures(names)
             program.read()
-        program.send("repeat", 0.25, 0.25, 3.0, 1056)
+        program.send("repeat", 0.25, 0.25, 7.0, 1056)
         time.sleep(0.7)
-        found["half_of_the_time"] = figures({1: "graphics_util", 2: "sm_util", 3: "sm_occupancy"})
+        few = {1: "graphics_util", 2: "sm_util", 3: "sm_occupancy"}
+        found["half_of_the_time"] = figures(few, 5.0)
         program.read()
     found["as_nobody"] = _as_nobody()
     return found
@@ -411,8 +412,8 @@ def _run_once() -> str:
     return "fine"
 
 
-def probe(runs: int = 50, seconds: float = 1.0) -> Found:
-    """The probe in full, and shortened to a second many times, alone and beside a busy program."""
+def probe(runs: int = 50, seconds: float = 0.6) -> Found:
+    """The probe in full, and shortened many times, alone and beside a busy program."""
     uuid = pynvml.nvmlDeviceGetUUID(first_handle())
     found: Found = {}
 
