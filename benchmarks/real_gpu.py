@@ -7,6 +7,7 @@ nothing of the others, and prints one JSON object when it is done. Without a GPU
 ``looks``       a snapshot and a sample, and what they see
 ``use``         a busy, a bursty, a trickling and an idle program: what NVML calls its use, and what
                 becomes of its server by the idle policy
+``window``      over how long the driver takes that use, and what it keeps of it
 ``gpm``         the figures of GPM (Hopper and newer), and what they cost
 ``neighbours``  memory of two programs, and what an illegal address in one does to the other
 ``probe``       the health probe: time, and false alarms, alone and beside a busy program
@@ -231,15 +232,16 @@ def _as_plain(value: Any) -> Any:
 
 TURNS = {
     "busy": (0.5, 0.0),
-    "every other half second": (0.5, 0.5),
-    "a second of ten": (1.0, 9.0),
-    "a tenth of a second of ten": (0.1, 9.9),
-    "short kernels, 5 ms of 100": (0.005, 0.095),
+    "0.3 s of each": (0.3, 0.7),
+    "1 s of 5": (1.0, 4.0),
+    "0.1 s of 5": (0.1, 4.9),
+    "5 ms of 100": (0.005, 0.095),
     "open, and idle": (0.0, 1.0),
 }
+"""Seconds of computing and of rest."""
 
 
-def use(seconds: float = 21.0) -> Found:
+def use(seconds: float = 16.0) -> Found:
     """What NVML says of programs, a sample each second, and what the idle policy makes of it."""
     handle = first_handle()
     sampler = NVMLDevices().sampler()
@@ -252,23 +254,60 @@ def use(seconds: float = 21.0) -> Found:
             while time.monotonic() - began < seconds - 1:
                 time.sleep(1)
                 (sample,) = sampler.sample(utcnow(), time.monotonic())
-                uses.append((sample.use, sample.memory_activity, sample.milliwatts))
-            _, each = timed(lambda: pynvml.nvmlDeviceGetProcessUtilization(handle, since), 1)  # noqa: B023
+                uses.append((sample.use, sample.milliwatts))
+            each = timed(partial(pynvml.nvmlDeviceGetProcessUtilization, handle, since), 1)[1]
+            kept = buffered(handle, since)
             computed = sum(program.read())
-            settled = [u for u, *_ in uses[1:] if u is not None]
+            settled = [u for u, _ in uses[1:] if u is not None]
             mean = statistics.mean(settled)
             active = 60 * sum(u > 0 for u in settled) / len(settled)
             found[name] = {
                 "computed_percent": round(100 * computed / seconds, 2),
-                "uses": [u for u, *_ in uses],
+                "uses": [u for u, _ in uses],
                 "mean": round(mean, 2),
-                "memory": [m for _, m, _ in uses],
-                "watts": [round((w or 0) / 1000) for *_, w in uses],
+                "buffered_mean": round(statistics.mean(u for _, u in kept), 2) if kept else None,
+                "buffered": len(kept),
+                "watts": [round((w or 0) / 1000) for _, w in uses],
                 "processes": plain(each),
                 "pid": program.pid,
                 "stopped_after_minutes": stopped_after(mean, active),
             }
             say(name, found[name])
+    return found
+
+
+def buffered(handle: Any, since: int) -> list[tuple[int, int]]:
+    """The utilization that the driver keeps since a time in microseconds: times and percents."""
+    try:
+        _, kept = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, since)
+    except pynvml.NVMLError:
+        return []
+    return [(int(each.timeStamp), int(each.sampleValue.uiVal)) for each in kept]
+
+
+def window() -> Found:
+    """Over how long the driver takes the utilization, how often, and what its buffer costs."""
+    handle = first_handle()
+    found: Found = {}
+    with programs(1) as (program,):
+        since = int(time.time() * 1e6)
+        program.send("repeat", 0.3, 0.7, 10.0)
+        changes: list[tuple[float, int]] = []
+        began = time.monotonic()
+        while time.monotonic() - began < 5:
+            now = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            if not changes or changes[-1][1] != now:
+                changes.append((round(time.monotonic() - began, 3), now))
+            time.sleep(0.002)
+        found["changes"] = changes
+        program.read()
+        kept = buffered(handle, since)
+        found["kept"] = [((at - since) / 1e6, percent) for at, percent in kept]
+        found["kept_mean"] = statistics.mean(u for _, u in kept) if kept else None
+    newest = kept[-1][0] if kept else 0
+    for name, start in (("all", 0), ("newest", newest), ("second", newest - 1_000_000)):
+        took, _ = timed(partial(buffered, handle, start), 100, 2.0)
+        found[f"buffer_{name}"] = {**milliseconds(took), "count": len(buffered(handle, start))}
     return found
 
 
@@ -412,15 +451,15 @@ def _run_once() -> str:
     return "fine"
 
 
-def probe(runs: int = 50, seconds: float = 0.6) -> Found:
+def probe(runs: int = 50, whole: int = 2, seconds: float = 0.6) -> Found:
     """The probe in full, and shortened many times, alone and beside a busy program."""
     uuid = pynvml.nvmlDeviceGetUUID(first_handle())
     found: Found = {}
 
     def many(count: int, limit: float) -> Found:
-        whole = device_probe._source()
-        short = whole.replace("SECONDS = 15.0", f"SECONDS = {limit}")
-        assert short != whole or limit == 15.0
+        program = device_probe._source()
+        short = program.replace("SECONDS = 15.0", f"SECONDS = {limit}")
+        assert short != program or limit == 15.0
         device_probe._source = lambda: short
         took, failures, texts = [], [], set()
         for _ in range(count):
@@ -429,10 +468,10 @@ def probe(runs: int = 50, seconds: float = 0.6) -> Found:
             took.append(time.perf_counter() - began)
             failures += [result.failure] if result.failure else []
             texts.add(result.text)
-        device_probe._source = lambda: whole
+        device_probe._source = lambda: program
         return {**milliseconds(took), "failures": failures, "texts": sorted(texts)[:5]}
 
-    found["whole"] = many(2, 15.0)
+    found["whole"] = many(whole, 15.0)
     say("whole", found["whole"])
     found["alone"] = many(runs, seconds)
     say("alone", found["alone"])
@@ -447,7 +486,7 @@ RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 STATES = ("running", "locked", "checkpointed", "failed")
 
 
-def checkpoint() -> Found:
+def checkpoint(sizes: tuple[int, ...] = (1, 10, 60)) -> Found:
     """Park a program of 1, 10 and 60 GiB, use the GPU meanwhile, resume it, and compare."""
     handle = first_handle()
     cuda = Cuda()
@@ -470,7 +509,7 @@ def checkpoint() -> Found:
         cuda.call(f"cuCheckpointProcess{name}", pid, arguments)
         return round(time.perf_counter() - began, 3)
 
-    for size in (1, 10, 60):
+    for size in sizes:
         made: Found = {"before": used()}
         found[f"{size} GiB"] = made
         try:
@@ -502,6 +541,23 @@ def checkpoint() -> Found:
         except (CudaError, RuntimeError) as error:
             made["error"] = str(error)
         say(f"{size} GiB", made)
+    with programs(1, 4 * GIB) as (program,):  # no room to come back to
+        program.tell("fill", 4)
+        made = {}
+        found["without room"] = made
+        step("Lock", program.pid)
+        step("Checkpoint", program.pid)
+        with programs(1, 76 * GIB):
+            made["first"] = _cuda_error(lambda: step("Restore", program.pid))
+            made["then"] = _cuda_error(lambda: state(program.pid))
+        time.sleep(1)
+        made["used"] = used()
+        made["second"] = _cuda_error(lambda: step("Restore", program.pid))
+        made["after"] = _cuda_error(lambda: state(program.pid))
+        made["unlock"] = _cuda_error(lambda: step("Unlock", program.pid))
+        program.process.poll()
+        made["exit"] = program.process.returncode
+        say("without room", made)
     with programs(1, GIB) as (program,):  # in the middle of a kernel
         program.tell("fill", 3)
         program.send("spin", 2.0)
@@ -563,6 +619,7 @@ PARTS: dict[str, tuple[Callable[[], Found], float]] = {
     "engine": (engine, 60),
     "checkpoint": (checkpoint, 180),
     "use": (use, 200),
+    "window": (window, 40),
     "probe": (probe, 330),
 }
 """Each part, and how many seconds it may take."""
