@@ -482,7 +482,6 @@ def probe(runs: int = 50, whole: int = 2, seconds: float = 0.6) -> Found:
     return found
 
 
-RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 STATES = ("running", "locked", "checkpointed", "failed")
 
 
@@ -653,12 +652,20 @@ def run(part: str) -> Found:
 def main() -> None:
     first = (__doc__ or "").strip().splitlines()[0]
     parser = argparse.ArgumentParser(description=first)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all by default")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--part", choices=[*PARTS], help=argparse.SUPPRESS)
     parser.add_argument("--to", type=Path, help="a file to which each result is added")
     options = parser.parse_args()
+    if unknown := set(options.parts) - PARTS.keys():
+        parser.error(f"there is no {', '.join(sorted(unknown))}")
     if options.part:
         print(json.dumps(PARTS[options.part][0]()))
+        return
+    try:
+        pynvml.nvmlInit()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        print(f"Nothing is measured: there is no NVIDIA GPU on this machine ({error}).")
         return
     for part in options.parts or PARTS:
         line = json.dumps(run(part))

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -314,7 +314,7 @@ def repeat(cuda: Cuda, busy: float, rest: float, seconds: float, blocks: int = 1
 def main() -> None:
     """Do what each line says, ``["hold", 1073741824]``, and answer with one."""
     cuda = Cuda()
-    words = {
+    words: dict[str, Callable[..., Any]] = {
         "uuids": cuda.uuids,
         "open": cuda.open,
         "hold": cuda.hold,
