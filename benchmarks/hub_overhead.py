@@ -35,7 +35,7 @@ from support.answering import answering_server
 from support.members import Members, cpu_seconds
 from support.report import Pair, Report, Series, argument_parser, in_turns, pair, quantile
 
-from tests.support.hub import HubProcess
+from tests.support.hub import DirectHub, HubProcess
 
 DEVICES = 1000
 LEASES = 500
@@ -52,7 +52,8 @@ MOST_BLOCKED_MS = 10
 CONFIG = f"""
 from support.either import by_name
 from support.inside import HANDLERS, TimedNoopSpawner
-from support.noop import GPUNoopSpawner, MemoryProxy, NoopSpawner
+from support.noop import GPUNoopSpawner, NoopSpawner
+from tests.support.memory_proxy import MemoryProxy
 c.JupyterHub.spawner_class = by_name(
     {{"ours": GPUNoopSpawner, "plain": NoopSpawner, "timed": TimedNoopSpawner}}
 )
@@ -62,14 +63,6 @@ c.Spawner.poll_interval = 3600
 c.GPUDevices.source = "simulated:{DEVICES}xA100-80GB"
 c.GPUCredits.opening_grant = 1000000
 """
-
-
-class DirectHub(HubProcess):
-    """A hub that is spoken to without a proxy."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.hub_port}"
 
 
 class Bench:

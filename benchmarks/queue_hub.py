@@ -26,7 +26,7 @@ from support.answering import answering_server
 from support.members import Members
 from support.report import Report, Series, argument_parser, in_turns, pair, quantile
 
-from tests.support.hub import HubProcess
+from tests.support.hub import DirectHub
 from tests.support.processes import wait_for
 
 DEVICES = 16
@@ -36,7 +36,7 @@ MOST_TOLD_MS = 100
 MOST_LONGER_MS = 10
 
 CONFIG = f"""
-from support.noop import MemoryProxy
+from tests.support.memory_proxy import MemoryProxy
 from support.taking_up import HANDLERS, WatchedGPUNoop, WatchedNoop, watch
 watch()
 c.JupyterHub.spawner_class = {{spawner}}
@@ -50,14 +50,6 @@ c.GPUCredits.opening_grant = 1000000
 """
 NO_LIMIT = "c.JupyterHub.concurrent_spawn_limit = 0"
 SIDES = {"ours": "WatchedGPUNoop", "stock": "WatchedNoop"}
-
-
-class DirectHub(HubProcess):
-    """A hub that is spoken to without a proxy."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.hub_port}"
 
 
 @dataclass(frozen=True, slots=True)

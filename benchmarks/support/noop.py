@@ -1,4 +1,4 @@
-"""Spawners, an engine and a proxy that do nothing, so that the hub itself is measured.
+"""Spawners and an engine that do nothing, so that the hub itself is measured.
 
 Imported by the hub's configuration. The address in ``BENCHMARK_ADDRESS`` is that of a tiny
 server outside the hub, which answers for every member.
@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from jupyterhub.proxy import Proxy
 from jupyterhub.spawner import Spawner
 
 from gpuspawner.leases.models import Sighting
@@ -70,27 +69,3 @@ class GPUNoopSpawner(GPUSpawnerMixin, NoopSpawner):
 
     async def prove_gone(self) -> ExitStatus:
         return ExitStatus(gone=not self.up)
-
-
-class MemoryProxy(Proxy):
-    """Keeps the routes that the Hub asks for, and forwards nothing: the benchmark talks to the
-    Hub itself."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.routes: dict[str, dict[str, Any]] = {}
-
-    async def start(self) -> None:
-        """There is no process to start."""
-
-    async def stop(self) -> None:
-        """Nor one to stop."""
-
-    async def add_route(self, routespec: str, target: str, data: Any) -> None:
-        self.routes[routespec] = {"routespec": routespec, "target": target, "data": data}
-
-    async def delete_route(self, routespec: str) -> None:
-        self.routes.pop(routespec, None)
-
-    async def get_all_routes(self) -> dict[str, dict[str, Any]]:
-        return dict(self.routes)

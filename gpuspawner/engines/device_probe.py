@@ -63,9 +63,14 @@ def probe_in_container(
         image = next((image for image in images if image and local_images(client, image)), "")
         if not image:
             raise ProbeNotPossible("none of the images of this hub is on the engine")
-        if mode == "auto":
-            mode = candidates(client.info())[0]
-        found = prove_injection(client, image, mode, uuid)
+        modes = candidates(client.info()) if mode == "auto" else [mode]
+        findings = []
+        for mode in modes:  # an engine does not say if its hook is there: see candidates
+            findings.append(found := prove_injection(client, image, mode, uuid))
+            if found.status is Status.OK:
+                break
+        else:
+            found = next((each for each in findings if each.status is Status.FAIL), findings[0])
         if found.status is Status.UNCHECKED:
             raise ProbeNotPossible(found.text.rstrip("."))
         if found.status is Status.FAIL:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 import threading
 import time
 from collections import defaultdict, deque
@@ -68,10 +69,17 @@ class Sampling:
         seconds: float,
         log: logging.Logger,
         monotonic: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
     ) -> None:
+        """``chance`` (0 to 1) is at which part of each ``seconds`` a sample is taken.
+
+        What a driver calls the use is that of a fifth of a second. Samples in step with a program
+        that computes once a second would all see it compute, or all see it rest.
+        """
         self._sampler = sampler
         self._clock = clock
         self._monotonic = monotonic
+        self._chance = chance
         self._log = log
         self.seconds = seconds
         self.silent_after = 10 * max(1.0, seconds)
@@ -139,7 +147,7 @@ class Sampling:
             now = self._monotonic()
             if due < now:  # the driver was slow: missed samples are skipped
                 due += (now - due) // self.seconds * self.seconds + self.seconds
-            self._stop.wait(due - now)
+            self._stop.wait(due + self._chance() * self.seconds - now)
 
     def _look(self) -> bool:
         try:

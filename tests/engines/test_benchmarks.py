@@ -50,7 +50,10 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-ELSEWHERE = {"slurm": "tests/slurm/test_benchmarks.py"}
+ELSEWHERE = {
+    "slurm": "tests/slurm/test_benchmarks.py",
+    "real_gpu": "tests/gpu/test_benchmarks.py",
+}
 """Those that need other parts, and the file in which they are run."""
 
 

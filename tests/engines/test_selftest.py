@@ -21,7 +21,9 @@ from gpuspawner.engines.preflight import (
     remove_leftovers,
 )
 from tests.engines.test_check import left
+from tests.support.cdi import write_specification
 from tests.support.engine import DEVICES, PrivateEngine
+from tests.support.images import INSTANT
 
 
 @pytest.mark.parametrize("mode", ["device_requests", "runtime"])
@@ -78,6 +80,22 @@ def test_probe_tests_one_device_in_a_container(clean_engine: PrivateEngine, imag
     with pytest.raises(ProbeNotPossible, match="none of the images"):
         probe_in_container(client, several[:1], "auto", DEVICES[1])
     assert left(clean_engine) == []
+
+
+def test_probe_takes_the_first_way_that_works(cdi_engine: PrivateEngine) -> None:
+    # Only the specification knows the second one, as on an engine with CDI and without the hook:
+    # before Docker Engine 28, what comes first is a device request.
+    there = [{"uuid": uuid, "minor": n, "model": "T4"} for n, uuid in enumerate(DEVICES[:2])]
+    cdi_engine.set_devices(DEVICES[:1])
+    write_specification(cdi_engine.directory / "cdi", there)
+    try:
+        found = probe_in_container(cdi_engine.client, [INSTANT], "auto", DEVICES[1])
+        assert found.failure == ""
+        assert f"By cdi: a container sees exactly {DEVICES[1]}" in found.text
+        found = probe_in_container(cdi_engine.client, [INSTANT], "auto", "GPU-gone")
+        assert "GPU-gone" in found.failure
+    finally:
+        cdi_engine.set_devices(DEVICES)
 
 
 LEAK = r"""

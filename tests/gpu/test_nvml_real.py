@@ -1,4 +1,7 @@
-"""Real: the GPU, its driver and NVML; nvidia-smi is the second opinion."""
+"""Real: the GPU, its driver and NVML; nvidia-smi is the second opinion.
+
+Last passed on an NVIDIA H100 80GB HBM3, driver 580.159.04, CUDA 13.0, on 2026-11-27 at c749b907.
+"""
 
 from __future__ import annotations
 

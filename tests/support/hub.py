@@ -496,3 +496,17 @@ class HubProcess:
 
 NAVIGATION = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Site": "same-origin"}
 """What a browser says when a person follows a link; JupyterHub sets its XSRF cookie then."""
+
+
+class DirectHub(HubProcess):
+    """A hub that is spoken to without a proxy: its own, if any, keeps routes and forwards nothing
+    (:class:`tests.support.memory_proxy.MemoryProxy`)."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.hub_port}"
+
+    def ask_server(self, user: str, path: str = "") -> requests.Response:
+        """GET from a member's running server itself."""
+        route = self.api("GET", "proxy").json()[f"/user/{user}/"]
+        return requests.get(f"{route['target']}/user/{user}/{path}", timeout=60)

@@ -64,7 +64,7 @@ def test_healthy_gpu_is_sampled_with_every_reading(machine: Machine) -> None:
             "condition": {
                 "remap_pending": False,
                 "remap_failed": False,
-                "pages_pending": False,
+                "pages_pending": None,  # as on an H100, which replaces rows instead
                 "link_width": 8,
                 "link_most": 16,
                 "limit_milliwatts": 300_000,
@@ -90,6 +90,7 @@ def test_implausible_condition_values_become_none(machine: Machine) -> None:
     gpu, other = gpus(2)
     gpu.lanes, gpu.limits = (4_000_000_000, 0), (0, 4_294_967_295)
     failing = ("nvmlDeviceGetRemappedRows", "nvmlDeviceGetRetiredPagesPendingStatus")
+    gpu.pages_pending = other.pages_pending = 0
     gpu.fails = {failing[0]: nvml.UNKNOWN, failing[1]: nvml.NOT_SUPPORTED}
     seen = by_uuid(machine.has(gpu, other).sample())
     assert set(seen[gpu.uuid]["condition"].values()) == {None}

@@ -1,6 +1,8 @@
 /* A stand-in for libcuda.so.1: one device whose memory is this process's own. It does what
  * GPUSPAWNER_STANDIN_CUDA says: "UUID" in 32 hexadecimal digits, then words: "lost" (it cannot be
- * opened), "bad" (a bit of what was written flips), "two" (two devices), "dies".
+ * opened), "bad" (a bit of what was written flips), "two" (two devices), "dies",
+ * "pageable" (no memory of the host can be locked), "last" (a bit of the last word
+ * flips), "all" (a bit of every word flips).
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -44,11 +46,16 @@ int cuMemAlloc_v2(unsigned long long *place, size_t size) {
     *place = (unsigned long long)made;
     return SUCCESS;
 }
+int cuMemAllocHost_v2(void **place, size_t size) {
+    return is("pageable") || !(*place = malloc(size)) ? OUT_OF_MEMORY : SUCCESS;
+}
 int cuMemsetD32_v2(unsigned long long place, unsigned int value, size_t count) {
     unsigned int *at = (unsigned int *)place;
     size_t each;
     for (each = 0; each < count; each++) at[each] = value;
     if (is("bad")) at[count / 2] ^= 4;
+    if (is("last")) at[count - 1] ^= 1;
+    if (is("all")) for (each = 0; each < count; each++) at[each] ^= 1;
     return SUCCESS;
 }
 int cuMemcpyDtoH_v2(void *to, unsigned long long from, size_t size) {

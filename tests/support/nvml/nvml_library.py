@@ -75,7 +75,8 @@ class GPU:
     """(serial, code) of each error; a serial that was reported is not reported again."""
     remapped: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Rows replaced for correctable and for other errors; whether some are pending, or failed."""
-    pages_pending: int = 0
+    pages_pending: int | None = None
+    """To be retired; only for GPUs before Ampere, as the later ones replace rows instead."""
     lanes: tuple[int, int] = (16, 16)
     """Of PCIe: those in use, and those that it could have."""
     limits: tuple[int, int] = (400_000, 400_000)
@@ -151,7 +152,8 @@ def write_fleet(
         lines += [f"use {gpu.use[0]} {gpu.use[1]}", f"used {gpu.used_bytes}"]
         lines += [f"power {gpu.milliwatts}", f"celsius {gpu.celsius}"]
         lines += [f"clocks {gpu.clocks[0]} {gpu.clocks[1]}", f"throttle {gpu.throttle}"]
-        lines += [f"remapped {' '.join(map(str, gpu.remapped))}", f"pages {gpu.pages_pending}"]
+        lines += [f"remapped {' '.join(map(str, gpu.remapped))}"]
+        lines += [f"pages {gpu.pages_pending}"] if gpu.pages_pending is not None else []
         lines += [f"lanes {gpu.lanes[0]} {gpu.lanes[1]}"]
         lines += [f"limits {gpu.limits[0]} {gpu.limits[1]}"]
         lines += [f"ecc {gpu.ecc_errors}", *(f"xid {n} {code}" for n, code in gpu.xids)]

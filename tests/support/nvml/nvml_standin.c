@@ -17,7 +17,7 @@
  *   use PERCENT PERCENT         of the time, that kernels ran and that memory was used
  *   used BYTES                  power MILLIWATTS       celsius DEGREES
  *   clocks SM MEMORY            throttle BITS          ecc COUNT
- *   remapped CORRECTED OTHERS PENDING FAILED           pages PENDING (to be retired)
+ *   remapped CORRECTED OTHERS PENDING FAILED           pages PENDING (to be retired; absent: not supported)
  *   lanes NOW MOST              of PCIe                limits NOW USUAL (milliwatts)
  *   xid SERIAL CODE             an error that is reported once, by serial numbers that only grow
  *   spin FUNCTION MICROSECONDS  how long it computes, as drivers do
@@ -69,12 +69,12 @@ typedef struct {
     char uuid[TEXT], name[TEXT], bus[TEXT];
     unsigned long long memory;
     unsigned int mode;
-    int migmode;
+    int migmode, pages;
     process compute[MOST_PROCESSES], graphics[MOST_PROCESSES];
     int computing, drawing;
     char links[MOST_LINKS][TEXT];
     unsigned int use, memory_use, power, celsius, sm, memory_clock;
-    unsigned int remapped[4], pages, lanes, lanes_most, limit, limit_usual;
+    unsigned int remapped[4], lanes, lanes_most, limit, limit_usual;
     unsigned long long used, throttle, ecc;
     xid xids[MOST_XIDS];
     int reports;
@@ -148,7 +148,7 @@ static void read_setting(const char *key, const char *rest, device *at, int gpu,
         sscanf(rest, "%u %u %u %u", &at->remapped[0], &at->remapped[1], &at->remapped[2],
                &at->remapped[3]);
     } else if (!strcmp(key, "pages")) {
-        at->pages = (unsigned int)atoi(rest);
+        at->pages = atoi(rest);
     } else if (!strcmp(key, "lanes")) {
         sscanf(rest, "%u %u", &at->lanes, &at->lanes_most);
     } else if (!strcmp(key, "limits")) {
@@ -192,7 +192,7 @@ static int read_fleet(void) {
         if (sscanf(line, " %31s %n", key, &start) != 1 || key[0] == '#') continue;
         if (!strcmp(key, "gpu") && fleet.gpus < MOST_GPUS) {
             gpu = fleet.gpus++, part = DRIVER, at = &fleet.gpu[gpu];
-            at->migmode = -1;
+            at->migmode = at->pages = -1;
             snprintf(at->uuid, TEXT, "%s", line + start);
         } else if (!strcmp(key, "mig") && gpu >= 0 && fleet.parts[gpu] < MOST_PARTS) {
             part = fleet.parts[gpu]++, at = &fleet.part[gpu][part];
@@ -457,7 +457,13 @@ nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t handle, nvmlUtilization_
     }
 READING(nvmlDeviceGetPowerUsage, unsigned int, power)
 READING(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, throttle)
-READING(nvmlDeviceGetRetiredPagesPendingStatus, unsigned int, pages)
+nvmlReturn_t nvmlDeviceGetRetiredPagesPendingStatus(nvmlDevice_t handle, unsigned int *pending) {
+    CALL_FOR("nvmlDeviceGetRetiredPagesPendingStatus", handle);
+    WHOLE_GPU_ONLY(handle);
+    if (it->pages < 0) return end(NOT_SUPPORTED);
+    *pending = (unsigned int)it->pages;
+    return end(SUCCESS);
+}
 READING(nvmlDeviceGetCurrPcieLinkWidth, unsigned int, lanes)
 READING(nvmlDeviceGetMaxPcieLinkWidth, unsigned int, lanes_most)
 READING(nvmlDeviceGetEnforcedPowerLimit, unsigned int, limit)
