@@ -184,6 +184,13 @@ class ArchiveRefused(GPUSpawnerError):
         """The words of the system, the engine or a program, for logs and commands."""
 
 
+class ArchiveCancelled(Refused):
+    """The archive of {source} was cancelled: there is none, and the workspace is as it was."""
+
+    reason = "archive_cancelled"
+    status_code = 409
+
+
 class UnknownArchive(Refused):
     """There is no archive {name!r} in the hub's folder of archives."""
 

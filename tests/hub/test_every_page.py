@@ -126,7 +126,7 @@ SERVICE: dict[str, tuple[tuple[str, str], ...]] = {
     "queue/granting": ((ADMIN, "queue/granting"),),
     "devices": ((ADMIN, "devices"),),
     "workspaces": ((ADMIN, "workspaces"),),
-    "workspaces/(archive|restore|unlock)": ((ADMIN, "workspaces/archive"),),
+    "workspaces/(archive|restore|cancel|unlock)": ((ADMIN, "workspaces/archive"),),
     "queue/([0-9A-Za-z-]{1,64})": ((ADMIN, "queue/{ticket}"),),
     "queue/([0-9A-Za-z-]{1,64})/(move|boost|cancel)": ((ADMIN, "queue/{ticket}/move"),),
     "tickets/([0-9A-Za-z-]{1,64})/cancel": ((WAITS, "tickets/{ticket}/cancel"),),

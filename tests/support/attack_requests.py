@@ -14,6 +14,7 @@ from typing import Any
 import requests
 
 from gpuspawner.leases.models import LeaseState, ServerRef
+from gpuspawner.storage.service import ARCHIVING
 from tests.support.attack_hub import OWNER, AttackHub, Door
 from tests.support.hub import ADMIN
 from tests.support.processes import wait_for
@@ -112,9 +113,11 @@ RIGHT = {
     "POST members/{entry}/end": Right(ADMIN, YES),
     "POST workspaces/archive": Right(ADMIN, {**YES, "workspace": "{workspace}"}),
     "POST workspaces/restore": Right(ADMIN, {**YES, **RESTORED}),
+    "POST workspaces/cancel": Right(ADMIN, {**YES, "workspace": "{workspace}"}),
     "POST workspaces/unlock": Right(ADMIN, {**YES, "workspace": "{workspace}"}),
     "POST api/workspaces/archive": Right(ADMIN, {"workspace": "{workspace}"}),
     "POST api/workspaces/restore": Right(ADMIN, RESTORED),
+    "POST api/workspaces/cancel": Right(ADMIN, {"workspace": "{workspace}"}),
     "POST api/workspaces/unlock": Right(ADMIN, {"workspace": "{workspace}"}),
     "POST api/queue/{ticket}/move": Right(ADMIN, {"position": 1, "reason": WHY}),
     "POST api/queue/{ticket}/boost": Right(ADMIN, {"points": 9, "reason": WHY}),
@@ -259,7 +262,7 @@ class Requests:
         values["day"] = self._new_day()
         values["device"] = self.hub.devices[0]
         if "POST workspaces/" in name or "POST api/workspaces/" in name:
-            busy = "It is being archived" if name.endswith("unlock") else ""
+            busy = ARCHIVING if name.endswith(("cancel", "unlock")) else ""
             user = OWNER if busy else "away"  # whose servers do not run
             values["workspace"] = self.hub.workspace(f"/srv/{values['new']}", user, busy)
             values["archive"] = self.hub.archive(f"{values['new']}.tar.gz")
