@@ -320,6 +320,43 @@ class ConfigError(GPUSpawnerError):
     reason = "config"
 
 
+class SlugRefused(ConfigError):
+    """The new environment cannot have this name."""
+
+    reason = "slug"
+    status_code = 409
+
+
+class UpdateRefused(Refused):
+    """The image was not updated."""
+
+    reason = "image_update"
+    status_code = 409
+
+
+class NothingToUpdate(Refused):
+    """This hub has no catalog of images that could be updated."""
+
+    reason = "no_images"
+    status_code = 404
+
+
+class UnknownEnvironment(Refused):
+    """There is no environment {environment!r} in the catalog."""
+
+    reason = "unknown_environment"
+    status_code = 404
+
+
+class RefusedByHub(GPUSpawnerError):
+    """What the Hub refused when it was asked; the sentence, reason and status are its own."""
+
+    def __init__(self, message: str, reason: str, status_code: int) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.status_code = status_code
+
+
 class BackupRefused(GPUSpawnerError):
     """The database was not backed up or restored: {what}."""
 

@@ -187,6 +187,8 @@ NO_HUB_PAGES = {
     r"/environments/-/live": "JSON",
     r"/catalog/-/updates": "JSON",
     r"/environments/([^/]+)/logo": "a picture",
+    r"/api/gpuspawner/updates": "JSON",
+    r"/api/gpuspawner/updates/([^/]+)": "JSON",
     r"/notices": "JSON",
     r"/without-gpu/([^/]*)": "a form's action",
     r"/gpuspawner/static/(.*)": "files",
