@@ -39,7 +39,7 @@ Digest = Annotated[
 
 
 class ImageUpdateBody(Body):
-    """What was agreed to, and the name of an environment that keeps the image of now."""
+    """What was agreed to, and the name of an environment that keeps the current one."""
 
     digest: Digest
     keep_as: Written = written(63, "pytorch-older", "")
@@ -49,7 +49,7 @@ class ImageOfferAnswer(Answer):
     """What an environment's registry offers."""
 
     environment: str
-    image: str = Field(description="Of now, with its digest if that is known.")
+    image: str = Field(description="The current one, with its digest if that is known.")
     offered: str = Field(description="The offered one, with its digest.")
     digest: str
     newer: bool = Field(description="False: the environment has it already.")

@@ -407,7 +407,7 @@ def test_image_is_updated_from_the_page_of_the_catalog(
     expect(page.get_by_text(new, exact=True)).to_be_visible()
     assert troubles(page) == []
     screenshot(page, "catalog-update")
-    field = page.get_by_label("To keep the image of now as another environment")
+    field = page.get_by_label("To keep the current image as another environment")
     expect(field).to_have_value("lab-older")
     field.fill("instant")
     page.get_by_role("button", name="Keep it too").click()
