@@ -6,11 +6,14 @@ service, local servers, Chromium, axe-core; one hub for all.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
+import psutil
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage
 from tornado.web import RequestHandler
@@ -58,7 +61,9 @@ def hub(hubs: None, folder: Path) -> Iterator[FurnishedHub]:
     (folder / "catalog.yaml").write_text(CATALOG, encoding="utf-8")
     with FurnishedHub(folder / "hub", config) as hub:
         hub.ids = furnish(hub)
+        tar = begin_archive(hub)
         yield hub
+        os.kill(tar, signal.SIGKILL)
 
 
 def furnish(hub: FurnishedHub) -> dict[str, str]:
@@ -112,6 +117,24 @@ def furnish(hub: FurnishedHub) -> dict[str, str]:
         "transfer": transfer,
         "folder": made.json()["id"],
     }
+
+
+def begin_archive(hub: FurnishedHub) -> int:
+    """Let Dan's workspace be archived, without an end, and return the process to kill."""
+    place = hub.folder / "workspaces" / "dan"
+    place.mkdir(parents=True)
+    (place / "large").write_bytes(os.urandom(100 * MICRO))
+    hub.services.storage.use_workspace(str(place), "dan", None)
+    begun = hub.call(ADMIN, "POST", "workspaces/archive", json={"workspace": str(place)})
+    assert begun.ok, begun.text
+
+    def tar() -> int | None:
+        below = psutil.Process(hub.pid).children(recursive=True)
+        return next((each.pid for each in below if each.name() == "tar"), None)
+
+    found: int = wait_for(tar, "the archive")
+    os.kill(found, signal.SIGSTOP)
+    return found
 
 
 MEMBER, WAITS, BROKE, NEW = "ada", "cleo", "eve", "fay"
