@@ -287,7 +287,7 @@ class NotReconciled(Unavailable):
 
 class AnotherHubGrants(Unavailable):
     """Another hub grants GPUs from this database; a database can serve only one hub.
-    Stop the other hub, or give this one its own database (c.GPUDatabase.url)."""
+    Nothing starts here until an admin has decided which one that is: tell yours."""
 
     reason = "another_hub"
 
