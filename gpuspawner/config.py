@@ -64,6 +64,8 @@ PAGES = (
     (r"/welcome/first", "gpuspawner.hub_pages.handlers.FirstWelcome"),
     (r"/without-gpu/([^/]*)", "gpuspawner.hub_pages.handlers.StartWithoutGPU"),
     (r"/gpuspawner/static/(.*)", "gpuspawner.hub_pages.handlers.OwnFiles"),
+    (r"/api/gpuspawner/updates", "gpuspawner.hub_pages.image_updates.ImageUpdatesAPI"),
+    (r"/api/gpuspawner/updates/([^/]+)", "gpuspawner.hub_pages.image_updates.ImageUpdatesAPI"),
     (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.ServiceRelay"),
 )
 """Pages added to the Hub below ``/hub``; only the hub imports the handlers that they name."""

@@ -76,7 +76,8 @@ def add_entry(
         note("Put it under 'environments' of the catalog, or use --write.")
         return
     catalog = CatalogFile(catalog_file(file, settings))
-    check_slug(catalog, str(entry["slug"]))
+    instead = ", or use `gpuspawner catalog update` for a newer image"
+    check_slug(catalog, str(entry["slug"]), instead)
     if packages:
         folder = catalog.path.parent
         entry["packages"] = packages_file(folder, str(entry["slug"]), "", packages)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -100,10 +100,13 @@ class CatalogFile:
         self.catalog = load(self.path)
         self.text = self.path.read_text(encoding="utf-8")
 
-    def set_keys(self, slug: str, values: Mapping[str, str]) -> None:
+    def set_keys(
+        self, slug: str, values: Mapping[str, str], *, beside: Mapping[str, Any] | None = None
+    ) -> None:
         """Set keys of an environment, and add the missing ones.
 
-        Raises ConfigError if the file's notation does not allow an automatic change.
+        ``beside`` is a new environment that is appended in the same write. Raises ConfigError if
+        the file's notation does not allow an automatic change.
         """
         text = self.text
         try:
@@ -111,27 +114,29 @@ class CatalogFile:
                 text = _with_key(text, slug, key, value, self.path)
         except yaml.YAMLError:  # the old value had an anchor (&x) that other entries use
             raise _by_hand(self.path, _SHARED) from None
-        self._save(text, self.catalog.get(slug), lambda after: after.get(slug))
+        changed = {slug}
+        if beside is not None:
+            text = _with_entry(text, beside, self.path)
+            changed.add(str(beside["slug"]))
+        self._save(text, changed)
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Append an environment. Raises ConfigError."""
-        text = _with_entry(self.text, entry, self.path)
-        self._save(text, None, lambda after: after.get(str(entry["slug"])))
+        self._save(_with_entry(self.text, entry, self.path), {str(entry["slug"])})
 
     def plain_entry(self, slug: str) -> dict[str, Any]:
         """Return the keys and values of an environment as they are in the file."""
         entries = yaml.safe_load(self.text)["environments"]
         return next(dict(entry) for entry in entries if entry.get("slug") == slug)
 
-    def _save(
-        self, text: str, before: Environment | None, find: Callable[[Catalog], Environment]
-    ) -> None:
-        """Replace the file if the text is valid and changes this environment only."""
+    def _save(self, text: str, changed: Set[str]) -> None:
+        """Replace the file if the text is valid and changes these environments only."""
         after = Catalog.from_text(text, str(self.path), self.path.parent)
-        changed = find(after)
-        others = tuple(e for e in after.environments if e is not changed)
-        were = tuple(e for e in self.catalog.environments if e is not before)
-        if replace(after, environments=others) != replace(self.catalog, environments=were):
+        others, were = (
+            replace(some, environments=tuple(e for e in some.environments if e.slug not in changed))
+            for some in (after, self.catalog)
+        )
+        if others != were or not changed <= {e.slug for e in after.environments}:
             raise _by_hand(self.path, _SHARED)
         replace_file(self.path, text)
         self.catalog, self.text = after, text

@@ -11,7 +11,7 @@ from typing import Any
 
 import docker
 
-from ..core.errors import ConfigError, GPUSpawnerError
+from ..core.errors import ConfigError, GPUSpawnerError, SlugRefused
 from ..engines.images import (
     Connect,
     PullProgress,
@@ -30,6 +30,8 @@ from .models import Environment
 ENGINE_SECONDS = 60.0
 """Timeout for one question to the engine; a pull has its own."""
 
+LONGEST_SLUG = 63
+
 
 @dataclass(frozen=True, slots=True)
 class ImageOffer:
@@ -40,6 +42,8 @@ class ImageOffer:
     """The current image, pinned to its digest if that is known."""
     new: str
     """The offered one, pinned."""
+    spare_slug: str
+    """A slug that nothing has, for an environment that keeps the current image."""
 
     @property
     def is_newer(self) -> bool:
@@ -73,7 +77,11 @@ class ImageUpdater:
     def offer(self, slug: str) -> ImageOffer:
         """Ask the environment's registry. Raises ConfigError and ImageUnavailable."""
         with closing(self._connect(ENGINE_SECONDS)) as client:
-            return _offer(client, CatalogFile(self._path).catalog.get(slug))
+            return _offer(client, CatalogFile(self._path).catalog, slug)
+
+    def require_free(self, slug: str) -> None:
+        """Raise SlugRefused if no new environment can have this slug."""
+        check_slug(CatalogFile(self._path), slug)
 
     def update(
         self,
@@ -95,6 +103,7 @@ class ImageUpdater:
 
         Raises:
             ConfigError: The catalog's file cannot be changed automatically, or was meanwhile.
+            SlugRefused: No new environment can be called ``keep_as``.
             GPUSpawnerError: The registry offers another image than the one that was agreed to.
             ImageUnavailable: The registry is not responding, or does not have it.
         """
@@ -102,7 +111,7 @@ class ImageUpdater:
         if keep_as:
             check_slug(catalog, keep_as)
         with closing(self._connect(ENGINE_SECONDS)) as client:
-            offer = _offer(client, catalog.catalog.get(slug))
+            offer = _offer(client, catalog.catalog, slug)
             if digest and offer.digest != digest:
                 raise GPUSpawnerError(
                     f"The registry of {slug} now offers another image. Look at it, then update "
@@ -124,30 +133,50 @@ class ImageUpdater:
                     f"{self._path}: the image of {slug!r} was changed during the update. That "
                     "change was kept."
                 )
-            environment = catalog.catalog.get(slug)
+            environment, kept = catalog.catalog.get(slug), None
             if keep_as:
-                catalog.add(_kept_entry(client, catalog, environment, offer.old, keep_as))
+                check_slug(catalog, keep_as)
+                kept = _kept_entry(client, catalog, environment, offer.old, keep_as)
             keys = {"image": offer.new, "tested_on": date.today().isoformat()}
             told = _told(client, catalog, environment, offer.new)
-            catalog.set_keys(slug, keys | told)
+            catalog.set_keys(slug, keys | told, beside=kept)
         return ImageUpdate(offer, found, is_done=True)
 
 
-def _offer(client: docker.APIClient, environment: Environment) -> ImageOffer:
+def _offer(client: docker.APIClient, catalog: Catalog, slug: str) -> ImageOffer:
+    environment = catalog.get(slug)
     here = local_images(client, environment.image)
     digest = environment.image_digest or (here.digest_in(environment.image) if here else "")
     old = pinned_image(environment.image, digest) if digest else environment.image
     new = pinned_image(environment.image, offered_digest(client, environment.image))
-    return ImageOffer(environment, old, new)
+    return ImageOffer(environment, old, new, _spare_slug(catalog, slug))
 
 
-def check_slug(file: CatalogFile, slug: str) -> None:
-    """Raise ConfigError if the slug is invalid or taken."""
-    Catalog.from_mapping({"environments": [{"slug": slug, "image": "any"}]}, "The new environment")
+def _spare_slug(catalog: Catalog, slug: str) -> str:
+    """Return ``slug-older``, with a number if there is one."""
+    taken, number, end = {e.slug for e in catalog.environments}, 1, "-older"
+    while (spare := f"{slug[: LONGEST_SLUG - len(end)].rstrip('-')}{end}") in taken:
+        number += 1
+        end = f"-older-{number}"
+    return spare
+
+
+def check_slug(file: CatalogFile, slug: str, instead: str = "") -> None:
+    """Raise SlugRefused if the slug is invalid or taken; ``instead`` is another way out."""
+    one = {"environments": [{"slug": slug, "image": "any"}]}
+    try:
+        Catalog.from_mapping(one, "The new environment")
+    except ConfigError:
+        refused = SlugRefused(
+            f"An environment cannot be called {slug[:80]!r}. Use up to {LONGEST_SLUG} lowercase "
+            "letters, digits and '-', such as 'pytorch-2'."
+        )
+        refused.status_code = 400
+        raise refused from None
     if any(e.slug == slug for e in file.catalog.environments):
-        raise ConfigError(
-            f"{file.path} already has an environment {slug!r}. Give the new one another name, or "
-            "use `gpuspawner catalog update` for a newer image."
+        raise SlugRefused(
+            f"The catalog already has an environment {slug!r}. Give the new one another name"
+            f"{instead}."
         )
 
 

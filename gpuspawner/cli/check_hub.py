@@ -26,7 +26,7 @@ from traitlets import TraitError
 
 from ..core.errors import GPUSpawnerError
 from ..core.scopes import ACCOUNTING_SCOPES, CULLER_SCOPES
-from ..db.engine import Store, newest, upgrade, versions
+from ..db.engine import Store, newest, unknown_version, upgrade, versions
 from ..db.engine import revision as schema_revision
 from ..db.schema import accounts, lease_places, leases, postings, tickets, transfers
 from ..engines.preflight import CheckFinding, Status, check_hub_reachable
@@ -312,10 +312,10 @@ def _check_schema(connection: sa.Connection, where: str) -> tuple[CheckFinding, 
     if now is None:
         upgrade(connection)
     elif now not in versions():
-        text = f"{where} is of version {now}, which this gpuspawner does not know."
+        text = f"{where} {unknown_version(now)}."
         return CheckFinding(NAME, Status.FAIL, text, "Install the newer gpuspawner again."), False
     elif now != newest():
-        text = f"{where} is of version {now}, this gpuspawner needs {newest()}."
+        text = f"{where} has version {now}, this gpuspawner needs {newest()}."
         remedy = "Make a backup and restart the hub: it brings the database up to date."
         return CheckFinding(NAME, Status.FAIL, text, remedy), False
     if allowed := _what_it_allows(connection):

@@ -184,6 +184,13 @@ class ArchiveRefused(GPUSpawnerError):
         """The words of the system, the engine or a program, for logs and commands."""
 
 
+class ArchiveCancelled(Refused):
+    """The archive of {source} was cancelled: there is none, and the workspace is as it was."""
+
+    reason = "archive_cancelled"
+    status_code = 409
+
+
 class UnknownArchive(Refused):
     """There is no archive {name!r} in the hub's folder of archives."""
 
@@ -280,7 +287,7 @@ class NotReconciled(Unavailable):
 
 class AnotherHubGrants(Unavailable):
     """Another hub grants GPUs from this database; a database can serve only one hub.
-    Stop the other hub, or give this one its own database (c.GPUDatabase.url)."""
+    Nothing starts here until an admin has decided which one that is: tell yours."""
 
     reason = "another_hub"
 
@@ -311,6 +318,43 @@ class ConfigError(GPUSpawnerError):
     """The configuration is not valid: {what}."""
 
     reason = "config"
+
+
+class SlugRefused(ConfigError):
+    """The new environment cannot have this name."""
+
+    reason = "slug"
+    status_code = 409
+
+
+class UpdateRefused(Refused):
+    """The image was not updated."""
+
+    reason = "image_update"
+    status_code = 409
+
+
+class NothingToUpdate(Refused):
+    """This hub has no catalog of images that could be updated."""
+
+    reason = "no_images"
+    status_code = 404
+
+
+class UnknownEnvironment(Refused):
+    """There is no environment {environment!r} in the catalog."""
+
+    reason = "unknown_environment"
+    status_code = 404
+
+
+class RefusedByHub(GPUSpawnerError):
+    """What the Hub refused when it was asked; the sentence, reason and status are its own."""
+
+    def __init__(self, message: str, reason: str, status_code: int) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.status_code = status_code
 
 
 class BackupRefused(GPUSpawnerError):

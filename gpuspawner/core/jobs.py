@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from .errors import GPUSpawnerError
 
-DONE, FAILED = "done", "failed"
+DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Job:
     @property
     def is_open(self) -> bool:
         """True if it has not ended."""
-        return self.state not in (DONE, FAILED)
+        return self.state not in (DONE, FAILED, CANCELLED)
 
 
 J = TypeVar("J", bound=Job)

@@ -405,6 +405,11 @@ def newest() -> str:
     return versions()[-1]
 
 
+def unknown_version(version: str) -> str:
+    """Return what is wrong with a database of a version that no migration leads to."""
+    return f"has version {version}, which this gpuspawner does not know"
+
+
 def upgrade(connection: sa.Connection) -> None:
     """Upgrade the schema within the transaction. Raises ConfigError for an unknown version."""
     current = revision(connection)
@@ -412,8 +417,8 @@ def upgrade(connection: sa.Connection) -> None:
         return
     if current is not None and current not in versions():
         what = (
-            f"the database has version {current}, which this gpuspawner does not know; "
-            "install the newer gpuspawner again, or restore the database from before its upgrade"
+            f"the database {unknown_version(current)}; install the newer gpuspawner again, or "
+            "restore the database from before its upgrade"
         )
         raise ConfigError(what=what)
     # Only now: a process with an up-to-date database starts a quarter of a second earlier.

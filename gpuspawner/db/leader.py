@@ -129,6 +129,14 @@ TAKE_OVER = (
 )
 """What an admin can do about NotTheOwner."""
 
+STOP_ONE = "Stop the other hub, or give this one its own database (c.GPUDatabase.url)."
+"""What an admin can do about AnotherHubGrants."""
+
+
+def for_log(error: AnotherHubGrants) -> str:
+    """Return the error's sentence and what an admin can do, which members do not read."""
+    return f"{error.message} {TAKE_OVER if isinstance(error, NotTheOwner) else STOP_ONE}"
+
 
 @contextmanager
 def _own_errors() -> Iterator[None]:

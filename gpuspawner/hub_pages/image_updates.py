@@ -1,4 +1,4 @@
-"""Updates of environments' images from the page of the catalog, for admins."""
+"""Updates of environments' images from the page of the catalog and by REST, for admins."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from docker.errors import DockerException
+from jupyterhub import orm
+from jupyterhub.apihandlers.base import APIHandler
 from jupyterhub.scopes import needs_scope
 from jupyterhub.user import User
 from requests import RequestException
@@ -19,17 +21,31 @@ from tornado import web
 
 from ..catalog.image_updates import ImageOffer, ImageUpdater
 from ..core.aio import in_daemon_thread
-from ..core.errors import ClockWasSet, EngineUnavailable, GPUSpawnerError, Refused
+from ..core.errors import (
+    ClockWasSet,
+    EngineUnavailable,
+    GPUSpawnerError,
+    NothingToUpdate,
+    Refused,
+    SlugRefused,
+    UnknownEnvironment,
+    UpdateRefused,
+)
 from ..core.jobs import DONE, Job, JobTable
 from ..engines.images import Connect, PullProgress
 from ..engines.preflight import Status
 from ..services import Services
-from .handlers import HubPageHandler
+from .handlers import CatalogPages, DropsBody, HubPageHandler
+
+T = TypeVar("T")
 
 REGISTRY_SECONDS = 30.0
 """Seconds that the question waits for a registry."""
 
 PULLING, TESTING = "pulling", "testing"
+
+LONGEST_NAME = 200
+"""Characters of a name that is checked and shown again; a shorter one may be too long already."""
 
 ENDED_KEPT = 5
 """Of how many updates that have ended the result is shown."""
@@ -49,6 +65,8 @@ class UpdateJob(Job):
     slug: str
     old: str
     new: str
+    keep_as: str = ""
+    """The slug of the environment that keeps the old image; empty for none."""
     state: str = PULLING
     all_bytes: int = 0
     """Of all layers whose download has begun."""
@@ -69,18 +87,21 @@ class ImageUpdates:
         """Return what runs or ended lately, newest first."""
         return self._table.jobs()
 
-    def start(self, updater: ImageUpdater, offer: ImageOffer, actor: str) -> UpdateJob:
-        """Begin to update to what was offered. Raises Refused while another update runs."""
+    def start(
+        self, updater: ImageUpdater, offer: ImageOffer, actor: str, *, keep_as: str = ""
+    ) -> UpdateJob:
+        """Begin to update to what was offered. Raises UpdateRuns while another update runs."""
         job = UpdateJob(
             slug=offer.environment.slug,
             old=offer.old,
             new=offer.new,
+            keep_as=keep_as,
             actor=actor,
             started_at=self._services.clock(),
         )
         with self._table.lock:
             for other in self._table.open_jobs():
-                raise Refused(
+                raise UpdateRefused(
                     f"{other.slug} is being updated just now, and one is updated at a time. Wait "
                     "until that has ended: nothing was changed."
                 )
@@ -102,6 +123,7 @@ class ImageUpdates:
 
         done = updater.update(
             job.slug,
+            keep_as=job.keep_as,
             digest=job.new.partition("@")[2],
             follow=follow,
             test=partial(self._table.change, job.id, state=TESTING),
@@ -116,6 +138,8 @@ class ImageUpdates:
     def _noted(self, job: UpdateJob) -> str:
         """Record it in the audit log; return what to say if that is not possible."""
         subject, detail = f"environment {job.slug}", f"{job.old} to {job.new}"
+        if job.keep_as:
+            detail += f", the old one kept as {job.keep_as}"
 
         def note() -> None:
             at = self._services.clock()
@@ -171,7 +195,11 @@ class ImageUpdatesState(UpdatesHandler):
 
 
 class ImageUpdatePage(UpdatesHandler):
-    """The question before an update, and the update."""
+    """The question before an update, and the update.
+
+    ``keep-as`` in the address is the name of an environment that keeps the current image. A body
+    would be discarded.
+    """
 
     @web.authenticated
     @needs_scope("admin-ui")
@@ -183,21 +211,26 @@ class ImageUpdatePage(UpdatesHandler):
     @needs_scope("admin-ui")
     async def post(self, slug: str) -> None:
         """Begin the update to the image whose digest was shown."""
-        updater = self._updater()
+        updater, keep_as = self._updater(), self._keep_as()
+        digest = self.get_query_argument("digest", "")
         try:
-            offer = await self._offer(updater, slug)
-            if offer.digest != self.get_query_argument("digest", ""):
-                raise Refused("The registry now offers another image: look at it again.")
-            self.updates.start(updater, offer, self.current_user.name)
+            offer = await agreed_offer(updater, slug, digest, keep_as)
+            self.updates.start(updater, offer, self.current_user.name, keep_as=keep_as)
         except GPUSpawnerError as refusal:
             await self._ask(slug, refusal)
             return
         self.redirect(f"{self.hub.base_url}catalog", status=303)
 
     async def _ask(self, slug: str, refusal: GPUSpawnerError | None = None) -> None:
-        offer, problem = None, refusal
+        offer, problem, wrong_name = None, refusal, ""
+        updater, keep_as = self._updater(), self._keep_as()
         try:
-            offer = await self._offer(self._updater(), slug)
+            offer = await in_time(partial(updater.offer, slug))
+            if keep_as:
+                await in_time(partial(updater.require_free, keep_as))
+        except SlugRefused as error:
+            wrong_name = error.message
+            problem = error
         except GPUSpawnerError as error:
             problem = refusal or error
         if problem:
@@ -206,26 +239,126 @@ class ImageUpdatePage(UpdatesHandler):
             "catalog_update.html",
             slug=slug,
             offer=offer,
-            refusal=problem.message if problem else "",
+            keep_as=keep_as,
+            wrong_name=wrong_name,
+            refusal=problem.message if problem and not wrong_name else "",
         )
+
+    def _keep_as(self) -> str:
+        return self.get_query_argument("keep-as", "")[:LONGEST_NAME]
 
     def _updater(self) -> ImageUpdater:
         """Return what updates the hub's catalog. Raises HTTPError 404 if nothing can be updated."""
-        user, file = self.current_user, self.site.configured("catalog")
-        connect: Connect | None = None
-        if isinstance(user, User):
-            connect = getattr(user.spawner, "connect", None)
-        if connect is None or not file:
-            raise web.HTTPError(404, "This hub has no catalog of images that could be updated.")
-        return ImageUpdater(Path(file), connect)
-
-    async def _offer(self, updater: ImageUpdater, slug: str) -> ImageOffer:
-        """Return what the registry offers. Raises GPUSpawnerError."""
-        return await in_time(partial(updater.offer, slug))
+        try:
+            return updater_for(self.site, self.current_user)
+        except NothingToUpdate as error:
+            raise web.HTTPError(error.status_code, "%s", error.message) from None
 
 
-async def in_time(work: Callable[[], ImageOffer]) -> ImageOffer:
-    """Return the offer, asked for in a thread. Raises GPUSpawnerError."""
+class ImageUpdatesAPI(DropsBody, APIHandler):
+    """What the accounting service asks for its REST API: it has checked that an admin asks.
+
+    The updates run in this process, which knows the engine and the catalog of the hub. Nobody else
+    may ask, because the service says for whom it does.
+    """
+
+    def _require_service(self) -> None:
+        """Raise HTTPError 403 unless the accounting service asks.
+
+        Not in ``prepare``: who is refused there, before the body, loses the connection unannounced.
+        """
+        name = self.settings["template_vars"].get("gpuspawner_service", "gpu")
+        caller = self.current_user
+        if not isinstance(caller, orm.Service) or caller.name != name:
+            raise web.HTTPError(403)
+
+    async def get(self, slug: str = "") -> None:
+        """Send all updates, or what the registry offers for an environment."""
+        self._require_service()
+        site = CatalogPages.of(self.settings)
+        if not slug:
+            jobs = updates_of(site.settings, site.services, self.log).jobs()
+            self.finish({"jobs": [plain_job(job) for job in jobs]})
+            return
+        try:
+            updater = self._updater(site, slug)
+            offer = await in_time(partial(updater.offer, slug))
+        except GPUSpawnerError as error:
+            self._refuse(error)
+            return
+        self.finish(
+            {
+                "environment": slug,
+                "image": offer.old,
+                "offered": offer.new,
+                "digest": offer.digest,
+                "newer": offer.is_newer,
+            }
+        )
+
+    async def post(self, slug: str) -> None:
+        """Begin the update to the image with this digest."""
+        self._require_service()
+        site = CatalogPages.of(self.settings)
+        keep_as = self.get_query_argument("keep-as", "")
+        try:
+            updater = self._updater(site, slug)
+            offer = await agreed_offer(
+                updater, slug, self.get_query_argument("digest", ""), keep_as
+            )
+            updates = updates_of(site.settings, site.services, self.log)
+            actor = self.get_query_argument("actor")
+            job = updates.start(updater, offer, actor, keep_as=keep_as)
+        except GPUSpawnerError as error:
+            self._refuse(error)
+            return
+        self.finish(plain_job(job))
+
+    def _updater(self, site: CatalogPages, slug: str) -> ImageUpdater:
+        updater = updater_for(site, self.find_user(self.get_query_argument("actor", "")))
+        if all(each.slug != slug for each in site.catalog().environments):
+            raise UnknownEnvironment(environment=slug[:100])
+        return updater
+
+    def _refuse(self, error: GPUSpawnerError) -> None:
+        self.set_status(error.status_code)
+        self.finish({"error": error.reason, "message": error.message})
+
+
+def plain_job(job: UpdateJob) -> dict[str, Any]:
+    """Return an update as JSON can represent it."""
+    moments = ("started_at", "ended_at")
+    return {name: value for name, value in asdict(job).items() if name not in moments} | {
+        name: moment.isoformat() if (moment := getattr(job, name)) else None for name in moments
+    }
+
+
+def updater_for(site: CatalogPages, user: Any) -> ImageUpdater:
+    """Return what updates the hub's catalog, on the engine of an admin's servers.
+
+    Raises NothingToUpdate.
+    """
+    file = site.configured("catalog")
+    connect: Connect | None = None
+    if isinstance(user, User):
+        connect = getattr(user.spawner, "connect", None)
+    if connect is None or not file:
+        raise NothingToUpdate()
+    return ImageUpdater(Path(file), connect)
+
+
+async def agreed_offer(updater: ImageUpdater, slug: str, digest: str, keep_as: str) -> ImageOffer:
+    """Return what the registry offers, if it is what was agreed to. Raises GPUSpawnerError."""
+    offer = await in_time(partial(updater.offer, slug))
+    if offer.digest != digest:
+        raise UpdateRefused("The registry now offers another image: look at it again.")
+    if keep_as:
+        await in_time(partial(updater.require_free, keep_as))
+    return offer
+
+
+async def in_time(work: Callable[[], T]) -> T:
+    """Return what an engine or a file is asked for, in a thread. Raises GPUSpawnerError."""
     task = in_daemon_thread("gpuspawner-offer", work)
     await asyncio.wait({task}, timeout=REGISTRY_SECONDS)
     if not task.done():

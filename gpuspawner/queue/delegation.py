@@ -27,6 +27,7 @@ from ..engines.images import Connect
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState
 from ..leases.service import slots_beside
+from ..slurm.accounts import Admission
 from ..slurm.cluster import read_cluster
 from ..slurm.engine import SlurmEngine
 from ..slurm.images import WantedImage, reach
@@ -82,7 +83,7 @@ One query of the external scheduler's jobs serves all of it.
 
 
 def make_delegate(
-    settings: GPUSlurm, admit: Callable[[Ticket], str], log: logging.Logger
+    settings: GPUSlurm, admit: Callable[[Ticket], Admission], log: logging.Logger
 ) -> SlurmDelegate | None:
     """Create the client of the external scheduler, or return None if none is configured.
 

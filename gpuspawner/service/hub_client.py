@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode
 from dateutil.parser import isoparse
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest, HTTPResponse
 
-from ..core.errors import Unavailable
+from ..core.errors import GPUSpawnerError, RefusedByHub, Unavailable
 from ..leases.models import ServerRef
 from ..leases.reconciliation import HubState
 
@@ -23,6 +23,9 @@ PAGE = 200
 
 TIMEOUT = 30.0
 """Seconds. Stopping a server answers after the Hub's ``slow_stop_timeout``, which is 10."""
+
+REGISTRY_TIMEOUT = 70.0
+"""Seconds. The Hub itself gives a registry 30, and reads the catalog's file."""
 
 TAKEN_UP = 3.0
 """Seconds to wait for a start: the Hub continues it even if nobody listens any more."""
@@ -102,6 +105,43 @@ class HubClient:
         """Request a server's stop, which may take a while. False if the Hub has no such server."""
         return await self._ask_if_known("DELETE", _path_of(server)) is not None
 
+    async def image_updates(self) -> list[dict[str, Any]]:
+        """Return the updates of images that run or ended lately, newest first."""
+        found = await self._ask_for_updates("GET", "")
+        with _known_form():
+            return [_update_of(job) for job in found["jobs"]]
+
+    async def image_offer(self, environment: str, *, actor: str) -> dict[str, Any]:
+        """Return what an environment's registry offers. Raises RefusedByHub."""
+        return await self._ask_for_updates("GET", f"/{_quote(environment)}", actor=actor)
+
+    async def update_image(
+        self, environment: str, *, digest: str, keep_as: str, actor: str
+    ) -> dict[str, Any]:
+        """Begin to update an environment's image, and return the update. Raises RefusedByHub."""
+        query = {"digest": digest, "keep-as": keep_as, "actor": actor}
+        found = await self._ask_for_updates("POST", f"/{_quote(environment)}", **query)
+        with _known_form():
+            return _update_of(found)
+
+    async def _ask_for_updates(self, method: str, path: str, **query: str) -> dict[str, Any]:
+        path = f"/gpuspawner/updates{path}"
+        try:
+            response = await self._fetch(
+                method,
+                f"{path}?{urlencode(query)}",
+                headers={},
+                body="" if method == "POST" else None,
+                request_timeout=REGISTRY_TIMEOUT,
+                connect_timeout=5.0,
+            )
+        except HTTPClientError as error:
+            raise _refused_by_hub(error, method, path) from None
+        except (OSError, ValueError) as error:
+            raise Unavailable(f"The Hub at {self.api_url} is not responding ({error}).") from None
+        with _known_form():
+            return dict(json.loads(response.body))
+
     async def start_server(
         self, server: ServerRef, options: Mapping[str, Any] | None
     ) -> StartAnswer:
@@ -168,6 +208,21 @@ class HubClient:
             raise Unavailable(
                 f"The Hub at {self.api_url} is not responding ({error}). The next round asks again."
             ) from None
+
+
+def _refused_by_hub(error: HTTPClientError, method: str, path: str) -> GPUSpawnerError:
+    """Return the Hub's own refusal; Unavailable if it answered otherwise, or not at all."""
+    if error.response is not None:
+        with suppress(ValueError, KeyError, TypeError):
+            told = json.loads(error.response.body)
+            return RefusedByHub(str(told["message"]), str(told["error"]), error.code)
+    return Unavailable(f"The Hub answered {method} {path} with {error.code} ({error.message}).")
+
+
+def _update_of(job: dict[str, Any]) -> dict[str, Any]:
+    """Return an update with the names of the REST API."""
+    names = {"slug": "environment", "old": "image", "new": "offered", "done_bytes": "bytes"}
+    return {names.get(name, name): value for name, value in job.items()}
 
 
 def _servers_of(user: dict[str, Any]) -> dict[ServerRef, HubState]:

@@ -20,11 +20,10 @@ from ..core.errors import (
     AnotherHubGrants,
     EngineUnavailable,
     GPUSpawnerError,
-    NotTheOwner,
     Unavailable,
     UnknownTicket,
 )
-from ..db.leader import TAKE_OVER
+from ..db.leader import for_log
 from ..engines.base import Engine, EngineWithHistory
 from ..leases.clock_corrections import clock_says
 from ..leases.models import Lease, LeaseState, ServerRef, Sighting
@@ -442,8 +441,8 @@ class Tick:
                 await self._require_owner()
                 self._owned_at = time.monotonic()
             await work()
-        except NotTheOwner as error:
-            self.trouble(part, NotTheOwner(f"{error.message} {TAKE_OVER}"))
+        except AnotherHubGrants as error:
+            self.trouble(part, type(error)(for_log(error)))
         except Exception as error:
             self.trouble(part, error)
         else:

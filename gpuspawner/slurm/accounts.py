@@ -13,6 +13,7 @@ import pwd
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ..core.errors import SlurmRefused
 from ..queue.models import QueueLimits
@@ -130,6 +131,15 @@ class Person:
     """True for a former member: none of their jobs is accepted or starts."""
     dry: bool = False
     """True if their paying account is empty: none of their jobs gets a GPU."""
+
+
+class Admission(NamedTuple):
+    """How a member may submit jobs."""
+
+    account: str = ""
+    """The account that their jobs count against; empty for their default."""
+    is_late: bool = False
+    """True if Slurm's database did not say in time whether it knows the member."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

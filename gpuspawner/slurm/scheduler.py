@@ -25,7 +25,7 @@ from ..core.errors import (
 from ..devices.models import Device, DeviceStatus, Inventory
 from ..queue.models import Ticket, Turn
 from . import job_spec
-from .accounts import user_of
+from .accounts import Admission, user_of
 from .cluster import Cluster
 from .images import NodeImages
 from .jobs import HOLDER, SlurmJob, read_jobs
@@ -305,14 +305,13 @@ class SlurmDelegate(Nodes):
         slurm: Slurm,
         *,
         as_member: bool = True,
-        before: Callable[[Ticket], str] = lambda ticket: "",
+        before: Callable[[Ticket], Admission] = lambda ticket: Admission(),
         log: logging.Logger | Any = LOG,
     ) -> None:
         """Create it.
 
         ``as_member``: jobs belong to the members' own users on the nodes, else to ours. ``before``
-        is called with each ticket before its job is submitted; it returns the account that the job
-        counts against, or "" for the user's default.
+        is called with each ticket before its job is submitted.
         """
         super().__init__(cluster, slurm, log)
         self.images = NodeImages(cluster.nodes, log)
@@ -360,7 +359,7 @@ class SlurmDelegate(Nodes):
         if untold and able <= untold:
             raise SlurmUnavailable(why="the suitable machines are closed")
         lacking = {*untold, *self.images.lacking(ticket, able)}
-        account = self._before(ticket)
+        account, is_late = self._before(ticket)
         job = job_spec.of(ticket, self.cluster, user=user, account=account, lacking=lacking)
         if job.nice < 0 and not self._as_member:
             job = replace(job, nice=0)  # sbatch takes points from root alone: the next round tries
@@ -371,7 +370,7 @@ class SlurmDelegate(Nodes):
         except SlurmRefused as error:
             if job.minutes is not None and "time limit" in error.message:
                 self.must_allow(job.minutes)  # reports how long it may be
-            raise _explained(error, user) from None
+            raise _explained(error, user, is_late) from None
         finally:
             self._submitted[ticket.id] = self._handed_in = time.monotonic()
             self._has_news()
@@ -689,9 +688,14 @@ def _with_devices(job: SlurmJob, before: SlurmJob | None) -> SlurmJob:
     return replace(job, indices=before.indices)
 
 
-def _explained(error: SlurmRefused, user: str) -> SlurmRefused:
+def _explained(error: SlurmRefused, user: str, is_late: bool) -> SlurmRefused:
     said = str(error.fields.get("why", ""))
     if "Invalid user" in said or "Invalid account" in said:
+        if is_late:
+            return SlurmRefused(
+                f"Slurm has not registered {user} yet, because its database is slow just now. Try "
+                "again in a minute."
+            )
         who = f"the user {user} has no account there" if user else "the hub has no account there"
         return SlurmRefused(why=f"{who}. Ask your admin to create it with gpuspawner slurm sync")
     return error

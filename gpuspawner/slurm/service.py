@@ -26,7 +26,7 @@ from ..queue import repository as queue_repository
 from ..queue.models import Priority, Ticket
 from ..queue.settings import GPUQueue
 from . import accounts, repository
-from .accounts import Group, Person, WantedAssociations, account_of
+from .accounts import Admission, Group, Person, WantedAssociations, account_of
 from .cluster import Cluster, read_cluster
 from .programs import CallBatcher, Slurm
 
@@ -134,8 +134,8 @@ class ClusterMemberService:
         accounts.check_version(slurm)
         return accounts.read_plan(slurm, cluster.name, self.wanted_of(self.people()))
 
-    def admit_to_cluster(self, ticket: Ticket) -> str:
-        """Ensure that Slurm accepts the jobs of a ticket's member, and return the account to use.
+    def admit_to_cluster(self, ticket: Ticket) -> Admission:
+        """Ensure that Slurm accepts the jobs of a ticket's member, with the account to use.
 
         That is the account of the ticket's group, whatever the member's default is. Problems are
         only logged, and a member who was never known there gets their default: Slurm's database may
@@ -146,16 +146,20 @@ class ClusterMemberService:
         )
         known, at = self._admitted.get(person.member, (None, 0.0))
         if known == person and time.monotonic() - at < KNOWN:
-            return account_of(person.group)
+            return Admission(account_of(person.group))
+        is_late = False
         try:
             problems = self._newcomers.tell(person)[person]
         except (SlurmRefused, SlurmUnavailable) as error:
             problems = (error.message,)
+            is_late = isinstance(error, SlurmUnavailable)
         if not problems:
             self._admitted = {**self._admitted, person.member: (person, time.monotonic())}
         for problem in problems:
             self.log.warning("Could not register %s in Slurm: %s", person.member, problem)
-        return "" if problems and known != person else account_of(person.group)
+        if problems and known != person:
+            return Admission(is_late=is_late)
+        return Admission(account_of(person.group))
 
     # Helpers.
 

@@ -19,9 +19,8 @@ from ..core.errors import (
     EngineUnavailable,
     GPUSpawnerError,
     NotReconciled,
-    NotTheOwner,
 )
-from ..db.leader import TAKE_OVER
+from ..db.leader import for_log
 from ..engines.base import Engine, EngineWithHistory
 from ..engines.docker import DockerEngine
 from ..engines.local import LocalEngine
@@ -149,12 +148,11 @@ class Recovery:
 
     async def _must_grant(self) -> None:
         try:
-            may_grant = await self.services.run(self.services.granter.take)
-        except NotTheOwner as error:
-            self.log.error("%s %s", error.message, TAKE_OVER)
+            if not await self.services.run(self.services.granter.take):
+                raise AnotherHubGrants()
+        except AnotherHubGrants as error:
+            self.log.error("%s", for_log(error))
             raise
-        if not may_grant:
-            raise AnotherHubGrants()
 
     def _engines(self, name: str, engine: Engine) -> dict[str, Engine]:
         """Return our engines, and the local one for processes of an earlier configuration."""

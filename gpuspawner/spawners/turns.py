@@ -28,6 +28,7 @@ from ..core.errors import (
     UnknownTicket,
 )
 from ..core.units import format_price
+from ..db.leader import for_log
 from ..leases.models import Lease, LeaseState, Request, ServerRef, Terms
 from ..queue.models import Ticket
 from ..queue.rank import QueuePosition
@@ -310,9 +311,10 @@ class TurnDispatcher:
             waiter.turn.set_result(lease)
 
     def _note(self, error: GPUSpawnerError) -> None:
-        if error.message != self._trouble:
-            self._trouble = error.message
-            self.log.warning("The queue cannot be served: %s", error.message)
+        said = for_log(error) if isinstance(error, AnotherHubGrants) else error.message
+        if said != self._trouble:
+            self._trouble = said
+            self.log.warning("The queue cannot be served: %s", said)
 
 
 class Acquisition:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -12,7 +13,14 @@ from pathlib import Path
 
 import docker
 
-from ..core.errors import ArchiveRefused, ClockWasSet, QuotaUnavailable, UnknownWorkspace
+from ..core.errors import (
+    ArchiveCancelled,
+    ArchiveRefused,
+    ClockWasSet,
+    QuotaUnavailable,
+    StoreUnavailable,
+    UnknownWorkspace,
+)
 from .directories import (
     ArchiveContents,
     DirectoryTree,
@@ -25,7 +33,10 @@ from .directories import (
     write_archive,
 )
 from .repository import ARCHIVED, RESTORED, Workspace
-from .service import StorageService
+from .service import ARCHIVING, StorageService
+
+NOTICED_AFTER = 1.0
+"""Seconds of reading after which a cancelled archive ends."""
 
 
 def archive_name(source: str, at: datetime, form: str = "%Y-%m-%d") -> str:
@@ -66,13 +77,21 @@ class WorkspaceArchiver:
         """Write a workspace to a new file.
 
         ``progress`` gets the bytes that were read, chunk by chunk; what it raises ends the archive.
-        Raises ArchiveRefused, WorkspaceBusy, UnknownWorkspace and EngineUnavailable.
+        Raises ArchiveRefused, ArchiveCancelled, WorkspaceBusy, UnknownWorkspace and
+        EngineUnavailable.
         """
         ending(file)
-        with self.claimed(known, "an admin archives them") as tree:
+        watch = _CancelWatch(self.storage, known.source)
+        with self.claimed(known, ARCHIVING) as tree:
             if not tree.exists():
                 raise UnknownWorkspace(name=known.source)
-            contents = write_archive(_counted(tree.read(), progress), file)
+            with closing(tree.read()) as tar:
+                contents = write_archive(
+                    watch.over(_counted(tar, progress)),
+                    file,
+                    check=watch.over,
+                    finish=lambda: _written(partial(self.storage.finish_archive, known.source)),
+                )
         self._note(known, ARCHIVED, actor, file)
         return contents
 
@@ -130,6 +149,33 @@ class WorkspaceArchiver:
         if not images:
             raise ArchiveRefused(what="the engine has no image to make a container of")
         return VolumeTree(client, workspace.source, str(images[0]["Id"]))
+
+
+class _CancelWatch:
+    """Asks the database about every second whether an archive was cancelled.
+
+    It may have been by another process: the admins' page and a command know nothing of each other.
+    """
+
+    def __init__(self, storage: StorageService, source: str) -> None:
+        self._storage = storage
+        self._source = source
+        self._asked_at = -NOTICED_AFTER
+
+    def over(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield the chunks. Raises ArchiveCancelled."""
+        for chunk in chunks:
+            self._look()
+            yield chunk
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._asked_at < NOTICED_AFTER:
+            return
+        self._asked_at = now
+        with suppress(StoreUnavailable):  # the end of the archive asks again
+            if self._storage.is_archive_cancelled(self._source):
+                raise ArchiveCancelled(source=self._source)
 
 
 def _written(change: Callable[[], object]) -> None:

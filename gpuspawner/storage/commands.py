@@ -150,6 +150,19 @@ def delete_workspace(settings: Settings, workspace: str, yes_delete: str) -> Non
     show({"deleted": source, "owner": owner}, f"Deleted: {what}.")
 
 
+@workspaces.command("cancel")
+@workspace_argument
+def cancel_archive(settings: Settings, workspace: str) -> None:
+    """Cancel the archive that is being made of a workspace, by whomever."""
+    site = WorkspaceSite(settings)
+    source = site.find(workspace).source
+    done = site.services.storage.cancel_archive(source, actor=actor())
+    text = f"The archive of {source} ends in a moment: there is none, and the workspace stays."
+    if not done:
+        text = f"The archive of {source} was cancelled already."
+    show({"workspace": source, "changed": done}, text)
+
+
 @workspaces.command("free")
 @workspace_argument
 def free_workspace(settings: Settings, workspace: str) -> None:

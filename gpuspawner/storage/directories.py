@@ -52,10 +52,21 @@ def ending(file: Path) -> str:
     raise ArchiveRefused(what=f"{file.name} ends in none of {', '.join(ENDINGS)}")
 
 
-def write_archive(tar: Iterable[bytes], file: Path) -> ArchiveContents:
+Watch = Callable[[Iterable[bytes]], Iterator[bytes]]
+"""Passes chunks on, and raises to end what is done with them."""
+
+
+def write_archive(
+    tar: Iterable[bytes],
+    file: Path,
+    *,
+    check: Watch = iter,
+    finish: Callable[[], object] = lambda: None,
+) -> ArchiveContents:
     """Write a tar into a new file of mode 600, check it, then rename it to its final name.
 
-    Raises ArchiveRefused; then there is no such file.
+    ``check`` watches what is read back; ``finish`` is called before the file gets its name. What
+    they raise ends the archive. Raises ArchiveRefused; then there is no such file.
     """
     kind = ending(file)
     if file.exists():
@@ -67,7 +78,8 @@ def write_archive(tar: Iterable[bytes], file: Path) -> ArchiveContents:
             _compress(tar, out, kind)
             out.flush()
             os.fsync(out.fileno())
-        found = check_archive(part)
+        found = check_archive(part, check)
+        finish()
         os.link(part, file)  # unlike a rename, it replaces nothing
         return found
     except OSError as error:
@@ -80,7 +92,7 @@ def write_archive(tar: Iterable[bytes], file: Path) -> ArchiveContents:
 _DAMAGED = "{file} is damaged or cut short. Choose another archive"
 
 
-def check_archive(file: Path) -> ArchiveContents:
+def check_archive(file: Path, watch: Watch = iter) -> ArchiveContents:
     """Read an archive to its end, and return what it contains.
 
     Raises ArchiveRefused if it is damaged or truncated, or contains anything that could leave the
@@ -89,7 +101,7 @@ def check_archive(file: Path) -> ArchiveContents:
     entries = size = 0
     top: tarfile.TarInfo | None = None
     chunks = read_archive(file)
-    stream: Any = _Readable(chunks)
+    stream: Any = _Readable(watch(chunks))
     try:
         with contextlib.closing(chunks), tarfile.open(fileobj=stream, mode="r|") as tar:
             for entry in tar:
@@ -198,7 +210,7 @@ class DirectoryTree:
         """Return True if it has no files; also if it does not exist."""
         return not os.path.lexists(self.path) or (self.exists() and not any(self.path.iterdir()))
 
-    def read(self) -> Iterator[bytes]:
+    def read(self) -> Generator[bytes]:
         """Yield everything in it, as a tar. Raises ArchiveRefused."""
         words = [*_TAR, "--one-file-system", "--sparse", "-C", str(self.path), "-cf", "-", "."]
         yield from _output(words)
@@ -264,7 +276,7 @@ class VolumeTree:
                     return False
         return size <= 2048
 
-    def read(self) -> Iterator[bytes]:
+    def read(self) -> Generator[bytes]:
         """Yield everything in it, as a tar. Raises ArchiveRefused."""
         with self._holder() as holder:
             try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.errors import (
+    ArchiveCancelled,
     ArchiveRefused,
     GPUSpawnerError,
     Refused,
@@ -23,7 +24,7 @@ from ..core.errors import (
     UnknownWorkspace,
     WorkspaceBusy,
 )
-from ..core.jobs import DONE, Job, JobTable
+from ..core.jobs import CANCELLED, DONE, Job, JobTable
 from ..core.units import format_bytes
 from ..db.engine import sqlite_file
 from ..ledger import repository as ledger_repository
@@ -43,7 +44,7 @@ MOST_WAITING = 200
 ENDED_KEPT = 20
 """Of how many that have ended the result is shown."""
 
-WAITING, RUNNING = "waiting", "running"
+WAITING, RUNNING, CANCELLING = "waiting", "running", "cancelling"
 ARCHIVE, RESTORE = "archive", "restore"
 
 _FAILURE = (
@@ -91,7 +92,8 @@ class WorkspaceJobs:
     """Archives and restores workspaces in one thread of this process.
 
     What waits or runs ends with the process, as a command does: the workspace that was in hand
-    stays locked until an admin unlocks it, and there is no half-written archive.
+    stays locked until an admin unlocks it, and there is no half-written archive. Whether an archive
+    is finished or cancelled the database decides, by the claim on the workspace.
     """
 
     def __init__(
@@ -166,7 +168,37 @@ class WorkspaceJobs:
         """
         with self._table.lock:
             self._must_be_idle(workspace)
+            if not self._table.open_jobs():  # so that no unfinished file is of this process
+                with suppress(OSError):
+                    self._remove_unfinished()
             return self._storage.free_workspace(workspace, actor=actor)
+
+    def cancel(self, workspace: str, *, actor: str) -> bool:
+        """Cancel what waits for its turn with a workspace, or the archive that is made of it.
+
+        Another process may make it: a command does. The workspace stays as it is. Returns False if
+        it was being cancelled already. Raises UnknownWorkspace, and WorkspaceBusy if nothing can be
+        cancelled.
+        """
+        with self._table.lock:
+            job = self.open_job(workspace)
+            if job is not None and job.state == WAITING:
+                self._storage.note_workspace(workspace, f"cancel {job.kind}", actor=actor)
+                self._table.end(job.id, CANCELLED)
+                return True
+            if job is not None and job.kind == RESTORE:
+                raise WorkspaceBusy(
+                    f"{workspace} is being restored, and that cannot be cancelled: "
+                    "nothing was changed."
+                )
+            changed = self._storage.cancel_archive(workspace, actor=actor)
+            if job is not None:
+                self._table.change(job.id, state=CANCELLING)
+            return changed
+
+    def open_job(self, workspace: str) -> WorkspaceJob | None:
+        """Return what waits or runs with a workspace in this process."""
+        return next((job for job in self._table.open_jobs() if job.workspace == workspace), None)
 
     def known(self, workspace: str) -> Workspace | None:
         """Return a workspace; None if no server ever got it, or it was deleted."""
@@ -198,13 +230,12 @@ class WorkspaceJobs:
             raise UnknownAccount(account=account)
 
     def _must_be_idle(self, workspace: str) -> None:
-        for job in self._table.open_jobs():
-            if job.workspace == workspace:
-                doing = "archived" if job.kind == ARCHIVE else "restored"
-                raise WorkspaceBusy(
-                    f"{workspace} is being {doing}, or waits for it. Wait until that has ended: "
-                    "nothing was changed."
-                )
+        if job := self.open_job(workspace):
+            doing = "archived" if job.kind == ARCHIVE else "restored"
+            raise WorkspaceBusy(
+                f"{workspace} is being {doing}, or waits for it. Wait until that has ended: "
+                "nothing was changed."
+            )
 
     def _start(self, kind: str, known: Workspace, name: str, actor: str) -> WorkspaceJob:
         job = WorkspaceJob(
@@ -261,6 +292,9 @@ class WorkspaceJobs:
                 contents, why = self._archiver.restore(
                     known, file, actor=job.actor, progress=proceed
                 )
+        except ArchiveCancelled:
+            self._table.end(job.id, CANCELLED)
+            return
         except ArchiveRefused as error:
             if error.said:
                 self._log.error("%s It says: %s", error.message, error.said)
@@ -272,13 +306,16 @@ class WorkspaceJobs:
         """Make the folder, and remove what a killed process left unfinished in it."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for name in os.listdir(self.folder):
-                found = _PART.fullmatch(name)
-                if found and name.endswith(ENDINGS) and not _lives(int(found[1])):
-                    (self.folder / name).unlink(missing_ok=True)
+            self._remove_unfinished()
         except OSError as error:
             what = f"{self.folder} cannot be used as the folder of archives. Check who may write it"
             raise ArchiveRefused(what, error) from error
+
+    def _remove_unfinished(self) -> None:
+        for name in os.listdir(self.folder):
+            found = _PART.fullmatch(name)
+            if found and name.endswith(ENDINGS) and not _lives(int(found[1])):
+                (self.folder / name).unlink(missing_ok=True)
 
     def _must_have_room(self) -> None:
         free = shutil.disk_usage(self.folder).free

@@ -152,7 +152,7 @@ class WorkspaceJobAnswer(Answer):
 
     id: Count
     kind: Literal["archive", "restore"]
-    state: Literal["waiting", "running", "done", "failed"]
+    state: Literal["waiting", "running", "cancelling", "done", "failed", "cancelled"]
     workspace: str
     member: str = told("user")
     archive: str
@@ -174,6 +174,6 @@ class WorkspaceJobsAnswer(DatedAnswer):
     jobs: tuple[WorkspaceJobAnswer, ...]
 
 
-class UnlockAnswer(Answer):
+class WorkspaceChangeAnswer(Answer):
     workspace: str
-    changed: bool
+    changed: bool = Field(description="False if it was so already.")

@@ -14,6 +14,7 @@ from traitlets import Integer, List, Unicode
 from traitlets.config import LoggingConfigurable
 
 from ..core.errors import (
+    ArchiveCancelled,
     FolderRefused,
     NotAllowed,
     QuotaUnavailable,
@@ -99,6 +100,12 @@ class GPUFolders(LoggingConfigurable):
         """,
     )
 
+
+ARCHIVING = "an admin archives them"
+"""The claim of an archive that can be cancelled; what members read who start meanwhile."""
+CANCELLING = "an admin cancels their archive"
+FINISHING = "their archive is being finished"
+"""The claim of an archive that was read back, and can no longer be cancelled."""
 
 MEASURED_IN_USE = timedelta(hours=1)
 """After this time a workspace is measured again while a server of its member runs."""
@@ -266,6 +273,44 @@ class StorageService:
             if actor:
                 self._note(connection, source, "unlock workspace", actor, known.busy)
             return True
+
+    def cancel_archive(self, source: str, *, actor: str) -> bool:
+        """Tell whichever process archives a workspace to stop; it frees the workspace then.
+
+        Returns False if it was told already. Raises UnknownWorkspace, and WorkspaceBusy if no
+        archive runs that could be cancelled.
+        """
+        with self.store.write() as connection:
+            known = repository.find_workspace(connection, source, lock=True)
+            if known is None:
+                raise UnknownWorkspace(name=source[:300])
+            if known.busy == CANCELLING:
+                return False
+            if known.busy == FINISHING:
+                raise WorkspaceBusy(
+                    f"The archive of {source} is just being finished: it was not cancelled."
+                )
+            if known.busy != ARCHIVING:
+                raise WorkspaceBusy(
+                    f"No archive of {source} is being made just now: nothing was cancelled."
+                )
+            repository.put_workspace(connection, replace(known, busy=CANCELLING))
+            self._note(connection, source, "cancel archive", actor, "")
+            return True
+
+    def is_archive_cancelled(self, source: str) -> bool:
+        """Return True if the archive that is being made of a workspace was cancelled."""
+        known = self.store.run(lambda connection: repository.find_workspace(connection, source))
+        return known is not None and known.busy == CANCELLING
+
+    def finish_archive(self, source: str) -> None:
+        """Let nobody cancel the archive any more. Raises ArchiveCancelled if somebody did."""
+        with self.store.write() as connection:
+            known = repository.find_workspace(connection, source, lock=True)
+            if known is not None and known.busy == CANCELLING:
+                raise ArchiveCancelled(source=source)
+            if known is not None and known.busy == ARCHIVING:
+                repository.put_workspace(connection, replace(known, busy=FINISHING))
 
     def note_workspace(self, source: str, action: str, *, actor: str, detail: str = "") -> None:
         """Record in the audit log what was done with a workspace, and forget a deleted one."""

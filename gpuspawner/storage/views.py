@@ -29,7 +29,7 @@ from .quotas import QuotaUse
 from .repository import Folder, Workspace
 from .rules import LONGEST
 from .schemas import LONGEST_SOURCE
-from .service import MeasuredSize
+from .service import ARCHIVING, MeasuredSize
 
 
 class FoldersPage(FormPage):
@@ -317,7 +317,7 @@ class WorkspacesPage(FormPage):
 
 
 class WorkspaceChangePage(WorkspacesPage):
-    """The forms that archive, restore or unlock a workspace, each after a confirmation."""
+    """The forms that archive, restore or unlock a workspace, or cancel that, after a question."""
 
     async def get(self, action: str) -> None:
         """Redirect to the workspaces."""
@@ -341,7 +341,8 @@ class WorkspaceChangePage(WorkspacesPage):
             else:
                 await self.show_workspaces(refusal)
             return
-        self.go(f"workspaces?done={action if changed else 'nothing'}")
+        # What was cancelled twice is cancelled.
+        self.go(f"workspaces?done={action if changed or action == 'cancel' else 'nothing'}")
 
     async def _asks(self, action: str, source: str) -> bool:
         """Ask for a confirmation if one is needed. Raises UnknownWorkspace."""
@@ -349,7 +350,10 @@ class WorkspaceChangePage(WorkspacesPage):
         some = await self.services.read(jobs.known, source)
         if some is None:
             raise UnknownWorkspace(name=source[:300])
-        if self.confirmed or (action == "unlock" and not some.busy):
+        job = await self.services.read(jobs.open_job, source)
+        # What is sure to be refused, or to change nothing, is not asked about.
+        idle = {"unlock": not some.busy, "cancel": job is None and some.busy != ARCHIVING}
+        if self.confirmed or idle.get(action):
             return False
         size = self.services.storage.sizes.get(source)
         self.confirm(
@@ -358,6 +362,7 @@ class WorkspaceChangePage(WorkspacesPage):
             back="workspaces",
             fields={"workspace": source},
             workspace=some,
+            job=job,
             used=size.used if size else None,
             folder=str(jobs.folder),
         )
@@ -393,13 +398,17 @@ WORKSPACE_ACTIONS: dict[str, Action] = {
     "restore": Action(
         "Put an archive into an empty workspace, in the background.", schemas.RestoreBody
     ),
+    "cancel": Action(
+        "Cancel what waits for its turn with a workspace, or its running archive.",
+        schemas.WorkspaceBody,
+    ),
     "unlock": Action(
         "Unlock a workspace that an interrupted command left locked.", schemas.WorkspaceBody
     ),
 }
 
 
-_AT_ONCE = {"unlock": WORKSPACE_ACTIONS["unlock"]}
+_AT_ONCE = {name: WORKSPACE_ACTIONS[name] for name in ("cancel", "unlock")}
 _IN_BACKGROUND = {name: WORKSPACE_ACTIONS[name] for name in ("archive", "restore")}
 
 
@@ -413,6 +422,8 @@ def workspace_change(handler: ServiceHandler, action: str, sent: Any) -> Callabl
             return partial(
                 jobs.start_restore, sent.archive, sent.workspace, member=sent.member, actor=actor
             )
+        case "cancel":
+            return partial(jobs.cancel, sent.workspace, actor=actor)
         case _:
             return partial(jobs.unlock, sent.workspace, actor=actor)
 
@@ -461,32 +472,32 @@ class WorkspaceAPI(ChangingAPI):
         self.answer(schemas.WorkspaceJobAnswer, job)
 
 
-class UnlockWorkspaceAPI(ChangingAPI):
-    """The API operation that unlocks a workspace."""
+class WorkspaceStateAPI(ChangingAPI):
+    """The API operations that end what is done with a workspace."""
 
-    @each_action("workspaces", _AT_ONCE, schemas.UnlockAnswer, "{}Workspace")
+    @each_action("workspaces", _AT_ONCE, schemas.WorkspaceChangeAnswer, "{}Workspace")
     @web.authenticated
-    async def post(self) -> None:
-        """Unlock it, and answer whether it was locked."""
+    async def post(self, action: str) -> None:
+        """Do it, and answer whether it was not so already."""
         self.need_admin()
         sent = self.sent(schemas.WorkspaceBody)
         with refusals():
             if await self.services.read(self.services.workspace_jobs.known, sent.workspace) is None:
                 raise UnknownWorkspace(name=sent.workspace[:300])
-            changed = await self.services.run(workspace_change(self, "unlock", sent))
-        self.answer(schemas.UnlockAnswer, workspace=sent.workspace, changed=changed)
+            changed = await self.services.run(workspace_change(self, action, sent))
+        self.answer(schemas.WorkspaceChangeAnswer, workspace=sent.workspace, changed=changed)
 
 
 WORKSPACE_API_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
     ("api/workspaces", WorkspacesAPI),
     ("api/workspaces/jobs", WorkspaceJobsAPI),
     ("api/workspaces/(archive|restore)", WorkspaceAPI),
-    ("api/workspaces/unlock", UnlockWorkspaceAPI),
+    ("api/workspaces/(cancel|unlock)", WorkspaceStateAPI),
 ]
 
 WORKSPACE_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
     ("workspaces", WorkspacesPage),
-    ("workspaces/(archive|restore|unlock)", WorkspaceChangePage),
+    ("workspaces/(archive|restore|cancel|unlock)", WorkspaceChangePage),
 ]
 
 FOLDER_API_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [

@@ -154,6 +154,7 @@ _NEXT = "Of the next page: the last answer's `next`."
 
 IN_PATH = {
     "account": (_text("^(member|group):[A-Za-z0-9_.@-]{1,60}$"), "`member:NAME` or `group:NAME`."),
+    "environment": (_text("^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"), "Its name in the catalog."),
     "device": (_text("^[0-9A-Za-z-]{1,100}$"), "Its UUID or index."),
     "folder": (_text("^[0-9a-f]{16}$"), "The folder's id."),
     "lease": (_HEX, "The lease's id."),

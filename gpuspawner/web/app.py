@@ -19,6 +19,7 @@ from tornado.http1connection import HTTP1Connection
 from tornado.httpserver import HTTPServer
 from tornado.iostream import IOStream
 
+from ..catalog import views as catalog_views
 from ..db import views as db_views
 from ..db.engine import sqlite_file
 from ..devices import views as devices_views
@@ -229,6 +230,7 @@ ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
     *storage_views.WORKSPACE_HANDLERS,
     *storage_views.FOLDER_API_HANDLERS,
     *storage_views.WORKSPACE_API_HANDLERS,
+    *catalog_views.CATALOG_API_HANDLERS,
     *openapi.OPENAPI_HANDLERS,
     *openapi.CATALOG_SCHEMA_HANDLERS,
     *monitoring_views.USAGE_HANDLERS,

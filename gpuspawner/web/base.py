@@ -47,6 +47,19 @@ class HubCalls(Protocol):
     async def stop_server(self, server: ServerRef) -> bool:
         """Ask the Hub to stop a server. Return False if the Hub has no such server."""
 
+    # These raise what the Hub refuses, too.
+
+    async def image_updates(self) -> Sequence[Mapping[str, Any]]:
+        """Return the updates of images that run or ended lately, newest first."""
+
+    async def image_offer(self, environment: str, *, actor: str) -> Mapping[str, Any]:
+        """Return what the registry of an environment offers, for an admin."""
+
+    async def update_image(
+        self, environment: str, *, digest: str, keep_as: str, actor: str
+    ) -> Mapping[str, Any]:
+        """Begin to update an environment's image, for an admin."""
+
 
 class Duty(Protocol):
     """The state of a background duty of the service."""

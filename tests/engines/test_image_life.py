@@ -231,17 +231,24 @@ def test_update_from_the_page_runs_once_and_is_audited(site: Site, tmp_path: Pat
         assert site.catalog.read_text() == before and services.audit.trail() == []
 
         offer = updater.offer("lab")
-        found = at_once(8, lambda _: updates.start(updater, offer, "kim"))
+        assert offer.spare_slug == "lab-older"
+        taken = ended(updates.start(updater, offer, "kim", keep_as="lab"))
+        assert taken.state == "failed" and "already has an environment 'lab'" in taken.error
+        assert site.catalog.read_text() == before
+        found = at_once(8, lambda _: updates.start(updater, offer, "kim", keep_as="lab-older"))
         [job] = [each for each in found if isinstance(each, UpdateJob)]
         assert sum("one is updated at a time" in str(each) for each in found) == 7
         done = ended(job)
         assert (done.state, done.error) == ("done", "")
         assert load(site.catalog).get("lab").image == offer.new
+        kept = load(site.catalog).get("lab-older")
+        assert (kept.image, kept.display_name) == (offer.old, "lab (older)")
+        assert updater.offer("lab").spare_slug == "lab-older-2"
         [entry] = services.audit.trail()
         assert (entry.actor, entry.action) == ("kim", "update image")
         assert (entry.subject, entry.detail) == (
             "environment lab",
-            f"{offer.old} to {offer.new}",
+            f"{offer.old} to {offer.new}, the old one kept as lab-older",
         )
 
 

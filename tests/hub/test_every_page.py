@@ -6,11 +6,14 @@ service, local servers, Chromium, axe-core; one hub for all.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
+import psutil
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage
 from tornado.web import RequestHandler
@@ -58,7 +61,9 @@ def hub(hubs: None, folder: Path) -> Iterator[FurnishedHub]:
     (folder / "catalog.yaml").write_text(CATALOG, encoding="utf-8")
     with FurnishedHub(folder / "hub", config) as hub:
         hub.ids = furnish(hub)
+        tar = begin_archive(hub)
         yield hub
+        os.kill(tar, signal.SIGKILL)
 
 
 def furnish(hub: FurnishedHub) -> dict[str, str]:
@@ -114,6 +119,24 @@ def furnish(hub: FurnishedHub) -> dict[str, str]:
     }
 
 
+def begin_archive(hub: FurnishedHub) -> int:
+    """Let Dan's workspace be archived, without an end, and return the process to kill."""
+    place = hub.folder / "workspaces" / "dan"
+    place.mkdir(parents=True)
+    (place / "large").write_bytes(os.urandom(100 * MICRO))
+    hub.services.storage.use_workspace(str(place), "dan", None)
+    begun = hub.call(ADMIN, "POST", "workspaces/archive", json={"workspace": str(place)})
+    assert begun.ok, begun.text
+
+    def tar() -> int | None:
+        below = psutil.Process(hub.pid).children(recursive=True)
+        return next((each.pid for each in below if each.name() == "tar"), None)
+
+    found: int = wait_for(tar, "the archive")
+    os.kill(found, signal.SIGSTOP)
+    return found
+
+
 MEMBER, WAITS, BROKE, NEW = "ada", "cleo", "eve", "fay"
 
 SERVICE: dict[str, tuple[tuple[str, str], ...]] = {
@@ -126,7 +149,7 @@ SERVICE: dict[str, tuple[tuple[str, str], ...]] = {
     "queue/granting": ((ADMIN, "queue/granting"),),
     "devices": ((ADMIN, "devices"),),
     "workspaces": ((ADMIN, "workspaces"),),
-    "workspaces/(archive|restore|unlock)": ((ADMIN, "workspaces/archive"),),
+    "workspaces/(archive|restore|cancel|unlock)": ((ADMIN, "workspaces/archive"),),
     "queue/([0-9A-Za-z-]{1,64})": ((ADMIN, "queue/{ticket}"),),
     "queue/([0-9A-Za-z-]{1,64})/(move|boost|cancel)": ((ADMIN, "queue/{ticket}/move"),),
     "tickets/([0-9A-Za-z-]{1,64})/cancel": ((WAITS, "tickets/{ticket}/cancel"),),
@@ -187,6 +210,8 @@ NO_HUB_PAGES = {
     r"/environments/-/live": "JSON",
     r"/catalog/-/updates": "JSON",
     r"/environments/([^/]+)/logo": "a picture",
+    r"/api/gpuspawner/updates": "JSON",
+    r"/api/gpuspawner/updates/([^/]+)": "JSON",
     r"/notices": "JSON",
     r"/without-gpu/([^/]*)": "a form's action",
     r"/gpuspawner/static/(.*)": "files",

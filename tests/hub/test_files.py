@@ -407,19 +407,67 @@ def test_image_is_updated_from_the_page_of_the_catalog(
     expect(page.get_by_text(new, exact=True)).to_be_visible()
     assert troubles(page) == []
     screenshot(page, "catalog-update")
-    page.get_by_role("button", name="Update it").click()
+    field = page.get_by_label("To keep the current image as another environment")
+    expect(field).to_have_value("lab-older")
+    field.fill("instant")
+    page.get_by_role("button", name="Keep it too").click()
+    expect(page.get_by_role("alert")).to_contain_text("already has an environment 'instant'")
+    assert troubles(page) == []
+    screenshot(page, "catalog-update-taken")
+    field.fill("lab-older")
+    page.get_by_role("button", name="Keep it too").click()
+    expect(page.get_by_text("stays as another environment, lab-older")).to_be_visible()
+    assert troubles(page) == []
+    screenshot(page, "catalog-update-keep")
+
+    # What REST says of it, and that it is refused as on the page.
+    offer = hub.call(ADMIN, "GET", "catalog/lab/update").json()
+    assert (offer["image"], offer["offered"], offer["newer"]) == (old, new, True)
+    assert hub.call(ADMIN, "GET", "catalog/updates").json()["updates"] == []
+    digest = offer["digest"]
+    for name, sent, status, sentence in (
+        ("lab", {"digest": registry.digest("old")}, 409, "now offers another image"),
+        ("lab", {"digest": digest, "keep_as": "lab"}, 409, "already has an environment 'lab'"),
+        ("lab", {"digest": digest, "keep_as": "A b"}, 400, "cannot be called 'A b'"),
+        ("lab", {"digest": "newest"}, 400, "'digest'"),
+        ("other", {"digest": digest}, 404, "There is no environment 'other'"),
+    ):
+        refused = hub.call(ADMIN, "POST", f"catalog/{name}/update", json=sent)
+        assert (refused.status_code, sentence in refused.json()["message"]) == (status, True), (
+            refused.text
+        )
+    assert hub.call(ADMIN, "GET", "catalog/updates").json()["updates"] == []
+    page.get_by_role("button", name="Update it, and keep lab-older").click()
     updates = page.get_by_role("region", name="Updates")
     expect(updates).to_be_visible()
     screenshot(page, "catalog-updating")
     short = f"{image}@{registry.digest('new')[:19]}…"
     expect(updates).to_contain_text(f"lab has {short} now", timeout=120_000)
-    expect(page.get_by_role("row").filter(has_text="lab")).to_contain_text(short)
+    expect(page.get_by_role("row", name="lab lab everybody")).to_contain_text(short)
     expect(page.get_by_role("columnheader", name="Tested")).to_be_in_viewport(ratio=1)
     assert troubles(page) == []
     screenshot(page, "catalog-updated")
     [entry] = [some for some in hub.services.audit.trail() if some.action == "update image"]
     assert (entry.actor, entry.subject) == (ADMIN, "environment lab")
-    assert entry.detail == f"{old} to {new}"
+    assert entry.detail == f"{old} to {new}, the old one kept as lab-older"
+    expect(updates).to_contain_text("which lab-older keeps")
+    expect(page.get_by_role("link", name="lab (older)")).to_be_visible()
+
+    # By REST, back to the older one; the page shows it too.
+    registry.retag("lab", "old")
+    sent = {"digest": registry.digest("old")}
+    begun = hub.call(ADMIN, "POST", "catalog/lab/update", json=sent)
+    assert begun.ok and begun.json()["actor"] == ADMIN, begun.text
+
+    def done() -> dict[str, Any] | None:
+        told: dict[str, Any] = hub.call(ADMIN, "GET", "catalog/updates").json()["updates"][0]
+        return told if told["id"] == begun.json()["id"] and told["ended_at"] else None
+
+    ended = wait_for(done, "the update", timeout=120)
+    assert (ended["state"], ended["error"], ended["offered"]) == ("done", "", old)
+    page.reload()
+    expect(updates.get_by_role("listitem")).to_have_count(2)
+    assert hub.call(ADMIN, "GET", "catalog/lab/update").json()["newer"] is False
 
     phone = browser.new_context(viewport=PHONE, color_scheme="dark").new_page()
     add_cookies(phone, hub, ADMIN)
@@ -429,6 +477,12 @@ def test_image_is_updated_from_the_page_of_the_catalog(
         assert troubles(phone) == []
         screenshot(phone, f"{address}-phone")
     expect(phone.get_by_text("It has the newest image.")).to_be_visible()
+    registry.retag("lab", "new")
+    for address in ("catalog/lab/update?keep-as=lab", "catalog/lab/update?keep-as=lab-old"):
+        phone.goto(f"{hub.url}/hub/{address}")
+        assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        assert troubles(phone) == []
+        screenshot(phone, f"{address.replace('?', '-')}-phone")
 
 
 def test_only_admins_update_images_and_only_from_their_page(hub: FilesHub) -> None:
@@ -439,6 +493,19 @@ def test_only_admins_update_images_and_only_from_their_page(hub: FilesHub) -> No
         session = hub.browser_of(user)
         refused = session.post(f"{hub.url}/hub/catalog/lab/update?digest=sha256:0", timeout=60)
         assert refused.status_code in status, refused.text
+    sent = {"digest": f"sha256:{'0' * 64}"}
+    for method, path, body in (
+        ("GET", "updates", {}),
+        ("GET", "lab/update", {}),
+        ("POST", "lab/update", {"json": sent}),
+    ):
+        assert hub.call("anna", method, f"catalog/{path}", **body).status_code == 403
+    # The Hub answers the service alone, which says for whom it asks.
+    headers = {"Authorization": f"token {hub.user_token(ADMIN)}"}
+    for path in ("updates", "updates/lab?actor=admin"):
+        url = f"{hub.url}/hub/api/gpuspawner/{path}"
+        refused = requests.get(url, headers=headers, timeout=60)
+        assert refused.status_code == 403, refused.text
     assert (hub.folder / "catalog.yaml").read_bytes() == before
 
 

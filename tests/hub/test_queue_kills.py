@@ -76,7 +76,9 @@ def test_second_hub_needs_a_takeover_to_use_the_store(
     with one, two:
         fill(one, "ada", "bob", "cleo")
         [dan] = line_up(one, "dan")
-        assert refusal(two, "bert").startswith(ANOTHER)
+        told = refusal(two, "bert")
+        assert told.startswith(ANOTHER) and "c." not in told, "what to do is in the log"
+        assert "give this one its own database (c.GPUDatabase.url)" in two.log_text()
         # Nor does its service touch what it does not know.
         wait_for(
             lambda: any(ANOTHER in line for line in two.service_lines()), "its word", timeout=SOON

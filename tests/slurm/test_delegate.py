@@ -421,8 +421,8 @@ def test_many_new_members_are_registered_in_few_calls(
     users = [f"course{number}" for number in range(8)]
     tickets = [replace(ticket(110), server=ServerRef(user)) for user in users]
     with ThreadPoolExecutor(8) as threads:
-        accounts = list(threads.map(services.cluster_members.admit_to_cluster, tickets))
-    assert accounts == [slurm_accounts.EVERYBODY] * 7 + [""]
+        admitted = list(threads.map(services.cluster_members.admit_to_cluster, tickets))
+    assert [each.account for each in admitted] == [slurm_accounts.EVERYBODY] * 7 + [""]
     found = cluster.run("sacctmgr", "-n", "-P", "show", "assoc", "format=user").split()
     assert {user for user in found if user.startswith("course")} == set(users[:7])
     assert calls.count("sacctmgr") < 7 * len(users), "not one after the other"

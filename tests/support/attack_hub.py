@@ -203,6 +203,7 @@ class AttackHub(GPUHub):
         """Every method of every handler of the service, where there is something of Victoria's."""
         hers = {
             "accounts": f"member:{VICTIM}",
+            "catalog": "small",
             "devices": self.devices[0],
             "folders": self.plans,
             "leases": self.lease,

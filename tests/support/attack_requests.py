@@ -14,6 +14,7 @@ from typing import Any
 import requests
 
 from gpuspawner.leases.models import LeaseState, ServerRef
+from gpuspawner.storage.service import ARCHIVING
 from tests.support.attack_hub import OWNER, AttackHub, Door
 from tests.support.hub import ADMIN
 from tests.support.processes import wait_for
@@ -110,11 +111,14 @@ RIGHT = {
     "POST tickets/{ticket}/cancel": Right(OWNER, YES),
     "POST members": Right(ADMIN, {**YES, "lines": "name\n{new}"}),
     "POST members/{entry}/end": Right(ADMIN, YES),
+    "POST api/catalog/small/update": Right(ADMIN, {"digest": f"sha256:{'0' * 64}"}),
     "POST workspaces/archive": Right(ADMIN, {**YES, "workspace": "{workspace}"}),
     "POST workspaces/restore": Right(ADMIN, {**YES, **RESTORED}),
+    "POST workspaces/cancel": Right(ADMIN, {**YES, "workspace": "{workspace}"}),
     "POST workspaces/unlock": Right(ADMIN, {**YES, "workspace": "{workspace}"}),
     "POST api/workspaces/archive": Right(ADMIN, {"workspace": "{workspace}"}),
     "POST api/workspaces/restore": Right(ADMIN, RESTORED),
+    "POST api/workspaces/cancel": Right(ADMIN, {"workspace": "{workspace}"}),
     "POST api/workspaces/unlock": Right(ADMIN, {"workspace": "{workspace}"}),
     "POST api/queue/{ticket}/move": Right(ADMIN, {"position": 1, "reason": WHY}),
     "POST api/queue/{ticket}/boost": Right(ADMIN, {"points": 9, "reason": WHY}),
@@ -170,6 +174,7 @@ WITHOUT = {
     "POST api/leases/{lease}/snooze": "her server does not rest",
     "POST leases/{lease}/restart": "her server did not lose its GPUs",
     "POST api/leases/{lease}/restart": "her server did not lose its GPUs",
+    "POST api/catalog/small/update": "its image is from no registry",
 }
 """Changes that nobody can make here, and why: what is tried there counts for nothing."""
 
@@ -259,7 +264,7 @@ class Requests:
         values["day"] = self._new_day()
         values["device"] = self.hub.devices[0]
         if "POST workspaces/" in name or "POST api/workspaces/" in name:
-            busy = "It is being archived" if name.endswith("unlock") else ""
+            busy = ARCHIVING if name.endswith(("cancel", "unlock")) else ""
             user = OWNER if busy else "away"  # whose servers do not run
             values["workspace"] = self.hub.workspace(f"/srv/{values['new']}", user, busy)
             values["archive"] = self.hub.archive(f"{values['new']}.tar.gz")
@@ -406,6 +411,6 @@ def _may(name: str) -> str:
     if name in RIGHT:
         return RIGHT[name].by
     words = ("admin", "queue", "metrics", "accounts", "transfers", "rates", "refills", "bulk")
-    more = ("trail", "usage", "used", "cluster", "devices", "members", "workspaces")
+    more = ("trail", "usage", "used", "cluster", "devices", "members", "workspaces", "catalog")
     path = name.partition(" ")[2].removeprefix("api/")
     return ADMIN if re.split(r"[/.?]", path)[0] in (*words, *more) else OWNER

@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 
 from gpuspawner.cli.check_hub import check_database, network_file_system
-from gpuspawner.db.engine import Store
+from gpuspawner.db.engine import Store, unknown_version
 from gpuspawner.engines.preflight import Status
 from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.services import Services
@@ -84,7 +84,7 @@ def test_database_of_a_newer_version_fails(services: Services) -> None:
     change(services, "UPDATE gpuspawner_version SET version_num = '9999'")
     finding, readable = check_database(services.settings.database.url)
     assert (finding.status, readable) == (Status.FAIL, False)
-    assert "is of version 9999, which this gpuspawner does not know" in finding.text
+    assert f" {unknown_version('9999')}." in finding.text
 
 
 def test_empty_postgresql_database_passes_and_stays_empty(postgres: Any) -> None:

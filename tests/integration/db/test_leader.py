@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from traitlets.config import Config
 
 from gpuspawner.core.errors import AnotherHubGrants, ConfigError, NotTheOwner
-from gpuspawner.db.leader import LeaderLock, identity_file, make_identity, read_identity
+from gpuspawner.db.leader import LeaderLock, for_log, identity_file, make_identity, read_identity
 from gpuspawner.hub_pages.handlers import CatalogPages
 from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.services import Services, hub_services
@@ -148,8 +148,10 @@ def test_takeover_is_refused_under_a_running_hub_and_audited(services: Services)
     one, two = LeaderLock(services.store, A), LeaderLock(services.store, B)
     assert one.take()
     services.leases.grant(ADA, Request(devices=1), engine="local")
-    with pytest.raises(AnotherHubGrants):
+    with pytest.raises(AnotherHubGrants) as told:
         two.take_over("cli:root")
+    assert "c." not in told.value.message, "members read it"
+    assert "(c.GPUDatabase.url)" in for_log(told.value)
     one.give_up()
     wait_for(lambda: two.holder() == "", "its lock to be let go of")
     two.take_over("cli:root")

@@ -1,6 +1,7 @@
 """Who may use the cluster beside the hub, as its scheduler is told.
 
-Real: SQLite, the services. Nobody asks Slurm here; tests/slurm does.
+Real: SQLite, the services. Slurm is asked in one test, where its programs are scripts; tests/slurm
+has the real ones.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from gpuspawner.core.errors import SlurmRefused
 from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Request, ServerRef
 from gpuspawner.members.repository import RosterEntry, put_roster
+from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
+from gpuspawner.slurm.scheduler import SlurmDelegate
 from tests.support.batch_jobs import A100, open_group, wait_in_line
 from tests.support.brokers import T0, Clock, open_services
 
 
 @pytest.fixture
 def people(database_url: str, tmp_path: Path) -> Iterator[Services]:
-    """Services that know the cluster; nobody asks Slurm here."""
+    """Services that know the cluster."""
     file = tmp_path / "cluster.yaml"
     file.write_text(
         "name: lab\nnodes:\n  m1:\n    address: 10.0.0.1\n"
@@ -85,3 +90,43 @@ def test_empty_account_blocks_gpus_unless_another_account_pays(people: Services)
     assert dry() == {"anna"}
     people.prices.set_rate("0", actor="admin")
     assert dry() == set()
+
+
+@pytest.mark.parametrize(
+    ("database", "sentence"),
+    [
+        (
+            "Problem talking to the database: Connection refused",
+            "Slurm has not registered zoe yet, because its database is slow just now. Try again in "
+            "a minute.",
+        ),
+        (
+            "Access/permission denied",
+            "Slurm rejected the request: the user zoe has no account there. Ask your admin to "
+            "create it with gpuspawner slurm sync.",
+        ),
+    ],
+)
+def test_newcomer_whom_slurm_does_not_know_yet_is_told_to_try_again(
+    people: Services,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    database: str,
+    sentence: str,
+) -> None:
+    """An admin is only called for what lasts."""
+    refused = "Batch job submission failed: Invalid account or account/partition combination"
+    for program, said in (("sacctmgr", database), ("sbatch", refused)):
+        script = tmp_path / program
+        script.write_text(f"#!/bin/sh\necho '{program}: error: {said}' >&2; exit 1\n")
+        script.chmod(0o755)
+    for program, said in (("squeue", '{"jobs": []}'), ("sinfo", ""), ("scontrol", "")):
+        (tmp_path / program).write_text(f"#!/bin/sh\necho '{said}'\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    delegate = people.delegation.delegate
+    assert isinstance(delegate, SlurmDelegate)
+    ticket = Ticket(id="aa", server=ServerRef("zoe"), request=Request(devices=1), created_at=T0)
+    with pytest.raises(SlurmRefused) as told:
+        delegate.submit(ticket)
+    assert told.value.message == sentence

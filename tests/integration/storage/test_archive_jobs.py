@@ -17,6 +17,7 @@ import docker
 import pytest
 
 from gpuspawner.core.errors import (
+    ArchiveCancelled,
     Refused,
     UnknownAccount,
     UnknownArchive,
@@ -24,16 +25,21 @@ from gpuspawner.core.errors import (
     WorkspaceBusy,
 )
 from gpuspawner.services import Services
+from gpuspawner.storage import archives as archives_module
+from gpuspawner.storage import directories as directories_module
 from gpuspawner.storage import jobs as jobs_module
 from gpuspawner.storage.archives import Progress, WorkspaceArchiver
-from gpuspawner.storage.directories import ArchiveContents
+from gpuspawner.storage.directories import ArchiveContents, Watch, check_archive
 from gpuspawner.storage.jobs import WorkspaceJob, WorkspaceJobs
 from gpuspawner.storage.repository import Workspace
-from tests.support.brokers import Make, acquire, services_on
+from gpuspawner.storage.service import ARCHIVING, CANCELLING
+from tests.support.archives import hold_archives
+from tests.support.brokers import Clock, Make, acquire, services_on
 from tests.support.hub import ADMIN
 from tests.support.processes import wait_for
 from tests.support.service_process import ServiceProcess
 from tests.support.threads import at_once
+from tests.support.tier import Rounds
 
 KIM = "kim"
 
@@ -278,6 +284,179 @@ def test_archive_leaves_room_on_its_file_system(
     assert list(services.workspace_jobs.folder.iterdir()) == []
 
 
+def test_running_archive_is_cancelled_and_leaves_nothing(
+    services: Services, work: Callable[[str], str]
+) -> None:
+    source, held = work("anna"), hold_archives(services)
+    jobs = services.workspace_jobs
+    job = jobs.start_archive(source, actor=KIM)
+    assert held.reading.wait(60)
+    [part] = jobs.folder.iterdir()
+    assert part.name.startswith(".")
+    assert jobs.cancel(source, actor="lee")
+    assert (jobs.jobs()[0].state, jobs.jobs()[0].is_open) == ("cancelling", True)
+    assert not jobs.cancel(source, actor="lee"), "it was told already"
+    held.gate.set()
+    done = ended(services, job)
+    assert (done.state, done.error) == ("cancelled", "")
+    assert list(jobs.folder.iterdir()) == [] and jobs.archives() == []
+    assert (Path(source) / "note").read_bytes() == b"hello"
+    assert services.storage.workspaces()[0].busy == ""
+    [entry] = services.audit.trail()
+    assert (entry.actor, entry.action, entry.subject) == ("lee", "cancel archive", source)
+    with pytest.raises(WorkspaceBusy, match=r"No archive of .* is being made"):
+        jobs.cancel(source, actor="lee")
+    assert ended(services, jobs.start_archive(source, actor=KIM)).state == "done"
+
+
+def test_archive_that_is_read_back_is_cancelled_too(
+    services: Services, work: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To check what was written takes as long as to write it."""
+    source, jobs = work("anna"), services.workspace_jobs
+    monkeypatch.setattr(archives_module, "NOTICED_AFTER", 0.0)
+    checked = list[bool]()
+
+    def check(part: Path, watch: Watch) -> ArchiveContents:
+        checked.append(jobs.cancel(source, actor=KIM))
+        return check_archive(part, watch)
+
+    monkeypatch.setattr(directories_module, "check_archive", check)
+    monkeypatch.setattr(services.storage, "finish_archive", lambda source: checked.append(False))
+    done = ended(services, jobs.start_archive(source, actor=KIM))
+    assert (done.state, checked) == ("cancelled", [True])
+    assert list(jobs.folder.iterdir()) == []
+
+
+def test_waiting_job_is_cancelled_and_a_running_restore_is_not(
+    services: Services, work: Callable[[str], str]
+) -> None:
+    anna, bert = work("anna"), work("bert")
+    jobs = services.workspace_jobs
+    name = ended(services, jobs.start_archive(bert, actor=KIM)).archive
+    (Path(bert) / "note").unlink()
+    held = hold_archives(services)
+    jobs = services.workspace_jobs
+    first = jobs.start_archive(anna, actor=KIM)
+    assert held.reading.wait(60)
+    second = jobs.start_restore(name, bert, actor=KIM)
+    assert jobs.cancel(bert, actor=KIM)
+    assert ended(services, second).state == "cancelled"
+    assert services.audit.trail()[0].action == "cancel restore"
+    third = jobs.start_restore(name, bert, actor=KIM)
+    held.gate.set()
+    assert {ended(services, job).state for job in (first, third)} == {"done"}
+    assert (Path(bert) / "note").read_bytes() == b"hello"
+
+    (Path(bert) / "note").unlink()
+    refused = list[WorkspaceBusy]()
+
+    def restore(known: Workspace, file: Path, **_: object) -> tuple[ArchiveContents, str]:
+        with pytest.raises(WorkspaceBusy, match="cannot be cancelled") as told:
+            jobs.cancel(known.source, actor=KIM)
+        refused.append(told.value)
+        return check_archive(file), ""
+
+    object.__setattr__(held, "restore", restore)
+    assert ended(services, jobs.start_restore(name, bert, actor=KIM)).state == "done"
+    assert len(refused) == 1
+
+
+def test_either_the_cancel_or_the_end_wins(
+    services: Services,
+    work: Callable[[str], str],
+    rounds: Rounds,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two cancel at the moment when the archive is about to get its name."""
+    source, jobs = work("anna"), services.workspace_jobs
+    finish, count = services.storage.finish_archive, rounds(100)
+    gate = threading.Barrier(3)
+
+    def finish_at_once(source: str) -> None:
+        gate.wait(60)
+        finish(source)
+
+    def cancel(_: int) -> bool:
+        gate.wait(60)
+        return jobs.cancel(source, actor=KIM)
+
+    monkeypatch.setattr(services.storage, "finish_archive", finish_at_once)
+    for _ in range(count):
+        before = len(jobs.archives())
+        job = jobs.start_archive(source, actor=KIM)
+        won = at_once(2, cancel).count(True)
+        done = ended(services, job)
+        assert (done.state, won) in {("cancelled", 1), ("done", 0)}
+        assert len(jobs.archives()) - before == (not won)
+        assert [each.name for each in jobs.folder.iterdir() if each.name.startswith(".")] == []
+        assert services.storage.workspaces()[0].busy == ""
+        Clock.of(services).forward(seconds=1)  # which is in an archive's name
+    trail = [some.action for some in services.audit.trail()]
+    assert trail.count("cancel archive") + trail.count("archive workspace") == count
+
+
+def test_database_decides_between_cancel_and_end(
+    make: Make, services: Services, work: Callable[[str], str], rounds: Rounds
+) -> None:
+    source = work("anna")
+    other = make().storage
+    for _ in range(rounds(200)):
+        services.storage.claim_workspace(source, ARCHIVING)
+
+        def act(number: int) -> str:
+            if number % 2:
+                other.finish_archive(source)
+                return "finish"
+            return "cancel" if services.storage.cancel_archive(source, actor=KIM) else "late"
+
+        found = at_once(2, act)
+        [winner] = [each for each in found if isinstance(each, str)]
+        [loser] = [each for each in found if not isinstance(each, str)]
+        assert isinstance(loser, ArchiveCancelled if winner == "cancel" else WorkspaceBusy)
+        services.storage.free_workspace(source)
+
+
+def test_archive_of_another_process_is_cancelled(
+    make: Make, services: Services, work: Callable[[str], str], tmp_path: Path
+) -> None:
+    """A command and the page know nothing of each other: each cancels what the other one makes."""
+    source = work("anna")
+    [known] = services.storage.workspaces()
+    held = hold_archives(make(archives=str(tmp_path / "other"), gpu_injection="process"))
+    file = tmp_path / "anna.tar.gz"
+
+    def act(number: int) -> bool:
+        if number == 0:
+            held.archive(known, file, actor=KIM)
+            return False
+        assert held.reading.wait(60)
+        done = services.workspace_jobs.cancel(source, actor="lee")
+        held.gate.set()
+        return done
+
+    archived, cancelled = at_once(2, act)
+    assert isinstance(archived, ArchiveCancelled) and cancelled is True
+    assert "there is none, and the workspace is as it was" in archived.message
+    assert list(tmp_path.glob("*anna*")) == [] and services.storage.workspaces()[0].busy == ""
+
+
+def test_unlock_removes_what_a_killed_process_left_unfinished(
+    services: Services, work: Callable[[str], str]
+) -> None:
+    source, jobs = work("anna"), services.workspace_jobs
+    services.storage.claim_workspace(source, ARCHIVING)
+    assert services.storage.cancel_archive(source, actor=KIM)
+    jobs.folder.mkdir()
+    (jobs.folder / f".{2**22 + 1}.anna.tar.gz").write_bytes(b"half")  # above any process's id
+    (jobs.folder / "older.tar.gz").write_bytes(b"whole")
+    with pytest.raises(WorkspaceBusy, match=f"{CANCELLING}. If that was killed, unlock it"):
+        jobs.start_archive(source, actor=KIM)
+    assert jobs.unlock(source, actor=KIM)
+    assert [each.name for each in jobs.folder.iterdir()] == ["older.tar.gz"]
+    assert ended(services, jobs.start_archive(source, actor=KIM)).state == "done"
+
+
 class Broken(BaseHTTPRequestHandler):
     """An engine that answers every question with an error."""
 
@@ -345,11 +524,24 @@ def test_error_of_the_engine_or_the_system_is_a_sentence_and_its_words_are_in_th
         fails(archive, "The container engine", "0xc000")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def tar_of(process: int) -> int:
+    """The tar that a process has started."""
+    pids = Path(f"/proc/{process}/task").glob("*/children")
+    started = [int(pid) for file in pids for pid in file.read_text().split()]
+    [tar] = [pid for pid in started if Path(f"/proc/{pid}/comm").read_text() == "tar\n"]
+    return tar
+
+
+@pytest.mark.parametrize(
+    ("how", "cancels"), [(signal.SIGKILL, True), (signal.SIGKILL, False), (signal.SIGTERM, False)]
+)
 def test_service_that_ends_leaves_the_workspace_locked_and_no_archive(
-    processes: None, tmp_path: Path, how: signal.Signals
+    processes: None, tmp_path: Path, how: signal.Signals, cancels: bool
 ) -> None:
-    """As the command does when it is killed: an admin unlocks it, and archives anew."""
+    """As the command does when it is killed: an admin unlocks it, and archives anew.
+
+    One is killed while it cancels: its tar is stopped, so that it cannot notice.
+    """
     folder = tmp_path / "members" / "anna"
     folder.mkdir(parents=True)
     (folder / "huge").write_bytes(os.urandom(100_000_000))
@@ -367,21 +559,35 @@ def test_service_that_ends_leaves_the_workspace_locked_and_no_archive(
 
         wait_for(lambda: job()["bytes"], "its first bytes")
         assert service.process is not None
+        if cancels:
+            tar = tar_of(service.process.pid)
+            os.kill(tar, signal.SIGSTOP)
+            told = service.ask("POST", "api/workspaces/cancel", ADMIN, json=form)
+            assert told.json() == {"workspace": source, "changed": True}, told.text
+            again = service.ask("POST", "api/workspaces/cancel", ADMIN, json=form)
+            assert again.json() == {"workspace": source, "changed": False}
+            assert job()["state"] == "cancelling"
         service.process.send_signal(how)
         service.process.wait()
+        if cancels:
+            os.kill(tar, signal.SIGCONT)
         archives = tmp_path / "gpuspawner_archives"
         assert not (archives / name).exists() and len(list(archives.iterdir())) == 1
-        assert services.storage.workspaces()[0].busy == "an admin archives them"
+        claim = CANCELLING if cancels else ARCHIVING
+        assert services.storage.workspaces()[0].busy == claim
 
         (folder / "huge").write_bytes(b"small")
         service.start()
         told = service.ask("GET", "api/workspaces", ADMIN).json()
         assert (told["jobs"], told["archives"]) == ([], [])
-        assert told["workspaces"][0]["locked"] == "an admin archives them"
+        assert told["workspaces"][0]["locked"] == claim
         refused = service.ask("POST", "api/workspaces/archive", ADMIN, json=form)
         assert refused.status_code == 409 and "already being processed" in refused.json()["message"]
         unlocked = service.ask("POST", "api/workspaces/unlock", ADMIN, json=form)
         assert unlocked.json() == {"workspace": source, "changed": True}
+        assert list(archives.iterdir()) == []
+        idle = service.ask("POST", "api/workspaces/cancel", ADMIN, json=form)
+        assert idle.status_code == 409 and "nothing was cancelled" in idle.json()["message"]
         service.ask("POST", "api/workspaces/archive", ADMIN, json=form).raise_for_status()
         wait_for(lambda: job()["state"] == "done", "the archive")
         assert [each.name for each in archives.iterdir()] == [job()["archive"]]

@@ -13,6 +13,7 @@ import pytest
 from gpuspawner.storage.jobs import WorkspaceJob
 from tests.golden.site import ADMIN, Site
 from tests.golden.support import Request, ServerRef
+from tests.support.archives import hold_archives
 from tests.support.processes import wait_for
 
 WORK = "/srv/w/<b>ada"
@@ -128,6 +129,44 @@ def test_workspace_is_archived_and_restored_after_confirmations(site: Site, file
     assert trail == [(ADMIN, "restore workspace"), (ADMIN, "archive workspace")]
 
 
+def test_archive_is_cancelled_after_a_confirmation(site: Site, files: Path) -> None:
+    held = hold_archives(site.services)
+    form = {"workspace": str(files)}
+    site.service(ADMIN, "workspaces/archive", form | {"confirm": "yes"})
+    assert held.reading.wait(60)
+    assert 'action="/services/gpu/workspaces/cancel"' in site.service(ADMIN, "workspaces")
+    asked = site.service(ADMIN, "workspaces/cancel", form)
+    assert "Cancel this archive?" in asked and "Read so far" in asked
+    assert "there will be no archive. The workspace stays as it is" in asked
+    assert site.services.workspace_jobs.jobs()[0].state == "running"
+    sent = site.service(ADMIN, "workspaces/cancel", form | {"confirm": "yes"})
+    assert sent.startswith("303\n-> /services/gpu/workspaces?done=cancel")
+    page = site.service(ADMIN, "workspaces?done=cancel")
+    assert "cancelling" in page and "workspaces/cancel" not in page
+    held.gate.set()
+    assert ended(site).state == "cancelled" and (files / "note").read_text() == "hello"
+    page = site.service(ADMIN, "workspaces")
+    assert "There is no archive of SITE/members/cleo of cleo" in page
+    for more in ({}, {"confirm": "yes"}):  # nothing is asked that would be refused
+        refused = site.service(ADMIN, "workspaces/cancel", form | more)
+        assert refused.startswith("409") and "nothing was cancelled" in refused
+    assert [some.action for some in site.services.audit.trail()] == ["cancel archive"]
+
+
+def test_command_cancels_what_the_page_began(site: Site, files: Path) -> None:
+    held = hold_archives(site.services)
+    idle = site.command("workspaces", "cancel", "cleo")
+    assert "nothing was cancelled" in idle and "exit code 1" in idle
+    site.service(ADMIN, "workspaces/archive", {"workspace": str(files), "confirm": "yes"})
+    assert held.reading.wait(60)
+    assert "ends in a moment: there is none" in site.command("workspaces", "cancel", "cleo")
+    again = json.loads(site.command("workspaces", "cancel", "cleo", "--json"))
+    assert again == {"workspace": "SITE/members/cleo", "changed": False}
+    held.gate.set()
+    assert ended(site).state == "cancelled" and (files / "note").read_text() == "hello"
+    assert list(site.services.workspace_jobs.folder.iterdir()) == []
+
+
 def test_refusals_are_on_the_page_in_words(site: Site, files: Path) -> None:
     sure = {"workspace": str(files), "confirm": "yes"}
     lease = site.services.leases.grant(ServerRef("cleo"), Request(devices=0), engine="local")
@@ -137,7 +176,7 @@ def test_refusals_are_on_the_page_in_words(site: Site, files: Path) -> None:
     site.services.leases.release(lease.id, reason="stopped")
     refused = site.service(ADMIN, "workspaces/archive", {"workspace": WORK, "confirm": "yes"})
     assert refused.startswith("409") and "already being processed" in refused
-    for action in ("archive", "unlock"):
+    for action in ("archive", "cancel", "unlock"):
         refused = site.service(ADMIN, f"workspaces/{action}", {"workspace": "nowhere"})
         assert refused.startswith("404") and "There is no workspace" in refused
         assert site.service(ADMIN, f"workspaces/{action}", {}).startswith("400")
@@ -169,7 +208,7 @@ def test_rest_has_what_the_page_has(site: Site, files: Path) -> None:
     assert json.loads(site.service(ADMIN, "api/workspaces/jobs").partition("\n")[2])["jobs"] == []
 
 
-@pytest.mark.parametrize("action", ["archive", "restore", "unlock"])
+@pytest.mark.parametrize("action", ["archive", "restore", "cancel", "unlock"])
 def test_member_cannot_archive_restore_or_list(site: Site, files: Path, action: str) -> None:
     form = {"workspace": str(files), "archive": "x.tar.gz", "confirm": "yes"}
     assert site.service("cleo", f"workspaces/{action}", form).startswith("403")

@@ -67,6 +67,19 @@ def test_missing_keys_are_added_to_the_entry(tmp_path: Path) -> None:
     assert str(load(file.path).get("a").tested_on) == "2026-11-23"
 
 
+def test_change_and_new_entry_are_written_together_or_not_at_all(tmp_path: Path) -> None:
+    before = "environments:\n- slug: a # ours\n  image: lab:1\n# end\n"
+    file = catalog(tmp_path, before)
+    for slug in ("a", "b c"):
+        with pytest.raises(ConfigError):
+            file.set_keys("a", {"image": NEW}, beside={"slug": slug, "image": "lab:1"})
+        assert file.path.read_text(encoding="utf-8") == before
+    file.set_keys("a", {"image": NEW}, beside={"slug": "old", "image": "lab:1"})
+    found = load(file.path)
+    assert [(e.slug, e.image) for e in found.environments] == [("a", NEW), ("old", "lab:1")]
+    assert "- slug: a # ours\n" in file.path.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     "text, why",
     [
