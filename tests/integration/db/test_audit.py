@@ -181,9 +181,7 @@ def test_damaged_sqlite_file_stops_the_audit(used: Services) -> None:
     assert findings[-1].problem
 
 
-def test_audit_holds_few_rows_in_memory(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_audit_holds_few_rows_in_memory(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it holds follows how many it looks at at a time, not how many there are."""
     names = ("zero sum", "balances", "charges of leases", "settlement of leases")
     store = Store(database_url)
