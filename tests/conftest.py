@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, settings
 from tests.support import parts, tier
 from tests.support.attacks import Summary
 from tests.support.processes import LIVE
+from tests.support.statements import compile_once
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -48,6 +49,8 @@ LOG_SHOWN = 20_000
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.pop("PYTHONUNBUFFERED", None)  # hubs do not pass it on, so no service could be forked
 sys.dont_write_bytecode = False
+
+compile_once()
 
 # Started in the background or by nohup, we ignore Ctrl-C or a lost terminal, and everything
 # that tests start would inherit that; some of it is tested with these signals.

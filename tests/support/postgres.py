@@ -128,6 +128,12 @@ class PrivatePostgres:
             self._migrated = name
         return self._url(self._create(f'TEMPLATE "{self._migrated}"'))
 
+    def replace(self, url: str, origin: str) -> None:
+        """Put a copy of another database into the place of one. Nobody is connected to them."""
+        name, template = (each.rpartition("/")[2] for each in (url, origin))
+        self._execute(f'DROP DATABASE "{name}"')
+        self._execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
+
     def log_text(self) -> str:
         """The server's last lines."""
         return (self.directory / "log").read_text(errors="replace")[-4000:]

@@ -72,13 +72,14 @@ class Preloaded:
         folder: Path,
         environment: Mapping[str, str],
         streams: Sequence[str],
+        early: tuple[str, ...] = READ_EARLY,
     ) -> subprocess.Popen[bytes] | Forked:
         """``python -c PROGRAM`` or ``python -m MODULE``, leading a session; it ends with us.
 
         ``streams`` are the files to read from, to print to, and to complain to.
         """
-        early = [name for name in environment if name.startswith(READ_EARLY)]
-        if any(ENVIRONMENT.get(name) != environment[name] for name in early):
+        set_early = [name for name in environment if name.startswith(early)]
+        if any(ENVIRONMENT.get(name) != environment[name] for name in set_early):
             return start_plainly(arguments, folder, environment, streams)
         pid = self._ask("start", list(arguments), str(folder), dict(environment), list(streams))
         return Forked(self, pid)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,11 +19,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import parts
 from tests.support.hub import ADMIN, NAVIGATION
-from tests.support.processes import LIVE, PATIENCE, REPO, alive, end_process, free_port, wait_for
+from tests.support.preloaded import ENVIRONMENT, PRELOADED, READ_BY_SERVICE, Forked
+from tests.support.processes import LIVE, PATIENCE, alive, end_process, free_port, wait_for
 
 PREFIX = "/services/gpu/"
 SCOPE = "access:services!service=gpu"
-PREAMBLE = "import sys; from gpuspawner.service.app import main\n"
+PREAMBLE = f"""
+from functools import partial
+from jupyterhub.services.auth import HubOAuth
+from gpuspawner.service.app import main
+HubOAuth.instance = partial(HubOAuth.instance, base_url={PREFIX!r})  # else read when imported
+"""
 """What a test's own lines follow, when the service is to start with some."""
 
 
@@ -98,7 +103,7 @@ class ServiceProcess:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}{PREFIX}"
         self.database_url = f"sqlite:///{folder}/gpuspawner.sqlite"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
         self._hub = ThreadingHTTPServer(("127.0.0.1", 0), StandInHub)
         self._before = before
         self._settings: dict[str, dict[str, Any]] = {
@@ -124,9 +129,9 @@ class ServiceProcess:
 
     def start(self) -> None:
         """Start the process, and wait until its pages answer."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("JUPYTERHUB_")}
-        environment = kept | {
-            "PYTHONPATH": str(REPO),
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("JUPYTERHUB_")},
+            **ENVIRONMENT,
             "JUPYTERHUB_API_URL": f"http://127.0.0.1:{self._hub.server_port}/hub/api",
             "JUPYTERHUB_API_TOKEN": "of-the-service",
             "JUPYTERHUB_SERVICE_NAME": "gpu",
@@ -140,15 +145,11 @@ class ServiceProcess:
             "GPUSPAWNER_CONFIG": json.dumps(self._settings),
         }
         code = f"{PREAMBLE}{self._before}\nmain()"
-        with open(self.folder / "service.log", "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                cwd=self.folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        log = str(self.folder / "service.log")
+        streams = [os.devnull, log, log]
+        self.process = PRELOADED.start(
+            ["-c", code], self.folder, environment, streams, early=READ_BY_SERVICE
+        )
         wait_for(self.answers, "the service's pages", timeout=30)
 
     def stop(self) -> None:

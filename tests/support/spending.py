@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from gpuspawner.core.units import MICRO
 from gpuspawner.services import Services
-from tests.support.brokers import acquire, open_services
+from tests.support.brokers import acquire, make_services, open_services
 from tests.support.racers import FastClock
 
 OPENING = 10_000
@@ -72,6 +72,17 @@ def spend_until_killed(
             failed = chance.random() < 0.2
             services.leases.release(lease.id, ended_at=over, reason="stopped", failed=failed)
         os.write(book, f"ended {lease.id} 0\n".encode())
+
+
+def give_refills(ready: Connection, url: str, now: datetime) -> None:
+    """Give every refill that is due and end every lot that has ended, as the service does."""
+    services = make_services(database_url=url, device_source="simulated:1xT4", clock=lambda: now)
+    ready.send("ready")
+    while due := services.refills.due_refills():
+        for refill in due:
+            services.refills.give_refill(refill.id)
+        services.ledger.end_lots()
+    services.ledger.end_lots()
 
 
 def acknowledged(journal: Path) -> dict[str, dict[str, int]]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import sqlite3
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,6 @@ from gpuspawner.services import Services
 from tests.support import racers, spending
 from tests.support.brokers import Clock, broken_invariants, open_services, problems, running
 from tests.support.parts import each_database
-from tests.support.processes import REPO
 from tests.support.tier import Rounds
 from tests.support.years import Year, write_year
 
@@ -236,15 +233,11 @@ def test_backups_made_during_writes_are_consistent(
         services.store.close()
 
 
-COPY = """
-import sys
-from pathlib import Path
-from gpuspawner.db.engine import Store; from gpuspawner.db import backup
-store = Store(sys.argv[1])
-while True:
-    print("begins", flush=True)
-    backup.back_up(store, Path(sys.argv[2]), overwrite=True)
-"""
+def back_up_until_killed(ready: Connection, url: str, file: Path) -> None:
+    store = Store(url)
+    while True:
+        ready.send("begins")
+        backup.back_up(store, file, overwrite=True)
 
 
 @each_database
@@ -253,18 +246,16 @@ def test_killed_backup_never_leaves_a_partial_backup(
 ) -> None:
     """Under the wanted name there is the last whole copy, or none; never half of one."""
     store = Store(database_url)
-    write_year(store, Year(members=20, devices=8, leases=300, days=90))
+    write_year(store, Year(members=20, devices=8, leases=300, days=10))
     expected = store.run(lambda c: c.exec_driver_sql("SELECT count(*) FROM postings").scalar())
     file = tmp_path / "copy"
     whole = 0
     for life in range(rounds(50)):
-        with subprocess.Popen(
-            [sys.executable, "-c", COPY, database_url, str(file)], cwd=REPO, stdout=subprocess.PIPE
-        ) as process:
-            for _ in range(1 + life % 3):  # so many begin, and all but the last are whole
-                assert process.stdout and process.stdout.readline() == b"begins\n"
-            time.sleep(chance.uniform(0, 0.2))
-            process.send_signal(signal.SIGKILL)
+        victim = racers.Victim(back_up_until_killed, database_url, file)
+        for _ in range(1 + life % 3):  # so many begin, and all but the last are whole
+            victim.wait_round()
+        time.sleep(chance.uniform(0, 0.2))
+        victim.kill()
         if file.exists():
             whole += 1
             assert backup.check(file)["postings"] == expected

@@ -8,8 +8,7 @@ are exact against what the leases' own rows say.
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
@@ -23,7 +22,7 @@ from gpuspawner.services import Services
 from tests.support import racers, spending
 from tests.support.brokers import Clock, broken_invariants, open_services, problems
 from tests.support.parts import each_database
-from tests.support.processes import REPO, wait_for
+from tests.support.processes import wait_for
 from tests.support.tier import Rounds
 
 pytestmark = each_database
@@ -86,22 +85,6 @@ def test_killed_services_lose_or_double_no_transfer(
 T0 = datetime(2027, 3, 1, 12, tzinfo=timezone.utc)
 MEMBERS, DAYS = 12, 40
 
-SERVICE = """
-import sys
-from datetime import datetime
-from tests.support.brokers import make_services
-now = datetime.fromisoformat(sys.argv[2])
-url, source = sys.argv[1], "simulated:1xT4"
-services = make_services(database_url=url, device_source=source, clock=lambda: now)
-print("ready", flush=True)
-while due := services.refills.due_refills():
-    for refill in due:
-        services.refills.give_refill(refill.id)
-    services.ledger.end_lots()
-services.ledger.end_lots()
-print("done", flush=True)
-"""
-
 
 def test_refill_is_given_once_whenever_the_service_is_killed(
     database_url: str, rounds: Rounds, chance: random.Random
@@ -141,17 +124,14 @@ def _given(services: Services, refill_id: str) -> int:
 
 def _serve(url: str, clock: Clock, seconds: float) -> bool:
     """Run a service for so long from when it is ready, then kill it. Whether it was done."""
-    service = subprocess.Popen(
-        [sys.executable, "-c", SERVICE, url, clock.now.isoformat()],
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        text=True,
+    ours, theirs = racers.FORKSERVER.Pipe()
+    service = racers.FORKSERVER.Process(
+        target=spending.give_refills, args=(theirs, url, clock.now), daemon=True
     )
-    assert service.stdout is not None and service.stdout.readline() == "ready\n"
-    try:
-        service.wait(seconds)
-    except subprocess.TimeoutExpired:
-        service.kill()
-    said = service.communicate(timeout=120)[0]
-    assert service.returncode in (0, -9), said
-    return service.returncode == 0
+    service.start()
+    assert ours.poll(60) and ours.recv() == "ready"
+    service.join(seconds)
+    service.kill()
+    service.join(timeout=120)
+    assert service.exitcode in (0, -signal.SIGKILL)
+    return service.exitcode == 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gpuspawner.core.units import MICRO
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock, open_services, problems, running
-from tests.support.tier import examples
+from tests.support.tier import rounds
 
 ANNA = "member:anna"
 Session = tuple[int, int, int]
@@ -35,7 +35,7 @@ def at(minute: float) -> datetime:
 
 
 @settings(
-    max_examples=examples(200),
+    max_examples=rounds(200),
     suppress_health_check=[
         HealthCheck.too_slow,
         HealthCheck.data_too_large,

@@ -4,15 +4,18 @@ databases, services whose clock the test sets."""
 from __future__ import annotations
 
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from gpuspawner.core.errors import NoDeviceFree, UnknownAccount, UnknownLease
 from gpuspawner.core.units import MICRO
@@ -22,7 +25,7 @@ from gpuspawner.ledger.models import member_account
 from gpuspawner.ledger.rules import owed
 from gpuspawner.ledger.usage import Kind, LeaseUse
 from gpuspawner.services import Services
-from tests.support.brokers import Clock, Make, broken_invariants, running
+from tests.support.brokers import Clock, Make, broken_invariants, open_services, running
 from tests.support.parts import each_database
 
 pytestmark = each_database
@@ -37,21 +40,55 @@ def clock() -> Clock:
     return Clock(MONDAY)
 
 
+FLEET: dict[str, Any] = {
+    "device_source": "simulated:3xT4,3xA100-80GB",
+    "gpu_rates": {"*": "0.333333", "A100": "3.7"},
+    "opening_grant": 50_000,
+    "refresh_seconds": 0,
+}
+"""Three T4 and three A100 with rates that leave rests of a microcredit."""
+
+
 @pytest.fixture
 def services(make: Make) -> Services:
-    """Three T4 and three A100 with rates that leave rests of a microcredit."""
-    return make(
-        device_source="simulated:3xT4,3xA100-80GB",
-        gpu_rates={"*": "0.333333", "A100": "3.7"},
-        opening_grant=50_000,
-        refresh_seconds=0,
-    )
+    return make(**FLEET)
+
+
+@pytest.fixture(scope="module")
+def histories() -> dict[str, tuple[str, datetime]]:
+    """By the kind of database: where three weeks are written, and when they end."""
+    return {}
 
 
 @pytest.fixture
-def past(services: Services, clock: Clock) -> Services:
+def past(
+    request: pytest.FixtureRequest,
+    database_url: str,
+    migrated_file: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    make: Make,
+    clock: Clock,
+    histories: dict[str, tuple[str, datetime]],
+) -> Services:
     """Three weeks of sessions of three members, some across a Monday, one still open."""
-    chance = random.Random(7)
+    kind = sa.make_url(database_url).get_backend_name()
+    server = request.getfixturevalue("postgres") if kind == "postgresql" else None
+    if kind not in histories:
+        file = shutil.copy(migrated_file, tmp_path_factory.mktemp("history"))
+        url = server.migrated_database() if server else f"sqlite:///{file}"
+        histories[kind] = url, write_history(url)
+    url, clock.now = histories[kind]
+    if server:
+        server.replace(database_url, url)
+    else:
+        shutil.copy(url.removeprefix("sqlite:///"), database_url.removeprefix("sqlite:///"))
+    return make(**FLEET)
+
+
+def write_history(url: str) -> datetime:
+    """Let three weeks go by on an empty database; when they end."""
+    clock, chance = Clock(MONDAY), random.Random(7)
+    services = open_services(url, clock, **FLEET)
     opened: dict[tuple[str, str], Lease] = {}
     for step in range(120):
         clock.forward(minutes=chance.randint(1, 500), seconds=chance.random() * 60)
@@ -71,7 +108,8 @@ def past(services: Services, clock: Clock) -> Services:
     clock.forward(hours=3)
     services.ledger.charge_all()
     clock.forward(minutes=20)
-    return services
+    services.store.close()
+    return clock.now
 
 
 def pages(

@@ -13,11 +13,12 @@ from tests.support import racing_line
 from tests.support.brokers import open_services, problems
 from tests.support.parts import each_database
 from tests.support.racers import together
+from tests.support.tier import SOAK
 
 pytestmark = [pytest.mark.usefixtures("processes"), each_database]
 
-TICKETS = 420
-CANCELS = 200
+TICKETS = 420 if SOAK else 84
+CANCELS = 200 if SOAK else 40
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.support.sessions import line_up
 T4 = {"device_source": "simulated:1xT4"}
 
 
-def learn(services: Services, clock: Clock, waits: int = 40) -> None:
+def learn(services: Services, clock: Clock, waits: int = 24) -> None:
     """See so many members wait for the one device, longer and longer."""
     for number in range(waits):
         lease = running(services, "ada")

@@ -14,7 +14,7 @@ import pytest
 from gpuspawner.service.worker import EXIT_STATUS
 from gpuspawner.web.app import NAME, read_cookie_secret, secret_file
 from tests.support.hub import NAVIGATION
-from tests.support.processes import wait_for
+from tests.support.processes import PATIENCE, wait_for
 from tests.support.service_process import PREFIX, ServiceProcess
 
 FAILS_ONCE = """
@@ -58,8 +58,7 @@ def test_hanging_service_exits_and_logs_where_it_hung(processes: None, tmp_path:
         ended = service.process
         assert ended is not None
         os.kill(ended.pid, signal.SIGUSR1)
-        wait_for(lambda: ended.poll() is not None, "its end")
-        assert ended.returncode == EXIT_STATUS
+        assert ended.wait(timeout=60 * PATIENCE) == EXIT_STATUS
         said = service.log_text()
         assert "The event loop did not respond for 2 s" in said
         assert "hang_for_good" in said

@@ -24,6 +24,7 @@ from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.ledger.rules import owed
 from gpuspawner.notifications.models import Notice
 from tests.golden.site import ADMIN, Site
+from tests.support.tier import SOAK
 
 CENT = Decimal("0.01")
 
@@ -216,7 +217,7 @@ def rows(page: str) -> list[str]:
 
 @settings(
     phases=(Phase.explicit, Phase.generate),  # an example takes a second: none is made smaller
-    max_examples=10,
+    max_examples=10 if SOAK else 4,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
@@ -265,7 +266,7 @@ def test_cost_of_a_session_is_the_same_wherever_it_is_shown(
 
 @settings(
     phases=(Phase.explicit, Phase.generate),
-    max_examples=10,
+    max_examples=10 if SOAK else 4,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -179,13 +179,13 @@ class Places:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> Iterator[Site]:
-    """A site that has seen forty waits, all of about an hour."""
+    """A site that has seen 24 waits, all of about an hour."""
     with Site(tmp_path_factory.mktemp("site"), migrated_file) as site:
         for user in (*WAITING, *RUNNING):
             site.services.members.membership_returned(user, actor="sign-in")
             site.services.ledger.open_account(user)
             site.services.ledger.grant(f"member:{user}", 10**6 * MICRO, actor="kim", reason="A lot")
-        for _ in range(40):
+        for _ in range(24):
             leases = [start(site, user, "T4") for user in RUNNING[:2]]
             site.clock.forward(minutes=1)
             ticket = line_up(site, "ada", Request(devices=1, model="T4"))
