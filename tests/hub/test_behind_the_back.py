@@ -7,6 +7,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -239,13 +240,19 @@ def test_device_release_waits_for_restarted_container(
     assert_next_gets_it(hub, member)
 
 
-def fill(engine: PrivateEngine, container: str, files: int = 30_000) -> None:
-    """Write so many files into a container that the engine needs long to delete them."""
+@cache
+def many_files(count: int) -> bytes:
+    """An archive of so many empty files."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        for number in range(files):
+        for number in range(count):
             archive.addfile(tarfile.TarInfo(f"file-{number}"))
-    engine.client.put_archive(container, "/tmp", packed.getvalue())
+    return packed.getvalue()
+
+
+def fill(engine: PrivateEngine, container: str, files: int = 30_000) -> None:
+    """Write so many files into a container that the engine needs long to delete them."""
+    engine.client.put_archive(container, "/tmp", many_files(files))
 
 
 def caught_in_deletion(hub: GPUHub, engine: PrivateEngine, member: str) -> str:

@@ -43,7 +43,10 @@ PACKAGES = (
 READ_EARLY = ("LD_", "PYTHON", "JUPYTERHUB_", "OAUTH", "PROMETHEUS_")
 """How variables begin that are read when a program is loaded or a module is imported. Whoever sets
 one of them to what it was not when we imported everything gets a Python that starts from nothing:
-a hub with another clock or a stand-in for NVML, with modules of the test, or with OAuth."""
+a hub with another clock, with modules of the test, or with OAuth."""
+
+LIBRARIES = "LD_LIBRARY_PATH"
+"""Read early too, but what is in its folders can be loaded after the fork: a stand-in for NVML."""
 
 READ_BY_SERVICE = (
     *("LD_", "PYTHON", "PROMETHEUS_", "JUPYTERHUB_METRICS_", "JUPYTERHUB_XSRF_"),
@@ -78,7 +81,7 @@ class Preloaded:
 
         ``streams`` are the files to read from, to print to, and to complain to.
         """
-        set_early = [name for name in environment if name.startswith(early)]
+        set_early = {name for name in environment if name.startswith(early)} - {LIBRARIES}
         if any(ENVIRONMENT.get(name) != environment[name] for name in set_early):
             return start_plainly(arguments, folder, environment, streams)
         pid = self._ask("start", list(arguments), str(folder), dict(environment), list(streams))
@@ -188,6 +191,7 @@ def _open(streams: Sequence[str]) -> list[int]:
 
 
 def main() -> None:
+    gc.disable()  # as the service does at its start: what is imported stays
     atexit.register(_end_here)  # the first to be registered is the last to be called
     importlib.import_module("jupyterhub.app")
     for package in PACKAGES:
@@ -199,6 +203,7 @@ def main() -> None:
     for name in templates.list_templates():  # each service compiles them at its start
         templates.get_template(name)
     gc.freeze()  # what a child does not look at is not copied for it
+    gc.enable()
     with open(0, closefd=False) as questions:
         if details := _serve(questions, 1):
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, as die_with_us
@@ -233,6 +238,11 @@ def _become(
     os.environ.update(environment)
     time.tzset()
     importlib.invalidate_caches()
+    # Whoever asks for one of these by its name gets the one that is loaded already.
+    known, places = (it.get(LIBRARIES, "").split(os.pathsep) for it in (ENVIRONMENT, environment))
+    for place in filter(None, set(places).difference(known)):
+        for library in Path(place).glob("*.so*"):
+            ctypes.CDLL(str(library))
     kind, program, *rest = arguments
     if kind == "-c":
         sys.argv, sys.path[0] = ["-c", *rest], ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.nvml import nvml_library
 from tests.support.preloaded import PRELOADED, PYTHONPATH, start_plainly
 from tests.support.processes import REPO, alive, wait_for
 
@@ -139,7 +140,8 @@ def test_forked_service_outlives_a_killed_hub(tmp_path: Path) -> None:
     ("name", "value", "forked"),
     [
         ("DOCKER_HOST", "unix:///run/docker.sock", True),
-        ("LD_LIBRARY_PATH", "/opt", False),
+        ("LD_LIBRARY_PATH", "/opt", True),
+        ("LD_PRELOAD", "libc.so.6", False),
         ("PYTHONPATH", f"/opt{os.pathsep}{REPO}", False),
         ("PYTHONHASHSEED", "7", False),
         ("OAUTH_CALLBACK_URL", "http://127.0.0.1", False),
@@ -157,6 +159,19 @@ def test_import_time_variables_prevent_forking(
     finally:
         process.kill()
         process.wait()
+
+
+def test_forked_program_finds_the_libraries_of_its_path(tmp_path: Path) -> None:
+    """As the loader would, which has read LD_LIBRARY_PATH before: a stand-in for NVML."""
+    library = nvml_library.build_nvml_library(tmp_path / "nvml")
+    nvml_library.write_fleet(tmp_path / "fleet", nvml_library.gpus(3))
+    given = environment(**nvml_library.environment(library, tmp_path / "fleet"))
+    counts = ["-c", "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetCount())"]
+    streams = [os.devnull, str(tmp_path / "out"), str(tmp_path / "out")]
+    process = PRELOADED.start(counts, tmp_path, given, streams)
+    assert type(process) is not subprocess.Popen
+    assert process.wait(timeout=120) == 0
+    assert (tmp_path / "out").read_text() == "3\n"
 
 
 def test_killed_run_leaves_no_processes(tmp_path: Path) -> None:
