@@ -41,7 +41,7 @@ fi
 
 ubuntu=$(. /etc/os-release; [ "${ID:-}" != ubuntu ] || echo yes)
 if [ -z "$ubuntu" ]; then
-    has chromium-headless-shell || has chromium || has google-chrome || need chromium-headless-shell
+    has chromium || has google-chrome || need chromium
 fi
 
 [ ${#missing[@]} -eq 0 ] || install_packages "${missing[@]}"

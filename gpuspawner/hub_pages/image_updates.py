@@ -90,7 +90,7 @@ class ImageUpdates:
     def start(
         self, updater: ImageUpdater, offer: ImageOffer, actor: str, *, keep_as: str = ""
     ) -> UpdateJob:
-        """Begin to update to what was offered. Raises UpdateRuns while another update runs."""
+        """Begin to update to what was offered. Raises UpdateRefused while another update runs."""
         job = UpdateJob(
             slug=offer.environment.slug,
             old=offer.old,

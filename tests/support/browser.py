@@ -32,10 +32,9 @@ expect.set_options(timeout=PATIENCE_MS)
 def chromium() -> str:
     """The path of the installed browser: Debian's, else Playwright's own, as on Ubuntu.
 
-    Ubuntu's is a snap, which cannot see a test's folders. The headless shell draws and runs pages
-    as the whole browser does, without the frame around them: a page costs it a third less.
+    Ubuntu's is a snap, which cannot see a test's folders.
     """
-    for name in ("chromium-headless-shell", "chromium", "google-chrome"):
+    for name in ("chromium", "google-chrome"):
         if (found := shutil.which(name)) and not found.startswith("/snap/"):
             return found
     for own in Path.home().glob(".cache/ms-playwright/chromium-*/chrome-linux*/chrome"):

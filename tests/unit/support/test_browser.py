@@ -26,8 +26,6 @@ def test_playwrights_browser_is_taken_only_without_the_machines(
     assert browser.chromium() == own
     debian = program(tmp_path / "bin/chromium")
     assert browser.chromium() == debian
-    headless = program(tmp_path / "bin/chromium-headless-shell")
-    assert browser.chromium() == headless
 
 
 def test_preloaded_libraries_of_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
