@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import math
+import random
 import re
 import secrets
 import ssl
@@ -242,10 +243,13 @@ class Recorder:
         sampler: Sampler,
         seconds: float = 1.0,
         monotonic: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
     ) -> None:
+        """``chance`` as for :class:`gpuspawner.service.device_monitor.Sampling`."""
         self._sampler = sampler
         self._seconds = seconds
         self._monotonic = monotonic
+        self._chance = chance
         self._of = secrets.token_hex(8)
         self._looks: deque[tuple[int, float, str]] = deque(maxlen=KEPT)
         """Number, moment and devices of each."""
@@ -297,10 +301,12 @@ class Recorder:
         return bool(said)
 
     def _run(self) -> None:
+        due = self._monotonic()
         while True:
-            began = self._monotonic()
             pause = self._seconds if self.look() else AGAIN
-            time.sleep(max(0.0, pause - (self._monotonic() - began)))
+            due = max(due + pause, self._monotonic())
+            at = due + self._chance() * self._seconds
+            time.sleep(max(0.0, at - self._monotonic()))
 
 
 def is_strange(process: DeviceProcess, proc: Path = Path("/proc")) -> bool:

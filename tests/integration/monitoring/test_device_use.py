@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 from gpuspawner.devices.simulated import SimulatedDevices
 from gpuspawner.devices.source import SamplingSource
 from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState
-from gpuspawner.monitoring.models import HOUR, MINUTE, DeviceUse, Sample
+from gpuspawner.monitoring.models import HOUR, MINUTE, DeviceUse
 from gpuspawner.monitoring.repository import LeaseUtilization
 from gpuspawner.monitoring.service import MonitoringService
 from gpuspawner.service.device_monitor import MOST_MINUTES, GPUSampler, Sampling
@@ -28,6 +28,7 @@ from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.worker import Tick
 from gpuspawner.services import Services, utcnow
 from tests.support.brokers import T0, Clock, Make, acquire, open_services, running
+from tests.support.in_step import InStep
 from tests.support.leases import lease_of
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.nvml_library import gpus
@@ -207,34 +208,12 @@ def test_unwritten_minutes_are_bounded() -> None:
     assert sampling.complete()[-1] == minute(MOST_MINUTES + 9)  # the oldest are given up
 
 
-class InStep:
-    """A device that works for the first third of each sample's time since the first sample."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.first: float | None = None
-
-    def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
-        if self.first is None:
-            self.first = monotonic
-        part = (monotonic - self.first) / self.seconds % 1
-        return (Sample(uuid="GPU-1", index=0, at=now, use=100 if part < 1 / 3 else 0),)
-
-
 def test_program_in_step_with_the_samples_is_seen_at_work_and_at_rest() -> None:
-    sampling = Sampling(InStep(0.05), utcnow, 0.05, logging.getLogger("service"))
-
-    def sampled() -> list[Sample]:
-        found = sampling.recent().get("GPU-1", [])
-        return found if len(found) >= 40 else []
-
+    device = InStep(0.05)
+    sampling = Sampling(device, utcnow, 0.05, logging.getLogger("service"))
     sampling.start()
-    try:
-        uses = [sample.use for sample in wait_for(sampled, "forty samples")]
-    finally:
-        sampling.stop()
-    assert set(uses) == {0, 100}
-    assert 4 < uses.count(100) < 30
+    wait_for(device.is_over, "forty samples")
+    assert 4 < device.uses.count(100) < 30
 
 
 CHILD = """

@@ -30,6 +30,7 @@ from gpuspawner.slurm.sampler import MOST_BYTES, Recorder
 from gpuspawner.slurm.telemetry import NodesSampler, seconds_ahead
 from tests.support.clocks import apart
 from tests.support.gate import Gate
+from tests.support.in_step import InStep
 from tests.support.node_sampler import NodeSampler
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.nvml_library import GIB, GPU, gpus
@@ -374,3 +375,10 @@ def test_invalid_sampler_arguments_are_explained(
     ):
         assert main(["slurm", "sampler", "--listen", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_program_in_step_with_a_node_is_seen_at_work_and_at_rest() -> None:
+    device = InStep(0.05)
+    Recorder(device, seconds=0.05).start()
+    wait_for(device.is_over, "forty samples")
+    assert 4 < device.uses.count(100) < 30
