@@ -174,7 +174,8 @@ _INSERT_UNCHAINED = {
 def unchained() -> Iterator[None]:
     """Post transfers without a link of the audit chain, and without asking for the newest one."""
     with (
-        mock.patch.object(hash_chain, "link_transfers", lambda before, some: None),
+        mock.patch.object(hash_chain, "transfer_facts", lambda some: [""] * len(some)),
+        mock.patch.object(hash_chain, "link_transfers", lambda before, facts: None),
         mock.patch.object(hash_chain, "newest_link", lambda connection: None),
         mock.patch.object(ledger_repository, "_INSERT_ONE", _INSERT_UNCHAINED),
     ):

@@ -106,14 +106,12 @@ AT_ONCE = 500
 """How many seals are queried at once."""
 
 # As text: for a select SQLAlchemy makes a cache key each time, which takes longer than this.
-# PostgreSQL plans a statement each time that it comes, but a function's own statements only once.
-NEWEST_LINK: dict[str, sa.ColumnElement[str | None]] = {
-    "sqlite": sa.literal_column("(SELECT link FROM postings ORDER BY id DESC LIMIT 1)", sa.Text),
-    "postgresql": sa.literal_column("gpuspawner_newest_link()", sa.Text),
-}
-"""The link of the newest transfers, by dialect; NULL in an empty ledger."""
+NEWEST_LINK: sa.ColumnElement[str | None] = sa.literal_column(
+    "(SELECT link FROM postings ORDER BY id DESC LIMIT 1)", sa.Text
+)
+"""The link of the newest transfers; NULL in an empty ledger."""
 
-_SELECT_NEWEST_LINK = {name: sa.select(link) for name, link in NEWEST_LINK.items()}
+_SELECT_NEWEST_LINK = sa.select(NEWEST_LINK)
 _NEWEST_POSTING = sa.select(sa.func.max(postings.c.id)).scalar_subquery()
 _BEFORE = (
     sa.select(chain.c.link).order_by(chain.c.id.desc()).limit(1).scalar_subquery(),
@@ -154,16 +152,21 @@ _ONE_LEASE = _LEASES.where(leases.c.id == sa.bindparam("lease"))
 
 def newest_link(connection: sa.Connection) -> str | None:
     """Return the link of the newest transfers; None if the ledger is empty."""
-    return connection.execute(_SELECT_NEWEST_LINK[connection.dialect.name]).scalar()
+    return connection.execute(_SELECT_NEWEST_LINK).scalar()
 
 
-def link_transfers(before: str | None, some: Iterable[Transfer]) -> str:
-    """Return the link of transfers posted together; ``before`` is the newest in the ledger."""
+def transfer_facts(some: Iterable[Transfer]) -> list[str]:
+    """Return what the link of each of these transfers covers, for :func:`link_transfers`."""
     at, text, facts = None, "", []
     for transfer in some:
         if transfer.at != at:  # those of one charge have the same time
             at, text = transfer.at, _iso(transfer.at)
         facts.append(_transfer_facts(transfer, text))
+    return facts
+
+
+def link_transfers(before: str | None, facts: Iterable[str]) -> str:
+    """Return the link of transfers posted together; ``before`` is the newest in the ledger."""
     return _link(before or FIRST, *facts)
 
 

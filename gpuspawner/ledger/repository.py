@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
+from itertools import compress
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -48,8 +49,7 @@ _INSERT_MANY = _NEW["postgresql"].returning(transfers.c.id)
 # The newest link of the chain comes with the answer, which saves a single transfer a query. For
 # many transfers it would be looked up for each.
 _INSERT_ONE = {
-    name: insert.returning(transfers.c.id, hash_chain.NEWEST_LINK[name])
-    for name, insert in _NEW.items()
+    name: insert.returning(transfers.c.id, hash_chain.NEWEST_LINK) for name, insert in _NEW.items()
 }
 _INSERT_POSTINGS = sa.insert(postings)
 _WITHOUT_POSTINGS = sa.select(transfers.c.id).where(
@@ -119,6 +119,8 @@ def post_many(
     if not some:
         return []
     rows = [_row(transfer) for transfer in some]
+    # Before the first wait for the database, after which the processor's caches are cold.
+    facts = hash_chain.transfer_facts(some)
     dialect = connection.dialect.name
     if len(rows) == 1:
         # For a list SQLAlchemy compiles another statement each time, which takes longer than this
@@ -132,10 +134,11 @@ def post_many(
     for transfer in some:
         are_new.append(transfer.id in written)
         written.discard(transfer.id)  # a repetition is not new
-    new = [transfer for transfer, is_new in zip(some, are_new, strict=True) if is_new]
+    new = list(compress(some, are_new))
     if new:
         _move(connection, new, too_much)
-        connection.execute(_INSERT_POSTINGS, _lines(new, hash_chain.link_transfers(before, new)))
+        link = hash_chain.link_transfers(before, compress(facts, are_new))
+        connection.execute(_INSERT_POSTINGS, _lines(new, link))
     for transfer, is_new in zip(some, are_new, strict=True):
         if not is_new:
             _check_known(connection, transfer)
