@@ -281,7 +281,7 @@ class ImageUpdatesAPI(DropsBody, APIHandler):
             self.finish({"jobs": [plain_job(job) for job in jobs]})
             return
         try:
-            updater = self._updater(site, slug)
+            updater = await self._updater(site, slug)
             offer = await in_time(partial(updater.offer, slug))
         except GPUSpawnerError as error:
             self._refuse(error)
@@ -302,7 +302,7 @@ class ImageUpdatesAPI(DropsBody, APIHandler):
         site = CatalogPages.of(self.settings)
         keep_as = self.get_query_argument("keep-as", "")
         try:
-            updater = self._updater(site, slug)
+            updater = await self._updater(site, slug)
             offer = await agreed_offer(
                 updater, slug, self.get_query_argument("digest", ""), keep_as
             )
@@ -314,7 +314,8 @@ class ImageUpdatesAPI(DropsBody, APIHandler):
             return
         self.finish(plain_job(job))
 
-    def _updater(self, site: CatalogPages, slug: str) -> ImageUpdater:
+    async def _updater(self, site: CatalogPages, slug: str) -> ImageUpdater:
+        await site.refresh_catalog()
         updater = updater_for(site, self.find_user(self.get_query_argument("actor", "")))
         if all(each.slug != slug for each in site.catalog().environments):
             raise UnknownEnvironment(environment=slug[:100])

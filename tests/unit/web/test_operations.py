@@ -24,6 +24,7 @@ HANDLERS = [handler for _, handler in ROUTES]
 EXAMPLES = {
     "account": "member:ada",
     "device": "GPU-0",
+    "environment": "pytorch-2",
     "folder": "0" * 16,
     "lease": "ab12",
     "rate": "7",
