@@ -27,11 +27,13 @@ from tests.support import images
 from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.nvml import nvml_library
+from tests.support.preloaded import PRELOADED
 from tests.support.processes import LIVE, REPO, alive, command_of, free_port, wait_for
 from tests.support.visitor import Visitor, text_of
 
 pytestmark = pytest.mark.usefixtures("processes")
 
+SCRIPT = REPO / "scripts" / "demo.py"
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
 OPENING_GRANT = 100 * MICRO
 LOOK = """
@@ -59,17 +61,11 @@ class DemoProcess:
         wait_for(self._ready, "the demo", timeout=170)
 
     def launch(self) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("GPUSPAWNER_DEMO")}
-        environment |= {
-            "GPUSPAWNER_DEMO_DIR": str(self.folder),
-            "GPUSPAWNER_DEMO_PORT": str(self.port),
-            **self.environment,
-        }
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(REPO / "scripts" / "demo.py")],
+                [sys.executable, str(SCRIPT)],
                 cwd=self.folder.parent,
-                env=environment,
+                env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -77,6 +73,16 @@ class DemoProcess:
             )
         if self not in LIVE:
             LIVE.append(self)
+
+    def refusal(self) -> str:
+        """Start it where it cannot run, with its imports behind it: what it says at its end."""
+        program = f"import runpy, sys; sys.path[0] = {str(SCRIPT.parent)!r}\n"
+        program += f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+        streams = [os.devnull, str(self.output), str(self.output)]
+        self.output.unlink(missing_ok=True)
+        ended = PRELOADED.start(["-c", program], self.folder.parent, self._environment(), streams)
+        assert ended.wait(timeout=120) == 1
+        return self.said()
 
     def interrupt(self, number: int = signal.SIGINT) -> int:
         """What Ctrl-C does; the exit status."""
@@ -131,6 +137,11 @@ class DemoProcess:
     def balance(self) -> int:
         with self.services() as services:
             return services.ledger.member("member1").balance
+
+    def _environment(self) -> dict[str, str]:
+        others = {k: v for k, v in os.environ.items() if not k.startswith("GPUSPAWNER_DEMO")}
+        own = {"GPUSPAWNER_DEMO_DIR": str(self.folder), "GPUSPAWNER_DEMO_PORT": str(self.port)}
+        return others | own | self.environment
 
     def _ready(self) -> bool:
         assert self.process is not None
@@ -207,14 +218,7 @@ def check_command_line(demo: DemoProcess) -> None:
     environment = os.environ | {"GPUSPAWNER_DEMO_DIR": str(demo.folder)}
     found = {}
     for command in ("rates", "roster", "check --no-containers"):
-        found[command] = subprocess.run(
-            [sys.executable, "-m", "gpuspawner", *command.split()],
-            cwd=demo.folder.parent,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        found[command] = PRELOADED.run(command.split(), demo.folder.parent, environment, "")
         line = f"hub: demo at {demo.folder} (database {demo.folder}/gpuspawner.sqlite)\n"
         assert found[command].stderr.startswith(line), found[command].stderr
     for price in (r" 4\.00 +A100 ", r" 0\.50 +T4 ", r" 1\.00 +\* "):
@@ -291,16 +295,12 @@ def check_conflicts(demo: DemoProcess) -> None:
     """Whoever starts another demo at the same port, or in the same folder, reads a sentence."""
     other = DemoProcess(demo.folder.parent / "other", NO_ENGINE)
     other.port = demo.port
-    other.launch()
-    assert other.process is not None and other.process.wait(timeout=120) == 1
-    assert f"Port {demo.port} cannot be used" in other.said()
-    assert f"GPUSPAWNER_DEMO_PORT={demo.port + 100} make demo" in other.said()
+    said = other.refusal()
+    assert f"Port {demo.port} cannot be used" in said
+    assert f"GPUSPAWNER_DEMO_PORT={demo.port + 100} make demo" in said
 
     other.folder, other.port = demo.folder, free_port()
-    other.launch()
-    assert other.process.wait(timeout=120) == 1
-    assert f"A demo runs already with the folder {demo.folder}." in other.said()
-    other.close()
+    assert f"A demo runs already with the folder {demo.folder}." in other.refusal()
 
 
 def test_demo_runs_servers_in_docker(
@@ -380,6 +380,5 @@ def test_demo_reports_unusable_settings(
     environment: dict[str, str], sentence: str, local: DemoProcess
 ) -> None:
     local.environment |= environment
-    local.launch()
-    assert local.process is not None and local.process.wait(timeout=120) == 1
-    assert sentence in local.said() and "Traceback" not in local.said()
+    said = local.refusal()
+    assert sentence in said and "Traceback" not in said

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.notifications.repository import ChannelChoice
-from tests.support.browser import screenshot
+from tests.support.browser import screenshot, show_notifications
 from tests.support.hub import ADMIN
 from tests.support.mail import MailServer
 from tests.support.pages import (
@@ -319,25 +319,10 @@ def test_notices_page_works_without_javascript(
     assert look_over_page(scripted, "notices") == []
 
 
-SHOWS = """
-window.Notification = class extends EventTarget {
-  static get permission() { return allowed; }
-  static requestPermission = () => Promise.resolve(allowed);
-  constructor(title, options) {
-    super();
-    const shown = document.body.appendChild(document.createElement("output"));
-    shown.textContent = `${title}: ${options.body}`;
-  }
-};
-"""
-"""Only the display is replaced: headless Chromium has none."""
-
-
 def browser_that_shows(browser: Browser, *, allowed: bool) -> Page:
     """A page in a browser that allows notifications, or has blocked them."""
-    context = browser.new_context(viewport=WIDE, permissions=["notifications"] if allowed else [])
-    answer = "window.Notification.permission" if allowed else "'denied'"
-    context.add_init_script(f"const allowed = {answer};{SHOWS}")
+    context = browser.new_context(viewport=WIDE)
+    show_notifications(context, allowed=allowed)
     return context.new_page()
 
 

@@ -22,7 +22,7 @@ from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.models import Ticket
 from tests.support.gpu_hub import message_of
 from tests.support.hub import ADMIN, NAVIGATION
-from tests.support.pages import WIDE, look_over, mentions, sign_in, words
+from tests.support.pages import WIDE, mentions, sign_in, words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import wait_for
 
@@ -344,7 +344,6 @@ def test_session_hours_are_limited_and_selectable(hub: PayingHub, browser: Brows
     labels = page.locator("#hours option").all_inner_texts()
     assert (labels[0], labels[-1]) == ("Default (4 h), 7200.00 credits", "12 h, 21600.00 credits")
     assert page.locator("#wait").is_checked() is False
-    look_over(page, "form-hours")
     page.select_option("#hours", "8")
     page.check("#wait")
     page.click("#spawn_form input[type=submit], #spawn_form button[type=submit]")
@@ -355,7 +354,6 @@ def test_session_hours_are_limited_and_selectable(hub: PayingHub, browser: Brows
     assert (stored["hours"], stored["wait"]) == (8, False)
     page.goto(f"{hub.url}/services/gpu/")
     assert re.search(r"Extend to \d\d:\d\d", page.locator("main").inner_text())
-    look_over(page, "session")
 
 
 def test_request_without_waiting_is_refused_at_once(hub: PayingHub) -> None:

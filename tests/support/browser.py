@@ -92,6 +92,28 @@ def pages_shown(browser: Browser) -> str:
     return "\n".join(lines)
 
 
+SHOWS = """
+window.Notification = class extends EventTarget {
+  static get permission() { return allowed; }
+  static requestPermission = () => Promise.resolve(allowed);
+  constructor(title, options) {
+    super();
+    const shown = document.body.appendChild(document.createElement("output"));
+    shown.textContent = `${title}: ${options.body}`;
+  }
+};
+"""
+
+
+def show_notifications(context: BrowserContext, *, allowed: bool) -> None:
+    """Show notifications in their page, by an ``output`` each, or block them.
+
+    Headless Chromium displays none, and its shell denies them whatever the context allows.
+    """
+    answer = "granted" if allowed else "denied"
+    context.add_init_script(f"const allowed = '{answer}';{SHOWS}")
+
+
 def screenshot(page: Page, name: str) -> Path:
     """Keep a picture of the whole page in ``test-results/`` and say where."""
     path = RESULTS / f"{re.sub(r'[^A-Za-z0-9._/-]+', '-', name)}.jpg"
