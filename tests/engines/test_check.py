@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,8 @@ from gpuspawner.engines.preflight import (
 )
 from tests.support.engine import PrivateEngine
 from tests.support.hub import HubProcess
-from tests.support.processes import BIN, REPO, free_port, system_path, wait_for
+from tests.support.preloaded import PRELOADED, PYTHONPATH, Forked
+from tests.support.processes import BIN, PATIENCE, free_port, system_path, wait_for
 
 FLEET = "2xT4"
 NETWORK = "notebooks"
@@ -66,6 +66,7 @@ class Checked:
 
 
 Check = Callable[..., Checked]
+Process = subprocess.Popen[bytes] | Forked
 
 
 @pytest.fixture
@@ -103,24 +104,19 @@ def check(
     assert [v["Name"] for v in volumes if "check" in v["Name"]] == []
 
 
-def command(tmp_path: Path, docker_host: str, *arguments: str) -> subprocess.Popen[str]:
-    """The command as an admin starts it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "gpuspawner", "check", *arguments],
-        cwd=tmp_path,
-        env=environment(docker_host),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def command(tmp_path: Path, docker_host: str, *arguments: str) -> tuple[Process, Path]:
+    """The command as an admin starts it, and what it prints."""
+    printed = tmp_path / "printed"
+    streams = [os.devnull, str(printed), str(printed)]
+    words = ["-m", "gpuspawner", "check", *arguments]
+    return PRELOADED.start(words, tmp_path, environment(docker_host), streams), printed
 
 
 def environment(docker_host: str) -> dict[str, str]:
     """Of a hub's admin: the engine, the proxy on the PATH, this checkout."""
     return {
         "PATH": system_path(BIN),
-        "PYTHONPATH": str(REPO),
+        "PYTHONPATH": PYTHONPATH,
         "DOCKER_HOST": docker_host,
         "HOME": os.environ.get("HOME", "/"),
     }
@@ -173,17 +169,18 @@ def test_check_reaches_a_running_hub(
     )
     assert finding.status is Status.OK, finding  # by python3; the other tests' image has bash only
     config = str(hub.folder / "jupyterhub_config.py")
-    printed, _ = command(tmp_path, clean_engine.url, "-f", config, "--json").communicate()
-    found = Checked(1, json.loads(printed)["checks"])
+    process, printed = command(tmp_path, clean_engine.url, "-f", config, "--json")
+    assert process.wait(timeout=60 * PATIENCE) == 1
+    found = Checked(1, json.loads(printed.read_text())["checks"])
     assert found["configuration"]["status"] == "fail", "SimpleLocalProcessSpawner leases nothing"
     assert found["hub API"]["status"] == "unchecked", "local servers need no network"
 
 
 def test_check_table_is_plain_text_with_a_summary(check: Check, tmp_path: Path) -> None:
     check("", NO_CONTAINERS)
-    process = command(tmp_path, "unix:///nowhere.sock")
-    printed, _ = process.communicate()
-    assert process.returncode == 1
+    process, file = command(tmp_path, "unix:///nowhere.sock")
+    assert process.wait(timeout=60 * PATIENCE) == 1
+    printed = file.read_text()
     assert "\x1b" not in printed
     lines = printed.splitlines()
     assert any(line.startswith("ok           proxy ") for line in lines)
@@ -403,10 +400,9 @@ def test_interrupted_check_leaves_no_container(
     check: Check, clean_engine: PrivateEngine, tmp_path: Path, number: int
 ) -> None:
     check("", NO_CONTAINERS)  # writes the configuration
-    process = command(tmp_path, clean_engine.url)
+    process, printed = command(tmp_path, clean_engine.url)
     wait_for(lambda: left(clean_engine), "a container of the check")
     process.send_signal(number)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, printed
-    assert "Traceback" not in printed
+    assert process.wait(timeout=60 * PATIENCE) == 130, printed.read_text()
+    assert "Traceback" not in printed.read_text()
     assert left(clean_engine) == []

@@ -11,8 +11,7 @@ from typing import Any
 from gpuspawner.cli.config import sqlite_path
 from gpuspawner.leases.models import Lease, Request, ServerRef
 from gpuspawner.services import Services
-from tests.support.preloaded import PRELOADED
-from tests.support.processes import REPO
+from tests.support.preloaded import PRELOADED, PYTHONPATH
 
 FLEET = "simulated:2xA100-80GB,1xT4"
 ADA = ServerRef("ada")
@@ -25,7 +24,7 @@ class Command:
     def __init__(self, folder: Path, database_url: str) -> None:
         self.folder = folder
         self.database_url = database_url
-        self.environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), "TZ": "UTC"}
+        self.environment = {"PATH": os.environ["PATH"], "PYTHONPATH": PYTHONPATH, "TZ": "UTC"}
         self.hub_said = ""
         """What the last command said on stderr about its hub, when that was this one."""
         self.environment |= {"HOME": str(folder), "LC_ALL": "C.UTF-8", "USER": "root"}

@@ -25,6 +25,9 @@ CONFIG = "application/vnd.docker.container.image.v1+json"
 LAYER = "application/vnd.docker.image.rootfs.diff.tar.gzip"
 CHUNK = 64 * 1024
 
+Layer = tuple[str, dict[str, Any]]
+"""The digest of a layer's files, and what a manifest says of it."""
+
 
 class SlowRegistry:
     """``with SlowRegistry(size=..., rate=...) as registry``.
@@ -53,6 +56,8 @@ class SlowRegistry:
         self._counting = Lock()
         self._goes_on = Event()
         self._blobs: dict[str, bytes] = {}
+        self._saved: dict[str, dict[str, Any]] = {}
+        """What manifests say of the layers of saved images, by the digest of their files."""
         self._manifests: dict[str, bytes] = {}
         self._server = ThreadingHTTPServer((host, 0), _handler(self))
 
@@ -75,16 +80,21 @@ class SlowRegistry:
 
         It takes a moment, which a pull should not pay for.
         """
-        self._add(tag, [_tar(files), self._random(tag)], settings)
+        self._add(tag, [self._layer(_tar(files)), self._random(tag)], settings)
 
     def add_saved(self, tag: str, saved: IO[bytes], settings: Mapping[str, Any]) -> None:
         """Make an image of one that ``docker save`` wrote, with settings in place of its own, and
-        a random layer."""
+        a random layer. An engine pulls the saved layers once, whatever images have them."""
         with tarfile.open(fileobj=saved) as tar:
             manifest = json.loads(_content(tar, "manifest.json"))[0]
-            layers = [_content(tar, name) for name in manifest["Layers"]]
+            tars = [_content(tar, name) for name in manifest["Layers"]]
+            layers = {_digest(each): each for each in tars}
             own = json.loads(_content(tar, manifest["Config"]))["config"]
-        self._add(tag, [*layers, self._random(tag)], {**own, **settings})
+        for digest in layers.keys() - self._saved.keys():
+            packed = gzip.compress(layers[digest], compresslevel=0, mtime=0)
+            self._saved[digest] = self._keep(LAYER, packed)
+        saved_layers = [(digest, self._saved[digest]) for digest in layers]
+        self._add(tag, [*saved_layers, self._random(tag)], {**own, **settings})
 
     def digest(self, tag: str) -> str:
         """The digest of an image's manifest."""
@@ -104,22 +114,25 @@ class SlowRegistry:
         self.hangs_after = None
         self._goes_on.set()
 
-    def _random(self, tag: str) -> bytes:
-        return _tar({"var/random": random.Random(tag).randbytes(self.size)})
+    def _random(self, tag: str) -> Layer:
+        return self._layer(_tar({"var/random": random.Random(tag).randbytes(self.size)}))
 
-    def _add(self, tag: str, tars: Sequence[bytes], settings: Mapping[str, Any]) -> None:
-        layers = [gzip.compress(tar, compresslevel=0) for tar in tars]
+    def _layer(self, tar: bytes) -> Layer:
+        """A layer that no engine has: the time of its packing is in it."""
+        return _digest(tar), self._keep(LAYER, gzip.compress(tar, compresslevel=0))
+
+    def _add(self, tag: str, layers: Sequence[Layer], settings: Mapping[str, Any]) -> None:
         config = {
             "architecture": "amd64",
             "os": "linux",
             "config": dict(settings),
-            "rootfs": {"type": "layers", "diff_ids": [_digest(tar) for tar in tars]},
+            "rootfs": {"type": "layers", "diff_ids": [digest for digest, _ in layers]},
         }
         manifest = {
             "schemaVersion": 2,
             "mediaType": MANIFEST,
             "config": self._keep(CONFIG, json.dumps(config).encode()),
-            "layers": [self._keep(LAYER, layer) for layer in layers],
+            "layers": [told for _, told in layers],
         }
         self._manifests[tag] = json.dumps(manifest).encode()
 
@@ -127,7 +140,8 @@ class SlowRegistry:
         """Free the memory of an image."""
         manifest = json.loads(self._manifests.pop(tag))
         for part in [manifest["config"], *manifest["layers"]]:
-            self._blobs.pop(part["digest"], None)
+            if part not in self._saved.values():
+                self._blobs.pop(part["digest"], None)
 
     def manifest(self, reference: str) -> bytes | None:
         """The manifest with this tag or digest."""
