@@ -106,12 +106,14 @@ window.Notification = class extends EventTarget {
 
 
 def show_notifications(context: BrowserContext, *, allowed: bool) -> None:
-    """Show notifications in their page, by an ``output`` each, or block them.
+    """Allow notifications, or block them; each is shown in its page, by an ``output``.
 
-    Headless Chromium displays none, and its shell denies them whatever the context allows.
+    Only the display is replaced: headless Chromium has none.
     """
-    answer = "granted" if allowed else "denied"
-    context.add_init_script(f"const allowed = '{answer}';{SHOWS}")
+    if allowed:
+        context.grant_permissions(["notifications"])
+    answer = "window.Notification.permission" if allowed else "'denied'"
+    context.add_init_script(f"const allowed = {answer};{SHOWS}")
 
 
 def screenshot(page: Page, name: str) -> Path:
