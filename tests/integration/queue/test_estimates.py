@@ -113,7 +113,7 @@ def test_learned_estimates_hold_for_most_tickets(make: Make, clock: Clock) -> No
 
 
 def test_new_service_learns_estimates_from_the_store(make: Make, clock: Clock) -> None:
-    day(make(device_source="simulated:1xT4"), clock, asked=80)
+    day(make(device_source="simulated:1xT4"), clock, asked=40)
     services = make(device_source="simulated:1xT4")
     running(services, "ada")
     ticket = line_up(services, "bob")
@@ -129,7 +129,7 @@ def test_new_service_learns_estimates_from_the_store(make: Make, clock: Clock) -
 
 def test_ticket_held_by_a_member_limit_has_no_estimate(make: Make, clock: Clock) -> None:
     services = make(device_source="simulated:1xT4,1xA100-80GB", member_limits={"devices": 1})
-    day(services, clock, asked=80)
+    day(services, clock, asked=40)
     running(services, "ada")
     ticket = line_up(services, "ada", server="more")
     standing = services.positions.standings()[ticket.id]
