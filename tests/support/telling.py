@@ -16,6 +16,7 @@ from gpuspawner.notifications.models import Notice, NoticeKind
 from gpuspawner.notifications.repository import ChannelChoice
 from gpuspawner.service.notifier import GPUNotifications, Notifier
 from gpuspawner.services import Services
+from tests.support.processes import PATIENCE
 
 
 def tell(services: Services, user: str = "ada", key: str = "", **fields: Any) -> Notice:
@@ -76,7 +77,7 @@ async def notifying(
             await task
 
 
-async def until(look: Any, what: str, timeout: float = 15.0) -> Any:
+async def until(look: Any, what: str, timeout: float = 60.0 * PATIENCE) -> Any:
     """Wait, without holding up the event loop, until ``look`` answers something true."""
     end = asyncio.get_running_loop().time() + timeout
     while not (found := look()):
