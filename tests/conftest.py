@@ -60,25 +60,14 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.fixture(scope="session")
-def _directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the tests run: a file that one leaves would be in the next one's way, and in the
-    repository it would stay for the next run."""
+@pytest.fixture(scope="session", autouse=True)
+def _directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests run in an empty directory: what one leaves in the repository, a database say, would be
+    there for the next run."""
     before = Path.cwd()
-    os.chdir(path := tmp_path_factory.mktemp("current"))
-    yield path
-    os.chdir(before)
-
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing(_directory: Path) -> Iterator[None]:
-    """A test has no files in its current directory but those that it removes again."""
+    os.chdir(tmp_path_factory.mktemp("current"))
     yield
-    left = sorted(path.name for path in _directory.iterdir())
-    for name in left:
-        path = _directory / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert not left, f"left in the current directory: {', '.join(left)}; use tmp_path"
+    os.chdir(before)
 
 
 # What a test may start. A test or fixture that starts a part itself, and not through a fixture

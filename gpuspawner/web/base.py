@@ -254,8 +254,8 @@ class ServiceHandler(HubOAuthenticated, web.RequestHandler):
     @property
     def before(self) -> int | None:
         """The id that the page's entries come before, or None. Raises HTTPError 400."""
-        text = self.get_query_argument("before", "")
-        return whole(text, "before", 1, LAST) if text else None
+        text = self.get_query_argument("before", None)
+        return None if text is None else whole(text, "before", 1, LAST)
 
     async def read(self, work: Callable[..., T], *args: Any) -> T:
         """Call the services off the event loop. Raises HTTPError with the error's message."""

@@ -18,6 +18,7 @@ def spawner_on(engine: PrivateEngine, tmp_path: Path, **settings: Any) -> Any:
     """A spawner of a hub that is configured and not started."""
     config = Config()
     config.JupyterHub.db_url = "sqlite://"
+    config.JupyterHub.cookie_secret_file = f"{tmp_path}/jupyterhub_cookie_secret"
     config.JupyterHub.spawner_class = "gpuspawner.spawners.docker.GPUDockerSpawner"
     config.GPUDatabase.url = f"sqlite:///{tmp_path}/gpuspawner.sqlite"
     config.GPUDevices.source = "simulated:1xT4"

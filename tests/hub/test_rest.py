@@ -191,6 +191,8 @@ def test_statement_pagination_covers_every_entry(hub: PayingHub) -> None:
     assert [entry["id"] for entry in found] == sorted((e["id"] for e in found), reverse=True)
     for newer, older in pairwise(found):
         assert Decimal(newer["balance"]) - Decimal(newer["amount"]) == Decimal(older["balance"])
+    empty = call(hub, ADMIN, "GET", "accounts/member:cleo/statement?before=")
+    assert empty.status_code == 400 and "'before'" in empty.json()["message"]
 
 
 @pytest.mark.parametrize(

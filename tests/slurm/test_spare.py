@@ -71,14 +71,18 @@ def test_queue_powers_on_a_node_and_survives_its_failure(soak: None, hub: SlurmH
 
 def says_calmly_that_it_is_off(hub: SlurmHub, spare: Node, other: Node) -> None:
     with open_browser() as browser:
-        for user, width in ((ADMIN, 1280), ("ann", 390)):
+        seen_by = (
+            (ADMIN, 1280, "does not report the use of its GPUs"),
+            ("ann", 390, "no measurements from its machine"),
+        )
+        for user, width, why in seen_by:
             page = browser.new_page(viewport={"width": width, "height": 900})
             sign_in(page, hub, user, "cluster")
             tile, silent = (
                 page.locator(f".tile[data-uuid='{node.devices[0].uuid}']")
                 for node in (spare, other)
             )
-            silent.locator(".wrong", has_text="not tell what").wait_for(timeout=90_000)
+            silent.locator(".wrong", has_text=why).wait_for(timeout=90_000)
             tile.locator(".quiet", has_text="off (power saving)").wait_for(timeout=90_000)
             assert tile.locator(".state").inner_text() == "free"
             assert tile.locator(".wrong").inner_text() == ""

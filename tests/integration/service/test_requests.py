@@ -22,6 +22,7 @@ from tests.support.tier import SOAK
 
 NOTHING = {
     "accounts": "member:ada",
+    "catalog": "small",
     "devices": "GPU-0",
     "folders": "0" * 16,
     "leases": "0" * 32,
