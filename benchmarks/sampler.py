@@ -125,7 +125,7 @@ def main() -> None:
     report.figure("memory_mb", resident.median, MOST_MB)
     report.figure("memory_of_samples_mb", resident.median - empty.median)
     missed = max(abs(p - s) for p, s in zip(passed.values, samples.values, strict=True))
-    report.figure("most_samples_missed", missed, 6.0)
+    report.figure("most_samples_missed", missed, 2.0)  # one at either end
     report.figure("children_started", max(run[5] for run in runs), 0)
     gpus = "the GPUs of this machine" if options.real else f"{GPUS} GPUs"
     report.notes.append(f"{gpus}, a sample each second; process lists every 60 s, one at a time")
@@ -151,9 +151,9 @@ def _run(library: Path | None, folder: Path, number: int, seconds: float) -> lis
     if done.returncode:
         raise SystemExit(done.stderr)
     found: list[float] = json.loads(done.stdout.splitlines()[-1])
-    assert seconds < 60 or (found[6] if library is None else found[6] == GPUS), (
-        "no minute was written"
-    )
+    if seconds >= 60:
+        devices = int(found[6])  # with a whole minute written
+        assert devices == GPUS if library else devices > 0, "no minute was written"
     return found
 
 

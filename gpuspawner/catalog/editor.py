@@ -18,6 +18,7 @@ from ..core.errors import ConfigError
 from ..engines.images import ENTRY, split_image
 from .loader import Catalog, load
 from .models import Environment
+from .value_kinds import LONGEST_SLUG
 
 OCI = "org.opencontainers.image."
 _PLAIN = ("first_page", "shm_size", "min_driver", "min_cuda", "min_memory", "mem_limit")
@@ -82,7 +83,7 @@ def _devices(image: str, text: str) -> dict[str, Any]:
 def _slug(image: str) -> str:
     """Return the last part of the image's name as a slug."""
     name = split_image(image)[0].rpartition("/")[2].lower()
-    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")[:63].strip("-") or "image"
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")[:LONGEST_SLUG].strip("-") or "image"
 
 
 def _same(one: str, other: str) -> bool:

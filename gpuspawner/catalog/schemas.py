@@ -20,6 +20,7 @@ from ..web.schemas import (
     described,
     written,
 )
+from .value_kinds import LONGEST_SLUG
 
 DIGEST = "sha256:[0-9a-f]{64}"
 
@@ -27,22 +28,27 @@ DIGEST = "sha256:[0-9a-f]{64}"
 def _digest(value: Any, field: str) -> str:
     text = str(of_type(value, str, field))
     if not re.fullmatch(DIGEST, text):
-        raise InvalidRequest(f"The field {field!r} is a digest, as it was offered.", field=field)
+        raise InvalidRequest(
+            f"The field {field!r} must be the digest of the offered image.", field=field
+        )
     return text
 
 
 Digest = Annotated[
     str,
     checked(_digest),
-    described("Of the image that was offered, and is agreed to.", pattern=f"^{DIGEST}$"),
+    described(
+        "Of the offered image. The update starts only if the registry still offers it.",
+        pattern=f"^{DIGEST}$",
+    ),
 ]
 
 
 class ImageUpdateBody(Body):
-    """What was agreed to, and the name of an environment that keeps the current one."""
+    """The image to update to, and the name of an environment that keeps the current one."""
 
     digest: Digest
-    keep_as: Written = written(63, "pytorch-older", "")
+    keep_as: Written = written(LONGEST_SLUG, "pytorch-older", "")
 
 
 class ImageOfferAnswer(Answer):
@@ -61,7 +67,7 @@ class ImageUpdateAnswer(Answer):
     id: Count
     state: Literal["pulling", "testing", "done", "failed"]
     environment: str
-    image: str = Field(description="Before it.")
+    image: str = Field(description="The image before the update.")
     offered: str
     keep_as: str = Field(description="The environment that keeps the old image; empty for none.")
     actor: str

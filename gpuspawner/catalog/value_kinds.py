@@ -55,13 +55,10 @@ _RESERVED_VARIABLES = ("NVIDIA_", "CUDA_", "GPUSPAWNER_", "JUPYTERHUB_")
 
 Hours = Annotated[float, Field(gt=0, le=MOST_HOURS, allow_inf_nan=False)]
 
-Slug = Annotated[
-    str,
-    matching(
-        r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?",
-        "Use up to 63 lowercase letters, digits and '-', such as 'pytorch-2'.",
-    ),
-]
+LONGEST_SLUG = 63
+SLUG_PATTERN = rf"[a-z0-9](?:[a-z0-9-]{{0,{LONGEST_SLUG - 2}}}[a-z0-9])?"
+SLUG_RULE = f"Use up to {LONGEST_SLUG} lowercase letters, digits and '-', such as 'pytorch-2'."
+Slug = Annotated[str, matching(SLUG_PATTERN, SLUG_RULE)]
 OptionName = Annotated[
     str,
     matching(

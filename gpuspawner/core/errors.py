@@ -185,7 +185,7 @@ class ArchiveRefused(GPUSpawnerError):
 
 
 class ArchiveCancelled(Refused):
-    """The archive of {source} was cancelled: there is none, and the workspace is as it was."""
+    """The archive of {source} was cancelled. No archive was made; the workspace is unchanged."""
 
     reason = "archive_cancelled"
     status_code = 409
@@ -286,8 +286,8 @@ class NotReconciled(Unavailable):
 
 
 class AnotherHubGrants(Unavailable):
-    """Another hub grants GPUs from this database; a database can serve only one hub.
-    Nothing starts here until an admin has decided which one that is: tell yours."""
+    """Another hub is using this database, and only one hub can grant GPUs from it.
+    Servers cannot start here until your admin has resolved this."""
 
     reason = "another_hub"
 
@@ -327,6 +327,12 @@ class SlugRefused(ConfigError):
     status_code = 409
 
 
+class InvalidSlug(SlugRefused):
+    """This is not a valid name for an environment."""
+
+    status_code = 400
+
+
 class UpdateRefused(Refused):
     """The image was not updated."""
 
@@ -349,7 +355,7 @@ class UnknownEnvironment(Refused):
 
 
 class RefusedByHub(GPUSpawnerError):
-    """What the Hub refused when it was asked; the sentence, reason and status are its own."""
+    """The Hub refused a request. Message, reason and status are the Hub's."""
 
     def __init__(self, message: str, reason: str, status_code: int) -> None:
         super().__init__(message)

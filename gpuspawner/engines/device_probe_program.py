@@ -91,7 +91,7 @@ def read_back(cuda: Any, pieces: Any, size: int, end: float) -> Any:
     """
     page_locked = ctypes.c_void_p()
     if cuda.cuMemAllocHost_v2(ctypes.byref(page_locked), ctypes.c_size_t(size)):
-        pageable = ctypes.create_string_buffer(size)  # slower, but it needs nobody's leave
+        pageable = ctypes.create_string_buffer(size)  # slower, but always allowed
         at = ctypes.addressof(pageable)
     else:
         at = page_locked.value or 0

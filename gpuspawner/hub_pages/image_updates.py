@@ -45,7 +45,7 @@ REGISTRY_SECONDS = 30.0
 PULLING, TESTING = "pulling", "testing"
 
 LONGEST_NAME = 200
-"""Characters of a name that is checked and shown again; a shorter one may be too long already."""
+"""Characters kept of a name that was typed, to show it again if it is refused."""
 
 ENDED_KEPT = 5
 """Of how many updates that have ended the result is shown."""
@@ -256,16 +256,16 @@ class ImageUpdatePage(UpdatesHandler):
 
 
 class ImageUpdatesAPI(DropsBody, APIHandler):
-    """What the accounting service asks for its REST API: it has checked that an admin asks.
+    """Image updates for the REST API of the accounting service, which has checked for an admin.
 
-    The updates run in this process, which knows the engine and the catalog of the hub. Nobody else
-    may ask, because the service says for whom it does.
+    The updates run in this process, which knows the hub's engine and catalog. Only the service may
+    ask, because it names the admin on whose behalf it asks.
     """
 
     def _require_service(self) -> None:
         """Raise HTTPError 403 unless the accounting service asks.
 
-        Not in ``prepare``: who is refused there, before the body, loses the connection unannounced.
+        Not in ``prepare``: a refusal there, before the body is read, drops the connection.
         """
         name = self.settings["template_vars"].get("gpuspawner_service", "gpu")
         caller = self.current_user
@@ -352,7 +352,7 @@ async def agreed_offer(updater: ImageUpdater, slug: str, digest: str, keep_as: s
     """Return what the registry offers, if it is what was agreed to. Raises GPUSpawnerError."""
     offer = await in_time(partial(updater.offer, slug))
     if offer.digest != digest:
-        raise UpdateRefused("The registry now offers another image: look at it again.")
+        raise UpdateRefused("The registry now offers a different image. Look at the offer again.")
     if keep_as:
         await in_time(partial(updater.require_free, keep_as))
     return offer

@@ -71,10 +71,10 @@ class Sampling:
         monotonic: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """``chance`` (0 to 1) is at which part of each ``seconds`` a sample is taken.
+        """Each sample is taken at a random moment of its interval: ``chance()`` (0 to 1) into it.
 
-        What a driver calls the use is that of a fifth of a second. Samples in step with a program
-        that computes once a second would all see it compute, or all see it rest.
+        A driver's utilization covers only the last fifth of a second, so samples at even distances
+        could keep in step with a program that computes once a second, and always find it idle.
         """
         self._sampler = sampler
         self._clock = clock

@@ -36,7 +36,7 @@ from .repository import ARCHIVED, RESTORED, Workspace
 from .service import ARCHIVING, StorageService
 
 NOTICED_AFTER = 1.0
-"""Seconds of reading after which a cancelled archive ends."""
+"""Seconds between two looks at whether the archive was cancelled."""
 
 
 def archive_name(source: str, at: datetime, form: str = "%Y-%m-%d") -> str:
@@ -154,7 +154,7 @@ class WorkspaceArchiver:
 class _CancelWatch:
     """Asks the database about every second whether an archive was cancelled.
 
-    It may have been by another process: the admins' page and a command know nothing of each other.
+    Another process may have cancelled it: the page and the command do not know of each other.
     """
 
     def __init__(self, storage: StorageService, source: str) -> None:
@@ -173,7 +173,7 @@ class _CancelWatch:
         if now - self._asked_at < NOTICED_AFTER:
             return
         self._asked_at = now
-        with suppress(StoreUnavailable):  # the end of the archive asks again
+        with suppress(StoreUnavailable):  # asked again before the archive gets its name
             if self._storage.is_archive_cancelled(self._source):
                 raise ArchiveCancelled(source=self._source)
 

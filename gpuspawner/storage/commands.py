@@ -153,13 +153,13 @@ def delete_workspace(settings: Settings, workspace: str, yes_delete: str) -> Non
 @workspaces.command("cancel")
 @workspace_argument
 def cancel_archive(settings: Settings, workspace: str) -> None:
-    """Cancel the archive that is being made of a workspace, by whomever."""
+    """Cancel an archive while it is being made, whoever started it."""
     site = WorkspaceSite(settings)
     source = site.find(workspace).source
     done = site.services.storage.cancel_archive(source, actor=actor())
-    text = f"The archive of {source} ends in a moment: there is none, and the workspace stays."
+    text = f"Cancelling the archive of {source}. No archive is made; the workspace is unchanged."
     if not done:
-        text = f"The archive of {source} was cancelled already."
+        text = f"The archive of {source} is already being cancelled."
     show({"workspace": source, "changed": done}, text)
 
 

@@ -53,7 +53,7 @@ def ending(file: Path) -> str:
 
 
 Watch = Callable[[Iterable[bytes]], Iterator[bytes]]
-"""Passes chunks on, and raises to end what is done with them."""
+"""Passes chunks on; raises an error to stop the work on them."""
 
 
 def write_archive(
@@ -65,8 +65,8 @@ def write_archive(
 ) -> ArchiveContents:
     """Write a tar into a new file of mode 600, check it, then rename it to its final name.
 
-    ``check`` watches what is read back; ``finish`` is called before the file gets its name. What
-    they raise ends the archive. Raises ArchiveRefused; then there is no such file.
+    ``check`` watches the chunks that are read back; ``finish`` is called just before the file gets
+    its name. If they raise an error, or ArchiveRefused is raised, there is no such file.
     """
     kind = ending(file)
     if file.exists():

@@ -92,8 +92,8 @@ class WorkspaceJobs:
     """Archives and restores workspaces in one thread of this process.
 
     What waits or runs ends with the process, as a command does: the workspace that was in hand
-    stays locked until an admin unlocks it, and there is no half-written archive. Whether an archive
-    is finished or cancelled the database decides, by the claim on the workspace.
+    stays locked until an admin unlocks it, and there is no half-written archive. The claim
+    on the workspace, in the database, decides whether an archive was finished or cancelled.
     """
 
     def __init__(
@@ -168,17 +168,17 @@ class WorkspaceJobs:
         """
         with self._table.lock:
             self._must_be_idle(workspace)
-            if not self._table.open_jobs():  # so that no unfinished file is of this process
+            if not self._table.open_jobs():  # no unfinished file belongs to this process
                 with suppress(OSError):
                     self._remove_unfinished()
             return self._storage.free_workspace(workspace, actor=actor)
 
     def cancel(self, workspace: str, *, actor: str) -> bool:
-        """Cancel what waits for its turn with a workspace, or the archive that is made of it.
+        """Cancel a workspace's waiting job, or the archive that is being made of it.
 
-        Another process may make it: a command does. The workspace stays as it is. Returns False if
-        it was being cancelled already. Raises UnknownWorkspace, and WorkspaceBusy if nothing can be
-        cancelled.
+        The archive may be another process's, such as a command's. The workspace is unchanged.
+        Returns False if it was already being cancelled. Raises UnknownWorkspace, and WorkspaceBusy
+        if there is nothing that can be cancelled.
         """
         with self._table.lock:
             job = self.open_job(workspace)
@@ -188,8 +188,8 @@ class WorkspaceJobs:
                 return True
             if job is not None and job.kind == RESTORE:
                 raise WorkspaceBusy(
-                    f"{workspace} is being restored, and that cannot be cancelled: "
-                    "nothing was changed."
+                    f"{workspace} is being restored, which cannot be cancelled. "
+                    "Nothing was changed."
                 )
             changed = self._storage.cancel_archive(workspace, actor=actor)
             if job is not None:
@@ -197,7 +197,7 @@ class WorkspaceJobs:
             return changed
 
     def open_job(self, workspace: str) -> WorkspaceJob | None:
-        """Return what waits or runs with a workspace in this process."""
+        """Return the waiting or running job of a workspace in this process."""
         return next((job for job in self._table.open_jobs() if job.workspace == workspace), None)
 
     def known(self, workspace: str) -> Workspace | None:

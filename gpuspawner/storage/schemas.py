@@ -176,4 +176,4 @@ class WorkspaceJobsAnswer(DatedAnswer):
 
 class WorkspaceChangeAnswer(Answer):
     workspace: str
-    changed: bool = Field(description="False if it was so already.")
+    changed: bool = Field(description="False if that had been done before.")

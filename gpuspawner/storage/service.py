@@ -102,10 +102,10 @@ class GPUFolders(LoggingConfigurable):
 
 
 ARCHIVING = "an admin archives them"
-"""The claim of an archive that can be cancelled; what members read who start meanwhile."""
+"""The claim while an archive can be cancelled. A member who starts a server meanwhile reads it."""
 CANCELLING = "an admin cancels their archive"
 FINISHING = "their archive is being finished"
-"""The claim of an archive that was read back, and can no longer be cancelled."""
+"""The claim once an archive was read back and can no longer be cancelled."""
 
 MEASURED_IN_USE = timedelta(hours=1)
 """After this time a workspace is measured again while a server of its member runs."""
@@ -275,9 +275,9 @@ class StorageService:
             return True
 
     def cancel_archive(self, source: str, *, actor: str) -> bool:
-        """Tell whichever process archives a workspace to stop; it frees the workspace then.
+        """Tell the process that archives a workspace to stop. It frees the workspace when it stops.
 
-        Returns False if it was told already. Raises UnknownWorkspace, and WorkspaceBusy if no
+        Returns False if it was told before. Raises UnknownWorkspace, and WorkspaceBusy if no
         archive runs that could be cancelled.
         """
         with self.store.write() as connection:
@@ -288,11 +288,11 @@ class StorageService:
                 return False
             if known.busy == FINISHING:
                 raise WorkspaceBusy(
-                    f"The archive of {source} is just being finished: it was not cancelled."
+                    f"The archive of {source} is almost finished and can no longer be cancelled."
                 )
             if known.busy != ARCHIVING:
                 raise WorkspaceBusy(
-                    f"No archive of {source} is being made just now: nothing was cancelled."
+                    f"No archive of {source} is being made, so nothing was cancelled."
                 )
             repository.put_workspace(connection, replace(known, busy=CANCELLING))
             self._note(connection, source, "cancel archive", actor, "")
@@ -304,7 +304,7 @@ class StorageService:
         return known is not None and known.busy == CANCELLING
 
     def finish_archive(self, source: str) -> None:
-        """Let nobody cancel the archive any more. Raises ArchiveCancelled if somebody did."""
+        """Rule out cancelling from now on. Raises ArchiveCancelled if it was cancelled before."""
         with self.store.write() as connection:
             known = repository.find_workspace(connection, source, lock=True)
             if known is not None and known.busy == CANCELLING:

@@ -317,7 +317,7 @@ class WorkspacesPage(FormPage):
 
 
 class WorkspaceChangePage(WorkspacesPage):
-    """The forms that archive, restore or unlock a workspace, or cancel that, after a question."""
+    """The forms that archive, restore or unlock a workspace or cancel a job, each confirmed."""
 
     async def get(self, action: str) -> None:
         """Redirect to the workspaces."""
@@ -341,7 +341,7 @@ class WorkspaceChangePage(WorkspacesPage):
             else:
                 await self.show_workspaces(refusal)
             return
-        # What was cancelled twice is cancelled.
+        # Cancelling twice is no mistake.
         self.go(f"workspaces?done={action if changed or action == 'cancel' else 'nothing'}")
 
     async def _asks(self, action: str, source: str) -> bool:
@@ -351,9 +351,9 @@ class WorkspaceChangePage(WorkspacesPage):
         if some is None:
             raise UnknownWorkspace(name=source[:300])
         job = await self.services.read(jobs.open_job, source)
-        # What is sure to be refused, or to change nothing, is not asked about.
-        idle = {"unlock": not some.busy, "cancel": job is None and some.busy != ARCHIVING}
-        if self.confirmed or idle.get(action):
+        # No question before what would be refused or change nothing.
+        pointless = {"unlock": not some.busy, "cancel": job is None and some.busy != ARCHIVING}
+        if self.confirmed or pointless.get(action):
             return False
         size = self.services.storage.sizes.get(source)
         self.confirm(
@@ -399,7 +399,7 @@ WORKSPACE_ACTIONS: dict[str, Action] = {
         "Put an archive into an empty workspace, in the background.", schemas.RestoreBody
     ),
     "cancel": Action(
-        "Cancel what waits for its turn with a workspace, or its running archive.",
+        "Cancel a workspace's waiting job or running archive.",
         schemas.WorkspaceBody,
     ),
     "unlock": Action(
@@ -473,12 +473,12 @@ class WorkspaceAPI(ChangingAPI):
 
 
 class WorkspaceStateAPI(ChangingAPI):
-    """The API operations that end what is done with a workspace."""
+    """The API operations that cancel a workspace's job or unlock it."""
 
     @each_action("workspaces", _AT_ONCE, schemas.WorkspaceChangeAnswer, "{}Workspace")
     @web.authenticated
     async def post(self, action: str) -> None:
-        """Do it, and answer whether it was not so already."""
+        """Do it, and say whether anything changed."""
         self.need_admin()
         sent = self.sent(schemas.WorkspaceBody)
         with refusals():

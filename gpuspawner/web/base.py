@@ -47,7 +47,7 @@ class HubCalls(Protocol):
     async def stop_server(self, server: ServerRef) -> bool:
         """Ask the Hub to stop a server. Return False if the Hub has no such server."""
 
-    # These raise what the Hub refuses, too.
+    # These also raise RefusedByHub.
 
     async def image_updates(self) -> Sequence[Mapping[str, Any]]:
         """Return the updates of images that run or ended lately, newest first."""

@@ -28,7 +28,7 @@ SOON = 40.0
 """Seconds for what takes a few, on a machine with other things to do."""
 
 
-ANOTHER = "Another hub grants GPUs from this database; a database can serve only one hub."
+ANOTHER = "Another hub is using this database, and only one hub can grant GPUs from it."
 
 
 NOT_THE_OWNER = "The servers in this hub's database belong to another hub"

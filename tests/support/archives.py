@@ -1,17 +1,19 @@
-"""Archivers that wait for a test."""
+"""Other archivers for a test, such as one that waits for it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from gpuspawner.services import Services
 from gpuspawner.storage.archives import Progress, WorkspaceArchiver
 from gpuspawner.storage.directories import ArchiveContents
 from gpuspawner.storage.jobs import WorkspaceJobs
 from gpuspawner.storage.repository import Workspace
+
+A = TypeVar("A", bound=WorkspaceArchiver)
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class Held(WorkspaceArchiver):
         return super().archive(known, file, actor=actor, progress=hold)
 
 
-def hold_archives(services: Services, make: Callable[..., Held] = Held) -> Held:
-    """Let these services archive with one that waits, and return it."""
+def archive_with(services: Services, kind: type[A]) -> A:
+    """Let these services archive with another archiver, and return it."""
     known = services.workspace_jobs
     old = known._archiver
-    made = make(old.storage, old.connect, old.uses_docker)
+    made = kind(old.storage, old.connect, old.uses_docker)
     services.workspace_jobs = WorkspaceJobs(made, known.folder, services.time, services.log)
     return made

@@ -5,35 +5,19 @@ Run as ``c.Spawner.cmd``. A process of its own looks each time, as a kernel of t
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
 
 from tests.support.cuda import Program
+from tests.support.tiny_server import Answer, serve
 
 
-class Answer(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        uuids: list[str] = []
-        if self.path.endswith("/devices"):
-            with Program() as program:
-                uuids = program.tell("uuids")
-        body = json.dumps(uuids).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+class Devices(Answer):
+    def body(self) -> bytes:
+        if not self.path.endswith("/devices"):
+            return b"[]"
+        with Program() as program:
+            return json.dumps(program.tell("uuids")).encode()
 
 
 if __name__ == "__main__":
-    url = urlsplit(os.environ["JUPYTERHUB_SERVICE_URL"])
-    server = ThreadingHTTPServer((url.hostname or "127.0.0.1", url.port or 80), Answer)
-    with contextlib.suppress(KeyboardInterrupt):  # how the hub stops a local process
-        server.serve_forever()
+    serve(Devices)

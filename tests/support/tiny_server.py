@@ -12,8 +12,12 @@ from urllib.parse import urlsplit
 
 
 class Answer(BaseHTTPRequestHandler):
+    def body(self) -> bytes:
+        """What is sent for ``self.path``."""
+        return os.environ.get("GPUSPAWNER_LEASE_ID", "none").encode()
+
     def do_GET(self) -> None:
-        body = os.environ.get("GPUSPAWNER_LEASE_ID", "none").encode()
+        body = self.body()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -25,8 +29,13 @@ class Answer(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-if __name__ == "__main__":
+def serve(answer: type[Answer]) -> None:
+    """Answer at the address that the hub gave, until it stops us."""
     url = urlsplit(os.environ["JUPYTERHUB_SERVICE_URL"])
-    server = ThreadingHTTPServer((url.hostname or "127.0.0.1", url.port or 80), Answer)
+    server = ThreadingHTTPServer((url.hostname or "127.0.0.1", url.port or 80), answer)
     with contextlib.suppress(KeyboardInterrupt):  # how the hub stops a local process
         server.serve_forever()
+
+
+if __name__ == "__main__":
+    serve(Answer)

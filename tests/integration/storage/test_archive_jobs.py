@@ -33,7 +33,7 @@ from gpuspawner.storage.directories import ArchiveContents, Watch, check_archive
 from gpuspawner.storage.jobs import WorkspaceJob, WorkspaceJobs
 from gpuspawner.storage.repository import Workspace
 from gpuspawner.storage.service import ARCHIVING, CANCELLING
-from tests.support.archives import hold_archives
+from tests.support.archives import Held, archive_with
 from tests.support.brokers import Clock, Make, acquire, services_on
 from tests.support.hub import ADMIN
 from tests.support.processes import wait_for
@@ -94,11 +94,7 @@ class Watched(WorkspaceArchiver):
 @pytest.fixture
 def watched(services: Services) -> Watched:
     """What archives from now on."""
-    known = services.workspace_jobs
-    old = known._archiver
-    made = Watched(old.storage, old.connect, old.uses_docker)
-    services.workspace_jobs = WorkspaceJobs(made, known.folder, services.time, services.log)
-    return made
+    return archive_with(services, Watched)
 
 
 def ended(services: Services, job: WorkspaceJob) -> WorkspaceJob:
@@ -287,7 +283,7 @@ def test_archive_leaves_room_on_its_file_system(
 def test_running_archive_is_cancelled_and_leaves_nothing(
     services: Services, work: Callable[[str], str]
 ) -> None:
-    source, held = work("anna"), hold_archives(services)
+    source, held = work("anna"), archive_with(services, Held)
     jobs = services.workspace_jobs
     job = jobs.start_archive(source, actor=KIM)
     assert held.reading.wait(60)
@@ -335,7 +331,7 @@ def test_waiting_job_is_cancelled_and_a_running_restore_is_not(
     jobs = services.workspace_jobs
     name = ended(services, jobs.start_archive(bert, actor=KIM)).archive
     (Path(bert) / "note").unlink()
-    held = hold_archives(services)
+    held = archive_with(services, Held)
     jobs = services.workspace_jobs
     first = jobs.start_archive(anna, actor=KIM)
     assert held.reading.wait(60)
@@ -423,7 +419,7 @@ def test_archive_of_another_process_is_cancelled(
     """A command and the page know nothing of each other: each cancels what the other one makes."""
     source = work("anna")
     [known] = services.storage.workspaces()
-    held = hold_archives(make(archives=str(tmp_path / "other"), gpu_injection="process"))
+    held = archive_with(make(archives=str(tmp_path / "other"), gpu_injection="process"), Held)
     file = tmp_path / "anna.tar.gz"
 
     def act(number: int) -> bool:
@@ -437,7 +433,7 @@ def test_archive_of_another_process_is_cancelled(
 
     archived, cancelled = at_once(2, act)
     assert isinstance(archived, ArchiveCancelled) and cancelled is True
-    assert "there is none, and the workspace is as it was" in archived.message
+    assert "No archive was made; the workspace is unchanged" in archived.message
     assert list(tmp_path.glob("*anna*")) == [] and services.storage.workspaces()[0].busy == ""
 
 

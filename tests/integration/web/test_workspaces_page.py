@@ -13,7 +13,7 @@ import pytest
 from gpuspawner.storage.jobs import WorkspaceJob
 from tests.golden.site import ADMIN, Site
 from tests.golden.support import Request, ServerRef
-from tests.support.archives import hold_archives
+from tests.support.archives import Held, archive_with
 from tests.support.processes import wait_for
 
 WORK = "/srv/w/<b>ada"
@@ -130,14 +130,14 @@ def test_workspace_is_archived_and_restored_after_confirmations(site: Site, file
 
 
 def test_archive_is_cancelled_after_a_confirmation(site: Site, files: Path) -> None:
-    held = hold_archives(site.services)
+    held = archive_with(site.services, Held)
     form = {"workspace": str(files)}
     site.service(ADMIN, "workspaces/archive", form | {"confirm": "yes"})
     assert held.reading.wait(60)
     assert 'action="/services/gpu/workspaces/cancel"' in site.service(ADMIN, "workspaces")
     asked = site.service(ADMIN, "workspaces/cancel", form)
     assert "Cancel this archive?" in asked and "Read so far" in asked
-    assert "there will be no archive. The workspace stays as it is" in asked
+    assert "No archive will be made. The workspace is unchanged" in asked
     assert site.services.workspace_jobs.jobs()[0].state == "running"
     sent = site.service(ADMIN, "workspaces/cancel", form | {"confirm": "yes"})
     assert sent.startswith("303\n-> /services/gpu/workspaces?done=cancel")
@@ -146,7 +146,7 @@ def test_archive_is_cancelled_after_a_confirmation(site: Site, files: Path) -> N
     held.gate.set()
     assert ended(site).state == "cancelled" and (files / "note").read_text() == "hello"
     page = site.service(ADMIN, "workspaces")
-    assert "There is no archive of SITE/members/cleo of cleo" in page
+    assert re.search(r"The archive of SITE/members/cleo of cleo, for \w+,\s+was cancelled", page)
     for more in ({}, {"confirm": "yes"}):  # nothing is asked that would be refused
         refused = site.service(ADMIN, "workspaces/cancel", form | more)
         assert refused.startswith("409") and "nothing was cancelled" in refused
@@ -154,12 +154,12 @@ def test_archive_is_cancelled_after_a_confirmation(site: Site, files: Path) -> N
 
 
 def test_command_cancels_what_the_page_began(site: Site, files: Path) -> None:
-    held = hold_archives(site.services)
+    held = archive_with(site.services, Held)
     idle = site.command("workspaces", "cancel", "cleo")
     assert "nothing was cancelled" in idle and "exit code 1" in idle
     site.service(ADMIN, "workspaces/archive", {"workspace": str(files), "confirm": "yes"})
     assert held.reading.wait(60)
-    assert "ends in a moment: there is none" in site.command("workspaces", "cancel", "cleo")
+    assert "Cancelling the archive of" in site.command("workspaces", "cancel", "cleo")
     again = json.loads(site.command("workspaces", "cancel", "cleo", "--json"))
     assert again == {"workspace": "SITE/members/cleo", "changed": False}
     held.gate.set()
