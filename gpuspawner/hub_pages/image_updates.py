@@ -352,7 +352,7 @@ async def agreed_offer(updater: ImageUpdater, slug: str, digest: str, keep_as: s
     """Return what the registry offers, if it is what was agreed to. Raises GPUSpawnerError."""
     offer = await in_time(partial(updater.offer, slug))
     if offer.digest != digest:
-        raise UpdateRefused("The registry now offers a different image. Look at the offer again.")
+        raise UpdateRefused("The registry now offers another image. Look at it, then update again.")
     if keep_as:
         await in_time(partial(updater.require_free, keep_as))
     return offer

@@ -198,8 +198,11 @@ class DelegationService:
                     missing.append(ticket)
             elif turn.over:
                 refused.append(turn)
+            elif turn.got_none:
+                self._give_back(ticket, "no GPU by a mistake of the scheduler")
             elif shut.intersection(turn.uuids):
-                self._give_back(ticket, turn)
+                where = self.devices.machines.machine_of(turn.uuids[0])
+                self._give_back(ticket, f"GPUs of {where}, which is closed")
             elif turn.uuids:
                 granted.append(turn)
         granted.sort(key=lambda turn: (turn.since or self.clock(), turn.ticket_id))
@@ -337,13 +340,12 @@ class DelegationService:
         if lease.seconds is not None and lease.state is not LeaseState.ENDED:
             self.delegate.extend(lease.ticket_id, lease.seconds + lease.extended)
 
-    def _give_back(self, ticket: Ticket, turn: Turn) -> None:
-        """Return an allocation of closed devices: the ticket waits for others."""
+    def _give_back(self, ticket: Ticket, what: str) -> None:
+        """Return an allocation that is of no use: the ticket waits for another one."""
         with self.line.lock:
             if ticket.id not in self.line.tickets:
-                return  # it was granted before the devices were closed
-        where = self.devices.machines.machine_of(turn.uuids[0])
-        self.log.warning("Ticket %s got GPUs of %s, which is closed: it waits on", ticket.id, where)
+                return  # it was granted meanwhile
+        self.log.warning("Ticket %s got %s: it waits on", ticket.id, what)
         self._other().decline(ticket.id)
 
     def _see_line(self) -> None:

@@ -286,6 +286,8 @@ class Turn:
     """The devices that it got; none while it waits."""
     since: datetime | None = None
     """When it got them."""
+    got_none: bool = False
+    """True if its turn came and it got no device by mistake."""
     over: str = ""
     """Why it will never get devices, or lost them, as a sentence; else empty."""
     again: bool = False

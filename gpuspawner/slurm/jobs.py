@@ -38,6 +38,7 @@ AT_A_TIME = 32
 """How many jobs are parsed before another thread gets its turn: less than a millisecond."""
 
 _GIVEN = re.compile(r"(gpu|shard)(?::[^,()]*)?\(IDX:([0-9,-]+)\)")
+_NONE_GIVEN = re.compile(r"(?:gpu|shard)(?::[^,()]*)?:0\(IDX:(?:N/A)?\)")
 
 _REASONS = {
     "None": "",
@@ -79,6 +80,11 @@ class SlurmJob:
     """Where it runs or ran; several in Slurm's notation."""
     indices: tuple[int, ...] = ()
     """Slurm's numbers of its devices on that node; empty while it waits and after its end."""
+    has_none: bool = False
+    """True if it runs and got none of the devices that it asked for.
+
+    Slurm 22.05 starts such jobs until a node has registered with a controller that was restarted.
+    """
     priority: int = 0
     excluded: str = ""
     """The nodes that it must not run on, in Slurm's notation."""
@@ -181,7 +187,7 @@ def _taken_apart(text: str) -> tuple[list[Any], str]:
 
 
 def _job(row: Mapping[str, Any]) -> SlurmJob:
-    state = str(row["job_state"])
+    state, details = str(row["job_state"]), row.get("gres_detail") or []
     return SlurmJob(
         id=int(row["job_id"]),
         name=str(row["name"]),
@@ -189,7 +195,8 @@ def _job(row: Mapping[str, Any]) -> SlurmJob:
         state=state,
         reason=str(row.get("state_reason") or ""),
         node=str(row.get("nodes") or ""),
-        indices=given(row.get("gres_detail") or []),
+        indices=given(details),
+        has_none=state == "RUNNING" and any(map(_NONE_GIVEN.search, details)),
         priority=int(row.get("priority") or 0),
         excluded=str(row.get("excluded_nodes") or ""),
         note=str(row.get("admin_comment") or ""),

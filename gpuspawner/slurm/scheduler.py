@@ -476,10 +476,11 @@ class SlurmDelegate(Nodes):
         with self._telling:  # first: what is removed here was shown to have ended before that
             ending = set(self._told_to_end)
         turns = self._turns
-        hidden = [name for name in ending if name in turns and turns[name].uuids]
+        hidden = [n for n in ending if n in turns and (turns[n].uuids or turns[n].got_none)]
         if not hidden:
             return turns
-        return {**turns, **{name: replace(turns[name], uuids=(), since=None) for name in hidden}}
+        ended = {n: replace(turns[n], uuids=(), since=None, got_none=False) for n in hidden}
+        return {**turns, **ended}
 
     def _look_since(self, moment: float) -> None:
         """Wait for a query that began after this moment. Raises SlurmUnavailable."""
@@ -667,7 +668,8 @@ class SlurmDelegate(Nodes):
             again = job.may_come_again or job.id in self._ended_by_us
             return turn(over=job.end, again=again, ended_at=job.ended_at)
         why = SWITCHED_ON if job.state == "CONFIGURING" else ""
-        return turn(uuids=self._uuids(job), since=job.started_at, why=why)
+        got_none = job.has_none and not job.indices
+        return turn(uuids=self._uuids(job), since=job.started_at, got_none=got_none, why=why)
 
     def _uuids(self, job: SlurmJob) -> tuple[str, ...]:
         """Return the devices of a running job; none while it is being cleaned up."""

@@ -38,7 +38,14 @@ from gpuspawner.slurm.priority import FIRST_PAUSE, MARK, PriorityOverrides
 from gpuspawner.slurm.programs import Slurm
 from gpuspawner.slurm.scheduler import SlurmDelegate
 from tests.support.processes import wait_for
-from tests.support.slurm_broker import asked, frozen, opened, until, weak_programs
+from tests.support.slurm_broker import (
+    asked,
+    frozen,
+    opened,
+    squeue_without_device,
+    until,
+    weak_programs,
+)
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_node import Node
 
@@ -294,6 +301,18 @@ def test_declined_job_is_replaced_after_a_hub_restart(
     anew = opened(tmp_path, cluster)
     until(anew, [ticket], lambda turns: turns == [ticket.id])
     assert anew.queue.start_ticket(ticket.id).ticket_id == ticket.id
+
+
+def test_job_that_slurm_gave_no_device_is_replaced(
+    services: Services, cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm 22.05 starts such jobs while nodes register with a controller that was restarted."""
+    monkeypatch.setenv("PATH", squeue_without_device(tmp_path / "bin"))
+    ticket = asked(services, "ann", "mine")
+    until(services, [ticket], lambda turns: turns == [ticket.id])
+    none = (tmp_path / "bin/none").read_text()
+    assert none and cluster.holder(ticket.id, "%i") != none
+    assert len(services.queue.start_ticket(ticket.id).uuids) == 1
 
 
 def test_node_that_slurm_cannot_drain_is_excluded(

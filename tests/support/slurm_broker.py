@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,31 @@ def frozen(cluster: SlurmCluster, name: str) -> Iterator[None]:
     finally:
         for pid in pids:
             processes.signal_pid(pid, signal.SIGCONT)
+
+
+def squeue_without_device(folder: Path) -> str:
+    """A PATH on which ``squeue --json`` says of the first job of ours that runs that it got no
+    device; its number is then in the file ``none`` in the folder."""
+    folder.mkdir()
+    script = f"""#!{sys.executable}
+import json, pathlib, subprocess, sys
+said = subprocess.run([{program("squeue")!r}, *sys.argv[1:]], stdout=subprocess.PIPE).stdout
+none = pathlib.Path({str(folder / "none")!r})
+if "--json" in sys.argv:
+    found = json.loads(said)
+    for job in found["jobs"]:
+        if job["job_state"] == "RUNNING" and job["name"].startswith("gpuspawner-"):
+            if not none.exists():
+                none.write_text(str(job["job_id"]))
+            if none.read_text() == str(job["job_id"]):
+                job["gres_detail"] = ["gpu:a100:0(IDX:)"]
+    said = json.dumps(found).encode()
+sys.stdout.buffer.write(said)
+"""
+    path = folder / "squeue"
+    path.write_text(script, encoding="utf-8")
+    path.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
 
 
 def weak_programs(folder: Path, user: str, words: str) -> str:

@@ -97,6 +97,21 @@ def test_allocated_devices_are_parsed_from_gres_detail(
     assert jobs.given(details) == indices
 
 
+@pytest.mark.parametrize(
+    ("details", "has_none"),
+    [
+        (["gpu:a100:0(IDX:)"], True),  # of Slurm 22.05.8, whose controller had just been restarted
+        (["shard:0(IDX:N/A)"], True),
+        (["gpu:a100:2(IDX:0-1)"], False),
+        (["gpu:a100:10(IDX:0-9)"], False),
+        ([], False),
+    ],
+)
+def test_job_that_runs_without_a_device_is_recognized(details: list[str], has_none: bool) -> None:
+    assert job(RUNS | {"gres_detail": details}).has_none is has_none
+    assert not job(RUNS | {"gres_detail": details, "job_state": "COMPLETING"}).has_none
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("count", [0, 1, 2, 100])
 def test_all_jobs_are_parsed_despite_misleading_names(count: int, indent: int | None) -> None:
