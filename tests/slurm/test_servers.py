@@ -437,10 +437,10 @@ def test_preempted_server_ends_with_the_reason(hub: SlurmHub, cluster: SlurmClus
     node = hub.node_of(lease)
     with cluster.epilog_waits(node):
         job = cluster.hold("urgent", "--qos=high", "--gres=gpu:h100:1")
-        # The container is gone before Slurm has ended the job, and the hub sees that.
+        # The hub sees that the container has ended, and removes it, before Slurm has ended the job.
         stops = "the hub to stop the server"
         wait_for(lambda: (hub.server("ann") or {}).get("pending") == "stop", stops)
-        assert not hub.containers(node)
+        wait_for(lambda: not hub.containers(node), "the container to be removed")
     cluster.wait_state(job, "RUNNING")
     ended = hub.wait_end(lease)
     assert "preempted by a job with higher priority" in ended.end_reason
