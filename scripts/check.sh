@@ -9,9 +9,13 @@ check() {
     printf '\n== %s\n' "$*"
     "$@" || failed+=("$*")
 }
+# The types take as long as everything else; there are two cores nearly everywhere.
+types=$(mktemp)
+mypy > "$types" 2>&1 &
+mypy=$!
+
 check ruff check .
 check ruff format --check .
-check mypy
 check lint-imports
 # Each package that is imported is declared in setup.cfg.
 check fawltydeps --check-undeclared --code gpuspawner --deps setup.cfg
@@ -24,6 +28,17 @@ weaknesses() {
 }
 check weaknesses
 check python scripts/scan_secrets.py
+# Also compiles every module, which each process of a test run would do by itself.
+tests_can_be_collected() {
+    local output
+    output=$(python -m pytest --collect-only -qq 2>&1) || { printf '%s\n' "$output"; return 1; }
+}
+check tests_can_be_collected
+
+printf '\n== mypy\n'
+wait "$mypy" || failed+=(mypy)
+cat "$types"
+rm "$types"
 
 if [ ${#failed[@]} -ne 0 ]; then
     printf '\nThese checks failed:\n' >&2
