@@ -38,9 +38,10 @@ def fleet(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def module_hub(
+def hub(
     hubs: None, engine: PrivateEngine, images: Any, fleet: Path, folder: Path
 ) -> Iterator[GPUHub]:
+    """A hub on a machine with two GPUs, as far as it can tell."""
     library = nvml.build_nvml_library(folder / "nvml")
     environment = nvml.environment(library, fleet)
     hub = GPUHub(folder / "hub", engine, CONFIG, environment=environment)
@@ -50,15 +51,10 @@ def module_hub(
     engine.clean()
 
 
-@pytest.fixture
-def hub(module_hub: GPUHub, fleet: Path) -> Iterator[GPUHub]:
-    """A hub on a machine with two GPUs, as far as it can tell; nobody has one before a test."""
-    hub = module_hub
-    wait_for(lambda: "2 of 2 GPUs free" in form_text(hub, "reader"), "both GPUs")
-    yield hub
-    nvml.write_fleet(fleet, FLEET)
-    for lease in hub.open_leases():
-        hub.stop_server(lease.server.user)
+def lose(fleet: Path, uuid: str) -> None:
+    """Let one GPU fall off the bus."""
+    fails = {"nvmlDeviceGetMemoryInfo": nvml.GPU_IS_LOST}
+    nvml.write_fleet(fleet, [replace(g, fails=fails) if g.uuid == uuid else g for g in FLEET])
 
 
 def form_text(hub: GPUHub, member: str) -> str:
@@ -67,22 +63,22 @@ def form_text(hub: GPUHub, member: str) -> str:
     return text_of(page.text)
 
 
-def test_lost_device_is_granted_only_after_recovery(hub: GPUHub, fleet: Path) -> None:
-    assert "2 of 2 GPUs free" in form_text(hub, "member1")
+def wait_form(hub: GPUHub, member: str, text: str) -> None:
+    wait_for(lambda: text in form_text(hub, member), f"the form to say: {text}")
+
+
+def test_nothing_lost_is_granted_and_sessions_go_on(hub: GPUHub, fleet: Path) -> None:
+    wait_form(hub, "member1", "2 of 2 GPUs free")
     hub.spawn_and_wait("member1", {"gpus": 1})
     assert "GPUs get into containers by device_requests" in hub.log_text()
     [lease] = hub.open_leases()
     assert hub.environment_of("member1")["NVIDIA_VISIBLE_DEVICES"] == lease.uuids[0]
     assert len(hub.device_nodes("member1")) == 1
+
     # The GPU that nobody has falls off the bus.
-    free = next(gpu for gpu in FLEET if gpu.uuid not in lease.uuids)
-    sick = [
-        replace(gpu, fails={"nvmlDeviceGetMemoryInfo": nvml.GPU_IS_LOST}) if gpu == free else gpu
-        for gpu in FLEET
-    ]
-    nvml.write_fleet(fleet, sick)
-    wait_for(lambda: "0 of 1 GPU free" in form_text(hub, "member2"), "the form to say so")
-    number = FLEET.index(free)
+    number, free = next((n, g.uuid) for n, g in enumerate(FLEET) if g.uuid not in lease.uuids)
+    lose(fleet, free)
+    wait_form(hub, "member2", "0 of 1 GPU free")
     said = f"1 GPU is not responding and is out of service: GPU {number} (NVIDIA A100-SXM4-80GB)."
     assert said in form_text(hub, "member2")
     refused = hub.spawn("member2", {"gpus": 1, "wait": "no"})
@@ -96,52 +92,34 @@ def test_lost_device_is_granted_only_after_recovery(hub: GPUHub, fleet: Path) ->
     assert not hub.leases("member3")
     nvml.write_fleet(fleet, FLEET)
     hub.wait_server("member3")
-    assert hub.open_leases("member3")[0].uuids == (free.uuid,)
+    assert hub.open_leases("member3")[0].uuids == (free,)
 
-
-def test_lost_device_is_not_reused_after_its_session(hub: GPUHub, fleet: Path) -> None:
-    """The lease goes on, and its device is nobody else's, also after it ended."""
-    hub.spawn_and_wait("member4", {"gpus": 1})
-    [lease] = hub.open_leases()
-    nvml.write_fleet(
-        fleet,
-        [
-            replace(gpu, fails={"nvmlDeviceGetMemoryInfo": nvml.GPU_IS_LOST})
-            if gpu.uuid in lease.uuids
-            else gpu
-            for gpu in FLEET
-        ],
-    )
-    wait_for(lambda: "1 GPU is not responding" in form_text(hub, "member5"), "the form to say so")
-    [still] = hub.open_leases()
+    # One that somebody has: their lease goes on, and nobody gets it after that.
+    lose(fleet, lease.uuids[0])
+    wait_form(hub, "member2", "1 GPU is not responding")
+    [still] = hub.open_leases("member1")
     assert still.id == lease.id and still.state is LeaseState.RUNNING
-    assert hub.get("member4", "env").ok
-    hub.stop_server("member4")
-    assert not hub.taken()
-    hub.spawn_and_wait("member4", {"gpus": 1})
-    assert hub.open_leases("member4")[0].uuids != lease.uuids
-    assert hub.spawn("member5", {"gpus": 1, "wait": "no"}).status_code == 409
+    assert hub.get("member1", "env").ok
+    hub.stop_server("member1")
+    assert {slot.uuid for slot in hub.taken()} == {free}
+    assert hub.spawn("member1", {"gpus": 1, "wait": "no"}).status_code == 409
 
-
-def test_nvml_loss_pauses_grants_but_not_sessions(hub: GPUHub, fleet: Path) -> None:
-    """As after a driver update: the library no longer fits the driver."""
-    hub.spawn_and_wait("member6", {"gpus": 1})
-    [lease] = hub.open_leases()
+    # All of NVML is lost, as after a driver update: the library no longer fits the driver.
+    [lease] = hub.open_leases("member3")
     nvml.write_fleet(fleet, FLEET, fails={"nvmlDeviceGetCount_v2": nvml.DRIVER_NOT_LOADED})
-    lost = "GPU status is unavailable, so no GPU session can start"
-    wait_for(lambda: lost in form_text(hub, "member7"), "the form to say so")
-    refused = hub.spawn("member7", {"gpus": 1, "wait": "no"})
+    wait_form(hub, "member4", "GPU status is unavailable, so no GPU session can start")
+    refused = hub.spawn("member4", {"gpus": 1, "wait": "no"})
     assert refused.status_code == 409 and "not responding" in message_of(refused)
     assert [open_lease.id for open_lease in hub.open_leases()] == [lease.id]
-    assert hub.get("member6", "env").ok
+    assert hub.get("member3", "env").ok
     # Without a GPU it starts, and sees none.
-    hub.spawn_and_wait("member7", {"environment": "cpu"})
-    assert hub.environment_of("member7")["NVIDIA_VISIBLE_DEVICES"] == "void"
-    assert hub.device_nodes("member7") == []
+    hub.spawn_and_wait("member4", {"environment": "cpu"})
+    assert hub.environment_of("member4")["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert hub.device_nodes("member4") == []
     # A server can still be stopped, and is settled.
-    hub.stop_server("member6")
-    assert not hub.open_leases("member6")
+    hub.stop_server("member3")
+    assert not hub.open_leases("member3")
     nvml.write_fleet(fleet, FLEET)
-    wait_for(lambda: "2 of 2 GPUs free" in form_text(hub, "member8"), "the form to say so")
-    hub.spawn_and_wait("member6", {"gpus": 2})
-    assert len(hub.device_nodes("member6")) == 2
+    wait_form(hub, "member5", "2 of 2 GPUs free")
+    hub.spawn_and_wait("member3", {"gpus": 2})
+    assert len(hub.device_nodes("member3")) == 2

@@ -17,8 +17,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return nvml.build_nvml_library(tmp_path_factory.mktemp("nvml"))
 
 
+@pytest.fixture(scope="session")
+def shared_machine(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    machine = Machine(library, tmp_path_factory.mktemp("machine") / "fleet")
+    yield machine
+    machine.end()
+
+
 @pytest.fixture
-def machine(library: Path, tmp_path: Path) -> Iterator[Machine]:
-    made = Machine(library, tmp_path / "fleet")
-    yield made
-    made.end()
+def machine(shared_machine: Machine) -> Iterator[Machine]:
+    """A machine that nobody has looked at; pytest shows its log when the test failed."""
+    yield shared_machine.begin()
+    print(shared_machine.log.read_text())

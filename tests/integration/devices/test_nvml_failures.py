@@ -1,5 +1,4 @@
-"""Real: NVMLDevices in a process of its own, through pynvml and the dynamic linker. Only the
-driver's library is a stand-in, compiled here."""
+"""What NVMLDevices reports while devices, instances or the driver fail, and when it recovers."""
 
 from __future__ import annotations
 
@@ -12,8 +11,6 @@ from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from gpuspawner.devices import topology
 from gpuspawner.devices.nvml import HANGING
@@ -53,38 +50,34 @@ def test_failing_device_becomes_unknown_and_others_stay_ok(machine: Machine) -> 
         assert machine.has(*fleet).look()["devices"] == healthy["devices"], call
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_device_failing_from_the_start_is_listed_by_uuid(machine: Machine, call: str) -> None:
-    fleet = gpus(2)
-    fleet[0].fails = {call: nvml.RESET_REQUIRED}
-    inventory = machine.has(*fleet).look()
-    assert list(statuses(inventory).values()) == ["unknown", "ok"]
-    assert "nvidia-smi --gpu-reset" in reasons(inventory)[fleet[0].uuid]
+def test_device_failing_from_the_start_is_listed_by_uuid(machine: Machine) -> None:
+    for call in CALLS:
+        fleet = gpus(2)
+        fleet[0].fails = {call: nvml.RESET_REQUIRED}
+        inventory = machine.begin().has(*fleet).look()
+        assert list(statuses(inventory).values()) == ["unknown", "ok"], call
+        assert "nvidia-smi --gpu-reset" in reasons(inventory)[fleet[0].uuid], call
 
 
-@pytest.mark.parametrize("call", NAMELESS_CALLS)
-def test_device_without_known_uuid_is_skipped_and_logged_once(machine: Machine, call: str) -> None:
-    fleet = gpus(3)
-    fleet[1].fails = {call: nvml.GPU_IS_LOST}
-    machine.has(*fleet)
-    for _ in range(3):
-        inventory = machine.look()
-        assert statuses(inventory) == {fleet[0].uuid: "ok", fleet[2].uuid: "ok"}
-        assert inventory["error"] == ""
-    assert machine.log.read_text().count("GPU 1, or an instance of it, is not responding.") == 1
+def test_device_without_known_uuid_is_skipped_and_logged_once(machine: Machine) -> None:
+    for call in NAMELESS_CALLS:
+        fleet = gpus(3)
+        fleet[1].fails = {call: nvml.GPU_IS_LOST}
+        machine.begin().has(*fleet)
+        for _ in range(3):
+            inventory = machine.look()
+            assert statuses(inventory) == {fleet[0].uuid: "ok", fleet[2].uuid: "ok"}
+            assert inventory["error"] == ""
+        assert machine.log.read_text().count("GPU 1, or an instance of it, is not responding.") == 1
 
-
-def test_error_is_reported_if_no_device_can_be_identified(machine: Machine) -> None:
     fails = {"nvmlDeviceGetHandleByIndex_v2": nvml.NO_PERMISSION}
-    inventory = machine.has(*(replace(gpu, fails=fails) for gpu in gpus(2))).look()
+    inventory = machine.begin().has(*(replace(gpu, fails=fails) for gpu in gpus(2))).look()
     assert inventory["devices"] == []
     assert inventory["error"].startswith("No GPU answers.")
     assert "nvidia-smi" in inventory["error"]
 
 
-def test_gpu_off_the_bus_is_unknown_after_indexes_shift(
-    machine: Machine,
-) -> None:
+def test_gpu_off_the_bus_is_unknown_after_indexes_shift(machine: Machine) -> None:
     fleet = gpus(3)
     machine.has(*fleet).look()
     inventory = machine.has(fleet[0], fleet[2]).look()
@@ -133,29 +126,30 @@ def test_nvml_is_reopened_each_minute_while_device_is_unknown(machine: Machine) 
 def test_failing_mig_instance_does_not_affect_others(machine: Machine) -> None:
     parent = mig_gpu(0, 1, 2)
     assert set(statuses(machine.has(parent).look()).values()) == {"parent", "ok"}
-    parent.instances[1].fails = {"nvmlDeviceGetMemoryInfo": nvml.UNKNOWN}
-    inventory = machine.has(parent).look()
-    assert list(statuses(inventory).values()) == ["parent", "ok", "unknown", "ok"]
-    assert inventory["devices"][2]["model"] == "NVIDIA A100-SXM4-40GB MIG 2g.5gb"
-    for call in ("nvmlDeviceGetMigDeviceHandleByIndex", "nvmlDeviceGetUUID"):
+    for call in (
+        "nvmlDeviceGetMemoryInfo",
+        "nvmlDeviceGetMigDeviceHandleByIndex",
+        "nvmlDeviceGetUUID",
+    ):
         parent.instances[1].fails = {call: nvml.UNKNOWN}
         inventory = machine.has(parent).look()
         assert list(statuses(inventory).values()) == ["parent", "ok", "unknown", "ok"], call
+        assert inventory["devices"][2]["model"] == "NVIDIA A100-SXM4-40GB MIG 2g.5gb"
         assert "unknown error" in reasons(inventory)[parent.instances[1].uuid]
 
 
 def test_mig_instances_of_an_unresponsive_gpu_are_unknown(machine: Machine) -> None:
-    parent = mig_gpu(0, 1)
-    machine.has(*gpus(1), parent).look()
+    plain, parent = *gpus(1), mig_gpu(0, 1)
+    machine.has(plain, parent).look()
     lost = replace(parent, fails={"nvmlDeviceGetMigMode": nvml.GPU_IS_LOST})
-    inventory = machine.has(*gpus(1), lost).look()
+    inventory = machine.has(plain, lost).look()
     assert list(statuses(inventory).values()) == ["ok", "unknown", "unknown", "unknown"]
     assert all("fell off the bus" in reason for reason in reasons(inventory).values())
     unlisted = replace(parent, fails={"nvmlDeviceGetMaxMigDeviceCount": nvml.UNKNOWN})
-    machine.has(*gpus(1), unlisted)
-    assert list(statuses(machine.look()).values()) == ["ok", "parent", "unknown", "unknown"]
-    machine.has(*gpus(1), parent)
-    assert list(statuses(machine.look()).values()) == ["ok", "parent", "ok", "ok"]
+    found = machine.has(plain, unlisted).look()
+    assert list(statuses(found).values()) == ["ok", "parent", "unknown", "unknown"]
+    found = machine.has(plain, parent).look()
+    assert list(statuses(found).values()) == ["ok", "parent", "ok", "ok"]
 
 
 def test_removed_mig_instance_is_no_longer_listed(machine: Machine) -> None:
@@ -200,13 +194,27 @@ def test_missing_driver_is_reported(tmp_path: Path) -> None:
     assert inventory["error"].startswith("This machine has no NVIDIA driver")
 
 
-def test_driver_loaded_after_the_start_is_found(machine: Machine) -> None:
+def test_driver_can_come_and_go(machine: Machine) -> None:
     inventory = machine.look()
     assert (inventory["devices"], inventory["links"]) == ([], [])
     assert inventory["error"].startswith("The NVIDIA driver is not loaded: run nvidia-smi")
+    inventory = machine.has().look()
+    assert (inventory["devices"], inventory["error"]) == ([], ""), "it has no GPU"
+    assert inventory["driver_version"] == "550.54.15"
     inventory = machine.has(*gpus(2)).look()
     assert inventory["error"] == ""
     assert list(statuses(inventory).values()) == ["ok", "ok"]
+
+    machine.fleet.unlink()
+    assert machine.look()["error"] == "NVML was shut down."
+    assert "not loaded" in machine.look()["error"]
+    assert list(statuses(machine.has(*gpus(2)).look()).values()) == ["ok", "ok"]
+
+    assert nvml.times_open(machine.fleet) == 1
+    machine.tell("close")
+    assert nvml.times_open(machine.fleet) == 0
+    machine.has(*gpus(1), fails={"nvmlInitWithFlags": nvml.DRIVER_NOT_LOADED})
+    assert "not loaded" in machine.look()["error"], "it was opened again"
 
 
 def test_lost_driver_is_reported_and_devices_return(machine: Machine) -> None:
@@ -228,35 +236,14 @@ def test_lost_driver_is_reported_and_devices_return(machine: Machine) -> None:
         assert again["error"] == "", call
 
 
-def test_nvml_shutdown_is_reported_and_recovered_from(machine: Machine) -> None:
-    machine.has(*gpus(2)).look()
-    machine.fleet.unlink()
-    assert machine.look()["error"] == "NVML was shut down."
-    assert "not loaded" in machine.look()["error"]
-    assert list(statuses(machine.has(*gpus(2)).look()).values()) == ["ok", "ok"]
-
-
 def test_unknown_driver_error_is_reported(machine: Machine) -> None:
     machine.has(*gpus(1), fails={"nvmlInitWithFlags": nvml.UNKNOWN})
     assert "restart the container" in machine.look()["error"]
     machine.has(*gpus(1), fails={"nvmlDeviceGetCount_v2": 77})
     assert machine.look()["error"] == "NVML says: Stand-in error 77."
-
-
-def test_unreadable_driver_version_hides_no_device(machine: Machine) -> None:
     inventory = machine.has(*gpus(1), fails={"nvmlSystemGetDriverVersion": nvml.UNKNOWN}).look()
     assert (inventory["driver_version"], inventory["error"]) == ("", "")
-    assert len(inventory["devices"]) == 1
-
-
-def test_closed_nvml_source_reopens_at_the_next_look(machine: Machine) -> None:
-    machine.has(*gpus(1)).look()
-    assert nvml.times_open(machine.fleet) == 1
-    machine.tell("close")
-    assert nvml.times_open(machine.fleet) == 0
-    machine.has(*gpus(1), fails={"nvmlInitWithFlags": nvml.DRIVER_NOT_LOADED})
-    assert "not loaded" in machine.look()["error"]
-    assert machine.has(*gpus(1)).look()["error"] == ""
+    assert len(inventory["devices"]) == 1, "a version that cannot be read hides none"
 
 
 # A driver that hangs.
@@ -272,6 +259,8 @@ services = make_services(database_url=sys.argv[1], device_source="nvml", refresh
 pages = []
 
 async def do(word, rest):
+    if word == "loaded":
+        return "libnvidia-ml" in open("/proc/self/maps").read()
     if word == "patience":
         nvml.LOOK_SECONDS = float(rest)
     if word == "ask":
@@ -330,7 +319,9 @@ def test_hanging_driver_delays_no_release_and_recovers(library: Path, tmp_path: 
         return json.loads(answer)
 
     try:
+        assert not tell("loaded"), "services that were made have not looked yet"
         first, second = tell("ask ada"), tell("ask grace")
+        assert tell("loaded")
         nvml.write_fleet(fleet, shown, hangs=["nvmlDeviceGetCount_v2"])
         tell("patience 600")
         tell("pages 10")

@@ -1,5 +1,4 @@
-"""Real: the sampler in a process of its own, through pynvml and the dynamic linker. Only the
-driver's library is a stand-in, compiled here."""
+"""What the sampler of NVMLDevices reports, and what follows for a device that is lost."""
 
 from __future__ import annotations
 
@@ -8,9 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpuspawner.monitoring.health import SymptomWindow
+from gpuspawner.monitoring.health_service import FoundSymptoms
+from gpuspawner.monitoring.models import Sample
+from tests.support.brokers import Clock, Make
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine, statuses
 from tests.support.nvml.nvml_library import GIB, gpus, mig_gpu
+from tests.support.sickness import RATE
 
 READINGS = [
     "nvmlDeviceGetUtilizationRates",
@@ -86,7 +90,7 @@ def test_device_condition_is_read_once_a_minute(machine: Machine) -> None:
     assert found["remap_pending"] and found["pages_pending"] and not found["remap_failed"]
 
 
-def test_implausible_condition_values_become_none(machine: Machine) -> None:
+def test_implausible_readings_are_discarded(machine: Machine) -> None:
     gpu, other = gpus(2)
     gpu.lanes, gpu.limits = (4_000_000_000, 0), (0, 4_294_967_295)
     failing = ("nvmlDeviceGetRemappedRows", "nvmlDeviceGetRetiredPagesPendingStatus")
@@ -96,6 +100,12 @@ def test_implausible_condition_values_become_none(machine: Machine) -> None:
     assert set(seen[gpu.uuid]["condition"].values()) == {None}
     assert seen[gpu.uuid]["error"] == ""
     assert None not in seen[other.uuid]["condition"].values()
+
+    machine.begin()
+    machine.has(replace(gpu, use=(4_000_000_000, 3)), replace(other, celsius=65535))
+    seen = by_uuid(machine.sample())
+    assert "Its use makes no sense: 4000000000" in seen[gpu.uuid]["error"]
+    assert (seen[other.uuid]["celsius"], seen[other.uuid]["error"]) == (None, "")
 
 
 def test_process_lists_are_read_in_turn_once_a_minute(machine: Machine) -> None:
@@ -153,16 +163,11 @@ def test_unsupported_readings_stay_empty(machine: Machine) -> None:
 
 def test_old_driver_still_reports_use(machine: Machine) -> None:
     (gpu,) = gpus(1)
-    gpu.use = (50, 20)
+    gpu.use, gpu.xids = (50, 20), [(1, 79)]
     machine.has(gpu, fails=dict.fromkeys(READINGS[1:], nvml.FUNCTION_NOT_FOUND))
     (sample,) = machine.sample()
     assert (sample["use"], sample["used_bytes"], sample["error"]) == (50, None, "")
-
-
-def test_driver_without_events_still_reports_use(machine: Machine) -> None:
-    (gpu,) = gpus(1)
-    gpu.use, gpu.xids = (50, 20), [(1, 79)]
-    machine.has(gpu, fails={"nvmlEventSetCreate": nvml.FUNCTION_NOT_FOUND})
+    machine.begin().has(gpu, fails={"nvmlEventSetCreate": nvml.FUNCTION_NOT_FOUND})
     assert [(s["use"], s["xids"], s["error"]) for s in machine.sample()] == [(50, [], "")]
 
 
@@ -175,14 +180,6 @@ def test_lost_gpu_hides_no_other_and_recovers(machine: Machine) -> None:
         assert "The GPU is lost, it fell off the bus" in seen[first.uuid]["error"], call
         assert (seen[second.uuid]["use"], seen[second.uuid]["error"]) == (9, "")
         assert [sample["error"] for sample in machine.has(first, second).sample()] == ["", ""], call
-
-
-def test_implausible_readings_are_discarded(machine: Machine) -> None:
-    first, second = gpus(2)
-    machine.has(replace(first, use=(4_000_000_000, 3)), replace(second, celsius=65535))
-    seen = by_uuid(machine.sample())
-    assert "Its use makes no sense: 4000000000" in seen[first.uuid]["error"]
-    assert (seen[second.uuid]["celsius"], seen[second.uuid]["error"]) == (None, "")
 
 
 def test_device_returning_at_another_index_keeps_its_uuid(machine: Machine) -> None:
@@ -200,16 +197,44 @@ def test_device_returning_at_another_index_keeps_its_uuid(machine: Machine) -> N
     assert seen[second.uuid]["use"] == 22
 
 
-def test_missing_driver_is_reported_and_retried(machine: Machine) -> None:
+def test_sampler_reopens_a_driver_that_was_missing_or_closed(machine: Machine) -> None:
     assert "driver is not loaded" in str(machine.sample())
-    machine.has(*gpus(1))
-    assert len(by_uuid(machine.sample())) == 1
-
-
-def test_closing_the_device_source_does_not_disturb_the_sampler(machine: Machine) -> None:
     (gpu,) = gpus(1)
-    machine.has(gpu).sample()
+    assert len(by_uuid(machine.has(gpu).sample())) == 1
     machine.tell("close")
     assert [sample["error"] for sample in machine.sample()] == [""]
     assert statuses(machine.look()) == {gpu.uuid: "ok"}
     assert nvml.times_open(machine.fleet) == 1
+
+
+def test_lost_device_is_sick_also_under_a_new_index(
+    machine: Machine, make: Make, clock: Clock
+) -> None:
+    """From the samples to the verdict; nonsense of one reading is nothing."""
+    services = make(**RATE)
+    signs: dict[str, SymptomWindow] = {}
+
+    def look(seconds: int) -> dict[str, str]:
+        for _ in range(seconds):
+            for sample in machine.sample():
+                fields = {"uuid", "index", "celsius", "ecc_errors", "error"}
+                values = {name: value for name, value in sample.items() if name in fields}
+                values["xids"] = tuple(sample["xids"])
+                its = signs.setdefault(sample["uuid"], SymptomWindow())
+                its.add([Sample(at=machine.now, **values)])
+        found = {uuid: FoundSymptoms(its.look(), its.going_on) for uuid, its in signs.items()}
+        for its in signs.values():
+            its.judged()
+        return {change.uuid: change.event for change in services.health.judge_health(found)}
+
+    first, second = gpus(2)
+    machine.has(first, second)
+    assert look(3) == {}
+    machine.has(replace(first, use=(4_000_000, 0)), second)  # nonsense
+    assert look(5) == {}
+    machine.has(first, replace(second, fails={"nvmlDeviceGetMemoryInfo": nvml.GPU_IS_LOST}))
+    assert look(40) == {second.uuid: "sick"}
+    machine.has(second, first)  # it is back, and first now
+    assert look(5) == {}
+    clock.forward(minutes=10)
+    assert look(3) == {second.uuid: "probe"}

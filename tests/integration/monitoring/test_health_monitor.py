@@ -1,12 +1,11 @@
 """Devices that are not empty, and the service that finds sick ones. Real: SQLite, samples
-of simulated devices, pynvml, whose library is a stand-in."""
+of simulated devices."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,6 @@ import pytest
 from gpuspawner.core.errors import NoDeviceFree
 from gpuspawner.devices.source import SamplingSource
 from gpuspawner.monitoring import health_service
-from gpuspawner.monitoring.health import SymptomWindow
-from gpuspawner.monitoring.health_service import FoundSymptoms
-from gpuspawner.monitoring.models import Sample
 from gpuspawner.service.device_monitor import HealthDuty, Sampling, health_duty
 from gpuspawner.service.hub_client import HubClient
 from gpuspawner.service.worker import Tick
@@ -30,9 +26,6 @@ from tests.support.brokers import (
     running,
     states,
 )
-from tests.support.nvml import nvml_library as nvml
-from tests.support.nvml.machine import Machine
-from tests.support.nvml.nvml_library import gpus
 from tests.support.processes import PATIENCE
 from tests.support.sickness import RATE, told, trail, uuids
 
@@ -147,40 +140,3 @@ async def until(duty: HealthDuty, condition: Callable[[], bool]) -> None:
 
 def seen_xids(sampling: Sampling) -> set[int]:
     return {xid for some in sampling.recent().values() for each in some for xid in each.xids}
-
-
-def test_lost_device_is_recognized_under_a_new_index(
-    services: Services, clock: Clock, tmp_path: Path
-) -> None:
-    """Through pynvml, whose library is a stand-in: what falls off the bus is sick, and nonsense of
-    one reading is nothing."""
-    machine = Machine(nvml.build_nvml_library(tmp_path), tmp_path / "fleet")
-    signs: dict[str, SymptomWindow] = {}
-
-    def look(seconds: int) -> dict[str, str]:
-        for _ in range(seconds):
-            for sample in machine.sample():
-                fields = {"uuid", "index", "celsius", "ecc_errors", "error"}
-                values = {name: value for name, value in sample.items() if name in fields}
-                values["xids"] = tuple(sample["xids"])
-                its = signs.setdefault(sample["uuid"], SymptomWindow())
-                its.add([Sample(at=machine.now, **values)])
-        found = {uuid: FoundSymptoms(its.look(), its.going_on) for uuid, its in signs.items()}
-        for its in signs.values():
-            its.judged()
-        return {change.uuid: change.event for change in services.health.judge_health(found)}
-
-    first, second = gpus(2)
-    try:
-        machine.has(first, second)
-        assert look(3) == {}
-        machine.has(replace(first, use=(4_000_000, 0)), second)  # nonsense
-        assert look(5) == {}
-        machine.has(first, replace(second, fails={"nvmlDeviceGetMemoryInfo": nvml.GPU_IS_LOST}))
-        assert look(40) == {second.uuid: "sick"}
-        machine.has(second, first)  # it is back, and first now
-        assert look(5) == {}
-        clock.forward(minutes=10)
-        assert look(3) == {second.uuid: "probe"}
-    finally:
-        machine.end()

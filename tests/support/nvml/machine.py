@@ -1,4 +1,4 @@
-"""A process of its own that looks at the stand-in's fleet through the real NVMLDevices."""
+"""A process that looks at the stand-in's fleet through the real NVMLDevices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.nvml.nvml_library import GPU
 START = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
 
 CHILD = """
-import json, sys, threading
+import json, sys
 from dataclasses import asdict
 from datetime import datetime
 from gpuspawner.devices.source import DevicesUnavailable
@@ -28,8 +28,11 @@ source = NVMLDevices()
 sampler = source.sampler()
 for line in sys.stdin:
     word, _, rest = line.strip().partition(" ")
-    if word == "close":
+    if word in ("close", "begin"):
         source.close()
+        if word == "begin":
+            source = NVMLDevices()
+            sampler = source.sampler()
         print("null", flush=True)
         continue
     if word == "sample":
@@ -47,13 +50,13 @@ for line in sys.stdin:
 
 
 class Machine:
-    """A child process that keeps one NVMLDevices, and the fleet that it sees."""
+    """A child process with one NVMLDevices after the other, and the fleet that it sees."""
 
     def __init__(self, library: Path, fleet: Path) -> None:
         self.fleet = fleet
         self.now = START
         self.log = fleet.with_name("log")
-        with self.log.open("w") as log:
+        with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", CHILD],
                 env=os.environ | nvml.environment(library, fleet),
@@ -62,6 +65,14 @@ class Machine:
                 stderr=log,
                 text=True,
             )
+
+    def begin(self) -> Machine:
+        """Go on as a process that has just started, on a machine whose driver is not loaded."""
+        self.fleet.unlink(missing_ok=True)
+        self.log.write_text("")
+        self.now = START
+        self.tell("begin")
+        return self
 
     def has(self, *fleet: GPU, **driver: Any) -> Machine:
         """Show these GPUs from now on; ``driver`` as for :func:`nvml.write_fleet`."""
@@ -83,7 +94,7 @@ class Machine:
         return samples
 
     def tell(self, command: str) -> Any:
-        """Send ``observe TIME``, ``sample TIME SECONDS`` or ``close``; the answer."""
+        """Send ``begin``, ``observe TIME``, ``sample TIME SECONDS`` or ``close``; the answer."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
@@ -92,11 +103,10 @@ class Machine:
         return json.loads(answer)
 
     def end(self) -> None:
-        """End the process and print its log, which pytest shows when the test failed."""
+        """End the process."""
         assert self.process.stdin
         self.process.stdin.close()
         self.process.wait(timeout=120)
-        print(self.log.read_text())
 
 
 def statuses(inventory: dict[str, Any]) -> dict[str, str]:
