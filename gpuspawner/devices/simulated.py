@@ -302,9 +302,8 @@ class _SeenProcess:
 class SimulatedSampler:
     """Samples a simulated fleet. For one thread."""
 
-    def __init__(self, devices: SimulatedDevices, proc: Path = Path("/proc")) -> None:
+    def __init__(self, devices: SimulatedDevices) -> None:
         self._devices = devices
-        self._proc = proc
         self._seen: dict[int, _SeenProcess] = {}
         self._reported: dict[str, tuple[int, ...]] = {}
         self.pids: Mapping[str, Sequence[int]] = {}
@@ -367,7 +366,7 @@ class SimulatedSampler:
     def _read(self, pid: int) -> tuple[float, int, str] | None:
         """Return CPU seconds, resident bytes and name of a process; None if it is gone."""
         try:
-            stat = (self._proc / str(pid) / "stat").read_text(errors="replace")
+            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except OSError:
             return None
         name, _, rest = stat.partition("(")[2].rpartition(")")

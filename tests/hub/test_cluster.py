@@ -24,7 +24,14 @@ from gpuspawner.monitoring.models import DeviceUse
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.services import Services
 from tests.support.batch_jobs import CLUSTER, look_since, run
-from tests.support.brokers import T0, Clock, make_services, open_services, running
+from tests.support.brokers import (
+    T0,
+    Clock,
+    make_services,
+    migrated_bytes,
+    open_services,
+    running,
+)
 from tests.support.hub import ADMIN
 from tests.support.pages import (
     PHONE,
@@ -216,9 +223,11 @@ def test_cluster_page_works_without_javascript(scene: Scene, browser: Browser) -
 
 @contextmanager
 def some_services(folder: Path, devices: int) -> Iterator[Services]:
-    """Services of a test's own, with very many GPUs."""
+    """Services of a test's own, with so many GPUs."""
+    file = folder / f"{devices}.sqlite"
+    file.write_bytes(migrated_bytes())
     source = f"simulated:{devices}xA100-80GB"
-    services = make_services(database_url=f"sqlite:///{folder}/x.sqlite", device_source=source)
+    services = make_services(database_url=f"sqlite:///{file}", device_source=source)
     services.ledger.open_account("ada")
     yield services
     services.store.close()
@@ -263,10 +272,10 @@ def test_stalled_stream_is_dropped_without_blocking(
             pass  # what had been sent before; then the connection ends
 
 
-@pytest.fixture
-def live(scene: Scene, tmp_path: Path) -> Iterator[tuple[PayingHub, Services, str]]:
-    """Services of the test's own with two GPUs, and where their stream is."""
-    with some_services(tmp_path, 2) as services, served(scene.hub, services) as url:
+@pytest.fixture(scope="module")
+def live(scene: Scene, folder: Path) -> Iterator[tuple[PayingHub, Services, str]]:
+    """Services with two GPUs, and where their stream is."""
+    with some_services(folder, 2) as services, served(scene.hub, services) as url:
         yield scene.hub, services, f"{url}cluster/live"
 
 
@@ -339,10 +348,11 @@ def used(percent: int) -> dict[str, int]:
     return {**counts, "memory_max": percent * 2**29}
 
 
-@pytest.fixture
-def past(scene: Scene, tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def past(scene: Scene, folder: Path) -> Iterator[str]:
     """Pages of a site where Ada's GPU worked for three hours, and Bob's two rested."""
-    services = open_services(f"sqlite:///{tmp_path}/past.sqlite", Clock(), opening_grant=1000)
+    (folder / "past.sqlite").write_bytes(migrated_bytes())
+    services = open_services(f"sqlite:///{folder}/past.sqlite", Clock(), opening_grant=1000)
     clock = services.clock
     assert isinstance(clock, Clock)
     ada, bob = running(services, "ada", 1), running(services, "bob", 2, "=secret-plan")

@@ -19,7 +19,7 @@ from gpuspawner.devices import topology
 from gpuspawner.devices.discovery import open_source
 from gpuspawner.devices.models import DeviceProcess, DeviceStatus
 from gpuspawner.devices.simulated import GIB, SCRIPT, SimulatedDevices, SimulatedSampler
-from gpuspawner.devices.source import DevicesUnavailable, held_bytes
+from gpuspawner.devices.source import DevicesUnavailable, Sampler, held_bytes
 from gpuspawner.monitoring.models import Condition, Sample
 from tests.support.processes import wait_for
 
@@ -40,24 +40,14 @@ def test_spec_gives_models_and_memory_in_order() -> None:
     assert (inventory.observed_at, inventory.error) == (NOW, "")
 
 
-def test_simulated_uuids_are_well_formed_distinct_and_stable() -> None:
-    uuids = [d.uuid for d in SimulatedDevices("3xA100-40GB,3xT4").observe(NOW).devices]
+def test_simulated_ids_are_well_formed_distinct_and_stable() -> None:
+    first, *others = SimulatedDevices("1xA100-80GB,3xA100-40GB,3xT4").observe(NOW).devices
+    assert first.uuid == "GPU-sim-a9ce482e-3075-533a-b374-c524722cb0ae", "in every process"
     shape = re.compile(r"GPU-sim-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-    assert all(shape.fullmatch(uuid) for uuid in uuids)
-    program = (
-        "from datetime import datetime\n"
-        "from gpuspawner.devices.simulated import SimulatedDevices\n"
-        "found = SimulatedDevices('4xT4,4xA100-40GB').observe(datetime.now())\n"
-        "print(*[d.uuid for d in found.devices])"
-    )
-    command = [sys.executable, "-c", program]
-    elsewhere = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert len(set(elsewhere)) == 8 and set(uuids) < set(elsewhere)
-
-
-def test_bus_ids_are_distinct_and_well_formed() -> None:
-    devices = SimulatedDevices("1000xA100").observe(NOW).devices
-    bus_ids = {d.pci_bus_id for d in devices}
+    assert all(shape.fullmatch(device.uuid) for device in others)
+    uuids = {d.uuid for d in SimulatedDevices("4xT4,1xA100-80GB,4xA100-40GB").observe(NOW).devices}
+    assert len(uuids) == 9 and {first.uuid, *(d.uuid for d in others)} < uuids
+    bus_ids = {d.pci_bus_id for d in SimulatedDevices("1000xA100").observe(NOW).devices}
     assert len(bus_ids) == 1000
     assert all(re.fullmatch(r"[0-9A-F]{8}:[0-9A-F]{2}:00\.0", bus_id) for bus_id in bus_ids)
 
@@ -100,41 +90,32 @@ def test_invalid_fleet_spec_is_rejected_with_a_hint(spec: str, says: str) -> Non
         SimulatedDevices(spec)
 
 
-def test_failing_device_is_unknown_and_others_stay_visible() -> None:
+def test_simulated_faults_last_until_they_are_restored() -> None:
     source = SimulatedDevices("3xT4")
-    sick = source.observe(NOW).devices[1].uuid
+    before = source.observe(NOW)
+    first, sick, _ = (device.uuid for device in before.devices)
     source.fail(sick, "It fell off the bus.")
+    source.occupy(first, 41)
+    source.occupy(first, 42, kind="graphics", name="Xorg")
     seen = source.observe(NOW)
     ok, unknown = DeviceStatus.OK, DeviceStatus.UNKNOWN
     assert [d.status for d in seen.devices] == [ok, unknown, ok]
     assert (seen.devices[1].reason, seen.error) == ("It fell off the bus.", "")
+    assert [[p.pid for p in d.processes] for d in seen.devices] == [[41, 42], [], []]
+    assert [p.pid for p in seen.devices[0].compute_processes] == [41]
+    assert [sample.error for sample in look(source.sampler())] == ["", "It fell off the bus.", ""]
     source.restore(sick)
-    assert source.observe(NOW).devices[1].status is DeviceStatus.OK
+    assert [d.status for d in source.observe(NOW).devices] == [ok] * 3
+    assert source.observe(NOW).devices[0].processes
     for change in (source.fail, lambda uuid: source.occupy(uuid, 1)):
         with pytest.raises(KeyError):
             change("GPU-other")
 
-
-def test_simulated_processes_and_losses_last_until_restored() -> None:
-    source = SimulatedDevices("2xT4")
-    first, second = (d.uuid for d in source.observe(NOW).devices)
-    source.occupy(first, 41)
-    source.occupy(first, 42, kind="graphics", name="Xorg")
-    seen = source.observe(NOW).devices
-    assert [p.pid for p in seen[0].processes] == [41, 42]
-    assert [p.pid for p in seen[0].compute_processes] == [41]
-    assert seen[1].processes == ()
-    source.restore(second)
-    assert source.observe(NOW).devices[0].processes
-    source.restore()
-    assert source.observe(NOW).devices[0].processes == ()
-
-    source = SimulatedDevices("2xT4")
-    before = source.observe(NOW)
     source.lose("The driver is gone.")
     lost = source.observe(NOW)
-    assert (lost.devices, lost.error) == ((), "The driver is gone.")
-    assert not lost.links
+    assert (lost.devices, lost.error, dict(lost.links)) == ((), "The driver is gone.", {})
+    with pytest.raises(DevicesUnavailable, match="The driver is gone"):
+        look(source.sampler())
     source.restore()
     assert source.observe(NOW) == before
 
@@ -211,7 +192,7 @@ def process() -> Iterator[subprocess.Popen[str]]:
     started.wait()
 
 
-def look(sampler: SimulatedSampler, at: float = 0.0) -> list[Sample]:
+def look(sampler: Sampler, at: float = 0.0) -> list[Sample]:
     return list(sampler.sample(NOW, at))
 
 
@@ -277,16 +258,6 @@ def test_invalid_script_keeps_the_previous_values(
     script.write_text(text)
     assert [sample.celsius for sample in look(sampler)] == [50, 35]
     assert said in caplog.text
-
-
-def test_lost_driver_is_reported_by_the_sampler(devices: SimulatedDevices) -> None:
-    sampler = SimulatedSampler(devices)
-    devices.lose("The driver is gone.")
-    with pytest.raises(DevicesUnavailable, match="The driver is gone"):
-        look(sampler)
-    devices.restore()
-    devices.fail(devices.observe(NOW).devices[0].uuid, "It is sick.")
-    assert [sample.error for sample in look(sampler)] == ["It is sick.", ""]
 
 
 def test_script_sets_device_condition_and_probe_result(
