@@ -56,7 +56,7 @@ def minute(number: int, uuid: str = "GPU-a", **fields: Any) -> DeviceUse:
 
 
 @each_database
-def test_stored_minute_is_read_back_unchanged(monitoring: MonitoringService) -> None:
+def test_stored_minute_is_read_back_or_merged_with_itself(monitoring: MonitoringService) -> None:
     full = minute(
         *(0, "GPU-a"),
         use_max=97,
@@ -78,15 +78,10 @@ def test_stored_minute_is_read_back_unchanged(monitoring: MonitoringService) -> 
     assert (second.uuid, second.celsius_max, second.xids) == ("GPU-b", None, ())
     of_one = monitoring.use_between(T0, T0 + timedelta(minutes=1), uuids=["GPU-b"])
     assert of_one == [second]
-    assert monitoring.use_between(T0 + timedelta(minutes=1), T0 + timedelta(hours=1)) == []
-
-
-@each_database
-def test_repeated_minute_is_merged(monitoring: MonitoringService) -> None:
-    """The clock was set back, or the service was started anew within the minute."""
-    monitoring.remember_use([minute(0, samples=20, known=20, busy=20, measured=20, use_sum=2000)])
-    monitoring.remember_use([minute(0, samples=30, known=30, busy=0, measured=30, use_sum=0)])
-    (found,) = monitoring.use_between(T0, T0 + timedelta(minutes=1))
+    # The clock was set back, or the service was started anew within the minute.
+    monitoring.remember_use([minute(1, samples=20, known=20, busy=20, measured=20, use_sum=2000)])
+    monitoring.remember_use([minute(1, samples=30, known=30, busy=0, measured=30, use_sum=0)])
+    (found,) = monitoring.use_between(T0 + timedelta(minutes=1), T0 + timedelta(hours=1))
     assert (found.samples, found.busy, found.use) == (50, 20, 40.0)
 
 
@@ -125,7 +120,6 @@ def test_session_use_counts_whole_minutes_of_own_devices(monitoring: MonitoringS
     assert monitoring.session_use(replace(session(0, 9), started_at=None)) == {}
 
 
-@each_database
 def test_long_or_old_session_use_is_read_from_hours(
     monitoring: MonitoringService, clock: Clock
 ) -> None:
@@ -350,6 +344,8 @@ def test_hourly_use_replaces_deleted_minutes_in_reports(services: Services, cloc
     exact = worked(services)
     services.monitoring.tidy_use(timedelta(days=14), timedelta(days=400))
     assert worked(services) == exact, "hours beside minutes are counted once"
+    services.monitoring.tidy_use(timedelta(hours=23.5), timedelta(days=400))
+    assert worked(services) == exact, "an hour of which half the minutes are gone, then minutes"
     services.monitoring.tidy_use(timedelta(hours=1), timedelta(days=400))
     rough = worked(services)
     assert seconds(exact["ada"]) == (7800, 7800, 3900)
@@ -359,16 +355,6 @@ def test_hourly_use_replaces_deleted_minutes_in_reports(services: Services, cloc
     assert rough["bob"].busy == pytest.approx(600 + 360)
     rough_sum, exact_sum = (found["ada"].busy + found["bob"].busy for found in (rough, exact))
     assert rough_sum == pytest.approx(exact_sum)
-
-
-@each_database
-def test_use_report_combines_minutes_and_hours(services: Services, clock: Clock) -> None:
-    lease = running(services, "ada", 1)
-    work(services, lease.uuids[0], 0, 600, 0.2)
-    clock.forward(hours=10)
-    exact = worked(services)["ada"]
-    services.monitoring.tidy_use(timedelta(hours=3.5), timedelta(days=400))
-    assert seconds(worked(services)["ada"]) == seconds(exact) == (36000, 36000, 7200)
 
 
 def test_unmeasured_time_counts_as_neither_busy_nor_idle(services: Services, clock: Clock) -> None:
