@@ -18,9 +18,8 @@ from .db.audit import AuditService
 from .db.clock import Timekeeper
 from .db.engine import Store
 from .db.leader import LeaderLock, identity_file, make_identity
-from .devices.discovery import open_source
 from .devices.service import DeviceService, LeakService, MachineService
-from .devices.snapshots import InventoryCache
+from .devices.snapshots import InventoryCache, open_source
 from .devices.source import DeviceSource
 from .engines.docker import client_from_environment
 from .leases.clock_corrections import ClockCorrectionService

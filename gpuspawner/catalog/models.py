@@ -350,12 +350,6 @@ class Environment(_ServerSettings):
         return self.image.partition("@")[2]
 
     @property
-    def image_tag(self) -> str:
-        """The image's tag, or empty."""
-        name = self.image.partition("@")[0].rpartition("/")[2]
-        return name.partition(":")[2]
-
-    @property
     def images(self) -> tuple[str, ...]:
         """The environment's image, and the images of its choices."""
         options = self.profile_options.values()

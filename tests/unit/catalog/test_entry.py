@@ -29,20 +29,20 @@ def test_first_page_name_becomes_the_default_url(page: str, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "tag", "digest"),
+    ("image", "digest"),
     [
-        ("base", "", ""),
-        ("a/b:1", "1", ""),
-        ("host:5000/a/b", "", ""),
-        ("host:5000/a/b:v1.0_x", "v1.0_x", ""),
-        (f"a@{DIGEST}", "", DIGEST),
-        (f"host:5000/a:1@{DIGEST}", "1", DIGEST),
+        ("base", ""),
+        ("a/b:1", ""),
+        ("host:5000/a/b", ""),
+        ("host:5000/a/b:v1.0_x", ""),
+        (f"a@{DIGEST}", DIGEST),
+        (f"host:5000/a:1@{DIGEST}", DIGEST),
     ],
 )
-def test_image_reference_is_split_into_tag_and_digest(image: str, tag: str, digest: str) -> None:
+def test_image_reference_may_have_tag_and_digest(image: str, digest: str) -> None:
     text = f"environments: [{{slug: a, image: '{image}'}}]"
     found = Catalog.from_text(text).get("a")
-    assert (found.image, found.image_tag, found.image_digest) == (image, tag, digest)
+    assert (found.image, found.image_digest) == (image, digest)
     assert by_schema(text) == []
 
 

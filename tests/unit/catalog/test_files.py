@@ -45,18 +45,15 @@ def test_file_beside_the_catalog_is_found(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("prefix", ["../", "a/../../", "..\\", "a/..\\"])
-def test_file_paths_cannot_escape_the_catalog_folder(folder: Path, key: str, prefix: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(write(folder, key, prefix + KEYS[key]))
-    assert f"catalog.yaml, line 4: '{key}' of environment 'base'" in caught.value.message
-    assert "Write a file's name without '..' and a first '/'" in caught.value.message
-    with pytest.raises(ValueError, match="without"):
-        parser.read(folder, key, prefix + KEYS[key])
+def test_file_paths_cannot_escape_the_catalog_folder(folder: Path, key: str) -> None:
+    for prefix in ("../", "a/../../", "..\\", "a/..\\"):
+        with pytest.raises(ConfigError) as caught:
+            load(write(folder, key, prefix + KEYS[key]))
+        assert f"catalog.yaml, line 4: '{key}' of environment 'base'" in caught.value.message
+        assert "Write a file's name without '..' and a first '/'" in caught.value.message
+        with pytest.raises(ValueError, match="without"):
+            parser.read(folder, key, prefix + KEYS[key])
 
-
-@pytest.mark.parametrize("key", KEYS)
-def test_symlinks_cannot_escape_the_catalog_folder(folder: Path, key: str) -> None:
     (folder / KEYS[key]).symlink_to(folder.parent / KEYS[key])
     (folder / "out").symlink_to(folder.parent)
     for name in (KEYS[key], f"out/{KEYS[key]}"):

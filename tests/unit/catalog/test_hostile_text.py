@@ -7,35 +7,24 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpuspawner.catalog.loader import Catalog
 from gpuspawner.catalog.parser import schema
 from gpuspawner.core.errors import ConfigError
-from tests.support.tier import examples
-from tests.unit.catalog.texts import VALIDATOR, refusal
+from tests.unit.catalog.texts import refusal
 
 KEYS = sorted(schema()["$defs"]["Environment"]["properties"])
 
 
-def test_very_large_catalogs_with_merge_keys_are_read() -> None:
-    text = "environments:\n" + "".join(
-        f"  - {{slug: e-{n}, image: 'lab:{n}', devices: {{max: 4}}, allowed_groups: [g{n % 7}]}}\n"
-        for n in range(10_000)
-    )
-    read = Catalog.from_text(text)
-    assert len(read.environments) == 10_000
-    assert read.get("e-9999").image == "lab:9999"
-    assert len(read.visible_to(["g3"])) == 1429
-
+def test_very_large_catalog_with_merge_keys_is_read() -> None:
     shared = "  - &base {slug: base, image: lab, mem_limit: 4G, cpu_limit: 2, links: {A: /a}}\n"
-    text = (
-        "environments:\n"
-        + shared
-        + "".join(f"  - {{<<: *base, slug: e-{n}}}\n" for n in range(10_000))
-    )
-    assert Catalog.from_text(text).get("e-77").mem_limit == 4 * 2**30
+    others = (f"  - {{<<: *base, slug: e-{n}, allowed_groups: [g{n % 7}]}}\n" for n in range(7000))
+    read = Catalog.from_text("environments:\n" + shared + "".join(others))
+    assert len(read.environments) == 7001
+    assert read.get("e-6999").mem_limit == 4 * 2**30
+    assert len(read.visible_to(["g3"])) == 1001
 
 
 def test_exponential_yaml_aliases_are_rejected() -> None:
@@ -64,16 +53,13 @@ def test_merge_keys_accept_only_mappings_and_stay_bounded() -> None:
     assert "aliases expand" in refusal(f"a: &a {{{wide}}}\nb:\n" + "- {<<: *a}\n" * 2000)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "- " * 100_000, "? " * 5000])
-def test_deeply_nested_yaml_is_rejected(text: str) -> None:
-    assert re.match(r"catalog.yaml, line 1: this is (nested too deeply|not valid)", refusal(text))
-
-
-@pytest.mark.parametrize(
-    "text", ["a: &a {<<: *a}", "a: &a [*a]", "a: &a {b: {<<: *a}}", "a: &a {b: &b {<<: *a}, c: *b}"]
-)
-def test_self_referencing_yaml_is_rejected(text: str) -> None:
-    assert "refers to itself" in refusal(text)
+def test_deep_or_self_referencing_yaml_is_rejected() -> None:
+    for text in ("[" * 100_000, "{a: " * 100_000, "- " * 100_000, "? " * 5000):
+        said = refusal(text)
+        assert re.match(r"catalog.yaml, line 1: this is (nested too deeply|not valid)", said)
+    loops = "a: &a {<<: *a}", "a: &a [*a]", "a: &a {b: {<<: *a}}", "a: &a {b: &b {<<: *a}, c: *b}"
+    for text in loops:
+        assert "refers to itself" in refusal(text)
 
 
 @pytest.mark.parametrize("key", ["cpu_limit", "mem_limit", "shm_size", "min_memory", "devices"])
@@ -134,102 +120,22 @@ def test_arbitrary_values_are_read_or_cleanly_rejected(data: Any) -> None:
     assert_read_or_refused(yaml.safe_dump(data, allow_unicode=True))
 
 
-@given(st.text(max_size=200))
-@example("a: \x85b: [")
-@example("\ufeff")
-def test_arbitrary_text_is_read_or_cleanly_rejected(text: str) -> None:
-    assert_read_or_refused(text)
-
-
 PIECES = """
 environments: - slug:_a image:_b &x *x <<: { } [ ] , : ? !!int !!python/name:os.system !x | '
 --- ... %YAML_1.1 # 0x1 2025-13-01 on ~ =
 """
 
 
-@given(st.lists(st.sampled_from(["\n", "  ", "\t", " ", *PIECES.split()]), max_size=30))
-def test_arbitrary_yaml_tokens_are_read_or_cleanly_rejected(pieces: list[str]) -> None:
-    assert_read_or_refused(" ".join(pieces).replace("_", " "))
+pieces = st.sampled_from(["\n", "  ", "\t", " ", *PIECES.split()])
 
 
-# Schema and parser: what the one takes, the other takes.
-
-
-BEYOND = re.compile(
-    r"but 'max' is|means nothing|that is not defined|could not reach their files|starts without a "
-    r"GPU unless|would hide|less than 1M|more than any machine|a control character|names no file"
+@given(
+    st.one_of(
+        st.text(max_size=200),
+        st.lists(pieces, max_size=30).map(lambda some: " ".join(some).replace("_", " ")),
+    )
 )
-"""What needs more than one value to be judged, or arithmetic: not the schema's."""
-
-PLAIN = """
-a A 0 -a a- a.b a_b a/b a/../b ../a a..b .. . / // /a //a /a/../b /lab ~ lab notebook vscode a/x.py
-.x.md x.md X.MD x.lock x.ipynb x.png x.svg x.exe x.py /x.md ./x.md a\\b.md a/x.md true whole shared
-base base:1 base:1:2 h:5000/b h:5000/b:1 b@sha256:0 UPPER:x 8G 8 8GiB 1.5T 0 0G 1K 5M -1 1e9 8X
-12.4 12 12.4.1.2 12.4.1.2.3 12. .4 v12 2026-05-31 2026-02-30 20260531 2026-W01-1 31.5.2026 https://a.b
-http:// ftp://a mailto:a@b mailto:a javascript:x /x?y#z A100 NVIDIA_X CUDA_ cuda_x PATH X=Y rw ro
-"""
-WORDS = [word for line in PLAIN.splitlines() for word in line.split()]
-
-texts = st.one_of(
-    st.sampled_from(WORDS),
-    st.sampled_from(WORDS).map(lambda word: f" {word} "),
-    st.lists(st.sampled_from([*"aA09-_.:/@ \\~<\n\t\x7fü", "..", "\u2028"]), max_size=6).map(
-        "".join
-    ),
-)
-numbers = st.one_of(
-    st.integers(-2, 20),
-    st.sampled_from([0.5, 1.5, 8760, 8761, 999_999, 1_000_000, 2**60, 10**30, -0.5]),
-)
-scalars = st.one_of(texts, numbers, st.booleans())
-names = st.one_of(texts, st.sampled_from(["default", "max", "choices", "source", "target", "mode"]))
-plain: st.SearchStrategy[Any] = st.one_of(
-    scalars,
-    st.lists(scalars, max_size=3),
-    st.dictionaries(names, scalars, max_size=3),
-    st.dictionaries(st.sampled_from(["default", "max"]), numbers, max_size=2),
-    st.fixed_dictionaries(
-        {"x": st.fixed_dictionaries({"choices": st.dictionaries(names, st.just({}), max_size=2)})}
-    ),
-)
-alike = st.builds(
-    lambda image, more: {"slug": "e", "image": image, **more},
-    st.one_of(st.just("i"), texts),
-    st.dictionaries(st.sampled_from(KEYS), plain, max_size=1),
-)
-mounts = st.dictionaries(
-    st.one_of(st.just("m"), texts),
-    st.fixed_dictionaries(
-        {"source": st.one_of(st.just("/srv/m"), texts)},
-        optional={
-            "target": texts,
-            "mode": st.one_of(st.sampled_from(["rw", "ro"]), texts),
-            "allowed_groups": st.lists(texts, max_size=2),
-        },
-    ),
-    max_size=1,
-)
-
-
-def disagreement(data: Any) -> str:
-    """What the one has against a catalog and the other has not; else empty."""
-    said = ""
-    try:
-        Catalog.from_mapping(data)
-    except ConfigError as error:
-        said = error.message
-    found = [error.message for error in VALIDATOR.iter_errors(data)]
-    if said and not found and not BEYOND.search(said):
-        return f"only the parser: {said}"
-    return "" if said or not found else f"only the schema: {found}"
-
-
-@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.too_slow])
-@given(alike)
-def test_parser_and_schema_agree_on_entries(entry: dict[str, Any]) -> None:
-    assert disagreement({"environments": [entry]}) == ""
-
-
-@given(mounts, st.sampled_from(["datasets", "shared_folders"]))
-def test_parser_and_schema_agree_on_mounts(found: dict[str, Any], key: str) -> None:
-    assert disagreement({"environments": [{"slug": "e", "image": "i"}], key: found}) == ""
+@example("a: \x85b: [")
+@example("\ufeff")
+def test_arbitrary_text_is_read_or_cleanly_rejected(text: str) -> None:
+    assert_read_or_refused(text)
