@@ -86,31 +86,27 @@ def test_sick_device_is_drained_refunded_probed_and_returned(
     assert services.health.device_states()[uuid].state.verdict == "watch"
 
 
-def test_leased_device_is_not_probed(services: Services, clock: Clock) -> None:
+def test_leased_device_is_not_probed_and_a_watched_one_stays_available(
+    services: Services, clock: Clock
+) -> None:
     lease = running(services, "ada")
-    find(services, lease.uuids[0], "ecc")
+    sick, watched = uuids(services)
+    assert lease.uuids == (sick,)
+    find(services, sick, "ecc")
+    assert find(services, watched, "slowed", lasting=True) == "watch"
+    assert find(services, watched, "xid program") == ""
+    assert states(services) == ["draining", "free"]
     clock.forward(hours=5)
-    assert find(services, lease.uuids[0]) == ""
+    assert find(services, watched) == "fine"
+    assert find(services, sick) == ""
     services.leases.release(lease.id, reason="stopped")
-    assert find(services, lease.uuids[0]) == "probe"
-
-
-def test_watched_device_stays_available(services: Services, clock: Clock) -> None:
-    uuid = uuids(services)[0]
-    assert find(services, uuid, "slowed", lasting=True) == "watch"
-    assert find(services, uuid, "xid program") == ""
-    assert states(services) == ["free", "free"]
-    clock.forward(hours=2)
-    assert find(services, uuid) == "fine"
-    assert trail(services) == []
+    assert find(services, sick) == "probe"
+    assert [what for _, what, _ in trail(services)] == ["drain"]
 
 
 @pytest.mark.parametrize(
     ("rule", "minutes", "back"),
-    [
-        *[("since_fault", 10, 10), ("since_fault", 70, 60)],
-        *[("session", 10, 30), ("session", 70, 80), ("none", 10, 0)],
-    ],
+    [("since_fault", 10, 10), ("since_fault", 70, 60), ("session", 70, 80), ("none", 10, 0)],
 )
 def test_refund_amount_follows_the_sick_refund_rule(
     make: Make, clock: Clock, rule: str, minutes: int, back: int
@@ -128,27 +124,21 @@ def test_refund_amount_follows_the_sick_refund_rule(
 
 
 def test_sick_refund_never_exceeds_the_remaining_charge(services: Services, clock: Clock) -> None:
-    lease = running(services, "ada")
+    """Also of a fault that is found after the stop, which its member is told of too."""
+    first = running(services, "ada")
+    second = running(services, "bob")
     clock.forward(minutes=20)
-    find(services, lease.uuids[0], "xid link", ago=900)
-    services.leases.release(lease.id, ended_at=services.clock(), reason="stopped")
-    services.ledger.refund(lease.id, 12_000_000, actor="root", reason="sorry")
-    services.health.settle_sick()
-    assert credits_of(services, "ada") == 1000
-    assert services.leases.get(lease.id).outcome == "refunded"
-
-
-def test_fault_found_after_a_stop_still_notifies_and_refunds(
-    services: Services, clock: Clock
-) -> None:
-    lease = running(services, "ada")
-    clock.forward(minutes=20)
-    services.leases.release(lease.id, ended_at=services.clock(), reason="stopped")
+    for lease in (first, second):
+        services.leases.release(lease.id, ended_at=services.clock(), reason="stopped")
     clock.forward(seconds=5)
-    find(services, lease.uuids[0], "xid link", ago=65)
-    assert len(told(services, "ada")) == 1
+    services.ledger.refund(second.id, 19_500_000, actor="root", reason="sorry")
+    for lease in (first, second):
+        find(services, lease.uuids[0], "xid link", ago=65)
+        assert len(told(services, lease.server.user)) == 1
     services.health.settle_sick()
     assert credits_of(services, "ada") == 981
+    assert credits_of(services, "bob") == 1000
+    assert services.leases.get(second.id).outcome == "refunded"
 
 
 def test_health_checks_respect_admin_drain_and_undrain(services: Services, clock: Clock) -> None:

@@ -18,48 +18,35 @@ displayname: X => has an unknown key 'displayname'. Did you mean 'display_name'?
 summary: 5 => is 5, not text
 display_name: 5 => is 5, not text. Put it in quotes
 display_name: ' ' => is empty
-display_name: '' => is empty
 description: => has no value
 default: 'yes' => is 'yes'. Write true or false
 logo: logo.exe => Name a file that ends in .png or
 logo: ../logo.png => without '..'
 logo: /../etc/logo.png => Write a path that starts with one '/'
 logo: //example.org/a.png => Write a path that starts with one '/'
-logo: https://example.org/a.exe => Name a file
 frameworks: [PyTorch] => is a list, not a mapping
 frameworks: {PyTorch: 2.10} => is 2.1, a number. Put it in quotes
 frameworks: {PyTorch: } => has no value
 frameworks: {' ': '1'} => the name ' ' in 'frameworks' of environment 'base' is empty
 links: {Guide: javascript:alert(1)} => Write an address such as
-links: {Guide: 'data:text/html,x'} => Write an address such as
 links: {Guide: //example.org} => Write a path that starts with one '/'
 links: {Guide: guide} => Write an address such as
-links: {Guide: 'https://'} => Write an address such as
 links: {Guide: 'https:///x'} => Write an address such as
 tested_on: yesterday => not a date. Write one such as 2026-05-31
 tested_on: '2026-02-30' => not a date
 tested_on: 2026 => is 2026, not a date
-tested_on: '20260531' => not a date
 packages: ../x.txt => without '..'
-packages: a\..\x.txt => without '..'
 packages: /etc/x.txt => without '..'
 packages: x.yaml => Name a file that ends in .txt or .lock
 sample_notebook: x.py => Name a file that ends in .ipynb
-sample_notebook: /etc/x.ipynb => without '..'
 changes: [a.md] => is a list, not text
-changes: /etc/x.md => without '..'
-changes: passwd => Name a file that ends in
 devices: 2 => 'devices' of environment 'base' is 2, not a mapping
 devices: {maximum: 1} => 'devices' of environment 'base' has an unknown key 'maximum'
 devices: {max: two} => 'max' of 'devices' of environment 'base' is 'two', not a whole
 devices: {max: -1} => is -1; 0 is the least. Write more
-devices: {max: true} => is true, not a whole number
 devices: {max: 1.5} => is 1.5, not a whole number
 hours: 8 => 'hours' of environment 'base' is 8, not a mapping
-hours: {most: 8} => 'hours' of environment 'base' has an unknown key 'most'
 hours: {max: 0} => 'max' of 'hours' of environment 'base' is 0, not above 0
-hours: {max: -1} => is -1, not above 0. Write more
-hours: {max: .inf} => is inf, not a usable number
 hours: {default: two} => is 'two', not a usable number
 hours: {max: 1000000000} => is 1000000000; 8760 is the most. Write less
 models: A100 => is 'A100', not a list
@@ -71,39 +58,30 @@ min_memory: lots => is 'lots', not a size. Write one such as 8G
 min_memory: 24 => less than 1M. Write a unit
 mem_limit: 0 => is 0, not a size
 mem_limit: -8G => is '-8G', not a size
-mem_limit: 8i => is '8i', not a size
 cpu_limit: 0 => is 0, not above 0
 cpu_limit: .inf => is inf, not a usable number
-cpu_limit: true => is true, not a usable number
 min_driver: 550 => is 550, not text
 min_driver: new => not a version. Write one such as '12.4'
 min_cuda: 12.4 => is 12.4, not text
-min_cuda: '12.x' => not a version
 cpu_variant: no thanks => Write true or false
 sharing: shared => is 'shared'. Write 'whole'
-sharing: half => Write 'whole'
 allowed_groups: [] => nobody is allowed. Leave it out to allow everyone
 allowed_groups: => has no value
 allowed_groups: research => is 'research', not a list
 first_page: desktop => Write lab, notebook, vscode, or a file
 first_page: ../x.ipynb => without '..'
-first_page: /etc/x.ipynb => without '..'
 default_url: lab => Write a path that starts with one '/'
 default_url: /../x => Write a path that starts with one '/'
-default_url: //evil.example.org => Write a path that starts with one '/'
 environment: [A=1] => is a list, not a mapping
 environment: {NVIDIA_VISIBLE_DEVICES: all} => 'NVIDIA_VISIBLE_DEVICES' in 'env
-environment: {CUDA_VISIBLE_DEVICES: '0'} => is set by gpuspawner for every server
 environment: {cuda_x: '1'} => is set by gpuspawner
 environment: {GPUSPAWNER_LEASE: x} => is set by gpuspawner
 environment: {JUPYTERHUB_USER: x} => is set by gpuspawner
 environment: {A: 1} => 'A' of 'environment' of environment 'base' is 1, not text
 environment: {'A B': x} => is not the name of an environment variable
-environment: {A-B: x} => is not the name of an environment variable
 spawner_override: {image: other} => the environment has a key of that name
 spawner_override: {device_requests: []} => the lease decides which devices
 spawner_override: {volumes: {a: /b}} => mounts come from 'datasets'
-spawner_override: {mounts: []} => mounts come from 'datasets'
 spawner_override: {gpu_injection: cdi} => decides how GPUs get into servers
 spawner_override: {extra_host_config: {privileged: true}} => 'privileged' in 'extra_host_config'
 spawner_override: {extra_host_config: {device_requests: []}} => may not set 'device_requests' in
@@ -115,7 +93,6 @@ profile_options: {memory: {choices: {x: {}}, unlisted_choice: {}}} => key 'unlis
 profile_options: {m: {choices: {x: {devices: {max: 2}}}}} => choice 'x' has an unknown key 'devices'
 profile_options: {m: {choices: {x: {kubespawner_override: {}}}}} => Did you mean 'spawner_override'?
 profile_options: {m: {choices: {x: {spawner_override: {volumes: {}}}}}} => may not set 'volumes'
-profile_options: {m: {choices: {x: {environment: {CUDA_X: a}}}}} => is set by gpuspawner
 profile_options: {'a b': {choices: {x: {}}}} => the name 'a b' in 'profile_options' of environment
 profile_options: {a: {choices: {'x=y': {}}}} => the name 'x=y' in 'choices' of option 'a' cannot be
 """
@@ -139,11 +116,11 @@ def test_entry_error_names_line_and_remedy(lines: str, words: str) -> None:
     assert by_schema(entry(lines))
 
 
-@pytest.mark.parametrize("mark", ["n", "u202e", "u2028", "x1b", "x85", "u2066", "t"])
-def test_control_characters_in_a_summary_are_rejected(mark: str) -> None:
-    text = entry(f'summary: "a\\{mark}b"')
-    assert "with a line break or a control character" in refusal(text)
-    assert by_schema(text)
+def test_control_characters_in_a_summary_are_rejected() -> None:
+    for mark in ("n", "u202e", "u2028", "x1b", "x85", "u2066", "t"):
+        text = entry(f'summary: "a\\{mark}b"')
+        assert "with a line break or a control character" in refusal(text)
+        assert by_schema(text)
 
 
 FOR_THE_PARSER = r"""
@@ -158,8 +135,6 @@ cpu_variant: false => they could not reach their files
 cpu_variant: false\ndevices: {default: 0} => starts without a GPU unless a member
 devices: {max: 0}\nmodels: [A100] => is CPU-only (devices: max: 0), so 'models' means nothing
 devices: {max: 0}\nmin_memory: 8G => so 'min_memory' means nothing
-devices: {max: 0}\nmin_driver: '550' => so 'min_driver' means nothing
-devices: {max: 0}\nsharing: whole => so 'sharing' means nothing
 profile_options: {m: {choices: {x: {default: true}, y: {default: true}}}} => 'x' and 'y', which both
 """
 
@@ -284,20 +259,15 @@ MOUNTS = r"""
 {source: relative/path} => an absolute path on the host, or the name of a volume
 {source: /srv/../etc} => the absolute path of one folder
 {source: /} => the absolute path of one folder
-{source: //} => the absolute path of one folder
-{source: //./} => the absolute path of one folder
 {source: '/srv/a:/b'} => the absolute path of one folder
 {source: '/srv/{username}'} => names in braces are not filled in here
 {source: /srv/i, target: datasets} => Write an absolute path such as
 {source: /srv/i, target: /datasets/../etc} => Write an absolute path such as
 {source: /srv/i, target: /} => would hide
-{source: /srv/i, target: //} => would hide
 {source: /srv/i, target: /home/jovyan/work} => would hide /home/jovyan/work
 {source: /srv/i, target: /home/jovyan/work/data} => would hide /home/jovyan/work
-{source: /srv/i, target: /home/jovyan/} => would hide /home/jovyan/work
 {source: /srv/i, target: //home/jovyan/./work} => would hide /home/jovyan/work
 {source: /srv/i, target: /proc/1} => would hide /proc
-{source: /srv/i, target: /sys} => would hide /sys
 {source: /srv/i, target: /dev/shm} => would hide /dev
 {source: /srv/i, mode: rw} => has an unknown key 'mode'
 {source: /srv/i, allowed_groups: []} => nobody is allowed
@@ -333,8 +303,8 @@ def test_mount_names_and_modes_are_validated(top: str, words: str) -> None:
     assert words in said and bool(said) is bool(words) is bool(by_schema(text))
 
 
-@pytest.mark.parametrize("target", ["/datasets/a", "/datasets/a/b", "/datasets", "//datasets/a/"])
-def test_overlapping_mount_targets_are_rejected(target: str) -> None:
-    folders = f"shared_folders:\n  b:\n    source: /srv/b\n    target: {target}\n"
-    message = refusal(entry(top=f"datasets:\n  a: {{source: /srv/a}}\n{folders}"))
-    assert message.startswith("catalog.yaml, line 9: ") and "one would hide the other" in message
+def test_overlapping_mount_targets_are_rejected() -> None:
+    for target in ("/datasets/a", "/datasets/a/b", "/datasets", "//datasets/a/"):
+        folders = f"shared_folders:\n  b:\n    source: /srv/b\n    target: {target}\n"
+        said = refusal(entry(top=f"datasets:\n  a: {{source: /srv/a}}\n{folders}"))
+        assert said.startswith("catalog.yaml, line 9: ") and "one would hide the other" in said
