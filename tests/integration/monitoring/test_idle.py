@@ -83,17 +83,13 @@ def test_activity_cancels_idle_stop_and_unknown_use_is_ignored(services: Service
     assert judged(services) == ["back"]
     assert told(services, NoticeKind.SESSION_ENDS)[0] == "Your server continues"
     assert services.leases.get(lease.id).outcome == ""
-
-
-def test_second_idle_countdown_sends_another_warning(services: Services) -> None:
-    """Also when work ended the first one, and all of it is judged at once."""
-    lease = running(services, "ada")
-    minutes(services, lease, 31)
+    # Another countdown is another warning, also when all of it is judged at once.
+    minutes(services, lease, 40)
     assert judged(services) == ["warn"]
     minutes(services, lease, 1, use=50)
     minutes(services, lease, 40)
     assert judged(services) == ["warn"]
-    assert len(told(services, NoticeKind.SESSION_ENDS)) == 2
+    assert len(told(services, NoticeKind.SESSION_ENDS)) == 4
     assert services.leases.get(lease.id).outcome == ""
 
 
@@ -114,18 +110,13 @@ def test_idle_countdown_pauses_while_sampling_stops(services: Services, clock: C
     assert judged(services) == ["warn"]  # when it stops now
     (resting,) = services.idle.resting("ada")
     assert resting.stops_at == services.clock() + timedelta(minutes=9)
-    minutes(services, lease, 9)
-    assert judged(services) == ["stop"]
-
-
-def test_clock_set_back_does_not_hasten_an_idle_stop(services: Services, clock: Clock) -> None:
-    lease = running(services, "ada")
-    minutes(services, lease, 35)
-    assert judged(services) == ["warn"]
     clock.forward(hours=-1)
     minutes(services, lease, 30)
     assert judged(services) == []  # these are known already
     assert services.leases.get(lease.id).outcome == ""
+    clock.forward(minutes=30)
+    minutes(services, lease, 9)
+    assert judged(services) == ["stop"]
 
 
 def test_idle_advice_becomes_a_countdown_when_others_wait(services: Services) -> None:

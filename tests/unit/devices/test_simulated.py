@@ -73,11 +73,9 @@ def test_neighbours_are_linked_in_pairs_fours_and_eights() -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("", "4xA100-80GB,2xT4"),
         (" , ", "4xA100-80GB,2xT4"),
         ("A100", "'A100' is not part of a simulated fleet"),
         ("0xT4", "'0xT4'"),
-        ("-1xT4", "'-1xT4'"),
         ("4x", "'4x'"),
         ("4xA100,nonsense", "'nonsense'"),
         ("2xAcme", "write it after the model, such as 2xAcme-24GB"),
@@ -125,7 +123,7 @@ def test_concurrent_changes_and_observations_lose_nothing() -> None:
     uuids = [d.uuid for d in source.observe(NOW).devices]
 
     def put(uuid: str) -> None:
-        for pid in range(200):
+        for pid in range(50):
             source.occupy(uuid, pid)
             source.observe(NOW)
 
@@ -134,18 +132,14 @@ def test_concurrent_changes_and_observations_lose_nothing() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [len(d.processes) for d in source.observe(NOW).devices] == [200] * 8
+    assert [len(d.processes) for d in source.observe(NOW).devices] == [50] * 8
 
 
-@pytest.mark.parametrize("spec", ["", "auto", "nvml", " NVML "])
-def test_nvml_is_the_default_device_source(spec: str) -> None:
-    assert open_source(spec).name == "nvml"
-
-
-@pytest.mark.parametrize("spec", ["cuda", "simulated", "simulated:", "nvml:0", "4xT4", "auto:"])
-def test_unknown_device_source_is_rejected_with_an_example(spec: str) -> None:
-    with pytest.raises(ConfigError, match=r"4xA100-80GB,2xT4"):
-        open_source(spec)
+def test_device_source_is_nvml_or_named_with_an_example() -> None:
+    assert {open_source(spec).name for spec in ("", "auto", "nvml", " NVML ")} == {"nvml"}
+    for spec in ("cuda", "simulated", "simulated:", "nvml:0", "4xT4", "auto:"):
+        with pytest.raises(ConfigError, match=r"4xA100-80GB,2xT4"):
+            open_source(spec)
 
 
 def test_held_memory_excludes_memory_of_known_processes() -> None:
