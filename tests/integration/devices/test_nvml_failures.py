@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -294,14 +295,16 @@ asyncio.run(main())
 """
 
 
-def test_hanging_driver_delays_no_release_and_recovers(library: Path, tmp_path: Path) -> None:
+def test_hanging_driver_delays_no_release_and_recovers(
+    library: Path, migrated_file: Path, tmp_path: Path
+) -> None:
     """Pages that wait for the driver block nothing; after the time-out its devices are unknown."""
     fleet, shown = tmp_path / "fleet", gpus(2)
     nvml.write_fleet(fleet, shown)
-    log = tmp_path / "log"
+    log, file = tmp_path / "log", shutil.copy(migrated_file, tmp_path)
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-c", HUB, f"sqlite:///{tmp_path / 'hub.sqlite'}"],
+            [sys.executable, "-c", HUB, f"sqlite:///{file}"],
             env=os.environ | nvml.environment(library, fleet),
             cwd=REPO,
             stdin=subprocess.PIPE,

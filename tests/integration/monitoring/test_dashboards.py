@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,10 +32,10 @@ SERIES = REPO / "tests/support/alerts.yaml"
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def told(migrated_file: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """The names of all metrics, of a site where a GPU reports errors and one is in use."""
-    url = f"sqlite:///{tmp_path_factory.mktemp('dashboards')}/x.sqlite"
-    services: Services = open_services(url, Clock(), gpu_rates={"*": 4})
+    file = shutil.copy(migrated_file, tmp_path_factory.mktemp("dashboards"))
+    services: Services = open_services(f"sqlite:///{file}", Clock(), gpu_rates={"*": 4})
     lease = running(services, "ada", 1)
     since = services.clock().replace(second=0, microsecond=0)
     services.monitoring.remember_use(

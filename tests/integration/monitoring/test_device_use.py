@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -161,8 +162,9 @@ def test_hourly_use_is_aggregated_and_outlives_minutes(
     assert monitoring.use_between(T0, clock.now, seconds=HOUR) == []
 
 
-async def test_unavailable_store_loses_no_minutes(tmp_path: Path) -> None:
+async def test_unavailable_store_loses_no_minutes(migrated_file: Path, tmp_path: Path) -> None:
     file = tmp_path / "gpuspawner.sqlite"
+    shutil.copy(migrated_file, file)
     services = open_services(f"sqlite:///{file}", device_source="simulated:1xT4")
     services.monitoring.remember_use([])
     minutes = (T0 + timedelta(minutes=n) for n in itertools.count())
