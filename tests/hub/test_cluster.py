@@ -434,6 +434,9 @@ def test_sick_device_is_drained_until_it_recovers(scene: Scene, browser: Browser
 
     lease = hub.start_server("dora", **t4)
     assert "been sick" not in words(hub.page("dora"))
+    scene.play(_2={"xids": [31]})  # her program made a mistake
+    wait_for(lambda: "Xid 31" in words(hub.page(ADMIN, "cluster")), "the error", timeout=60)
+    assert state() == "leased"
     scene.play(_2={"xids": [79], "probe": "It computes wrongly."})
     wait_for(lambda: hub.told("dora", NoticeKind.GPU_SICK), "the warning", timeout=60)
     assert hub.told("dora", NoticeKind.GPU_SICK) == ["A GPU of your server is sick"]

@@ -1,10 +1,8 @@
-"""Sick devices from symptom to return, devices that are not empty, and the service that finds both.
-Real: databases, services that race and are killed, samples of simulated devices."""
+"""Sick devices from symptom to return, and devices that are not empty. Real: databases, services
+that race and are killed."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +16,6 @@ import sqlalchemy as sa
 from gpuspawner.core.errors import ConfigError, NoDeviceFree
 from gpuspawner.db import schema as db_schema
 from gpuspawner.devices.repository import SickLease
-from gpuspawner.devices.source import SamplingSource
-from gpuspawner.monitoring import health_service
-from gpuspawner.service.device_monitor import HealthDuty, Sampling, health_duty
-from gpuspawner.service.hub_client import HubClient
-from gpuspawner.service.worker import Tick
 from gpuspawner.services import Services
 from tests.support import racers, sickness
 from tests.support.brokers import (
@@ -36,7 +29,7 @@ from tests.support.brokers import (
     states,
 )
 from tests.support.parts import each_database
-from tests.support.processes import PATIENCE, wait_for
+from tests.support.processes import wait_for
 from tests.support.sickness import RATE, find, told, trail, uuids
 from tests.support.threads import at_once
 from tests.support.tier import Rounds
@@ -289,53 +282,3 @@ def test_quarantine_does_not_override_an_admin_drain(
     clock.forward(seconds=30)
     assert (services.leaks.judge_leaks(), states(services)) == ([], ["drained", "free"])
     assert services.devices.closures()[uuids(services)[0]].actor == "root"
-
-
-# The service: real samples of simulated devices, whose faults are scripted.
-
-
-async def test_service_drains_probes_and_returns_sick_devices(
-    database_url: str, show: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(health_service, "QUIET_MINUTES", 0.005)
-    services = open_services(database_url, **RATE)
-    source = services.watch.source
-    assert isinstance(source, SamplingSource)
-    sampler = source.sampler()
-    sampling = Sampling(sampler, services.clock, 0.05, logging.getLogger("test"))
-    tick = Tick(services, HubClient("http://127.0.0.1:1", "none"), {}, logging.getLogger("test"))
-    duty = health_duty(tick, sampling, sampler)
-    lease = running(services, "ada")
-    sampling.start()
-    try:
-        show('{"0": {"xids": [31]}}')  # a member's program made a mistake
-        await until(duty, lambda: 31 in seen_xids(sampling))
-        assert states(services) == ["leased", "free"]
-        show('{"0": {"xids": [79], "probe": "It computes wrongly."}}')
-        await until(duty, lambda: states(services) == ["draining", "free"])
-        assert "Xid 79: it lost power, NVLink or the bus" in told(services, "ada")[0]
-        services.leases.release(lease.id, reason="stopped")
-        await until(duty, lambda: "failed: It computes wrongly" in [x[2] for x in trail(services)])
-        assert states(services) == ["drained", "free"]
-        show("{}")
-        await until(duty, lambda: states(services) == ["free", "free"])
-    finally:
-        await duty.close()
-        sampling.stop()
-        services.store.close()
-
-
-async def until(duty: HealthDuty, condition: Callable[[], bool]) -> None:
-    """Rounds until it is so; the samples come from a thread of their own."""
-
-    async def go_on() -> None:
-        await duty.round()
-        while not condition():
-            await asyncio.sleep(0.02)
-            await duty.round()
-
-    await asyncio.wait_for(go_on(), 60 * PATIENCE)
-
-
-def seen_xids(sampling: Sampling) -> set[int]:
-    return {xid for some in sampling.recent().values() for each in some for xid in each.xids}
