@@ -26,7 +26,6 @@ from tests.support.gpu_hub import (
     GPUHub,
     assert_in_words,
     error_on,
-    locked,
     message_of,
     refused_in_time,
     text_of,
@@ -217,52 +216,43 @@ def asked_in_vain(port: int) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_locked_database_does_not_lose_tickets(hubs: None, tmp_path: Path) -> None:
-    with PayingHub(tmp_path / "hub", LINE + COUNTED + IMPATIENT) as hub:
-        fill(hub, "ada", "bob", "cleo")
-        before = line_up(hub, "dan", "eve")
-        with locked(hub.database_url):
-            _trouble(hub, stops=("eve", "ada"))
-        _goes_on(hub, before)
-
-
-def test_database_outage_keeps_sessions_and_tickets(
+def test_lock_and_outage_keep_sessions_and_tickets(
     hubs: None, tmp_path: Path, postgres: PrivatePostgres
 ) -> None:
     """Whoever asks reads a sentence, who runs runs, who waits waits, and the service says once
     that its database is away."""
-    url = postgres.fresh_database()
+    url = postgres.migrated_database()
     config = LINE + COUNTED + IMPATIENT
     # Whoever asks is answered 202 after so long, and not before the refusal.
     config += 'c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 5}\n'
     with PayingHub(tmp_path / "hub", config, database_url=url) as hub:
         fill(hub, "ada", "bob", "cleo")
-        before = line_up(hub, "dan", "eve")
+        dan, eve, fay = line_up(hub, "dan", "eve", "fay")
+        with hub.services.store.write():  # nobody else can write
+            _trouble(hub, stops=("fay",))
+            wait_for(lambda: _charge_lines(hub), "the service to say so")
+        _left(hub, fay)
+        wait_for(lambda: len(_charge_lines(hub)) == 2, "the charges", timeout=10)
+
         assert hub.page("ada").ok
         hub.json("ada", "me").raise_for_status()
         gus = Visitor(hub.url, "gus", session=hub.login("gus"))
         gus.get("/hub/spawn")  # the first visit opens the account
-        postgres.halt()
-        try:
+        with postgres.halted():
             _is_said_everywhere(hub, gus)
             _trouble(hub, stops=("eve", "ada"))
             with asked_in_vain(postgres.port) as times:
                 wait_for(lambda: len(times) >= MANY, "many rounds in vain", timeout=60)
-        finally:
-            postgres.start()
         wait_for(lambda: hub.page("ada").ok, "the page")
         assert (
             hub.services.queue.tickets_of("gus")
             == hub.services.leases.of_account("member:gus")
             == []
         )
-        _goes_on(hub, before)
-        well = "Charges: all is well again"
-        wait_for(lambda: well in hub.service_lines(), "the charges", timeout=10)
-        said = [
-            line for line in hub.service_lines() if line.startswith("Charges: Database unavailable")
-        ]
-        assert len(said) == 1, said
+        _goes_on(hub, dan, eve)
+        wait_for(lambda: _charge_lines(hub)[-1].endswith("well again"), "the charges", timeout=10)
+        said = [line.partition(".")[0] for line in _charge_lines(hub)]
+        assert said == ["Charges: Database unavailable", "Charges: all is well again"] * 2
         traceback = re.search(r'File ".*/gpuspawner/(service|web)/', hub.log_text())
         assert not traceback, "the service says it in words"
         hub.stop_server("bob")
@@ -270,6 +260,11 @@ def test_database_outage_keeps_sessions_and_tickets(
         assert lease.ended_at is not None
         assert lease.charged == owed(lease.rate, lease.started_at, lease.ended_at)
         assert hub.services.ledger.member("bob").balance == 100 * MICRO - lease.charged
+
+
+def _charge_lines(hub: PayingHub) -> list[str]:
+    """What the service has said of its charges."""
+    return [line for line in hub.service_lines() if line.startswith("Charges: ")]
 
 
 def _is_said_everywhere(hub: PayingHub, member: Visitor) -> None:
@@ -310,17 +305,23 @@ def _trouble(hub: PayingHub, stops: Iterable[str]) -> None:
         wait_for(lambda user=user: hub.server(user) is None, f"{user}'s stop", timeout=SOON)
 
 
-def _goes_on(hub: PayingHub, before: list[Ticket]) -> None:
+def _goes_on(hub: PayingHub, dan: Ticket, eve: Ticket) -> None:
     """Once the database is back, what happened meanwhile is written, and the line goes on."""
-    dan, eve = before
     hub.wait_server("dan", timeout=SOON)
     [lease] = hub.services.leases.of_account("member:dan")
     assert lease.ticket_id == dan.id
-    ended = wait_for(lambda: _if_ended(hub, eve), "eve's leaving", timeout=SOON)
-    assert (ended.outcome, ended.end_reason) == ("cancelled", "the start was stopped")
-    assert hub.server("eve") is None and hub.services.queue.waiting() == []
-    assert hub.services.leases.of_account("member:eve") == []
+    _left(hub, eve)
+    assert hub.services.queue.waiting() == []
     wait_for(lambda: not problems(hub.services.store), "the books to be in order", timeout=10)
+
+
+def _left(hub: PayingHub, ticket: Ticket) -> None:
+    """Wait until it is written that this member left the line, and see that they got nothing."""
+    user = ticket.server.user
+    ended = wait_for(lambda: _if_ended(hub, ticket), f"{user}'s leaving", timeout=SOON)
+    assert (ended.outcome, ended.end_reason) == ("cancelled", "the start was stopped")
+    assert hub.server(user) is None
+    assert hub.services.leases.of_account(f"member:{user}") == []
 
 
 def _if_ended(hub: PayingHub, ticket: Ticket) -> Ticket | None:

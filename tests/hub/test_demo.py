@@ -21,7 +21,6 @@ import pytest
 
 from gpuspawner.core.units import MICRO, format_credits
 from gpuspawner.leases.models import Lease, LeaseState
-from gpuspawner.ledger.pricing import parse_rate
 from gpuspawner.services import Services
 from tests.support import images
 from tests.support.brokers import services_on
@@ -37,10 +36,31 @@ SCRIPT = REPO / "scripts" / "demo.py"
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
 OPENING_GRANT = 100 * MICRO
 LOOK = """
-import json, os
-home = os.listdir(os.path.expanduser("~"))
-print(json.dumps({"env": dict(os.environ), "cwd": os.getcwd(), "home": home}))
+import glob, json, os
+open("notes.txt", "a").write("one more run\\n")
+places = (place + "/datasets/sample" for place in ("", os.path.expanduser("~")))
+sample = next(place for place in places if os.path.isdir(place))
+print(json.dumps({
+    "env": dict(os.environ),
+    "cwd": os.getcwd(),
+    "gpus": glob.glob("/dev/nvidia?"),
+    "notes": open("notes.txt").read(),
+    "sample": open(sample + "/iris.csv").read(),
+    "sample is read-only": bool(os.statvfs(sample).f_flag & os.ST_RDONLY),
+}))
 """
+"""What a member does in a notebook of their server."""
+
+DECIDE = """
+import demo
+ours = demo.Demo()
+ours.state.open()
+ours.internal["HUB_PORT"] = str(demo._free_ports(1)[0])
+ours._find_gpus()
+ours._find_docker()
+raise SystemExit(1)
+"""
+"""How the demo decides where servers run, and what it says of that, without the rest of it."""
 
 
 class DemoProcess:
@@ -74,10 +94,9 @@ class DemoProcess:
         if self not in LIVE:
             LIVE.append(self)
 
-    def refusal(self) -> str:
-        """Start it where it cannot run, with its imports behind it: what it says at its end."""
-        program = f"import runpy, sys; sys.path[0] = {str(SCRIPT.parent)!r}\n"
-        program += f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    def refusal(self, program: str = "import demo, sys; sys.exit(demo.main())") -> str:
+        """Run it where it cannot go on, with its imports behind it: what it says at its end."""
+        program = f"import sys; sys.path[0] = {str(SCRIPT.parent)!r}\n{program}"
         streams = [os.devnull, str(self.output), str(self.output)]
         self.output.unlink(missing_ok=True)
         ended = PRELOADED.start(["-c", program], self.folder.parent, self._environment(), streams)
@@ -167,38 +186,38 @@ def docker(tmp_path: Path, clean_engine: PrivateEngine) -> Iterator[DemoProcess]
     demo.close()
 
 
-def use_a_gpu(demo: DemoProcess) -> dict[str, Any]:
-    """A member's way: sign in, choose, spawn, look around, write a file, stop."""
+def use_gpus(demo: DemoProcess, free: int, **fields: str) -> dict[str, Any]:
+    """A member's way: sign in, choose, spawn, look around, write a file."""
     member = Visitor(demo.url, "member1", demo.password())
     form = text_of(member.get("/hub/spawn"))
-    assert "4 of 4 GPUs free" in form
+    assert f"{free} of {free} GPUs free" in form
     assert f"Your balance: {format_credits(demo.balance())} credits" in form
 
-    moments = [datetime.now(timezone.utc)]
-    member.spawn({"environment": "notebook", "gpus": "1", "gpu_model": "T4"})
-    moments.append(datetime.now(timezone.utc))
+    asked_at = datetime.now(timezone.utc)
+    member.spawn(fields)
+    ready_at = datetime.now(timezone.utc)
     seen: dict[str, Any] = json.loads(member.run(LOOK))
-    member.run("open('notes.txt', 'a').write('one more run\\n')")
-    seen["files"] = member.files()
+    left = free - int(fields.get("gpus", "1"))
     other = Visitor(demo.url, "member2", demo.password())
-    assert "3 of 4 GPUs free" in text_of(other.get("/hub/spawn"))
-    moments.append(datetime.now(timezone.utc))
-    member.stop()
-    seen["asked, ready, stopping, stopped"] = [*moments, datetime.now(timezone.utc)]
-    return seen
+    assert f"{left} of {free} GPUs free" in text_of(other.get("/hub/spawn"))
+    files = member.files()
+    return seen | {"files": files, "asked_at": asked_at, "ready_at": ready_at}
 
 
-def check_price(demo: DemoProcess, before: int, seen: Mapping[str, Any]) -> None:
-    """The balance is down by rate x time, and by nothing else."""
+def check_end(demo: DemoProcess, before: int, seen: Mapping[str, Any], number: int) -> None:
+    """Ended by a signal, nothing is left, and the balance is down by rate x time, no more."""
+    processes = demo.below()
+    stopping_at = datetime.now(timezone.utc)
+    assert demo.interrupt(number) == 0
+    stopped_at = datetime.now(timezone.utc)
+    check_nothing_runs(demo, processes)
     lease = demo.leases()[0]
     assert lease.state is LeaseState.ENDED and lease.started_at and lease.ended_at
-    rate = parse_rate("0.5")
     lasted = lease.ended_at - lease.started_at
     charged = before - demo.balance()
-    assert lease.rate == rate
-    assert charged == lease.charged == int(rate * lasted.total_seconds()) // 3600
-    asked, ready, stopping, stopped = seen["asked, ready, stopping, stopped"]
-    assert asked < lease.started_at < ready < stopping < lease.ended_at < stopped
+    assert charged == lease.charged == int(lease.rate * lasted.total_seconds()) // 3600
+    assert seen["asked_at"] < lease.started_at < seen["ready_at"]
+    assert stopping_at < lease.ended_at < stopped_at
 
 
 def check_environment(demo: DemoProcess, seen: Mapping[str, Any]) -> None:
@@ -249,28 +268,21 @@ def test_demo_runs_without_docker(local: DemoProcess) -> None:
     assert stat.S_IMODE(local.folder.stat().st_mode) == 0o700
     assert (local.folder / "password").read_text().strip() == local.password()
 
-    seen = use_a_gpu(local)
+    seen = use_gpus(local, 4, environment="notebook", gpus="1", gpu_model="T4")
     check_command_line(local)
     check_environment(local, seen)
-    check_price(local, OPENING_GRANT, seen)
     assert seen["cwd"] == str(local.folder / "workspaces" / "member1" / "work")
-    assert "datasets" in seen["home"]
     assert {"work", "datasets"} <= set(seen["files"]), "where JupyterLab's file browser opens"
     sample = local.folder / "workspaces" / "member1" / "datasets" / "sample" / "iris.csv"
-    assert "setosa" in sample.read_text() and not sample.stat().st_mode & 0o222
+    assert "setosa" in seen["sample"] and not sample.stat().st_mode & 0o222
 
     # Ctrl-C while a server runs: it ends too, and what it cost is settled.
-    member = Visitor(local.url, "member1", local.password())
-    member.spawn({"environment": "several", "gpus": "2"})
-    processes = local.below()
-    names = " ".join(" ".join(command_of(p)) for p in processes)
+    names = " ".join(" ".join(command_of(p)) for p in local.below())
     for part in ("jupyterhub -f", "proxy", "gpuspawner.service", "idle_culler", "singleuser"):
         assert part in names, names
-    assert local.interrupt() == 0
-    check_nothing_runs(local, processes)
+    check_end(local, OPENING_GRANT, seen, signal.SIGINT)
     left = local.balance()
     assert 0 < left < OPENING_GRANT
-    assert sum(lease.charged for lease in local.leases()) == OPENING_GRANT - left
 
     # The second demo finds everything again.
     password = local.password()
@@ -280,9 +292,8 @@ def test_demo_runs_without_docker(local: DemoProcess) -> None:
     check_conflicts(local)
 
     # Its hub is killed: nothing is left of it, and the member pays up to when the server was seen.
-    member = Visitor(local.url, "member1", password)
-    member.spawn({"environment": "notebook", "gpus": "1", "gpu_model": "T4"})
-    assert member.run("print(open('notes.txt').read())") == "one more run\n\n"
+    seen = use_gpus(local, 4, environment="several", gpus="2")
+    assert seen["notes"] == "one more run\n" * 2
     processes = local.below()
     next(p for p in processes if "jupyterhub -f" in " ".join(command_of(p))).kill()
     assert local.process is not None
@@ -312,22 +323,12 @@ def test_demo_runs_servers_in_docker(
     assert docker.password() == "chosen by the newcomer"
     assert not (docker.folder / "password").exists()
 
-    seen = use_a_gpu(docker)
+    seen = use_gpus(docker, 4, environment="notebook", gpus="1", gpu_model="T4")
     check_environment(docker, seen)
-    check_price(docker, OPENING_GRANT, seen)
     assert seen["cwd"] == "/home/jovyan/work"
-
-    member = Visitor(docker.url, "member1", docker.password())
-    member.spawn({"environment": "cpu"})
-    assert "setosa" in member.run("print(open('/datasets/sample/iris.csv').read())")
-    read_only = "import os; print(os.statvfs('/datasets/sample').f_flag & os.ST_RDONLY)"
-    assert member.run(read_only).strip() == "1"
-    assert json.loads(member.run(LOOK))["env"]["NVIDIA_VISIBLE_DEVICES"] == "void"
-
-    processes = docker.below()
+    assert "setosa" in seen["sample"] and seen["sample is read-only"]
     assert len(clean_engine.client.containers()) == 1
-    assert docker.interrupt() == 0
-    check_nothing_runs(docker, processes)
+    check_end(docker, OPENING_GRANT, seen, signal.SIGTERM)
     wait_for(lambda: not clean_engine.client.containers(all=True), "the deletion")
 
     # The machine has GPUs, as NVML shows them (here a stand-in); a container proves that the
@@ -341,28 +342,20 @@ def test_demo_runs_servers_in_docker(
     docker.start()
     assert "GPUs: 2 x NVIDIA A100-SXM4-80GB (driver 550.54.15)" in docker.said()
     assert docker.balance() == left
-
-    member = Visitor(docker.url, "member1", docker.password())
-    member.spawn({"environment": "notebook"})
-    look = "print(os.environ['NVIDIA_VISIBLE_DEVICES'], *glob.glob('/dev/nvidia?'))"
+    seen = use_gpus(docker, 2, environment="notebook")
     lease = docker.leases()[0]
     index = lease.devices[0].index
-    assert member.run(f"import glob, os; {look}").split() == [
-        gpus[index].uuid,
-        f"/dev/nvidia{index}",
-    ]
+    assert seen["env"]["NVIDIA_VISIBLE_DEVICES"] == gpus[index].uuid
+    assert seen["gpus"] == [f"/dev/nvidia{index}"]
     assert lease.rate == 4 * MICRO
-    assert member.run("print(open('notes.txt').read())") == "one more run\n\n"
-    processes = docker.below()
-    assert docker.interrupt(signal.SIGTERM) == 0
-    check_nothing_runs(docker, processes)
+    assert seen["notes"] == "one more run\n" * 2
+    check_end(docker, left, seen, signal.SIGHUP)
 
     # An engine that hands over none: the demo says so, and goes on without it.
     clean_engine.set_devices([])
-    docker.start()
-    assert "The container engine cannot hand GPUs to containers." in docker.said()
-    assert "as local processes" in docker.said()
-    assert docker.interrupt(signal.SIGHUP) == 0
+    said = docker.refusal(DECIDE)
+    assert "The container engine cannot hand GPUs to containers." in said
+    assert "as local processes" in said
 
 
 @pytest.mark.parametrize(

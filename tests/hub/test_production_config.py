@@ -144,11 +144,11 @@ def test_shipped_config_runs_isolated_member_servers(lab: Lab) -> None:
     # The hub restarts; the member's server goes on, reachable all the while.
     lab.hub.kill9(services=True)
     assert lab.hub.log_text()
-    page = ada.session.get(f"{lab.hub.url}/user/ada/api", timeout=120)
-    assert page.status_code == 200 and page.json()["version"]
+    page = partial(ada.session.get, f"{lab.hub.url}/user/ada/api", timeout=120)
+    assert page().json()["version"]
     lab.hub.restart()
+    assert page().json()["version"]
     assert [each.id for each in lab.leases("ada")] == [lease.id]
-    assert json.loads(ada.run(LOOK))["notes"] == "here" * 2
 
     ada.stop()
     (lease,) = lab.leases("ada")
@@ -160,6 +160,6 @@ def test_shipped_config_runs_isolated_member_servers(lab: Lab) -> None:
 
     ada.spawn({"environment": "cpu"})
     saw = json.loads(ada.run(LOOK))
-    assert saw["devices"] == ["void"] and saw["notes"] == "here" * 3
+    assert saw["devices"] == ["void"] and saw["notes"] == "here" * 2
     host = lab.engine.client.inspect_container("jupyter-ada")["HostConfig"]
     assert host["Memory"] == 4 * 2**30, "the catalog's limit goes before the hub's"
