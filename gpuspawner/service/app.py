@@ -35,7 +35,7 @@ from ..web import frame, pages
 from ..web.base import Context
 from ..web.frame import Frame
 from .device_monitor import GPUSampler
-from .disk_monitor import disk_rounds
+from .disk_monitor import disk_rounds, workspace_rounds
 from .duties import (
     CreditDuty,
     FolderOwnerDuty,
@@ -49,7 +49,6 @@ from .hub_client import HubClient
 from .image_prefetch import ImagePrefetcher
 from .notifier import GPUNotifications, Notifier
 from .worker import Round, Supervisor, Tick, Watchdog
-from .workspace_monitor import workspace_rounds
 
 PID = "GPUSPAWNER_HUB_PID"
 ID_FILE = "GPUSPAWNER_HUB_ID_FILE"

@@ -1,8 +1,11 @@
-"""The duty for the engine's disk: measures containers, and has oversized servers stopped.
+"""The duties for disks: containers are measured so that none fills the engine's, and workspaces.
 
 Servers that wrote too much are stopped before the disk is full. Only the engine can tell a
 container's size, and visits every file in it. So that is rarely asked, unless the disk's free space
 decreases: no server can have written more than that.
+
+Workspaces are measured for the page that lists them. That visits every file too, so one directory
+is measured after the other, with pauses, and never while somebody waits for a page.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from docker.errors import NotFound
 
@@ -24,7 +27,11 @@ from ..leases.models import Lease
 from ..slurm.cluster import Cluster
 from ..slurm.images import connector
 from ..slurm.scheduler import SlurmDelegate
+from ..storage.directories import volume_sizes
+from ..storage.repository import Workspace
 from .worker import Round, Tick, TickDuty
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 2.0
 """Seconds between two checks of the disk's free space."""
@@ -213,7 +220,7 @@ def node_of(cluster: Cluster, engine: str, lease: Lease) -> str:
 
 
 def disk_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
-    """Return these duties: one for this machine's engine, one for those of a cluster."""
+    """Return the duties for containers: of this machine's engine, and of those of a cluster."""
     engine = DockerEngine(partial(client_from_environment, PATIENCE_SECONDS))
     here = DiskDuty(tick, {HERE: engine}, lambda x: HERE if x.engine == engine.name else "", poke)
     rounds: list[Round] = [(LOOK_SECONDS, "Disk", here.round)]
@@ -224,3 +231,66 @@ def disk_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
         on_nodes = DiskDuty(tick, nodes, partial(node_of, cluster, delegate.engine), poke)
         rounds.append((LOOK_SECONDS, "Disks of nodes", on_nodes.round))
     return rounds
+
+
+WORKSPACE_ROUND_SECONDS = 30.0
+"""Seconds between two searches for workspaces to measure."""
+WORKSPACE_PATIENCE_SECONDS = 600.0
+"""Seconds for one directory; the size of one that takes longer is unknown."""
+
+
+class WorkspaceDuty(TickDuty):
+    """Measures workspaces: directories of this machine, and volumes of its engine."""
+
+    def __init__(self, tick: Tick, engine: DockerEngine) -> None:
+        super().__init__(tick)
+        self.engine = engine
+        self._under_way = set[str]()
+        """What is measured, also by threads that nobody waits for any more."""
+
+    async def round(self) -> None:
+        """Measure what is due."""
+        storage = self.services.storage
+        unmeasured = await self.services.run(storage.unmeasured)
+        due = [some for some in unmeasured if some.source not in self._under_way]
+        if volumes := [some for some in due if some.is_volume]:
+            names = [some.source for some in volumes]
+            with self.tick.going_on("Sizes of volumes"):
+                sizes = await self._paced(partial(self.engine.call, volume_sizes), *names)
+                for some in volumes:
+                    storage.keep_size(some.source, sizes.get(some.source))
+        for some in due:
+            if not some.is_volume:
+                with self.tick.going_on(f"Size of {some.source}"):
+                    await self._measure(some)
+
+    async def _measure(self, some: Workspace) -> None:
+        storage = self.services.storage
+        try:
+            use = await self._paced(
+                partial(storage.use_of, some.source, some.quota, WORKSPACE_PATIENCE_SECONDS),
+                some.source,
+            )
+        except asyncio.TimeoutError as error:  # the thread may never end; there is one at most
+            storage.keep_size(some.source, None)
+            raise Unavailable("its file system is not responding") from error
+        storage.keep_size(some.source, use.used if use else None)
+
+    async def _paced(self, work: Callable[[], T], *sources: str) -> T:
+        """Return the result of blocking work, after a pause. Raises asyncio.TimeoutError."""
+        began = time.monotonic()
+        self._under_way.update(sources)
+        result = in_daemon_thread(
+            "gpuspawner-workspaces", work, lambda: self._under_way.difference_update(sources)
+        )
+        await asyncio.wait({result}, timeout=2 * WORKSPACE_PATIENCE_SECONDS)
+        await asyncio.sleep(MOST_BUSY * (time.monotonic() - began))
+        if not result.done():
+            raise asyncio.TimeoutError
+        return result.result()
+
+
+def workspace_rounds(tick: Tick) -> list[Round]:
+    """Return the duty for workspaces."""
+    engine = DockerEngine(partial(client_from_environment, WORKSPACE_PATIENCE_SECONDS))
+    return [(WORKSPACE_ROUND_SECONDS, "Workspaces", WorkspaceDuty(tick, engine).round)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -88,9 +87,8 @@ def server() -> Iterator[Callable[[Lease], subprocess.Popen[bytes]]]:
             "JUPYTERHUB_USER": lease.server.user,
             "JUPYTERHUB_SERVER_NAME": lease.server.name,
         }
-        code = "import time; print('up', flush=True); time.sleep(600)"
         process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            ["sh", "-c", "echo up; exec sleep 600"],
             env=os.environ | environment,
             start_new_session=True,
             stdout=subprocess.PIPE,

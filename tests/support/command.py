@@ -1,14 +1,22 @@
-"""The command line as a process, in a hub's working directory, with the hub's services."""
+"""The command line in a hub's working directory, with the hub's services."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gpuspawner.cli.app import main
 from gpuspawner.cli.config import sqlite_path
+from gpuspawner.db.engine import Store
 from gpuspawner.leases.models import Lease, Request, ServerRef
 from gpuspawner.services import Services
 from tests.support.preloaded import PRELOADED, PYTHONPATH
@@ -21,8 +29,10 @@ GRACE = ServerRef("grace", "night")
 class Command:
     """``gpuspawner`` in a hub's working directory, on its database."""
 
-    def __init__(self, folder: Path, database_url: str) -> None:
+    def __init__(self, folder: Path, database_url: str, *, is_process: bool = True) -> None:
         self.folder = folder
+        self.is_process = is_process
+        """False: commands run in this process, which takes a fraction of the time."""
         self.database_url = database_url
         self.environment = {"PATH": os.environ["PATH"], "PYTHONPATH": PYTHONPATH, "TZ": "UTC"}
         self.hub_said = ""
@@ -50,7 +60,8 @@ class Command:
     def __call__(
         self, *arguments: str, code: int = 0, answer: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        done = PRELOADED.run(arguments, self.folder, self.environment | environment, answer)
+        run = PRELOADED.run if self.is_process else run_here
+        done = run(arguments, self.folder, self.environment | environment, answer)
         assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode == code, done.stdout + done.stderr
         line = f"{self.hub_line}\n"
@@ -60,6 +71,35 @@ class Command:
 
     def json(self, *arguments: str, **kwargs: Any) -> Any:
         return json.loads(self(*arguments, "--json", **kwargs).stdout)
+
+
+def run_here(
+    arguments: Sequence[str], folder: Path, environment: Mapping[str, str], answer: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process, with this folder, environment and input."""
+    stdin, stdout, stderr = (
+        io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8") for text in (answer, "", "")
+    )
+    known = set(Store._open)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name in set(os.environ) - set(environment):
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        for name, stream in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
+            patch.setattr(sys, name, stream)
+        time.tzset()
+        code = main(arguments)
+    time.tzset()
+    for url in set(Store._open) - known:
+        Store._open[url].close()
+    said = []
+    for stream in (stdout, stderr):
+        stream.flush()
+        stream.seek(0)
+        said.append(stream.read())
+    return subprocess.CompletedProcess(list(arguments), code, *said)
 
 
 def grant(

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,15 @@ class PrivatePostgres:
             except subprocess.TimeoutExpired:
                 end_process(self._process.pid)
             self._process = None
+
+    @contextlib.contextmanager
+    def halted(self) -> Iterator[None]:
+        """The server does not answer within the block."""
+        self.halt()
+        try:
+            yield
+        finally:
+            self.start()
 
     def stop(self) -> None:
         """End the server and remove its files."""

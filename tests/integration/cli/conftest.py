@@ -17,7 +17,7 @@ from tests.support.command import FLEET, Command
 
 @pytest.fixture
 def cli(tmp_path: Path, database_url: str) -> Command:
-    return Command(tmp_path, database_url)
+    return Command(tmp_path, database_url, is_process=False)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from gpuspawner.db.engine import Store
 from gpuspawner.services import Services
 from tests.support.broken_stores import by_hand
 from tests.support.brokers import Clock, broken_invariants, open_services, running
+from tests.support.parts import each_database
 from tests.support.years import Year, write_year
 
 
@@ -58,62 +59,79 @@ def test_correct_database_passes_every_check(used: Services) -> None:
     assert rows["postings"] == 2 * rows["transfers"] > 20
 
 
-WRONG = {
-    "references": (
+WRONG = (
+    (
+        "references",
         "UPDATE transfers SET lease_id = 'nobody' WHERE kind = 'refund'",
         "transfers.lease_id is 'nobody', but leases has no such row",
     ),
-    "places": ("UPDATE lease_places SET open = false WHERE open", "is open, but its device"),
-    "order of times": (
+    (
+        "places",
+        "UPDATE lease_places SET open = false WHERE open",
+        "is open, but its device",
+    ),
+    (
+        "order of times",
         "UPDATE leases SET started_at = NULL WHERE state = 'running'",
         "its times contradict that",
     ),
-    "whole transfers": (
+    (
+        "whole transfers",
         "DELETE FROM postings "
         "WHERE transfer_id IN (SELECT id FROM transfers WHERE kind = 'refund')",
         "has no postings: it moved nothing",
     ),
-    "marks of postings": (
+    (
+        "marks of postings",
         "UPDATE postings SET apart = NOT apart "
         "WHERE transfer_id IN (SELECT id FROM transfers WHERE kind = 'refund')",
         "are marked wrongly",
     ),
-    "zero sum": (
+    (
+        "zero sum",
         "UPDATE postings SET amount = amount + 1 WHERE id = 1",
         "sum to 1 microcredits, not zero",
     ),
-    "balances": (
+    (
+        "balances",
         "UPDATE accounts SET balance = balance - 1 WHERE name = 'member:bert'",
         "The balance of member:bert is 97999999 microcredits, but its postings sum to 98000000",
     ),
-    "charges of leases": (
+    (
+        "charges of leases",
         "UPDATE leases SET charged = charged + 5 WHERE state = 'running'",
         "microcredits were charged, but its postings took",
     ),
-    "credits that ended": (
+    (
+        "credits that ended",
         "UPDATE lots SET taken = taken - 1",
         "4 microcredits of member:bert expired by its lots, but not by its postings",
     ),
-    "settlement of leases": (
+    (
+        "settlement of leases",
         "UPDATE leases SET ended_at = '2025-03-09 12:00:00' WHERE \"user\" = 'anna'",
         "has ended and owed",
     ),
-}
+    (
+        "settlement of leases",
+        "UPDATE leases SET outcome = '' WHERE outcome = 'failed'",
+        "has ended and owed 333333 microcredits, but 0",
+    ),
+)
+"""Invariants, a statement that breaks each, and what the audit says of the first wrong row."""
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_audit_names_the_first_wrong_row(used: Services, name: str) -> None:
-    statement, sentence = WRONG[name]
+@each_database
+def test_audit_names_the_first_wrong_row(used: Services) -> None:
     with by_hand(used) as connection:
-        assert connection.exec_driver_sql(statement).rowcount >= 1
-    assert sentence in broken_invariants(used)[name]
-
-
-def test_audit_finds_an_uncharged_ended_lease(used: Services) -> None:
-    with by_hand(used) as connection:
-        connection.exec_driver_sql("UPDATE leases SET outcome = '' WHERE outcome = 'failed'")
-    sentence = broken_invariants(used)["settlement of leases"]
-    assert "has ended and owed 333333 microcredits, but 0" in sentence
+        connection.commit()
+        for name, statement, sentence in WRONG:
+            if used.store.dialect == "sqlite":
+                connection.exec_driver_sql("BEGIN")
+            assert connection.exec_driver_sql(statement).rowcount >= 1, name
+            assert sentence in next(audit.CHECKS[name](connection), ""), name
+            connection.rollback()
+    assert broken_invariants(used) == {}
 
 
 def test_audit_finds_wrong_refills_and_expired_credits(used: Services) -> None:
@@ -161,12 +179,9 @@ def test_audit_finds_a_transfer_key_posted_twice(used: Services) -> None:
     assert "The key opening:member:anna was posted 2 times" in broken_invariants(used)["keys"]
 
 
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_damaged_sqlite_file_stops_the_audit(used: Services) -> None:
-    if used.store.dialect == "postgresql":
-        # It looks after its own pages; what it says of them is an error like any other.
-        with used.store.read() as connection:
-            assert list(audit.CHECKS["file"](connection)) == []
-        return
+    """PostgreSQL looks after its own pages."""
     with used.store.engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
         page = connection.exec_driver_sql(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sqlite3
 import stat
 import time
@@ -159,36 +160,34 @@ SPOILT: list[tuple[float | str, str]] = [
 """The part of a backup that is left, or what was changed in it, and why it is refused."""
 
 
-@pytest.mark.parametrize(("spoilt", "why"), SPOILT)
-def test_spoilt_backup_is_not_restored(
-    used: Services, database_url: str, tmp_path: Path, spoilt: float | str, why: str
+def test_spoilt_or_foreign_file_is_not_restored(
+    used: Services, database_url: str, tmp_path: Path
 ) -> None:
-    file = tmp_path / "copy"
-    backup.back_up(used.store, file)
-    if isinstance(spoilt, float):
-        os.truncate(file, int(file.stat().st_size * spoilt))
-    else:
-        with closing(sqlite3.connect(file)) as connection:
-            connection.execute(spoilt)
-            connection.commit()
+    whole, file = tmp_path / "whole", tmp_path / "copy"
+    backup.back_up(used.store, whole)
     used.store.close()
-    with pytest.raises((BackupRefused, ConfigError), match=why):
-        backup.restore(database_url, file, overwrite=True)
-    with closing(Store(database_url)) as store:
-        assert len(contents(store)["leases"]) == 2
+    for spoilt, why in SPOILT:
+        shutil.copy(whole, file)
+        if isinstance(spoilt, float):
+            os.truncate(file, int(file.stat().st_size * spoilt))
+        else:
+            with closing(sqlite3.connect(file)) as connection:
+                connection.execute(spoilt)
+                connection.commit()
+        with pytest.raises((BackupRefused, ConfigError), match=why):
+            backup.restore(database_url, file, overwrite=True)
 
-
-def test_file_that_is_not_a_backup_is_rejected(empty_database_url: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     with closing(sqlite3.connect(other)) as connection:
         connection.execute("CREATE TABLE recipes (name TEXT)")
     (tmp_path / "text").write_text("Dear diary, " * 1000)
+    before = other.read_bytes()
     for name in ("other", "text", "not-there"):
         with pytest.raises(BackupRefused, match="was not put in place"):
-            backup.restore(empty_database_url, tmp_path / name)
-    with closing(sqlite3.connect(other)) as connection:
-        names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master")]
-    assert names == ["recipes"], "what is somebody else's stays as it is"
+            backup.restore(database_url, tmp_path / name, overwrite=True)
+    assert other.read_bytes() == before, "what is somebody else's stays as it is"
+    with closing(Store(database_url)) as store:
+        assert len(contents(store)["leases"]) == 2
 
 
 def test_restore_replaces_a_damaged_database_but_not_by_itself(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ HOUR = 60 * MINUTE
 YEAR = 365 * DAY
 NOW = 1_800_000_000 * SECOND
 A_CREDIT_A_SECOND: dict[str, Any] = {"opening_grant": 100_000, "gpu_rates": {"*": 3600}}
-STEPS = pytest.mark.parametrize("step", [2 * HOUR, -2 * HOUR, YEAR, -YEAR])
+STEPS = pytest.mark.parametrize("step", [2 * HOUR, -YEAR])
 
 
 class Machine:
@@ -91,9 +91,6 @@ def start(database_url: str, machine: Machine) -> Iterator[Start]:
     yield start
     for services in started.values():
         services.store.close()
-
-
-SMALL = pytest.mark.parametrize("small", [3 * SECOND, -3 * SECOND, 59 * SECOND, -59 * SECOND])
 
 
 def start_server(services: Services, user: str = "ada", seconds: int | None = None) -> Lease:
@@ -200,9 +197,7 @@ def test_clock_step_between_crash_and_restart_has_no_effect(
 # A step that lasts.
 
 
-@pytest.mark.parametrize(
-    ("step", "lasts"), [(2 * HOUR, LASTS), (-2 * HOUR, LASTS), (YEAR, LASTS_LONG)]
-)
+@pytest.mark.parametrize(("step", "lasts"), [(-2 * HOUR, LASTS), (YEAR, LASTS_LONG)])
 def test_times_follow_a_lasting_clock_step_but_durations_stay(
     start: Start, machine: Machine, step: int, lasts: int
 ) -> None:
@@ -291,7 +286,7 @@ def test_waiting_time_is_unchanged_by_a_clock_step(start: Start, machine: Machin
     assert open_lease.ends_at and known.ends_at == open_lease.ends_at.timestamp()
 
 
-@SMALL
+@pytest.mark.parametrize("small", [59 * SECOND, -59 * SECOND])
 def test_small_clock_correction_leaves_charges_unchanged(
     start: Start, machine: Machine, small: int
 ) -> None:
@@ -363,7 +358,7 @@ def restart_with_a_wrong_clock(
     return services, lease, verdict.event if verdict else ""
 
 
-@pytest.mark.parametrize("wrong", [-2 * HOUR, -YEAR, YEAR])
+@pytest.mark.parametrize("wrong", [-2 * HOUR, YEAR])
 def test_wrong_clock_after_boot_does_not_end_or_overcharge(
     start: Start, machine: Machine, wrong: int
 ) -> None:
@@ -469,16 +464,15 @@ print(json.dumps([verdict.event, lease.charged, over, services.clock().isoformat
 """
 
 
-@pytest.mark.parametrize("step", [7200, -31_536_000])
 def test_service_started_after_a_clock_step_charges_correctly(
-    processes: None, database_url: str, step: int
+    processes: None, database_url: str
 ) -> None:
     """The hub's process keeps the old time; the new one has only the kernel and the store."""
     services = open_services(database_url, **A_CREDIT_A_SECOND)
     request, terms = Request(devices=1, environment="pytorch"), Terms(seconds=3600)
     lease = services.leases.grant(ServerRef("ada"), request, engine="docker", terms=terms)
     lease = services.leases.confirm(lease.id)
-    command = wall_clock_apart(step)([sys.executable, "-c", SERVICE, database_url])
+    command = wall_clock_apart(-YEAR // SECOND)([sys.executable, "-c", SERVICE, database_url])
     before = services.clock()
     done = subprocess.run(command, stdout=subprocess.PIPE, cwd=REPO, check=True, text=True)
     after = services.clock()
@@ -491,25 +485,33 @@ def test_service_started_after_a_clock_step_charges_correctly(
     services.store.close()
 
 
-@pytest.mark.parametrize("step", [7200, -31_536_000])
+@pytest.fixture
+def other_time(postgres: PrivatePostgres) -> Iterator[int]:
+    """PostgreSQL's clock is set by so many seconds when it starts again."""
+    seconds, before = -YEAR // SECOND, postgres.around
+    postgres.around = apart(seconds)
+    yield seconds
+    postgres.halt()
+    postgres.around = before
+    postgres.start()
+
+
 def test_clock_step_on_the_database_host_has_no_effect(
-    postgres_servers: None, machine: Machine, step: int
+    postgres: PrivatePostgres, other_time: int, machine: Machine
 ) -> None:
-    with PrivatePostgres() as server:
-        services = open_services(server.fresh_database(), **A_CREDIT_A_SECOND)
-        services.clock = services.store.clock = SteadyClock(services.store, machine.read)
-        lease = session(services, machine)
-        machine.forward(10 * SECOND)
-        assert charged(services, lease) == 10
-        server.halt()
-        server.around = apart(step)
-        server.start()
-        assert server.seconds_ahead() == pytest.approx(step, abs=60)
-        services.clock_corrections.keep()
-        machine.forward(10 * SECOND)
-        assert charged(services, lease) == 20
-        assert over(services) == []
-        ended = services.leases.release(lease.id, ended_at=machine.engine_now, reason="stopped")
-        assert ended.charged == 20 * MICRO
-        assert problems(services.store) == []
-        services.store.close()
+    services = open_services(postgres.migrated_database(), **A_CREDIT_A_SECOND)
+    services.clock = services.store.clock = SteadyClock(services.store, machine.read)
+    lease = session(services, machine)
+    machine.forward(10 * SECOND)
+    assert charged(services, lease) == 10
+    postgres.halt()
+    postgres.start()
+    assert postgres.seconds_ahead() == pytest.approx(other_time, abs=60)
+    services.clock_corrections.keep()
+    machine.forward(10 * SECOND)
+    assert charged(services, lease) == 20
+    assert over(services) == []
+    ended = services.leases.release(lease.id, ended_at=machine.engine_now, reason="stopped")
+    assert ended.charged == 20 * MICRO
+    assert problems(services.store) == []
+    services.store.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from itertools import product
 from typing import Any
 
 import pytest
@@ -71,56 +72,35 @@ def ticket_row(name: str, **changes: Any) -> dict[str, Any]:
     return row | {"created_at": T0} | changes
 
 
-# One open lease a slot.
-
-
 @each_database
 def test_slot_has_at_most_one_open_lease(store: Store) -> None:
-    for name in ("one", "two"):
+    for name in ("one", "two", "three"):
         insert(store, db_schema.leases, **lease_row(name))
     insert(store, db_schema.lease_places, **place_row("one"))
     with pytest.raises(IntegrityError):
         insert(store, db_schema.lease_places, **place_row("two"))
     insert(store, db_schema.lease_places, **place_row("two", slot=1))
     insert(store, db_schema.lease_places, **place_row("two", uuid="GPU-2"))
-    assert count(store, db_schema.lease_places) == 3
-
-
-@each_database
-def test_update_cannot_give_a_slot_two_leases(store: Store) -> None:
-    for name, uuid in (("one", "GPU-1"), ("two", "GPU-2")):
-        insert(store, db_schema.leases, **lease_row(name))
-        insert(store, db_schema.lease_places, **place_row(name, uuid))
+    other = sa.update(db_schema.lease_places).where(db_schema.lease_places.c.uuid == "GPU-2")
     with pytest.raises(IntegrityError), store.write() as connection:
-        connection.execute(sa.update(db_schema.lease_places).values(uuid="GPU-1"))
+        connection.execute(other.values(uuid="GPU-1"))
     with store.read() as connection:
         assert leases_repository.taken(connection) == {
             Slot("GPU-1", 0): "one",
+            Slot("GPU-1", 1): "two",
             Slot("GPU-2", 0): "two",
         }
-
-
-@each_database
-def test_ended_lease_frees_its_slot_for_one_lease(store: Store) -> None:
-    for name in ("one", "two", "three"):
-        insert(store, db_schema.leases, **lease_row(name))
-    insert(store, db_schema.lease_places, **place_row("one"))
+    # An ended lease frees its place for one other, and does not come back while that has it.
     with store.write() as connection:
         leases_repository.end(connection, "one", T0, "stopped", charged=0)
-    insert(store, db_schema.lease_places, **place_row("two"))
-    with pytest.raises(IntegrityError):
-        insert(store, db_schema.lease_places, **place_row("three"))
+    insert(store, db_schema.lease_places, **place_row("three"))
+    again = sa.update(db_schema.lease_places).where(db_schema.lease_places.c.lease_id == "one")
     with pytest.raises(IntegrityError), store.write() as connection:
-        # An ended lease does not come back while another has its place.
-        again = sa.update(db_schema.lease_places).where(db_schema.lease_places.c.lease_id == "one")
         connection.execute(again.values(open=True))
 
 
-# One open lease, one waiting ticket a server.
-
-
 @each_database
-def test_server_has_at_most_one_open_lease(store: Store) -> None:
+def test_server_has_at_most_one_open_lease_and_ticket(store: Store) -> None:
     insert(store, db_schema.leases, **lease_row("one", user="anna"))
     with pytest.raises(IntegrityError):
         insert(store, db_schema.leases, **lease_row("two", user="anna", state="running"))
@@ -129,53 +109,56 @@ def test_server_has_at_most_one_open_lease(store: Store) -> None:
     with store.write() as connection:
         leases_repository.end(connection, "one", T0, "stopped", charged=0)
     insert(store, db_schema.leases, **lease_row("two", user="anna"))
+    again = sa.update(db_schema.leases).where(db_schema.leases.c.id == "one")
     with pytest.raises(IntegrityError), store.write() as connection:
-        values = {"state": "running", "ended_at": None}
-        connection.execute(
-            sa.update(db_schema.leases).where(db_schema.leases.c.id == "one").values(values)
-        )
+        connection.execute(again.values(state="running", ended_at=None))
 
-
-@each_database
-def test_server_has_at_most_one_waiting_ticket(store: Store) -> None:
     insert(store, db_schema.tickets, **ticket_row("one"))
     with pytest.raises(IntegrityError):
         insert(store, db_schema.tickets, **ticket_row("two"))
     insert(store, db_schema.tickets, **ticket_row("named", server_name="lab"))
+    end = sa.update(db_schema.tickets).where(db_schema.tickets.c.id == "one")
     with store.write() as connection:
-        ended = {"state": "ended", "ended_at": T0, "outcome": "granted"}
-        only = db_schema.tickets.c.id == "one"
-        connection.execute(sa.update(db_schema.tickets).where(only).values(ended))
+        connection.execute(end.values(state="ended", ended_at=T0, outcome="granted"))
     insert(store, db_schema.tickets, **ticket_row("two"))
 
 
-@each_database
-@pytest.mark.parametrize(
-    ("table", "row"),
-    [
-        (db_schema.leases, lease_row("one", state="ended")),
-        (db_schema.leases, lease_row("one", ended_at=T0)),
-        (db_schema.leases, lease_row("one", state="running", ended_at=T0)),
-        (db_schema.leases, lease_row("one", state="paused")),
-        (db_schema.leases, lease_row("one", rate=-1)),
-        (db_schema.leases, lease_row("one", hold=-1)),
-        (db_schema.leases, lease_row("one", charged=-1)),
-        (db_schema.leases, lease_row("one", account="member:nobody")),
-        (db_schema.tickets, ticket_row("one", state="ended")),
-        (db_schema.tickets, ticket_row("one", ended_at=T0)),
-        (db_schema.tickets, ticket_row("one", state="lost")),
-        (db_schema.lease_places, place_row("no such lease")),
-        (
-            db_schema.devices,
-            {"uuid": "GPU-1", "index": 0, "model": "A100", "memory_bytes": 80, "slots": 0}
-            | {"status": "ok", "observed_at": T0},
-        ),
-    ],
+GIFT = ledger_rules.transfer_id("gift")
+DEVICE = {"uuid": "GPU-1", "index": 0, "model": "A100", "memory_bytes": 80, "slots": 0}
+TWICE = {"id": "other", "key": "gift", "kind": "grant", "at": T0, "actor": "a", "reason": "r"}
+IMPOSSIBLE: tuple[tuple[sa.Table, dict[str, Any]], ...] = (
+    (db_schema.leases, lease_row("one", state="ended")),
+    (db_schema.leases, lease_row("one", ended_at=T0)),
+    (db_schema.leases, lease_row("one", state="running", ended_at=T0)),
+    (db_schema.leases, lease_row("one", state="paused")),
+    (db_schema.leases, lease_row("one", rate=-1)),
+    (db_schema.leases, lease_row("one", hold=-1)),
+    (db_schema.leases, lease_row("one", charged=-1)),
+    (db_schema.leases, lease_row("one", account="member:nobody")),
+    (db_schema.tickets, ticket_row("one", state="ended")),
+    (db_schema.tickets, ticket_row("one", ended_at=T0)),
+    (db_schema.tickets, ticket_row("one", state="lost")),
+    (db_schema.lease_places, place_row("no such lease")),
+    (db_schema.devices, DEVICE | {"status": "ok", "observed_at": T0}),
+    (db_schema.transfers, TWICE),
+    (db_schema.postings, {"transfer_id": "no such transfer", "account": ANNA, "amount": 1}),
+    (db_schema.postings, {"transfer_id": GIFT, "account": "member:nobody", "amount": 1}),
+    (db_schema.accounts, {"name": "member:bert", "balance": -(2**62) - 1, "opened_at": T0}),
 )
-def test_impossible_rows_are_rejected(store: Store, table: sa.Table, row: dict[str, Any]) -> None:
-    with pytest.raises(IntegrityError):
-        insert(store, table, **row)
-    assert count(store, table) == 0
+
+
+@each_database
+def test_impossible_rows_are_rejected(store: Store) -> None:
+    with store.write() as connection:
+        ledger_repository.post(connection, grant("gift"))
+    for table, row in IMPOSSIBLE:
+        before = count(store, table)
+        with pytest.raises(IntegrityError):
+            insert(store, table, **row)
+        assert count(store, table) == before, row
+    insert(store, db_schema.transfers, **{**TWICE, "key": "another"})
+    with pytest.raises(sa.exc.StatementError, match="time zone"):
+        insert(store, db_schema.leases, **lease_row("one", granted_at=datetime(2025, 3, 1)))
 
 
 # The ledger is append-only.
@@ -186,57 +169,23 @@ def grant(key: str, amount: int = 5, account: str = ANNA) -> Any:
 
 
 @each_database
-@pytest.mark.parametrize(
-    "table", [db_schema.transfers, db_schema.postings], ids=lambda t: str(t.name)
-)
-@pytest.mark.parametrize("verb", ["update", "delete"])
-def test_posted_rows_cannot_be_updated_or_deleted(store: Store, table: sa.Table, verb: str) -> None:
+def test_posted_rows_cannot_be_changed(store: Store) -> None:
     with store.write() as connection:
         ledger_repository.post(connection, grant("gift"))
         before = ledger_repository.of_key(connection, "gift")
-    change = {
-        "update": sa.update(table).values(
-            {"reason": "x"} if "reason" in table.c else {"amount": 9}
-        ),
-        "delete": sa.delete(table),
-    }[verb]
-    with pytest.raises(IntegrityError, match="append-only"), store.write() as connection:
-        connection.execute(change)
+    changes: list[Any] = [
+        sa.update(db_schema.transfers).values(reason="x"),
+        sa.update(db_schema.postings).values(amount=9),
+        sa.delete(db_schema.transfers),
+        sa.delete(db_schema.postings),
+    ]
+    if store.dialect == "postgresql":
+        changes += [sa.text(f"TRUNCATE {table}") for table in ("postings", "transfers CASCADE")]
+    for change in changes:
+        with pytest.raises(IntegrityError, match="append-only"), store.write() as connection:
+            connection.execute(change)
     with store.read() as connection:
         assert ledger_repository.of_key(connection, "gift") == before is not None
-
-
-# SQLite has no TRUNCATE.
-@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-@pytest.mark.parametrize("table", ["postings", "transfers CASCADE"])
-def test_ledger_tables_cannot_be_truncated(store: Store, table: str) -> None:
-    with pytest.raises(IntegrityError, match="append-only"), store.write() as connection:
-        connection.execute(sa.text(f"TRUNCATE {table}"))
-
-
-@each_database
-def test_transfer_key_is_unique(store: Store) -> None:
-    with store.write() as connection:
-        ledger_repository.post(connection, grant("gift"))
-    row = {"id": "other", "key": "gift", "kind": "grant", "at": T0, "actor": "a", "reason": "r"}
-    with pytest.raises(IntegrityError):
-        insert(store, db_schema.transfers, **row)
-    insert(store, db_schema.transfers, **{**row, "key": "another"})
-
-
-@each_database
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"transfer_id": "no such transfer", "account": ANNA, "amount": 1},
-        {"transfer_id": ledger_rules.transfer_id("gift"), "account": "member:nobody", "amount": 1},
-    ],
-)
-def test_posting_needs_an_existing_transfer_and_account(store: Store, row: dict[str, Any]) -> None:
-    with store.write() as connection:
-        ledger_repository.post(connection, grant("gift"))
-    with pytest.raises(IntegrityError):
-        insert(store, db_schema.postings, **row)
 
 
 # The same as domain errors, and nothing half-written.
@@ -297,12 +246,6 @@ def test_lease_is_read_back_as_written(store: Store) -> None:
 
 
 @each_database
-def test_time_without_a_time_zone_is_rejected(store: Store) -> None:
-    with pytest.raises(sa.exc.StatementError, match="time zone"):
-        insert(store, db_schema.leases, **lease_row("one", granted_at=datetime(2025, 3, 1)))
-
-
-@each_database
 def test_more_than_1000_open_leases_are_read(store: Store) -> None:
     with store.write() as connection:
         for number in range(1001):
@@ -349,14 +292,13 @@ def test_transfer_batch_skips_those_already_posted(store: Store) -> None:
 
 
 @each_database
-@pytest.mark.parametrize("at_once", [True, False])
-def test_transfer_batch_is_posted_entirely_or_not_at_all(store: Store, at_once: bool) -> None:
+def test_transfer_batch_is_posted_entirely_or_not_at_all(store: Store) -> None:
     wrong = {
         "the key 'gift' was used for another amount": [grant("gift"), grant("gift", 6)],
         "would have more than an account can hold": [grant("one"), grant("two", 2**63 - 1)],
         "'member:nobody'": [grant("one"), grant("two", account="member:nobody")],
     }
-    for what, some in wrong.items():
+    for at_once, (what, some) in product((True, False), wrong.items()):
         error = UnknownAccount if "nobody" in what else LedgerError
         with pytest.raises(error, match=what), store.write() as connection:
             for part in [some] if at_once else [[each] for each in some]:
@@ -364,32 +306,25 @@ def test_transfer_batch_is_posted_entirely_or_not_at_all(store: Store, at_once: 
     too_much = [grant("one", 2**63 - 1), grant("two", 2**63 - 1)]
     with pytest.raises(LedgerError, match="no more for member:anna"), store.write() as connection:
         ledger_repository.post_many(connection, too_much, "no more for {name}")
-    assert count(store, db_schema.transfers) == count(store, db_schema.postings) == 0
-
-
-@each_database
-def test_transfer_to_an_unknown_account_writes_nothing(store: Store) -> None:
-    gift = grant("gift", account="member:nobody")
     with pytest.raises(UnknownAccount, match="'member:nobody'"), store.write() as connection:
-        ledger_repository.post(connection, gift)
+        ledger_repository.post(connection, grant("gift", account="member:nobody"))
     assert count(store, db_schema.transfers) == count(store, db_schema.postings) == 0
     with store.read() as connection:
         assert ledger_repository.get_account(connection, ANNA).balance == 0
 
 
 @each_database
-@pytest.mark.parametrize("amount", [2**62, 2**63 - 1])
-def test_balance_beyond_the_limit_is_rejected(store: Store, amount: int) -> None:
+def test_balance_beyond_the_limit_is_rejected(store: Store) -> None:
     """Beyond 64 bits SQLite would go on with a float."""
     with store.write() as connection:
         ledger_repository.post(connection, grant("first", amount=2**62 - 1))
-    with pytest.raises(LedgerError, match="more than an account can hold"):
-        store.run(lambda c: ledger_repository.post(c, grant("second", amount=amount)), write=True)
+    for amount in (2**62, 2**63 - 1):
+        with pytest.raises(LedgerError, match="more than an account can hold"):
+            second = grant("second", amount=amount)
+            store.run(lambda c, it=second: ledger_repository.post(c, it), write=True)
     with store.read() as connection:
         assert ledger_repository.get_account(connection, ANNA).balance == 2**62 - 1
         assert count(store, db_schema.transfers) == 1
-    with pytest.raises(IntegrityError):
-        insert(store, db_schema.accounts, name="member:bert", balance=-(2**62) - 1, opened_at=T0)
 
 
 @each_database

@@ -87,15 +87,6 @@ def test_migrations_produce_the_declared_schema(empty_database_url: str) -> None
     bare.dispose()
 
 
-def test_schema_comparison_detects_differences(empty_database_url: str) -> None:
-    """The comparison above is not blind."""
-    with closing(Store(empty_database_url)) as store, store.write() as connection:
-        connection.execute(sa.text("ALTER TABLE accounts ADD COLUMN nickname TEXT"))
-        connection.execute(sa.text("DROP INDEX one_open_lease_a_server"))
-        kinds = {difference[0] for difference in differences(connection)}
-    assert kinds == {"remove_column", "add_index"}
-
-
 def test_second_migration_changes_nothing(empty_database_url: str) -> None:
     for number in range(2):
         with closing(Store(empty_database_url)) as store, store.write() as connection:
@@ -133,15 +124,17 @@ def test_concurrent_processes_migrate_an_empty_database(empty_database_url: str)
         assert differences(connection) == []
 
 
-@pytest.mark.parametrize("version", ["9999", "0001"])
-def test_database_of_an_unknown_version_is_rejected(empty_database_url: str, version: str) -> None:
+def test_database_of_an_unknown_version_is_rejected(empty_database_url: str) -> None:
     """A newer gpuspawner wrote it, or a state from before the first release."""
-    change = sa.text(f"UPDATE gpuspawner_version SET version_num = '{version}'")
-    with closing(Store(empty_database_url)) as store, store.write() as connection:
-        connection.execute(change)
-    why = f"has version {version}, which this gpuspawner does"
-    with closing(Store(empty_database_url)) as older, pytest.raises(ConfigError, match=why):
-        older.run(ledger_repository.all_accounts)
+    with closing(Store(empty_database_url)) as store:
+        store.run(ledger_repository.all_accounts)
+        for version in ("9999", "0001"):
+            with store.write() as connection:
+                change = f"UPDATE gpuspawner_version SET version_num = '{version}'"
+                connection.execute(sa.text(change))
+            why = f"has version {version}, which this gpuspawner does"
+            with closing(Store(empty_database_url)) as older, pytest.raises(ConfigError, match=why):
+                older.run(ledger_repository.all_accounts)
 
 
 def test_sqlite_files_are_accessible_by_their_owner_only(tmp_path: Path) -> None:
@@ -178,12 +171,6 @@ def test_failed_migration_changes_nothing_and_can_be_repeated(
         assert differences(connection) == []
 
 
-def test_plain_postgresql_url_is_accepted(postgres: PrivatePostgres) -> None:
-    url = sa.make_url(postgres.fresh_database()).set(drivername="postgresql")
-    with closing(Store(url.render_as_string(hide_password=False))) as store:
-        assert store.run(ledger_repository.all_accounts) == []
-
-
 @pytest.mark.parametrize(
     ("url", "said"),
     [
@@ -199,9 +186,10 @@ def test_unsupported_database_url_is_rejected(url: str, said: str) -> None:
 
 
 def test_database_can_be_shared_with_jupyterhub(postgres: PrivatePostgres) -> None:
-    """Its tables and its Alembic version are not ours."""
+    """Its tables and its Alembic version are not ours. The URL names no driver."""
     url = postgres.fresh_database()
     orm.new_session_factory(url)
-    with closing(Store(url)) as store:
+    plain = sa.make_url(url).set(drivername="postgresql")
+    with closing(Store(plain.render_as_string(hide_password=False))) as store:
         assert store.run(ledger_repository.all_accounts) == []
     orm.new_session_factory(url)  # the hub starts again, and finds its version

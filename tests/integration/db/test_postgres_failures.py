@@ -6,20 +6,15 @@ as soon as the database does.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack, suppress
 
 import pytest
 import sqlalchemy as sa
 
 from gpuspawner.core.errors import StoreUnavailable
 from gpuspawner.db import engine as db_engine
-from gpuspawner.db.engine import Store
 from gpuspawner.leases import repository as leases_repository
-from gpuspawner.ledger import repository as ledger_repository
 from tests.support.broken_stores import assert_unavailable, assert_works, in_use
 from tests.support.brokers import open_services
 from tests.support.postgres import PrivatePostgres
@@ -31,36 +26,31 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(db_engine, "BUSY_SECONDS", 0.3)
 
 
-@pytest.fixture(scope="module")
-def server(postgres_servers: None) -> Iterator[PrivatePostgres]:
-    """A server of our own: it is stopped in the middle of everything."""
-    with PrivatePostgres() as server:
-        yield server
-
-
-def test_store_recovers_after_postgresql_restarts(server: PrivatePostgres) -> None:
-    with in_use(server.fresh_database()) as services:
-        server.halt()
-        assert_unavailable(services)
-        assert_unavailable(services)
-        server.start()
+def test_store_recovers_after_postgresql_restarts(postgres: PrivatePostgres) -> None:
+    with in_use(postgres.migrated_database()) as services:
+        with postgres.halted():
+            assert_unavailable(services)
+            assert_unavailable(services)
         assert_works(services)
 
 
-def test_database_without_an_encoding_keeps_texts(server: PrivatePostgres) -> None:
-    with in_use(server.ascii_database()) as services:
+def test_database_without_an_encoding_keeps_texts(postgres: PrivatePostgres) -> None:
+    with in_use(postgres.ascii_database()) as services:
         assert_works(services)
         services.ledger.open_account("zoë")
         assert services.ledger.member("zoë").name == "member:zoë"
 
 
-def test_transaction_is_rolled_back_if_postgresql_stops(server: PrivatePostgres) -> None:
-    with in_use(server.fresh_database()) as services:
+def test_transaction_is_rolled_back_if_postgresql_stops(postgres: PrivatePostgres) -> None:
+    with in_use(postgres.migrated_database()) as services:
         before = services.leases.open_leases()[0]
-        with pytest.raises(StoreUnavailable), services.store.write() as connection:
+        with (
+            ExitStack() as halted,
+            pytest.raises(StoreUnavailable),
+            services.store.write() as connection,
+        ):
             leases_repository.end(connection, before.id, before.granted_at, "half", charged=0)
-            server.halt()
-        server.start()
+            halted.enter_context(postgres.halted())
         assert services.leases.open_leases() == [before]
         assert_works(services)
 
@@ -75,9 +65,9 @@ ThrowOut = tuple[str, Callable[[], None]]
 
 
 @pytest.fixture
-def throw_out(server: PrivatePostgres) -> Iterator[ThrowOut]:
+def throw_out(postgres: PrivatePostgres) -> Iterator[ThrowOut]:
     """A database, and what ends all connections to it."""
-    url = server.fresh_database()
+    url = postgres.migrated_database()
     admin = sa.create_engine(url, isolation_level="AUTOCOMMIT")
 
     def all_others() -> None:
@@ -99,46 +89,30 @@ def test_store_reconnects_after_postgresql_ends_its_connections(throw_out: Throw
             mine.execute(sa.text("SELECT 1"))
 
 
-@pytest.mark.parametrize("careless", [False, True], ids=["before the commit", "nobody notices"])
-def test_lost_connection_rolls_back_the_transaction(throw_out: ThrowOut, careless: bool) -> None:
+def test_lost_connection_rolls_back_the_transaction(throw_out: ThrowOut) -> None:
     """Nothing of it is stored, not even a statement that follows an ignored error."""
     url, all_others = throw_out
     with in_use(url) as services:
         (before,) = services.leases.open_leases()
 
-        def write() -> None:
-            with services.store.write() as connection:
-                leases_repository.end(connection, before.id, before.granted_at, "half", charged=0)
-                all_others()
-                if careless:
-                    with suppress(sa.exc.DBAPIError):
-                        leases_repository.get(connection, before.id)
-                    leases_repository.end(
-                        connection, before.id, before.granted_at, "half", charged=0
-                    )
+        def end(connection: sa.Connection) -> None:
+            leases_repository.end(connection, before.id, before.granted_at, "half", charged=0)
 
-        for run in (write, lambda: services.store.executor.submit(write).result()):
-            with pytest.raises(StoreUnavailable):
-                run()
-            assert services.leases.open_leases() == [before]
+        with pytest.raises(StoreUnavailable), services.store.write() as connection:
+            end(connection)
+            all_others()
+        with pytest.raises(StoreUnavailable), services.store.write() as connection:
+            end(connection)
+            all_others()
+            with suppress(sa.exc.DBAPIError):
+                leases_repository.get(connection, before.id)
+            end(connection)
+        assert services.leases.open_leases() == [before]
         assert_works(services)
 
 
-def test_store_threads_reconnect_without_an_error(throw_out: ThrowOut) -> None:
-    url, all_others = throw_out
-    with in_use(url) as services:
-        for work in (
-            services.leases.open_leases,
-            partial(services.ledger.open_account, "bert"),
-            services.ledger.accounts,
-        ):
-            assert services.store.executor.submit(work).result()
-            all_others()
-        services.store.executor.submit(assert_works, services).result()
-
-
-def test_other_postgresql_writer_blocks_writes_but_not_reads(server: PrivatePostgres) -> None:
-    url = server.fresh_database()
+def test_other_postgresql_writer_blocks_writes_but_not_reads(postgres: PrivatePostgres) -> None:
+    url = postgres.migrated_database()
     with in_use(url) as services:
         other = open_services(f"{url}?application_name=other")
         with other.store.write():
@@ -148,24 +122,8 @@ def test_other_postgresql_writer_blocks_writes_but_not_reads(server: PrivatePost
         assert_works(services)
 
 
-def test_starting_store_waits_for_a_long_schema_upgrade(server: PrivatePostgres) -> None:
-    url = server.fresh_database()
-    another, store = sa.create_engine(url), Store(url)
-    refused = threading.Event()
-    sa.event.listen(store.engine, "handle_error", lambda _: refused.set())
-    with another.connect() as upgrading, ThreadPoolExecutor(1) as thread:
-        upgrading.execute(sa.text(f"SELECT pg_advisory_xact_lock({0x67707573})"))
-        reading = thread.submit(store.run, ledger_repository.all_accounts)
-        assert refused.wait(30)
-        assert not reading.done()
-        upgrading.rollback()
-        assert reading.result(30) == []
-    store.close()
-    another.dispose()
-
-
-def test_connection_limit_makes_the_store_unavailable(server: PrivatePostgres) -> None:
-    url = server.fresh_database()
+def test_connection_limit_makes_the_store_unavailable(postgres: PrivatePostgres) -> None:
+    url = postgres.migrated_database()
     admin = sa.create_engine(url, isolation_level="AUTOCOMMIT")
     with in_use(url) as services, admin.connect() as connection:
         services.store.engine.dispose()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,7 +31,6 @@ parts = sa.Table(
     ),
 )
 ALL = sa.select(things.c.name).order_by(things.c.name)
-Run = Callable[[Callable[[], Any]], Any]
 
 
 @pytest.fixture
@@ -41,14 +40,6 @@ def store(database_url: str) -> Iterator[Store]:
         things.metadata.create_all(connection)
     yield store
     store.close()
-
-
-@pytest.fixture(params=["a thread of the store's own", "another thread"])
-def run(request: pytest.FixtureRequest, store: Store) -> Run:
-    """Runs work in a thread of the store's executor, or in another one."""
-    if request.param == "another thread":
-        return lambda work: work()
-    return lambda work: store.executor.submit(work).result()
 
 
 def add(connection: sa.Connection, name: str) -> None:
@@ -67,7 +58,7 @@ class Mistake(Exception):
     """An error in the middle of a transaction."""
 
 
-def test_transaction_is_committed_entirely_or_not_at_all(store: Store, run: Run) -> None:
+def test_transaction_is_committed_entirely_or_not_at_all(store: Store) -> None:
     def write(mark: str, mistake: bool) -> None:
         with store.write() as connection:
             add(connection, f"one{mark}")
@@ -76,13 +67,13 @@ def test_transaction_is_committed_entirely_or_not_at_all(store: Store, run: Run)
                 raise Mistake
 
     with pytest.raises(Mistake):
-        run(lambda: write(" lost", True))
-    assert run(lambda: names(store)) == []
-    run(lambda: write("", False))
+        write(" lost", True)
+    assert names(store) == []
+    write("", False)
     with pytest.raises(Mistake):
-        run(lambda: write(" lost", True))
-    run(lambda: write(" again", False))
-    assert run(lambda: names(store)) == names(store) == ["one", "one again", "two", "two again"]
+        write(" lost", True)
+    write(" again", False)
+    assert names(store) == ["one", "one again", "two", "two again"]
 
 
 def test_write_in_a_read_transaction_fails(store: Store) -> None:
@@ -110,16 +101,13 @@ def test_writing_threads_take_turns(store: Store) -> None:
     assert names(store) == [f"{number:03}" for number in range(120)]
 
 
-def test_read_transaction_keeps_one_snapshot(store: Store, run: Run) -> None:
-    def view() -> list[list[str]]:
-        with store.read() as connection:
-            before = all_of(connection)
-            with store.write() as other:
-                add(other, "new")
-            return [before, names(store), all_of(connection)]
-
-    assert run(view) == [[], ["new"], []]
-    assert run(lambda: names(store)) == ["new"]
+def test_read_transaction_keeps_one_snapshot(store: Store) -> None:
+    with store.read() as connection:
+        before = all_of(connection)
+        with store.write() as other:
+            add(other, "new")
+        assert [before, names(store), all_of(connection)] == [[], ["new"], []]
+    assert names(store) == ["new"]
 
 
 def test_busy_store_threads_do_not_block_other_threads(store: Store) -> None:
@@ -143,93 +131,67 @@ def test_busy_store_threads_do_not_block_other_threads(store: Store) -> None:
     assert names(store) == ["new"]
 
 
-def test_refused_commit_leaves_nothing_behind(store: Store, run: Run) -> None:
+def test_refused_commit_leaves_nothing_behind(store: Store) -> None:
     """The database says no at the very end: no row, no open transaction, no lock."""
-
-    def write() -> None:
-        with store.write() as connection:
+    for _ in range(2):
+        with pytest.raises(sa.exc.IntegrityError), store.write() as connection:
             add(connection, "mine")
             connection.execute(sa.insert(parts), {"name": "nobody's"})
-
-    for _ in range(2):
-        with pytest.raises(sa.exc.IntegrityError):
-            run(write)
     other = Store(store.url)  # who waits for whatever the first one holds
     with other.write() as connection:
         add(connection, "theirs")
     other.close()
-    run(lambda: store.run(lambda connection: add(connection, "later"), write=True))
-    assert run(lambda: names(store)) == names(store) == ["later", "theirs"]
+    store.run(lambda connection: add(connection, "later"), write=True)
+    assert names(store) == ["later", "theirs"]
 
 
-@pytest.mark.parametrize("own", [True, False])
 def test_transaction_that_cannot_begin_leaves_nothing_behind(
-    store: Store, monkeypatch: pytest.MonkeyPatch, own: bool
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpuspawner.db.engine.BUSY_SECONDS", 0.3)
     impatient = Store(store.url)
 
     def write() -> None:
-        with impatient.write() as connection:
-            add(connection, "mine")
-
-    def try_it() -> None:
-        if own:
-            impatient.executor.submit(write).result()
-        else:
-            write()
+        impatient.run(lambda connection: add(connection, "mine"), write=True)
 
     assert names(impatient) == []
     with store.write():  # nobody else's turn
         for _ in range(3):
             with pytest.raises(StoreUnavailable):
-                try_it()
+                write()
             assert impatient.engine.pool.checkedout() == 0
-    try_it()
+    write()
     assert names(store) == names(impatient) == ["mine"]
     impatient.close()
 
 
-def test_nested_write_fails_and_undoes_both_writes(run: Run, store: Store) -> None:
-    def nested() -> None:
-        with store.write() as connection:
-            add(connection, "outer")
-            with store.write() as inner:
-                add(inner, "inner")
-
-    with pytest.raises(NestedWrite, match="within another one of the same thread"):
-        run(nested)
+def test_nested_write_fails_and_undoes_both_writes(store: Store) -> None:
+    sentence = "within another one of the same thread"
+    with pytest.raises(NestedWrite, match=sentence), store.write() as connection:
+        add(connection, "outer")
+        with store.write() as inner:
+            add(inner, "inner")
     assert names(store) == []
-    run(lambda: store.run(lambda connection: add(connection, "later"), write=True))
+    store.run(lambda connection: add(connection, "later"), write=True)
     assert names(store) == ["later"]
 
 
-def test_reads_within_a_view_share_one_snapshot(run: Run, store: Store) -> None:
-    def nested() -> list[list[str]]:
-        with store.view():
-            seen = [store.run(all_of)]
-            other = threading.Thread(
-                target=lambda: store.run(lambda c: add(c, "meanwhile"), write=True)
-            )
-            other.start()
-            other.join()
-            seen.append(store.run(all_of))
-            with store.write() as own:
-                add(own, "by itself")
-            seen.append(store.run(all_of))
-        return [*seen, store.run(all_of)]
-
-    assert run(nested) == [[], [], [], ["by itself", "meanwhile"]]
+def test_reads_within_a_view_share_one_snapshot(store: Store) -> None:
+    with store.view():
+        seen = [store.run(all_of)]
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(store.run, lambda c: add(c, "meanwhile"), write=True).result()
+        seen.append(store.run(all_of))
+        with store.write() as own:
+            add(own, "by itself")
+        seen.append(store.run(all_of))
+    assert [*seen, store.run(all_of)] == [[], [], [], ["by itself", "meanwhile"]]
 
 
-def test_database_error_within_a_view_becomes_store_unavailable(run: Run, store: Store) -> None:
-    def nested() -> None:
-        with store.view(), store.read() as connection:
-            connection.exec_driver_sql("SELECT 1").all()
-            raise sa.exc.OperationalError("SELECT 1", None, Exception("gone"))
-
-    with pytest.raises(StoreUnavailable):
-        run(nested)
+def test_database_error_within_a_view_becomes_store_unavailable(store: Store) -> None:
+    with pytest.raises(StoreUnavailable), store.view(), store.read() as connection:
+        connection.exec_driver_sql("SELECT 1").all()
+        raise sa.exc.OperationalError("SELECT 1", None, Exception("gone"))
     assert names(store) == []
 
 

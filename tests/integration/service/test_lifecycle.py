@@ -6,7 +6,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import stat
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,7 +34,7 @@ GPUSampler._owners = owners
 HANGS = """
 import signal, time
 from gpuspawner.service import worker as watchdog
-watchdog.HANGS_SECONDS, watchdog.STEP_SECONDS = 2.0, 0.1
+watchdog.HANGS_SECONDS, watchdog.STEP_SECONDS = 5.0, 0.1
 def hang_for_good(*_):
     while True:
         time.sleep(1)
@@ -39,46 +42,57 @@ signal.signal(signal.SIGUSR1, hang_for_good)
 """
 
 
-def test_failed_duty_is_restarted_and_counted_in_metrics(processes: None, tmp_path: Path) -> None:
+FEW_CONNECTIONS = "from gpuspawner.web import app\napp.MOST_CONNECTIONS = 20\n"
+
+
+@pytest.fixture(scope="module")
+def service(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     sampled = {"GPUMonitoring": {"sample_seconds": 1}}
-    with ServiceProcess(tmp_path, sampled, before=FAILS_ONCE) as service:
-        wait_for(lambda: service.rounds("sick_gpus") > 0, "sampling after its failure")
-        assert service.metric("gpuspawner_duty_failures_total", duty="use_of_gpus") == 1
-        assert service.metric("gpuspawner_duty_running", duty="use_of_gpus") == 1
-        assert service.metric("gpuspawner_duty_failures_total", duty="charges") == 0
-        assert service.metric("gpuspawner_duty_running", duty="charges") == 1
-        service.wait_rounds(2)
-        assert "The duty 'Use of GPUs' failed" in service.log_text()
-        assert "ValueError: nobody foresaw this" in service.log_text()
+    before = FAILS_ONCE + HANGS + FEW_CONNECTIONS
+    with ServiceProcess(tmp_path_factory.mktemp("service"), sampled, before=before) as service:
+        yield service
 
 
-def test_hanging_service_exits_and_logs_where_it_hung(processes: None, tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path, before=HANGS) as service:
-        service.wait_rounds(2)
-        ended = service.process
-        assert ended is not None
-        os.kill(ended.pid, signal.SIGUSR1)
-        assert ended.wait(timeout=60 * PATIENCE) == EXIT_STATUS
-        said = service.log_text()
-        assert "The event loop did not respond for 2 s" in said
-        assert "hang_for_good" in said
-        service.start()  # as its Hub does
-        service.wait_rounds(1)
+def test_failed_duty_is_restarted_and_counted_in_metrics(service: ServiceProcess) -> None:
+    wait_for(lambda: service.rounds("sick_gpus") > 0, "sampling after its failure")
+    assert service.metric("gpuspawner_duty_failures_total", duty="use_of_gpus") == 1
+    assert service.metric("gpuspawner_duty_running", duty="use_of_gpus") == 1
+    assert service.metric("gpuspawner_duty_failures_total", duty="charges") == 0
+    assert service.metric("gpuspawner_duty_running", duty="charges") == 1
+    service.wait_rounds(2)
+    assert "The duty 'Use of GPUs' failed" in service.log_text()
+    assert "ValueError: nobody foresaw this" in service.log_text()
+
+
+def test_connections_above_the_limit_are_closed(service: ServiceProcess) -> None:
+    with ExitStack() as stack:
+        opened = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", service.port), 60))
+            for _ in range(21)
+        ]
+        assert opened[-1].recv(1) == b""
+    wait_for(lambda: service.answers(), "room for others")
+
+
+def test_hanging_service_exits_and_its_forms_outlive_the_restart(service: ServiceProcess) -> None:
+    ada = service.sign_in("ada")
+    form = {"account": "member:ada", "_xsrf": ada.cookies.get("_xsrf", path=PREFIX)}
+    ended = service.process
+    assert ended is not None
+    os.kill(ended.pid, signal.SIGUSR1)
+    assert ended.wait(timeout=60 * PATIENCE) == EXIT_STATUS
+    said = service.log_text()
+    assert "The event loop did not respond for 5 s" in said
+    assert "hang_for_good" in said
+    service.start()  # as its Hub does
+    options = {"headers": NAVIGATION, "timeout": 60, "allow_redirects": False}
+    sent = ada.post(f"{service.url}payer", data=form, **options)
+    assert "This form is too old" not in sent.text
+    assert sent.status_code in (302, 303), sent.text
+    service.wait_rounds(1)
 
 
 LOG = logging.getLogger("secret")
-
-
-def test_form_opened_before_a_restart_is_accepted(processes: None, tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service:
-        ada = service.sign_in("ada")
-        form = {"account": "member:ada", "_xsrf": ada.cookies.get("_xsrf", path=PREFIX)}
-        service.stop()
-        service.start()
-        options = {"headers": NAVIGATION, "timeout": 60, "allow_redirects": False}
-        sent = ada.post(f"{service.url}payer", data=form, **options)
-        assert "This form is too old" not in sent.text
-        assert sent.status_code in (302, 303), sent.text
 
 
 def test_cookie_secret_is_persistent_and_private(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ async def test_charging_catches_up_after_a_database_outage(
     postgres: Any, clock: Clock, hub: ScriptedHub
 ) -> None:
     services = make_services(
-        database_url=postgres.fresh_database(),
+        database_url=postgres.migrated_database(),
         device_source="simulated:1xA100-80GB",
         gpu_rates={"*": 4},
         clock=clock,
@@ -229,13 +229,10 @@ async def test_charging_catches_up_after_a_database_outage(
     lease = running(services, "ada")
     tick = make_tick(services, hub, LocalEngine())
     clock.forward(seconds=60)
-    postgres.halt()
-    try:
+    with postgres.halted():
         for work in (tick.charge, tick.reconcile):
             with pytest.raises(StoreUnavailable):
                 await work()
-    finally:
-        postgres.start()
     clock.forward(seconds=60)
     await tick.charge()
     assert services.leases.get(lease.id).charged == owed(RATE, T0, clock.now)

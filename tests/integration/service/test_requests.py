@@ -16,7 +16,7 @@ import requests
 from gpuspawner.web.app import BODY_BYTES, HEADER_BYTES
 from tests.support.attack_hub import Door, doors
 from tests.support.hub import ADMIN, NAVIGATION
-from tests.support.processes import PATIENCE, wait_for
+from tests.support.processes import PATIENCE
 from tests.support.service_process import PREFIX, ServiceProcess
 from tests.support.tier import SOAK
 
@@ -192,15 +192,3 @@ def test_unfinished_request_is_closed_after_a_timeout(processes: None, tmp_path:
             stack.enter_context(connection)
             connection.sendall(sent)
             assert connection.recv(1000) == b"", sent
-
-
-def test_connections_above_the_limit_are_closed(processes: None, tmp_path: Path) -> None:
-    few = "from gpuspawner.web import app\napp.MOST_CONNECTIONS = 10"
-    with ServiceProcess(tmp_path, before=few) as service:
-        with ExitStack() as stack:
-            opened = [
-                stack.enter_context(socket.create_connection(("127.0.0.1", service.port), 60))
-                for _ in range(11)
-            ]
-            assert opened[-1].recv(1) == b""
-        wait_for(lambda: service.answers(), "room for others")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,31 +11,24 @@ import pytest
 from rich.cells import cell_len
 
 from gpuspawner.cli import output
-from gpuspawner.cli.app import COMMANDS, UnloadedCommand
+from gpuspawner.cli.app import COMMANDS, UnloadedCommand, main
 from gpuspawner.engines.images import PullProgress
 
 WITHOUT_HEAVY_MODULES = """
 import sys
+heavy = {"alembic", "docker", "jupyterhub", "rich", "sqlalchemy", "tornado", "traitlets"}
+import gpuspawner
+assert gpuspawner.__version__ and not heavy & set(sys.modules)
 from gpuspawner.cli.app import main
 assert main(["--help"]) == 0
-heavy = {"alembic", "docker", "jupyterhub", "rich", "sqlalchemy", "tornado", "traitlets"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
 
 
-def run(*words: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *words],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
-
-
-def test_help_imports_neither_the_hub_nor_the_database() -> None:
-    assert "List the balance of every account." in run("-c", WITHOUT_HEAVY_MODULES)
+def test_package_and_help_import_neither_the_hub_nor_the_database() -> None:
+    command = [sys.executable, "-c", WITHOUT_HEAVY_MODULES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "List the balance of every account." in done.stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -46,12 +38,17 @@ def test_command_help_matches_the_command_list(name: str) -> None:
     assert (command.name, command.help) == (name, sentence)
 
 
-def test_shell_completes_commands_and_options() -> None:
+def test_shell_completes_commands_and_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_GPUSPAWNER_COMPLETE", "bash_complete")
+
     def completed(words: str) -> list[str]:
-        environment = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-        code = "from gpuspawner.cli.app import main; main()"
-        printed = run("-c", code, _GPUSPAWNER_COMPLETE="bash_complete", **environment)
-        return printed.split()
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        with pytest.raises(SystemExit):
+            main([])
+        return capsys.readouterr().out.split()
 
     assert completed("gpuspawner qu") == ["plain,queue"]
     assert completed("gpuspawner queue mo") == ["plain,move"]
