@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -81,12 +82,11 @@ def run_here(
         io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8") for text in (answer, "", "")
     )
     known = set(Store._open)
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.chdir(folder)
-        for name in set(os.environ) - set(environment):
-            patch.delenv(name)
-        for name, value in environment.items():
-            patch.setenv(name, value)
         for name, stream in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
             patch.setattr(sys, name, stream)
         time.tzset()
