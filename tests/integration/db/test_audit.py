@@ -200,7 +200,7 @@ def test_audit_holds_few_rows_in_memory(database_url: str, monkeypatch: pytest.M
     """What it holds follows how many it looks at at a time, not how many there are."""
     names = ("zero sum", "balances", "charges of leases", "settlement of leases")
     store = Store(database_url)
-    write_year(store, Year(members=20, devices=8, leases=500, days=10))
+    write_year(store, Year(members=20, devices=8, leases=200, days=10))
     tracemalloc.start()
     try:
         with store.read() as connection:
@@ -214,7 +214,7 @@ def test_audit_holds_few_rows_in_memory(database_url: str, monkeypatch: pytest.M
 
             for name in names:
                 peak(name, 5)  # what is loaded once is loaded now
-                assert peak(name, 5) < peak(name, 500) / 2, name
+                assert peak(name, 5) < peak(name, 200) / 2, name
     finally:
         tracemalloc.stop()
         store.close()
