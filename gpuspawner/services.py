@@ -47,10 +47,9 @@ from .queue.state import QueueState
 from .settings import ServiceSettings
 from .slurm.job_billing import ClusterAuditService, JobBillingService
 from .slurm.service import ClusterMemberService
-from .storage.archives import WorkspaceArchiver
-from .storage.disk_limits import DiskLimitService
-from .storage.jobs import WorkspaceJobs, archives_folder
-from .storage.service import SharedFolderService, StorageService
+from .storage.archives import WorkspaceArchiver, WorkspaceJobs, archives_folder
+from .storage.service import DiskLimitService, StorageService
+from .storage.shared_folders import SharedFolderService
 
 T = TypeVar("T")
 

@@ -7,12 +7,18 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 import jwt
+from jupyterhub.authenticators.shared import SharedPasswordAuthenticator
 from jupyterhub.utils import maybe_future
+from oauthenticator.azuread import AzureAdOAuthenticator
+from oauthenticator.cilogon import CILogonLoginHandler, CILogonOAuthenticator
 from oauthenticator.generic import GenericOAuthenticator
+from oauthenticator.github import GitHubOAuthenticator
+from oauthenticator.gitlab import GitLabOAuthenticator
+from oauthenticator.google import GoogleOAuthenticator
 from oauthenticator.oauth2 import OAuthCallbackHandler, OAuthenticator, OAuthLoginHandler
 from tornado import web
 from tornado.httpclient import HTTPClientError
-from traitlets import Unicode, default
+from traitlets import TraitError, Unicode, default
 
 from .access import AuthPage, Link, Mail, is_silence
 from .mixin import MemberMixin
@@ -20,16 +26,6 @@ from .mixin import MemberMixin
 if TYPE_CHECKING:
     from jupyterhub.handlers import BaseHandler
     from jupyterhub.user import User
-from jupyterhub.authenticators.shared import SharedPasswordAuthenticator
-from oauthenticator.azuread import AzureAdOAuthenticator
-from oauthenticator.cilogon import CILogonLoginHandler, CILogonOAuthenticator
-from oauthenticator.github import GitHubOAuthenticator
-from oauthenticator.gitlab import GitLabOAuthenticator
-from oauthenticator.google import GoogleOAuthenticator
-from traitlets import TraitError
-
-if TYPE_CHECKING:
-    from jupyterhub.handlers import BaseHandler
 
 
 CLOCK_LEEWAY_SECONDS = 60

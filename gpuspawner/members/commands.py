@@ -138,14 +138,7 @@ def _show_former(found: Sequence[Membership]) -> None:
 
 
 def _cells(services: Services, entry: RosterEntry) -> tuple[str, ...]:
-    return (
-        entry.user,
-        entry.course or "-",
-        ", ".join(entry.groups) or "-",
-        services.roster.roster_day(entry.starts_at) or "-",
-        services.roster.roster_day(entry.ends_at, end=True) or "-",
-        entry.mail or "-",
-    )
+    return tuple(text or "-" for text in services.roster.cells(entry).values())
 
 
 def _now(services: Services, entry: RosterEntry) -> str:
@@ -172,9 +165,8 @@ def _told(services: Services, done: RosterImport) -> str:
 def _what(services: Services, change: RosterChange) -> str:
     if change.before is None or change.event != "changed":
         return _SAID.get(change.event, change.event)
-    names = ("name", "course", "groups", "starts", "ends", "mail")
-    cells = zip(names, _cells(services, change.before), _cells(services, change.after), strict=True)
-    return "; ".join(f"{name} was {old}" for name, old, new in cells if old != new) or "changed"
+    changed = services.roster.changed_cells(change.before, change.after)
+    return "; ".join(f"{name} was {old or '-'}" for name, old in changed) or "changed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,13 +340,29 @@ class RosterService:
         coming = [e for e in entries if e.starts_at and e.starts_at > now and not _over(e, now)]
         if coming:
             first = min(coming, key=lambda entry: entry.starts_at or now)
-            why = f"{_of(first)} starts on {self.roster_day(first.starts_at)}"
+            why = f"{_of(first)} starts on {self._day(first.starts_at)}"
         else:
             last = max(entries, key=lambda entry: entry.ends_at or now)
-            why = f"{_of(last)} ended on {self.roster_day(last.ends_at, end=True)}"
+            why = f"{_of(last)} ended on {self._day(last.ends_at, end=True)}"
         return RosterVerdict(member=False, why=f"the time on the roster{why}")
 
-    def roster_day(self, moment: datetime | None, *, end: bool = False) -> str:
+    def cells(self, entry: RosterEntry) -> dict[str, str]:
+        """Return an entry as texts, by the name of the column; empty for what it has not."""
+        return {
+            "name": entry.user,
+            "course": entry.course,
+            "groups": ", ".join(entry.groups),
+            "starts": self._day(entry.starts_at),
+            "ends": self._day(entry.ends_at, end=True),
+            "mail": entry.mail,
+        }
+
+    def changed_cells(self, before: RosterEntry, after: RosterEntry) -> list[tuple[str, str]]:
+        """Return the names of the columns that differ, each with its old text."""
+        new = self.cells(after)
+        return [(name, old) for name, old in self.cells(before).items() if old != new[name]]
+
+    def _day(self, moment: datetime | None, *, end: bool = False) -> str:
         """Format a time as admins write it, in the zone of ``c.GPURates.zone``.
 
         A date, with the time of day unless that is midnight. An ``end`` at midnight is shown as the

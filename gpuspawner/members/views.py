@@ -53,7 +53,7 @@ class MembersPage(FormPage):
             former=ended[:SHOWN],
             former_count=len(ended),
             found=found,
-            cells=self._cells,
+            cells=self.services.roster.cells,
             changed=self._changed,
             state_of=state_of,
             shown=SHOWN,
@@ -86,22 +86,10 @@ class MembersPage(FormPage):
             return
         await self.show_members(found, typed=typed)
 
-    def _cells(self, entry: RosterEntry) -> dict[str, str]:
-        """Return an entry as texts, by the name of the column."""
-        day = self.services.roster.roster_day
-        return {
-            "name": entry.user,
-            "course": entry.course,
-            "groups": ", ".join(entry.groups),
-            "starts": day(entry.starts_at),
-            "ends": day(entry.ends_at, end=True),
-            "mail": entry.mail,
-        }
-
     def _changed(self, before: RosterEntry, after: RosterEntry) -> str:
         """Say what an import changes in an entry: ``ends was 2025-02-28``."""
-        pairs = zip(self._cells(before).items(), self._cells(after).values(), strict=True)
-        return ", ".join(f"{name} was {old or 'empty'}" for (name, old), new in pairs if old != new)
+        changed = self.services.roster.changed_cells(before, after)
+        return ", ".join(f"{name} was {old or 'empty'}" for name, old in changed)
 
 
 class EndRosterEntryPage(FormPage):

@@ -32,7 +32,7 @@ from ..engines.preflight import prove_injection
 from ..leases.models import Lease
 from ..services import Services
 from ..storage.quotas import MEASURE_SECONDS
-from ..storage.service import FolderMount
+from ..storage.shared_folders import FolderMount
 from .form import templates
 
 ENGINE_ERRORS = (DockerException, OSError)
@@ -455,7 +455,7 @@ class Storage:
         first = [f"{own.source}:{own.target}:rw"] if own.source else []
         others = [f"{m.source}:{m.target}:{'ro' if m.read_only else 'rw'}" for m in self.mounts]
         home = "/".join(own.target.split("/")[:3])  # where members look, such as /home/jovyan
-        # A folder's name contains no colon and no slash: see storage/rules.py.
+        # A folder's name contains no colon and no slash: see storage/shared_folders.py.
         shared = [
             f"{f.source}:{home}/shared/{f.name}:{'rw' if f.write else 'ro'}" for f in self.folders
         ]

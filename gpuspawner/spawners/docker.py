@@ -34,7 +34,7 @@ from ..engines.docker import (
 )
 from ..engines.injection import KEPT_CAPABILITIES, MODES, Hardening, dangers
 from ..leases.models import Lease, Request
-from ..storage.service import FolderMount
+from ..storage.shared_folders import FolderMount
 from .container import (
     ENGINE_ERRORS,
     FRESH_SECONDS,

@@ -27,9 +27,9 @@ from ..web.schemas import Body
 from . import schemas
 from .quotas import QuotaUse
 from .repository import Folder, Workspace
-from .rules import LONGEST
 from .schemas import LONGEST_SOURCE
 from .service import ARCHIVING, MeasuredSize
+from .shared_folders import LONGEST
 
 
 class FoldersPage(FormPage):

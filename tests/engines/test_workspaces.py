@@ -23,7 +23,7 @@ from gpuspawner.cli.config import load
 from gpuspawner.cli.hub import open_hub
 from gpuspawner.engines.preflight import Status
 from gpuspawner.services import Services
-from gpuspawner.storage.jobs import WorkspaceJob
+from gpuspawner.storage.archives import WorkspaceJob
 from tests.support.brokers import acquire, open_services
 from tests.support.engine import PrivateEngine
 from tests.support.images import INSTANT, ensure_images

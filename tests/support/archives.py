@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from gpuspawner.services import Services
-from gpuspawner.storage.archives import Progress, WorkspaceArchiver
+from gpuspawner.storage.archives import Progress, WorkspaceArchiver, WorkspaceJobs
 from gpuspawner.storage.directories import ArchiveContents
-from gpuspawner.storage.jobs import WorkspaceJobs
 from gpuspawner.storage.repository import Workspace
 
 A = TypeVar("A", bound=WorkspaceArchiver)

@@ -37,7 +37,7 @@ sleep 60
 """
 
 
-def run_on_xfs(module: str, folder: Path, timeout: float = 240.0) -> dict[str, Any]:
+def run_on_xfs(module: str, folder: Path, timeout: float = 240.0) -> Any:
     """Run ``python -m module MOUNT ANSWER`` as root on a fresh XFS; the JSON that it wrote."""
     disk, init, log, answer = (folder / name for name in ("disk", "init", "log", "answer.json"))
     with open(disk, "wb") as file:
@@ -65,5 +65,4 @@ def run_on_xfs(module: str, folder: Path, timeout: float = 240.0) -> dict[str, A
     if not answer.exists():
         said = log.read_text(errors="replace") if log.exists() else ""
         raise RuntimeError(f"{module} gave no answer:\n{said[-4000:]}\n{done.stdout[-2000:]}")
-    found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-    return found
+    return json.loads(answer.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuspawner.storage.jobs import WorkspaceJob
+from gpuspawner.storage.archives import WorkspaceJob
 from tests.golden.site import ADMIN, Site
 from tests.golden.support import Request, ServerRef
 from tests.support.archives import Held, archive_with

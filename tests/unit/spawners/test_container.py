@@ -25,7 +25,7 @@ from gpuspawner.spawners.container import (
     Storage,
     build,
 )
-from gpuspawner.storage.service import FolderMount
+from gpuspawner.storage.shared_folders import FolderMount
 from tests.support.leases import lease_of
 
 GIB = 2**30

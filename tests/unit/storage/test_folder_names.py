@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuspawner.core.errors import InvalidRequest
-from gpuspawner.storage.rules import LONGEST, check_name, is_same, told_apart
+from gpuspawner.storage.shared_folders import LONGEST, check_name, is_same, told_apart
 
 
 @pytest.mark.parametrize(
