@@ -191,8 +191,6 @@ def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> 
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # host indices are meaningless in a container
     environment.update(gpu_environment(lease.uuids))
     built["environment"] = environment
-    targets = (bind.split(":")[1] for bind in settings.binds)
-    built["volumes"] = [*(create.get("volumes") or []), *targets]
     built["labels"] = {**_labels(create.get("labels")), **labels(lease)}
     disk = settings.disk
     if disk and not host.get("StorageOpt"):  # the admin's own limit wins

@@ -384,11 +384,15 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         calls, share = self.calls, self.memory_share
         chosen = self.chosen.shm_size if self.chosen else None
         starts_from = self._kept.image or self.image
+        mounted = self.storage().binds()
+        taken = {bind.split(":")[1] for bind in mounted}
+        # An image that was kept may declare volumes where this start mounts the member's files.
+        kept = [bind for bind in self._kept.binds if bind.split(":")[1] not in taken]
         return ContainerSettings(
             injection=await self._injection_mode(self._held().uuids),
             shm_size=chosen or self.shm_size,
             ulimits=await self.abilities.ulimits(calls, self.image),
-            binds=[*self.storage().binds(), *self._kept.binds],
+            binds=[*mounted, *kept],
             image=self._kept.image,
             environment=self.with_lease_environment({}),
             hardening=Hardening(

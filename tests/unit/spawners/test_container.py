@@ -88,7 +88,7 @@ def test_container_spec_for_two_devices_is_complete() -> None:
             "NVIDIA_VISIBLE_DEVICES": f"{ONE},{TWO}",
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         },
-        "volumes": ["/home/jovyan", "/home/jovyan/work", "/datasets/imagenet"],
+        "volumes": ["/home/jovyan"],
         "labels": LABELS,
         "host_config": {
             "Binds": ["anna:/home/jovyan:rw", *workspace],
@@ -112,7 +112,6 @@ def test_container_spec_without_devices_is_minimal() -> None:
             "NVIDIA_VISIBLE_DEVICES": "void",
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         },
-        "volumes": [],
         "labels": LABELS,
         "host_config": {"Binds": [], "Ulimits": [], "AutoRemove": False},
     }
