@@ -14,7 +14,7 @@ from typing import Any
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, LoginPassword
 
-from tests.support.processes import free_port, wait_for
+from tests.support.processes import free_port
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,6 @@ class MailServer:
             with suppress(AssertionError):  # as aiosmtpd says that it was stopped before
                 self._controller.stop()
             self._controller = None
-
-    def wait(self, count: int, timeout: float = 20.0) -> list[Mail]:
-        """Wait for so many mails in all."""
-        wait_for(lambda: len(self.received) >= count, f"{count} mails", timeout=timeout)
-        return self.received
 
     # What aiosmtpd calls.
 

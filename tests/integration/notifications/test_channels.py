@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import stat
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from tornado import web
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
-from gpuspawner.core.errors import ConfigError, StoreUnavailable
+from gpuspawner.core.errors import StoreUnavailable
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.notifications.repository import ChannelChoice, failing
 from gpuspawner.service import notifier
@@ -29,7 +28,8 @@ from gpuspawner.service.notifier import GPUNotifications, Notifier
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make
 from tests.support.mail import MailServer
-from tests.support.processes import REPO, command_of, free_port
+from tests.support.preloaded import ENVIRONMENT, PRELOADED, READ_BY_SERVICE
+from tests.support.processes import command_of, free_port
 from tests.support.rounds import SITE
 from tests.support.telling import choose, hanging, notifying, now, sent, tell, tried, until
 from tests.support.tls import self_signed
@@ -93,20 +93,21 @@ async def test_notice_is_mailed_exactly_once(services: Services, mail: MailServe
     assert html is None or "<b>" not in html.get_content()
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\u2028", "\x85", "\x0b"])
-async def test_line_breaks_cannot_inject_mail_headers(
-    services: Services, mail: MailServer, end: str
-) -> None:
+async def test_line_breaks_cannot_inject_mail_headers(services: Services, mail: MailServer) -> None:
     """Names of servers are members' own words, and so are parts of titles."""
     choose(services, "ada")
-    trick = f"x{end}Bcc: eve@evil.example{end}{end}<script>"
+    ends = ["\n", "\r\n", "\r", "\u2028", "\x85", "\x0b"]
     async with notifying(services, channels={"mail": mail.url}):
-        await sent(services, tell(services, title=f"Your server {trick} starts", body=f"{trick}!"))
-    (got,) = mail.received
-    assert got.to == ("ada@lab.example",)
-    assert got.message["Bcc"] is None
-    assert got.subject == "Your server x Bcc: eve@evil.example <script> starts"
-    assert "Bcc: eve@evil.example" in got.text
+        for end in ends:
+            trick = f"x{end}Bcc: eve@evil.example{end}{end}<script>"
+            title = f"Your server {trick} starts"
+            await sent(services, tell(services, title=title, body=f"{trick}!"))
+    assert len(mail.received) == len(ends)
+    for got in mail.received:
+        assert got.to == ("ada@lab.example",)
+        assert got.message["Bcc"] is None
+        assert got.subject == "Your server x Bcc: eve@evil.example <script> starts"
+        assert "Bcc: eve@evil.example" in got.text
 
 
 async def test_default_channel_serves_members_without_a_choice(
@@ -297,13 +298,16 @@ async def test_outdated_notice_is_kept_but_not_sent(
     assert len(mail.received) == 1
 
 
-async def test_removed_channel_is_skipped_and_bad_address_reported(
+async def test_unusable_channels_and_addresses_are_reported(
     services: Services, mail: MailServer
 ) -> None:
     choose(services, "ada", "gone")
     choose(services, "bob", address="#bob")
-    async with notifying(services, channels={"mail": mail.url}):
+    choose(services, "cleo", "odd", "x")
+    channels = {"mail": mail.url, "odd": "nosuchthing://host/{address}"}
+    async with notifying(services, channels=channels):
         await sent(services, tell(services, "ada"))
+        assert failing((await tried(services, tell(services, "cleo"))).error)["odd"]
         failed = await tried(services, tell(services, "bob"))
         assert "'#bob' is not an address for Mail." in failing(failed.error)["mail"]
         choose(services, "bob", address="bob@lab.example")
@@ -311,33 +315,22 @@ async def test_removed_channel_is_skipped_and_bad_address_reported(
     assert [got.to for got in mail.received] == [("bob@lab.example",)]
 
 
-async def test_unknown_url_scheme_fails_the_notice(services: Services) -> None:
-    choose(services, "ada", "odd", "x")
-    async with notifying(services, channels={"odd": "nosuchthing://host/{address}"}):
-        failed = await tried(services, tell(services))
-    assert failing(failed.error)["odd"]
-
-
-def test_invalid_channel_url_is_a_config_error(services: Services) -> None:
-    with pytest.raises(ConfigError, match=r"c\.GPUNotifications\.channels\['mail'\] is not a URL"):
-        Notifier(GPUNotifications(channels={"mail": "smtp.lab.example"}), services, services.log)
+def test_invalid_channel_url_is_a_config_error(services: Services, tmp_path: Path) -> None:
+    """The service ends with a sentence, and not with a traceback."""
     environment = {
+        **ENVIRONMENT,
         "GPUSPAWNER_CONFIG": '{"GPUNotifications": {"channels": {"mail": "smtp.lab.example"}}}',
         "GPUSPAWNER_DATABASE_URL": services.settings.database.url,
         "JUPYTERHUB_API_URL": "http://127.0.0.1:1/hub/api",
         "JUPYTERHUB_API_TOKEN": "none",
     }
-    service = subprocess.run(
-        [sys.executable, "-m", "gpuspawner.service"],
-        env={**os.environ, **environment},
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert service.returncode == 1
-    assert "c.GPUNotifications.channels['mail'] is not a URL; write it like" in service.stderr
-    assert "Traceback" not in service.stderr
+    said = tmp_path / "said"
+    streams = (os.devnull, os.devnull, str(said))
+    arguments = ["-m", "gpuspawner.service"]
+    service = PRELOADED.start(arguments, tmp_path, environment, streams, READ_BY_SERVICE)
+    assert service.wait(timeout=60) == 1
+    what = "c.GPUNotifications.channels['mail'] is not a URL; write it like"
+    assert what in said.read_text() and "Traceback" not in said.read_text()
 
 
 # Secrets.
@@ -371,35 +364,31 @@ async def test_channel_secret_file_requires_mode_600(
 
 
 async def test_environment_secret_is_used_and_hidden_in_errors(
-    services: Services, chat: Chat, monkeypatch: pytest.MonkeyPatch
+    services: Services, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose(services, "ada", "chat", "ada")
-    url = f"json://{{env:CHAT_HOST}}:{chat.port}/{{env:CHAT_TOKEN}}/{{address}}"
-    async with notifying(services, channels={"chat": url}, retry_seconds=[0.05] * 400):
-        monkeypatch.setenv("CHAT_HOST", "127.0.0.1")
+    whole = tmp_path / "url"
+    whole.write_text(f"json://127.0.0.1:{chat.port}/T0/B1/x?:key=a%20b\n")
+    whole.chmod(0o600)
+    channels = {
+        "chat": f"json://{{env:CHAT_HOST}}:{chat.port}/{{env:CHAT_TOKEN}}/{{address}}",
+        "mail": f"mailto://{{env:CHAT_HOST}}:{free_port()}?{FROM_TO}",
+        "team": f"{{file:{whole}}}",
+    }
+    monkeypatch.setenv("CHAT_HOST", "127.0.0.1")
+    async with notifying(services, channels=channels, retry_seconds=[0.05] * 400):
         notice = await tried(services, tell(services))
         assert "CHAT_TOKEN is not set" in notice.error
         monkeypatch.setenv("CHAT_TOKEN", "abc")
         await sent(services, notice)
-    assert [path for path, _ in chat.posted] == ["/abc/ada"]
-    choose(services, "bob")
-    async with notifying(
-        services, channels={"mail": f"mailto://{{env:CHAT_HOST}}:{free_port()}?{FROM_TO}"}
-    ):
+        assert [path for path, _ in chat.posted] == ["/abc/ada"]
+        choose(services, "bob")
         failed = await tried(services, tell(services, "bob"))
-    assert '"(secret)"' in failed.error and "127.0.0.1" not in failed.error
-
-
-async def test_channel_url_can_be_a_secret_file(
-    services: Services, chat: Chat, tmp_path: Path
-) -> None:
-    secret = tmp_path / "url"
-    secret.write_text(f"json://127.0.0.1:{chat.port}/T0/B1/x?:key=a%20b\n")
-    secret.chmod(0o600)
-    services.notifications.choose("ada", [ChannelChoice("team", "", frozenset({NoticeKind.TURN}))])
-    async with notifying(services, channels={"team": f"{{file:{secret}}}"}):
-        await sent(services, tell(services))
-    assert chat.posted[0][0].startswith("/T0/B1/x")
+        assert '"(secret)"' in failed.error and "127.0.0.1" not in failed.error
+        turns = frozenset({NoticeKind.TURN})
+        services.notifications.choose("cleo", [ChannelChoice("team", "", turns)])
+        await sent(services, tell(services, "cleo"))
+    assert chat.posted[1][0].startswith("/T0/B1/x"), "a URL that is a secret as a whole"
 
 
 # The admin's command, run for each notice.
@@ -434,30 +423,28 @@ async def test_hook_receives_each_notice_once(
     assert said.read_text().count('"user": "ada"') == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        (["/no/such/command"], "cannot be started"),
-        (["/bin/sh", "-c", "echo broken pipe of mine >&2; exit 3"], "ended with 3: broken pipe"),
-        (
-            ["/bin/sh", "-c", "sleep 1000.25 & sleep 1000.25"],
-            "did not finish within 0.3 s and was killed",
-        ),
-        (["/bin/sh", "-c", "kill -9 $$"], "ended with -9"),
+FAILING_HOOKS = {
+    "cannot be started": ["/no/such/command"],
+    "ended with 3: broken pipe": ["/bin/sh", "-c", "echo broken pipe of mine >&2; exit 3"],
+    "did not finish within 0.3 s and was killed": [
+        "/bin/sh",
+        "-c",
+        "sleep 1000.25 & sleep 1000.25",
     ],
-)
+    "ended with -9": ["/bin/sh", "-c", "kill -9 $$"],
+}
+
+
 async def test_failing_hook_is_logged_once_and_leaves_no_process(
-    services: Services,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    command: list[str],
-    sentence: str,
+    services: Services, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notifier, "HOOK_SECONDS", 0.3 if "sleep" in command[-1] else 20)
-    async with notifying(services, hook=command):
-        await sent(services, tell(services))
-    (line,) = [r.getMessage() for r in caplog.records if "Hook for" in r.getMessage()]
-    assert sentence in line
+    for sentence, command in FAILING_HOOKS.items():
+        caplog.clear()
+        monkeypatch.setattr(notifier, "HOOK_SECONDS", 0.3 if "sleep" in command[-1] else 20)
+        async with notifying(services, hook=command):
+            await sent(services, tell(services))
+        (line,) = [r.getMessage() for r in caplog.records if "Hook for" in r.getMessage()]
+        assert sentence in line
     children = psutil.Process().children(recursive=True)
     assert not [p for p in children if "1000.25" in command_of(p)], "what it started is gone too"
 

@@ -18,14 +18,6 @@ def ended(**values: Any) -> Notice:
     return compose("ticket_ended", NoticeKind.TICKET_ENDED, "ended:1", "ada", NOW, **values)
 
 
-def test_message_has_a_title_and_a_one_line_body() -> None:
-    notice = ended(reason="an admin cancelled it")
-    assert (notice.key, notice.user, notice.at) == ("ended:1", "ada", NOW)
-    assert notice.title == "You lost your place in the queue"
-    body = "Reason: an admin cancelled it. Start the server again to get a new place."
-    assert notice.body == body
-
-
 @pytest.mark.parametrize("reason", ["a < b & 'c'", "{{ now }} {% if %}", "two  spaces\nand a line"])
 def test_message_values_are_inserted_verbatim(reason: str) -> None:
     body = f"Reason: {reason}. Start the server again to get a new place."
