@@ -3,12 +3,9 @@ signatures. The learning platform is a stand-in that speaks the launch of LTI 1.
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -19,10 +16,12 @@ import requests
 from cryptography.hazmat.primitives.asymmetric import rsa
 from jwt.algorithms import RSAAlgorithm
 
+from gpuspawner.services import Services
+from tests.support.brokers import migrated_bytes, services_on
 from tests.support.gpu_hub import text_of
-from tests.support.hub import NAVIGATION
-from tests.support.paying_hub import PayingHub
+from tests.support.hub import NAVIGATION, HubProcess
 from tests.support.processes import REPO
+from tests.support.vendors import vendor
 
 CLIENT, LTI = "hub-of-the-lab", "https://purl.imsglobal.org/spec/lti/claim/"
 
@@ -33,6 +32,10 @@ c.MemberLTI13Authenticator.issuer = {url!r}
 c.MemberLTI13Authenticator.authorize_url = {url!r} + "/auth"
 c.MemberLTI13Authenticator.jwks_endpoint = {url!r} + "/keys"
 c.MemberLTI13Authenticator.client_id = {{{client!r}}}
+c.GPUDatabase.url = {database!r}
+c.GPUDevices.source = "simulated:1xT4"
+import gpuspawner; gpuspawner.add_services(c)
+c.JupyterHub.services, c.JupyterHub.load_roles = [], []  # the pages alone: nothing is charged here
 """
 
 
@@ -40,15 +43,15 @@ c.MemberLTI13Authenticator.client_id = {{{client!r}}}
 class Platform:
     """A learning platform: its keys over HTTP, and the launches that it signs."""
 
+    url: str
     key: rsa.RSAPrivateKey = field(default_factory=lambda: rsa.generate_private_key(65537, 2048))
-    url: str = ""
 
-    def keys(self) -> bytes:
+    def keys(self) -> dict[str, Any]:
         public: dict[str, Any] = RSAAlgorithm.to_jwk(self.key.public_key(), as_dict=True)
-        return json.dumps({"keys": [{**public, "kid": "1", "use": "sig"}]}).encode()
+        return {"keys": [{**public, "kid": "1", "use": "sig"}]}
 
     def launch(
-        self, hub: PayingHub, mail: str, key: rsa.RSAPrivateKey | None = None, **claims: Any
+        self, hub: HubProcess, mail: str, key: rsa.RSAPrivateKey | None = None, **claims: Any
     ) -> requests.Response:
         """Follow the link in the course, as the browser of this person does."""
         session = requests.Session()
@@ -91,54 +94,53 @@ class Platform:
 
 @pytest.fixture(scope="module")
 def platform() -> Iterator[Platform]:
-    made = Platform()
-
-    class Keys(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(made.keys())
-
-        def log_message(self, *_: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Keys)
-    made.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=[0.02])
-    thread.start()
-    yield made
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with vendor() as server:
+        made = Platform(server.url)
+        server.answers["/keys"] = made.keys()
+        yield made
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, platform: Platform, folder: Path) -> Iterator[PayingHub]:
-    config = CONFIG.format(recipes=str(REPO / "hub_config"), url=platform.url, client=CLIENT)
-    with PayingHub(folder / "hub", config) as hub:
-        hub.services.roster.import_roster(b"name,course\nada@lab.example,ML\n", actor="eva")
+def services(folder: Path) -> Iterator[Services]:
+    """Services on the hub's database, with one member on the roster."""
+    file = folder / "store.sqlite"
+    file.write_bytes(migrated_bytes())
+    with services_on(f"sqlite:///{file}") as services:
+        services.roster.import_roster(b"name,course\nada@lab.example,ML\n", actor="eva")
+        yield services
+
+
+@pytest.fixture(scope="module")
+def hub(hubs: None, platform: Platform, services: Services, folder: Path) -> Iterator[HubProcess]:
+    config = CONFIG.format(
+        recipes=str(REPO / "hub_config"),
+        url=platform.url,
+        client=CLIENT,
+        database=services.settings.database.url,
+    )
+    with HubProcess(folder / "hub", config) as hub:
         yield hub
 
 
-def test_roster_member_signs_in_from_the_course(hub: PayingHub, platform: Platform) -> None:
+def test_course_lets_in_who_is_on_the_roster(
+    hub: HubProcess, platform: Platform, services: Services
+) -> None:
     page = platform.launch(hub, "Ada@lab.example")
     assert page.status_code == 200, page.text
     assert page.url.endswith("/hub/welcome/first")
     assert "Welcome, ada@lab.example" in text_of(page.text)
-    known = hub.services.members.membership("ada@lab.example")
+    known = services.members.membership("ada@lab.example")
     assert known is not None and known.by_roster
 
-
-def test_user_off_the_roster_is_refused_with_a_reason(hub: PayingHub, platform: Platform) -> None:
     page = platform.launch(hub, "bob@lab.example")
     said = text_of(page.text)
     assert page.status_code == 403
     assert "bob@lab.example" in said and "is not on the roster" in said
     assert "gpu-admin@lab.example" in said
-    assert hub.services.members.membership("bob@lab.example") is None
+    assert services.members.membership("bob@lab.example") is None
 
 
-def test_invalid_lti_launch_is_rejected(hub: PayingHub, platform: Platform) -> None:
+def test_invalid_lti_launch_is_rejected(hub: HubProcess, platform: Platform) -> None:
     forged = rsa.generate_private_key(65537, 2048)
     assert platform.launch(hub, "ada@lab.example", forged).status_code == 400
     assert platform.launch(hub, "ada@lab.example", aud="another").status_code == 401

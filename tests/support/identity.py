@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
@@ -16,11 +17,14 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import urljoin
 
 import requests
+from cryptography.hazmat.primitives.asymmetric import rsa
+from jwt.algorithms import RSAAlgorithm
 
 from tests.support.processes import (
     LIVE,
@@ -53,11 +57,21 @@ PASSWORD_HASH_PARAMS = {{ pbkdf2_sha512__rounds = 1000 }}
 [CANAILLE_OIDC]
 REQUIRE_NONCE = false
 ACTIVE_JWKS = [{{ {jwk} }}]
+[CANAILLE_HYPERCORN]
+WORKERS = 0
 """
+
+PROGRAM = """
+import sys
+from canaille.commands import cli
+for command in sys.argv[1:]:
+    cli(command.split(), standalone_mode=False)
+"""
+"""Runs commands of canaille one after the other, as its imports take longer than each of them."""
 
 
 def password_of(user: str) -> str:
-    """The password that the provider knows for a user."""
+    """The password that a provider or a directory knows for a user."""
     return f"the-password-of-{user}"
 
 
@@ -85,25 +99,14 @@ class IdentityProvider:
         self.signed_in: dict[str, int] = {}
         """In which second each user last signed in."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._program = _installed()
+        self._python = _installed()
         folder.mkdir(parents=True, exist_ok=True)
-        self._fill()
-
-    def _fill(self) -> None:
-        """Key, configuration, tables, users, groups and the hub as a client."""
-        printed = run([self._program, "jwk", "create", "rsa"], cwd=self.folder).splitlines()
-        key = json.loads(next(line for line in printed if line.startswith("{")))
+        key = RSAAlgorithm.to_jwk(rsa.generate_private_key(65537, 2048), as_dict=True)
+        del key["key_ops"]  # a list, which canaille does not take
         jwk = ", ".join(f"{name} = {json.dumps(value)}" for name, value in key.items())
-        config = CONFIG.format(folder=self.folder, jwk=jwk)
-        (self.folder / "canaille.toml").write_text(config)
-        run([self._program, "install"], cwd=self.folder)
-        subprocess.run(
-            [self._program, "restore"],
-            cwd=self.folder,
-            input=json.dumps(self._content()).encode(),
-            check=True,
-            capture_output=True,
-        )
+        config = CONFIG.format(folder=folder, jwk=jwk)
+        (folder / "canaille.toml").write_text(config)
+        (folder / "content.json").write_text(json.dumps(self._content()))
 
     def _content(self) -> dict[str, list[dict[str, object]]]:
         ids = {user: str(uuid.uuid4()) for user in self.users}
@@ -144,12 +147,15 @@ class IdentityProvider:
         }
 
     def start(self) -> None:
-        """Start, and return once its discovery document can be read."""
-        with self._log.open("ab") as log:
+        """Start, fill it the first time, and return once its discovery document can be read."""
+        is_filled = (self.folder / "identity.sqlite").exists()
+        commands = [] if is_filled else ["install", "restore"]
+        commands.append(f"run --bind 127.0.0.1:{self.port}")
+        with self._log.open("ab") as log, (self.folder / "content.json").open() as content:
             self._process = subprocess.Popen(
-                die_with_us([str(self._program), "run", "--bind", f"127.0.0.1:{self.port}"]),
+                die_with_us([str(self._python), "-c", PROGRAM, *commands]),
                 cwd=self.folder,
-                stdin=subprocess.DEVNULL,
+                stdin=content,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -180,7 +186,10 @@ class IdentityProvider:
 
     def leave_groups(self, user: str) -> None:
         """Take someone out of all their groups while the provider runs."""
-        run([self._program, "set", "user", user, "--groups", ""], cwd=self.folder)
+        with closing(sqlite3.connect(self.folder / "identity.sqlite", timeout=20)) as database:
+            mine = "user_id = (SELECT id FROM user WHERE user_name = ?)"
+            database.execute(f"DELETE FROM membership_association_table WHERE {mine}", [user])
+            database.commit()
 
     def log_text(self) -> str:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
@@ -226,7 +235,7 @@ def sign_in(
 
 
 def _installed() -> Path:
-    """canaille's program, installed on the first call; runs side by side wait for one another."""
+    """A Python with canaille, installed on the first call; parallel runs wait for one another."""
     python = f"{sys.version} {sys.base_prefix}"
     home = kept_dir() / f"identity-{hashlib.sha256(python.encode()).hexdigest()[:16]}"
     done = home / "installed"
@@ -236,4 +245,4 @@ def _installed() -> Path:
             run([sys.executable, "-m", "venv", home])
             run([home / "bin" / "pip", "install", "--quiet", REQUIREMENT])
             done.write_text(REQUIREMENT)
-    return home / "bin" / "canaille"
+    return home / "bin" / "python"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ldap3
 
+from tests.support.identity import password_of
 from tests.support.processes import (
     LIVE,
     alive,
@@ -41,11 +42,6 @@ maxsize 16777216
 access to attrs=userPassword by anonymous auth by * none
 access to * by dn.exact="{reader}" read by * none
 """
-
-
-def password_of(user: str) -> str:
-    """The password that the directory knows for somebody."""
-    return f"the-password-of-{user}"
 
 
 def dn_of(user: str) -> str:

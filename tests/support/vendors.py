@@ -26,7 +26,6 @@ class Vendor:
     def __init__(self, url: str) -> None:
         self.url = url
         self.answers: dict[str, Any] = {}
-        self.asked: list[str] = []
 
     def token(self, **claims: Any) -> None:
         """Every code is good for an access token, and for an id token with these claims."""
@@ -47,9 +46,7 @@ def vendor() -> Iterator[Vendor]:
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
-            path = self.path.split("?")[0]
-            standing_in.asked.append(path)
-            said = standing_in.answers.get(path, 404)
+            said = standing_in.answers.get(self.path.split("?")[0], 404)
             body = b"" if isinstance(said, int) else json.dumps(said).encode()
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             self.send_response(said if isinstance(said, int) else 200)
@@ -61,7 +58,7 @@ def vendor() -> Iterator[Vendor]:
         do_GET = do_POST = _answer
 
         def log_message(self, *_: object) -> None:
-            """Nothing: the tests say what was asked."""
+            """Nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     standing_in = Vendor(f"http://127.0.0.1:{server.server_port}")

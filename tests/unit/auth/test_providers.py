@@ -265,7 +265,7 @@ def test_cilogon_admits_only_allowed_eppn_domains(
     assert sign_in(authenticator, None).startswith(verdict)
 
 
-# LDAP: tests/hub/test_auth_ldap.py has a real directory.
+# LDAP: tests/hub/test_auth.py has a real directory.
 
 
 @pytest.mark.parametrize("given", [{}, {"ca_certs_file": "/etc/ssl/lab.pem"}])
