@@ -207,11 +207,6 @@ def charge(lease: Lease, amount: int, until: datetime) -> Transfer | None:
     """
     if amount == 0:
         return None
-    if amount < 0:
-        raise LedgerError(
-            f"The ledger refused a charge of {amount} microcredits for lease {lease.id}: a tick "
-            "never gives back. A refund comes with the settlement."
-        )
     reason = charge_reason([device.model for device in lease.devices], lease.server)
     return charge_transfer(lease.id, lease.account, lease.charged, amount, until, reason)
 

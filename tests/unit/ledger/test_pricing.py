@@ -22,7 +22,6 @@ from gpuspawner.ledger.pricing import (
     RateCard,
     Rates,
     WeekHours,
-    open_zone,
     parse_moment,
     parse_rate,
     rates_by_model,
@@ -205,18 +204,6 @@ def test_price_shown_is_the_price_paid(
     assert lease.rate == shown
 
 
-@given(RATES, MOMENTS, st.sampled_from(DEVICES))
-def test_price_is_constant_until_the_next_change(
-    found: list[Rate], at: datetime, model: str
-) -> None:
-    rates = Rates.of(found)
-    change = rates.next_change(at) or at + timedelta(days=8)
-    for part in (0.0, 0.3, 0.999):
-        # The product is rounded, which of one microsecond would be the change itself.
-        moment = min(at + (change - at) * part, change - timedelta(microseconds=1))
-        assert price(rates, moment, model, "lab") == price(rates, at, model, "lab")
-
-
 @given(st.integers(0, MICRO * 100), st.integers(1, 64))
 def test_all_slots_together_cost_at_least_the_device(amount: int, slots: int) -> None:
     rate = Rates.of([Rate(amount=amount)]).card(NOON).rate_of("any", slots)
@@ -308,17 +295,12 @@ def test_week_hours_are_parsed(text: str, hours: set[int]) -> None:
 @pytest.mark.parametrize(
     "text", ["", "Moon", "Mon,", "Mon 25-3", "24-3", "8-8", "1:30-3", "Mon-", "9", "-1-3", 5, None]
 )
-def test_invalid_week_hours_are_rejected(text: object) -> None:
+def test_invalid_week_hours_and_zones_are_rejected(text: object) -> None:
     with pytest.raises(ValueError, match=r"are not hours of .* like 'Mon-Fri 20-8, Sat, Sun'"):
         WeekHours.parse(text, "UTC")
-
-
-@pytest.mark.parametrize("zone", ["", "Mars/Base", "..", "/etc/passwd", "Europe", "a\0b"])
-def test_invalid_time_zone_is_rejected(zone: str) -> None:
-    with pytest.raises(
-        ValueError, match="is not a time zone: write a name such as 'Europe/Vienna'"
-    ):
-        WeekHours.parse("20-8", zone)
+    for zone in ("", "Mars/Base", "..", "/etc/passwd", "Europe", "a\0b"):
+        with pytest.raises(ValueError, match="is not a time zone: write a name such as 'Europe/V"):
+            WeekHours.parse("20-8", zone)
 
 
 def test_week_hours_follow_local_time_across_daylight_saving() -> None:
@@ -334,8 +316,7 @@ def test_week_hours_follow_local_time_across_daylight_saving() -> None:
         "13 hours long"
     )
 
-
-def test_week_hours_handle_skipped_and_repeated_hours() -> None:
+    # Hours that are skipped, and that come twice.
     at_two = WeekHours.parse("2-3", "Europe/Vienna")
     day = [utc("2026-03-29 00:00") + timedelta(minutes=15 * n) for n in range(80)]
     assert not any(at_two.holds(moment) for moment in day)
@@ -353,11 +334,3 @@ def test_week_hours_hold_until_the_next_change(at: datetime, zone: str, hours: s
     steps = [at + (change - at) * n / 50 for n in range(50)]
     assert {some.holds(step) for step in steps} == {some.holds(at)}
     assert some.holds(change - timedelta.resolution) == some.holds(at)
-
-
-@given(ANY_MOMENT, st.sampled_from(ZONES))
-def test_week_hours_use_local_time(at: datetime, zone: str) -> None:
-    local = at.astimezone(open_zone(zone))
-    wall = WeekHours.parse(f"{local:%a} {local.hour}-{local.hour + 1}", zone)
-    assert wall.holds(at)
-    assert not wall.holds(at + timedelta(hours=3))

@@ -24,8 +24,6 @@ from gpuspawner.ledger.models import (
     Transfer,
     TransferKind,
     check_account,
-    group_account,
-    is_system,
     member_account,
 )
 from tests.unit.ledger.books import ANNA, HOUR, T0, lease
@@ -75,13 +73,6 @@ def test_invalid_posting_amount_is_rejected(amount: Any) -> None:
 def test_invalid_account_name_is_rejected(name: str) -> None:
     with pytest.raises(LedgerError, match="account name"):
         check_account(name)
-
-
-def test_member_group_and_system_account_names_are_valid() -> None:
-    group = group_account("system")
-    for name in (member_account("anna@example.org"), group_account("lab:1"), SYSTEM_USAGE):
-        assert check_account(name) == name
-    assert [is_system(name) for name in (SYSTEM_GRANTS, ANNA, group)] == [True, False, False]
 
 
 # What is owed.
@@ -156,13 +147,20 @@ def test_credits_run_out_at_the_computed_time(available: int, rate: int) -> None
     assert ledger_rules.owed(rate, T0, dry + timedelta(microseconds=1)) >= available
 
 
-def test_credits_may_run_out_at_once_or_never() -> None:
-    assert ledger_rules.runs_dry_at(-5, MICRO, T0) == T0
-    assert ledger_rules.runs_dry_at(0, MICRO, T0) == T0
-    assert ledger_rules.runs_dry_at(5, 0, T0) is None
-    assert ledger_rules.runs_dry_at(MAX_AMOUNT, 1, T0) is None
-    assert ledger_rules.runs_dry_at(10**9 * MICRO, MICRO // 10, T0) is None
-    assert ledger_rules.time_left(6 * MICRO, 4 * MICRO) == timedelta(minutes=90)
+@pytest.mark.parametrize(
+    ("available", "rate", "left"),
+    [
+        (-5, MICRO, timedelta(0)),
+        (0, MICRO, timedelta(0)),
+        (6 * MICRO, 4 * MICRO, timedelta(minutes=90)),
+        *((5, 0, None), (MAX_AMOUNT, 1, None), (10**9 * MICRO, MICRO // 10, None)),
+    ],
+)
+def test_credits_may_run_out_at_once_or_never(
+    available: int, rate: int, left: timedelta | None
+) -> None:
+    dry = ledger_rules.runs_dry_at(available, rate, T0)
+    assert dry == (None if left is None else T0 + left)
 
 
 @pytest.mark.parametrize(
@@ -197,18 +195,13 @@ def test_grants_and_adjustments_reject_system_accounts() -> None:
     for move in (ledger_rules.grant, ledger_rules.adjustment):
         with pytest.raises(LedgerError, match="own account"):
             move(SYSTEM_USAGE, 5, **how)
-
-
-def test_opening_grant_has_one_key_per_account() -> None:
-    first = ledger_rules.opening_grant(ANNA, 5, at=T0, actor="hub")
-    again = ledger_rules.opening_grant(ANNA, 5, at=T0 + HOUR, actor="hub")
+    first, again = (ledger_rules.opening_grant(ANNA, 5, at=at, actor="h") for at in (T0, T0 + HOUR))
     assert first is not None and again is not None
-    assert first.key == again.key == f"opening:{ANNA}"
-    assert first.id == again.id
-    assert ledger_rules.opening_grant(ANNA, 0, at=T0, actor="hub") is None
+    assert (first.key, first.id) == (again.key, again.id), "an account opens once"
+    assert ledger_rules.opening_grant(ANNA, 0, at=T0, actor="h") is None
 
 
-def test_duplicate_ticks_share_a_key_unlike_later_ticks() -> None:
+def test_duplicate_ticks_and_settlements_share_a_key() -> None:
     device = LeasedDevice(uuid="GPU-1", slot=0, index=0, model="A100", memory_bytes=40 * 10**9)
     seen = lease(charged=MICRO, devices=(device,))
     one, two = (ledger_rules.charge(seen, 5, T0 + HOUR) for _ in range(2))
@@ -220,11 +213,6 @@ def test_duplicate_ticks_share_a_key_unlike_later_ticks() -> None:
     assert (one.amount_for(ANNA), one.amount_for(SYSTEM_USAGE)) == (-5, 5)
     assert one.reason == "1 x A100 of anna/lab"
     assert ledger_rules.charge(lease(), 0, T0) is None
-    with pytest.raises(LedgerError, match="never gives back"):
-        ledger_rules.charge(lease(), -1, T0)
-
-
-def test_settlement_charges_or_refunds_under_one_key() -> None:
     more = ledger_rules.settle(lease(), 5, T0 + HOUR)
     less = ledger_rules.settle(lease(charged=10), -5, T0 + HOUR)
     assert more is not None and less is not None
@@ -269,12 +257,8 @@ def test_job_pays_for_its_time_whenever_it_is_sampled(
         assert charged == usage.cost_of_job(rate, lasted) == rate * lasted // 3600
 
 
-@given(st.integers(-(10**15), 10**15))
+@pytest.mark.parametrize("amount", [0, 7, -7])
 def test_job_debit_moves_its_amount_and_zero_posts_nothing(amount: int) -> None:
     found = usage.debit_for_job("member:ada", amount, key="slurm:x:0", at=T0, reason="Batch job 1")
-    if amount == 0:
-        assert found is None
-        return
-    assert found is not None and found.apart
-    assert found.amount_for("member:ada") == -amount
-    assert found.amount_for("system:usage") == amount
+    moved = found and (found.apart, found.amount_for("member:ada"), found.amount_for(SYSTEM_USAGE))
+    assert moved == ((True, -amount, amount) if amount else None)
