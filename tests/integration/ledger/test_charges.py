@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -120,10 +119,7 @@ def test_batch_charging_equals_charging_one_by_one(
 
 
 @each_database
-@pytest.mark.parametrize("at_once", [True, False], ids=["all at once", "in portions"])
-def test_charge_posted_before_is_taken_once(
-    services: Services, clock: Clock, at_once: bool
-) -> None:
+def test_charge_posted_before_is_taken_once(services: Services, clock: Clock) -> None:
     """The key is there already; the others are charged all the same."""
     lease = running(services, "anna", model="A100")
     other = running(services, "bert", model="A100")
@@ -132,10 +128,7 @@ def test_charge_posted_before_is_taken_once(
     posted = ledger_rules.charge(lease, due, clock.now)
     assert posted is not None
     services.store.run(lambda c: ledger_repository.post(c, posted), write=True)
-    tick = (
-        services.ledger.charge_all if at_once else partial(services.ledger.charge_portion, MINUTE)
-    )
-    assert (tick(), tick()) == (2, 0)
+    assert [services.ledger.charge_portion(MINUTE) for _ in range(2)] == [2, 0]
     assert {x.charged for x in (services.leases.get(lease.id), services.leases.get(other.id))} == {
         due
     }
@@ -176,14 +169,14 @@ def test_leases_are_charged_each_minute_at_their_own_times(
         some.append(running(services, f"user{number}", model="A100"))
         clock.forward(seconds=7.3)
     counts = []
-    for _ in range(300):
+    for _ in range(100):
         counts.append(services.ledger.charge_portion(MINUTE))
-        clock.forward(seconds=1)
+        clock.forward(seconds=3)
     assert max(counts) == 1, "they started at six moments"
     assert set(charges_of(services).values()) == {5} and len(charges_of(services)) == 6
     for lease in services.leases.open_leases():
         late = ledger_rules.charge_due(lease, clock.now) * 3600 / lease.rate
-        assert 0 <= late <= 61.001, "and none waits longer"
+        assert 0 <= late <= 63.001, "and none waits longer"
 
 
 def test_overdue_charges_are_posted_in_portions(services: Services, clock: Clock) -> None:

@@ -57,7 +57,6 @@ def test_grant_file_can_open_accounts(services: Services) -> None:
     ]
 
 
-@each_database
 def test_foreseen_balance_is_less_what_is_due(services: Services, clock: Clock) -> None:
     lease = services.leases.grant(ServerRef("anna"), Request(devices=1), engine="local")
     services.leases.confirm(lease.id)

@@ -8,11 +8,20 @@ from itertools import permutations
 
 import pytest
 
-from gpuspawner.core.errors import InvalidRequest, LedgerError
+from gpuspawner.core.errors import InvalidRequest, LedgerError, UnknownLease
 from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import Lease
 from gpuspawner.services import Services
-from tests.support.brokers import T0, Clock, Make, broken_invariants, credits_of, problems, running
+from tests.support.brokers import (
+    T0,
+    Clock,
+    Make,
+    acquire,
+    broken_invariants,
+    credits_of,
+    problems,
+    running,
+)
 from tests.support.parts import each_database
 from tests.support.threads import at_once
 
@@ -67,14 +76,26 @@ def test_lease_is_refunded_in_part_and_then_fully(services: Services, over: Leas
     assert credits_of(services) == 10 and broken_invariants(services) == {}
 
 
-@pytest.mark.parametrize("credits", [0, -1, 2.500001, 10**12])
-def test_refund_outside_the_remaining_charge_is_rejected(
-    services: Services, over: Lease, credits: float
-) -> None:
-    refund(services, over, 0.5)
-    with pytest.raises(InvalidRequest, match=r"at most 2\.50, the part of its charges"):
-        refund(services, over, credits)
+def test_impossible_refund_is_refused_with_the_reason(services: Services, clock: Clock) -> None:
+    lease = running(services, "anna")
+    clock.forward(hours=3)
+    services.ledger.charge_all()
+    with pytest.raises(InvalidRequest, match="is still open: stop its server first"):
+        refund(services, lease)
+    services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    with pytest.raises(InvalidRequest, match="reason is missing"):
+        services.ledger.refund(lease.id, actor="root", reason=" ")
+    refund(services, lease, 0.5)
+    for credits in (0, -1, 2.500001, 10**12):
+        with pytest.raises(InvalidRequest, match=r"at most 2\.50, the part of its charges"):
+            refund(services, lease, credits)
     assert credits_of(services) == 7.5 and len(services.audit.trail()) == 1
+    failed = acquire(services, "anna")
+    services.leases.release(failed.id, reason="failed", failed=True)
+    with pytest.raises(InvalidRequest, match="Nothing was charged"):
+        refund(services, failed)
+    with pytest.raises(UnknownLease):
+        services.ledger.refund("nothing", actor="root", reason="sick")
 
 
 def test_refund_with_the_same_key_is_given_once(services: Services, over: Lease) -> None:

@@ -18,8 +18,6 @@ from gpuspawner.services import Services
 from tests.support.brokers import Clock, acquire, broken_invariants, open_services, running
 from tests.support.parts import each_database
 
-pytestmark = each_database
-
 NEW_YEAR = datetime(2024, 12, 31, 22, 30, tzinfo=timezone.utc)
 
 
@@ -54,6 +52,7 @@ def ever(services: Services) -> dict[str, dict[str, LeaseUse]]:
     return {name: services.reports.use_by(bounds, name)[0] for name in Kind._fields}
 
 
+@each_database
 def test_totals_grow_in_portions_without_changing_reports(services: Services) -> None:
     expected, told = ever(services), services.reports.until_now()
     steps = []
@@ -69,6 +68,7 @@ def test_totals_grow_in_portions_without_changing_reports(services: Services) ->
     assert months == [1, 12]
 
 
+@each_database
 def test_credit_totals_are_added_up_in_portions(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +88,7 @@ def test_credit_totals_are_added_up_in_portions(
     assert services.reports.until_now()[0] == told[0]._replace(taken=5, left=told[0].left - 5)
 
 
-def test_audit_names_a_wrong_total_of_use(services: Services) -> None:
+def test_audit_names_a_wrong_total(services: Services) -> None:
     services.reports.add_up()
     assert broken_invariants(services) == {}
     for by in (*Kind._fields, totals.OUTCOME, totals.MODEL_AND_GROUP):
@@ -103,9 +103,7 @@ def test_audit_names_a_wrong_total_of_use(services: Services) -> None:
             assert found
             assert all(sentence.startswith(f"The total by {by} of ") for sentence in found)
 
-
-def test_audit_finds_a_lease_changed_behind_the_totals(services: Services) -> None:
-    services.reports.add_up()
+    # A lease and a sum of credits, changed behind the totals.
     query = sa.update(leases).where(leases.c.user == "user1").values(group="lab")
     services.store.run(lambda c: c.execute(query), write=True)
     assert "The total by group of " in broken_invariants(services)["totals of use"]
@@ -116,6 +114,7 @@ def test_audit_finds_a_lease_changed_behind_the_totals(services: Services) -> No
     )
 
 
+@each_database
 def test_concurrent_updates_count_each_lease_once_in_totals(services: Services) -> None:
     """Whoever comes first: each lease is in the totals once, as it is in the end."""
     clock = Clock.of(services)
