@@ -144,9 +144,12 @@ class PayingHub(HubProcess):
 
     def send(self, user: str, path: str, **fields: str) -> requests.Response:
         """Send a form of the service's pages as this member's browser does; redirects followed."""
-        self.page(user).raise_for_status()  # which brings the proof that a page of ours was open
-        session = self.browser_of(user)
-        data = {"_xsrf": session.cookies.get("_xsrf", path="/services/gpu/"), **fields}
+        session, where = self.browser_of(user), "/services/gpu/"
+        if not session.cookies.get("_xsrf", path=where):
+            self.page(
+                user
+            ).raise_for_status()  # which brings the proof that a page of ours was open
+        data = {"_xsrf": session.cookies.get("_xsrf", path=where), **fields}
         url = f"{self.url}/services/gpu/{path}"
         return session.post(url, data=data, headers=NAVIGATION, timeout=120)
 
