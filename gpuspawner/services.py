@@ -22,10 +22,8 @@ from .devices.service import DeviceService, LeakService, MachineService
 from .devices.snapshots import InventoryCache, open_source
 from .devices.source import DeviceSource
 from .engines.docker import client_from_environment
-from .leases.clock_corrections import ClockCorrectionService
-from .leases.credit_checks import CreditChecks
 from .leases.gpu_loss import RestartService
-from .leases.service import LeaseService
+from .leases.service import ClockCorrectionService, LeaseService
 from .leases.sessions import SessionService
 from .ledger.exhaustion import ExhaustionService
 from .ledger.grants import BulkGrantService, RefillService
@@ -39,8 +37,7 @@ from .monitoring.health_service import HealthService
 from .monitoring.service import IdleService, MonitoringService
 from .notifications.service import NotificationService
 from .queue.delegation import DelegationService, make_delegate
-from .queue.drains import DrainService
-from .queue.extensions import ExtensionService
+from .queue.extensions import DrainService, ExtensionService
 from .queue.positions import PositionService
 from .queue.service import QueueService
 from .queue.state import QueueState
@@ -122,7 +119,6 @@ class Services(LoggingConfigurable):
         self.delegation = DelegationService(
             store, now, self._delegate, line=self.line, devices=self.devices, log=self.log
         )
-        self.credit_checks = CreditChecks(self.ledger, settings.credits)
         self.leases = LeaseService(
             store,
             now,
@@ -130,7 +126,6 @@ class Services(LoggingConfigurable):
             devices=self.devices,
             prices=self.prices,
             ledger=self.ledger,
-            credit_checks=self.credit_checks,
             take_back=self.delegation.take_back,
             log=self.log,
         )
@@ -167,7 +162,7 @@ class Services(LoggingConfigurable):
             settings.credits,
             positions=self.positions,
             delegation=self.delegation,
-            credit_checks=self.credit_checks,
+            leases=self.leases,
             log=self.log,
         )
 

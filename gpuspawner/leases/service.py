@@ -1,4 +1,4 @@
-"""Grant, confirm, follow and release leases, in one transaction each."""
+"""Grant, confirm and release leases, in one transaction each; refund what a wrong clock charged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..core.clock import engine_time
-from ..core.errors import GrantingPaused, NoDeviceFree, ServerHasLease, UnknownLease
+from ..core.clock import ClockVerdict, Offset, engine_time, to_datetime
+from ..core.errors import GrantingPaused, NoCredits, NoDeviceFree, ServerHasLease, UnknownLease
+from ..core.units import format_credits, format_price
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices import closures as devices_closures
@@ -26,12 +27,12 @@ from ..ledger import charges
 from ..ledger import repository as ledger_repository
 from ..ledger import rules as ledger_rules
 from ..ledger.credit_policy import OVERDRAFT
+from ..ledger.models import Account
 from ..ledger.prices import PriceService, priced_at
-from ..ledger.service import LedgerService, note
+from ..ledger.service import LedgerService, note, refund_lease, refundable
 from ..ledger.settings import GPUCredits
 from ..members.service import require_member
 from . import allocation, reconciliation, repository
-from .credit_checks import CreditChecks
 from .models import Lease, LeasedDevice, LeaseState, Request, ServerRef, Sighting, Slot, Terms
 
 PAUSED = Slot(GRANTING).text
@@ -56,7 +57,6 @@ class LeaseService:
     devices: DeviceService
     prices: PriceService
     ledger: LedgerService
-    credit_checks: CreditChecks
     take_back: Callable[[str | None, str], None]
     """Tells the external scheduler that the server of a ticket is gone."""
     log: logging.Logger
@@ -179,12 +179,12 @@ class LeaseService:
         rate = min(card.price(chosen) for card in cards)
         payer = known.account
         if payer is None or known.is_paying or (known.first_due and known.first_due <= now):
-            payer = self.credit_checks.payer_now(connection, account, now)
+            payer = self.payer_now(connection, account, now)
         if known.overdraft is not None and terms.get("when_dry") == OVERDRAFT:
             terms["overdraft"] = known.overdraft  # an account has one at a time
         lead = self.settings.lead(terms.get("seconds"))
         hold = ledger_rules.hold_for(rate, lead)
-        self.credit_checks.require_credits(payer, hold, rate, lead)
+        self.require_credits(payer, hold, rate, lead)
         lease = Lease(
             id=secrets.token_hex(8),
             server=server,
@@ -201,6 +201,35 @@ class LeaseService:
         if known.kept:
             repository.go_on_resting(connection, lease)
         return lease
+
+    def payer_now(self, connection: sa.Connection, name: str, now: datetime) -> Account:
+        """Return the account, less everything its servers owe but were not charged yet."""
+        account = self.ledger.open_in(connection, name, now)
+        return ledger_rules.owing(
+            [lease for lease, _ in repository.paying(connection, name)], account, now
+        )
+
+    def require_credits(self, account: Account, hold: int, rate: int, lead: timedelta) -> None:
+        """Raise NoCredits if the hold cannot be paid; ``lead`` is the time that it covers."""
+        if ledger_rules.can_afford(account.available, hold):
+            return
+        set_aside = ""
+        if account.held:
+            set_aside = f" ({format_credits(account.held)} more are set aside for running servers)"
+        kind, _, name = account.name.partition(":")
+        whose = f"The group {name}'s" if kind == "group" else "Your"
+        first = f"the first {self.settings.hold_minutes:g} minutes"
+        if self.settings.hold_session and lead != self.settings.lead(None):
+            first = f"the whole session of {ledger_rules.format_time_left(lead)}"
+        raise NoCredits(
+            f"{whose} balance of {format_credits(account.available)} credits{set_aside} does not "
+            f"cover this: it costs {format_price(rate)} credits an hour, and {first} "
+            f"({format_credits(-(-hold // 10_000) * 10_000)}) must "
+            f"be there at the start. {self.settings.help_text} You can start without a GPU: "
+            "that is free.",
+            balance=account.available,
+            hold=hold,
+        )
 
     # From confirmation to release.
 
@@ -456,3 +485,83 @@ def require_seen(look: InventorySnapshot, request: Request) -> None:
 
 def _leased(place: Slot, device: Device) -> LeasedDevice:
     return LeasedDevice(*place, device.index, device.model, device.memory_bytes)
+
+
+# Charges that a wrong wall clock caused.
+
+
+class ClockCorrectionService:
+    """Follows the wall clock and corrects charges that a wrong clock caused."""
+
+    def __init__(self, store: Store, time: Timekeeper) -> None:
+        self.store = store
+        self.time = time
+
+    def keep(self) -> ClockVerdict | None:
+        """Detect steps of the wall clock; see :mod:`gpuspawner.core.clock`.
+
+        Only the accounting service calls this, every few seconds. Returns None with a test's clock.
+        """
+        steady = self.time.steady
+        if steady is None:
+            return None
+        verdict = steady.keep(self._count_again)
+        if verdict.event in ("stepped", "followed", "back"):
+            with self.store.write() as connection:
+                said = clock_says(verdict)
+                note(connection, "accounting", "clock", "wall clock", said, self.time())
+        return verdict
+
+    def _count_again(
+        self, connection: sa.Connection, offset: Offset, verdict: ClockVerdict
+    ) -> None:
+        """Refund what ended leases were charged for time that never passed.
+
+        While the machine was off, only the wall clock showed for how long, and it was wrong.
+        """
+        if verdict.recount >= 0 or offset.before is None:
+            return
+        before, recount = to_datetime(offset.before), timedelta(microseconds=verdict.recount)
+        for lease in repository.ended_across(connection, before):
+            end = max((lease.ended_at or before) + recount, before)
+            too_much = lease.charged - ledger_rules.owed(lease.rate, lease.started_at, end)
+            amount = min(too_much, refundable(connection, lease))
+            if amount > 0:
+                ahead = _seconds(verdict.recount)
+                reason = f"the clock was {ahead} ahead after the machine's start"
+                key = ledger_rules.refund_key(lease.id, f"clock:{offset.boot_id}:{offset.version}")
+                now = to_datetime(verdict.offset.last)
+                actor = ledger_rules.ACTOR_ACCOUNTING
+                refund_lease(connection, lease, amount, key, now, actor=actor, reason=reason)
+
+
+def clock_says(verdict: ClockVerdict) -> str:
+    """Describe what happened to the wall clock in a sentence, for admins."""
+    offset, day = verdict.offset, "%Y-%m-%d %H:%M:%S UTC"
+    if verdict.event == "back":
+        return "The wall clock is right again."
+    if verdict.event == "followed":
+        said = (
+            f"The wall clock was set by {_apart(verdict.shift)} and stayed so: times follow "
+            "it now. What runs is charged for as long as it ran, and sessions keep their length."
+        )
+        if verdict.recount:
+            much = f"{_seconds(verdict.recount)} {'more' if verdict.recount > 0 else 'less'}"
+            said += (
+                f" The machine had been off for {much} than was counted: what ran elsewhere "
+                "meanwhile is charged for the right time."
+            )
+        return said
+    return (
+        f"The wall clock was set by {_apart(offset.step)}. What runs is charged by the time since "
+        "boot, and nothing ends because of this. If the new time is wrong, correct it; else it is "
+        f"followed at {to_datetime(offset.follows_at()):{day}} by the old one."
+    )
+
+
+def _apart(micros: int) -> str:
+    return f"{micros / 1_000_000:+,.0f} s"
+
+
+def _seconds(micros: int) -> str:
+    return f"{abs(micros) / 1_000_000:,.0f} s"

@@ -515,14 +515,14 @@ class QueueService:
 
     def _must_be_paid(self, connection: sa.Connection, ticket: Ticket) -> None:
         """Raise NoCredits if the account cannot pay for the cheapest devices that fit."""
-        payer = self.leases.credit_checks.payer_now(connection, ticket.account, ticket.created_at)
+        payer = self.leases.payer_now(connection, ticket.account, ticket.created_at)
         request = ticket.request
         card = self.prices.rates_in(connection).card(ticket.created_at, request.environment)
         models = {model_of(kind) for kind in self.line.kinds(request)}
         rates = (card.rate_of(model) * request.devices for model in models)
         rate, lead = min(rates, default=0), self.credits.lead(ticket.seconds)
         hold = ledger_rules.hold_for(rate, lead)
-        self.leases.credit_checks.require_credits(payer, hold, rate, lead)
+        self.leases.require_credits(payer, hold, rate, lead)
 
     def _kept_for_others(self, ticket: Ticket) -> frozenset[str]:
         """Return the first slots, as texts, of devices of other kinds than the scheduler chose."""
