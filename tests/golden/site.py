@@ -29,7 +29,7 @@ from tornado.testing import bind_unused_port
 from tests.golden.support import Store, fix_clock, run_command, service_app
 from tests.support.brokers import Clock, make_services
 from tests.support.hub import NAVIGATION
-from tests.support.service_process import SCOPE, StandInHub
+from tests.support.service_process import SCOPE, StandInHub, token_of
 
 START = datetime(2025, 3, 3, 9, tzinfo=timezone.utc)
 """A Monday."""
@@ -187,19 +187,30 @@ class Site:
 
         With ``form`` that is sent, by a page's own form.
         """
-        session = self._sessions.get(("service", user)) or self._sign_in(user)
-        url = self._service_url() + path
-        options: dict[str, Any] = {"headers": NAVIGATION, "allow_redirects": False, "timeout": 60}
-        if form is None:
-            answer = session.get(url, **options)
-        else:
-            proof = session.cookies.get("_xsrf", path=SERVICE)
-            answer = session.post(url, data={**form, "_xsrf": proof}, **options)
+        answer = self.answer(user, path, form, allow_redirects=False)
         moved = f"-> {answer.headers['Location']}\n" if answer.is_redirect else ""
         text = answer.text
         if main := re.search(r"<main.*</main>", text, re.DOTALL):
             text = f"{cut(text, 'title')}\n{main[0]}"
         return self.plain(f"{answer.status_code}\n{moved}{text}")
+
+    def answer(
+        self, user: str, path: str, form: Mapping[str, str] | None = None, **options: Any
+    ) -> requests.Response:
+        """The same as it is; ``options`` as of requests, such as ``json`` for a script's body."""
+        session = self._sessions.get(("service", user)) or self._sign_in(user)
+        if form is not None:
+            options["data"] = {**form, "_xsrf": session.cookies.get("_xsrf", path=SERVICE)}
+        return self._ask(session, path, {"headers": NAVIGATION, **options})
+
+    def call(self, user: str, path: str, **options: Any) -> requests.Response:
+        """What a script with a member's token gets from the API."""
+        headers = {"Authorization": f"token {token_of(user)}"}
+        return self._ask(requests.Session(), f"api/{path}", {"headers": headers, **options})
+
+    def _ask(self, session: requests.Session, path: str, options: Any) -> requests.Response:
+        method = "POST" if {"data", "json"} & options.keys() else "GET"
+        return session.request(method, self._service_url() + path, timeout=60, **options)
 
     def navigation(self, user: str) -> str:
         """The navigation bar that is on every page of the service."""
