@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -155,14 +154,6 @@ def test_restart_does_not_delay_the_idle_stop(services: Services, clock: Clock) 
     services.leases.confirm(again.id, "again")
     assert services.idle.resting("ada")[0].stops_at == stops_at
     assert rest(again, 7) == ["stop"]
-
-
-def test_restart_survives_a_clock_set_back(services: Services, clock: Clock) -> None:
-    restarted(services)
-    clock.forward(hours=-3)
-    (going_on,) = services.restarts.all_restarts()
-    assert services.clock() - going_on.since < timedelta(0)
-    started(services, "ada", 2)
 
 
 def test_request_for_fewer_devices_releases_the_kept_ones(services: Services) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -359,7 +360,6 @@ def test_lease_invariants_hold_in_any_order_on_sqlite(
     run_machine(lambda: BrokerMachine(new_file), examples=rounds(500), steps=50 if SOAK else 30)
 
 
-def test_lease_invariants_hold_in_any_order_on_postgresql(
-    postgres: PrivatePostgres, rounds: Rounds
-) -> None:
-    run_machine(lambda: BrokerMachine(postgres.migrated_database), examples=rounds(50), steps=30)
+@pytest.mark.usefixtures("soak")
+def test_lease_invariants_hold_in_any_order_on_postgresql(postgres: PrivatePostgres) -> None:
+    run_machine(lambda: BrokerMachine(postgres.migrated_database), examples=50, steps=30)

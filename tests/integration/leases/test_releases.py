@@ -1,5 +1,5 @@
 """Devices that are not known to be free, releases, charges and the comparison of store, engine and
-Hub. Real: SQLite and PostgreSQL; simulated: devices and the clock."""
+Hub. Real: SQLite; simulated: devices and the clock."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.core.errors import NoCredits, NoDeviceFree, UnknownLease
+from gpuspawner.core.errors import NoCredits, NoDeviceFree
 from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Sighting
 from gpuspawner.leases.reconciliation import Confirm, HubState, Release, Seen, Unknown
-from gpuspawner.leases.service import LeaseService
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock, Make, acquire, credits_of, fleet, running, states
-from tests.support.parts import each_database
 
 ANNA, BERT = ServerRef("anna"), ServerRef("bert")
 
@@ -104,16 +102,6 @@ def test_device_look_is_cached_unless_the_clock_goes_back(services: Services, cl
 # Confirm and release, twice and late.
 
 
-@pytest.mark.parametrize("work", [LeaseService.confirm, LeaseService.get])
-def test_unknown_lease_is_rejected(services: Services, work: Any) -> None:
-    with pytest.raises(UnknownLease, match="no lease 'nothing'"):
-        work(services.leases, "nothing")
-    with pytest.raises(UnknownLease):
-        services.leases.release("nothing", reason="stopped")
-    with pytest.raises(UnknownLease):
-        asyncio.run(services.run(services.leases.get, "nothing"))
-
-
 def test_failed_start_refunds_the_charge(
     failed: set[str], services: Services, clock: Clock
 ) -> None:
@@ -163,7 +151,6 @@ def test_reported_end_is_kept_between_start_and_now(
 # Charges.
 
 
-@each_database
 def test_late_or_repeated_charges_reach_the_same_sum(services: Services, clock: Clock) -> None:
     lease = running(services, "anna", 3)
 
@@ -200,7 +187,6 @@ def sighting(lease: Lease, **changes: Any) -> Sighting:
     return Sighting(lease_id=lease.id, **{**fields, "created_at": lease.granted_at, **changes})
 
 
-@each_database
 def test_reconcile_adopts_live_servers_and_ends_gone_ones(services: Services, clock: Clock) -> None:
     adopted = acquire(services, "anna")
     clock.forward(seconds=1)

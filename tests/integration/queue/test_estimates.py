@@ -92,29 +92,16 @@ def test_first_estimates_follow_the_session_ends(make: Make, clock: Clock) -> No
     )
     assert standings[third.id].when(clock.now) == "Expected start: by 16:00 UTC at the latest."
     # Nobody knows how long cyd will stay.
-    assert standings[last.id].when(clock.now).endswith("(a first guess).")
+    guess = standings[last.id].when(clock.now)
+    assert guess.startswith("Expected start: around ") and guess.endswith("(a first guess).")
 
 
-def test_estimate_without_session_end_is_marked_as_a_guess(
-    services: Services, clock: Clock
-) -> None:
-    running(services, "ada", devices=4)
-    ticket = line_up(services, "bob")
-    said = services.positions.standings()[ticket.id].when(clock.now)
-    assert said.startswith("Expected start: around 12:")
-    assert said.endswith("(a first guess).")
-
-
-def test_learned_estimates_hold_for_most_tickets(make: Make, clock: Clock) -> None:
-    services = make(device_source="simulated:1xT4")
-    held = day(services, clock, asked=160)
-    assert len(held) > 40
+def test_learned_estimates_hold_and_outlive_the_process(make: Make, clock: Clock) -> None:
+    held = day(make(device_source="simulated:1xT4"), clock, asked=120)
+    assert len(held) > 30
     assert sum(held) >= 0.7 * len(held)
 
-
-def test_new_service_learns_estimates_from_the_store(make: Make, clock: Clock) -> None:
-    day(make(device_source="simulated:1xT4"), clock, asked=40)
-    services = make(device_source="simulated:1xT4")
+    services = make(device_source="simulated:1xT4", member_limits={"devices": 1})
     running(services, "ada")
     ticket = line_up(services, "bob")
     standing = services.positions.standings()[ticket.id]
@@ -126,15 +113,10 @@ def test_new_service_learns_estimates_from_the_store(make: Make, clock: Clock) -
     services.devices.resume(actor="root")
     assert services.positions.standings()[ticket.id].start(clock.now)
 
-
-def test_ticket_held_by_a_member_limit_has_no_estimate(make: Make, clock: Clock) -> None:
-    services = make(device_source="simulated:1xT4,1xA100-80GB", member_limits={"devices": 1})
-    day(services, clock, asked=40)
-    running(services, "ada")
-    ticket = line_up(services, "ada", server="more")
-    standing = services.positions.standings()[ticket.id]
+    more = line_up(services, "ada", server="more")
+    standing = services.positions.standings()[more.id]
     assert "may have 1 GPU at once" in standing.why
-    assert standing.start(clock.now) == ""
+    assert standing.start(clock.now) == "", "nor of whom a limit keeps waiting"
 
 
 def outlook(services: Services, clock: Clock, request: Request) -> Outlook:
@@ -184,7 +166,7 @@ def test_outlook_maximum_follows_the_session_ends(make: Make, clock: Clock) -> N
 def test_outlook_likely_wait_follows_past_waits(make: Make, clock: Clock) -> None:
     """An hour each, one after the other: who comes now is told about that of a wait."""
     services = make(device_source="simulated:1xT4")
-    for number in range(40):
+    for number in range(24):
         lease = start(services, f"a{number}", None)
         clock.forward(minutes=1)
         ticket = line_up(services, f"b{number}")
@@ -244,20 +226,6 @@ def test_credits_that_run_out_first_are_a_guess_and_no_promise(make: Make, clock
     )
 
 
-def test_drained_device_is_promised_to_nobody(make: Make, clock: Clock) -> None:
-    services = make(device_source="simulated:2xT4")
-    lease = services.leases.get(start(services, "ada", 1))
-    start(services, "bob", 3)
-    now = clock.now
-    ticket = line_up(services, "cyd", seconds=3600)
-    assert services.positions.standings()[ticket.id].latest == now + HOUR
-    services.devices.drain(lease.uuids[0], actor="root", reason="a new fan")
-    clock.forward(seconds=3)
-    found = services.positions.standings()[ticket.id]
-    assert found.planned == found.latest == now + 3 * HOUR
-    assert outlook(services, clock, ONE).latest == now + 4 * HOUR
-
-
 waits = st.lists(
     st.tuples(
         st.sampled_from(["start", "wait", "end", "leave"]),
@@ -269,7 +237,7 @@ waits = st.lists(
 )
 
 
-@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(waits, st.integers(1, 2), st.sampled_from([None, 3600]))
 def test_all_places_state_the_expected_start_of_the_ticket_that_follows(
     fresh: Callable[..., Services],

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -322,5 +323,6 @@ def test_queue_invariants_hold_on_sqlite(new_file: Callable[[], str], rounds: Ro
     run_machine(lambda: LineMachine(new_file), examples=rounds(200), steps=50 if SOAK else 30)
 
 
-def test_queue_invariants_hold_on_postgresql(postgres: PrivatePostgres, rounds: Rounds) -> None:
-    run_machine(lambda: LineMachine(postgres.migrated_database), examples=rounds(50), steps=30)
+@pytest.mark.usefixtures("soak")
+def test_queue_invariants_hold_on_postgresql(postgres: PrivatePostgres) -> None:
+    run_machine(lambda: LineMachine(postgres.migrated_database), examples=50, steps=30)

@@ -15,7 +15,7 @@ from tests.support.parts import each_database
 from tests.support.racers import together
 from tests.support.tier import SOAK
 
-pytestmark = [pytest.mark.usefixtures("processes"), each_database]
+pytestmark = pytest.mark.usefixtures("processes")
 
 TICKETS = 420 if SOAK else 84
 CANCELS = 200 if SOAK else 40
@@ -53,6 +53,7 @@ def check(
     assert problems(services.store) == []
 
 
+@each_database
 def test_concurrent_cancels_and_grants_agree_across_processes(
     services: Services, database_url: str
 ) -> None:

@@ -72,12 +72,17 @@ def store(services: Services, ticket: Ticket, estimate: Estimate | None) -> None
 
 
 @pytest.mark.usefixtures("processes")
-@each_database
 def test_every_process_shows_the_estimate_that_the_hub_stored(
     make: Make, clock: Clock, database_url: str
 ) -> None:
     """The hub has seen the queue; the others read what is in the store when they start."""
     hub, ticket = hub_with_a_ticket(make, clock)
+    assert stored(hub)[ticket.id].estimate, "in the same transaction"
+    elsewhere = (racing_line.shown_elsewhere, database_url, clock.now, ticket.id)
+    [service] = together(elsewhere)
+    assert service == all_shown(hub, ticket)
+    assert look(hub) == 0, "no other author, no other estimate"
+
     clock.forward(minutes=20)  # nobody stores any
     elsewhere = (racing_line.shown_elsewhere, database_url, clock.now, ticket.id)
     own, [other] = all_shown(hub, ticket), together(elsewhere)
@@ -90,20 +95,7 @@ def test_every_process_shows_the_estimate_that_the_hub_stored(
     assert service == command == all_shown(hub, ticket) != other
 
 
-@pytest.mark.usefixtures("processes")
-@each_database
-def test_estimate_is_stored_when_the_ticket_is_created(
-    make: Make, clock: Clock, database_url: str
-) -> None:
-    hub, ticket = hub_with_a_ticket(make, clock)
-    assert stored(hub)[ticket.id].estimate, "in the same transaction"
-    elsewhere = (racing_line.shown_elsewhere, database_url, clock.now, ticket.id)
-    [service] = together(elsewhere)
-    assert service == all_shown(hub, ticket)
-    assert look(hub) == 0, "no other author, no other estimate"
-
-
-def test_ticket_in_a_long_queue_has_an_estimate_after_the_next_round(
+def test_long_queue_and_moved_ticket_get_estimates_in_the_next_round(
     make: Make, clock: Clock
 ) -> None:
     hub = make(**T4)
@@ -115,7 +107,12 @@ def test_ticket_in_a_long_queue_has_an_estimate_after_the_next_round(
     last = line_up(hub, "bob")
     assert last.id not in stored(hub)
     look(hub)
-    assert stored(hub)[last.id].estimate
+    before = stored(hub)[last.id].estimate
+    hub.queue.move(last.id, 1, actor="root")
+    clock.forward(seconds=LOOK_SECONDS)
+    look(hub)
+    after = hub.positions.standings()[last.id].estimate
+    assert before and after and after.high < before.high
 
 
 def test_stored_estimate_is_kept_while_it_holds(make: Make, clock: Clock) -> None:
@@ -136,55 +133,30 @@ def test_stored_estimate_is_kept_while_it_holds(make: Make, clock: Clock) -> Non
     clock.forward(seconds=LOOK_SECONDS / 2)
     assert look(hub) == 1, "it does not hold"
 
-
-def test_moved_ticket_has_another_estimate_after_the_next_round(make: Make, clock: Clock) -> None:
-    hub = make(**T4)
-    learn(hub, clock)
-    running(hub, "ada")
-    for number in range(10):
-        line_up(hub, f"m{number}")
-    last = line_up(hub, "bob")
-    look(hub)
-    before = hub.positions.standings()[last.id].estimate
-    hub.queue.move(last.id, 1, actor="root")
+    hub.devices.pause(actor="root", reason="new disks")
+    hub.positions.sync()
+    paused = line_up(hub, "cyd")
     clock.forward(seconds=LOOK_SECONDS)
-    look(hub)
-    after = hub.positions.standings()[last.id].estimate
-    assert before and after and after.high < before.high
+    assert look(hub) == 0 and paused.id not in stored(hub), "who waits is told no time"
+    hub.devices.resume(actor="root")
+    assert look(hub) > 0 and stored(hub)[paused.id].estimate
 
 
-def test_old_estimate_is_not_shown(make: Make, clock: Clock) -> None:
-    """The hub that stores them has been down for minutes."""
+def test_stored_estimate_is_shown_while_it_is_fresh_and_possible(make: Make, clock: Clock) -> None:
     service = make(**T4)
-    hub, ticket = hub_with_a_ticket(make, clock)
-    store(hub, ticket, minutes_away(hub, 5000))
-    clock.forward(seconds=FRESH_SECONDS - 1)
-    told, known = service.positions.standings()[ticket.id].estimate, stored(hub)[ticket.id].estimate
-    assert told and known and told.low == known.low
-    clock.forward(seconds=2)
-    own = service.positions.standings()[ticket.id].estimate
-    assert own and own.high < told.low
-
-
-def test_stored_estimate_is_shown_within_now_and_the_latest_start(make: Make, clock: Clock) -> None:
     hub, ticket = hub_with_a_ticket(make, clock)
     store(hub, ticket, minutes_away(hub, 0.5))
     clock.forward(seconds=100)
     told = hub.positions.standings()[ticket.id].estimate
-    assert told and told.low == clock.now.timestamp() < told.likely
+    assert told and told.low == clock.now.timestamp() < told.likely, "not in the past"
 
-
-def test_paused_queue_stores_nothing(make: Make, clock: Clock) -> None:
-    hub = make(**T4)
-    learn(hub, clock)
-    running(hub, "ada")
-    hub.devices.pause(actor="root", reason="new disks")
-    hub.positions.sync()
-    ticket = line_up(hub, "bob")
-    assert look(hub) == 0 and not stored(hub)
-    hub.devices.resume(actor="root")
-    assert look(hub) == 1
-    assert stored(hub)[ticket.id].estimate
+    store(hub, ticket, minutes_away(hub, 5000))
+    clock.forward(seconds=FRESH_SECONDS - 1)
+    told, known = service.positions.standings()[ticket.id].estimate, stored(hub)[ticket.id].estimate
+    assert told and known and told.low == known.low
+    clock.forward(seconds=2)  # the hub that stores them has been down for minutes
+    own = service.positions.standings()[ticket.id].estimate
+    assert own and own.high < told.low
 
 
 @pytest.mark.usefixtures("processes")

@@ -15,7 +15,6 @@ from gpuspawner.queue.models import (
     Priority,
     QueuePolicy,
     RankedTicket,
-    ScorePart,
     WaitingTicket,
 )
 from gpuspawner.queue.ordering import FairShareUse
@@ -290,13 +289,3 @@ def test_score_differences_add_up_to_the_total(one: WaitingTicket, other: Waitin
     assert sorted(named) == sorted({part.name for part in (*first.parts, *second.parts)})
     sizes = [abs(some.points) for some in found.differences]
     assert sizes == sorted(sizes, reverse=True)
-
-
-def test_score_part_missing_in_one_ticket_counts_fully() -> None:
-    first = RankedTicket(
-        "a", 1, 7.0, (ScorePart("waiting", 2.0, "2 hours"), ScorePart("boost", 5.0, "mine"))
-    )
-    second = RankedTicket("b", 2, 3.0, (ScorePart("waiting", 3.0, "3 hours"),))
-    boost, waited = compare(first, second).differences
-    assert (boost.name, boost.points, boost.second) == ("boost", 5.0, None)
-    assert (waited.name, waited.points) == ("waiting", -1.0)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from gpuspawner.queue.models import EndedSession, Priority, QueueLimits, QueuePolicy
-from gpuspawner.queue.rounds import ReleasePlan, ReleaseTimes
 from tests.unit.queue.site import DAY, HOUR, T0, Site, lease, scheduler_of, ticket
 
 
@@ -188,47 +187,6 @@ def test_lease_with_its_own_id_removes_its_ticket() -> None:
     scheduler.started(lease("lease", {"a": 1}, member="m", ticket_id="t"))
 
     assert not scheduler.waiting and set(scheduler.running) == {"lease"}
-
-
-# What comes back when.
-
-
-def test_releases_are_ordered_and_late_ones_are_postponed() -> None:
-    releases = ReleaseTimes()
-    releases.put("one", {"a": 2}, T0 + 60, guess=False)
-    releases.put("two", {"a": 1, "b": 1}, T0 + 30, guess=True)
-    releases.put("two", {"a": 1, "b": 1}, T0 + 90, guess=True)
-
-    assert [at for at, _, _ in releases.ahead("a", T0)] == [T0 + 60, T0 + 90]
-    assert releases.together("a", 3, 1, T0, ()) == (T0 + 60, 0)
-    assert releases.together("a", 3, 0, T0, ()) == (T0 + 90, 0)
-    assert releases.together("a", 4, 0, T0, ()) is None
-    assert releases.together("a", 4, 0, T0, [(T0 + 70, "new", 1)]) == (T0 + 90, 0)
-    assert list(releases.guessed_wrong(T0 + 89)) == []
-    assert list(releases.guessed_wrong(T0 + 90)) == ["two"]
-    releases.remove("one")
-    releases.remove("one")
-    assert releases.together("a", 2, 1, T0, ()) == (T0 + 90, 0)
-    assert releases.ahead("never seen", T0) == ()
-
-    releases = ReleaseTimes()
-    releases.put("late", {"a": 1}, T0 - 600, guess=False)
-    releases.put("later", {"a": 1}, T0 - 1200, guess=False)
-    releases.put("due", {"a": 1}, T0 + 900, guess=False)
-
-    assert [at - T0 for at, _, _ in releases.ahead("a", T0)] == [600, 900, 1200]
-
-
-def test_release_plan_keeps_promised_devices_free() -> None:
-    plan = ReleasePlan(T0, 1, [(T0 + 100, 2), (T0 + 50, 1)])
-
-    assert plan.earliest(1, 10) == T0
-    assert plan.earliest(2, 10) == T0 + 50
-    assert plan.earliest(5, 10) == math.inf
-    plan.take(2, T0 + 50, 20)
-    assert plan.earliest(1, 10) == T0
-    assert plan.earliest(1, 60) == T0 + 70
-    assert plan.earliest(3, 10) == T0 + 100
 
 
 @pytest.mark.parametrize(
