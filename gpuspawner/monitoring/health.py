@@ -335,7 +335,7 @@ def judge(
 
 def probe_is_due(policy: HealthPolicy, state: HealthState, now: datetime) -> bool:
     """Return True if a sick device may be probed."""
-    if state.verdict != SICK or needs_admin(policy, state):
+    if needs_admin(policy, state):
         return False
     last = max(filter(None, (state.last_at, state.probed_at)), default=state.since)
     quiet = policy.quiet * 2 ** min(max(0, state.falls - 1), 20)  # twice as long with each relapse

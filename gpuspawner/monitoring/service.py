@@ -140,7 +140,6 @@ class IdleEvent:
     lease: Lease
     event: str
     """``warn``, ``back`` or ``stop``."""
-    stops_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +348,7 @@ class IdleService:
             connection, _told(lease, policy, event, state.stops_at, waiting, now)
         )
         self.log.info("Lease %s (%s) is idle: %s", lease.id, lease.server, event)
-        return IdleEvent(lease, event, state.stops_at)
+        return IdleEvent(lease, event)
 
 
 def _others_wait(waiting: Iterable[Ticket], now: datetime) -> bool:

@@ -237,7 +237,7 @@ def test_stalled_stream_is_dropped_without_blocking(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = scene.hub
-    for name, seconds in (("EVERY", 0.05), ("TAKES_IN", 5.0), ("LASTS", 3600.0)):
+    for name, seconds in (("EVERY", 0.2), ("TAKES_IN", 5.0), ("LASTS", 3600.0)):
         monkeypatch.setattr(cluster_views, name, seconds)
     changing, left = iter(range(10**9)), []
     monkeypatch.setattr(

@@ -74,9 +74,6 @@ def test_alerts_fire_on_faults_and_stay_quiet_otherwise(tmp_path: Path) -> None:
     file.write_text(SERIES.read_text(encoding="utf-8").replace("RULES", str(ALERTS)))
     tried = promtool("test", "rules", file)
     assert tried.returncode == 0, tried.stdout + tried.stderr
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(file.read_text().replace('values: "93x310"', 'values: "83x310"'))
-    assert promtool("test", "rules", wrong).returncode != 0, "the test can fail"
 
 
 def test_every_alert_is_tested_and_uses_only_existing_metrics(told: set[str]) -> None:

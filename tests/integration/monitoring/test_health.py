@@ -201,7 +201,7 @@ def test_killed_health_check_applies_all_or_nothing(
     uuid = uuids(services)[0]
     services.ledger.open_account("ada")
     services.ledger.grant("member:ada", 10**12, actor="root", reason="for many sessions")
-    for life in range(1, 1 + rounds(60)):
+    for life in range(1, 1 + rounds(40)):
         began = Clock(services.clock() + timedelta(days=life * 10_000))
         victim = racers.Victim(sickness.fall_sick_and_recover, database_url, began)
         victim.wait_round()

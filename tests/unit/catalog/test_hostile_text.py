@@ -29,15 +29,13 @@ def test_very_large_catalog_with_merge_keys_is_read() -> None:
 
 def test_exponential_yaml_aliases_are_rejected() -> None:
     """Nine levels of ten aliases each: a thousand million values in a few lines."""
-    bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
-    )
-    assert "aliases expand to too much text" in refusal(bomb)
-    many = "a0: &a0 {k: x}\n" + "".join(
-        f"a{n}: &a{n} {{{', '.join(f'k{i}: *a{n - 1}' for i in range(10))}}}\n"
+    bomb = "a0: &a0 {k: x}\n" + "".join(
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n"
+        if n % 2
+        else f"a{n}: &a{n} {{{', '.join(f'k{i}: *a{n - 1}' for i in range(10))}}}\n"
         for n in range(1, 10)
     )
-    assert "aliases expand to too much text" in refusal(many)
+    assert "aliases expand to too much text" in refusal(bomb)
 
 
 def test_merge_keys_accept_only_mappings_and_stay_bounded() -> None:
