@@ -249,12 +249,8 @@ FEW = 16
 
 def leasable(device: Device) -> str | None:
     """Return None if the device could be leased when free, else the reason as a sentence."""
-    if device.status is DeviceStatus.UNKNOWN:
-        return device.reason or "It is not responding."
-    if device.status is DeviceStatus.DRAINED:
-        return device.reason or "Its machine is drained."
-    if device.status is DeviceStatus.PARENT:
-        return device.reason or "It is in MIG mode: its instances are leased instead."
+    if device.status is not DeviceStatus.OK:
+        return device.reason
     if device.compute_mode == "prohibited":
         return "Its compute mode is prohibited. Set it back with nvidia-smi --compute-mode=0."
     return None

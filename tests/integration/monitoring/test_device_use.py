@@ -111,28 +111,26 @@ def session(begins: float, length: float) -> Lease:
     )
 
 
-def test_session_use_counts_whole_minutes_of_own_devices(monitoring: MonitoringService) -> None:
-    monitoring.remember_use([minute(n, use_sum=60 * n, use_max=n, memory_max=n) for n in range(9)])
-    monitoring.remember_use([minute(n, "GPU-b", use_max=99) for n in range(9)])
+def test_session_use_is_of_whole_minutes_or_hours_of_own_devices(
+    monitoring: MonitoringService, clock: Clock
+) -> None:
+    monitoring.remember_use(
+        [minute(n, use_sum=60 * n, use_max=n, memory_max=n) for n in range(600)]
+    )
+    monitoring.remember_use([minute(n, "GPU-b", use_max=999) for n in range(9)])
+    clock.forward(hours=10)
+    monitoring.tidy_use(*KEEP)
     found = monitoring.session_use(session(1.5, 5.5))  # of which 2 to 6 are whole
     assert list(found) == ["GPU-a"]
     assert (found["GPU-a"].use, found["GPU-a"].use_max, found["GPU-a"].memory_max) == (4.0, 6, 6)
-    assert monitoring.session_use(session(20, 5)) == {}
+    assert monitoring.session_use(session(700, 5)) == {}
     assert monitoring.session_use(replace(session(0, 9), started_at=None)) == {}
-
-
-def test_long_or_old_session_use_is_read_from_hours(
-    monitoring: MonitoringService, clock: Clock
-) -> None:
-    monitoring.remember_use([minute(n, use_max=n) for n in range(10 * 60)])
-    clock.forward(hours=10)
-    monitoring.tidy_use(*KEEP)
-    found = monitoring.session_use(session(30, 8 * 60))["GPU-a"]  # 1:00 to 8:00 are whole hours
-    assert (found.seconds, found.samples, found.use_max) == (HOUR, 7 * 3600, 8 * 60 - 1)
+    long = monitoring.session_use(session(30, 8 * 60))["GPU-a"]  # 1:00 to 8:00 are whole hours
+    assert (long.seconds, long.samples, long.memory_max) == (HOUR, 7 * 3600, 8 * 60 - 1)
     clock.forward(days=20)
     monitoring.tidy_use(*KEEP)  # the minutes are forgotten now
-    found = monitoring.session_use(session(60, 60))["GPU-a"]
-    assert (found.seconds, found.samples, found.use_max) == (HOUR, 3600, 119)
+    old = monitoring.session_use(session(60, 60))["GPU-a"]
+    assert (old.seconds, old.samples, old.memory_max) == (HOUR, 3600, 119)
 
 
 @each_database

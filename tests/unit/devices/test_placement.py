@@ -93,33 +93,6 @@ def test_exact_model_name_beats_a_partial_match() -> None:
     assert chosen(devices, models=("A100", "L4"), model="A100") == [2]
 
 
-# Which devices can be given at all.
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"compute_mode": "default"}, None),
-        ({"status": DeviceStatus.UNKNOWN, "reason": "GPU is lost"}, "GPU is lost"),
-        ({"status": DeviceStatus.DRAINED, "reason": "drained by root"}, "drained by root"),
-        ({"status": DeviceStatus.DRAINED}, "machine is drained"),
-        ({"status": DeviceStatus.PARENT}, "its instances are leased"),
-        ({"compute_mode": "prohibited"}, "nvidia-smi --compute-mode=0"),
-    ],
-)
-def test_unleasable_device_states_its_reason(fields: dict[str, Any], says: str | None) -> None:
-    reason = placement.leasable(device(0, **fields))
-    assert reason is None if says is None else reason is not None and says in reason
-    assert bool(free_slots([device(0, **fields)])) is (says is None)
-
-
-def test_only_unleased_compute_processes_occupy_a_device() -> None:
-    used = device(0, slots=2, processes=(DeviceProcess(7),))
-    drawn = device(1, processes=(DeviceProcess(8, kind="graphics"),))
-    assert free_slots([used, drawn]) == [Slot("GPU-0001")]
-    assert free_slots([used, drawn], in_use(0)) == [Slot("GPU-0000", 1), Slot("GPU-0001")]
-
-
 # Which one of several.
 
 

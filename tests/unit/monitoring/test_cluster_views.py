@@ -137,7 +137,6 @@ def test_newest_sample_wins_and_xid_errors_persist() -> None:
     ("doing", "use", "memory"),
     [
         (DeviceActivity(), "not known", "80 GB"),
-        (DeviceActivity(use=0.4, used_bytes=0), "0 %", "0.0 of 80 GB"),
         (DeviceActivity(use=73, used_bytes=13 * 2**29), "73 %", "6.5 of 80 GB"),
         (DeviceActivity(busy=True, used_bytes=2**30), "has processes", "1.0 of 80 GB"),
         (DeviceActivity(busy=False), "no process", "80 GB"),
