@@ -18,20 +18,22 @@ from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from gpuspawner.slurm.config import cluster_yaml
 from tests.support import processes
-from tests.support.brokers import make_services
+from tests.support.brokers import make_services, migrated_bytes
 from tests.support.processes import wait_for
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_daemons import program
 from tests.support.slurm_hub import described
 
 
-def opened(folder: Path, cluster: SlurmCluster, **config: Any) -> Services:
+def opened(folder: Path, cluster: SlurmCluster, *, shards: int = 0, **config: Any) -> Services:
     """A hub's services; one of the same folder is the same hub, started anew."""
     folder.mkdir(exist_ok=True)
     file = folder / "cluster.yaml"
-    file.write_text(cluster_yaml(described(cluster)), encoding="utf-8")
-    url = f"sqlite:///{folder}/gpuspawner.sqlite"
-    return make_services(database_url=url, cluster=str(file), **config)
+    file.write_text(cluster_yaml(described(cluster, shards)), encoding="utf-8")
+    database = folder / "gpuspawner.sqlite"
+    if not database.exists():
+        database.write_bytes(migrated_bytes())
+    return make_services(database_url=f"sqlite:///{database}", cluster=str(file), **config)
 
 
 def asked(

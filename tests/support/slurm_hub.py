@@ -14,7 +14,7 @@ from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm.cluster import TLS, Cluster, NodeDevice
 from gpuspawner.slurm.cluster import Node as ClusterNode
 from gpuspawner.slurm.config import cluster_yaml
-from tests.support.brokers import make_services
+from tests.support.brokers import make_services, migrated_bytes
 from tests.support.gpu_hub import CATALOG
 from tests.support.hub import HubProcess
 from tests.support.processes import free_port, wait_for
@@ -73,6 +73,7 @@ class SlurmHub(HubProcess):
         )
         environment = {"DOCKER_HOST": cluster.nodes[0].engine.url}
         super().__init__(folder, text, hub_ip=cluster.address, environment=environment, **kwargs)
+        (folder / "gpuspawner.sqlite").write_bytes(migrated_bytes())
         self.services = make_services(database_url=self.database_url, cluster=str(file))
         self._users: set[str] = set()
 
@@ -80,11 +81,15 @@ class SlurmHub(HubProcess):
         super().stop()
         self.services.store.close()
 
-    def ask(self, user: str, server: str = "", **options: Any) -> requests.Response:
-        """Ask for a server as this member; a Linux user of that name is made before the first."""
-        if user not in self._users:  # it takes Slurm's database a second
+    def make_user(self, user: str) -> None:
+        """Make a member's Linux user, once: it takes Slurm's database a second."""
+        if user not in self._users:
             self.cluster.user(user)
             self._users.add(user)
+
+    def ask(self, user: str, server: str = "", **options: Any) -> requests.Response:
+        """Ask for a server as this member, whose Linux user is made before the first."""
+        self.make_user(user)
         return self.spawn(user, options, server)
 
     def begin(self, user: str, server: str = "", **options: Any) -> Lease:
