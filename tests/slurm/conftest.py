@@ -31,6 +31,12 @@ def cluster(shared_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
     shared_cluster.clean()
 
 
+@pytest.fixture(scope="session")
+def ann(shared_cluster: SlurmCluster) -> str:
+    """A Linux user whom Slurm knows: to make one takes its database a second."""
+    return shared_cluster.user("ann")
+
+
 @pytest.fixture(scope="module")
 def samplers(
     shared_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory

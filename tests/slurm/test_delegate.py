@@ -32,16 +32,12 @@ from gpuspawner.slurm.engine import LABEL_JOB, SlurmEngine
 from gpuspawner.slurm.priority import PriorityOverrides
 from gpuspawner.slurm.programs import JobSpec, Slurm
 from gpuspawner.slurm.scheduler import EVERY, LOG, SAVED, SETTLING, SOON, SlurmDelegate
+from tests.support import images
 from tests.support.processes import wait_for
 from tests.support.slurm_broker import asked, opened
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_daemons import as_user, program
 from tests.support.slurm_hub import described
-
-
-@pytest.fixture(scope="module")
-def ann(shared_cluster: SlurmCluster) -> str:
-    return shared_cluster.user("ann")
 
 
 @pytest.fixture
@@ -124,6 +120,8 @@ def test_concurrent_submits_create_one_job_per_ticket(
     assert len(given) == len(set(given)) == 3
     places = sorted(turn.place for turn in turns if turn.place)
     assert places == list(range(1, 8)) and {turn.of for turn in turns if turn.place} == {7}
+    (first,) = (turn.ticket_id for turn in turns if turn.place == 1)
+    wait_for(lambda: delegate.turns()[first].start, "Slurm to expect its start")
 
 
 def test_a_refusal_is_in_slurms_words(delegate: SlurmDelegate, cluster: SlurmCluster) -> None:
@@ -265,14 +263,12 @@ def test_known_jobs_are_cancelled_by_number_others_by_name(
     assert Noted.cancels[-1] == ("--quiet", f"--name=gpuspawner-{last.id}")
     wait_for(lambda: not names(cluster), "the last one to go")
 
-
-def test_cancel_ends_a_job_listed_with_unknown_ones(
-    delegate: SlurmDelegate, cluster: SlurmCluster
-) -> None:
-    delegate.submit(ticket(104))
-    (job,) = wait_for(delegate.living, "its job")
+    # One that is listed with unknown numbers ends all the same.
+    other = ticket(104)
+    one.submit(other)
+    number = int(wait_for(lambda: cluster.holder(other.id, "%i"), "its job"))
     with suppress(SlurmRefused):
-        delegate.slurm.cancel(999_998, job.id, 999_999)
+        one.slurm.cancel(999_998, number, 999_999)
     wait_for(lambda: not names(cluster), "it to go")
 
 
@@ -427,6 +423,28 @@ def test_many_new_members_are_registered_in_few_calls(
     assert {user for user in found if user.startswith("course")} == set(users[:7])
     assert calls.count("sacctmgr") < 7 * len(users), "not one after the other"
     services.store.close()
+
+
+def test_job_container_is_limited_and_ends_before_the_next_job(
+    cluster: SlurmCluster, ann: str
+) -> None:
+    """Of Slurm and Docker themselves, by their own commands: our servers lean on it."""
+    node = cluster.nodes[1]
+    job = cluster.hold(ann, "--gres=gpu:h100:1")
+    cluster.wait_state(job, "RUNNING")
+    parent = cluster.group(job)
+    node.contain({LABEL_JOB: str(job)}, cgroup_parent=parent)
+    # The job has 100 MB, whatever Docker was told: dd's block of 200 MB is too much.
+    greedy = ["sh", "-c", "dd if=/dev/zero of=/dev/null bs=200M count=1"]
+    assert node.engine.run(images.SILENT, greedy)[0] == 0
+    assert node.engine.run(images.SILENT, greedy, cgroup_parent=parent)[0] == 137
+    cluster.wait_state(job, "RUNNING")
+
+    following = cluster.hold(ann, "--gres=gpu:h100:1")
+    assert len(node.containers()) == 1
+    cluster.run("scancel", str(job))
+    cluster.wait_state(following, "RUNNING")
+    assert node.containers() == [], "the epilog ended it before the next job had the device"
 
 
 def test_container_of_an_unknown_job_is_not_ended(

@@ -22,6 +22,7 @@ from gpuspawner.core.errors import (
     SlurmUnavailable,
     TooMuchAsked,
 )
+from gpuspawner.core.units import MICRO
 from gpuspawner.devices import closures
 from gpuspawner.devices.closures import HEALTH, Closure
 from gpuspawner.leases.models import LeaseState, Request, ServerRef, Terms
@@ -55,8 +56,7 @@ ALL = ("--gres=gpu:a100:2", "--gres=gpu:h100:1")
 
 
 @pytest.fixture
-def services(tmp_path: Path, cluster: SlurmCluster) -> Iterator[Services]:
-    cluster.user("ann")
+def services(tmp_path: Path, cluster: SlurmCluster, ann: str) -> Iterator[Services]:
     services = opened(tmp_path, cluster)
     yield services
     services.store.close()
@@ -77,31 +77,31 @@ def delegate_of(services: Services) -> SlurmDelegate:
     return services.delegation.delegate
 
 
-END_JOB: dict[str, Callable[[SlurmDelegate, str, int], None]] = {
-    "a GPU that is closed is given back": lambda slurm, ticket, job: slurm.decline(ticket),
-    "the ticket is cancelled": lambda slurm, ticket, job: slurm.cancel(ticket),
-    "the container was removed": lambda slurm, ticket, job: slurm.cancel_job(job),
-}
+END_JOB: tuple[Callable[[SlurmDelegate, str, int], None], ...] = (
+    lambda slurm, ticket, job: slurm.decline(ticket),  # a GPU that is closed is given back
+    lambda slurm, ticket, job: slurm.cancel(ticket),
+    lambda slurm, ticket, job: slurm.cancel_job(job),  # the container was removed
+)
 
 
-@pytest.mark.parametrize("why", END_JOB)
 def test_ticket_gets_no_devices_from_a_cancelled_job(
-    services: Services, cluster: SlurmCluster, why: str
+    services: Services, cluster: SlurmCluster
 ) -> None:
     ticket = asked(services, "ann")
     until(services, [ticket], lambda turns: turns == [ticket.id])
     slurm = delegate_of(services)
-    first = slurm.job(ticket.id)
-    assert first is not None
-    END_JOB[why](slurm, ticket.id, first.id)
-    assert services.queue.turns(frozenset([ticket.id])) == [], "the last look shows it running"
-    with pytest.raises(NoDeviceFree):
-        services.queue.start_ticket(ticket.id)
+    for end in END_JOB:
+        first = slurm.job(ticket.id)
+        assert first is not None
+        end(slurm, ticket.id, first.id)
+        assert services.queue.turns(frozenset([ticket.id])) == [], "the last look shows it running"
+        with pytest.raises(NoDeviceFree):
+            services.queue.start_ticket(ticket.id)
 
-    # It waits on, and gets another job.
-    until(services, [ticket], lambda turns: turns == [ticket.id])
-    second = slurm.job(ticket.id)
-    assert second is not None and second.id != first.id
+        # It waits on, and gets another job.
+        until(services, [ticket], lambda turns: turns == [ticket.id])
+        second = slurm.job(ticket.id)
+        assert second is not None and second.id != first.id
     lease = services.queue.start_ticket(ticket.id)
     assert lease.ticket_id == ticket.id and cluster.holder(ticket.id) == "RUNNING"
 
@@ -174,6 +174,30 @@ def test_no_latest_start_is_named(services: Services) -> None:
     standing = services.positions.standings()[waiting.id]
     answer = TicketAnswer.of(ticket=waiting, standing=standing)
     assert standing.latest is answer.latest is None
+
+
+def test_members_share_the_slots_of_one_gpu(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Five want the H100, which has four parts: the fifth waits for one of them."""
+    users = [f"part{number}" for number in range(5)]
+    for user in users:
+        cluster.users.make(user)
+    services = opened(tmp_path, cluster, shards=4, gpu_rates={"*": 3600}, opening_grant=100_000)
+    tickets = [asked(services, user, model="H100") for user in users]
+    turns = until(services, tickets, lambda turns: turns if len(turns) == 4 else None)
+    leases = [services.queue.start_ticket(turn) for turn in turns]
+    (place,) = {lease.devices[0].uuid for lease in leases}
+    assert {lease.devices[0].slot for lease in leases} == {0, 1, 2, 3}
+    assert [lease.rate for lease in leases] == [3600 * MICRO // 4] * 4
+    (last,) = (ticket for ticket in tickets if ticket.id not in turns)
+
+    delegate = delegate_of(services)
+    delegate.cancel(turns[0])
+    wait_for(lambda: delegate.turns()[turns[0]].over, "the end of its job")
+    services.leases.release(leases[0].id, reason="stopped")
+    until(services, [last], lambda turns: turns == [last.id])
+    (device,) = services.queue.start_ticket(last.id).devices
+    assert (device.uuid, device.slot) == (place, leases[0].devices[0].slot)
+    services.store.close()
 
 
 # Machines that are closed, by us and by others.
@@ -346,7 +370,7 @@ def test_end_of_a_pause_releases_only_its_own_holds(
     services: Services, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     """Also of a hub that was started anew meanwhile; and nothing of what somebody else held, or
-    of another hub's, or of who uses sbatch."""
+    of another hub's, or of who uses sbatch, whose jobs run on in the pause."""
     mine, held, own = (asked(services, "ann", name) for name in ("mine", "held", "own"))
     tickets = [mine, held, own]
     other = cluster.hold("ann", "--gres=gpu:1", f"--job-name=gpuspawner-{'f' * 16}")
@@ -363,6 +387,9 @@ def test_end_of_a_pause_releases_only_its_own_holds(
         assert cluster.run("squeue", "-h", "-j", str(job), "-o", "%Q").strip() != "0"
     # In the pause an admin makes the hold of one of them their own.
     cluster.run("scontrol", "uhold", cluster.holder(own.id, "%i"))
+    cluster.run("scancel", "--state=running", "--user=ann")
+    cluster.wait_state(batch, "RUNNING")
+    assert says(mine, "JobHeldAdmin")
 
     anew = opened(tmp_path, cluster)
     until(anew, tickets, lambda turns: turns == [])
@@ -371,19 +398,6 @@ def test_end_of_a_pause_releases_only_its_own_holds(
     until(anew, tickets, lambda _: MARK not in cluster.run("scontrol", "show", "job"))
     assert says(held, "JobHeldAdmin") and says(own, "JobHeldUser")
     assert "AdminComment=old" in cluster.run("scontrol", "show", "job")
-
-
-@pytest.mark.usefixtures("all_in_use")
-def test_sbatch_jobs_run_during_a_pause(
-    services: Services, cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    ticket = asked(services, "ann")
-    batch = cluster.hold("ann", "--gres=gpu:h100:1")
-    services.devices.pause(actor="admin")
-    until(services, [ticket], lambda _: cluster.holder(ticket.id, "%r") == "JobHeldAdmin")
-    cluster.run("scancel", "--state=running", "--user=ann")
-    cluster.wait_state(batch, "RUNNING")
-    assert cluster.holder(ticket.id, "%r") == "JobHeldAdmin"
 
 
 @pytest.mark.usefixtures("all_in_use")
