@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tests.support.hub import HubProcess
     from tests.support.postgres import PrivatePostgres
 
-OWN_CLUSTER = ("test_from_one_box.py", "test_power.py", "test_spare.py")
+OWN_CLUSTER = ("test_from_one_box.py", "test_spare.py")
 """Files of tests/slurm whose tests start a cluster of their own."""
 SLOWEST = ("test_wheel.py", "test_demo.py", "test_benchmarks.py", "test_kill_loop.py")
 ORDER = ("unit", "golden", "integration", "engines", "hub", "slurm", "attacks", "gpu")
