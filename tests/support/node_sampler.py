@@ -48,9 +48,9 @@ class NodeSampler:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def show(self, *fleet: GPU, **driver: Any) -> None:
+    def show(self, *fleet: GPU) -> None:
         """What its GPUs do from now on."""
-        nvml.write_fleet(self.fleet, fleet, **driver)
+        nvml.write_fleet(self.fleet, fleet)
 
     def start(self) -> None:
         """Begin; it does not answer at once."""

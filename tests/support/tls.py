@@ -25,16 +25,20 @@ def self_signed(folder: Path) -> Path:
 
 def make_certificates(folder: Path, addresses: Sequence[str]) -> None:
     """An authority's ``ca.pem``, a server's ``server-cert.pem`` for these addresses, a client's
-    ``cert.pem``, and their keys: the names that Docker's own programs look for.
+    ``cert.pem``, and their keys: the names that Docker's own programs look for. The client's
+    ``expired-cert.pem`` has expired.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = _name("an authority of the tests")
     authority = _certificate(issuer, issuer, key, key, ca=True)
     _write(folder / "ca.pem", _pem(authority))
-    for name, prefix in (("the nodes' engines", "server-"), ("the hub", "")):
+    names = (("the nodes' engines", "server-"), ("the hub", ""), ("the hub", "expired-"))
+    for name, prefix in names:
         own = ec.generate_private_key(ec.SECP256R1())
-        made = _certificate(_name(name), issuer, own, key, addresses if prefix else ())
+        named = addresses if prefix == "server-" else ()
+        lasts = -DAY / 2 if prefix == "expired-" else DAY
+        made = _certificate(_name(name), issuer, own, key, named, lasts=lasts)
         _write(folder / f"{prefix}cert.pem", _pem(made))
         _write(folder / f"{prefix}key.pem", _pem(own))
 
@@ -61,6 +65,7 @@ def _certificate(
     addresses: Sequence[str] = (),
     *,
     ca: bool = False,
+    lasts: timedelta = DAY,
 ) -> x509.Certificate:
     now = datetime.now(timezone.utc)
     builder = (
@@ -70,7 +75,7 @@ def _certificate(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - DAY)
-        .not_valid_after(now + DAY)
+        .not_valid_after(now + lasts)
         .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
     )
     if addresses:

@@ -8,13 +8,13 @@ import json
 import re
 import signal
 import ssl
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +34,7 @@ from tests.support.in_step import InStep
 from tests.support.node_sampler import NodeSampler
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.nvml_library import GIB, GPU, gpus
-from tests.support.processes import REPO, as_root, free_port, run, wait_for
+from tests.support.processes import free_port, wait_for
 from tests.support.strange_sampler import Liar, telling
 from tests.support.tls import make_certificates
 
@@ -98,8 +98,8 @@ def asked(nodes: list[Node]) -> Asked:
 class Asked:
     """The hub's part, and the newest sample of each device."""
 
-    def __init__(self, *nodes: Node) -> None:
-        self.sampler = NodesSampler(Cluster(name="lab", nodes=nodes))
+    def __init__(self, *nodes: Node, **more: Any) -> None:
+        self.sampler = NodesSampler(Cluster(name="lab", nodes=nodes), **more)
         self.newest: dict[str, Sample] = {}
         self.all: list[Sample] = []
 
@@ -174,6 +174,16 @@ def test_samples_taken_while_unreachable_are_delivered_later(nodes: list[Node]) 
     seen = [sample.at for sample in asked.all if not sample.silent]
     assert [at for at in seen if since < at < until], "what was seen meanwhile"
     assert len(set(seen)) == len(seen), "and nothing twice"
+
+
+def test_silence_of_a_node_that_is_off_is_no_fault(
+    nodes: list[Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    away = replace(nodes[1], sampler=f"http://127.0.0.1:{free_port()}")
+    some = Asked(away, resting=lambda name: "off (power saving)")
+    some.until("its rest", lambda newest: newest[FLEET[2].uuid].resting)
+    assert some.newest[FLEET[2].uuid].silent == "the machine gpu2 is off (power saving)"
+    assert "gpu2" not in caplog.text
 
 
 def test_device_not_listed_by_its_node_is_reported(nodes: list[Node], tls: Path) -> None:
@@ -304,15 +314,12 @@ def test_node_with_a_wrong_clock_is_corrected_and_reported(
     assert warned.startswith("the clock of the machine gpu1 is ") and "behind ours" in warned
 
 
-def test_node_clock_far_ahead_reports_expired_certificate(
-    library: Path, tls: Path, tmp_path: Path
-) -> None:
-    url = f"https://127.0.0.1:{free_port()}"
-    years = apart(50 * 366 * 86_400)
-    with NodeSampler(tmp_path / "node", library, url, "--tls", str(tls), around=years):
-        some = Asked(node("gpu1", url, tls, FLEET[0]))
-        word = "rejects our certificate as expired"
-        some.until("the reason", lambda newest: word in newest[FLEET[0].uuid].silent)
+def test_expired_certificate_is_named_as_the_reason(nodes: list[Node], tls: Path) -> None:
+    """Also that of a hub whose node's clock is far ahead."""
+    files = (str(tls / name) for name in ("ca.pem", "expired-cert.pem", "expired-key.pem"))
+    some = Asked(replace(nodes[0], tls=TLS(*files)))
+    word = "rejects our certificate as expired"
+    some.until("the reason", lambda newest: word in newest[FLEET[0].uuid].silent)
 
 
 def test_clock_check_passes_for_synchronized_nodes(nodes: list[Node]) -> None:
@@ -321,32 +328,6 @@ def test_clock_check_passes_for_synchronized_nodes(nodes: list[Node]) -> None:
     assert [each and each.status for each in found] == [Status.OK, Status.OK]
     gone = replace(nodes[0], sampler=f"https://127.0.0.1:{free_port()}")
     assert check_clock(gone, None) is check_clock(replace(gone, sampler=""), None) is None
-
-
-ALONE = """
-import pathlib, sys, time
-from datetime import datetime, timezone
-from gpuspawner.slurm.cluster import Node, NodeDevice
-from gpuspawner.slurm.telemetry import trouble_of
-url, uuid = sys.argv[1:]
-device = NodeDevice(uuid, "x", 1)
-node = Node(name="gpu1", address="127.0.0.1", engine="ssh://x", sampler=url, devices=(device,))
-end = time.monotonic() + 240
-while (why := trouble_of(node, datetime.now(timezone.utc))) and time.monotonic() < end:
-    time.sleep(0.1)
-print(why or "it tells of all")
-"""
-
-
-def test_default_sampler_port_is_the_same_on_both_sides(library: Path, tmp_path: Path) -> None:
-    """In a network of its own, where no program of this machine's has the port."""
-    nvml.write_fleet(tmp_path / "fleet", FLEET[:1])
-    variables = nvml.environment(library, tmp_path / "fleet") | {"PYTHONPATH": str(REPO)}
-    both = 'ip link set lo up; "$0" -m gpuspawner slurm sampler --listen "$2" & "$0" -c "$@"'
-    own = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--"]
-    own += ["env", *(f"{name}={value}" for name, value in variables.items())]
-    words = ["sh", "-c", both, sys.executable, ALONE, "http://127.0.0.1", FLEET[0].uuid]
-    assert run(as_root([*own, *words])).splitlines()[-1] == "it tells of all"
 
 
 def test_check_reports_sampler_problems(nodes: list[Node], tls: Path) -> None:
