@@ -69,11 +69,17 @@ def test_slurm_sync_is_previewed_and_resumes_after_a_kill(
     assert theirs and [line for line in theirs if line not in found] == []
 
 
-def test_empty_account_holds_gpu_jobs_but_no_others(books: Books, cluster: SlurmCluster) -> None:
-    user = member(books, "gseve")
+def test_empty_account_holds_gpu_jobs_and_former_member_submits_none(
+    books: Books, cluster: SlurmCluster
+) -> None:
+    user, former = member(books, "gseve"), member(books, "gsfay")
     books.sync()
     books.services.ledger.grant("member:gseve", -1000 * MICRO, actor="admin", reason="gone")
-    assert books.sync() == ["gseve: in gpuspawner-members: GrpTRES=gres/gpu=0,gres/shard=0"]
+    books.services.members.membership_ended("gsfay", "the course is over", actor="admin")
+    steps = books.sync()
+    assert "gseve: in gpuspawner-members: GrpTRES=gres/gpu=0,gres/shard=0" in steps
+    with pytest.raises(RuntimeError, match="AssocMaxSubmitJobLimit"):
+        cluster.hold(former, "--account=gpuspawner-members")
     waiting = cluster.hold(user, "--gres=gpu:1")
     share = cluster.hold(user, "--gres=shard:1")
     plain = cluster.hold(user, script=QUICK)
@@ -86,17 +92,9 @@ def test_empty_account_holds_gpu_jobs_but_no_others(books: Books, cluster: Slurm
     books.services.cluster_members.admit_to_cluster(ticket)
     cluster.wait_state(waiting, "RUNNING")
 
-
-def test_former_member_cannot_submit_jobs_until_return(books: Books, cluster: SlurmCluster) -> None:
-    user = member(books, "gsfay")
-    books.sync()
-    books.services.members.membership_ended("gsfay", "the course is over", actor="admin")
-    books.sync()
-    with pytest.raises(RuntimeError, match="AssocMaxSubmitJobLimit"):
-        cluster.hold(user, "--account=gpuspawner-members")
     books.services.members.membership_returned("gsfay", actor="admin", by_roster=False)
     books.sync()
-    cluster.hold(user, "--account=gpuspawner-members", script=QUICK)
+    cluster.hold(former, "--account=gpuspawner-members", script=QUICK)
 
 
 def test_audit_reports_sessions_that_differ_from_slurm(books: Books, cluster: SlurmCluster) -> None:

@@ -97,9 +97,11 @@ def test_batch_jobs_are_charged_to_the_member_account(books: Books, cluster: Slu
     assert f"1 batch job of members paid {2 * seconds}.000000 credits." in text
 
 
-def test_late_job_end_is_found_and_charged(
+def test_job_that_is_found_late_is_charged(
     books: Books, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One whose end comes hours after the last look, and one that was missed for a day, as when
+    somebody has put an older database of Slurm's in its place for a while."""
     user = member(books, "gshal")
     books.sync()
     job = cluster.hold(user, "--gres=gpu:1")
@@ -122,11 +124,6 @@ def test_late_job_end_is_found_and_charged(
     assert books.ended(job) < 600  # long before the last look, as it says
     assert books.debit().amount == books.ended(job) * MICRO
 
-
-def test_missed_batch_job_is_charged_on_a_later_day(books: Books, cluster: SlurmCluster) -> None:
-    """As when somebody has put an older database of Slurm's in its place for a while."""
-    user = member(books, "gsmiss")
-    books.sync()
     job = cluster.hold(user, "--gres=gpu:1", script=QUICK)
     seconds = books.ended(job)
     forward(books, hours=3)
@@ -171,64 +168,20 @@ def test_job_named_like_a_server_is_still_charged(books: Books, cluster: SlurmCl
     assert books.services.job_billing.debit_cluster().jobs == 0
 
 
-def test_delayed_slurm_database_loses_no_debit(books: Books, cluster: SlurmCluster) -> None:
-    """Two jobs come and go while it is away. When it is back it answers at once, and knows
-    nothing of them yet; and by then the last hour is long after their end."""
-    user = member(books, "gslag")
-    books.sync()
-    begun = books.services.clock()
-    assert books.services.job_billing.unread_since() is None
-    cluster.kill("slurmdbd")
-    jobs = [cluster.hold(user, f"--gres=gpu:a100:{n}", script=QUICK) for n in (1, 2)]
-    for job in jobs:
-        wait_for(lambda job=job: cluster.state(job) == "COMPLETED", "its end")
-    assert behind(books.services.cluster_members.slurm()) > 0
-    with pytest.raises(SlurmUnavailable):
-        books.services.job_billing.debit_cluster()
-    assert books.services.job_billing.unread_since() is None, "it is not away for long"
-    forward(books, seconds=LATE.total_seconds() + 60)
-    assert books.services.job_billing.unread_since() == read_up_to(books) < begun + OVERLAP
-    cluster.restart("slurmdbd")
-    paid: list[BillingResult] = []
-
-    def answered() -> bool:
-        with suppress(SlurmUnavailable):
-            paid.append(books.services.job_billing.debit_cluster())
-        return bool(paid)
-
-    wait_for(answered, "an answer", interval=0.1)
-    slurm = books.services.cluster_members.slurm()
-    wait_for(lambda: behind(slurm) == 0, "it to be told everything", interval=0.3)
-
-    def all_paid() -> bool:
-        return answered() and sum(each.jobs for each in paid) == len(jobs)
-
-    wait_for(all_paid, "both to be paid", interval=0.5)
-    owed = sum(n * books.ended(job) for n, job in enumerate(jobs, start=1))
-    assert sum(each.amount for each in paid) == owed * MICRO
-    assert books.services.ledger.member("gslag").balance == (1000 - owed) * MICRO
-    assert read_up_to(books) < begun + OVERLAP, "who was behind may be so again"
-
-    def read() -> bool:
-        assert settled_round(books).jobs == 0
-        return read_up_to(books) > begun + LATE
-
-    wait_for(read, "all to be read up to now", interval=0.5)
-    assert books.services.job_billing.unread_since() is None
-
-
-def test_admins_are_warned_daily_of_a_delayed_database(
+def test_delayed_slurm_database_loses_no_debit_and_admins_are_warned(
     books: Books,
     cluster: SlurmCluster,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It answers and is told nothing, then it is away: both are said once a day."""
+    """It answers and is told nothing, then it is away: both are said once a day. Two jobs come and
+    go meanwhile. When it is back it answers at once, and knows nothing of them yet; and by then the
+    last hour is long after their end."""
     monkeypatch.chdir(tmp_path)
-    user = member(books, "gslate")
+    user = member(books, "gslag")
     books.sync()
-    duties = cluster_duty(books, LOG)
+    billing, duties = books.services.job_billing, cluster_duty(books, LOG)
 
     def told() -> list[str]:
         """What two rounds say of it."""
@@ -240,15 +193,18 @@ def test_admins_are_warned_daily_of_a_delayed_database(
 
     slurm = books.services.cluster_members.slurm()
     wait_for(lambda: behind(slurm) == 0, "it to be told everything", interval=0.3)
+    begun = books.services.clock()
     assert checked(books).status is Status.OK
     with moved_database(cluster):
-        job = cluster.hold(user, "--gres=gpu:1", script=QUICK)
-        wait_for(lambda: cluster.state(job) == "COMPLETED", "its end")
+        jobs = [cluster.hold(user, f"--gres=gpu:a100:{n}", script=QUICK) for n in (1, 2)]
+        for job in jobs:
+            wait_for(lambda job=job: cluster.state(job) == "COMPLETED", "its end")
         found = checked(books)
         assert found.status is Status.FAIL and "systemctl status slurmdbd" in found.remedy
         assert " messages that the accounting database did not take yet" in found.text
-        assert told() == [], "it is not behind for long"
+        assert told() == [] and billing.unread_since() is None, "it is not behind for long"
         forward(books, seconds=LATE.total_seconds() + 60)
+        assert billing.unread_since() == read_up_to(books) < begun + OVERLAP
         (text,) = told()
         assert f"{read_up_to(books):%Y-%m-%d %H:%M} UTC" in text
         assert "systemctl status slurmctld slurmdbd" in text
@@ -257,10 +213,27 @@ def test_admins_are_warned_daily_of_a_delayed_database(
         cluster.kill("slurmdbd")
         found = checked(books)
         assert found.status is Status.FAIL and "systemctl status slurmdbd" in found.remedy
+        with pytest.raises(SlurmUnavailable):
+            billing.debit_cluster()
         assert told() == []
         forward(books, hours=2)
         assert len(told()) == 1
-    wait_for(lambda: behind(slurm) == 0, "it to be told everything", interval=0.3)
-    forward(books, days=2)
-    assert told() == []
+
+    def paid() -> int:
+        with suppress(SlurmUnavailable):
+            billing.debit_cluster()
+        lines = books.services.ledger.statement(f"member:{user}", 100)
+        return sum(line.kind == "batch" for line in lines)
+
+    wait_for(lambda: paid() == len(jobs), "both to be paid", interval=0.5)
+    owed = sum(n * books.ended(job) for n, job in enumerate(jobs, start=1))
+    assert books.services.ledger.member(user).balance == (1000 - owed) * MICRO
+    assert read_up_to(books) < begun + OVERLAP, "who was behind may be so again"
+
+    def read() -> bool:
+        assert settled_round(books).jobs == 0
+        return read_up_to(books) > begun + LATE
+
+    wait_for(read, "all to be read up to now", interval=0.5)
+    assert billing.unread_since() is None and told() == []
     assert checked(books).status is Status.OK
