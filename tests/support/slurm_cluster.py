@@ -168,15 +168,14 @@ class SlurmCluster(SlurmClient):
         """Put it back in."""
         ip("link", "set", node.engine.network.link, "up")
 
-    def kill(self, daemon: str, node: Node | None = None) -> None:
-        """SIGKILL ``slurmctld``, ``slurmdbd``, ``mariadbd``, ``munged`` or a node's ``slurmd``."""
-        self._daemons[f"{daemon} of {node.name}" if node else daemon].end(signal.SIGKILL)
+    def kill(self, daemon: str) -> None:
+        """SIGKILL ``slurmctld``, ``slurmdbd``, ``mariadbd`` or ``munged``."""
+        self._daemons[daemon].end(signal.SIGKILL)
 
-    def restart(self, daemon: str, node: Node | None = None) -> None:
+    def restart(self, daemon: str) -> None:
         """Start it again; a running one ends first, as by an admin."""
-        name = f"{daemon} of {node.name}" if node else daemon
-        self._daemons[name].end()
-        self._start(name)
+        self._daemons[daemon].end()
+        self._start(daemon)
 
     def reconfigure(self, **settings: object) -> None:
         """Replace these settings of slurm.conf while everything runs."""

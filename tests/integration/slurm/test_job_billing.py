@@ -66,7 +66,6 @@ def lines(services: Services) -> list[str]:
 # Debits.
 
 
-@each_database
 def test_job_is_charged_once_at_its_device_rate(services: Services) -> None:
     runs = [run(7, seconds=5400, gpus={"a100": 2})]
     assert debit(services, runs).amount == 12 * MICRO
@@ -194,7 +193,6 @@ def test_only_the_genuine_server_job_is_free_of_charge(services: Services) -> No
     assert credits_of(services) == 88
 
 
-@each_database
 def test_forged_server_job_is_charged_when_listed_alone(services: Services) -> None:
     """A second job by a server's name goes on for days, and nothing is read of the first one."""
     granted_ticket(services, "aa", minutes=60)

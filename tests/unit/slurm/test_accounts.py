@@ -320,11 +320,12 @@ def test_long_member_name_becomes_a_resolvable_digest() -> None:
 
 
 @given(ANY_NAME | SIMILAR)
-def test_every_member_name_maps_to_a_valid_user(member: str) -> None:
-    user = accounts.user_of(member)
-    assert ALLOWED.fullmatch(user)
+def test_every_name_maps_to_a_valid_user_and_account(name: str) -> None:
+    user, account = accounts.user_of(name), accounts.account_of(name)
+    assert ALLOWED.fullmatch(user) and ALLOWED.fullmatch(account)
     assert user not in accounts.SYSTEM_USERS
-    assert user.startswith("h-") or decoded(user, "u-") == member
+    assert user.startswith("h-") or decoded(user, "u-") == name
+    assert account.startswith("gh-") or (account[:2], decoded(account, "g-")) == ("g-", name)
 
 
 @given(st.lists(ANY_NAME | SIMILAR, unique=True, max_size=30))
@@ -335,14 +336,6 @@ def test_members_and_groups_map_to_unique_slurm_names(some: list[str]) -> None:
     assert not names & {accounts.ROOT_ACCOUNT, accounts.EVERYBODY, "root"}
 
 
-@given(ANY_NAME)
-def test_group_name_maps_to_a_valid_account(group: str) -> None:
-    account = accounts.account_of(group)
-    assert ALLOWED.fullmatch(account)
-    assert account.startswith("gh-") or (account[:2], decoded(account, "g-")) == ("g-", group)
-
-
-def test_accounts_without_group_and_system_users_are_recognized() -> None:
-    assert accounts.account_of("") == "gpuspawner-members"
+def test_system_users_are_recognized() -> None:
     names = ("root", "daemon", "nobody-of-this-name")
     assert [accounts.is_system_user(name) for name in names] == [True, True, False]
