@@ -55,17 +55,17 @@ PAGES = (
     (r"/environments/-/live", "gpuspawner.hub_pages.handlers.LiveEnvironments"),
     (r"/environments/([^/]+)", "gpuspawner.hub_pages.handlers.EnvironmentPage"),
     (r"/environments/([^/]+)/logo", "gpuspawner.hub_pages.handlers.Logo"),
-    (r"/catalog", "gpuspawner.hub_pages.catalog_state.CatalogState"),
-    (r"/catalog/-/updates", "gpuspawner.hub_pages.image_updates.ImageUpdatesState"),
-    (r"/catalog/([^/]+)/update", "gpuspawner.hub_pages.image_updates.ImageUpdatePage"),
+    (r"/catalog", "gpuspawner.hub_pages.catalog_images.CatalogState"),
+    (r"/catalog/-/updates", "gpuspawner.hub_pages.catalog_images.ImageUpdatesState"),
+    (r"/catalog/([^/]+)/update", "gpuspawner.hub_pages.catalog_images.ImageUpdatePage"),
     (r"/glossary", "gpuspawner.hub_pages.handlers.Glossary"),
     (r"/notices", "gpuspawner.hub_pages.handlers.Notices"),
     (r"/welcome/?", "gpuspawner.hub_pages.handlers.Welcome"),
     (r"/welcome/first", "gpuspawner.hub_pages.handlers.FirstWelcome"),
     (r"/without-gpu/([^/]*)", "gpuspawner.hub_pages.handlers.StartWithoutGPU"),
     (r"/gpuspawner/static/(.*)", "gpuspawner.hub_pages.handlers.OwnFiles"),
-    (r"/api/gpuspawner/updates", "gpuspawner.hub_pages.image_updates.ImageUpdatesAPI"),
-    (r"/api/gpuspawner/updates/([^/]+)", "gpuspawner.hub_pages.image_updates.ImageUpdatesAPI"),
+    (r"/api/gpuspawner/updates", "gpuspawner.hub_pages.catalog_images.ImageUpdatesAPI"),
+    (r"/api/gpuspawner/updates/([^/]+)", "gpuspawner.hub_pages.catalog_images.ImageUpdatesAPI"),
     (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.ServiceRelay"),
 )
 """Pages added to the Hub below ``/hub``; only the hub imports the handlers that they name."""
@@ -365,7 +365,7 @@ def _add_log_filter(c: Config) -> None:
 
 def _dashboard_of(user: Any) -> Any:
     """Return what home.html calls for this user."""
-    from .hub_pages.home import dashboard_of
+    from .hub_pages.handlers import dashboard_of
 
     return dashboard_of(user)
 

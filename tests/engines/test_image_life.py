@@ -25,8 +25,7 @@ from gpuspawner.cli.app import main
 from gpuspawner.core.errors import ConfigError
 from gpuspawner.engines.images import ENTRY
 from gpuspawner.engines.smoke_test import SMOKE
-from gpuspawner.hub_pages.catalog_state import look_at_images
-from gpuspawner.hub_pages.image_updates import ImageUpdates, UpdateJob
+from gpuspawner.hub_pages.catalog_images import ImageUpdates, UpdateJob, look_at_images
 from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.images import BASE

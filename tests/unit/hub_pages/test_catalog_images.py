@@ -12,7 +12,7 @@ import pytest
 
 from gpuspawner.catalog.models import DeviceLimits, Environment
 from gpuspawner.engines.images import ImageState
-from gpuspawner.hub_pages.catalog_state import (
+from gpuspawner.hub_pages.catalog_images import (
     Found,
     SeenImage,
     answers_in_time,
