@@ -7,13 +7,17 @@ devices are simulated, the clock stands still, and the service's Hub is a small 
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
+import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from traitlets.config import Configurable
 
+import gpuspawner
 from tests.golden.scenario import fill
 from tests.golden.site import Site
 
@@ -61,3 +65,26 @@ def site(tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> Itera
     with Site(tmp_path_factory.mktemp("site"), migrated_file) as site:
         fill(site)
         yield site
+
+
+def configurables() -> Iterator[type[Configurable]]:
+    """Every Configurable of ours that none of ours inherits from, by name."""
+    _import_all()
+    ours = {cls for cls in _below(Configurable) if cls.__module__.startswith("gpuspawner.")}
+    parents = {parent for cls in ours for parent in cls.__mro__[1:]}
+    yield from sorted(ours - parents, key=lambda cls: cls.__name__)
+
+
+def _below(cls: type) -> Iterator[type]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _below(each)
+
+
+def _import_all() -> None:
+    """Import every module but migrations and what is only read by another program."""
+    for module in pkgutil.walk_packages(gpuspawner.__path__, "gpuspawner."):
+        last = module.name.rpartition(".")[2]
+        if last in ("__main__", "env") or ".versions" in module.name or last.endswith("_config"):
+            continue
+        importlib.import_module(module.name)

@@ -10,19 +10,14 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from tests.golden.support import (
-    ARCHIVED,
-    MICRO,
-    DeviceUse,
-    Found,
-    Lease,
-    Request,
-    ServerRef,
-    Services,
-    Symptom,
-    Terms,
-    Ticket,
-)
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
+from gpuspawner.monitoring.health import Symptom
+from gpuspawner.monitoring.health_service import FoundSymptoms
+from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.queue.models import Ticket
+from gpuspawner.services import Services
+from gpuspawner.storage.repository import ARCHIVED
 from tests.support.brokers import Clock
 from tests.support.processes import wait_for
 
@@ -182,7 +177,7 @@ def minute(services: Services, clock: Clock, lease: Lease, use: int) -> None:
 def find_sick(services: Services, clock: Clock, lease: Lease) -> None:
     """A device of a lease falls sick."""
     symptom = Symptom("ecc", "2 new memory errors that ECC could not correct", clock())
-    services.health.judge_health({lease.uuids[0]: Found((symptom,))})
+    services.health.judge_health({lease.uuids[0]: FoundSymptoms((symptom,))})
 
 
 # What members are told.

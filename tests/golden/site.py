@@ -12,7 +12,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from datetime import datetime, timezone
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -23,10 +23,18 @@ import jinja2
 import requests
 from jupyterhub.app import JupyterHub
 from jupyterhub.services.auth import HubOAuth
+from tornado import web as tornado_web
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
-from tests.golden.support import Store, fix_clock, run_command, service_app
+from gpuspawner.cli.app import main as run_command
+from gpuspawner.core.clock import Reading
+from gpuspawner.db.clock import SteadyClock
+from gpuspawner.db.engine import Store
+from gpuspawner.notifications.channels import read as read_channels
+from gpuspawner.services import Services
+from gpuspawner.web import app as web_app
+from gpuspawner.web.base import Context
 from tests.support.brokers import Clock, make_services
 from tests.support.hub import NAVIGATION
 from tests.support.service_process import SCOPE, StandInHub, token_of
@@ -101,6 +109,12 @@ environments:
 datasets:
   flowers: {source: /srv/flowers}
 """
+
+
+CHANNELS = {
+    "mail": "mailtos://smtp.lab.example?from=gpu@lab.example&to={address}",
+    "chat": {"url": "mmosts://chat.lab.example/{env:CHAT_TOKEN}", "label": "The lab's chat"},
+}
 
 
 class GoldenHub(StandInHub):
@@ -212,12 +226,16 @@ class Site:
         method = "POST" if {"data", "json"} & options.keys() else "GET"
         return session.request(method, self._service_url() + path, timeout=60, **options)
 
+    def read(self, user: str, path: str) -> str:
+        """A page or an answer of the service as it is, with the real ids."""
+        session = self._sessions.get(("service", user)) or self._sign_in(user)
+        answer = session.get(self._service_url() + path, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
     def navigation(self, user: str) -> str:
         """The navigation bar that is on every page of the service."""
-        self.service(user, "")
-        session = self._sessions["service", user]
-        page = session.get(self._service_url(), headers=NAVIGATION, timeout=60)
-        return self.plain(cut(page.text, "nav"))
+        return self.plain(cut(self.read(user, ""), "nav"))
 
     def _service_url(self) -> str:
         if "service" not in self._urls:
@@ -386,3 +404,28 @@ def _in_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
+
+
+def fix_clock(store: Store, now: Callable[[], datetime]) -> None:
+    """Have everybody who opens this store here read the machine's clocks from ``now``."""
+
+    def read() -> Reading:
+        microseconds = round(now().timestamp() * 1_000_000)
+        return Reading(wall=microseconds, since_boot=microseconds, boot_id="a boot")
+
+    store.clock = SteadyClock(store, read)
+
+
+def service_app(services: Services, hub_auth: HubOAuth) -> tornado_web.Application:
+    """The pages and the REST API of the accounting service, as it serves them."""
+    duty = type("Running", (), {"is_running": True, "failures": 0})()
+    context = Context(
+        services=services,
+        hub_auth=hub_auth,
+        warn_minutes=[30, 10],
+        session_warn_minutes=[10],
+        channels=read_channels(CHANNELS, {}),
+        rounds={"charges": 3},
+        duties={"charges": duty},
+    )
+    return web_app.make_app(context)

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from traitlets import DefaultHandler, TraitType
 from traitlets.config import Configurable
 
-from tests.golden.conftest import Golden
+import gpuspawner
+from tests.golden.conftest import Golden, configurables
 from tests.golden.site import ADMIN, Site
-from tests.golden.support import configurables, gpuspawner
 from tests.support.processes import REPO
 
 MODULES = "gpuspawner."

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from gpuspawner.notifications.models import Notice
+from gpuspawner.services import Services
 from tests.golden.conftest import Golden
 from tests.golden.scenario import situations
 from tests.golden.site import START, Site
-from tests.golden.support import Notice, Services
 from tests.support.brokers import Clock, make_services
 
 FLEET = "simulated:2xT4"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+import gpuspawner
 from tests.golden.conftest import Golden
 from tests.golden.site import ADMIN, Site
-from tests.golden.support import gpuspawner
 
 MEMBERS_PAGES = (
     "",
