@@ -37,20 +37,8 @@ SENTENCE = (
 )
 
 
-def test_page_asks_before_a_latest_start_is_broken(site: Site) -> None:
+def test_drain_that_breaks_a_latest_start_has_to_be_confirmed(site: Site) -> None:
     (device,) = site.services.devices.look().devices
-    site.service(ADMIN, "devices")
-    form = {"device": device.uuid, "drained": "yes", "reason": "a <new> fan"}
-    asked = site.service(ADMIN, "devices", form)
-    assert "Drain GPU 0 anyway?" in asked and SENTENCE in asked
-    assert not site.services.devices.closures()
-    for field in ('name="drained" value="yes"', 'value="a &lt;new&gt; fan"', 'name="confirm"'):
-        assert field in asked
-    assert "done=drain" in site.service(ADMIN, "devices", form | {"confirm": "yes"})
-    assert site.services.devices.closures()[device.uuid].reason == "a <new> fan"
-
-
-def test_rest_refuses_until_it_is_told_to_drain_anyway(site: Site) -> None:
     site.service(ADMIN, "devices")
     session = site._sessions["service", ADMIN]
     url = site._service_url() + "api/devices/0/drain"
@@ -60,5 +48,16 @@ def test_rest_refuses_until_it_is_told_to_drain_anyway(site: Site) -> None:
         assert (answer.status_code, answer.json()["error"]) == (409, "cannot_drain")
         assert answer.json()["message"] == SENTENCE
     assert session.post(url, json={"anyway": 1}, headers=proof, timeout=60).status_code == 400
+
+    form = {"device": device.uuid, "drained": "yes", "reason": "a <new> fan"}
+    asked = site.service(ADMIN, "devices", form)
+    assert "Drain GPU 0 anyway?" in asked and SENTENCE in asked
+    for field in ('name="drained" value="yes"', 'value="a &lt;new&gt; fan"', 'name="confirm"'):
+        assert field in asked
+    assert not site.services.devices.closures()
+    assert "done=drain" in site.service(ADMIN, "devices", form | {"confirm": "yes"})
+    assert site.services.devices.closures()[device.uuid].reason == "a <new> fan"
+
+    site.services.devices.undrain(device.uuid, actor="kim", reason="it stays")
     answer = session.post(url, json={"anyway": True}, headers=proof, timeout=60)
     assert answer.json()["changed"] is True

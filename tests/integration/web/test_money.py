@@ -71,11 +71,7 @@ class Shown:
 
     def read(self, path: str) -> str:
         """A page, with the real ids."""
-        self.site.service("ada", "")
-        session = self.site._sessions["service", "ada"]
-        answer = session.get(self.site._service_url() + path, timeout=60)
-        assert answer.status_code == 200, answer.text
-        return answer.text
+        return self.site.read("ada", path)
 
     def home(self) -> str:
         """The Hub's home page."""

@@ -120,17 +120,17 @@ class Places:
         """The expected start by place, on the service's pages and in its answers."""
         now, ticket = self.site.clock(), self.ticket
         found = {}
-        told = json.loads(self.read(ADMIN, "api/queue"))["tickets"]
+        told = json.loads(self.site.read(ADMIN, "api/queue"))["tickets"]
         [mine] = [each for each in told if each["id"] == ticket.id]
         found["REST, the whole queue"] = of_answer(mine, now)
-        rows = self.read(ADMIN, "queue").split("<tr>")
+        rows = self.site.read(ADMIN, "queue").split("<tr>")
         [row] = [each for each in rows if f'queue/{ticket.id}">{ticket.server}</a>' in each]
         cells = re.findall(r"<td>(.*?)</td>", row, re.DOTALL)
         found["queue page"] = of_page(cells[3])
-        found["ticket page"] = self.card(self.read(ADMIN, f"queue/{ticket.id}"))
-        [mine] = json.loads(self.read(self.user, "api/queue"))["tickets"]
+        found["ticket page"] = self.card(self.site.read(ADMIN, f"queue/{ticket.id}"))
+        [mine] = json.loads(self.site.read(self.user, "api/queue"))["tickets"]
         found["REST"] = of_answer(mine, now)
-        found["Sessions"] = self.card(self.read(self.user, ""))
+        found["Sessions"] = self.card(self.site.read(self.user, ""))
         return found
 
     def of_hub(self) -> dict[str, Start]:
@@ -167,14 +167,6 @@ class Places:
         """What stands beside ``Expected start``."""
         [shown] = re.findall(r"<dt>Expected start</dt><dd>(.*?)</dd>", page, re.DOTALL)
         return of_page(shown)
-
-    def read(self, user: str, path: str) -> str:
-        """A page or an answer of the service, with the real ids."""
-        self.site.service(user, "")
-        session = self.site._sessions["service", user]
-        answer = session.get(self.site._service_url() + path, timeout=60)
-        assert answer.status_code == 200, answer.text
-        return answer.text
 
 
 @pytest.fixture(scope="module")
