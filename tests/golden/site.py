@@ -132,8 +132,10 @@ def cut(html: str, tag: str) -> str:
 class Site:
     """``with Site(folder, migrated_file) as site``: its time is UTC, and its clock stands."""
 
-    def __init__(self, folder: Path, migrated_file: Path, fleet: str = FLEET) -> None:
-        self.folder, self.fleet = folder, fleet
+    def __init__(
+        self, folder: Path, migrated_file: Path, fleet: str = FLEET, **settings: Any
+    ) -> None:
+        self.folder, self.fleet, self.settings = folder, fleet, settings
         self.database = Path(shutil.copy(migrated_file, folder / "gpuspawner.sqlite"))
         self.database_url = f"sqlite:///{self.database}"
         self.clock = Clock(START)
@@ -167,6 +169,7 @@ class Site:
             folder_source="/srv/folders/{id}",
             gpu_injection="process",
             when_idle={"*": {"mode": "enforce"}},
+            **self.settings,
         )
         thread = threading.Thread(target=self._loop.run_forever)
         thread.start()
@@ -212,7 +215,7 @@ class Site:
         self, user: str, path: str, form: Mapping[str, str] | None = None, **options: Any
     ) -> requests.Response:
         """The same as it is; ``options`` as of requests, such as ``json`` for a script's body."""
-        session = self._sessions.get(("service", user)) or self._sign_in(user)
+        session = self.session(user)
         if form is not None:
             options["data"] = {**form, "_xsrf": session.cookies.get("_xsrf", path=SERVICE)}
         return self._ask(session, path, {"headers": NAVIGATION, **options})
@@ -224,12 +227,11 @@ class Site:
 
     def _ask(self, session: requests.Session, path: str, options: Any) -> requests.Response:
         method = "POST" if {"data", "json"} & options.keys() else "GET"
-        return session.request(method, self._service_url() + path, timeout=60, **options)
+        return session.request(method, self.service_url() + path, timeout=60, **options)
 
     def read(self, user: str, path: str) -> str:
         """A page or an answer of the service as it is, with the real ids."""
-        session = self._sessions.get(("service", user)) or self._sign_in(user)
-        answer = session.get(self._service_url() + path, timeout=60)
+        answer = self._ask(self.session(user), path, {})
         assert answer.status_code == 200, answer.text
         return answer.text
 
@@ -237,13 +239,14 @@ class Site:
         """The navigation bar that is on every page of the service."""
         return self.plain(cut(self.read(user, ""), "nav"))
 
-    def _service_url(self) -> str:
+    def service_url(self) -> str:
+        """The address of the service, with a slash at the end."""
         if "service" not in self._urls:
             hub = ThreadingHTTPServer(("127.0.0.1", 0), GoldenHub)
             threading.Thread(target=hub.serve_forever, daemon=True).start()
             self._ending.callback(hub.server_close)
             self._ending.callback(hub.shutdown)
-            auth = HubOAuth(
+            self.hub_auth = auth = HubOAuth(
                 api_url=f"http://127.0.0.1:{hub.server_port}/hub/api",
                 api_token="of-the-service",
                 base_url=SERVICE,
@@ -258,13 +261,16 @@ class Site:
             self._urls["service"] = self._serve(make()) + SERVICE
         return self._urls["service"]
 
-    def _sign_in(self, user: str) -> requests.Session:
+    def session(self, user: str) -> requests.Session:
+        """The service's cookies of a member who has signed in."""
+        if ("service", user) in self._sessions:
+            return self._sessions["service", user]
         session = requests.Session()
         options: dict[str, Any] = {"headers": NAVIGATION, "allow_redirects": False, "timeout": 60}
-        sent = session.get(self._service_url(), **options)
+        sent = session.get(self.service_url(), **options)
         [state] = parse_qs(urlsplit(sent.headers["Location"]).query)["state"]
         back = {"code": user, "state": state}
-        session.get(f"{self._service_url()}oauth_callback", params=back, **options)
+        session.get(f"{self.service_url()}oauth_callback", params=back, **options)
         self._sessions["service", user] = session
         return session
 
@@ -277,12 +283,16 @@ class Site:
         main = re.search(ours, answer.text, re.DOTALL)
         return self.plain(f"{answer.status_code}\n{main[0] if main else answer.text}")
 
+    def hub_session(self, user: str) -> requests.Session:
+        """The Hub's cookies of a member who has signed in; nobody's when empty."""
+        return self._sessions.get(("hub", user)) or self._sign_in_at_hub(user)
+
     def hub_page(
         self, user: str, path: str, form: Mapping[str, str] | None = None
     ) -> requests.Response:
         """A page of JupyterHub; with ``form``, the answer to a form on it."""
-        session = self._sessions.get(("hub", user)) or self._sign_in_at_hub(user)
-        url = f"{self._hub_url()}/hub/{path}"
+        session = self.hub_session(user)
+        url = f"{self.hub_url()}/hub/{path}"
         answer = session.get(url, headers=NAVIGATION, timeout=60)
         if form is not None:
             proof = {"_xsrf": session.cookies.get("_xsrf", path="/hub/")}
@@ -290,7 +300,8 @@ class Site:
         answer.encoding = "utf-8"  # as the page itself says
         return answer
 
-    def _hub_url(self) -> str:
+    def hub_url(self) -> str:
+        """The address of the Hub, without a slash at the end."""
         if "hub" not in self._urls:
 
             async def make() -> Any:
@@ -304,7 +315,7 @@ class Site:
 
     def hub_parts(self, template: str, **values: Any) -> str:
         """What a template of ours adds to JupyterHub's own of the same name, block by block."""
-        self._hub_url()
+        self.hub_url()
         folders = [path for path in self._app.template_paths if "gpuspawner" in Path(path).parts]
         texts = [path.read_text(encoding="utf-8") for path in Path(folders[0]).rglob("*.html")]
         blocks = sorted(set(re.findall(r"{% block (\w+) %}", "".join(texts))))
@@ -318,7 +329,7 @@ class Site:
     def _sign_in_at_hub(self, user: str) -> requests.Session:
         session = self._sessions["hub", user] = requests.Session()
         if user:
-            url = f"{self._hub_url()}/hub/login"
+            url = f"{self.hub_url()}/hub/login"
             session.get(url, headers=NAVIGATION, timeout=60)
             proof = session.cookies.get("_xsrf", path="/hub/")
             form = {"username": user, "password": "any", "_xsrf": proof}

@@ -40,8 +40,8 @@ SENTENCE = (
 def test_drain_that_breaks_a_latest_start_has_to_be_confirmed(site: Site) -> None:
     (device,) = site.services.devices.look().devices
     site.service(ADMIN, "devices")
-    session = site._sessions["service", ADMIN]
-    url = site._service_url() + "api/devices/0/drain"
+    session = site.session(ADMIN)
+    url = f"{site.service_url()}api/devices/0/drain"
     proof = {"X-XSRFToken": session.cookies.get("_xsrf", path="/services/gpu/")}
     for sent in ({}, {"anyway": False, "reason": "a fan"}):
         answer = session.post(url, json=sent, headers=proof, timeout=60)

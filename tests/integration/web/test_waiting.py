@@ -153,9 +153,8 @@ class Places:
 
     def event(self) -> dict[str, Any]:
         """What the pending page is told of the queue first."""
-        self.site.hub_page(self.user, "home")
-        session = self.site._sessions["hub", self.user]
-        url = f"{self.site._hub_url()}/hub/api/users/{self.user}/server/progress"
+        session = self.site.hub_session(self.user)
+        url = f"{self.site.hub_url()}/hub/api/users/{self.user}/server/progress"
         with session.get(url, stream=True, timeout=60) as stream:
             for line in stream.iter_lines(chunk_size=1, decode_unicode=True):
                 event = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}

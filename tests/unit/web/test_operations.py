@@ -117,7 +117,21 @@ def test_amount_schema_matches_the_written_format() -> None:
         (ReasonBody, {}, "The reason is missing: "),
         (GrantBody, {"reason": "x"}, "The field 'amount' is not valid: write credits as text"),
         (GrantBody, {"amount": "1", "reason": "x", "key": ""}, "The field 'key' is not valid"),
+        (GrantBody, {"amount": "1", "reason": "x", "key": "x y"}, "The field 'key' is not valid"),
         (GrantBody, {"amount": "1", "reason": "x", "until": "soon"}, "The field 'until' is 'soon'"),
+        (GrantBody, {"amount": "1", "reason": "x", "until": 5}, "The field 'until' is '5'"),
+        *(
+            (
+                GrantBody,
+                {"amount": "1", "reason": "x", "until": day},
+                f"The field 'until' is '{day}'",
+            )
+            for day in ("2999-01-01", "2999-02-30T00:00:00Z")
+        ),
+        *(
+            (GrantBody, {"amount": amount, "reason": "x"}, f"The field 'amount' is {said}")
+            for amount, said in ((5, "not valid"), ("NaN", "'NaN'"), ("0", "0: nothing would"))
+        ),
         (RateBody, {"rate": "1", "slots": True}, "The field 'slots' is a whole number."),
         (RateBody, {"rate": "1", "from": ""}, "The field 'from' is ''"),
         (RateBody, {"from_": ""}, "There is no field 'from_'; there are rate, "),
