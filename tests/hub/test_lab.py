@@ -30,13 +30,11 @@ from gpuspawner.services import utcnow
 from tests.support.axe import troubles
 from tests.support.browser import complaints_of_ours, screenshot
 from tests.support.hub import ADMIN, USER_PASSWORD
+from tests.support.pages import DRAWN, PHONE, WIDE
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import BIN, REPO, die_with_us, environment_of, free_port, wait_for
 
 LAB = REPO / "images" / "common" / "lab"
-WIDE = {"width": 1280, "height": 800}
-PHONE = {"width": 390, "height": 844}
-expect.set_options(timeout=30_000)
 GB = 2**30
 
 ENVIRONMENT = {
@@ -364,15 +362,11 @@ def open_lab(page: Page, hub: PayingHub) -> None:
     expect(page.locator(".jp-Launcher")).to_be_visible()
 
 
-TWO_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
-"""What is laid out anew after a change of size has been drawn."""
-
-
 def keep(page: Page, name: str) -> None:
     """Pictures as on a desk and as on a phone."""
     for size, suffix in ((WIDE, "wide"), (PHONE, "phone")):
         page.set_viewport_size(size)
-        page.evaluate(TWO_FRAMES)
+        page.evaluate(DRAWN)
         screenshot(page, f"lab-item-{name}-{suffix}")
     page.set_viewport_size(WIDE)
 
