@@ -505,6 +505,8 @@ HANDLERS: list[tuple[str, type[web.RequestHandler]]] = [
     ("api/me", MeHandler),
     ("api/devices", DevicesHandler),
     ("api/leases", LeasesHandler),
+]
+DOCUMENT_HANDLERS: list[tuple[str, type[web.RequestHandler]]] = [
     (r"api/openapi\.json", OpenAPIHandler),
     (r"catalog\.schema\.json", SchemaHandler),
 ]

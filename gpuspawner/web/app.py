@@ -231,6 +231,7 @@ ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
     *storage_views.FOLDER_API_HANDLERS,
     *storage_views.WORKSPACE_API_HANDLERS,
     *catalog_views.CATALOG_API_HANDLERS,
+    *api.DOCUMENT_HANDLERS,
     *monitoring_views.USAGE_HANDLERS,
     *monitoring_views.UTILIZATION_HANDLERS,
     *cluster_views.HANDLERS,

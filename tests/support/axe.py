@@ -27,9 +27,10 @@ def findings(page: Page, within: str = "html", rules: Sequence[str] = ()) -> lis
         _load(page)
     # Only experimental rules, which are off, look at what axe-core would ask the server for anew:
     # the style sheets and the media.
-    options = {"resultTypes": ["violations"], "preload": False} | (
-        {"runOnly": list(rules)} if rules else {}
-    )
+    options: dict[str, object] = {"resultTypes": ["violations"], "preload": False}
+    options |= {"selectors": False}  # we name an element by its HTML
+    if rules:
+        options["runOnly"] = list(rules)
     found: list[dict[str, str]] = page.evaluate(VIOLATIONS, [within, options])
     return found
 

@@ -177,7 +177,7 @@ def look_over(page: Page, name: str, *rules: str, accessible: bool = True) -> No
 
 def look_over_page(page: Page, name: str) -> list[str]:
     """Keep pictures of the page: on a desk in the light and on a phone in the dark, in a soak both
-    on both.
+    on both. The first is the screen that it was loaded on, and the last is left as it is.
 
     Returns what is wrong with it: what axe-core finds, what sticks out, errors of its scripts.
     """
@@ -185,10 +185,13 @@ def look_over_page(page: Page, name: str) -> list[str]:
     screens: list[tuple[str, Literal["light", "dark"]]] = [("desk", "light"), ("phone", "dark")]
     if tier.SOAK:
         screens += [("desk", "dark"), ("phone", "light")]
+    if page.viewport_size == PHONE:
+        screens.reverse()
     for screen, scheme in screens:
         where = f"{screen}, {scheme}"
         page.emulate_media(color_scheme=scheme)
-        page.set_viewport_size(SIZES[screen])
+        if page.viewport_size != SIZES[screen]:
+            page.set_viewport_size(SIZES[screen])
         dark = "html[data-bs-theme=dark]" if scheme == "dark" else "html:not([data-bs-theme=dark])"
         page.wait_for_selector(dark, state="attached")
         page.evaluate(DRAWN)
@@ -197,13 +200,12 @@ def look_over_page(page: Page, name: str) -> list[str]:
             found.append(f"its ground is {ground} ({scheme})")
         if page.evaluate(ACROSS) > 0:
             found.append(f"wider than its window ({where}): {page.evaluate(STICKING_OUT)[:3]}")
+        if screen == "desk":
+            found += [f"it sticks out of its place: {it}" for it in page.evaluate(OUTSIDE)]
         found += [f"{axe.in_words(it)} ({where})" for it in axe.findings(page)]
-    page.set_viewport_size(WIDE)
-    page.emulate_media(color_scheme="light")
     if page.locator("h1").count() != 1:
         found.append(f"{page.locator('h1').count()} main headings")
     found += [f"a field without a label: {it}" for it in page.evaluate(UNNAMED)]
-    found += [f"it sticks out of its place: {it}" for it in page.evaluate(OUTSIDE)]
     if bare := page.locator(":is(.gpuspawner, .gs-page) th:not([scope])").count():
         found.append(f"{bare} heads of tables that do not say what they head")
     return [f"{name}: {it}" for it in dict.fromkeys(found)]

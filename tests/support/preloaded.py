@@ -194,6 +194,7 @@ def main() -> None:
     gc.disable()  # as the service does at its start: what is imported stays
     atexit.register(_end_here)  # the first to be registered is the last to be called
     importlib.import_module("jupyterhub.app")
+    sys.modules["sqlalchemy.orm"].configure_mappers()  # each hub does at its start
     for package in PACKAGES:
         path = importlib.import_module(f"gpuspawner.{package}").__path__
         for module in pkgutil.walk_packages(path, f"gpuspawner.{package}."):

@@ -44,9 +44,10 @@ def test_member_page_is_read_in_one_transaction_whoever_writes_meanwhile(
     """After each statement of the page, somebody else gives a credit and closes another device."""
     look(services)  # the first look at the devices writes what it saw
     begun: list[sa.Connection] = []
-    sa.event.listen(services.store.engine, "begin", begun.append)
+    note = begun.append
+    sa.event.listen(services.store.engine, "begin", note)
     seen = look(services)
-    sa.event.remove(services.store.engine, "begin", begun.append)
+    sa.event.remove(services.store.engine, "begin", note)
     assert len(begun) == 1
     assert len(seen.mine.running) == 1 and len(seen.overview.devices) == 4
 

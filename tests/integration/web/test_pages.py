@@ -66,6 +66,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> Itera
 @pytest.fixture
 def training(site: Site) -> Iterator[Lease]:
     """A server of Bob's, who has no credits left, on the last free device."""
+    set_balance(site, "bob", 10 * MICRO)
     lease = start(site.services, site.clock, "bob", "training", environment="torch")
     set_balance(site, "bob", 0)
     yield lease

@@ -11,6 +11,8 @@ import pytest
 from gpuspawner.web.frame import OUR_TEMPLATES, Frame, Place, TemplateUser, passed_on
 
 HERE = Place("/hub/", "/services/gpu/")
+PLAIN = Frame()
+"""Without an admin's templates; each frame compiles its own."""
 EXTENDS = '{% extends "templates/page.html" %}'
 
 
@@ -27,7 +29,7 @@ def templates(tmp_path: Path, **texts: str) -> list[str]:
 
 
 def test_page_has_the_hubs_navigation_and_marks_where_it_is() -> None:
-    html, _ = page(Frame())
+    html, _ = page(PLAIN)
     title = re.search(r"<title>(.*?)</title>", html, re.DOTALL)
     assert title and title[1].split() == ["Billing", "·", "JupyterHub"]
     assert re.findall(r'<a [^>]*aria-current="page">(\w+)</a>', html) == ["Billing"]
@@ -36,12 +38,12 @@ def test_page_has_the_hubs_navigation_and_marks_where_it_is() -> None:
 
 
 def test_only_admins_have_the_admin_menu() -> None:
-    assert "Audit log" not in page(Frame())[0]
-    assert "Audit log" in page(Frame(), admin=True)[0]
+    assert "Audit log" not in page(PLAIN)[0]
+    assert "Audit log" in page(PLAIN, admin=True)[0]
 
 
 def test_page_of_nobody_offers_to_sign_in() -> None:
-    html, _ = page(Frame(), user="")
+    html, _ = page(PLAIN, user="")
     assert 'href="/hub/login"' in html and "logout" not in html
 
 
@@ -86,19 +88,19 @@ def test_only_the_templates_scripts_have_the_policys_nonce(tmp_path: Path) -> No
         assert marked in tag
     for tag in ("script>one", 'script src="https://cdn.example', "style>two"):
         assert f"<{tag.partition('>')[0].partition(' ')[0]} {marked}" in html
-    assert page(Frame())[1] != policy, "a new one for each page"
+    assert page(PLAIN)[1] != policy, "a new one for each page"
 
 
 def test_policy_names_the_hub_where_the_service_has_a_domain_of_its_own() -> None:
     place = Place("https://hub.example/hub/", "/services/gpu/", "https://hub.example")
-    html, policy = Frame().page(place, title="T", here="", content="")
+    html, policy = PLAIN.page(place, title="T", here="", content="")
     assert "script-src 'self' https://hub.example 'nonce-" in policy
     assert 'src="https://hub.example/hub/static/js/darkmode.js"' in html
 
 
 @pytest.mark.parametrize("name", ['a"; alert(1)//', "</script><script>alert(1)", "ä\u2028\\"])
 def test_members_name_stays_a_string_in_the_frames_script(name: str) -> None:
-    html, _ = page(Frame(), user=name)
+    html, _ = page(PLAIN, user=name)
     escaped = TemplateUser(name).json_escaped_name
     assert f'user: "{escaped}"' in html and "<" not in escaped and "\u2028" not in escaped
     assert not re.search(r'(?<!\\)(?:\\\\)*"', escaped)
