@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -16,9 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from gpuspawner.core.units import MICRO
-from gpuspawner.leases import repository as leases_repository
-from gpuspawner.leases.models import Lease, LeaseState, ServerRef
-from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.leases.models import Lease
 from tests.support import axe
 from tests.support.batch_jobs import CLUSTER, look_since, run
 from tests.support.browser import screenshot
@@ -113,15 +109,6 @@ def test_axe_check_detects_a_missing_label(browser: Browser) -> None:
 # A member's own.
 
 
-def test_member_page_shows_runway_per_device_model(hub: PayingHub) -> None:
-    page = words(hub.page("ada", "billing"))
-    assert re.search(r"\d+ d \d+ h on one A100-80GB \(80 GB, 4\.00 an hour\)", page)
-    assert re.search(r"on one T4 \(16 GB, 1\.00 an hour\)", page)
-    assert "Last weeks" in page
-    assert "<svg" in hub.page("ada", "billing").text
-    assert "Receipt so far" in words(hub.page("ada"))
-
-
 @pytest.mark.parametrize("path", ["receipt", "statement"])
 def test_receipt_and_statement_are_printed(hub: PayingHub, browser: Browser, path: str) -> None:
     """Without the navigation and all that can be pressed, and with the details opened."""
@@ -138,35 +125,6 @@ def test_receipt_and_statement_are_printed(hub: PayingHub, browser: Browser, pat
     assert details and all(each.get_attribute("open") is not None for each in details)
     screenshot(page, f"credits-{path}-print")
     assert page.pdf().startswith(b"%PDF")
-
-
-def test_receipt_shows_device_utilization(hub: PayingHub) -> None:
-    some = past_lease(hub)
-    assert "Mean use" not in words(hub.page("ada", f"leases/{some.id}"))
-    began = some.granted_at.replace(minute=0, second=0, microsecond=0) - timedelta(days=2)
-    times = {
-        "granted_at": began,
-        "started_at": began,
-        "answered_at": began,
-        "seen_at": began,
-        "ended_at": None,
-    }
-    lease = replace(some, id="5" * 16, server=ServerRef("ada", "longer"), **times)
-    lease = replace(lease, state=LeaseState.RUNNING, charged=0, waived=0)
-    lease = replace(lease, devices=(replace(some.devices[0], model="L4"),))
-    with hub.services.store.write() as connection:
-        leases_repository.insert(connection, lease)
-        leases_repository.end(connection, lease.id, began + timedelta(minutes=5), "stopped", 0, 0)
-    did = {"samples": 60, "known": 60, "measured": 60, "use_sum": 60 * 42, "use_max": 97}
-    minute = DeviceUse(uuid=lease.uuids[0], since=began, seconds=60, memory_max=12 * 2**30, **did)
-    hub.services.monitoring.remember_use([minute])
-    page = words(hub.page("ada", f"leases/{lease.id}"))
-    assert re.search(r"Mean use Peak use Peak memory .*42 % 97 % 12 GB", page)
-    told = hub.json("ada", f"leases/{lease.id}/receipt").json()
-    assert told["use"] == [
-        {"uuid": lease.uuids[0], "mean_percent": 42.0, "peak_percent": 97}
-        | {"memory_peak_bytes": 12 * 2**30}
-    ]
 
 
 def test_statement_csv_is_complete_and_escaped(hub: PayingHub) -> None:

@@ -128,7 +128,7 @@ def test_grant_digest_ignores_how_the_file_is_written() -> None:
     assert digest(parse(b"ada,10\nbob,1.5\n", "another")[0]) != digest(one)
 
 
-@given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode), st.text(max_size=20))
+@given(st.binary(max_size=80) | st.text(max_size=80).map(str.encode), st.text(max_size=20))
 def test_any_grant_upload_gives_rows_or_problems(data: bytes, reason: str) -> None:
     rows, problems = parse(data, reason)
     assert rows or problems
