@@ -416,15 +416,15 @@ def test_service_gets_every_config_section_it_reads() -> None:
     assert {*SECTIONS} == {each.__name__ for each in Accounting.classes} | {Accounting.__name__}
 
 
-@pytest.mark.parametrize("old", (*RENAMED, *FIXED))
-def test_renamed_or_removed_setting_is_rejected(old: str) -> None:
+def test_renamed_or_removed_setting_is_rejected() -> None:
     """traitlets says nothing of a section that no class reads."""
-    section, _, name = old.partition(".")
     known = {each.__name__: each for each in Accounting.classes}
-    new = RENAMED.get(old, old)
-    now, _, trait = new.partition(".")
-    exists = now in known and trait in known[now].class_trait_names(config=True)
-    assert exists is (new not in FIXED)
-    expected = f"c.{new} now" if exists else f"no longer a setting, {FIXED[new]}: leave it out"
-    with pytest.raises(ConfigError, match=re.escape(f"c.{old} is {expected}")):
-        add_services(Config({section: {name: 1}}))
+    for old in (*RENAMED, *FIXED):
+        section, _, name = old.partition(".")
+        new = RENAMED.get(old, old)
+        now, _, trait = new.partition(".")
+        exists = now in known and trait in known[now].class_trait_names(config=True)
+        assert exists is (new not in FIXED), old
+        expected = f"c.{new} now" if exists else f"no longer a setting, {FIXED[new]}: leave it out"
+        with pytest.raises(ConfigError, match=re.escape(f"c.{old} is {expected}")):
+            add_services(Config({section: {name: 1}}))

@@ -1,4 +1,4 @@
-"""The command as a process, and the hub's services on the same database (SQLite; in a soak also
+"""The command, and the hub's services on the same database (SQLite; in a soak also
 PostgreSQL). Devices are simulated."""
 
 from __future__ import annotations

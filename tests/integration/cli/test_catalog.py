@@ -1,4 +1,4 @@
-"""The catalog from a shell. Real: the command as a process, and files; no database is there."""
+"""The catalog from a shell. Real: the command, and files; no database is there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cli(tmp_path: Path) -> Command:
     folder.mkdir()
     (folder / "changes.md").write_text("* new")
     (folder / "catalog.yaml").write_text(CATALOG.replace(" \\u202b \\x1b[31m", ""))
-    return Command(folder, f"sqlite:///{folder}/none.sqlite")
+    return Command(folder, f"sqlite:///{folder}/none.sqlite", is_process=False)
 
 
 def test_catalog_list_prints_environments(cli: Command) -> None:
@@ -91,6 +91,7 @@ def test_driver_too_old_for_an_environment_fails_the_check(cli: Command, tmp_pat
     library = nvml.build_nvml_library(tmp_path)
     nvml.write_fleet(tmp_path / "fleet", gpus(1))
     seen = nvml.environment(library, tmp_path / "fleet")
+    cli.is_process = True  # so that the driver's library is the one in its environment
     (cli.folder / "catalog.yaml").write_text(
         "environments:\n"
         "  - {slug: fits, image: x, min_driver: '550.54', min_cuda: '12.4'}\n"

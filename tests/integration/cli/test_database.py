@@ -1,4 +1,4 @@
-"""The database from a shell: audit, copies, the chain's head. Real: the command as a process."""
+"""The database from a shell: audit, copies, the chain's head. Real: the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices from a shell, sick ones too. Real: the command as a process. Simulated: the devices."""
+"""Devices from a shell, sick ones too. Real: the command. Simulated: the devices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_devices_command_shows_leases_use_and_rates(cli: Command, services: Serv
 
 
 def test_devices_command_works_without_a_database(tmp_path: Path) -> None:
-    cli = Command(tmp_path, f"sqlite:///{tmp_path}/not-yet.sqlite")
+    cli = Command(tmp_path, f"sqlite:///{tmp_path}/not-yet.sqlite", is_process=False)
     done = cli("devices")
     assert "3 of 3 devices free" in done.stdout
     assert "what is leased is not known" in done.stderr

@@ -21,7 +21,7 @@ from tests.support.command import FLEET, Command
 
 
 def test_missing_sqlite_file_is_not_created(tmp_path: Path) -> None:
-    cli = Command(tmp_path, f"sqlite:///{tmp_path}/mistyped.sqlite")
+    cli = Command(tmp_path, f"sqlite:///{tmp_path}/mistyped.sqlite", is_process=False)
     for command in (["leases"], ["accounts"], ["grant", "ada", "1", "--reason", "x", "--open"]):
         assert f"There is no database at {tmp_path}/mistyped.sqlite" in cli(*command, code=1).stderr
     assert not (tmp_path / "mistyped.sqlite").exists()
@@ -32,7 +32,7 @@ def test_database_can_be_named_in_three_ways(
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    other = Command(elsewhere, "sqlite:///not-there.sqlite")
+    other = Command(elsewhere, "sqlite:///not-there.sqlite", is_process=False)
     assert len(other.json("accounts", "-f", str(tmp_path / "jupyterhub_config.py"))) == 2
     assert len(other.json("accounts", "--database", database_url)) == 2
     (elsewhere / "jupyterhub_config.py").unlink()
@@ -67,7 +67,7 @@ def test_without_a_configuration_no_default_is_shown_as_the_site_s(
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    cli = Command(empty, "sqlite:///hub.sqlite")
+    cli = Command(empty, "sqlite:///hub.sqlite", is_process=False)
     (empty / "jupyterhub_config.py").unlink()
     for command in ("accounts", "rates", "devices", "queue", "roster", "catalog", "check"):
         refused = cli(command, code=2)
@@ -92,7 +92,7 @@ def test_without_a_configuration_no_default_is_shown_as_the_site_s(
     ],
 )
 def test_broken_configuration_file_is_reported(tmp_path: Path, text: str, sentence: str) -> None:
-    cli = Command(tmp_path, "sqlite:///x.sqlite")
+    cli = Command(tmp_path, "sqlite:///x.sqlite", is_process=False)
     (tmp_path / "jupyterhub_config.py").write_text(text)
     assert sentence in cli("leases", code=2).stderr
 
@@ -122,7 +122,7 @@ def test_database_password_is_never_printed(
 
 
 def test_unreachable_database_is_reported(tmp_path: Path) -> None:
-    cli = Command(tmp_path, "postgresql+psycopg://hub@127.0.0.1:1/hub")
+    cli = Command(tmp_path, "postgresql+psycopg://hub@127.0.0.1:1/hub", is_process=False)
     done = cli("accounts", code=1)
     assert done.stderr.startswith("gpuspawner: Database unavailable.")
     assert "Connection refused" in done.stderr
@@ -138,7 +138,7 @@ def test_database_permission_error_is_reported(postgres: Any, tmp_path: Path) ->
         connection.execute(sa.text("CREATE ROLE stranger LOGIN"))
     engine.dispose()
     stranger = url.replace("postgres@", "stranger@")
-    done = Command(tmp_path, stranger)("accounts", code=1)
+    done = Command(tmp_path, stranger, is_process=False)("accounts", code=1)
     assert done.stderr.startswith("gpuspawner: The database refused: permission denied"), done
 
 

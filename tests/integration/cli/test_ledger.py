@@ -1,4 +1,4 @@
-"""Credits, refills and rates from a shell. Real: the command as a process, files. Simulated: the
+"""Credits, refills and rates from a shell. Real: the command, files. Simulated: the
 devices."""
 
 from __future__ import annotations

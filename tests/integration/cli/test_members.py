@@ -1,4 +1,4 @@
-"""Members and the roster from a shell. Real: the command as a process, files. Simulated: the
+"""Members and the roster from a shell. Real: the command, files. Simulated: the
 devices."""
 
 from __future__ import annotations

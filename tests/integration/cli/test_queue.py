@@ -1,4 +1,4 @@
-"""The line and its replay from a shell. Real: the command as a process. Simulated: the devices."""
+"""The line and its replay from a shell. Real: the command. Simulated: the devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A database's owner. Real: SQLite and PostgreSQL, files, processes, the command as a process."""
+"""A database's owner. Real: SQLite and PostgreSQL, files, the command."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gpuspawner.hub_pages.handlers import CatalogPages
 from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.services import Services, hub_services
 from tests.support.brokers import make_services
+from tests.support.command import run_here
 from tests.support.parts import each_database
-from tests.support.preloaded import PRELOADED
-from tests.support.processes import REPO, wait_for
+from tests.support.processes import wait_for
 from tests.support.rounds import ScriptedHub, make_tick
 
 A, B = "a" * 16, "b" * 16
@@ -199,35 +199,32 @@ def rows(services: Services) -> list[str]:
 # The command.
 
 
-def command(folder: Path, *words: str) -> tuple[int, str]:
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), "TZ": "UTC"}
-    done = PRELOADED.run(words, folder, environment, answer="")
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout + done.stderr
-
-
-@each_database
 def test_takeover_command_asks_before_taking_over(
     services: Services, database_url: str, tmp_path: Path
 ) -> None:
+    def command(*words: str) -> tuple[int, str]:
+        done = run_here(words, tmp_path, {"PATH": os.environ["PATH"], "TZ": "UTC"}, answer="")
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout + done.stderr
+
     words = ("takeover", "--database", database_url)
     take_and_let_go(services, A)
     services.leases.grant(ADA, Request(devices=1), engine="local")
-    code, said = command(tmp_path, *words)
+    code, said = command(*words)
     assert code == 1 and "No hub has started here yet" in said
     mine = make_identity(tmp_path / "gpuspawner_hub_id")
-    code, said = command(tmp_path, *words)
+    code, said = command(*words)
     assert code == 1 and "1 open lease and 0 waiting tickets" in said
     assert "Nothing was changed." in said
     holder = LeaderLock(services.store, A)
     assert holder.take()
-    code, said = command(tmp_path, *words, "--yes")
+    code, said = command(*words, "--yes")
     assert code == 1 and f"A hub runs on this database ({A}@" in said
     holder.give_up()
     wait_for(lambda: holder.holder() == "", "its lock to be let go of")
-    code, said = command(tmp_path, *words, "--yes")
+    code, said = command(*words, "--yes")
     assert code == 0, said
     owner, _ = holder.owner()
     assert owner is not None and owner.hub == mine
-    code, said = command(tmp_path, *words)
+    code, said = command(*words)
     assert code == 0 and "Nothing to do" in said
