@@ -188,8 +188,12 @@ def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterat
     server.drop(url)
 
 
-def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Give the URL of a database as it is after all migrations, of the kind in the parameter."""
+@pytest.fixture(params=["sqlite", "postgresql"] if tier.SOAK else ["sqlite"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a database as it is after all migrations: SQLite, and in a soak PostgreSQL too.
+
+    The mark ``each_database`` of tests/support/parts.py asks for both.
+    """
     if request.param == "sqlite":
         migrated = request.getfixturevalue("migrated_file")
         yield f"sqlite:///{shutil.copy(migrated, tmp_path / 'gpuspawner.sqlite')}"
@@ -197,22 +201,6 @@ def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
     server = request.getfixturevalue("postgres")
     yield (url := server.migrated_database())
     server.drop(url)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def each_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of a migrated database; the test runs once on each kind.
-
-    For tests of what only a database decides: queries, constraints, locks, races. The mark
-    ``each_database`` of tests/support/parts.py says the same of ``database_url``.
-    """
-    yield from migrated_url(request, tmp_path)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"] if tier.SOAK else ["sqlite"])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of a migrated database: SQLite, and in a soak PostgreSQL too."""
-    yield from migrated_url(request, tmp_path)
 
 
 @pytest.fixture(scope="session")

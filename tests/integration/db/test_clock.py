@@ -286,40 +286,6 @@ def test_waiting_time_is_unchanged_by_a_clock_step(start: Start, machine: Machin
     assert open_lease.ends_at and known.ends_at == open_lease.ends_at.timestamp()
 
 
-@pytest.mark.parametrize("small", [59 * SECOND, -59 * SECOND])
-def test_small_clock_correction_leaves_charges_unchanged(
-    start: Start, machine: Machine, small: int
-) -> None:
-    """For a server that ended just before it, and for one that starts long after it."""
-    services = start()
-    lease = session(services, machine)
-    machine.forward(90 * SECOND)
-    see(services, lease)
-    machine.forward(10 * SECOND)
-    died_at = machine.engine_now
-    machine.forward(SECOND)
-    services.clock_corrections.keep()
-    machine.set_wall_clock(small)
-    machine.forward(SECOND)
-    services.clock_corrections.keep()
-    assert services.clock() == machine.engine_now
-    machine.forward(SECOND)
-    see(services, lease, died_at)
-    assert services.leases.get(lease.id).charged == 100 * MICRO
-
-    machine.forward(HOUR)
-    later = start_server(services, "bob")
-    machine.forward(20 * SECOND)
-    started_at = machine.engine_now
-    machine.forward(20 * SECOND)
-    services.leases.confirm(later.id, "container", started_at=started_at)
-    machine.forward(80 * SECOND)
-    died_at = machine.engine_now
-    machine.forward(30 * SECOND)
-    ended = services.leases.release(later.id, ended_at=died_at, reason="exited")
-    assert ended.charged == 100 * MICRO
-
-
 # A reboot.
 
 

@@ -113,18 +113,6 @@ def test_other_hub_cannot_grant_with_open_lease_or_ticket(services: Services, wh
 
 
 @each_database
-def test_second_hub_cannot_take_an_owned_database(services: Services) -> None:
-    services.leases.grant(ADA, Request(devices=1), engine="local")
-    one, two = LeaderLock(services.store, A), LeaderLock(services.store, B)
-    assert one.take()  # a database from before belongs to the first hub
-    assert not two.take() and not two.sure
-    one.give_up()
-    wait_for(lambda: one.holder() == "", "the lock to be let go of")
-    with pytest.raises(NotTheOwner):
-        two.take()
-
-
-@each_database
 def test_only_one_of_several_starting_hubs_becomes_owner(services: Services) -> None:
     services.leases.grant(ADA, Request(devices=1), engine="local")
     hubs = [LeaderLock(services.store, f"{number:016x}") for number in range(6)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import unicodedata
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -33,37 +33,6 @@ async def until(look: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
     await asyncio.wait_for(wait(), 60)
-
-
-async def test_failed_duty_is_logged_counted_and_restarted(
-    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
-) -> None:
-    rounds = {"fails": 0, "other": 0}
-
-    def duty(name: str) -> Callable[[], Awaitable[None]]:
-        async def go_on() -> None:
-            while True:
-                rounds[name] += 1
-                if name == "fails" and rounds[name] == 1:
-                    raise ValueError("nobody foresaw this")
-                await asyncio.sleep(0)
-
-        return go_on
-
-    tasks = [asyncio.ensure_future(supervisor.keep(name, duty(name))) for name in rounds]
-    await until(lambda: rounds["fails"] > 3)
-    before = rounds["other"]
-    await until(lambda: rounds["other"] > before + 3)
-    [record] = caplog.records
-    assert "'fails' failed" in record.message
-    assert record.exc_info and "nobody foresaw this" in str(record.exc_info[1])
-    assert [supervisor.states[name].failures for name in rounds] == [1, 0]
-    assert supervisor.states["fails"].last_error == "ValueError: nobody foresaw this"
-    assert all(state.is_running for state in supervisor.states.values())
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert not any(state.is_running for state in supervisor.states.values())
 
 
 async def test_duty_that_always_fails_is_retried(supervisor: Supervisor) -> None:
