@@ -66,7 +66,7 @@ from .member_images import (
     own_images,
 )
 from .mixin import ExitStatus, GPUSpawnerMixin, T, kept_in
-from .progress import Pulls, spawn_exception
+from .progress import FailedSpawn, Pulls
 from .recovery import forget_folders
 
 
@@ -547,10 +547,10 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             is_missing = isinstance(error, ImageNotFound)
             missing = f"the image {self.image} is not on this machine"
             cause = missing if is_missing else explanation(error)
-            raise spawn_exception(StartFailed(cause=cause)) from error
+            raise FailedSpawn(StartFailed(cause=cause)) from error
         except OSError as error:
             self.log.error("The Docker Engine is not responding: %s", error)
-            raise spawn_exception(EngineUnavailable()) from error
+            raise FailedSpawn(EngineUnavailable()) from error
 
     async def _keep(self) -> SavedContainer:
         """Turn the server's old container into an image, and return what to start from."""

@@ -21,7 +21,7 @@ from docker.errors import ImageNotFound
 
 from ..core.errors import ConfigError, InvalidRequest, NotAllowed
 from ..engines.base import LABEL_ENVIRONMENT, LABELS
-from ..engines.images import LocalImage, local_images, offered_digest, remove
+from ..engines.images import KEPT, LocalImage, local_images, offered_digest, remove
 from .form import templates
 
 LONGEST = 255
@@ -185,7 +185,6 @@ def own_image_field(rules: Sequence[OwnImages], last: str) -> str:
 
 # Images kept from containers.
 
-REPOSITORY = "gpuspawner-kept"
 MAX_LAYERS = 100
 """Layers at which a kept image is flattened; each start adds one, and Docker allows 127."""
 
@@ -305,7 +304,7 @@ def image_name(container: str, environment: str) -> str:
     """Return the name of the image that keeps a server's own layer for one environment."""
     readable = re.sub(r"[^a-z0-9_.-]+", "-", container.lower()).strip("-.")[:60]
     mark = hashlib.sha256(f"{container}\0{environment}".encode()).hexdigest()[:12]
-    return f"{REPOSITORY}:{readable}-{mark}"
+    return f"{KEPT}:{readable}-{mark}"
 
 
 def anonymous_binds(container: dict[str, Any]) -> tuple[str, ...]:

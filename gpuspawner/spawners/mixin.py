@@ -49,9 +49,8 @@ from ..queue.models import Ticket
 from ..services import Services, hub_services
 from . import options
 from .form import SpawnForm, defines_form, defines_options, note_of_link, templates
-from .no_shows import HubRecords
-from .progress import FailedSpawn, SpawnProgress, spawn_exception
-from .readiness import StartTime, wait_for_answer
+from .progress import FailedSpawn, SpawnProgress
+from .readiness import HubRecords, StartTime, wait_for_answer
 from .recovery import Recovery, end_waits_first
 from .turns import Acquisition, StartsWithoutGPU, TurnDispatcher, queue_card, what_you_got
 
@@ -458,7 +457,7 @@ class GPUSpawnerMixin(Spawner):
         if isinstance(error, ConfigError) and not self.user.admin:
             self.log.error("%s did not start: %s", self.server_ref, error.message)
             error = GPUSpawnerError(MISCONFIGURED)
-        failed = spawn_exception(error)
+        failed = FailedSpawn(error)
         choice, can_do_without = options.FormChoice(), False
         with suppress(GPUSpawnerError):  # what was asked for may be the very thing that is wrong
             choice = options.parse(self.user_options or {}, foreign=True)

@@ -214,7 +214,10 @@ def _with_local_times(error: GPUSpawnerError) -> str:
 
 
 class FailedSpawn(SpawnException):
-    """A spawn that failed or was refused, with the domain error that says why."""
+    """A spawn that failed or was refused, with the domain error that says why.
+
+    JupyterHub shows the error's sentence, never a traceback.
+    """
 
     def __init__(self, error: GPUSpawnerError) -> None:
         super().__init__(error.message, reason=error.reason, status_code=error.status_code)
@@ -225,11 +228,6 @@ class FailedSpawn(SpawnException):
         # JupyterHub's names. Without the first, its pages show the exception's own text.
         self.jupyterhub_message = error.message
         self.jupyterhub_html_message = ""
-
-
-def spawn_exception(error: GPUSpawnerError) -> FailedSpawn:
-    """Convert a domain error so that JupyterHub shows its sentence, never a traceback."""
-    return FailedSpawn(error)
 
 
 class RefusalFilter(logging.Filter):

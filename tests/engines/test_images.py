@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.engines.smoke_test import passed, smoke
+from gpuspawner.engines.images import passed, smoke
 from tests.support.engine import DEVICES, PrivateEngine
 from tests.support.processes import REPO, wait_for
 from tests.support.tier import SOAK
@@ -75,31 +75,37 @@ def shell(engine: PrivateEngine, image: str, command: str, **kwargs: Any) -> str
 def test_base_image_imports_no_unneeded_modules_at_startup(
     clean_engine: PrivateEngine, images: Any
 ) -> None:
-    def imported(program: str) -> set[str]:
-        command = f"python -X importtime {program} --version 2>&1"
-        told = shell(clean_engine, images.BASE, command)
-        return set(re.findall(r"\|\s+(\w+)$", told, re.MULTILINE))
-
-    unneeded = {"lark", "alembic", "sqlalchemy"}
-    assert unneeded <= imported("-m jupyterhub.singleuser"), "images/common/singleuser.py may go"
-    found = imported("$(which jupyterhub-singleuser)")
-    assert "tornado" in found and not unneeded & found
-    # Other programs find all that is installed, and so do the server's own parts later.
-    shell(clean_engine, images.BASE, "python -c 'import rfc3987_syntax, jupyterhub.handlers'")
     begin = "it = runpy.run_path('/opt/gpuspawner/singleuser.py')"
     begin += "; it['without_hub'](); it['without_listings'](); from jupyterhub import orm, scopes"
     use = "from jupyterlab_server.listings_handler import requests as later; later.request"
     code = f"import runpy; {begin}; {use}; orm.User; scopes.sa.inspect; import requests.adapters"
-    shell(clean_engine, images.BASE, f'python -c "{code}"')
+    commands = [
+        "python -X importtime -m jupyterhub.singleuser --version 2>&1",
+        "echo ---; python -X importtime $(which jupyterhub-singleuser) --version 2>&1",
+        # Other programs find all that is installed, and so do the server's own parts later.
+        "echo ---; python -c 'import rfc3987_syntax, jupyterhub.handlers'",
+        f'python -c "{code}"',
+    ]
+    plain, ours, _ = shell(clean_engine, images.BASE, " && ".join(commands)).split("---")
+
+    def imported(told: str) -> set[str]:
+        return set(re.findall(r"\|\s+(\w+)$", told, re.MULTILINE))
+
+    unneeded = {"lark", "alembic", "sqlalchemy"}
+    assert unneeded <= imported(plain), "images/common/singleuser.py may go"
+    assert "tornado" in imported(ours) and not unneeded & imported(ours)
 
 
 def test_base_image_user_has_jupyterhub_and_can_write_to_work_and_packages(
     clean_engine: PrivateEngine, images: Any
 ) -> None:
-    found = shell(clean_engine, images.BASE, "jupyterhub-singleuser --version")
-    assert found == version("jupyterhub"), "the hub's own version"
-    told = shell(clean_engine, images.BASE, "id -un; id -u; pwd; echo $HOME; which python git")
-    assert told.splitlines() == [
+    commands = [
+        *("jupyterhub-singleuser --version", "id -un; id -u; pwd; echo $HOME; which python git"),
+        # A notebook's `pip install` has a place to write to, and so has the member.
+        "touch ~/.file; cd ~/work && touch file; test -w /opt/venv/lib/python3*/*",
+    ]
+    assert shell(clean_engine, images.BASE, " && ".join(commands)).splitlines() == [
+        version("jupyterhub"),  # the hub's own
         "jovyan",
         "1000",
         "/home/jovyan/work",
@@ -107,9 +113,6 @@ def test_base_image_user_has_jupyterhub_and_can_write_to_work_and_packages(
         "/opt/venv/bin/python",
         "/usr/bin/git",
     ]
-    # A notebook's `pip install` has a place to write to, and so has the member.
-    write = "touch ~/.file; cd ~/work && touch file; test -w /opt/venv/lib/python3*/*"
-    shell(clean_engine, images.BASE, write)
     # A new volume belongs to the member.
     binds = {"workspace-of-ann": {"bind": "/home/jovyan/work", "mode": "rw"}}
     shell(clean_engine, images.BASE, "echo kept > file", binds=binds)
@@ -185,8 +188,10 @@ def test_base_image_is_precompiled_and_has_an_sbom(
     stale += " and f.endswith('.py') and (c := getattr(m, '__cached__', None)) and not fresh(f, c)]"
     fresh = "int.from_bytes(open(c, 'rb').read(16)[8:12], 'little') == int(os.path.getmtime(f))"
     code = f"{look}; fresh = lambda f, c: os.path.exists(c) and {fresh}; print({stale})"
-    assert shell(clean_engine, images.BASE, f'python -B -c "{code}"') == "[]"
-    bill = json.loads(shell(clean_engine, images.BASE, "cat /opt/gpuspawner/sbom.cdx.json"))
+    command = f'python -B -c "{code}" && cat /opt/gpuspawner/sbom.cdx.json'
+    found, _, bill_text = shell(clean_engine, images.BASE, command).partition("\n")
+    assert found == "[]"
+    bill = json.loads(bill_text)
     parts = {part["bom-ref"] for part in bill["components"]}
     assert f"pkg:pypi/jupyterhub@{version('jupyterhub')}" in parts
     assert any(part.startswith("pkg:deb/debian/tini@") for part in parts)

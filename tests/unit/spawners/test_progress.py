@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from gpuspawner.core.errors import EngineUnavailable, GPUSpawnerError, NoDeviceFree
-from gpuspawner.spawners.progress import RefusalFilter, spawn_exception
+from gpuspawner.spawners.progress import FailedSpawn, RefusalFilter
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ async def test_asyncio_reports_no_refusal_of_a_spawn_that_nobody_awaits(
     error: GPUSpawnerError | None, told: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def spawn() -> None:
-        raise spawn_exception(error) if error else ValueError("a defect")
+        raise FailedSpawn(error) if error else ValueError("a defect")
 
     only_these = RefusalFilter()
     logger = logging.getLogger("asyncio")
@@ -40,7 +40,7 @@ def test_refusal_is_logged_without_a_traceback(caplog: pytest.LogCaptureFixture)
     logger.addFilter(RefusalFilter())
     for error in (NoDeviceFree(), EngineUnavailable()):
         try:
-            raise spawn_exception(error) from error
+            raise FailedSpawn(error) from error
         except Exception:
             logger.exception("Failed to spawn %s", "ada")
     refused, failed = caplog.records
