@@ -1,5 +1,5 @@
 """Each part killed at any point of a session. Real: hub, proxy, accounting service, Docker Engine,
-SQLite and PostgreSQL."""
+PostgreSQL, and in a soak SQLite too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import docker.errors
@@ -21,7 +20,7 @@ import requests
 from gpuspawner.core.units import MICRO
 from gpuspawner.db.engine import Store
 from gpuspawner.engines.base import LABEL_LEASE
-from gpuspawner.leases.models import Lease, LeaseState
+from gpuspawner.leases.models import LeaseState
 from tests.support.brokers import problems
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
@@ -40,38 +39,40 @@ import gpuspawner; gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 EXACT = 0.5
 """Seconds between what is charged and what the engine's events say, at most."""
 
-
-PARTS = ("hub", "service", "proxy", "database", "container")
 PHASES = ("start", "run", "stop")
+ANY = ""
+KILLS = (
+    ("hub", "start"),
+    ("service", ANY),
+    ("hub", "stop"),
+    ("proxy", ANY),
+    ("hub", "start"),
+    ("database", ANY),
+    ("hub", ANY),
+    ("container", ANY),
+)
+"""What is killed in turn, and when."""
 UP = "JupyterHub is now running"
 
 
-@pytest.fixture
-def hub(hubs: None, engine: PrivateEngine, images: Any, tmp_path: Path) -> Iterator[GPUHub]:
+@pytest.fixture(params=["postgresql", "sqlite"] if SOAK else ["postgresql"])
+def hub(
+    hubs: None,
+    engine: PrivateEngine,
+    images: Any,
+    postgres: PrivatePostgres,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> Iterator[GPUHub]:
     """Three devices; the proxy is a process of its own, as in production."""
     config = CONFIG.format(port=free_port())
-    with GPUHub(tmp_path / "hub", engine, config, fleet="3xT4", external_proxy=True) as hub:
-        yield hub
-    engine.clean()
-
-
-@pytest.fixture
-def hub_on_postgres(
-    hubs: None, engine: PrivateEngine, images: Any, postgres: PrivatePostgres, tmp_path: Path
-) -> Iterator[GPUHub]:
-    """The same with its leases and credits in PostgreSQL."""
-    config = CONFIG.format(port=free_port())
+    url = postgres.fresh_database() if request.param == "postgresql" else ""
     options = {"fleet": "3xT4", "external_proxy": True}
-    url = postgres.fresh_database()
     with GPUHub(tmp_path / "hub", engine, config, database_url=url, **options) as hub:
         yield hub
     engine.clean()
-    postgres.drop(url)
-
-
-def answers(hub: GPUHub, member: str) -> bool:
-    """Whether the member's server is reached through the proxy, hub or no hub."""
-    return requests.get(f"{hub.server_url(member)}/env", timeout=120).status_code == 200
+    if url:
+        postgres.drop(url)
 
 
 def leaks(hub: GPUHub) -> list[str]:
@@ -102,17 +103,6 @@ def leaks(hub: GPUHub) -> list[str]:
     return found
 
 
-def assert_charged_exactly(hub: GPUHub, engine: PrivateEngine, since: float) -> None:
-    """A server that answered or was adopted paid from its start to its end, and others nothing."""
-    lived = engine.lifetimes(since)
-    for lease in [*hub.leases("victim"), *hub.leases("witness")]:
-        if lease.started_at is None:
-            assert lease.charged == 0, "a server that never answered costs nothing"
-        elif lease.id in lived:
-            seconds = lease.charged / MICRO
-            assert seconds == pytest.approx(lived[lease.id], abs=EXACT), lease
-
-
 def settle(hub: GPUHub, what: str) -> None:
     """Wait until nothing leaks; what leaks for good is named."""
     try:
@@ -127,30 +117,26 @@ def stop(hub: GPUHub, member: str) -> None:
 
 
 def time_of_a_spawn(hub: GPUHub, member: str) -> float:
-    """Seconds from asking until the server is ready."""
-    durations = []
-    for _ in range(3):
+    """Seconds from asking until the server is ready, the second time: the first takes longer."""
+    for _ in range(2):
         began = time.monotonic()
         hub.spawn_and_wait(member, {"gpus": 1})
-        durations.append(time.monotonic() - began)
+        lasts = time.monotonic() - began
         hub.stop_server(member)
-    return median(durations)
+    return lasts
 
 
-def became_of(hub: GPUHub, before: set[str]) -> str:
-    """What a spawn under way at the kill came to."""
-    new: list[Lease] = [lease for lease in hub.leases("victim") if lease.id not in before]
-    if not new:
-        return "no lease yet"
-    [lease] = new
-    return "adopted" if lease.state is LeaseState.RUNNING else f"settled: {lease.end_reason}"
-
-
-def kill(part: str, hub: GPUHub, engine: PrivateEngine, postgres: PrivatePostgres) -> None:
+def kill(
+    part: str,
+    hub: GPUHub,
+    engine: PrivateEngine,
+    postgres: PrivatePostgres,
+    chance: random.Random,
+) -> None:
     """Kill a part on the spot, and start it again as its own supervisor does."""
     if part == "hub":
         before = hub.log_text().count(UP)
-        hub.kill9()
+        hub.kill9(services=chance.random() < 0.5)
         hub.start()
         # JupyterHub ends if a service of it dies before it is up itself.
         wait_for(lambda: hub.log_text().count(UP) > before, "the hub to be up with its service")
@@ -163,8 +149,9 @@ def kill(part: str, hub: GPUHub, engine: PrivateEngine, postgres: PrivatePostgre
         postgres.start()
     else:
         for container in hub.containers():
-            with contextlib.suppress(docker.errors.APIError):  # it does not run, or is gone
-                engine.client.kill(container["Id"])
+            if container["Labels"]["gpuspawner.member"] == "victim":
+                with contextlib.suppress(docker.errors.APIError):  # it does not run, or is gone
+                    engine.client.kill(container["Id"])
 
 
 def is_at_rest(hub: GPUHub, member: str) -> bool:
@@ -177,18 +164,23 @@ def is_at_rest(hub: GPUHub, member: str) -> bool:
 
 
 def test_sessions_are_charged_exactly_despite_any_kill(
-    hub_on_postgres: GPUHub,
+    hub: GPUHub,
     engine: PrivateEngine,
     postgres: PrivatePostgres,
     rounds: Rounds,
     chance: random.Random,
 ) -> None:
-    hub = hub_on_postgres
+    """And nothing leaks: hub, leases, containers and devices say the same after each kill."""
+    hub.spawn_and_wait("bystander", {"gpus": 1})
+    [bystander] = hub.open_leases()
     lasts = time_of_a_spawn(hub, "victim")
     store = Store(hub.database_url)
-    kills, charged = rounds(100), 0
+    kills, charged, adopted = rounds(80), 0, 0
     for number in range(kills):
-        part, phase = PARTS[number % len(PARTS)], chance.choice(PHASES)
+        part, phase = KILLS[number % len(KILLS)]
+        if part == "database" and store.dialect == "sqlite":
+            part = "hub"
+        phase = phase or chance.choice(PHASES)
         since = time.time()
         asking = hub.ask_and_go("POST", "victim", {"gpus": 1})
         if phase != "start":
@@ -199,13 +191,19 @@ def test_sessions_are_charged_exactly_despite_any_kill(
         moment = chance.uniform(0, 1.2 * lasts)
         said = f"{part} killed {moment:.3f} s into the {phase}, a start lasts {lasts:.3f} s"
         time.sleep(moment)
-        kill(part, hub, engine, postgres)
+        kill(part, hub, engine, postgres, chance)
         asking.join(timeout=120)
         wait_for(partial(is_at_rest, hub, "victim"), f"rest after {said}")
         settle(hub, said)
+        for lease in hub.open_leases("victim") if part == "hub" else []:
+            adopted += 1
+            assert hub.environment_of("victim")["NVIDIA_VISIBLE_DEVICES"] == lease.uuids[0], said
+            assert len(hub.device_nodes("victim")) == 1, said
         stop(hub, "victim")
         settle(hub, f"{said}, after the stop")
-        assert not hub.taken(), said
+        [still] = hub.open_leases()
+        assert (still.id, still.state) == (bystander.id, LeaseState.RUNNING), said
+        assert len(hub.taken()) == 1, f"{said}: the other devices are free again"
         assert problems(store) == [], said
         lived = engine.lifetimes(since)
         for lease in hub.leases("victim"):
@@ -216,52 +214,5 @@ def test_sessions_are_charged_exactly_despite_any_kill(
                 assert lease.charged == 0 and phase == "start", (said, lease)
     print(f"a spawn took {lasts:.2f} s; {charged} sessions were charged in {kills} rounds")
     assert charged > kills // 3
-    store.close()
-
-
-def test_hub_killed_during_a_spawn_leaks_nothing(
-    hub: GPUHub, engine: PrivateEngine, rounds: Rounds, chance: random.Random
-) -> None:
-    hub.spawn_and_wait("bystander", {"gpus": 1})
-    [bystander] = hub.open_leases()
-    lasts = time_of_a_spawn(hub, "victim")
-    store = Store(hub.database_url)
-    kills = rounds(50)
-    outcomes: Counter[str] = Counter()
-
-    for number in range(kills):
-        before = {lease.id for lease in hub.leases("victim")}
-        since = time.time()
-        moment = (number + chance.random()) / kills * 1.2 * lasts
-        said = f"killed {moment:.3f} s into a spawn of {lasts:.3f} s"
-        asking = hub.ask_and_go("POST", "victim", {"gpus": 1})
-        time.sleep(moment)
-        hub.kill9(services=chance.random() < 0.5)
-        asking.join(timeout=120)
-        assert answers(hub, "bystander"), said
-
-        hub.start()
-        # The first spawn after a start compares everything before it gets anything.
-        hub.spawn_and_wait("witness", {"gpus": 1})
-        settle(hub, said)
-        assert problems(store) == [], said
-        outcome = became_of(hub, before)
-        outcomes[outcome] += 1
-        if outcome == "adopted":
-            [lease] = hub.open_leases("victim")
-            assert hub.environment_of("victim")["NVIDIA_VISIBLE_DEVICES"] == lease.uuids[0]
-            assert len(hub.device_nodes("victim")) == 1
-        assert answers(hub, "bystander") and answers(hub, "witness"), said
-        [still] = hub.open_leases("bystander")
-        assert (still.id, still.state) == (bystander.id, LeaseState.RUNNING)
-
-        for member in ("victim", "witness"):
-            stop(hub, member)
-        settle(hub, f"{said}, after the stops")
-        assert_charged_exactly(hub, engine, since)
-        assert len(hub.taken()) == 1, "the other devices are free again"
-
-    print(f"a spawn took {lasts:.2f} s; killed {kills} times:", dict(outcomes))
-    if SOAK:
-        assert outcomes["adopted"] and len(outcomes) > 1, "some were too early, some were not"
+    assert adopted or not SOAK, "some were too early, some were not"
     store.close()
