@@ -12,7 +12,6 @@ import requests
 
 from gpuspawner.core.units import MICRO
 from gpuspawner.engines.base import LABEL_LEASE
-from gpuspawner.leases.models import LeaseState
 from gpuspawner.ledger.models import member_account
 from tests.support import images
 from tests.support.brokers import services_on
@@ -24,13 +23,12 @@ from tests.support.gpu_hub import (
     message_of,
     refused_in_time,
     simulated_uuids,
-    text_of,
 )
 from tests.support.hub import ADMIN
-from tests.support.processes import wait_for
 
 FLEET = "2xA100-80GB,1xT4"
 DEVICE = simulated_uuids(FLEET)[0]
+SCRIPT = "<script>alert(1)</script>"
 
 CATALOG = f"""
 environments:
@@ -39,10 +37,6 @@ environments:
     image: {images.INSTANT}
     default: true
     devices: {{default: 1, max: 8}}
-  - slug: small
-    display_name: Small things
-    image: {images.INSTANT}
-    devices: {{default: 0, max: 1}}
   - slug: cpu
     display_name: Without a GPU
     image: {images.INSTANT}
@@ -110,6 +104,7 @@ def stored(hub: GPUHub, user: str, options: dict[str, Any]) -> tuple[int, str]:
 
 def _seen_on(page: requests.Response) -> tuple[int, str]:
     assert_in_words(page.text)
+    assert SCRIPT not in page.text, "what was asked for is escaped"
     assert "spawn_form" in page.text, "the form is there to choose something else"
     return page.status_code, error_on(page.text).removeprefix("Error: ")
 
@@ -117,52 +112,41 @@ def _seen_on(page: requests.Response) -> tuple[int, str]:
 ENTRANCES = (rest, form, link, stored)
 
 
-@pytest.mark.parametrize("ask", [rest, form])
-def test_start_is_refused_when_no_device_is_free(hub: GPUHub, ask: Any) -> None:
-    hub.spawn_and_wait("holder", {"gpus": 2, "gpu_model": "A100"})
-    hub.spawn_and_wait("other", {"gpus": 1, "gpu_model": "T4"})
+def test_start_is_refused_when_no_device_is_free(hub: GPUHub) -> None:
+    hub.spawn_and_wait("holder", {"gpus": 1, "gpu_model": "T4"})
+    status, sentence = rest(hub, "member1", {"gpus": 1, "gpu_model": "T4", "wait": False})
+    assert status == 409 and sentence.startswith("The only T4 GPU is in use")
+    hub.spawn_and_wait("other", {"gpus": 2, "gpu_model": "A100"})
     held = hub.taken()
-    status, sentence = ask(hub, "member1", {"gpus": "1", "wait": "no"})
-    assert status == 409
-    start, end = "All 3 GPUs are in use. Expected start in the queue: around ", " (a first guess). "
-    assert sentence.startswith(start)
-    assert sentence.endswith(f"{end}Join the queue, or start without a GPU.")
+    for ask in (rest, form):
+        status, sentence = ask(hub, "member1", {"gpus": "1", "wait": "no"})
+        assert status == 409
+        assert sentence.startswith(
+            "All 3 GPUs are in use. Expected start in the queue: around "
+        ) and sentence.endswith(" (a first guess). Join the queue, or start without a GPU.")
     assert hub.taken() == held and not hub.open_leases("member1")
     # Without a GPU it starts, as the sentence says.
     hub.spawn_and_wait("member1", {"gpus": 0})
     assert hub.environment_of("member1")["NVIDIA_VISIBLE_DEVICES"] == "void"
 
 
-def test_unavailable_gpu_model_or_memory_is_refused(hub: GPUHub) -> None:
-    hub.spawn_and_wait("holder", {"gpus": 1, "gpu_model": "T4"})
-    status, sentence = rest(hub, "member1", {"gpus": 1, "gpu_model": "T4", "wait": False})
-    assert status == 409 and sentence.startswith("The only T4 GPU is in use")
-    status, sentence = rest(hub, "member1", {"gpus": 1, "gpu_memory": 100})
-    assert (status, sentence) == (
-        400,
-        "This hub has no GPU with 100 GB. The most is 80 GB: ask for less.",
-    )
-    assert not hub.open_leases("member1")
-
-
-@pytest.mark.parametrize("ask", [rest, form])
-def test_insufficient_credits_refuse_a_gpu_start(hub: GPUHub, ask: Any) -> None:
-    user = f"poor-{ask.__name__}"
-    hub.browser_of(user)
+def test_insufficient_credits_refuse_a_gpu_start(hub: GPUHub) -> None:
+    hub.browser_of("poor")
     with services_on(hub.database_url) as services:
-        services.ledger.open_account(user)
-        services.ledger.grant(member_account(user), -95 * MICRO, actor="admin", reason="poor")
+        services.ledger.open_account("poor")
+        services.ledger.grant(member_account("poor"), -95 * MICRO, actor="admin", reason="poor")
     before = hub.records()
-    assert ask(hub, user, {"gpus": "1"}) == (
-        402,
-        "Your balance of 5.00 credits does not cover this: it costs 60.00 credits an hour, and "
-        "the first 10 minutes (10.00) must be there at the start. Write to gpu@lab.example for "
-        "more. You can start without a GPU: that is free.",
-    )
+    for ask in (rest, form):
+        assert ask(hub, "poor", {"gpus": "1"}) == (
+            402,
+            "Your balance of 5.00 credits does not cover this: it costs 60.00 credits an hour, and "
+            "the first 10 minutes (10.00) must be there at the start. Write to gpu@lab.example for "
+            "more. You can start without a GPU: that is free.",
+        )
     assert hub.records() == before
-    hub.spawn_and_wait(user, {"environment": "cpu"})
-    assert hub.balance(user) == 5 * MICRO
-    assert hub.device_nodes(user) == []
+    hub.spawn_and_wait("poor", {"environment": "cpu"})
+    assert hub.balance("poor") == 5 * MICRO
+    assert hub.device_nodes("poor") == []
 
 
 @pytest.mark.parametrize(
@@ -172,16 +156,6 @@ def test_insufficient_credits_refuse_a_gpu_start(hub: GPUHub, ask: Any) -> None:
             "member1",
             {"gpus": 4},
             "You asked for 4 GPUs; your limit is 3 for one server. Ask for 3 or fewer.",
-        ),
-        (
-            "member1",
-            {"gpus": 2, "environment": "small"},
-            "You asked for 2 GPUs; Small things allows 1. Ask for 1 or fewer.",
-        ),
-        (
-            "member1",
-            {"gpus": 1, "environment": "cpu"},
-            "You asked for 1 GPU, but Without a GPU runs without one. Ask for 0.",
         ),
         (
             ADMIN,
@@ -194,10 +168,14 @@ def test_insufficient_credits_refuse_a_gpu_start(hub: GPUHub, ask: Any) -> None:
             {"gpus": 2, "gpu_model": "T4"},
             "You asked for 2 GPUs. This hub has 3 GPUs, of which 1 is T4. Ask for 1 at most.",
         ),
-        ("member1", {"gpus": 2000}, "You asked for 2000 GPUs, more than any server can have."),
+        (
+            "member1",
+            {"gpus": 1, "gpu_memory": 100},
+            "This hub has no GPU with 100 GB. The most is 80 GB: ask for less.",
+        ),
     ],
 )
-def test_too_many_gpus_are_refused_with_the_limit(
+def test_request_beyond_a_limit_is_refused_with_it(
     hub: GPUHub, user: str, options: dict[str, Any], sentence: str
 ) -> None:
     hub.browser_of(user)
@@ -211,14 +189,10 @@ def test_too_many_gpus_are_refused_with_the_limit(
     "options, field",
     [
         ({"environment": "nope"}, "environment"),
-        ({"gpu_model": "H200", "gpus": "1"}, "H200"),
-        ({"gpus": "some"}, "gpus"),
-        ({"gpu_memory": "lots"}, "gpu_memory"),
         ({"gpus": ["1", "1"]}, "gpus"),
-        ({"colour": "red"}, "colour"),
         ({"devices": DEVICE}, "devices"),
         ({"spawner_override": "privileged"}, "spawner_override"),
-        ({"<script>alert(1)</script>": "x"}, "<script>alert(1)</script>"),
+        ({SCRIPT: "x"}, SCRIPT),
     ],
 )
 def test_unknown_or_injected_fields_are_rejected(
@@ -237,9 +211,6 @@ def test_unknown_or_injected_fields_are_rejected(
 @pytest.mark.parametrize(
     "options, field",
     [
-        ({"gpus": True}, "gpus"),
-        ({"gpus": {"count": 1}}, "gpus"),
-        ({"environment": {"slug": "instant"}}, "environment"),
         ({"gpu_model": ["T4", DEVICE]}, "gpu_model"),
         ({"extra_create_kwargs": {"user": "0"}}, "extra_create_kwargs"),
         ({"devices": [DEVICE], "gpus": 0}, "devices"),
@@ -253,12 +224,6 @@ def test_invalid_json_values_are_rejected(hub: GPUHub, options: dict[str, Any], 
         assert status == 400 and f"'{field}'" in sentence, f"by {ask.__name__}: {sentence}"
     assert hub.records() == before
     assert not hub.containers()
-
-
-def test_injected_field_name_is_escaped(hub: GPUHub) -> None:
-    page = hub.send_refused_form("member1", {"<script>alert(1)</script>": "x"}).text
-    assert "<script>alert(1)" not in page
-    assert "<script>alert(1)</script>" in text_of(page)
 
 
 def test_restricted_environment_is_hidden_and_refused(hub: GPUHub) -> None:
@@ -298,52 +263,18 @@ def test_running_server_cannot_be_started_twice(hub: GPUHub) -> None:
     assert len(set(hub.taken())) == 2
 
 
-def test_two_members_racing_for_one_gpu_get_one_lease(hub: GPUHub) -> None:
-    members = ["member1", "member2"]
-    for member in members:
-        hub.browser_of(member)
-    for _ in range(5):
-        answers = _at_once(hub, members, {"gpus": 1, "gpu_model": "T4", "wait": False})
-        winner, loser = sorted(members, key=lambda member: answers[member].status_code)
-        assert answers[winner].status_code in (201, 202)
-        assert answers[loser].status_code == 409
-        hub.wait_server(winner)
-        assert message_of(answers[loser]).startswith("The only T4 GPU is in use")
-        [lease] = hub.open_leases()
-        assert lease.server.user == winner and lease.state is LeaseState.RUNNING
-        assert len(hub.containers()) == 1
-        hub.stop_server(winner)
-    assert len(hub.leases("member1")) + len(hub.leases("member2")) >= 5
-
-
 def test_concurrent_starts_grant_each_device_once(hub: GPUHub) -> None:
     members = [f"crowd{n}" for n in range(8)]
     answers = _at_once(hub, members, {"gpus": 1, "wait": False})
     assert sorted(a.status_code for a in answers.values()) == [201] * 3 + [409] * 5
+    said = {message_of(a) for a in answers.values() if a.status_code == 409}
+    assert all(sentence.startswith("All 3 GPUs are in use") for sentence in said)
     assert len(hub.taken()) == 3
     seen = {
         hub.environment_of(lease.server.user)["NVIDIA_VISIBLE_DEVICES"]
         for lease in hub.open_leases()
     }
     assert seen == set(hub.devices), "each one sees its own device and no other"
-
-
-def test_every_waiting_member_is_served_exactly_once(hub: GPUHub) -> None:
-    members = [f"patient{n}" for n in range(8)]
-    answers = _at_once(hub, members, {"gpus": 1})
-    assert {a.status_code for a in answers.values()} == {201, 202}
-    served: list[str] = []
-    while len(served) < len(members):
-        for member in wait_for(lambda: _ready(hub, members), "the next one's server"):
-            assert len(hub.taken()) <= 3
-            served.append(member)
-            hub.stop_server(member)
-    assert sorted(served) == members, "everybody's turn came, and once"
-    assert not hub.taken()
-
-
-def _ready(hub: GPUHub, members: list[str]) -> list[str]:
-    return [m for m in members if (server := hub.server(m)) and server["ready"]]
 
 
 def _at_once(
