@@ -1,5 +1,6 @@
-"""What containers write into their own layer, and who limits it. Real: Docker Engines, two of them
-in a kernel of their own, on XFS with project quotas and on btrfs; containers that write."""
+"""What members write: into the layer of their container, and into workspaces with quotas. Real:
+Docker Engines, two of them in a kernel of their own, on XFS with project quotas and on btrfs;
+containers that write."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ LIMIT = 20 * MB
 
 @pytest.fixture(scope="module")
 def told(engines: None, processes: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What :mod:`tests.support.disk_scenes` found, by storage driver."""
+    """What :mod:`tests.support.disk_scenes` found: by storage driver, and ``quotas``."""
     return run_on_xfs("tests.support.disk_scenes", tmp_path_factory.mktemp("xfs"))
 
 
@@ -79,6 +80,11 @@ def test_engine_with_quotas_limits_each_container(
     may = "A server may write 20 MB into its own container"
     assert found["check"] == f"{may}; the engine itself refuses more ({where})"
     assert found["untried"] == f"{may}; whether the engine keeps that is not known: nobody tried."
+
+
+def test_xfs_enforces_the_quotas_of_workspaces(told: Any) -> None:
+    """What is asserted is in :mod:`tests.support.quota_scenes`, which runs in that kernel."""
+    assert told["quotas"] == ""
 
 
 def test_full_container_does_not_affect_its_neighbor(told: Any) -> None:

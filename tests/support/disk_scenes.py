@@ -1,12 +1,15 @@
 """What happens on Docker Engines whose storage driver limits containers: overlay2 on an XFS with
-project quotas, and btrfs. Run in a kernel that has both, as root, by :mod:`tests.support.uml`."""
+project quotas, and btrfs; and to workspaces with quotas. Run in a kernel that has both, as root, by
+:mod:`tests.support.uml`."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +26,7 @@ from gpuspawner.engines.disk_usage import (
     size_option,
     written_bytes,
 )
+from tests.support import quota_scenes
 from tests.support.slurm_images import busybox_root
 
 MB = 2**20
@@ -131,9 +135,21 @@ def scene(driver: str, data: Path, **wishes: int) -> dict[str, Any]:
         return found
 
 
+def quotas(folder: Path) -> str:
+    """What is wrong with quotas of workspaces in this folder; empty for nothing."""
+    folder.mkdir()
+    try:
+        quota_scenes.main(folder)
+    except Exception:
+        return traceback.format_exc()
+    shutil.rmtree(folder)
+    return ""
+
+
 def main(mount: Path, answer: Path) -> None:
+    found: dict[str, Any] = {"quotas": quotas(mount / "files")}
     prepare()
-    found = {"overlay2": scene("overlay2", mount / "docker", hog=40, neighbour=10)}
+    found |= {"overlay2": scene("overlay2", mount / "docker", hog=40, neighbour=10)}
     disk, place = answer.parent / "btrfs", Path("/run/on-btrfs")
     place.mkdir()
     with open(disk, "wb") as file:

@@ -37,7 +37,7 @@ sleep 60
 """
 
 
-def run_on_xfs(module: str, folder: Path, timeout: float = 240.0) -> Any:
+def run_on_xfs(module: str, folder: Path, timeout: float = 400.0) -> Any:
     """Run ``python -m module MOUNT ANSWER`` as root on a fresh XFS; the JSON that it wrote."""
     disk, init, log, answer = (folder / name for name in ("disk", "init", "log", "answer.json"))
     with open(disk, "wb") as file:
