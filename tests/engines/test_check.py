@@ -157,23 +157,41 @@ def test_check_of_a_valid_hub_passes_before_first_start(check: Check, tmp_path: 
     )
 
 
-def test_check_reaches_a_running_hub(
+def test_check_beside_a_running_hub_and_its_proxy(
+    check: Check,
     clean_engine: PrivateEngine,
     images: Any,
     hub_factory: Callable[..., HubProcess],
     tmp_path: Path,
 ) -> None:
-    hub = hub_factory(hub_ip=clean_engine.gateway)
-    finding = check_hub_reachable(
-        clean_engine.client, images.BASE, "bridge", f"http://{hub.hub_ip}:{hub.hub_port}/hub/api/"
-    )
-    assert finding.status is Status.OK, finding  # by python3; the other tests' image has bash only
+    hub = hub_factory(hub_ip=clean_engine.gateway, external_proxy=True)
+    url = f"http://{hub.hub_ip}:{hub.hub_port}"
+    for image in (images.BASE, images.INSTANT):  # by python3, and by bash only
+        for path, status in (("/hub/api/", Status.OK), ("/elsewhere/hub/api/", Status.FAIL)):
+            finding = check_hub_reachable(clean_engine.client, image, "bridge", url + path)
+            assert finding.status is status, finding
     config = str(hub.folder / "jupyterhub_config.py")
     process, printed = command(tmp_path, clean_engine.url, "-f", config, "--json")
     assert process.wait(timeout=60 * PATIENCE) == 1
     found = Checked(1, json.loads(printed.read_text())["checks"])
     assert found["configuration"]["status"] == "fail", "SimpleLocalProcessSpawner leases nothing"
     assert found["hub API"]["status"] == "unchecked", "local servers need no network"
+
+    lines = f"""
+c.ConfigurableHTTPProxy.should_start = False
+c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{hub.proxy_port}"
+"""
+
+    def proxy(more: str) -> str:
+        found = check(lines + more, NO_CONTAINERS)["proxy"]
+        return f"{found['status']}: {found['text']}"
+
+    right = f"c.ConfigurableHTTPProxy.auth_token = {hub._proxy_token!r}"
+    assert "CONFIGPROXY_AUTH_TOKEN" in proxy(""), "it has no token"
+    assert "does not take" in proxy("c.Proxy.auth_token = 'wrong'")
+    assert proxy(right).startswith("ok: ")
+    hub.stop()
+    assert "is not responding" in proxy(right)
 
 
 def test_check_table_is_plain_text_with_a_summary(check: Check, tmp_path: Path) -> None:
@@ -189,7 +207,7 @@ def test_check_table_is_plain_text_with_a_summary(check: Check, tmp_path: Path) 
     assert lines[-1] == "7 ok, 1 FAIL, 5 not checked."
 
 
-# Red, one fault each.
+# Red, each fault by its own check.
 
 
 def test_missing_engine_fails_with_a_remedy(check: Check) -> None:
@@ -200,13 +218,6 @@ def test_missing_engine_fails_with_a_remedy(check: Check) -> None:
     )
     assert "systemctl start docker" in checked["engine"]["remedy"]
     assert checked["GPU injection"]["status"] == "unchecked", "and not silently green"
-
-
-def test_missing_image_fails_with_the_pull_command(check: Check) -> None:
-    checked = check(image="gpuspawner/nowhere:1")
-    assert (checked.code, checked.red) == (1, ["image"])
-    assert checked["image"]["remedy"] == "docker pull gpuspawner/nowhere:1"
-    assert checked["hub API"]["status"] == "unchecked"
 
 
 def test_every_catalog_image_and_dataset_is_checked(
@@ -222,29 +233,52 @@ def test_every_catalog_image_and_dataset_is_checked(
     checked = check(f"\nc.GPUSpawnerMixin.catalog = {str(catalog)!r}\n")
     assert (checked.code, checked.red) == (1, ["image", "datasets"])
     assert [c["status"] for c in checked.checks if c["name"] == "image"] == ["fail", "ok"]
+    assert checked["image"]["remedy"] == "docker pull gpuspawner/nowhere:1"
     assert checked["GPU injection"]["status"] == "ok", "tried with the image that is there"
     assert checked["datasets"]["text"] == "Not there: mnist (/nowhere/mnist)."
 
 
-def test_invalid_catalog_fails_the_check(check: Check, tmp_path: Path) -> None:
-    (tmp_path / "catalog.yaml").write_text("environments:\n  - {slug: x, imag: y}\n")
-    checked = check('\nc.GPUSpawnerMixin.catalog = "catalog.yaml"\n', NO_CONTAINERS)
-    assert (checked.code, checked.red) == (1, ["catalog"])
-    assert "imag" in checked["catalog"]["text"]
+def test_missing_image_leaves_the_hub_address_unchecked(check: Check) -> None:
+    checked = check(image="gpuspawner/nowhere:1")
+    assert (checked.code, checked.red) == (1, ["image"])
+    assert checked["hub API"]["status"] == "unchecked"
 
 
-def test_device_unknown_to_the_engine_fails_injection(
-    check: Check, clean_engine: PrivateEngine
+def test_missing_device_network_and_workspace_fail(
+    check: Check, clean_engine: PrivateEngine, tmp_path: Path
 ) -> None:
+    """The engine does not know the device that the hub has."""
     clean_engine.set_devices(["GPU-another"])
-    checked = check()
-    assert (checked.code, checked.red) == (1, ["GPU injection"])
-    assert "unknown device" in checked["GPU injection"]["text"]
-    assert "nvidia-smi -L" in checked["GPU injection"]["remedy"]
+    root = tmp_path / "work"
+    missing = check(WORKSPACE.format(f"{root}/{{username}}"), network="nowhere")
+    assert (missing.code, missing.red) == (1, ["GPU injection", "hub API", "workspace"])
+    assert "unknown device" in missing["GPU injection"]["text"]
+    assert "nvidia-smi -L" in missing["GPU injection"]["remedy"]
+    assert missing["hub API"]["remedy"] == "docker network create nowhere"
+    assert missing["workspace"]["remedy"].endswith(f"sudo mkdir -p {root}")
 
 
-def test_nvml_devices_are_found_or_reported_missing(check: Check) -> None:
-    checked = check('\nc.GPUDevices.source = "nvml"\n')
+WORKSPACE = "\nc.GPUDockerSpawner.workspace = {!r}\n"
+AUTO = '\nc.GPUDockerSpawner.gpu_injection = "auto"\n'
+
+
+def test_hub_on_loopback_fails_with_a_usable_address(
+    check: Check, notebooks: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "work"
+    root.mkdir()
+    checked = check(WORKSPACE.format(f"{root}/{{username}}") + AUTO, hub_ip="127.0.0.1")
+    assert (checked.code, checked.red) == (1, ["hub API"])
+    assert "does not reach the Hub's API at http://127.0.0.1" in checked["hub API"]["text"]
+    assert f"such as {notebooks}, this network's gateway" in checked["hub API"]["remedy"]
+    assert checked["GPU injection"]["status"] == "unchecked", "devices that are simulated"
+    assert checked["workspace"]["status"] == "ok" and list(root.iterdir()) == []
+
+
+def test_nvml_devices_and_a_hub_on_another_machine(check: Check) -> None:
+    checked = check('\nc.GPUDevices.source = "nvml"\n', hub_ip="192.0.2.1")
+    assert checked["hub API"]["status"] == "unchecked"
+    assert "cannot listen in its place at 192.0.2.1" in checked["hub API"]["text"]
     if glob.glob("/dev/nvidia[0-9]*"):
         assert checked["devices"]["text"].startswith("NVML, driver")
         return
@@ -253,114 +287,50 @@ def test_nvml_devices_are_found_or_reported_missing(check: Check) -> None:
     assert checked["GPU injection"]["text"] == "There is no device to try with."
 
 
-def test_automatic_injection_is_unchecked_for_simulated_devices(check: Check) -> None:
-    checked = check('\nc.GPUDockerSpawner.gpu_injection = "auto"\n')
-    assert (checked.code, checked.red) == (0, [])
-    assert checked["GPU injection"]["status"] == "unchecked"
-
-
-def test_hub_on_loopback_fails_with_a_usable_address(check: Check, notebooks: str) -> None:
-    checked = check(hub_ip="127.0.0.1")
-    assert (checked.code, checked.red) == (1, ["hub API"])
-    assert "does not reach the Hub's API at http://127.0.0.1" in checked["hub API"]["text"]
-    assert f"such as {notebooks}, this network's gateway" in checked["hub API"]["remedy"]
-
-
-def test_hub_on_another_machine_is_unchecked(check: Check) -> None:
-    checked = check(hub_ip="192.0.2.1")
-    assert checked.code == 0
-    assert checked["hub API"]["status"] == "unchecked"
-    assert "cannot listen in its place at 192.0.2.1" in checked["hub API"]["text"]
-
-
-def test_other_service_at_the_hub_address_fails(
-    clean_engine: PrivateEngine, images: Any, hub_factory: Callable[..., HubProcess]
-) -> None:
-    hub = hub_factory(hub_ip=clean_engine.gateway)
-    url = f"http://{hub.hub_ip}:{hub.hub_port}/elsewhere/hub/api/"
-    for image in (images.BASE, images.INSTANT):
-        finding = check_hub_reachable(clean_engine.client, image, "bridge", url)
-        assert finding.status is Status.FAIL, finding
-
-
-def test_missing_network_fails_with_the_create_command(check: Check) -> None:
-    checked = check(network="nowhere")
-    assert (checked.code, checked.red) == (1, ["hub API"])
-    assert checked["hub API"]["remedy"] == "docker network create nowhere"
-
-
-def test_missing_workspace_directory_fails_until_created(check: Check, tmp_path: Path) -> None:
-    root = tmp_path / "work"
-    setting = "\nc.GPUDockerSpawner.workspace = {!r}\n"
-    missing = check(setting.format(f"{root}/{{username}}"))
-    assert (missing.code, missing.red) == (1, ["workspace"])
-    assert missing["workspace"]["remedy"].endswith(f"sudo mkdir -p {root}")
-    root.mkdir()
-    there = check(setting.format(f"{root}/{{username}}"))
-    assert (there.code, there["workspace"]["status"]) == (0, "ok")
-    assert list(root.iterdir()) == []
-
-
 def test_unwritable_workspace_directory_fails(clean_engine: PrivateEngine, images: Any) -> None:
     finding = check_directory(clean_engine.client, images.INSTANT, "/proc/sys")
     assert finding.status is Status.FAIL
     assert "cannot be made in /proc/sys: mkdir:" in finding.text
 
 
-def test_missing_workspace_fails_unless_volumes_are_set(check: Check) -> None:
-    checked = check('\nc.GPUDockerSpawner.workspace = ""\n', NO_CONTAINERS)
-    assert (checked.code, checked.red) == (1, ["workspace"])
-    own = check(
-        '\nc.GPUDockerSpawner.workspace = ""\nc.DockerSpawner.volumes = {"a": "/b"}\n',
-        NO_CONTAINERS,
-    )
-    assert (own.code, own["workspace"]["status"]) == (0, "unchecked")
-
-
-def test_missing_or_broken_proxy_fails_the_check(check: Check, tmp_path: Path) -> None:
-    command = "\nc.ConfigurableHTTPProxy.command = ['a-proxy-that-is-not-there']\n"
-    checked = check(command, NO_CONTAINERS)
-    assert (checked.code, checked.red) == (1, ["proxy"])
+def test_faults_of_the_configuration_fail_without_a_container(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "catalog.yaml").write_text("environments:\n  - {slug: x, imag: y}\n")
+    none = """
+c.GPUSpawnerMixin.catalog = "catalog.yaml"
+c.GPUDockerSpawner.workspace = ""
+c.ConfigurableHTTPProxy.command = ["a-proxy-that-is-not-there"]
+c.JupyterHub.services = []
+c.JupyterHub.load_roles = []
+c.GPUDatabase.url = "sqlite:////proc/hub.sqlite"
+"""
+    checked = check(none, NO_CONTAINERS)
+    faults = ["catalog", "database", "workspace", "proxy", "accounting", "idle culler"]
+    assert (checked.code, checked.red) == (1, faults)
+    assert "imag" in checked["catalog"]["text"]
     assert "npm install" in checked["proxy"]["remedy"]
+    assert "add_services(c)" in checked["accounting"]["remedy"]
+    assert "hub.sqlite cannot be made by" in checked["database"]["text"]
+    assert checked["database"]["remedy"] == (
+        "The hub's user must be able to write /proc and the files in it."
+    )
+
     broken = tmp_path / "broken-proxy"
     broken.write_text("#!/bin/sh\necho node: not found >&2\nexit 127\n")
     broken.chmod(0o755)
-    checked = check(f"\nc.ConfigurableHTTPProxy.command = [{str(broken)!r}]\n", NO_CONTAINERS)
-    assert checked["proxy"]["text"] == f"{broken} does not run: node: not found."
-
-
-def test_external_proxy_must_answer_and_accept_its_token(
-    check: Check, hub_factory: Callable[..., HubProcess], clean_engine: PrivateEngine
-) -> None:
-    hub = hub_factory(hub_ip=clean_engine.gateway, external_proxy=True)
-    lines = f"""
-c.ConfigurableHTTPProxy.should_start = False
-c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{hub.proxy_port}"
+    some = f"""
+c.GPUDockerSpawner.workspace = ""
+c.DockerSpawner.volumes = {{"a": "/b"}}
+c.ConfigurableHTTPProxy.command = [{str(broken)!r}]
+c.JupyterHub.load_roles = [{{"name": "a", "services": ["gpu", "idle-culler"], "scopes": [
+    "list:users", "read:groups", "admin:servers", "access:services!service=gpu"]}}]
 """
-    assert "CONFIGPROXY_AUTH_TOKEN" in check(lines, NO_CONTAINERS)["proxy"]["text"], (
-        "it has no token"
+    checked = check(some, NO_CONTAINERS)
+    assert (checked.code, checked.red) == (1, ["proxy", "idle culler"])
+    assert checked["workspace"]["status"] == "unchecked"
+    assert checked["proxy"]["text"] == f"{broken} does not run: node: not found."
+    assert "lacks read:users:activity" in checked["idle culler"]["text"], (
+        "admin:servers has read and delete"
     )
-    assert (
-        "does not take"
-        in check(f"{lines}c.Proxy.auth_token = 'wrong'", NO_CONTAINERS)["proxy"]["text"]
-    )
-    right = f"{lines}c.ConfigurableHTTPProxy.auth_token = {hub._proxy_token!r}"
-    assert check(right, NO_CONTAINERS)["proxy"]["status"] == "ok"
-    hub.stop()
-    assert "is not responding" in check(right, NO_CONTAINERS)["proxy"]["text"]
-
-
-def test_missing_services_or_scopes_fail_the_check(check: Check) -> None:
-    checked = check("\nc.JupyterHub.services = []\nc.JupyterHub.load_roles = []\n", NO_CONTAINERS)
-    assert (checked.code, checked.red) == (1, ["accounting", "idle culler"])
-    assert "add_services(c)" in checked["accounting"]["remedy"]
-    checked = check(
-        "\nc.JupyterHub.load_roles = [{'name': 'a', 'services': ['gpu', 'idle-culler'], 'scopes': ["
-        "'list:users', 'read:groups', 'admin:servers', 'access:services!service=gpu']}]\n",
-        NO_CONTAINERS,
-    )
-    assert (checked.code, checked.red) == (1, ["idle culler"]), "admin:servers has read and delete"
-    assert "lacks read:users:activity" in checked["idle culler"]["text"]
 
 
 def test_foreign_or_unloadable_spawner_fails_the_check(check: Check) -> None:
@@ -370,15 +340,6 @@ def test_foreign_or_unloadable_spawner_fails_the_check(check: Check) -> None:
     checked = check('\nc.JupyterHub.spawner_class = "no.such.Spawner"\n', NO_CONTAINERS)
     assert (checked.code, checked.red) == (1, ["configuration"])
     assert checked["engine"]["status"] == "unchecked"
-
-
-def test_unwritable_database_directory_fails_with_a_remedy(check: Check, tmp_path: Path) -> None:
-    checked = check('\nc.GPUDatabase.url = "sqlite:////proc/hub.sqlite"\n', NO_CONTAINERS)
-    assert (checked.code, checked.red) == (1, ["database"])
-    assert "hub.sqlite cannot be made by" in checked["database"]["text"]
-    assert checked["database"]["remedy"] == (
-        "The hub's user must be able to write /proc and the files in it."
-    )
 
 
 def test_check_without_containers_creates_none(check: Check, clean_engine: PrivateEngine) -> None:

@@ -1,10 +1,9 @@
-"""What proves a container gone, and what does not. Real: Docker Engines, containers, SQLite, the
-command as a process. Simulated: the devices of the store."""
+"""What proves a container gone, and what does not. Real: Docker Engines, containers, SQLite.
+Simulated: the devices of the store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from gpuspawner.services import Services
 from tests.support.brokers import make_services
 from tests.support.engine import PrivateEngine, open_engine
 from tests.support.gate import Gate
+from tests.support.images import EXITS
 from tests.support.processes import wait_for
 
 ADA = ServerRef("ada")
@@ -118,36 +118,27 @@ def test_container_older_than_the_grant_holds_nothing(
 
 
 def test_another_engine_cannot_end_a_lease(
-    clean_engine: PrivateEngine, services: Services, lease: Lease
+    clean_engine: PrivateEngine, cdi_engine: PrivateEngine, services: Services, lease: Lease
 ) -> None:
-    with PrivateEngine() as second:
-        other = open_engine(second.url)
-        assert other.identity() != lease.engine_id != ""
-        with pytest.raises(AnotherEngine):
-            other.holders(lease)
-        [action] = reconcile(services, other)
-        assert isinstance(action, Unknown) and action.is_stuck
-        assert "another engine answers" in action.reason and lease.id in action.reason
+    """Nor by a container of the same name that ended or was never started there."""
+    other, client = open_engine(cdi_engine.url), cdi_engine.client
+    assert other.identity() != lease.engine_id != ""
+    made = client.create_container(EXITS, name="jupyter-ada")["Id"]
+    with pytest.raises(AnotherEngine):
+        other.holders(lease, "jupyter-ada")
+    client.start(made)
+    client.wait(made)
+    with pytest.raises(AnotherEngine):
+        other.holders(lease, "jupyter-ada")
+    client.remove_container(made)
+    [action] = reconcile(services, other)
+    assert isinstance(action, Unknown) and action.is_stuck
+    assert "another engine answers" in action.reason and lease.id in action.reason
     assert services.leases.get(lease.id).state is LeaseState.RUNNING
+    assert open_engine(clean_engine.url).holders(lease, "jupyter-ada")
     clean_engine.client.remove_container(lease.engine_ref, force=True)
     reconcile(services, open_engine(clean_engine.url))
     assert is_free(services)
-
-
-@pytest.mark.parametrize("started", [True, False])
-def test_same_named_container_on_another_engine_proves_nothing(
-    clean_engine: PrivateEngine, images: Any, services: Services, lease: Lease, started: bool
-) -> None:
-    """Docker was replaced, and has an older server's container that ended or was never started."""
-    with PrivateEngine() as second:
-        images.ensure_images(second, [images.EXITS])
-        made = second.client.create_container(images.EXITS, name="jupyter-ada")
-        if started:
-            second.client.start(made["Id"])
-            second.client.wait(made["Id"])
-        with pytest.raises(AnotherEngine):
-            open_engine(second.url).holders(lease, "jupyter-ada")
-    assert open_engine(clean_engine.url).holders(lease, "jupyter-ada")
 
 
 def test_another_engine_cannot_end_an_interrupted_start(
@@ -159,23 +150,13 @@ def test_another_engine_cannot_end_an_interrupted_start(
     assert isinstance(action, Unknown) and action.is_stuck
 
 
-def test_restarted_engine_keeps_its_identity(
-    clean_engine: PrivateEngine, services: Services, lease: Lease
-) -> None:
-    engine = open_engine(clean_engine.url)
-    clean_engine.restart()
-    assert engine.identity() == lease.engine_id
-    reconcile(services, engine)
-    assert is_free(services), "its containers ended with it"
-
-
 def test_auto_restarting_container_holds_its_lease(
     clean_engine: PrivateEngine, images: Any, services: Services
 ) -> None:
     granted = services.leases.grant(ADA, Request(devices=1), engine="docker")
     restarts = {"Name": "always"}
     made = container(
-        clean_engine, images.EXITS, granted, restart=restarts, name="jupyter-ada", command=None
+        clean_engine, EXITS, granted, restart=restarts, name="jupyter-ada", command=None
     )
     services.leases.confirm(granted.id, made)
     client = clean_engine.client
@@ -198,18 +179,3 @@ def test_lost_engine_connection_does_not_prove_containers_gone(
                 ask()
         gate.open()
         assert engine.holders(lease)
-
-
-def test_manual_release_requires_the_original_engine(
-    clean_engine: PrivateEngine, services: Services, lease: Lease, tmp_path: Path
-) -> None:
-    """`gpuspawner release` goes by the same proof."""
-    from tests.engines.test_release import CONFIG, release
-
-    text = CONFIG.format(engine=clean_engine.url, database=services.settings.database.url)
-    (tmp_path / "jupyterhub_config.py").write_text(text)
-    clean_engine.client.remove_container(lease.engine_ref, force=True)
-    services.leases.note_engine(lease.id, "an engine that is not this one")
-    code, said = release(tmp_path, lease)
-    assert (code, services.leases.get(lease.id).state) == (1, LeaseState.RUNNING)
-    assert "another Docker Engine answers" in said

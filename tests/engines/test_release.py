@@ -101,3 +101,14 @@ def test_release_keeps_a_lease_before_its_container_exists(
     code, said = release(tmp_path, lease)
     assert (code, services.leases.get(lease.id).state) == (1, LeaseState.GRANTED)
     assert "an image is pulled" in said
+
+
+def test_release_requires_the_original_engine(
+    clean_engine: PrivateEngine, images: Any, services: Services, tmp_path: Path
+) -> None:
+    lease = start(clean_engine, images.INSTANT, services)
+    clean_engine.client.remove_container(lease.engine_ref, force=True)
+    services.leases.note_engine(lease.id, "an engine that is not this one")
+    code, said = release(tmp_path, lease)
+    assert (code, services.leases.get(lease.id).state) == (1, LeaseState.RUNNING)
+    assert "another Docker Engine answers" in said
