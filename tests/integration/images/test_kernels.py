@@ -155,20 +155,15 @@ def test_standby_kernel_behaves_like_a_regular_kernel(
     wait_for(lambda: not manager.is_alive(), "the kernel's end to be seen")
     assert process_of(manager).poll() == -signal.SIGKILL
     client.stop_channels()
+    again = started.make_ready()
     manager.restart_kernel(now=True)
-    assert pid_of(manager) != waiting.pid
-    assert run(connect(manager), "print(6 * 7)") == "42\n"
-
-
-def test_standby_kernel_shuts_down_on_request(started: Kernels) -> None:
-    waiting = started.make_ready()
-    manager, client = started.start()
-    file = Path(manager.connection_file)
+    assert pid_of(manager) == again.pid != waiting.pid
+    client, file = connect(manager), Path(manager.connection_file)
     assert run(client, "print(6 * 7)") == "42\n" and file.exists()
     client.stop_channels()
     process = process_of(manager)
     manager.shutdown_kernel()
-    assert process.returncode == 0 and not waiting.is_running() and not file.exists()
+    assert process.returncode == 0 and not again.is_running() and not file.exists()
 
 
 def test_changed_variables_fall_back_to_a_regular_kernel(
@@ -228,14 +223,19 @@ def test_overwritten_module_is_seen_by_the_kernel(
     assert "started as ever: a module was changed since" in capfd.readouterr().err
 
 
-def test_unusual_start_options_do_not_use_the_standby_kernel(
+def test_killed_standby_kernel_and_unusual_options_start_a_regular_one(
     started: Kernels, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     usual = [sys.executable, "-m", "ipykernel_launcher", "-f", "file.json"]
     place = {"cwd": str(tmp_path), "env": started.environment}
 
-    def refused(why: str, command: list[str], options: dict[str, Any]) -> None:
+    def refused(
+        why: str, command: list[str], options: dict[str, Any], *, killed: bool = False
+    ) -> None:
         waiting = started.make_ready()
+        if killed:
+            waiting.kill()
+            wait_for(lambda: waiting.status() == psutil.STATUS_ZOMBIE, "its end")
         assert started.ready.take(command, options) is None
         assert why in caplog.text
         assert not waiting.is_running(), "nothing is left behind"
@@ -249,17 +249,7 @@ def test_unusual_start_options_do_not_use_the_standby_kernel(
     refused("its folder is not there", usual, {**place, "cwd": str(tmp_path / "gone")})
     large = {**started.environment, "LARGE": "x" * 100_000}
     refused("its environment is very large", usual, {**place, "env": large})
-
-
-def test_killed_standby_kernel_is_replaced_by_a_regular_one(
-    started: Kernels, caplog: pytest.LogCaptureFixture
-) -> None:
-    waiting = started.make_ready()
-    waiting.kill()
-    wait_for(lambda: waiting.status() == psutil.STATUS_ZOMBIE, "its end")
-    manager, client = started.start()
-    assert pid_of(manager) != waiting.pid and run(client, "print(6 * 7)") == "42\n"
-    assert "the process that was ready has ended (-9)" in caplog.text
+    refused("the process that was ready has ended (-9)", usual, place, killed=True)
 
 
 def test_standby_kernel_ends_with_its_server(tmp_path: Path) -> None:

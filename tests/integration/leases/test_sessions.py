@@ -256,7 +256,7 @@ def test_killed_services_warn_once_and_in_order(
         if seconds >= (hours - 9) * HOUR:  # on a busy machine too somebody is quick enough to warn
             wait_for(lambda: services.notifications.notices_of("ada"), "a warning", timeout=60)
         for _ in range(4):
-            seconds += chance.uniform(0, HOUR / 4)
+            seconds += chance.uniform(0, HOUR / 2)
             clock.set(seconds)
             time.sleep(chance.uniform(0.0, 0.05))  # a random moment of what they do
         for victim in victims:
