@@ -108,7 +108,7 @@ def _open_account(url: str, gate: Any, name: str, said: Any) -> None:
 
 
 def test_concurrent_processes_migrate_an_empty_database(empty_database_url: str) -> None:
-    names = [f"member:user{number}" for number in range(4)]
+    names = [f"member:user{number}" for number in range(3)]
     gate, said = FORKSERVER.Barrier(len(names)), FORKSERVER.Queue()
     workers = [
         FORKSERVER.Process(target=_open_account, args=(empty_database_url, gate, name, said))
