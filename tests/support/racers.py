@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -11,21 +10,52 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gpuspawner.core.errors import GPUSpawnerError, NoDeviceFree
 from gpuspawner.services import Services
 from tests.support.brokers import T0, acquire, open_services
+from tests.support.processes import REPO
 
-FORKSERVER = multiprocessing.get_context("forkserver")
-"""Every racer is a process of its own, as hub, service and CLI are: forked from one that has done
-the imports and nothing else."""
-FORKSERVER.set_forkserver_preload(
-    [f"tests.support.{name}" for name in ("racers", "racing_line", "sickness", "spending")]
-)
+
+class Racer(ForkServerProcess):
+    """A process of its own, as hub, service and CLI are."""
+
+    def start(self) -> None:
+        start_server()
+        super().start()
+
+
+class RacerContext(ForkServerContext):
+    """What starts racers: forked from one that has done the imports and nothing else."""
+
+    Process = Racer
+
+
+FORKSERVER = RacerContext()
+
+
+@cache
+def start_server() -> None:
+    """Start what racers are forked from.
+
+    It takes no other path for what it imports than PYTHONPATH, and what it cannot import it leaves
+    to each racer, for a second of the processor.
+    """
+    names = ("racers", "racing_line", "sickness", "spending")
+    FORKSERVER.set_forkserver_preload([f"tests.support.{name}" for name in names])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(REPO))
+        forkserver.ensure_running()
+
 
 FAILED = "its start failed"
 """Why a lease ended that cost nothing although it had been charged."""
@@ -237,6 +267,7 @@ WARNINGS = tuple(range(30, 601, 30))
 def look_after_sessions_until_killed(ready: Connection, url: str, clock: SharedClock) -> None:
     """Warn and end whatever is due, as the service does, for ever."""
     services = paid_services(url, clock)
+    services.sessions.due_sessions(WARNINGS)  # the first look takes longer than most live
     ready.send("working")
     while True:
         due = services.sessions.due_sessions(WARNINGS)
@@ -244,3 +275,5 @@ def look_after_sessions_until_killed(ready: Connection, url: str, clock: SharedC
             services.sessions.warn_session(lease.id, WARNINGS)
         for lease in due.over:
             services.sessions.end_session(lease.id)
+        if not due.warn and not due.over:
+            time.sleep(0.002)  # whoever sets the clock needs the processor

@@ -106,7 +106,7 @@ def test_extension_does_not_count_on_a_drained_device(make: Make, clock: Clock) 
 
 
 @settings(
-    max_examples=examples(30),
+    max_examples=examples(15),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -17,8 +17,8 @@ from tests.support.tier import SOAK
 
 pytestmark = pytest.mark.usefixtures("processes")
 
-TICKETS = 420 if SOAK else 84
-CANCELS = 200 if SOAK else 40
+TICKETS = 420 if SOAK else 52
+CANCELS = 200 if SOAK else 24
 
 
 @pytest.fixture

@@ -165,7 +165,7 @@ def test_racing_authors_leave_the_newest_estimate(make: Make, database_url: str)
     """Two hubs during a takeover, and somebody who ends tickets meanwhile."""
     services = make()
     ids = racing_line.make_line(services, 24)
-    authors = [(racing_line.store_again_and_again, database_url, ids, n, 12) for n in (1, 2)]
+    authors = [(racing_line.store_again_and_again, database_url, ids, n, 5) for n in (1, 2)]
     *written, _ = together(*authors, (racing_line.end_some, database_url, ids[::3]))
 
     expected: dict[str, StoredEstimate] = {}
