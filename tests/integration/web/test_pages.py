@@ -24,6 +24,7 @@ from tests.golden.scenario import start
 from tests.golden.site import ADMIN, Site
 from tests.support.brokers import fleet
 from tests.support.browser import screenshot
+from tests.support.gpu_hub import text_of
 from tests.support.pages import WIDE, mentions, words
 from tests.support.processes import free_port
 from tests.support.service_process import token_of
@@ -96,10 +97,6 @@ def signed_in(site: Site, browser: Browser, user: str, **options: Any) -> Browse
 
 
 # Devices.
-
-
-def text_of(page: str) -> str:
-    return " ".join(re.sub(r"<[^>]*>", " ", page).split())
 
 
 def test_free_and_total_devices_agree_everywhere(site: Site) -> None:
