@@ -132,6 +132,7 @@ def test_restarted_hub_keeps_what_runs_and_settles_what_ended(
     foreign = engine.client.create_container(images.INSTANT, ["true"], name=name)["Id"]
     engine.client.start(foreign)
     engine.client.wait(foreign)
+    between = datetime.now(timezone.utc)  # after the service saw them alive
     engine.client.kill(refs["killed"])
     engine.client.remove_container(refs["removed"], force=True)
     engine.client.wait(refs["killed"])
@@ -139,12 +140,14 @@ def test_restarted_hub_keeps_what_runs_and_settles_what_ended(
 
     hub.start()
     assert hub.wait_server("stays", timeout=20)["ready"] and answers(hub, "stays")
-    for user in ("killed", "removed", "settled", "replaced"):
+    by_service, by_hand = (before, between), (between, after)
+    ends = {"settled": by_service, "replaced": by_service, "killed": by_hand, "removed": by_hand}
+    for user, (earliest, latest) in ends.items():
         wait_for(lambda user=user: hub.server(user) is None, "the hub to show it stopped")
         wait_for(lambda user=user: not hub.open_leases(user), "the settlement")
         [ended] = hub.leases(user)
         assert ended.ended_at is not None
-        assert before < ended.ended_at < after, "and not when the hub was back"
+        assert earliest < ended.ended_at < latest, f"{user}: and not when the hub was back"
         assert_paid_exactly(hub, leases[user])
     wait_for(lambda: len(hub.containers()) == 2, "the removal of the containers")
     assert engine.client.inspect_container(foreign)["Name"] == f"/{name}"
