@@ -434,7 +434,126 @@ def test_member_without_a_gpu_pays_for_a_batch_job(hub: SlurmHub, cluster: Slurm
     hub.stop_server("zoe")
 
 
-# Whoever dies.
+# What admins do.
+
+
+def call(hub: SlurmHub, who: str, path: str, **sent: Any) -> requests.Response:
+    """A change through the service's API."""
+    return hub.call(who, "POST", path, json=sent)
+
+
+def said(cluster: SlurmCluster, waits: Ticket | Lease) -> tuple[int, str, str]:
+    """Priority, reason and time limit of the job of a ticket or lease; nothing without one."""
+    told = cluster.holder(waits.id if isinstance(waits, Ticket) else waits.ticket_id, "%Q|%r|%l")
+    priority, reason, limit = told.split("|") if told else ("0", "", "")
+    return int(priority), reason, limit
+
+
+def test_draining_a_gpu_drains_its_node(
+    hub: SlurmHub, cluster: SlurmCluster, browser: Browser
+) -> None:
+    first, second = cluster.nodes
+    gpu = first.devices[0].uuid
+    answer = call(hub, ADMIN, f"devices/{gpu}/drain", reason="fan; it's broken")
+    assert answer.json()["whole_machine"] == first.name and answer.json()["changed"]
+    assert set(hub.services.devices.closures()) >= {device.uuid for device in first.devices}
+    state = cluster.run("sinfo", "-h", "-n", first.name, "-o", "%T|%E")
+    assert state.strip() == "drained|gpuspawner: fan; it's broken"
+    hub.ask("ann", gpus=1)
+    assert hub.node_of(hub.wait_lease("ann")) is second
+    page = browser.new_page(viewport=WIDE)
+    sign_in(page, hub, ADMIN, "")
+    for name in ("cluster", "devices"):
+        page.goto(f"{hub.url}/services/gpu/{name}")
+        text = page.locator("main").inner_text()
+        assert first.name in text and second.name in text
+        look_over(page, f"machines-{name}", accessible=False)
+    hub.stop_server("ann")
+    answer = call(hub, ADMIN, f"devices/{gpu}/undrain", reason="")
+    assert answer.json()["changed"] and not answer.json()["drained"]
+    wait_for(lambda: cluster.run("sinfo", "-h", "-n", first.name, "-o", "%T").strip() == "idle",
+             "the node")  # fmt: skip
+    assert not call(hub, ADMIN, f"devices/{gpu}/undrain", reason="").json()["changed"]
+
+    # What somebody else drained in Slurm, they open there.
+    assert call(hub, ADMIN, f"devices/{gpu}/drain", reason="fan").json()["changed"]
+    node = f"NodeName={first.name}"
+    cluster.run("scontrol", "update", node, "State=DRAIN", "Reason=new disk")
+    refused = call(hub, ADMIN, f"devices/{gpu}/undrain", reason="")
+    assert refused.status_code == 400 and "new disk" in refused.json()["message"]
+    page.goto(f"{hub.url}/services/gpu/devices")
+    page.get_by_role("button", name="Return to service").first.click()
+    assert f"scontrol update {node} State=RESUME" in page.locator("main").inner_text()
+    look_over(page, "drained-by-others", accessible=False)
+    page.close()
+    cluster.run("scontrol", "update", node, "State=RESUME")
+    assert call(hub, ADMIN, f"devices/{gpu}/undrain", reason="").json()["changed"]
+
+
+def test_admin_reorders_the_queue_and_pauses_granting(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    hub.begin("ann", gpus=2)
+    hub.begin("bob", gpus=1)
+    cara, dora, emil = (hub.queue_up(user, gpus=1) for user in ("cara", "dora", "emil"))
+
+    assert call(hub, ADMIN, f"queue/{dora.id}/boost", points=5, reason="").ok
+    wait_for(lambda: said(cluster, dora)[0] >= said(cluster, cara)[0] + 4000, "the points")
+    assert call(hub, ADMIN, f"queue/{emil.id}/move", position=1, reason="talk").ok
+    wait_for(lambda: said(cluster, emil)[0] == 4_000_000_000 - 1, "the place")
+    wait_for(lambda: line(hub) == ["emil", "dora", "cara"], "the line")
+
+    assert call(hub, ADMIN, "granting", paused=True, reason="new fans").ok
+    for ticket in (cara, dora, emil):
+        wait_for(lambda t=ticket: said(cluster, t)[1] == "JobHeldAdmin", "a pause")
+    assert "new fans" in hub.services.positions.standings()[cara.id].why
+    hub.stop_server("bob")
+    assert cluster.run("squeue", "-h", "-t", "running").count("\n") == 1, "ann's alone"
+    assert call(hub, ADMIN, "granting", paused=False, reason="").ok
+    assert hub.wait_lease("emil").ticket_id == emil.id
+    wait_for(lambda: said(cluster, dora)[0] >= said(cluster, cara)[0] + 4000, "them again")
+
+    # Given back to the order, and cancelled.
+    assert call(hub, ADMIN, f"queue/{cara.id}/move", position=1, reason="").ok
+    wait_for(lambda: said(cluster, cara)[0] == 4_000_000_000 - 1, "the place")
+    assert call(hub, ADMIN, f"queue/{cara.id}/move", position=None, reason="").ok
+    wait_for(lambda: 0 < said(cluster, cara)[0] < 1_000_000, "the order")
+    for ticket in (cara, dora):
+        assert call(hub, ADMIN, f"queue/{ticket.id}/cancel", reason="the course is over").ok
+        wait_for(lambda t=ticket: not any(said(cluster, t)), "its job to go")
+    hub.stop_servers("ann", "emil")
+
+
+def test_session_is_extended_within_limits_and_ends_with_time_or_credits(
+    hub: SlurmHub, cluster: SlurmCluster
+) -> None:
+    """The end takes container and job with it, and is charged to the second."""
+    hub.ask("ann", environment="days", gpus=1, hours=1)
+    hub.ask("fred", environment="days", gpus=1, hours=23 + 40 / 60)
+    one, most = hub.wait_lease("ann"), hub.wait_lease("fred")
+    assert said(cluster, one)[2] == "1:20:00" and said(cluster, most)[2] == "1-00:00:00"
+    assert call(hub, "ann", f"leases/{one.id}/extend").ok
+    extended = hub.services.leases.get(one.id).extended
+    assert extended > 0
+    assert 80 < minutes_of(said(cluster, one)[2]) <= job_spec.minutes(3600 + extended)
+    refused = call(hub, "fred", f"leases/{most.id}/extend")
+    assert not refused.ok and "allows no job longer than 24 h" in refused.json()["message"]
+    assert hub.services.leases.get(most.id).extended == 0 and said(cluster, most)[2] == "1-00:00:00"
+
+    brief = hub.begin("cara", environment="brief", gpus=1)
+    assert (brief.seconds, brief.claim_seconds) == (7, None), "it came at once"
+    account = hub.services.ledger.account(member_account("fred"))
+    broke = -account.available + 2_000_000
+    hub.services.ledger.grant(member_account("fred"), broke, actor=ADMIN, reason="a mistake")
+    ended = hub.wait_end(brief)
+    assert ended.outcome == "session_end" and ended.end_reason.startswith("its time was over at ")
+    assert ended.charged == owed(brief.rate, ended.started_at, ended.ended_at) > 0
+    assert hub.wait_end(most, timeout=90).outcome == "credits"
+    wait_for(lambda: all(gone(hub, cluster, each) for each in (brief, most)), "all to be gone")
+    hub.stop_server("ann")
+
+
+# Whoever dies. After what admins do, which needs all GPUs of a node: Slurm 22.05.8 starts jobs
+# without a device while nodes register with a controller that was restarted. Once such a job had
+# ended, no job for two GPUs began on its node any more, and jobs for one did.
 
 
 def jobs(cluster: SlurmCluster) -> Counter[str]:
@@ -570,123 +689,6 @@ def gone(hub: SlurmHub, cluster: SlurmCluster, lease: Lease) -> bool:
     container = [c for c in hub.containers(hub.node_of(lease)) if lease.id in c["Labels"].values()]
     job = cluster.holder(lease.ticket_id)
     return hub.server(lease.server.user) is None and not container and not job
-
-
-# What admins do.
-
-
-def call(hub: SlurmHub, who: str, path: str, **sent: Any) -> requests.Response:
-    """A change through the service's API."""
-    return hub.call(who, "POST", path, json=sent)
-
-
-def said(cluster: SlurmCluster, waits: Ticket | Lease) -> tuple[int, str, str]:
-    """Priority, reason and time limit of the job of a ticket or lease; nothing without one."""
-    told = cluster.holder(waits.id if isinstance(waits, Ticket) else waits.ticket_id, "%Q|%r|%l")
-    priority, reason, limit = told.split("|") if told else ("0", "", "")
-    return int(priority), reason, limit
-
-
-def test_draining_a_gpu_drains_its_node(
-    hub: SlurmHub, cluster: SlurmCluster, browser: Browser
-) -> None:
-    first, second = cluster.nodes
-    gpu = first.devices[0].uuid
-    answer = call(hub, ADMIN, f"devices/{gpu}/drain", reason="fan; it's broken")
-    assert answer.json()["whole_machine"] == first.name and answer.json()["changed"]
-    assert set(hub.services.devices.closures()) >= {device.uuid for device in first.devices}
-    state = cluster.run("sinfo", "-h", "-n", first.name, "-o", "%T|%E")
-    assert state.strip() == "drained|gpuspawner: fan; it's broken"
-    hub.ask("ann", gpus=1)
-    assert hub.node_of(hub.wait_lease("ann")) is second
-    page = browser.new_page(viewport=WIDE)
-    sign_in(page, hub, ADMIN, "")
-    for name in ("cluster", "devices"):
-        page.goto(f"{hub.url}/services/gpu/{name}")
-        text = page.locator("main").inner_text()
-        assert first.name in text and second.name in text
-        look_over(page, f"machines-{name}", accessible=False)
-    hub.stop_server("ann")
-    answer = call(hub, ADMIN, f"devices/{gpu}/undrain", reason="")
-    assert answer.json()["changed"] and not answer.json()["drained"]
-    wait_for(lambda: cluster.run("sinfo", "-h", "-n", first.name, "-o", "%T").strip() == "idle",
-             "the node")  # fmt: skip
-    assert not call(hub, ADMIN, f"devices/{gpu}/undrain", reason="").json()["changed"]
-
-    # What somebody else drained in Slurm, they open there.
-    assert call(hub, ADMIN, f"devices/{gpu}/drain", reason="fan").json()["changed"]
-    node = f"NodeName={first.name}"
-    cluster.run("scontrol", "update", node, "State=DRAIN", "Reason=new disk")
-    refused = call(hub, ADMIN, f"devices/{gpu}/undrain", reason="")
-    assert refused.status_code == 400 and "new disk" in refused.json()["message"]
-    page.goto(f"{hub.url}/services/gpu/devices")
-    page.get_by_role("button", name="Return to service").first.click()
-    assert f"scontrol update {node} State=RESUME" in page.locator("main").inner_text()
-    look_over(page, "drained-by-others", accessible=False)
-    page.close()
-    cluster.run("scontrol", "update", node, "State=RESUME")
-    assert call(hub, ADMIN, f"devices/{gpu}/undrain", reason="").json()["changed"]
-
-
-def test_admin_reorders_the_queue_and_pauses_granting(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    hub.begin("ann", gpus=2)
-    hub.begin("bob", gpus=1)
-    cara, dora, emil = (hub.queue_up(user, gpus=1) for user in ("cara", "dora", "emil"))
-
-    assert call(hub, ADMIN, f"queue/{dora.id}/boost", points=5, reason="").ok
-    wait_for(lambda: said(cluster, dora)[0] >= said(cluster, cara)[0] + 4000, "the points")
-    assert call(hub, ADMIN, f"queue/{emil.id}/move", position=1, reason="talk").ok
-    wait_for(lambda: said(cluster, emil)[0] == 4_000_000_000 - 1, "the place")
-    wait_for(lambda: line(hub) == ["emil", "dora", "cara"], "the line")
-
-    assert call(hub, ADMIN, "granting", paused=True, reason="new fans").ok
-    for ticket in (cara, dora, emil):
-        wait_for(lambda t=ticket: said(cluster, t)[1] == "JobHeldAdmin", "a pause")
-    assert "new fans" in hub.services.positions.standings()[cara.id].why
-    hub.stop_server("bob")
-    assert cluster.run("squeue", "-h", "-t", "running").count("\n") == 1, "ann's alone"
-    assert call(hub, ADMIN, "granting", paused=False, reason="").ok
-    assert hub.wait_lease("emil").ticket_id == emil.id
-    wait_for(lambda: said(cluster, dora)[0] >= said(cluster, cara)[0] + 4000, "them again")
-
-    # Given back to the order, and cancelled.
-    assert call(hub, ADMIN, f"queue/{cara.id}/move", position=1, reason="").ok
-    wait_for(lambda: said(cluster, cara)[0] == 4_000_000_000 - 1, "the place")
-    assert call(hub, ADMIN, f"queue/{cara.id}/move", position=None, reason="").ok
-    wait_for(lambda: 0 < said(cluster, cara)[0] < 1_000_000, "the order")
-    for ticket in (cara, dora):
-        assert call(hub, ADMIN, f"queue/{ticket.id}/cancel", reason="the course is over").ok
-        wait_for(lambda t=ticket: not any(said(cluster, t)), "its job to go")
-    hub.stop_servers("ann", "emil")
-
-
-def test_session_is_extended_within_limits_and_ends_with_time_or_credits(
-    hub: SlurmHub, cluster: SlurmCluster
-) -> None:
-    """The end takes container and job with it, and is charged to the second."""
-    hub.ask("ann", environment="days", gpus=1, hours=1)
-    hub.ask("fred", environment="days", gpus=1, hours=23 + 40 / 60)
-    one, most = hub.wait_lease("ann"), hub.wait_lease("fred")
-    assert said(cluster, one)[2] == "1:20:00" and said(cluster, most)[2] == "1-00:00:00"
-    assert call(hub, "ann", f"leases/{one.id}/extend").ok
-    extended = hub.services.leases.get(one.id).extended
-    assert extended > 0
-    assert 80 < minutes_of(said(cluster, one)[2]) <= job_spec.minutes(3600 + extended)
-    refused = call(hub, "fred", f"leases/{most.id}/extend")
-    assert not refused.ok and "allows no job longer than 24 h" in refused.json()["message"]
-    assert hub.services.leases.get(most.id).extended == 0 and said(cluster, most)[2] == "1-00:00:00"
-
-    brief = hub.begin("cara", environment="brief", gpus=1)
-    assert (brief.seconds, brief.claim_seconds) == (7, None), "it came at once"
-    account = hub.services.ledger.account(member_account("fred"))
-    broke = -account.available + 2_000_000
-    hub.services.ledger.grant(member_account("fred"), broke, actor=ADMIN, reason="a mistake")
-    ended = hub.wait_end(brief)
-    assert ended.outcome == "session_end" and ended.end_reason.startswith("its time was over at ")
-    assert ended.charged == owed(brief.rate, ended.started_at, ended.ended_at) > 0
-    assert hub.wait_end(most, timeout=90).outcome == "credits"
-    wait_for(lambda: all(gone(hub, cluster, each) for each in (brief, most)), "all to be gone")
-    hub.stop_server("ann")
 
 
 # What their GPUs do.
