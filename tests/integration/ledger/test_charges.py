@@ -202,7 +202,7 @@ def test_charges_in_portions_equal_one_tick(services: Services, clock: Clock) ->
     """Cheap ones, of which a minute costs less than a microcredit, and an overdraft among them."""
     some_life(services, clock, lambda: 0)
     chance = random.Random(5)
-    for _ in range(40):
+    for _ in range(25):
         clock.forward(seconds=chance.choice((-3, 0, 0.001, 0.9, 1, 31, 59.9999, 60, 500)))
         services.ledger.charge_portion(timedelta(seconds=chance.choice((0.5, 60, 61.7))), 3)
     clock.forward(hours=3)

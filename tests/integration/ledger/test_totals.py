@@ -79,8 +79,8 @@ def test_credit_totals_are_added_up_in_portions(
     while services.reports.add_up() == totals.LEASES_AT_ONCE:
         steps += 1
         assert services.reports.until_now() == told
-        assert broken_invariants(services) == {}
     assert steps > 3
+    assert broken_invariants(services) == {}
     running(services, "user1", model="A100")
     services.ledger.grant("member:user1", -5, actor="kim", reason="taken back")
     assert services.reports.until_now()[0].taken == 5
