@@ -100,6 +100,9 @@ def test_queue_keeps_its_order_across_a_restart(hub: PayingHub) -> None:
     now = [(ticket.id, ticket.created_at) for ticket in hub.services.queue.waiting()]
     assert now == before
 
+    # The service starts those who wait again; a stop before that ends no start.
+    starts_again = "gus's start to wait again"
+    wait_for(lambda: (hub.server("gus") or {}).get("pending") == "spawn", starts_again)
     hub.stop_server("gus")
     assert users_in_line(hub) == ["dan", "eve"]
     assert hub.services.queue.ticket(asked[1].id).outcome == "cancelled"
