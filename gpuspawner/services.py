@@ -18,12 +18,14 @@ from .db.audit import AuditService
 from .db.clock import Timekeeper
 from .db.engine import Store
 from .db.leader import LeaderLock, identity_file, make_identity
+from .devices.discovery import open_source
 from .devices.service import DeviceService, LeakService, MachineService
-from .devices.snapshots import InventoryCache, open_source
+from .devices.snapshots import InventoryCache
 from .devices.source import DeviceSource
 from .engines.docker import client_from_environment
+from .leases.clock_corrections import ClockCorrectionService
 from .leases.gpu_loss import RestartService
-from .leases.service import ClockCorrectionService, LeaseService
+from .leases.service import LeaseService
 from .leases.sessions import SessionService
 from .ledger.exhaustion import ExhaustionService
 from .ledger.grants import BulkGrantService, RefillService
@@ -37,7 +39,8 @@ from .monitoring.health_service import HealthService
 from .monitoring.service import IdleService, MonitoringService
 from .notifications.service import NotificationService
 from .queue.delegation import DelegationService, make_delegate
-from .queue.extensions import DrainService, ExtensionService
+from .queue.drains import DrainService
+from .queue.extensions import ExtensionService
 from .queue.positions import PositionService
 from .queue.service import QueueService
 from .queue.state import QueueState
@@ -45,7 +48,8 @@ from .settings import ServiceSettings
 from .slurm.job_billing import ClusterAuditService, JobBillingService
 from .slurm.service import ClusterMemberService
 from .storage.archives import WorkspaceArchiver, WorkspaceJobs, archives_folder
-from .storage.service import DiskLimitService, StorageService
+from .storage.disk_limits import DiskLimitService
+from .storage.service import StorageService
 from .storage.shared_folders import SharedFolderService
 
 T = TypeVar("T")

@@ -25,8 +25,8 @@ from demo_state import ADMIN, MEMBERS, SAMPLE, State, Stop, demo_catalog
 from traitlets.config import Config
 
 from gpuspawner.core.errors import GPUSpawnerError
+from gpuspawner.devices.discovery import open_source
 from gpuspawner.devices.models import Device, DeviceStatus
-from gpuspawner.devices.snapshots import open_source
 from gpuspawner.engines.base import Engine
 from gpuspawner.engines.docker import DockerEngine
 from gpuspawner.engines.local import LocalEngine

@@ -24,13 +24,12 @@ from ..engines.images import (
     image_state,
     local_images,
     packages_of_image,
-    passed,
     pull,
     removable,
     remove,
-    smoke,
 )
 from ..engines.preflight import CheckFinding, Status, words_of
+from ..engines.smoke_test import passed, smoke
 from ..slurm.cluster import read_cluster
 from ..slurm.images import reach
 from .editor import CatalogFile, entry_of, entry_text, packages_file

@@ -19,12 +19,11 @@ from ..engines.images import (
     local_images,
     offered_digest,
     packages_of_image,
-    passed,
     pinned_image,
     pull,
-    smoke,
 )
 from ..engines.preflight import CheckFinding
+from ..engines.smoke_test import passed, smoke
 from .editor import CatalogFile, changes_file, packages_file
 from .loader import Catalog
 from .models import Environment

@@ -17,8 +17,8 @@ from ..catalog.loader import Catalog
 from ..catalog.models import Mount
 from ..devices.models import Device, Inventory
 from ..devices.placement import leasable
-from ..engines.device_probe import check_cgroups
 from ..engines.disk_usage import check_disk
+from ..engines.gpu_loss import check_cgroups
 from ..engines.injection import candidates
 from ..engines.preflight import (
     CheckFinding,

@@ -15,10 +15,11 @@ from ..monitoring.health import SICK, WATCH
 from ..monitoring.models import DeviceUse
 from ..services import Services, utcnow
 from . import closures, repository
+from .discovery import open_source
 from .models import Inventory
 from .placement import format_memory
 from .repository import StoredHealth
-from .snapshots import DeviceView, Overview, count_models, device_views, open_source
+from .snapshots import DeviceView, Overview, count_models, device_views
 
 
 @command()

@@ -201,7 +201,7 @@ class DeviceService:
         Returns False if it was already drained. Raises InvalidRequest for an unknown device. Where
         an external scheduler allocates devices, the whole machine is drained; see
         :meth:`MachineService.on_machine`. Waiting members may start later than they were told; for
-        admins, use :class:`gpuspawner.queue.extensions.DrainService`.
+        admins, use :class:`gpuspawner.queue.drains.DrainService`.
         """
         uuid, reason = self.find_device(device).uuid, checked_reason(reason)
         if self.machines.delegate is not None:

@@ -1,4 +1,4 @@
-"""The source of the devices, its latest snapshot, and the views that pages and commands show."""
+"""The latest snapshot of the devices, and the views of it that pages and commands show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 
-from ..core.errors import ConfigError
 from ..db.engine import Store
 from ..leases.models import Lease, LeaseState, Slot
 from ..ledger import rules as ledger_rules
@@ -21,30 +20,6 @@ from .closures import LEAK, Closure, kept_for
 from .models import Device, DeviceStatus, Inventory
 from .placement import PlacementIndex, leasable
 from .source import DeviceSource
-
-EXAMPLE = "simulated:4xA100-80GB,2xT4"
-
-
-def open_source(spec: str) -> DeviceSource:
-    """Return the device source that a configuration names.
-
-    ``""``, ``"auto"`` and ``"nvml"`` are the GPUs of this machine, also when it has none: the
-    inventory says so then. ``"simulated:FLEET"`` is a simulated fleet. Raises ConfigError.
-    """
-    kind, colon, fleet = spec.strip().partition(":")
-    if kind.lower() in ("", "auto", "nvml") and not colon:
-        from .nvml import NVMLDevices
-
-        return NVMLDevices()
-    if kind.lower() == "simulated":
-        from .simulated import SimulatedDevices
-
-        return SimulatedDevices(fleet)
-    raise ConfigError(
-        f"There is no device source {spec!r}. Write nvml for the GPUs of this machine, "
-        f"or a simulated fleet such as {EXAMPLE}."
-    )
-
 
 SAVE_EVERY = timedelta(minutes=1)
 """How often even an unchanged snapshot is compared with the store."""

@@ -34,8 +34,9 @@ from ..web.api import APIHandler, operation
 from ..web.base import OTHERWISE, ServiceHandler
 from ..web.fields import whole
 from ..web.pages import STATES, Page
-from ..web.schemas import Answer, Count, DatedAnswer, Instant, Number, instant, told
+from ..web.schemas import instant
 from .models import THROTTLE, DeviceUse, Sample
+from .schemas import ClusterAnswer, ClusterDeviceAnswer
 
 FRESH = timedelta(seconds=15)
 """Maximum age of a sample that counts as current."""
@@ -103,23 +104,23 @@ class Tile:
 
     def health(self, sight: ViewerScope) -> str:
         """Return the device's problems as this viewer may see them; empty if there are none."""
-        parts, doing = [], self.doing
+        told, doing = [], self.doing
         if doing.error:
-            parts.append(
+            told.append(
                 f"is not responding: {doing.error}" if _full(sight) else "is not responding"
             )
         if doing.silent and not doing.resting:
-            parts.append(doing.silent if _full(sight) else "no measurements from its machine")
+            told.append(doing.silent if _full(sight) else "no measurements from its machine")
         if doing.xids and _full(sight):
-            parts.append("Xid " + ", ".join(map(str, doing.xids)))
+            told.append("Xid " + ", ".join(map(str, doing.xids)))
         if doing.slowed and _full(sight):
-            parts.append("slowed: " + ", ".join(doing.slowed))
+            told.append("slowed: " + ", ".join(doing.slowed))
         elif doing.warm:
-            parts.append("too warm")
+            told.append("too warm")
         detail = self.view.detail.partition("; ")[2] if self.lease else self.view.detail
         if detail and _full(sight) and detail != self.note:
-            parts.append(detail)
-        return "; ".join(part.rstrip(".") for part in parts)
+            told.append(detail)
+        return "; ".join(part.rstrip(".") for part in told)
 
     @property
     def note(self) -> str:
@@ -343,10 +344,10 @@ class Viewer:
 
     def _events(self, frame: SerializedSnapshot) -> str:
         """Return the events for what has changed since the last frame."""
-        now = {"trouble": json.dumps(frame.trouble)}
+        told = {"trouble": json.dumps(frame.trouble)}
         if not frame.trouble:
-            now |= {"picture": frame.texts[self.sight], "mine": frame.mine(self.user)}
-        changed = {name: data for name, data in now.items() if self._sent.get(name) != data}
+            told |= {"picture": frame.texts[self.sight], "mine": frame.mine(self.user)}
+        changed = {name: data for name, data in told.items() if self._sent.get(name) != data}
         self._sent |= changed
         changed["time"] = json.dumps(frame.at)
         return "".join(f"event: {name}\ndata: {data}\n\n" for name, data in changed.items())
@@ -417,42 +418,13 @@ def take(services: Services, recent: Recent, sights: Collection[ViewerScope]) ->
 def as_text(picture: ClusterSnapshot, sight: ViewerScope) -> str:
     """Return the picture as one line of JSON, as this kind of viewer may see it."""
     tiles = {tile.device.uuid: words(tile, sight, picture.at) for tile in picture.tiles}
-    shown = {"summary": summary(picture), "seen": not picture.error, "tiles": tiles}
-    return json.dumps(shown, separators=(",", ":"))
+    told = {"summary": summary(picture), "seen": not picture.error, "tiles": tiles}
+    return json.dumps(told, separators=(",", ":"))
 
 
 MOST_PICTURES = 1000
 
 UNSEEN = "GPU status is unavailable. Running servers continue; your admin can see why."
-
-
-class ClusterDeviceAnswer(Answer):
-    """A device and what it does, as far as this reader may know."""
-
-    uuid: str = told("device.uuid")
-    index: int = told("device.index")
-    model: str = told("device.model")
-    memory_bytes: Count = told("device.memory_bytes")
-    state: str = told("view.state")
-    mine: bool
-    user: str | None
-    server: str | None
-    since: Instant | None
-    use_percent: Number | None = told("doing.use")
-    busy: bool | None = told("doing.busy")
-    memory_used_bytes: Count | None = told("doing.used_bytes")
-    temperature_celsius: int | None = told("doing.celsius")
-    power_watts: Number | None = told("doing.watts")
-    health: str
-    note: str
-
-
-class ClusterAnswer(DatedAnswer):
-    seen: bool
-    total: Count
-    free: Count
-    waiting: Count
-    devices: tuple[ClusterDeviceAnswer, ...]
 
 
 class ClusterHandler(ServiceHandler):
@@ -476,11 +448,11 @@ class ClusterPage(ClusterHandler, Page):
         own, rates = picture.own.get(self.user, {}), self.services.prices.rates
         tiles = []
         for tile in picture.tiles:
-            shown = words(tile, self.sight, picture.at)
+            told = words(tile, self.sight, picture.at)
             uuid = tile.device.uuid
             if uuid in own:
-                shown["who"] = mine(own[uuid])
-            tiles.append((tile.device, self.services.machines.machine_of(uuid), shown, uuid in own))
+                told["who"] = mine(own[uuid])
+            tiles.append((tile.device, self.services.machines.machine_of(uuid), told, uuid in own))
         self.show(
             "cluster.html",
             now=picture.at,

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlencode
 
-from pydantic import BeforeValidator, PlainSerializer
 from tornado import web
 
 from ..core import times as core_times
@@ -23,8 +22,8 @@ from ..web.api import DAY, FROM_DAY, APIHandler, Parameter, operation
 from ..web.base import ServiceHandler
 from ..web.fields import one_of
 from ..web.pages import Page
-from ..web.schemas import Amount, Answer, Count, Instant, amount, described, told
 from .repository import LeaseUtilization
+from .schemas import JobTimeAnswer, JobUseAnswer, NamedUseAnswer, UsageAnswer, UseAnswer, UsedAnswer
 
 USAGE_BY = {
     "member": "user",
@@ -182,53 +181,6 @@ class ReportAPI(ReportHandler, APIHandler):
         return await super().asked()
 
 
-GPUHours = Annotated[
-    int,
-    PlainSerializer(lambda micros: amount(micros // 3600)),
-    described("Hours of one GPU, rounded down.", pattern=r"^[0-9]+\.[0-9]{6}$"),
-]
-"""Microseconds of one GPU."""
-
-
-class NamedAnswer(Answer):
-    name: str
-
-
-class ReportAnswer(Answer):
-    """A report of some days of the hub's own zone, both counted."""
-
-    by: str
-    first_day: date = told("first")
-    last_day: date = told("last")
-
-
-class JobUseAnswer(Answer):
-    gpu_seconds: Count
-    gpu_hours: GPUHours = told("micros")
-    credits: Amount = told("cost")
-    jobs: Count = told("sessions")
-
-
-class UseAnswer(Answer):
-    gpu_seconds: Count = told("use.gpu_seconds")
-    gpu_hours: GPUHours = told("use.micros")
-    credits: Amount = told("use.cost")
-    sessions: Count = told("use.sessions")
-    batch: JobUseAnswer
-
-
-class NamedUseAnswer(UseAnswer, NamedAnswer):
-    """What one used, or was used of one."""
-
-
-class UsageAnswer(ReportAnswer):
-    start: Instant = told("start", name="from")
-    end: Instant = told("end", name="to")
-    as_of: Instant
-    rows: tuple[NamedUseAnswer, ...]
-    total: UseAnswer
-
-
 def usage_cells(row: UsageRow) -> Sequence[str]:
     """Return a row of the report as a row of the CSV file."""
     used = cells(NamedUseAnswer.of(row), ("name", *USE_COLUMNS))
@@ -377,54 +329,6 @@ def utilization_report(services: Services, by: str, first: date, last: date) -> 
         batch=together(beside.values()).gpu_seconds,
         sessions=tuple(some for some in most if some.rested >= 1),
     )
-
-
-WholeSeconds = Annotated[Count, BeforeValidator(int)]
-
-
-class UtilizationAnswer(Answer):
-    """How much of what was held was used, as far as that was measured."""
-
-    sessions: Count
-    held_gpu_seconds: WholeSeconds = told("held")
-    measured_gpu_seconds: WholeSeconds = told("measured")
-    used_gpu_seconds: WholeSeconds = told("busy")
-    rested_gpu_seconds: WholeSeconds = told("rested")
-
-
-class NamedUtilizationAnswer(UtilizationAnswer, NamedAnswer):
-    """How much of what one held was used, or was held of one."""
-
-
-class RestedSessionAnswer(Answer):
-    """A session, and how its GPUs were used."""
-
-    lease: str = told("lease_id")
-    user: str = told("server.user")
-    server: str = told("server.name")
-    group: str
-    model: str
-    devices: Count
-    started_at: Instant = told("since")
-    ended_at: Instant | None = told("until")
-    held_gpu_seconds: WholeSeconds = told("held")
-    measured_gpu_seconds: WholeSeconds = told("measured")
-    used_gpu_seconds: WholeSeconds = told("busy")
-    rested_gpu_seconds: WholeSeconds = told("rested")
-
-
-class JobTimeAnswer(Answer):
-    held_gpu_seconds: Count
-
-
-class UsedAnswer(ReportAnswer):
-    """Report how much of the held GPU time was used, and the sessions that were idle most."""
-
-    as_of: Instant
-    rows: tuple[NamedUtilizationAnswer, ...]
-    total: UtilizationAnswer
-    batch: JobTimeAnswer
-    most_rested: tuple[RestedSessionAnswer, ...] = told("sessions")
 
 
 def utilization_cells(row: UtilizationRow) -> Sequence[str]:

@@ -1,26 +1,24 @@
-"""Extensions of sessions and drains of devices, unless a ticket would start later than was told."""
+"""Extensions: a session's time starts again, unless a waiting ticket would start later."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
-from datetime import datetime, timezone
+from datetime import datetime
 from functools import partial
 from types import MappingProxyType
 
 import sqlalchemy as sa
 
-from ..core.errors import CannotDrain, CannotExtend, GPUSpawnerError, Refused
-from ..core.times import zoned
+from ..core.errors import CannotExtend, GPUSpawnerError, Refused
 from ..core.units import format_credits
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices.closures import Closure
-from ..devices.service import DeviceService
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState
 from ..leases.service import LeaseService
@@ -31,14 +29,14 @@ from ..ledger.credit_policy import SESSION
 from ..ledger.settings import GPUCredits
 from .delegation import DelegationService
 from .models import Decision, QueueLimits, RunningLease, WaitingTicket
-from .positions import PLANNED, PositionService
+from .positions import PositionService
 from .scheduler import Scheduler
 from .settings import GPUQueue
 
 EXACT = 1.0
 """Two planned starts that differ by at most this many seconds count as the same."""
 
-COMPARED = 100
+PLANNED = 100
 """How many starts are planned for the check; tickets behind them count as delayed."""
 
 NO_KIND = ""
@@ -66,7 +64,7 @@ def delayed(
     if not others or lease is None:
         return others  # for devices that this process does not know, nobody can say
     decide = partial(
-        scheduler.decide, now, free, planned=COMPARED, reasons=True, likely_ends=drained
+        scheduler.decide, now, free, planned=PLANNED, reasons=True, likely_ends=drained
     )
     before = decide()
     scheduler.extended(lease_id, ends_at)
@@ -259,72 +257,3 @@ def _longer(lease: Lease, now: datetime) -> int:
     if lease.seconds is None:
         return lease.extended
     return max(lease.extended, math.ceil((now - (lease.up_since or now)).total_seconds()))
-
-
-@dataclass(eq=False)
-class DrainService:
-    """Drains devices for admins."""
-
-    store: Store
-    clock: Timekeeper
-    _: KW_ONLY
-    devices: DeviceService
-    positions: PositionService
-
-    def __post_init__(self) -> None:
-        self.line = self.positions.line
-
-    def drain(self, device: str, *, actor: str, reason: str = "", anyway: bool = False) -> bool:
-        """Drain a device as :meth:`DeviceService.drain` does, if every latest start shown is kept.
-
-        With ``anyway`` it is drained in any case. Raises CannotDrain, also what that method raises.
-        """
-        if anyway or self.devices.machines.delegate is not None:  # Slurm names no latest start
-            return self.devices.drain(device, actor=actor, reason=reason)
-        found = self.devices.find_device(device)
-        with self.line.lock:
-            look = self.positions.sync()
-            try:
-                with self.store.write() as connection:
-                    # In this transaction: nobody is told a time between the check and the drain.
-                    now = self.clock()
-                    self.line.sync(connection, look, now)
-                    before = self._latest_starts(now)
-                    done = self.devices.drain_in(connection, found.uuid, actor=actor, reason=reason)
-                    self.line.sync(connection, look, now)
-                    if late := self._late(before, self._latest_starts(now), now):
-                        sentence = f"GPU {found.index} is not drained: without it, {late}. "
-                        advice = "Wait until they have started, or drain it anyway."
-                        raise CannotDrain(sentence + advice, device=found)
-            except CannotDrain:
-                self.positions.sync()  # without the drain that was rolled back
-                raise
-        return done
-
-    def _latest_starts(self, now: datetime) -> dict[str, float]:
-        """Return the latest starts shown, in seconds since 1970; now for tickets that start now."""
-        if self.line.paused:
-            return {}
-        decision = self.line.scheduler.decide(
-            now.timestamp(),
-            self.line.supply.free,
-            planned=PLANNED,
-            likely_ends=self.line.drained(),
-        )
-        return dict(decision.latest) | dict.fromkeys(decision.starts, now.timestamp())
-
-    def _late(self, before: Mapping[str, float], after: Mapping[str, float], now: datetime) -> str:
-        """Describe who could start later than they were told; empty if nobody."""
-        members: dict[str, set[str]] = defaultdict(set)
-        for ticket_id, latest in sorted(before.items(), key=lambda each: each[1]):
-            if after.get(ticket_id, float("inf")) > latest + EXACT:
-                at = datetime.fromtimestamp(latest, timezone.utc)
-                members[zoned(max(at, now), now)].add(self.line.tickets[ticket_id].server.user)
-        count = len(set().union(*members.values()))
-        if not count:
-            return ""
-        who = "1 waiting member" if count == 1 else f"{count} waiting members"
-        times = [f"by {time}" for time in members]
-        if len(times) > 1:
-            times = [f"{len(users)} by {time}" for time, users in members.items()]
-        return f"{who} could start later than they were told ({', '.join(times)} at the latest)"

@@ -26,14 +26,13 @@ from ..devices.simulated import SimulatedSampler
 from ..devices.source import DevicesUnavailable, Sampler, SamplingSource
 from ..engines.base import ProcessOwners
 from ..engines.device_probe import (
-    LostDevices,
     ProbeNotPossible,
     ProbeResult,
-    cause_and_remedy,
     probe_by_process,
     probe_in_container,
 )
 from ..engines.docker import DockerEngine, client_from_environment
+from ..engines.gpu_loss import LostDevices, cause_and_remedy
 from ..leases.gpu_loss import KEPT, Restart
 from ..leases.models import Lease, ServerRef
 from ..monitoring.health import SymptomWindow

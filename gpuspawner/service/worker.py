@@ -25,9 +25,9 @@ from ..core.errors import (
 )
 from ..db.leader import for_log
 from ..engines.base import Engine, EngineWithHistory
+from ..leases.clock_corrections import clock_says
 from ..leases.models import Lease, LeaseState, ServerRef, Sighting
 from ..leases.reconciliation import Action, Confirm, HubState, Release, Remove, Unknown
-from ..leases.service import clock_says
 from ..queue.models import Ticket
 from ..services import Services
 from .hub_client import HubClient, StartAnswer

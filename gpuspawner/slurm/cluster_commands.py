@@ -25,8 +25,8 @@ from ..cli.parameters import flag, option
 from ..core.config_files import Origin, shown
 from ..core.config_models import Checked, ConfigModel, read_model
 from ..core.errors import ConfigError, GPUSpawnerError, InvalidRequest
+from ..devices.discovery import open_source
 from ..devices.models import Device, DeviceStatus, Inventory
-from ..devices.snapshots import open_source
 from ..ledger.pricing import parse_moment
 from ..services import Services, utcnow
 from . import accounts

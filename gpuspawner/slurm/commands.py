@@ -22,7 +22,7 @@ from ..cli.output import count, note, show
 from ..cli.parameters import PATH, argument, flag, option
 from ..core.config_files import read_text
 from ..core.errors import ConfigError
-from ..devices.snapshots import open_source
+from ..devices.discovery import open_source
 from ..devices.source import SamplingSource
 from . import cluster_commands
 from .cluster import TLS, Cluster, Node, cluster_of, sampler_address

@@ -49,8 +49,9 @@ from ..queue.models import Ticket
 from ..services import Services, hub_services
 from . import options
 from .form import SpawnForm, defines_form, defines_options, note_of_link, templates
+from .no_shows import HubRecords
 from .progress import FailedSpawn, SpawnProgress
-from .readiness import HubRecords, StartTime, wait_for_answer
+from .readiness import StartTime, wait_for_answer
 from .recovery import Recovery, end_waits_first
 from .turns import Acquisition, StartsWithoutGPU, TurnDispatcher, queue_card, what_you_got
 

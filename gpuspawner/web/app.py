@@ -32,7 +32,7 @@ from ..monitoring import views as monitoring_views
 from ..notifications import views as notifications_views
 from ..queue import views as queue_views
 from ..storage import views as storage_views
-from . import api, pages
+from . import api, openapi, pages
 from .base import Context, ServiceHandler
 from .frame import STATIC
 
@@ -231,7 +231,8 @@ ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
     *storage_views.FOLDER_API_HANDLERS,
     *storage_views.WORKSPACE_API_HANDLERS,
     *catalog_views.CATALOG_API_HANDLERS,
-    *api.DOCUMENT_HANDLERS,
+    *openapi.OPENAPI_HANDLERS,
+    *openapi.CATALOG_SCHEMA_HANDLERS,
     *monitoring_views.USAGE_HANDLERS,
     *monitoring_views.UTILIZATION_HANDLERS,
     *cluster_views.HANDLERS,

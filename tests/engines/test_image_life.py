@@ -23,7 +23,8 @@ from gpuspawner.catalog.image_updates import ImageUpdater
 from gpuspawner.catalog.loader import load
 from gpuspawner.cli.app import main
 from gpuspawner.core.errors import ConfigError
-from gpuspawner.engines.images import ENTRY, SMOKE
+from gpuspawner.engines.images import ENTRY
+from gpuspawner.engines.smoke_test import SMOKE
 from gpuspawner.hub_pages.catalog_images import ImageUpdates, UpdateJob, look_at_images
 from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine

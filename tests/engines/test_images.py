@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.engines.images import passed, smoke
+from gpuspawner.engines.smoke_test import passed, smoke
 from tests.support.engine import DEVICES, PrivateEngine
 from tests.support.processes import REPO, wait_for
 from tests.support.tier import SOAK

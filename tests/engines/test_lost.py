@@ -13,8 +13,8 @@ import pytest
 from docker.types import DeviceRequest
 
 from gpuspawner.core.errors import EngineUnavailable
-from gpuspawner.engines.device_probe import LostDevices, cause_and_remedy, check_cgroups
 from gpuspawner.engines.docker import DockerEngine
+from gpuspawner.engines.gpu_loss import LostDevices, cause_and_remedy, check_cgroups
 from gpuspawner.engines.preflight import Status
 from gpuspawner.leases.models import Lease
 from tests.support.device_loss import take_devices

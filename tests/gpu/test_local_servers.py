@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from gpuspawner.devices.snapshots import open_source
+from gpuspawner.devices.discovery import open_source
 from tests.support.cuda import Program
 from tests.support.hub import DirectHub
 from tests.support.placements import free_slots

@@ -13,8 +13,8 @@ from datetime import datetime, timezone
 import pytest
 
 from gpuspawner.devices import placement
+from gpuspawner.devices.discovery import open_source
 from gpuspawner.devices.models import DeviceStatus, Inventory
-from gpuspawner.devices.snapshots import open_source
 from gpuspawner.devices.source import SamplingSource
 from gpuspawner.engines.device_probe import probe_by_process
 from gpuspawner.leases.models import Request

@@ -16,8 +16,8 @@ from datetime import datetime, timedelta, timezone
 import pynvml
 import pytest
 
+from gpuspawner.devices.discovery import open_source
 from gpuspawner.devices.models import Device, Inventory
-from gpuspawner.devices.snapshots import open_source
 from gpuspawner.devices.source import DeviceSource, SamplingSource
 from gpuspawner.engines.device_probe import probe_by_process
 from gpuspawner.monitoring.idle import Activity, IdlePolicy, begin, judge

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, expect
 
-from gpuspawner.devices.snapshots import open_source
+from gpuspawner.devices.discovery import open_source
 from gpuspawner.services import utcnow
 from tests.support.compatibility import container_rows
 from tests.support.engine import PrivateEngine

@@ -39,7 +39,7 @@ c.JupyterHub.load_groups = {"guests": {"users": []}}
 CLAIMS = """
 from pathlib import Path
 from gpuspawner.queue.service import QueueService
-from gpuspawner.spawners import readiness
+from gpuspawner.spawners import no_shows
 from gpuspawner.spawners.mixin import GPUSpawnerMixin
 
 start_ticket, await_claim = QueueService.start_ticket, GPUSpawnerMixin.await_claim
@@ -54,7 +54,7 @@ async def await_and_say_so(spawner):
         print(spawner.user.name, file=file)
 
 QueueService.start_ticket = start_with_time_to_claim
-GPUSpawnerMixin.await_claim, readiness.LOOK_AT_RECORDS = await_and_say_so, 0.2
+GPUSpawnerMixin.await_claim, no_shows.LOOK = await_and_say_so, 0.2
 """
 """The file ``claim-minutes`` says how long a GPU from the line is kept for its member; the file
 ``watched`` names those whom the hub no longer waits for."""

@@ -19,7 +19,7 @@ import pytest
 
 from gpuspawner.catalog.editor import entry_of
 from gpuspawner.catalog.loader import Catalog
-from gpuspawner.engines.images import SMOKE
+from gpuspawner.engines.smoke_test import SMOKE
 from tests.support.processes import REPO
 
 IMAGES = REPO / "images"

@@ -16,9 +16,9 @@ import pytest
 
 from gpuspawner.core.errors import ConfigError
 from gpuspawner.devices import topology
+from gpuspawner.devices.discovery import open_source
 from gpuspawner.devices.models import DeviceProcess, DeviceStatus
 from gpuspawner.devices.simulated import GIB, SCRIPT, SimulatedDevices, SimulatedSampler
-from gpuspawner.devices.snapshots import open_source
 from gpuspawner.devices.source import DevicesUnavailable, Sampler, held_bytes
 from gpuspawner.monitoring.models import Condition, Sample
 from tests.support.processes import wait_for

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpuspawner.devices.closures import Closure
 from gpuspawner.leases.models import Lease, LeasedDevice
-from gpuspawner.queue.extensions import COMPARED, EXACT, delayed, drained, too_many_hours, who_waits
+from gpuspawner.queue.extensions import EXACT, PLANNED, delayed, drained, too_many_hours, who_waits
 from gpuspawner.queue.models import QueueLimits, RunningLease, WaitingTicket
 from gpuspawner.queue.scheduler import Scheduler
 from tests.support.leases import lease_of
@@ -183,9 +183,9 @@ def test_named_delays_match_the_schedule_after_extension(
     named = {ticket.id for ticket in delayed(line, "mine", until, NOW, free)}
     assert (dict(line.running), dict(line.waiting)) == state, "asking changes nothing"
 
-    before = line.decide(NOW, free, planned=COMPARED)
+    before = line.decide(NOW, free, planned=PLANNED)
     line.extended("mine", until)
-    after = line.decide(NOW, free, planned=COMPARED)
+    after = line.decide(NOW, free, planned=PLANNED)
     starts = dict.fromkeys(after.starts, NOW) | dict(after.planned)
     for ticket in before.starts:
         assert ticket in after.starts or ticket in named

@@ -15,8 +15,8 @@ from gpuspawner.core.text import checked_reason
 from gpuspawner.ledger.schemas import GrantBody, RateBody, RefillBody
 from gpuspawner.queue.schemas import BoostBody, MoveBody, PauseBody
 from gpuspawner.storage.schemas import InvitationBody, NewFolderBody
-from gpuspawner.web.api import declarations, document
 from gpuspawner.web.app import ROUTES
+from gpuspawner.web.openapi import declarations, document
 from gpuspawner.web.schemas import Body, NeededReason, ReasonBody, WhyBody
 
 HANDLERS = [handler for _, handler in ROUTES]

@@ -11,8 +11,8 @@ import pytest
 import sqlalchemy as sa
 from jupyterhub import orm
 
-from gpuspawner.spawners import readiness
-from gpuspawner.spawners.readiness import HubRecords
+from gpuspawner.spawners import no_shows
+from gpuspawner.spawners.no_shows import HubRecords
 from tests.support.rounds import START
 
 MANY = 30
@@ -20,7 +20,7 @@ MANY = 30
 
 @pytest.fixture
 def db(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(readiness, "LOOK_AT_RECORDS", 0.0)
+    monkeypatch.setattr(no_shows, "LOOK", 0.0)
     return orm.new_session_factory("sqlite:///:memory:")()
 
 

@@ -1,0 +1,147 @@
+"""The cluster, and reports of use and of utilization, as JSON."""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Annotated
+
+from pydantic import BeforeValidator, PlainSerializer
+
+from ..web.schemas import (
+    Amount,
+    Answer,
+    Count,
+    DatedAnswer,
+    Instant,
+    Number,
+    amount,
+    described,
+    told,
+)
+
+WholeSeconds = Annotated[Count, BeforeValidator(int)]
+
+GPUHours = Annotated[
+    int,
+    PlainSerializer(lambda micros: amount(micros // 3600)),
+    described("Hours of one GPU, rounded down.", pattern=r"^[0-9]+\.[0-9]{6}$"),
+]
+"""Microseconds of one GPU."""
+
+# The cluster.
+
+
+class ClusterDeviceAnswer(Answer):
+    """A device and what it does, as far as this reader may know."""
+
+    uuid: str = told("device.uuid")
+    index: int = told("device.index")
+    model: str = told("device.model")
+    memory_bytes: Count = told("device.memory_bytes")
+    state: str = told("view.state")
+    mine: bool
+    user: str | None
+    server: str | None
+    since: Instant | None
+    use_percent: Number | None = told("doing.use")
+    busy: bool | None = told("doing.busy")
+    memory_used_bytes: Count | None = told("doing.used_bytes")
+    temperature_celsius: int | None = told("doing.celsius")
+    power_watts: Number | None = told("doing.watts")
+    health: str
+    note: str
+
+
+class ClusterAnswer(DatedAnswer):
+    seen: bool
+    total: Count
+    free: Count
+    waiting: Count
+    devices: tuple[ClusterDeviceAnswer, ...]
+
+
+# Reports.
+
+
+class NamedAnswer(Answer):
+    name: str
+
+
+class ReportAnswer(Answer):
+    """A report of some days of the hub's own zone, both counted."""
+
+    by: str
+    first_day: date = told("first")
+    last_day: date = told("last")
+
+
+class JobUseAnswer(Answer):
+    gpu_seconds: Count
+    gpu_hours: GPUHours = told("micros")
+    credits: Amount = told("cost")
+    jobs: Count = told("sessions")
+
+
+class UseAnswer(Answer):
+    gpu_seconds: Count = told("use.gpu_seconds")
+    gpu_hours: GPUHours = told("use.micros")
+    credits: Amount = told("use.cost")
+    sessions: Count = told("use.sessions")
+    batch: JobUseAnswer
+
+
+class NamedUseAnswer(UseAnswer, NamedAnswer):
+    """What one used, or was used of one."""
+
+
+class UsageAnswer(ReportAnswer):
+    start: Instant = told("start", name="from")
+    end: Instant = told("end", name="to")
+    as_of: Instant
+    rows: tuple[NamedUseAnswer, ...]
+    total: UseAnswer
+
+
+class UtilizationAnswer(Answer):
+    """How much of what was held was used, as far as that was measured."""
+
+    sessions: Count
+    held_gpu_seconds: WholeSeconds = told("held")
+    measured_gpu_seconds: WholeSeconds = told("measured")
+    used_gpu_seconds: WholeSeconds = told("busy")
+    rested_gpu_seconds: WholeSeconds = told("rested")
+
+
+class NamedUtilizationAnswer(UtilizationAnswer, NamedAnswer):
+    """How much of what one held was used, or was held of one."""
+
+
+class RestedSessionAnswer(Answer):
+    """A session, and how its GPUs were used."""
+
+    lease: str = told("lease_id")
+    user: str = told("server.user")
+    server: str = told("server.name")
+    group: str
+    model: str
+    devices: Count
+    started_at: Instant = told("since")
+    ended_at: Instant | None = told("until")
+    held_gpu_seconds: WholeSeconds = told("held")
+    measured_gpu_seconds: WholeSeconds = told("measured")
+    used_gpu_seconds: WholeSeconds = told("busy")
+    rested_gpu_seconds: WholeSeconds = told("rested")
+
+
+class JobTimeAnswer(Answer):
+    held_gpu_seconds: Count
+
+
+class UsedAnswer(ReportAnswer):
+    """Report how much of the held GPU time was used, and the sessions that were idle most."""
+
+    as_of: Instant
+    rows: tuple[NamedUtilizationAnswer, ...]
+    total: UtilizationAnswer
+    batch: JobTimeAnswer
+    most_rested: tuple[RestedSessionAnswer, ...] = told("sessions")
