@@ -250,7 +250,7 @@ FEW = 16
 def leasable(device: Device) -> str | None:
     """Return None if the device could be leased when free, else the reason as a sentence."""
     if device.status is not DeviceStatus.OK:
-        return device.reason
+        return device.reason or f"Its status is {device.status.value}."
     if device.compute_mode == "prohibited":
         return "Its compute mode is prohibited. Set it back with nvidia-smi --compute-mode=0."
     return None

@@ -1,4 +1,4 @@
-"""The duties for disks: containers are measured so that none fills the engine's, and workspaces.
+"""The duties for disks: measure containers, so that none fills the engine's disk, and workspaces.
 
 Servers that wrote too much are stopped before the disk is full. Only the engine can tell a
 container's size, and visits every file in it. So that is rarely asked, unless the disk's free space

@@ -89,7 +89,7 @@ def test_free_device_can_be_chosen(inventory: Inventory) -> None:
         (place,) = choose(Request(devices=1), inventory.devices, (), inventory.links)
         assert place in free
     else:
-        assert all(placement.leasable(d) or not d.empty for d in inventory.devices)
+        assert all(placement.leasable(d) is not None or not d.empty for d in inventory.devices)
 
 
 def test_free_gpu_passes_a_probe(inventory: Inventory) -> None:

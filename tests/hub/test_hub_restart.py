@@ -94,6 +94,11 @@ def answers(hub: GPUHub, member: str) -> bool:
     return requests.get(f"{hub.server_url(member)}/env", timeout=120).status_code == 200
 
 
+def running(hub: GPUHub) -> list[dict[str, Any]]:
+    """The containers that run."""
+    return [each for each in hub.containers() if each["State"] == "running"]
+
+
 def assert_paid_exactly(hub: GPUHub, lease: Lease) -> None:
     """Rate times time for this lease, and nothing else on the account."""
     [now] = [other for other in hub.leases(lease.server.user) if other.id == lease.id]
@@ -209,14 +214,13 @@ def test_starts_interrupted_by_a_kill_are_adopted_or_cost_nothing(
     for user in lost:
         hub.ask_and_go("POST", user, {"gpus": 1, "environment": user})
     wait_for(lambda: len(hub.open_leases()) == 2, "the leases")
-    wait_for(lambda: any(c["State"] == "running" for c in hub.containers()), "a container")
+    wait_for(lambda: running(hub), "a container")
     since = time.time()
     hub.ask_and_go("POST", "answers", {"gpus": 1})
     wait_for(lambda: hub.open_leases("answers"), "the lease")
     store = Store(hub.database_url)
     with store.write():  # so that the hub cannot write that the server answered
-        running = lambda: [c for c in hub.containers() if c["State"] == "running"]  # noqa: E731
-        wait_for(lambda: len(running()) == 2, "its container")
+        wait_for(lambda: len(running(hub)) == 2, "its container")
         hub.kill9()
     store.close()
     assert [lease.state for lease in hub.open_leases()] == [LeaseState.GRANTED] * 3

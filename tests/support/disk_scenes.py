@@ -136,7 +136,7 @@ def scene(driver: str, data: Path, **wishes: int) -> dict[str, Any]:
 
 
 def quotas(folder: Path) -> str:
-    """What is wrong with quotas of workspaces in this folder; empty for nothing."""
+    """Return the traceback of the first check of quotas that fails in this folder, else nothing."""
     folder.mkdir()
     try:
         quota_scenes.main(folder)

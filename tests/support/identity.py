@@ -67,7 +67,7 @@ from canaille.commands import cli
 for command in sys.argv[1:]:
     cli(command.split(), standalone_mode=False)
 """
-"""Runs commands of canaille one after the other, as its imports take longer than each of them."""
+"""Runs several commands of canaille in one process: its imports take longer than any command."""
 
 
 def password_of(user: str) -> str:

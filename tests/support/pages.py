@@ -177,7 +177,8 @@ def look_over(page: Page, name: str, *rules: str, accessible: bool = True) -> No
 
 def look_over_page(page: Page, name: str) -> list[str]:
     """Keep pictures of the page: on a desk in the light and on a phone in the dark, in a soak both
-    on both. The first is the screen that it was loaded on, and the last is left as it is.
+    on both. It begins with the screen that the page was loaded on, and leaves the page on the last
+    one.
 
     Returns what is wrong with it: what axe-core finds, what sticks out, errors of its scripts.
     """

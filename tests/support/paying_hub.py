@@ -146,9 +146,8 @@ class PayingHub(HubProcess):
         """Send a form of the service's pages as this member's browser does; redirects followed."""
         session, where = self.browser_of(user), "/services/gpu/"
         if not session.cookies.get("_xsrf", path=where):
-            self.page(
-                user
-            ).raise_for_status()  # which brings the proof that a page of ours was open
+            # The page's cookie proves that one of our pages was open.
+            self.page(user).raise_for_status()
         data = {"_xsrf": session.cookies.get("_xsrf", path=where), **fields}
         url = f"{self.url}/services/gpu/{path}"
         return session.post(url, data=data, headers=NAVIGATION, timeout=120)

@@ -77,10 +77,12 @@ def play(services: Services, root: Path) -> None:
     anna = workspace(services, root, "anna", 20 * MB)
     same(written(anna / "large", 30 * MB), (20 * MB, "ENOSPC"))
     same(held(services, "anna"), QuotaUse(20 * MB, 20 * MB))
+    same(held(services, "anna").full, True)
     bert = workspace(services, root, "bert", 40 * MB)
     same(written(bert / "large", 30 * MB), (30 * MB, ""))
     (anna / "large").unlink()
     same(held(services, "anna"), QuotaUse(0, 20 * MB))
+    same(held(services, "anna").full, False)
     same(written(anna / "folder-less", 10 * MB), (10 * MB, ""))
 
     # A quota that is lowered holds what is there.

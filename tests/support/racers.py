@@ -47,8 +47,8 @@ FORKSERVER = RacerContext()
 def start_server() -> None:
     """Start what racers are forked from.
 
-    It takes no other path for what it imports than PYTHONPATH, and what it cannot import it leaves
-    to each racer, for a second of the processor.
+    This server finds modules only by PYTHONPATH. What it cannot import, each racer has to, which
+    takes a second of processor time.
     """
     names = ("racers", "racing_line", "sickness", "spending")
     FORKSERVER.set_forkserver_preload([f"tests.support.{name}" for name in names])
@@ -271,8 +271,6 @@ def look_after_sessions_until_killed(ready: Connection, url: str, clock: SharedC
     ready.send("working")
     while True:
         due = services.sessions.due_sessions(WARNINGS)
-        if not (due.warn or due.over):
-            time.sleep(0.002)  # leaves the processor to whoever sets the clock
         for lease in due.warn:
             services.sessions.warn_session(lease.id, WARNINGS)
         for lease in due.over:

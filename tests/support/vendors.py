@@ -58,7 +58,7 @@ def vendor() -> Iterator[Vendor]:
         do_GET = do_POST = _answer
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     standing_in = Vendor(f"http://127.0.0.1:{server.server_port}")

@@ -97,6 +97,7 @@ def test_roster_reports_membership_period_and_refusal_reason(
     assert for_ever.member and for_ever.until is None
 
 
+@each_database
 def test_roster_import_is_atomic_and_applies_only_changes(services: Services) -> None:
     broken = b"name,ends\nada,2025-04-01\nbob,soon\n"
     assert not services.roster.import_roster(broken, actor="eva").done

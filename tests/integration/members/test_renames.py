@@ -189,7 +189,7 @@ def test_renames_of_a_member_follow_one_another(services: Services) -> None:
 
 
 def test_rename_keeps_sessions_that_the_hub_has_renamed(services: Services) -> None:
-    """One has ended and one runs: neither is a history of the new name's own."""
+    """One session has ended and one runs. Neither counts as the new name's own history."""
     clock = Clock.of(services)
     services.ledger.open_account(OLD)
     over, lease = running(services, OLD, server="over"), running(services, OLD)
@@ -284,7 +284,7 @@ def rename_until(
 def test_failed_or_killed_rename_changes_nothing_and_completes_when_repeated(
     services: Services, database_url: str, tmp_path: Path, rounds: Rounds, chance: random.Random
 ) -> None:
-    """Refused at its end, or killed before a statement: of some the trigger is off meanwhile."""
+    """Refused at its end, or killed before any statement, also while the trigger is off."""
     clock, names = Clock.of(services), (OLD, NEW)
     paths = {str(tmp_path / f"{d}/{OLD}"): str(tmp_path / f"{d}/{NEW}") for d in ("one", "two")}
     for old in paths:
@@ -318,7 +318,9 @@ def test_failed_or_killed_rename_changes_nothing_and_completes_when_repeated(
     for at in moments:
         names, paths = names[::-1], {new: old for old, new in paths.items()}
         before = _everything(services)
-        if not rename_to(at):
+        killed = not rename_to(at)
+        assert killed or isinstance(at, int), f"not killed at {at}"
+        if killed:
             assert _everything(services) == before, at
             assert rename_to(NEVER), at
         assert balance_of(services, names[1]) == balance

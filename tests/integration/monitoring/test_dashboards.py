@@ -119,6 +119,19 @@ def test_grafana_accepts_every_dashboard_field() -> None:
     assert found == ["panels.1.gridPos.wide", "panels.2.targets.0.expression"], "it would be seen"
 
 
+def test_dashboard_panels_do_not_overlap() -> None:
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        places = {(x, y) for x in range(at["w"]) for y in range(at["h"])}
+        places = {(x + at["x"], y + at["y"]) for x, y in places}
+        assert not places & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        taken |= places
+
+
 def _read(dashboard: dict[str, Any]) -> Any:
     return json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
 

@@ -101,6 +101,7 @@ def test_many_notices_are_read_with_their_choices(services: Services) -> None:
     assert [notice.user for notice, own in found if own] == ["user7"]
 
 
+@each_database
 def test_choices_are_stored_per_member_and_channel(services: Services) -> None:
     assert services.notifications.choices("ada") == {}
     kinds = frozenset({NoticeKind.TURN, NoticeKind.STOPPED})

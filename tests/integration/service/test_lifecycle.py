@@ -40,8 +40,6 @@ def hang_for_good(*_):
         time.sleep(1)
 signal.signal(signal.SIGUSR1, hang_for_good)
 """
-
-
 FEW_CONNECTIONS = "from gpuspawner.web import app\napp.MOST_CONNECTIONS = 20\n"
 
 

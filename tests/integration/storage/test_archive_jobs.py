@@ -485,7 +485,8 @@ def test_service_that_ends_leaves_the_workspace_locked_and_no_archive(
 ) -> None:
     """As the command does when it is killed: an admin unlocks it, and archives anew.
 
-    It is killed while it cancels, its tar stopped so that it cannot notice, and ended by systemd.
+    The service is killed while it cancels (its tar is stopped, so it cannot notice), and once
+    ended as by systemd.
     """
     folder = tmp_path / "members" / "anna"
     folder.mkdir(parents=True)

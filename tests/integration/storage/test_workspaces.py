@@ -64,6 +64,7 @@ def test_server_and_admin_never_share_a_workspace(services: Services) -> None:
         services.storage.free_workspace("/srv/w/anna")
 
 
+@each_database
 def test_workspace_record_is_updated_on_change_or_when_stale(
     services: Services, clock: Clock
 ) -> None:
@@ -81,6 +82,7 @@ def test_workspace_record_is_updated_on_change_or_when_stale(
     assert (known.source, known.quota, known.is_volume) == ("work-anna", 20, True)
 
 
+@each_database
 def test_workspace_is_measured_daily_and_hourly_while_a_server_runs(
     services: Services, clock: Clock
 ) -> None:
