@@ -1,5 +1,5 @@
 # make demo   a hub on http://127.0.0.1:8000 to try out
-# make check  style, types, layers, known weaknesses, secrets
+# make check  style, types, layers, known weaknesses, secrets; that tests can be collected
 # make quick  the tests that start no part but one hub: rules, repositories on SQLite, services
 # make test   every test with real parts, kill loops at a tenth (ARGS="-k name" for some)
 # make soak   every test at full count, all images, each benchmark once: before a release

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types, layers, known weaknesses, secrets: what can be said of the code without running it.
+# Style, types, layers, known weaknesses, secrets, and that every test can be collected.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 export PATH="$PWD/.venv/bin:$PATH"
@@ -9,10 +9,11 @@ check() {
     printf '\n== %s\n' "$*"
     "$@" || failed+=("$*")
 }
-# The types take as long as everything else; there are two cores nearly everywhere.
+# mypy takes as long as all other checks together, so it runs beside them.
 types=$(mktemp)
 mypy > "$types" 2>&1 &
 mypy=$!
+trap 'kill "$mypy" 2> /dev/null; rm -f "$types"' EXIT
 
 check ruff check .
 check ruff format --check .
@@ -28,7 +29,7 @@ weaknesses() {
 }
 check weaknesses
 check python scripts/scan_secrets.py
-# Also compiles every module, which each process of a test run would do by itself.
+# This compiles every module once, so that the processes of a test run need not.
 tests_can_be_collected() {
     local output
     output=$(python -m pytest --collect-only -qq 2>&1) || { printf '%s\n' "$output"; return 1; }
@@ -38,7 +39,6 @@ check tests_can_be_collected
 printf '\n== mypy\n'
 wait "$mypy" || failed+=(mypy)
 cat "$types"
-rm "$types"
 
 if [ ${#failed[@]} -ne 0 ]; then
     printf '\nThese checks failed:\n' >&2

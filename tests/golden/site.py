@@ -214,7 +214,7 @@ class Site:
     def answer(
         self, user: str, path: str, form: Mapping[str, str] | None = None, **options: Any
     ) -> requests.Response:
-        """The same as it is; ``options`` as of requests, such as ``json`` for a script's body."""
+        """The response itself. ``options`` go to requests, such as ``json`` for a script's body."""
         session = self.session(user)
         if form is not None:
             options["data"] = {**form, "_xsrf": session.cookies.get("_xsrf", path=SERVICE)}

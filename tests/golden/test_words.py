@@ -42,6 +42,9 @@ def jargon_in(text: str) -> set[str]:
 
 
 def test_no_page_or_message_for_members_has_jargon() -> None:
+    text = "Set c.GPUCredits or grace_seconds (RFC 5545), or type `gpuspawner grant --open`."
+    found = {"c.GPUCredits", "GPUCredits", "grace_seconds", "RFC", "gpuspawner grant", "--open"}
+    assert jargon_in(text) == found
     texts = {path: text_of(path.read_text(encoding="utf-8")) for path in RECORDED_FOR_MEMBERS}
     assert len(texts) > 30
     assert {path: words for path, text in texts.items() if (words := jargon_in(text))} == {}

@@ -355,7 +355,7 @@ def test_credit_policies_hold_whatever_is_killed(hub: PayingHub) -> None:
     overdrawn = hub.start_with(2, "oda", gpus=1)
     pia_at = warned_at(hub, planned)
     warned_at(hub, overdrawn)
-    (notice,) = hub.services.notifications.notices_of("pia")[:1]
+    notice = hub.services.notifications.notices_of("pia")[0]
     assert "continues until its session ends at" in notice.body
     wait_for(lambda: told(hub, "cleo"), "the warning", timeout=SOON)
 
@@ -364,6 +364,9 @@ def test_credit_policies_hold_whatever_is_killed(hub: PayingHub) -> None:
     beyond = overdrawn.started_at + timedelta(seconds=27)
     wait_for(lambda: hub.services.clock() >= beyond, "a time far beyond the bound")
     hub.start()
+    cleo_at = warned_at(hub, stopped)
+    assert stopped.started_at is not None and cleo_at >= stopped.started_at + timedelta(seconds=12)
+    hub.kill_service()
     settled = ended(hub, overdrawn)
     assert (settled.outcome, settled.charged) == ("credits", 22 * MICRO)
     assert settled.waived >= 5 * MICRO
@@ -371,9 +374,6 @@ def test_credit_policies_hold_whatever_is_killed(hub: PayingHub) -> None:
     assert told(hub, "oda")[-2:] == ALL[1:]
     wait_for(lambda: heard(hub, "oda")[-1:] == ["credits_gone_stopped 0"], "the hook", timeout=SOON)
 
-    cleo_at = warned_at(hub, stopped)
-    assert stopped.started_at is not None and cleo_at >= stopped.started_at + timedelta(seconds=12)
-    hub.kill_service()
     wait_for(lambda: hub.services.leases.get(stopped.id).outcome, "the order", timeout=90)
     kill_all(hub)
     settled = ended(hub, stopped)
@@ -393,8 +393,8 @@ def test_credit_policies_hold_whatever_is_killed(hub: PayingHub) -> None:
 
 
 def test_adopted_server_is_charged_for_its_lifetime(hub: PayingHub) -> None:
-    """The service ends with a killed hub, and the next hub adopts the server; however late that
-    notices that the process has ended, its charge is exact."""
+    """The service ends with a killed hub, and the next hub adopts the server. Its charge is exact,
+    however late the Hub notices that its process has ended."""
     lease = hub.start_with(10_000, "lives", gpus=1)
     old = hub.service()
     assert old is not None

@@ -105,7 +105,7 @@ def oauth(hubs: None, folder: Path) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="module")
-def lab(hubs: None, folder: Path) -> Iterator[LDAPLab]:
+def ldap(hubs: None, folder: Path) -> Iterator[LDAPLab]:
     """A hub whose members sign in with the directory of their lab."""
     directory = Directory(folder / "directory", users=DIRECTORY_USERS)
     directory.start()
@@ -123,14 +123,14 @@ def home_of(hub: HubProcess, session: requests.Session) -> requests.Response:
     return session.get(f"{hub.url}/hub/home", allow_redirects=False, timeout=120)
 
 
-def stays_in(hub: HubProcess, session: requests.Session) -> bool:
-    """Return True once the hub has asked in vain; ada is signed in all the time."""
+def has_kept_ada(hub: HubProcess, session: requests.Session) -> bool:
+    """Return True once the log says that the hub kept ada signed in, as it could not ask."""
     assert home_of(hub, session).status_code == 200
     return "'ada' stays signed in" in hub.log_text()
 
 
-def place_after_refresh(hub: HubProcess, session: requests.Session) -> str:
-    """Where to the hub sends somebody once it has asked again, after ``auth_refresh_age``."""
+def redirect_after_refresh(hub: HubProcess, session: requests.Session) -> str:
+    """Wait for the refresh after ``auth_refresh_age``; return where the hub redirects to."""
 
     def sent_to() -> str:
         return home_of(hub, session).headers.get("location", "")
@@ -207,7 +207,7 @@ def test_provider_outage_keeps_members_signed_in(oauth: Lab) -> None:
     sign_in(session, provider, "ada", hub.url)
     provider.stop()
     try:
-        wait_for(lambda: stays_in(hub, session), "the hub to ask the provider in vain")
+        wait_for(lambda: has_kept_ada(hub, session), "the hub to ask the provider in vain")
         page = callback(hub, code="any")
         assert page.status_code == 503
         assert "Lab is not working, so the hub cannot tell who you are." in said(page)
@@ -222,7 +222,7 @@ def test_member_leaving_the_group_is_signed_out(oauth: Lab) -> None:
     session = requests.Session()
     assert sign_in(session, provider, "leaver", hub.url).status_code == 200
     provider.leave_groups("leaver")
-    assert "/hub/login" in place_after_refresh(hub, session)
+    assert "/hub/login" in redirect_after_refresh(hub, session)
     assert "in no group that may use this hub" in said(
         sign_in(session, provider, "leaver", hub.url)
     )
@@ -299,8 +299,8 @@ def signed_in(page: Page, hub: HubProcess, user: str, password: str) -> None:
     page.click("#login_submit")
 
 
-def test_ldap_sign_in_admits_only_members(lab: LDAPLab, browser: Browser) -> None:
-    hub, _ = lab
+def test_ldap_sign_in_admits_only_members(ldap: LDAPLab, browser: Browser) -> None:
+    hub, _ = ldap
     page = browser.new_page()
 
     signed_in(page, hub, "ada", "a guess")
@@ -321,8 +321,8 @@ def test_ldap_sign_in_admits_only_members(lab: LDAPLab, browser: Browser) -> Non
     assert hub.api("GET", "users/eve").status_code == 404
 
 
-def test_leaving_the_admin_group_revokes_admin_rights(lab: LDAPLab) -> None:
-    hub, directory = lab
+def test_leaving_the_admin_group_revokes_admin_rights(ldap: LDAPLab) -> None:
+    hub, directory = ldap
     assert form(hub, "Grace", password_of("grace")).url == f"{hub.url}/hub/home"
     assert hub.api("GET", "users/grace").json()["admin"] is True
 
@@ -331,8 +331,8 @@ def test_leaving_the_admin_group_revokes_admin_rights(lab: LDAPLab) -> None:
     assert hub.api("GET", "users/grace").json()["admin"] is False
 
 
-def test_invalid_or_injected_credentials_are_rejected(lab: LDAPLab) -> None:
-    hub, _ = lab
+def test_invalid_or_injected_credentials_are_rejected(ldap: LDAPLab) -> None:
+    hub, _ = ldap
     for user, password in (
         *(("ada", ""), ("ada", " "), ("nobody", "x"), ("ä", "ö")),
         *(("*", "x"), ("ada)(uid=*", "x")),
@@ -341,8 +341,8 @@ def test_invalid_or_injected_credentials_are_rejected(lab: LDAPLab) -> None:
         assert page.status_code == 403 and "Invalid username or password" in page.text, user
 
 
-def test_leaving_group_or_directory_ends_access(lab: LDAPLab) -> None:
-    hub, directory = lab
+def test_leaving_group_or_directory_ends_access(ldap: LDAPLab) -> None:
+    hub, directory = ldap
     sessions = {user: hub.login(user, password_of(user)) for user in ("leaver", "gone")}
     directory.leave_group("leaver", "gpu-members")
     directory.remove("gone")
@@ -350,7 +350,7 @@ def test_leaving_group_or_directory_ends_access(lab: LDAPLab) -> None:
         ("leaver", "no longer a member of this hub"),
         ("gone", "the account no longer exists in the directory"),
     ):
-        assert "/hub/login" in place_after_refresh(hub, sessions[user])
+        assert "/hub/login" in redirect_after_refresh(hub, sessions[user])
         started = hub.api("POST", f"users/{user}/server")
         assert started.status_code == 403
         assert reason in started.json()["message"]
@@ -360,16 +360,16 @@ def test_leaving_group_or_directory_ends_access(lab: LDAPLab) -> None:
     assert form(hub, "leaver").url == f"{hub.url}/hub/home"
 
 
-def test_directory_outage_keeps_members_signed_in(lab: LDAPLab) -> None:
+def test_directory_outage_keeps_members_signed_in(ldap: LDAPLab) -> None:
     """Those who are in stay in; those who come read a sentence; then it goes on as before."""
-    hub, directory = lab
+    hub, directory = ldap
     session = hub.login("ada", password_of("ada"))
     directory.stop()
     try:
         page = form(hub, "ada")
         assert page.status_code == 503 and "Traceback" not in page.text
         assert "The directory is not working, so the hub cannot tell who you are" in page.text
-        wait_for(lambda: stays_in(hub, session), "the hub to ask the directory in vain")
+        wait_for(lambda: has_kept_ada(hub, session), "the hub to ask the directory in vain")
     finally:
         directory.start()
     assert form(hub, "ada").url == f"{hub.url}/hub/home"

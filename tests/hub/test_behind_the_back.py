@@ -67,7 +67,10 @@ def hub(
 
 
 def started(hub: GPUHub, member: str) -> tuple[Lease, str]:
-    """Start a server on the only device, which every test leaves free: its lease and container."""
+    """Start a server on the only device and return its lease and its container's id.
+
+    Each test leaves the device free.
+    """
     hub.spawn_and_wait(member, {"gpus": 1})
     [lease] = hub.open_leases()
     [container] = hub.containers()

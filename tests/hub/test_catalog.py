@@ -484,7 +484,7 @@ def test_broken_catalog_edit_is_shown_only_to_admins(edited: CatalogHub) -> None
     assert "Only admins see this" not in edited.form(ADMIN)
 
 
-def test_edits_keep_or_refuse_waiting_tickets(edited: CatalogHub) -> None:
+def test_edits_apply_to_waiting_tickets_and_new_starts(edited: CatalogHub) -> None:
     tickets = edited.services.queue
     fill(edited, "bob", "cleo", "dan")
     (ticket,) = line_up(edited, "ned", environment="two")
@@ -513,6 +513,8 @@ def test_edits_keep_or_refuse_waiting_tickets(edited: CatalogHub) -> None:
 
 
 def test_environment_options_reach_the_server(edited: CatalogHub) -> None:
+    """By REST, by a link and by the form. What an environment does not offer is refused."""
+
     def variables(user: str) -> dict[str, str]:
         seen = map(environment_of, edited.children_left())
         return next(each for each in seen if each.get("JUPYTERHUB_USER") == user)
@@ -537,8 +539,6 @@ def test_environment_options_reach_the_server(edited: CatalogHub) -> None:
         assert said in message(wrong)
     refused = edited.spawn("ida", {"environment": "needy", "gpus": 0})
     assert message(refused) == "needy does not run without a GPU. Ask for 1 or more."
-    form = edited.form("ida")
-    assert re.search(r'value="one"\s+checked', form), "only a choice that started comes back"
 
 
 # The price on the form is the price paid.
@@ -640,3 +640,24 @@ def test_empty_balance_disables_start_for_gpus_only(priced: CatalogHub, browser:
     expect(why.filter(has_text=said)).to_be_hidden()
     page.click("[type=submit]")
     page.wait_for_url(re.compile("/user/tom/"))
+
+
+def test_only_a_choice_that_started_comes_back(priced: CatalogHub) -> None:
+    """Not a refused one, and not through a link."""
+    hub = priced
+    hub.start_server("uma", environment="torch", gpus=1, gpu_model="T4")
+    choice = {"environment": "torch", "gpus": 1, "hours": 8, "wait": False}
+    refused = hub.spawn("vera", {**choice, "gpu_model": "T4"})
+    said = hub.failure("vera") if refused.status_code == 202 else message_of(refused)
+    assert "in use" in said
+    fresh = '<option value="T4" >', '<option value="1" >', 'name="wait" value="no" >'
+    linked = hub.open_page("vera", "/hub/spawn", **{"opt-environment": "torch"}).text
+    for form in (hub.form("vera"), linked):
+        assert all(field in form for field in fresh)
+
+    hub.start_server("vera", **choice, gpu_model="A100-80GB")
+    hub.stop_server("vera")
+    form = hub.form("vera")
+    assert '<option value="A100-80GB" selected>' in form and 'value="no" checked>' in form
+    linked = hub.open_page("vera", "/hub/spawn", **{"opt-environment": "torch"}).text
+    assert 'name="wait" value="no" >' in linked, "a link says itself whether to wait"

@@ -109,7 +109,7 @@ def test_clock_steps_do_not_change_the_charge(hub: ClockHub) -> None:
     hub.wait_rounds(2, "clock")  # so that the service knows the time from which the next step is
     before = hub.clock_entries()
     hub.kill9()
-    hub.set_clocks(-2 * HOUR, -2 * HOUR)
+    hub.set_clocks(2 * HOUR, 2 * HOUR)
     hub.start()
     wait_for_charges(hub, lease, 2)
     assert charged(hub, lease) <= life.so_far()

@@ -216,8 +216,8 @@ def test_admin_grants_and_reverses_credits(hub: PayingHub, browser: Browser) -> 
 
 
 def test_grant_form_applies_once_and_only_if_valid(hub: PayingHub) -> None:
-    path, bob = "accounts/member:bob/grant", hub.services.ledger.member
-    before = bob("bob")
+    path, member = "accounts/member:bob/grant", hub.services.ledger.member
+    before = member("bob")
     fields = {"amount": "3", "reason": "once", "confirm": "yes", "key": "0123456789abcdef"}
     for amount, reason, sentence in (
         ("NaN", "x", "'NaN'"),
@@ -237,11 +237,11 @@ def test_grant_form_applies_once_and_only_if_valid(hub: PayingHub) -> None:
         ("ada", f"leases/{past_lease(hub).id}/refund"),
     ):
         assert hub.send(user, place, **fields).status_code == 403
-    assert bob("bob") == before
+    assert member("bob") == before
 
     assert "The credits were given." in words(hub.send(ADMIN, path, **fields))
     assert "nothing was changed" in words(hub.send(ADMIN, path, **fields))
-    assert bob("bob").balance == before.balance + 3 * MICRO
+    assert member("bob").balance == before.balance + 3 * MICRO
 
 
 def test_session_is_refunded_only_once(hub: PayingHub) -> None:

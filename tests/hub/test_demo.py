@@ -351,7 +351,7 @@ def test_demo_runs_servers_in_docker(
     assert seen["notes"] == "one more run\n" * 2
     check_end(docker, left, seen, signal.SIGHUP)
 
-    # An engine that hands over none: the demo says so, and goes on without it.
+    # An engine that hands over none: the demo says so, and chooses local processes.
     clean_engine.set_devices([])
     said = docker.refusal(DECIDE)
     assert "The container engine cannot hand GPUs to containers." in said

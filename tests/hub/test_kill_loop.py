@@ -196,7 +196,7 @@ def test_sessions_are_charged_exactly_despite_any_kill(
         wait_for(partial(is_at_rest, hub, "victim"), f"rest after {said}")
         settle(hub, said)
         for lease in hub.open_leases("victim") if part == "hub" else []:
-            adopted += 1
+            adopted += phase == "start"
             assert hub.environment_of("victim")["NVIDIA_VISIBLE_DEVICES"] == lease.uuids[0], said
             assert len(hub.device_nodes("victim")) == 1, said
         stop(hub, "victim")
@@ -210,9 +210,10 @@ def test_sessions_are_charged_exactly_despite_any_kill(
             if lease.id in lived and lease.started_at is not None:
                 seconds, charged = lease.charged / MICRO, charged + 1
                 assert seconds == pytest.approx(lived[lease.id], abs=EXACT), (said, lease)
-            elif lease.id in lived:
-                assert lease.charged == 0 and phase == "start", (said, lease)
+            elif lease.started_at is None:
+                assert lease.charged == 0, (said, lease)
+                assert lease.id not in lived or phase == "start", (said, lease)
     print(f"a spawn took {lasts:.2f} s; {charged} sessions were charged in {kills} rounds")
     assert charged > kills // 3
-    assert adopted or not SOAK, "some were too early, some were not"
+    assert adopted or not SOAK, "no start under way was ever adopted"
     store.close()

@@ -122,7 +122,7 @@ def hub(hubs: None, platform: Platform, services: Services, folder: Path) -> Ite
         yield hub
 
 
-def test_course_lets_in_who_is_on_the_roster(
+def test_only_roster_members_sign_in_from_the_course(
     hub: HubProcess, platform: Platform, services: Services
 ) -> None:
     page = platform.launch(hub, "Ada@lab.example")

@@ -182,6 +182,7 @@ def test_session_end_and_warnings_survive_kills(hub: PayingHub) -> None:
 
 def test_only_who_connects_in_time_keeps_the_gpu(hub: PayingHub) -> None:
     """Eve gets the GPU that she waited for and connects; Ada gets it after her and does not."""
+    (hub.folder / "claim-minutes").write_text("10")
     hub.start_server("bob", **T4)
     hub.spawn("eve", T4)
     wait_for(hub.services.queue.waiting, "eve's ticket", timeout=15)

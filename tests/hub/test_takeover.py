@@ -10,12 +10,11 @@ from pathlib import Path
 import requests
 
 from gpuspawner.leases.models import ServerRef
-from tests.support.brokers import problems
 from tests.support.gpu_hub import assert_in_words, message_of
 from tests.support.paying_hub import PayingHub
 from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO, wait_for
-from tests.support.tickets import CONFIG, fill, line_up, users_in_line
+from tests.support.tickets import CONFIG, assert_books, fill, line_up, users_in_line
 
 SOON = 40.0
 """Seconds for what takes a few, on a machine with other things to do."""
@@ -93,7 +92,7 @@ def test_second_hub_needs_a_takeover_to_use_the_store(
             "the end of what the second hub does not know",
             timeout=SOON,
         )
-        wait_for(lambda: not problems(two.services.store), "the books to be in order", timeout=10)
+        assert_books(two)
 
 
 def take_over(hub: PayingHub) -> None:

@@ -74,13 +74,11 @@ def ask(hub: PayingHub, user: str, url: str) -> requests.Response:
 
 
 @contextmanager
-def served(
-    hub: PayingHub, services: Services, *, api_url: str = "", **settings: Any
-) -> Iterator[str]:
+def served(hub: PayingHub, services: Services, **settings: Any) -> Iterator[str]:
     """Serve the pages from this process, with these settings of theirs; the Hub still says who
     asks."""
     auth = HubOAuth(
-        api_url=api_url or f"{hub.url}/hub/api",
+        api_url=f"{hub.url}/hub/api",
         api_token=hub.token,
         base_url="/services/gpu/",
         oauth_client_id="service-gpu",

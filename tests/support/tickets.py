@@ -7,9 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import requests
 
 from gpuspawner.queue.models import Ticket
+from tests.support.brokers import problems
 from tests.support.gpu_hub import assert_in_words
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import PATIENCE, wait_for
@@ -35,6 +37,14 @@ async def counted(self):
 TurnDispatcher._round = counted
 """
 """The hub writes down every look at its line: see :func:`wait_looks`."""
+
+
+def assert_books(hub: PayingHub) -> None:
+    """The books are in order, at once or a moment later; else a failure that says what is not."""
+    try:
+        wait_for(lambda: not problems(hub.services.store), "the books to be in order", timeout=10)
+    except TimeoutError:
+        pytest.fail("; ".join(problems(hub.services.store)))
 
 
 def looks(hub: PayingHub) -> int:

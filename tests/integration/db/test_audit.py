@@ -124,7 +124,7 @@ WRONG = (
 @each_database
 def test_audit_names_the_first_wrong_row(used: Services) -> None:
     with by_hand(used) as connection:
-        connection.commit()
+        connection.commit()  # keeps the settings of by_hand through the rollbacks below
         for name, statement, sentence in WRONG:
             if used.store.dialect == "sqlite":
                 connection.exec_driver_sql("BEGIN")

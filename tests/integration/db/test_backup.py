@@ -25,6 +25,7 @@ from gpuspawner.services import Services
 from tests.support import racers, spending
 from tests.support.brokers import Clock, broken_invariants, open_services, problems, running
 from tests.support.parts import each_database
+from tests.support.processes import wait_for
 from tests.support.tier import Rounds
 from tests.support.years import Year, write_year
 
@@ -116,6 +117,7 @@ def test_restore_needs_an_unused_database_and_keeps_the_old_one(
     with pytest.raises(BackupRefused, match="in use"):
         backup.restore(database_url, file, overwrite=True)
     hub.give_up()
+    wait_for(lambda: hub.holder() == "", "the lock to be released")
     used.store.close()
     with pytest.raises(BackupRefused, match="There is a database already"):
         backup.restore(database_url, file)
@@ -197,15 +199,20 @@ def test_backups_made_during_writes_are_consistent(
     used.store.close()
     began = time.time()
     services = spending.spender(database_url, began)
-    workers = []
+    workers, journal = [], tmp_path / "journal"
+
+    def written() -> int:
+        return journal.stat().st_size if journal.exists() else 0
+
     try:
         for number in range(2):
             work, user = spending.spend_until_killed, f"user{number}"
-            journal = str(tmp_path / "journal")
-            workers.append(racers.Victim(work, database_url, began, user, 0, journal))
+            workers.append(racers.Victim(work, database_url, began, user, 0, str(journal)))
             workers[-1].wait_round()
         seen = set()
         for number in range(3):
+            before = written()
+            wait_for(lambda before=before: written() > before, "a write")
             file = tmp_path / f"copy{number}"
             backup.back_up(services.store, file)
             seen.add(backup.check(file)["transfers"])

@@ -453,7 +453,7 @@ def test_service_started_after_a_clock_step_charges_correctly(
 
 @pytest.fixture
 def other_time(postgres: PrivatePostgres) -> Iterator[int]:
-    """PostgreSQL's clock is set by so many seconds when it starts again."""
+    """The seconds by which PostgreSQL's clock is off from its next start on."""
     seconds, before = -YEAR // SECOND, postgres.around
     postgres.around = apart(seconds)
     yield seconds

@@ -90,7 +90,7 @@ def test_slot_has_at_most_one_open_lease(store: Store) -> None:
             Slot("GPU-1", 1): "two",
             Slot("GPU-2", 0): "two",
         }
-    # An ended lease frees its place for one other, and does not come back while that has it.
+    # An ended lease frees its slot for another one, and cannot open again while that is open.
     with store.write() as connection:
         leases_repository.end(connection, "one", T0, "stopped", charged=0)
     insert(store, db_schema.lease_places, **place_row("three"))
@@ -169,7 +169,7 @@ def grant(key: str, amount: int = 5, account: str = ANNA) -> Any:
 
 
 @each_database
-def test_posted_rows_cannot_be_changed(store: Store) -> None:
+def test_posted_rows_cannot_be_changed_or_deleted(store: Store) -> None:
     with store.write() as connection:
         ledger_repository.post(connection, grant("gift"))
         before = ledger_repository.of_key(connection, "gift")

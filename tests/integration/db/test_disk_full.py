@@ -69,7 +69,7 @@ for left in (0, 40_000, 400_000):
         print("grant", left, code, flush=True)
     assert problems(services.store) == []
     ballast.unlink()
-assert full, "there was room all the time"
+assert full, "the disk was never full"
 assert services.ledger.charge_all() in (0, 100)
 clock.forward(minutes=1)
 assert services.ledger.charge_all() == 100, "it goes on when there is room"

@@ -94,6 +94,9 @@ def test_second_migration_changes_nothing(empty_database_url: str) -> None:
             db_engine.upgrade(connection)
             assert db_engine.revision(connection) == db_engine.newest()
             assert differences(connection) == []
+    with closing(Store(empty_database_url)) as store, store.write() as connection:
+        connection.execute(sa.text("DROP INDEX one_open_lease_a_server"))
+        assert [kind for kind, *_ in differences(connection)] == ["add_index"]
 
 
 def _open_account(url: str, gate: Any, name: str, said: Any) -> None:

@@ -128,6 +128,7 @@ def test_connection_limit_makes_the_store_unavailable(postgres: PrivatePostgres)
     with in_use(url) as services, admin.connect() as connection:
         services.store.engine.dispose()
         connection.execute(sa.text(f'ALTER DATABASE "{admin.url.database}" CONNECTION LIMIT 0'))
+        connection.execute(sa.text("DROP ROLE IF EXISTS member"))  # the server is everybody's
         connection.execute(sa.text("CREATE ROLE member LOGIN"))
         limited = open_services(url.replace("postgres@", "member@"))
         assert_unavailable(limited)

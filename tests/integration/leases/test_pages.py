@@ -52,3 +52,4 @@ def test_session_extends_only_while_nobody_waits(tmp_path: Path, migrated_file: 
         refused = site.call(ADMIN, path, json={})
         assert (refused.status_code, refused.json()["error"]) == (409, "cannot_extend")
         assert services.leases.get(lease.id) == longer
+        assert site.call("ada", "leases/0123/extend", json={}).status_code == 404

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta, timezone
+from functools import partial
 from typing import Any
 
 import pytest
 
-from gpuspawner.core.errors import NoCredits, NoDeviceFree
+from gpuspawner.core.errors import NoCredits, NoDeviceFree, UnknownLease
 from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Sighting
 from gpuspawner.leases.reconciliation import Confirm, HubState, Release, Seen, Unknown
@@ -115,6 +116,12 @@ def test_failed_start_refunds_the_charge(
     assert credits_of(services) == 100
     kinds = [line.kind for line in services.ledger.statement("member:anna")]
     assert kinds == ["refund", "charge", "grant"]
+
+
+def test_unknown_lease_is_neither_confirmed_nor_released(services: Services) -> None:
+    for work in (services.leases.confirm, partial(services.leases.release, reason="stopped")):
+        with pytest.raises(UnknownLease):
+            work("nothing")
 
 
 def test_unobserved_end_is_charged_up_to_the_last_sighting(

@@ -52,9 +52,6 @@ def end_of(services: Services, lease_id: str) -> SessionEnd | None:
     return end and replace(end, at=end.at.replace(microsecond=end.at.microsecond // 1000))
 
 
-MINUTE = 60.0
-
-
 def server(
     services: Services, user: str, group: str = "", seconds: int | None = None, name: str = ""
 ) -> Lease:
@@ -66,6 +63,7 @@ def server(
 
 
 def titles(services: Services, user: str = "ada") -> list[str]:
+    """The titles of a member's notices, oldest first, without their times."""
     return [
         notice.title.partition(" until ")[0] for notice in services.notifications.notices_of(user)
     ][::-1]
@@ -75,6 +73,7 @@ def titles(services: Services, user: str = "ada") -> list[str]:
 
 
 Duties = Callable[..., CreditDuty]
+MINUTE = 60.0
 POLICIES = {"lab": {"overdraft": "0.5"}, "course": "session", "*": "stop"}
 
 
@@ -401,7 +400,7 @@ async def test_failing_account_does_not_block_other_accounts(
 async def test_credit_warnings_are_given_once_and_on_time(
     services: Services, clock: Clock, duty: Duties, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also by a service that starts anew before each round."""
+    """The service starts again before each round."""
     caplog.set_level(logging.INFO, "tick")
     lease, said = running(services, "ada"), list[int]()
     for second in (1, 60, 299, 300, 301, 302, 540, 779, 780, 781, 782, 899):

@@ -111,6 +111,7 @@ def test_unspent_credits_expire_and_cannot_be_used(
     for amount, until, words in ((5, 0, "in the past"), (5, -1, "in the past"), (-5, 1, "no end")):
         with pytest.raises(InvalidRequest, match=words):
             give(services, amount, until=hours(until))
+    assert credits_of(services) == 0 and services.audit.trail() == []
     give(services, 10, until=hours(24))
     at(services, clock, running(services, "anna"), spent)
     found = [(lot.ends_at, rest) for lot, rest in services.ledger.lots_of(ANNA) if rest]

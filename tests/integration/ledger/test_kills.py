@@ -47,7 +47,7 @@ def written(journal: Path, before: int, lines: int) -> bool:
 def test_killed_services_lose_or_double_no_transfer(
     services: Services, database_url: str, tmp_path: Path, rounds: Rounds, chance: random.Random
 ) -> None:
-    kills = rounds(600) // 2  # the other half is on the other kind of database
+    kills = rounds(600) // 2  # half on each kind of database
     began = time.time()
     journal = tmp_path / "journal"
     for life in range(kills // len(USERS)):

@@ -256,7 +256,7 @@ def test_ended_or_unknown_refill_gives_nothing(services: Services, clock: Clock)
 
 
 def test_invalid_refill_is_rejected(services: Services) -> None:
-    wrongs: list[tuple[dict[str, Any], str]] = [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"rule": "FREQ=SECONDLY"}, "comes too often"),
         ({"rule": "FREQ=YEARLY;BYMONTH=2;BYMONTHDAY=30"}, "never occurs"),
         (
@@ -277,9 +277,9 @@ def test_invalid_refill_is_rejected(services: Services) -> None:
         ({"audience": ["member:ann"]}, "no account 'member:ann'"),
         ({"reason": " "}, "reason is missing"),
     ]
-    for wrong, words in wrongs:
+    for fields, words in cases:
         with pytest.raises(InvalidRequest, match=words):
-            refill(services, **wrong)
+            refill(services, **fields)
     assert services.refills.all_refills() == [] and services.audit.trail() == []
 
 

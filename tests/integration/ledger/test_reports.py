@@ -143,6 +143,7 @@ def test_statement_pages_match_the_whole_statement(past: Services) -> None:
             assert line.balance == balance
             balance -= line.amount
         assert balance == 0
+    account = member_account("ada")
     first = past.reports.statement_page(account, None, 5)
     second = past.reports.statement_page(account, first.older, 5)
     past.ledger.grant(account, MICRO, actor="kim", reason="meanwhile")

@@ -116,7 +116,7 @@ def test_learned_estimates_hold_and_outlive_the_process(make: Make, clock: Clock
     more = line_up(services, "ada", server="more")
     standing = services.positions.standings()[more.id]
     assert "may have 1 GPU at once" in standing.why
-    assert standing.start(clock.now) == "", "nor of whom a limit keeps waiting"
+    assert standing.start(clock.now) == "", "a ticket that a limit holds has no expected start"
 
 
 def outlook(services: Services, clock: Clock, request: Request) -> Outlook:

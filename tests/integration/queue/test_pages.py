@@ -215,9 +215,10 @@ def test_unknown_ticket_is_not_found(site: Site) -> None:
     assert "One of the two tickets is no longer waiting." in words(page)
 
 
-def test_pause_is_shown_on_every_page(site: Site) -> None:
+def test_pause_is_shown_on_every_page(site: Site, request: pytest.FixtureRequest) -> None:
     reason = "new fans <until> 15:00"
     pause = {"paused": "yes", "reason": reason}
+    request.addfinalizer(lambda: site.services.devices.resume(actor=ADMIN))
     assert "Granting is paused." in words(site.answer(ADMIN, "queue/granting", pause))
     for user, path in (("eve", ""), ("ada", "notices"), (ADMIN, "admin"), (ADMIN, "queue")):
         page = site.answer(user, path)
@@ -233,8 +234,9 @@ def test_pause_is_shown_on_every_page(site: Site) -> None:
     assert [change.action for change in site.services.audit.trail(2)] == ["resume", "pause"]
 
 
-def test_drained_device_is_shown_on_every_page(site: Site) -> None:
+def test_drained_device_is_shown_on_every_page(site: Site, request: pytest.FixtureRequest) -> None:
     gpu = site.services.devices.look().devices[0].uuid
+    request.addfinalizer(lambda: site.services.devices.undrain(gpu, actor=ADMIN))
     page = words(
         site.answer(ADMIN, "devices", {"drained": "yes", "device": gpu, "reason": "a fan"})
     )

@@ -137,7 +137,7 @@ def test_stored_estimate_is_kept_while_it_holds(make: Make, clock: Clock) -> Non
     hub.positions.sync()
     paused = line_up(hub, "cyd")
     clock.forward(seconds=LOOK_SECONDS)
-    assert look(hub) == 0 and paused.id not in stored(hub), "who waits is told no time"
+    assert look(hub) == 0 and paused.id not in stored(hub), "none while granting is paused"
     hub.devices.resume(actor="root")
     assert look(hub) > 0 and stored(hub)[paused.id].estimate
 

@@ -38,10 +38,9 @@ def look(services: Services) -> view_models.MemberView:
     return view_models.look(services, "ada", frozenset({"lab"}), (30,))
 
 
-def test_member_page_is_read_in_one_transaction_whoever_writes_meanwhile(
-    services: Services,
-) -> None:
-    """After each statement of the page, somebody else gives a credit and closes another device."""
+def test_member_page_is_consistent_during_concurrent_writes(services: Services) -> None:
+    """It is read in one transaction: after each statement, somebody else gives a credit and closes
+    another device."""
     look(services)  # the first look at the devices writes what it saw
     begun: list[sa.Connection] = []
     note = begun.append

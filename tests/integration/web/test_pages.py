@@ -6,11 +6,13 @@ a small HTTP server for the Hub.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import requests
@@ -45,10 +47,11 @@ def site(tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> Itera
     folder = tmp_path_factory.mktemp("site")
     script = folder / "script.json"
     script.write_text(json.dumps(SCRIPT))
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GPUSPAWNER_SIMULATION", str(script))
     settings: dict[str, Any] = {"credits_help": HELP, "refresh_seconds": 0}
-    with Site(folder, migrated_file, "simulated:8xA100-80GB", **settings) as site:
+    with (
+        mock.patch.dict(os.environ, {"GPUSPAWNER_SIMULATION": str(script)}),
+        Site(folder, migrated_file, "simulated:8xA100-80GB", **settings) as site,
+    ):
         services = site.services
         for user in ("ada", "bob"):
             services.members.membership_returned(user, actor="sign-in")
@@ -61,7 +64,6 @@ def site(tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> Itera
         for uuid in (going.devices[0].uuid, *free[1:]):
             services.devices.drain(uuid, actor="kim", reason="A new fan")
         yield site
-    patch.undo()
 
 
 @pytest.fixture
@@ -136,10 +138,12 @@ def test_details_of_devices_are_for_admins(site: Site, browser: Browser) -> None
 def test_details_of_a_lost_driver_are_for_admins(site: Site) -> None:
     source = fleet(site.services)
     source.lose("The driver says: secret detail.")
-    page = words(ask(site, "ada"))
-    answer = ask(site, "ada", "api/devices").json()
-    told = [ask(site, ADMIN, path).text for path in ("admin", "api/devices")]
-    source.restore()
+    try:
+        page = words(ask(site, "ada"))
+        answer = ask(site, "ada", "api/devices").json()
+        told = [ask(site, ADMIN, path).text for path in ("admin", "api/devices")]
+    finally:
+        source.restore()
     assert "GPU status is unavailable." in page and "secret detail" not in page
     assert (answer["seen"], answer["error"], answer["free"]) == (False, "", 0)
     assert all("secret detail" in each for each in told)

@@ -295,12 +295,15 @@ def test_week_hours_are_parsed(text: str, hours: set[int]) -> None:
 @pytest.mark.parametrize(
     "text", ["", "Moon", "Mon,", "Mon 25-3", "24-3", "8-8", "1:30-3", "Mon-", "9", "-1-3", 5, None]
 )
-def test_invalid_week_hours_and_zones_are_rejected(text: object) -> None:
+def test_invalid_week_hours_are_rejected(text: object) -> None:
     with pytest.raises(ValueError, match=r"are not hours of .* like 'Mon-Fri 20-8, Sat, Sun'"):
         WeekHours.parse(text, "UTC")
-    for zone in ("", "Mars/Base", "..", "/etc/passwd", "Europe", "a\0b"):
-        with pytest.raises(ValueError, match="is not a time zone: write a name such as 'Europe/V"):
-            WeekHours.parse("20-8", zone)
+
+
+@pytest.mark.parametrize("zone", ["", "Mars/Base", "..", "/etc/passwd", "Europe", "a\0b"])
+def test_unknown_time_zone_is_rejected(zone: str) -> None:
+    with pytest.raises(ValueError, match="is not a time zone: write a name such as 'Europe/V"):
+        WeekHours.parse("20-8", zone)
 
 
 def test_week_hours_follow_local_time_across_daylight_saving() -> None:
@@ -316,7 +319,7 @@ def test_week_hours_follow_local_time_across_daylight_saving() -> None:
         "13 hours long"
     )
 
-    # Hours that are skipped, and that come twice.
+    # Hours that daylight saving skips or repeats.
     at_two = WeekHours.parse("2-3", "Europe/Vienna")
     day = [utc("2026-03-29 00:00") + timedelta(minutes=15 * n) for n in range(80)]
     assert not any(at_two.holds(moment) for moment in day)

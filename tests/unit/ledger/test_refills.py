@@ -136,6 +136,7 @@ def test_recurrences_are_ordered_and_spaced_apart(freq: str, more: list[str], zo
     found = list(islice(made.after(START, inclusive=True), 20))
     assert found and found[0] >= START
     assert all(later - one >= LEAST_GAP for one, later in pairwise(found))
+    # None follows the last occurrence of a rule that has three at most.
     for one, later in zip(found[:3], [*found[1:4], None], strict=False):
         assert made.next(one) == later
 

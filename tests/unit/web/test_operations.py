@@ -37,7 +37,7 @@ EXAMPLES = {
 # What is declared.
 
 
-def test_each_operation_is_routed_to_its_handler_under_a_name_of_its_own() -> None:
+def test_operations_have_unique_names_and_reach_their_handlers() -> None:
     found = list(declarations(HANDLERS))
     for method, operation, words in found:
         address = "api/" + operation.path.format(**EXAMPLES)
