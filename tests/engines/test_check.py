@@ -30,6 +30,8 @@ from tests.support.processes import BIN, PATIENCE, free_port, system_path, wait_
 
 FLEET = "2xT4"
 NETWORK = "notebooks"
+WORKSPACE = "\nc.GPUDockerSpawner.workspace = {!r}\n"
+AUTO = '\nc.GPUDockerSpawner.gpu_injection = "auto"\n'
 NO_CONTAINERS = "--no-containers"
 
 GOOD = """
@@ -157,7 +159,7 @@ def test_check_of_a_valid_hub_passes_before_first_start(check: Check, tmp_path: 
     )
 
 
-def test_check_beside_a_running_hub_and_its_proxy(
+def test_check_reaches_a_running_hub_and_its_proxy(
     check: Check,
     clean_engine: PrivateEngine,
     images: Any,
@@ -258,10 +260,6 @@ def test_missing_device_network_and_workspace_fail(
     assert missing["workspace"]["remedy"].endswith(f"sudo mkdir -p {root}")
 
 
-WORKSPACE = "\nc.GPUDockerSpawner.workspace = {!r}\n"
-AUTO = '\nc.GPUDockerSpawner.gpu_injection = "auto"\n'
-
-
 def test_hub_on_loopback_fails_with_a_usable_address(
     check: Check, notebooks: str, tmp_path: Path
 ) -> None:
@@ -275,7 +273,7 @@ def test_hub_on_loopback_fails_with_a_usable_address(
     assert checked["workspace"]["status"] == "ok" and list(root.iterdir()) == []
 
 
-def test_nvml_devices_and_a_hub_on_another_machine(check: Check) -> None:
+def test_missing_nvml_fails_and_a_remote_hub_is_unchecked(check: Check) -> None:
     checked = check('\nc.GPUDevices.source = "nvml"\n', hub_ip="192.0.2.1")
     assert checked["hub API"]["status"] == "unchecked"
     assert "cannot listen in its place at 192.0.2.1" in checked["hub API"]["text"]
@@ -293,9 +291,9 @@ def test_unwritable_workspace_directory_fails(clean_engine: PrivateEngine, image
     assert "cannot be made in /proc/sys: mkdir:" in finding.text
 
 
-def test_faults_of_the_configuration_fail_without_a_container(check: Check, tmp_path: Path) -> None:
+def test_configuration_faults_are_found_without_containers(check: Check, tmp_path: Path) -> None:
     (tmp_path / "catalog.yaml").write_text("environments:\n  - {slug: x, imag: y}\n")
-    none = """
+    broken_config = """
 c.GPUSpawnerMixin.catalog = "catalog.yaml"
 c.GPUDockerSpawner.workspace = ""
 c.ConfigurableHTTPProxy.command = ["a-proxy-that-is-not-there"]
@@ -303,7 +301,7 @@ c.JupyterHub.services = []
 c.JupyterHub.load_roles = []
 c.GPUDatabase.url = "sqlite:////proc/hub.sqlite"
 """
-    checked = check(none, NO_CONTAINERS)
+    checked = check(broken_config, NO_CONTAINERS)
     faults = ["catalog", "database", "workspace", "proxy", "accounting", "idle culler"]
     assert (checked.code, checked.red) == (1, faults)
     assert "imag" in checked["catalog"]["text"]
@@ -317,14 +315,14 @@ c.GPUDatabase.url = "sqlite:////proc/hub.sqlite"
     broken = tmp_path / "broken-proxy"
     broken.write_text("#!/bin/sh\necho node: not found >&2\nexit 127\n")
     broken.chmod(0o755)
-    some = f"""
+    partial_config = f"""
 c.GPUDockerSpawner.workspace = ""
 c.DockerSpawner.volumes = {{"a": "/b"}}
 c.ConfigurableHTTPProxy.command = [{str(broken)!r}]
 c.JupyterHub.load_roles = [{{"name": "a", "services": ["gpu", "idle-culler"], "scopes": [
     "list:users", "read:groups", "admin:servers", "access:services!service=gpu"]}}]
 """
-    checked = check(some, NO_CONTAINERS)
+    checked = check(partial_config, NO_CONTAINERS)
     assert (checked.code, checked.red) == (1, ["proxy", "idle culler"])
     assert checked["workspace"]["status"] == "unchecked"
     assert checked["proxy"]["text"] == f"{broken} does not run: node: not found."

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
@@ -218,10 +219,13 @@ def test_image_update_is_smoke_tested_and_only_unused_images_are_pruned(site: Si
     assert len(gone) == 1, "images of others are not looked at"
 
 
-def test_update_from_the_page_runs_once_and_as_it_was_agreed_to(site: Site, tmp_path: Path) -> None:
+def test_update_runs_once_and_refuses_another_offer(site: Site, tmp_path: Path) -> None:
     """One that goes well, and its line in the audit log, is in tests/hub/test_files.py."""
+    may_connect = threading.Event()
+    may_connect.set()
 
     def connect(timeout: float) -> docker.APIClient:
+        may_connect.wait(60)
         return docker.APIClient(base_url=site.engine.url, version="auto", timeout=timeout)
 
     def ended(job: UpdateJob) -> UpdateJob:
@@ -245,7 +249,9 @@ def test_update_from_the_page_runs_once_and_as_it_was_agreed_to(site: Site, tmp_
         assert "no_such_module" in failed.error
 
         site.registry.retag("lab", "new")
+        may_connect.clear()  # so that the update lasts until all have asked for it
         found = at_once(8, lambda _: updates.start(updater, offer, "kim"))
+        may_connect.set()
         [job] = [each for each in found if isinstance(each, UpdateJob)]
         assert sum("one is updated at a time" in str(each) for each in found) == 7
         stale = ended(job)

@@ -33,7 +33,7 @@ def cluster(shared_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="session")
 def ann(shared_cluster: SlurmCluster) -> str:
-    """A Linux user whom Slurm knows: to make one takes its database a second."""
+    """A Linux user that Slurm knows. Creating one takes a second."""
     return shared_cluster.user("ann")
 
 

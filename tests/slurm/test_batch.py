@@ -100,8 +100,8 @@ def test_batch_jobs_are_charged_to_the_member_account(books: Books, cluster: Slu
 def test_job_that_is_found_late_is_charged(
     books: Books, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One whose end comes hours after the last look, and one that was missed for a day, as when
-    somebody has put an older database of Slurm's in its place for a while."""
+    """A job that ends hours after the last look, and one that was missing for a day because an
+    older database of Slurm's had been restored."""
     user = member(books, "gshal")
     books.sync()
     job = cluster.hold(user, "--gres=gpu:1")

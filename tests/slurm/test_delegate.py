@@ -428,7 +428,7 @@ def test_many_new_members_are_registered_in_few_calls(
 def test_job_container_is_limited_and_ends_before_the_next_job(
     cluster: SlurmCluster, ann: str
 ) -> None:
-    """Of Slurm and Docker themselves, by their own commands: our servers lean on it."""
+    """Our servers rely on this behaviour of Slurm and Docker."""
     node = cluster.nodes[1]
     job = cluster.hold(ann, "--gres=gpu:h100:1")
     cluster.wait_state(job, "RUNNING")

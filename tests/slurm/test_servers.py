@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
-from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -96,7 +95,7 @@ service_constants["gpuspawner.service.duties.CLUSTER_SECONDS"] = 5
 service_constants["gpuspawner.monitoring.health_service.QUIET_MINUTES"] = 0.02
 service_constants["gpuspawner.service.device_monitor.JUDGE_EVERY"] = 1_000_000_000
 """
-"""Who rests is judged by the one test that is about it, in a time that goes faster."""
+"""The hub judges no idle GPU: a test does, with a faster clock."""
 
 HELD = """
 import pathlib, time
@@ -191,7 +190,7 @@ def line(hub: SlurmHub) -> list[str]:
     return [ticket.server.user for ticket, _, _ in hub.services.positions.order()]
 
 
-# Images on the nodes. The first of these tests finds the registry as it hangs.
+# Images on the nodes. The registry hangs until the first of these tests lets it go on.
 
 
 def has(node: Node, image: str) -> bool:
@@ -273,7 +272,7 @@ def test_catalog_page_shows_images_on_each_node(hub: SlurmHub, cluster: SlurmClu
 
 
 def test_devices_go_from_one_server_to_the_next(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    """Who has them, who is refused, who waits and sees where, who leaves, and who dies."""
+    """Leases, a refusal, positions, a member who leaves the queue, and a container that dies."""
     lease = hub.begin("ann", gpus=2)
     node = hub.node_of(lease)
     assert node is cluster.nodes[0] and len(lease.devices) == 2
@@ -314,8 +313,8 @@ def test_devices_go_from_one_server_to_the_next(hub: SlurmHub, cluster: SlurmClu
 
 
 def test_job_cancelled_in_slurm_ends_server_or_ticket(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    """One runs, outside of its job's control group as on nodes with cgroup v2: the limits are its
-    environment's. One waits. Both are told, and neither leaves anything."""
+    """One job is a running server's, which is outside its job's control group as with cgroup v2;
+    the other waits. Both members are told, and nothing is left."""
     lease = hub.begin("ann", environment="outside", gpus=2)
     node = hub.node_of(lease)
     (container,) = hub.containers(node)
@@ -373,7 +372,7 @@ def test_impossible_or_closed_request_is_refused_with_a_reason(
 def test_drained_partition_refuses_and_down_partition_queues(
     hub: SlurmHub, cluster: SlurmCluster
 ) -> None:
-    """Whatever the member is called who waits there."""
+    """The waiting member's name has special characters."""
     member, server = "o'neil $(id);", "second"
     user = user_of(member)
     cluster.users.make(user)
@@ -394,26 +393,6 @@ def test_drained_partition_refuses_and_down_partition_queues(
     assert hub.get(member, "devices", server).text.split() == ["/dev/nvidia0"]
     hub.stop_server(member, server)
     hub.wait_end(lease)
-
-
-def test_queue_keeps_order_and_heavy_users_wait(hub: SlurmHub, cluster: SlurmCluster) -> None:
-    """Slurm counts who used how much once a minute and when it starts, and what servers use is
-    theirs."""
-    hub.begin("ann", gpus=1, gpu_model="H100")
-    tickets = {
-        user: hub.queue_up(user, "second" if user == "ann" else "", gpus=1, gpu_model="H100")
-        for user in ("ann", *NEW)
-    }
-
-    cluster.restart("slurmctld")
-    wait_for(lambda: line(hub) == [*NEW, "ann"], "ann to be behind", timeout=90)
-    hub.stop_server("ann")
-    for number, user in enumerate(NEW, start=1):
-        assert hub.wait_lease(user).ticket_id == tickets[user].id
-        assert line(hub) == [*NEW[number:], "ann"]
-        hub.stop_server(user)
-    assert hub.wait_lease("ann", "second").ticket_id == tickets["ann"].id
-    hub.stop_server("ann", "second")
 
 
 def test_member_without_a_gpu_pays_for_a_batch_job(hub: SlurmHub, cluster: SlurmCluster) -> None:
@@ -568,6 +547,26 @@ def assert_once(hub: SlurmHub) -> None:
     assert set(jobs(hub.cluster).values()) <= {1}
 
 
+def test_queue_keeps_order_and_heavy_users_wait(hub: SlurmHub, cluster: SlurmCluster) -> None:
+    """Slurm counts who used how much once a minute and when it starts, and what servers use is
+    theirs."""
+    hub.begin("ann", gpus=1, gpu_model="H100")
+    tickets = {
+        user: hub.queue_up(user, "second" if user == "ann" else "", gpus=1, gpu_model="H100")
+        for user in ("ann", *NEW)
+    }
+
+    cluster.restart("slurmctld")
+    wait_for(lambda: line(hub) == [*NEW, "ann"], "ann to be behind", timeout=90)
+    hub.stop_server("ann")
+    for number, user in enumerate(NEW, start=1):
+        assert hub.wait_lease(user).ticket_id == tickets[user].id
+        assert line(hub) == [*NEW[number:], "ann"]
+        hub.stop_server(user)
+    assert hub.wait_lease("ann", "second").ticket_id == tickets["ann"].id
+    hub.stop_server("ann", "second")
+
+
 @pytest.mark.parametrize("place", [0, 1, 2] if SOAK else [1])
 def test_server_and_ticket_survive_a_crash_of_all_daemons(
     hub: SlurmHub, cluster: SlurmCluster, chance: random.Random, place: int
@@ -590,7 +589,12 @@ def test_server_and_ticket_survive_a_crash_of_all_daemons(
         hub.start()
         if place < 2:
             wait_for(lambda: hub.server("bob"), "the service to begin the start again")
-            said = list(takewhile(lambda event: event.get("message") != WAITS, hub.events("bob")))
+            said = []
+            for event in hub.events("bob"):
+                said.append(event)
+                if event.get("message") == WAITS:
+                    break
+            assert said[-1].get("message") == WAITS
             assert not any(event.get("failed") for event in said)
 
     def waits_with_one_job() -> bool:
@@ -719,13 +723,21 @@ def told(hub: SlurmHub, user: str, kind: NoticeKind) -> list[str]:
     ]
 
 
+@pytest.fixture
+def brief_claims(hub: SlurmHub) -> Iterator[None]:
+    """Whoever waited for a GPU has three seconds to connect."""
+    (hub.folder / "claim-minutes").write_text("0.05")
+    yield
+    (hub.folder / "claim-minutes").write_text("10")
+
+
+@pytest.mark.usefixtures("brief_claims")
 def test_idle_server_yields_and_no_show_is_not_charged(
     hub: SlurmHub,
     cluster: SlurmCluster,
     samplers: list[NodeSampler],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (hub.folder / "claim-minutes").write_text("0.05")
     hub.ask("works", gpus=1, gpu_model="A100")
     hub.ask("rests", gpus=1, gpu_model="H100")
     works, rests = hub.wait_lease("works"), hub.wait_lease("rests")
@@ -751,7 +763,6 @@ def test_idle_server_yields_and_no_show_is_not_charged(
     assert not now.outcome and hub.get("works", "devices").ok
     assert hub.services.notifications.notices_of("works") == []
     hub.stop_server("works")
-    (hub.folder / "claim-minutes").write_text("10")
 
 
 @pytest.fixture

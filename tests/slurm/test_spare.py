@@ -110,11 +110,10 @@ def test_powered_off_and_drained_nodes_are_described(
 def test_queue_powers_on_a_node_and_survives_its_failure(
     soak: None, hub: SlurmHub, powered: PoweredCluster
 ) -> None:
-    cluster = powered
-    (spare,) = cluster.spare
-    says_calmly_that_it_is_off(hub, spare, cluster.nodes[0])
+    (spare,) = powered.spare
+    says_calmly_that_it_is_off(hub, spare, powered.nodes[0])
     hub.begin("ann", gpus=2)
-    cluster.delivers = False
+    powered.delivers = False
     ticket = hub.queue_up("bob", gpus=1)
 
     def why(words: str) -> bool:
@@ -124,28 +123,28 @@ def test_queue_powers_on_a_node_and_survives_its_failure(
     wait_for(lambda: why("is being switched on"), "bob to be told")
 
     def gave_up() -> bool:
-        return cluster.node_state(spare).startswith("down")
+        return powered.node_state(spare).startswith("down")
 
     wait_for(gave_up, "Slurm to give the machine up", timeout=60, interval=0.5)
     jobs = ("squeue", "-h", "-t", "pending", "-o", "%j")
-    wait_for(lambda: ticket.id in cluster.run(*jobs), "bob's ticket to be in the queue again")
+    wait_for(lambda: ticket.id in powered.run(*jobs), "bob's ticket to be in the queue again")
     assert hub.services.queue.ticket(ticket.id).outcome == ""
     assert [lease.server.user for lease in hub.services.leases.open_leases()] == ["ann"]
 
-    cluster.delivers = True
-    cluster.run("scontrol", "update", f"nodename={spare.name}", "state=power_down_force")
+    powered.delivers = True
+    powered.run("scontrol", "update", f"nodename={spare.name}", "state=power_down_force")
 
     def repaired() -> bool:
-        state = cluster.node_state(spare)
+        state = powered.node_state(spare)
         if state == "down~":  # given up a moment later than it was switched off
-            cluster.run("scontrol", "update", f"nodename={spare.name}", "state=resume")
+            powered.run("scontrol", "update", f"nodename={spare.name}", "state=resume")
         return not state.startswith("down")
 
     wait_for(repaired, "the machine to be there for jobs", timeout=60, interval=0.5)
     lease = hub.wait_lease("bob", timeout=90)
     assert lease.ticket_id == ticket.id and hub.node_of(lease) is spare
     hub.stop_server("bob")
-    wait_for(lambda: cluster.node_state(spare) == "idle~", "the machine to be off", timeout=60)
+    wait_for(lambda: powered.node_state(spare) == "idle~", "the machine to be off", timeout=60)
     hub.stop_server("ann")
 
 

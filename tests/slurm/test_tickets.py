@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,11 +78,11 @@ def delegate_of(services: Services) -> SlurmDelegate:
     return services.delegation.delegate
 
 
-END_JOB: tuple[Callable[[SlurmDelegate, str, int], None], ...] = (
-    lambda slurm, ticket, job: slurm.decline(ticket),  # a GPU that is closed is given back
-    lambda slurm, ticket, job: slurm.cancel(ticket),
-    lambda slurm, ticket, job: slurm.cancel_job(job),  # the container was removed
-)
+END_JOB: dict[str, Callable[[SlurmDelegate, str, int], None]] = {
+    "a GPU that is closed is given back": lambda slurm, ticket, job: slurm.decline(ticket),
+    "the ticket is cancelled": lambda slurm, ticket, job: slurm.cancel(ticket),
+    "the container was removed": lambda slurm, ticket, job: slurm.cancel_job(job),
+}
 
 
 def test_ticket_gets_no_devices_from_a_cancelled_job(
@@ -90,11 +91,12 @@ def test_ticket_gets_no_devices_from_a_cancelled_job(
     ticket = asked(services, "ann")
     until(services, [ticket], lambda turns: turns == [ticket.id])
     slurm = delegate_of(services)
-    for end in END_JOB:
+    for why, end in END_JOB.items():
         first = slurm.job(ticket.id)
         assert first is not None
         end(slurm, ticket.id, first.id)
-        assert services.queue.turns(frozenset([ticket.id])) == [], "the last look shows it running"
+        # The last look shows it running.
+        assert services.queue.turns(frozenset([ticket.id])) == [], why
         with pytest.raises(NoDeviceFree):
             services.queue.start_ticket(ticket.id)
 
@@ -182,22 +184,22 @@ def test_members_share_the_slots_of_one_gpu(cluster: SlurmCluster, tmp_path: Pat
     for user in users:
         cluster.users.make(user)
     services = opened(tmp_path, cluster, shards=4, gpu_rates={"*": 3600}, opening_grant=100_000)
-    tickets = [asked(services, user, model="H100") for user in users]
-    turns = until(services, tickets, lambda turns: turns if len(turns) == 4 else None)
-    leases = [services.queue.start_ticket(turn) for turn in turns]
-    (place,) = {lease.devices[0].uuid for lease in leases}
-    assert {lease.devices[0].slot for lease in leases} == {0, 1, 2, 3}
-    assert [lease.rate for lease in leases] == [3600 * MICRO // 4] * 4
-    (last,) = (ticket for ticket in tickets if ticket.id not in turns)
+    with closing(services.store):
+        tickets = [asked(services, user, model="H100") for user in users]
+        turns = until(services, tickets, lambda turns: turns if len(turns) == 4 else None)
+        leases = [services.queue.start_ticket(turn) for turn in turns]
+        (place,) = {lease.devices[0].uuid for lease in leases}
+        assert {lease.devices[0].slot for lease in leases} == {0, 1, 2, 3}
+        assert [lease.rate for lease in leases] == [3600 * MICRO // 4] * 4
+        (last,) = (ticket for ticket in tickets if ticket.id not in turns)
 
-    delegate = delegate_of(services)
-    delegate.cancel(turns[0])
-    wait_for(lambda: delegate.turns()[turns[0]].over, "the end of its job")
-    services.leases.release(leases[0].id, reason="stopped")
-    until(services, [last], lambda turns: turns == [last.id])
-    (device,) = services.queue.start_ticket(last.id).devices
-    assert (device.uuid, device.slot) == (place, leases[0].devices[0].slot)
-    services.store.close()
+        delegate = delegate_of(services)
+        delegate.cancel(turns[0])
+        wait_for(lambda: delegate.turns()[turns[0]].over, "the end of its job")
+        services.leases.release(leases[0].id, reason="stopped")
+        until(services, [last], lambda turns: turns == [last.id])
+        (device,) = services.queue.start_ticket(last.id).devices
+        assert (device.uuid, device.slot) == (place, leases[0].devices[0].slot)
 
 
 # Machines that are closed, by us and by others.

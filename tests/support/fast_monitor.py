@@ -2,7 +2,7 @@
 
 It runs in a thread of the test, on the hub's database, with the Hub's REST API and the processes
 of the hub's servers as they are. What it orders is carried out by the hub's own service, whose
-sampler is off.
+own sampler is off or judges no idle GPU.
 """
 
 from __future__ import annotations

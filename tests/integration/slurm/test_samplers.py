@@ -180,8 +180,10 @@ def test_silence_of_a_node_that_is_off_is_no_fault(
     nodes: list[Node], caplog: pytest.LogCaptureFixture
 ) -> None:
     away = replace(nodes[1], sampler=f"http://127.0.0.1:{free_port()}")
-    some = Asked(away, resting=lambda name: "off (power saving)")
-    some.until("its rest", lambda newest: newest[FLEET[2].uuid].resting)
+    lost = replace(nodes[0], sampler=f"http://127.0.0.1:{free_port()}")
+    some = Asked(away, lost, resting=lambda name: "off (power saving)" if name == "gpu2" else "")
+    some.until("the warning about the other", lambda _: "gpu1" in caplog.text)
+    assert some.newest[FLEET[2].uuid].resting
     assert some.newest[FLEET[2].uuid].silent == "the machine gpu2 is off (power saving)"
     assert "gpu2" not in caplog.text
 
@@ -315,7 +317,7 @@ def test_node_with_a_wrong_clock_is_corrected_and_reported(
 
 
 def test_expired_certificate_is_named_as_the_reason(nodes: list[Node], tls: Path) -> None:
-    """Also that of a hub whose node's clock is far ahead."""
+    """A node whose clock is far ahead gives the same reason."""
     files = (str(tls / name) for name in ("ca.pem", "expired-cert.pem", "expired-key.pem"))
     some = Asked(replace(nodes[0], tls=TLS(*files)))
     word = "rejects our certificate as expired"

@@ -1,4 +1,4 @@
-"""Nodes as sinfo --json of Slurm 22.05.8 says them; tests/slurm/test_spare.py has the real one."""
+"""States of nodes in sinfo --json of Slurm 22.05.8. tests/slurm/test_spare.py runs the real one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CLUSTER = Cluster(
 OFF = "off (power saving)"
 
 
-class Told(Slurm):
-    """A Slurm whose nodes are these."""
+class FakeSlurm(Slurm):
+    """Returns ``said`` as its nodes."""
 
     said = ""
 
@@ -31,8 +31,8 @@ class Told(Slurm):
 
 
 def delegate(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any], **more: Any) -> SlurmDelegate:
-    monkeypatch.setattr(Told, "said", json.dumps({"errors": [], "nodes": nodes} | more))
-    return SlurmDelegate(CLUSTER, Told())
+    monkeypatch.setattr(FakeSlurm, "said", json.dumps({"errors": [], "nodes": nodes} | more))
+    return SlurmDelegate(CLUSTER, FakeSlurm())
 
 
 @pytest.mark.parametrize(
