@@ -6,8 +6,8 @@ for most readings, 8 us for the memory, 54 us for a list of processes, 215 us fo
 ``--real`` it is this machine's own driver. The processor time is the process's own, of all threads
 and of the kernel, the driver's share included.
 
-Memory is what the process holds in the end, and what it would hold without samples: a Python with
-the store's libraries, which the accounting service has anyway.
+Memory is that of ``gpuspawner slurm sampler``, which is a process of its own on each node, over the
+same driver; and what samples add to the accounting service, which has all its libraries anyway.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import requests
 from support.report import Report, Series, argument_parser
 
 from tests.support.nvml import nvml_library as nvml
+from tests.support.processes import free_port, wait_for
 
 GPUS = 8
 MOST_PERCENT = 0.2
 MOST_MB = 60.0
+"""Of the sampler of a node."""
 LATENCIES_US = {
     "nvmlDeviceGetUtilizationRates": 2,
     "nvmlDeviceGetMemoryInfo": 8,
@@ -112,17 +116,18 @@ def main() -> None:
         library = None if options.real else nvml.build_nvml_library(Path(folder) / "lib")
         runs = [_run(library, Path(folder), n, options.seconds) for n in range(options.runs)]
     report.figure("runs", options.runs)
-    percent, resident, empty, samples, passed = (
-        Series(tuple(run[at] for run in runs)) for at in range(5)
+    percent, resident, empty, samples, passed, *_, of_node = (
+        Series(tuple(run[at] for run in runs)) for at in range(8)
     )
     for what, series, digits in (
         ("processor, % of a core", percent, 3),
-        ("memory, MB", resident, 1),
-        ("memory without samples, MB", empty, 1),
+        ("memory of a node's sampler, MB", of_node, 1),
+        ("memory of the service, MB", resident, 1),
+        ("the same without samples, MB", empty, 1),
     ):
         report.row(what, str(options.runs), f"{options.seconds:g}", series.text(digits))
     report.figure("processor_percent", percent.median, MOST_PERCENT)
-    report.figure("memory_mb", resident.median, MOST_MB)
+    report.figure("memory_mb", of_node.median, MOST_MB)
     report.figure("memory_of_samples_mb", resident.median - empty.median)
     missed = max(abs(p - s) for p, s in zip(passed.values, samples.values, strict=True))
     report.figure("most_samples_missed", missed, 2.0)  # one at either end
@@ -154,7 +159,33 @@ def _run(library: Path | None, folder: Path, number: int, seconds: float) -> lis
     if seconds >= 60:
         devices = int(found[6])  # with a whole minute written
         assert devices == GPUS if library else devices > 0, "no minute was written"
-    return found
+    return [*found, _node_sampler(environment, min(seconds, 20.0))]
+
+
+def _node_sampler(environment: dict[str, str], seconds: float) -> float:
+    """Return how many MB a node's sampler holds while the hub asks it once a second."""
+    url = f"http://127.0.0.1:{free_port()}"
+    code = "from gpuspawner.cli.app import main; main()"
+    command = [sys.executable, "-c", code, "slurm", "sampler", "--listen", url]
+    with subprocess.Popen(command, env=environment) as node:
+        try:
+            wait_for(lambda: _samples(url), "the sampler of a node")
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                time.sleep(1.0)
+                assert _samples(url)
+            status = Path(f"/proc/{node.pid}/status").read_text()
+        finally:
+            node.terminate()
+    line = next(line for line in status.splitlines() if "VmRSS" in line)
+    return int(line.split()[1]) / 1024
+
+
+def _samples(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/samples", timeout=30).ok
+    except requests.ConnectionError:
+        return False
 
 
 if __name__ == "__main__":
