@@ -1,7 +1,7 @@
 """Real: a hub, its local processes as servers, and the GPUs of this machine. Only the proxy keeps
 its routes and forwards nothing: the tests talk to hub and servers themselves.
 
-Last passed on an NVIDIA H100 80GB HBM3, driver 580.159.04, CUDA 13.0, on 2026-11-27 at c749b907.
+Last passed on an NVIDIA H200, driver 580.159.04, CUDA 13.0, on 2026-11-27 at 26eb697d.
 """
 
 from __future__ import annotations

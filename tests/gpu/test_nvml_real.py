@@ -1,6 +1,6 @@
 """Real: the GPU, its driver and NVML; nvidia-smi is the second opinion.
 
-Last passed on an NVIDIA H100 80GB HBM3, driver 580.159.04, CUDA 13.0, on 2026-11-27 at c749b907.
+Last passed on an NVIDIA H200, driver 580.159.04, CUDA 13.0, on 2026-11-27 at 26eb697d.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Real: the GPU, its driver, and programs that compute on it: what the hub sees of them, and what
 one does to another.
 
-Last passed on an NVIDIA H100 80GB HBM3, driver 580.159.04, CUDA 13.0, on 2026-11-27 at c749b907,
-and two tests that failed there (a driver's percentages are of a fifth of a second) at 4723a287.
+Last passed on an NVIDIA H200, driver 580.159.04, CUDA 13.0, on 2026-11-27 at 26eb697d.
 """
 
 from __future__ import annotations
