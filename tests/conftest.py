@@ -396,8 +396,8 @@ class Failures:
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and reporter is not None:
             crash = getattr(report.longrepr, "reprcrash", None)
-            why = str(crash.message).splitlines()[0] if crash and crash.message else ""
-            line = f"FAILED {report.nodeid} ({report.when}): {why}"[:400]
+            why = str(crash.message) if crash and crash.message else ""
+            line = f"FAILED {report.nodeid} ({report.when}): {why}"[:2000]
             reporter.write_line(f"\n{line}", red=True)
 
 
