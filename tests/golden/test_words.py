@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from tests.golden.conftest import RECORDED, configurables
-from tests.support.gpu_hub import text_of
+from tests.support.page_text import text_of
 from tests.support.processes import REPO
 
 FOR_ADMINS = re.compile(

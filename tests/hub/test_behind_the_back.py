@@ -20,8 +20,9 @@ from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
-from tests.support.gpu_hub import GPUHub, text_of
+from tests.support.gpu_hub import GPUHub
 from tests.support.images import INSTANT
+from tests.support.page_text import text_of
 from tests.support.polls import COUNTED, wait_polls
 from tests.support.processes import wait_for
 

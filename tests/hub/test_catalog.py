@@ -22,8 +22,9 @@ from gpuspawner.ledger.rules import owed
 from gpuspawner.notifications.models import NoticeKind
 from tests.support.browser import screenshot
 from tests.support.catalog_files import CATALOG, EVIL, FILES
-from tests.support.gpu_hub import assert_in_words, message_of, text_of
+from tests.support.gpu_hub import assert_in_words, message_of
 from tests.support.hub import ADMIN, NAVIGATION, USER_PASSWORD
+from tests.support.page_text import text_of
 from tests.support.pages import WIDE, add_cookies, look_over, look_over_in_the_dark, send_sign_in
 from tests.support.paying_hub import PayingHub
 from tests.support.processes import environment_of, wait_for

@@ -22,14 +22,8 @@ from gpuspawner.ledger.rules import owed
 from gpuspawner.queue.models import Ticket
 from tests.support.brokers import open_services, problems
 from tests.support.engine import PrivateEngine
-from tests.support.gpu_hub import (
-    GPUHub,
-    assert_in_words,
-    error_on,
-    message_of,
-    refused_in_time,
-    text_of,
-)
+from tests.support.gpu_hub import GPUHub, assert_in_words, error_on, message_of, refused_in_time
+from tests.support.page_text import text_of
 from tests.support.paying_hub import PayingHub
 from tests.support.postgres import PrivatePostgres
 from tests.support.processes import wait_for

@@ -19,7 +19,8 @@ from gpuspawner.ledger.rules import owed
 from tests.support import images
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
-from tests.support.gpu_hub import GPUHub, assert_in_words, error_on, message_of, text_of
+from tests.support.gpu_hub import GPUHub, assert_in_words, error_on, message_of
+from tests.support.page_text import text_of
 from tests.support.processes import wait_for
 from tests.support.tier import Rounds
 

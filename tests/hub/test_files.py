@@ -23,9 +23,10 @@ from tests.support.axe import troubles
 from tests.support.brokers import make_services
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
-from tests.support.gpu_hub import CATALOG, GPUHub, message_of, text_of
+from tests.support.gpu_hub import CATALOG, GPUHub, message_of
 from tests.support.hub import ADMIN
 from tests.support.images import INSTANT, TRIED, ensure_images
+from tests.support.page_text import text_of
 from tests.support.pages import PHONE, WIDE, add_cookies, send_sign_in, sign_in
 from tests.support.processes import free_port, wait_for
 from tests.support.registry import SlowRegistry

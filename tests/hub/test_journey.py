@@ -16,8 +16,9 @@ from gpuspawner.core.units import MICRO, format_credits
 from gpuspawner.ledger.rules import owed
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
-from tests.support.gpu_hub import GPUHub, text_of
+from tests.support.gpu_hub import GPUHub
 from tests.support.hub import ADMIN
+from tests.support.page_text import text_of
 from tests.support.pages import WIDE, Clicks, add_cookies, look_over, send_sign_in
 from tests.support.processes import free_port, wait_for
 

@@ -18,8 +18,8 @@ from jwt.algorithms import RSAAlgorithm
 
 from gpuspawner.services import Services
 from tests.support.brokers import migrated_bytes, services_on
-from tests.support.gpu_hub import text_of
 from tests.support.hub import NAVIGATION, HubProcess
+from tests.support.page_text import text_of
 from tests.support.processes import REPO
 from tests.support.vendors import vendor
 

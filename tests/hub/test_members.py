@@ -17,9 +17,9 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.notifications.repository import ChannelChoice
 from tests.support.browser import screenshot, show_notifications
-from tests.support.gpu_hub import text_of
 from tests.support.hub import ADMIN, USER_PASSWORD
 from tests.support.mail import MailServer
+from tests.support.page_text import text_of
 from tests.support.pages import (
     WIDE,
     Clicks,

@@ -15,8 +15,9 @@ import pytest
 
 from gpuspawner.leases.models import LeaseState
 from tests.support.engine import PrivateEngine
-from tests.support.gpu_hub import GPUHub, message_of, text_of
+from tests.support.gpu_hub import GPUHub, message_of
 from tests.support.nvml import nvml_library as nvml
+from tests.support.page_text import text_of
 from tests.support.processes import wait_for
 
 CONFIG = """

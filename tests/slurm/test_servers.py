@@ -39,11 +39,11 @@ from tests.support import axe
 from tests.support.brokers import make_services
 from tests.support.browser import screenshot
 from tests.support.fast_monitor import FastMonitor
-from tests.support.gpu_hub import text_of
 from tests.support.hub import ADMIN
 from tests.support.images import INSTANT
 from tests.support.node_sampler import NodeSampler
 from tests.support.nvml.nvml_library import GIB, GPU
+from tests.support.page_text import text_of
 from tests.support.pages import PHONE, WIDE, look_over, sign_in
 from tests.support.processes import wait_for
 from tests.support.registry import SlowRegistry

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from gpuspawner.ledger.models import member_account
 from tests.support.engine import PrivateEngine
 from tests.support.hub import HubProcess
 from tests.support.images import INSTANT
+from tests.support.page_text import text_of
 from tests.support.processes import wait_for
 
 CATALOG = f"""
@@ -239,12 +239,6 @@ def error_on(page: str) -> str:
     """The sentence in the red box of the form; empty when there is no box."""
     found = re.search(r'class="spawn-error-msg[^"]*">\s*(.*?)\s*</p>', page, re.DOTALL)
     return text_of(found[1]) if found else ""
-
-
-def text_of(page: str) -> str:
-    """The words of a page, without its tags and scripts, on one line."""
-    page = re.sub(r"<(script|style)\b.*?</\1>", " ", page, flags=re.DOTALL)
-    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
 def assert_in_words(text: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import requests
 
+from tests.support import page_text
 from tests.support.hub import NAVIGATION
 from tests.support.kernel import Kernel
 from tests.support.processes import wait_for
@@ -104,5 +104,4 @@ class Visitor:
 
 def text_of(page: requests.Response) -> str:
     """What a person reads on the page: no markup, single spaces."""
-    visible = re.sub(r"<(script|style)\b.*?</\1>", " ", page.text, flags=re.DOTALL)
-    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", visible)).split())
+    return page_text.text_of(page.text)

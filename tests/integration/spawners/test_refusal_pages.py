@@ -15,7 +15,8 @@ from gpuspawner.leases.models import Lease, ServerRef
 from tests.golden.scenario import fill
 from tests.golden.site import Site
 from tests.support.brokers import running
-from tests.support.gpu_hub import error_on, text_of
+from tests.support.gpu_hub import error_on
+from tests.support.page_text import text_of
 from tests.support.processes import wait_for
 
 TWO_T4 = {"environment": "torch", "gpus": "2", "gpu_model": "T4"}

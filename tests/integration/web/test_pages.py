@@ -26,7 +26,7 @@ from tests.golden.scenario import start
 from tests.golden.site import ADMIN, Site
 from tests.support.brokers import fleet
 from tests.support.browser import screenshot
-from tests.support.gpu_hub import text_of
+from tests.support.page_text import text_of
 from tests.support.pages import WIDE, mentions, words
 from tests.support.processes import free_port
 from tests.support.service_process import token_of

@@ -20,7 +20,7 @@ from gpuspawner.hub_pages.catalog_images import (
     seen_images,
 )
 from gpuspawner.web.frame import OUR_TEMPLATES
-from tests.support.gpu_hub import text_of
+from tests.support.page_text import text_of
 
 HERE, MISSING = ImageState("lab:1", 5, "sha256:a"), ImageState("lab:1", None, "")
 NEWER = ImageState("lab:1", 5, "sha256:a", offered="sha256:b")
