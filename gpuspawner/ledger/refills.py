@@ -50,7 +50,8 @@ class Recurrence:
     """For example ``FREQ=WEEKLY;BYDAY=MO``."""
     zone: str
     starts_at: datetime
-    """Timezone-aware, in UTC: no occurrence is earlier, and all have its time of day."""
+    """Timezone-aware, in UTC: no occurrence is earlier. All have its time of day, unless the rule
+    names hours; they are full hours if it names no minutes."""
 
     @classmethod
     def parse(cls, text: str, zone: str, starts_at: datetime) -> Recurrence:
@@ -98,6 +99,8 @@ class Recurrence:
         zone = open_zone(self.zone)
         start = self.starts_at.astimezone(zone).replace(tzinfo=None)
         rule = _UNTIL_PART.sub(lambda found: f"UNTIL={_until(found[1], self.zone)}", self.rule)
+        if "BYHOUR=" in rule and "BYMINUTE=" not in rule:
+            rule += ";BYMINUTE=0"  # by RFC 5545, the minute at which somebody created the refill
         made = rrulestr(rule, dtstart=start)
         assert isinstance(made, rrule)  # one line is one rule
         return made

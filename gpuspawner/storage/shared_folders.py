@@ -92,10 +92,7 @@ class SharedFolderService:
         """Create an empty folder. Raises InvalidRequest, or FolderRefused if they have too many."""
         name = check_name(name)
         if not self.settings.source or "{id}" not in self.settings.source:
-            raise FolderRefused(
-                "Members cannot make shared folders on this hub. Ask your admin, who can set "
-                "c.GPUFolders.source."
-            )
+            raise FolderRefused("Members cannot make shared folders on this hub. Ask your admin.")
         made = Folder(id=secrets.token_hex(8), name=name, owner=actor, made_at=self.clock())
         with self.store.write() as connection:
             self._must_be_new_folder(connection, name, actor)

@@ -46,6 +46,12 @@ def test_recurrence_rule_gives_its_dates(rule: str, days: list[str]) -> None:
         assert local(rule, count=50) == days
 
 
+def test_hour_without_a_minute_is_the_full_hour() -> None:
+    """At whatever minute somebody creates the refill; the confirmation says the full hour, too."""
+    rule, start = "FREQ=DAILY;BYHOUR=8,9;COUNT=2", START + timedelta(minutes=22)
+    assert local(rule, start=start, count=9) == ["2027-01-01 09:00", "2027-01-02 08:00"]
+
+
 @pytest.mark.parametrize(
     ("first", "hours"),
     [(datetime(2027, 3, 26, 7), [24, 23, 24]), (datetime(2027, 10, 29, 6), [24, 25, 24])],
