@@ -54,7 +54,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 SHELVES = ("members", "admins")
 PAGES = sorted(page for shelf in SHELVES for page in (DOCS / "how-to" / shelf).glob("*.md"))
 MOST_WORDS = 600
-OTHERS = re.compile(r"\.\./(cluster|production)/|\.\./\.\./(tutorials|explanation)/")
+OTHERS = re.compile(r"\.\./(cluster|production)/|\.\./\.\./(tutorials|explanation|reference)/")
 """Links to pages of other shelves, which the build of the site checks."""
 
 
