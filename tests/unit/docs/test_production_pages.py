@@ -6,6 +6,7 @@ from __future__ import annotations
 import configparser
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,15 @@ def test_commands_in_blocks_are_accepted_by_the_command_line(page: Path) -> None
             for arguments in doc_blocks.calls(line):
                 assert arguments, f"{block}: {line}"
                 assert doc_blocks.problem_of_call(arguments) == "", block
+
+
+@EVERY_PAGE
+def test_shell_blocks_and_scripts_are_complete(page: Path) -> None:
+    """Bash reads each to its end: no quotation, loop or document is left open."""
+    scripts = [b for b in doc_blocks.blocks(page, "text") if b.text.startswith("#!")]
+    for block in [*doc_blocks.blocks(page, "shell"), *scripts]:
+        done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
+        assert done.returncode == 0 and not done.stderr, f"{block}: {done.stderr}"
 
 
 @EVERY_PAGE
@@ -197,6 +207,9 @@ def test_first_tutorial_installs_as_the_readme_does() -> None:
         for line in readme.joined(block)
         if not line.startswith(("systemd-run ", "apt-get install docker.io "))
     ]
+    words = re.compile(r"\S*YOUR-[A-Z]\S*")
+    everything = "\n".join(block.text for block in doc_blocks.blocks(page, "shell"))
+    assert set(words.findall(everything)) == set(words.findall("\n".join(steps)))
     at = 0
     for step in steps:
         assert step in typed[at:], f"the tutorial lacks, or has in another place: {step}"
