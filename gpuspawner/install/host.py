@@ -1,0 +1,178 @@
+"""The machine: what is there, and the programs that are run on it."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from ..core.errors import Refused
+from .models import BIN_FOLDER, ENGINE_GROUP, USER, Machine, ProgramResult
+from .rules import PORTS, PROXY
+
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+MODULES = ("ldapauthenticator", "ltiauthenticator", "psycopg")
+PROGRAM_SECONDS = 180.0
+"""Maximum seconds of a program whose output is read."""
+
+
+class Host(Protocol):
+    """What ``init``, ``upgrade`` and ``uninstall`` ask of a machine."""
+
+    @property
+    def is_root(self) -> bool:
+        """True if this process may change the machine."""
+
+    def inspect(self, gateway: str) -> Machine:
+        """Look at the machine; ``gateway`` is its address on the servers' network."""
+
+    def ask(self, *command: str) -> ProgramResult:
+        """Run a program that changes nothing. Raises Refused if it cannot be started."""
+
+    def run(self, *command: str) -> ProgramResult:
+        """Run a program and return its output. Raises Refused if it cannot be started."""
+
+    def run_as_hub(
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str
+    ) -> int:
+        """Run a program as the hub's user, with its output on ours, and return its exit code."""
+
+
+class LocalHost:
+    """This machine."""
+
+    @property
+    def is_root(self) -> bool:
+        """True if this process is root's."""
+        return os.geteuid() == 0
+
+    def inspect(self, gateway: str) -> Machine:
+        """Look at this machine."""
+        folder = str(Path(sys.executable).parent)
+        path = f"{folder}:{SYSTEM_PATH}"
+        found = {name: shutil.which(name, path=path) for name in ("docker", "node", PROXY)}
+        return Machine(
+            has_systemd=Path("/run/systemd/system").is_dir(),
+            programs={name: path for name, path in found.items() if path},
+            groups=frozenset(g for g in (ENGINE_GROUP,) if _exists(grp.getgrnam, g)),
+            users=frozenset(u for u in (USER,) if _exists(pwd.getpwnam, u)),
+            ports_in_use=frozenset(
+                port
+                for port in PORTS
+                if _listens("127.0.0.1", port) or (port == 8081 and _listens(gateway, port))
+            ),
+            missing_modules=frozenset(name for name in MODULES if find_spec(name) is None),
+            bin_folder=folder,
+        )
+
+    def ask(self, *command: str) -> ProgramResult:
+        """Run a program that changes nothing. Raises Refused if it cannot be started."""
+        return self.run(*command)
+
+    def run(self, *command: str) -> ProgramResult:
+        """Run a program and return its output. Raises Refused if it cannot be started."""
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PATH": SYSTEM_PATH, "LC_ALL": "C.UTF-8"},
+                timeout=PROGRAM_SECONDS,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+        except FileNotFoundError:
+            raise Refused(f"There is no command {command[0]} on this machine.") from None
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise Refused(f"{command[0]} does not run: {error}.") from error
+        return ProgramResult(done.returncode, done.stdout.strip())
+
+    def run_as_hub(
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str
+    ) -> int:
+        """Run a program as the hub's user, with its output on ours, and return its exit code."""
+        sys.stdout.flush()
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            env={"HOME": folder, "LC_ALL": "C.UTF-8", "TERM": "dumb", **environment},
+            cwd=folder,
+            user=USER,
+            group=USER,
+            extra_groups=[ENGINE_GROUP],
+            check=False,
+        )
+        return done.returncode
+
+
+class OfflineHost:
+    """A machine that does not run, such as an image: its commands are noted for later."""
+
+    def __init__(self, root: Path) -> None:
+        own = Path(sys.executable).parent
+        root = root.resolve()
+        below = own.is_relative_to(root)
+        self.bin_folder = f"/{own.relative_to(root)}" if below else BIN_FOLDER
+        self.commands: list[tuple[str, ...]] = []
+
+    @property
+    def is_root(self) -> bool:
+        """True: whoever may write below the folder may change it."""
+        return True
+
+    def inspect(self, gateway: str) -> Machine:
+        """Return a machine that has what it needs, because nobody can look at this one."""
+        proxy = f"{self.bin_folder}/{PROXY}"
+        programs = {"docker": "/usr/bin/docker", "node": "/usr/bin/node", PROXY: proxy}
+        nothing: frozenset[str] = frozenset()
+        return Machine(
+            has_systemd=True,
+            programs=programs,
+            groups=frozenset((ENGINE_GROUP,)),
+            users=nothing,
+            ports_in_use=frozenset(),
+            missing_modules=nothing,
+            bin_folder=self.bin_folder,
+        )
+
+    def ask(self, *command: str) -> ProgramResult:
+        """Return an empty answer."""
+        return ProgramResult(0)
+
+    def run(self, *command: str) -> ProgramResult:
+        """Note the command."""
+        self.commands.append(command)
+        return ProgramResult(0)
+
+    def run_as_hub(
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str
+    ) -> int:
+        """Do nothing."""
+        return 0
+
+
+def _exists(look_up: object, name: str) -> bool:
+    assert callable(look_up)
+    try:
+        look_up(name)
+    except KeyError:
+        return False
+    return True
+
+
+def _listens(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=1):
+            return True
+    except OSError:
+        return False
