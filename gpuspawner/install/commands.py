@@ -108,11 +108,12 @@ def init(prefix: Path, defaults: bool, diff: bool, force: bool, **given: Any) ->
         note(_summary(plan))
         return 0
     plan = _settle(plan, asks=asks)
-    note(_summary(plan))
+    if plan.is_empty:
+        click.echo(_summary(plan))
     for sentence in installer.apply(plan):
         click.echo(sentence)
-    if isinstance(host, OfflineHost):
-        _tell_later(host)
+    if not host.runs:
+        click.echo("No program was run. When the machine runs: gpuspawner init --defaults")
         return 0
     return _start(installer, plan)
 
@@ -195,13 +196,6 @@ def _summary(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _tell_later(host: OfflineHost) -> None:
-    click.echo("No program was run. When the machine runs, type there as root:")
-    for command in host.commands:
-        click.echo(f"  {' '.join(command)}")
-    click.echo("  gpuspawner init --defaults")
-
-
 def _start(installer: Installer, plan: Plan) -> int:
     machine = installer.host.inspect(rules.gateway_of(plan.answers.subnet))
     code = 0
@@ -245,7 +239,8 @@ class UpgradeCommand(Command):
         files, host = FileTree(Path("/")), open_host(Path("/"))
         if named.config or named.database or not (host.is_root and files.read(RECORD)):
             return super().invoke(ctx)
-        arguments = ["--no-containers"] if ctx.params["no_containers"] else []
+        arguments = ["--json"] if named.json else []
+        arguments += ["--no-containers"] if ctx.params["no_containers"] else []
         if file := ctx.params["backup"]:
             arguments += ["--backup", str(file.resolve())]
         return upgrade_installed_hub(files, host, arguments)
@@ -266,7 +261,7 @@ def upgrade_installed_hub(files: FileTree, host: Host, arguments: Sequence[str])
     program = f"{machine.bin_folder}/gpuspawner"
     code = host.run_as_hub((program, "upgrade", "-f", CONFIG, *arguments), variables, STATE_FOLDER)
     if not code:
-        click.echo("Now start the hub: systemctl start gpuspawner")
+        note("Now start the hub: systemctl start gpuspawner")
     return code
 
 
@@ -283,8 +278,9 @@ def upgrade(settings: Settings, backup: Path | None, no_containers: bool) -> int
     command += ["--no-containers"] if no_containers else []
     upgrader = Upgrader(settings.database_url, lambda: run_check(command))
     file = (backup or upgrader.backup_path()).absolute()
+    say = note if wants_json() else click.echo
     for sentence in upgrader.run(file):
-        note(sentence)
+        say(sentence)
     if wants_json():
         value = {"database": str(upgrader.place), "ok": not upgrader.code}
         show(value | {"backup": str(file) if upgrader.changed else None}, "")
@@ -292,10 +288,10 @@ def upgrade(settings: Settings, backup: Path | None, no_containers: bool) -> int
 
 
 def run_check(command: Sequence[str]) -> int:
-    """Run the check in a process of its own, with its output on stderr; return its exit code."""
-    return subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False
-    ).returncode
+    """Run the check in a process of its own, and return its exit code."""
+    sys.stdout.flush()
+    to = sys.stderr if wants_json() else None  # one JSON object is the output
+    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=to, check=False).returncode
 
 
 @click.command()
@@ -320,15 +316,7 @@ def uninstall(prefix: Path, yes: bool) -> int:
     variables = rules.read_variables(uninstaller.files.read(ENVIRONMENT) or "")
     for sentence in uninstaller.remove(machine):
         click.echo(sentence)
-    if isinstance(host, OfflineHost):
-        _tell_removal(host)
     click.echo("What is left:")
     for sentence in uninstaller.left(variables, edited):
         click.echo(f"  {sentence}")
     return 0
-
-
-def _tell_removal(host: OfflineHost) -> None:
-    click.echo("No program was run. When the machine runs, type there as root:")
-    for command in host.commands:
-        click.echo(f"  {' '.join(command)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -49,12 +49,18 @@ class FileTree:
         """Return True if there is a folder."""
         return self.path(target).is_dir()
 
+    def list(self, target: str) -> Iterator[str]:
+        """Yield the paths of all files below a folder."""
+        for path in self.path(target).rglob("*"):
+            if not path.is_dir():
+                yield f"/{path.relative_to(self.root)}"
+
     def write(self, file: TargetFile) -> None:
         """Write a file with its mode, in the place of an older one. Raises Refused."""
         path = self.path(file.path)
         part = path.with_name(f".{path.name}.gpuspawner-new")
         try:
-            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            _make_folder(path.parent)
             part.unlink(missing_ok=True)  # of a process that was killed
             try:
                 _write(part, file.text, file.mode)
@@ -138,6 +144,14 @@ def _write(path: Path, text: str, mode: int) -> None:
         file.write(text)
         file.flush()
         os.fsync(descriptor)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder that the hub's user can open, whatever the umask is."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir()
+        folder.chmod(0o755)
 
 
 def _flush_folder(folder: Path) -> None:

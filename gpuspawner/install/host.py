@@ -6,7 +6,6 @@ import grp
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,9 +15,10 @@ from typing import Protocol
 
 from ..core.errors import Refused
 from .models import BIN_FOLDER, ENGINE_GROUP, USER, Machine, ProgramResult
-from .rules import PORTS, PROXY
+from .rules import PROXY, ports_in_use
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+SOCKET_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 MODULES = ("ldapauthenticator", "ltiauthenticator", "psycopg")
 PROGRAM_SECONDS = 180.0
 """Maximum seconds of a program whose output is read."""
@@ -30,6 +30,10 @@ class Host(Protocol):
     @property
     def is_root(self) -> bool:
         """True if this process may change the machine."""
+
+    @property
+    def runs(self) -> bool:
+        """True if programs can be run on it."""
 
     def inspect(self, gateway: str) -> Machine:
         """Look at the machine; ``gateway`` is its address on the servers' network."""
@@ -49,6 +53,8 @@ class Host(Protocol):
 class LocalHost:
     """This machine."""
 
+    runs = True
+
     @property
     def is_root(self) -> bool:
         """True if this process is root's."""
@@ -64,11 +70,7 @@ class LocalHost:
             programs={name: path for name, path in found.items() if path},
             groups=frozenset(g for g in (ENGINE_GROUP,) if _exists(grp.getgrnam, g)),
             users=frozenset(u for u in (USER,) if _exists(pwd.getpwnam, u)),
-            ports_in_use=frozenset(
-                port
-                for port in PORTS
-                if _listens("127.0.0.1", port) or (port == 8081 and _listens(gateway, port))
-            ),
+            ports_in_use=ports_in_use(map(_text, SOCKET_TABLES), gateway),
             missing_modules=frozenset(name for name in MODULES if find_spec(name) is None),
             bin_folder=folder,
         )
@@ -116,49 +118,43 @@ class LocalHost:
 
 
 class OfflineHost:
-    """A machine that does not run, such as an image: its commands are noted for later."""
+    """The machine that an image will be: nobody can look at it, and nothing runs on it."""
+
+    is_root = True
+    runs = False
 
     def __init__(self, root: Path) -> None:
         own = Path(sys.executable).parent
         root = root.resolve()
         below = own.is_relative_to(root)
         self.bin_folder = f"/{own.relative_to(root)}" if below else BIN_FOLDER
-        self.commands: list[tuple[str, ...]] = []
-
-    @property
-    def is_root(self) -> bool:
-        """True: whoever may write below the folder may change it."""
-        return True
 
     def inspect(self, gateway: str) -> Machine:
-        """Return a machine that has what it needs, because nobody can look at this one."""
+        """Return a machine that has what it needs."""
         proxy = f"{self.bin_folder}/{PROXY}"
-        programs = {"docker": "/usr/bin/docker", "node": "/usr/bin/node", PROXY: proxy}
-        nothing: frozenset[str] = frozenset()
         return Machine(
-            has_systemd=True,
-            programs=programs,
+            has_systemd=False,
+            programs={"docker": "/usr/bin/docker", "node": "/usr/bin/node", PROXY: proxy},
             groups=frozenset((ENGINE_GROUP,)),
-            users=nothing,
+            users=frozenset((USER,)),
             ports_in_use=frozenset(),
-            missing_modules=nothing,
+            missing_modules=frozenset(),
             bin_folder=self.bin_folder,
         )
 
     def ask(self, *command: str) -> ProgramResult:
-        """Return an empty answer."""
-        return ProgramResult(0)
+        """Refuse to run a program."""
+        return self.run(*command)
 
     def run(self, *command: str) -> ProgramResult:
-        """Note the command."""
-        self.commands.append(command)
-        return ProgramResult(0)
+        """Refuse to run a program."""
+        raise Refused(f"{command[0]} cannot be run on a machine that does not run.")
 
     def run_as_hub(
         self, command: Sequence[str], environment: Mapping[str, str], folder: str
     ) -> int:
-        """Do nothing."""
-        return 0
+        """Refuse to run a program."""
+        return self.run(*command).code
 
 
 def _exists(look_up: object, name: str) -> bool:
@@ -170,9 +166,6 @@ def _exists(look_up: object, name: str) -> bool:
     return True
 
 
-def _listens(address: str, port: int) -> bool:
-    try:
-        with socket.create_connection((address, port), timeout=1):
-            return True
-    except OSError:
-        return False
+def _text(name: str) -> str:
+    path = Path(name)
+    return path.read_text(encoding="ascii") if path.exists() else ""

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import ipaddress
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from urllib.parse import parse_qsl, urlsplit
 
 from .models import (
@@ -24,6 +24,8 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _LINE = re.compile(r"\s*([A-Za-z_]\w*)=(.*)")
 _PLAIN = re.compile(r"[\w./:@%+=,~?&-]+", re.ASCII)
 _ESCAPED = re.compile(r'([\\"$`])')
+_LISTENS = "0A"
+"""The state of a socket that listens, in the kernel's tables."""
 _UNIT_PATH = re.compile(r"[\w./+-]+", re.ASCII)
 
 HIDDEN = "***"
@@ -34,10 +36,11 @@ _HIDDEN_FOLDERS = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # nosec B
 """Folders that the units cannot read (``ProtectHome``, ``PrivateTmp``)."""
 
 PROXY = "configurable-http-proxy"
+HUB_PORT = 8081
 PORTS = {
     8000: "the proxy",
     8001: "the proxy's API",
-    8081: "the hub's API",
+    HUB_PORT: "the hub's API",
     10190: "the accounting service",
 }
 
@@ -265,6 +268,31 @@ def _hide_line(line: str, known: Mapping[str, str]) -> str:
 
 
 # What an installation needs.
+
+
+def ports_in_use(tables: Iterable[str], gateway: str) -> frozenset[int]:
+    """Return those of our ports that another program listens at.
+
+    Args:
+        tables: The texts of ``/proc/net/tcp`` and ``/proc/net/tcp6``.
+        gateway: This machine's address on the servers' network, where the hub listens.
+    """
+    found = set()
+    for line in "\n".join(tables).splitlines():
+        fields = line.split()
+        if len(fields) < 4 or fields[3] != _LISTENS:
+            continue
+        address, _, port = fields[1].partition(":")
+        number = int(port, 16)
+        ours = gateway if number == HUB_PORT else "127.0.0.1"
+        if not address.strip("0") or address == _kernel_address(ours):
+            found.add(number)
+    return frozenset(found & PORTS.keys())
+
+
+def _kernel_address(address: str) -> str:
+    """Return an IPv4 address as the kernel's tables of a little-endian machine write it."""
+    return ipaddress.IPv4Address(address).packed[::-1].hex().upper()
 
 
 def find_obstacles(

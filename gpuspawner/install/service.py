@@ -41,6 +41,9 @@ SYSTEMD_FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin")
 RECIPES = frozenset(f"{CONFIG_FOLDER}/auth/{name}.py" for name in SIGN_INS)
 """The files of the sign-ins that have one."""
 
+NGINX_COPY = "/etc/nginx/conf.d/gpuspawner.conf"
+"""Where an admin copies nginx's file."""
+
 _DOCKER = ("docker", "network")
 NO_ENGINE = (
     "Docker is not responding: see that it runs (systemctl start docker), then run this again."
@@ -140,12 +143,13 @@ class Installer:
         )
         if found := list(obstacles):
             raise Refused("\n".join(found))
-        needs_network = not self._has_network(answers.subnet)
+        runs = self.host.runs
+        needs_network = runs and not self._has_network(answers.subnet)
         return Plan(
             answers,
             tuple(self._change(file, choices.force) for file in self._wanted(choices, machine)),
-            needs_user=USER not in machine.users,
-            needs_folder=not self.files.is_folder(STATE_FOLDER),
+            needs_user=runs and USER not in machine.users,
+            needs_folder=runs and not self.files.is_folder(STATE_FOLDER),
             needs_network=needs_network,
         )
 
@@ -356,7 +360,7 @@ class Uninstaller:
                 yield f"Removed {path}."
         if units and machine.has_systemd:
             self.host.run("systemctl", "daemon-reload")
-        if self.record.made_network:
+        if self.record.made_network and self.host.runs:
             yield self._remove_network(machine)
         self.files.remove(RECORD)
         for folder in (f"{CONFIG_FOLDER}/auth", CONFIG_FOLDER):
@@ -387,5 +391,7 @@ class Uninstaller:
         yield f"the user {USER}, to whom these files belong"
         for path in edited:
             yield f"{path}, which was edited"
-        if self.files.is_folder(CONFIG_FOLDER) and not edited:
-            yield f"{CONFIG_FOLDER}: files that `gpuspawner init` did not write"
+        if others := set(self.files.list(CONFIG_FOLDER)) - set(edited):
+            yield f"files that `gpuspawner init` did not write: {', '.join(sorted(others))}"
+        if self.files.read(NGINX_COPY) is not None:
+            yield f"{NGINX_COPY}, which nginx reads: remove it, then systemctl reload nginx"

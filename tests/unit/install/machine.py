@@ -34,6 +34,7 @@ class FakeHost:
     root: Path
     machine: Machine = MACHINE
     is_root: bool = True
+    runs: bool = True
     check_code: int = 0
     commands: list[str] = field(default_factory=list)
     """What was run to change something."""
@@ -88,6 +89,7 @@ class Done:
 
     code: int
     output: str
+    stdout: str = ""
 
 
 def run(*arguments: str, answers: str = "", **environment: str) -> Done:
@@ -104,7 +106,7 @@ def run(*arguments: str, answers: str = "", **environment: str) -> Done:
         return Done(done.exception.exit_code, done.output + done.exception.format_message())
     if done.exception is not None:
         raise done.exception
-    return Done(done.return_value or 0, done.output)
+    return Done(done.return_value or 0, done.output, done.stdout)
 
 
 def texts_below(folder: Path) -> dict[str, str]:

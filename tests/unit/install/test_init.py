@@ -16,6 +16,7 @@ from gpuspawner.cli.config import read_file
 from gpuspawner.core.errors import Refused
 from gpuspawner.install import commands, files, rules
 from gpuspawner.install.documents import example_files
+from gpuspawner.install.host import OfflineHost
 from gpuspawner.install.rules import PROXY, read_variables
 from gpuspawner.install.sign_in import SIGN_INS
 from tests.unit.install.machine import BIN, FakeHost, modes_below, run, texts_below
@@ -109,9 +110,23 @@ def test_image_below_a_folder_is_written_without_programs(root: Path) -> None:
     done = init(root)
     assert done.code == 0
     assert texts_below(root).keys() >= {CONFIG, HUB_UNIT, ENVIRONMENT}
-    assert "useradd --system --groups docker gpuspawner" in done.output
-    assert "docker network create" in done.output and "docker network ls" not in done.output
+    assert "No program was run" in done.output and "Made" not in done.output
     assert f"ExecStart={BIN}/jupyterhub -f {CONFIG}" in texts_below(root)[HUB_UNIT]
+    assert "Nothing to change" in init(root).output
+
+
+def test_image_is_completed_when_it_runs(
+    root: Path, host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(commands, "open_host", OfflineHost)
+        init(root, auth="github")
+    before = texts_below(root)
+    done = run("init", "--defaults", "--prefix", str(root))
+    assert done.code == 0, done.output
+    assert {path for path, text in texts_below(root).items() if text != before[path]} == {RECORD}
+    assert [command.split()[0] for command in host.commands][:3] == ["useradd", "install", "docker"]
+    assert host.active == {"gpuspawner-proxy.service", "gpuspawner.service"}
 
 
 # Again.
@@ -665,6 +680,19 @@ def test_killed_run_is_continued_with_other_answers_too(
     assert f"{CONFIG}.edited" not in texts_below(root)
 
 
+def test_hub_can_read_its_files_whatever_the_umask_is(root: Path, host: FakeHost) -> None:
+    before = os.umask(0o077)
+    try:
+        init(root, auth="github")
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in root.rglob("*") if path.is_dir()}
+    modes.pop(root / "var/lib/gpuspawner")
+    assert modes.pop(root / "etc/gpuspawner/auth") == 0o755
+    assert {mode for path, mode in modes.items() if "etc" in path.parts} == {0o755}
+    assert modes_below(root)["/etc/gpuspawner/auth/github.py"] == 0o644
+
+
 def test_rest_of_a_killed_process_is_replaced(root: Path, host: FakeHost) -> None:
     rest = root / "etc/gpuspawner/.environment.gpuspawner-new"
     rest.parent.mkdir(parents=True)
@@ -736,6 +764,23 @@ def test_variables_are_read_as_they_were_written(value: str) -> None:
     assert text.startswith("A=2\n# note\nB='two words'\n")
     assert rules.merge_variables(text, {"X": value, "A": "2"}) == text
     assert read_variables(rules.merge_variables(text, {}, ("X", "B"))) == {"A": "2"}
+
+
+TABLE = """\
+  sl  local_address rem_address   st tx_queue rx_queue
+   0: 0100007F:1F40 00000000:0000 0A 00000000:00000000
+   1: 0100007F:1F91 00000000:0000 0A 00000000:00000000
+   2: 0100007F:27CE 0100007F:1F41 01 00000000:00000000
+   3: 0200007F:1F41 00000000:0000 0A 00000000:00000000
+"""
+TABLE6 = "   0: 00000000000000000000000000000000:{:04X} 00000000:0000 0A 00000000:00000000\n"
+
+
+def test_only_listeners_at_our_own_addresses_are_in_the_way() -> None:
+    assert rules.ports_in_use([TABLE, ""], "172.30.0.1") == {8000}
+    at_gateway = TABLE.replace("0100007F:1F91", "01001EAC:1F91")
+    assert rules.ports_in_use([at_gateway], "172.30.0.1") == {8000, 8081}
+    assert rules.ports_in_use([TABLE6.format(8081), TABLE6.format(22)], "172.30.0.1") == {8081}
 
 
 def test_line_breaks_cannot_enter_a_file() -> None:

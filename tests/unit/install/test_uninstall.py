@@ -70,6 +70,7 @@ def test_edited_files_stay_and_are_named(root: Path, installed: FakeHost) -> Non
     }
     left = said.partition("What is left:")[2]
     assert f"{CONFIG}, which was edited" in left
+    assert "`gpuspawner init` did not write: /etc/gpuspawner/own.py" in left
     assert "/etc/gpuspawner/environment, which was edited" in left
 
 

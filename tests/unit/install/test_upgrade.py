@@ -3,6 +3,7 @@ check, and on an installed machine the programs."""
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -190,6 +191,15 @@ def test_running_hub_or_service_is_refused(database: Path, check: Check) -> None
     assert run("upgrade").code == 0, "nobody holds the lock any more"
 
 
+def test_json_names_database_and_backup(database: Path, check: Check, tmp_path: Path) -> None:
+    file = tmp_path / "copy.sqlite"
+    done = run("upgrade", "--json", "--backup", str(file))
+    expected = {"database": str(database), "ok": True, "backup": str(file)}
+    assert json.loads(done.stdout) == expected
+    done = run("upgrade", "--json")
+    assert json.loads(done.stdout) == {**expected, "backup": None}
+
+
 def test_named_backup_is_not_overwritten(database: Path, check: Check, tmp_path: Path) -> None:
     mine = tmp_path / "mine.sqlite"
     mine.write_text("precious")
@@ -241,10 +251,10 @@ def test_installed_hub_is_upgraded_as_its_user(
     config = "/etc/gpuspawner/jupyterhub_config.py"
     assert words == [f"{BIN}/gpuspawner", "upgrade", "-f", config, "--no-containers"]
     assert folder == "/var/lib/gpuspawner" and environment["CONFIGPROXY_AUTH_TOKEN"]
-    assert "systemctl start gpuspawner" in capsys.readouterr().out
+    assert "systemctl start gpuspawner" in capsys.readouterr().err
     installed.check_code = 1
     assert upgrade_installed(root, installed) == 1
-    assert "systemctl start" not in capsys.readouterr().out
+    assert "systemctl start" not in capsys.readouterr().err
 
 
 def test_installed_hub_has_to_be_stopped_first(root: Path, installed: FakeHost) -> None:
