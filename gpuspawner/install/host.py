@@ -47,7 +47,10 @@ class Host(Protocol):
     def run_as_hub(
         self, command: Sequence[str], environment: Mapping[str, str], folder: str
     ) -> int:
-        """Run a program as the hub's user, with its output on ours, and return its exit code."""
+        """Run a program as the hub's user, with its output on ours, and return its exit code.
+
+        Raises Refused if it cannot be started.
+        """
 
 
 class LocalHost:
@@ -104,16 +107,19 @@ class LocalHost:
     ) -> int:
         """Run a program as the hub's user, with its output on ours, and return its exit code."""
         sys.stdout.flush()
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            env={"HOME": folder, "LC_ALL": "C.UTF-8", "TERM": "dumb", **environment},
-            cwd=folder,
-            user=USER,
-            group=USER,
-            extra_groups=[ENGINE_GROUP],
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                env={"HOME": folder, "LC_ALL": "C.UTF-8", "TERM": "dumb", **environment},
+                cwd=folder,
+                user=USER,
+                group=pwd.getpwnam(USER).pw_gid,
+                extra_groups=[ENGINE_GROUP],
+                check=False,
+            )
+        except (KeyError, OSError) as error:
+            raise Refused(f"{command[0]} does not run as the user {USER}: {error}.") from error
         return done.returncode
 
 
