@@ -25,8 +25,10 @@ from .models import (
     CATALOG,
     CONFIG,
     CONFIG_FOLDER,
+    DATABASE_VARIABLE,
     ENVIRONMENT,
     HUB_UNIT,
+    JUPYTERHUB_DATABASE,
     NGINX,
     RECORD,
     STATE_FOLDER,
@@ -146,7 +148,7 @@ def _choices(installer: Installer, given: dict[str, Any], *, force: bool, asks: 
     known = installer.known_variables()
     interview = Interview(options, installer.record, known, os.environ, asks=asks)
     answers, variables, without = interview.answers()
-    database = variables.get("GPUSPAWNER_DATABASE_URL", "")
+    database = variables.get(DATABASE_VARIABLE, "")
     return Choices(answers, variables, without, catalog, database, force)
 
 
@@ -260,8 +262,19 @@ def upgrade_installed_hub(files: FileTree, host: Host, arguments: Sequence[str])
     variables["PATH"] = f"{machine.bin_folder}:/usr/local/bin:/usr/bin:/bin"
     program = f"{machine.bin_folder}/gpuspawner"
     code = host.run_as_hub((program, "upgrade", "-f", CONFIG, *arguments), variables, STATE_FOLDER)
+    if not code and files.path(JUPYTERHUB_DATABASE).exists():
+        program = f"{machine.bin_folder}/jupyterhub"
+        code = host.run_as_hub((program, "upgrade-db", "-f", CONFIG), variables, STATE_FOLDER)
+        if code:
+            note(
+                "JupyterHub's own database was not upgraded: the lines above say why. JupyterHub "
+                f"copies it before it changes it; the copy is in {STATE_FOLDER}."
+            )
     if not code:
-        note("Now start the hub: systemctl start gpuspawner")
+        note(
+            "Now start the hub: systemctl start gpuspawner\n"
+            "What this version writes differently: gpuspawner init --diff"
+        )
     return code
 
 

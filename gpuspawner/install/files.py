@@ -126,8 +126,7 @@ def _record(found: Mapping[str, Any]) -> Record:
     if answers is not None:
         answers = Answers(**{**answers, "admins": tuple(answers["admins"])})
     hashes = {str(path): tuple(map(str, each)) for path, each in found["hashes"].items()}
-    made_network, made_user = bool(found["made_network"]), bool(found["made_user"])
-    return Record(answers, hashes, made_network, made_user, tuple(found["restarts"]))
+    return Record(answers, hashes, bool(found["made_network"]), tuple(found["restarts"]))
 
 
 def is_ours(record: Record, target: str, text: str) -> bool:

@@ -90,7 +90,7 @@ class LocalHost:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PATH": SYSTEM_PATH, "LC_ALL": "C.UTF-8"},
+                env=_environment(),
                 timeout=PROGRAM_SECONDS,
                 text=True,
                 errors="replace",
@@ -161,6 +161,12 @@ class OfflineHost:
     ) -> int:
         """Refuse to run a program."""
         return self.run(*command).code
+
+
+def _environment() -> dict[str, str]:
+    """Return what programs need of our environment, which may contain secrets."""
+    needed = {n: v for n, v in os.environ.items() if n == "HOME" or n.startswith("DOCKER_")}
+    return {**needed, "PATH": SYSTEM_PATH, "LC_ALL": "C.UTF-8"}
 
 
 def _exists(look_up: object, name: str) -> bool:

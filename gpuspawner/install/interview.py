@@ -10,11 +10,20 @@ import click
 
 from ..core.errors import Refused
 from . import rules
-from .models import CLIENT_SECRET, SUBNET, Answers, Question, Record, Secret, SignIn
+from .models import (
+    CLIENT_SECRET,
+    DATABASE_VARIABLE,
+    PROXY_TOKEN,
+    SUBNET,
+    Answers,
+    Question,
+    Record,
+    Secret,
+    SignIn,
+)
 from .sign_in import DEFAULT, SIGN_INS
 
-DATABASE_VARIABLE = "GPUSPAWNER_DATABASE_URL"
-PROXY_TOKEN, CRYPT_KEY = "CONFIGPROXY_AUTH_TOKEN", "JUPYTERHUB_CRYPT_KEY"  # nosec B105
+CRYPT_KEY = "JUPYTERHUB_CRYPT_KEY"
 CALLBACK_VARIABLE = "OAUTH_CALLBACK_URL"
 FIRST_ADMIN = "admin"
 """The admin of a hub with shared passwords, unless another is named."""
@@ -84,6 +93,7 @@ class Interview:
                 f"For the sign-in {auth}, this is missing: {'; '.join(self._missing)}. Or run this "
                 "on a terminal, without --defaults: it asks."
             )
+        _require_different(sign_in, variables)
         for name in (PROXY_TOKEN, CRYPT_KEY):
             variables[name] = self.known.get(name) or secrets.token_hex(32)
         if domain and sign_in.needs_domain and sign_in.secrets:
@@ -212,6 +222,13 @@ def parse_open_database(text: str) -> str:
 def _place(sign_in: SignIn, secret: Secret) -> str:
     """Return where a secret is kept: the name of a variable, or the path of its own file."""
     return CLIENT_SECRET if sign_in.name == "oauth" else secret.variable
+
+
+def _require_different(sign_in: SignIn, variables: Mapping[str, str]) -> None:
+    """Raise Refused if two secrets of a sign-in are the same: JupyterHub would not start."""
+    names = [_place(sign_in, secret) for secret in sign_in.secrets]
+    if len({variables[name] for name in names}) < len(names):
+        raise Refused(f"These have to differ: {' and '.join(names)}.")
 
 
 def _checked_secret(secret: Secret, text: str) -> str:

@@ -18,6 +18,7 @@ NGINX = f"{CONFIG_FOLDER}/nginx.conf"
 RECORD = f"{CONFIG_FOLDER}/.installed.json"
 STATE_FOLDER = "/var/lib/gpuspawner"
 """The hub's working directory: databases, cookie secret and the hub's id."""
+JUPYTERHUB_DATABASE = f"{STATE_FOLDER}/jupyterhub.sqlite"
 HUB_UNIT, PROXY_UNIT = "gpuspawner.service", "gpuspawner-proxy.service"
 UNIT_FOLDER = "/etc/systemd/system"
 
@@ -25,6 +26,10 @@ USER = "gpuspawner"
 ENGINE_GROUP = "docker"
 NETWORK = "gpuspawner"
 SUBNET = "172.30.0.0/16"
+
+PROXY_TOKEN = "CONFIGPROXY_AUTH_TOKEN"  # nosec B105
+"""The variable with the secret of hub and proxy."""
+DATABASE_VARIABLE = "GPUSPAWNER_DATABASE_URL"
 
 PRIVATE, PUBLIC = 0o600, 0o644
 
@@ -100,7 +105,7 @@ class TargetFile:
     """True if its text is made from what is there, so that no edit is lost."""
 
 
-class Action(enum.Enum):
+class FileAction(enum.Enum):
     """What happens to a file."""
 
     CREATE = "create"
@@ -121,7 +126,7 @@ class FileChange:
     file: TargetFile
     before: str | None
     """The text that is there; None if there is no file."""
-    action: Action
+    action: FileAction
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,6 @@ class Record:
     hashes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """SHA-256 of each text of ours that may be at a path: two while it is being replaced."""
     made_network: bool = False
-    made_user: bool = False
     restarts: tuple[str, ...] = ()
     """Units whose files changed since they were started."""
 

@@ -11,8 +11,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from .models import (
     ENGINE_GROUP,
-    Action,
     Answers,
+    FileAction,
     FileChange,
     Machine,
     Question,
@@ -213,23 +213,23 @@ def decide(
 
 def _action(
     file: TargetFile, before: str | None, mode: int, hashes: Collection[str], force: bool
-) -> Action:
+) -> FileAction:
     if before is None:
-        return Action.CREATE
+        return FileAction.CREATE
     if before == file.text:
         too_open = file.mode & 0o077 == 0 and mode & 0o077
-        return Action.CLOSE if too_open else Action.NOTHING
+        return FileAction.CLOSE if too_open else FileAction.NOTHING
     if force or file.keeps_edits or hash_of(before) in hashes:
-        return Action.UPDATE
-    return Action.KEEP if hash_of(file.text) in hashes else Action.CONFLICT
+        return FileAction.UPDATE
+    return FileAction.KEEP if hash_of(file.text) in hashes else FileAction.CONFLICT
 
 
 def diff_of(change: FileChange) -> str:
     """Return a unified diff of a file, without its secrets."""
-    if change.action in (Action.NOTHING, Action.KEEP):
+    if change.action in (FileAction.NOTHING, FileAction.KEEP):
         return ""
     file, before = change.file, change.before or ""
-    if change.action is Action.CLOSE:
+    if change.action is FileAction.CLOSE:
         return f"mode of {file.path}: {file.mode:o}\n"
     old, new = _hidden(file, before, file.text)
     created = change.before is None

@@ -16,17 +16,19 @@ from .models import (
     CLIENT_SECRET,
     CONFIG,
     CONFIG_FOLDER,
+    DATABASE_VARIABLE,
     ENVIRONMENT,
     HUB_UNIT,
     NETWORK,
+    PROXY_TOKEN,
     PROXY_UNIT,
     RECORD,
     STATE_FOLDER,
     SUBNET,
     UNIT_FOLDER,
     USER,
-    Action,
     Answers,
+    FileAction,
     FileChange,
     Machine,
     ProgramResult,
@@ -80,23 +82,23 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """True if everything is as it should be."""
-        idle = (Action.NOTHING, Action.KEEP)
+        idle = (FileAction.NOTHING, FileAction.KEEP)
         same = all(change.action in idle for change in self.changes)
         return same and not (self.needs_user or self.needs_folder or self.needs_network)
 
     @property
     def conflicts(self) -> list[FileChange]:
         """The files that an admin edited and that would get another text."""
-        return [change for change in self.changes if change.action is Action.CONFLICT]
+        return [change for change in self.changes if change.action is FileAction.CONFLICT]
 
     def settle(self, replaced: Collection[str]) -> Plan:
         """Return the plan in which these edited files are replaced and all others kept."""
         changes = (
             replace(
                 change,
-                action=Action.UPDATE if change.file.path in replaced else Action.KEEP,
+                action=FileAction.UPDATE if change.file.path in replaced else FileAction.KEEP,
             )
-            if change.action is Action.CONFLICT
+            if change.action is FileAction.CONFLICT
             else change
             for change in self.changes
         )
@@ -104,8 +106,18 @@ class Plan:
 
     def changes_any(self, paths: Collection[str]) -> bool:
         """Return True if one of these files gets another text."""
-        changed = (Action.CREATE, Action.UPDATE)
+        changed = (FileAction.CREATE, FileAction.UPDATE)
         return any(c.action in changed and c.file.path in paths for c in self.changes)
+
+    @property
+    def changes_proxy_token(self) -> bool:
+        """True if hub and proxy get another token for each other."""
+        both = (
+            (rules.read_variables(c.before or ""), rules.read_variables(c.file.text))
+            for c in self.changes
+            if c.file.path == ENVIRONMENT
+        )
+        return any(old.get(PROXY_TOKEN) != new.get(PROXY_TOKEN) for old, new in both)
 
 
 def network_command(subnet: str) -> tuple[str, ...]:
@@ -197,11 +209,8 @@ class Installer:
 
         It can be run again after a failure at any point. Raises Refused.
         """
-        made_user = self.record.made_user or plan.needs_user
         made_network = self.record.made_network or plan.needs_network
-        after = Record(
-            plan.answers, self._hashes(plan, {}), made_network, made_user, self._restarts(plan)
-        )
+        after = Record(plan.answers, self._hashes(plan, {}), made_network, self._restarts(plan))
         # Until the end, both texts of a file are ours: a process that is killed has written some.
         during = replace(after, hashes=self._hashes(plan, self.record.hashes))
         if not plan.is_empty:
@@ -223,17 +232,17 @@ class Installer:
 
     def _apply(self, change: FileChange) -> str:
         file, path = change.file, change.file.path
-        if change.action is Action.CREATE:
+        if change.action is FileAction.CREATE:
             self.files.write(file)
             return f"Wrote {path}."
-        if change.action is Action.UPDATE:
+        if change.action is FileAction.UPDATE:
             kept = self._keep_edited(change)
             self.files.write(file)
             return f"Changed {path}." + (f" The edited file is now {kept}." if kept else "")
-        if change.action is Action.CLOSE:
+        if change.action is FileAction.CLOSE:
             self.files.set_mode(path, file.mode)
             return f"Closed {path} to others (mode {file.mode:o})."
-        if change.action is Action.KEEP:
+        if change.action is FileAction.KEEP:
             return f"Kept {path}, which was edited."
         return ""
 
@@ -265,7 +274,7 @@ class Installer:
     def _restarts(self, plan: Plan) -> tuple[str, ...]:
         """Return the units that have to be restarted, until :meth:`start` has done so."""
         found = set(self.record.restarts)
-        if plan.changes_any((f"{UNIT_FOLDER}/{PROXY_UNIT}",)):
+        if plan.changes_any((f"{UNIT_FOLDER}/{PROXY_UNIT}",)) or plan.changes_proxy_token:
             found.add(PROXY_UNIT)
         hub_files = {CONFIG, ENVIRONMENT, CLIENT_SECRET, f"{UNIT_FOLDER}/{HUB_UNIT}"}
         if plan.changes_any({*hub_files, *RECIPES}):
@@ -287,25 +296,27 @@ class Installer:
         yield from self._start(PROXY_UNIT, "the proxy")
         yield f"Checking what the hub needs, as the user {USER}:"
         if check():
-            is_active = self._is_active(HUB_UNIT)
+            is_active = self._is("active", HUB_UNIT)
             state = "goes on with its old configuration" if is_active else "was not started"
             yield f"The hub {state}: correct what failed above, then run `gpuspawner init` again."
             return
         yield from self._start(HUB_UNIT, "the hub")
 
     def _start(self, unit: str, name: str) -> Iterator[str]:
-        if not self._is_active(unit):
+        is_active = self._is("active", unit)
+        if not (is_active and self._is("enabled", unit)):
             self._run("systemctl", "enable", "--now", unit)
+        if not is_active:
             yield f"Started {name}."
         elif unit in self.record.restarts:
             self._run("systemctl", "restart", unit)
-            yield f"Restarted {name}; members' servers went on."
+            yield f"Restarted {name}. Members' servers went on."
         restarts = tuple(each for each in self.record.restarts if each != unit)
         self.record = replace(self.record, restarts=restarts)
         self.files.save_record(self.record)
 
-    def _is_active(self, unit: str) -> bool:
-        return self.host.ask("systemctl", "is-active", "--quiet", unit).code == 0
+    def _is(self, state: str, unit: str) -> bool:
+        return self.host.ask("systemctl", f"is-{state}", "--quiet", unit).code == 0
 
     def check(self, bin_folder: str) -> int:
         """Run ``gpuspawner check`` as the hub's user, and return its exit code."""
@@ -384,7 +395,7 @@ class Uninstaller:
     def left(self, variables: Mapping[str, str], edited: Collection[str]) -> Iterator[str]:
         """Yield what is left, and where."""
         yield f"{STATE_FOLDER}: the hub's databases, backups, cookie secret and id"
-        if "GPUSPAWNER_DATABASE_URL" in variables:
+        if DATABASE_VARIABLE in variables:
             yield "the PostgreSQL database with leases and credits"
         yield "members' workspaces: docker volume ls --filter name=gpuspawner-work-"
         yield "members' servers that run: docker ps --filter label=gpuspawner.lease"

@@ -36,6 +36,9 @@ class FakeHost:
     is_root: bool = True
     runs: bool = True
     check_code: int = 0
+    codes: dict[str, int] = field(default_factory=dict)
+    """Exit codes of other programs of the hub's user, by the word after the program."""
+    enabled: set[str] = field(default_factory=set)
     commands: list[str] = field(default_factory=list)
     """What was run to change something."""
     checks: list[tuple[list[str], dict[str, str], str]] = field(default_factory=list)
@@ -56,6 +59,8 @@ class FakeHost:
             return ProgramResult(0, self.networks[command[-1]] + " ")
         if command[:2] == ("systemctl", "is-active"):
             return ProgramResult(0 if command[-1] in self.active else 3)
+        if command[:2] == ("systemctl", "is-enabled"):
+            return ProgramResult(0 if command[-1] in self.enabled else 1)
         raise AssertionError(f"this is no question: {command}")
 
     def run(self, *command: str) -> ProgramResult:
@@ -72,6 +77,7 @@ class FakeHost:
             del self.networks[command[-1]]
         elif command[:2] == ("systemctl", "enable"):
             self.active.add(command[-1])
+            self.enabled.add(command[-1])
         elif command[:2] == ("systemctl", "disable"):
             self.active.discard(command[-1])
         return ProgramResult(0)
@@ -80,7 +86,7 @@ class FakeHost:
         self, command: Sequence[str], environment: Mapping[str, str], folder: str
     ) -> int:
         self.checks.append((list(command), dict(environment), folder))
-        return self.check_code
+        return self.codes.get(command[1], self.check_code)
 
 
 @dataclass(frozen=True)

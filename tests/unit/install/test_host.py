@@ -22,6 +22,13 @@ def test_missing_program_is_named() -> None:
         LocalHost().run("no-such-program")
 
 
+def test_programs_get_no_secrets_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_CLIENT_SECRET", "hush")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///elsewhere")
+    said = LocalHost().run("env").output
+    assert "hush" not in said and "DOCKER_HOST=unix:///elsewhere" in said
+
+
 def test_programs_do_not_wait_for_input() -> None:
     assert LocalHost().run("cat").output == ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +39,8 @@ def options_of(auth: str) -> tuple[list[str], dict[str, str]]:
     words += ["--domain", "gpu.lab.example"] if sign_in.needs_domain else []
     for question in sign_in.questions:
         words += ["--set", f"{question.name}={question.example}"]
-    return words, {secret.variable: SECRET_VALUE * 2 for secret in sign_in.secrets}
+    numbered = enumerate(sign_in.secrets)
+    return words, {secret.variable: SECRET_VALUE * 2 + f"{n}" for n, secret in numbered}
 
 
 def init(root: Path, *more: str, auth: str = "shared-password", **kwargs: Any) -> Any:
@@ -176,6 +178,27 @@ def test_hub_is_restarted_when_the_check_is_green_again(root: Path, host: FakeHo
     host.commands.clear()
     init(root, "--admin", "grace")
     assert "systemctl restart gpuspawner.service" in host.commands
+
+
+def test_new_proxy_token_restarts_both(root: Path, host: FakeHost) -> None:
+    init(root)
+    file = root / ENVIRONMENT[1:]
+    file.write_text(re.sub("CONFIGPROXY.*", "", file.read_text()))
+    host.commands.clear()
+    init(root)
+    assert host.commands[1:] == [
+        "systemctl restart gpuspawner-proxy.service",
+        "systemctl restart gpuspawner.service",
+    ]
+
+
+def test_hub_that_would_not_start_at_boot_is_enabled(root: Path, host: FakeHost) -> None:
+    init(root)
+    host.enabled.remove("gpuspawner.service")
+    host.commands.clear()
+    done = init(root)
+    assert host.commands[1:] == ["systemctl enable --now gpuspawner.service"]
+    assert "Started the hub" not in done.output
 
 
 # Differences.
@@ -346,6 +369,17 @@ def test_missing_secret_is_refused_by_name(root: Path, host: FakeHost) -> None:
     assert texts_below(root) == {}
 
 
+def test_unusable_passwords_are_refused(root: Path, host: FakeHost) -> None:
+    member, admin = "GPUSPAWNER_MEMBER_PASSWORD", "GPUSPAWNER_ADMIN_PASSWORD"
+    done = init(root, **{member: "x" * 32, admin: "x" * 32})
+    assert done.code == 1 and f"These have to differ: {member} and {admin}" in done.output
+    done = init(root, **{admin: "x" * 31})
+    assert done.code == 1 and "has at least 32 characters" in done.output
+    done = init(root, **{member: "two\nlines of it"})
+    assert done.code == 1 and f"{member} is not valid: it is not one line" in done.output
+    assert texts_below(root) == {}
+
+
 def test_typed_secret_is_not_echoed(
     root: Path, host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,12 +416,13 @@ def test_every_sign_in_makes_a_configuration_that_loads(
         classes.add(str(config.JupyterHub.authenticator_class))
         assert config.Authenticator.admin_users == {"ada"}
         if auth == "oauth":
-            assert config.MemberOAuthenticator.client_secret == SECRET_VALUE * 2
+            assert config.MemberOAuthenticator.client_secret == f"{SECRET_VALUE * 2}0"
         if auth == "google":
             assert config.MemberGoogleOAuthenticator.admin_users == {"ada"}
         if auth == "shared-password":
             own = config.MemberSharedPasswordAuthenticator
-            assert own.user_password == own.admin_password == SECRET_VALUE * 2
+            assert own.user_password == f"{SECRET_VALUE * 2}0"
+            assert own.admin_password == f"{SECRET_VALUE * 2}1"
         has_credential = "LoadCredential=" in found[HUB_UNIT]
         assert has_credential is (auth == "oauth") is (CLIENT_SECRET in found)
         callback = "https://gpu.lab.example/hub/oauth_callback"

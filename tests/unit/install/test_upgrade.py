@@ -257,6 +257,23 @@ def test_installed_hub_is_upgraded_as_its_user(
     assert "systemctl start" not in capsys.readouterr().err
 
 
+def test_jupyterhubs_own_database_is_upgraded_after_ours(
+    root: Path, installed: FakeHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "var/lib/gpuspawner/jupyterhub.sqlite").touch()
+    assert upgrade_installed(root, installed) == 0
+    assert [words[1] for words, *_ in installed.checks] == ["upgrade", "upgrade-db"]
+    installed.codes["upgrade-db"] = 1
+    capsys.readouterr()
+    assert upgrade_installed(root, installed) == 1
+    said = capsys.readouterr().err
+    assert "JupyterHub's own database was not upgraded" in said and "systemctl" not in said
+    installed.checks.clear()
+    installed.check_code = 1
+    assert upgrade_installed(root, installed) == 1
+    assert [words[1] for words, *_ in installed.checks] == ["upgrade"]
+
+
 def test_installed_hub_has_to_be_stopped_first(root: Path, installed: FakeHost) -> None:
     installed.active.add("gpuspawner.service")
     with pytest.raises(Refused, match="systemctl stop gpuspawner"):
