@@ -63,30 +63,20 @@ class Interview:
         self.environment = environment
         self.asks = asks
         self._missing: list[str] = []
+        self._is_other = False
+        """True if another sign-in was chosen before, whose ids and secrets do not count."""
 
     def answers(self) -> tuple[Answers, dict[str, str], tuple[str, ...]]:
         """Return the answers, the hub's variables, and those that it must not have.
 
         Raises Refused naming what is missing.
         """
-        before, options = self.before, self.options
+        options, before = self.options, self.before
         auth = options.auth or self._choose_sign_in(before.auth if before else DEFAULT)
         sign_in = SIGN_INS[auth]
+        self._is_other = before is not None and before.auth != auth
         domain = self._domain(sign_in)
-        if unknown := options.settings.keys() - {each.name for each in sign_in.questions}:
-            names = ", ".join(each.name for each in sign_in.questions) or "none"
-            raise Refused(
-                f"--set {min(unknown)} is no setting of the sign-in {auth}. It has: {names}."
-            )
-        variables = {}
-        settings = {}
-        for question in sign_in.questions:
-            value = self._setting(question, before if before and before.auth == auth else None)
-            settings[question.name] = value
-            if question.variable:
-                variables[question.variable] = value
-        for secret in sign_in.secrets:
-            variables[_place(sign_in, secret)] = self._secret(sign_in, secret)
+        settings, variables = self._settings(sign_in)
         admins = self._admins(auth)
         if self._missing:
             raise Refused(
@@ -97,13 +87,33 @@ class Interview:
         for name in (PROXY_TOKEN, CRYPT_KEY):
             variables[name] = self.known.get(name) or secrets.token_hex(32)
         if domain and sign_in.needs_domain and sign_in.secrets:
-            variables[CALLBACK_VARIABLE] = f"https://{domain}/hub/oauth_callback"
+            variables[CALLBACK_VARIABLE] = self._callback(domain)
         database = self._database()
-        without = () if database else (DATABASE_VARIABLE,)
         if database:
             variables[DATABASE_VARIABLE] = database
         subnet = options.subnet or (before.subnet if before else SUBNET)
+        without = () if database else (DATABASE_VARIABLE,)
         return Answers(auth, domain, admins, settings, subnet), variables, without
+
+    def _settings(self, sign_in: SignIn) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the settings of a sign-in, and the variables that it needs."""
+        names = [each.name for each in sign_in.questions]
+        if unknown := self.options.settings.keys() - set(names):
+            raise Refused(
+                f"--set {min(unknown)} is no setting of the sign-in {sign_in.name}. It has: "
+                f"{', '.join(names) or 'none'}."
+            )
+        settings = {each.name: self._setting(each) for each in sign_in.questions}
+        variables = {e.variable: settings[e.name] for e in sign_in.questions if e.variable}
+        for secret in sign_in.secrets:
+            variables[_place(sign_in, secret)] = self._secret(sign_in, secret)
+        return settings, variables
+
+    def _callback(self, domain: str) -> str:
+        """Return where the provider sends people back; an admin may have changed its path."""
+        known = self.known.get(CALLBACK_VARIABLE, "")
+        is_same = rules.host_of(known) == domain
+        return known if is_same else f"https://{domain}/hub/oauth_callback"
 
     def _choose_sign_in(self, default: str) -> str:
         if not self.asks:
@@ -126,7 +136,8 @@ class Interview:
         text += "" if needs else " (empty: for this machine alone)"
         return _ask(text, default, lambda value: rules.parse_domain(value) if value else "", needs)
 
-    def _setting(self, question: Question, before: Answers | None) -> str:
+    def _setting(self, question: Question) -> str:
+        before = None if self._is_other else self.before
         name, variable = question.name, question.variable
         given = self.options.settings.get(name)
         if given is None and variable:
@@ -137,7 +148,7 @@ class Interview:
             except ValueError as error:
                 raise Refused(f"The setting {name} is not valid: {error}.") from None
         default = before.settings.get(name) if before else None
-        if variable and variable in self.known:
+        if variable and variable in self.known and not self._is_other:
             default = self.known[variable]
         if default is None:
             default = question.default
@@ -158,7 +169,8 @@ class Interview:
         given = self.environment.get(secret.variable)
         if given is not None:
             return _checked_secret(secret, given)
-        if known := self.known.get(_place(sign_in, secret)):
+        known = self.known.get(_place(sign_in, secret))
+        if known and not self._is_other:
             return known
         if self.asks:
             text = secret.prompt + (" (empty: a random one)" if secret.can_be_made else "")

@@ -84,6 +84,14 @@ def has_password(url: str) -> bool:
     return bool(parsed.password) or "password" in dict(parse_qsl(parsed.query))
 
 
+def host_of(url: str) -> str:
+    """Return the host name in a URL; empty if there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
 def parse_admin(text: str) -> str:
     """Return a user name. Raises ValueError."""
     name = text.strip()

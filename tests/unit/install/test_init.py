@@ -312,6 +312,27 @@ def test_own_variables_survive_and_are_never_refused(root: Path, host: FakeHost)
     assert read_variables(text)["GITHUB_CLIENT_SECRET"] == 'another secret with $ and "'
 
 
+def test_own_path_of_the_callback_is_kept_while_the_domain_is(root: Path, host: FakeHost) -> None:
+    init(root, auth="github")
+    file, own = root / ENVIRONMENT[1:], "https://gpu.lab.example/jupyter/hub/oauth_callback"
+    file.write_text(re.sub("OAUTH_CALLBACK_URL=.*", f"OAUTH_CALLBACK_URL={own}", file.read_text()))
+    init(root, auth="github")
+    assert read_variables(file.read_text())["OAUTH_CALLBACK_URL"] == own
+    init(root, "--domain", "new.lab.example", auth="github")
+    new = "https://new.lab.example/hub/oauth_callback"
+    assert read_variables(file.read_text())["OAUTH_CALLBACK_URL"] == new
+
+
+def test_another_sign_in_does_not_inherit_ids_and_secrets(root: Path, host: FakeHost) -> None:
+    init(root, auth="google")
+    before = texts_below(root)
+    words = ["--defaults", "--auth", "microsoft", "--set", "tenant=t", "--set", "allowed=a"]
+    done = run("init", "--prefix", str(root), *words)
+    assert done.code == 1 and "--set client_id=" in done.output
+    assert "OAUTH_CLIENT_SECRET in this command's environment" in done.output
+    assert texts_below(root) == before
+
+
 def test_catalog_is_written_once_and_then_left_to_its_editors(root: Path, host: FakeHost) -> None:
     init(root)
     edited = edit(root, CATALOG)
