@@ -16,7 +16,7 @@ from ..cli.command import Command, Invocation, wants_json
 from ..cli.config import Settings
 from ..cli.output import note, show
 from ..cli.parameters import PATH, Parsed, flag, option, yes_option
-from ..core.errors import Refused
+from ..core.errors import ConfigError, Refused
 from . import rules
 from .files import FileTree
 from .host import Host, LocalHost, OfflineHost
@@ -38,8 +38,6 @@ from .models import (
 from .service import Choices, Installer, Plan, Uninstaller
 from .sign_in import DEFAULT, SIGN_INS
 from .upgrade import Upgrader
-
-CATALOG_BYTES = 1_000_000
 
 prefix_option = option(
     "--prefix",
@@ -102,7 +100,7 @@ def init(prefix: Path, defaults: bool, diff: bool, force: bool, **given: Any) ->
     _require_root(host)
     installer = Installer(FileTree(prefix), host)
     asks = is_terminal() and not defaults
-    choices = _choices(installer, given, force=force, asks=asks and not diff)
+    choices = _choices(installer, given, force=force, asks=asks)
     plan = installer.plan(choices)
     if diff:
         for change in plan.changes:
@@ -162,7 +160,14 @@ def _read_catalog(file: Path | None, files: FileTree) -> str | None:
         raise Refused(f"The catalog {file} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise Refused(f"The catalog {file} is not text in UTF-8.") from None
-    Catalog.from_text(text, str(file), files.path(CONFIG_FOLDER))
+    Catalog.from_text(text, str(file), file.parent)
+    try:
+        Catalog.from_text(text, CATALOG, files.path(CONFIG_FOLDER))
+    except ConfigError as error:
+        raise Refused(
+            f"The catalog {file} names files beside it: copy them to {CONFIG_FOLDER} first. "
+            f"{error.message}"
+        ) from None
     return text
 
 
@@ -214,8 +219,9 @@ def _start(installer: Installer, plan: Plan) -> int:
         click.echo("systemd does not run here, so nothing was started. Where it runs, type:")
         click.echo("  systemctl enable --now gpuspawner-proxy gpuspawner")
         check()
-    for sentence in _next_steps(plan):
-        click.echo(sentence)
+    if not code:
+        for sentence in _next_steps(plan):
+            click.echo(sentence)
     return code
 
 

@@ -199,7 +199,8 @@ class Installer:
     def _engine(self, *command: str) -> str:
         done = self.host.ask(*_DOCKER, *command)
         if done.code:
-            raise Refused(f"{NO_ENGINE} It says: {done.output}")
+            said = f" It says: {done.output}" if done.output else ""
+            raise Refused(f"{NO_ENGINE}{said}")
         return done.output
 
     # Changing it.

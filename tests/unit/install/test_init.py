@@ -523,6 +523,22 @@ def test_own_catalog_is_checked_and_installed(root: Path, host: FakeHost, tmp_pa
     assert "display_name: Mine" in texts_below(root)[CATALOG]
 
 
+def test_files_of_a_catalog_have_to_be_beside_it(
+    root: Path, host: FakeHost, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "environments:\n  - slug: mine\n    display_name: Mine\n    image: mine:1\n"
+        "    packages: packages.txt\n"
+    )
+    (tmp_path / "packages.txt").write_text("torch==2.9\n")
+    done = init(root, "--catalog", str(own))
+    assert done.code == 1 and "copy them to /etc/gpuspawner first" in done.output
+    (root / "etc/gpuspawner").mkdir(parents=True)
+    shutil.copy(tmp_path / "packages.txt", root / "etc/gpuspawner")
+    assert init(root, "--catalog", str(own)).code == 0
+
+
 # What is missing.
 
 
