@@ -18,6 +18,9 @@ OK, INTERRUPTED = 0, 130
 # The module that has a command of this name, and its help. The sentences are here instead of beside
 # the functions, so that the list of commands imports none of these modules.
 COMMANDS = {
+    "init": ("install.commands", "Install a hub on this machine, or change how it is installed."),
+    "upgrade": ("install.commands", "Upgrade the hub's database, or put it back if that fails."),
+    "uninstall": ("install.commands", "Remove the hub; members' files and the database stay."),
     "check": ("cli.check", "Check everything that the hub needs, one line per check."),
     "devices": ("devices.commands", "List the GPUs and what they are doing."),
     "leases": ("leases.commands", "List the open leases: who has which GPUs."),

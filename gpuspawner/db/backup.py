@@ -212,7 +212,7 @@ def _restore_file(store: Store, granter: LeaderLock, file: Path, overwrite: bool
         raise BackupRefused(f"{file} is the database itself: name a copy of it.")
     if place.exists() and not overwrite:
         raise BackupRefused(_THERE.format(what=place, how="the old one is kept under another name"))
-    _nobody_grants(granter)
+    take_leader_lock(granter)
     try:
         with _partial(place) as part:
             rows = prove(file, part)
@@ -228,14 +228,14 @@ _THERE = "There is a database already: {what}. Use --overwrite to replace it ({h
 _USED = "The database is in use{whose}. Stop the hub and its services first; nothing was changed."
 
 
-def _nobody_grants(granter: LeaderLock) -> None:
-    """Take the leader lock, so that no hub starts granting meanwhile."""
+def take_leader_lock(granter: LeaderLock) -> None:
+    """Take the leader lock, so that no hub starts granting meanwhile. Raises BackupRefused."""
     if not granter.take():
         raise BackupRefused(_USED.format(whose=f" by the hub {granter.holder()}"))
 
 
-def _move_aside(place: Path) -> str:
-    """Rename the old database once nobody else has it open, and return its new name."""
+def require_unused(place: Path) -> None:
+    """Raise BackupRefused while another process has an SQLite database open."""
     try:
         with closing(sqlite3.connect(place, timeout=0)) as connection:
             # SQLite gives up the write-ahead log only for its only user.
@@ -246,6 +246,29 @@ def _move_aside(place: Path) -> str:
         raise BackupRefused(f"{place} cannot be replaced: {error}.") from error
     except sqlite3.DatabaseError:
         pass  # it is damaged, which may be why there is a backup to restore
+
+
+def put_back(place: Path, file: Path) -> None:
+    """Replace an SQLite database with a backup as it is, of an older version too.
+
+    :func:`restore` upgrades what it puts in place; this undoes an upgrade. The caller holds the
+    leader lock. Raises BackupRefused while another process uses the database.
+    """
+    try:
+        with _partial(place) as part:
+            shutil.copyfile(file, part)
+            _close_up(part)
+            require_unused(place)
+            for name in _beside(place):  # of a damaged one: the old one must not use them
+                name.unlink(missing_ok=True)
+            _rename(part, place)
+    except (OSError, sqlite3.Error) as error:
+        raise BackupRefused(f"{file} could not be put back: {_said(error)}.") from error
+
+
+def _move_aside(place: Path) -> str:
+    """Rename the old database once nobody else has it open, and return its new name."""
+    require_unused(place)
     aside = place.with_name(f"{place.name}.before-{_stamp()}")
     for name in _beside(place):  # of a damaged one: the new one must not use them
         with suppress(FileNotFoundError):
@@ -264,7 +287,7 @@ def _restore_rows(store: Store, granter: LeaderLock, file: Path, overwrite: bool
         with store.write() as target:
             if others := target.execute(_OTHERS).scalars().all():
                 raise BackupRefused(_USED.format(whose=f" by {', '.join(sorted(set(others)))}"))
-            _nobody_grants(granter)
+            take_leader_lock(granter)
             kept = ""
             if any(audit.sizes(target).values()):
                 if not overwrite:

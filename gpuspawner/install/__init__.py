@@ -1,0 +1,1 @@
+"""The installation of a hub on one machine: ``init``, ``upgrade`` and ``uninstall``."""

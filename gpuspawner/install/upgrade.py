@@ -1,0 +1,144 @@
+"""The upgrade of a hub's database to this gpuspawner: done and checked, or undone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+
+from ..core.errors import BackupRefused, GPUSpawnerError, Refused
+from ..db import backup
+from ..db.engine import Store, newest, revision, sqlite_file, unknown_version, upgrade, versions
+from ..db.leader import LeaderLock
+
+FOR_POSTGRESQL = (
+    "This command upgrades SQLite databases. For PostgreSQL, stop the hub, make a copy with "
+    "pg_dump --format=custom, and start the hub: it upgrades the database in one transaction, "
+    "which leaves everything as it was if it fails."
+)
+EARLIER = "To start the hub, install the earlier gpuspawner again."
+
+
+class Upgrader:
+    """Upgrades an SQLite database that no hub or service uses."""
+
+    def __init__(self, url: str, check: Callable[[], int]) -> None:
+        """Args: the database's URL, and a function that checks the hub in another process.
+
+        Raises:
+            Refused: The database is not an SQLite file, or there is none.
+        """
+        place = sqlite_file(url)
+        if place is None:
+            raise Refused(FOR_POSTGRESQL)
+        if not place.exists():
+            raise Refused(f"There is no database at {place}: the hub makes it at its first start.")
+        self.url = url
+        self.place = place
+        self.check = check
+        self.code = 0
+        """The exit code of the check."""
+        self.changed = False
+        """True once the database was upgraded."""
+
+    def backup_path(self, at: datetime | None = None) -> Path:
+        """Return where the backup goes unless another file is named."""
+        stamp = (at or datetime.now(timezone.utc)).strftime("%Y%m%d_%H%M%S")
+        return self.place.parent / "backups" / f"before-upgrade-{stamp}.sqlite"
+
+    def run(self, file: Path) -> Iterator[str]:
+        """Back up to ``file``, upgrade and check; yield a sentence for each step.
+
+        If the upgrade or the check fails, the database is put back as it was. Raises Refused then,
+        and BackupRefused while a hub or a service uses the database, which is not changed.
+        """
+        with self._alone() as store:
+            before = self._version(store)
+            if before == newest():
+                yield f"{self.place} is up to date (version {before}). Nothing was changed."
+                yield "Checking the hub:"
+                self.code = self.check()
+                return
+            _make_private_folder(file.parent)
+            size = backup.back_up(store, file)
+            yield f"Backed up {self.place} to {file} ({size / 1_000_000:.1f} MB)."
+            done = False
+            try:
+                self._upgrade(store)
+                yield f"Upgraded {self.place} from version {before} to {newest()}."
+                yield "Checking the hub:"
+                self.code = self.check()
+                if self.code:
+                    raise Refused("The check failed, as said above.")
+                done = self.changed = True
+            except GPUSpawnerError as error:
+                self._put_back(file)
+                done = True
+                raise Refused(self._undone(error.message, before, file)) from error
+            finally:
+                if not done:  # interrupted
+                    self._put_back(file)
+            yield f"The backup stays: {file}"
+
+    @contextmanager
+    def _alone(self) -> Iterator[Store]:
+        """Keep hubs away from the database meanwhile."""
+        store = Store(self.url)
+        granter = LeaderLock(store)
+        with closing(store):
+            backup.take_leader_lock(granter)
+            try:
+                backup.require_unused(self.place)
+                yield store
+            finally:
+                granter.give_up()
+
+    def _version(self, store: Store) -> str:
+        with store.engine.connect() as connection:
+            found = revision(connection)
+        store.engine.dispose()
+        if found is None:
+            raise Refused(f"{self.place} is not a database of gpuspawner. Nothing was changed.")
+        if found not in versions():
+            raise Refused(
+                f"{self.place} {unknown_version(found)}: install the newer gpuspawner. Nothing was "
+                "changed."
+            )
+        return found
+
+    def _upgrade(self, store: Store) -> None:
+        try:
+            with store.write_engine.begin() as connection:
+                upgrade(connection)
+        except GPUSpawnerError:
+            raise
+        except Exception as error:
+            why = " ".join(str(getattr(error, "orig", None) or error).split())
+            raise Refused(f"The upgrade failed ({type(error).__name__}: {why}).") from error
+        finally:
+            store.engine.dispose()
+
+    def _put_back(self, file: Path) -> None:
+        try:
+            backup.put_back(self.place, file)
+        except BackupRefused as error:
+            raise Refused(
+                f"The upgrade failed, and the database could not be put back: {error.message} Do "
+                f"not start the hub. End what uses {self.place}, then copy {file} over it."
+            ) from error
+
+    def _undone(self, why: str, before: str, file: Path) -> str:
+        return (
+            f"{why} The database is as it was before (version {before}); its backup is {file}. "
+            f"{EARLIER}"
+        )
+
+
+def _make_private_folder(folder: Path) -> None:
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+    except OSError as error:
+        raise Refused(f"The folder {folder} cannot be made: {error.strerror}.") from None
