@@ -20,6 +20,7 @@ exclude_patterns = ["_build", "_ext", "_static"]
 source_suffix = {".md": "markdown"}
 nitpicky = True
 highlight_language = "text"
+smartquotes_action = "qe"  # quotes and ellipses; options keep their two dashes
 pygments_style = "sphinx"
 
 myst_enable_extensions = ["colon_fence", "deflist", "substitution"]

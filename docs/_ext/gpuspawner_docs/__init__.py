@@ -6,7 +6,7 @@ from typing import Any
 
 from sphinx.util import logging
 
-from . import commands, environment, links, notices, operations, rest, schemas, settings
+from . import commands, environment, examples, links, notices, operations, rest, schemas, settings
 from .page import KINDS
 
 logger = logging.getLogger(__name__)
@@ -16,14 +16,18 @@ DIRECTIVES = {
     "catalog-keys": schemas.CatalogKeys,
     "changed-defaults": settings.ChangedDefaults,
     "cluster-keys": schemas.ClusterKeys,
+    "charge-example": examples.ChargeExample,
     "command-table": commands.CommandTable,
     "commands": commands.Commands,
     "common-options": commands.CommonOptions,
     "environment-variables": environment.EnvironmentVariables,
     "events": notices.Events,
+    "fields": examples.Fields,
     "health-causes": operations.Causes,
+    "idle-example": examples.IdleExample,
     "metrics": operations.Metrics,
     "notices": notices.Notices,
+    "queue-example": examples.QueueExample,
     "roles": operations.Roles,
     "route-errors": rest.RouteErrors,
     "route-table": rest.RouteTable,

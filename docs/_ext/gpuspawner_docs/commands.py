@@ -31,6 +31,10 @@ def commands() -> dict[str, click.Command]:
     return found
 
 
+def _is_common(param: click.Parameter) -> bool:
+    return param.name in COMMON or "--help" in param.opts
+
+
 def _usage(words: str, command: click.Command) -> str:
     with click.Context(command, info_name=words) as context:
         return " ".join([f"gpuspawner {words}", *command.collect_usage_pieces(context)])
@@ -39,7 +43,7 @@ def _usage(words: str, command: click.Command) -> str:
 def _options(command: click.Command) -> Iterator[tuple[str, str]]:
     context = click.Context(command)
     for param in command.get_params(context):
-        if param.name in COMMON or not isinstance(param, click.Option) or param.hidden:
+        if not isinstance(param, click.Option) or param.hidden or _is_common(param):
             continue
         names, told = param.get_help_record(context) or ("", "")
         yield f"`{names}`", plain(told.replace("  [", " ["))
@@ -77,7 +81,7 @@ class CommonOptions(Generated):
         rows = []
         for param in command.get_params(context):
             record = param.get_help_record(context)
-            if param.name in COMMON and record and not getattr(param, "hidden", False):
+            if param.name in COMMON and param.name != "help" and record:
                 rows.append((f"`{record[0]}`", plain(record[1])))
         rows.append(("`-h, --help`", "show the help of a command and exit"))
         yield from table(("Option", "Meaning"), rows)

@@ -50,7 +50,7 @@ DEMO = {
 
 SERVICE = {
     "GPUSPAWNER_CONFIG": "The hub's settings, as JSON.",
-    "GPUSPAWNER_FRAME": "The settings of the Hub's pages, for the frame around the service's pages.",
+    "GPUSPAWNER_FRAME": "The settings of the Hub's pages, which frame the service's pages.",
     "GPUSPAWNER_HUB_ID_FILE": "Path of the file with the hub's id.",
     "GPUSPAWNER_HUB_PID": "Process id of the hub: the service ends when that process is gone.",
     "JUPYTERHUB_API_TOKEN": "The service's token at the Hub.",
@@ -75,7 +75,7 @@ SERVERS = {
 """What a server finds."""
 
 ELSEWHERE = frozenset(("PATH", "SUDO_USER", "URL"))
-"""Read, but not meant for gpuspawner: the shell's own, and one that a check sets for its program."""
+"""Read, but not meant for gpuspawner: the shell's own, and one that a check sets itself."""
 
 
 def read_by_programs() -> dict[str, set[str]]:
@@ -120,10 +120,8 @@ def _names_in(path: Path) -> set[str]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr == "get" and _is_environ(node.func.value) and node.args:
                 key = node.args[0]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            # hub_config/jupyterhub_config.py reads secrets with a function of this name.
-            if node.func.id == "secret" and "hub_config" in path.parts and node.args:
-                key = node.args[0]
+        elif isinstance(node, ast.Call) and _is_secret(node.func) and "hub_config" in path.parts:
+            key = node.args[0]
         if isinstance(key, ast.Constant) and isinstance(key.value, str):
             found.add(key.value)
         elif isinstance(key, ast.Name):
@@ -132,6 +130,11 @@ def _names_in(path: Path) -> set[str]:
             known = _constants().get(key.attr, set())
             found |= {name for name in known if name.startswith("GPUSPAWNER_")}
     return found
+
+
+def _is_secret(node: ast.expr) -> bool:
+    """Return True for the function with which hub_config/jupyterhub_config.py reads secrets."""
+    return isinstance(node, ast.Name) and node.id == "secret"
 
 
 def _is_environ(node: ast.expr) -> bool:

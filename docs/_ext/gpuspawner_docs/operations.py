@@ -47,7 +47,8 @@ class Scopes(Generated):
             if isinstance(subscopes, list) and subscopes:
                 yield f"It includes {', '.join(f'{{scope}}`{each}`' for each in subscopes)}."
             yield ""
-            routes = [f"{how.upper()} {path[1:]}" for (how, path), of in asked().items() if of == name]
+            found = [operation for operation, of in asked().items() if of == name]
+            routes = [f"{method.upper()} {path[1:]}" for method, path in found]
             if routes:
                 yield f"Routes: {', '.join(f'{{route}}`{route}`' for route in routes)}."
             yield ""
@@ -93,9 +94,7 @@ def metrics() -> tuple[SimpleNamespace, ...]:
         try:
             # Jobs of a cluster are told where there is one.
             job = SimpleNamespace(seconds=1.0, jobs=1)
-            with mock.patch.object(
-                services.reports, "use_of_all_jobs", return_value={"T4": job}
-            ):
+            with mock.patch.object(services.reports, "use_of_all_jobs", return_value={"T4": job}):
                 found = list(HubCollector(services).collect())
         finally:
             services.store.close()
@@ -165,7 +164,8 @@ class Causes(Generated):
         from gpuspawner.monitoring import health
 
         self.uses(health)
-        rows = ((f"`{name}`", f"`{act}`", plain(what)) for name, (act, what) in health.CAUSES.items())
+        causes = health.CAUSES.items()
+        rows = ((f"`{name}`", f"`{act}`", plain(what)) for name, (act, what) in causes)
         yield from table(("Cause", "Default action", "Meaning"), rows)
         yield from ("", "The driver reports errors by number (Xid):", "")
         yield from table(

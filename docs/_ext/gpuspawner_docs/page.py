@@ -33,13 +33,22 @@ class Generated(SphinxDirective):
         """Return what MyST makes of the lines."""
         lines = "\n".join(self.markdown()).splitlines()
         made = nodes.Element()
-        self.state.nested_parse(StringList(lines, source=self.name), 0, made, match_titles=True)
+        # MyST attaches a heading to the section of the next higher level on the page. Here that is
+        # the place of the directive.
+        renderer = self.state._renderer
+        before, renderer._level_to_section = renderer._level_to_section, {0: made}
+        try:
+            self.state.nested_parse(StringList(lines, source=self.name), 0, made, match_titles=True)
+        finally:
+            renderer._level_to_section = before
         return made.children
 
     def heading(self, level: int, kind: str, name: str, title: str = "") -> list[str]:
         """Return a heading that the role ``kind`` finds under ``name``."""
         anchor = anchor_of(kind, name)
-        self.env.domains.standard_domain.note_object(kind, name, anchor, location=self.get_location())
+        self.env.domains.standard_domain.note_object(
+            kind, name, anchor, location=self.get_location()
+        )
         return ["", f"({anchor})=", "", f"{'#' * level} {title or f'`{name}`'}", ""]
 
     def uses(self, *objects: Any) -> None:

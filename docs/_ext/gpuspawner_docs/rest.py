@@ -96,11 +96,13 @@ class Routes(Generated):
         names = list(dict.fromkeys(refs_of(schema)))
         if word.startswith("Body") and len(names) == 1 and "$ref" in schema:
             yield f"{word}:"
-            yield from table(("Field", "Type", "Meaning"), rows_of(found[names[0]], self._named))
+            rows = rows_of(found[names[0]], self._named, sent=True)
+            yield from table(("Field", "Type", "Meaning"), rows)
             names = list(dict.fromkeys(refs_of(found[names[0]])))
         elif "properties" in schema:
             yield f"{word}:"
-            yield from table(("Field", "Type", "Meaning"), rows_of(schema, self._named))
+            rows = rows_of(schema, self._named, sent=word.startswith("Body"))
+            yield from table(("Field", "Type", "Meaning"), rows)
         else:
             yield from (f"{word}: {type_of(schema, self._named)}.", "")
         for name in names:

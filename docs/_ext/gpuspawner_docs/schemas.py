@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .page import Generated, plain, table
+from .page import Generated, plain
 
 Schema = Mapping[str, Any]
 Named = Callable[[str], str]
@@ -18,7 +18,7 @@ def type_of(schema: Schema, named: Named = lambda name: name) -> str:
         return named(ref.rpartition("/")[2])
     for word in ("anyOf", "oneOf"):
         if word in schema:
-            return " or ".join(dict.fromkeys(type_of(each, named) for each in schema[word]))
+            return ", or ".join(dict.fromkeys(type_of(each, named) for each in schema[word]))
     if "allOf" in schema:
         return " and ".join(type_of(each, named) for each in schema["allOf"])
     if "const" in schema:
@@ -27,15 +27,24 @@ def type_of(schema: Schema, named: Named = lambda name: name) -> str:
         return "one of " + ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
     kind = schema.get("type", "any value")
     if kind == "array":
-        return f"list of {type_of(schema.get('items', {}), named)}"
+        return f"list of {_several(type_of(schema.get('items', {}), named))}"
     if kind == "object":
         inside = schema.get("additionalProperties")
         if isinstance(inside, dict) and inside:
-            return f"mapping of names to {type_of(inside, named)}"
+            return f"mapping of names to {_several(type_of(inside, named))}"
         return "mapping"
-    words = {"integer": "whole number", "number": "number", "string": "text", "boolean": "yes or no"}
+    words = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "true or false",
+    }
     text = {"date-time": "time", "date": "date"}.get(schema.get("format", ""), "")
     return text or words.get(kind, str(kind))
+
+
+def _several(kind: str) -> str:
+    return {"mapping": "mappings", "text": "texts", "whole number": "whole numbers"}.get(kind, kind)
 
 
 def limits_of(schema: Schema) -> str:
@@ -67,9 +76,14 @@ def refs_of(schema: Any) -> Iterator[str]:
             yield from refs_of(value)
 
 
-def rows_of(schema: Schema, named: Named = lambda name: name) -> Iterator[tuple[str, str, str]]:
-    """Yield a row for each field of an object: name, type and meaning."""
-    required = set(schema.get("required", ()))
+def rows_of(
+    schema: Schema, named: Named = lambda name: name, *, sent: bool = False
+) -> Iterator[tuple[str, str, str]]:
+    """Yield a row for each field of an object: name, type and meaning.
+
+    ``sent``: say of a field that it must be there. An answer has all of its fields.
+    """
+    required = set(schema.get("required", ())) if sent else ()
     for name, value in schema.get("properties", {}).items():
         told = plain(value.get("description", ""))
         if examples := value.get("examples"):
@@ -117,20 +131,14 @@ class _File(Generated):
         else:
             yield from self.heading(2, "key", f"{path}.{key}", f"`{key}`")
         yield plain(value.get("description", "").replace("``", "`"))
-        facts = [f"Type: {type_of(value, self._words)}"]
+        facts = [f"Type: {type_of(value, lambda name: 'mapping')}"]
         facts += [limits] if (limits := limits_of(value)) else []
         line = ", ".join(facts) + ("; required" if required else "")
         if "default" in value:
             line += f". Default: `{json.dumps(value['default'])}`"
-        for examples in (value.get("examples"), *(x.get("examples") for x in value.get("anyOf", ()))):
-            if examples:
-                line += f". Example: `{examples[0]}`"
-                break
+        if examples := value.get("examples"):
+            line += f". Example: `{examples[0]}`"
         yield from ("", f"{line}.", "")
-
-    @staticmethod
-    def _words(name: str) -> str:
-        return {"DeviceLimits": "mapping", "SessionHours": "mapping"}.get(name, "mapping")
 
 
 class CatalogKeys(_File):
@@ -160,4 +168,4 @@ class ClusterKeys(_File):
         return json_schema(cluster.ClusterFile, "cluster.yaml")
 
 
-__all__ = ["CatalogKeys", "ClusterKeys", "limits_of", "rows_of", "table", "type_of"]
+__all__ = ["CatalogKeys", "ClusterKeys", "limits_of", "rows_of", "type_of"]

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
+from math import inf, isfinite
 from typing import Any
 
 from traitlets import DefaultHandler, TraitType, Undefined
@@ -69,7 +70,7 @@ def known_settings() -> dict[str, set[str]]:
 
 
 def type_of(trait: Any) -> str:
-    """Return the type of a setting in words of Python: ``dict[str, float]``, ``int, at least 0``."""
+    """Return the type of a setting: ``dict[str, float]``, ``int, at least 0``."""
     words = {
         "Unicode": "str", "UnicodeWithDefault": "str", "Bool": "bool", "Float": "float",
         "Integer": "int", "Int": "int", "Dict": "dict", "List": "list", "Set": "set",
@@ -86,11 +87,16 @@ def type_of(trait: Any) -> str:
     text = words.get(name, name)
     if inner:
         text += f"[{', '.join(map(type_of, inner))}]"
-    if getattr(trait, "min", None) is not None:
-        text += f", at least {trait.min:g}"
-    if getattr(trait, "max", None) is not None:
-        text += f", at most {trait.max:g}"
+    if isfinite(least := _limit(trait, "min")):
+        text += f", at least {least:g}"
+    if isfinite(most := _limit(trait, "max")):
+        text += f", at most {most:g}"
     return text + (" or None" if trait.allow_none and name != "Any" else "")
+
+
+def _limit(trait: Any, name: str) -> float:
+    value = getattr(trait, name, None)
+    return inf if value is None else float(value)
 
 
 def default_of(cls: type[Configurable], name: str, trait: Any) -> str:
