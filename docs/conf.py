@@ -11,8 +11,8 @@ os.environ["COLUMNS"] = "200"
 import gpuspawner  # noqa: E402
 
 project = "gpuspawner"
-author = "the contributors of gpuspawner"
-project_copyright = "the contributors of gpuspawner"
+author = "the gpuspawner contributors"
+project_copyright = "2026, the gpuspawner contributors"
 version = release = gpuspawner.__version__
 
 extensions = ["myst_parser", "sphinx_copybutton", "gpuspawner_docs"]

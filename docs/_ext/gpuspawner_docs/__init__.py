@@ -6,7 +6,18 @@ from typing import Any
 
 from sphinx.util import logging
 
-from . import commands, environment, examples, links, notices, operations, rest, schemas, settings
+from . import (
+    changes,
+    commands,
+    environment,
+    examples,
+    links,
+    notices,
+    operations,
+    rest,
+    schemas,
+    settings,
+)
 from .page import KINDS
 
 logger = logging.getLogger(__name__)
@@ -35,6 +46,7 @@ DIRECTIVES = {
     "scopes": operations.Scopes,
     "settings": settings.Settings,
     "settings-table": settings.SettingsTable,
+    "unreleased": changes.Unreleased,
 }
 
 
