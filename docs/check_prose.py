@@ -54,7 +54,6 @@ BANNED = {
     r"\bsubsequently\b": "then",
     r"\bfunctionality\b": "say which",
     # Words of ours that readers do not know, and old-fashioned ones.
-    r"\bwhoever\b": "a member who",
     r"\bbeside these\b": "name them",
     r"\bhands? on\b(?! the queue)": "transfer",
     r"\bis none\b": "is not",
@@ -75,7 +74,7 @@ BANNED = {
 """What is not written, and what to do instead. Code is not looked at."""
 
 HOSTS = re.compile(
-    r"\b(?:docker\.io|ghcr\.io|gcr\.io|nvcr\.io|quay\.io|pypi\.org|registry-1\.docker|hub\.docker)\b"
+    r"\b(?:docker\.io/|ghcr\.io|gcr\.io|nvcr\.io|quay\.io|pypi\.org|registry-1\.docker|hub\.docker)\b"
 )
 """Hosts of registries: a page names none, for a site may have its own."""
 

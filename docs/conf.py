@@ -41,6 +41,7 @@ html_favicon = LOGO
 ogp_social_cards = {"enable": False}
 html_static_path = ["_static"]
 html_css_files = ["docs.css"]
+html_context = {"default_mode": "auto"}
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
