@@ -148,7 +148,7 @@ class Alerts(Generated):
             yield from self.heading(1, "alert", rule["alert"])
             notes = rule["annotations"]
             yield from (f"{plain(notes['summary'])}.", "", plain(notes["description"]), "")
-            lasting = f", for {rule['for']}" if "for" in rule else ""
+            lasting = f", if it lasts {rule['for']}" if "for" in rule else ""
             yield from (f"Severity: {rule['labels']['severity']}{lasting}.", "")
             yield from block("text", rule["expr"])
 

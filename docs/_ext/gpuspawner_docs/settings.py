@@ -181,9 +181,12 @@ class ChangedDefaults(Generated):
     def markdown(self) -> Iterator[str]:
         """Yield a table for all classes."""
         rows: dict[tuple[str, str], list[str]] = {}
-        for name, cls in documented().items():
-            for setting, owner in changed_defaults(cls):
-                rows.setdefault((setting, owner), []).append(f"`{name}`")
+        changed = {name: set(changed_defaults(cls)) for name, cls in configurables().items()}
+        for name, cls in configurables().items():
+            parents = [each.__name__ for each in cls.__mro__[1:]]
+            for setting, owner in sorted(changed[name]):
+                if not any((setting, owner) in changed.get(parent, ()) for parent in parents):
+                    rows.setdefault((setting, owner), []).append(f"`{name}`")
         yield from table(
             ("Setting", "Of", "Has another default in"),
             ((f"`{s}`", f"`{o}`", ", ".join(names)) for (s, o), names in sorted(rows.items())),
