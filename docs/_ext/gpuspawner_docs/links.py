@@ -6,9 +6,6 @@ setting or a command that is gone.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 from docutils import nodes
@@ -16,57 +13,14 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util import logging
 from sphinx.util.nodes import make_refnode
 
-from .commands import commands
+from .names import SETTING, TEXT, command_in, problems_in
 from .operations import metrics
-from .settings import configurables, known_settings
+from .settings import configurables
 
 logger = logging.getLogger(__name__)
 
-SETTING = re.compile(r"\bc\.(\w+)\.(\w+)")
-COMMAND = re.compile(r"(?<![\w./-])gpuspawner((?: +[a-z][a-z-]*)+)")
-SHELL = frozenset(("console", "shell", "sh", "bash"))
-PYTHON = frozenset(("python", "python3"))
 OLD = ("changelog",)
 """Pages that may name what was and is no more."""
-
-
-@cache
-def _commands() -> frozenset[str]:
-    return frozenset(commands())
-
-
-def command_in(words: str) -> str | None:
-    """Return the longest command at the begin of these words; None if there is none."""
-    found = words.split()
-    for count in range(min(len(found), 2), 0, -1):
-        name = " ".join(found[:count])
-        if name in _commands():
-            return name
-    return None
-
-
-def unknown_names(text: str, language: str) -> Iterator[str]:
-    """Yield a sentence for each setting and command of ours in a text that does not exist."""
-    if language in PYTHON or not language:
-        known = known_settings()
-        for section, name in SETTING.findall(text):
-            if section in known and name not in known[section]:
-                yield f"there is no setting c.{section}.{name}"
-            if section not in known and re.match(r"GPU|Member\w+Auth|Accounting", section):
-                yield f"there is no class {section} with settings"
-    if language in SHELL or not language:
-        for line in text.splitlines():
-            if line.lstrip().startswith("#"):
-                continue
-            for words in COMMAND.findall(line):
-                if _looks_like_a_command(line, words) and command_in(words) is None:
-                    yield f"there is no command gpuspawner{words}"
-
-
-def _looks_like_a_command(line: str, words: str) -> bool:
-    """Return False where the word is a name of something else: a user, a network, a package."""
-    before = line.partition("gpuspawner" + words)[0].rstrip()
-    return not before or before.endswith(("$", "#", "&&", "||", ";", "|", "(", "exec hub", "sudo"))
 
 
 class LinkNames(SphinxPostTransform):
@@ -80,11 +34,11 @@ class LinkNames(SphinxPostTransform):
         if docname in OLD:
             return
         for block in self.document.findall(nodes.literal_block):
-            for wrong in unknown_names(block.astext(), block.get("language", "")):
+            for wrong in problems_in(block.astext(), block.get("language", "")):
                 logger.warning(wrong, location=block, type="gpuspawner", subtype="name")
         for literal in list(self.document.findall(nodes.literal)):
             text = literal.astext()
-            for wrong in unknown_names(text, ""):
+            for wrong in problems_in(text, TEXT):
                 logger.warning(wrong, location=literal, type="gpuspawner", subtype="name")
             if self._inside(literal, nodes.reference, nodes.title, nodes.term):
                 continue
