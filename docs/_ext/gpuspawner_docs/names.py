@@ -138,9 +138,9 @@ def _makefile() -> frozenset[str]:
 
 def _targets(text: str) -> Iterator[str]:
     for line in text.splitlines():
-        if match := re.match(r"\s*(?:\$ )?make ([a-z]+)\b", line):
-            if match[1] not in _makefile():
-                yield f"there is no target: make {match[1]}"
+        match = re.match(r"\s*(?:\$ )?make ([a-z]+)\b", line)
+        if match and match[1] not in _makefile():
+            yield f"there is no target: make {match[1]}"
 
 
 @cache
