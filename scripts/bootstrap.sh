@@ -49,8 +49,10 @@ say "installing gpuspawner and what it needs (a minute or so)"
 quietly .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
     --constraint "$constraints" --editable ".[$extras]"
 
-say "installing the proxy"
-quietly scripts/install_proxy.sh
+if [ "$what" != docs ]; then
+    say "installing the proxy"
+    quietly scripts/install_proxy.sh
+fi
 
 printf '%s' "$key" > ".venv/.made-$what"
 say "the environment is ready"

@@ -27,7 +27,7 @@ ADMINS = {
     "HUB_CONNECT_URL": "Where servers reach the hub. Default: `HUB_BIND_URL`.",
     "JUPYTERHUB_CRYPT_KEY": "JupyterHub's key for stored sign-in state. With it, groups are asked "
     "for again before each start.",
-    "LDAP_PASSWORD": "Password of the account that looks people up in a directory.",
+    "LDAP_PASSWORD": "Of the account that looks people up in a directory.",  # pragma: allowlist secret
     "PROXY_API_URL": "Where the hub reaches the proxy's own interface.",
     "SERVICE_URL": "Where the accounting service listens.",
     "SLURM_CONF": "Path of `slurm.conf`, if neither the cluster file nor Slurm's default applies.",
@@ -43,7 +43,7 @@ SECRETS = {
 DEMO = {
     "GPUSPAWNER_DEMO_DIR": "Folder of the demo. Default: `.demo`.",
     "GPUSPAWNER_DEMO_IMAGE": "Base image of the demo's servers, where there is a Docker Engine.",
-    "GPUSPAWNER_DEMO_PASSWORD": "Password of the members. Default: a new one, which is shown.",
+    "GPUSPAWNER_DEMO_PASSWORD": "Of the members. Default: a new one.",  # pragma: allowlist secret
     "GPUSPAWNER_DEMO_PORT": "Port of the demo. Default: 8000.",
 }
 """What ``make demo`` reads."""
