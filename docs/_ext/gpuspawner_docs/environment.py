@@ -27,7 +27,7 @@ ADMINS = {
     "HUB_CONNECT_URL": "Where servers reach the hub. Default: `HUB_BIND_URL`.",
     "JUPYTERHUB_CRYPT_KEY": "JupyterHub's key for stored sign-in state. With it, groups are asked "
     "for again before each start.",
-    "LDAP_PASSWORD": "Of the account that looks people up in a directory.",  # pragma: allowlist secret
+    "LDAP_PASSWORD": "Of the account that looks people up.",  # pragma: allowlist secret
     "PROXY_API_URL": "Where the hub reaches the proxy's own interface.",
     "SERVICE_URL": "Where the accounting service listens.",
     "SLURM_CONF": "Path of `slurm.conf`, if neither the cluster file nor Slurm's default applies.",
