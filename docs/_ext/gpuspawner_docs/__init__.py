@@ -14,6 +14,7 @@ from . import (
     links,
     notices,
     operations,
+    requests,
     rest,
     schemas,
     settings,
@@ -23,6 +24,7 @@ from .page import KINDS
 logger = logging.getLogger(__name__)
 
 DIRECTIVES = {
+    "add-services": requests.AddServices,
     "alerts": operations.Alerts,
     "catalog-keys": schemas.CatalogKeys,
     "changed-defaults": settings.ChangedDefaults,
@@ -39,6 +41,7 @@ DIRECTIVES = {
     "metrics": operations.Metrics,
     "notices": notices.Notices,
     "queue-example": examples.QueueExample,
+    "request-fields": requests.RequestFields,
     "roles": operations.Roles,
     "route-errors": rest.RouteErrors,
     "route-table": rest.RouteTable,
