@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv. `bootstrap.sh demo`: what the demo needs; `bootstrap.sh all`: tests and checks too.
+# Makes .venv. `bootstrap.sh demo`: what the demo needs; `bootstrap.sh docs`: what the documentation
+# needs; `bootstrap.sh all`: that, tests and checks too.
 # Needs git, make and python3 only. Quick when nothing changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,8 +9,9 @@ cd "$(dirname "$0")/.."
 what=${1:-all}
 case $what in
     demo) extras=demo ;;
-    all) extras=demo,postgres,test,dev ;;
-    *) fail "usage: scripts/bootstrap.sh [demo|all]" ;;
+    docs) extras=docs ;;
+    all) extras=demo,postgres,test,dev,docs ;;
+    *) fail "usage: scripts/bootstrap.sh [demo|docs|all]" ;;
 esac
 
 # The distribution's own Python, if it will do: it is what users have, and it is built with
@@ -21,7 +23,7 @@ command -v "$python" > /dev/null || fail "There is no $python here: install Pyth
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     fail "$("$python" --version) is too old: gpuspawner needs Python 3.10 or newer. Name one with PYTHON=..."
 
-# Made already, from these very files? `all` holds everything that `demo` does.
+# Made already, from these very files? `all` holds everything that the others do.
 # The versions that the tests last passed with, so that a release elsewhere turns no run red. They
 # need Python 3.11; an older one gets the newest versions that setup.cfg allows and that it can run.
 constraints=constraints.txt
@@ -47,8 +49,10 @@ say "installing gpuspawner and what it needs (a minute or so)"
 quietly .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
     --constraint "$constraints" --editable ".[$extras]"
 
-say "installing the proxy"
-quietly scripts/install_proxy.sh
+if [ "$what" != docs ]; then
+    say "installing the proxy"
+    quietly scripts/install_proxy.sh
+fi
 
 printf '%s' "$key" > ".venv/.made-$what"
 say "the environment is ready"

@@ -44,8 +44,11 @@ class IdlePolicy:
     sooner_minutes: float = 0.0
     """How much sooner a server counts as idle while others wait."""
     countdown_minutes: float = 10.0
+    """From the warning to the stop."""
     snooze_minutes: float = 30.0
+    """By how much a member can put off the stop at once."""
     most_snoozes: int = 2
+    """How often a member can put it off."""
     gain: float = 40.0
     """Seconds of credit for a second at full use: with 40, 2.5 % of a GPU keep the server."""
     output: float = 0.5

@@ -292,31 +292,47 @@ class DeviceEntry(ConfigModel):
     """A device of a node."""
 
     uuid: DeviceUUID
+    """The device's UUID, as ``nvidia-smi -L`` shows it. Each device is listed once."""
     model: Annotated[str, Checked(_model)]
+    """The model's name, such as NVIDIA A100-SXM4-80GB."""
     memory: DeviceMemory
+    """The memory of the device."""
     file: FilePath = ""
+    """The file by which Slurm identifies it. Without it: /dev/nvidia0 for the first, and so on."""
     gres: GresType = ""
+    """Slurm's type of the model. Without it: made of the model's name, such as a100."""
 
 
 class TLSEntry(ConfigModel):
     """Files, beside this one unless they have a whole path."""
 
     ca: Annotated[str, Checked(text)]
+    """The certificate of the authority that signed the engine's and the hub's certificates."""
     certificate: Annotated[str, Checked(text)]
+    """The hub's certificate."""
     key: Annotated[str, Checked(text)]
+    """The hub's private key, which nobody else may read."""
 
 
 class NodeEntry(ConfigModel):
     """A machine with a Docker Engine and devices."""
 
     engine: Annotated[str, Checked(engine_address)]
+    """The Docker Engine: unix:///var/run/docker.sock, ssh://USER@NODE or https://NODE:2376."""
     tls: TLSEntry | None = None
+    """Files for an engine or a sampler with an https:// address, which needs them."""
     sampler: Annotated[str, Checked(sampler_address)] = ""
+    """The address of the node's ``gpuspawner slurm sampler``. Without it: GPUs are not measured."""
     address: Annotated[str, Checked(_ip_address)]
+    """The IP address on which servers publish their ports, reachable for the hub."""
     cpus: Cpus
+    """CPUs of the node."""
     memory: Size
+    """Memory of the node."""
     layout: Annotated[str, LAYOUT] = ""
+    """Sockets, cores and threads, as ``slurmd -C`` shows them. Without it: Slurm decides."""
     devices: list[DeviceEntry] = []
+    """The devices, in the order of gres.conf. Without it: the node has none."""
 
     @model_validator(mode="after")
     def _check_tls(self) -> NodeEntry:
@@ -338,11 +354,17 @@ class ClusterFile(ConfigModel):
     """The nodes that Slurm schedules."""
 
     name: ClusterName = "gpuspawner"
+    """The cluster's name in slurm.conf (ClusterName)."""
     partition: Partition = "gpu"
+    """The partition in which the hub submits jobs."""
     hub_address: Annotated[str, Checked(_address)] = ""
+    """The hub's address for the nodes."""
     shards: Annotated[int, Field(ge=0, le=MOST_SHARDS)] = 0
+    """Shares of each device that members can request; 0 if devices are not shared."""
     slurm_conf: FilePath = ""
+    """Path of slurm.conf. Without it: Slurm's default path."""
     nodes: Annotated[dict[NodeName, NodeEntry], Field(min_length=1)]
+    """The nodes, by their short host names."""
 
 
 # Reading.

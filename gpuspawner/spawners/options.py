@@ -117,19 +117,24 @@ class FormChoice:
     """The parsed fields. None means not given."""
 
     environment: str | None = None
+    """The name of an environment in the catalog. Without it: the catalog's default."""
     gpus: int | None = None
+    """Number of devices; 0 is a server without one."""
     gpu_model: str | None = None
+    """Words of a model's name, such as ``A100``."""
     gpu_memory: int | None = None
     """Minimum memory of each device in GB (10^9 bytes, as advertised)."""
     hours: float | None = None
     """Session length in hours."""
     wait: bool | None = None
-    """True to wait in the queue if no device is free."""
+    """False to be refused, and not to wait in the queue, if no device is free."""
     account: str | None = None
+    """Who pays: ``member:NAME``, the member's own, or ``group:NAME`` of a group of theirs."""
     options: tuple[str, ...] | None = None
     """Choices within an environment, each ``OPTION=CHOICE``. A form without scripts sends
     ``ENVIRONMENT.OPTION=CHOICE`` for all of its environments."""
     data: tuple[str, ...] | None = None
+    """Names of the datasets and shared folders for the server. Without it: all that it may have."""
     own_image: str | None = None
     """The reference of an image that replaces the environment's."""
     shown_at: str | None = None

@@ -1,0 +1,100 @@
+"""The command line: every command with its arguments and options, from click's own objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import click
+
+from .page import Generated, plain, refer, table
+
+COMMON = ("config", "database", "json", "help", "debug")
+
+
+@cache
+def commands() -> dict[str, click.Command]:
+    """Return every command by its words, in the order of the help: ``queue move``."""
+    from gpuspawner.cli.app import application
+
+    found: dict[str, click.Command] = {}
+
+    def add(words: tuple[str, ...], command: click.Command) -> None:
+        loaded = command.load() if hasattr(command, "load") else command
+        found[" ".join(words)] = loaded
+        if isinstance(loaded, click.Group):
+            for name in loaded.list_commands(click.Context(loaded)):
+                add((*words, name), loaded.commands[name])
+
+    for name in application.list_commands(click.Context(application)):
+        add((name,), application.commands[name])
+    return found
+
+
+def _is_common(param: click.Parameter) -> bool:
+    return param.name in COMMON or "--help" in param.opts
+
+
+def _usage(words: str, command: click.Command) -> str:
+    with click.Context(command, info_name=words) as context:
+        return " ".join([f"gpuspawner {words}", *command.collect_usage_pieces(context)])
+
+
+def _options(command: click.Command) -> Iterator[tuple[str, str]]:
+    context = click.Context(command)
+    for param in command.get_params(context):
+        if not isinstance(param, click.Option) or param.hidden or _is_common(param):
+            continue
+        names, told = param.get_help_record(context) or ("", "")
+        yield f"`{names}`", plain(told.replace("  [", " ["))
+
+
+def _arguments(command: click.Command) -> Iterator[tuple[str, str]]:
+    context = click.Context(command)
+    for param in command.get_params(context):
+        if isinstance(param, click.Argument):
+            told = getattr(param, "help", None) or ""
+            yield f"`{param.make_metavar(context)}`", plain(told)
+
+
+class Commands(Generated):
+    """``{commands}``: a section for each command."""
+
+    def markdown(self) -> Iterator[str]:
+        """Yield the sections."""
+        for words, command in commands().items():
+            level = words.count(" ") + 1
+            yield from self.heading(level, "command", words, f"`gpuspawner {words}`")
+            yield plain((command.help or "").strip())
+            yield from ("", "````text", _usage(words, command), "````", "")
+            yield from table(("Argument", "Meaning"), _arguments(command))
+            yield from table(("Option", "Meaning"), _options(command))
+
+
+class CommonOptions(Generated):
+    """``{common-options}``: what every command takes."""
+
+    def markdown(self) -> Iterator[str]:
+        """Yield the options of the first command that are common to all."""
+        command = next(iter(commands().values()))
+        context = click.Context(command)
+        rows = []
+        for param in command.get_params(context):
+            record = param.get_help_record(context)
+            if param.name in COMMON and param.name != "help" and record:
+                rows.append((f"`{record[0]}`", plain(record[1])))
+        rows.append(("`-h, --help`", "show the help of a command and exit"))
+        yield from table(("Option", "Meaning"), rows)
+
+
+class CommandTable(Generated):
+    """``{command-table}``: the commands of the first level."""
+
+    def markdown(self) -> Iterator[str]:
+        """Yield the table."""
+        rows = (
+            (refer("command", words, f"gpuspawner {words}"), plain(command.help or ""))
+            for words, command in commands().items()
+            if " " not in words
+        )
+        yield from table(("Command", "What it does"), rows)

@@ -1,0 +1,66 @@
+"""Sphinx's settings for the documentation: `make docs` builds it into docs/_build."""
+
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "_ext"))
+os.environ["COLUMNS"] = "200"
+
+import gpuspawner  # noqa: E402
+
+project = "gpuspawner"
+author = "the gpuspawner contributors"
+project_copyright = "2026, the gpuspawner contributors"
+version = release = gpuspawner.__version__
+
+extensions = ["myst_parser", "sphinx_copybutton", "gpuspawner_docs"]
+exclude_patterns = ["_build", "_ext", "_static"]
+source_suffix = {".md": "markdown"}
+nitpicky = True
+highlight_language = "text"
+smartquotes_action = "qe"  # quotes and ellipses; options keep their two dashes
+pygments_style = "sphinx"
+
+myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
+myst_heading_anchors = 3
+myst_substitutions = {"version": version}
+
+copybutton_prompt_text = r"\$ |# "
+copybutton_prompt_is_regexp = True
+copybutton_only_copy_prompt_lines = True
+copybutton_remove_prompts = True
+
+# The page needs nothing from anywhere else: no fonts, icons, pictures or search of other hosts.
+html_theme = "jupyterhub_sphinx_theme"
+html_title = f"gpuspawner {version}"
+LOGO = "../gpuspawner/web/static/gpu.svg"
+html_logo = LOGO
+html_favicon = LOGO
+ogp_social_cards = {"enable": False}
+html_static_path = ["_static"]
+html_css_files = ["docs.css"]
+html_context = {"default_mode": "auto"}
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "logo": {"text": "gpuspawner", "image_light": LOGO, "image_dark": LOGO},
+    "navbar_align": "left",
+    "navigation_with_keys": False,
+    "show_toc_level": 2,
+    "use_edit_page_button": False,
+    "footer_start": ["copyright"],
+    "footer_center": [],
+    "footer_end": [],
+}
+
+
+def _without_other_sites(app: object) -> None:
+    """Take out the links to other sites that the theme puts into each page."""
+    app.builder.theme_options["icon_links"] = []  # type: ignore[attr-defined]
+
+
+def setup(app: object) -> None:
+    """Run after the theme, which adds its own links."""
+    app.connect("builder-inited", _without_other_sites, priority=900)  # type: ignore[attr-defined]
