@@ -27,6 +27,7 @@ NO_SECRETS = (
     "^PASSWORD$",  # of an address that a message shows
     "^abcdefghijkmnpqrstuvwxyz23456789$",  # the letters of the demo's passwords
     "^at-least-8-characters$",  # what an example says of a password
+    "^another-one-of-at-least-32-characters$",
     "^eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhZGEifQ.",  # a token that a test looks for in logs
     "^gpuspawner.auth:",  # entry points with "password" in their names
 )
