@@ -114,9 +114,13 @@ KEPT = (
 
 
 def _columns(table: sa.Table) -> list[sa.Column[Any]]:
-    """Return the columns that are compared: all but a lease's days, which a duty of the service
-    writes at any moment when it counts ended leases for the reports."""
-    return [column for column in table.c if column is not db_schema.leases.c.days]
+    """Return the columns that are compared.
+
+    Two are written at any moment without an attempt: the days of a lease, when the service counts
+    ended ones for the reports, and the estimate of a waiting ticket, in the Hub's round.
+    """
+    days = {db_schema.leases.c.days}
+    return [c for c in table.c if c not in days and not c.name.startswith("estimate")]
 
 
 @dataclass(frozen=True, slots=True)
