@@ -194,17 +194,25 @@ class QueueService:
             return lease
 
     def end_ticket(
-        self, ticket_id: str, outcome: str, reason: str, *, actor: str = "", tell: bool = True
+        self,
+        ticket_id: str,
+        outcome: str,
+        reason: str,
+        *,
+        actor: str = "",
+        tell: bool = True,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Ticket:
         """Take a ticket out of the queue and record the reason.
 
         ``outcome`` as in :attr:`gpuspawner.queue.models.Ticket.outcome`. ``actor`` is an admin, for
-        the audit log. A ticket that already ended stays as it is. Raises UnknownTicket.
+        the audit log. A ticket that already ended stays as it is, and so does one whose end is no
+        longer ``is_wanted`` when the database lets us write. Raises UnknownTicket.
         """
         now = self.clock()
         with self.store.write() as connection:
             ticket = repository.get_ticket(connection, ticket_id, lock=True)
-            if ticket.outcome:
+            if ticket.outcome or not is_wanted():
                 return ticket
             repository.end_ticket(connection, ticket_id, now, outcome, reason)
             if actor:

@@ -125,8 +125,19 @@ class TurnDispatcher:
 
     async def end(self, ticket_id: str, outcome: str, reason: str, *, tell: bool = True) -> None:
         """Remove a ticket from the queue, now or as soon as the database answers again."""
-        end = self.services.queue.end_ticket
-        self._ending[ticket_id] = partial(end, ticket_id, outcome, reason, tell=tell)
+
+        def is_wanted() -> bool:  # the member may be back while this waits for the database
+            return self._ending.get(ticket_id) is end
+
+        end = partial(
+            self.services.queue.end_ticket,
+            ticket_id,
+            outcome,
+            reason,
+            tell=tell,
+            is_wanted=is_wanted,
+        )
+        self._ending[ticket_id] = end
         try:
             await self._end_tickets()
         except GPUSpawnerError as error:
