@@ -165,8 +165,7 @@ def _run(library: Path | None, folder: Path, number: int, seconds: float) -> lis
 def _node_sampler(environment: dict[str, str], seconds: float) -> float:
     """Return how many MB a node's sampler holds while the hub asks it once a second."""
     url = f"http://127.0.0.1:{free_port()}"
-    code = "from gpuspawner.cli.app import main; main()"
-    command = [sys.executable, "-c", code, "slurm", "sampler", "--listen", url]
+    command = [sys.executable, "-m", "gpuspawner", "slurm", "sampler", "--listen", url]
     with subprocess.Popen(command, env=environment) as node:
         try:
             wait_for(lambda: _samples(url), "the sampler of a node")

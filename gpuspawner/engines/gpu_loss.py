@@ -118,7 +118,7 @@ class LostDevices:
         return self._cdi[lease.id]
 
     def _begin(self, lease: Lease) -> str:
-        """Start a check; returns its id, or "" if there can be none."""
+        """Start a check. Return its id, or "" if the container cannot be checked now."""
         if before := self._hanging.get(lease.id):
             if self._exit_of(before) is None:
                 return ""

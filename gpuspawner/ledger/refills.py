@@ -100,7 +100,7 @@ class Recurrence:
         start = self.starts_at.astimezone(zone).replace(tzinfo=None)
         rule = _UNTIL_PART.sub(lambda found: f"UNTIL={_until(found[1], self.zone)}", self.rule)
         if "BYHOUR=" in rule and "BYMINUTE=" not in rule:
-            rule += ";BYMINUTE=0"  # by RFC 5545, the minute at which somebody created the refill
+            rule += ";BYMINUTE=0"  # RFC 5545 has the minute at which the refill was created
         made = rrulestr(rule, dtstart=start)
         assert isinstance(made, rrule)  # one line is one rule
         return made

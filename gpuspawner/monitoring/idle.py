@@ -44,11 +44,11 @@ class IdlePolicy:
     sooner_minutes: float = 0.0
     """How much sooner a server counts as idle while others wait."""
     countdown_minutes: float = 10.0
-    """From the warning to the stop."""
+    """The time between the warning and the stop."""
     snooze_minutes: float = 30.0
-    """By how much a member can put off the stop at once."""
+    """How much later the stop is after one snooze."""
     most_snoozes: int = 2
-    """How often a member can put it off."""
+    """The maximum number of snoozes before a stop."""
     gain: float = 40.0
     """Seconds of credit for a second at full use: with 40, 2.5 % of a GPU keep the server."""
     output: float = 0.5

@@ -91,7 +91,7 @@ class UseAnswer(Answer):
 
 
 class NamedUseAnswer(UseAnswer, NamedAnswer):
-    """What one used, or was used of one."""
+    """One row of the report: its name and its use."""
 
 
 class UsageAnswer(ReportAnswer):
@@ -113,7 +113,7 @@ class UtilizationAnswer(Answer):
 
 
 class NamedUtilizationAnswer(UtilizationAnswer, NamedAnswer):
-    """How much of what one held was used, or was held of one."""
+    """One row of the report: its name, and how much of the held GPU time was used."""
 
 
 class RestedSessionAnswer(Answer):

@@ -11,10 +11,10 @@ import sqlalchemy as sa
 from jupyterhub import orm
 from jupyterhub.spawner import Spawner
 
-LOOK = 2.0
+QUERY_SECONDS = 2.0
 """Seconds between two queries of the Hub's records."""
 
-AT_ONCE = 500
+SERVERS_PER_QUERY = 500
 
 
 class HubRecords:
@@ -39,7 +39,7 @@ class HubRecords:
         return activity > since + timedelta(seconds=1) or any(at > since for at in tokens)
 
     async def _look(self) -> None:
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(QUERY_SECONDS)
         asking, self._asking = self._asking, {}
         try:
             found = dict(_times(list(asking)))
@@ -53,8 +53,8 @@ class HubRecords:
 
 def _times(spawners: Sequence[Spawner]) -> Iterator[tuple[Spawner, Sequence[datetime]]]:
     """Yield each server with its last activity and when its tokens were last created and used."""
-    for first in range(0, len(spawners), AT_ONCE):
-        some = spawners[first : first + AT_ONCE]
+    for first in range(0, len(spawners), SERVERS_PER_QUERY):
+        some = spawners[first : first + SERVERS_PER_QUERY]
         db, server, token = some[0].user.db, orm.Spawner, orm.APIToken
         ids = [spawner.orm_spawner.id for spawner in some]
         clients = [spawner.oauth_client_id for spawner in some]

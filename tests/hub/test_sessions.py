@@ -54,7 +54,7 @@ async def await_and_say_so(spawner):
         print(spawner.user.name, file=file)
 
 QueueService.start_ticket = start_with_time_to_claim
-GPUSpawnerMixin.await_claim, no_shows.LOOK = await_and_say_so, 0.2
+GPUSpawnerMixin.await_claim, no_shows.QUERY_SECONDS = await_and_say_so, 0.2
 """
 """The file ``claim-minutes`` says how long a GPU from the line is kept for its member; the file
 ``watched`` names those whom the hub no longer waits for."""

@@ -20,7 +20,7 @@ MANY = 30
 
 @pytest.fixture
 def db(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(no_shows, "LOOK", 0.0)
+    monkeypatch.setattr(no_shows, "QUERY_SECONDS", 0.0)
     return orm.new_session_factory("sqlite:///:memory:")()
 
 
