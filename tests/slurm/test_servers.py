@@ -725,7 +725,7 @@ def told(hub: SlurmHub, user: str, kind: NoticeKind) -> list[str]:
 
 @pytest.fixture
 def brief_claims(hub: SlurmHub) -> Iterator[None]:
-    """Whoever waited for a GPU has three seconds to connect."""
+    """Give members who waited for a GPU three seconds to connect."""
     (hub.folder / "claim-minutes").write_text("0.05")
     yield
     (hub.folder / "claim-minutes").write_text("10")

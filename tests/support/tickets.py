@@ -40,7 +40,7 @@ TurnDispatcher._round = counted
 
 
 def assert_books(hub: PayingHub) -> None:
-    """The books are in order, at once or a moment later; else a failure that says what is not."""
+    """Assert that the books are in order, now or within ten seconds; a failure names the faults."""
     try:
         wait_for(lambda: not problems(hub.services.store), "the books to be in order", timeout=10)
     except TimeoutError:

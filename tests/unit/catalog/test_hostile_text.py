@@ -140,14 +140,14 @@ def test_arbitrary_text_is_read_or_cleanly_rejected(text: str) -> None:
     assert_read_or_refused(text)
 
 
-# Schema and parser: what the one takes, the other takes.
+# The JSON Schema and the parser accept the same catalogs.
 
 
 BEYOND = re.compile(
     r"but 'max' is|means nothing|that is not defined|could not reach their files|starts without a "
     r"GPU unless|would hide|less than 1M|more than any machine|a control character|names no file"
 )
-"""What needs more than one value to be judged, or arithmetic: not the schema's."""
+"""Refusals that compare values or compute with them, which the schema cannot do."""
 
 PLAIN = """
 a A 0 -a a- a.b a_b a/b a/../b ../a a..b .. . / // /a //a /a/../b /lab ~ lab notebook vscode a/x.py
@@ -200,7 +200,7 @@ mounts = st.dictionaries(
 
 
 def disagreement(data: Any) -> str:
-    """What the one has against a catalog and the other has not; else empty."""
+    """Return what only the parser or only the schema refuses; empty if they agree."""
     said = ""
     try:
         Catalog.from_mapping(data)
