@@ -98,9 +98,9 @@ def end(settings: Settings, member_name: str, course: str | None, reason: str) -
     where = f" for {course}" if course else ""
     grace = f"{services.settings.members.grace_minutes:g} min"
     text = (
-        f"The time of {name} on the roster{where} is over now. Who is a member by it alone "
-        f"starts nothing more; what runs is warned, and stopped after {grace}. "
-        "Files and credits stay."
+        f"The time of {name} on the roster{where} is over now. If nothing else makes them a "
+        f"member, they can start no server; those that run are stopped after {grace}, with a "
+        "warning now. Files and credits stay."
     )
     courses = [entry.course for entry in ended if entry.course]
     show({"name": name, "ended": len(ended), "courses": courses}, text)
