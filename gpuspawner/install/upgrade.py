@@ -64,7 +64,6 @@ class Upgrader:
             _make_private_folder(file.parent)
             size = backup.back_up(store, file)
             yield f"Backed up {self.place} to {file} ({size / 1_000_000:.1f} MB)."
-            done = False
             try:
                 self._upgrade(store)
                 yield f"Upgraded {self.place} from version {before} to {newest()}."
@@ -72,14 +71,13 @@ class Upgrader:
                 self.code = self.check()
                 if self.code:
                     raise Refused("The check failed, as said above.")
-                done = self.changed = True
+                self.changed = True
             except GPUSpawnerError as error:
                 self._put_back(file)
-                done = True
                 raise Refused(self._undone(error.message, before, file)) from error
-            finally:
-                if not done:  # interrupted
-                    self._put_back(file)
+            except BaseException:  # interrupted, or nobody reads the output any more
+                self._put_back(file)
+                raise
             yield f"The backup stays: {file}"
 
     @contextmanager

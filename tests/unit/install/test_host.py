@@ -39,6 +39,22 @@ def test_missing_user_of_the_hub_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         LocalHost().run_as_hub(["true"], {}, "/")
 
 
+def test_program_of_the_hub_is_in_a_session_of_its_own(tmp_path: Path) -> None:
+    said = tmp_path / "session"
+    program = f"import os; open({str(said)!r}, 'w').write(str(os.getsid(0) == os.getpid()))"
+    assert host.run_apart([sys.executable, "-c", program]) == 0
+    assert said.read_text() == "True"
+    assert host.run_apart(["sh", "-c", "exit 3"]) == 3
+
+
+def test_interrupted_program_of_the_hub_may_finish(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    script = f"trap 'sleep 1; echo put back > {done}; exit 1' INT; kill -INT $PPID; sleep 30 & wait"
+    with pytest.raises(KeyboardInterrupt):
+        host.run_apart(["sh", "-c", script])
+    assert done.read_text() == "put back\n"
+
+
 def test_facts_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     table = tmp_path / "tcp"
     table.write_text("  0: 0100007F:1F40 00000000:0000 0A 0\n")
