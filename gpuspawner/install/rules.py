@@ -32,7 +32,7 @@ HIDDEN = "***"
 SHOWN_VARIABLE = re.compile(r"\w*_(CLIENT_ID|TENANT_ID)|OAUTH2?_\w*_URL")
 """Variables that are no secrets. A database's URL may contain a password."""
 
-_HIDDEN_FOLDERS = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # nosec B108
+_HIDDEN_FOLDERS = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # nosec B108 - only compared
 """Folders that the units cannot read (``ProtectHome``, ``PrivateTmp``)."""
 
 PROXY = "configurable-http-proxy"
@@ -81,7 +81,7 @@ def parse_database(text: str) -> str:
 def has_password(url: str) -> bool:
     """Return True if a database's URL contains a password."""
     parsed = urlsplit(url)
-    return bool(parsed.password) or "password" in dict(parse_qsl(parsed.query))
+    return bool(parsed.password) or any("password" in name for name, _ in parse_qsl(parsed.query))
 
 
 def host_of(url: str) -> str:
@@ -267,7 +267,8 @@ def _hidden(file: TargetFile, before: str, after: str) -> tuple[str, str]:
 def _hide_line(line: str, known: Mapping[str, str]) -> str:
     matched = _LINE.fullmatch(line)
     if not matched:
-        return line if not line.strip() or line.lstrip().startswith("#") else HIDDEN
+        text = line.strip()  # a comment may be a variable that was taken out
+        return line if not text or (text[0] == "#" and "=" not in text) else HIDDEN
     name = matched[1]
     if SHOWN_VARIABLE.fullmatch(name):
         return line
