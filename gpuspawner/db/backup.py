@@ -267,7 +267,7 @@ def put_back(place: Path, file: Path) -> None:
             shutil.copyfile(file, part)
             _close_up(part)
             require_unused(place)
-            for name in _beside(place):  # of a damaged one: the old one must not use them
+            for name in _beside(place):  # SQLite would apply what a damaged one left to this one
                 name.unlink(missing_ok=True)
             _replace(part, place)
     except (OSError, sqlite3.Error) as error:

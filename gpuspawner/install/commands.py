@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -240,8 +241,9 @@ def _next_steps(plan: Plan) -> Sequence[str]:
     if answers.domain:
         steps.append(f"For https://{answers.domain}, the first lines of {NGINX} say what to do.")
     if answers.auth == "shared-password":
-        admins = ", ".join(answers.admins)
-        steps.append(f"Passwords are in {ENVIRONMENT}; {admins} signs in with the admins' one.")
+        steps.append(f"Passwords are in {ENVIRONMENT}: one for members, and one for admins.")
+    if answers.admins:
+        steps.append(f"Admins: {', '.join(answers.admins)}.")
     steps.append(f"Settings are in {CONFIG}, environments in {CATALOG}.")
     return steps
 
@@ -302,8 +304,9 @@ def upgrade(settings: Settings, backup: Path | None, no_containers: bool) -> int
     upgrader = Upgrader(settings.database_url, lambda: run_check(command))
     file = (backup or upgrader.backup_path()).absolute()
     say = note if wants_json() else click.echo
-    for sentence in upgrader.run(file):
-        say(sentence)
+    with closing(upgrader.run(file)) as sentences:
+        for sentence in sentences:
+            say(sentence)
     if wants_json():
         value = {"database": str(upgrader.place), "ok": not upgrader.code}
         show(value | {"backup": str(file) if upgrader.changed else None}, "")

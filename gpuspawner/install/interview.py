@@ -65,7 +65,10 @@ class Interview:
         self.asks = asks
         self._missing: list[str] = []
         self._is_other = False
-        """True if another sign-in was chosen before, whose ids and secrets do not count."""
+        """True if another sign-in was chosen before.
+
+        Its ids and secrets do not count, and its admins' names may be those of strangers here.
+        """
 
     def answers(self) -> tuple[Answers, dict[str, str], tuple[str, ...]]:
         """Return the answers, the hub's variables, and those that it must not have.
@@ -189,8 +192,9 @@ class Interview:
     def _admins(self, auth: str) -> tuple[str, ...]:
         if self.options.admins:
             return tuple(sorted(set(self.options.admins)))
-        before = self.before
-        default = before.admins if before else ((FIRST_ADMIN,) if auth == DEFAULT else ())
+        default: tuple[str, ...] = (FIRST_ADMIN,) if auth == DEFAULT else ()
+        if self.before and not self._is_other:
+            default = self.before.admins
         if not self.asks:
             return default
         text = _ask(

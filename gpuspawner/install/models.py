@@ -51,7 +51,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A secret of the sign-in, which is in the hub's environment."""
+    """A secret of the sign-in, which init reads from its environment or asks for."""
 
     variable: str
     prompt: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -48,7 +48,7 @@ class Upgrader:
         stamp = (at or datetime.now(timezone.utc)).strftime("%Y%m%d_%H%M%S")
         return self.place.parent / "backups" / f"before-upgrade-{stamp}.sqlite"
 
-    def run(self, file: Path) -> Iterator[str]:
+    def run(self, file: Path) -> Generator[str, None, None]:
         """Back up to ``file``, upgrade and check; yield a sentence for each step.
 
         If the upgrade or the check fails, the database is put back as it was. Raises Refused then,

@@ -109,6 +109,14 @@ def test_without_systemd_nothing_is_started(root: Path, host: FakeHost) -> None:
     assert len(host.checks) == 1
 
 
+def test_proxy_finds_node_where_systemd_does_not_look(root: Path, host: FakeHost) -> None:
+    programs = {**host.machine.programs, "node": f"{BIN}/node"}
+    host.machine = replace(host.machine, programs=programs)
+    init(root)
+    path = f"Environment=PATH={BIN}:/usr/local/bin:/usr/bin:/bin"
+    assert path in texts_below(root)[PROXY_UNIT].splitlines()
+
+
 def test_image_below_a_folder_is_written_without_programs(root: Path) -> None:
     done = init(root)
     assert done.code == 0
@@ -345,6 +353,17 @@ def test_another_sign_in_does_not_inherit_ids_and_secrets(root: Path, host: Fake
     assert done.code == 1 and "--set client_id=" in done.output
     assert "OAUTH_CLIENT_SECRET in this command's environment" in done.output
     assert texts_below(root) == before
+
+
+def test_another_sign_in_does_not_inherit_admins(root: Path, host: FakeHost) -> None:
+    init(root)
+    assert json.loads(texts_below(root)[RECORD])["answers"]["admins"] == ["admin"]
+    init(root, auth="google")
+    assert "admin_users" not in texts_below(root)[CONFIG]
+    assert "admin_users" not in texts_below(root)["/etc/gpuspawner/auth/google.py"]
+    init(root, "--admin", "ada", auth="google")
+    assert run("init", "--prefix", str(root), "--defaults").code == 0
+    assert 'admin_users = {"ada"}' in texts_below(root)[CONFIG]
 
 
 def test_another_sign_in_removes_variables_of_the_earlier_one(root: Path, host: FakeHost) -> None:

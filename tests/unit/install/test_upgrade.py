@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -157,6 +158,23 @@ def test_failed_migration_puts_the_database_back(
 def test_interrupted_check_puts_the_database_back(database: Path, check: Check) -> None:
     check.error = KeyboardInterrupt()
     assert run("upgrade").code == 130
+    assert version(database) == OLD and proof(database) == "as before"
+
+
+def test_lost_terminal_puts_the_database_back(
+    database: Path, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def say(sentence: str, **options: Any) -> None:
+        if sentence.startswith("Checking"):
+            seen.append(version(database))
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commands.click, "echo", say)
+        assert run("upgrade", "--no-containers").code == 1
+    assert seen == [engine.newest()] and check.versions == []
     assert version(database) == OLD and proof(database) == "as before"
 
 
