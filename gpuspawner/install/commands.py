@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -20,7 +19,7 @@ from ..cli.parameters import PATH, Parsed, flag, option, yes_option
 from ..core.errors import ConfigError, Refused
 from . import rules
 from .files import FileTree
-from .host import Host, LocalHost, OfflineHost
+from .host import Host, LocalHost, OfflineHost, run_apart
 from .interview import Interview, Options, parse_open_database
 from .models import (
     CATALOG,
@@ -317,7 +316,7 @@ def run_check(command: Sequence[str]) -> int:
     """Run the check in a process of its own, and return its exit code."""
     sys.stdout.flush()
     to = sys.stderr if wants_json() else None  # one JSON object is the output
-    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=to, check=False).returncode
+    return run_apart(command, stdout=to)
 
 
 @click.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,11 +48,31 @@ def test_program_of_the_hub_is_in_a_session_of_its_own(tmp_path: Path) -> None:
     assert host.run_apart(["sh", "-c", "exit 3"]) == 3
 
 
-def test_interrupted_program_of_the_hub_may_finish(tmp_path: Path) -> None:
+class Interrupted(subprocess.Popen[str]):
+    """A program, and Ctrl-C as soon as it says that it is ready."""
+
+    was_ready = False
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self.was_ready:
+            assert self.stdout is not None
+            self.was_ready = self.stdout.readline() == "ready\n"
+            raise KeyboardInterrupt
+        return super().wait(timeout)
+
+
+def test_interrupted_program_of_the_hub_may_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = tmp_path / "done"
-    script = f"trap 'sleep 1; echo put back > {done}; exit 1' INT; kill -INT $PPID; sleep 30 & wait"
+    trap = f"trap 'sleep 0.5; echo put back > {done}; exit 1' INT"
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        host.run_apart(["sh", "-c", script])
+        host.run_apart(
+            ["sh", "-c", f"{trap}; echo ready; while :; do sleep 0.1; done"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
     assert done.read_text() == "put back\n"
 
 
