@@ -952,6 +952,40 @@ def test_variables_are_read_as_they_were_written(value: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),  # what load_env_file of systemd 252 returns
+    [
+        ("A = b\n", {"A": "b"}),
+        ("A=  x  \n", {"A": "x"}),
+        ("A=b # c\n", {"A": "b # c"}),
+        ("A='x' \n", {"A": "x"}),
+        ("A=a\\\nb\n", {"A": "ab"}),
+        ('A="x\ny\\\nz"\nB=1\n', {"A": "x\nyz", "B": "1"}),
+        ('A=a"b"c\n', {"A": 'a"b"c'}),
+        ("A='it'\"s\"\n", {"A": "its"}),
+        ('A="a\\qb"\n', {"A": "a\\qb"}),
+        ("A=a\\qb\n", {"A": "aqb"}),
+        ("; A=1\n# a\\\nB=1\nC=$x\n", {"C": "$x"}),
+        ("A=1\nA=2\n", {"A": "2"}),
+        ("A='a\\'b'\n", {"A": "a\\b'"}),
+        ("A=x\x0bB=2\nC=\n", {"A": "x\x0bB=2", "C": ""}),
+    ],
+)
+def test_environment_file_is_read_as_systemd_does(text: str, expected: dict[str, str]) -> None:
+    assert read_variables(text) == expected
+    assert rules.merge_variables(text, expected) == (text if text != "A=1\nA=2\n" else "A=2\n")
+    assert read_variables(rules.merge_variables(text, {"A": "new"}))["A"] == "new"
+    assert "A" not in read_variables(rules.merge_variables(text, {}, ["A"]))
+
+
+def test_diff_hides_values_of_several_lines(root: Path, host: FakeHost) -> None:
+    init(root)
+    file = root / ENVIRONMENT[1:]
+    file.write_text(file.read_text() + "KEY='first\nc2Vjb25k=\n'\nOTHER=one\\\nc2Vjb25k=\n")
+    done = init(root, "--diff", "--database", "postgresql://gpuspawner@/gpuspawner")
+    assert "KEY=***" in done.output and "c2Vjb25k" not in done.output
+
+
+@pytest.mark.parametrize(
     "value", ["plain", "with space", 'a"b', "a\\b", "$HOME `id`", "it's", "50%h", "#x", "\\", "a;b"]
 )
 def test_variables_are_quoted_as_a_shell_and_systemd_read_them(value: str, tmp_path: Path) -> None:
