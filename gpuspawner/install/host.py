@@ -142,7 +142,7 @@ class OfflineHost:
 
     def run(self, *command: str) -> ProgramResult:
         """Refuse to run a program."""
-        raise Refused(f"{command[0]} cannot be run on a machine that does not run.")
+        raise Refused(f"{command[0]} cannot be run: this is an image, not a running machine.")
 
     def run_as_hub(
         self, command: Sequence[str], environment: Mapping[str, str], folder: str

@@ -95,5 +95,5 @@ def test_image_has_its_own_path_of_the_command(
     assert OfflineHost(tmp_path).bin_folder == "/opt/gpuspawner/bin"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "srv/hub/bin/python"))
     assert OfflineHost(tmp_path).bin_folder == "/srv/hub/bin"
-    with pytest.raises(Refused, match="does not run"):
+    with pytest.raises(Refused, match="not a running machine"):
         OfflineHost(tmp_path).run("useradd")
