@@ -131,6 +131,14 @@ def _rename(part: Path, file: Path) -> None:
     _flush(file.parent)
 
 
+def _replace(part: Path, place: Path) -> None:
+    """Put a copy in the place of a database, for the same owner: root may do this for the hub."""
+    with suppress(FileNotFoundError, PermissionError):  # there is none; only root can
+        old = place.stat()
+        os.chown(part, old.st_uid, old.st_gid)
+    _rename(part, place)
+
+
 def _flush(path: Path) -> None:
     """Flush a file or a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -218,7 +226,7 @@ def _restore_file(store: Store, granter: LeaderLock, file: Path, overwrite: bool
             rows = prove(file, part)
             _close_up(part)
             kept = _move_aside(place) if place.exists() else ""
-            _rename(part, place)
+            _replace(part, place)
     except OSError as error:
         raise BackupRefused(f"{file} could not be put in place: {_said(error)}.") from error
     return RestoreResult(rows, kept)
@@ -259,9 +267,9 @@ def put_back(place: Path, file: Path) -> None:
             shutil.copyfile(file, part)
             _close_up(part)
             require_unused(place)
-            for name in _beside(place):  # of a damaged one: the old one must not use them
+            for name in _beside(place):  # SQLite would apply what a damaged one left to this one
                 name.unlink(missing_ok=True)
-            _rename(part, place)
+            _replace(part, place)
     except (OSError, sqlite3.Error) as error:
         raise BackupRefused(f"{file} could not be put back: {_said(error)}.") from error
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..cli.parameters import PATH, Parsed, flag, option, yes_option
 from ..core.errors import ConfigError, Refused
 from . import rules
 from .files import FileTree
-from .host import Host, LocalHost, OfflineHost
+from .host import Host, LocalHost, OfflineHost, run_apart
 from .interview import Interview, Options, parse_open_database
 from .models import (
     CATALOG,
@@ -35,9 +35,15 @@ from .models import (
     SUBNET,
     FileChange,
 )
-from .service import Choices, Installer, Plan, Uninstaller
+from .service import Choices, Installer, Plan, Uninstaller, run_as_hub
 from .sign_in import DEFAULT, SIGN_INS
 from .upgrade import Upgrader
+
+RUN_GPUSPAWNER = (
+    "import sys; sys.path = [each for each in sys.path if each]; "
+    "from gpuspawner.cli.app import main; sys.exit(main())"
+)
+"""``python -m gpuspawner``, but for modules in the working directory: others may write there."""
 
 prefix_option = option(
     "--prefix",
@@ -88,7 +94,7 @@ prefix_option = option(
 @option(
     "--subnet",
     "NETWORK",
-    "addresses of members' servers (default: 172.30.0.0/16)",
+    f"addresses of members' servers (default: {SUBNET})",
     type=Parsed("subnet", rules.parse_subnet),
 )
 @prefix_option
@@ -105,7 +111,8 @@ def init(prefix: Path, defaults: bool, diff: bool, force: bool, **given: Any) ->
     if diff:
         for change in plan.changes:
             click.echo(rules.diff_of(change), nl=False)
-        note(_summary(plan))
+        if said := _summary(plan):
+            note(said)
         return 0
     plan = _settle(plan, asks=asks)
     if plan.is_empty:
@@ -209,7 +216,8 @@ def _start(installer: Installer, plan: Plan) -> int:
 
     def check() -> int:
         nonlocal code
-        code = installer.check(machine.bin_folder)
+        files, host = installer.files, installer.host
+        code = run_as_hub(files, host, machine, "gpuspawner", "check", "-f", CONFIG)
         return code
 
     if machine.has_systemd:
@@ -232,8 +240,9 @@ def _next_steps(plan: Plan) -> Sequence[str]:
     if answers.domain:
         steps.append(f"For https://{answers.domain}, the first lines of {NGINX} say what to do.")
     if answers.auth == "shared-password":
-        admins = ", ".join(answers.admins)
-        steps.append(f"Passwords are in {ENVIRONMENT}; {admins} signs in with the admins' one.")
+        steps.append(f"Passwords are in {ENVIRONMENT}: one for members, and one for admins.")
+    if answers.admins:
+        steps.append(f"Admins: {', '.join(answers.admins)}.")
     steps.append(f"Settings are in {CONFIG}, environments in {CATALOG}.")
     return steps
 
@@ -259,18 +268,14 @@ def upgrade_installed_hub(files: FileTree, host: Host, arguments: Sequence[str])
     record = files.load_record()
     subnet = record.answers.subnet if record.answers else SUBNET
     machine = host.inspect(rules.gateway_of(subnet))
-    if machine.has_systemd and not host.ask("systemctl", "is-active", "--quiet", HUB_UNIT).code:
+    if machine.has_systemd and not host.run("systemctl", "is-active", "--quiet", HUB_UNIT).code:
         raise Refused(
             "The hub runs: stop it with systemctl stop gpuspawner, then run this again. The proxy "
             "and members' servers can go on."
         )
-    variables = rules.read_variables(files.read(ENVIRONMENT) or "")
-    variables["PATH"] = f"{machine.bin_folder}:/usr/local/bin:/usr/bin:/bin"
-    program = f"{machine.bin_folder}/gpuspawner"
-    code = host.run_as_hub((program, "upgrade", "-f", CONFIG, *arguments), variables, STATE_FOLDER)
+    code = run_as_hub(files, host, machine, "gpuspawner", "upgrade", "-f", CONFIG, *arguments)
     if not code and files.path(JUPYTERHUB_DATABASE).exists():
-        program = f"{machine.bin_folder}/jupyterhub"
-        code = host.run_as_hub((program, "upgrade-db", "-f", CONFIG), variables, STATE_FOLDER)
+        code = run_as_hub(files, host, machine, "jupyterhub", "upgrade-db", "-f", CONFIG)
         if code:
             note(
                 "JupyterHub's own database was not upgraded: the lines above say why. JupyterHub "
@@ -291,15 +296,16 @@ def upgrade(settings: Settings, backup: Path | None, no_containers: bool) -> int
     """Upgrade the database and check the hub. If one fails, the database is put back."""
     settings.require_hub()
     named = click.get_current_context().ensure_object(Invocation)
-    command = [sys.executable, "-m", "gpuspawner", "check"]
+    command = [sys.executable, "-c", RUN_GPUSPAWNER, "check"]
     command += ["-f", named.config] if named.config else []
     command += ["--database", named.database] if named.database else []
     command += ["--no-containers"] if no_containers else []
     upgrader = Upgrader(settings.database_url, lambda: run_check(command))
     file = (backup or upgrader.backup_path()).absolute()
     say = note if wants_json() else click.echo
-    for sentence in upgrader.run(file):
-        say(sentence)
+    with closing(upgrader.run(file)) as sentences:
+        for sentence in sentences:
+            say(sentence)
     if wants_json():
         value = {"database": str(upgrader.place), "ok": not upgrader.code}
         show(value | {"backup": str(file) if upgrader.changed else None}, "")
@@ -310,7 +316,7 @@ def run_check(command: Sequence[str]) -> int:
     """Run the check in a process of its own, and return its exit code."""
     sys.stdout.flush()
     to = sys.stderr if wants_json() else None  # one JSON object is the output
-    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=to, check=False).returncode
+    return run_apart(command, stdout=to)
 
 
 @click.command()

@@ -23,8 +23,11 @@ class FileTree:
         self.root = root
 
     def path(self, target: str) -> Path:
-        """Return where a path of the machine is."""
-        return self.root / target.lstrip("/")
+        """Return where a path of the machine is. Raises Refused if a link leads out of the root."""
+        path = self.root / target.lstrip("/")
+        if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.root)):
+            raise Refused(f"{path} is a link, or in one, that leads out of {self.root}: remove it.")
+        return path
 
     def read(self, target: str) -> str | None:
         """Return a file's text; None if there is no file. Raises Refused."""
@@ -61,6 +64,7 @@ class FileTree:
         part = path.with_name(f".{path.name}.gpuspawner-new")
         try:
             _make_folder(path.parent)
+            _require_closed(path.parent)
             part.unlink(missing_ok=True)  # of a process that was killed
             try:
                 _write(part, file.text, file.mode)
@@ -103,6 +107,8 @@ class FileTree:
 
     def load_record(self) -> Record:
         """Return what ``init`` wrote; an empty record if it never ran. Raises Refused."""
+        with suppress(FileNotFoundError):
+            _require_closed(self.path(RECORD).parent)
         text = self.read(RECORD)
         if text is None:
             return Record()
@@ -151,6 +157,17 @@ def _make_folder(folder: Path) -> None:
         _make_folder(folder.parent)
         folder.mkdir()
         folder.chmod(0o755)
+
+
+def _require_closed(folder: Path) -> None:
+    """Raise Refused if somebody else can exchange the files that we read and write as root."""
+    found = folder.stat()
+    by_group = found.st_mode & 0o020 and found.st_gid not in (0, os.getegid())
+    if found.st_uid not in (0, os.geteuid()) or by_group or found.st_mode & 0o002:
+        raise Refused(
+            f"Not only root can write in {folder}. Close it first: chown root:root {folder} && "
+            f"chmod 755 {folder}"
+        )
 
 
 def _flush_folder(folder: Path) -> None:

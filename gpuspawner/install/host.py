@@ -6,12 +6,13 @@ import grp
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..core.errors import Refused
 from .models import BIN_FOLDER, ENGINE_GROUP, USER, Machine, ProgramResult
@@ -37,9 +38,6 @@ class Host(Protocol):
 
     def inspect(self, gateway: str) -> Machine:
         """Look at the machine; ``gateway`` is its address on the servers' network."""
-
-    def ask(self, *command: str) -> ProgramResult:
-        """Run a program that changes nothing. Raises Refused if it cannot be started."""
 
     def run(self, *command: str) -> ProgramResult:
         """Run a program and return its output. Raises Refused if it cannot be started."""
@@ -78,10 +76,6 @@ class LocalHost:
             bin_folder=folder,
         )
 
-    def ask(self, *command: str) -> ProgramResult:
-        """Run a program that changes nothing. Raises Refused if it cannot be started."""
-        return self.run(*command)
-
     def run(self, *command: str) -> ProgramResult:
         """Run a program and return its output. Raises Refused if it cannot be started."""
         try:
@@ -108,19 +102,17 @@ class LocalHost:
         """Run a program as the hub's user, with its output on ours, and return its exit code."""
         sys.stdout.flush()
         try:
-            done = subprocess.run(
+            return run_apart(
                 command,
-                stdin=subprocess.DEVNULL,
                 env={"HOME": folder, "LC_ALL": "C.UTF-8", "TERM": "dumb", **environment},
                 cwd=folder,
                 user=USER,
                 group=pwd.getpwnam(USER).pw_gid,
                 extra_groups=[ENGINE_GROUP],
-                check=False,
+                umask=0o077,
             )
         except (KeyError, OSError) as error:
             raise Refused(f"{command[0]} does not run as the user {USER}: {error}.") from error
-        return done.returncode
 
 
 class OfflineHost:
@@ -148,13 +140,9 @@ class OfflineHost:
             bin_folder=self.bin_folder,
         )
 
-    def ask(self, *command: str) -> ProgramResult:
-        """Refuse to run a program."""
-        return self.run(*command)
-
     def run(self, *command: str) -> ProgramResult:
         """Refuse to run a program."""
-        raise Refused(f"{command[0]} cannot be run on a machine that does not run.")
+        raise Refused(f"{command[0]} cannot be run: this is an image, not a running machine.")
 
     def run_as_hub(
         self, command: Sequence[str], environment: Mapping[str, str], folder: str
@@ -163,14 +151,31 @@ class OfflineHost:
         return self.run(*command).code
 
 
+def run_apart(command: Sequence[str], **options: Any) -> int:
+    """Run a program that has no terminal to type into, and return its exit code.
+
+    Without a session of its own, a program of another user could type commands into the terminal
+    that it prints to. An interrupt is passed on, and the program may end in its own time: an
+    upgrade puts the database back first. ``options`` go to :class:`subprocess.Popen`.
+    """
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, **options
+    ) as program:
+        try:
+            return program.wait()
+        except KeyboardInterrupt:
+            os.killpg(program.pid, signal.SIGINT)
+            program.wait()
+            raise
+
+
 def _environment() -> dict[str, str]:
     """Return what programs need of our environment, which may contain secrets."""
     needed = {n: v for n, v in os.environ.items() if n == "HOME" or n.startswith("DOCKER_")}
     return {**needed, "PATH": SYSTEM_PATH, "LC_ALL": "C.UTF-8"}
 
 
-def _exists(look_up: object, name: str) -> bool:
-    assert callable(look_up)
+def _exists(look_up: Callable[[str], object], name: str) -> bool:
     try:
         look_up(name)
     except KeyError:

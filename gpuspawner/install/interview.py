@@ -13,7 +13,7 @@ from . import rules
 from .models import (
     CLIENT_SECRET,
     DATABASE_VARIABLE,
-    PROXY_TOKEN,
+    PROXY_VARIABLE,
     SUBNET,
     Answers,
     Question,
@@ -43,9 +43,10 @@ class Options:
 
 
 class Interview:
-    """Finds each answer: the command line counts before the environment, and that before all else.
+    """Finds each answer: on the command line, else in the environment.
 
-    An answer that is nowhere is asked for, if ``asks`` is true. Without a default it is missing.
+    If ``asks`` is true, it asks for all others, with the earlier answer as the default. Otherwise
+    the earlier answer or the default counts; without one, the answer is missing.
     """
 
     def __init__(
@@ -64,7 +65,10 @@ class Interview:
         self.asks = asks
         self._missing: list[str] = []
         self._is_other = False
-        """True if another sign-in was chosen before, whose ids and secrets do not count."""
+        """True if another sign-in was chosen before.
+
+        Its ids and secrets do not count, and its admins' names may be those of strangers here.
+        """
 
     def answers(self) -> tuple[Answers, dict[str, str], tuple[str, ...]]:
         """Return the answers, the hub's variables, and those that it must not have.
@@ -84,7 +88,7 @@ class Interview:
                 "on a terminal, without --defaults: it asks."
             )
         _require_different(sign_in, variables)
-        for name in (PROXY_TOKEN, CRYPT_KEY):
+        for name in (PROXY_VARIABLE, CRYPT_KEY):
             variables[name] = self.known.get(name) or secrets.token_hex(32)
         if domain and sign_in.needs_domain and sign_in.secrets:
             variables[CALLBACK_VARIABLE] = self._callback(domain)
@@ -92,8 +96,11 @@ class Interview:
         if database:
             variables[DATABASE_VARIABLE] = database
         subnet = options.subnet or (before.subnet if before else SUBNET)
-        without = () if database else (DATABASE_VARIABLE,)
-        return Answers(auth, domain, admins, settings, subnet), variables, without
+        without = {DATABASE_VARIABLE}
+        if before and self._is_other:
+            without |= {CALLBACK_VARIABLE, *_variables_of(SIGN_INS[before.auth])}
+        left = tuple(sorted(without - variables.keys()))
+        return Answers(auth, domain, admins, settings, subnet), variables, left
 
     def _settings(self, sign_in: SignIn) -> tuple[dict[str, str], dict[str, str]]:
         """Return the settings of a sign-in, and the variables that it needs."""
@@ -185,8 +192,9 @@ class Interview:
     def _admins(self, auth: str) -> tuple[str, ...]:
         if self.options.admins:
             return tuple(sorted(set(self.options.admins)))
-        before = self.before
-        default = before.admins if before else ((FIRST_ADMIN,) if auth == DEFAULT else ())
+        default: tuple[str, ...] = (FIRST_ADMIN,) if auth == DEFAULT else ()
+        if self.before and not self._is_other:
+            default = self.before.admins
         if not self.asks:
             return default
         text = _ask(
@@ -234,6 +242,12 @@ def parse_open_database(text: str) -> str:
 def _place(sign_in: SignIn, secret: Secret) -> str:
     """Return where a secret is kept: the name of a variable, or the path of its own file."""
     return CLIENT_SECRET if sign_in.name == "oauth" else secret.variable
+
+
+def _variables_of(sign_in: SignIn) -> list[str]:
+    """Return the variables that a sign-in needs."""
+    asked = [each.variable for each in sign_in.questions if each.variable]
+    return asked + [each.variable for each in sign_in.secrets]
 
 
 def _require_different(sign_in: SignIn, variables: Mapping[str, str]) -> None:

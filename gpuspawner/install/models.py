@@ -27,7 +27,7 @@ ENGINE_GROUP = "docker"
 NETWORK = "gpuspawner"
 SUBNET = "172.30.0.0/16"
 
-PROXY_TOKEN = "CONFIGPROXY_AUTH_TOKEN"  # nosec B105
+PROXY_VARIABLE = "CONFIGPROXY_AUTH_TOKEN"
 """The variable with the secret of hub and proxy."""
 DATABASE_VARIABLE = "GPUSPAWNER_DATABASE_URL"
 
@@ -51,7 +51,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A secret of the sign-in, which is in the hub's environment."""
+    """A secret of the sign-in, which init reads from its environment or asks for."""
 
     variable: str
     prompt: str

@@ -21,7 +21,11 @@ from .models import (
 )
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_LINE = re.compile(r"\s*([A-Za-z_]\w*)=(.*)")
+_QUOTED = r"""(?:'[^']*'|"(?:\\.|[^"\\])*")[ \t]*"""
+_REST = r"(?:\\.|[^\\\n])*"
+_ENTRY = re.compile(rf"([ \t]*[#;]{_REST}|[^\n=]*=[ \t]*(?:{_QUOTED})*{_REST}|[^\n]*)\n", re.DOTALL)
+"""A comment, a variable or any other line; the first two may go on in the next lines."""
+_VARIABLE = re.compile(r"\s*([A-Za-z_]\w*)[ \t]*=(.*)", re.DOTALL | re.ASCII)
 _PLAIN = re.compile(r"[\w./:@%+=,~?&-]+", re.ASCII)
 _ESCAPED = re.compile(r'([\\"$`])')
 _LISTENS = "0A"
@@ -32,7 +36,7 @@ HIDDEN = "***"
 SHOWN_VARIABLE = re.compile(r"\w*_(CLIENT_ID|TENANT_ID)|OAUTH2?_\w*_URL")
 """Variables that are no secrets. A database's URL may contain a password."""
 
-_HIDDEN_FOLDERS = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # nosec B108
+_HIDDEN_FOLDERS = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # nosec B108 - only compared
 """Folders that the units cannot read (``ProtectHome``, ``PrivateTmp``)."""
 
 PROXY = "configurable-http-proxy"
@@ -81,7 +85,7 @@ def parse_database(text: str) -> str:
 def has_password(url: str) -> bool:
     """Return True if a database's URL contains a password."""
     parsed = urlsplit(url)
-    return bool(parsed.password) or "password" in dict(parse_qsl(parsed.query))
+    return bool(parsed.password) or any("password" in name for name, _ in parse_qsl(parsed.query))
 
 
 def host_of(url: str) -> str:
@@ -154,20 +158,33 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def read_variables(text: str) -> dict[str, str]:
-    """Return the variables in an environment file, read as systemd reads it."""
+    """Return the variables in an environment file, with the quotes and escapes of systemd.
+
+    A quote that is never closed ends at the end of its line, so that it does not hide the others.
+    """
     found = {}
-    for line in text.splitlines():
-        if matched := _LINE.fullmatch(line):
-            found[matched[1]] = _unquoted(matched[2].strip())
+    for entry in _entries(text):
+        if matched := _VARIABLE.fullmatch(entry):
+            found[matched[1]] = _unquoted(matched[2])
     return found
 
 
+def _entries(text: str) -> list[str]:
+    return _ENTRY.findall(text.removesuffix("\n") + "\n")
+
+
 def _unquoted(value: str) -> str:
-    if len(value) > 1 and value[0] == value[-1] == "'":
-        return value[1:-1]
-    if len(value) > 1 and value[0] == value[-1] == '"':
-        return re.sub(r'\\([\\"$`])', r"\1", value[1:-1])
-    return re.sub(r"\\(.)", r"\1", value)
+    rest, found = value.strip(), ""
+    while quoted := re.match(_QUOTED, rest, re.DOTALL):
+        text = quoted[0].rstrip()
+        double = text[0] == '"'
+        found += re.sub(r'\\([\\"$`]|\n)', _escaped, text[1:-1]) if double else text[1:-1]
+        rest = rest[quoted.end() :]
+    return found + re.sub(r"\\(.)", _escaped, rest, flags=re.DOTALL)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[1].strip("\n")  # a line that goes on in the next
 
 
 def _variable_line(name: str, value: str) -> str:
@@ -180,8 +197,8 @@ def merge_variables(before: str, values: Mapping[str, str], without: Collection[
     """Return an environment file with these values. Other lines stay as they are."""
     left = dict(values)
     lines = []
-    for line in before.splitlines():
-        matched = _LINE.fullmatch(line)
+    for line in _entries(before):
+        matched = _VARIABLE.fullmatch(line)
         name = matched[1] if matched else ""
         if name in without:
             continue
@@ -189,7 +206,7 @@ def merge_variables(before: str, values: Mapping[str, str], without: Collection[
             if name not in left:
                 continue  # a second line for it, which would win
             value = left.pop(name)
-            if _unquoted(matched[2].strip()) != value:
+            if _unquoted(matched[2]) != value:
                 line = _variable_line(name, value)
         lines.append(line)
     lines += [_variable_line(name, value) for name, value in left.items()]
@@ -259,19 +276,20 @@ def _hidden(file: TargetFile, before: str, after: str) -> tuple[str, str]:
         return (HIDDEN if before else ""), f"{HIDDEN} (new)"
     known = read_variables(before)
     return (
-        "\n".join(_hide_line(line, {}) for line in before.splitlines()),
-        "\n".join(_hide_line(line, known) for line in after.splitlines()),
+        "\n".join(_hide_entry(entry, {}) for entry in _entries(before)),
+        "\n".join(_hide_entry(entry, known) for entry in _entries(after)),
     )
 
 
-def _hide_line(line: str, known: Mapping[str, str]) -> str:
-    matched = _LINE.fullmatch(line)
+def _hide_entry(entry: str, known: Mapping[str, str]) -> str:
+    matched = _VARIABLE.fullmatch(entry)
     if not matched:
-        return line if not line.strip() or line.lstrip().startswith("#") else HIDDEN
+        text = entry.strip()  # a comment may be a variable that was taken out
+        return entry if not text or (text[0] == "#" and "=" not in text) else HIDDEN
     name = matched[1]
     if SHOWN_VARIABLE.fullmatch(name):
-        return line
-    is_new = name in known and known[name] != _unquoted(matched[2].strip())
+        return entry
+    is_new = name in known and known[name] != _unquoted(matched[2])
     return f"{name}={HIDDEN}{' (new)' if is_new else ''}"
 
 

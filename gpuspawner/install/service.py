@@ -20,8 +20,8 @@ from .models import (
     ENVIRONMENT,
     HUB_UNIT,
     NETWORK,
-    PROXY_TOKEN,
     PROXY_UNIT,
+    PROXY_VARIABLE,
     RECORD,
     STATE_FOLDER,
     SUBNET,
@@ -117,7 +117,7 @@ class Plan:
             for c in self.changes
             if c.file.path == ENVIRONMENT
         )
-        return any(old.get(PROXY_TOKEN) != new.get(PROXY_TOKEN) for old, new in both)
+        return any(old.get(PROXY_VARIABLE) != new.get(PROXY_VARIABLE) for old, new in both)
 
 
 def network_command(subnet: str) -> tuple[str, ...]:
@@ -126,6 +126,18 @@ def network_command(subnet: str) -> tuple[str, ...]:
         *(*_DOCKER, "create", "--subnet", subnet, "--gateway", rules.gateway_of(subnet)),
         *("-o", "com.docker.network.bridge.enable_icc=false", NETWORK),
     )
+
+
+def _said(done: ProgramResult) -> str:
+    return f" It says: {done.output}" if done.output else ""
+
+
+def run_as_hub(files: FileTree, host: Host, machine: Machine, program: str, *arguments: str) -> int:
+    """Run a program beside ``gpuspawner`` as the hub's unit does, and return its exit code."""
+    variables = rules.read_variables(files.read(ENVIRONMENT) or "")
+    variables["PATH"] = f"{machine.bin_folder}:/usr/local/bin:/usr/bin:/bin"
+    command = (f"{machine.bin_folder}/{program}", *arguments)
+    return host.run_as_hub(command, variables, STATE_FOLDER)
 
 
 class Installer:
@@ -197,10 +209,9 @@ class Installer:
         return True
 
     def _engine(self, *command: str) -> str:
-        done = self.host.ask(*_DOCKER, *command)
+        done = self.host.run(*_DOCKER, *command)
         if done.code:
-            said = f" It says: {done.output}" if done.output else ""
-            raise Refused(f"{NO_ENGINE}{said}")
+            raise Refused(f"{NO_ENGINE}{_said(done)}")
         return done.output
 
     # Changing it.
@@ -257,7 +268,7 @@ class Installer:
         while (found := self.files.read(kept)) is not None and found != before:
             number += 1
             kept = f"{path}.edited-{number}"
-        self.files.write(TargetFile(kept, before, change.file.mode))
+        self.files.write(TargetFile(kept, before, self.files.mode(path)))
         return kept
 
     def _hashes(
@@ -282,12 +293,11 @@ class Installer:
             found.add(HUB_UNIT)
         return tuple(sorted(found))
 
-    def _run(self, *command: str) -> ProgramResult:
+    def _run(self, *command: str) -> None:
         done = self.host.run(*command)
         if done.code:
-            said = f" It says: {done.output}" if done.output else ""
-            raise Refused(f"This command failed ({done.code}): {' '.join(command)}.{said}")
-        return done
+            problem = f"This command failed ({done.code}): {' '.join(command)}."
+            raise Refused(f"{problem}{_said(done)}")
 
     # Starting it.
 
@@ -317,15 +327,7 @@ class Installer:
         self.files.save_record(self.record)
 
     def _is(self, state: str, unit: str) -> bool:
-        return self.host.ask("systemctl", f"is-{state}", "--quiet", unit).code == 0
-
-    def check(self, bin_folder: str) -> int:
-        """Run ``gpuspawner check`` as the hub's user, and return its exit code."""
-        variables = rules.read_variables(self.files.read(ENVIRONMENT) or "")
-        variables["PATH"] = f"{bin_folder}:/usr/local/bin:/usr/bin:/bin"
-        return self.host.run_as_hub(
-            (f"{bin_folder}/gpuspawner", "check", "-f", CONFIG), variables, STATE_FOLDER
-        )
+        return self.host.run("systemctl", f"is-{state}", "--quiet", unit).code == 0
 
 
 class Uninstaller:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .models import Question, Secret, SignIn
 
-_CONTACT = "Whom people ask who are not let in (mail address)"
+_CONTACT = "Mail address for people who are not let in"
 _LAB_CONTACT = Question("contact", _CONTACT, "gpu-admin@lab.example", "")
 _ENTRA_GROUP = "4f1c2a7e-3b0e-4f5d-9a51-0e2f6c1d7b90"
 _ENTRA_ADMINS = "9b7d7c55-9f0c-4c39-8a27-6c1f0a3f2f11"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -48,7 +48,7 @@ class Upgrader:
         stamp = (at or datetime.now(timezone.utc)).strftime("%Y%m%d_%H%M%S")
         return self.place.parent / "backups" / f"before-upgrade-{stamp}.sqlite"
 
-    def run(self, file: Path) -> Iterator[str]:
+    def run(self, file: Path) -> Generator[str, None, None]:
         """Back up to ``file``, upgrade and check; yield a sentence for each step.
 
         If the upgrade or the check fails, the database is put back as it was. Raises Refused then,
@@ -64,7 +64,6 @@ class Upgrader:
             _make_private_folder(file.parent)
             size = backup.back_up(store, file)
             yield f"Backed up {self.place} to {file} ({size / 1_000_000:.1f} MB)."
-            done = False
             try:
                 self._upgrade(store)
                 yield f"Upgraded {self.place} from version {before} to {newest()}."
@@ -72,14 +71,13 @@ class Upgrader:
                 self.code = self.check()
                 if self.code:
                     raise Refused("The check failed, as said above.")
-                done = self.changed = True
+                self.changed = True
             except GPUSpawnerError as error:
                 self._put_back(file)
-                done = True
                 raise Refused(self._undone(error.message, before, file)) from error
-            finally:
-                if not done:  # interrupted
-                    self._put_back(file)
+            except BaseException:  # interrupted, or nobody reads the output any more
+                self._put_back(file)
+                raise
             yield f"The backup stays: {file}"
 
     @contextmanager

@@ -50,7 +50,10 @@ class FakeHost:
     def inspect(self, gateway: str) -> Machine:
         return self.machine
 
-    def ask(self, *command: str) -> ProgramResult:
+    def run(self, *command: str) -> ProgramResult:
+        is_question = command[1:3] in (("network", "ls"), ("network", "inspect"))
+        if not is_question and not command[1].startswith("is-"):
+            self.commands.append(" ".join(command))
         if self.failing and self.failing in " ".join(command):
             return ProgramResult(1, "it failed")
         if command[:3] == ("docker", "network", "ls"):
@@ -61,12 +64,6 @@ class FakeHost:
             return ProgramResult(0 if command[-1] in self.active else 3)
         if command[:2] == ("systemctl", "is-enabled"):
             return ProgramResult(0 if command[-1] in self.enabled else 1)
-        raise AssertionError(f"this is no question: {command}")
-
-    def run(self, *command: str) -> ProgramResult:
-        self.commands.append(" ".join(command))
-        if self.failing and self.failing in self.commands[-1]:
-            return ProgramResult(1, "it failed")
         if command[0] == "useradd":
             self.machine = replace(self.machine, users=frozenset({command[-1]}))
         elif command[0] == "install":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,6 +40,42 @@ def test_missing_user_of_the_hub_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         LocalHost().run_as_hub(["true"], {}, "/")
 
 
+def test_program_of_the_hub_is_in_a_session_of_its_own(tmp_path: Path) -> None:
+    said = tmp_path / "session"
+    program = f"import os; open({str(said)!r}, 'w').write(str(os.getsid(0) == os.getpid()))"
+    assert host.run_apart([sys.executable, "-c", program]) == 0
+    assert said.read_text() == "True"
+    assert host.run_apart(["sh", "-c", "exit 3"]) == 3
+
+
+class Interrupted(subprocess.Popen[str]):
+    """A program, and Ctrl-C as soon as it says that it is ready."""
+
+    was_ready = False
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self.was_ready:
+            assert self.stdout is not None
+            self.was_ready = self.stdout.readline() == "ready\n"
+            raise KeyboardInterrupt
+        return super().wait(timeout)
+
+
+def test_interrupted_program_of_the_hub_may_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = tmp_path / "done"
+    trap = f"trap 'sleep 0.5; echo put back > {done}; exit 1' INT"
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        host.run_apart(
+            ["sh", "-c", f"{trap}; echo ready; while :; do sleep 0.1; done"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    assert done.read_text() == "put back\n"
+
+
 def test_facts_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     table = tmp_path / "tcp"
     table.write_text("  0: 0100007F:1F40 00000000:0000 0A 0\n")
@@ -58,5 +95,5 @@ def test_image_has_its_own_path_of_the_command(
     assert OfflineHost(tmp_path).bin_folder == "/opt/gpuspawner/bin"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "srv/hub/bin/python"))
     assert OfflineHost(tmp_path).bin_folder == "/srv/hub/bin"
-    with pytest.raises(Refused, match="does not run"):
+    with pytest.raises(Refused, match="not a running machine"):
         OfflineHost(tmp_path).run("useradd")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +107,14 @@ def test_without_systemd_nothing_is_started(root: Path, host: FakeHost) -> None:
     assert "systemctl enable --now gpuspawner-proxy gpuspawner" in done.output
     assert not any("systemctl" in command for command in host.commands)
     assert len(host.checks) == 1
+
+
+def test_proxy_finds_node_where_systemd_does_not_look(root: Path, host: FakeHost) -> None:
+    programs = {**host.machine.programs, "node": f"{BIN}/node"}
+    host.machine = replace(host.machine, programs=programs)
+    init(root)
+    path = f"Environment=PATH={BIN}:/usr/local/bin:/usr/bin:/bin"
+    assert path in texts_below(root)[PROXY_UNIT].splitlines()
 
 
 def test_image_below_a_folder_is_written_without_programs(root: Path) -> None:
@@ -229,6 +238,14 @@ def test_diff_shows_that_a_secret_variable_changes(root: Path, host: FakeHost) -
     assert "another-secret" not in done.output
 
 
+def test_diff_hides_a_variable_that_was_taken_out(root: Path, host: FakeHost) -> None:
+    init(root, auth="github")
+    file = root / ENVIRONMENT[1:]
+    file.write_text(file.read_text() + f"# the old one:\n#LDAP_PASSWORD={SECRET_VALUE}\nTZ=UTC\n")
+    done = init(root, "--diff", "--database", "postgresql://gpuspawner@/gpuspawner", auth="github")
+    assert "# the old one" in done.output and SECRET_VALUE not in done.output
+
+
 def test_diff_of_an_installed_machine_is_empty(root: Path, host: FakeHost) -> None:
     init(root, auth="github")
     done = init(root, "--diff", auth="github")
@@ -282,6 +299,11 @@ def test_forced_replacement_keeps_the_edited_file(root: Path, host: FakeHost) ->
     second = edit(root, CONFIG)
     init(root, "--admin", "ada", "--force")
     assert texts_below(root)[f"{CONFIG}.edited-2"] == second
+    assert modes_below(root)[f"{CONFIG}.edited-2"] == 0o644
+    (root / CONFIG[1:]).chmod(0o600)  # there may be secrets in it
+    edit(root, CONFIG)
+    init(root, "--force")
+    assert modes_below(root)[f"{CONFIG}.edited-3"] == 0o600
     assert texts_below(root)[f"{CONFIG}.edited"] == edited
 
 
@@ -333,6 +355,28 @@ def test_another_sign_in_does_not_inherit_ids_and_secrets(root: Path, host: Fake
     assert texts_below(root) == before
 
 
+def test_another_sign_in_does_not_inherit_admins(root: Path, host: FakeHost) -> None:
+    init(root)
+    assert json.loads(texts_below(root)[RECORD])["answers"]["admins"] == ["admin"]
+    init(root, auth="google")
+    assert "admin_users" not in texts_below(root)[CONFIG]
+    assert "admin_users" not in texts_below(root)["/etc/gpuspawner/auth/google.py"]
+    init(root, "--admin", "ada", auth="google")
+    assert run("init", "--prefix", str(root), "--defaults").code == 0
+    assert 'admin_users = {"ada"}' in texts_below(root)[CONFIG]
+
+
+def test_another_sign_in_removes_variables_of_the_earlier_one(root: Path, host: FakeHost) -> None:
+    init(root, auth="google")
+    init(root, auth="ldap")
+    names = read_variables(texts_below(root)[ENVIRONMENT]).keys()
+    assert names == {"CONFIGPROXY_AUTH_TOKEN", "JUPYTERHUB_CRYPT_KEY", "LDAP_PASSWORD"}
+    assert "LDAP_PASSWORD=" not in init(root, "--diff", auth="ldap").output
+    init(root, auth="microsoft")
+    names = read_variables(texts_below(root)[ENVIRONMENT]).keys()
+    assert names >= {"OAUTH_CLIENT_ID", "OAUTH_CALLBACK_URL"} and "LDAP_PASSWORD" not in names
+
+
 def test_catalog_is_written_once_and_then_left_to_its_editors(root: Path, host: FakeHost) -> None:
     init(root)
     edited = edit(root, CATALOG)
@@ -381,6 +425,40 @@ def test_secrets_are_in_no_output_no_record_and_no_command(root: Path, host: Fak
         assert holders == {place}
     assert not any(SECRET_VALUE in command for command in host.commands)
     assert not any(SECRET_VALUE in " ".join(command) for command, *_ in host.checks)
+
+
+@pytest.mark.parametrize("mode", [0o757, 0o777])
+def test_folder_that_others_can_write_is_refused(mode: int, root: Path, host: FakeHost) -> None:
+    init(root)
+    (root / "etc/gpuspawner").chmod(mode)
+    before = texts_below(root)
+    for words in (["init", "--defaults", "--admin", "grace"], ["uninstall", "--yes"]):
+        done = run(*words, "--prefix", str(root))
+        assert done.code == 1 and f"Not only root can write in {root}/etc/gpuspawner" in done.output
+    assert texts_below(root) == before
+
+
+def test_folder_of_another_user_is_refused(
+    root: Path, host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init(root)
+    user = os.geteuid()
+    if user == 0:
+        os.chown(root / "etc/gpuspawner", 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    done = init(root)
+    assert done.code == 1 and "Not only root can write" in done.output
+
+
+def test_links_of_an_image_do_not_lead_out_of_it(root: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (root / "etc/systemd").mkdir(parents=True)
+    (root / "etc/systemd/system").symlink_to(outside)
+    done = init(root)
+    assert done.code == 1 and f"leads out of {root}" in done.output
+    assert list(outside.iterdir()) == [] and texts_below(root) == {}
 
 
 def test_missing_secret_is_refused_by_name(root: Path, host: FakeHost) -> None:
@@ -454,13 +532,39 @@ def test_every_sign_in_makes_a_configuration_that_loads(
     assert len(classes) == len(SIGN_INS)
 
 
-def test_answers_cannot_leave_their_place_in_the_configuration(root: Path, host: FakeHost) -> None:
-    hostile = 'x"}; import os; os.abort() #{{ 7 * 7 }}'
-    init(root, "--set", f"allowed={hostile}", auth="gitlab")
-    folder = root / "etc/gpuspawner"
-    os.environ.pop("GITLAB_CLIENT_ID", None)
-    config = read_file(folder / "jupyterhub_config.py")
-    assert config.MemberGitLabOAuthenticator.allowed_gitlab_groups == {hostile}
+HOSTILE = """x"}; import os; os.abort() #{{ 7 * 7 }} {% raw %} ' %s %h $HOME \\N{DIGIT ONE}\\"""
+
+
+@pytest.mark.parametrize("auth", list(SIGN_INS))
+def test_answers_cannot_leave_their_place_in_the_configuration(
+    auth: str, root: Path, host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions = [each.name for each in SIGN_INS[auth].questions if "url" not in each.name]
+    questions = [name for name in questions if name != "issuer"]
+    words = [word for name in questions for word in ("--set", f"{name}={HOSTILE}")]
+    done = init(root, *words, "--admin", "x'}\"\\%s$HOME", auth=auth)
+    assert done.code == 0, done.output
+    found = texts_below(root)
+    for name, value in read_variables(found[ENVIRONMENT]).items():
+        monkeypatch.setenv(name, value)
+    if auth == "oauth":
+        monkeypatch.setenv("OAUTH_CLIENT_SECRET_FILE", str(root / CLIENT_SECRET[1:]))
+    config = read_file(root / CONFIG[1:])
+    assert config.Authenticator.admin_users == {"x'}\"\\%s$HOME"}
+    in_python = {
+        "oauth": lambda: config.MemberOAuthenticator.allowed_groups == {HOSTILE},
+        "github": lambda: config.MemberGitHubOAuthenticator.allowed_organizations == {HOSTILE},
+        "gitlab": lambda: config.MemberGitLabOAuthenticator.allowed_gitlab_groups == {HOSTILE},
+        "google": lambda: config.MemberGoogleOAuthenticator.hosted_domain == [HOSTILE],
+        "microsoft": lambda: HOSTILE in config.MemberMicrosoftOAuthenticator.group_names,
+        "cilogon": lambda: HOSTILE in config.MemberCILogonOAuthenticator.idps,
+        "ldap": lambda: config.MemberLDAPAuthenticator.user_search_base == HOSTILE,
+        "lti": lambda: config.MemberLTI13Authenticator.client_id == {HOSTILE},
+    }
+    assert auth not in in_python or in_python[auth]()
+    # Units and nginx get no answers but the domain and the addresses.
+    for path in (HUB_UNIT, PROXY_UNIT, "/etc/gpuspawner/nginx.conf"):
+        assert "abort" not in found.get(path, "")
 
 
 def test_names_beyond_ascii_are_kept(root: Path, host: FakeHost) -> None:
@@ -576,6 +680,11 @@ def silent_engine(host: FakeHost) -> None:
         (with_facts(ports_in_use=frozenset({8000})), "Port 8000, for the proxy, is in use"),
         (with_facts(bin_folder="/root/venv/bin"), "which services cannot read"),
         (with_facts(bin_folder="/srv/my hub/bin"), "characters that units cannot contain"),
+        (with_facts(bin_folder="/srv/50%/bin"), "characters that units cannot contain"),
+        (with_facts(bin_folder="/srv/$x/bin"), "characters that units cannot contain"),
+        (with_facts(bin_folder="/srv/a\\b/bin"), "characters that units cannot contain"),
+        (with_facts(bin_folder='/srv/"/bin'), "characters that units cannot contain"),
+        (with_facts(bin_folder="/srv/a\nb/bin"), "characters that units cannot contain"),
         (silent_engine, "Docker is not responding"),
     ],
 )
@@ -638,6 +747,9 @@ def test_network_with_other_addresses_is_refused_or_used(root: Path, host: FakeH
         (["--domain", "-gpu.lab.example"], "is not a domain name"),
         (["--domain", "gpu"], "is not a domain name"),
         (["--domain", "gpu.lab.example;id"], "is not a domain name"),
+        (["--domain", "gpu.lab.example\nroot /;"], "is not a domain name"),
+        (["--domain", "$host.lab.example"], "is not a domain name"),
+        (["--domain", "gpu.lab.example}"], "is not a domain name"),
         (["--auth", "kerberos"], "is not one of"),
         (["--database", "mysql://db/x"], "write sqlite, or a URL such as postgresql://"),
         (["--database", "sqlite:////srv/hub.sqlite"], "write sqlite, or a URL"),
@@ -837,6 +949,50 @@ def test_variables_are_read_as_they_were_written(value: str) -> None:
     assert text.startswith("A=2\n# note\nB='two words'\n")
     assert rules.merge_variables(text, {"X": value, "A": "2"}) == text
     assert read_variables(rules.merge_variables(text, {}, ("X", "B"))) == {"A": "2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),  # what load_env_file of systemd 252 returns
+    [
+        ("A = b\n", {"A": "b"}),
+        ("A=  x  \n", {"A": "x"}),
+        ("A=b # c\n", {"A": "b # c"}),
+        ("A='x' \n", {"A": "x"}),
+        ("A=a\\\nb\n", {"A": "ab"}),
+        ('A="x\ny\\\nz"\nB=1\n', {"A": "x\nyz", "B": "1"}),
+        ('A=a"b"c\n', {"A": 'a"b"c'}),
+        ("A='it'\"s\"\n", {"A": "its"}),
+        ('A="a\\qb"\n', {"A": "a\\qb"}),
+        ("A=a\\qb\n", {"A": "aqb"}),
+        ("; A=1\n# a\\\nB=1\nC=$x\n", {"C": "$x"}),
+        ("A=1\nA=2\n", {"A": "2"}),
+        ("A='a\\'b'\n", {"A": "a\\b'"}),
+        ("A=x\x0bB=2\nC=\n", {"A": "x\x0bB=2", "C": ""}),
+    ],
+)
+def test_environment_file_is_read_as_systemd_does(text: str, expected: dict[str, str]) -> None:
+    assert read_variables(text) == expected
+    assert rules.merge_variables(text, expected) == (text if text != "A=1\nA=2\n" else "A=2\n")
+    assert read_variables(rules.merge_variables(text, {"A": "new"}))["A"] == "new"
+    assert "A" not in read_variables(rules.merge_variables(text, {}, ["A"]))
+
+
+def test_diff_hides_values_of_several_lines(root: Path, host: FakeHost) -> None:
+    init(root)
+    file = root / ENVIRONMENT[1:]
+    file.write_text(file.read_text() + "KEY='first\nc2Vjb25k=\n'\nOTHER=one\\\nc2Vjb25k=\n")
+    done = init(root, "--diff", "--database", "postgresql://gpuspawner@/gpuspawner")
+    assert "KEY=***" in done.output and "c2Vjb25k" not in done.output
+
+
+@pytest.mark.parametrize(
+    "value", ["plain", "with space", 'a"b', "a\\b", "$HOME `id`", "it's", "50%h", "#x", "\\", "a;b"]
+)
+def test_variables_are_quoted_as_a_shell_and_systemd_read_them(value: str, tmp_path: Path) -> None:
+    file = tmp_path / "environment"
+    file.write_text(rules.merge_variables("", {"X": value}))
+    script = f'. {file}; printf %s "$X"'
+    assert subprocess.run(["sh", "-c", script], stdout=subprocess.PIPE).stdout.decode() == value
 
 
 TABLE = """\

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -122,6 +124,18 @@ def test_failed_check_puts_the_database_back(database: Path, check: Check) -> No
     }
 
 
+def test_database_that_is_put_back_has_its_owner(
+    database: Path, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = []
+    monkeypatch.setattr(backup.os, "chown", lambda path, *owner: owners.append((path, *owner)))
+    check.code = 1
+    run("upgrade")
+    found = database.stat()
+    part = database.with_name(".gpuspawner.sqlite.part")
+    assert owners == [(part, found.st_uid, found.st_gid)]
+
+
 def test_failed_migration_puts_the_database_back(
     database: Path, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +158,23 @@ def test_failed_migration_puts_the_database_back(
 def test_interrupted_check_puts_the_database_back(database: Path, check: Check) -> None:
     check.error = KeyboardInterrupt()
     assert run("upgrade").code == 130
+    assert version(database) == OLD and proof(database) == "as before"
+
+
+def test_lost_terminal_puts_the_database_back(
+    database: Path, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def say(sentence: str, **options: Any) -> None:
+        if sentence.startswith("Checking"):
+            seen.append(version(database))
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commands.click, "echo", say)
+        assert run("upgrade", "--no-containers").code == 1
+    assert seen == [engine.newest()] and check.versions == []
     assert version(database) == OLD and proof(database) == "as before"
 
 
@@ -226,6 +257,26 @@ def test_other_databases_are_refused_with_what_to_do(database: Path, check: Chec
     other.touch()
     done = run("upgrade", "--database", f"sqlite:///{other}")
     assert done.code == 1 and "is not a database of gpuspawner" in done.output
+
+
+def test_check_runs_no_module_of_the_working_directory(
+    database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = database.parent
+    (folder / "gpuspawner").mkdir()
+    for name in ("gpuspawner/__init__.py", "gpuspawner/__main__.py", "click.py"):
+        (folder / name).write_text("print('of somebody else')")
+    said = []
+
+    def ask_version(command: Sequence[str]) -> int:
+        assert command[3:] == ["check"]
+        words = [*command[:3], "--version"]
+        said.append(subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        return 0
+
+    monkeypatch.setattr(commands, "run_check", ask_version)
+    assert run("upgrade").code == 0
+    assert said[0].startswith("gpuspawner ") and "somebody else" not in said[0]
 
 
 # On a machine that `init` installed.
