@@ -14,8 +14,6 @@ from .page import Generated
 class Unreleased(Generated):
     """``{unreleased}``: what the fragments in ``changes`` say."""
 
-    optional_arguments = 0
-
     def markdown(self) -> Iterator[str]:
         """Yield what ``towncrier build --draft`` prints, without its title."""
         for path in sorted((REPO / "changes").glob("*.md")):

@@ -175,7 +175,6 @@ class EnvironmentVariables(Generated):
     """``{environment-variables} admins``: one of the tables of this module."""
 
     required_arguments = 1
-    optional_arguments = 0
 
     def markdown(self) -> Iterator[str]:
         """Yield the table."""

@@ -175,6 +175,3 @@ class Causes(Generated):
                 for each in health.XIDS
             ),
         )
-
-
-__all__ = ["Alerts", "Causes", "Metrics", "Roles", "Scopes"]

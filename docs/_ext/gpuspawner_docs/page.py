@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,15 +20,14 @@ def anchor_of(kind: str, name: str) -> str:
     return nodes.make_id(f"{kind}-{name}")
 
 
-class Generated(SphinxDirective):
+class Generated(SphinxDirective, ABC):
     """A directive whose content is Markdown that is made of the code."""
 
-    optional_arguments = 1
     final_argument_whitespace = True
 
+    @abstractmethod
     def markdown(self) -> Iterable[str]:
         """Yield the lines."""
-        raise NotImplementedError
 
     def run(self) -> list[nodes.Node]:
         """Return what MyST makes of the lines."""

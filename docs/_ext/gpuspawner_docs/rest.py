@@ -47,7 +47,6 @@ class Routes(Generated):
     """``{routes} queue granting``: sections for the routes whose path begins with these words."""
 
     required_arguments = 1
-    optional_arguments = 0
 
     def _anchor(self, name: str) -> str:
         return anchor_of("schema", f"{self.env.docname.rpartition('/')[2]}-{name}")

@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from math import inf, isfinite
 from typing import Any
@@ -61,12 +61,6 @@ def settings_of(cls: type[Configurable]) -> dict[str, TraitType[Any, Any]]:
         if _is_ours(trait.this_class)
         and not any(issubclass(each, trait.this_class) for each in parents)
     }
-
-
-def known_settings() -> dict[str, set[str]]:
-    """Return for each class that a configuration may name the names of all its settings."""
-    found = configurables().items()
-    return {name: set(cls.class_trait_names(config=True)) for name, cls in found}
 
 
 def type_of(trait: Any) -> str:
@@ -135,7 +129,6 @@ class Settings(Generated):
     """``{settings} GPUQueue``: a section for the class, and one for each of its settings."""
 
     required_arguments = 1
-    optional_arguments = 0
 
     def markdown(self) -> Iterator[str]:
         """Yield the sections of the class and of its settings."""
@@ -203,13 +196,6 @@ def _shown(env: Any) -> dict[str, set[str]]:
 def forget(app: Any, env: Any, docname: str) -> None:
     """Forget the classes of a page that is read again."""
     _shown(env).pop(docname, None)
-
-
-def merge(app: Any, env: Any, docnames: Iterable[str], other: Any) -> None:
-    """Take over what another process of the build has seen."""
-    for docname in docnames:
-        if docname in _shown(other):
-            _shown(env)[docname] = _shown(other)[docname]
 
 
 def missing(env: Any) -> list[str]:
