@@ -1,13 +1,11 @@
 """Sphinx's settings for the documentation: `make docs` builds it into docs/_build."""
 
-import os
 import sys
 from pathlib import Path
 
 import gpuspawner
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "_ext"))
-os.environ["COLUMNS"] = "200"
 
 project = "gpuspawner"
 author = "the gpuspawner contributors"

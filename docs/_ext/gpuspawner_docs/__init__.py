@@ -70,6 +70,8 @@ def setup(app: Any) -> dict[str, Any]:
     for name, directive in DIRECTIVES.items():
         app.add_directive(name, directive)
     app.add_post_transform(links.LinkNames)
+    # After Sphinx, which makes the contents of the page when it is read.
+    app.connect("doctree-read", settings.shorten_contents, priority=900)
     app.connect("env-purge-doc", settings.forget)
     app.connect("env-purge-doc", rest.forget)
     app.connect("env-check-consistency", _check)

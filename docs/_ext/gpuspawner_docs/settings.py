@@ -12,6 +12,7 @@ from functools import cache
 from math import inf, isfinite
 from typing import Any
 
+from docutils import nodes
 from traitlets import DefaultHandler, TraitType, Undefined
 from traitlets.config import Configurable
 
@@ -191,6 +192,13 @@ def _shown(env: Any) -> dict[str, set[str]]:
         env.gpuspawner_settings = {}
     found: dict[str, set[str]] = env.gpuspawner_settings
     return found
+
+
+def shorten_contents(app: Any, doctree: nodes.document) -> None:
+    """Leave the name of a setting in the page's contents, which are below the class's name."""
+    for code in app.env.tocs[app.env.docname].findall(nodes.literal):
+        if match := re.fullmatch(r"c\.\w+\.(\w+)", code.astext()):
+            code.children = [nodes.Text(match[1])]
 
 
 def forget(app: Any, env: Any, docname: str) -> None:
