@@ -54,7 +54,7 @@ DIRECTIVES = {
 
 
 def _check(app: Any, env: Any) -> None:
-    """Say what the code has and no page shows."""
+    """Warn of what the code has and no page shows."""
     for name in settings.missing(env):
         logger.warning("no page of the reference shows the settings of %s", name)
     for name in rest.missing(env):

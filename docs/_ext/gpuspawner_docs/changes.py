@@ -1,4 +1,4 @@
-"""The changelog's part that no release has collected yet, as towncrier would write it."""
+"""The changes since the last release, as towncrier will write them."""
 
 from __future__ import annotations
 

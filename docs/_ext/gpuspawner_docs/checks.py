@@ -1,7 +1,7 @@
-"""Checks of what a page says of gpuspawner, in its blocks of code and in the code of its sentences.
+"""Checks of the code in pages, in blocks and in sentences, against gpuspawner itself.
 
-:func:`problems_in` says what gpuspawner would not accept. The build calls it for each block and
-each name of every page, the generated ones too.
+The build calls :func:`problems_in` for all code of every page, generated pages included; the tests
+call it for the code in the sources of the pages.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ROUTE = re.compile(r"(?:/services/gpu/api|\$API)(/[\w/:$.-]*\w)")
 
 
 def problems_in(text: str, language: str = TEXT) -> Iterator[str]:
-    """Yield a sentence for each thing in a text that gpuspawner does not have or accept."""
+    """Yield a sentence for each thing in a text that does not exist or would be refused."""
     for section, name in SETTING.findall(text):
         yield from _setting(section, name)
     for scope in SCOPE.findall(text):
@@ -308,7 +308,7 @@ def _methods(path: str) -> dict[str, Any]:
 
 
 def _requests(line: str) -> Iterator[str]:
-    """Yield what the service has not: the path, its method, a field of what is sent."""
+    """Yield each path, method and field in a call of curl that the service does not have."""
     words = shlex.split(line, comments=True)
     starts = [at for at, word in enumerate(words) if word == "curl"]
     for start, end in pairwise([*starts, len(words)]):

@@ -1,6 +1,6 @@
 """Names in the text: a setting, command or metric in code becomes a link to its entry.
 
-What gpuspawner does not have or accept is a warning, in the text and in blocks of code.
+The build warns of code that names what does not exist, or that would be refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an admin watches and gives out: scopes, metrics, alerts, causes of sick GPUs."""
+"""Scopes, metrics, alerts, and the causes for which a GPU counts as sick."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scopes(Generated):
     """``{scopes}``: a section for each scope that gpuspawner defines."""
 
     def markdown(self) -> Iterator[str]:
-        """Yield the sections, with the routes that ask for the scope."""
+        """Yield the sections, with the routes that need the scope."""
         from gpuspawner.core import scopes
 
         from .rest import scopes as asked
@@ -80,7 +80,7 @@ class Roles(Generated):
 
 @cache
 def metrics() -> tuple[SimpleNamespace, ...]:
-    """Return every metric that the service tells, on an empty database with a simulated GPU."""
+    """Return every metric that the service serves: on an empty database, with a simulated GPU."""
     from traitlets.config import Config
 
     from gpuspawner.monitoring.metrics import HubCollector
@@ -92,7 +92,7 @@ def metrics() -> tuple[SimpleNamespace, ...]:
         config.GPUDevices.source = "simulated:1xT4"
         services = Services(config=config)
         try:
-            # Jobs of a cluster are told where there is one.
+            # The metrics of batch jobs have series only where there is a cluster.
             job = SimpleNamespace(seconds=1.0, jobs=1)
             with mock.patch.object(services.reports, "use_of_all_jobs", return_value={"T4": job}):
                 found = list(HubCollector(services).collect())

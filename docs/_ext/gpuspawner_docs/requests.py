@@ -1,4 +1,4 @@
-"""What a member's request may say, and the function that a configuration calls."""
+"""The fields of a request, and the arguments of ``add_services``."""
 
 from __future__ import annotations
 

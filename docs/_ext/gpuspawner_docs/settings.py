@@ -21,7 +21,7 @@ import gpuspawner
 from .page import Generated, literal, plain, refer, rst, table
 
 PARTS = ("Directory", "ImagePrefetcher", "Rules", "Sentences", "Services")
-"""Classes that a configuration does not name: their settings belong to the classes made of them."""
+"""Internal classes: a configuration names the classes that are made of them."""
 
 
 @cache
@@ -53,7 +53,7 @@ def _is_ours(cls: type) -> bool:
 
 
 def settings_of(cls: type[Configurable]) -> dict[str, TraitType[Any, Any]]:
-    """Return the settings that begin with this class: no other of these is a parent with them."""
+    """Return the settings that no parent among these classes has."""
     among = set(configurables().values())
     parents = [each for each in cls.__mro__[1:] if each in among]
     return {
@@ -149,7 +149,7 @@ class Settings(Generated):
 
 
 def _as_rst(text: str) -> str:
-    """Return help with code as reStructuredText writes it. A code in single quotes is code too."""
+    """Return help as reStructuredText, with code in double backticks only."""
     return re.sub(r"(?<![`:])`([^`\n]+)`(?![`_])", r"``\1``", text)
 
 
