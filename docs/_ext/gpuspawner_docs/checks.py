@@ -51,7 +51,7 @@ SETTING = re.compile(r"\bc\.([A-Z]\w+)\.(\w+)")
 SCOPE = re.compile(r"custom:gpuspawner:[a-z:]*[a-z]")
 FILE = re.compile(r"(?<![\w/.-])((?:benchmarks|hub_config|images|scripts)/[\w./*-]*[\w*])")
 TARGET = re.compile(r"^make ([a-z]+)\b", re.MULTILINE)
-ROUTE = re.compile(r"(?:/services/gpu/api|\$API)(/[\w/:$.-]*\w)")
+ROUTE = re.compile(r"(?:/services/gpu/api|\$API|\b[A-Z]+ api)(/[\w/:${}.-]*[\w}])")
 
 
 def problems_in(text: str, language: str = TEXT) -> Iterator[str]:
@@ -313,13 +313,13 @@ def _requests(line: str) -> Iterator[str]:
     starts = [at for at, word in enumerate(words) if word == "curl"]
     for start, end in pairwise([*starts, len(words)]):
         call = words[start:end]
-        sent = json.loads(call[call.index("-d") + 1]) if "-d" in call else {}
         usual = "post" if "-d" in call else "get"
         method = call[call.index("-X") + 1].lower() if "-X" in call else usual
         for path in ROUTE.findall(" ".join(call)):
             if (operation := _methods(path).get(method)) is None:
                 yield f"there is no route {method.upper()} api{path}"
             else:
+                sent = json.loads(call[call.index("-d") + 1]) if "-d" in call else {}
                 unknown = set(sent) - _fields(operation)
                 yield from (f"{method.upper()} api{path} has no field {f}" for f in unknown)
 

@@ -9,8 +9,6 @@ from typing import Any
 from .page import Generated, anchor_of, plain, refer, table
 from .schemas import limits_of, refs_of, rows_of, type_of
 
-SCHEMAS = "#/components/schemas/"
-
 
 @cache
 def document() -> dict[str, Any]:

@@ -61,6 +61,7 @@ def test_many_calls_of_the_command_are_found_in_pages(checks: Any) -> None:
         ("systemctl enable --now gpuspawner", "shell"),
         ("gpuspawner statement ada | grep --count x", "shell"),
         ("curl https://hub/services/gpu/api/queue/$TICKET/boost -d '{\"points\": 5}'", "shell"),
+        ("POST api/leases/{id}/end", ""),
         ("environments:\n  - slug: torch\n    image: lab/torch:1\n", "yaml"),
         ("gpuspawner release LEASE --force", ""),
         ("hub_config/alerts.yaml", ""),
@@ -99,6 +100,7 @@ def test_what_exists_is_accepted(checks: Any, text: str, language: str) -> None:
         ("make everything", "shell", "there is no target: make everything"),
         # REST.
         ("/services/gpu/api/nope", "", "there is no route api/nope"),
+        ("GET api/nope", "", "there is no route api/nope"),
         ("curl -X PUT $API/queue", "shell", "there is no route PUT api/queue"),
         (
             "curl https://hub/services/gpu/api/granting -d '{\"pause\": true}'",
