@@ -55,10 +55,11 @@ DIRECTIVES = {
 
 def _check(app: Any, env: Any) -> None:
     """Warn of what the code has and no page shows."""
-    for name in settings.missing(env):
-        logger.warning("no page of the reference shows the settings of %s", name)
-    for name in rest.missing(env):
-        logger.warning("no page of the reference shows the routes below api/%s", name)
+    shown = env.domains.standard_domain.objects
+    for kind, names in (("setting", settings.names()), ("route", rest.names())):
+        for name in names:
+            if (kind, name) not in shown:
+                logger.warning("no page of the reference shows the %s %s", kind, name)
     for problem in environment.problems():
         logger.warning("environment variables: %s", problem)
 
@@ -72,7 +73,5 @@ def setup(app: Any) -> dict[str, Any]:
     app.add_post_transform(links.LinkNames)
     # After Sphinx, which makes the contents of the page when it is read.
     app.connect("doctree-read", settings.shorten_contents, priority=900)
-    app.connect("env-purge-doc", settings.forget)
-    app.connect("env-purge-doc", rest.forget)
     app.connect("env-check-consistency", _check)
     return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}

@@ -37,6 +37,7 @@ class Scopes(Generated):
         """Yield the sections, with the routes that need the scope."""
         from gpuspawner.core import scopes
 
+        from .rest import name_of
         from .rest import scopes as asked
 
         self.uses(scopes)
@@ -48,7 +49,7 @@ class Scopes(Generated):
                 yield f"It includes {', '.join(f'{{scope}}`{each}`' for each in subscopes)}."
             yield ""
             found = [operation for operation, of in asked().items() if of == name]
-            routes = [f"{method.upper()} {path[1:]}" for method, path in found]
+            routes = [name_of(path, method) for method, path in found]
             if routes:
                 yield f"Routes: {', '.join(f'{{route}}`{route}`' for route in routes)}."
             yield ""

@@ -64,6 +64,12 @@ def settings_of(cls: type[Configurable]) -> dict[str, TraitType[Any, Any]]:
     }
 
 
+def names() -> Iterator[str]:
+    """Yield every setting with its class: ``GPUQueue.policy``."""
+    for name, cls in documented().items():
+        yield from (f"{name}.{setting}" for setting in settings_of(cls))
+
+
 def type_of(trait: Any) -> str:
     """Return the type of a setting: ``dict[str, float]``, ``int, at least 0``."""
     words = {
@@ -136,7 +142,6 @@ class Settings(Generated):
         name = self.arguments[0]
         cls = documented()[name]
         self.uses(*(sys.modules[each.__module__] for each in cls.__mro__ if _is_ours(each)))
-        _shown(self.env).setdefault(self.env.docname, set()).add(name)
         yield f"# `c.{name}`"
         yield ""
         yield plain(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0])
@@ -187,26 +192,8 @@ class ChangedDefaults(Generated):
         )
 
 
-def _shown(env: Any) -> dict[str, set[str]]:
-    if not hasattr(env, "gpuspawner_settings"):
-        env.gpuspawner_settings = {}
-    found: dict[str, set[str]] = env.gpuspawner_settings
-    return found
-
-
 def shorten_contents(app: Any, doctree: nodes.document) -> None:
     """Leave the name of a setting in the page's contents, which are below the class's name."""
     for code in app.env.tocs[app.env.docname].findall(nodes.literal):
         if match := re.fullmatch(r"c\.\w+\.(\w+)", code.astext()):
             code.children = [nodes.Text(match[1])]
-
-
-def forget(app: Any, env: Any, docname: str) -> None:
-    """Forget the classes of a page that is read again."""
-    _shown(env).pop(docname, None)
-
-
-def missing(env: Any) -> list[str]:
-    """Return the classes that no page shows."""
-    shown = set().union(*_shown(env).values())
-    return sorted(set(documented()) - shown)
