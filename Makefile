@@ -50,7 +50,7 @@ golden: parts
 docs:
 	@scripts/bootstrap.sh docs
 	@$(PY) docs/check_prose.py
-	@$(PY) -m sphinx -E -W --keep-going -n -q -b html docs docs/_build
+	@$(PY) -m sphinx -E -W -q -b html docs docs/_build
 	@echo "The documentation is in docs/_build/index.html."
 
 labextension:

@@ -12,6 +12,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 ALSO = ("CONTRIBUTING.md", "CODE_OF_CONDUCT.md")
@@ -78,8 +81,6 @@ HOSTS = re.compile(
 )
 """Hosts of registries: a page names none, for a site may have its own."""
 
-FENCE = re.compile(r"^(\s*)(`{3,}|:{3,}|~{3,})\s*(.*)$")
-
 
 def pages() -> list[Path]:
     """Return the files to check."""
@@ -87,19 +88,14 @@ def pages() -> list[Path]:
     return sorted([*found, *(REPO / name for name in ALSO if (REPO / name).is_file())])
 
 
-def prose_of(text: str) -> Iterator[tuple[int, str]]:
-    """Yield number and text of each line without code: blocks are left out, `code` is blank."""
-    inside = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if match := FENCE.match(line):
-            if not inside:
-                # A note or a warning is prose; a block of code or a directive is not.
-                inside = "" if re.match(r"\{(note|warning|tip|glossary)\}", match[3]) else match[2]
-            elif match[2].startswith(inside) and not match[3]:
-                inside = ""
-            continue
-        if not inside:
-            yield number, re.sub(r"`[^`]*`", "` `", line)
+def blocks_of(text: str, first: int = 1) -> Iterator[tuple[int, Token]]:
+    """Yield each block of a page with the number of its line; those in a note too."""
+    for token in MarkdownIt().enable("table").parse(text):
+        if token.map:
+            number = first + token.map[0]
+            yield number, token
+            if re.match(r"\{(note|warning|tip|glossary)\}", token.info):
+                yield from blocks_of(token.content, number + 1)
 
 
 def problems_of(path: Path) -> Iterator[str]:
@@ -110,29 +106,22 @@ def problems_of(path: Path) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), start=1):
         if found := HOSTS.search(line):
             yield f"{name}:{number}: names a registry ({found[0]}): a site may have its own"
-    yield from _blocks(name, text)
     if (most := MOST_WORDS.get(shelf)) and (words := len(text.split())) > most:
         yield f"{name}: {words} words; {most} are the most"
-    if shelf in OURS:
-        lines = list(prose_of(text))
-        for number, line in lines:
-            for pattern, instead in BANNED.items():
-                if found := re.search(pattern, line, re.IGNORECASE):
-                    yield f"{name}:{number}: '{found[0]}': {instead}"
-
-
-def _blocks(name: Path, text: str) -> Iterator[str]:
-    inside = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not (match := FENCE.match(line)):
-            continue
-        if inside:
-            if match[2].startswith(inside) and not match[3]:
-                inside = ""
-            continue
-        inside = match[2]
-        if not match[3]:
+    for number, token in blocks_of(text):
+        if token.type == "fence" and not token.info:
             yield f"{name}:{number}: a block without a language (text, if nothing else)"
+        if token.type == "inline" and shelf in OURS:
+            yield from (f"{name}:{problem}" for problem in _phrases(number, token.content))
+
+
+def _phrases(first: int, text: str) -> Iterator[str]:
+    # Without code, which may continue on the next line.
+    prose = re.sub(r"`[^`]*`", lambda code: "`" + "\n" * code[0].count("\n") + "`", text)
+    for number, line in enumerate(prose.splitlines(), start=first):
+        for pattern, instead in BANNED.items():
+            if found := re.search(pattern, line, re.IGNORECASE):
+                yield f"{number}: '{found[0]}': {instead}"
 
 
 def spelling(files: list[Path]) -> list[str]:

@@ -1,14 +1,11 @@
 """Sphinx's settings for the documentation: `make docs` builds it into docs/_build."""
 
-import os
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE / "_ext"))
-os.environ["COLUMNS"] = "200"
+import gpuspawner
 
-import gpuspawner  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent / "_ext"))
 
 project = "gpuspawner"
 author = "the gpuspawner contributors"
@@ -47,6 +44,7 @@ html_show_sourcelink = False
 html_theme_options = {
     "logo": {"text": "gpuspawner", "image_light": LOGO, "image_dark": LOGO},
     "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],  # without the links to other sites that the theme adds
     "navigation_with_keys": False,
     "show_toc_level": 2,
     "use_edit_page_button": False,
@@ -54,13 +52,3 @@ html_theme_options = {
     "footer_center": [],
     "footer_end": [],
 }
-
-
-def _without_other_sites(app: object) -> None:
-    """Take out the links to other sites that the theme puts into each page."""
-    app.builder.theme_options["icon_links"] = []  # type: ignore[attr-defined]
-
-
-def setup(app: object) -> None:
-    """Run after the theme, which adds its own links."""
-    app.connect("builder-inited", _without_other_sites, priority=900)  # type: ignore[attr-defined]

@@ -54,11 +54,12 @@ DIRECTIVES = {
 
 
 def _check(app: Any, env: Any) -> None:
-    """Say what the code has and no page shows."""
-    for name in settings.missing(env):
-        logger.warning("no page of the reference shows the settings of %s", name)
-    for name in rest.missing(env):
-        logger.warning("no page of the reference shows the routes below api/%s", name)
+    """Warn of what the code has and no page shows."""
+    shown = env.domains.standard_domain.objects
+    for kind, names in (("setting", settings.names()), ("route", rest.names())):
+        for name in names:
+            if (kind, name) not in shown:
+                logger.warning("no page of the reference shows the %s %s", kind, name)
     for problem in environment.problems():
         logger.warning("environment variables: %s", problem)
 
@@ -70,7 +71,7 @@ def setup(app: Any) -> dict[str, Any]:
     for name, directive in DIRECTIVES.items():
         app.add_directive(name, directive)
     app.add_post_transform(links.LinkNames)
-    app.connect("env-purge-doc", settings.forget)
-    app.connect("env-purge-doc", rest.forget)
+    # After Sphinx, which makes the contents of the page when it is read.
+    app.connect("doctree-read", settings.shorten_contents, priority=900)
     app.connect("env-check-consistency", _check)
     return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""The changelog's part that no release has collected yet, as towncrier would write it."""
+"""The changes since the last release, as towncrier will write them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from .page import Generated
 
 class Unreleased(Generated):
     """``{unreleased}``: what the fragments in ``changes`` say."""
-
-    optional_arguments = 0
 
     def markdown(self) -> Iterator[str]:
         """Yield what ``towncrier build --draft`` prints, without its title."""

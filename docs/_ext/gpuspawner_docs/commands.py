@@ -9,7 +9,8 @@ import click
 
 from .page import Generated, plain, refer, table
 
-COMMON = ("config", "database", "json", "help", "debug")
+COMMON = frozenset(("config", "database", "json", "debug"))
+"""The options of every command that works on a hub."""
 
 
 @cache
@@ -31,8 +32,8 @@ def commands() -> dict[str, click.Command]:
     return found
 
 
-def _is_common(param: click.Parameter) -> bool:
-    return param.name in COMMON or "--help" in param.opts
+def _takes_common(command: click.Command) -> bool:
+    return {param.name for param in command.params} >= COMMON
 
 
 def _usage(words: str, command: click.Command) -> str:
@@ -42,8 +43,10 @@ def _usage(words: str, command: click.Command) -> str:
 
 def _options(command: click.Command) -> Iterator[tuple[str, str]]:
     context = click.Context(command)
-    for param in command.get_params(context):
-        if not isinstance(param, click.Option) or param.hidden or _is_common(param):
+    for param in command.params:
+        if not isinstance(param, click.Option) or param.hidden:
+            continue
+        if param.name in COMMON and _takes_common(command):
             continue
         names, told = param.get_help_record(context) or ("", "")
         yield f"`{names}`", plain(told.replace("  [", " ["))
@@ -72,19 +75,22 @@ class Commands(Generated):
 
 
 class CommonOptions(Generated):
-    """``{common-options}``: what every command takes."""
+    """``{common-options}``: what almost every command takes."""
 
     def markdown(self) -> Iterator[str]:
-        """Yield the options of the first command that are common to all."""
-        command = next(iter(commands().values()))
+        """Yield the options, after the commands that do not take them."""
+        without = [words for words, command in commands().items() if not _takes_common(command)]
+        names = ", ".join(refer("command", words, f"gpuspawner {words}") for words in without)
+        yield f"All commands except {names} take these options:"
+        command = next(each for each in commands().values() if _takes_common(each))
         context = click.Context(command)
         rows = []
-        for param in command.get_params(context):
+        for param in command.params:
             record = param.get_help_record(context)
-            if param.name in COMMON and param.name != "help" and record:
+            if param.name in COMMON and record:
                 rows.append((f"`{record[0]}`", plain(record[1])))
-        rows.append(("`-h, --help`", "show the help of a command and exit"))
         yield from table(("Option", "Meaning"), rows)
+        yield "Every command takes `-h` or `--help`, which shows its help."
 
 
 class CommandTable(Generated):

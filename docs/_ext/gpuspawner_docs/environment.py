@@ -1,7 +1,7 @@
-"""Environment variables: the code says which there are, the tables here say what they mean.
+"""Environment variables: the code defines which exist, and the tables here describe them.
 
-The build fails when a program reads a variable that has no line here, and when a line here is of a
-variable that no program reads.
+The build fails if a program reads a variable that is not described here, and if a variable that is
+described here is read by no program.
 """
 
 from __future__ import annotations
@@ -175,7 +175,6 @@ class EnvironmentVariables(Generated):
     """``{environment-variables} admins``: one of the tables of this module."""
 
     required_arguments = 1
-    optional_arguments = 0
 
     def markdown(self) -> Iterator[str]:
         """Yield the table."""

@@ -137,7 +137,6 @@ class Fields(Generated):
     """``{fields} queue``: the parameters of a policy, with their defaults."""
 
     required_arguments = 1
-    optional_arguments = 0
 
     def markdown(self) -> Iterator[str]:
         """Yield the table."""

@@ -1,7 +1,6 @@
 """Names in the text: a setting, command or metric in code becomes a link to its entry.
 
-A name that does not exist is a warning, in the text and in blocks of code. So no page can name a
-setting or a command that is gone.
+The build warns of code that names what does not exist, or that would be refused.
 """
 
 from __future__ import annotations
@@ -13,18 +12,19 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util import logging
 from sphinx.util.nodes import make_refnode
 
-from .names import SETTING, TEXT, command_in, problems_in
+from .checks import SETTING, problems_in
+from .commands import commands
 from .operations import metrics
 from .settings import configurables
 
 logger = logging.getLogger(__name__)
 
 OLD = ("changelog",)
-"""Pages that may name what was and is no more."""
+"""Pages that may name what no longer exists."""
 
 
 class LinkNames(SphinxPostTransform):
-    """Turns names in code into links, and says which do not exist."""
+    """Turns names in code into links, and warns of those that do not exist."""
 
     default_priority = 400
 
@@ -34,12 +34,12 @@ class LinkNames(SphinxPostTransform):
         if docname in OLD:
             return
         for block in self.document.findall(nodes.literal_block):
-            for wrong in problems_in(block.astext(), block.get("language", "")):
-                logger.warning(wrong, location=block, type="gpuspawner", subtype="name")
+            for problem in problems_in(block.astext(), block.get("language", "text")):
+                logger.warning(problem, location=block, type="gpuspawner", subtype="name")
         for literal in list(self.document.findall(nodes.literal)):
             text = literal.astext()
-            for wrong in problems_in(text, TEXT):
-                logger.warning(wrong, location=literal, type="gpuspawner", subtype="name")
+            for problem in problems_in(text):
+                logger.warning(problem, location=literal, type="gpuspawner", subtype="name")
             if self._inside(literal, nodes.reference, nodes.title, nodes.term):
                 continue
             if (found := self._entry(text)) is not None:
@@ -58,8 +58,10 @@ class LinkNames(SphinxPostTransform):
     def _entry(self, text: str) -> tuple[str, str] | None:
         if match := SETTING.match(text):
             return "setting", self._owner(*match.groups())
-        if text.startswith("gpuspawner ") and (name := command_in(text.partition(" ")[2])):
-            return "command", name
+        program, *words = text.split()[:3] or [""]
+        for count in range(len(words) if program == "gpuspawner" else 0, 0, -1):
+            if (name := " ".join(words[:count])) in commands():
+                return "command", name
         if text.startswith("gpuspawner_") and text in {each.name for each in metrics()}:
             return "metric", text
         return None

@@ -14,7 +14,7 @@ from .operations import REPO
 from .page import Generated, plain, table
 
 RECORDED = REPO / "tests" / "golden" / "recorded" / "notices.txt"
-"""Every notice that the tests compare with the code, in the situation in which it is told."""
+"""Every notice, with its situation, as the tests compare it with the code."""
 
 
 class _Anything(jinja2.ChainableUndefined):

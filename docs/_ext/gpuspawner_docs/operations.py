@@ -1,4 +1,4 @@
-"""What an admin watches and gives out: scopes, metrics, alerts, causes of sick GPUs."""
+"""Scopes, metrics, alerts, and the causes for which a GPU counts as sick."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Scopes(Generated):
     """``{scopes}``: a section for each scope that gpuspawner defines."""
 
     def markdown(self) -> Iterator[str]:
-        """Yield the sections, with the routes that ask for the scope."""
+        """Yield the sections, with the routes that need the scope."""
         from gpuspawner.core import scopes
 
+        from .rest import name_of
         from .rest import scopes as asked
 
         self.uses(scopes)
@@ -48,7 +49,7 @@ class Scopes(Generated):
                 yield f"It includes {', '.join(f'{{scope}}`{each}`' for each in subscopes)}."
             yield ""
             found = [operation for operation, of in asked().items() if of == name]
-            routes = [f"{method.upper()} {path[1:]}" for method, path in found]
+            routes = [name_of(path, method) for method, path in found]
             if routes:
                 yield f"Routes: {', '.join(f'{{route}}`{route}`' for route in routes)}."
             yield ""
@@ -80,7 +81,7 @@ class Roles(Generated):
 
 @cache
 def metrics() -> tuple[SimpleNamespace, ...]:
-    """Return every metric that the service tells, on an empty database with a simulated GPU."""
+    """Return every metric that the service serves: on an empty database, with a simulated GPU."""
     from traitlets.config import Config
 
     from gpuspawner.monitoring.metrics import HubCollector
@@ -92,7 +93,7 @@ def metrics() -> tuple[SimpleNamespace, ...]:
         config.GPUDevices.source = "simulated:1xT4"
         services = Services(config=config)
         try:
-            # Jobs of a cluster are told where there is one.
+            # The metrics of batch jobs have series only where there is a cluster.
             job = SimpleNamespace(seconds=1.0, jobs=1)
             with mock.patch.object(services.reports, "use_of_all_jobs", return_value={"T4": job}):
                 found = list(HubCollector(services).collect())
@@ -175,6 +176,3 @@ class Causes(Generated):
                 for each in health.XIDS
             ),
         )
-
-
-__all__ = ["Alerts", "Causes", "Metrics", "Roles", "Scopes"]

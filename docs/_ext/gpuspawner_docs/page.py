@@ -1,8 +1,9 @@
-"""What the generating directives share: they write Markdown, and MyST makes the page of it."""
+"""The base of the generating directives, which write Markdown for MyST to render."""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,18 +20,17 @@ def anchor_of(kind: str, name: str) -> str:
     return nodes.make_id(f"{kind}-{name}")
 
 
-class Generated(SphinxDirective):
-    """A directive whose content is Markdown that is made of the code."""
+class Generated(SphinxDirective, ABC):
+    """A directive whose content is Markdown, generated from the code."""
 
-    optional_arguments = 1
     final_argument_whitespace = True
 
+    @abstractmethod
     def markdown(self) -> Iterable[str]:
         """Yield the lines."""
-        raise NotImplementedError
 
     def run(self) -> list[nodes.Node]:
-        """Return what MyST makes of the lines."""
+        """Return the nodes that MyST makes of the lines."""
         lines = "\n".join(self.markdown()).splitlines()
         made = nodes.Element()
         # MyST attaches a heading to the section of the next higher level on the page. Here that is
@@ -52,7 +52,7 @@ class Generated(SphinxDirective):
         return ["", f"({anchor})=", "", f"{'#' * level} {title or f'`{name}`'}", ""]
 
     def uses(self, *objects: Any) -> None:
-        """Build the page again when the file of one of these modules has changed."""
+        """Rebuild the page when the file of one of these modules changes."""
         for each in objects:
             if file := getattr(each, "__file__", None):
                 self.env.note_dependency(file)
@@ -64,7 +64,7 @@ def refer(kind: str, name: str, title: str = "") -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a table. Nothing is returned where there is no row."""
+    """Return a table; no lines if there are no rows."""
     found = [[_cell(cell) for cell in row] for row in rows]
     if not found:
         return []
@@ -92,7 +92,7 @@ def rst(text: str) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Return words that are no Markdown: what it would read as markup is escaped."""
+    """Return text in which all that Markdown would read as markup, except code, is escaped."""
     parts = re.split(r"(`+[^`]+`+)", text)
     for index, part in enumerate(parts):
         if index % 2:

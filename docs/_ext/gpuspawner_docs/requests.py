@@ -1,4 +1,4 @@
-"""What a member's request may say, and the function that a configuration calls."""
+"""The fields of a request, and the arguments of ``add_services``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "yes o
 class RequestFields(Generated):
     """``{request-fields}``: the fields of ``user_options``."""
 
-    optional_arguments = 0
-
     def markdown(self) -> Iterator[str]:
         """Yield the table."""
         from gpuspawner.spawners import options
@@ -36,8 +34,6 @@ class RequestFields(Generated):
 
 class AddServices(Generated):
     """``{add-services}``: the function's signature and arguments."""
-
-    optional_arguments = 0
 
     def markdown(self) -> Iterator[str]:
         """Yield the signature, then a table of the arguments."""

@@ -9,8 +9,6 @@ from typing import Any
 from .page import Generated, anchor_of, plain, refer, table
 from .schemas import limits_of, refs_of, rows_of, type_of
 
-SCHEMAS = "#/components/schemas/"
-
 
 @cache
 def document() -> dict[str, Any]:
@@ -38,6 +36,16 @@ def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield path, method, told
 
 
+def name_of(path: str, method: str) -> str:
+    """Return the name of an operation in the reference: ``GET api/queue``."""
+    return f"{method.upper()} {path.removeprefix('/')}"
+
+
+def names() -> Iterator[str]:
+    """Yield the name of every operation."""
+    yield from (name_of(path, method) for path, method, _ in operations())
+
+
 def group_of(path: str) -> str:
     """Return the first word of a path below ``/api/``."""
     return path.removeprefix("/api/").partition("/")[0]
@@ -47,7 +55,6 @@ class Routes(Generated):
     """``{routes} queue granting``: sections for the routes whose path begins with these words."""
 
     required_arguments = 1
-    optional_arguments = 0
 
     def _anchor(self, name: str) -> str:
         return anchor_of("schema", f"{self.env.docname.rpartition('/')[2]}-{name}")
@@ -58,7 +65,6 @@ class Routes(Generated):
     def markdown(self) -> Iterator[str]:
         """Yield the sections, then the models that they refer to."""
         groups = self.arguments[0].split()
-        _shown(self.env).setdefault(self.env.docname, set()).update(groups)
         used: list[str] = []
         for path, method, told in operations():
             if group_of(path) in groups:
@@ -69,7 +75,7 @@ class Routes(Generated):
     def _route(
         self, path: str, method: str, told: dict[str, Any], used: list[str]
     ) -> Iterator[str]:
-        name = f"{method.upper()} {path.removeprefix('/')}"
+        name = name_of(path, method)
         yield from self.heading(1, "route", name, f"`{name}`")
         yield from (plain(told["summary"]), "")
         yield from (plain(told.get("description", "")), "")
@@ -136,7 +142,7 @@ class RouteTable(Generated):
         """Yield the table."""
         rows = []
         for path, method, told in operations():
-            name = f"{method.upper()} {path.removeprefix('/')}"
+            name = name_of(path, method)
             rows.append((refer("route", name), plain(told["summary"])))
         yield from table(("Route", "What it does"), rows)
 
@@ -152,21 +158,3 @@ class RouteErrors(Generated):
         schema = document()["components"]["schemas"]["ErrorAnswer"]
         yield "The body of each is a JSON object:"
         yield from table(("Field", "Type", "Meaning"), rows_of(schema))
-
-
-def _shown(env: Any) -> dict[str, set[str]]:
-    if not hasattr(env, "gpuspawner_routes"):
-        env.gpuspawner_routes = {}
-    found: dict[str, set[str]] = env.gpuspawner_routes
-    return found
-
-
-def forget(app: Any, env: Any, docname: str) -> None:
-    """Forget the routes of a page that is read again."""
-    _shown(env).pop(docname, None)
-
-
-def missing(env: Any) -> list[str]:
-    """Return the groups of routes that no page shows."""
-    shown = set().union(*_shown(env).values())
-    return sorted({group_of(path) for path, _, _ in operations()} - shown)

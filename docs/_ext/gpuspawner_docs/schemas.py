@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -100,12 +101,11 @@ def rows_of(
 class _File(Generated):
     """A section for each mapping of a file, and one for each of its keys."""
 
-    optional_arguments = 0
     file = ""
 
+    @abstractmethod
     def schema(self) -> Schema:
         """Return the file's JSON Schema."""
-        raise NotImplementedError
 
     def markdown(self) -> Iterator[str]:
         """Yield the sections."""
@@ -166,6 +166,3 @@ class ClusterKeys(_File):
 
         self.uses(cluster)
         return json_schema(cluster.ClusterFile, "cluster.yaml")
-
-
-__all__ = ["CatalogKeys", "ClusterKeys", "limits_of", "rows_of", "type_of"]

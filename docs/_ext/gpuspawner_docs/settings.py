@@ -7,11 +7,12 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from math import inf, isfinite
 from typing import Any
 
+from docutils import nodes
 from traitlets import DefaultHandler, TraitType, Undefined
 from traitlets.config import Configurable
 
@@ -20,7 +21,7 @@ import gpuspawner
 from .page import Generated, literal, plain, refer, rst, table
 
 PARTS = ("Directory", "ImagePrefetcher", "Rules", "Sentences", "Services")
-"""Classes that a configuration does not name: their settings belong to the classes made of them."""
+"""Internal classes: a configuration names the classes that are made of them."""
 
 
 @cache
@@ -52,7 +53,7 @@ def _is_ours(cls: type) -> bool:
 
 
 def settings_of(cls: type[Configurable]) -> dict[str, TraitType[Any, Any]]:
-    """Return the settings that begin with this class: no other of these is a parent with them."""
+    """Return the settings that no parent among these classes has."""
     among = set(configurables().values())
     parents = [each for each in cls.__mro__[1:] if each in among]
     return {
@@ -63,10 +64,10 @@ def settings_of(cls: type[Configurable]) -> dict[str, TraitType[Any, Any]]:
     }
 
 
-def known_settings() -> dict[str, set[str]]:
-    """Return for each class that a configuration may name the names of all its settings."""
-    found = configurables().items()
-    return {name: set(cls.class_trait_names(config=True)) for name, cls in found}
+def names() -> Iterator[str]:
+    """Yield every setting with its class: ``GPUQueue.policy``."""
+    for name, cls in documented().items():
+        yield from (f"{name}.{setting}" for setting in settings_of(cls))
 
 
 def type_of(trait: Any) -> str:
@@ -135,14 +136,12 @@ class Settings(Generated):
     """``{settings} GPUQueue``: a section for the class, and one for each of its settings."""
 
     required_arguments = 1
-    optional_arguments = 0
 
     def markdown(self) -> Iterator[str]:
         """Yield the sections of the class and of its settings."""
         name = self.arguments[0]
         cls = documented()[name]
         self.uses(*(sys.modules[each.__module__] for each in cls.__mro__ if _is_ours(each)))
-        _shown(self.env).setdefault(self.env.docname, set()).add(name)
         yield f"# `c.{name}`"
         yield ""
         yield plain(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0])
@@ -155,7 +154,7 @@ class Settings(Generated):
 
 
 def _as_rst(text: str) -> str:
-    """Return help with code as reStructuredText writes it. A code in single quotes is code too."""
+    """Return help as reStructuredText, with code in double backticks only."""
     return re.sub(r"(?<![`:])`([^`\n]+)`(?![`_])", r"``\1``", text)
 
 
@@ -193,26 +192,8 @@ class ChangedDefaults(Generated):
         )
 
 
-def _shown(env: Any) -> dict[str, set[str]]:
-    if not hasattr(env, "gpuspawner_settings"):
-        env.gpuspawner_settings = {}
-    found: dict[str, set[str]] = env.gpuspawner_settings
-    return found
-
-
-def forget(app: Any, env: Any, docname: str) -> None:
-    """Forget the classes of a page that is read again."""
-    _shown(env).pop(docname, None)
-
-
-def merge(app: Any, env: Any, docnames: Iterable[str], other: Any) -> None:
-    """Take over what another process of the build has seen."""
-    for docname in docnames:
-        if docname in _shown(other):
-            _shown(env)[docname] = _shown(other)[docname]
-
-
-def missing(env: Any) -> list[str]:
-    """Return the classes that no page shows."""
-    shown = set().union(*_shown(env).values())
-    return sorted(set(documented()) - shown)
+def shorten_contents(app: Any, doctree: nodes.document) -> None:
+    """Leave the name of a setting in the page's contents, which are below the class's name."""
+    for code in app.env.tocs[app.env.docname].findall(nodes.literal):
+        if match := re.fullmatch(r"c\.\w+\.(\w+)", code.astext()):
+            code.children = [nodes.Text(match[1])]
