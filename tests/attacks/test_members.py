@@ -14,6 +14,7 @@ import requests
 from tests.support.attack_hub import HOSTILE, OWNER, THIEF, VICTIM, AttackHub
 from tests.support.attack_requests import FRIEND, Call, Requests
 from tests.support.attacks import Attempts
+from tests.support.http_client import new_session
 from tests.support.hub import ADMIN, NAVIGATION, USER_PASSWORD
 from tests.support.processes import wait_for
 
@@ -326,7 +327,7 @@ def test_redirects_stay_on_the_hub(hub: AttackHub, signed_in: bool, attempt: Att
             pages = ("/hub/login", "/hub/welcome/first", "/hub/")
             answers = [session.get(hub.url + page, **asked) for page in pages]
         else:
-            session = requests.Session()
+            session = new_session()
             path = f"/hub/login?next={quote(target, safe='')}"
             fields = {"username": "bob", "password": USER_PASSWORD}
             assert session.get(hub.url + path, headers=NAVIGATION, timeout=60).ok

@@ -11,6 +11,7 @@ import pytest
 import requests
 
 from tests.support.attacks import Attempts
+from tests.support.http_client import new_session
 from tests.support.hub import NAVIGATION, USER_PASSWORD, HubProcess
 from tests.support.nginx import Nginx
 from tests.support.processes import free_port
@@ -45,7 +46,7 @@ class Site:
 
     def visitor(self, name: str) -> Visitor:
         """Signed in, and known at the service."""
-        session = requests.Session()
+        session = new_session()
         session.verify = self.ca
         visitor = Visitor(self.nginx.url, name, session=session)
         visitor._sign_in(USER_PASSWORD)
@@ -146,7 +147,7 @@ def test_only_member_servers_accept_large_bodies(site: Site, attempt: Attempts) 
 
 def test_rapid_login_requests_are_rate_limited(site: Site, attempt: Attempts) -> None:
     codes = []
-    with requests.Session() as session:
+    with new_session() as session:
         session.verify = site.ca
         for _ in range(80):
             codes.append(session.get(f"{site.nginx.url}/hub/login", timeout=60).status_code)

@@ -36,6 +36,7 @@ from gpuspawner.services import Services
 from gpuspawner.web import app as web_app
 from gpuspawner.web.base import Context
 from tests.support.brokers import Clock, make_services
+from tests.support.http_client import new_session
 from tests.support.hub import NAVIGATION
 from tests.support.service_process import SCOPE, StandInHub, token_of
 
@@ -223,7 +224,7 @@ class Site:
     def call(self, user: str, path: str, **options: Any) -> requests.Response:
         """What a script with a member's token gets from the API."""
         headers = {"Authorization": f"token {token_of(user)}"}
-        return self._ask(requests.Session(), f"api/{path}", {"headers": headers, **options})
+        return self._ask(new_session(), f"api/{path}", {"headers": headers, **options})
 
     def _ask(self, session: requests.Session, path: str, options: Any) -> requests.Response:
         method = "POST" if {"data", "json"} & options.keys() else "GET"
@@ -265,7 +266,7 @@ class Site:
         """The service's cookies of a member who has signed in."""
         if ("service", user) in self._sessions:
             return self._sessions["service", user]
-        session = requests.Session()
+        session = new_session()
         options: dict[str, Any] = {"headers": NAVIGATION, "allow_redirects": False, "timeout": 60}
         sent = session.get(self.service_url(), **options)
         [state] = parse_qs(urlsplit(sent.headers["Location"]).query)["state"]
@@ -327,7 +328,7 @@ class Site:
         return re.sub(r"\[\w+\]\s*(?=\[|\Z)", "", text)  # without the empty blocks
 
     def _sign_in_at_hub(self, user: str) -> requests.Session:
-        session = self._sessions["hub", user] = requests.Session()
+        session = self._sessions["hub", user] = new_session()
         if user:
             url = f"{self.hub_url()}/hub/login"
             session.get(url, headers=NAVIGATION, timeout=60)

@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, Page
 from gpuspawner.core.units import MICRO
 from tests.support.brokers import migrated_bytes, services_on
 from tests.support.browser import screenshot
+from tests.support.http_client import new_session
 from tests.support.hub import HubProcess
 from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, password_of, sign_in
 from tests.support.ldap import READER_PASSWORD, Directory
@@ -155,7 +156,7 @@ def said(page: requests.Response) -> str:
 
 def callback(hub: HubProcess, **answer: str) -> requests.Response:
     """Come back from the provider with this, in a browser that set out from the hub."""
-    session = requests.Session()
+    session = new_session()
     away = session.get(f"{hub.url}/hub/oauth_login", allow_redirects=False, timeout=120)
     state = parse_qs(urlparse(away.headers["location"]).query)["state"][0]
     back = {"state": state, **answer}
@@ -164,7 +165,7 @@ def callback(hub: HubProcess, **answer: str) -> requests.Response:
 
 def test_sign_in_imports_groups_and_opens_account(oauth: Lab) -> None:
     hub, provider = oauth
-    session = requests.Session()
+    session = new_session()
     page = sign_in(session, provider, "ada", hub.url)
 
     assert page.url == f"{hub.url}/hub/home" and page.status_code == 200
@@ -172,12 +173,12 @@ def test_sign_in_imports_groups_and_opens_account(oauth: Lab) -> None:
     assert sorted(user["groups"]) == ["ml-course", "staff"] and user["admin"] is False
     assert balance(hub, "ada") == 25 * MICRO
 
-    again = sign_in(requests.Session(), provider, "ada", hub.url)
+    again = sign_in(new_session(), provider, "ada", hub.url)
     assert again.url == f"{hub.url}/hub/home"
     assert balance(hub, "ada") == 25 * MICRO
 
     # An admin is in no group.
-    assert sign_in(requests.Session(), provider, "root", hub.url).status_code == 200
+    assert sign_in(new_session(), provider, "root", hub.url).status_code == 200
     assert hub.api("GET", "users/root").json()["admin"] is True
 
 
@@ -187,7 +188,7 @@ def test_rejected_user_sees_reason_and_contact(oauth: Lab) -> None:
         ("eve", f"{NOT_LISTED}; none of its groups may use this hub (art)."),
         ("mallory", "this account is blocked on this hub."),
     ):
-        page = sign_in(requests.Session(), provider, user, hub.url)
+        page = sign_in(new_session(), provider, user, hub.url)
 
         assert page.status_code == 403
         sentence = said(page)
@@ -203,7 +204,7 @@ def test_rejected_user_sees_reason_and_contact(oauth: Lab) -> None:
 def test_provider_outage_keeps_members_signed_in(oauth: Lab) -> None:
     """Those who are in stay in; those who come read a sentence; then it goes on as before."""
     hub, provider = oauth
-    session = requests.Session()
+    session = new_session()
     sign_in(session, provider, "ada", hub.url)
     provider.stop()
     try:
@@ -214,12 +215,12 @@ def test_provider_outage_keeps_members_signed_in(oauth: Lab) -> None:
         assert "Ask gpu@lab.example to look at the hub's log." in said(page)
     finally:
         provider.start()
-    assert sign_in(requests.Session(), provider, "ada", hub.url).url == f"{hub.url}/hub/home"
+    assert sign_in(new_session(), provider, "ada", hub.url).url == f"{hub.url}/hub/home"
 
 
 def test_member_leaving_the_group_is_signed_out(oauth: Lab) -> None:
     hub, provider = oauth
-    session = requests.Session()
+    session = new_session()
     assert sign_in(session, provider, "leaver", hub.url).status_code == 200
     provider.leave_groups("leaver")
     assert "/hub/login" in redirect_after_refresh(hub, session)
@@ -289,7 +290,7 @@ def give(page: Page, user: str) -> None:
 
 def form(hub: HubProcess, user: str, password: str | None = None) -> requests.Response:
     data = {"username": user, "password": password_of(user) if password is None else password}
-    return hub.post_form(requests.Session(), "/hub/login", data)
+    return hub.post_form(new_session(), "/hub/login", data)
 
 
 def signed_in(page: Page, hub: HubProcess, user: str, password: str) -> None:

@@ -18,6 +18,7 @@ from jwt.algorithms import RSAAlgorithm
 
 from gpuspawner.services import Services
 from tests.support.brokers import migrated_bytes, services_on
+from tests.support.http_client import new_session
 from tests.support.hub import NAVIGATION, HubProcess
 from tests.support.page_text import text_of
 from tests.support.processes import REPO
@@ -54,7 +55,7 @@ class Platform:
         self, hub: HubProcess, mail: str, key: rsa.RSAPrivateKey | None = None, **claims: Any
     ) -> requests.Response:
         """Follow the link in the course, as the browser of this person does."""
-        session = requests.Session()
+        session = new_session()
         session.headers.update(NAVIGATION)
         begun = session.get(
             f"{hub.url}/hub/lti13/oauth_login",

@@ -17,6 +17,7 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.notifications.repository import ChannelChoice
 from tests.support.browser import screenshot, show_notifications
+from tests.support.http_client import new_session
 from tests.support.hub import ADMIN, USER_PASSWORD
 from tests.support.mail import MailServer
 from tests.support.page_text import text_of
@@ -106,7 +107,7 @@ def test_new_member_sees_the_welcome_page_once(hub: PayingHub, browser: Browser)
 def test_members_of_a_hub_group_sign_in_and_others_read_why_not(hub: PayingHub) -> None:
     def form(user: str, password: str = USER_PASSWORD) -> requests.Response:
         data = {"username": user, "password": password}
-        return hub.post_form(requests.Session(), "/hub/login", data)
+        return hub.post_form(new_session(), "/hub/login", data)
 
     page = form("<img src=x onerror=alert(1)>")
     assert page.status_code == 403 and "<img src=x" not in page.text

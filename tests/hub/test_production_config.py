@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
 from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import Lease, LeaseState
 from tests.support import images
 from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
+from tests.support.http_client import new_session
 from tests.support.hub import HubProcess
 from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, sign_in
 from tests.support.nvml import nvml_library
@@ -56,7 +56,7 @@ class Lab:
     engine: PrivateEngine
 
     def member(self, name: str) -> Visitor:
-        session = requests.Session()
+        session = new_session()
         page = sign_in(session, self.provider, name, self.hub.url)
         assert page.status_code == 200, text_of(page)
         return Visitor(self.hub.url, name, session=session)
@@ -116,7 +116,7 @@ def lab(hubs: None, tmp_path: Path, clean_engine: PrivateEngine) -> Iterator[Lab
 
 
 def test_shipped_config_runs_isolated_member_servers(lab: Lab) -> None:
-    refused = sign_in(requests.Session(), lab.provider, "eve", lab.hub.url)
+    refused = sign_in(new_session(), lab.provider, "eve", lab.hub.url)
     assert refused.status_code == 403 and "gpu-admin@example.org" in text_of(refused)
     lab.member("boss")
     assert lab.hub.api("GET", "users/boss").json()["admin"] is True

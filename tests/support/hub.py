@@ -19,6 +19,7 @@ import psutil
 import requests
 
 from tests.support import parts, processes
+from tests.support.http_client import new_session
 from tests.support.kernel import Kernel, terminal_run
 from tests.support.preloaded import PRELOADED, PYTHONPATH, Forked, start_plainly
 from tests.support.processes import BIN, LIVE, environment_of, free_port, wait_for
@@ -246,7 +247,7 @@ class HubProcess:
         """Sign in by the form as a browser does; the session then holds the cookies."""
         if password is None:
             password = ADMIN_PASSWORD if user == ADMIN else USER_PASSWORD
-        session = requests.Session()
+        session = new_session()
         data = {"username": user, "password": password}
         answer = self.post_form(session, "/hub/login?next=/hub/home", data, page="/hub/login")
         if "/hub/login" in answer.url or answer.status_code >= 400:

@@ -18,6 +18,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import parts
+from tests.support.http_client import new_session
 from tests.support.hub import ADMIN, NAVIGATION
 from tests.support.preloaded import ENVIRONMENT, PRELOADED, READ_BY_SERVICE, Forked
 from tests.support.processes import LIVE, PATIENCE, alive, end_process, free_port, wait_for
@@ -190,7 +191,7 @@ class ServiceProcess:
 
     def sign_in(self, user: str) -> requests.Session:
         """A browser with the service's cookies of a member, got as browsers get them."""
-        session = requests.Session()
+        session = new_session()
         options: dict[str, Any] = {"headers": NAVIGATION, "allow_redirects": False, "timeout": 60}
         sent = session.get(self.url, **options)
         [state] = parse_qs(urlsplit(sent.headers["Location"]).query)["state"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import requests
 
 from tests.support.box import COPY, Box
+from tests.support.http_client import new_session
 from tests.support.identity import CLIENT_ID, CLIENT_SECRET, IdentityProvider, sign_in
 from tests.support.processes import free_port, wait_for
 from tests.support.visitor import Visitor, text_of
@@ -82,7 +83,7 @@ class Site:
         wait_for(answers, "the hub in the box", timeout=60)
 
     def member(self, name: str) -> Visitor:
-        session = requests.Session()
+        session = new_session()
         page = sign_in(session, self.provider, name, self.url)
         assert page.status_code == 200, text_of(page)
         return Visitor(self.url, name, session=session)

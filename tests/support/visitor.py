@@ -9,6 +9,7 @@ from typing import Any
 import requests
 
 from tests.support import page_text
+from tests.support.http_client import new_session
 from tests.support.hub import NAVIGATION
 from tests.support.kernel import Kernel
 from tests.support.processes import wait_for
@@ -26,7 +27,7 @@ class Visitor:
     ) -> None:
         self.url = url.rstrip("/")
         self.name = name
-        self.session = session or requests.Session()
+        self.session = session or new_session()
         if session is None:
             self._sign_in(password)
 
