@@ -34,7 +34,7 @@ ANSWER_SECONDS = 15.0
 ANYTHING = "(objectClass=*)"
 
 GROUP_NAME = "cn"
-"""The attribute with a group's name: OpenLDAP, FreeIPA and Active Directory have it there."""
+"""The attribute with a group's name."""
 
 T = TypeVar("T")
 

@@ -639,7 +639,7 @@ class NVMLSampler:
         self, handle: Any, blank: Sample, kept: _KeptReadings, *, whole: bool = True
     ) -> Sample:
         rates = None
-        if whole:  # NVML cannot tell for an instance
+        if whole:  # this query is not supported for an instance
             rates = ask_or(None, "use", pynvml.nvmlDeviceGetUtilizationRates, handle)
         memory = ask_or(None, "memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
         if self._turn == blank.uuid:

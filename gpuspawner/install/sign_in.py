@@ -140,7 +140,7 @@ SIGN_INS = {
         ),
         SignIn(
             "ldap",
-            "a directory: OpenLDAP, FreeIPA, Active Directory",
+            "a directory, such as OpenLDAP",
             questions=(
                 Question("server", "The directory's host name", "ldap.lab.example"),
                 Question(

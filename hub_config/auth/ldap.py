@@ -1,11 +1,12 @@
-"""Sign-in with the name and password of a directory: OpenLDAP, FreeIPA, Active Directory.
+"""Sign-in with the name and password of a directory, such as OpenLDAP.
 
 In jupyterhub_config.py, beside this folder, in the place of the lines under "Who"::
 
     load_subconfig("auth/ldap.py")
 
 It needs ``pip install "gpuspawner[ldap]"``. The directory is asked again for members who are
-signed in, by an account of its own that may read people and groups and nothing else.
+signed in, by an account of its own that may read people and groups and nothing else. What is
+said here of FreeIPA and Active Directory was not tried.
 """
 
 import os

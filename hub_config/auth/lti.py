@@ -10,8 +10,8 @@ It needs ``pip install "gpuspawner[lti]"``. Register the hub at the platform as 
     redirect URL    https://hub.example/hub/lti13/oauth_callback
     launch URL      https://hub.example/hub
 
-and let it share mail addresses and open in a new window: in a frame, browsers keep the hub's
-cookies back. https://hub.example/hub/lti13/config is the same for a platform that reads it.
+and let it share mail addresses and open in a new window: JupyterHub forbids browsers to show its
+pages in a frame. https://hub.example/hub/lti13/config is the same for a platform that reads it.
 """
 
 from ltiauthenticator.lti13.auth import LTI13Authenticator
