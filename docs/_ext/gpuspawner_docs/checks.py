@@ -39,6 +39,7 @@ from gpuspawner.slurm.cluster import cluster_of
 from gpuspawner.web.app import ROUTES
 from gpuspawner.web.openapi import document
 
+from .commands import context_of
 from .operations import REPO
 from .settings import configurables
 
@@ -236,7 +237,7 @@ def _call(arguments: Sequence[str]) -> Iterator[str]:
     if not arguments:
         yield "gpuspawner without a command"
     command: click.Command = application
-    context, rest = click.Context(application, obj=Invocation()), list(arguments)
+    context, rest = context_of(application, obj=Invocation()), list(arguments)
     try:
         while isinstance(command, click.Group) and rest:
             name, found, rest = command.resolve_command(context, rest)
@@ -251,7 +252,7 @@ def _call(arguments: Sequence[str]) -> Iterator[str]:
 def _named(arguments: Sequence[str]) -> Iterator[str]:
     """Yield what does not exist of a command and its options; its arguments may be missing."""
     command: click.Command = application
-    context, rest = click.Context(application, obj=Invocation()), list(arguments)
+    context, rest = context_of(application, obj=Invocation()), list(arguments)
     try:
         while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
             _, found, rest = command.resolve_command(context, rest)

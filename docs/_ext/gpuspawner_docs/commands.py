@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import click
 
@@ -11,6 +12,16 @@ from .page import Generated, plain, refer, table
 
 COMMON = frozenset(("config", "database", "json", "debug"))
 """The options of every command that works on a hub."""
+
+
+def context_of(command: click.Command, name: str | None = None, **options: Any) -> click.Context:
+    """Return the context in which a command is described, with the settings of the real one.
+
+    click keeps a command's help option as it was in the first context, in this whole process.
+    """
+    from gpuspawner.cli.app import application
+
+    return click.Context(command, info_name=name, **application.context_settings, **options)
 
 
 @cache
@@ -24,10 +35,10 @@ def commands() -> dict[str, click.Command]:
         loaded = command.load() if hasattr(command, "load") else command
         found[" ".join(words)] = loaded
         if isinstance(loaded, click.Group):
-            for name in loaded.list_commands(click.Context(loaded)):
+            for name in loaded.list_commands(context_of(loaded)):
                 add((*words, name), loaded.commands[name])
 
-    for name in application.list_commands(click.Context(application)):
+    for name in application.list_commands(context_of(application)):
         add((name,), application.commands[name])
     return found
 
@@ -37,12 +48,12 @@ def _takes_common(command: click.Command) -> bool:
 
 
 def _usage(words: str, command: click.Command) -> str:
-    with click.Context(command, info_name=words) as context:
+    with context_of(command, words) as context:
         return " ".join([f"gpuspawner {words}", *command.collect_usage_pieces(context)])
 
 
 def _options(command: click.Command) -> Iterator[tuple[str, str]]:
-    context = click.Context(command)
+    context = context_of(command)
     for param in command.params:
         if not isinstance(param, click.Option) or param.hidden:
             continue
@@ -53,7 +64,7 @@ def _options(command: click.Command) -> Iterator[tuple[str, str]]:
 
 
 def _arguments(command: click.Command) -> Iterator[tuple[str, str]]:
-    context = click.Context(command)
+    context = context_of(command)
     for param in command.get_params(context):
         if isinstance(param, click.Argument):
             told = getattr(param, "help", None) or ""
@@ -83,7 +94,7 @@ class CommonOptions(Generated):
         names = ", ".join(refer("command", words, f"gpuspawner {words}") for words in without)
         yield f"All commands except {names} take these options:"
         command = next(each for each in commands().values() if _takes_common(each))
-        context = click.Context(command)
+        context = context_of(command)
         rows = []
         for param in command.params:
             record = param.get_help_record(context)
