@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 import jinja2
@@ -12,12 +14,14 @@ from .models import (
     BIN_FOLDER,
     CATALOG,
     CLIENT_SECRET,
+    COMMAND,
     CONFIG,
     CONFIG_FOLDER,
     ENVIRONMENT,
     HUB_UNIT,
     NGINX,
     PRIVATE,
+    PROGRAM,
     PROXY_UNIT,
     SUBNET,
     UNIT_FOLDER,
@@ -41,6 +45,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["shell"] = shlex.quote
     environment.filters["text"] = _python_text
     environment.filters["texts"] = _python_set
     return environment
@@ -96,6 +101,8 @@ def configuration_files(
         files.append(TargetFile(NGINX, _render("nginx.conf", values)))
     for name in (PROXY_UNIT, HUB_UNIT):
         files.append(TargetFile(f"{UNIT_FOLDER}/{name}", _render(name, values)))
+    if bin_folder != str(PurePosixPath(COMMAND).parent):  # there is gpuspawner itself
+        files.append(TargetFile(COMMAND, _render("gpuspawner.sh", values), PROGRAM))
     return files
 
 

@@ -15,6 +15,9 @@ from ..core.errors import Refused
 from .models import PRIVATE, RECORD, Answers, Record, TargetFile
 from .rules import hash_of
 
+STAFF = 50
+"""Debian's group that may write below ``/usr/local``: its members are as good as root."""
+
 
 class FileTree:
     """The files of a machine, or of an image below a folder."""
@@ -162,7 +165,7 @@ def _make_folder(folder: Path) -> None:
 def _require_closed(folder: Path) -> None:
     """Raise Refused if somebody else can exchange the files that we read and write as root."""
     found = folder.stat()
-    by_group = found.st_mode & 0o020 and found.st_gid not in (0, os.getegid())
+    by_group = found.st_mode & 0o020 and found.st_gid not in (0, os.getegid(), STAFF)
     if found.st_uid not in (0, os.geteuid()) or by_group or found.st_mode & 0o002:
         raise Refused(
             f"Not only root can write in {folder}. Close it first: chown root:root {folder} && "

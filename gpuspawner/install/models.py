@@ -16,6 +16,8 @@ ENVIRONMENT = f"{CONFIG_FOLDER}/environment"
 CLIENT_SECRET = f"{CONFIG_FOLDER}/oauth_client_secret"
 NGINX = f"{CONFIG_FOLDER}/nginx.conf"
 RECORD = f"{CONFIG_FOLDER}/.installed.json"
+COMMAND = "/usr/local/bin/gpuspawner"
+"""The command for admins: it runs the one of ``BIN_FOLDER`` as the hub's user."""
 STATE_FOLDER = "/var/lib/gpuspawner"
 """The hub's working directory: databases, cookie secret and the hub's id."""
 JUPYTERHUB_DATABASE = f"{STATE_FOLDER}/jupyterhub.sqlite"
@@ -31,7 +33,7 @@ PROXY_VARIABLE = "CONFIGPROXY_AUTH_TOKEN"
 """The variable with the secret of hub and proxy."""
 DATABASE_VARIABLE = "GPUSPAWNER_DATABASE_URL"
 
-PRIVATE, PUBLIC = 0o600, 0o644
+PRIVATE, PUBLIC, PROGRAM = 0o600, 0o644, 0o755
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import pytest
 
 from gpuspawner.cli.config import read_file
 from gpuspawner.core.errors import Refused
-from gpuspawner.install import commands, files, rules
+from gpuspawner.install import commands, documents, files, rules
 from gpuspawner.install.documents import example_files
 from gpuspawner.install.host import OfflineHost
 from gpuspawner.install.rules import PROXY, read_variables
@@ -30,6 +30,7 @@ CLIENT_SECRET = "/etc/gpuspawner/oauth_client_secret"
 RECORD = "/etc/gpuspawner/.installed.json"
 HUB_UNIT = "/etc/systemd/system/gpuspawner.service"
 PROXY_UNIT = "/etc/systemd/system/gpuspawner-proxy.service"
+COMMAND = "/usr/local/bin/gpuspawner"
 SECRET_VALUE = "a-secret-of-the-provider"
 
 
@@ -55,11 +56,12 @@ def init(root: Path, *more: str, auth: str = "shared-password", **kwargs: Any) -
 def test_fresh_machine_gets_files_user_network_and_units(root: Path, host: FakeHost) -> None:
     done = run("init", "--prefix", str(root), "--defaults", "--domain", "gpu.lab.example")
     assert done.code == 0, done.output
-    expected = {CONFIG, CATALOG, ENVIRONMENT, RECORD, HUB_UNIT, PROXY_UNIT}
+    expected = {CONFIG, CATALOG, ENVIRONMENT, RECORD, HUB_UNIT, PROXY_UNIT, COMMAND}
     assert texts_below(root).keys() == {*expected, "/etc/gpuspawner/nginx.conf"}
     private = {ENVIRONMENT, RECORD}
     for path, mode in modes_below(root).items():
-        assert mode == (0o600 if path in private else 0o644), path
+        expected_mode = 0o600 if path in private else 0o755 if path == COMMAND else 0o644
+        assert mode == expected_mode, path
     assert host.commands == [
         "useradd --system --groups docker gpuspawner",
         "install -d -m 700 -o gpuspawner -g gpuspawner /var/lib/gpuspawner",
@@ -438,6 +440,20 @@ def test_folder_that_others_can_write_is_refused(mode: int, root: Path, host: Fa
     assert texts_below(root) == before
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another group")
+@pytest.mark.parametrize(("group", "code"), [(50, 0), (12345, 1)])
+def test_folder_below_usr_local_may_be_writable_for_debians_staff(
+    group: int, code: int, root: Path, host: FakeHost
+) -> None:
+    folder = root / "usr/local/bin"
+    folder.mkdir(parents=True)
+    os.chown(folder, 0, group)
+    folder.chmod(0o2775)
+    done = init(root)
+    assert done.code == code, done.output
+    assert (COMMAND in texts_below(root)) is not bool(code)
+
+
 def test_folder_of_another_user_is_refused(
     root: Path, host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -565,6 +581,46 @@ def test_answers_cannot_leave_their_place_in_the_configuration(
     # Units and nginx get no answers but the domain and the addresses.
     for path in (HUB_UNIT, PROXY_UNIT, "/etc/gpuspawner/nginx.conf"):
         assert "abort" not in found.get(path, "")
+
+
+def test_command_of_the_machine_runs_as_the_hubs_user(tmp_path: Path) -> None:
+    """Real: Bash. Stand-ins, which print what they get: systemd-run, gpuspawner."""
+    folder = tmp_path / "my bin;x"
+    for name in ("systemd-run", "gpuspawner"):
+        program = folder / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\nprintf '%s\\n' {name} \"$@\"\n")
+        program.chmod(0o755)
+    script = tmp_path / "command"
+    script.write_text(documents._render("gpuspawner.sh", {"bin": str(folder)}))
+    path = f"{folder}:{os.environ['PATH']}"
+
+    def run_script(*arguments: str) -> list[str]:
+        done = subprocess.run(
+            ["bash", script, *arguments],
+            env={"PATH": path, "SUDO_USER": "grace"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.splitlines()
+
+    words = ["queue", "move", "ada", "--reason", "a  'reason'; $HOME"]
+    found = run_script(*words)
+    assert found[0] == "systemd-run" and "--setenv=SUDO_USER=grace" in found
+    assert {"User=gpuspawner", "WorkingDirectory=/var/lib/gpuspawner"} <= set(found)
+    at = found.index(f"{folder}/gpuspawner")
+    assert found[at + 1 :] == ["queue", "-f", CONFIG, *words[1:]]
+    # What root does, and what is about no hub.
+    for words in (["init", "--diff"], ["upgrade"], ["uninstall"], ["--version"], []):
+        assert run_script(*words) == ["gpuspawner", *words]
+
+
+def test_command_beside_other_programs_is_not_replaced(root: Path, host: FakeHost) -> None:
+    programs = {**host.machine.programs, PROXY: f"/usr/local/bin/{PROXY}"}
+    host.machine = replace(host.machine, bin_folder="/usr/local/bin", programs=programs)
+    assert init(root).code == 0
+    assert COMMAND not in texts_below(root)
 
 
 def test_names_beyond_ascii_are_kept(root: Path, host: FakeHost) -> None:
