@@ -17,7 +17,6 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from jinja2 import ChoiceLoader, PackageLoader
 from jinja2 import Environment as Templates
 from jupyterhub.handlers.pages import SpawnHandler
-from jupyterhub.spawner import SpawnException
 from jupyterhub.utils import maybe_future
 from traitlets import DefaultHandler
 
@@ -34,6 +33,7 @@ from ..ledger.rules import check_payer, format_time_left
 from ..ledger.service import Payers
 from ..services import Services
 from . import options
+from .compat import SpawnException
 from .options import DataChoice, choose_environment, data_choices
 from .progress import FailedSpawn
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 from urllib.parse import urlparse
 
 import sqlalchemy as sa
-from jupyterhub.spawner import Spawner, SpawnException
+from jupyterhub.spawner import Spawner
 from jupyterhub.traitlets import Callable
 from jupyterhub.utils import AnyTimeoutError, make_ssl_context, maybe_future
 from tornado.web import HTTPError
@@ -48,6 +48,7 @@ from ..ledger.rules import check_payer
 from ..queue.models import Ticket
 from ..services import Services, hub_services
 from . import options
+from .compat import SpawnException
 from .form import SpawnForm, defines_form, defines_options, note_of_link, templates
 from .no_shows import HubRecords
 from .progress import FailedSpawn, SpawnProgress

@@ -13,13 +13,13 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from jupyterhub.spawner import SpawnException
 from markupsafe import Markup
 
 from ..core.aio import within
 from ..core.errors import GPUSpawnerError, ImageUnavailable, Refused, StartFailed
 from ..core.times import minute_after, zoned
 from ..engines.images import Connect, PullProgress, pull
+from .compat import SpawnException
 
 SIGN = 10.0
 """Seconds between two keep-alive events; the pending page drops the stream after 25."""

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 from dockerspawner import DockerSpawner, SystemUserSpawner
-from jupyterhub.spawner import SpawnException
 from traitlets import default
 from traitlets.config import Config
 
@@ -19,6 +18,7 @@ from gpuspawner.cli.hub import open_hub
 from gpuspawner.core.errors import InvalidRequest
 from gpuspawner.engines.preflight import Status
 from gpuspawner.slurm.images import QUICK
+from gpuspawner.spawners.compat import SpawnException
 from gpuspawner.spawners.docker import GPUDockerSpawner
 from gpuspawner.spawners.form import names_in, note_of_link
 from gpuspawner.spawners.local import GPULocalSpawner
