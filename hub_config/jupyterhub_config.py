@@ -1,6 +1,6 @@
 """A hub for members with work to do: servers in Docker, sign-in by your identity provider.
 
-gpuspawner.service or compose.yaml beside this file runs it; README's "On a real GPU box" says how.
+docs/how-to/production/run-it-in-compose.md starts it; `gpuspawner init` writes one like it.
 """
 
 import os

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from tests.support import images, readme
+from tests.support import images, steps
 from tests.support.attacks import Attempts
 from tests.support.box import (
     DOCKER_MACHINE,
@@ -23,7 +23,7 @@ from tests.support.box import (
 )
 from tests.support.engine import PrivateEngine
 from tests.support.processes import REPO
-from tests.support.site import SECRET, SECRETS, Site
+from tests.support.site import SECRET, SECRETS, ProviderSite
 
 PLUGINS = "/usr/libexec/docker/cli-plugins"
 COMPOSE = REPO / "hub_config" / "compose.yaml"
@@ -48,13 +48,13 @@ def site(
     processes: None,
     engine: PrivateEngine,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Site]:
+) -> Iterator[ProviderSite]:
     folder = tmp_path_factory.mktemp("compose")
     images.ensure_images(engine, (images.BASE,))
     prepare_images(engine, PROXY, POSTGRES)
     with (
         Box(engine, folder / "copy", DOCKER_MACHINE) as box,
-        Site(box, folder, members=["mallory", "victoria"]) as site,
+        ProviderSite(box, folder, members=["mallory", "victoria"]) as site,
     ):
         box.install(compose_plugin(), PLUGINS)
         services = yaml.safe_load(COMPOSE.read_text())["services"]
@@ -69,28 +69,24 @@ def site(
         yield site
 
 
-def start(site: Site) -> None:
-    """Follow the README with compose in the place of the units."""
+def start(site: ProviderSite) -> None:
+    """Follow the page, up to the command `gpuspawner`."""
     box = site.box
-    blocks = readme.filled_in(readme.commands(readme.BOX), site.typed)
-    configuration, compose = (
-        next(block for block in blocks if words in block) for words in (SECRET, readme.COMPOSE)
-    )
-    create = readme.command(readme.BOX, "docker network create ")
-    box.run(f"cp -r /srv/copy /usr/local/src/gpuspawner; cd /usr/local/src/gpuspawner\n{create}")
+    clone, configuration, up, command, *_ = steps.filled_in(steps.COMPOSE, site.typed)
+    box.run(clone)
+    assert SECRET in configuration
     box.run(configuration, typed=SECRETS)
     site.edit()
-    # As compose.yaml says for a machine without a GPU.
+    # As the page says for a machine without a GPU.
     without = yaml.safe_load(box.run("cat hub_config/compose.yaml"))
     del without["services"]["hub"]["deploy"]
     box.write("hub_config/compose.yaml", yaml.safe_dump(without))
-    up, check = readme.joined(compose)
     box.run(up, timeout=600)
     site.wait()
-    box.run(check.replace(" exec ", " exec -T "))  # nobody sits at a terminal
+    box.run(command)
 
 
-def test_compose_servers_reach_only_the_hub_api(site: Site, attempt: Attempts) -> None:
+def test_compose_servers_reach_only_the_hub_api(site: ProviderSite, attempt: Attempts) -> None:
     box = site.box
     members = [site.member(name) for name in ("mallory", "victoria")]
     for member in members:

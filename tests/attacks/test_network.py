@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from docker.types import IPAMConfig, IPAMPool
 
-from tests.support import readme
+from tests.support import steps
 from tests.support.attacks import Attempts
 from tests.support.closed_engine import IMAGE, ClosedEngine
 from tests.support.processes import REPO, wait_for
@@ -25,8 +25,8 @@ def closed(engines: None) -> Iterator[ClosedEngine]:
 
 
 def shipped_network() -> list[str]:
-    """The words of ``docker network create`` in the README's steps."""
-    command = readme.command(readme.BOX, "docker network create ")
+    """The words of ``docker network create`` in the steps for Compose."""
+    command = steps.command(steps.COMPOSE, "docker network create ")
     return shlex.split(command)[3:-1]
 
 

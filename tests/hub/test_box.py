@@ -1,44 +1,59 @@
-"""README's steps for a real box, from the first to a member's server. Real: a new Debian 12 with
-systemd as its first process, packages, units, Docker in it, images, an identity provider. It is a
-container with this machine's kernel, and its GPUs are simulated."""
+"""The tutorial "Your GPU box", from the first step to the last. Real: a new Debian 12 with systemd
+as its first process, packages, `gpuspawner init`, units, Docker in it, an image, members' kernels.
+It is a container with this machine's kernel. Stand-ins: the GPUs, their driver, NVIDIA's hook."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support import readme
-from tests.support.box import Box
+from tests.support import steps
+from tests.support.box import COPY, Box
+from tests.support.doc_blocks import code_in
 from tests.support.engine import PrivateEngine
 from tests.support.images import DEBIAN
-from tests.support.processes import REPO
-from tests.support.site import SECRET, SECRETS, Site
+from tests.support.processes import REPO, wait_for
+from tests.support.site import Site
+from tests.support.visitor import Visitor, text_of
 
-LOOK = """
-import json, os
-open(os.path.expanduser("~/work/notes.txt"), "a").write("here")
-print(json.dumps([os.environ["NVIDIA_VISIBLE_DEVICES"], os.environ["JUPYTERHUB_USER"]]))
+TYPED = {
+    "https://YOUR-COPY/gpuspawner": f"file://{COPY}",
+    # PyTorch and CUDA are gigabytes. Without them, its environment is not in the catalog.
+    "images/build base pytorch": "images/build base",
+    "--admin YOUR-NAME": "--admin grace --catalog /root/catalog.yaml",
+}
+CATALOG = """
+environments:
+  - slug: base
+    display_name: JupyterLab
+    image: gpuspawner/base:latest
+    devices: {default: 1, max: 1}
 """
+ONE_GPU = {"environment": "base", "gpus": "1"}
+
+LIST = 'import subprocess; print(subprocess.check_output(["nvidia-smi", "-L"], text=True))'
+WRITE = 'import os; open(os.path.expanduser("~/work/notes.txt"), "a").write("here")'
+READ = 'import os; print(open(os.path.expanduser("~/work/notes.txt")).read())'
 
 MODES = {
     "/etc/gpuspawner": "755 root",
     "/etc/gpuspawner/environment": "600 root",
-    "/etc/gpuspawner/oauth_client_secret": "600 root",
     "/var/lib/gpuspawner": "700 gpuspawner",
     "/var/lib/gpuspawner/gpuspawner.sqlite": "600 gpuspawner",
 }
 
 
 @pytest.fixture
-def site(
+def box(
     soak: None, hubs: None, processes: None, engine: PrivateEngine, tmp_path: Path
-) -> Iterator[Site]:
-    with Box(engine, tmp_path / "copy") as box, Site(box, tmp_path, members=["ada"]) as site:
-        yield site
+) -> Iterator[Box]:
+    with Box(engine, tmp_path / "copy") as box:
+        box.add_gpus(2)
+        box.write("/root/catalog.yaml", CATALOG)
+        yield box
 
 
 def debian_of_images() -> str:
@@ -48,37 +63,63 @@ def debian_of_images() -> str:
     return found[1]
 
 
-def test_readme_steps_produce_a_working_server(site: Site) -> None:
-    box = site.box
-    blocks = readme.filled_in(readme.commands(readme.BOX), site.typed)
-    for block in blocks:
-        if readme.COMPOSE in block:
-            continue  # in the place of the units
-        if "images/build" in block:
-            box.load(DEBIAN, debian_of_images())
-        box.run(block, typed=SECRETS if SECRET in block else "", timeout=600)
-        if SECRET in block:
-            site.edit()  # "Now read the two files"
+def test_tutorial_works_as_it_is_written(box: Box) -> None:
+    packages, programs, images, init, passwords, *sections = steps.filled_in(steps.BOX, TYPED)
+    answers = [text.strip() for kind, text in code_in(steps.BOX) if kind == "text"]
+    site = Site(box)
 
+    # 1. Install.
+    box.run(packages, timeout=600)
+    box.run(programs, timeout=600)
+    box.load(DEBIAN, debian_of_images())
+    box.run(images, timeout=900)
+    assert "Admins: grace." in box.run(init, timeout=600)
     site.wait()
     for path, expected in MODES.items():
         assert box.run(f"stat -c '%a %U' {path}").strip() == expected, path
     for unit in ("docker", "gpuspawner-proxy", "gpuspawner"):
         assert box.run(f"systemctl is-enabled {unit}").strip() == "enabled"
-    ada = site.member("ada")
-    ada.spawn({"environment": "base", "gpus": "1"})
-    device, name = json.loads(ada.run(LOOK))
-    assert device.startswith("GPU-") and name == "ada"
+    lines = box.run(passwords).splitlines()
+    password = dict(line.split("=", 1) for line in lines)["GPUSPAWNER_MEMBER_PASSWORD"]
+    assert "Nothing to change" in box.run(init)
 
-    # The hub goes and comes back; the server lives on behind the proxy.
-    box.run("systemctl restart gpuspawner")
+    # 2. Two members on two GPUs.
+    devices, credit, queue, leases, backup, restart = sections
+    ada, bob = (Visitor(site.url, name, password) for name in ("ada", "bob"))
+    seen = []
+    for member in (ada, bob):
+        member.spawn(ONE_GPU)
+        (listed,) = member.run(LIST).splitlines()
+        assert listed.startswith("GPU 0: ")
+        seen.append(listed.partition("UUID: ")[2])
+    assert len(set(seen)) == 2
+    ada.run(WRITE)
+    printed = box.run(devices)
+    assert printed.strip().endswith(answers[0])
+    assert all(name in printed for name in ("leased", "ada", "bob"))
+
+    # 3. Credits.
+    assert "125" in box.run(credit)
+
+    # 4. The queue.
+    cleo = Visitor(site.url, "cleo", password)
+    assert "Waiting for a GPU" in text_of(cleo.post("/hub/spawn", ONE_GPU))
+    assert "cleo" in box.run(queue)
+    wait_for(lambda: (cleo.server() or {}).get("ready"), "cleo's server", timeout=90)
+    printed = box.run(leases)
+    assert "ada" in printed and "cleo" in printed and "bob" not in printed
+
+    # 5. A backup.
+    assert "can be restored: every invariant holds" in box.run(backup)
+
+    # 6. The hub goes and comes back; servers live on behind the proxy. So does the machine, with
+    # nobody there.
+    box.run(restart)
     site.wait()
-    assert json.loads(ada.run(LOOK)) == [device, "ada"]
-    assert box.run("cat /var/lib/docker/volumes/gpuspawner-work-ada/_data/notes.txt") == "herehere"
-
-    # And so does the machine, with nobody there.
+    assert seen[0] in ada.run(LIST)
     box.reboot()
     site.wait()
-    ada = site.member("ada")
-    ada.spawn({"environment": "base", "gpus": "1"})
-    assert json.loads(ada.run(LOOK))[1] == "ada"
+    ada = Visitor(site.url, "ada", password)
+    ada.spawn(ONE_GPU)
+    assert "GPU 0: " in ada.run(LIST)
+    assert ada.run(READ).strip() == "here"

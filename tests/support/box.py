@@ -1,12 +1,14 @@
-"""A machine as somebody has it who begins with the README: Debian 12, with systemd as its first
+"""A machine as somebody has it who begins with the tutorial: Debian 12, with systemd as its first
 process, its own Docker Engine and firewall, and a way out to the packages.
 
 It is a container of a private engine. Its network is its own; slirp4netns carries connections out,
-and no rule of this machine's firewall is touched. It has no GPU, and this machine's kernel.
+and no rule of this machine's firewall is touched. It has this machine's kernel. It has no GPU,
+but for simulated ones that :meth:`Box.add_gpus` gives it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,8 +16,9 @@ import sys
 from pathlib import Path
 
 from tests.support import cdi, images, processes
-from tests.support.engine import PrivateEngine
+from tests.support.engine import HOOKS, PrivateEngine
 from tests.support.images import HERE, Recipe
+from tests.support.nvml import nvml_library
 from tests.support.processes import (
     LIVE,
     REPO,
@@ -159,6 +162,20 @@ class Box:
             words = ("exec", "-i", self._id, "sh", "-c", f"mkdir -p {folder}; cat > {path}")
             subprocess.run(["docker", "--host", self.engine.url, *words], stdin=content, check=True)
         self.run(f"chmod 755 {path}")
+
+    def add_gpus(self, count: int) -> None:
+        """Give it simulated GPUs, and stand-ins for their driver and for NVIDIA's toolkit."""
+        made = self.folder.with_name(f"{self.folder.name}-gpus")
+        made.mkdir()
+        fleet = nvml_library.gpus(count)
+        self.install(nvml_library.build_nvml_library(made), "/usr/lib")
+        nvml_library.write_fleet(made / "fleet", fleet)
+        devices = [{"uuid": g.uuid, "minor": n, "model": g.name} for n, g in enumerate(fleet)]
+        (made / "devices.json").write_text(json.dumps(devices))
+        for name in ("fleet", "devices.json"):
+            self.install(made / name, "/etc/gpuspawner-test")
+        for program in HOOKS.iterdir():
+            self.install(program, "/usr/bin")
 
     def reach(self, port: int, of_box: int) -> None:
         """Let 127.0.0.1:``port`` of this machine lead to ``of_box`` there."""

@@ -1,4 +1,4 @@
-"""What somebody who follows the README types for their site, and changes in its two files."""
+"""A hub in a box: what somebody types for it who follows the docs, and its members."""
 
 from __future__ import annotations
 
@@ -20,28 +20,46 @@ SECRET = "cat > /etc/gpuspawner/oauth_client_secret"
 
 
 class Site:
-    """A hub in a box, by its address here, and the identity provider of its members."""
+    """A hub in a box, by its address here."""
 
-    def __init__(self, box: Box, folder: Path, members: Sequence[str]) -> None:
+    def __init__(self, box: Box) -> None:
         self.box = box
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
+        box.reach(port, of_box=8000)
+
+    def wait(self) -> None:
+        """Wait until the hub answers behind its proxy."""
+
+        def answers() -> bool:
+            try:
+                return requests.get(f"{self.url}/hub/health", timeout=10).ok
+            except requests.RequestException:
+                return False
+
+        wait_for(answers, "the hub in the box", timeout=60)
+
+
+class ProviderSite(Site):
+    """A hub in a box without a GPU, and the identity provider of its members."""
+
+    def __init__(self, box: Box, folder: Path, members: Sequence[str]) -> None:
+        super().__init__(box)
         self.provider = IdentityProvider(
             folder / "identity",
             users={name: ["gpu-members"] for name in members},
             redirect_uri=f"{self.url}/hub/oauth_callback",
         )
         self.typed = {
-            "https://YOUR-COPY/gpuspawner": f"file://{COPY}",
-            # pytorch takes gigabytes of CUDA.
-            "images/build ": "images/build base ",
+            "git clone https://YOUR-COPY/gpuspawner": f"cp -r {COPY}",
+            "python3 images/build base pytorch": ":",  # they are there
             "OAUTH_CLIENT_ID=YOUR-CLIENT": f"OAUTH_CLIENT_ID={CLIENT_ID}",
             "https://YOUR-PROVIDER/oauth/authorize": self.provider.authorize_url,
             "https://YOUR-PROVIDER/oauth/token": self.provider.token_url,
             "https://YOUR-PROVIDER/oauth/userinfo": self.provider.userdata_url,
             "https://YOUR-HUB/hub/oauth_callback": self.provider.redirect_uri,
         }
-        """What is in capitals in the README, or too large here, and what is typed instead."""
+        """What is in capitals in the page, or too large here, and what is typed instead."""
         self.edits = {
             CONFIG: {
                 # This provider has a member's name in another claim than most.
@@ -52,10 +70,9 @@ class Site:
             CATALOG: {"gpuspawner/pytorch:": "gpuspawner/base:"},
         }
         """What an admin without a GPU and without PyTorch changes in the two files."""
-        box.reach(port, of_box=8000)
         box.let_reach(self.provider.port)
 
-    def __enter__(self) -> Site:
+    def __enter__(self) -> ProviderSite:
         self.provider.start()
         return self
 
@@ -71,18 +88,8 @@ class Site:
                 text = text.replace(old, new)
             self.box.write(path, text)
 
-    def wait(self) -> None:
-        """Wait until the hub answers behind its proxy."""
-
-        def answers() -> bool:
-            try:
-                return requests.get(f"{self.url}/hub/health", timeout=10).ok
-            except requests.RequestException:
-                return False
-
-        wait_for(answers, "the hub in the box", timeout=60)
-
     def member(self, name: str) -> Visitor:
+        """A member who signed in at the provider."""
         session = new_session()
         page = sign_in(session, self.provider, name, self.url)
         assert page.status_code == 200, text_of(page)

@@ -23,7 +23,8 @@
  *   spin FUNCTION MICROSECONDS  how long it computes, as drivers do
  *   hang FUNCTION 1             it answers only after this file was replaced
  *
- * How often NVML is open is written to the file's name with ".opened" added.
+ * How often NVML is open is written to the file's name with ".opened" added. Where the variable is
+ * not set, the file is /etc/gpuspawner-test/fleet: that of a whole machine.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -171,15 +172,20 @@ static int is_read(const struct stat *found) {
         found->st_mtim.tv_nsec == last.st_mtim.tv_nsec;
 }
 
+static const char *fleet_path(void) {
+    const char *path = getenv("GPUSPAWNER_STANDIN_NVML");
+    return path ? path : "/etc/gpuspawner-test/fleet";
+}
+
 /* Whether there is a fleet to be read. One that was read and not replaced is not read again. */
 static int read_fleet(void) {
-    const char *path = getenv("GPUSPAWNER_STANDIN_NVML");
+    const char *path = fleet_path();
     struct stat found;
     FILE *file;
     char line[512], key[32];
     int gpu = DRIVER, part = DRIVER, start;
     device *at = NULL;
-    if (!path || stat(path, &found)) {
+    if (stat(path, &found)) {
         memset(&last, 0, sizeof last);
         return 0;
     }
@@ -214,9 +220,9 @@ static void spin(int microseconds) {
 
 /* Hold the caller, and with the lock everybody else, until the fleet is another one. */
 static void hang(void) {
-    const char *path = getenv("GPUSPAWNER_STANDIN_NVML");
+    const char *path = fleet_path();
     struct stat found;
-    while (path && !stat(path, &found) && is_read(&found)) usleep(10 * 1000);
+    while (!stat(path, &found) && is_read(&found)) usleep(10 * 1000);
 }
 
 /* What a rule says about this function for this device, or for the driver; 0 is nothing. */
@@ -268,11 +274,10 @@ static nvmlReturn_t begin_for(const char *function, nvmlDevice_t handle, device 
 #define WHOLE_GPU_ONLY(handle) if (part_of(handle) >= 0) return end(NOT_SUPPORTED)
 
 static void count_open(int change) {
-    const char *path = getenv("GPUSPAWNER_STANDIN_NVML");
+    const char *path = fleet_path();
     char name[4096];
     FILE *file;
     opened += change;
-    if (!path) return;
     snprintf(name, sizeof name, "%s.opened", path);
     if (!(file = fopen(name, "w"))) return;
     fprintf(file, "%d\n", opened);

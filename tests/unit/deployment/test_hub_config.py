@@ -32,7 +32,8 @@ from gpuspawner.spawners.local import GPULocalSpawner
 from gpuspawner.spawners.mixin import GPUSpawnerMixin
 from gpuspawner.spawners.slurm import GPUSlurmSpawner
 from scripts.demo_state import MEMBERS, demo_catalog
-from tests.support import readme
+from tests.support import steps
+from tests.support.doc_blocks import shell_in
 from tests.support.processes import REPO
 
 HERE = REPO / "hub_config"
@@ -258,8 +259,8 @@ def test_install_steps_set_every_required_variable(compose: dict[str, Any]) -> N
     needed |= set(re.findall(r"\bOAUTH2?_[A-Z_]+", text))
     needed.add("JUPYTERHUB_CRYPT_KEY")
     assert len(needed) > 6
-    steps = readme.chapter(readme.BOX)
-    given = set(re.findall(r"^([A-Z0-9_]+)=", steps, re.MULTILINE))
+    typed = "\n".join(shell_in(steps.COMPOSE))
+    given = set(re.findall(r"^([A-Z0-9_]+)=", typed, re.MULTILINE))
     hub = compose["services"]["hub"]
     unit = (HERE / "gpuspawner.service").read_text()
     assert hub["env_file"] == ENVIRONMENT_FILE and f"EnvironmentFile={ENVIRONMENT_FILE}" in unit
@@ -298,7 +299,7 @@ def test_units_and_compose_use_the_same_addresses(compose: dict[str, Any], read:
     assert api == c.ConfigurableHTTPProxy.api_url
     assert options["--ip"] == options["--api-ip"] == "127.0.0.1"
 
-    create = shlex.split(readme.command(readme.BOX, "docker network create "))
+    create = shlex.split(steps.command(steps.COMPOSE, "docker network create "))
     assert create[-1] == c.DockerSpawner.network_name
     gateway = create[create.index("--gateway") + 1]
     assert c.JupyterHub.hub_bind_url == f"http://{gateway}:8081"
@@ -317,27 +318,29 @@ MADE = {
     "/etc/gpuspawner/oauth_client_secret": "install -m 600 /dev/null"
     " /etc/gpuspawner/oauth_client_secret",
 }
-"""Each path of ours, and the step that makes it."""
+"""Each path of ours, and the step that makes it. `gpuspawner init` makes all but the first four."""
+
+
+def all_steps() -> str:
+    """What the pages on the two ways to install say, a command on each line."""
+    blocks = [block for page in (steps.BOX, steps.COMPOSE) for block in shell_in(page)]
+    return "\n".join(line for block in blocks for line in steps.joined(block))
 
 
 @pytest.mark.parametrize("name", [*UNITS[:2], "Dockerfile", "compose.yaml", "jupyterhub_config.py"])
 def test_every_deployment_path_is_created_by_the_steps(name: str) -> None:
-    steps = "\n".join(
-        line for block in readme.commands(readme.BOX) for line in readme.joined(block)
-    )
-    assert not re.search(r"/(?:opt|etc|srv)/jupyterhub", steps)
+    assert not re.search(r"/(?:opt|etc|srv)/jupyterhub", all_steps())
     paths = set(re.findall(r"/(?:opt|etc)/[\w./-]*\w", (HERE / name).read_text()))
     for path in paths - {"/etc/systemd/system"}:
-        assert MADE[path] in steps, path
-    for path in set(re.findall(r"/(?:opt|etc)/gpuspawner[\w./-]*", steps)):
+        assert MADE[path] in all_steps(), path
+    for path in set(re.findall(r"/(?:opt|etc)/gpuspawner[\w./-]*", all_steps())):
         known = path.rstrip("/") in MADE or path.endswith(("/pip", "/python"))
         assert known, f"{path} is in the steps, and nobody makes it"
 
 
 def test_install_steps_appear_once_and_copy_existing_files() -> None:
-    steps = "\n".join(readme.commands(readme.BOX))
-    copied = set(re.findall(r"\b(?:hub_config|images)/[\w./-]+", steps))
-    assert len(copied) > 5
+    copied = set(re.findall(r"\b(?:hub_config|images)/[\w./-]+", all_steps()))
+    assert len(copied) > 4
     for path in copied:
         assert (REPO / path).exists(), path
 
@@ -345,7 +348,8 @@ def test_install_steps_appear_once_and_copy_existing_files() -> None:
         comments = re.findall(r"^ *#.*$", (HERE / name).read_text(), re.MULTILINE)
         typed = r"#\s+(?:sudo|pip|npm|cp|useradd|docker (?:network|compose)|systemctl|openssl)\b"
         assert not [line for line in comments if re.match(typed, line.strip())], name
-        assert readme.BOX in (HERE / name).read_text(), name
+        text = (HERE / name).read_text()
+        assert "gpuspawner init" in text or str(steps.COMPOSE.relative_to(REPO)) in text, name
 
 
 def test_hub_dockerfile_takes_its_base_image_as_argument(compose: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support import doc_blocks, readme
+from tests.support import doc_blocks, steps
 from tests.support.processes import REPO
 
 
@@ -63,26 +63,10 @@ def test_alerts_and_metrics_in_pages_are_those_of_the_code() -> None:
         assert re.search(rf"\b{name}\b", metrics), name
 
 
-def test_first_tutorial_installs_as_the_readme_does() -> None:
-    """Each step of the README's box, which tests/hub/test_box.py runs, is in the first section.
-
-    Until `gpuspawner init` takes the place of these steps.
-    """
-    page = doc_blocks.DOCS / "tutorials/your-gpu-box.md"
-    _, _, install = page.read_text(encoding="utf-8").partition("\n## 1. Install\n")
-    install = install.partition("\n## ")[0]
-    blocks = doc_blocks.shell_in(page)
-    typed = [line for block in blocks if block in install for line in readme.joined(block)]
-    steps = [
-        line
-        for block in readme.commands(readme.BOX)
-        if readme.COMPOSE not in block
-        for line in readme.joined(block)
-        if not line.startswith(("systemd-run ", "apt-get install docker.io "))
-    ]
-    words = re.compile(r"\S*YOUR-[A-Z]\S*")
-    assert set(words.findall("\n".join(blocks))) == set(words.findall("\n".join(steps)))
-    at = 0
-    for step in steps:
-        assert step in typed[at:], f"the tutorial lacks, or has in another place: {step}"
-        at = typed.index(step, at) + 1
+def test_readme_installs_as_the_tutorial_does() -> None:
+    """Each step of the README's box is in the tutorial, whose steps tests/hub/test_box.py runs."""
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    box = text.partition("\n## On a real GPU box\n")[2].partition("\n### ")[0]
+    blocks = re.findall(r"^```sh\n(.*?)^```$", box, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    assert blocks == doc_blocks.shell_in(steps.BOX)[:4]
