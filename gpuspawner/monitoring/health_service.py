@@ -103,8 +103,8 @@ class GPUHealth(LoggingConfigurable):
         What to do about a GPU, by what is wrong with it: ``ignore``, ``watch`` (only show it) or
         ``drain`` (start no new session on it, tell the members who have it, and return it to
         service after a successful probe). Causes that are not named keep their default.
-        ``README.md`` ("Sick GPUs") lists all causes with their defaults; ``xid 79`` is one error
-        of the driver.
+        The documentation's page "Health of GPUs" lists all causes with their defaults; ``xid 79``
+        is one error of the driver.
         Example::
 
             c.GPUHealth.actions = {"hot": "watch", "xid minor": "ignore", "xid 63": "drain"}

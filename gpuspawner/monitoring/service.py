@@ -172,8 +172,12 @@ class GPUIdle(LoggingConfigurable):
         * ``countdown_minutes`` (10): from the warning to the stop.
         * ``snooze_minutes`` (30) and ``most_snoozes`` (2): by how much, and how often, the member
           can put off the stop.
+        * ``gain`` (40): how many seconds of rest a second at full use earns. With 40, a server that
+          uses a fortieth of a GPU is never idle.
+        * ``output`` (0.5): how fast credit falls in a minute in which a kernel had output, relative
+          to other minutes.
 
-        ``README.md`` ("Idle GPUs") explains every key, also ``gain`` and ``output``. Example::
+        Example::
 
             c.GPUIdle.policy = {
                 "*": {"mode": "advise", "mode_waiting": "enforce"},

@@ -1,4 +1,4 @@
-"""Servers on several machines, which Slurm schedules. README's "More than one machine" says what
+"""Servers on several machines, which Slurm schedules. docs/tutorials/a-second-machine.md says what
 has to be there. In jupyterhub_config.py, before the last line with add_services:
 
     load_subconfig("slurm/nodes.py")

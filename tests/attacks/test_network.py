@@ -1,4 +1,4 @@
-"""Servers on the network that README's steps make, under the rules of SECURITY.md. Real: an
+"""Servers on the network that the steps in docs make, under the rules of SECURITY.md. Real: an
 engine with a firewall in a network of its own, its containers, connections from within them."""
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def test_shipped_rules_isolate_servers_from_each_other_and_host(
 def test_only_the_hub_reaches_server_ports_on_a_node(
     closed: ClosedEngine, attempt: Attempts
 ) -> None:
-    """The line of README's chapter on several machines, with the addresses that it has there."""
-    text = (REPO / "README.md").read_text()
+    """The line of the tutorial on a second machine, with the addresses that it has there."""
+    text = (REPO / "docs/tutorials/a-second-machine.md").read_text()
     (line,) = re.findall(r"^iptables -I DOCKER-USER -i eth0 .*$", text, re.MULTILINE)
     client = closed.client
     client.create_network("nodes", driver="bridge")

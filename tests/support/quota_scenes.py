@@ -110,7 +110,7 @@ def play(services: Services, root: Path) -> None:
     workspace(services, root, "anna", None)
     same(written(anna / "huge", 30 * MB), (30 * MB, ""))
 
-    # Who owns a file can move it out, but not in a user namespace, as README says of userns-remap.
+    # Who owns a file can move it out, but not in a user namespace, as the docs say of userns-remap.
     def chproj(name: str) -> str:
         return f"mkdir {name}; xfs_io -c 'chproj 0' {name}; xfs_io -c lsproj {name}"
 
@@ -118,7 +118,7 @@ def play(services: Services, root: Path) -> None:
     said = as_member(f'cd {bert}; unshare -Ur sh -c "{chproj("u")}"')
     assert f"projid = {project_of(str(bert))}" in said, said
 
-    # A hub with the capabilities of README needs no root; without, it is told what to set.
+    # A hub with the capabilities that the docs name needs no root; without, it is told what to set.
     new = root / "work" / "roots"
     new.mkdir()
     said = as_member(

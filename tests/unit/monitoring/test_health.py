@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,23 +160,11 @@ def test_symptoms_reflect_new_and_repeated_errors() -> None:
     assert take(signs) == ()
 
 
-def test_xid_classes_are_unique_and_match_the_readme() -> None:
+def test_xid_classes_are_unique_and_their_causes_exist() -> None:
     codes = [code for each in XIDS for code in each.codes]
     assert len(codes) == len(set(codes))
     assert {each.cause for each in XIDS} <= CAUSES.keys()
     assert xid_class(12345).cause == "xid minor"
-
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    section = readme.partition("### Sick GPUs\n")[2].partition("\n### ")[0]
-    rows = [tuple(row.strip("| ").split(" | ")) for row in section.splitlines() if row[:1] == "|"]
-    causes = [(f"`{name}`", action, what) for name, (action, what) in CAUSES.items()]
-    classes = [
-        (", ".join(map(str, each.codes)) or "all others", each.what, f"`{each.cause}`")
-        for each in XIDS
-    ]
-    assert [row for row in rows if row in causes] == causes
-    assert [row for row in rows if row in classes] == classes
-    assert len(rows) == len(causes) + len(classes) + 4  # two headings
 
     assert checked_actions({"hot": "watch", "xid 79": "ignore"})
     with pytest.raises(ValueError, match="'warm' is not a cause: write \"xid 79\""):
