@@ -1,9 +1,11 @@
-"""The tutorial "Your GPU box", from the first step to the last. Real: a new Debian 12 with systemd
-as its first process, packages, `gpuspawner init`, units, Docker in it, an image, members' kernels.
-It is a container with this machine's kernel. Stand-ins: the GPUs, their driver, NVIDIA's hook."""
+"""The tutorial "Your GPU box", from the first step to the last, and the Ansible role. Real: a new
+Debian 12 with systemd as its first process, packages, `gpuspawner init`, units, Docker in it, an
+image, members' kernels, Ansible. It is a container with this machine's kernel. Stand-ins: the GPUs,
+their driver, NVIDIA's hook."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,3 +125,29 @@ def test_tutorial_works_as_it_is_written(box: Box) -> None:
     ada.spawn(ONE_GPU)
     assert "GPU 0: " in ada.run(LIST)
     assert ada.run(READ).strip() == "here"
+
+
+def test_ansible_role_installs_a_hub_and_changes_nothing_twice(box: Box) -> None:
+    box.run("apt-get update; apt-get install docker.io; apt-get install ansible-core", timeout=600)
+    box.load(DEBIAN, debian_of_images())
+    values = {
+        "gpuspawner_repository": f"file://{COPY}",
+        "gpuspawner_images": ["base"],
+        "gpuspawner_catalog": "/root/catalog.yaml",
+        "gpuspawner_admins": ["grace", "hedy"],
+        "gpuspawner_secrets": {"GPUSPAWNER_MEMBER_PASSWORD": "of the members' own"},
+    }
+    box.write("/root/values.json", json.dumps(values))
+    play = f"cd {COPY}/hub_config/ansible; ansible-playbook -i box, -c local -e @/root/values.json"
+    assert "failed=0" in box.run(f"{play} site.yml", timeout=1500)
+    site = Site(box)
+    site.wait()
+    ada = Visitor(site.url, "ada", "of the members' own")
+    ada.spawn(ONE_GPU)
+    assert "GPU 0: " in ada.run(LIST)
+
+    again = box.run(f"{play} site.yml", timeout=600)
+    assert "changed=0" in again and "failed=0" in again
+    changed = box.run(f"{play} -e gpuspawner_domain=gpu.lab.example site.yml", timeout=600)
+    assert "changed=1" in changed
+    assert "server_name gpu.lab.example;" in box.run("cat /etc/gpuspawner/nginx.conf")

@@ -352,6 +352,26 @@ def test_install_steps_appear_once_and_copy_existing_files() -> None:
         assert "gpuspawner init" in text or str(steps.COMPOSE.relative_to(REPO)) in text, name
 
 
+def test_cloud_init_types_the_steps_of_the_tutorial() -> None:
+    """Its own words: apt asks nobody, and no folder is changed."""
+    config = yaml.safe_load((HERE / "cloud-init.yaml").read_text())
+    assert (HERE / "cloud-init.yaml").read_text().startswith("#cloud-config\n")
+    packages = " ".join(config["packages"])
+    typed = [line for block in shell_in(steps.BOX)[:4] for line in steps.joined(block)]
+    source = "/usr/local/src/gpuspawner"
+    expected = [
+        line.replace("install .", f"install {source}")
+        .replace(" images/build", f" {source}/images/build")
+        .replace("apt-get install --no", "apt-get install --yes --no")
+        .replace("'", "")
+        for line in typed
+        if line not in ("apt-get update", f"cd {source}", f"apt-get install {packages[10:]}")
+        and line != "apt-get install docker.io"
+    ]
+    assert packages == "docker.io git python3-venv"
+    assert config["runcmd"] == expected
+
+
 def test_hub_dockerfile_takes_its_base_image_as_argument(compose: dict[str, Any]) -> None:
     build = compose["services"]["hub"]["build"]
     dockerfile = (HERE / build["context"] / build["dockerfile"]).resolve()
