@@ -23,11 +23,11 @@ except ImportError:  # JupyterHub 5
             super().__init__(status_code, message, reason=reason)
             self.message = message
             self.message_html = message_html
-            self.log_message = log_message or message
+            self._for_log = log_message or message
 
         def __str__(self) -> str:
             """Return the text for the log."""
-            return f"{self.status_code} {type(self).__name__}: {self.log_message}"
+            return f"{self.status_code} {type(self).__name__}: {self._for_log}"
 
 
 __all__ = ["SpawnException"]
