@@ -25,6 +25,7 @@ from jupyterhub.app import JupyterHub
 from jupyterhub.auth import Authenticator
 from jupyterhub.proxy import ConfigurableHTTPProxy
 from jupyterhub.spawner import Spawner
+from jupyterhub_idle_culler import IdleCuller
 from traitlets import TraitError
 from traitlets.config import Config, Configurable
 from traitlets.config.loader import LazyConfigValue
@@ -79,7 +80,7 @@ def problems_in(text: str, language: str = TEXT) -> Iterator[str]:
 # Settings.
 
 
-OTHERS = (JupyterHub, Authenticator, ConfigurableHTTPProxy, Spawner, DockerSpawner)
+OTHERS = (JupyterHub, Authenticator, ConfigurableHTTPProxy, Spawner, DockerSpawner, IdleCuller)
 NOT_INSTALLED = frozenset(("KubeSpawner",))
 """Classes that a page names to say what replaces their settings."""
 
