@@ -11,8 +11,8 @@ Waits in hours. ``slowdown`` is the mean of (wait + duration) / max(duration, 10
 ``half`` says which jobs a row is about: all, or those of the second half of the trace, of which
 nothing was seen when the parameters were chosen.
 
-``--trace FILE`` is a CSV as ``gpuspawner simulate`` takes it. The figures of benchmarks/README.md are of
-the Philly trace (Microsoft, CC-BY-4.0; Jeon et al., USENIX ATC 2019) in the form that the authors
+``--trace FILE`` is a CSV as ``gpuspawner simulate`` takes it. The figures of benchmarks/README.md
+are of the Philly trace (Microsoft, CC-BY-4.0; Jeon et al., USENIX ATC 2019) in the form that the authors
 of Pollux published: github.com/petuum/adaptdl, branch osdi21-artifact.
 """
 

@@ -59,6 +59,8 @@ PAGES = (
     (r"/catalog/-/updates", "gpuspawner.hub_pages.catalog_images.ImageUpdatesState"),
     (r"/catalog/([^/]+)/update", "gpuspawner.hub_pages.catalog_images.ImageUpdatePage"),
     (r"/glossary", "gpuspawner.hub_pages.handlers.Glossary"),
+    (r"/help", "gpuspawner.hub_pages.members_help.Help"),
+    (r"/help/([a-z-]+)", "gpuspawner.hub_pages.members_help.Help"),
     (r"/notices", "gpuspawner.hub_pages.handlers.Notices"),
     (r"/welcome/?", "gpuspawner.hub_pages.handlers.Welcome"),
     (r"/welcome/first", "gpuspawner.hub_pages.handlers.FirstWelcome"),

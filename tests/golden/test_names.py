@@ -15,6 +15,7 @@ from traitlets.config import Configurable
 import gpuspawner
 from tests.golden.conftest import Golden, configurables
 from tests.golden.site import ADMIN, Site
+from tests.support import doc_blocks
 from tests.support.processes import REPO
 
 MODULES = "gpuspawner."
@@ -85,8 +86,8 @@ def test_entry_points_match_the_recording(golden: Golden) -> None:
 
 
 def test_public_names_match_the_recording(golden: Golden) -> None:
-    pages = [page for page in (REPO / "docs").rglob("*.md") if "_build" not in page.parts]
-    documents = [REPO / "README.md", *(REPO / "hub_config").rglob("*.py"), *pages]
+    hub_config = (REPO / "hub_config").rglob("*.py")
+    documents = [REPO / "README.md", *hub_config, *doc_blocks.pages()]
     texts = [path.read_text(encoding="utf-8") for path in documents]
     dotted = {name for text in texts for name in re.findall(r"\bgpuspawner(?:\.\w+)+", text)}
     imported = {
