@@ -193,6 +193,8 @@ HUB: dict[str, tuple[tuple[str, str], ...]] = {
     r"/catalog": ((ADMIN, "catalog"),),
     r"/catalog/([^/]+)/update": ((ADMIN, "catalog/torch/update"),),
     r"/glossary": (("", "glossary"), (MEMBER, "glossary")),
+    r"/help": (("", "help"), (MEMBER, "help")),
+    r"/help/([a-z-]+)": (("", "help/start-a-server"), (MEMBER, "help/wait-in-the-queue")),
     r"/welcome/?": ((NEW, "welcome"),),
     r"/welcome/first": ((NEW, "welcome/first"),),
     "home": ((MEMBER, "home"), (WAITS, "home"), (BROKE, "home"), (NEW, "home")),
