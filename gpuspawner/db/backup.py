@@ -132,10 +132,10 @@ def _rename(part: Path, file: Path) -> None:
 
 
 def _replace(part: Path, place: Path) -> None:
-    """Put a copy in the place of a database, for the same owner: root may do this for the hub."""
-    with suppress(FileNotFoundError, PermissionError):  # there is none; only root can
+    """Put a copy in the place of a database, and give it the same owner if we are root."""
+    with suppress(FileNotFoundError, PermissionError):  # no database there yet, or we are not root
         old = place.stat()
-        os.chown(part, old.st_uid, old.st_gid)
+        os.chown(part, old.st_uid, old.st_gid, follow_symlinks=False)
     _rename(part, place)
 
 
