@@ -12,8 +12,8 @@ Waits in hours. ``slowdown`` is the mean of (wait + duration) / max(duration, 10
 nothing was seen when the parameters were chosen.
 
 ``--trace FILE`` is a CSV as ``gpuspawner simulate`` takes it. The figures of benchmarks/README.md
-are of the Philly trace (Microsoft, CC-BY-4.0; Jeon et al., USENIX ATC 2019) in the form that the authors
-of Pollux published: github.com/petuum/adaptdl, branch osdi21-artifact.
+are of the Philly trace (Microsoft, CC-BY-4.0; Jeon et al., USENIX ATC 2019) in the form that the
+authors of Pollux published: github.com/petuum/adaptdl, branch osdi21-artifact.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ of code. Links and names are checked by the build itself.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -85,9 +84,7 @@ HOSTS = re.compile(
 
 def pages() -> list[Path]:
     """Return the files to check."""
-    walked = os.walk(HERE, followlinks=True)  # the guides for members are in the package
-    paths = [Path(folder, name) for folder, _, names in walked for name in names]
-    found = [path for path in paths if path.suffix == ".md" and "_build" not in path.parts]
+    found = [path for path in HERE.rglob("*.md") if "_build" not in path.parts]
     return sorted([*found, *(REPO / name for name in ALSO if (REPO / name).is_file())])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +14,7 @@ DOCS = REPO / "docs"
 
 def pages() -> list[Path]:
     """Return every page."""
-    walked = os.walk(DOCS, followlinks=True)  # the guides for members are in the package
-    found = [Path(folder, name) for folder, _, names in walked for name in names]
-    return sorted(page for page in found if page.suffix == ".md" and "_build" not in page.parts)
+    return sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 
 
 def code_in(page: Path) -> Iterator[tuple[str, str]]:
