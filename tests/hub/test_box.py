@@ -91,7 +91,7 @@ def test_tutorial_works_as_it_is_written(box: Box) -> None:
     seen = []
     for member in (ada, bob):
         member.spawn(ONE_GPU)
-        (listed,) = member.run(LIST).splitlines()
+        (listed,) = member.run(LIST).strip().splitlines()
         assert listed.startswith("GPU 0: ")
         seen.append(listed.partition("UUID: ")[2])
     assert len(set(seen)) == 2
