@@ -41,6 +41,9 @@ def guides() -> Mapping[str, Guide]:
 
 def _read(file: str, text: str) -> Guide:
     _, title, _, *rest = _parser.parse(text)  # the first three are the heading
+    for token in rest:
+        if token.type == "th_open":
+            token.attrSet("scope", "col")
     return Guide(file.removesuffix(".md"), title.content, tuple(rest))
 
 
