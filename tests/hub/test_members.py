@@ -525,7 +525,9 @@ def test_open_page_shows_notices_in_the_browser(hub: PayingHub, browser: Browser
 
     # On every page of the hub, the Hub's own too.
     for path in ("/services/gpu/", "/services/gpu/cluster", "/hub/home"):
-        page.goto(f"{hub.url}{path}", wait_until="networkidle")  # RequireJS measures time too
+        page.goto(f"{hub.url}{path}", wait_until="networkidle")
+        if path == "/hub/home":  # RequireJS gives up on a module that takes long by this clock
+            page.wait_for_function("require.defined('home')")
         title = f"It is your turn, seen on {path}"
         tell(hub.services, "gil", title=title, body="Your server starts.")
         wait_for(lambda: shown_later(page), "the notice on the page")
