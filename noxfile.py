@@ -38,7 +38,7 @@ def run(session: nox.Session, tier: str, *words: str) -> None:
 
 
 @nox.session(python=PYTHONS)
-@nox.parametrize("pair", PAIRS)
+@nox.parametrize("pair", list(PAIRS), ids=list(PAIRS))
 def quick(session: nox.Session, pair: str) -> None:
     """Run the tests of `make quick` with a pair of JupyterHub and DockerSpawner."""
     session.install("--editable", EXTRAS, *PAIRS[pair])
