@@ -3,6 +3,7 @@
 # make quick  the tests that start no part but one hub: rules, repositories on SQLite, services
 # make test   every test with real parts, kill loops at a tenth (ARGS="-k name" for some)
 # make soak   every test at full count, all images, each benchmark once: before a release
+# make matrix the tests of make quick, and those with hubs, with other versions (noxfile.py)
 # make audit  known vulnerabilities in what is installed (needs the network)
 # make bench  every benchmark (TRACE=jobs.csv for those that replay one)
 # make golden records anew what tests/golden compares with: help, pages, schema, settings and so on
@@ -16,7 +17,7 @@ PYTEST := $(PY) -m pytest --durations=30
 # Most tests wait for real parts most of the time: some processes share the files among them.
 SHARED ?= -n 5 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check quick test soak audit bench golden docs labextension constraints env parts
+.PHONY: demo check quick test soak matrix audit bench golden docs labextension constraints env parts
 
 demo:
 	@scripts/bootstrap.sh demo
@@ -33,6 +34,9 @@ test: parts
 
 soak: parts
 	@GPUSPAWNER_TEST_TIER=soak $(PYTEST) $(SHARED) $(ARGS)
+
+matrix: parts
+	@.venv/bin/nox $(ARGS)
 
 audit: env
 	@$(PY) scripts/audit_dependencies.py

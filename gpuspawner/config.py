@@ -19,13 +19,16 @@ import json
 import os
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import jupyterhub
 import sqlalchemy as sa
 from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
+from traitlets.log import get_logger
 from traitlets.utils.nested_update import nested_update
 
 from .core.errors import ConfigError
@@ -176,6 +179,11 @@ PASSED_ON = (
 SERVICE_TIMEOUT = 120
 """Seconds in which the service has to answer: a large migration takes more than JupyterHub's 30."""
 
+CULLER_CANNOT_ASK = (
+    "jupyterhub-idle-culler {} cannot ask if GPUs are busy: it stops servers by their activity"
+)
+INSTALL_CULLER = "Install version 2 or newer: pip install 'jupyterhub-idle-culler>=2'"
+
 
 def add_services(
     c: Config,
@@ -210,18 +218,16 @@ def add_services(
     if "concurrent_spawn_limit" not in c.JupyterHub:
         # Queued servers count as pending spawns, which JupyterHub limits to 100 by default.
         c.JupyterHub.concurrent_spawn_limit = 0
-    _add_service(
-        c,
-        {
-            "name": name,
-            "url": url,
-            "command": [sys.executable, "-m", "gpuspawner.service"],
-            "environment": _environment(c),
-            "oauth_no_confirm": True,
-            "timeout": SERVICE_TIMEOUT,
-        },
-        ACCOUNTING_SCOPES,
-    )
+    service: dict[str, Any] = {
+        "name": name,
+        "url": url,
+        "command": [sys.executable, "-m", "gpuspawner.service"],
+        "environment": _environment(c),
+        "oauth_no_confirm": True,
+    }
+    if jupyterhub.version_info >= (6,):  # before, it was always ten seconds
+        service["timeout"] = SERVICE_TIMEOUT
+    _add_service(c, service, ACCOUNTING_SCOPES)
     _let_members_in(c, (f"access:services!service={name}", *MEMBER_SCOPES))
     _extend_role(c, "server", JUPYTERHUBS_SERVER_SCOPES, SERVER_SCOPES)
     if cull_idle_after is not None:
@@ -267,6 +273,9 @@ def _culler(c: Config, idle_after: int) -> dict[str, Any]:
         command += ["--ssl-enabled=True", f"--internal-certs-location={certificates}"]
     if not c.get("GPUMonitoring", {}).get("sample_seconds", True):
         return {"name": CULLER, "command": command}
+    if why := why_culler_cannot_ask():
+        get_logger().warning("%s. %s.", why, INSTALL_CULLER)
+        return {"name": CULLER, "command": command}
     for_database = ("HOME", "TZ", "GPUSPAWNER_DATABASE_URL")
     kept = {
         name: text
@@ -275,6 +284,12 @@ def _culler(c: Config, idle_after: int) -> dict[str, Any]:
     }
     command.append(f"--config={CULLER_CONFIG}")
     return {"name": CULLER, "command": command, "environment": kept}
+
+
+def why_culler_cannot_ask() -> str:
+    """Return why the installed culler cannot ask if GPUs are busy; empty if it can."""
+    installed = version("jupyterhub-idle-culler")
+    return CULLER_CANNOT_ASK.format(installed) if int(installed.split(".")[0]) < 2 else ""
 
 
 def _add_service(c: Config, service: dict[str, Any], scopes: tuple[str, ...]) -> None:

@@ -167,7 +167,8 @@ class MemberMixin(Rules):
         except Refusal as refusal:
             return self._sign_out(user, handler, refusal)
         except Exception as failure:
-            if self.auth_refresh_strict or not is_silence(failure):
+            # There is no such setting before JupyterHub 6.1.
+            if getattr(self, "auth_refresh_strict", False) or not is_silence(failure):
                 raise self._sentence_for(failure) from failure
             self.log.warning(
                 "%s is not responding (%s): %r stays signed in.", self._service, failure, user.name

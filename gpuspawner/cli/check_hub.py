@@ -24,6 +24,7 @@ from jupyterhub.scopes import expand_scopes
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from traitlets import TraitError
 
+from ..config import INSTALL_CULLER, why_culler_cannot_ask
 from ..core.errors import GPUSpawnerError
 from ..core.scopes import ACCOUNTING_SCOPES, CULLER_SCOPES
 from ..db.engine import Store, newest, unknown_version, upgrade, versions
@@ -209,8 +210,10 @@ def check_services(hub: HubSettings) -> Iterator[CheckFinding]:
             advice = f"Add a role to c.JupyterHub.load_roles with services=[{service['name']!r}] "
             yield CheckFinding(name, Status.FAIL, text, advice + "and these scopes.")
         else:
-            text = f"The service {service['name']!r} is configured with its scopes"
-            yield CheckFinding(name, Status.OK, text)
+            text, advice = f"The service {service['name']!r} is configured with its scopes", ""
+            if "idle_culler" in str(service.get("command")) and (why := why_culler_cannot_ask()):
+                text, advice = f"{text}, but {why}.", f"{INSTALL_CULLER}."
+            yield CheckFinding(name, Status.OK, text, advice)
 
 
 def _runs(service: dict[str, Any], commands: tuple[str, ...]) -> bool:

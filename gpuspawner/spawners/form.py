@@ -184,9 +184,13 @@ def link_fields(query: MutableMapping[str, list[bytes]]) -> dict[str, list[str]]
     for name, values in query.items():
         query[name] = [value.decode("utf-8", "replace").encode() for value in values]
     said = {name: [value.decode() for value in values] for name, values in query.items()}
-    ours = {name[len(PREFIX) :]: said[name] for name in said if name.startswith(PREFIX)}
     # Without the prefix only known fields count: mail programs and course pages add parameters.
-    return ours or {name: said[name] for name in said if name in options.FIELDS}
+    return _prefixed(said) or {name: said[name] for name in said if name in options.FIELDS}
+
+
+def _prefixed(said: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the fields with the prefix, without it."""
+    return {name[len(PREFIX) :]: said[name] for name in said if name.startswith(PREFIX)}
 
 
 def fields_beside(query: Mapping[str, list[bytes]]) -> dict[str, list[str]]:
@@ -486,7 +490,8 @@ class SpawnForm:
     async def refuse_link(self, query: Mapping[str, list[Any]]) -> NoReturn:
         """Raise SpawnException: a link's choice is impossible, or a link starts nothing."""
         try:
-            choice = self._spawner.parse_options(query)
+            # JupyterHub 5 leaves the prefix to us.
+            choice = self._spawner.parse_options(_prefixed(query) or query)
             await self._check_choice(choice)
         except GPUSpawnerError as error:
             raise self._spawner.refusal(error) from None

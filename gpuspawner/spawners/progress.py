@@ -240,6 +240,8 @@ class RefusalFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Drop the traceback of a refusal, and what asyncio says about one."""
         found = record.exc_info[1] if record.exc_info else None
+        if found is None:
+            record.exc_info = None  # JupyterHub 5 logs an empty traceback with a failed start
         if isinstance(found, FailedSpawn) and isinstance(found.error, Refused):
             if record.name == "asyncio":
                 return False

@@ -10,15 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jupyterhub_idle_culler
 import pytest
 from jupyterhub.app import JupyterHub
 from jupyterhub.roles import get_default_roles
+from jupyterhub.services.service import Service
 from tornado.util import import_object
 from tornado.web import RequestHandler
 from traitlets.config import Config
 from traitlets.config.loader import LazyConfigValue
 
 import gpuspawner
+from gpuspawner.cli.check_hub import check_services
+from gpuspawner.cli.hub import open_hub
 from gpuspawner.config import (
     CULLER_CONFIG,
     FIXED,
@@ -38,8 +42,11 @@ from gpuspawner.core.scopes import (
     ScopeFilter,
     reach,
 )
+from gpuspawner.engines.preflight import Status
 from gpuspawner.service.app import Accounting
 
+CULLER_ASKS = hasattr(jupyterhub_idle_culler, "IdleCuller")
+"""It has a hook that decides if a server is stopped, and options for it."""
 USER_SCOPE = "access:services!service=gpu"
 USER_SCOPES = [USER_SCOPE, "custom:gpuspawner:session!user"]
 
@@ -86,7 +93,9 @@ def test_empty_config_gets_service_roles_and_scopes() -> None:
     assert service["command"] == [sys.executable, "-m", "gpuspawner.service"]
     assert service["url"] == "http://127.0.0.1:10190"
     assert service["oauth_no_confirm"] is True
-    assert service["timeout"] == 120, "JupyterHub ends after 30 s, too few for a busy machine"
+    if "timeout" in Service.class_trait_names():
+        assert service["timeout"] == 120, "JupyterHub ends after 30 s, too few for a busy machine"
+    assert service.keys() <= set(Service.class_trait_names(input=True)), "or it does not start"
     role = role_of(c, "service-gpu")
     assert (role["services"], role["scopes"]) == (["gpu"], list(ACCOUNTING_SCOPES))
     assert set(ACCOUNTING_SCOPES) == {"list:users", "read:groups", "servers"}
@@ -168,14 +177,19 @@ def test_extra_user_scopes_and_custom_scopes_are_kept(lazy: bool) -> None:
     assert value_of(c, "custom_scopes", {}) == {**theirs, **CUSTOM_SCOPES}
 
 
-def test_idle_culler_is_added_on_request() -> None:
+def test_idle_culler_is_added_on_request(caplog: pytest.LogCaptureFixture) -> None:
     c = served(cull_idle_after=3600)
     culler = service_of(c, "idle-culler")
     classic = [sys.executable, "-m", "jupyterhub_idle_culler", "--timeout=3600"]
-    assert culler["command"] == [*classic, f"--config={CULLER_CONFIG}"]
-    assert CULLER_CONFIG.is_file()
-    assert culler["environment"]["GPUSPAWNER_DATABASE_URL"] == database_url(c)
-    assert "GPUSPAWNER_CONFIG" not in culler["environment"]  # the secrets of channels
+    if CULLER_ASKS:
+        assert culler["command"] == [*classic, f"--config={CULLER_CONFIG}"]
+        assert CULLER_CONFIG.is_file()
+        assert culler["environment"]["GPUSPAWNER_DATABASE_URL"] == database_url(c)
+        assert "GPUSPAWNER_CONFIG" not in culler["environment"]  # the secrets of channels
+        assert not caplog.messages
+    else:
+        assert culler == {"name": "idle-culler", "command": classic}
+        assert "Install version 2 or newer" in caplog.text
     role = role_of(c, "service-idle-culler")
     assert (role["scopes"], role["services"]) == (list(CULLER_SCOPES), ["idle-culler"])
 
@@ -187,6 +201,15 @@ def test_idle_culler_is_added_on_request() -> None:
     command = service_of(c, "idle-culler")["command"]
     certificates = "--internal-certs-location=/srv/certificates"
     assert command[3:6] == ["--timeout=3600", "--ssl-enabled=True", certificates]
+
+
+def test_check_says_what_to_do_about_a_culler_that_cannot_ask() -> None:
+    c = served({"JupyterHub": {"spawner_class": "gpu-local"}}, cull_idle_after=3600)
+    found = {finding.name: finding for finding in check_services(open_hub(c))}
+    assert {f.status for f in found.values()} == {Status.OK}
+    culler = found["idle culler"]
+    assert ("cannot ask if GPUs are busy" in culler.text) is not CULLER_ASKS
+    assert ("Install version 2 or newer" in culler.remedy) is not CULLER_ASKS
 
 
 def test_invalid_config_raises_a_clear_error() -> None:

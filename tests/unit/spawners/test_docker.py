@@ -74,13 +74,18 @@ def spawner_of(cls: type, **settings: Any) -> Any:
 def test_custom_form_of_a_rebased_class_is_used(cls: type) -> None:
     spawner = spawner_of(type("Rebased", (GPUDockerSpawner, cls), {}))
     assert spawner.shows_own_form() and spawner.takes_foreign_options()
-    sent = {"course": ["ml"], "gpus": ["1"], "_xsrf": ["x"]}
+    own = {"course": ["ml"]}
 
-    async def read() -> Any:
+    async def read(spawner: Any, sent: dict[str, list[str]]) -> Any:
         found = spawner.run_options_from_form(sent)
         return await found if asyncio.iscoroutine(found) else found
 
-    assert asyncio.run(read()) == {"course": "ml", "gpus": 1}
+    alone = asyncio.run(read(spawner_of(cls), own))
+    # In DockerSpawner 13 it is a method, which hides a default of its trait.
+    hidden = cls is ByDecorator and "options_from_form" in vars(DockerSpawner)
+    assert alone == ({} if hidden else {"course": "ml"})
+    sent = {**own, "gpus": ["1"], "_xsrf": ["x"]}
+    assert asyncio.run(read(spawner, sent)) == {**alone, "gpus": 1}
 
 
 @pytest.mark.parametrize("cls", [GPUDockerSpawner, SystemUserSpawner])
