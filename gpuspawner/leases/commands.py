@@ -367,4 +367,4 @@ def _lease_of(services: Services, text: str) -> Lease:
         if not others:
             raise
         running = f"{user} has {', '.join(others)}"
-        raise UnknownLease(f"{error.message} {running}.", lease=text) from None
+        raise UnknownLease(f"{error.message}. {running}.", lease=text) from None

@@ -72,7 +72,7 @@ def site(
 def start(site: ProviderSite) -> None:
     """Follow the page, up to the command `gpuspawner`."""
     box = site.box
-    clone, configuration, up, command, *_ = steps.filled_in(steps.COMPOSE, site.typed)
+    clone, configuration, up, command = steps.filled_in(steps.COMPOSE, site.typed)
     box.run(clone)
     assert SECRET in configuration
     box.run(configuration, typed=SECRETS)

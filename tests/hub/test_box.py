@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,13 +66,16 @@ def debian_of_images() -> str:
     return found[1]
 
 
-def test_tutorial_works_as_it_is_written(box: Box) -> None:
+def test_tutorial_works_as_it_is_written(
+    box: Box, record_property: Callable[[str, object], None]
+) -> None:
     packages, programs, images, init, passwords, *sections = steps.filled_in(steps.BOX, TYPED)
     answers = [text.strip() for kind, text in code_in(steps.BOX) if kind == "text"]
     site = Site(box)
 
     # 1. Install.
     box.run(packages, timeout=600)
+    begun = time.monotonic()  # with the copy of the repository, just before `pip install`
     box.run(programs, timeout=600)
     box.load(DEBIAN, debian_of_images())
     box.run(images, timeout=900)
@@ -91,6 +95,10 @@ def test_tutorial_works_as_it_is_written(box: Box) -> None:
     seen = []
     for member in (ada, bob):
         member.spawn(ONE_GPU)
+        if not seen:
+            seconds = round(time.monotonic() - begun)
+            record_property("seconds from pip install to the first session", seconds)
+            print(f"From pip install to the first session: {seconds} s")
         (listed,) = member.run(LIST).strip().splitlines()
         assert listed.startswith("GPU 0: ")
         seen.append(listed.partition("UUID: ")[2])

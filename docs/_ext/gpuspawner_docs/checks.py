@@ -119,9 +119,14 @@ class _Environment(dict[str, str]):
         return name
 
 
+def is_configuration(text: str) -> bool:
+    """Return True if Python is a part of ``jupyterhub_config.py``."""
+    return bool(re.search(r"^(c\.[A-Z]|load_subconfig)", text, re.MULTILINE))
+
+
 def _python(text: str) -> Iterator[str]:
     code = compile(text, "<page>", "exec")
-    if not re.search(r"^(c\.[A-Z]|load_subconfig)", text, re.MULTILINE):
+    if not is_configuration(text):
         return  # of a notebook
     config, files = Config(), list[str]()
     with mock.patch.object(os, "environ", _Environment(os.environ)):

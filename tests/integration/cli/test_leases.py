@@ -100,6 +100,8 @@ def test_stop_command_orders_the_end_and_notifies_the_member(
     assert (change.actor, change.action) == ("cli:root", "stop")
     again = cli("stop", lease.id[:6], "--reason", "another", code=1).stderr
     assert "is being stopped already (the machine gets a new fan)" in again
+    other_name = cli("stop", "ada/night", "--reason", "a fan", code=1).stderr
+    assert other_name.endswith("List the open ones with: gpuspawner leases. ada has ada.\n")
     assert cli.json("stop", "grace/night", "--reason", "a fan")["outcome"] == "admin"
     services.leases.release(other.id, ended_at=services.clock(), reason="stopped")
     assert "it has stopped already" in cli("stop", other.id, "--reason", "x", code=1).stderr
