@@ -67,6 +67,7 @@ environments:
 CONFIG = f"""
 c.GPURates.by_model = {{"*": 3600}}  # a credit a second: what is charged by mistake shows
 c.GPUCredits.opening_grant = {GRANT}
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 30}}  # whoever asks hears why it failed
 
 from gpuspawner.spawners.docker import GPUDockerSpawner
 
@@ -199,7 +200,7 @@ def test_mistake_in_the_configuration_is_explained_to_the_admin_only(
 
 
 def test_failure_reason_survives_a_slow_cleanup(hub: GPUHub) -> None:
-    """The Hub gives up looking on after ten seconds, and asks whether the server lives."""
+    """The Hub gives up looking on after thirty seconds, and asks whether the server lives."""
     assert fails(hub, "tidy", "exits") == (
         500,
         "Your server did not start: it exited at once with code 3. Nothing was charged.",
