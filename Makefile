@@ -7,6 +7,7 @@
 # make audit  known vulnerabilities in what is installed (needs the network)
 # make bench  every benchmark (TRACE=jobs.csv for those that replay one)
 # make golden records anew what tests/golden compares with: help, pages, schema, settings and so on
+# make release  everything of a release up to the upload, into dist/, from the last commit (network)
 # make docs   builds the documentation into docs/_build, and checks its prose
 # make labextension   builds images/common/lab anew from images/labextension (Node)
 # make constraints  writes constraints.txt anew, from the newest versions that setup.cfg allows
@@ -17,7 +18,7 @@ PYTEST := $(PY) -m pytest --durations=30
 # Most tests wait for real parts most of the time: some processes share the files among them.
 SHARED ?= -n 5 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check quick test soak matrix audit bench golden docs labextension constraints env parts
+.PHONY: demo check quick test soak matrix audit bench golden docs labextension constraints env parts release
 
 demo:
 	@scripts/bootstrap.sh demo
@@ -50,6 +51,9 @@ golden: parts
 	@rm -rf tests/golden/recorded
 	@GPUSPAWNER_RECORD_GOLDENS=1 $(PY) -m pytest tests/golden -q
 	@git status --short tests/golden/recorded
+
+release: env
+	@scripts/release.sh
 
 docs:
 	@scripts/bootstrap.sh docs
