@@ -19,10 +19,10 @@ PAIRS = {
 EXTRAS = ".[demo,postgres,test,dev,docs]"
 
 ONLY_MAIN = (
-    # The documentation describes the newest versions; the recorded pages hold HTML and schemas of
+    # The documentation describes the newest versions; what is recorded holds HTML and schemas of
     # JupyterHub and pydantic.
     "--ignore=tests/unit/docs",
-    "--ignore=tests/golden/test_pages.py",
+    "--ignore=tests/golden",
 )
 
 
