@@ -34,6 +34,7 @@ class AuthPage(web.HTTPError):
 
     def __init__(self, status: int, message: str, *, markup: str, headline: str) -> None:
         super().__init__(status, message, reason=HTTPStatus(status).phrase)
+        self.jupyterhub_message = message  # JupyterHub 5 would show the phrase alone
         self.jupyterhub_html_message = markup
         self.headline = headline
 
