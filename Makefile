@@ -9,6 +9,7 @@
 # make golden records anew what tests/golden compares with: help, pages, schema, settings and so on
 # make release  everything of a release up to the upload, into dist/, from the last commit (network)
 # make docs   builds the documentation into docs/_build, and checks its prose
+# make screenshots  takes the pictures of the documentation anew, from the demo (Chromium)
 # make labextension   builds images/common/lab anew from images/labextension (Node)
 # make constraints  writes constraints.txt anew, from the newest versions that setup.cfg allows
 # make env    the Python environment in .venv, for working on gpuspawner
@@ -18,7 +19,7 @@ PYTEST := $(PY) -m pytest --durations=30
 # Most tests wait for real parts most of the time: some processes share the files among them.
 SHARED ?= -n 5 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check quick test soak matrix audit bench golden docs labextension constraints env parts release
+.PHONY: demo check quick test soak matrix audit bench golden docs screenshots labextension constraints env parts release
 
 demo:
 	@scripts/bootstrap.sh demo
@@ -60,6 +61,9 @@ docs:
 	@$(PY) docs/check_prose.py
 	@$(PY) -m sphinx -E -W -q -b html docs docs/_build
 	@echo "The documentation is in docs/_build/index.html."
+
+screenshots: parts
+	@$(PY) scripts/screenshots.py
 
 labextension:
 	cd images/labextension && npm install --no-save --ignore-scripts && npm run build

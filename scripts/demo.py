@@ -128,6 +128,11 @@ class Demo:
         )
 
     @property
+    def url(self) -> str:
+        """The hub's address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
     def owner(self) -> str:
         """The name of what this demo owns in an engine; try_out.py makes the same."""
         return f"gpuspawner-demo-{self.state.name()}"
@@ -185,7 +190,7 @@ class Demo:
     def _wait_for(self, path: str, seconds: float) -> bool:
         """Whether something answers there in time. Raises Stop when the hub ends."""
         deadline = time.monotonic() + seconds
-        while not _answers(f"http://127.0.0.1:{self.port}{path}"):
+        while not _answers(f"{self.url}{path}"):
             if self.hub is None or self.hub.poll() is not None:
                 raise Stop(f"The hub ended at once. {self._last_words()}")
             if time.monotonic() > deadline:
@@ -218,7 +223,7 @@ class Demo:
         else:
             data = "~/datasets/sample is for reading (local processes: not enforced)."
         return f"""
-  Sign in at      http://127.0.0.1:{self.port}
+  Sign in at      {self.url}
   as a member     {members:20} password  {self.passwords.members}
   as the admin    {ADMIN:20} password  {self.passwords.admin}
 
@@ -228,7 +233,7 @@ class Demo:
        {work}{data}
        Sign in as a second member in another browser, and take all GPUs.
        In another shell, from here:  .venv/bin/gpuspawner queue
-       Stop your server, and see what it cost: http://127.0.0.1:{self.port}/services/gpu/
+       Stop your server, and see what it cost: {self.url}/services/gpu/
 
   Log: {self.state.log}
   Ctrl-C ends the demo; members, balances and files stay for the next one.

@@ -255,10 +255,10 @@ def copy_checkout(folder: Path) -> None:
     """Make a repository of the checkout as it is now, with what is not committed yet."""
     listed = processes.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=REPO)
     for name in filter(None, listed.split("\0")):
-        if (REPO / name).is_file():
-            target = folder / name
+        source, target = REPO / name, folder / name
+        if source.is_file() or source.is_symlink():
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPO / name, target)
+            shutil.copy2(source, target, follow_symlinks=False)
     git: list[str | Path] = ["git", "-c", "user.name=tests", "-c", "user.email=tests@lab.example"]
     processes.run(["git", "init", "-q", folder])
     processes.run([*git, "add", "-A"], cwd=folder)
