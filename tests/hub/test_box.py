@@ -92,7 +92,7 @@ def test_tutorial_works_as_it_is_written(
     # 2. Two members on two GPUs.
     devices, credit, queue, leases, backup, restart = sections
     ada, bob = (Visitor(site.url, name, password) for name in ("ada", "bob"))
-    seen = []
+    seen = list[str]()
     for member in (ada, bob):
         member.spawn(ONE_GPU)
         if not seen:
