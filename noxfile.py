@@ -22,6 +22,7 @@ ONLY_MAIN = (
     # The documentation describes the newest versions; what is recorded holds HTML and schemas of
     # JupyterHub and pydantic.
     "--ignore=tests/unit/docs",
+    "--ignore=tests/integration/docs",
     "--ignore=tests/golden",
 )
 
