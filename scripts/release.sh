@@ -66,8 +66,8 @@ install() {
     quietly "$work/tools/bin/pip" --python "$venv" install --find-links "$out" "$@"
     quietly "$work/tools/bin/pip" --python "$venv" check
 }
-# environment PYTHON NAME: a new environment $venv with one of the distributions, and with --bill, its
-# bill of materials.
+# environment PYTHON NAME: a new environment $venv with one of the distributions, and for the newest
+# Python, its bill of materials.
 environment() {
     venv=$work/venv
     "$1" -m venv --clear --without-pip "$venv"

@@ -67,7 +67,7 @@ environments:
 CONFIG = f"""
 c.GPURates.by_model = {{"*": 3600}}  # a credit a second: what is charged by mistake shows
 c.GPUCredits.opening_grant = {GRANT}
-c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 30}}  # whoever asks hears why it failed
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 30}}  # the answer says why a start failed
 
 from gpuspawner.spawners.docker import GPUDockerSpawner
 
