@@ -54,6 +54,7 @@ PURE = (
     "core/test_weeks",
     "deployment/test_dockerfiles",
     "devices",
+    "docs",
     "engines/test_process_owners",
     "leases",
     "ledger/test_credit_policy",
@@ -70,7 +71,8 @@ PURE = (
     "scripts",
     "storage",
 )
-"""Unit tests of what imports little but Python itself, and of what reads files in our own way."""
+"""Unit tests of what imports little but Python itself, and of what reads files in our own way; those
+of the documentation, which is built with the newest versions."""
 
 OWN = ("support",)
 """Unit tests of the tests' own support, which needs more than is installed here."""
