@@ -3,7 +3,7 @@
 # make quick  the tests that start no part but one hub: rules, repositories on SQLite, services
 # make test   every test with real parts, kill loops at a tenth (ARGS="-k name" for some)
 # make soak   every test at full count, all images, each benchmark once: before a release
-# make matrix the tests of make quick, and those with hubs, with other versions (noxfile.py)
+# make matrix the tests of make quick, and those with hubs or PostgreSQL, with other versions (nox)
 # make audit  known vulnerabilities in what is installed (needs the network)
 # make bench  every benchmark (TRACE=jobs.csv for those that replay one)
 # make golden records anew what tests/golden compares with: help, pages, schema, settings and so on

@@ -26,6 +26,10 @@ MEMORY = Path("/dev/shm")
 NEEDED = 4 * 2**30
 """Bytes that must be free in memory for databases to lie there, where making one is quick."""
 
+SERVERS = "/usr/lib/postgresql"
+"""Folder of servers, each in one named like its version. ``GPUSPAWNER_TEST_POSTGRES`` names another
+folder; then no other server will do."""
+
 STALE = 600
 """Seconds after which a folder without a server belongs to a run that was killed."""
 
@@ -83,6 +87,7 @@ class PrivatePostgres:
         wait_for(self._answers, "PostgreSQL to answer", timeout=30)
         if self not in LIVE:
             LIVE.append(self)
+        self._require_version()
 
     def halt(self, how: signal.Signals = signal.SIGINT) -> None:
         """Stop answering; the databases stay for the next :meth:`start`.
@@ -184,13 +189,24 @@ class PrivatePostgres:
     @property
     def _programs(self) -> Path:
         """The newest server that Debian installed, or the one on PATH."""
-        versions = Path("/usr/lib/postgresql").glob("*/bin/postgres")
+        servers = os.environ.get("GPUSPAWNER_TEST_POSTGRES")
+        versions = Path(servers or SERVERS).glob("*/bin/postgres")
         newest = sorted(versions, key=lambda p: float(p.parts[-3]))
         if newest:
             return newest[-1].parent
-        if on_path := shutil.which("postgres"):
+        if not servers and (on_path := shutil.which("postgres")):
             return Path(on_path).resolve().parent
-        raise RuntimeError("PostgreSQL's server is not installed: run scripts/test_parts.sh")
+        where = f"is not in {servers}" if servers else "is not installed: run scripts/test_parts.sh"
+        raise RuntimeError(f"PostgreSQL's server {where}")
+
+    def _require_version(self) -> None:
+        """Raise AssertionError if the server's version is not that of its folder."""
+        with contextlib.closing(self._connect()) as connection, connection.cursor() as cursor:
+            cursor.execute("SELECT version()")
+            (says,) = cursor.fetchone() or ("",)
+        wanted = self._programs.parent.name
+        if wanted.isdigit():  # not where it is the one on PATH
+            assert says.startswith(f"PostgreSQL {wanted}."), f"{self._programs} is {says}"
 
     def _as_user(self, command: list[str]) -> list[str]:
         if os.geteuid() != 0:
