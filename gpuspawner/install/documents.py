@@ -69,6 +69,7 @@ def _render(template: str, values: Mapping[str, Any]) -> str:
 def _values(answers: Answers, bin_folder: str, **more: str | bool) -> dict[str, Any]:
     return {
         "example": False,
+        "tljh": "",
         "auth": answers.auth,
         "domain": answers.domain or EXAMPLE_DOMAIN,
         "admins": answers.admins,
@@ -109,6 +110,28 @@ def configuration_files(
 def catalog_file(text: str | None = None) -> TargetFile:
     """Return the catalog: a site's own, or the one of hub_config."""
     return TargetFile(CATALOG, _render("catalog.yaml", {}) if text is None else text)
+
+
+def tljh_files(prefix: str, bin_folder: str, config: str) -> tuple[list[TargetFile], ...]:
+    """Return the files for TLJH: those that an admin edits, and all others.
+
+    Args:
+        prefix: TLJH's folder.
+        bin_folder: The folder of its ``jupyterhub`` command.
+        config: The configuration file that its hub reads.
+    """
+    values = {"tljh": prefix, "config": config, "gateway": gateway_of(SUBNET), "bin": bin_folder}
+    folder = f"{prefix}/config/jupyterhub_config.d"
+    edited = [
+        TargetFile(f"{folder}/gpuspawner.py", _render("tljh_config.py", values)),
+        TargetFile(f"{folder}/catalog.yaml", catalog_file().text),
+    ]
+    drop_in = f"{UNIT_FOLDER}/jupyterhub.service.d/gpuspawner.conf"
+    others = [
+        TargetFile(drop_in, _render("tljh_unit.conf", values)),
+        TargetFile(COMMAND, _render("gpuspawner.sh", values), PROGRAM),
+    ]
+    return edited, others
 
 
 def secret_files(

@@ -132,6 +132,36 @@ def _said(done: ProgramResult) -> str:
     return f" It says: {done.output}" if done.output else ""
 
 
+def run_program(host: Host, *command: str) -> None:
+    """Run a program that changes the machine. Raises Refused if it fails."""
+    done = host.run(*command)
+    if done.code:
+        problem = f"This command failed ({done.code}): {' '.join(command)}."
+        raise Refused(f"{problem}{_said(done)}")
+
+
+def has_network(host: Host, subnet: str) -> bool:
+    """Return True if the servers' network is there. Raises Refused if it has other addresses."""
+    names = _engine(host, "ls", "--filter", f"name=^{NETWORK}$", "--format", "{{.Name}}")
+    if NETWORK not in names.splitlines():
+        return False
+    form = "{{range .IPAM.Config}}{{.Subnet}} {{end}}"
+    found = _engine(host, "inspect", "--format", form, NETWORK).split()
+    if subnet not in found:
+        raise Refused(
+            f"The Docker network {NETWORK} is there with the addresses {' '.join(found)}, not "
+            f"{subnet}: name them with --subnet, or remove it: docker network rm {NETWORK}"
+        )
+    return True
+
+
+def _engine(host: Host, *command: str) -> str:
+    done = host.run(*_DOCKER, *command)
+    if done.code:
+        raise Refused(f"{NO_ENGINE}{_said(done)}")
+    return done.output
+
+
 def run_as_hub(files: FileTree, host: Host, machine: Machine, program: str, *arguments: str) -> int:
     """Run a program beside ``gpuspawner`` as the hub's unit does, and return its exit code."""
     variables = rules.read_variables(files.read(ENVIRONMENT) or "")
@@ -168,7 +198,7 @@ class Installer:
         if found := list(obstacles):
             raise Refused("\n".join(found))
         runs = self.host.runs
-        needs_network = runs and not self._has_network(answers.subnet)
+        needs_network = runs and not has_network(self.host, answers.subnet)
         return Plan(
             answers,
             tuple(self._change(file, choices.force) for file in self._wanted(choices, machine)),
@@ -195,25 +225,6 @@ class Installer:
         before, mode = self.files.read(path), self.files.mode(path)
         return rules.decide(file, before, mode, hashes, force=force)
 
-    def _has_network(self, subnet: str) -> bool:
-        names = self._engine("ls", "--filter", f"name=^{NETWORK}$", "--format", "{{.Name}}")
-        if NETWORK not in names.splitlines():
-            return False
-        form = "{{range .IPAM.Config}}{{.Subnet}} {{end}}"
-        found = self._engine("inspect", "--format", form, NETWORK).split()
-        if subnet not in found:
-            raise Refused(
-                f"The Docker network {NETWORK} is there with the addresses {' '.join(found)}, not "
-                f"{subnet}: name them with --subnet, or remove it: docker network rm {NETWORK}"
-            )
-        return True
-
-    def _engine(self, *command: str) -> str:
-        done = self.host.run(*_DOCKER, *command)
-        if done.code:
-            raise Refused(f"{NO_ENGINE}{_said(done)}")
-        return done.output
-
     # Changing it.
 
     def apply(self, plan: Plan) -> Iterator[str]:
@@ -228,13 +239,15 @@ class Installer:
         if not plan.is_empty:
             self.files.save_record(during)
         if plan.needs_user:
-            self._run("useradd", "--system", "--groups", "docker", USER)
+            run_program(self.host, "useradd", "--system", "--groups", "docker", USER)
             yield f"Made the user {USER}."
         if plan.needs_folder:
-            self._run(*("install", "-d", "-m", "700", "-o", USER, "-g", USER, STATE_FOLDER))
+            run_program(
+                self.host, *("install", "-d", "-m", "700", "-o", USER, "-g", USER, STATE_FOLDER)
+            )
             yield f"Made the folder {STATE_FOLDER}, for the hub's databases."
         if plan.needs_network:
-            self._run(*network_command(plan.answers.subnet))
+            run_program(self.host, *network_command(plan.answers.subnet))
             yield f"Made the Docker network {NETWORK} ({plan.answers.subnet})."
         for change in plan.changes:
             if sentence := self._apply(change):
@@ -293,17 +306,11 @@ class Installer:
             found.add(HUB_UNIT)
         return tuple(sorted(found))
 
-    def _run(self, *command: str) -> None:
-        done = self.host.run(*command)
-        if done.code:
-            problem = f"This command failed ({done.code}): {' '.join(command)}."
-            raise Refused(f"{problem}{_said(done)}")
-
     # Starting it.
 
     def start(self, check: Callable[[], int]) -> Iterator[str]:
         """Start the proxy, check, and start the hub if the check is green. Raises Refused."""
-        self._run("systemctl", "daemon-reload")
+        run_program(self.host, "systemctl", "daemon-reload")
         yield from self._start(PROXY_UNIT, "the proxy")
         yield f"Checking what the hub needs, as the user {USER}:"
         if check():
@@ -316,11 +323,11 @@ class Installer:
     def _start(self, unit: str, name: str) -> Iterator[str]:
         is_active = self._is("active", unit)
         if not (is_active and self._is("enabled", unit)):
-            self._run("systemctl", "enable", "--now", unit)
+            run_program(self.host, "systemctl", "enable", "--now", unit)
         if not is_active:
             yield f"Started {name}."
         elif unit in self.record.restarts:
-            self._run("systemctl", "restart", unit)
+            run_program(self.host, "systemctl", "restart", unit)
             yield f"Restarted {name}. Members' servers went on."
         restarts = tuple(each for each in self.record.restarts if each != unit)
         self.record = replace(self.record, restarts=restarts)

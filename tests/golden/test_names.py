@@ -81,7 +81,7 @@ def test_entry_points_match_the_recording(golden: Golden) -> None:
     for group, text in parser["options.entry_points"].items():
         for line in filter(None, text.splitlines()):
             name, _, target = line.partition("=")
-            lines.append(f"{group}: {name.strip()} = {target.rpartition(':')[2]}")
+            lines.append(f"{group}: {name.strip()} = {target.rpartition(':')[2].strip()}")
     golden("entry-points.txt", "\n".join(sorted(lines)))
 
 
