@@ -28,8 +28,12 @@ NOW = datetime(2026, 11, 27, 9, tzinfo=timezone.utc)
 FOLDERS = ("/etc/gpuspawner", "/var/lib/gpuspawner", "/var/backups/gpuspawner")
 """Folders of a hub's machine; here each is the site's own."""
 PAGES = [page for page in doc_blocks.pages() if page not in steps.FOLLOWED and steps.typed_in(page)]
-STOPPED = ("refund-a-session", "rename-a-member", "set-the-order-of-the-queue")
+STARTED_ANEW = ("free-a-gpu-that-stays-leased", "refund-a-session")
+"""Pages that begin when Ada's server has ended, and her next one runs."""
+STOPPED = (*STARTED_ANEW, "rename-a-member", "set-the-order-of-the-queue")
 """Pages that begin when Ada's server has ended."""
+GONE = "0:0"
+"""A process that is gone, for everybody: only root sees each process of other users."""
 COURSE = "member,amount,reason\nada,10,week 1\nbob,10,\n"
 JOBS = "timestamp,duration,num_gpus,group\n2026-10-01 08:01:43,1609,2,course-ml\n"
 
@@ -84,10 +88,10 @@ def prepare(page: Path, site: Site) -> None:
         services.ledger.charge_all()
         adas = services.leases.of_account("member:ada")[0]
         services.leases.release(adas.id, ended_at=clock(), reason="stopped")
-    if page.stem == "refund-a-session":
+    if page.stem in STARTED_ANEW:
         for ticket in services.queue.waiting():
             services.queue.cancel(ticket.id, actor="kim", reason="for Ada's next server")
-        start(services, clock, "ada", model="A100")
+        start(services, clock, "ada", model="A100", engine_ref=GONE)
     if page.stem == "refill-credits":
         services.ledger.open_group_account("course-ml", actor="kim")
 
