@@ -74,6 +74,14 @@ def can_be_run(line: str) -> bool:
     return Path(words[0]).name in PROGRAMS and not checks().ENDS.intersection(words)
 
 
+def is_tried(block: Block) -> bool:
+    """Return True if a block says why no test runs it, and a test can try whether that is so."""
+    if not block.reason or block.language == "python":
+        return bool(block.reason)
+    lines = [line for line, _ in lines_of(block)]
+    return all(calls_in(line) and can_be_run(line) for line in lines)
+
+
 def is_assignment(line: str) -> bool:
     """Return True if a line only sets a variable of the shell."""
     return bool(re.fullmatch(r"(export )?[A-Z]+=\S+", line))
