@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -12,11 +14,13 @@ from typing import Any
 import click
 
 from ..catalog.loader import Catalog
+from ..cli.check import line_of
 from ..cli.command import Command, Invocation, wants_json
 from ..cli.config import Settings
 from ..cli.output import note, show
 from ..cli.parameters import PATH, Parsed, flag, option, yes_option
 from ..core.errors import ConfigError, Refused
+from ..engines.preflight import CheckFinding, Status
 from . import rules
 from .files import FileTree
 from .host import Host, LocalHost, OfflineHost, run_apart
@@ -293,30 +297,38 @@ def upgrade_installed_hub(files: FileTree, host: Host, arguments: Sequence[str])
 @option("--backup", "FILE", "where the backup goes (default: beside the database)", type=PATH)
 @flag("--no-containers", "start no containers in the check, and skip what needs one")
 def upgrade(settings: Settings, backup: Path | None, no_containers: bool) -> int:
-    """Upgrade the database and check the hub. If one fails, the database is put back."""
+    """Upgrade the database and check the hub. If one fails, the database is put back.
+
+    A check that is not green before the upgrade either does not count.
+    """
     settings.require_hub()
     named = click.get_current_context().ensure_object(Invocation)
-    command = [sys.executable, "-c", RUN_GPUSPAWNER, "check"]
+    command = [sys.executable, "-c", RUN_GPUSPAWNER, "check", "--json"]
     command += ["-f", named.config] if named.config else []
     command += ["--database", named.database] if named.database else []
     command += ["--no-containers"] if no_containers else []
     upgrader = Upgrader(settings.database_url, lambda: run_check(command))
     file = (backup or upgrader.backup_path()).absolute()
     say = note if wants_json() else click.echo
-    with closing(upgrader.run(file)) as sentences:
-        for sentence in sentences:
-            say(sentence)
+    with closing(upgrader.run(file)) as steps:
+        for step in steps:
+            say(line_of(step) if isinstance(step, CheckFinding) else step)
     if wants_json():
-        value = {"database": str(upgrader.place), "ok": not upgrader.code}
+        value = {"database": str(upgrader.place), "ok": upgrader.ok}
         show(value | {"backup": str(file) if upgrader.changed else None}, "")
-    return upgrader.code
+    return 0 if upgrader.ok else 1
 
 
-def run_check(command: Sequence[str]) -> int:
-    """Run the check in a process of its own, and return its exit code."""
-    sys.stdout.flush()
-    to = sys.stderr if wants_json() else None  # one JSON object is the output
-    return run_apart(command, stdout=to)
+def run_check(command: Sequence[str]) -> list[CheckFinding]:
+    """Run the check in a process of its own. Raises Refused if it says nothing."""
+    with tempfile.TemporaryFile() as output:
+        code = run_apart(command, stdout=output)
+        output.seek(0)
+        try:
+            found = json.load(output)["checks"]
+        except ValueError:
+            raise Refused(f"The check ended with {code}, and found nothing.") from None
+    return [CheckFinding(**each | {"status": Status(each["status"])}) for each in found]
 
 
 @click.command()

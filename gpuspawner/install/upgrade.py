@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,20 +12,25 @@ from ..core.errors import BackupRefused, GPUSpawnerError, Refused
 from ..db import backup
 from ..db.engine import Store, newest, revision, sqlite_file, unknown_version, upgrade, versions
 from ..db.leader import LeaderLock
+from ..engines.preflight import CheckFinding, Status
 
 FOR_POSTGRESQL = (
     "This command upgrades SQLite databases. For PostgreSQL, stop the hub, make a copy with "
     "pg_dump --format=custom, and start the hub: it upgrades the database in one transaction, "
     "which leaves everything as it was if it fails."
 )
+DATABASE = "database"
+"""The check that is red before an upgrade, because of what the upgrade changes."""
 EARLIER = "To start the hub, install the earlier gpuspawner again."
 
 
 class Upgrader:
     """Upgrades an SQLite database that no hub or service uses."""
 
-    def __init__(self, url: str, check: Callable[[], int]) -> None:
+    def __init__(self, url: str, check: Callable[[], Sequence[CheckFinding]]) -> None:
         """Args: the database's URL, and a function that checks the hub in another process.
+
+        The check must not upgrade the database.
 
         Raises:
             Refused: The database is not an SQLite file, or there is none.
@@ -38,8 +43,8 @@ class Upgrader:
         self.url = url
         self.place = place
         self.check = check
-        self.code = 0
-        """The exit code of the check."""
+        self.ok = True
+        """False if the database is up to date and a check is red."""
         self.changed = False
         """True once the database was upgraded."""
 
@@ -48,29 +53,38 @@ class Upgrader:
         stamp = (at or datetime.now(timezone.utc)).strftime("%Y%m%d_%H%M%S")
         return self.place.parent / "backups" / f"before-upgrade-{stamp}.sqlite"
 
-    def run(self, file: Path) -> Generator[str, None, None]:
-        """Back up to ``file``, upgrade and check; yield a sentence for each step.
+    def run(self, file: Path) -> Generator[str | CheckFinding, None, None]:
+        """Back up to ``file``, upgrade and check; yield a sentence for each step, and findings.
 
-        If the upgrade or the check fails, the database is put back as it was. Raises Refused then,
-        and BackupRefused while a hub or a service uses the database, which is not changed.
+        If the upgrade fails, or a check that was green before it, the database is put back as it
+        was. Raises Refused then, and BackupRefused while a hub or a service uses the database,
+        which is not changed.
         """
         with self._alone() as store:
             before = self._version(store)
             if before == newest():
                 yield f"{self.place} is up to date (version {before}). Nothing was changed."
                 yield "Checking the hub:"
-                self.code = self.check()
+                findings = self.check()
+                yield from findings
+                self.ok = not _names(findings, Status.FAIL)
                 return
             _make_private_folder(file.parent)
             size = backup.back_up(store, file)
             yield f"Backed up {self.place} to {file} ({size / 1_000_000:.1f} MB)."
             try:
+                yield "Checking the hub as it is, to compare."
+                findings = self.check()
+                others = _names(findings, Status.FAIL, Status.UNCHECKED)
+                green = _names(findings, Status.OK) - others
                 self._upgrade(store)
                 yield f"Upgraded {self.place} from version {before} to {newest()}."
                 yield "Checking the hub:"
-                self.code = self.check()
-                if self.code:
-                    raise Refused("The check failed, as said above.")
+                findings = self.check()
+                yield from findings
+                red = _names(findings, Status.FAIL)
+                if broken := red & {*green, DATABASE}:
+                    raise Refused(f"Red now, and not before: {', '.join(sorted(broken))}.")
                 self.changed = True
             except GPUSpawnerError as error:
                 self._put_back(file)
@@ -78,6 +92,8 @@ class Upgrader:
             except BaseException:  # interrupted, or nobody reads the output any more
                 self._put_back(file)
                 raise
+            if red:
+                yield f"Not green before the upgrade either: {', '.join(sorted(red))}."
             yield f"The backup stays: {file}"
 
     @contextmanager
@@ -132,6 +148,10 @@ class Upgrader:
             f"{why} The database is as it was before (version {before}); its backup is {file}. "
             f"{EARLIER}"
         )
+
+
+def _names(findings: Sequence[CheckFinding], *of: Status) -> set[str]:
+    return {each.name for each in findings if each.status in of}
 
 
 def _make_private_folder(folder: Path) -> None:

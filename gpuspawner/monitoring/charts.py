@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from itertools import groupby
 from typing import NamedTuple
 
-from ..core.units import MICRO, format_credits
+from ..core.units import MICRO, format_credits, round_credits
 from ..leases.models import Lease, LeasedDevice
 from ..ledger.usage import LeaseUse
 from ..services import Services
@@ -69,15 +69,14 @@ def chart(uses: Sequence[LeaseUse], labels: Sequence[str]) -> Chart:
 
 
 def short(micro: int) -> str:
-    """Format credits in at most five characters: ``0``, ``0.25``, ``12.5``, ``3.4k``."""
+    """Format credits as a statement does: ``12.50``; from 10,000 on shorter: ``12k``, ``3.4M``."""
     if micro <= 0:
         return "0"
-    if micro < MICRO // 100:
-        return "<0.01"
-    for limit, places, unit in ((10, 2, 1), (1000, 1, 1), (10_000, 1, 1000), (10**6, 0, 1000)):
-        if micro + unit * 10 ** (6 - places) // 2 < limit * MICRO:  # also when it is rounded up
-            return format_credits(micro // unit, places) + ("k" if unit > 1 else "")
-    return format_credits(micro // 1_000_000, 1 if micro < (10**8 - 50_000) * MICRO else 0) + "M"
+    if round_credits(micro) < 10_000 * MICRO:
+        return format_credits(micro)
+    if micro < 999_500 * MICRO:
+        return f"{format_credits(micro // 1000, 0)}k"
+    return format_credits(micro // 10**6, 1 if micro < (10**8 - 50_000) * MICRO else 0) + "M"
 
 
 CURVE_WIDTH, CURVE_HEIGHT = 360, 96

@@ -133,6 +133,7 @@ def start(
     account: str = "",
     groups: frozenset[str] = ML,
     devices: int = 1,
+    engine_ref: str = "",
     **wants: Any,
 ) -> Lease:
     """A server that runs."""
@@ -142,7 +143,7 @@ def start(
     lease = services.queue.ask(ServerRef(user, server), request, engine="local", terms=terms)
     assert isinstance(lease, Lease)
     clock.forward(seconds=9)
-    return services.leases.confirm(lease.id)
+    return services.leases.confirm(lease.id, engine_ref)
 
 
 def wait(

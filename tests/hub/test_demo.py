@@ -22,8 +22,9 @@ import pytest
 from gpuspawner.core.units import MICRO, format_credits
 from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.services import Services
-from tests.support import images
+from tests.support import images, steps
 from tests.support.brokers import services_on
+from tests.support.doc_blocks import blocks_in
 from tests.support.engine import PrivateEngine
 from tests.support.nvml import nvml_library
 from tests.support.preloaded import PRELOADED
@@ -35,6 +36,8 @@ pytestmark = pytest.mark.usefixtures("processes")
 SCRIPT = REPO / "scripts" / "demo.py"
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
 OPENING_GRANT = 100 * MICRO
+PRESENT = 25 * MICRO
+"""What the tutorial gives member1."""
 LOOK = """
 import glob, json, os
 open("notes.txt", "a").write("one more run\\n")
@@ -248,6 +251,24 @@ def check_command_line(demo: DemoProcess) -> None:
     assert "4 devices" in found["check --no-containers"].stdout
 
 
+def follow_tutorial(demo: DemoProcess) -> None:
+    """Type what the tutorial types while the demo runs."""
+    (cell,) = (each.text for each in blocks_in(steps.TRY_IT) if each.language == "python")
+    member = Visitor(demo.url, "member1", demo.password())
+    assert member.run(cell).split() == [demo.leases()[0].uuids[0], "0.500000"]
+    environment = os.environ | {"GPUSPAWNER_DEMO_DIR": str(demo.folder)}
+    look, give = steps.typed_in(steps.TRY_IT)
+    printed = {}
+    for block in (look, give):
+        for line, _ in steps.lines_of(block):
+            (arguments,) = steps.calls_in(line)
+            done = PRELOADED.run(arguments, demo.folder.parent, environment, "")
+            assert done.returncode == 0, done.stdout + done.stderr
+            printed[arguments[0]] = done.stdout
+    assert printed["devices"].endswith("3 of 4 devices free (simulated)\n")
+    assert "a present" in printed["statement"]
+
+
 def check_nothing_runs(demo: DemoProcess, processes: list[psutil.Process]) -> None:
     """Neither a process of the demo's, nor anybody at its port, nor an open lease."""
     assert processes
@@ -270,6 +291,7 @@ def test_demo_runs_without_docker(local: DemoProcess) -> None:
 
     seen = use_gpus(local, 4, environment="notebook", gpus="1", gpu_model="T4")
     check_command_line(local)
+    follow_tutorial(local)
     check_environment(local, seen)
     assert seen["cwd"] == str(local.folder / "workspaces" / "member1" / "work")
     assert {"work", "datasets"} <= set(seen["files"]), "where JupyterLab's file browser opens"
@@ -280,9 +302,9 @@ def test_demo_runs_without_docker(local: DemoProcess) -> None:
     names = " ".join(" ".join(command_of(p)) for p in local.below())
     for part in ("jupyterhub -f", "proxy", "gpuspawner.service", "idle_culler", "singleuser"):
         assert part in names, names
-    check_end(local, OPENING_GRANT, seen, signal.SIGINT)
+    check_end(local, OPENING_GRANT + PRESENT, seen, signal.SIGINT)
     left = local.balance()
-    assert 0 < left < OPENING_GRANT
+    assert 0 < left < OPENING_GRANT + PRESENT
 
     # The second demo finds everything again.
     password = local.password()

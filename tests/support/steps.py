@@ -15,12 +15,14 @@ from tests.support.doc_blocks import DOCS, Block, blocks_in, shell_in
 
 BOX = DOCS / "tutorials/your-gpu-box.md"
 COMPOSE = DOCS / "how-to/production/run-it-in-compose.md"
+TRY_IT = DOCS / "tutorials/try-it.md"
 SCRIPT = DOCS / "how-to/members/use-it-from-a-script.md"
 REQUEST = DOCS / "reference/requests.md"
 
 FOLLOWED = {
     BOX: "tests/hub/test_box.py",
     COMPOSE: "tests/attacks/test_compose.py",
+    TRY_IT: "tests/hub/test_demo.py",
     SCRIPT: "tests/hub/test_scripts.py",
     REQUEST: "tests/hub/test_scripts.py",
 }
@@ -70,6 +72,14 @@ def can_be_run(line: str) -> bool:
     if not words or is_assignment(line):
         return True
     return Path(words[0]).name in PROGRAMS and not checks().ENDS.intersection(words)
+
+
+def is_tried(block: Block) -> bool:
+    """Return True if a block says why no test runs it, and a test can try whether that is so."""
+    if not block.reason or block.language == "python":
+        return bool(block.reason)
+    lines = [line for line, _ in lines_of(block)]
+    return all(calls_in(line) and can_be_run(line) for line in lines)
 
 
 def is_assignment(line: str) -> bool:

@@ -21,6 +21,7 @@ import pytest
 from tests.golden.scenario import fill, start
 from tests.golden.site import ADMIN, SERVICE, Site
 from tests.support import doc_blocks, steps
+from tests.support.doc_blocks import Block
 from tests.support.service_process import token_of
 
 NOW = datetime(2026, 11, 27, 9, tzinfo=timezone.utc)
@@ -28,8 +29,17 @@ NOW = datetime(2026, 11, 27, 9, tzinfo=timezone.utc)
 FOLDERS = ("/etc/gpuspawner", "/var/lib/gpuspawner", "/var/backups/gpuspawner")
 """Folders of a hub's machine; here each is the site's own."""
 PAGES = [page for page in doc_blocks.pages() if page not in steps.FOLLOWED and steps.typed_in(page)]
-STOPPED = ("refund-a-session", "rename-a-member", "set-the-order-of-the-queue")
+MARKED = [
+    page
+    for page in doc_blocks.pages()
+    if any(steps.is_tried(block) for block in doc_blocks.blocks_in(page))
+]
+STARTED_ANEW = ("free-a-gpu-that-stays-leased", "refund-a-session")
+"""Pages that begin when Ada's server has ended, and her next one runs."""
+STOPPED = (*STARTED_ANEW, "rename-a-member", "set-the-order-of-the-queue")
 """Pages that begin when Ada's server has ended."""
+GONE = "0:0"
+"""A process that is gone, for everybody: only root sees each process of other users."""
 COURSE = "member,amount,reason\nada,10,week 1\nbob,10,\n"
 JOBS = "timestamp,duration,num_gpus,group\n2026-10-01 08:01:43,1609,2,course-ml\n"
 
@@ -53,21 +63,47 @@ def test_what_a_page_types_works_and_prints_what_the_page_shows(page: Path, site
             words["1fb536fd"] = site.services.ledger.statement("member:ada")[0].transfer[:8]
         if "4c1d09ab" in block.text:  # which the block before it made
             words["4c1d09ab"] = site.services.refills.all_refills()[-1].id
-        for line, shown in steps.lines_of(block):
-            where = f"{doc_blocks.name_of(page)}:{block.line}: {line}"
-            is_refusal = shown[:1] and shown[0].startswith("gpuspawner: ")
-            assert steps.can_be_run(line), where
-            typed = replaced(line, words)
-            if steps.is_assignment(typed):
-                variables.append(typed)
-            elif calls := steps.calls_in(typed):
-                for arguments in calls:
-                    printed = site.command(*arguments)
-                    if arguments[0] != "check":  # it fails where a GPU is sick, as one is here
-                        assert ("(exit code" in printed) == bool(is_refusal), (where, printed)
-                    compare(where, [site.plain(replaced(each, words)) for each in shown], printed)
-            else:
-                run_in_bash(where, [steps.CURL, *variables, typed], page, site)
+        run_block(block, words, variables, page, site)
+
+
+@pytest.mark.parametrize("page", MARKED, ids=doc_blocks.name_of)
+def test_a_block_with_a_reason_not_to_be_run_does_not_run(
+    page: Path, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the reason is needless. A block of other programs than gpuspawner is not tried."""
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    monkeypatch.setenv("PATH", str(site.folder))  # nor does Slurm of this machine take part
+    prepare(page, site)
+    words = words_of(page, site)
+    for block in doc_blocks.blocks_in(page):
+        if steps.is_tried(block):
+            with pytest.raises(AssertionError):
+                run_block(block, words, [], page, site)
+
+
+def run_block(
+    block: Block, words: Mapping[str, str], variables: list[str], page: Path, site: Site
+) -> None:
+    """Type each line of a block; fail unless it does what the page says."""
+    if block.language == "python":
+        program = [sys.executable, "-I", "-S", "-c", block.text]  # without any package
+        assert subprocess.run(program, capture_output=True).returncode == 0
+        return
+    for line, shown in steps.lines_of(block):
+        where = f"{doc_blocks.name_of(page)}:{block.line}: {line}"
+        is_refusal = shown[:1] and shown[0].startswith("gpuspawner: ")
+        assert steps.can_be_run(line), where
+        typed = replaced(line, words)
+        if steps.is_assignment(typed):
+            variables.append(typed)
+        elif calls := steps.calls_in(typed):
+            for arguments in calls:
+                printed = site.command(*arguments)
+                if arguments[0] != "check":  # it fails where a GPU is sick, as one is here
+                    assert ("(exit code" in printed) == bool(is_refusal), (where, printed)
+                compare(where, [site.plain(replaced(each, words)) for each in shown], printed)
+        else:
+            run_in_bash(where, [steps.CURL, *variables, typed], page, site)
 
 
 def prepare(page: Path, site: Site) -> None:
@@ -84,10 +120,10 @@ def prepare(page: Path, site: Site) -> None:
         services.ledger.charge_all()
         adas = services.leases.of_account("member:ada")[0]
         services.leases.release(adas.id, ended_at=clock(), reason="stopped")
-    if page.stem == "refund-a-session":
+    if page.stem in STARTED_ANEW:
         for ticket in services.queue.waiting():
             services.queue.cancel(ticket.id, actor="kim", reason="for Ada's next server")
-        start(services, clock, "ada", model="A100")
+        start(services, clock, "ada", model="A100", engine_ref=GONE)
     if page.stem == "refill-credits":
         services.ledger.open_group_account("course-ml", actor="kim")
 

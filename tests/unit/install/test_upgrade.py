@@ -1,10 +1,11 @@
-"""`gpuspawner upgrade`. Real: SQLite files, migrations, backups, the leader lock. Stand-in: the
-check, and on an installed machine the programs."""
+"""`gpuspawner upgrade`. Real: SQLite files, migrations, backups, the leader lock. Stand-ins: the
+check, but for one test, and on an installed machine the programs."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from gpuspawner.core.errors import Refused
 from gpuspawner.db import backup, engine
 from gpuspawner.db.engine import Store
 from gpuspawner.db.leader import LeaderLock
+from gpuspawner.engines.preflight import CheckFinding, Status
 from gpuspawner.install import commands, upgrade
 from gpuspawner.install.files import FileTree
 from tests.unit.install.machine import BIN, FakeHost, run
@@ -53,23 +55,35 @@ def closed() -> Iterator[None]:
         Store._open[url].close()
 
 
-class Check:
-    """The check, which looks at the database and ends as it is told."""
+FULL = [CheckFinding("disk", Status.FAIL, "it is full")]
 
-    def __init__(self, path: Path, code: int = 0, error: BaseException | None = None) -> None:
-        self.path, self.code, self.error = path, code, error
+
+class Check:
+    """The check, which looks at the database, changes it, and finds what it is told.
+
+    Without being told, it finds the disk green, and the database if that is of the newest version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.before: list[CheckFinding] = []
+        self.after: list[CheckFinding] = []
+        self.error: BaseException | None = None
         self.versions: list[str] = []
         self.commands: list[list[str]] = []
 
-    def __call__(self, command: Sequence[str]) -> int:
+    def __call__(self, command: Sequence[str]) -> list[CheckFinding]:
         self.commands.append(list(command[3:]))
         self.versions.append(version(self.path))
         with closing(sqlite3.connect(self.path)) as connection:
             connection.execute("UPDATE proof SET text = 'changed'")
             connection.commit()
-        if self.error:
+        is_newest = self.versions[-1] == engine.newest()
+        if self.error and is_newest:
             raise self.error
-        return self.code
+        database = CheckFinding("database", Status.OK if is_newest else Status.FAIL, "as it is")
+        disk = [CheckFinding("disk", Status.OK, "it has room")]
+        return [database, *((self.after if is_newest else self.before) or disk)]
 
 
 def version(path: Path) -> str:
@@ -99,7 +113,8 @@ def check(database: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
 def test_upgrade_backs_up_migrates_and_checks(database: Path, check: Check) -> None:
     done = run("upgrade")
     assert done.code == 0, done.output
-    assert check.versions == [engine.newest()] and check.commands == [["check"]]
+    assert check.versions == [OLD, engine.newest()]
+    assert check.commands == [["check", "--json"]] * 2
     assert version(database) == engine.newest()
     (kept,) = backups(database)
     assert version(kept) == OLD and proof(kept) == "as before"
@@ -109,16 +124,18 @@ def test_upgrade_backs_up_migrates_and_checks(database: Path, check: Check) -> N
 
 
 def test_failed_check_puts_the_database_back(database: Path, check: Check) -> None:
-    check.code = 1
+    check.after = FULL
     done = run("upgrade", "--no-containers")
     assert done.code == 1
-    assert check.versions == [engine.newest()] and check.commands == [["check", "--no-containers"]]
+    assert check.versions == [OLD, engine.newest()]
+    assert check.commands == [["check", "--json", "--no-containers"]] * 2
     assert version(database) == OLD and proof(database) == "as before"
     assert database.stat().st_mode & 0o777 == 0o600
     (kept,) = backups(database)
-    assert f"The check failed, as said above. The database is as it was before (version {OLD})" in (
+    assert f"Red now, and not before: disk. The database is as it was before (version {OLD})" in (
         done.output
     )
+    assert re.search("FAIL +disk +it is full", done.output)
     assert str(kept) in done.output and "install the earlier gpuspawner" in done.output
     assert {path.name for path in database.parent.glob("gpuspawner.sqlite*")} == {
         "gpuspawner.sqlite",
@@ -126,10 +143,49 @@ def test_failed_check_puts_the_database_back(database: Path, check: Check) -> No
     }
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        FULL,
+        [CheckFinding("disk", Status.UNCHECKED, "nobody knows")],
+        [CheckFinding("disk", Status.OK, "of members"), *FULL],
+    ],
+)
+def test_check_that_was_not_green_before_undoes_nothing(
+    database: Path, check: Check, before: list[CheckFinding]
+) -> None:
+    check.before, check.after = before, FULL
+    done = run("upgrade")
+    assert done.code == 0, done.output
+    assert version(database) == engine.newest()
+    assert "Not green before the upgrade either: disk." in done.output
+
+
+def test_database_that_stays_red_is_put_back(database: Path, check: Check) -> None:
+    check.after = [CheckFinding("database", Status.FAIL, "it does not forbid double leases")]
+    done = run("upgrade")
+    assert done.code == 1 and "Red now, and not before: database." in done.output
+    assert version(database) == OLD and proof(database) == "as before"
+
+
+def test_real_check_is_read_before_and_after(database: Path) -> None:
+    """The hub's spawner leases no GPUs: a configuration that is red both times."""
+    done = run("upgrade", "--no-containers")
+    assert done.code == 0, done.output
+    assert version(database) == engine.newest()
+    assert re.search(f"ok +database .*version {engine.newest()}", done.output), done.output
+    assert re.search("Not green before the upgrade either: .*configuration", done.output)
+
+
+def test_check_that_says_nothing_is_refused() -> None:
+    with pytest.raises(Refused, match="ended with 3, and found nothing"):
+        commands.run_check(["sh", "-c", "exit 3"])
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a file to another user")
 def test_database_that_is_put_back_has_its_owner(database: Path, check: Check) -> None:
     os.chown(database, 12345, 23456)
-    check.code = 1
+    check.after = FULL
     assert run("upgrade").code == 1
     found = database.stat()
     assert (found.st_uid, found.st_gid) == (12345, 23456)
@@ -150,7 +206,7 @@ def test_failed_migration_puts_the_database_back(
     assert done.code == 1 and "The upgrade failed (OperationalError: no such table: nowhere)" in (
         done.output
     )
-    assert check.versions == []
+    assert check.versions == [OLD]
     assert version(database) == OLD and proof(database) == "as before"
 
 
@@ -166,21 +222,21 @@ def test_lost_terminal_puts_the_database_back(
     seen = []
 
     def say(sentence: str, **options: Any) -> None:
-        if sentence.startswith("Checking"):
+        if sentence == "Checking the hub:":
             seen.append(version(database))
             raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
         patch.setattr(commands.click, "echo", say)
         assert run("upgrade", "--no-containers").code == 1
-    assert seen == [engine.newest()] and check.versions == []
+    assert seen == [engine.newest()] and check.versions == [OLD]
     assert version(database) == OLD and proof(database) == "as before"
 
 
 def test_database_that_cannot_be_put_back_is_reported(
     database: Path, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check.code = 1
+    check.after = FULL
 
     def refuse(place: Path, file: Path) -> None:
         raise backup.BackupRefused("The disk is full.")
@@ -196,8 +252,8 @@ def test_second_upgrade_changes_nothing(database: Path, check: Check) -> None:
     before = backups(database)
     done = run("upgrade")
     assert "is up to date" in done.output and backups(database) == before
-    check.code = 1
-    assert run("upgrade").code == 1, "the check's exit code"
+    check.after = FULL
+    assert run("upgrade").code == 1, "the check is red"
     assert version(database) == engine.newest()
 
 
@@ -267,11 +323,11 @@ def test_check_runs_no_module_of_the_working_directory(
         (folder / name).write_text("print('of somebody else')")
     said = []
 
-    def ask_version(command: Sequence[str]) -> int:
-        assert command[3:] == ["check"]
+    def ask_version(command: Sequence[str]) -> list[CheckFinding]:
+        assert command[3:] == ["check", "--json"]
         words = [*command[:3], "--version"]
         said.append(subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout)
-        return 0
+        return []
 
     monkeypatch.setattr(commands, "run_check", ask_version)
     assert run("upgrade").code == 0

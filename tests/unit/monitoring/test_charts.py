@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.core.units import MICRO
+from gpuspawner.core.units import MICRO, format_credits
 from gpuspawner.ledger.usage import LeaseUse
 from gpuspawner.monitoring.charts import (
     CHART_HEIGHT,
@@ -43,20 +43,24 @@ def test_chart_bars_stay_inside_and_follow_cost_order(costs: list[int]) -> None:
     ("credits", "said"),
     [
         (0, "0"),
-        (0.001, "<0.01"),
-        (0.01, "0.01"),
-        (9.999, "10.0"),
-        (999.94, "999.9"),
-        (999.99, "1.0k"),
-        (9999, "10k"),
+        (0.001, "0.00"),
+        (0.006, "0.01"),
+        (9.999, "10.00"),
+        (12.534, "12.53"),
+        (9999.99, "9999.99"),
+        (9999.996, "10k"),
         (999_499, "999k"),
         (999_999, "1.0M"),
         (10**9, "1000M"),
     ],
 )
-def test_short_values_are_rounded_and_at_most_five_characters(credits: float, said: str) -> None:
-    assert short(round(credits * MICRO)) == said
-    assert len(said) <= 5
+def test_bars_have_the_figures_of_the_statement_unless_those_are_long(
+    credits: float, said: str
+) -> None:
+    micro = round(credits * MICRO)
+    assert short(micro) == said
+    assert said in ("0", format_credits(micro)) or credits > 9999.99
+    assert len(said) <= 7
 
 
 # Curves of what a device did.
