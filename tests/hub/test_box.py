@@ -1,7 +1,7 @@
-"""The tutorial "Your GPU box", from the first step to the last, and the Ansible role. Real: a new
-Debian 12 with systemd as its first process, packages, `gpuspawner init`, units, Docker in it, an
-image, members' kernels, Ansible. It is a container with this machine's kernel. Stand-ins: the GPUs,
-their driver, NVIDIA's hook."""
+"""The tutorial "Your GPU box", from the first step to the last, and the Ansible role. Real: new
+Debians with systemd as its first process, packages, `gpuspawner init`, units, Docker in it, an
+image, members' kernels, Ansible. Each is a container with this machine's kernel. Stand-ins: the
+GPUs, their driver, NVIDIA's hook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import steps
-from tests.support.box import COPY, Box
+from tests.support.box import COPY, MACHINES, Box
 from tests.support.doc_blocks import code_in
 from tests.support.engine import PrivateEngine
 from tests.support.images import DEBIAN
@@ -51,9 +51,15 @@ MODES = {
 
 @pytest.fixture
 def box(
-    soak: None, hubs: None, processes: None, engine: PrivateEngine, tmp_path: Path
+    request: pytest.FixtureRequest,
+    soak: None,
+    hubs: None,
+    processes: None,
+    engine: PrivateEngine,
+    tmp_path: Path,
 ) -> Iterator[Box]:
-    with Box(engine, tmp_path / "copy") as box:
+    machine = MACHINES[getattr(request, "param", "debian-12")]
+    with Box(engine, tmp_path / "copy", machine) as box:
         box.add_gpus(2)
         box.write("/root/catalog.yaml", CATALOG)
         yield box
@@ -66,6 +72,7 @@ def debian_of_images() -> str:
     return found[1]
 
 
+@pytest.mark.parametrize("box", MACHINES, indirect=True)
 def test_tutorial_works_as_it_is_written(
     box: Box, record_property: Callable[[str, object], None]
 ) -> None:

@@ -1,4 +1,4 @@
-"""A machine as somebody has it who begins with the tutorial: Debian 12, with systemd as its first
+"""A machine as somebody has it who begins with the tutorial: Debian, with systemd as its first
 process, its own Docker Engine and firewall, and a way out to the packages.
 
 It is a container of a private engine. Its network is its own; slirp4netns carries connections out,
@@ -29,7 +29,11 @@ from tests.support.processes import (
     wait_for,
 )
 
-MACHINE = Recipe("gpuspawner/machine:test", HERE / "machine", keep=True)
+MACHINES = {
+    system: Recipe(f"gpuspawner/machine:{system}", HERE / "machine", base=base, keep=True)
+    for system, base in images.SYSTEMS.items()
+}
+MACHINE = MACHINES["debian-12"]
 DOCKER_MACHINE = Recipe(
     "gpuspawner/docker-machine:test", HERE / "docker-machine", base=MACHINE.tag, keep=True
 )

@@ -1,6 +1,6 @@
 """The images that tests run, built once by a real engine and found again by their content.
 
-Nothing comes from an image registry: the base is made by debootstrap from Debian's packages.
+Nothing comes from an image registry: bases are made by debootstrap from packages.
 What is particular to the machine that builds (a company's certificates, a proxy) goes into
 that base and into build arguments here, so that the Dockerfiles stay as users need them.
 """
@@ -26,6 +26,11 @@ from tests.support.engine import PrivateEngine
 from tests.support.processes import REPO, as_root, kept_dir, one_at_a_time
 
 DEBIAN = "local/debian:bookworm"
+SYSTEMS = {
+    "debian-12": DEBIAN,
+    "debian-13": "local/debian:trixie",
+}
+"""Bases of a machine: each has its suite as its tag."""
 BASE = "gpuspawner/base:test"
 INSTANT = "gpuspawner/instant:test"
 EXITS = "gpuspawner/exits:test"
@@ -89,13 +94,15 @@ def ensure_images(
     """
     known = recipes()
     with one_at_a_time("images"):
-        _ensure_debian(engine)
+        _ensure_base(engine, DEBIAN)
         for tag in tags:
             build(engine, known[tag])
 
 
 def build(engine: PrivateEngine, recipe: Recipe) -> str:
     """Build one image unless the engine has it with this very content. Returns its tag."""
+    if recipe.base.startswith("local/"):
+        _ensure_base(engine, recipe.base)
     context = _context(recipe)
     content = _hash(context, json.dumps(dict(recipe.arguments)), _content(engine, recipe.base))
     copy = _kept(recipe.tag, content)
@@ -126,29 +133,30 @@ def build(engine: PrivateEngine, recipe: Recipe) -> str:
     return recipe.tag
 
 
-def _ensure_debian(engine: PrivateEngine) -> None:
+def _ensure_base(engine: PrivateEngine, image: str) -> None:
+    repository, suite = image.split(":")
     certificates = CERTIFICATES.read_bytes() if CERTIFICATES.exists() else b""
-    content = _hash({}, "bookworm minbase 1", hashlib.sha256(certificates).hexdigest())
-    if _content(engine, DEBIAN) == content:
+    content = _hash({}, f"{suite} minbase 1", hashlib.sha256(certificates).hexdigest())
+    if _content(engine, image) == content:
         return
-    tar = _kept(DEBIAN, content)
+    tar = _kept(image, content)
     if not tar.exists():
-        print("making a Debian base image with debootstrap ...", flush=True)
-        _debootstrap(tar)
+        print(f"making {image} with debootstrap ...", flush=True)
+        _debootstrap(suite, tar)
     changes = [f"LABEL {LABEL}={content}", 'CMD ["bash"]']
     if certificates:
         # pip brings its own list of authorities; a proxy's certificate is not in that.
         changes.append(f"ENV PIP_CERT={CERTIFICATES} NODE_EXTRA_CA_CERTS={CERTIFICATES}")
-    repository, tag = DEBIAN.split(":")
-    engine.client.import_image_from_file(str(tar), repository=repository, tag=tag, changes=changes)
+    source = str(tar)
+    engine.client.import_image_from_file(source, repository=repository, tag=suite, changes=changes)
 
 
-def _debootstrap(tar: Path) -> None:
+def _debootstrap(suite: str, tar: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="gpuspawner-debian-") as work:
         root = Path(work) / "root"
-        include = "--include=ca-certificates"
         environment = dict(os.environ, PATH=processes.system_path())
-        command = ["debootstrap", "--variant=minbase", include, "bookworm", str(root)]
+        include = "--include=ca-certificates"
+        command = ["debootstrap", "--variant=minbase", include, suite, str(root)]
         try:
             processes.run(as_root(command), env=environment)
             if CERTIFICATES.exists():
