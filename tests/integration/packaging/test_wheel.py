@@ -71,8 +71,8 @@ PURE = (
     "scripts",
     "storage",
 )
-"""Unit tests of what imports little but Python itself, and of what reads files in our own way; those
-of the documentation, which is built with the newest versions."""
+"""Unit tests of what imports little but Python itself, of what reads files in our own way, and of
+the documentation, which is built with the newest versions."""
 
 OWN = ("support",)
 """Unit tests of the tests' own support, which needs more than is installed here."""
