@@ -230,7 +230,7 @@ def _program_at(words: Sequence[str]) -> int | None:
     for at, word in enumerate(words):
         before = words[at - 1] if at else ""
         by_name = at == 0 or before in ("hub", "sudo") or (words[0] == "ssh" and at == 2)
-        by_path = word.endswith("/bin/gpuspawner") and before not in (*REDIRECTIONS, "755")
+        by_path = word.endswith("/bin/gpuspawner") and before not in (*REDIRECTIONS, "755", "rm")
         if by_path or (word == "gpuspawner" and by_name):
             return at
     return None

@@ -31,6 +31,7 @@ ADMINS = {
     "PROXY_API_URL": "Where the hub reaches the proxy's own interface.",
     "SERVICE_URL": "Where the accounting service listens.",
     "SLURM_CONF": "Path of `slurm.conf`, if neither the cluster file nor Slurm's default applies.",
+    "TLJH_INSTALL_PREFIX": "The folder of The Littlest JupyterHub. Default: `/opt/tljh`.",
 }
 """What an admin may set."""
 
