@@ -45,6 +45,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.globals["tljh"] = ""  # TLJH's folder, in the files for it
     environment.filters["shell"] = shlex.quote
     environment.filters["text"] = _python_text
     environment.filters["texts"] = _python_set
@@ -69,7 +70,6 @@ def _render(template: str, values: Mapping[str, Any]) -> str:
 def _values(answers: Answers, bin_folder: str, **more: str | bool) -> dict[str, Any]:
     return {
         "example": False,
-        "tljh": "",
         "auth": answers.auth,
         "domain": answers.domain or EXAMPLE_DOMAIN,
         "admins": answers.admins,
