@@ -72,7 +72,7 @@ def site(
 def start(site: ProviderSite) -> None:
     """Follow the page, up to the command `gpuspawner`."""
     box = site.box
-    clone, configuration, up, command = steps.filled_in(steps.COMPOSE, site.typed)
+    clone, configuration, up, command, *_ = steps.filled_in(steps.COMPOSE, site.typed)
     box.run(clone)
     assert SECRET in configuration
     box.run(configuration, typed=SECRETS)
@@ -125,6 +125,20 @@ def test_compose_servers_reach_only_the_hub_api(site: ProviderSite, attempt: Att
         " 'select count(*) from leases' gpuspawner"
     )
     assert int(tables.split()[0]) == 2
+
+
+def test_restore_brings_back_what_was_there_at_the_backup(site: ProviderSite) -> None:
+    box = site.box
+    *_, backup, restore = steps.filled_in(steps.COMPOSE, site.typed)
+    site.member("mallory")  # has an account from the first sign-in on
+    box.run("gpuspawner grant mallory 7 --reason 'before the backup'")
+    box.run(backup)
+    box.run("gpuspawner grant mallory 9 --reason 'after the backup'")
+    box.run(restore, timeout=300)
+    site.wait()
+    statement = box.run("gpuspawner statement mallory")
+    assert "before the backup" in statement and "after the backup" not in statement
+    box.run("test -s /var/backups/gpuspawner-hub/jupyterhub_cookie_secret")
 
 
 def containers(box: Box) -> list[str]:
