@@ -21,8 +21,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 FOLDER = REPO / "docs" / "_static" / "screenshots"
 PATIENCE_MS = 120_000
-SAMPLES_MS = 25_000
-"""A wait for some samples of the simulated GPUs, so that a running session has cost something."""
+LOOK_MS = 1000
+"""The pause between two looks at what a session has cost."""
 
 
 def take_all(demo: Demo, browser: Browser, folder: Path) -> None:
@@ -45,11 +45,14 @@ def take_all(demo: Demo, browser: Browser, folder: Path) -> None:
     take(third, folder / "waiting.png", 420)
 
     admin = sign_in(demo, browser, ADMIN)
-    admin.wait_for_timeout(SAMPLES_MS)
     admin.goto(f"{demo.url}/services/gpu/devices")
     take(admin, folder / "devices.png", 790)
 
     first.goto(f"{demo.url}/services/gpu/")
+    cost = first.locator("dt:text-is('Cost so far') + dd")
+    while cost.inner_text() == "0.00 credits":  # a T4 costs the first cent in half a minute
+        first.wait_for_timeout(LOOK_MS)
+        first.reload()
     first.get_by_role("button", name="Stop").first.click()
     first.get_by_role("button", name="Stop server").click()
     first.get_by_role("link", name="Receipt").click()

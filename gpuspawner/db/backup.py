@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from ..core.errors import BackupRefused, GPUSpawnerError
 from . import audit, hash_chain
-from .engine import BUSY_SECONDS, VERSION_TABLE, Store, upgrade
+from .engine import BUSY_SECONDS, VERSION_TABLE, Store, newest, revision, upgrade
 from .leader import LeaderLock
 from .schema import metadata
 
@@ -102,7 +102,18 @@ def _copy_file(store: Store, part: Path) -> None:
 
 
 def _copy_rows(store: Store, part: Path) -> None:
-    """Copy every row as of one moment into an SQLite file of the same version."""
+    """Copy every row as of one moment into an SQLite file of the same version.
+
+    Raises BackupRefused for another version than the newest: reading would upgrade the database.
+    """
+    with store.engine.connect() as connection:
+        found = revision(connection)
+    if found != newest():
+        raise BackupRefused(
+            f"Nothing was copied: the database has version {found}, and this gpuspawner copies "
+            f"only version {newest()} from PostgreSQL. Use pg_dump --format=custom, or the "
+            "gpuspawner that wrote it."
+        )
     with (
         closing(Store(f"sqlite:///{part}")) as copy,
         store.read() as source,

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from alembic import command as alembic_command
 
+from gpuspawner.cli.app import main
 from gpuspawner.core.errors import BackupRefused, ConfigError
-from gpuspawner.db import backup
+from gpuspawner.db import backup, engine
 from gpuspawner.db.engine import Store
 from gpuspawner.db.leader import LeaderLock
 from gpuspawner.db.schema import metadata
@@ -96,6 +98,33 @@ def test_backup_is_one_private_file_that_restores_every_row(
         assert broken_invariants(services) == {}
     finally:
         services.store.close()
+
+
+def test_backup_leaves_a_database_of_an_older_version_as_it_is(
+    empty_database_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An SQLite file is copied; of PostgreSQL the rows would be read as the newest version."""
+    old, file = engine.versions()[-2], tmp_path / "old.copy"
+    found = sa.create_engine(empty_database_url)
+    settings = engine.config()
+    with found.begin() as connection:
+        settings.attributes["connection"] = connection
+        alembic_command.upgrade(settings, old)
+    code = main(["backup", "--database", empty_database_url, str(file)])
+    if found.dialect.name == "sqlite":
+        assert code == 0
+        copy = sa.create_engine(f"sqlite:///{file}")
+        with copy.connect() as connection:
+            assert engine.revision(connection) == old
+        copy.dispose()
+    else:
+        assert code == 1 and not file.exists()
+        said = capsys.readouterr().err
+        assert f"the database has version {old}" in said and "pg_dump --format=custom" in said
+    with found.connect() as connection:
+        assert engine.revision(connection) == old
+    found.dispose()
+    Store.open(empty_database_url).close()
 
 
 @each_database
