@@ -50,9 +50,13 @@ def take_all(demo: Demo, browser: Browser, folder: Path) -> None:
 
     first.goto(f"{demo.url}/services/gpu/")
     cost = first.locator("dt:text-is('Cost so far') + dd")
-    while cost.inner_text() == "0.00 credits":  # a T4 costs the first cent in half a minute
+    for _ in range(PATIENCE_MS // LOOK_MS):
+        if cost.inner_text() != "0.00 credits":  # a T4 costs the first cent in half a minute
+            break
         first.wait_for_timeout(LOOK_MS)
         first.reload()
+    else:
+        raise RuntimeError("The session costs nothing: look at the accounting service's log.")
     first.get_by_role("button", name="Stop").first.click()
     first.get_by_role("button", name="Stop server").click()
     first.get_by_role("link", name="Receipt").click()
