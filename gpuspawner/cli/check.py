@@ -277,7 +277,7 @@ def _devices(settings: Settings, readable: bool, is_broken: bool) -> tuple[Check
     if not any(view.state in COUNTED for view in views):
         return CheckFinding(name, Status.FAIL, text, "There is no device to lease."), inventory
     if is_broken:
-        text += "; the database would say which are leased or sick"
+        text += "; which are leased or sick is in the database"
         return CheckFinding(name, Status.UNCHECKED, text), inventory
     occupied = [view for view in views if view.state == "occupied"]
     remedy = " ".join(f"Device {v.device.index} is {v.detail}: end that." for v in occupied)

@@ -299,7 +299,7 @@ def upgrade_installed_hub(files: FileTree, host: Host, arguments: Sequence[str])
 def upgrade(settings: Settings, backup: Path | None, no_containers: bool) -> int:
     """Upgrade the database and check the hub. If one fails, the database is put back.
 
-    A check that is not green before the upgrade either does not count.
+    A check that was not green before the upgrade does not count.
     """
     settings.require_hub()
     named = click.get_current_context().ensure_object(Invocation)

@@ -1,7 +1,7 @@
-"""A plugin of The Littlest JupyterHub (TLJH), whose installer calls these hooks.
+"""A plugin for The Littlest JupyterHub (TLJH), whose installer calls these hooks.
 
-The configuration is a file that TLJH reads, and no ``tljh_custom_jupyterhub_config``: TLJH calls
-that before it reads an admin's own files, whose settings would not reach the accounting service.
+The settings are in a file that TLJH reads, not in the hook ``tljh_custom_jupyterhub_config``: TLJH
+calls that hook before it reads the admin's own files, and the accounting service would miss those.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .service import has_network, network_command, run_program
 hookimpl = pluggy.HookimplMarker("tljh")
 
 IDLE_SECONDS = 4 * 3600
-"""Seconds without activity after which TLJH stops a server, unless the admin says otherwise."""
+"""Seconds without activity after which TLJH stops a server, unless the admin set a time."""
 
 
 @hookimpl
 def tljh_extra_apt_packages() -> list[str]:
-    """Return the package with Docker Engine, unless there is one, perhaps Docker's own."""
+    """Return Debian's Docker Engine, unless a ``docker`` command is installed already."""
     return [] if shutil.which("docker") else ["docker.io"]
 
 
 @hookimpl
 def tljh_config_post_install(config: dict[str, Any]) -> None:
-    """Let servers be idle for longer than TLJH's ten minutes: a training looks idle to it."""
+    """Raise TLJH's idle limit of ten minutes: a server that trains a model looks idle to it."""
     culler = config.setdefault("services", {}).setdefault("cull", {})
     culler.setdefault("timeout", IDLE_SECONDS)
 
@@ -55,15 +55,19 @@ def tljh_post_install() -> None:
 
 def set_up(files: FileTree, host: Host) -> Iterator[str]:
     """Set up leases of GPUs in TLJH, and yield a sentence for each step. Raises Refused."""
-    spec = find_spec("tljh.jupyterhub_config")
-    if spec is None or spec.origin is None:
-        raise Refused("TLJH has no jupyterhub_config.py: this plugin does not know its version.")
+    config = getattr(find_spec("tljh.jupyterhub_config"), "origin", None)
+    if not config:
+        raise Refused(
+            "This version of TLJH has no module tljh.jupyterhub_config, which the plugin needs. "
+            "Install another version of TLJH or of gpuspawner."
+        )
     prefix = os.environ.get("TLJH_INSTALL_PREFIX", "/opt/tljh")
     if not has_network(host, SUBNET):
         run_program(host, *network_command(SUBNET))
         yield f"Made the Docker network {NETWORK} ({SUBNET})."
-    edited, others = tljh_files(prefix, str(Path(sys.executable).parent), spec.origin)
-    for file in (*(each for each in edited if files.read(each.path) is None), *others):
+    edited, others = tljh_files(prefix, str(Path(sys.executable).parent), config)
+    missing = [file for file in edited if files.read(file.path) is None]
+    for file in (*missing, *others):
         files.write(file)
         yield f"Wrote {file.path}."
     run_program(host, "systemctl", "daemon-reload")

@@ -56,9 +56,9 @@ class Upgrader:
     def run(self, file: Path) -> Generator[str | CheckFinding, None, None]:
         """Back up to ``file``, upgrade and check; yield a sentence for each step, and findings.
 
-        If the upgrade fails, or a check that was green before it, the database is put back as it
-        was. Raises Refused then, and BackupRefused while a hub or a service uses the database,
-        which is not changed.
+        If the upgrade fails, or a check turns red that was green before, the database is put back
+        as it was. Raises Refused then, and BackupRefused while a hub or a service uses the
+        database, which is not changed.
         """
         with self._alone() as store:
             before = self._version(store)
@@ -84,7 +84,7 @@ class Upgrader:
                 yield from findings
                 red = _names(findings, Status.FAIL)
                 if broken := red & {*green, DATABASE}:
-                    raise Refused(f"Red now, and not before: {', '.join(sorted(broken))}.")
+                    raise Refused(f"Red after the upgrade: {', '.join(sorted(broken))}.")
                 self.changed = True
             except GPUSpawnerError as error:
                 self._put_back(file)

@@ -132,7 +132,7 @@ def test_failed_check_puts_the_database_back(database: Path, check: Check) -> No
     assert version(database) == OLD and proof(database) == "as before"
     assert database.stat().st_mode & 0o777 == 0o600
     (kept,) = backups(database)
-    assert f"Red now, and not before: disk. The database is as it was before (version {OLD})" in (
+    assert f"Red after the upgrade: disk. The database is as it was before (version {OLD})" in (
         done.output
     )
     assert re.search("FAIL +disk +it is full", done.output)
@@ -164,7 +164,7 @@ def test_check_that_was_not_green_before_undoes_nothing(
 def test_database_that_stays_red_is_put_back(database: Path, check: Check) -> None:
     check.after = [CheckFinding("database", Status.FAIL, "it does not forbid double leases")]
     done = run("upgrade")
-    assert done.code == 1 and "Red now, and not before: database." in done.output
+    assert done.code == 1 and "Red after the upgrade: database." in done.output
     assert version(database) == OLD and proof(database) == "as before"
 
 
