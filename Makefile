@@ -8,7 +8,8 @@
 # make bench  every benchmark (TRACE=jobs.csv for those that replay one)
 # make golden records anew what tests/golden compares with: help, pages, schema, settings and so on
 # make release  everything of a release up to the upload, into dist/, from the last commit (network)
-# make docs   builds the documentation into docs/_build, and checks its prose
+# make docs   builds the documentation into docs/_build, checks its prose, and that each page that
+#             moved since the last release has a redirect
 # make screenshots  takes the pictures of the documentation anew, from the demo (Chromium)
 # make labextension   builds images/common/lab anew from images/labextension (Node)
 # make constraints  writes constraints.txt anew, from the newest versions that setup.cfg allows
@@ -60,6 +61,8 @@ docs:
 	@scripts/bootstrap.sh docs
 	@$(PY) docs/check_prose.py
 	@$(PY) -m sphinx -E -W -q -b html docs docs/_build
+	@tag=$$(git describe --tags --abbrev=0 --match 'v[0-9]*' 2> /dev/null); [ -z "$$tag" ] || \
+	    $(PY) -m sphinx -q -b rediraffecheckdiff -D "rediraffe_branch=$$tag" -d docs/_build/.doctrees docs docs/_build
 	@echo "The documentation is in docs/_build/index.html."
 
 screenshots: parts

@@ -12,7 +12,8 @@ author = "the gpuspawner contributors"
 project_copyright = "2026, the gpuspawner contributors"
 version = release = gpuspawner.__version__
 
-extensions = ["myst_parser", "sphinx_copybutton", "gpuspawner_docs"]
+extensions = ["myst_parser", "sphinx_copybutton", "sphinxext.rediraffe", "gpuspawner_docs"]
+rediraffe_redirects = "redirects.txt"
 exclude_patterns = ["_build", "_ext", "_static"]
 source_suffix = {".md": "markdown"}
 nitpicky = True
