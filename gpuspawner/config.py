@@ -352,6 +352,7 @@ def _add_pages(c: Config, service: str) -> None:
     for page in PAGES:
         _append(c, "extra_handlers", page)
     values = {"gpuspawner_service": service, "gpuspawner_dashboard": _dashboard_of}
+    values["gpuspawner_own_logo"] = "logo_file" in c.JupyterHub
     c.JupyterHub.template_vars.update(values)
     if "default_url" not in c.JupyterHub:
         c.JupyterHub.default_url = _front_door

@@ -276,6 +276,7 @@ def test_hub_pages_are_added_beside_admin_settings(how: str) -> None:
         c.JupyterHub.tornado_settings = {"slow_spawn_timeout": 1}
     if how == "theirs":
         c.JupyterHub.tornado_settings["compress_response"] = True
+        c.JupyterHub.logo_file = "/etc/gpuspawner/logo.svg"
     if how == "update":
         c.JupyterHub.tornado_settings.update({"slow_spawn_timeout": 1})
     add_services(c, name="gpus")
@@ -283,7 +284,9 @@ def test_hub_pages_are_added_beside_admin_settings(how: str) -> None:
     assert routes[-len(PAGES) :] == [route for route, _ in PAGES]
     assert (r"/mine" in routes) == (how in ("set", "theirs"))
 
-    assert value_of(c, "template_vars", {})["gpuspawner_service"] == "gpus"
+    values = value_of(c, "template_vars", {})
+    assert values["gpuspawner_service"] == "gpus"
+    assert values["gpuspawner_own_logo"] == (how == "theirs")
     tornado = value_of(c, "tornado_settings", {})
     assert ("transforms" in tornado) == (how != "theirs")
     assert ("slow_spawn_timeout" in tornado) == (how != "none")
