@@ -59,6 +59,7 @@ release: env
 
 docs:
 	@scripts/bootstrap.sh docs
+	@rm -rf docs/_build
 	@$(PY) docs/check_prose.py
 	@$(PY) -m sphinx -E -W -q -b html docs docs/_build
 	@tag=$$(git describe --tags --abbrev=0 --match 'v[0-9]*' 2> /dev/null); [ -z "$$tag" ] || \
