@@ -17,6 +17,7 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
 from tests.support import images
+from tests.support.compatibility import HUB_6
 from tests.support.engine import PrivateEngine
 from tests.support.gate import Gate
 from tests.support.gpu_hub import GPUHub, assert_in_words, error_on, message_of
@@ -330,8 +331,9 @@ def test_cancelled_start_costs_nothing(hub: GPUHub, member: str, environment: st
         assert "Pulling 127.0.0.1:" in list(islice(hub.events(member), 3))[-1]["message"]
     else:
         wait_for(lambda: _running(hub), "the container")
-        page = hub.open_page(member, f"/hub/spawn-pending/{member}")
-        assert "Stop Server" in page.text
+        pending = (f"/hub/spawn-pending/{member}", "Stop Server")
+        path, button = pending if HUB_6 else ("/hub/home", "Stop My Server")
+        assert button in hub.open_page(member, path).text
     hub.stop_server(member)
     answers.join()
     assert_cost_nothing(hub, member)

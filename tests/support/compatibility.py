@@ -1,13 +1,19 @@
-"""What docs/compatibility.md says, as tests read it."""
+"""What docs/compatibility.md says, as tests read it, and what older versions lack."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
+import jupyterhub
+
 from tests.support.processes import REPO
 
 PAGE = REPO / "docs" / "compatibility.md"
+
+HUB_6 = jupyterhub.version_info >= (6,)
+"""JupyterHub 5 has no button on the page of a pending start, and no request that changes the stored
+options of a server."""
 
 
 @dataclass(frozen=True)
