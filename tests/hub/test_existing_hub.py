@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dockerspawner import DockerSpawner
 
 from gpuspawner.leases.models import Lease, LeaseState
 from tests.support import images
@@ -74,6 +75,9 @@ c.JupyterHub.spawner_class = "gpu-docker"
 c.GPUDatabase.url = "sqlite:///gpuspawner.sqlite"
 import gpuspawner; gpuspawner.add_services(c{port})
 """
+
+READS_FORM = "options_from_form" in DockerSpawner.class_trait_names()
+"""Not DockerSpawner 13: a method of its own hides the setting, which ours reads nevertheless."""
 
 OURS = {"DeviceRequests", "ShmSize", "Ulimits", "MemorySwap", "SecurityOpt", "OomScoreAdj"}
 """All that may be other than it was in what the engine is told of a container."""
@@ -171,7 +175,8 @@ def test_gpuspawner_can_be_added_and_removed_cleanly(club: Club) -> None:
     ada.spawn({"course": "ml"})
     club.shell("ada", NOTE)
     before, saw = club.container("ada"), club.look("ada")
-    assert saw["devices"] == [] and saw["env"]["COURSE"] == "ml" and saw["hook"]
+    assert saw["devices"] == [] and saw["hook"]
+    assert saw["env"]["COURSE"] == ("ml" if READS_FORM else "none")
     ada.stop()
     bob.spawn({"course": "stats"})  # runs on, through everything that follows
     bobs = club.container("bob")["Id"]

@@ -19,13 +19,13 @@ from typing import Any
 from unittest import mock
 
 import click
+import jupyterhub_idle_culler
 import yaml
 from dockerspawner import DockerSpawner
 from jupyterhub.app import JupyterHub
 from jupyterhub.auth import Authenticator
 from jupyterhub.proxy import ConfigurableHTTPProxy
 from jupyterhub.spawner import Spawner
-from jupyterhub_idle_culler import IdleCuller
 from traitlets import TraitError
 from traitlets.config import Config, Configurable
 from traitlets.config.loader import LazyConfigValue
@@ -80,7 +80,9 @@ def problems_in(text: str, language: str = TEXT) -> Iterator[str]:
 # Settings.
 
 
-OTHERS = (JupyterHub, Authenticator, ConfigurableHTTPProxy, Spawner, DockerSpawner, IdleCuller)
+OTHERS = [JupyterHub, Authenticator, ConfigurableHTTPProxy, Spawner, DockerSpawner]
+if hasattr(jupyterhub_idle_culler, "IdleCuller"):  # 1.4 has none
+    OTHERS.append(jupyterhub_idle_culler.IdleCuller)
 NOT_INSTALLED = frozenset(("KubeSpawner",))
 """Classes that a page names to say what replaces their settings."""
 
