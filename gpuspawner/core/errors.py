@@ -390,6 +390,13 @@ class UnknownTicket(Refused):
     status_code = 404
 
 
+class UnknownRun(Refused):
+    """There is no run {run!r}."""
+
+    reason = "unknown_run"
+    status_code = 404
+
+
 class UnknownTransfer(Refused):
     """There is no transfer {transfer!r}."""
 

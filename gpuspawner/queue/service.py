@@ -34,7 +34,7 @@ from ..db.engine import Store
 from ..devices.placement import asks_for, must_run, texts
 from ..devices.snapshots import InventorySnapshot
 from ..leases import repository as leases_repository
-from ..leases.models import Lease, Request, ServerRef, Slot, Terms
+from ..leases.models import Lease, LeaseKind, Request, ServerRef, Slot, Terms
 from ..leases.service import LeaseService, require_seen
 from ..ledger import rules as ledger_rules
 from ..ledger.prices import PriceService
@@ -347,6 +347,7 @@ class QueueService:
         waited = (now - ticket.created_at).total_seconds()
         # With an external scheduler everybody has a ticket, also who gets devices at once.
         stood_in_line = since is None or waited > AT_ONCE
+        stood_in_line = stood_in_line and ticket.server.kind is LeaseKind.SERVER
         claim = round(60 * self.settings.claim_minutes) or None if stood_in_line else None
         with self.store.write() as connection:
             row = repository.get_ticket(connection, ticket.id, lock=True)

@@ -34,6 +34,7 @@ from ..engines.docker import (
 )
 from ..engines.injection import KEPT_CAPABILITIES, MODES, Hardening, dangers
 from ..leases.models import Lease, Request
+from ..runs.models import Run
 from ..storage.shared_folders import FolderMount
 from .container import (
     ENGINE_ERRORS,
@@ -669,6 +670,18 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     def _note_removal(self, removal: asyncio.Future[None]) -> None:
         if not removal.cancelled() and (error := removal.exception()) is not None:
             self.log.warning("The container of %s is left: %s", self.server_ref, error)
+
+    def become_run(self, run: Run) -> None:
+        """Start a run: its container is removed when it has ended, whatever servers' are."""
+        super().become_run(run)
+        self.remove = True
+
+    async def get_ip_and_port(self) -> tuple[str, int]:
+        """Return the server's address. A run has none, and may have ended already."""
+        if self.run is not None:
+            return "", self.port
+        address: tuple[str, int] = await super().get_ip_and_port()
+        return address
 
     async def engine_started_at(self) -> datetime | None:
         """Return when the container was started, by the engine's clock; None if unknown."""
