@@ -35,9 +35,9 @@ def end_of(lease: Lease, exit_code: int | None) -> RunEnd | None:
     if lease.outcome in INTERRUPTIONS:
         return None
     if lease.outcome == "failed":
-        return RunEnd("failed", _sentence(lease.end_reason or "it could not start"))
+        return RunEnd("failed", sentence(lease.end_reason or "it could not start"))
     if lease.outcome:
-        return RunEnd("stopped", _sentence(lease.end_reason), exit_code)
+        return RunEnd("stopped", sentence(lease.end_reason), exit_code)
     if exit_code is None:
         return None  # its machine went down with it
     if exit_code == 0:
@@ -53,6 +53,7 @@ def may_restart(run: Run, lease: Lease) -> bool:
     return run.restarts < MOST_RESTARTS and (run.requeue or lease.started_at is None)
 
 
-def _sentence(reason: str) -> str:
+def sentence(reason: str) -> str:
+    """Return a reason as a sentence."""
     text = reason[:1].upper() + reason[1:]
     return text if not text or text.endswith((".", "!", "?")) else f"{text}."

@@ -18,7 +18,7 @@ from ..queue import repository as queue_repository
 from ..queue.service import QueueService
 from . import repository
 from .models import FollowedRun, Run
-from .rules import RunEnd, end_of, may_restart
+from .rules import RunEnd, end_of, may_restart, sentence
 
 STOPPED_BY_MEMBER = "its member stopped it"
 
@@ -88,14 +88,11 @@ class RunService:
             return followed
         own = actor == followed.run.user
         why = STOPPED_BY_MEMBER if own else (reason or "an admin stopped it")
-        if ticket := self.queue.ticket_of(followed.run.server):
-            by = "" if own else actor
-            self.queue.end_ticket(ticket.id, "cancelled", why, actor=by, tell=not own)
         now = self.clock()
         with self.store.write() as connection:
             lease = leases_repository.open_of(connection, followed.run.server)
             if lease is None:
-                end = RunEnd("stopped", why)
+                end = RunEnd("stopped", sentence(why))
                 if repository.end(connection, run_id, end, now):
                     self.log.info("Run %s of %s: stopped", run_id, followed.run.user)
             elif goes_on(lease):
@@ -103,6 +100,10 @@ class RunService:
                 leases_repository.update(connection, lease.id, outcome=outcome, end_reason=why)
                 if not own:
                     note_lease(connection, lease, "stop", actor, why, now)
+        # Last: who waits with the ticket then finds a run that has ended.
+        if ticket := self.queue.ticket_of(followed.run.server):
+            by = "" if own else actor
+            self.queue.end_ticket(ticket.id, "cancelled", why, actor=by, tell=False)
         return self.get(run_id)
 
     def note_exit(self, run_id: str, exit_code: int) -> None:
