@@ -138,6 +138,10 @@ class RunLauncher:
             config=self.settings["config"],
             user_options=dict(run.options),
         )
-        spawner.server = Server(orm_server=orm.Server(base_url=f"{user.base_url}{name}/"))
+        # A row of the Hub's gets these from its database.
+        nowhere = orm.Server(
+            proto="http", ip="", port=0, base_url=f"{user.base_url}{name}/", cookie_name=""
+        )
+        spawner.server = Server(orm_server=nowhere)
         spawner.become_run(run)
         return spawner

@@ -25,7 +25,7 @@ environments:
 
 CONFIG = """
 c.GPUDockerSpawner.workspace = "runs-{{username}}"
-c.GPURates.by_model = {{"*": 3600}}
+c.GPURates.by_model = {{"*": 60}}
 import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """
