@@ -25,7 +25,7 @@ class _OfService(APIHandler):
         return RunLauncher.of(self.settings)
 
 
-class RunsAPI(_OfService):
+class LauncherAPI(_OfService):
     """Submits a run of a member's."""
 
     async def post(self) -> None:

@@ -155,6 +155,28 @@ class QueueService:
                     raise self._with_start(error, server, request, terms) from None
             return self._enqueue(new_ticket())
 
+    def require_possible(
+        self, server: ServerRef, request: Request, *, engine: str, terms: Terms
+    ) -> None:
+        """Raise the error of a request that would be refused now, however many devices are free.
+
+        For who is to wait unattended, and would read the refusal too late. Raises NoCredits,
+        TooMuchAsked, or that no device of this hub fits.
+        """
+        free = not request.devices
+        account = self.leases.ledger.payer(server.user, terms.groups, terms.account, free=free)
+        if free:
+            return
+        ticket = self._ticket(server, request, engine, account, terms)
+        with self.line.lock:
+            must_run(request, self.positions.devices.look().inventory)
+            if not self.line.kinds(request):
+                self.positions.require_fit(request)
+            with self.store.write() as connection:
+                self._must_be_paid(connection, ticket)
+        for limit in self.settings.limits_of(ticket.group):
+            _must_be_within(limit, ticket)
+
     def turns(self, present: frozenset[str]) -> list[str]:
         """Return the tickets whose turn it is, in order; start them with :meth:`start_ticket`.
 

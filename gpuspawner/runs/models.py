@@ -37,6 +37,8 @@ class Work:
     """The notebook's path, relative to the workspace; empty for a command."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The notebook's parameters, as JSON values by name."""
+    directory: str = ""
+    """Where it is carried out, relative to the workspace; empty for the workspace itself."""
     folder: str = ""
     """Where its log and its output are, relative to the workspace."""
 

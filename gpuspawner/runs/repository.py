@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -12,7 +12,8 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from ..core.errors import UnknownRun
-from ..db.schema import OPEN_RUN, runs
+from ..db.schema import OPEN_LEASE, OPEN_RUN, leases, runs
+from ..leases.models import RUN_PREFIX
 from .models import Run, Work
 from .rules import RunEnd
 
@@ -67,9 +68,23 @@ def open_runs(connection: sa.Connection) -> list[Run]:
     return [_from_row(row) for row in connection.execute(_OPEN)]
 
 
-def are_open(connection: sa.Connection) -> bool:
-    """Return True if any run has not ended."""
-    return bool(connection.execute(sa.select(sa.exists().where(OPEN_RUN))).scalar())
+def are_active(connection: sa.Connection) -> bool:
+    """Return True if any run has not ended, or has a lease that has not."""
+    lease = OPEN_LEASE & leases.c.server_name.startswith(RUN_PREFIX, autoescape=True)
+    active = sa.exists().where(OPEN_RUN) | sa.exists().where(lease)
+    return bool(connection.execute(sa.select(active)).scalar())
+
+
+def count_open(connection: sa.Connection, user: str) -> int:
+    """Return how many of a member's runs have not ended."""
+    count = sa.select(sa.func.count()).select_from(runs).where(runs.c.user == user, OPEN_RUN)
+    return int(connection.execute(count).scalar_one())
+
+
+def ended_ids(connection: sa.Connection, ids: Collection[str]) -> set[str]:
+    """Return those of some runs that have ended."""
+    ended = sa.select(runs.c.id).where(runs.c.id.in_(ids), sa.not_(OPEN_RUN))
+    return set(connection.execute(ended).scalars())
 
 
 def newest(

@@ -30,6 +30,9 @@ LONGEST_COMMAND = 32 * 1024
 """Characters of a command, with its arguments."""
 LONGEST_TITLE = 100
 
+INPUT = re.compile(r"(?P<folder>runs/[^/]+)/input\.ipynb")
+"""A notebook that its member's program has copied into the folder of its run."""
+
 _PATH = re.compile(r"(?!/)(?!.*(?:^|/)\.\.(?:/|$))[^\x00]{1,500}")
 
 
@@ -44,7 +47,7 @@ def _words(value: Any, field: str) -> tuple[str, ...]:
 
 def _path(value: Any, field: str) -> str:
     if not isinstance(value, str) or (value and not _PATH.fullmatch(value)):
-        raise invalid(field, "is the path of a notebook in your workspace, such as a/train.ipynb.")
+        raise invalid(field, "is a path in your workspace, such as project/train.ipynb.")
     return value
 
 
@@ -71,13 +74,20 @@ class RunBody(Body):
     command: Words = ()
     notebook: NotebookPath = ""
     parameters: JSONObject = {}
+    directory: NotebookPath = ""
     title: Written = written(LONGEST_TITLE, "train", "")
     options: JSONObject = {}
     requeue: Flag = False
     key: Key = ""
 
     def work(self, folder: str) -> Work:
-        """Return what the run does. Raises InvalidRequest if that is not one thing."""
+        """Return what the run does. Raises InvalidRequest if that is not one thing.
+
+        ``folder`` is for its files; a notebook that is the ``input.ipynb`` of such a folder keeps
+        that one.
+        """
+        if (found := INPUT.fullmatch(self.notebook)) is not None:
+            folder = found["folder"]
         if bool(self.command) == bool(self.notebook):
             raise InvalidRequest(
                 "Send a command or a notebook: a run does one of them.", field="command"
@@ -88,6 +98,7 @@ class RunBody(Body):
             command=self.command,
             notebook=self.notebook,
             parameters=self.parameters,
+            directory=self.directory,
             folder=folder,
         )
 
@@ -102,6 +113,7 @@ class RunAnswer(Answer):
     command: tuple[str, ...] = told("run.work.command")
     notebook: str = told("run.work.notebook")
     parameters: dict[str, Any] = told("run.work.parameters")
+    directory: str = told("run.work.directory")
     folder: str = told("run.work.folder")
     requeue: bool = told("run.requeue")
     restarts: Count = told("run.restarts")

@@ -8,17 +8,21 @@ from dataclasses import KW_ONLY, dataclass
 
 import sqlalchemy as sa
 
+from ..core.errors import TooManyRuns
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState, ServerRef
 from ..leases.sessions import goes_on, note_lease
 from ..members.service import require_member
+from ..notifications import repository as notifications_repository
+from ..notifications.models import NoticeKind
+from ..notifications.service import compose
 from ..queue import repository as queue_repository
 from ..queue.service import QueueService
 from . import repository
 from .models import FollowedRun, Run
-from .rules import RunEnd, end_of, may_restart, sentence
+from .rules import MOST_OPEN, RunEnd, end_after_ticket, end_of, may_restart, sentence
 
 STOPPED_BY_MEMBER = "its member stopped it"
 
@@ -40,10 +44,14 @@ class RunService:
         """Write a run down; it then waits for its devices, whatever is killed.
 
         Returns the run, and False if its member had submitted it before with the same key.
-        Raises MembershipEnded.
+        Raises MembershipEnded or TooManyRuns.
         """
         with self.store.write() as connection:
             require_member(connection, run.user)
+            count = repository.count_open(connection, run.user)
+            known = repository.of_key(connection, run.user, run.key) if run.key else None
+            if known is None and count >= MOST_OPEN:
+                raise TooManyRuns(count=count, most=MOST_OPEN)
             if not repository.insert(connection, run):
                 known = repository.of_key(connection, run.user, run.key)
                 if known is None:
@@ -63,9 +71,9 @@ class RunService:
         with self.store.read() as connection:
             return _followed(connection, repository.open_runs(connection))
 
-    def are_open(self) -> bool:
-        """Return True if any run has not ended."""
-        return self.store.run(repository.are_open)
+    def are_active(self) -> bool:
+        """Return True if any run has not ended, or has left a lease behind."""
+        return self.store.run(repository.are_active)
 
     def newest(
         self, user: str | None = None, limit: int = 50, before: str | None = None
@@ -115,6 +123,7 @@ class RunService:
         end, now = RunEnd("failed", reason), self.clock()
         with self.store.write() as connection:
             if repository.end(connection, run_id, end, now):
+                self._tell(connection, repository.get(connection, run_id))
                 self.log.info("Run %s failed: %s", run_id, reason)
 
     def settle(self) -> list[Run]:
@@ -124,11 +133,52 @@ class RunService:
         """
         ended = []
         for followed in self.open_runs():
-            if followed.lease is None or followed.lease.state is not LeaseState.ENDED:
+            if followed.lease is None:
+                run = self._settle_ticket(followed.run.id)
+            elif followed.lease.state is LeaseState.ENDED:
+                run = self._settle_one(followed.run.id) or self._settle_ticket(followed.run.id)
+            else:
                 continue
-            if run := self._settle_one(followed.run.id):
+            if run:
                 ended.append(run)
         return ended
+
+    def strays(self, leases: Iterable[Lease]) -> list[Lease]:
+        """Return those of some leases whose run has ended, and whose container may go on."""
+        by_run = {lease.server.run_id: lease for lease in leases}
+        ended = self.store.run(lambda c: repository.ended_ids(c, list(by_run)))
+        return [lease for run_id, lease in by_run.items() if run_id in ended]
+
+    def _settle_ticket(self, run_id: str) -> Run | None:
+        """End a run whose ticket was ended, by whomever, before its turn came."""
+        with self.store.read() as connection:
+            ticket = queue_repository.newest_of_server(
+                connection, repository.get(connection, run_id).server
+            )
+        if ticket is None or (end := end_after_ticket(ticket)) is None:
+            return None
+        now = self.clock()
+        with self.store.write() as connection:
+            run = repository.get(connection, run_id, lock=True)
+            newest = queue_repository.newest_of_server(connection, run.server)
+            if newest is None or newest.id != ticket.id:
+                return None
+            if leases_repository.open_of(connection, run.server):
+                return None
+            if not repository.end(connection, run_id, end, now):
+                return None
+            ended = repository.get(connection, run_id)
+            self._tell(connection, ended)
+        self.log.info("Run %s of %s: %s", run_id, ended.user, end.outcome)
+        return ended
+
+    def _tell(self, connection: sa.Connection, run: Run) -> None:
+        """Tell the member how their run ended; who stopped it knows."""
+        if run.reason == sentence(STOPPED_BY_MEMBER) or run.ended_at is None:
+            return
+        key, kind = f"run:{run.id}", NoticeKind.RUN_ENDED
+        told = compose("run_ended", kind, key, run.user, run.ended_at, run=run, reason=run.reason)
+        notifications_repository.add(connection, told)
 
     def _settle_one(self, run_id: str) -> Run | None:
         now = self.clock()
@@ -147,6 +197,7 @@ class RunService:
             if not repository.end(connection, run.id, end, lease.ended_at or now):
                 return None
             ended = repository.get(connection, run.id)
+            self._tell(connection, ended)
         self.log.info("Run %s of %s: %s", run.id, run.user, end.outcome)
         return ended
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -268,26 +268,31 @@ class RunDuty(TickDuty):
 
         The Hub starts the runs whose turn it is: it has the members' environments and settings.
         """
-        if not await self.services.run(self.services.runs.are_open):
+        if not await self.services.run(self.services.runs.are_active):
             return
         followed = await self.services.run(self.services.runs.open_runs)
-        leases = [x.lease for x in followed if x.lease and x.lease.state is not LeaseState.ENDED]
+        opened = await self.services.run(self.services.leases.open_leases)
+        leases = [lease for lease in opened if lease.server.kind is LeaseKind.RUN]
+        strays = await self.services.run(self.services.runs.strays, leases)
+        ended = {lease.id for lease in strays}
         for name in sorted({lease.engine for lease in leases}):
             with self.tick.going_on(f"Runs on {name}"):
-                await self._see_to(name, [lease for lease in leases if lease.engine == name])
+                here = [lease for lease in leases if lease.engine == name]
+                await self._see_to(name, here, ended)
         if await self.services.run(self.services.runs.settle):
             self.poke()
         if any(x.state in (RunState.WAITING, RunState.STARTING) for x in followed):
             await self.tick.hub.starting_runs()
 
-    async def _see_to(self, engine: str, leases: Sequence[Lease]) -> None:
+    async def _see_to(self, engine: str, leases: Sequence[Lease], ended: Collection[str]) -> None:
+        """Stop and settle runs on an engine; ``ended`` are leases of runs that have ended."""
         found = await asyncio.to_thread(self.tick.engines[engine].sightings)
         by_lease = {sighting.lease_id: sighting for sighting in found}
         for lease in leases:
             sighting = by_lease.get(lease.id)
             if sighting is None:
                 continue  # on its way; or removed by somebody, which a comparison settles
-            if sighting.alive and lease.outcome:
+            if sighting.alive and (lease.outcome or lease.id in ended):
                 self.log.warning("Stopping %s: %s", lease.server, lease.end_reason)
                 await asyncio.to_thread(self.tick.engines[engine].end, sighting)
                 await self._release(lease, sighting)

@@ -110,14 +110,14 @@ class HubClient:
 
         Raises Unavailable.
         """
-        response = await self._ask("POST", "/gpuspawner/runs/-/start", body="")
+        response = await self._ask("POST", "/gpuspawner/launcher/start", body="")
         with _known_form():
             told = json.loads(response.body)["starting"]
             return frozenset(ServerRef.of_run(run["user"], run["id"]) for run in told)
 
     async def submit_run(self, user: str, fields: Mapping[str, Any]) -> str:
         """Submit a member's run, and return its id. Raises RefusedByHub or Unavailable."""
-        path = "/gpuspawner/runs"
+        path = "/gpuspawner/launcher"
         try:
             response = await self._fetch(
                 "POST",

@@ -371,7 +371,7 @@ class Tick:
     async def _servers(self) -> dict[ServerRef, HubState] | None:
         try:
             servers = await self.hub.servers()
-            if await self.services.run(self.services.runs.are_open):
+            if await self.services.run(self.services.runs.are_active):
                 starting = await self.hub.starting_runs()
                 servers |= dict.fromkeys(starting, HubState.PENDING)
         except Unavailable as error:

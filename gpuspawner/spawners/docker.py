@@ -671,6 +671,8 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         if not removal.cancelled() and (error := removal.exception()) is not None:
             self.log.warning("The container of %s is left: %s", self.server_ref, error)
 
+    runs_programs = True
+
     def become_run(self, run: Run) -> None:
         """Start a run: its container is removed when it has ended, whatever servers' are."""
         super().become_run(run)
@@ -707,6 +709,8 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     def get_env(self) -> dict[str, str]:
         """Return the server's environment; DockerSpawner's alone for a plain container."""
         env: dict[str, str] = DockerSpawner.get_env(self) if self._plain else super().get_env()
+        if self.workspace_source:
+            env["GPUSPAWNER_WORKSPACE"] = self.workspace_target
         return env
 
     async def _release(self, reason: str) -> bool:

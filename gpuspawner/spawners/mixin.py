@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.resources
 import inspect
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping
@@ -971,10 +972,13 @@ class GPUSpawnerMixin(Spawner):
 
     # Runs.
 
+    runs_programs = False
+    """True if :meth:`become_run` can start a program in the place of a server."""
+
     def become_run(self, run: Run) -> None:
         """Start the program of a run, with its member's settings, in the place of a server."""
         self.run = run
-        self.cmd = list(RUN_COMMAND)
+        self.cmd = ["python3", "-c", run_program()]
 
     # State and environment.
 
@@ -1041,12 +1045,15 @@ class GPUSpawnerMixin(Spawner):
             self._apply_overrides(dict(environment.spawner_override))
 
 
-RUN_COMMAND = ("python3", "-m", "gpuspawner_run")
-"""The program of ``gpuspawner-lab`` that carries out a run in its container."""
+@cache
+def run_program() -> str:
+    """Return the program that carries out a run in its container."""
+    found = importlib.resources.files("gpuspawner.runs") / "run_program.py"
+    return found.read_text("utf-8")
 
 
 def run_environment(run: Run, lease: Lease | None) -> dict[str, str]:
-    """Return what a run's program must know, for :data:`RUN_COMMAND`."""
+    """Return what :func:`run_program` must know."""
     seconds = lease.seconds if lease else None
     return {
         "GPUSPAWNER_RUN_ID": run.id,

@@ -15,8 +15,9 @@ from jupyterhub.objects import Server
 from jupyterhub.user import User
 from jupyterhub.utils import maybe_future
 
-from ..core.errors import GPUSpawnerError, MemberGone, Unavailable
+from ..core.errors import GPUSpawnerError, MemberGone, NoRuns, TicketEnded, Unavailable
 from ..runs.models import Run, Work
+from ..runs.rules import slug_of
 from ..services import Services, hub_services
 from .mixin import GPUSpawnerMixin
 from .progress import FailedSpawn
@@ -49,15 +50,16 @@ class RunLauncher:
         return [run for run, _ in self._starting.values()]
 
     async def submit(
-        self, user: User, work: Work, options: Mapping[str, Any], **fields: Any
+        self, user: User, work: Work, options: Mapping[str, Any], *, title: str, **fields: Any
     ) -> Run:
         """Check a run as the start of a server is checked, and write it down.
 
         Raises Refused with a sentence for the member; then nothing was written.
         """
         run = Run(
-            id=secrets.token_hex(8),
+            id=f"{slug_of(title)}-{secrets.token_hex(4)}",
             user=user.name,
+            title=title,
             work=work,
             options=dict(options),
             created_at=self.services.clock(),
@@ -68,6 +70,9 @@ class RunLauncher:
         await spawner.apply_group_overrides()
         environment, request = spawner.resolve_options()
         terms = spawner.terms(environment, request)
+        engine = spawner.engine_for(request)
+        possible = self.services.queue.require_possible
+        await self.services.run(possible, run.server, request, engine=engine, terms=terms)
         run = replace(run, options=dict(terms.options))
         run, is_new = await self.services.run(self.services.runs.submit, run)
         if is_new:
@@ -108,9 +113,10 @@ class RunLauncher:
             await self._refuse(run, GPUSpawnerError(f"The run did not start: {cause}."))
 
     async def _refuse(self, run: Run, error: GPUSpawnerError) -> None:
-        if isinstance(error, Unavailable):
+        if isinstance(error, (Unavailable, TicketEnded)):
+            # The next round tries again, or settles what the end of its ticket means.
             self.log.warning("Run %s of %s waits: %s", run.id, run.user, error.message)
-            return  # the next round tries again
+            return
         with suppress(GPUSpawnerError):  # the next round refuses it again
             await self.services.run(self.services.runs.refuse, run.id, error.message)
 
@@ -129,6 +135,8 @@ class RunLauncher:
     def _spawner(self, user: User, run: Run) -> GPUSpawnerMixin:
         """Return a spawner that the Hub does not know, for one start of a run."""
         spawner_class = self.settings["spawner_class"]
+        if not getattr(spawner_class, "runs_programs", False):
+            raise NoRuns()
         name = run.server.name
         spawner: GPUSpawnerMixin = spawner_class(
             user=user,

@@ -69,6 +69,13 @@ SERVERS = {
     "GPUSPAWNER_GPU_UUIDS": "Their UUIDs, separated by commas.",
     "GPUSPAWNER_LEASE_ID": "The id of the lease; empty without one.",
     "GPUSPAWNER_RATE": "Credits an hour for all leased devices together.",
+    "GPUSPAWNER_RESTARTS": "In a run: how often it began again.",
+    "GPUSPAWNER_RUN_FOLDER": "In a run: the folder of its output.",
+    "GPUSPAWNER_RUN_ID": "In a run: its id.",
+    "GPUSPAWNER_RUN_SECONDS": "In a run: its time limit; empty without one.",
+    "GPUSPAWNER_RUN_WORK": "In a run: what it carries out, as JSON.",
+    "GPUSPAWNER_STOP_AT": "In a run: when its time limit is over, as ISO 8601.",
+    "GPUSPAWNER_WORKSPACE": "Where the member's workspace is; unset without one.",
     "NVIDIA_DRIVER_CAPABILITIES": "`compute,utility`, unless the environment or the image says "
     "otherwise.",
     "NVIDIA_VISIBLE_DEVICES": "The UUIDs of the leased devices, or `void`.",
