@@ -25,7 +25,7 @@ environments:
 """
 
 CONFIG = """
-c.GPUDockerSpawner.workspace = "{folder}/work-{{username}}"
+c.GPUDockerSpawner.workspace = "{folder}/work-{{raw_username}}"
 c.GPURates.by_model = {{"*": 60}}
 import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
@@ -117,6 +117,7 @@ def test_running_run_is_stopped_by_its_member(hub: GPUHub, member: str, folder: 
     )
     run = submit(hub, member, command=["python3", "-c", program])
     in_state(hub, member, run["id"], "running")
+    hub.browser_of("member7")
     stranger = hub.call("member7", "DELETE", f"runs/{run['id']}")
     assert stranger.status_code == 404
     stopped = hub.call(member, "DELETE", f"runs/{run['id']}")
@@ -226,7 +227,7 @@ def test_terminal_of_a_session_submits_follows_and_stops(hub: GPUHub, member: st
     name = said.split()[0]
     assert name.startswith("night-job-")
     run("gpuspawner-run", "wait", name, status=4)
-    assert run("gpuspawner-run", "logs", "-f", name) == "input\n"
+    assert run("gpuspawner-run", "logs", "-f", name) == "input"
     assert name in run("gpuspawner-run", "list") and others not in run("gpuspawner-run", "list")
     assert "no run" in run("gpuspawner-run", "stop", others, status=1)
     assert "no file" in run("gpuspawner-run", "missing.py", status=1)
