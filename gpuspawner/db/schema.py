@@ -276,7 +276,7 @@ runs = Table(
     CheckConstraint("(outcome != '') = (ended_at IS NOT NULL)", name="runs_end"),
 )
 OPEN_RUN = runs.c.ended_at.is_(None)
-_partial("one_run_a_key", runs.c.key != literal_column("''"), runs.c.user, runs.c.key, unique=True)
+_partial("one_run_a_key", literal_column("key != ''"), runs.c.user, runs.c.key, unique=True)
 _partial("open_runs", OPEN_RUN, runs.c.created_at)
 Index("runs_by_user", runs.c.user, runs.c.created_at)
 
